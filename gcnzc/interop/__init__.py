@@ -1,0 +1,1 @@
+"""Doors to other graph libraries, each imported on use."""
