@@ -209,8 +209,10 @@ class Graph:
         """
         edge_index = getattr(data, "edge_index", None)
         if edge_index is not None:
+            src, dst = edge_index.cpu()
             return cls.from_edges(
-                *edge_index.cpu(),
+                src,
+                dst,
                 data.num_nodes,
                 bidirected=bidirected,
                 self_loops=self_loops,

@@ -234,7 +234,7 @@ def csc(
 
 
 def _demand_in_range(segments: Sequence[Segment], wrong_S: Array, num_nodes: int) -> None:
-    for s in np.flatnonzero(wrong_S >= 0):
+    for s in np.flatnonzero(wrong_S >= 0).tolist():
         src, dst = segments[s]()
         source, target = int(src[wrong_S[s]]), int(dst[wrong_S[s]])
         raise ValueError(

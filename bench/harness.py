@@ -1,0 +1,144 @@
+"""Time a function, and keep what was timed.
+
+A record is one JSON line: the case, the time, and the machine, commit and versions it came from.
+Records are only ever added to `bench/results/`; `bench/plot.py` draws them. Ways that are compared
+with each other are timed in turns by `side_by_side`, so that a machine that slows down for a while
+slows all of them.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ["torch", "triton", "numba", "numpy"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call, over `calls` calls after warming up."""
+
+    median_s: float
+    fast_s: float  # one call in five is faster
+    slow_s: float  # one call in five is slower
+    calls: int
+
+
+def measure(fn: Callable[[], object], *, calls: int = 50, warmup: int = 5) -> Timing:
+    """Time `fn`, waiting for the GPU before and after each call."""
+    return side_by_side({"fn": fn}, rounds=calls, warmup=warmup)["fn"]
+
+
+def side_by_side(
+    ways: Mapping[str, Callable[[], object]], rounds: int = 15, *, warmup: int = 2
+) -> dict[str, Timing]:
+    """Time several ways in turns: each is called once a round, from another one on each time.
+
+    Args:
+        ways: name to what is timed; each call is waited for.
+        rounds: timed calls of each way, at least 2.
+        warmup: rounds before, that are not counted.
+
+    Returns:
+        The name of each way to its timing.
+    """
+    names = list(ways)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(warmup + rounds):
+        for place in range(len(names)):
+            name = names[(place + round_) % len(names)]
+            seconds[name].append(_once(ways[name]))
+    return {name: _timing(seconds[name][warmup:]) for name in names}
+
+
+def record(
+    name: str, case: Mapping[str, Any], timing: Timing | None = None, **derived: Any
+) -> dict[str, Any]:
+    """Print one result, append it to `results/<name>.jsonl`, and return the line's content.
+
+    Args:
+        name: of the file.
+        case: what was measured, by words that tell it from the file's other lines.
+        timing: of the case, if it is a time.
+        derived: what follows from it, with units in the names.
+    """
+    timed = {} if timing is None else asdict(timing)
+    line = dict(case) | timed | derived | machine()
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    shown = [f"{key}={value}" for key, value in case.items()]
+    if timing is not None:
+        shown.append(f"{timing.median_s * 1e3:.3f} ms")
+    shown += [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in derived.items()]
+    print(name, *shown, sep="  ", flush=True)
+    return line
+
+
+def machine() -> dict[str, Any]:
+    """Where and from what the numbers came."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+    } | {name: _version(name) for name in PACKAGES}
+
+
+def _once(fn: Callable[[], object]) -> float:
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
+    wait()
+    begin = time.perf_counter()
+    fn()
+    wait()
+    return time.perf_counter() - begin
+
+
+def _nothing() -> None:
+    pass
+
+
+def _timing(seconds: list[float]) -> Timing:
+    fifths = statistics.quantiles(seconds, n=5)
+    return Timing(statistics.median(seconds), fifths[0], fifths[3], len(seconds))
+
+
+def _version(name: str) -> str:
+    # a module that is loaded knows best: versions may be asked for in an environment of another
+    loaded = getattr(sys.modules.get(name), "__version__", None)
+    if loaded is not None:
+        return str(loaded)
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except FileNotFoundError:
+        lines = []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
