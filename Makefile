@@ -1,0 +1,33 @@
+# The two commands of the README, and those that developers use. Each does its own set-up.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-all lint clean
+
+demo: $(READY)  ## train on the built-in graph
+	$(BIN)/gcnzc train
+
+test: $(READY)  ## the test suite
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(READY)  ## the test suite with what takes minutes
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## format, lint and types, as CI does
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy gcnzc kernels datasets
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "error: gcnzc needs Python 3.10 or newer, and $(PYTHON) is older" >&2; \
+		  echo "hint: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+clean:  ## remove the environment
+	rm -rf $(VENV)

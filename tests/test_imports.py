@@ -1,0 +1,135 @@
+"""Who may import whom, and the one door to each outside thing."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# a room, and what it may import besides itself and the standard library
+ROOMS = {
+    "kernels": {"torch", "triton", "numba", "numpy", "llvmlite"},
+    "datasets": {"numpy", "pandas", "scipy", "sklearn", "torch", "ogb", "requests"},
+}
+# a module of gcnzc may import those before it
+ORDER = [
+    "_version",
+    "exchange",
+    "compress",
+    "optim",
+    "graph",
+    "table",
+    "data",
+    "sampler",
+    "loader",
+    "models",
+    "interop",
+    "config",
+    "record",
+    "progress",
+    "picture",
+    "metrics",
+    "checkpoint",
+    "train",
+    "builtin",
+    "check",
+    "cli",
+]
+# an outside thing, and the modules that may open its door
+DOORS = {
+    "torch.distributed": {"gcnzc/exchange.py"},
+    "dgl": {"gcnzc/interop/dgl.py"},
+    "torch_geometric": {"gcnzc/interop/pyg.py"},
+    "matplotlib": {"gcnzc/picture.py"},
+    "rich": {"gcnzc/progress.py"},
+    "tyro": {"gcnzc/config.py", "gcnzc/cli.py"},
+    "urllib": {"datasets/download.py"},
+    "requests": {"datasets/download.py"},
+    "torch.cuda.cudart": {"gcnzc/table.py"},
+}
+SOURCES = sorted(
+    path
+    for room in ("gcnzc", "kernels", "datasets")
+    for path in (ROOT / room).rglob("*.py")
+    if not any(parent.is_symlink() for parent in path.parents)
+)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def attributes(path: Path) -> set[str]:
+    """Dotted names that the code uses, such as torch.distributed.all_reduce."""
+    return {
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_rooms_know_nothing_of_others(path):
+    room = path.relative_to(ROOT).parts[0]
+    if room not in ROOMS:
+        return
+    may = ROOMS[room] | sys.stdlib_module_names
+    for name in imports(path):
+        ours = name.startswith(f"gcnzc.{room}.")
+        assert ours or name.split(".")[0] in may, f"{name_of(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_point_one_way(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] != "gcnzc" or parts[1] in ("__init__", "__main__"):
+        return
+    assert parts[1] in ORDER, f"{name_of(path)} has no place in the order"
+    later = ORDER[ORDER.index(parts[1]) + 1 :]
+    for name in imports(path):
+        target = name.split(".")
+        assert target[0] != "gcnzc" or len(target) == 1 or target[1] not in later, (
+            f"{name_of(path)} imports {name}, which comes after it"
+        )
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_one_door_to_each_outside_thing(door):
+    for path in SOURCES:
+        if name_of(path) in DOORS[door]:
+            continue
+        for name in imports(path) | attributes(path):
+            assert not f"{name}.".startswith(f"{door}."), f"{name_of(path)} uses {name}"
+
+
+def test_only_the_command_line_prints():
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+                assert name_of(path) == "gcnzc/cli.py", f"{name_of(path)}:{node.lineno} prints"
+
+
+def test_no_module_is_named_like_the_standard_library():
+    # a script puts its own folder first on the path, and would hide the module of that name
+    for path in [*SOURCES, *(ROOT / "bench").glob("*.py")]:
+        if path.parent.name == "gcnzc" or path.stem.startswith("__"):
+            continue
+        assert path.stem not in sys.stdlib_module_names, name_of(path)
+
+
+def test_the_rooms_are_links_without_init():
+    for room in ROOMS:
+        assert (ROOT / "gcnzc" / room).is_symlink()
+        assert not (ROOT / room / "__init__.py").exists()
