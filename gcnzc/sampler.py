@@ -1,0 +1,185 @@
+"""Seeds become a batch: the neighbourhood a model needs to compute the seeds' outputs."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gcnzc.graph import Graph
+from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.philox import split_key
+from gcnzc.kernels.sample import ALL, Workspace
+from gcnzc.kernels.sample import sample as draw
+
+
+@dataclass(frozen=True)
+class Block:
+    """One hop: the in-edges kept of the first `num_dst` of `num_src` nodes, by local numbers."""
+
+    indptr: Tensor  # (num_dst + 1,) int64, since all neighbours of many nodes can pass 2**31 edges
+    indices: Tensor  # (num_edges,) int32 places among the sources
+    num_src: int
+    num_dst: int
+    nodes: Tensor  # (num_src,) int64 ids in the graph; the destinations are the first of them
+    graph: Graph | None = None  # where the edges were drawn from
+    edge_ids: Tensor | None = None  # (num_edges,) int64 positions in `graph.indices`, if asked for
+
+    @property
+    def num_edges(self) -> int:
+        """Edges that were kept."""
+        return self.indices.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers lie."""
+        return self.indices.device
+
+    @cached_property
+    def in_degrees(self) -> Tensor:
+        """(num_src,) int64 in the whole graph, where `nodes` lie; computed at the first use.
+
+        Raises:
+            RuntimeError: the block has no graph.
+        """
+        if self.graph is None:
+            raise RuntimeError("a block without its graph does not know the degrees in it")
+        nodes = self.nodes.cpu()
+        begins, ends = self.graph.indptr[nodes], self.graph.indptr[nodes + 1]
+        return (ends - begins).to(self.nodes.device)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Block":
+        """The same block with its numbers on `device`; its graph stays where it is."""
+        moved = {
+            name: value.to(device, non_blocking=non_blocking)
+            for name in ("indptr", "indices", "nodes", "edge_ids")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
+
+@dataclass
+class Batch:
+    """A sampled neighbourhood, and what a loader adds to it."""
+
+    nodes: Tensor  # (B,) int64 ids: the seeds, then every other node in order of first appearance
+    seeds: Tensor  # (S,) int64 ids, a view of `nodes`
+    blocks: tuple[
+        Block, ...
+    ]  # blocks[0]'s sources are `nodes`, blocks[-1]'s destinations the seeds
+    x: Tensor | None = None  # (B, D) features of `nodes`
+    y: Tensor | None = None  # (S,) or (S, T) labels of the seeds
+    times: dict[str, float] = field(default_factory=dict)  # seconds of worker threads, by "..._s"
+
+
+class Sampler:
+    """Draws neighbourhoods of seeds; any number of threads may sample at once.
+
+    Neighbours are drawn uniformly without replacement. A node with no more neighbours than its
+    fan-out keeps them all, in stored order. What is drawn for a node depends on the seed, the epoch
+    and the hop alone, and not on the batch, the threads, the workers or the device.
+
+    Args:
+        graph: on the host.
+        fanouts: neighbours kept at each layer, input layer first, as in DGL: the last number is for
+            the seeds. -1 keeps all.
+        seed: the key of every choice, an integer of 64 bits.
+        edge_ids: also give each edge's position in `graph.indices`.
+
+    Raises:
+        ValueError: no fan-outs, one below -1, or a seed of more than 64 bits.
+    """
+
+    def __init__(
+        self, graph: Graph, fanouts: Sequence[int], seed: int = 0, edge_ids: bool = False
+    ) -> None:
+        self.graph = graph
+        self.fanouts = demand_fanouts(fanouts)
+        split_key(seed)
+        self.seed = seed
+        self.edge_ids = edge_ids
+        self._pool = Pool()
+        # one for each thread that samples at this moment; append and pop need no lock
+        self._idle: list[Workspace] = []
+
+    def sample(self, seeds: Tensor, epoch: int) -> Batch:
+        """The neighbourhood of `seeds`, without features and labels.
+
+        Args:
+            seeds: (S,) int64 or int32 ids, on the host. One that occurs twice is computed twice,
+                with the same neighbours, as in DGL; edges lead to its first place.
+            epoch: in [0, 2**32); other epochs draw other neighbours.
+
+        Returns:
+            The batch, in memory that is used again once nothing refers to it.
+
+        Raises:
+            ValueError: a seed that is not a node, or an epoch out of range.
+        """
+        begin = time.perf_counter()
+        seeds = demand_seeds(seeds, self.graph.num_nodes)
+        workspace = self._idle.pop() if self._idle else Workspace()
+        drawn = draw(
+            self.graph.indptr,
+            self.graph.indices,
+            seeds,
+            self.fanouts[::-1],
+            self.seed,
+            epoch,
+            edge_ids=self.edge_ids,
+            workspace=workspace,
+            empty=self._pool.empty,
+        )
+        self._idle.append(workspace)
+        blocks = tuple(
+            Block(
+                drawn.indptr[hop],
+                drawn.indices[hop],
+                num_src=drawn.num_nodes[hop + 1],
+                num_dst=drawn.num_nodes[hop],
+                nodes=drawn.nodes[: drawn.num_nodes[hop + 1]],
+                graph=self.graph,
+                edge_ids=drawn.edge_ids[hop] if drawn.edge_ids else None,
+            )
+            for hop in reversed(range(len(self.fanouts)))
+        )
+        seconds = time.perf_counter() - begin
+        return Batch(drawn.nodes, drawn.nodes[: len(seeds)], blocks, times={"sample_s": seconds})
+
+
+def demand_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
+    """`fanouts` as a tuple of integers.
+
+    Raises:
+        ValueError: there are none, or one is below -1.
+    """
+    numbers = tuple(int(fanout) for fanout in fanouts)
+    if not numbers or min(numbers) < ALL:
+        raise ValueError(
+            f"fan-outs {list(fanouts)}: one or more numbers from -1 are needed\n\n"
+            "hint: one number a layer, input layer first, such as 15,10,5; -1 keeps all neighbours"
+        )
+    return numbers
+
+
+def demand_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
+    """`seeds` as int64.
+
+    Raises:
+        ValueError: not a vector of int32 or int64 on the host, or a seed outside the graph.
+    """
+    if seeds.ndim != 1 or seeds.dtype not in (torch.int32, torch.int64) or seeds.is_cuda:
+        raise ValueError(
+            f"seeds of shape {tuple(seeds.shape)}, {seeds.dtype}, on {seeds.device}: "
+            "a vector of int32 or int64 on the host is needed"
+        )
+    if len(seeds):
+        least, greatest = (int(bound) for bound in seeds.aminmax())
+        if least < 0 or greatest >= num_nodes:
+            raise ValueError(
+                f"seeds reach from {least} to {greatest}, but the graph has {num_nodes} nodes\n\n"
+                "hint: seeds are ids of nodes, counted from 0"
+            )
+    return seeds.long()
