@@ -1,0 +1,304 @@
+"""What a run is. The command line, the code and the record of a run all read these classes.
+
+Each class is one subcommand of `gcnzc`: a field is an option, and the string under it its help.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+C = TypeVar("C")
+
+
+def _integers(words: Sequence[str]) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in words[0].split(","))
+    except ValueError:
+        raise ValueError(f"{words[0]!r} is not a list of whole numbers such as 15,10,5") from None
+
+
+Fanouts = Annotated[
+    tuple[int, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N,N,...",
+        instance_from_str=_integers,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(str(number) for number in value)],
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a model on one graph, and keep the model that does best on the validation nodes.
+
+    Prints one JSON line; the run folder keeps the record, curves.png and the checkpoints.
+    """
+
+    data: tyro.conf.Positional[Path | None] = None
+    """folder of a graph, prepared or in OGB's layout; without it a built-in graph"""
+    model: Literal["sage", "gcn", "gat"] = "sage"
+    """GraphSAGE with mean aggregation, GCN, or GAT"""
+    fanouts: Fanouts = (15, 10, 5)
+    """neighbours kept, one number a layer, input layer first; -1 keeps all"""
+    batch_size: int = 1024
+    """seeds per minibatch"""
+    epochs: int = 20
+    """passes over the training nodes"""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """torch's Adam, AdamW, or SGD with momentum 0.9"""
+    lr: float = 0.003
+    """step size"""
+    weight_decay: float = 0.0
+    """decay of the weights, as the optimizer applies it"""
+    hidden: int = 256
+    """features between the layers; for GAT, of each head"""
+    layers: int = 3
+    """layers of the model, as many as fan-outs"""
+    heads: int = 4
+    """attention heads of GAT"""
+    dropout: float = 0.5
+    """share of the hidden features dropped in training"""
+    input_dropout: float = 0.0
+    """share of the input features dropped in training"""
+    attention_dropout: float = 0.0
+    """share of GAT's attention weights dropped in training"""
+    batch_norm: bool = False
+    """normalise the hidden features over the minibatch (SAGE and GCN)"""
+    skip: bool = True
+    """GAT: add a linear map of each layer's targets to its output"""
+    patience: int = 0
+    """stop after so many evaluations without a better one; 0 never stops early"""
+    evaluate_every: int = 1
+    """epochs from one evaluation with all neighbours to the next"""
+    sampler: Literal["gcnzc", "dgl"] = "gcnzc"
+    """which engine draws the neighbours"""
+    features: Literal["host", "device"] = "host"
+    """where the feature table lies"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the model trains; auto takes CUDA where there is one"""
+    threads: int = 0
+    """threads that make minibatches; 0 leaves the number to the loader"""
+    seed: int = 0
+    """seed of every random choice"""
+    checkpoint_every_s: float = 30.0
+    """seconds of training from one checkpoint to the next"""
+    allow_nan: bool = False
+    """train although some features are NaN or infinite"""
+    out: Path | None = None
+    """run folder; runs/DATA-MODEL-N if not given"""
+    resume: Path | None = None
+    """run folder to go on with, bit for bit, with the options it was started with"""
+    config: Path | None = None
+    """TOML file of these options; those on the command line win"""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "hidden", "layers", "heads", "evaluate_every"):
+            _at_least(1, name, getattr(self, name))
+        for name in ("patience", "threads", "seed", "checkpoint_every_s", "weight_decay"):
+            _at_least(0, name, getattr(self, name))
+        for name in ("dropout", "input_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"{_option(name)} must be from 0 to below 1, got {getattr(self, name)}\n\n"
+                    "hint: it is the share that is dropped; 0 drops nothing"
+                )
+        if not self.lr > 0:
+            raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: 0.003 is usual")
+        if len(self.fanouts) != self.layers:
+            given = ",".join(map(str, self.fanouts))
+            raise ValueError(
+                f"{len(self.fanouts)} fan-outs ({given}) for {self.layers} layers\n\n"
+                "hint: --fanouts takes one number a layer, input layer first; --layers "
+                f"{len(self.fanouts)} would fit"
+            )
+        for number in self.fanouts:
+            if number < 1 and number != -1:
+                raise ValueError(
+                    f"a fan-out must be at least 1, or -1 for all neighbours, got {number}\n\n"
+                    "hint: --fanouts 15,10,5 is usual for three layers"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeConfig:
+    """Write a synthetic graph, or a small real one, in OGB's layout."""
+
+    path: tyro.conf.Positional[Path]
+    """folder to make"""
+    kind: Literal["planted", "rmat", "digits"] = "planted"
+    """communities with a known best accuracy; a power-law graph for scale; handwritten digits"""
+    like: Literal["ogbn-arxiv", "ogbn-products", "ogbn-papers100M", "reddit"] | None = None
+    """take the numbers of nodes, edges, features and classes from this graph"""
+    scale: float = 1.0
+    """with --like: the share of its nodes and edges"""
+    nodes: int = 100_000
+    """number of nodes"""
+    edges: int = 1_000_000
+    """number of edges, each stored once"""
+    num_features: int = 100
+    """features of a node"""
+    classes: int = 10
+    """number of classes"""
+    seed: int = 0
+    """seed of every random choice"""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "edges", "num_features", "classes"):
+            _at_least(1, name, getattr(self, name))
+        _at_least(0, "seed", self.seed)
+        if not self.scale > 0:
+            raise ValueError(f"--scale must be above 0, got {self.scale}\n\nhint: 0.1 is a tenth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """Turn a graph into a prepared folder, which opens at once and is shared between workers.
+
+    SOURCE is a folder in OGB's layout, a .npz archive, a prepared folder, or the name of an OGB
+    dataset together with --download.
+    """
+
+    source: tyro.conf.Positional[str]
+    """what to prepare"""
+    dest: tyro.conf.Positional[Path]
+    """folder to make"""
+    download: bool = False
+    """fetch the OGB dataset SOURCE first"""
+    downloads: Path = Path("data/downloads")
+    """folder that keeps what was fetched"""
+    features: Path | None = None
+    """a .npy of (nodes, columns) to use as the features"""
+    feature_dtype: Literal["as-is", "float32", "float16"] = "as-is"
+    """type of the stored features"""
+    normalize_features: bool = False
+    """scale each row of features to the sum 1, as is usual for bags of words"""
+    sparse_features: bool = False
+    """keep features that are stored sparse as they are"""
+    bidirected: Literal["as-usual", "yes", "no"] = "as-usual"
+    """add the reverse of every edge; as usual for this dataset if not said"""
+    self_loops: Literal["keep", "add", "remove"] = "keep"
+    """what to do with edges from a node to itself"""
+    duplicates: Literal["as-usual", "keep", "remove"] = "as-usual"
+    """what to do with edges stored more than once"""
+    split: str | None = None
+    """which of several splits: its name or number"""
+    allow_nan: bool = False
+    """accept features that are NaN or infinite"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedConfig:
+    """Give a graph features made from its edges alone, as a prepared folder."""
+
+    source: tyro.conf.Positional[Path]
+    """folder of a graph, prepared or in OGB's layout, or a .npz archive"""
+    dest: tyro.conf.Positional[Path]
+    """folder to make"""
+    dims: int = 128
+    """columns of the embedding"""
+    seed: int = 0
+    """seed of every random choice"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoConfig:
+    """Say what a graph is: sizes, types, options and origin, as JSON."""
+
+    data: tyro.conf.Positional[Path]
+    """folder of a graph"""
+    verify: bool = False
+    """read everything and compare the checksums"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Evaluate the best model of a run with all neighbours, and print one JSON line."""
+
+    run: tyro.conf.Positional[Path]
+    """folder that `gcnzc train` wrote"""
+    data: Path | None = None
+    """another graph than the run's"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to evaluate"""
+    predictions: Path | None = None
+    """also write the logits of every node to this .npy"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig:
+    """Say what this machine can do, and what to mend."""
+
+    megabytes: int = 512
+    """size of the table whose reading is measured"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotConfig:
+    """Draw the curves of one run, or of several in one picture."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """folders that `gcnzc train` wrote"""
+    out: Path | None = None
+    """picture to write; curves.png in the first run if not given"""
+
+
+def from_words(kind: type[C], values: Mapping[str, Any], source: str) -> C:
+    """The config that a TOML or JSON table spells, with the defaults for what it leaves out.
+
+    Args:
+        kind: a class of this module.
+        values: option names, with - or _, and their values.
+        source: where the table came from, for messages.
+
+    Raises:
+        ValueError: an option is unknown or a value is of the wrong type.
+    """
+    defaults: dict[str, Any] = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    given = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in defaults:
+            raise ValueError(
+                f"{source}: no option named {key}\n\nhint: `gcnzc train --help` lists the options"
+            )
+        given[name] = _typed(defaults[name], value, f"{source}: {key}")
+    return kind(**given)
+
+
+def to_words(config: Any) -> dict[str, Any]:
+    """The options of `config` as what JSON can hold; `from_words` reads it back."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def _typed(into: dataclasses.Field, value: Any, where: str) -> Any:
+    default = into.default
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(default, bool) != isinstance(value, bool):
+        raise ValueError(f"{where} cannot be {value!r}\n\nhint: the default is {default!r}")
+    if isinstance(default, float) and isinstance(value, int):
+        return float(value)
+    if default is None or isinstance(default, Path):
+        return Path(value) if isinstance(value, str) else value
+    if not isinstance(value, type(default)):
+        raise ValueError(f"{where} cannot be {value!r}\n\nhint: the default is {default!r}")
+    return value
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _at_least(least: int, name: str, value: float) -> None:
+    if not value >= least:
+        raise ValueError(
+            f"{_option(name)} must be at least {least}, got {value}\n\n"
+            f"hint: leave {_option(name)} out for the usual value"
+        )

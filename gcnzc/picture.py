@@ -1,0 +1,68 @@
+"""How runs look: loss, accuracy and where the time went, drawn from their records."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from gcnzc import record
+
+STAGES = {"sample_s": "sample", "gather_s": "gather", "compute_s": "compute", "wait_s": "wait"}
+
+
+def curves(runs: Sequence[Path], out: Path) -> None:
+    """Draw loss and accuracies by epoch, and a stacked bar of each run's seconds an epoch.
+
+    Sampling and gathering happen on threads beside the computation, so their bars may add up to
+    more than the epoch took; `wait` is what the model waited for them.
+
+    Args:
+        runs: folders with a record.jsonl; one line or more each.
+        out: picture to write; its ending names the format.
+
+    Raises:
+        FileNotFoundError: a run has no record.
+    """
+    # without pyplot: nothing global changes, and no screen is needed
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    loss, score, time = figure.subplots(1, 3)
+    for number, run in enumerate(runs):
+        lines = record.read(run / "record.jsonl")
+        if not lines:
+            raise FileNotFoundError(
+                f"no epochs in {run / 'record.jsonl'}\n\nhint: `gcnzc train --out {run}` makes it"
+            )
+        prefix = f"{run.name} " if len(runs) > 1 else ""
+        epochs = [line["epoch"] + 1 for line in lines]
+        colour = f"C{number}"
+        loss.plot(epochs, [line["loss"] for line in lines], colour, label=f"{prefix}training")
+        metric = lines[0]["metric"]
+        dashes = {"train": ":", "valid": "-", "test": "--"}
+        for part, style in dashes.items():
+            seen = [line for line in lines if f"{part}_{metric}" in line]
+            values = [line[f"{part}_{metric}"] for line in seen]
+            shown = prefix + part
+            score.plot([line["epoch"] + 1 for line in seen], values, colour + style, label=shown)
+        best = lines[0].get("best_possible_accuracy")
+        if best is not None and metric == "accuracy" and number == 0:
+            score.axhline(best, color="grey", linewidth=1, label="best possible")
+        bottom = 0.0
+        for index, (key, name) in enumerate(STAGES.items()):
+            seconds = sum(line[key] for line in lines) / len(lines)
+            shown = name if number == 0 else None
+            time.bar(run.name, seconds, bottom=bottom, color=f"C{index}", label=shown)
+            bottom += seconds
+        whole = sum(line["epoch_s"] for line in lines) / len(lines)
+        shown = "whole epoch" if number == 0 else None
+        time.plot([run.name], [whole], "k_", markersize=40, label=shown)
+        score.set_ylabel({"accuracy": "accuracy", "rocauc": "ROC AUC"}[metric])
+    loss.set_ylabel("loss")
+    time.set_ylabel("seconds an epoch")
+    for axis in (loss, score):
+        axis.set_xlabel("epoch")
+        axis.grid(alpha=0.3)
+    for axis in (loss, score, time):
+        axis.legend(fontsize="small")
+    partial = out.with_name(f".{out.stem}.partial{out.suffix}")
+    figure.savefig(partial, dpi=120)
+    partial.replace(out)

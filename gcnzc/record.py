@@ -1,0 +1,82 @@
+"""What is kept of a run: one JSON line an epoch, with the machine and the versions it came from."""
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy
+import torch
+
+from gcnzc._version import VERSION
+
+
+def append(path: Path, line: Mapping[str, Any]) -> None:
+    """Add one JSON line to the file `path`, whole: a line is written by one call."""
+    data = (json.dumps(dict(line)) + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        file.write(data)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of `path`, without one that was cut off by a crash; none if there is no file."""
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def keep(path: Path, num_lines: int) -> None:
+    """Cut `path` down to its first `num_lines` lines, all at once."""
+    lines = read(path)[:num_lines]
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write `value` to `path`, whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(dict(value), indent=2) + "\n")
+    os.replace(partial, path)
+
+
+def write_array(path: Path, array: numpy.ndarray) -> None:
+    """Write `array` to `path` as .npy, whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        numpy.save(file, array)
+    os.replace(partial, path)
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what a figure was made."""
+    return {
+        "gcnzc": VERSION,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "numpy": numpy.__version__,
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def cpu_name() -> str:
+    """The processor's own name, or its architecture where it has none to tell."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.machine()

@@ -1,0 +1,98 @@
+"""A checkpoint is whole or not there, and fits the model or says why not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from gcnzc import checkpoint
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    state = {"weights": torch.randn(3, 4), "step": 7, "names": ["a"], "deep": {"x": 1.5}}
+    checkpoint.save(tmp_path / "c.pt", state)
+    loaded = checkpoint.load(tmp_path / "c.pt")
+    assert torch.equal(loaded.pop("weights"), state.pop("weights"))
+    assert loaded == state
+    assert os.listdir(tmp_path) == ["c.pt"]
+
+
+def test_code_is_never_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("touch broken",)
+
+    torch.save({"x": Evil()}, tmp_path / "c.pt")
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        checkpoint.load(tmp_path / "c.pt")
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, -1])
+def test_damaged(tmp_path, kept):
+    checkpoint.save(tmp_path / "c.pt", {"weights": torch.randn(100)})
+    whole = (tmp_path / "c.pt").read_bytes()
+    (tmp_path / "c.pt").write_bytes(whole[:kept])
+    with pytest.raises(ValueError, match=r"damaged(.|\n)*hint: "):
+        checkpoint.load(tmp_path / "c.pt")
+
+
+def test_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        checkpoint.load(tmp_path / "c.pt")
+
+
+def test_another_model_is_named_by_its_first_difference(tmp_path):
+    saved = torch.nn.Linear(3, 5).state_dict()
+    with pytest.raises(ValueError, match=r"weight is \(5, 3\) there and \(5, 4\) here"):
+        checkpoint.match(torch.nn.Linear(4, 5), saved, tmp_path / "c.pt")
+    with pytest.raises(ValueError, match="bias is \\(5,\\) there and absent here"):
+        checkpoint.match(torch.nn.Linear(3, 5, bias=False), saved, tmp_path / "c.pt")
+
+
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+from gcnzc import checkpoint
+step = 0
+while True:
+    weights = torch.full((300_000,), float(step))
+    checkpoint.save(Path(sys.argv[1]), {"step": step, "weights": weights})
+    print(step, flush=True)
+    step += 1
+"""
+
+
+def test_killed_while_saving(tmp_path):
+    path = tmp_path / "c.pt"
+    for turn in range(4):
+        with subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(path)], stdout=subprocess.PIPE
+        ) as process:
+            process.stdout.readline()
+            time.sleep(0.013 * turn)
+            process.send_signal(signal.SIGKILL)
+        state = checkpoint.load(path)
+        assert (state["weights"] == state["step"]).all()
+
+
+def test_full_disk_keeps_the_old_one(tmp_path):
+    checkpoint.save(tmp_path / "c.pt", {"step": 1})
+    program = (
+        "import resource, torch, sys, signal\n"
+        "from pathlib import Path\n"
+        "from gcnzc import checkpoint\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n"
+        "    checkpoint.save(Path(sys.argv[1]), {'step': 2, 'w': torch.zeros(1_000_000)})\n"
+        "except OSError:\n"
+        "    sys.exit(7)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "c.pt")]
+    assert subprocess.run(command, check=False).returncode == 7
+    assert os.listdir(tmp_path) == ["c.pt"]
+    assert checkpoint.load(tmp_path / "c.pt") == {"step": 1}

@@ -1,0 +1,77 @@
+"""The metrics are those of OGB's evaluators."""
+
+import sys
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from gcnzc.metrics import loss_of, score
+
+
+@pytest.fixture(scope="module")
+def evaluator():
+    # ogb looks for its newest version on the network while it is imported
+    quiet = types.ModuleType("outdated")
+    quiet.check_outdated = lambda *_: (False, "")
+    quiet.OutdatedPackageWarning = UserWarning
+    sys.modules["outdated"] = quiet
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from ogb.nodeproppred import Evaluator
+        return Evaluator
+    finally:
+        del sys.modules["outdated"]
+
+
+def test_accuracy_is_ogb_s(evaluator):
+    logits, labels = torch.randn(500, 7), torch.randint(7, (500,))
+    parts = {"valid": torch.arange(100), "test": torch.arange(100, 500), "none": torch.arange(0)}
+    mine = score(logits, labels, parts, "accuracy")
+    assert set(mine) == {"accuracy"}
+    assert set(mine["accuracy"]) == {"valid", "test"}
+    for name in ("valid", "test"):
+        rows = parts[name]
+        given = {"y_true": labels[rows, None], "y_pred": logits[rows].argmax(1, keepdim=True)}
+        assert mine["accuracy"][name] == pytest.approx(evaluator("ogbn-arxiv").eval(given)["acc"])
+
+
+def test_rocauc_of_many_tasks_is_ogb_s(evaluator):
+    logits = torch.randn(300, 112)
+    labels = torch.randint(2, (300, 112)).float()
+    labels[:, 5] = 1  # a task with one outcome counts for nothing
+    mine = score(logits, labels, {"test": torch.arange(300)}, "rocauc")
+    given = {"y_true": labels.numpy(), "y_pred": logits.numpy()}
+    expected = evaluator("ogbn-proteins").eval(given)["rocauc"]
+    assert mine == {"rocauc": {"test": pytest.approx(expected)}}
+
+
+def test_rocauc_of_two_classes_orders_by_their_difference():
+    labels = torch.tensor([0, 0, 1, 1])
+    logits = torch.tensor([[1.0, 0.0], [5.0, 6.5], [3.0, 4.0], [0.0, 2.0]])
+    mine = score(logits, labels, {"test": torch.arange(4)}, "rocauc")
+    # differences -1, 1.5 for class 0 and 1, 2 for class 1: three of four pairs in order
+    assert mine == {"accuracy": {"test": 0.75}, "rocauc": {"test": 0.75}}
+
+
+def test_unknown_labels_count_for_nothing():
+    logits = torch.randn(6, 3, requires_grad=True)
+    labels = torch.randint(2, (6, 3)).float()
+    labels[2], labels[0, 1] = np.nan, np.nan
+    loss = loss_of(logits, labels)
+    known = ~torch.isnan(labels)
+    expected = functional.binary_cross_entropy_with_logits(logits[known], labels[known])
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert (logits.grad[~known] == 0).all()
+    assert (logits.grad[known] != 0).all()
+
+
+def test_loss_of_classes():
+    logits, labels = torch.randn(5, 4), torch.tensor([0, 3, 1, 1, 2])
+    expected = -logits.log_softmax(1)[torch.arange(5), labels].mean()
+    torch.testing.assert_close(loss_of(logits, labels), expected)
