@@ -49,6 +49,21 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} is damaged: {error}\n\nhint: was it edited? Start the run again"
+        ) from error
+
+
 def write_array(path: Path, array: numpy.ndarray) -> None:
     """Write `array` to `path` as .npy, whole or not at all."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")

@@ -1,0 +1,58 @@
+"""Options are checked once, and survive being written down."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gcnzc.config import MakeConfig, TrainConfig, from_words, to_words
+
+
+def test_a_config_survives_json():
+    config = TrainConfig(
+        data=Path("g"), fanouts=(5, -1), layers=2, lr=0.1, out=Path("runs/x"), batch_norm=True
+    )
+    assert from_words(TrainConfig, json.loads(json.dumps(to_words(config))), "x") == config
+
+
+def test_words_may_use_dashes_and_leave_things_out():
+    config = from_words(TrainConfig, {"batch-size": 7, "lr": 1, "fanouts": [3, 2, 1]}, "f.toml")
+    assert config == TrainConfig(batch_size=7, lr=1.0, fanouts=(3, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"bach_size": 7}, r"f\.toml: no option named bach_size"),
+        ({"batch_size": "7"}, r"f\.toml: batch_size cannot be '7'"),
+        ({"batch_norm": 1}, r"batch_norm cannot be 1"),
+        ({"epochs": True}, r"epochs cannot be True"),
+    ],
+)
+def test_words_of_the_wrong_kind(words, message):
+    with pytest.raises(ValueError, match=message):
+        from_words(TrainConfig, words, "f.toml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "--batch-size must be at least 1, got 0"),
+        ({"epochs": -3}, "--epochs must be at least 1, got -3"),
+        ({"dropout": 1.0}, "--dropout must be from 0 to below 1, got 1.0"),
+        ({"lr": 0.0}, "--lr must be above 0, got 0.0"),
+        ({"lr": float("nan")}, "--lr must be above 0, got nan"),
+        ({"fanouts": (5, 5)}, r"2 fan-outs \(5,5\) for 3 layers"),
+        ({"fanouts": (5, 0, 5)}, "a fan-out must be at least 1, or -1 for all neighbours, got 0"),
+        ({"seed": -1}, "--seed must be at least 0, got -1"),
+    ],
+)
+def test_bad_values(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        TrainConfig(**options)
+    assert "\n\nhint: " in str(error.value)
+
+
+def test_make_needs_something_to_make():
+    with pytest.raises(ValueError, match="--nodes must be at least 1, got 0"):
+        MakeConfig(path=Path("x"), nodes=0)

@@ -1,0 +1,84 @@
+"""Records survive crashes, and are drawn."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gcnzc import record
+from gcnzc.picture import curves
+
+LINE = {
+    "metric": "accuracy",
+    "loss": 1.0,
+    "train_accuracy": 0.5,
+    "sample_s": 1.0,
+    "gather_s": 0.5,
+    "compute_s": 2.0,
+    "wait_s": 0.1,
+    "epoch_s": 2.1,
+}
+
+
+def test_lines_are_read_as_written(tmp_path):
+    path = tmp_path / "r.jsonl"
+    assert record.read(path) == []
+    for number in range(3):
+        record.append(path, {"epoch": number})
+    assert [line["epoch"] for line in record.read(path)] == [0, 1, 2]
+
+
+def test_a_line_cut_by_a_crash_is_left_out(tmp_path):
+    path = tmp_path / "r.jsonl"
+    record.append(path, {"epoch": 0})
+    with path.open("a") as file:
+        file.write('{"epoch": 1, "lo')
+    assert record.read(path) == [{"epoch": 0}]
+    record.keep(path, 1)
+    record.append(path, {"epoch": 1})
+    assert len(record.read(path)) == 2
+
+
+def test_json_and_arrays_are_replaced_whole(tmp_path):
+    record.write_json(tmp_path / "a.json", {"x": 1})
+    record.write_json(tmp_path / "a.json", {"x": 2})
+    assert record.read_json(tmp_path / "a.json") == {"x": 2}
+    record.write_array(tmp_path / "a.npy", np.arange(3))
+    assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "a.npy"]
+
+
+def test_damaged_json(tmp_path):
+    (tmp_path / "a.json").write_text('{"x": ')
+    with pytest.raises(ValueError, match="damaged"):
+        record.read_json(tmp_path / "a.json")
+
+
+def test_a_machine_says_what_it_is():
+    found = record.machine()
+    assert found["torch"]
+    assert found["cores"] >= 1
+    assert json.dumps(found)
+
+
+def test_curves_of_one_run_and_of_two(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for epoch in range(3):
+            valid = {"valid_accuracy": 0.4 + epoch / 10, "test_accuracy": 0.4} if epoch % 2 else {}
+            line = LINE | {"epoch": epoch, "best_possible_accuracy": 0.9} | valid
+            record.append(tmp_path / name / "record.jsonl", line)
+    curves([tmp_path / "one"], tmp_path / "one.png")
+    curves([tmp_path / "one", tmp_path / "two"], tmp_path / "two.png")
+    for name in ("one.png", "two.png"):
+        with Image.open(tmp_path / name) as picture:
+            pixels = np.asarray(picture.convert("L"))
+        assert pixels.shape[1] == 1800
+        assert (pixels < 200).mean() > 0.01  # something is drawn
+
+
+def test_a_run_without_epochs_has_no_curves(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no epochs in(.|\n)*hint: "):
+        curves([tmp_path], tmp_path / "x.png")
+    assert list(tmp_path.iterdir()) == []
