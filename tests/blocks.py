@@ -1,0 +1,27 @@
+"""Blocks to test aggregation on."""
+
+import torch
+from torch import Tensor
+
+
+def random_block(
+    num_sources: int,
+    num_targets: int,
+    most: int,
+    *,
+    pointers: torch.dtype = torch.int32,
+    ids: torch.dtype = torch.int32,
+) -> tuple[Tensor, Tensor]:
+    """Return (indptr, indices) with 0 to `most` edges a target; the last target has none."""
+    degrees = torch.randint(most + 1, (num_targets,))
+    degrees[-1:] = 0
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
+    indices = torch.randint(num_sources, (int(indptr[-1]),))
+    return indptr.to(pointers), indices.to(ids)
+
+
+def ring(num_nodes: int, hops: int) -> tuple[Tensor, Tensor]:
+    """Return (indptr, indices) where node t hears its `hops` predecessors."""
+    steps = torch.arange(1, hops + 1)
+    indices = (torch.arange(num_nodes)[:, None] - steps) % num_nodes
+    return torch.arange(num_nodes + 1) * hops, indices.flatten()

@@ -1,0 +1,210 @@
+"""`aggregate` on the CPU, and its Triton kernel on a GPU or under the interpreter."""
+
+import numpy as np
+import pytest
+import torch
+from blocks import random_block
+from torch import Tensor
+
+from gcnzc.kernels.aggregate import aggregate, aggregate_reference, sum_triton
+
+WIDTHS = [1, 3, 100, 127, 128, 129, 700]
+HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what torch.empty returns with NaN, so that a row that is not written is seen."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def scales(num_sources: int, num_targets: int) -> list[tuple[Tensor | None, Tensor | None]]:
+    a, b = torch.rand(num_sources) + 0.5, torch.rand(num_targets) + 0.5
+    return [(None, None), (a, None), (None, b), (a, b)]
+
+
+def both(fn, indptr, indices, x, *scale):
+    """The sum and its gradient for an uneven loss."""
+    x = x.detach().requires_grad_()
+    out = fn(indptr, indices, x, *scale)
+    weights = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+    (grad,) = torch.autograd.grad(out, x, weights)
+    return out.detach(), grad
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("pointers", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_equals_reference(width, pointers, ids):
+    indptr, indices = random_block(70, 50, 9, pointers=pointers, ids=ids)
+    x = torch.randn(70, width, dtype=torch.float64)
+    for scale in scales(70, 50):
+        scale = [s if s is None else s.double() for s in scale]
+        for found, expected in zip(
+            both(aggregate, indptr, indices, x, *scale),
+            both(aggregate_reference, indptr, indices, x, *scale),
+            strict=True,
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_gradient_is_that_of_finite_differences():
+    indptr, indices = random_block(7, 5, 4)
+    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    for scale in scales(7, 5):
+        scale = [s if s is None else s.double() for s in scale]
+        assert torch.autograd.gradcheck(lambda x, s=scale: aggregate(indptr, indices, x, *s), x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_is_as_exact_as_torch():
+    indptr, indices = random_block(3000, 400, 600)
+    x = torch.randn(3000, 64) + 1
+    mean = 1 / indptr.diff().clamp(min=1).double()
+    exact = both(aggregate_reference, indptr, indices, x.double(), None, mean)
+    ours = both(aggregate, indptr, indices, x, None, mean.float())
+    by_index = both(aggregate_reference, indptr, indices, x, None, mean.float())
+
+    values = mean.float().repeat_interleave(indptr.diff())
+    size = (400, 3000)
+    matrix = torch.sparse_csr_tensor(
+        indptr.long(), indices.long(), values, size, check_invariants=False
+    )
+    sparse = matrix @ x
+    for which in (0, 1):
+        error = (ours[which] - exact[which]).pow(2).mean()
+        assert error <= (by_index[which] - exact[which]).pow(2).mean()
+    assert (ours[0] - exact[0]).pow(2).mean() <= (sparse - exact[0]).pow(2).mean()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_is_summed_in_float32_and_rounded_once(dtype):
+    indptr, indices = random_block(500, 40, 300)
+    x = torch.randn(500, 33).to(dtype)
+    found = both(aggregate, indptr, indices, x)
+    expected = both(aggregate, indptr, indices, x.float())
+    assert found[0].dtype == dtype
+    assert torch.equal(found[0], expected[0].to(dtype))
+
+
+def test_is_the_same_for_any_number_of_threads():
+    indptr, indices = random_block(900, 4000, 20)
+    x = torch.randn(900, 20)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 8):
+            torch.set_num_threads(count)
+            # a block of its own, so that its transpose is made with these threads too
+            results.append(both(aggregate, indptr.clone(), indices.clone(), x))
+    finally:
+        torch.set_num_threads(threads)
+    for out, grad in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(grad, results[0][1])
+
+
+def test_one_target_with_nearly_all_edges():
+    degrees = torch.tensor([0, 1, 20000, 0, 2])
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
+    indices = torch.randint(30, (20003,))
+    x = torch.randn(30, 5, dtype=torch.float64)
+    expected = aggregate_reference(indptr, indices, x)
+    torch.testing.assert_close(aggregate(indptr, indices, x), expected)
+
+
+@pytest.mark.parametrize("layout", ["columns apart", "rows apart", "one row", "one column"])
+def test_reads_strided_rows(layout):
+    indptr, indices = random_block(70, 50, 9)
+    x = {
+        "columns apart": torch.randn(8, 70).t(),
+        "rows apart": torch.randn(70, 30)[:, 5:13],
+        "one row": torch.randn(1, 8).expand(70, 8),
+        "one column": torch.randn(70, 30)[:, 5:6],
+    }[layout]
+    assert torch.equal(aggregate(indptr, indices, x), aggregate(indptr, indices, x.contiguous()))
+
+
+def test_reads_a_strided_gradient():
+    indptr, indices = random_block(70, 50, 9)
+    x = torch.randn(70, 8, requires_grad=True)
+    aggregate(indptr, indices, x).sum().backward()
+    times = torch.bincount(indices, minlength=70).float()
+    assert torch.equal(x.grad, times[:, None].expand(70, 8))
+
+
+@pytest.mark.parametrize(("num_sources", "num_targets"), [(0, 0), (5, 0), (5, 3), (0, 3)])
+def test_blocks_without_edges(num_sources, num_targets):
+    indptr = torch.zeros(num_targets + 1, dtype=torch.int32)
+    indices = torch.zeros(0, dtype=torch.int32)
+    out, grad = both(aggregate, indptr, indices, torch.randn(num_sources, 4))
+    assert torch.equal(out, torch.zeros(num_targets, 4))
+    assert torch.equal(grad, torch.zeros(num_sources, 4))
+
+
+def test_does_not_hide_what_is_not_finite():
+    indptr, indices = torch.tensor([0, 5, 6]), torch.tensor([0, 1, 2, 3, 4, 0])
+    x = torch.ones(5, 3)
+    x[4] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    out = aggregate(indptr, indices, x)
+    assert out[0, 0].isnan()
+    assert out[0, 1:].tolist() == [torch.inf, -torch.inf]
+    assert out[1].tolist() == [1, 1, 1]
+
+
+def test_turns_the_block_round_only_if_there_is_a_gradient(monkeypatch):
+    indptr, indices = random_block(70, 50, 9)
+
+    def refuse(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("gcnzc.kernels.aggregate.transpose", refuse)
+    weight = torch.randn(3, 2, requires_grad=True)
+    (aggregate(indptr, indices, torch.randn(70, 3)) @ weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_refuses_what_does_not_fit():
+    indptr, indices = random_block(70, 50, 9)
+    x = torch.randn(70, 8)
+    with pytest.raises(ValueError, match=r"x is torch.int64.*\n\nhint: x.float"):
+        aggregate(indptr, indices, x.long())
+    with pytest.raises(ValueError, match=r"indices is 1-dimensional torch.int16"):
+        aggregate(indptr, indices.short(), x)
+    with pytest.raises(ValueError, match="indptr is empty"):
+        aggregate(indptr[:0], indices, x)
+    with pytest.raises(ValueError, match=r"source_scale has shape \(50,\), not \(70,\)"):
+        aggregate(indptr, indices, x, torch.ones(50))
+    with pytest.raises(ValueError, match=r"target_scale has shape \(70,\), not \(50,\)"):
+        aggregate(indptr, indices, x, None, torch.ones(70))
+    with pytest.raises(ValueError, match=r"indptr is on cpu and x on meta\n\nhint"):
+        aggregate(indptr, indices, x.to("meta"))
+
+
+@pytest.mark.parametrize("width", [1, 127, 128, 129])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
+def test_triton_equals_numba(width, dtype, device):
+    indptr, indices = random_block(30, 20, 20, ids=torch.int64)
+    x = torch.randn(30, width + 2).to(dtype)[:, 1:-1]
+    for scale in scales(30, 20)[::3]:
+        expected = aggregate(indptr, indices, x, *scale)
+        moved = [s if s is None else s.to(device) for s in (indptr, indices, x, *scale)]
+        # the interpreter cuts where a GPU rounds
+        step = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype)
+        torch.testing.assert_close(sum_triton(*moved).cpu(), expected, rtol=step, atol=step)
+
+
+def test_triton_reaches_past_2_to_31_elements(device):
+    rows = 1 << 22
+    x = torch.from_numpy(np.zeros((rows, 520), dtype=np.float32)).to(device)
+    x[-1] = 1
+    indptr = torch.tensor([0, 2], device=device)
+    indices = torch.tensor([rows - 1, rows - 2], device=device)
+    assert sum_triton(indptr, indices, x, None, None).sum() == 520
+    assert aggregate(indptr, indices, x).sum() == 520

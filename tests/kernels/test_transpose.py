@@ -1,0 +1,54 @@
+import pytest
+import torch
+from blocks import random_block
+
+from gcnzc.kernels.transpose import transpose, transpose_reference
+
+CASES = [(70, 50, 9), (3, 500, 40), (1, 1, 0), (2000, 1, 5), (5, 0, 0)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pointers", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_equals_reference(case, pointers, ids):
+    num_sources = case[0]
+    indptr, indices = random_block(*case, pointers=pointers, ids=ids)
+    made = transpose(indptr, indices, num_sources)
+    expected = transpose_reference(indptr, indices, num_sources)
+    for name in ("indptr", "targets", "edges"):
+        torch.testing.assert_close(getattr(made, name), getattr(expected, name), rtol=0, atol=0)
+
+
+def test_holds_each_edge_once_in_order():
+    indptr, indices = random_block(20, 100, 6)
+    made = transpose(indptr, indices, 20)
+    target_of = torch.arange(100).repeat_interleave(indptr.diff())
+    for s in range(20):
+        edges = made.edges[made.indptr[s] : made.indptr[s + 1]].long()
+        assert edges.tolist() == (indices == s).nonzero().flatten().tolist()
+        targets = made.targets[made.indptr[s] : made.indptr[s + 1]]
+        assert targets.tolist() == target_of[edges].tolist()
+
+
+def test_is_made_once_for_a_block():
+    indptr, indices = random_block(20, 100, 6)
+    first = transpose(indptr, indices, 20)
+    assert transpose(indptr, indices, 20) is first
+
+
+def test_is_made_again_when_the_block_is_written_to():
+    indptr, indices = random_block(20, 100, 6)
+    transpose(indptr, indices, 20)
+    indices.zero_()
+    assert transpose(indptr, indices, 20).indptr[1] == len(indices)
+
+
+def test_is_forgotten_with_the_block():
+    from gcnzc.kernels.transpose import _made
+
+    indptr, indices = random_block(20, 100, 6)
+    before = len(_made)
+    transpose(indptr, indices, 20)
+    assert len(_made) == before + 1
+    del indices
+    assert len(_made) == before
