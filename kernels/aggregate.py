@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gcnzc.kernels.prefetch import LINE_BYTES, prefetch
+from gcnzc.kernels.memory import LINE_BYTES, prefetch
 from gcnzc.kernels.threads import in_parts
 from gcnzc.kernels.transpose import transpose
 
@@ -60,20 +60,27 @@ def first_target(indptr, work):
     return low
 
 
+@njit(nogil=True, cache=True)
+def prefetch_row(address, num_bytes):
+    """Ask for every line that `num_bytes` from `address` on touch."""
+    line = address - address % LINE_BYTES
+    while line < address + num_bytes:
+        prefetch(line)
+        line += LINE_BYTES
+
+
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def _sum_rows(
-    indptr, indices, x, row_stride, a_S, b_T, out, num_cols, ahead, line, begin, end
+    indptr, indices, x, address, row_stride, a_S, b_T, out, num_cols, ahead, begin, end
 ):  # fmt: skip
-    num_edges = len(indices)
+    num_edges, row_bytes = len(indices), row_stride * x.itemsize
     w0 = w1 = w2 = w3 = x.dtype.type(1)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         out_F = out[t * num_cols : (t + 1) * num_cols]
         out_F[:] = 0
         e, last = np.int64(indptr[t]), np.int64(indptr[t + 1])
         for soon in range(e + ahead, min(last + ahead, num_edges)):
-            row = np.int64(indices[soon]) * row_stride
-            for c in range(0, num_cols, line):
-                prefetch(x, row + c)
+            prefetch_row(address + np.int64(indices[soon]) * row_bytes, num_cols * x.itemsize)
         # four rows of x for each reading and writing of out
         while e + 4 <= last:
             s0, s1 = np.int64(indices[e]), np.int64(indices[e + 1])
@@ -134,13 +141,13 @@ def sum_numba(
         indptr.numpy(),
         indices.numpy(),
         line,
+        line.ctypes.data,
         row_stride,
         none if a_S is None else a_S.to(dtype).contiguous().numpy(),
         none if b_T is None else b_T.to(dtype).contiguous().numpy(),
         out.view(-1).numpy(),
         num_cols,
         rows_ahead(num_cols * dtype.itemsize),
-        LINE_BYTES // dtype.itemsize,
         least=LEAST_WORK,
     )
     return out.to(x.dtype)
