@@ -19,8 +19,8 @@ import torch
 from numba import int64, njit, uint64
 from torch import Tensor
 
+from gcnzc.kernels.memory import prefetch
 from gcnzc.kernels.philox import philox4x32, philox4x32_reference, split_key
-from gcnzc.kernels.prefetch import prefetch
 
 ALL = -1  # the fan-out that keeps every neighbour
 
@@ -92,6 +92,11 @@ SLOTS_PER_NODE = 2
 MAX_NODES = 2**31 - 1  # local numbers are int32
 # fields of `progress`
 HOP, DESTINATION, NODES, EDGES, NEED_INDPTR, NEED_NODES, NEED_EDGES = range(7)
+
+
+@njit(cache=True, nogil=True)
+def _ask(array, position):
+    prefetch(int64(array.ctypes.data) + position * array.itemsize)
 
 
 @njit(cache=True, nogil=True)
@@ -228,7 +233,7 @@ def _sample(
             # the next lot's offsets are on their way while this lot is drawn
             ahead = min(destination + taken + LOT_DESTINATIONS, num_destinations)
             for i in range(destination + taken, ahead):
-                prefetch(indptr, nodes[i])
+                _ask(indptr, nodes[i])
 
             filled = 0
             for i in range(taken):
@@ -256,7 +261,7 @@ def _sample(
                     )
                     kept = fanout
                 for i_kept in range(filled, filled + kept):
-                    prefetch(indices, positions[i_kept])
+                    _ask(indices, positions[i_kept])
                 filled += kept
                 out_indptr[first + destination + i + 1] = edges - num_edges[hop] + filled
 
@@ -266,7 +271,7 @@ def _sample(
             for i in range(total):
                 source = int64(indices[positions[i]])
                 positions[i] = source
-                prefetch(table, _slot(source, shift))
+                _ask(table, _slot(source, shift))
             for i in range(total):
                 source = positions[i]
                 place = _place(source, table, shift, base, nodes, count)
