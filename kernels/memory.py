@@ -1,0 +1,132 @@
+"""What numba has no words for: 64 B moves, streaming stores and prefetches, by address.
+
+For kernels that are bound by memory. Addresses are integers, so one compiled kernel serves every
+dtype; the caller keeps the tensors alive, and answers for what lies there.
+
+A streaming (non-temporal) store writes a whole line without reading it first and without filling
+the cache. LLVM makes of a 64 B move what the processor has: one instruction, two or four.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+LINE_BYTES = 64
+
+# without its types, which count the typing context among the arguments of a call
+_intrinsic: Any = intrinsic
+
+_BYTE = ir.IntType(8)
+_INT32 = ir.IntType(32)
+
+
+@_intrinsic
+def prefetch(_typing, _address):
+    """Ask for the line at an address; one that does not exist is no error."""
+
+    def codegen(context, builder, _signature, args):
+        pointer = _BYTE.as_pointer()
+        wanted = ir.FunctionType(ir.VoidType(), [pointer, _INT32, _INT32, _INT32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], wanted)
+        # to read, kept in all caches, data
+        builder.call(
+            function, [builder.inttoptr(args[0], pointer), _INT32(0), _INT32(3), _INT32(1)]
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@_intrinsic
+def fence(_typing):
+    """Order streaming stores before whatever another thread is told next."""
+
+    def codegen(context, builder, _signature, _args):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def _move(num_bytes, streaming):
+    @_intrinsic
+    def move(_typing, _to, _from):
+        def codegen(context, builder, _signature, args):
+            pointer = ir.VectorType(_BYTE, num_bytes).as_pointer()
+            value = builder.load(builder.inttoptr(args[1], pointer), align=1)
+            target = builder.inttoptr(args[0], pointer)
+            store = builder.store(value, target, align=num_bytes if streaming else 1)
+            if streaming:
+                store.set_metadata("nontemporal", builder.module.add_metadata([_INT32(1)]))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    return move
+
+
+# move(to, from), from any address to any address
+move_1 = _move(1, False)
+move_2 = _move(2, False)
+move_4 = _move(4, False)
+move_8 = _move(8, False)
+move_16 = _move(16, False)
+move_32 = _move(32, False)
+move_64 = _move(64, False)
+# to an address that is a multiple of 64
+stream_64 = _move(64, True)
+
+
+def _load(bits):
+    @_intrinsic
+    def load(_typing, _address):
+        def codegen(_context, builder, _signature, args):
+            pointer = ir.IntType(bits).as_pointer()
+            value = builder.load(builder.inttoptr(args[0], pointer), align=1)
+            return value if bits == 64 else builder.sext(value, ir.IntType(64))
+
+        return types.int64(types.int64), codegen
+
+    return load
+
+
+@_intrinsic
+def lines_on_stack(_typing):
+    """The address of four lines of scratch memory that lives until the caller returns."""
+
+    def codegen(_context, builder, _signature, _args):
+        with builder.goto_entry_block():
+            scratch = builder.alloca(ir.ArrayType(_BYTE, 4 * LINE_BYTES))
+            scratch.align = LINE_BYTES
+        return builder.ptrtoint(scratch, ir.IntType(64))
+
+    return types.int64(), codegen
+
+
+# a signed integer at any address, as int64
+load_int32 = _load(32)
+load_int64 = _load(64)
+
+
+@njit(nogil=True, cache=True)
+def move_few(to, from_, num_bytes):
+    """Copy fewer than 64 bytes, and touch no others: in pieces that may overlap."""
+    if num_bytes >= 32:
+        move_32(to, from_)
+        move_32(to + num_bytes - 32, from_ + num_bytes - 32)
+    elif num_bytes >= 16:
+        move_16(to, from_)
+        move_16(to + num_bytes - 16, from_ + num_bytes - 16)
+    elif num_bytes >= 8:
+        move_8(to, from_)
+        move_8(to + num_bytes - 8, from_ + num_bytes - 8)
+    elif num_bytes >= 4:
+        move_4(to, from_)
+        move_4(to + num_bytes - 4, from_ + num_bytes - 4)
+    elif num_bytes >= 2:
+        move_2(to, from_)
+        move_2(to + num_bytes - 2, from_ + num_bytes - 2)
+    elif num_bytes == 1:
+        move_1(to, from_)

@@ -1,0 +1,152 @@
+"""A pool's memory comes back when its last reader dies, not before and not later."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+
+from gcnzc.kernels.buffers import SMALL_BYTES, Pool
+
+BIG = (1000, 100)  # 400 kB of float32
+
+
+def test_gives_what_was_asked_for():
+    pool = Pool()
+    for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.float8_e4m3fn):
+        for shape in (BIG, (3, 5), (0, 7), (123_457,), 200_001):
+            tensor = pool.empty(shape, dtype)
+            assert tensor.shape == torch.empty(shape).shape
+            assert tensor.dtype == dtype
+            assert tensor.is_contiguous()
+            if tensor.nbytes >= SMALL_BYTES:
+                assert tensor.data_ptr() % 64 == 0
+
+
+def test_memory_comes_back_and_is_used_again():
+    pool = Pool()
+    first = pool.empty(BIG)
+    address = first.data_ptr()
+    other = pool.empty(BIG)
+    assert other.data_ptr() != address
+    assert pool.idle_bytes == 0
+    del first
+    assert pool.idle_bytes > 0
+    # a little smaller or larger is served by the same block
+    assert pool.empty((990, 100)).data_ptr() == address
+    assert pool.empty((1005, 100)).data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda t: t[3:5],
+        lambda t: t.view(torch.int32),
+        lambda t: t.detach(),
+        lambda t: t.numpy(),
+        lambda t: t.t()[1].numpy()[2:],
+        lambda t: t.untyped_storage(),
+        lambda t: torch.utils.dlpack.from_dlpack(t),
+        lambda t: memoryview(t.numpy()),
+        lambda t: iter(t.unbind()),
+        lambda t: [copy.copy(t)],
+    ],
+)
+def test_any_reader_keeps_it(derive):
+    pool = Pool()
+    tensor = pool.empty(BIG)
+    reader = derive(tensor)
+    del tensor
+    assert pool.idle_bytes == 0
+    del reader
+    assert pool.idle_bytes > 0
+
+
+def test_autograd_keeps_it():
+    pool = Pool()
+    weight = torch.ones(100, 1, requires_grad=True)
+    x = pool.empty(BIG).fill_(2)
+    loss = (x @ weight).sum()
+    del x
+    assert pool.idle_bytes == 0  # the product's backward needs x
+    torch.full(BIG, 7.0)
+    loss.backward()
+    assert (weight.grad == 2000).all()
+    del loss
+    assert pool.idle_bytes > 0
+
+
+def test_a_reader_in_a_cycle_keeps_it_until_collected():
+    pool = Pool()
+    ring = [pool.empty(BIG)]
+    ring.append(ring)
+    del ring
+    assert pool.idle_bytes == 0
+    gc.collect()
+    assert pool.idle_bytes > 0
+
+
+def test_an_epoch_may_be_kept():
+    pool = Pool()
+    kept = [pool.empty(BIG).fill_(i) for i in range(50)]
+    assert all((tensor == i).all() for i, tensor in enumerate(kept))
+    assert len({tensor.data_ptr() for tensor in kept}) == 50
+
+
+def test_idle_memory_is_bounded():
+    pool = Pool(spare=3)
+    kept = [pool.empty(BIG) for _ in range(50)]
+    small = [pool.empty((200, 100)) for _ in range(50)]
+    del kept, small
+    assert 0 < pool.idle_bytes <= 3 * 400_000
+    assert Pool().idle_bytes == 0
+
+
+def test_a_block_far_too_large_is_not_used():
+    pool = Pool()
+    large = pool.empty((10_000, 100))
+    address = large.data_ptr()
+    del large
+    assert pool.empty(BIG).data_ptr() != address
+
+
+def test_readers_outlive_the_pool():
+    pool = Pool()
+    tensor = pool.empty(BIG).fill_(3)
+    del pool
+    gc.collect()
+    assert (tensor == 3).all()
+    del tensor
+
+
+def test_threads_share_a_pool():
+    pool = Pool()
+    failed = []
+
+    def work(me):
+        held = []
+        for turn in range(300):
+            held.append(pool.empty((100 + turn % 7, 300)).fill_(me))
+            if len(held) > 3:
+                gone = held.pop(0)
+                if not (gone == me).all():
+                    failed.append(me)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert 0 < pool.idle_bytes <= 3 * 106 * 300 * 4
+
+
+def test_dropped_while_the_pool_is_busy():
+    # what a garbage collection inside the pool does: the last reader dies under the lock
+    pool = Pool()
+    tensor = pool.empty(BIG)
+    with pool._lock:
+        del tensor
+        assert not pool._idle
+    assert pool.idle_bytes > 0

@@ -1,0 +1,300 @@
+"""`gather` equals its reference bit for bit, in all its ways, and touches nothing else."""
+
+import mmap
+import subprocess
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc.kernels import gather as module
+from gcnzc.kernels.gather import gather, gather_numba, gather_reference, gather_triton
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+WAYS = [gather_numba, gather_triton]
+
+
+def random_bits(num_rows, num_cols, dtype, device):
+    """Every bit pattern: NaNs with payloads, infinities, negative zeros."""
+    bits = torch.randint(256, (num_rows, num_cols * dtype.itemsize), device=device)
+    if dtype == torch.bool:
+        bits %= 2
+    return bits.to(torch.uint8).view(dtype)
+
+
+def same_bits(a, b):
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    if a.numel() == 0:
+        return True
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def on(way, device):
+    """Where a way's tensors lie."""
+    return torch.device("cpu") if way is gather_numba else device
+
+
+@pytest.fixture
+def streamed(monkeypatch):
+    """Even tiny results are written by streaming stores, and shared by threads."""
+    monkeypatch.setattr(module, "STREAM_BYTES", 0)
+    monkeypatch.setattr(module, "PART_BYTES", 1)
+
+
+# N, D, B: one row, a width under, at and over a block, an odd everything
+@pytest.mark.parametrize(
+    ("num_rows", "num_cols", "num_ids"),
+    [(1, 1, 1), (10, 127, 4), (10, 128, 4), (10, 129, 4), (300, 100, 77)],
+)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_equals_reference(num_rows, num_cols, num_ids, way, id_dtype, device):
+    table = torch.randn(num_rows, num_cols, device=on(way, device))
+    ids = torch.randint(num_rows, (num_ids,), device=on(way, device), dtype=id_dtype)
+    assert same_bits(way(table, ids), gather_reference(table, ids))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_any_dtype_bit_for_bit(dtype, way, device):
+    for num_cols in (1, 3, 20, 33):
+        table = random_bits(30, num_cols, dtype, on(way, device))
+        ids = torch.randint(30, (9,), device=on(way, device))
+        assert same_bits(way(table, ids), gather_reference(table, ids))
+
+
+def test_nan_keeps_its_payload(device):
+    bits = torch.tensor([[0x7FC12345, -0x3FEDCB, 0x7F800001]], dtype=torch.int32)
+    for way in (*WAYS, gather_reference):
+        table = bits.to(on(way, device)).view(torch.float32)
+        found = way(table, torch.zeros(5, dtype=torch.int64, device=table.device))
+        assert found.cpu().view(torch.int32).tolist() == bits.tolist() * 5
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_streams_rows_of_any_width(threads):
+    # around one, two and many lines of 64 B, and around pieces of a line
+    widths = [*range(1, 70), 96, 100, 127, 128, 129, 191, 192, 200, 255, 400, 1000, 1024, 4097]
+    for row_bytes in widths:
+        table = torch.randint(256, (50, row_bytes), dtype=torch.uint8)
+        ids = torch.randint(50, (23,))
+        assert torch.equal(gather(table, ids, threads=threads), table[ids]), row_bytes
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_writes_only_its_rows_from_any_start(threads):
+    table = torch.randint(1, 256, (50, 4999), dtype=torch.uint8)
+    for row_bytes, offset in [(64, 1), (65, 63), (400, 16), (400, 7), (64, 0), (4999, 33), (50, 9)]:
+        narrow = table[:, 4999 - row_bytes :]
+        ids = torch.randint(50, (11,))
+        memory = torch.zeros(offset + 11 * row_bytes + 64, dtype=torch.uint8)
+        out = memory[offset : offset + 11 * row_bytes].view(11, row_bytes)
+        assert gather(narrow, ids, out, threads=threads) is out
+        assert torch.equal(out, narrow[ids])
+        assert not memory[:offset].any()
+        assert not memory[offset + out.numel() :].any()
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize("way", WAYS)
+def test_writes_only_its_columns_of_a_wider_out(way, device):
+    table = torch.randint(1, 9, (20, 70), device=on(way, device))
+    ids = torch.tensor([3, 3, 19, 0], device=table.device)
+    wide = torch.zeros(6, 90, dtype=table.dtype, device=table.device)
+    way(table, ids, wide[1:5, 10:80])
+    assert torch.equal(wide[1:5, 10:80], table[ids])
+    wide[1:5, 10:80] = 0
+    assert not wide.any()
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize("way", WAYS)
+def test_reads_rows_of_a_wider_table(way, device):
+    wide = torch.randn(20, 128, device=on(way, device))
+    ids = torch.tensor([3, 3, 19, 0], device=wide.device)
+    for table in (wide[:, :50], wide[:, 77:], wide[::2][:10, 1:128], wide[:1].expand(20, 128)):
+        some = ids % table.shape[0]
+        assert same_bits(way(table, some), table[some])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_column_of_any_stride(way, device):
+    table = torch.randn(1, 20, device=on(way, device)).t()
+    ids = torch.tensor([3, 19, 0], device=table.device)
+    assert table.stride() == (1, 20)
+    assert same_bits(way(table, ids), table[ids])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ids_of_any_stride(way, device):
+    table = torch.randn(20, 5, device=on(way, device))
+    ids = torch.randint(20, (7, 3), device=table.device)[:, 1]
+    assert same_bits(way(table, ids), table[ids])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_asked_for(way, device):
+    ids = torch.empty(0, dtype=torch.int64, device=on(way, device))
+    assert way(torch.ones(3, 5, device=ids.device), ids).shape == (0, 5)
+    assert way(torch.ones(0, 5, device=ids.device), ids).shape == (0, 5)
+    some = torch.zeros(4, dtype=torch.int64, device=ids.device)
+    assert way(torch.ones(3, 0, device=ids.device), some).shape == (4, 0)
+
+
+GUARDED = """
+import ctypes, mmap, torch
+from gcnzc.kernels import gather as module
+
+# pages that may be read, between two that may not: one byte too many ends this process
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 6 * page)
+everything = torch.frombuffer(memory, dtype=torch.uint8)
+everything.random_()
+rows = everything[page:-page].clone()
+table = everything[page:-page]
+libc = ctypes.CDLL(None, use_errno=True)
+for guard in (everything.data_ptr(), everything.data_ptr() + 5 * page):
+    assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0
+for module.STREAM_BYTES in (0, 1 << 40):
+    for row_bytes in (1, 3, 17, 31, 63, 64, 65, 100, 127, 400, 1000):
+        num_rows = 4 * page // row_bytes
+        start = 4 * page - num_rows * row_bytes
+        for at in (0, start):
+            part = table[at : at + num_rows * row_bytes].view(num_rows, row_bytes)
+            want = rows[at : at + num_rows * row_bytes].view(num_rows, row_bytes)
+            ids = torch.arange(num_rows - 1, -1, -1)
+            assert torch.equal(module.gather(part, ids), want[ids]), (row_bytes, at)
+print("read all")
+"""
+
+
+def test_reads_nothing_before_or_after_the_table():
+    run = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    assert run.stdout == "read all\n", run.stderr
+
+
+def test_reads_a_read_only_file(tmp_path):
+    rows = np.random.default_rng(0).random((128, 33), np.float32)
+    rows.tofile(tmp_path / "rows")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        table = torch.from_numpy(np.memmap(tmp_path / "rows", np.float32, "r", shape=rows.shape))
+    ids = torch.arange(127, -1, -1)
+    assert torch.equal(gather(table, ids), torch.from_numpy(rows)[ids])
+
+
+@pytest.mark.parametrize("outside", [-1, 30, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_id_outside(outside, id_dtype, threads, monkeypatch):
+    for stream_bytes in (0, 1 << 30):
+        monkeypatch.setattr(module, "STREAM_BYTES", stream_bytes)
+        monkeypatch.setattr(module, "PART_BYTES", 1)
+        ids = torch.zeros(100, dtype=id_dtype)
+        ids[77] = outside
+        with pytest.raises(
+            IndexError, match=rf"id {outside} is not in a table of 30 rows(.|\n)*hint"
+        ):
+            gather(torch.zeros(30, 40), ids, threads=threads)
+
+
+def test_id_outside_of_a_table_of_nothing():
+    with pytest.raises(IndexError, match="table of 0 rows"):
+        gather(torch.zeros(0, 4), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(IndexError, match="id 3 is not"):
+        gather(torch.zeros(3, 0), torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arguments_that_do_not_fit(way, device):
+    table = torch.zeros(5, 6, device=on(way, device))
+    ids = torch.zeros(3, dtype=torch.int64, device=table.device)
+    for wrong in (table.t(), table[0], table[:, ::2]):
+        with pytest.raises(ValueError, match="rows must be contiguous"):
+            way(wrong, ids)
+    for wrong in (ids.to(torch.int16), ids.bool(), ids[None], ids.float()):
+        with pytest.raises(ValueError, match="ids must be"):
+            way(table, wrong)
+    like = {"device": table.device}
+    for wrong in (
+        torch.zeros(4, 6, **like),
+        torch.zeros(3, 6, **like).double(),
+        torch.zeros(6, 3, **like).t(),
+        torch.zeros(1, 6, **like).expand(3, 6),
+    ):
+        with pytest.raises(ValueError, match="out must be"):
+            way(table, ids, wrong)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_past_two_gigabytes(way, device):
+    # three rows a gigabyte apart in memory that is reserved, not used: row 2 starts at 2**31
+    memory = torch.frombuffer(mmap.mmap(-1, 2**31 + 128), dtype=torch.int8).to(on(way, device))
+    table = memory.as_strided((3, 100), (2**30, 1))
+    table[2] = torch.arange(100, dtype=torch.int8)
+    ids = torch.tensor([2], dtype=torch.int32, device=table.device)
+    assert way(table, ids).tolist() == [list(range(100))]
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize("way", WAYS)
+def test_fills_all_of_out(way, device):
+    table = torch.zeros(8, 100, device=on(way, device))
+    ids = torch.randint(8, (40,), device=table.device)
+    out = torch.full((40, 100), float("nan"), device=table.device)
+    assert not way(table, ids, out).isnan().any()
+
+
+def test_many_callers_at_once():
+    table = torch.randn(1000, 100)
+    ids = [torch.randint(1000, (5000,)) for _ in range(4)]
+    found = [None] * 4
+
+    def ask(i):
+        for _ in range(5):
+            found[i] = gather(table, ids[i], threads=2)
+
+    callers = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert all(torch.equal(found[i], table[ids[i]]) for i in range(4))
+
+
+@pytest.mark.gpu
+def test_reads_a_page_locked_table(device):
+    table = torch.from_numpy(np.random.default_rng(0).random((1000, 101), np.float32)).pin_memory()
+    ids = torch.randint(1000, (333,), device=device)
+    assert same_bits(gather(table, ids).cpu(), table[ids.cpu()])
+
+
+@pytest.mark.gpu
+def test_table_not_page_locked(device):
+    with pytest.raises(ValueError, match=r"gcnzc\.pinned"):
+        gather(torch.ones(3, 5), torch.tensor([0], device=device))
+
+
+@pytest.mark.gpu
+def test_table_on_another_device(device):
+    with pytest.raises(ValueError, match="move the ids"):
+        gather(torch.ones(3, 5, device=device), torch.tensor([0]))

@@ -1,0 +1,77 @@
+"""`gather_sparse` equals its reference, and refuses what would be read or written outside."""
+
+import warnings
+
+import pytest
+import torch
+
+from gcnzc.kernels import gather_sparse as module
+from gcnzc.kernels.gather_sparse import gather_sparse, gather_sparse_reference
+
+
+@pytest.fixture(autouse=True)
+def no_talk():
+    # torch says once a process that CSR is in beta state, and that its indices are not checked
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support|invariant checks)")
+        yield
+
+
+def bag(num_rows=40, num_columns=333, share=0.05):
+    dense = torch.randn(num_rows, num_columns)
+    dense[torch.rand(num_rows, num_columns) > share] = 0
+    return dense.to_sparse_csr()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_equals_reference(threads, id_dtype, monkeypatch):
+    monkeypatch.setattr(module, "PART_BYTES", 1)
+    table = bag()
+    ids = torch.randint(40, (57,), dtype=id_dtype)
+    assert torch.equal(gather_sparse(table, ids, threads=threads), table.to_dense()[ids])
+    assert torch.equal(gather_sparse_reference(table, ids), table.to_dense()[ids])
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_any_index_type_and_empty_rows(index_dtype):
+    table = torch.sparse_csr_tensor(
+        torch.tensor([0, 0, 2, 2], dtype=index_dtype),
+        torch.tensor([1, 4], dtype=index_dtype),
+        torch.tensor([float("nan"), -0.0]),
+        size=(3, 5),
+    )
+    out = torch.full((4, 5), 9.0)
+    assert gather_sparse(table, torch.tensor([2, 1, 0, 1]), out) is out
+    assert out[[0, 2]].eq(0).all()
+    assert out[1].isnan().tolist() == [False, True, False, False, False]
+    assert torch.signbit(out[1, 4])
+
+
+def test_nothing_asked_for():
+    table = bag()
+    assert gather_sparse(table, torch.empty(0, dtype=torch.int64)).shape == (0, 333)
+
+
+def test_outside():
+    table = bag()
+    for outside in (-1, 40):
+        with pytest.raises(IndexError, match=f"id {outside} is not in a table of 40 rows"):
+            gather_sparse(table, torch.tensor([0, outside]))
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        wrong = torch.sparse_csr_tensor([0, 1], [7], [1.0], size=(1, 5))
+    with pytest.raises(IndexError, match="column 7 of 5"):
+        gather_sparse(wrong, torch.tensor([0]))
+
+
+def test_arguments_that_do_not_fit():
+    table, ids = bag(), torch.tensor([0, 1])
+    for wrong in (table.to_dense(), table.double(), table.to_dense().to_sparse()):
+        with pytest.raises(ValueError, match="must be float32 CSR"):
+            gather_sparse(wrong, ids)
+    for wrong in (ids.bool(), ids[None]):
+        with pytest.raises(ValueError, match="ids must be"):
+            gather_sparse(table, wrong)
+    for wrong in (torch.zeros(2, 3), torch.zeros(333, 2).t(), torch.zeros(2, 333).double()):
+        with pytest.raises(ValueError, match="out must be"):
+            gather_sparse(table, ids, wrong)
