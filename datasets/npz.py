@@ -1,0 +1,136 @@
+"""Read a graph from one `.npz` archive of plain arrays.
+
+`edge_index` (2, E), sources then destinations; `node_label` (N,), -1 where there is none; features
+as `node_feat` (N, D) or as the CSR parts `feat_data`, `feat_indices`, `feat_indptr`, `feat_shape`;
+`train_idx`, `valid_idx`, `test_idx`, or the same with `made_` in front where the split is not the
+set's own; several splits as `train_masks`, `val_masks`, `test_masks` (splits, N) bool;
+`add_inverse_edge` whether each edge is stored once. Nothing is ever unpickled.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gcnzc.datasets import catalog
+from gcnzc.datasets.member import Archive
+from gcnzc.datasets.rows import Allocate, Array, Csr, Progress, Rows, rows_of_csr
+from gcnzc.datasets.source import Metric, Usual
+
+
+class NpzGraph:
+    """The graph in an archive; a `gcnzc.datasets.source.Source`.
+
+    Args:
+        path: of the archive.
+        name: the graph's; the file's if None. Names in the catalogue bring their metric.
+        split: "standard", "made", or the number of one of several; the first of these that is
+            there if None.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no whole archive of this form, or has no such split.
+    """
+
+    best_accuracy: float | None = None
+    mapping: Path | None = None
+
+    def __init__(self, path: Path, name: str | None = None, split: str | None = None) -> None:
+        self.path = path
+        self.name = name or path.stem
+        self._archive = Archive(path)
+        for key in ("edge_index", "node_label"):
+            if key not in self._archive:
+                raise ValueError(
+                    f"{path} has no array {key}, so there is nothing to train on\n\n"
+                    f"hint: it has {', '.join(self._archive.keys) or 'nothing'}; an archive has at "
+                    "least edge_index, node_label and train_idx, valid_idx, test_idx"
+                )
+        self.num_nodes = self._archive.member("node_label").shape[0]
+        self._edges = self._archive.member("edge_index")
+        self.num_edges = self._edges.shape[-1]
+        known = catalog.find(self.name, None if name else (self.num_nodes, self.num_edges))
+        self._known = known
+        self.num_classes = known.num_classes if known else None
+        self.metric: Metric = known.metric if known else "accuracy"
+        self.split_name = _choose(self._splits(), split, path)
+        self.features = self._features()
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The archive, and what the file beside it says."""
+        told: dict[str, Any] = {"format": "npz", "source": str(self.path)}
+        if self._known:
+            told["licence"] = self._known.licence
+        note = self.path.with_name("origin.txt")
+        if note.is_file():
+            told["note"] = note.read_text(errors="replace")
+        return told
+
+    def usual(self, ends: tuple[Array, Array]) -> Usual:
+        """Both directions if each edge is stored once."""
+        if self._known and self._known.bidirect_directed:
+            return Usual(True, "remove", f"{self._known.name} is trained in both directions")
+        if "add_inverse_edge" not in self._archive:
+            return Usual(False, "keep", "the archive has no add_inverse_edge")
+        once = bool(self._archive.array("add_inverse_edge"))
+        return Usual(once, "keep", f"add_inverse_edge is {once}")
+
+    def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
+        """See `Source.edges`."""
+        return self._edges.edges(self.num_nodes, allocate, progress)
+
+    def labels(self) -> Array:
+        """See `Source.labels`."""
+        return self._archive.array("node_label")
+
+    def split(self) -> dict[str, Array]:
+        """See `Source.split`."""
+        if self.split_name.isdigit():
+            masks = {"train": "train_masks", "valid": "val_masks", "test": "test_masks"}
+            number = int(self.split_name)
+            return {
+                part: np.flatnonzero(self._archive.array(key)[number])
+                for part, key in masks.items()
+            }
+        front = "made_" if self.split_name == "made" else ""
+        return {
+            part: self._archive.array(f"{front}{part}_idx") for part in ("train", "valid", "test")
+        }
+
+    def _splits(self) -> list[str]:
+        names = []
+        if "train_idx" in self._archive:
+            names.append("standard")
+        if "made_train_idx" in self._archive:
+            names.append("made")
+        if "train_masks" in self._archive:
+            count = self._archive.member("train_masks").shape[0]
+            names += [str(number) for number in range(count)]
+        return names
+
+    def _features(self) -> Rows | None:
+        if "node_feat" in self._archive:
+            return self._archive.member("node_feat").rows()
+        if "feat_data" not in self._archive:
+            return None
+        csr = Csr(
+            self._archive.array("feat_indptr"),
+            self._archive.array("feat_indices"),
+            self._archive.array("feat_data"),
+        )
+        num_columns = int(self._archive.array("feat_shape")[1])
+        return rows_of_csr(csr, num_columns, f"{self.path} (feat_data)")
+
+
+def _choose(names: list[str], wanted: str | None, path: Path) -> str:
+    if not names:
+        raise ValueError(
+            f"{path} has no split\n\n"
+            "hint: train_idx, valid_idx and test_idx say which nodes are for what"
+        )
+    if wanted is None:
+        return names[0]
+    if wanted not in names:
+        raise ValueError(f"{path} has no split {wanted}\n\nhint: it has {', '.join(names)}")
+    return wanted

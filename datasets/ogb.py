@@ -1,0 +1,604 @@
+"""Read and write a node-property set in OGB's layout, without the `ogb` package.
+
+    RELEASE_v1.txt
+    raw/edge.csv.gz node-feat.csv.gz node-label.csv.gz num-node-list.csv.gz num-edge-list.csv.gz
+    raw/data.npz node-label.npz                        instead, in binary sets
+    split/<type>/train.csv.gz valid.csv.gz test.csv.gz, or split_dict.pt
+    mapping/                                           what the nodes are; kept, not read
+    processed/                                         OGB's cache; not read
+    task.json                                          ours: what OGB keeps in its own tables
+
+What is not in the files (classes, metric, whether each edge is stored once) comes from `task.json`,
+else from the `meta_dict.pt` that `ogb.io.DatasetSaver` writes, else from the catalogue. Layout and
+settings: https://github.com/snap-stanford/ogb, `ogb/io` and `nodeproppred/master.csv`.
+
+Letters: N nodes, E edges as stored, D columns of features, T tasks.
+"""
+
+import gzip
+import json
+import pickle
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from gcnzc.datasets import catalog
+from gcnzc.datasets.member import Archive
+from gcnzc.datasets.rows import (
+    CHUNK_BYTES,
+    Allocate,
+    Array,
+    Progress,
+    Rows,
+    as_bytes,
+    chunk_rows,
+    rows_of_array,
+)
+from gcnzc.datasets.source import METRICS, PARTS, Metric, Usual, check_ends, node_dtype
+from gcnzc.datasets.store import building, scratch
+
+# what only sets of other kinds have, and the kind
+_OTHER_KINDS = {
+    "raw/triplet-type-list.csv.gz": "heterogeneous",
+    "raw/num-node-dict.csv.gz": "heterogeneous",
+    "raw/edge_index_dict.npz": "heterogeneous",
+    "raw/num_nodes_dict.npz": "heterogeneous",
+    "processed/paper": "heterogeneous",
+    "raw/graph-label.csv.gz": "a graph-level set",
+    "raw/graph-label.npz": "a graph-level set",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What OGB keeps in its tables about a set."""
+
+    name: str
+    num_classes: int | None = None  # of each task
+    metric: Metric = "accuracy"
+    add_inverse_edge: bool | None = None  # None: not stated
+    split: str | None = None
+    best_accuracy: float | None = None
+    origin: dict[str, Any] | None = None
+
+
+def is_layout(folder: Path) -> bool:
+    """Whether `folder` looks like a set in OGB's layout, of whatever kind."""
+    return (folder / "raw").is_dir() or any((folder / path).exists() for path in _OTHER_KINDS)
+
+
+class OgbGraph:
+    """The graph in a folder of OGB's layout; a `gcnzc.datasets.source.Source`.
+
+    Args:
+        folder: holds `raw/` and `split/`.
+        name: the graph's, as in the catalogue; what the folder says if None.
+        split: the folder in `split/`; the usual one, or the only one, if None.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: it is of another kind, has no such split, or is broken.
+    """
+
+    def __init__(self, folder: Path, name: str | None = None, split: str | None = None) -> None:
+        self.folder = folder
+        self._raw = folder / "raw"
+        self._refuse_other_kinds(name)
+        self.binary = (self._raw / "data.npz").is_file()
+        self._archive = Archive(self._raw / "data.npz") if self.binary else None
+        self.num_nodes = self._single("num_nodes_list", "num-node-list.csv.gz")
+        self.num_edges = self._single("num_edges_list", "num-edge-list.csv.gz")
+        self._known: catalog.Entry | None = None
+        self._task = self._find_task(name)
+        self.name = self._task.name
+        self.num_classes = self._task.num_classes
+        self.metric = self._task.metric
+        self.best_accuracy = self._task.best_accuracy
+        self.split_name = self._choose_split(split)
+        self.features = self._features()
+
+    @property
+    def mapping(self) -> Path | None:
+        """OGB's folder of what the nodes are, if there is one."""
+        path = self.folder / "mapping"
+        return path if path.is_dir() else None
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The folder, its release, and what is known of the set."""
+        told: dict[str, Any] = {"format": "ogb", "source": str(self.folder)}
+        releases = sorted(self.folder.glob("RELEASE_v*.txt"))
+        if releases:
+            told["release"] = releases[-1].stem
+            told["note"] = releases[-1].read_text(errors="replace")
+        if self._known:
+            told["licence"] = self._known.licence
+        return told | (self._task.origin or {})
+
+    def usual(self, ends: tuple[Array, Array]) -> Usual:
+        """Both directions if OGB adds inverse edges, or its examples do.
+
+        Nothing states it of an unknown folder: then each edge is taken to be stored once if all of
+        them point from the lower id to the higher, or all the other way.
+        """
+        if self._known and self._known.bidirect_directed:
+            return Usual(True, "remove", f"{self._known.name} is trained in both directions")
+        stated = self._task.add_inverse_edge
+        if stated is not None:
+            return Usual(stated, "keep", f"add_inverse_edge is {stated}")
+        once = one_way(*ends)
+        found = "all edges point" if once else "not all edges point"
+        return Usual(once, "keep", f"{found} one way between lower and higher ids")
+
+    def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
+        """See `Source.edges`."""
+        if self._archive:
+            return self._archive.member("edge_index").edges(self.num_nodes, allocate, progress)
+        path = self._raw / "edge.csv.gz"
+        dtype = node_dtype(self.num_nodes)
+        ends = (
+            allocate("sources", self.num_edges, dtype),
+            allocate("destinations", self.num_edges, dtype),
+        )
+        done = 0
+        for chunk in _integers(path, 2):
+            if done + len(chunk) > self.num_edges:
+                break
+            for end, ids in zip(ends, chunk.T, strict=True):
+                check_ends(ids, self.num_nodes, str(path), done)
+                end[done : done + len(ids)] = ids
+            done += len(chunk)
+            progress("edges", done, self.num_edges)
+        else:
+            if done == self.num_edges:
+                return ends
+        raise ValueError(
+            f"{path} has {'more' if done == self.num_edges else f'{done:,} or more'} edges, but "
+            f"num-edge-list.csv.gz says {self.num_edges:,}\n\nhint: one line is one edge"
+        )
+
+    def labels(self) -> Array:
+        """See `Source.labels`."""
+        if self.binary:
+            return Archive(self._raw / "node-label.npz").array("node_label")
+        # an empty line is a label that is not there
+        return np.concatenate(
+            list(_csv(self._raw / "node-label.csv.gz", np.float64, skip_blank_lines=False))
+        )
+
+    def split(self) -> dict[str, Array]:
+        """See `Source.split`."""
+        folder = self.folder / "split" / self.split_name
+        if (folder / "split_dict.pt").is_file():
+            return _read_split_dict(folder / "split_dict.pt")
+        return {
+            part: np.concatenate([chunk[:, 0] for chunk in _integers(folder / f"{part}.csv.gz", 1)])
+            for part in PARTS
+        }
+
+    def _refuse_other_kinds(self, name: str | None) -> None:
+        catalog.refuse_other_kinds(name or self.folder.name)
+        for path, kind in _OTHER_KINDS.items():
+            if (self.folder / path).exists():
+                raise ValueError(
+                    f"{self.folder} is {kind}: it has {path}\n\n"
+                    "hint: node property sets of one node type are trained on"
+                )
+        labelled = any((self._raw / f"node-label.{form}").is_file() for form in ("csv.gz", "npz"))
+        if not labelled and any(self.folder.glob("split/*/train.pt")):
+            raise ValueError(
+                f"{self.folder} is a link-level set: it has no labels of nodes\n\n"
+                "hint: node property sets of one node type are trained on"
+            )
+
+    def _single(self, key: str, file: str) -> int:
+        if self._archive:
+            counts = self._archive.array(key)
+        else:
+            counts = np.concatenate([chunk[:, 0] for chunk in _integers(self._raw / file, 1)])
+        if len(counts) != 1:
+            raise ValueError(
+                f"{self.folder} holds {len(counts):,} graphs: it is a graph-level set\n\n"
+                "hint: node property sets of one graph are trained on"
+            )
+        return int(counts[0])
+
+    def _find_task(self, name: str | None) -> Task:
+        # a name that is given is believed; that of a folder only if the sizes agree
+        known_as = name or self.folder.name
+        sizes = None if name else (self.num_nodes, self.num_edges)
+        self._known = catalog.find(known_as, sizes)
+        for path in (
+            self.folder / "task.json",
+            self.folder / "meta_dict.pt",
+            self.folder.parent / "meta_dict.pt",
+        ):
+            if path.is_file() and (task := _read_task(path, self.folder.name, name)):
+                return task
+        known = self._known
+        if known is None:
+            return Task(known_as)
+        return Task(
+            known.name,
+            known.num_classes,
+            known.metric,
+            known.stored == "once",
+            known.split,
+        )
+
+    def _choose_split(self, wanted: str | None) -> str:
+        names = sorted(path.name for path in self.folder.glob("split/*") if path.is_dir())
+        if not names:
+            raise FileNotFoundError(
+                f"no split in {self.folder / 'split'}\n\n"
+                "hint: split/<type>/train.csv.gz, valid.csv.gz and test.csv.gz, or split_dict.pt"
+            )
+        if wanted is None:
+            wanted = self._task.split if self._task.split in names else None
+        if wanted is None:
+            if len(names) > 1:
+                raise ValueError(
+                    f"{self.folder} has several splits\n\nhint: choose one of {', '.join(names)}"
+                )
+            return names[0]
+        if wanted not in names:
+            raise ValueError(
+                f"{self.folder} has no split {wanted}\n\nhint: it has {', '.join(names)}"
+            )
+        return wanted
+
+    def _features(self) -> Rows | None:
+        if self._archive:
+            key = "node_feat"
+            return self._archive.member(key).rows() if key in self._archive else None
+        path = self._raw / "node-feat.csv.gz"
+        if not path.is_file():
+            return None
+        columns = _columns(path)
+
+        def chunks(allocate: Allocate) -> Iterator[Array]:
+            return _csv(path, np.float64, columns)
+
+        # numbers are parsed as float64, then rounded, as OGB does
+        return Rows(self.num_nodes, columns, np.dtype(np.float64), chunks, str(path))
+
+
+def one_way(sources: Array, destinations: Array) -> bool:
+    """Whether all edges point from the lower id to the higher, or all the other way."""
+    up = down = len(sources) > 0
+    for begin in range(0, len(sources), CHUNK_BYTES):
+        part = slice(begin, begin + CHUNK_BYTES)
+        up = up and bool((sources[part] <= destinations[part]).all())
+        down = down and bool((sources[part] >= destinations[part]).all())
+    return up or down
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What a broken csv.gz raises, in words."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"no file {path}\n\nhint: OGB's layout has it; get the set again"
+        ) from None
+    except EOFError:
+        raise ValueError(f"{path} is cut short\n\nhint: get or write it again") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path} is no gzip file: {error}\n\nhint: get it again, or compress it with gzip"
+        ) from None
+    except (ValueError, OverflowError) as error:
+        if "\n\nhint: " in str(error):
+            raise
+        raise ValueError(
+            f"{path} is no table of numbers: {str(error).splitlines()[0]}\n\n"
+            "hint: lines of numbers between commas, as many in each line, and no heading"
+        ) from None
+
+
+def _columns(path: Path) -> int:
+    with _readable(path), gzip.open(path) as file:
+        return file.readline().count(b",") + 1
+
+
+def _csv(path: Path, dtype: Any, columns: int | None = None, **how: Any) -> Iterator[Array]:
+    """The numbers of a csv.gz, in (n, columns) chunks."""
+    with _readable(path):
+        found = _columns(path)
+        if columns not in (None, found):
+            raise ValueError(
+                f"{path} has {found} columns, not {columns}\n\n"
+                "hint: get or write it again in OGB's layout"
+            )
+        with gzip.open(path) as file:
+            reader = pd.read_csv(
+                file, header=None, dtype=dtype, chunksize=chunk_rows(found, 8), **how
+            )
+            with reader:
+                for frame in reader:
+                    yield frame.to_numpy()
+
+
+def _integers(path: Path, columns: int) -> Iterator[Array]:
+    """The whole numbers of a csv.gz, in (n, columns) int64 chunks."""
+    done = 0
+    with _readable(path):
+        for chunk in _csv(path, None, columns):
+            whole = chunk
+            if chunk.dtype.kind == "f":
+                with np.errstate(invalid="ignore"):
+                    whole = chunk.astype(np.int64)
+            if chunk.dtype.kind not in "if" or (whole != chunk).any():
+                raise ValueError(_not_whole(path, chunk, done))
+            yield whole.astype(np.int64, copy=False)
+            done += len(chunk)
+
+
+def _not_whole(path: Path, chunk: Array, first: int) -> str:
+    for line, cells in enumerate(chunk.tolist(), start=first + 1):
+        for cell in cells:
+            if not isinstance(cell, int | float) or cell != cell or cell != int(cell):
+                return (
+                    f"{path} has {cell!r} in line {line}, which is no whole number\n\n"
+                    "hint: node ids are whole numbers that count from 0, and there is no heading"
+                )
+    return f"{path} has numbers that are no node ids\n\nhint: ids count from 0"
+
+
+def _read_split_dict(path: Path) -> dict[str, Array]:
+    """A pickled dict of arrays, with nothing but arrays let in."""
+    split = _load(path)
+    if not isinstance(split, Mapping) or not set(PARTS) <= set(split):
+        raise ValueError(f"{path} is no dict of {', '.join(PARTS)}\n\nhint: get the set again")
+    if any(isinstance(split[part], Mapping) for part in PARTS):
+        raise ValueError(
+            f"{path} has parts for several types of nodes: the set is heterogeneous\n\n"
+            "hint: node property sets of one node type are trained on"
+        )
+    return {part: np.asarray(split[part]) for part in PARTS}
+
+
+def _load(path: Path) -> Any:
+    """What `torch.save` wrote, if it is plain values, tensors and numpy arrays of numbers."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals(_numpy_globals())
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{path} cannot be read as numbers: {str(error).splitlines()[0]}\n\n"
+            "hint: it is broken, or would run code if it were unpickled; get the set again"
+        ) from None
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def _numpy_globals() -> list[Any]:
+    """What a pickle of a numpy array of numbers calls, by the names of NumPy 1 and 2."""
+    functions: list[Any] = [np.empty(0).__reduce__()[0], np.int64(0).__reduce__()[0]]
+    named = []
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        for function in functions:
+            alias = _alias(function)
+            alias.__module__, alias.__qualname__ = module, function.__name__
+            named.append(alias)
+    return [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in "bBhHiIlLqQefd?"}, *named]
+
+
+def _alias(function: Any) -> Any:
+    """`function` under a name that may be changed."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return call
+
+
+def _read_task(path: Path, folder: str, name: str | None) -> Task | None:
+    """The task in one of the files that may have it; None if it is of another set."""
+    told = json.loads(path.read_text()) if path.suffix == ".json" else _load(path)
+    if path.suffix == ".pt" and Path(str(told.get("dir_path", ""))).name != folder:
+        return None
+    if "classification" not in str(told["task type"]):
+        raise ValueError(
+            f"{path}: the task is {told['task type']}\n\nhint: only classification is trained"
+        )
+    if told["eval metric"] not in METRICS:
+        raise ValueError(
+            f"{path}: the metric {told['eval metric']} is not known\n\n"
+            f"hint: known are {', '.join(METRICS)}"
+        )
+    return Task(
+        name or told.get("name") or folder,
+        int(told["num classes"]),
+        METRICS[told["eval metric"]],
+        str(told["add_inverse_edge"]) == "True",
+        told.get("split"),
+        told.get("best_accuracy"),
+        told.get("origin"),
+    )
+
+
+def write(
+    path: str | Path,
+    edge_index: Array | tuple[Array, Array],
+    labels: Array,
+    split: Mapping[str, Array],
+    *,
+    features: Array | Rows | None = None,
+    binary: bool = True,
+    split_name: str = "random",
+    num_classes: int | None = None,
+    metric: Metric = "accuracy",
+    add_inverse_edge: bool = False,
+    best_accuracy: float | None = None,
+    name: str | None = None,
+    origin: Mapping[str, Any] | None = None,
+    readme: str | None = None,
+) -> None:
+    """Write a set in OGB's layout; the folder is there when all of it is.
+
+    Args:
+        path: the folder; must not exist.
+        edge_index: (2, E), or the pair of (E,) sources and (E,) destinations; memory-mapped or not.
+        labels: (N,) or (N, T) integers or floating point; -1 or NaN where there is none.
+        split: ids of "train", "valid" and "test".
+        features: (N, D), memory-mapped or not, or rows that come in chunks.
+        binary: uncompressed npz, else csv.gz.
+        split_name: the folder in `split/`.
+        num_classes: classes of each task; counted if None.
+        metric: how predictions are judged.
+        add_inverse_edge: each edge is stored once, and readers add its reverse. OGB's own reader
+            refuses that of binary sets.
+        best_accuracy: what no model can pass, if it is known.
+        name: of the set; that of the folder if None.
+        origin: how the set was made; kept with it.
+        readme: what the nodes are, for `mapping/README.md`.
+
+    Raises:
+        FileExistsError: `path` exists.
+        RuntimeError: the disk is full.
+        ValueError: the features have not one row for each node.
+    """
+    path = Path(path)
+    if not isinstance(features, Rows | None):
+        features = rows_of_array(features, "features")
+    if features is not None and features.num_rows != len(labels):
+        raise ValueError(
+            f"write: {features.num_rows:,} rows of features for {len(labels):,} labels\n\n"
+            "hint: each node has one of both"
+        )
+    ends = edge_index[0], edge_index[1]
+    columns = labels.reshape(len(labels), -1)
+    if num_classes is None:
+        num_classes = max(2, int(np.nanmax(columns, initial=0)) + 1)
+    task = {
+        "name": name or path.name,
+        "num tasks": columns.shape[1],
+        "num classes": num_classes,
+        "task type": "binary classification" if num_classes == 2 else "multiclass classification",
+        "eval metric": "acc" if metric == "accuracy" else metric,
+        "add_inverse_edge": str(add_inverse_edge),
+        "split": split_name,
+        "binary": str(binary),
+        "best_accuracy": best_accuracy,
+        "origin": dict(origin or {}),
+    }
+    needed = 16 * len(ends[0]) if binary else 0
+    if binary and features is not None:
+        needed += features.num_rows * features.num_columns * features.dtype.itemsize
+    with building(path, needed) as folder:
+        for part in ("raw", "processed", f"split/{split_name}", "mapping"):
+            (folder / part).mkdir(parents=True)
+        (folder / "RELEASE_v1.txt").write_text(f"# Release note for {task['name']}\n\n### v1\n")
+        (folder / "mapping" / "README.md").write_text(
+            (readme or f"Nodes of {task['name']}.") + "\n"
+        )
+        (folder / "task.json").write_text(json.dumps(task, indent=1) + "\n")
+        for part in PARTS:
+            _write_csv(folder / f"split/{split_name}/{part}.csv.gz", [split[part].reshape(-1, 1)])
+        writer = _write_binary if binary else _write_text
+        writer(folder / "raw", ends, columns, features, scratch(folder))
+
+
+def meta_dict(path: str | Path) -> dict[str, Any]:
+    """What OGB's `NodePropPredDataset(name, meta_dict=...)` needs to open a folder of `write`."""
+    task = json.loads((Path(path) / "task.json").read_text())
+    return {
+        **{key: task[key] for key in ("num tasks", "num classes", "task type", "eval metric")},
+        **{key: task[key] for key in ("add_inverse_edge", "split", "binary")},
+        "version": 1,
+        "dir_path": str(path),
+        "download_name": Path(path).name,
+        "url": "",
+        "is hetero": "False",
+        "has_node_attr": "True",
+        "has_edge_attr": "False",
+        "additional node files": "None",
+        "additional edge files": "None",
+    }
+
+
+Ends = tuple[Array, Array]
+
+
+def _write_binary(
+    raw: Path, ends: Ends, labels: Array, features: Rows | None, allocate: Allocate
+) -> None:
+    num_edges = len(ends[0])
+    with zipfile.ZipFile(raw / "data.npz", "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        with _member(archive, "edge_index", (2, num_edges), np.dtype(np.int64)) as file:
+            for end in ends:
+                for begin in range(0, num_edges, CHUNK_BYTES // 8):
+                    ids = np.asarray(end[begin : begin + CHUNK_BYTES // 8], np.int64)
+                    file.write(as_bytes(ids))
+        for key, count in (("num_nodes_list", len(labels)), ("num_edges_list", num_edges)):
+            with _member(archive, key, (1,), np.dtype(np.int64)) as file:
+                file.write(np.int64(count).tobytes())
+        if features is not None:
+            shape = features.num_rows, features.num_columns
+            with _member(archive, "node_feat", shape, features.dtype) as file:
+                for chunk in _counted(features, allocate):
+                    file.write(as_bytes(chunk))
+    np.savez_compressed(raw / "node-label.npz", node_label=labels)
+
+
+@contextmanager
+def _member(
+    archive: zipfile.ZipFile, key: str, shape: tuple[int, ...], dtype: np.dtype
+) -> Iterator[IO[bytes]]:
+    """A file for the elements of one array of an uncompressed npz."""
+    with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True) as file:
+        told = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, told)
+        yield file
+
+
+def _counted(features: Rows, allocate: Allocate) -> Iterator[Array]:
+    done = 0
+    for chunk in features.chunks(allocate):
+        done += len(chunk)
+        yield chunk.astype(features.dtype, copy=False)
+    if done != features.num_rows:
+        raise ValueError(
+            f"write: {done:,} rows of features came for {features.num_rows:,} nodes\n\n"
+            "hint: the chunks must add up to one row for each node"
+        )
+
+
+def _write_text(
+    raw: Path, ends: Ends, labels: Array, features: Rows | None, allocate: Allocate
+) -> None:
+    step = CHUNK_BYTES // 16
+    _write_csv(
+        raw / "edge.csv.gz",
+        (
+            np.stack([end[begin : begin + step] for end in ends], axis=1)
+            for begin in range(0, len(ends[0]), step)
+        ),
+    )
+    _write_csv(raw / "num-node-list.csv.gz", [np.array([[len(labels)]])])
+    _write_csv(raw / "num-edge-list.csv.gz", [np.array([[len(ends[0])]])])
+    _write_csv(raw / "node-label.csv.gz", [labels])
+    if features is not None:
+        _write_csv(raw / "node-feat.csv.gz", _counted(features, allocate))
+
+
+def _write_csv(path: Path, chunks: Iterable[Array]) -> None:
+    with gzip.GzipFile(path, "wb", compresslevel=6, mtime=0) as file:
+        for chunk in chunks:
+            # nine digits tell every float32 from its neighbours
+            text = pd.DataFrame(chunk).to_csv(
+                header=False, index=False, na_rep="nan", float_format="%.9g", lineterminator="\n"
+            )
+            file.write(text.encode())

@@ -1,0 +1,575 @@
+"""Graphs on disk as `Dataset`s, and files of other forms as prepared folders.
+
+Letters: N nodes, E edges, D columns of features, T tasks.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcnzc.datasets import catalog, download, ogb, store
+from gcnzc.datasets.npz import NpzGraph
+from gcnzc.datasets.ogb import OgbGraph
+from gcnzc.datasets.rows import (
+    Allocate,
+    Array,
+    Csr,
+    Progress,
+    Rows,
+    converted,
+    finite,
+    in_memory,
+    no_progress,
+    rows_of_array,
+    stored_dtype,
+)
+from gcnzc.datasets.source import (
+    PARTS,
+    Metric,
+    clean_labels,
+    clean_split,
+    count_classes,
+    has_label,
+    node_dtype,
+)
+from gcnzc.datasets.store import Prepared
+from gcnzc.graph import Duplicates, Graph, Loops
+
+FeatureDtype: TypeAlias = Literal["float32", "float16"]
+Files: TypeAlias = OgbGraph | NpzGraph
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A graph, what is known of its nodes, and which of them are for what.
+
+    Tensors lie on the host. Those of a prepared folder are read-only maps of its files: writing to
+    one ends the process, so copy first.
+    """
+
+    name: str
+    graph: Graph
+    features: (
+        Tensor | None
+    )  # (N, D), rows contiguous; sparse CSR if kept so; None if there are none
+    labels: Tensor  # (N,) int64, -1 for none; several tasks: (N, T) int64, or float32 with NaN
+    split: dict[str, Tensor]  # "train", "valid", "test": int64 ids of labelled nodes
+    num_classes: int  # of each task
+    metric: Metric
+    best_accuracy: float | None  # what no model can pass, in [0, 1], where it is known
+    folder: Path
+    origin: dict[str, Any]  # where the files came from, and the choices made
+
+
+@dataclass(frozen=True)
+class _Choices:
+    bidirected: bool | None
+    self_loops: Loops | None
+    duplicates: Duplicates | None
+    allow_nan: bool
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What `load` and `prepare` have in common: all but the features, read and checked."""
+
+    graph: Graph
+    labels: Array
+    split: dict[str, Array]
+    num_classes: int
+    told: dict[str, Any]  # for meta.json: name, metric, choices, origin
+
+
+def load(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    bidirected: bool | None = None,
+    self_loops: Loops | None = None,
+    duplicates: Duplicates | None = None,
+    split: str | int | None = None,
+    allow_nan: bool = False,
+) -> Dataset:
+    """Open a prepared folder, or read a folder in OGB's layout or an `.npz` into memory.
+
+    A prepared folder is mapped: that takes no time and no memory, whatever its size.
+
+    Args:
+        path: the folder or archive.
+        name: of the graph, as in the catalogue, whose settings it brings; what the files say if
+            None. Not for prepared folders, which carry theirs.
+        bidirected: add the reverse of every edge. None does what is usual: what the set's
+            `add_inverse_edge` says, and both directions for ogbn-arxiv. A prepared folder is taken
+            as it was prepared where a choice is None, and rebuilt in memory where it is not.
+        self_loops: "keep", "add" or "remove"; None keeps.
+        duplicates: "keep" or "remove"; None keeps, but for ogbn-arxiv.
+        split: which, where there are several; see `OgbGraph` and `NpzGraph`.
+        allow_nan: take features that are not finite.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or a file in it is missing.
+        ValueError: what the files hold is wrong; the message says what and where.
+        RuntimeError: there is not enough memory to read it.
+    """
+    path = Path(path)
+    choices = _Choices(bidirected, self_loops, duplicates, allow_nan)
+    opened = _open(path, name, split)
+    if opened is None:
+        raise FileNotFoundError(
+            f"no folder {path}\n\nhint: `gcnzc make {path}` writes a graph there, "
+            f"`gcnzc prepare ogbn-arxiv {path} --download` gets one"
+        )
+    parts = _read(opened, choices, in_memory, no_progress)
+    if isinstance(opened, Prepared):
+        _refuse_nan(opened, allow_nan)
+        features = _mapped_features(opened)
+    else:
+        features = _features_in_memory(opened.features, allow_nan)
+    told = parts.told
+    return Dataset(
+        name=told["name"],
+        graph=parts.graph,
+        features=features,
+        labels=_tensor(parts.labels),
+        split={part: _tensor(ids) for part, ids in parts.split.items()},
+        num_classes=parts.num_classes,
+        metric=told["metric"],
+        best_accuracy=told["best_accuracy"],
+        folder=path,
+        origin=told["origin"] | {"options": told["options"], "split": told["split"]},
+    )
+
+
+def prepare(
+    source: str | Path,
+    dest: str | Path,
+    *,
+    name: str | None = None,
+    download: bool = False,
+    features: str | Path | Array | None = None,
+    sparse_features: bool = False,
+    feature_dtype: FeatureDtype | None = None,
+    pitch_bytes: int | None = None,
+    bidirected: bool | None = None,
+    self_loops: Loops | None = None,
+    duplicates: Duplicates | None = None,
+    split: str | int | None = None,
+    allow_nan: bool = False,
+    progress: Progress = no_progress,
+) -> None:
+    """Write a prepared folder, which `load` opens at once.
+
+    Features pass through in chunks, so that memory does not grow with their table. Edges lie in
+    nameless files beside the destination meanwhile; the graph itself is built in memory.
+
+    Args:
+        source: a folder in OGB's layout, an `.npz`, a prepared folder, or the name of one of OGB's
+            sets, which is looked for in the folder `downloads` beside `dest`.
+        dest: the folder to write; must not exist, and is there only when all of it is.
+        name: see `load`.
+        download: get the named set from OGB if it is not there.
+        features: (N, D), or the path of a `.npy` of them, to be put in the place of the source's.
+        sparse_features: keep features that come sparse as CSR, instead of making them dense.
+        feature_dtype: None keeps float16 and makes all else float32.
+        pitch_bytes: distance of rows of dense features; None puts them side by side.
+        bidirected: see `load`; this and the next two are recorded.
+        self_loops: see `load`.
+        duplicates: see `load`.
+        split: see `load`.
+        allow_nan: take features that are not finite; the folder then says so.
+        progress: called with what is done, how much, and of how much: bytes, rows or edges.
+
+    Raises:
+        FileNotFoundError: the source is not there.
+        FileExistsError: `dest` is.
+        ValueError: what the source holds is wrong; the message says what and where.
+        RuntimeError: the disk is full, the network is not there, or another process writes `dest`.
+    """
+    dest = Path(dest)
+    choices = _Choices(bidirected, self_loops, duplicates, allow_nan)
+    opened = _open(Path(source), name, split)
+    if opened is None:
+        opened = _open_named(str(source), dest.parent / "downloads", download, split, progress)
+    if isinstance(opened, Prepared):
+        _refuse_nan(opened, allow_nan)
+    rows = _rows(opened, features)
+    dtype = None if rows is None else stored_dtype(rows, feature_dtype)
+    sparse = _check_layout(rows, dtype, sparse_features, pitch_bytes)
+    pitch = pitch_bytes or (0 if rows is None or dtype is None else _row_bytes(rows, dtype))
+    with store.building(dest, _needed_bytes(opened, rows, dtype, pitch, sparse)) as folder:
+        allocate = store.scratch(folder)
+        parts = _read(opened, choices, allocate, progress)
+        writer = store.Writer(folder, progress)
+        writer.save("indptr.npy", parts.graph.indptr.numpy())
+        writer.save("indices.npy", parts.graph.indices.numpy())
+        writer.save("labels.npy", parts.labels)
+        for part, ids in parts.split.items():
+            writer.save(f"split/{part}.npy", ids)
+        about_features = None
+        if rows is not None and dtype is not None:
+            write = _write_sparse if sparse else _write_dense
+            all_finite = write(writer, rows, dtype, pitch, allow_nan, allocate, progress)
+            about_features = {
+                "kind": "sparse" if sparse else "dense",
+                "columns": rows.num_columns,
+                "dtype": str(dtype),
+                "pitch_bytes": None if sparse else pitch,
+                "finite": all_finite,
+            }
+            if features is not None:
+                given = features if isinstance(features, str | Path) else "an array"
+                parts.told["origin"]["features"] = str(given)
+        mapping = opened.folder / "mapping" if isinstance(opened, Prepared) else opened.mapping
+        if mapping is not None and mapping.is_dir():
+            writer.copy(mapping, "mapping")
+        writer.finish(
+            {
+                **parts.told,
+                "num_nodes": parts.graph.num_nodes,
+                "num_edges": parts.graph.num_edges,
+                "num_classes": parts.num_classes,
+                "num_tasks": 1 if parts.labels.ndim == 1 else parts.labels.shape[1],
+                "num_labelled": int(np.count_nonzero(has_label(parts.labels))),
+                "features": about_features,
+            }
+        )
+
+
+def info(path: str | Path) -> dict[str, Any]:
+    """What there is to know of a folder or archive without reading its arrays.
+
+    Returns:
+        name, kind ("prepared", "ogb" or "npz"), folder, num_nodes, num_edges (as stored),
+        num_classes, metric, best_accuracy, features (None, or columns, dtype, bytes, ...), split,
+        origin; of prepared folders also num_tasks, num_labelled, options, disk_bytes and version.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or a file in it is missing.
+        ValueError: it cannot be read.
+    """
+    path = Path(path)
+    opened = _open(path, None, None)
+    if opened is None:
+        raise FileNotFoundError(f"no folder {path}\n\nhint: is the path right?")
+    if isinstance(opened, Prepared):
+        meta = dict(opened.meta)
+        files = meta.pop("files")
+        meta["disk_bytes"] = sum(entry["bytes"] for entry in files.values())
+        meta["feature_bytes"] = sum(
+            entry["bytes"] for file, entry in files.items() if file.startswith("features")
+        )
+        return {"kind": "prepared", "folder": str(path)} | meta
+    rows = opened.features
+    about_features = None
+    if rows is not None:
+        about_features = {
+            "kind": "dense" if rows.csr is None else "sparse",
+            "columns": rows.num_columns,
+            "dtype": str(stored_dtype(rows, None)),
+        }
+    return {
+        "kind": "ogb" if isinstance(opened, OgbGraph) else "npz",
+        "folder": str(path),
+        "name": opened.name,
+        "num_nodes": opened.num_nodes,
+        "num_edges": opened.num_edges,
+        "num_classes": opened.num_classes,
+        "metric": opened.metric,
+        "best_accuracy": opened.best_accuracy,
+        "features": about_features,
+        "split": {"name": opened.split_name},
+        "origin": opened.origin,
+    }
+
+
+def verify(path: str | Path, progress: Progress = no_progress) -> None:
+    """Read all of a folder or archive: checksums and edges of a prepared one, else every number.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: something is not what it should be; the message names the file.
+    """
+    path = Path(path)
+    opened = _open(path, None, None)
+    if opened is None:
+        raise FileNotFoundError(f"no folder {path}\n\nhint: is the path right?")
+    if isinstance(opened, Prepared):
+        store.verify(path, progress)
+        Graph(opened.indptr, opened.indices)
+        return
+    _read(opened, _Choices(None, None, None, False), in_memory, progress)
+    if opened.features is not None:
+        dtype = stored_dtype(opened.features, None)
+        for _ in converted(opened.features, dtype, False, in_memory, progress):
+            pass
+
+
+def _open(path: Path, name: str | None, split: str | int | None) -> Files | Prepared | None:
+    """What lies at `path`; None if nothing does."""
+    wanted = None if split is None else str(split)
+    if path.is_file():
+        if path.suffix == ".npz":
+            return NpzGraph(path, name, wanted)
+        raise ValueError(f"{path} is no .npz archive\n\nhint: give a folder or an .npz archive")
+    if not path.is_dir():
+        return None
+    if store.is_prepared(path):
+        prepared = store.open_folder(path)
+        if wanted not in (None, prepared.meta["split"]["name"]):
+            raise ValueError(
+                f"{path} was prepared with the split {prepared.meta['split']['name']}, not "
+                f"{wanted}\n\nhint: prepare it again from {prepared.meta['origin'].get('source')}"
+            )
+        return prepared
+    if ogb.is_layout(path):
+        return OgbGraph(path, name, wanted)
+    raise ValueError(
+        f"{path} is no graph: it has neither meta.json nor raw/\n\n"
+        "hint: give a prepared folder, or one in OGB's layout"
+    )
+
+
+def _open_named(
+    name: str, folder: Path, may_download: bool, split: str | int | None, progress: Progress
+) -> Files:
+    if "/" in name:
+        raise FileNotFoundError(
+            f"no folder {name}\n\nhint: is the path right? OGB's sets go by names like ogbn-arxiv"
+        )
+    remote = download.lookup(name)
+    unpacked = folder / remote.folder_name
+    if not unpacked.is_dir() and not may_download:
+        known = catalog.find(remote.name)
+        size = f"about {known.download_bytes:,} bytes" if known and known.download_bytes else "it"
+        raise FileNotFoundError(
+            f"no folder {name}, and {remote.name} is not in {folder}\n\n"
+            f"hint: --download gets {size} from {remote.url}"
+        )
+    unpacked = download.fetch(remote, folder, progress)
+    return OgbGraph(unpacked, remote.name, None if split is None else str(split))
+
+
+def _read(
+    opened: Files | Prepared, choices: _Choices, allocate: Allocate, progress: Progress
+) -> _Parts:
+    if isinstance(opened, Prepared):
+        return _reread(opened, choices)
+    labels = clean_labels(
+        opened.labels(), opened.num_nodes, opened.num_classes, f"{opened.name}: labels"
+    )
+    split, lost = clean_split(opened.split(), labels, f"{opened.name}: split {opened.split_name}")
+    ends = opened.edges(allocate, progress)
+    usual = opened.usual(ends)
+    bidirected = usual.bidirected if choices.bidirected is None else choices.bidirected
+    # what is usual of equal edges belongs to what is usual of directions
+    removes = choices.bidirected is None and usual.duplicates == "remove"
+    options: dict[str, Any] = {
+        "bidirected": bidirected,
+        "because": usual.because if choices.bidirected is None else "asked for",
+        "self_loops": choices.self_loops or "keep",
+        "duplicates": choices.duplicates or ("remove" if removes else "keep"),
+    }
+    progress("graph", 0, opened.num_edges)
+    graph = Graph.from_edges(
+        *ends,
+        opened.num_nodes,
+        bidirected=bidirected,
+        self_loops=options["self_loops"],
+        duplicates=options["duplicates"],
+    )
+    progress("graph", opened.num_edges, opened.num_edges)
+    told = {
+        "name": opened.name,
+        "metric": opened.metric,
+        "best_accuracy": opened.best_accuracy,
+        "split": {
+            "name": opened.split_name,
+            **{part: len(split[part]) for part in PARTS},
+            "dropped_without_label": lost,
+        },
+        "options": options,
+        "origin": opened.origin,
+    }
+    return _Parts(graph, labels, split, opened.num_classes or count_classes(labels), told)
+
+
+def _reread(opened: Prepared, choices: _Choices) -> _Parts:
+    graph = Graph(opened.indptr, opened.indices, check=False).rebuilt(
+        bidirected=bool(choices.bidirected),
+        self_loops=choices.self_loops or "keep",
+        duplicates=choices.duplicates or "keep",
+    )
+    meta = opened.meta
+    told = {key: meta[key] for key in ("name", "metric", "best_accuracy", "split")}
+    told["origin"] = dict(meta["origin"])
+    asked = {
+        key: value
+        for key, value in vars(choices).items()
+        if key != "allow_nan" and value is not None
+    }
+    told["options"] = meta["options"] | asked
+    return _Parts(graph, opened.labels, opened.split, meta["num_classes"], told)
+
+
+def _refuse_nan(opened: Prepared, allow_nan: bool) -> None:
+    told = opened.meta["features"]
+    if told is not None and not told["finite"] and not allow_nan:
+        raise ValueError(
+            f"{opened.folder} was prepared with features that are not finite\n\n"
+            "hint: mend the features, or allow such numbers with --allow-nan"
+        )
+
+
+def _rows(opened: Files | Prepared, given: str | Path | Array | None) -> Rows | None:
+    """The features to prepare: those given, else those of the source."""
+    if given is None:
+        return opened.rows if isinstance(opened, Prepared) else opened.features
+    num_nodes = len(opened.labels) if isinstance(opened, Prepared) else opened.num_nodes
+    if isinstance(given, str | Path):
+        path = Path(given)
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {path}\n\nhint: give the path of a .npy of features")
+        try:
+            array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(
+                f"{path} is no .npy of numbers: {error}\n\nhint: `numpy.save` writes one"
+            ) from None
+        rows = rows_of_array(array, str(path))
+    else:
+        rows = rows_of_array(np.asarray(given), "features")
+    if rows.num_rows != num_nodes:
+        raise ValueError(
+            f"{rows.where} has {rows.num_rows:,} rows of features for {num_nodes:,} nodes\n\n"
+            "hint: there is one row for each node, in the order of the node ids"
+        )
+    return rows
+
+
+def _check_layout(
+    rows: Rows | None, dtype: np.dtype | None, sparse: bool, pitch_bytes: int | None
+) -> bool:
+    """Demand that the features can be kept as asked; whether they are kept sparse."""
+    if rows is None or dtype is None:
+        return False
+    if sparse and rows.csr is None:
+        raise ValueError(
+            f"{rows.where} has dense features, which cannot be kept sparse\n\n"
+            "hint: leave out --sparse-features"
+        )
+    if pitch_bytes is not None and (
+        sparse or pitch_bytes < _row_bytes(rows, dtype) or pitch_bytes % dtype.itemsize
+    ):
+        raise ValueError(
+            f"rows of {_row_bytes(rows, dtype)} bytes of {dtype} cannot lie {pitch_bytes} bytes "
+            "apart\n\nhint: the pitch of dense rows is at least their size, and whole numbers fit"
+        )
+    return sparse
+
+
+def _row_bytes(rows: Rows, dtype: np.dtype) -> int:
+    return rows.num_columns * dtype.itemsize
+
+
+def _needed_bytes(
+    opened: Files | Prepared, rows: Rows | None, dtype: np.dtype | None, pitch: int, sparse: bool
+) -> int:
+    """What the folder and the files of the edges take at least."""
+    if isinstance(opened, Prepared):
+        num_nodes, num_edges = len(opened.labels), len(opened.indices)
+        edges = num_edges * opened.indices.itemsize
+    else:
+        num_nodes, num_edges = opened.num_nodes, opened.num_edges
+        edges = 3 * num_edges * node_dtype(num_nodes).itemsize
+    needed = edges + 16 * num_nodes
+    if rows is not None and dtype is not None:
+        if sparse and rows.csr is not None:
+            needed += len(rows.csr.values) * (dtype.itemsize + 4) + 4 * num_nodes
+        else:
+            needed += num_nodes * pitch
+    return needed
+
+
+def _write_dense(
+    writer: store.Writer,
+    rows: Rows,
+    dtype: np.dtype,
+    pitch_bytes: int,
+    allow_nan: bool,
+    allocate: Allocate,
+    progress: Progress,
+) -> bool:
+    """Write the rows; whether all of them were finite."""
+    all_finite = True
+
+    def looked_at() -> Iterator[Array]:
+        nonlocal all_finite
+        for chunk in converted(rows, dtype, allow_nan, allocate, progress):
+            if allow_nan and all_finite:
+                all_finite = bool(np.isfinite(chunk).all())
+            yield chunk
+
+    writer.save_rows("features.npy", rows, dtype, pitch_bytes, looked_at())
+    return all_finite
+
+
+def _write_sparse(
+    writer: store.Writer,
+    rows: Rows,
+    dtype: np.dtype,
+    pitch_bytes: int,
+    allow_nan: bool,
+    allocate: Allocate,
+    progress: Progress,
+) -> bool:
+    """Write the CSR parts; whether all values were finite."""
+    assert rows.csr is not None
+    csr = rows.csr
+    values = finite(csr.values, dtype, allow_nan, rows.where)
+    # torch wants one type for both
+    kind = np.int32 if max(len(values), rows.num_columns) < 2**31 else np.int64
+    writer.save("features_indptr.npy", csr.indptr.astype(kind, copy=False))
+    writer.save("features_indices.npy", csr.indices.astype(kind, copy=False))
+    writer.save("features_values.npy", values)
+    return not allow_nan or bool(np.isfinite(values).all())
+
+
+def _features_in_memory(rows: Rows | None, allow_nan: bool) -> Tensor | None:
+    if rows is None:
+        return None
+    dtype = stored_dtype(rows, None)
+    table = in_memory("features", rows.num_rows * rows.num_columns, dtype)
+    table = table.reshape(rows.num_rows, rows.num_columns)
+    done = 0
+    for chunk in converted(rows, dtype, allow_nan, in_memory, no_progress):
+        table[done : done + len(chunk)] = chunk
+        done += len(chunk)
+    return _tensor(table)
+
+
+def _mapped_features(opened: Prepared) -> Tensor | None:
+    if opened.csr is None:
+        return None if opened.features is None else _tensor(opened.features)
+    return _sparse(opened.csr, len(opened.labels), opened.meta["features"]["columns"])
+
+
+def _sparse(csr: Csr, num_rows: int, num_columns: int) -> Tensor:
+    size = (num_rows, num_columns)
+    indptr, indices, values = _tensor(csr.indptr), _tensor(csr.indices), _tensor(csr.values)
+    with warnings.catch_warnings():
+        # torch says once that sparse CSR is in beta
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support")
+        return torch.sparse_csr_tensor(indptr, indices, values, size, check_invariants=False)
+
+
+def _tensor(array: Array) -> Tensor:
+    """A tensor on the memory of `array`, which may be read-only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
