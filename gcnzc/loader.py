@@ -1,0 +1,504 @@
+"""Order of seeds, then batches with their features, made ahead of the model.
+
+The one place with worker threads and with streams. A worker thread makes whole batches: it samples,
+gathers and picks labels, all in compiled code that runs beside the model. Batches come out in
+order, so nothing depends on the number of threads.
+"""
+
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcnzc.graph import Graph
+from gcnzc.kernels.buffers import Pool
+from gcnzc.sampler import Batch, Block, Sampler
+from gcnzc.table import FeatureTable
+
+# a dropped iterator waits this long for its threads, each of which ends after its present batch
+JOIN_S = 30.0
+# what a state must have in common with the loader that takes it up
+SAME = ("seed", "batch_size", "num_seeds", "world_size", "shuffle", "drop_last", "seeds_crc32")
+
+# the number of an iterator whose progress no longer counts
+NOBODY = -1
+
+_names = count()
+
+
+class Samples(Protocol):
+    """What draws neighbourhoods: `gcnzc.Sampler`, or another engine behind the same door.
+
+    If it has an attribute `thread_safe` that is False, one thread at a time samples.
+    """
+
+    def sample(self, seeds: Tensor, epoch: int) -> Batch:
+        """The neighbourhood of `seeds`, without features and labels."""
+
+
+def order(seeds: Tensor, seed: int, epoch: int) -> Tensor:
+    """The epoch's order of `seeds`, the same on every worker.
+
+    A permutation by NumPy's generator over Philox 4x64, keyed by (seed, epoch).
+
+    Args:
+        seeds: (S,) on the host.
+        seed: of the run; any integer, of which the low 64 bits count.
+        epoch: counted from 0.
+    """
+    key = np.array([seed % 2**64, epoch], np.uint64)
+    shuffled = np.random.Generator(np.random.Philox(key=key)).permutation(len(seeds))
+    return seeds[torch.from_numpy(shuffled)]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who takes which seeds of an epoch's order, at which step.
+
+    A step takes the next `world_size * batch_size` seeds, the last step what is left. Worker r of W
+    takes those from m * r // W to m * (r + 1) // W of the m seeds of a step: `batch_size` each, but
+    at the last step. So all workers have the same number of steps, every seed is used once, and W
+    workers together take what one worker with a W times larger batch would. A last step with fewer
+    seeds than workers takes some from the step before it, so that no worker goes without.
+
+    Raises:
+        ValueError: there are too few seeds, or rank, world size or batch size make no sense.
+    """
+
+    num_seeds: int
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    drop_last: bool = False  # leave out a last step that is not full
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(
+                f"batch size {self.batch_size}: it must be 1 or more\n\nhint: 1024 is usual"
+            )
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank {self.rank} of a world of {self.world_size} workers\n\n"
+                "hint: ranks are counted from 0 to world_size - 1"
+            )
+        if self.num_seeds < self.world_size:
+            raise ValueError(
+                f"{self.num_seeds} seeds for {self.world_size} workers: some would have none\n\n"
+                "hint: use as many workers as seeds at most"
+            )
+        if self.drop_last and self.num_seeds < self._step_seeds:
+            raise ValueError(
+                f"{self.num_seeds} seeds do not fill one step of {self.world_size} batches of "
+                f"{self.batch_size}, and drop_last leaves out the rest\n\n"
+                "hint: drop_last=False, or a smaller batch_size"
+            )
+        left = self.num_seeds % self._step_seeds
+        if not self.drop_last and self.batch_size == 1 and left:
+            raise ValueError(
+                f"{self.num_seeds} seeds in batches of 1 for {self.world_size} workers: {left} are "
+                "left for the last step, in which every worker needs one\n\n"
+                "hint: drop_last=True, or batch_size=2"
+            )
+
+    @property
+    def _step_seeds(self) -> int:
+        return self.world_size * self.batch_size
+
+    def __len__(self) -> int:
+        full, left = divmod(self.num_seeds, self._step_seeds)
+        return full + (left > 0 and not self.drop_last)
+
+    def at(self, step: int) -> slice:
+        """Where in the order this worker's seeds of a step lie."""
+        begin, end = self._begin(step), self._begin(step + 1)
+        seeds, rank, world_size = end - begin, self.rank, self.world_size
+        return slice(begin + seeds * rank // world_size, begin + seeds * (rank + 1) // world_size)
+
+    def _begin(self, step: int) -> int:
+        if step == len(self):
+            return min(self.num_seeds, step * self._step_seeds)
+        return min(step * self._step_seeds, self.num_seeds - self.world_size)
+
+
+class Loader:
+    """Batches of seeds with their neighbourhoods, features and labels.
+
+    Iterating gives the batches of one epoch. The next iteration gives the next epoch, unless the
+    last one was left early: then it begins again, or `set_epoch` says which. Each iterator has its
+    own threads, which end with it: after the last batch, `break`, an exception, or Ctrl-C.
+
+    A batch's tensors live for as long as anything refers to them; their memory is then used again.
+
+    Args:
+        graph: on the host.
+        table: rows of features, one per node; None leaves `batch.x` out. For a GPU they lie there,
+            or inside `gcnzc.pinned`.
+        seeds: (S,) ids of nodes, all different.
+        fanouts: as `gcnzc.Sampler` takes them; unused if `sampler` is given.
+        batch_size: seeds of a batch of one worker.
+        labels: (N,) or (N, T), one row per node; None leaves `batch.y` out.
+        device: where batches are handed out.
+        shuffle: take the seeds of an epoch as `order` puts them, not as they are.
+        drop_last: leave out a last step that is not full.
+        seed: of the order and, unless `sampler` is given, of the sampling.
+        rank, world_size: this worker's number and how many there are; `Shares` says who takes what.
+        threads: worker threads, each of which makes whole batches; chosen for the machine if None.
+        ahead: batches that are begun or ready at most, besides the one that is handed out; one more
+            than `threads` if None.
+        sampler: draws the neighbourhoods; `gcnzc.Sampler(graph, fanouts, seed)` if None.
+
+    Raises:
+        ValueError: an argument that makes no sense, or that does not fit another.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        table: FeatureTable | None,
+        seeds: Tensor,
+        fanouts: Sequence[int],
+        batch_size: int,
+        labels: Tensor | None = None,
+        device: torch.device | str = "cpu",
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        threads: int | None = None,
+        ahead: int | None = None,
+        sampler: Samples | None = None,
+    ) -> None:
+        self.graph = graph
+        self.table = table
+        self.seeds = _demand_seeds(seeds, graph.num_nodes)
+        self.labels = labels
+        self.device = _demand_device(torch.device(device), table)
+        self.shuffle = shuffle
+        self.seed = seed
+        self.shares = Shares(len(self.seeds), batch_size, rank, world_size, drop_last)
+        self.sampler = Sampler(graph, fanouts, seed) if sampler is None else sampler
+        self.threads, self.ahead = _demand_threads(threads, ahead, self.sampler)
+        _demand_rows(graph, table, labels)
+        self._pool = Pool()
+        safe = getattr(self.sampler, "thread_safe", True)
+        self._sampling: AbstractContextManager = nullcontext() if safe else threading.Lock()
+        self._epoch = 0
+        # batches of this epoch that were handed out by the iterator that was begun last
+        self._position = 0
+        # where the next iterator begins
+        self._resume_at = 0
+        self._iterators = 0
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same for every worker."""
+        return len(self.shares)
+
+    @property
+    def epoch(self) -> int:
+        """Counted from 0: the one in progress, or the next."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin that epoch at the next iteration: another order, other neighbours.
+
+        Args:
+            epoch: counted from 0, below 2**32. The present one, if a state was just loaded, goes
+                on where that state says.
+
+        Raises:
+            ValueError: `epoch` is out of range.
+        """
+        if not 0 <= epoch < 2**32:
+            raise ValueError(f"epoch {epoch}: it must be 0 or more, and below 2**32")
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._position = self._resume_at = 0
+            # an iterator of the epoch before no longer counts
+            self._iterators += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loader stands: plain integers, which another loader of the same kind takes up.
+
+        The batch that was handed out last counts as used: a loader that takes up the state begins
+        with the one after it. With several iterators, the one that was begun last counts.
+        """
+        return {"epoch": self._epoch, "position": self._position} | self._same()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin the next iteration where `state` was taken, with the same batches bit for bit.
+
+        Raises:
+            ValueError: `state` is of a loader with another seed, batch size, number of seeds or of
+                workers, order, or other seeds; or is no state of a loader.
+        """
+        missing = {"epoch", "position", *SAME} - state.keys()
+        if missing:
+            raise ValueError(
+                f"the state of a loader lacks {', '.join(sorted(missing))}\n\n"
+                "hint: load what state_dict() of a loader gave"
+            )
+        for name, mine in self._same().items():
+            if state[name] != mine:
+                raise ValueError(
+                    f"the state is of a loader with {name} {state[name]}, not {mine}\n\n"
+                    "hint: resume with the options of the run that was saved"
+                )
+        if not 0 <= state["position"] <= len(self):
+            raise ValueError(
+                f"the state is at batch {state['position']} of {len(self)}\n\n"
+                "hint: load what state_dict() of a loader gave"
+            )
+        self.set_epoch(state["epoch"])
+        self._position = self._resume_at = state["position"]
+        self._iterators += 1
+
+    def __iter__(self) -> "Batches":
+        begin, self._resume_at = self._resume_at, 0
+        self._position = begin
+        self._iterators += 1
+        return Batches(self, self._iterators, self._epoch, begin)
+
+    def _same(self) -> dict[str, int]:
+        return {
+            "seed": self.seed,
+            "batch_size": self.shares.batch_size,
+            "num_seeds": len(self.seeds),
+            "world_size": self.shares.world_size,
+            "shuffle": int(self.shuffle),
+            "drop_last": int(self.shares.drop_last),
+            "seeds_crc32": zlib.crc32(self.seeds.numpy().data),
+        }
+
+    def _handed_out(self, iterator: int, position: int) -> None:
+        if iterator == self._iterators:
+            self._position = position
+
+    def _ended(self, iterator: int) -> None:
+        if iterator == self._iterators:
+            self._epoch += 1
+            self._position = 0
+            self._iterators += 1
+
+    def _make(self, seeds: Tensor, epoch: int, side: "torch.cuda.Stream | None") -> "_Made":
+        # one batch, in a worker thread
+        began_s = time.perf_counter()
+        with self._sampling:
+            batch = self.sampler.sample(seeds, epoch)
+        sampled_s = time.perf_counter()
+        ready = None
+        if side is None:
+            self._fill(batch)
+        else:
+            ready = self._fill_on_gpu(batch, side)
+        batch.times["sample_s"] = sampled_s - began_s
+        batch.times["gather_s"] = time.perf_counter() - sampled_s
+        return _Made(batch, ready)
+
+    def _fill(self, batch: Batch) -> None:
+        if self.table is not None:
+            shape = (len(batch.nodes), self.table.num_columns)
+            out = self._pool.empty(shape, self.table.dtype)
+            batch.x = self.table.gather(batch.nodes, out, threads=1)
+        if self.labels is not None:
+            batch.y = self.labels[batch.seeds]
+
+    def _fill_on_gpu(self, batch: Batch, side: "torch.cuda.Stream") -> "torch.cuda.Event":
+        # The ids go first, and the gather waits for them, being on the same stream.
+        with torch.cuda.stream(side):
+            if self.labels is not None:
+                at = batch.seeds.to(self.labels.device, non_blocking=True)
+                batch.y = self.labels[at].to(self.device, non_blocking=True)
+            nodes = batch.nodes.to(self.device, non_blocking=True)
+            batch.nodes, batch.seeds = nodes, nodes[: len(batch.seeds)]
+            batch.blocks = tuple(self._block_on_gpu(block, nodes) for block in batch.blocks)
+            if self.table is not None:
+                batch.x = self.table.gather(nodes)
+            ready = side.record_event()
+        # Waiting here costs the model nothing, and what was read on the host may be used again.
+        ready.synchronize()
+        return ready
+
+    def _block_on_gpu(self, block: Block, nodes: Tensor) -> Block:
+        ids = block.edge_ids
+        return replace(
+            block,
+            indptr=block.indptr.to(self.device, non_blocking=True),
+            indices=block.indices.to(self.device, non_blocking=True),
+            edge_ids=None if ids is None else ids.to(self.device, non_blocking=True),
+            nodes=nodes[: block.num_src],
+        )
+
+
+class Batches(Iterator[Batch]):
+    """The batches of one epoch from one step on, in order; made by threads of its own.
+
+    The threads end when the batches do, with `close`, or when nobody refers to this any more.
+    """
+
+    def __init__(self, loader: Loader, number: int, epoch: int, begin: int) -> None:
+        self._loader, self._number, self._epoch = loader, number, epoch
+        self._seeds = order(loader.seeds, loader.seed, epoch) if loader.shuffle else loader.seeds
+        self._steps = iter(range(begin, len(loader)))
+        self._position = begin
+        self._side = None
+        if loader.device.type == "cuda":
+            self._side = torch.cuda.Stream(loader.device)
+            # table and labels may still be on their way there
+            self._side.wait_stream(torch.cuda.current_stream(loader.device))
+        self._name = f"gcnzc-loader-{next(_names)}-"
+        self._executor = ThreadPoolExecutor(loader.threads, self._name)
+        self._coming: deque[Future[_Made]] = deque()
+        for _ in range(loader.ahead):
+            self._begin_next()
+
+    def __next__(self) -> Batch:
+        if not self._coming:
+            number = self._number
+            self.close()
+            self._loader._ended(number)
+            raise StopIteration
+        try:
+            made = self._coming.popleft().result()
+        except BaseException:
+            # the batch's own error, or Ctrl-C while waiting
+            self.close()
+            raise
+        self._begin_next()
+        self._position += 1
+        self._loader._handed_out(self._number, self._position)
+        return _handed_over(made)
+
+    def close(self) -> None:
+        """End the threads, each after the batch it is making. No more batches come after this."""
+        self._number = NOBODY
+        self._coming.clear()
+        self._steps = iter(range(0))
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        # Not `wait=True`: a garbage collection may call this in one of these very threads.
+        for thread in threading.enumerate():
+            if thread.name.startswith(self._name) and thread is not threading.current_thread():
+                thread.join(JOIN_S)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_coming"):
+            self.close()
+
+    def _begin_next(self) -> None:
+        # tasks refer to the loader and not to this, which may thus be dropped while they run
+        step = next(self._steps, None)
+        if step is not None:
+            loader = self._loader
+            seeds = self._seeds[loader.shares.at(step)]
+            self._coming.append(self._executor.submit(loader._make, seeds, self._epoch, self._side))
+
+
+@dataclass(frozen=True)
+class _Made:
+    batch: Batch
+    ready: "torch.cuda.Event | None"  # on the side stream, after the last copy and the gather
+
+
+def _handed_over(made: _Made) -> Batch:
+    # Order the caller's stream after the side stream's work, and keep the memory, which belongs to
+    # the side stream, from being used again there before the caller's stream is done with it.
+    batch = made.batch
+    if made.ready is not None:
+        stream = torch.cuda.current_stream(batch.nodes.device)
+        stream.wait_event(made.ready)
+        held = [batch.nodes, batch.x, batch.y]
+        for block in batch.blocks:
+            held += [block.indptr, block.indices, block.edge_ids]
+        for tensor in held:
+            if tensor is not None:
+                tensor.record_stream(stream)
+    return batch
+
+
+def _demand_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
+    if seeds.ndim != 1 or seeds.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"seeds must be one row of int32 or int64, not {seeds.dtype} of shape "
+            f"{tuple(seeds.shape)}\n\nhint: a mask becomes ids with .nonzero().flatten()"
+        )
+    if len(seeds) == 0:
+        raise ValueError("no seeds, so no batches\n\nhint: is the split empty?")
+    seeds = seeds.cpu().long().contiguous()
+    ordered = seeds.sort().values
+    if ordered[0] < 0 or ordered[-1] >= num_nodes:
+        raise ValueError(
+            f"seeds reach from {int(ordered[0])} to {int(ordered[-1])}, but the graph has "
+            f"{num_nodes} nodes\n\nhint: seeds are ids of nodes, counted from 0"
+        )
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice) > 0:
+        raise ValueError(
+            f"seed {int(twice[0])} occurs twice ({len(twice)} seeds too many)\n\n"
+            "hint: seeds.unique()"
+        )
+    return seeds
+
+
+def _demand_device(device: torch.device, table: FeatureTable | None) -> torch.device:
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device}: batches go to cpu or cuda\n\nhint: device='cpu'")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"device {device}: torch sees no CUDA device\n\n"
+                "hint: device='cpu', or `nvidia-smi` and a CUDA build of torch"
+            )
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+    if table is None or table.device == device:
+        return device
+    if table.device.type == "cuda":
+        raise ValueError(
+            f"a table on {table.device} cannot be gathered on {device}\n\n"
+            f"hint: FeatureTable(rows.to('{device}'))"
+        )
+    if table.is_sparse or not (table.rows.is_pinned() or table.rows.numel() == 0):
+        raise ValueError(
+            f"a table on the host cannot be read from {device}, because its memory is not "
+            "page-locked\n\nhint: `with gcnzc.pinned(rows) as table:`, for dense rows"
+        )
+    return device
+
+
+def _demand_threads(threads: int | None, ahead: int | None, sampler: Samples) -> tuple[int, int]:
+    if threads is None:
+        threads = os.cpu_count() or 1
+    if not getattr(sampler, "thread_safe", True):
+        threads = min(threads, 1)
+    if ahead is None:
+        ahead = threads + 1
+    if threads < 1 or ahead < 1:
+        raise ValueError(
+            f"{threads} worker threads, {ahead} batches ahead: both must be 1 or more\n\n"
+            "hint: leave them away"
+        )
+    return threads, ahead
+
+
+def _demand_rows(graph: Graph, table: FeatureTable | None, labels: Tensor | None) -> None:
+    if table is not None and table.num_rows != graph.num_nodes:
+        raise ValueError(
+            f"the table has {table.num_rows} rows, but the graph {graph.num_nodes} nodes\n\n"
+            "hint: one row of features per node is needed"
+        )
+    if labels is not None and (labels.ndim == 0 or len(labels) != graph.num_nodes):
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} for a graph of {graph.num_nodes} nodes\n\n"
+            "hint: one row of labels per node is needed, of any number for nodes without a label"
+        )

@@ -1,0 +1,567 @@
+"""The loader: every seed once, the same batches whatever the threads, and nothing left behind."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+
+import pytest
+import torch
+
+from gcnzc.graph import Graph
+from gcnzc.loader import Loader, Shares, order
+from gcnzc.sampler import Batch, Sampler
+from gcnzc.table import FeatureTable, pinned
+
+NUM_NODES = 3000
+
+
+@pytest.fixture(scope="module")
+def graph():
+    generator = torch.Generator().manual_seed(1)
+    src, dst = torch.randint(NUM_NODES, (2, 20 * NUM_NODES), generator=generator)
+    return Graph.from_edges(src, dst, NUM_NODES)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return FeatureTable(torch.randn(NUM_NODES, 25, generator=torch.Generator().manual_seed(2)))
+
+
+@pytest.fixture(scope="module")
+def labels():
+    return torch.arange(NUM_NODES) % 7
+
+
+@pytest.fixture
+def make(graph, table, labels):
+    def make(**options):
+        given = {
+            "seeds": torch.arange(0, NUM_NODES, 3),
+            "fanouts": [3, 2],
+            "batch_size": 64,
+            "labels": labels,
+            "threads": 2,
+        } | options
+        return Loader(graph, given.pop("table", table), **given)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    assert loader_threads() == []
+
+
+def loader_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("gcnzc-loader")]
+
+
+def same(a, b):
+    """Bit for bit the same batch."""
+    pairs = [(a.nodes, b.nodes), (a.seeds, b.seeds), (a.x, b.x), (a.y, b.y)]
+    for one, other in zip(a.blocks, b.blocks, strict=True):
+        pairs += [(one.indptr, other.indptr), (one.indices, other.indices)]
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+class Slow:
+    """A sampler that counts who is inside, and fails when told to."""
+
+    def __init__(self, graph, *, fail_at=None, seconds=0.0):
+        self.inner = Sampler(graph, [2])
+        self.fail_at, self.seconds = fail_at, seconds
+        self.calls = self.inside = self.most = 0
+        self.lock = threading.Lock()
+
+    def sample(self, seeds, epoch):
+        with self.lock:
+            self.calls += 1
+            call = self.calls
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        time.sleep(self.seconds)
+        with self.lock:
+            self.inside -= 1
+        if call == self.fail_at:
+            raise OSError("the disk is gone")
+        return self.inner.sample(seeds, epoch)
+
+
+# what is in a batch
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_batches_equal_what_the_parts_give(make, graph, table, labels, threads):
+    loader = make(threads=threads, seed=5)
+    sampler = Sampler(graph, [3, 2], seed=5)
+    for epoch in range(2):
+        shuffled = order(loader.seeds, 5, epoch)
+        batches = list(loader)
+        assert len(batches) == len(loader) == 16
+        for step, batch in enumerate(batches):
+            want = sampler.sample(shuffled[64 * step : 64 * (step + 1)], epoch)
+            want.x, want.y = table.rows[want.nodes], labels[want.seeds]
+            assert same(batch, want)
+            assert batch.times.keys() == {"sample_s", "gather_s"}
+            assert all(seconds > 0 for seconds in batch.times.values())
+
+
+def test_batches_may_be_kept(make):
+    loader = make(batch_size=300)
+    kept = [batch for _ in range(3) for batch in loader]
+    loader.set_epoch(0)
+    for _ in range(3):
+        for batch in loader:
+            assert same(batch, kept.pop(0))
+
+
+def test_labels_of_many_tasks_and_none(make):
+    several = torch.rand(NUM_NODES, 4)
+    batch = next(iter(make(labels=several)))
+    assert torch.equal(batch.y, several[batch.seeds])
+    assert next(iter(make(labels=None))).y is None
+
+
+def test_no_table(make):
+    assert next(iter(make(table=None))).x is None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_table(make, table):
+    sparse = FeatureTable(table.rows.clamp(min=1).sub(1).to_sparse_csr())
+    batch = next(iter(make(table=sparse)))
+    assert torch.equal(batch.x, table.rows.clamp(min=1).sub(1)[batch.nodes])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
+def test_dtype_of_the_table_is_kept(make, table, dtype):
+    rows = (table.rows * 20).to(dtype)
+    batch = next(iter(make(table=FeatureTable(rows))))
+    assert batch.x.dtype == dtype
+    assert torch.equal(batch.x, rows[batch.nodes])
+
+
+# order
+
+
+def test_order_is_a_permutation_keyed_by_seed_and_epoch():
+    seeds = torch.arange(1000) * 3
+    orders = {tuple(order(seeds, s, e).tolist()) for s in (0, 1, 2, -1, 2**63) for e in range(3)}
+    assert len(orders) == 15
+    assert all(sorted(o) == seeds.tolist() for o in orders)
+    assert torch.equal(order(seeds, 1, 2), order(seeds, 1, 2))
+    # no place prefers a seed: with 2000 epochs each of 5 seeds comes first 400 times, give or take
+    first = torch.stack([order(torch.arange(5), 0, e) for e in range(2000)])
+    for place in range(5):
+        assert (first[:, place].bincount(minlength=5) - 400).abs().max() < 5 * 400**0.5
+
+
+def test_order_does_not_touch_the_global_generators(make):
+    before = torch.get_rng_state()
+    list(make())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_shuffle_off_keeps_the_order(make):
+    loader = make(shuffle=False)
+    assert torch.equal(torch.cat([batch.seeds for batch in loader]), loader.seeds)
+
+
+def test_epochs_differ_and_count_themselves(make):
+    loader = make()
+    assert loader.epoch == 0
+    first = torch.cat([batch.seeds for batch in loader])
+    assert loader.epoch == 1
+    second = torch.cat([batch.seeds for batch in loader])
+    assert not torch.equal(first, second)
+    assert torch.equal(first.sort().values, second.sort().values)
+    loader.set_epoch(0)
+    assert torch.equal(torch.cat([batch.seeds for batch in loader]), first)
+
+
+def test_drop_last(make):
+    loader = make(drop_last=True)
+    assert [len(batch.seeds) for batch in loader] == [64] * 15 == [64] * len(loader)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("batch_size", [2, 5, 64])
+@pytest.mark.parametrize("num_seeds", [8, 9, 17, 63, 64, 65, 128, 129, 1000])
+def test_every_seed_once_in_as_many_steps_everywhere(num_seeds, batch_size, world_size):
+    workers = [Shares(num_seeds, batch_size, r, world_size) for r in range(world_size)]
+    steps = -(-num_seeds // (batch_size * world_size))
+    taken = []
+    for step in range(steps):
+        sizes = []
+        for worker in workers:
+            part = range(num_seeds)[worker.at(step)]
+            taken += part
+            sizes.append(len(part))
+        assert min(sizes) >= 1
+        assert max(sizes) <= min(batch_size, min(sizes) + 1)
+        assert step >= steps - 2 or set(sizes) == {batch_size}
+    assert taken == list(range(num_seeds))
+    assert {len(worker) for worker in workers} == {steps}
+    full = num_seeds // (batch_size * world_size)
+    if full:
+        dropping = Shares(num_seeds, batch_size, 0, world_size, drop_last=True)
+        assert len(dropping) == full
+        assert all(len(range(num_seeds)[dropping.at(k)]) == batch_size for k in range(full))
+
+
+def test_workers_together_take_the_batches_of_one(make):
+    alone = [batch.seeds for batch in make(batch_size=60)]
+    ranks = [make(batch_size=20, rank=rank, world_size=3) for rank in range(3)]
+    together = [torch.cat([b.seeds for b in step]) for step in zip(*ranks, strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+# state
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7, 15, 16])
+def test_resumes_bit_for_bit(make, stop):
+    whole = make(seed=3)
+    list(whole)
+    expected = [*whole, *whole]
+
+    cut = make(seed=3)
+    cut.set_epoch(1)
+    batches = iter(cut)
+    for _ in range(stop):
+        next(batches)
+    state = cut.state_dict()
+    assert all(type(value) is int for value in state.values())
+    del batches
+
+    resumed = make(seed=3, threads=1)
+    resumed.load_state_dict(state)
+    resumed.set_epoch(1)  # as a training loop says at the beginning of each epoch
+    assert resumed.state_dict() == state
+    rest = [*resumed, *resumed]
+    assert resumed.epoch == 3
+    assert all(same(a, b) for a, b in zip(expected[stop:], rest, strict=True))
+
+
+def test_state_while_holding_a_batch_is_after_it(make):
+    loader = make()
+    for step, _ in enumerate(loader):
+        assert loader.state_dict()["position"] == step + 1
+        assert loader.state_dict()["epoch"] == 0
+    assert loader.state_dict()["position"] == 0
+    assert loader.state_dict()["epoch"] == 1
+
+
+def test_state_survives_a_checkpoint(make, tmp_path):
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    torch.save(loader.state_dict(), tmp_path / "state")
+    other = make()
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert same(next(iter(other)), next(batches))
+    batches.close()
+
+
+def test_an_epoch_left_early_begins_again(make):
+    loader = make()
+    first = [batch for batch, _ in zip(loader, range(3), strict=False)]
+    again = [batch for batch, _ in zip(loader, range(3), strict=False)]
+    assert all(same(a, b) for a, b in zip(first, again, strict=True))
+    assert loader.epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ({"seed": 1}, "seed 0, not 1"),
+        ({"batch_size": 65}, "batch_size 64, not 65"),
+        ({"seeds": torch.arange(10)}, "num_seeds 1000, not 10"),
+        ({"world_size": 2}, "world_size 1, not 2"),
+        ({"shuffle": False}, "shuffle 1, not 0"),
+        ({"drop_last": True}, "drop_last 0, not 1"),
+        ({"seeds": torch.arange(1000)}, "seeds_crc32"),
+    ],
+)
+def test_state_of_another_loader(make, other, name):
+    with pytest.raises(ValueError, match=rf"(?s){name}.*\n\nhint: "):
+        make(**other).load_state_dict(make().state_dict())
+
+
+def test_no_state_of_a_loader(make):
+    loader = make()
+    with pytest.raises(ValueError, match=r"lacks batch_size(?s:.*)hint: "):
+        loader.load_state_dict({"epoch": 1, "position": 0})
+    with pytest.raises(ValueError, match=r"batch 17 of 16(?s:.*)hint: "):
+        loader.load_state_dict(loader.state_dict() | {"position": 17})
+    with pytest.raises(ValueError, match="epoch -1"):
+        loader.load_state_dict(loader.state_dict() | {"epoch": -1})
+
+
+# threads
+
+
+def test_several_iterators_over_one_loader(make):
+    loader = make()
+    one, other = iter(loader), iter(loader)
+    pairs = list(zip(one, other, strict=True))
+    assert len(pairs) == 16
+    assert all(same(a, b) for a, b in pairs)
+    # the one that was begun last counts, once
+    assert loader.epoch == 1
+    assert next(one, None) is None
+    assert next(other, None) is None
+    assert loader.epoch == 1
+
+
+def test_break_leaves_no_threads(make):
+    for _ in make():
+        assert loader_threads()
+        break
+    assert loader_threads() == []
+
+
+def test_closing_leaves_no_threads_and_no_batches(make):
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    batches.close()
+    assert loader_threads() == []
+    assert next(batches, None) is None
+    assert loader.epoch == 0
+    assert loader.state_dict()["position"] == 1
+
+
+def test_dropping_in_a_cycle_leaves_no_threads(make):
+    batches = iter(make())
+    ring = [batches]
+    ring.append(ring)
+    del batches, ring
+    gc.collect()
+    assert loader_threads() == []
+
+
+def test_an_error_of_the_consumer_leaves_no_threads(make):
+    def consume():
+        for _ in make():
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        consume()
+    caught.value.__traceback__ = None
+    del caught
+    gc.collect()
+    assert loader_threads() == []
+
+
+def test_an_error_of_a_worker_comes_to_the_consumer_in_turn(make, graph):
+    sampler = Slow(graph, fail_at=4)
+    loader = make(sampler=sampler, threads=1)
+    done = []
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        done.extend(loader)
+    assert len(done) == 3
+    assert "raise OSError" in "".join(traceback.format_exception(caught.value))
+    assert loader_threads() == []
+    assert loader.epoch == 0
+    assert loader.state_dict()["position"] == 3
+    # nothing is broken for good
+    assert len(list(loader)) == 16
+
+
+def test_memory_in_flight_is_bounded(make, graph):
+    made = []
+
+    class Seen(Slow):
+        def sample(self, seeds, epoch):
+            batch = super().sample(seeds, epoch)
+            made.append(weakref.ref(batch))
+            return batch
+
+    sampler = Seen(graph)
+    for step, batch in enumerate(make(sampler=sampler, threads=2, ahead=3)):
+        time.sleep(0.01)
+        assert sampler.calls <= step + 1 + 3
+        assert batch is not None
+        assert sum(ref() is not None for ref in made) <= 1 + 3
+    assert sampler.calls == 16
+
+
+def test_memory_is_used_again(make):
+    loader = make(batch_size=500, fanouts=[15, 10], table=FeatureTable(torch.zeros(NUM_NODES, 100)))
+    addresses = {batch.x.data_ptr() for _ in range(10) for batch in loader}
+    assert len(addresses) <= 1 + loader.ahead + 2
+
+
+def test_batches_are_made_side_by_side(make, graph):
+    sampler = Slow(graph, seconds=0.02)
+    list(make(sampler=sampler, threads=3, ahead=6))
+    assert sampler.most == 3
+
+
+def test_a_sampler_that_is_not_thread_safe_works_alone(make, graph):
+    sampler = Slow(graph, seconds=0.002)
+    sampler.thread_safe = False
+    loader = make(sampler=sampler, threads=4)
+    assert loader.threads == 1
+    assert len(list(zip(loader, loader, strict=True))) == 16
+    assert sampler.calls == 32
+    assert sampler.most == 1
+
+
+def test_works_ahead_of_the_model(make, graph):
+    # two threads of 20 ms a batch, and a model of 20 ms: one after the other would take 16 * 30 ms
+    loader = make(sampler=Slow(graph, seconds=0.02), threads=2)
+    begin = time.perf_counter()
+    for _ in loader:
+        time.sleep(0.02)
+    assert time.perf_counter() - begin < 16 * 0.035
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import torch
+from gcnzc.graph import Graph
+from gcnzc.loader import Loader
+from gcnzc.sampler import Sampler
+from gcnzc.table import FeatureTable
+
+class Slow(Sampler):
+    def sample(self, seeds, epoch):
+        time.sleep(WAIT)
+        return super().sample(seeds, epoch)
+
+src, dst = torch.randint(500, (2, 5000))
+graph = Graph.from_edges(src, dst, 500)
+table = FeatureTable(torch.zeros(500, 8))
+loader = Loader(graph, table, torch.arange(500), [2], 5, sampler=Slow(graph, [2]), threads=2)
+try:
+    for step, batch in enumerate(loader):
+        if step == 1:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        END
+except KeyboardInterrupt:
+    print("interrupted after", loader.state_dict()["position"])
+batch = None
+left = [t.name for t in threading.enumerate() if t.name.startswith("gcnzc-loader")]
+print("left", left)
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "model"), [("0.3", "pass"), ("0", "time.sleep(0.1)")], ids=["waiting", "computing"]
+)
+def test_ctrl_c(wait, model):
+    program = INTERRUPTED.replace("WAIT", wait).replace("END", model)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "interrupted after" in run.stdout
+    assert "left []" in run.stdout
+    assert run.stderr == ""
+
+
+def test_the_process_ends_with_batches_in_flight():
+    # of an iterator that a module keeps
+    program = INTERRUPTED.replace("WAIT", "0.05")
+    program = (
+        program[: program.index("try:")] + "batches = iter(loader)\nnext(batches)\nsys.exit(3)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 3
+    assert run.stderr == ""
+
+
+# what makes no sense
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seeds": torch.empty(0, dtype=torch.int64)}, "no seeds"),
+        ({"seeds": torch.tensor([1, 2, 1, 2])}, r"seed 1 occurs twice \(2 seeds"),
+        ({"seeds": torch.tensor([0, NUM_NODES])}, "from 0 to 3000, but the graph has 3000"),
+        ({"seeds": torch.tensor([-1, 5])}, "from -1 to 5"),
+        ({"seeds": torch.ones(NUM_NODES, dtype=torch.bool)}, "seeds must be one row"),
+        ({"fanouts": []}, "fan-outs"),
+        ({"fanouts": [3, -2]}, "fan-outs"),
+        ({"batch_size": 0}, "batch size 0"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of a world of 2"),
+        ({"rank": -1}, "rank -1"),
+        ({"world_size": 0}, "world of 0"),
+        ({"world_size": 1001}, "1000 seeds for 1001 workers"),
+        ({"batch_size": 1, "world_size": 3}, "1 are left"),
+        ({"batch_size": 1001, "drop_last": True}, "do not fill one step"),
+        ({"table": FeatureTable(torch.zeros(5, 3))}, "table has 5 rows, but the graph 3000"),
+        ({"labels": torch.zeros(5)}, r"labels of shape \(5,\) for a graph of 3000"),
+        ({"threads": 0}, "0 worker threads"),
+        ({"ahead": 0}, "0 batches ahead"),
+        ({"device": "meta"}, "device meta"),
+    ],
+)
+def test_makes_no_sense(make, options, words):
+    with pytest.raises(ValueError, match=rf"(?s){words}.*\n\nhint: "):
+        make(**options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+def test_no_cuda(make):
+    with pytest.raises(ValueError, match=r"(?s)torch sees no CUDA device\n\nhint: "):
+        make(device="cuda")
+
+
+@pytest.mark.parametrize("epoch", [-1, 2**32])
+def test_epoch_out_of_range(make, epoch):
+    with pytest.raises(ValueError, match=f"epoch {epoch}"):
+        make().set_epoch(epoch)
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_gpu_batches_equal_those_of_the_cpu(make, table, device, where):
+    there = pinned(table.rows) if where == "host" else pinned(table.rows.to(device))
+    with there as rows:
+        for mine, want in zip(make(device=device, table=rows), make(), strict=True):
+            assert mine.x.device == mine.nodes.device == mine.y.device
+            assert mine.x.device.type == mine.blocks[0].indices.device.type == "cuda"
+            cpu = Batch(
+                mine.nodes.cpu(),
+                mine.seeds.cpu(),
+                tuple(block.to("cpu") for block in mine.blocks),
+                mine.x.cpu(),
+                mine.y.cpu(),
+            )
+            assert same(cpu, want)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_not_used_again_before_the_model_is_done(make, table, device):
+    with pinned(table.rows) as rows:
+        loader = make(device=device, table=rows, batch_size=100, threads=4)
+        sums = []
+        for batch in loader:
+            # the model's stream is far behind when the batch is dropped
+            torch.cuda._sleep(20_000_000)
+            sums.append((batch.nodes.clone(), batch.x.clone()))
+            del batch
+            # whoever takes over memory that is not protected writes over it at once
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                torch.full((100 * 25 * 16,), float("nan"), device=device)
+        for nodes, x in sums:
+            assert torch.equal(x.cpu(), table.rows[nodes.cpu()])
+
+
+@pytest.mark.gpu
+def test_table_on_the_host_that_is_not_page_locked(make, device):
+    with pytest.raises(ValueError, match=r"gcnzc\.pinned"):
+        make(device=device)
