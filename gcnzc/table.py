@@ -157,9 +157,11 @@ def pinned(rows: Tensor) -> Iterator[FeatureTable]:
     try:
         yield table
     finally:
-        # no GPU may still be reading when the pages are let go
-        torch.cuda.synchronize()
-        _demand(cudart.cudaHostUnregister(rows.data_ptr()), "unlock", num_bytes)
+        try:
+            # no GPU may still be reading when the pages are let go
+            torch.cuda.synchronize()
+        finally:
+            _demand(cudart.cudaHostUnregister(rows.data_ptr()), "unlock", num_bytes)
 
 
 def _demand(code: int, verb: str, num_bytes: int) -> None:

@@ -1,0 +1,60 @@
+"""Every Triton kernel compiles for the GPUs we name, on a machine that has none.
+
+The interpreter accepts programs that the compiler does not, and Triton chooses between them when
+it is imported; so this runs in a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# module, kernel, types of its arguments, its constants, and what its PTX must have
+CASES = [
+    (
+        "gather",
+        "_gather",
+        {"table_NP": f"*{word}", "ids_B": f"*{ids}", "out_BP": f"*{word}"},
+        {"num_cols": cols, "table_stride": stride, "out_stride": cols, "BLOCK": 128},
+        ["ld.global", "st.global"],
+    )
+    for word, ids, cols, stride in [
+        ("i8", "i64", 33, 33),
+        ("i16", "i32", 602, 640),
+        ("i32", "i64", 1433, 1433),
+        ("i64", "i64", 50, 50),
+    ]
+]
+
+PROGRAM = """
+import importlib, json, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+arch, cases = int(sys.argv[1]), json.loads(sys.argv[2])
+for module, name, types, constants, wanted in cases:
+    kernel = getattr(importlib.import_module(f"gcnzc.kernels.{module}"), name)
+    signature = types | {constant: "constexpr" for constant in constants}
+    source = ASTSource(kernel, signature, constants)
+    ptx = compile(source, GPUTarget("cuda", arch, 32)).asm["ptx"]
+    for words in wanted:
+        assert words in ptx, (name, types, words)
+    print(name)
+"""
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_compiles(arch, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # compiled here and now, whatever was compiled before
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(arch), json.dumps(CASES)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [case[1] for case in CASES]

@@ -1,0 +1,47 @@
+"""Figures are kept with where they come from, and ways are timed in turns."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import harness
+import pytest
+
+
+def test_measure():
+    timing = harness.measure(lambda: time.sleep(0.002), calls=5, warmup=1)
+    assert timing.calls == 5
+    assert 0.002 <= timing.fast_s <= timing.median_s <= timing.slow_s < 0.1
+
+
+def test_side_by_side_takes_turns():
+    called = []
+    ways = {name: (lambda name=name: called.append(name)) for name in "abc"}
+    timings = harness.side_by_side(ways, 3, warmup=1)
+    assert called == list("abcbcacababc")
+    assert timings.keys() == ways.keys()
+    assert {timing.calls for timing in timings.values()} == {3}
+
+
+def test_record_only_adds(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    for way in ("ours", "theirs"):
+        line = harness.record("x", {"way": way}, harness.Timing(0.25, 0.2, 0.3, 7), seeds_per_s=4.0)
+    first, second = map(json.loads, (tmp_path / "results" / "x.jsonl").read_text().splitlines())
+    assert (first["way"], second["way"]) == ("ours", "theirs")
+    assert second == line
+    assert second["median_s"] == 0.25
+    assert second["seeds_per_s"] == 4.0
+    for name in ("time", "commit", "cpu", "cores", "threads", "gpu", "python", "torch", "numba"):
+        assert second[name], name
+    assert "250.000 ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", ["triton", "numba"])
+def test_needs_no_more_than_torch(module):
+    # peers are measured in environments of their own
+    program = f"import sys; sys.modules[{module!r}] = None; import harness; harness.machine()"
+    bench = Path(harness.__file__).parent
+    subprocess.run([sys.executable, "-c", program], cwd=bench, check=True)
