@@ -108,17 +108,23 @@ def _sum_rows(
                 out_F[c] *= b
 
 
-def flat(rows: Tensor) -> tuple[NDArray[Any], int]:
-    """Return the memory of `rows` as one line, and how far apart two rows begin in it.
+def flat(rows: Tensor) -> tuple[NDArray[Any], list[int]]:
+    """Return the memory of `rows` as one line, and how far apart in it each axis steps.
 
     Columns that are not neighbours in memory are copied; rows may lie apart.
     """
-    num_rows, num_cols = rows.shape
-    if num_cols > 1 and rows.stride(1) != 1:
+    if rows.shape[-1] > 1 and rows.stride(-1) != 1:
         rows = rows.contiguous()
-    stride = rows.stride(0)
-    length = (num_rows - 1) * stride + num_cols if num_rows else 0
-    return rows.detach().as_strided((length,), (1,)).numpy(), stride
+    reach = sum((n - 1) * step for n, step in zip(rows.shape, rows.stride(), strict=True))
+    length = reach + 1 if rows.numel() else 0
+    return rows.detach().as_strided((length,), (1,)).numpy(), list(rows.stride())
+
+
+def sum_dtype(x: Tensor) -> tuple[torch.dtype, Any]:
+    """In what to sum: torch's name and Triton's. Half precision is summed in float32."""
+    if x.dtype == torch.float64:
+        return torch.float64, tl.float64
+    return torch.float32, tl.float32
 
 
 def rows_ahead(row_bytes: int) -> int:
@@ -130,9 +136,9 @@ def sum_numba(
     indptr: Tensor, indices: Tensor, x: Tensor, a_S: Tensor | None, b_T: Tensor | None
 ) -> Tensor:
     """`sum_rows` on the CPU: threads share the targets out by their edges."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype, _ = sum_dtype(x)
     none = np.empty(0, dtype=np.float64 if dtype == torch.float64 else np.float32)
-    line, row_stride = flat(x.to(dtype))
+    line, strides = flat(x.to(dtype))
     num_targets, num_cols = len(indptr) - 1, x.shape[1]
     out = torch.empty(num_targets, num_cols, dtype=dtype)
     in_parts(
@@ -142,7 +148,7 @@ def sum_numba(
         indices.numpy(),
         line,
         line.ctypes.data,
-        row_stride,
+        strides[0],
         none if a_S is None else a_S.to(dtype).contiguous().numpy(),
         none if b_T is None else b_T.to(dtype).contiguous().numpy(),
         out.view(-1).numpy(),
@@ -192,14 +198,11 @@ def _sum_triton(
     tl.store(out + t * out_stride + cols, sum_F, mask=inside)
 
 
-SUMS = {torch.float64: (torch.float64, tl.float64)}  # by the dtype of x; float32 for all others
-
-
 def sum_triton(
     indptr: Tensor, indices: Tensor, x: Tensor, a_S: Tensor | None, b_T: Tensor | None
 ) -> Tensor:
     """`sum_rows` on a GPU: one program per target and block of columns, so the order is fixed."""
-    dtype, sum_dtype = SUMS.get(x.dtype, (torch.float32, tl.float32))
+    dtype, triton_dtype = sum_dtype(x)
     num_targets, num_cols = len(indptr) - 1, x.shape[1]
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -210,7 +213,7 @@ def sum_triton(
     with torch.cuda.device_of(out):
         _sum_triton[grid](
             indptr, indices, x, a, b, out, num_cols, x.stride(0), num_cols,
-            has_a, has_b, sum_dtype, EDGES, BLOCK,
+            has_a, has_b, triton_dtype, EDGES, BLOCK,
         )  # fmt: skip
     return out
 

@@ -1,0 +1,338 @@
+"""Sum the rows of in-neighbours, each with its edge's weight, head by head.
+
+`out[t, h] = sum of weight[e, h] * x[s, h] over the edges e = s -> t`. The rows may have a part for
+each head, or one part that all heads share. The gradient of `x` is the same sum over the block
+turned round; that of a weight is the product of two rows.
+
+Letters: S sources, T targets, E edges of the block, H heads, F columns a head.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numba import njit
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gcnzc.kernels.aggregate import (
+    LEAST_WORK,
+    check_block,
+    first_target,
+    flat,
+    prefetch_row,
+    rows_ahead,
+    sum_dtype,
+)
+from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.transpose import transpose
+
+EDGES = 8  # edges a GPU program reads at once
+BLOCK = 128  # columns of a GPU program
+
+
+def weigh_reference(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    """What `weigh` computes, in the precision of `x`; differentiable."""
+    num_targets = len(indptr) - 1
+    target_of = torch.repeat_interleave(
+        torch.arange(num_targets, device=x.device), indptr.diff(), output_size=len(indices)
+    )
+    rows = weight[:, :, None] * x[indices.long()]
+    return x.new_zeros(num_targets, *rows.shape[1:]).index_add(0, target_of, rows)
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def _weigh(
+    indptr, indices, edges, weight_E, x, address, row_stride, head_stride, out, out_heads,
+    num_heads, num_cols, ahead, begin, end,
+):  # fmt: skip
+    F, H = num_cols, num_heads
+    num_edges, row_bytes = len(indices), row_stride * x.itemsize
+    wanted_bytes = ((H - 1) * head_stride + F) * x.itemsize
+    for t in range(first_target(indptr, begin), first_target(indptr, end)):
+        out[t * out_heads * F : (t + 1) * out_heads * F] = 0
+        e, last = np.int64(indptr[t]), np.int64(indptr[t + 1])
+        for soon in range(e + ahead, min(last + ahead, num_edges)):
+            prefetch_row(address + np.int64(indices[soon]) * row_bytes, wanted_bytes)
+        # four rows of x for each reading and writing of out
+        while e + 4 <= last:
+            e0, e1, e2, e3 = e, e + 1, e + 2, e + 3
+            r0, r1 = np.int64(indices[e0]) * row_stride, np.int64(indices[e1]) * row_stride
+            r2, r3 = np.int64(indices[e2]) * row_stride, np.int64(indices[e3]) * row_stride
+            if len(edges):
+                e0, e1 = np.int64(edges[e0]), np.int64(edges[e1])
+                e2, e3 = np.int64(edges[e2]), np.int64(edges[e3])
+            for h in range(H):
+                w0, w1 = weight_E[e0 * H + h], weight_E[e1 * H + h]
+                w2, w3 = weight_E[e2 * H + h], weight_E[e3 * H + h]
+                at = h * head_stride
+                x0, x1 = x[r0 + at : r0 + at + F], x[r1 + at : r1 + at + F]
+                x2, x3 = x[r2 + at : r2 + at + F], x[r3 + at : r3 + at + F]
+                into = (t * out_heads + (h if out_heads > 1 else 0)) * F
+                out_F = out[into : into + F]
+                for c in range(F):
+                    out_F[c] += (w0 * x0[c] + w1 * x1[c]) + (w2 * x2[c] + w3 * x3[c])
+            e += 4
+        while e < last:
+            e0 = e
+            r0 = np.int64(indices[e0]) * row_stride
+            if len(edges):
+                e0 = np.int64(edges[e0])
+            for h in range(H):
+                w0 = weight_E[e0 * H + h]
+                x0 = x[r0 + h * head_stride : r0 + h * head_stride + F]
+                into = (t * out_heads + (h if out_heads > 1 else 0)) * F
+                out_F = out[into : into + F]
+                for c in range(F):
+                    out_F[c] += w0 * x0[c]
+            e += 1
+
+
+# sums of products may be taken in any order, so that they are taken side by side: the error is
+# smaller for it
+@njit(nogil=True, cache=True, fastmath={"contract", "reassoc"})
+def _products(
+    indptr, indices, x, address, row_stride, head_stride, y, out_E, num_heads, num_cols, ahead,
+    begin, end,
+):  # fmt: skip
+    F, H = num_cols, num_heads
+    num_edges, row_bytes = len(indices), row_stride * x.itemsize
+    wanted_bytes = ((H - 1) * head_stride + F) * x.itemsize
+    for t in range(first_target(indptr, begin), first_target(indptr, end)):
+        first, last = np.int64(indptr[t]), np.int64(indptr[t + 1])
+        for soon in range(first + ahead, min(last + ahead, num_edges)):
+            prefetch_row(address + np.int64(indices[soon]) * row_bytes, wanted_bytes)
+        for e in range(first, last):
+            row = np.int64(indices[e]) * row_stride
+            for h in range(H):
+                x_F = x[row + h * head_stride : row + h * head_stride + F]
+                y_F = y[(t * H + h) * F : (t * H + h + 1) * F]
+                total = x.dtype.type(0)
+                for c in range(F):
+                    total += x_F[c] * y_F[c]
+                out_E[e * H + h] = total
+
+
+def weigh_numba(
+    indptr: Tensor,
+    indices: Tensor,
+    edges: Tensor | None,
+    weight_E: Tensor,
+    x: Tensor,
+    out_heads: int,
+) -> Tensor:
+    """Weigh on the CPU.
+
+    Args:
+        indptr: (T + 1,).
+        indices: (E,) rows of `x`.
+        edges: (E,) rows of `weight_E`; in order if None.
+        weight_E: (E, H) float32 or float64, contiguous.
+        x: (S, H, F) of the same dtype, or (S, 1, F) shared by all heads.
+        out_heads: H, or 1 to add the heads up.
+
+    Returns:
+        (T, out_heads, F).
+    """
+    num_targets, num_heads, num_cols = len(indptr) - 1, weight_E.shape[1], x.shape[2]
+    line, (row_stride, head_stride, _) = flat(x)
+    out = x.new_empty(num_targets, out_heads, num_cols)
+    in_parts(
+        _weigh,
+        num_targets + len(indices),
+        indptr.numpy(),
+        indices.numpy(),
+        (indptr[:0] if edges is None else edges).numpy(),
+        weight_E.view(-1).numpy(),
+        line,
+        line.ctypes.data,
+        row_stride,
+        head_stride if x.shape[1] > 1 else 0,
+        out.view(-1).numpy(),
+        out_heads,
+        num_heads,
+        num_cols,
+        rows_ahead(x.shape[1] * num_cols * x.itemsize),
+        least=LEAST_WORK,
+    )
+    return out
+
+
+def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return (E, H) `sum of x[s, h] * y[t, h]` for each edge; `y` is (T, H, F) and contiguous."""
+    num_targets, num_heads, num_cols = y.shape
+    line, (row_stride, head_stride, _) = flat(x)
+    out_E = x.new_empty(len(indices), num_heads)
+    in_parts(
+        _products,
+        num_targets + len(indices),
+        indptr.numpy(),
+        indices.numpy(),
+        line,
+        line.ctypes.data,
+        row_stride,
+        head_stride if x.shape[1] > 1 else 0,
+        y.view(-1).numpy(),
+        out_E.view(-1).numpy(),
+        num_heads,
+        num_cols,
+        rows_ahead(x.shape[1] * num_cols * x.itemsize),
+        least=LEAST_WORK,
+    )
+    return out_E
+
+
+@triton.jit
+def _weigh_triton(
+    indptr, indices, edges, weight_E, x, out, num_heads, num_cols, row_stride, head_stride,
+    out_heads, HAS_EDGES: tl.constexpr, SUM: tl.constexpr, EDGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    out_head = tl.program_id(1)
+    cols = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < num_cols
+    first = tl.load(indptr + t).to(tl.int64)
+    last = tl.load(indptr + t + 1).to(tl.int64)
+    sum_EF = tl.zeros([EDGES, BLOCK], SUM)
+    for begin in range(first, last, EDGES):
+        edge = begin + tl.arange(0, EDGES)
+        there = edge < last
+        mask = there[:, None] & inside[None, :]
+        # int64 before the multiply: 2**31 elements is only 8 GB of float32
+        s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
+        if HAS_EDGES:
+            edge = tl.load(edges + edge, mask=there, other=0).to(tl.int64)
+        # heads that are added up, or the one of this program
+        for h in range(out_head, num_heads, out_heads):
+            weight = tl.load(weight_E + edge * num_heads + h, mask=there, other=0.0)
+            at = s[:, None] * row_stride + h * head_stride + cols[None, :]
+            sum_EF += weight[:, None] * tl.load(x + at, mask=mask, other=0.0)
+    at = (t * out_heads + out_head) * num_cols + cols
+    tl.store(out + at, tl.sum(sum_EF, 0), mask=inside)
+
+
+@triton.jit
+def _products_triton(
+    indptr, indices, x, y, out_E, num_heads, num_cols, row_stride, head_stride,
+    SUM: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    first = tl.load(indptr + t).to(tl.int64)
+    last = tl.load(indptr + t + 1).to(tl.int64)
+    for begin in range(first, last, EDGES):
+        edge = begin + tl.arange(0, EDGES)
+        there = edge < last
+        s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
+        sum_E = tl.zeros([EDGES], SUM)
+        for start in range(0, num_cols, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            inside = cols < num_cols
+            mask = there[:, None] & inside[None, :]
+            at = s[:, None] * row_stride + h * head_stride + cols[None, :]
+            x_EF = tl.load(x + at, mask=mask, other=0.0)
+            y_F = tl.load(y + (t * num_heads + h) * num_cols + cols, mask=inside, other=0.0)
+            sum_E += tl.sum(x_EF * y_F[None, :], 1)
+        tl.store(out_E + edge * num_heads + h, sum_E, mask=there)
+
+
+def weigh_triton(
+    indptr: Tensor,
+    indices: Tensor,
+    edges: Tensor | None,
+    weight_E: Tensor,
+    x: Tensor,
+    out_heads: int,
+) -> Tensor:
+    """`weigh_numba` on a GPU: one program per target, head and block of columns."""
+    num_targets, num_heads, num_cols = len(indptr) - 1, weight_E.shape[1], x.shape[2]
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    out = x.new_empty(num_targets, out_heads, num_cols)
+    head_stride = x.stride(1) if x.shape[1] > 1 else 0
+    grid = (num_targets, out_heads, triton.cdiv(num_cols, BLOCK))
+    with torch.cuda.device_of(out):
+        _weigh_triton[grid](
+            indptr, indices, indptr if edges is None else edges, weight_E, x, out, num_heads,
+            num_cols, x.stride(0), head_stride, out_heads,
+            edges is not None, sum_dtype(x)[1], EDGES, BLOCK,
+        )  # fmt: skip
+    return out
+
+
+def products_triton(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """`products_numba` on a GPU: one program per target and head."""
+    num_targets, num_heads, num_cols = y.shape
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    out_E = x.new_empty(len(indices), num_heads)
+    head_stride = x.stride(1) if x.shape[1] > 1 else 0
+    with torch.cuda.device_of(out_E):
+        _products_triton[(num_targets, num_heads)](
+            indptr, indices, x, y, out_E, num_heads, num_cols, x.stride(0), head_stride,
+            sum_dtype(x)[1], EDGES, BLOCK,
+        )  # fmt: skip
+    return out_E
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+        dtype, _ = sum_dtype(x)
+        weight_E, wide_x = weight.to(dtype).contiguous(), x.to(dtype)
+        ctx.save_for_backward(indptr, indices, weight_E, wide_x)
+        ctx.dtypes = weight.dtype, x.dtype
+        run = weigh_triton if x.is_cuda else weigh_numba
+        return run(indptr, indices, None, weight_E, wide_x, weight.shape[1]).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        indptr, indices, weight_E, x = ctx.saved_tensors
+        weight_dtype, x_dtype = ctx.dtypes
+        grad = grad.to(x.dtype).contiguous()
+        grad_weight = grad_x = None
+        if ctx.needs_input_grad[2]:
+            products = products_triton if x.is_cuda else products_numba
+            grad_weight = products(indptr, indices, x, grad).to(weight_dtype)
+        if ctx.needs_input_grad[3]:
+            block = transpose(indptr, indices, len(x))
+            run = weigh_triton if x.is_cuda else weigh_numba
+            grad_x = run(block.indptr, block.targets, block.edges, weight_E, grad, x.shape[1])
+            grad_x = grad_x.to(x_dtype)
+        return None, None, grad_weight, grad_x
+
+
+def weigh(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    """Return, for each target and head, the weighted sum over its in-edges.
+
+    Differentiable in `weight` and `x`, once. The same bits for any number of threads. Half
+    precision is summed in float32 and rounded once.
+
+    Args:
+        indptr: (T + 1,) int32 or int64, where the edges of each target begin.
+        indices: (E,) int32 or int64 sources in [0, S). Not checked.
+        weight: (E, H) floating point.
+        x: (S, H, F) floating point on the same device, or (S, 1, F): one row shared by all heads,
+            which is then read once.
+
+    Returns:
+        (T, H, F) of the dtype of `x`; a target without edges gets zeros.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+    """
+    check_block("weigh", indptr, indices, x)
+    if weight.dim() != 2 or len(weight) != len(indices):
+        raise ValueError(
+            f"weigh: weight has shape {tuple(weight.shape)}, not ({len(indices)}, heads)"
+        )
+    if x.dim() != 3 or x.shape[1] not in (1, weight.shape[1]):
+        raise ValueError(
+            f"weigh: x has shape {tuple(x.shape)}; for {weight.shape[1]} heads it must be "
+            f"(sources, {weight.shape[1]} or 1, columns)"
+        )
+    return _Weigh.apply(indptr, indices, weight, x)
