@@ -19,7 +19,7 @@ test-all: $(READY)  ## the test suite with what takes minutes
 lint: $(READY)  ## format, lint and types, as CI does
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy gcnzc kernels datasets
+	$(BIN)/mypy gcnzc
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

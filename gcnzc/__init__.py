@@ -1,5 +1,24 @@
 """gcnzc: train graph neural networks whose features are larger than the GPU."""
 
+from gcnzc import models
 from gcnzc._version import VERSION as __version__
+from gcnzc.data import Dataset, load, prepare
+from gcnzc.graph import Graph
+from gcnzc.loader import Loader
+from gcnzc.sampler import Batch, Block, Sampler
+from gcnzc.table import FeatureTable, pinned
 
-__all__ = ["__version__"]
+__all__ = [
+    "Batch",
+    "Block",
+    "Dataset",
+    "FeatureTable",
+    "Graph",
+    "Loader",
+    "Sampler",
+    "__version__",
+    "load",
+    "models",
+    "pinned",
+    "prepare",
+]

@@ -63,6 +63,8 @@ class TrainConfig:
     """layers of the model, as many as fan-outs"""
     heads: int = 4
     """attention heads of GAT"""
+    output_heads: int = 0
+    """attention heads of GAT's last layer; 0 takes as many as of the others"""
     dropout: float = 0.5
     """share of the hidden features dropped in training"""
     input_dropout: float = 0.0
@@ -101,7 +103,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "hidden", "layers", "heads", "evaluate_every"):
             _at_least(1, name, getattr(self, name))
-        for name in ("patience", "threads", "seed", "checkpoint_every_s", "weight_decay"):
+        for name in (
+            "output_heads",
+            "patience",
+            "threads",
+            "seed",
+            "checkpoint_every_s",
+            "weight_decay",
+        ):
             _at_least(0, name, getattr(self, name))
         for name in ("dropout", "input_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
@@ -170,9 +179,7 @@ class PrepareConfig:
     dest: tyro.conf.Positional[Path]
     """folder to make"""
     download: bool = False
-    """fetch the OGB dataset SOURCE first"""
-    downloads: Path = Path("data/downloads")
-    """folder that keeps what was fetched"""
+    """fetch the OGB dataset SOURCE first, into the folder `downloads` beside DEST"""
     features: Path | None = None
     """a .npy of (nodes, columns) to use as the features"""
     feature_dtype: Literal["as-is", "float32", "float16"] = "as-is"
@@ -181,6 +188,8 @@ class PrepareConfig:
     """scale each row of features to the sum 1, as is usual for bags of words"""
     sparse_features: bool = False
     """keep features that are stored sparse as they are"""
+    pitch_bytes: int | None = None
+    """distance from one row of features to the next; side by side if not given"""
     bidirected: Literal["as-usual", "yes", "no"] = "as-usual"
     """add the reverse of every edge; as usual for this dataset if not said"""
     self_loops: Literal["keep", "add", "remove"] = "keep"

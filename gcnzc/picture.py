@@ -49,11 +49,11 @@ def curves(runs: Sequence[Path], out: Path) -> None:
         bottom = 0.0
         for index, (key, name) in enumerate(STAGES.items()):
             seconds = sum(line[key] for line in lines) / len(lines)
-            shown = name if number == 0 else None
+            shown = name if number == 0 else "_"  # matplotlib keeps such names out of the legend
             time.bar(run.name, seconds, bottom=bottom, color=f"C{index}", label=shown)
             bottom += seconds
         whole = sum(line["epoch_s"] for line in lines) / len(lines)
-        shown = "whole epoch" if number == 0 else None
+        shown = "whole epoch" if number == 0 else "_"
         time.plot([run.name], [whole], "k_", markersize=40, label=shown)
         score.set_ylabel({"accuracy": "accuracy", "rocauc": "ROC AUC"}[metric])
     loss.set_ylabel("loss")

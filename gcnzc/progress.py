@@ -1,8 +1,9 @@
 """What a person sees while work goes on: a bar on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -14,8 +15,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# advance(done, total, figures): how far the work is, and what to show beside it
-Advance = Callable[[int, int, str], None]
+
+class Advance(Protocol):
+    """Called while work goes on."""
+
+    def __call__(self, done: int, total: int, figures: str = "") -> None:
+        """Say how far the work is, and what to show beside it."""
+
 
 REFRESH_S = 0.25
 PLAIN_LINE_S = 10.0

@@ -1,0 +1,122 @@
+"""What this machine can do for gcnzc, measured, and what to mend."""
+
+import importlib.metadata
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gcnzc import record
+from gcnzc.progress import Advance
+from gcnzc.table import FeatureTable
+
+ROUNDS = 7
+ROW_BYTES = 512  # ogbn-arxiv's and ogbn-papers100M's rows: 128 float32
+
+
+def machine(num_bytes: int, advance: Advance) -> dict[str, Any]:
+    """Look at the machine, and measure how fast its CPU copies and gathers rows.
+
+    Args:
+        num_bytes: size of the table that is read; larger than the caches to mean anything.
+        advance: told how far the measuring is.
+
+    Returns:
+        Versions (None where a package is missing), sizes in bytes, rates in bytes per second.
+    """
+    found = record.machine()
+    for name in ("triton", "dgl", "torch-geometric", "ogb", "tensorboard"):
+        found[name] = _version(name)
+    found["dgl_works"] = _dgl_works() if found["dgl"] else None
+    found["memory_bytes"] = _memory_bytes("MemTotal")
+    found["memory_available_bytes"] = _memory_bytes("MemAvailable")
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found["lockable_bytes"] = None if soft == resource.RLIM_INFINITY else soft
+    found["threads"] = torch.get_num_threads()
+    return found | _rates(num_bytes, advance)
+
+
+def advice(found: Mapping[str, Any]) -> list[str]:
+    """What `machine` found, in sentences: what there is, and what would mend what is missing."""
+    giga = 1e9
+    lines = [
+        f"gcnzc {found['gcnzc']}, torch {found['torch']}, numba {found['numba']}, "
+        f"triton {found['triton'] or 'missing'}, Python {found['python']}",
+        f"{found['cpu']}, {found['cores']} cores, {found['memory_bytes'] / giga:.1f} GB of memory, "
+        f"{found['memory_available_bytes'] / giga:.1f} GB free",
+        f"a large copy moves {found['copy_bytes_per_s'] / giga:.1f} GB/s; gathering rows of "
+        f"{ROW_BYTES} bytes {found['gather_bytes_per_s'] / giga:.1f} GB/s, "
+        f"{found['gather_bytes_per_s'] / found['copy_bytes_per_s']:.0%} of it",
+    ]
+    if found["gpu"]:
+        lines.append(f"GPU: {found['gpu']}")
+        lockable = found["lockable_bytes"]
+        if lockable is not None and lockable < found["memory_bytes"]:
+            lines.append(
+                f"only {lockable / giga:.3g} GB may be page-locked; a larger feature table cannot "
+                "be read by the GPU. Mend: `ulimit -l unlimited`, or memlock in limits.conf"
+            )
+    else:
+        lines.append(
+            "no GPU that torch can use: everything runs on the CPU. With an NVIDIA GPU in this "
+            "machine, look at `nvidia-smi`, and install a CUDA build of torch"
+        )
+    if found["triton"] is None:
+        lines.append("no Triton: GPU kernels cannot run. Mend: pip install triton")
+    if found["dgl"] is None:
+        newest = sys.version_info >= (3, 13)
+        mend = "it has no wheel for this Python; use 3.12" if newest else "pip install dgl==2.1.0"
+        lines.append(f"no DGL: --sampler dgl is not there; all else is. Mend: {mend}")
+    elif not found["dgl_works"]:
+        lines.append("DGL is installed but does not import: --sampler dgl is not there")
+    return lines
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _dgl_works() -> bool:
+    from gcnzc.interop.dgl import import_dgl
+
+    try:
+        import_dgl()
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
+def _memory_bytes(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == key:
+            return int(rest.split()[0]) * 1024
+    raise RuntimeError(f"/proc/meminfo has no {key}\n\nhint: gcnzc runs on Linux")
+
+
+def _rates(num_bytes: int, advance: Advance) -> dict[str, float]:
+    num_rows = max(1, num_bytes // ROW_BYTES)
+    rows = torch.ones(num_rows, ROW_BYTES // 4)
+    table, kept = FeatureTable(rows), torch.empty_like(rows[: num_rows // 4 + 1])
+    ids = torch.randint(num_rows, (len(kept),), generator=torch.Generator().manual_seed(0))
+    ways: dict[str, Callable[[], object]] = {
+        "copy_bytes_per_s": lambda: kept.copy_(rows[: len(kept)]),
+        "gather_bytes_per_s": lambda: table.gather(ids, kept),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(ROUNDS + 1):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - begin)
+        advance(turn + 1, ROUNDS + 1, "")
+    # the first round touches fresh pages and compiles
+    return {name: kept.nbytes / statistics.median(s[1:]) for name, s in seconds.items()}

@@ -1,0 +1,533 @@
+"""Train one model on one graph: the one file that knows every stage.
+
+`train` reads top to bottom: data, table, model, loader; then epochs of steps, each epoch followed
+by an evaluation with all neighbours; then the test of the model that was best on the validation
+nodes. Everything that a later step depends on is in the checkpoint, so a run that was killed goes
+on bit for bit.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc import checkpoint, models, record
+from gcnzc.config import EvaluateConfig, TrainConfig, from_words, to_words
+from gcnzc.data import Dataset, load
+from gcnzc.loader import Loader
+from gcnzc.metrics import loss_of, score
+from gcnzc.picture import curves
+from gcnzc.progress import Quiet, Reporter
+from gcnzc.sampler import Sampler
+from gcnzc.table import FeatureTable, pinned
+
+# options that a resumed run may be given anew: they change how long it runs, not what it computes
+FREE_ON_RESUME = {"data", "epochs", "threads", "checkpoint_every_s", "out", "resume", "config"}
+
+CONFIG, RECORD, CHECKPOINT, BEST, CURVES, RESULT = (
+    "config.json",
+    "record.jsonl",
+    "checkpoint.pt",
+    "best.pt",
+    "curves.png",
+    "result.json",
+)
+
+
+class Interrupted(Exception):
+    """The user asked a run to stop; all of it is saved."""
+
+
+def train(config: TrainConfig, folder: Path, reporter: Reporter | None = None) -> dict[str, Any]:
+    """Train as `config` says, and return what the run came to.
+
+    Args:
+        config: with `data` given.
+        folder: run folder; made if need be. With `config.resume` it holds the run to go on with.
+        reporter: where progress is shown; nowhere if None.
+
+    Returns:
+        What `gcnzc train` prints: accuracies, seconds and bytes, an epoch where they are times.
+
+    Raises:
+        ValueError: the data, the options or the checkpoint do not fit each other.
+        Interrupted: SIGINT or SIGTERM came; the run was saved first.
+    """
+    reporter = reporter or Quiet()
+    if config.data is None:
+        raise ValueError("train: no data\n\nhint: give the folder of a graph")
+    data = load(config.data, allow_nan=config.allow_nan)
+    device = choose_device(config.device)
+    with ExitStack() as stack:
+        table = stack.enter_context(feature_table(data, config.features, device))
+        # dropout and initial weights draw from torch's generators; the caller's are left alone
+        stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
+        stopped = stack.enter_context(_stop_requests())
+        torch.manual_seed(config.seed)
+        model = build(config, data).to(device)
+        optimizer = build_optimizer(config, model)
+        loader = Loader(
+            data.graph,
+            table,
+            data.split["train"],
+            list(config.fanouts),
+            config.batch_size,
+            labels=data.labels,
+            device=device,
+            seed=config.seed,
+            threads=config.threads or None,
+            sampler=build_sampler(config, data),
+        )
+        run = _Run(config, folder, data, table, device, model, optimizer, loader, reporter)
+        run.resume() if config.resume else run.start()
+        return run.to_the_end(stopped)
+
+
+def new_folder(config: TrainConfig) -> Path:
+    """The first free name for a run: runs/DATA-MODEL-N."""
+    name = config.data.name.removesuffix(".npz") if config.data else "run"
+    number = 1
+    while (folder := Path("runs") / f"{name}-{config.model}-{number}").exists():
+        number += 1
+    return folder
+
+
+def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[str, Any]:
+    """Measure the best model of a run on every split, with all neighbours.
+
+    Args:
+        config: the run folder, and what to do differently.
+        reporter: where progress is shown; nowhere if None.
+
+    Returns:
+        The metric of each split, and the epoch that the model is from.
+
+    Raises:
+        FileNotFoundError: the folder holds no run.
+        ValueError: the data does not fit the model.
+    """
+    reporter = reporter or Quiet()
+    trained = read_config(config.run)
+    source = config.data or trained.data
+    assert source is not None, "a run's config names its data"
+    data = load(source, allow_nan=trained.allow_nan)
+    device = choose_device(config.device)
+    best = checkpoint.load(config.run / BEST)
+    model = build(trained, data).to(device)
+    checkpoint.match(model, best["model"], config.run / BEST)
+    begin = time.perf_counter()
+    with feature_table(data, trained.features, device) as table, reporter.task("evaluate") as bar:
+        logits = models.inference(model, data.graph, table, device, progress=bar)
+    scores = score(logits, data.labels, data.split, data.metric)
+    if config.predictions is not None:
+        record.write_array(config.predictions, logits.numpy())
+    return {
+        "run": str(config.run),
+        "data": data.name,
+        "metric": data.metric,
+        **_named(scores),
+        "best_epoch": best["epoch"] + 1,
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def read_config(run: Path) -> TrainConfig:
+    """The options that the run in folder `run` was started with.
+
+    Raises:
+        FileNotFoundError: there is no run.
+    """
+    if not (run / CONFIG).is_file():
+        raise FileNotFoundError(f"no run in {run}\n\nhint: `gcnzc train --out {run}` starts one")
+    return from_words(TrainConfig, record.read_json(run / CONFIG), str(run / CONFIG))
+
+
+def choose_device(asked: str) -> torch.device:
+    """The device that `auto`, `cpu` or `cuda` means on this machine.
+
+    Raises:
+        ValueError: CUDA is asked for and there is none.
+    """
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda: torch finds no CUDA device here\n\n"
+            "hint: `gcnzc check` says what is missing; --device cpu trains without one"
+        )
+    return torch.device(asked)
+
+
+@contextmanager
+def feature_table(data: Dataset, where: str, device: torch.device) -> Iterator[FeatureTable]:
+    """The features of `data` on the host, page-locked where there is CUDA, or on the device.
+
+    Raises:
+        ValueError: the graph has no features.
+    """
+    if data.features is None:
+        raise ValueError(
+            f"{data.name} has no features to train on\n\n"
+            f"hint: `gcnzc embed {data.folder} DEST` makes some from its edges"
+        )
+    if where == "device" or data.features.layout != torch.strided:
+        yield FeatureTable(data.features.to(device))
+    else:
+        with pinned(data.features) as table:
+            yield table
+
+
+def build(config: TrainConfig, data: Dataset) -> models.Model:
+    """The model of `config` for the features and classes of `data`, on the CPU."""
+    assert data.features is not None, "feature_table has checked"
+    sizes = (data.features.shape[1], config.hidden, data.num_classes)
+    options: dict[str, Any] = {
+        "num_layers": config.layers,
+        "dropout": config.dropout,
+        "input_dropout": config.input_dropout,
+    }
+    if config.model == "gat":
+        return models.GAT(
+            *sizes,
+            **options,
+            heads=config.heads,
+            output_heads=config.output_heads or None,
+            attention_dropout=config.attention_dropout,
+            skip=config.skip,
+        )
+    kind = {"sage": models.SAGE, "gcn": models.GCN}[config.model]
+    return kind(*sizes, **options, batch_norm=config.batch_norm)
+
+
+def build_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of `config` over the parameters of `model`."""
+    parameters, lr, decay = model.parameters(), config.lr, config.weight_decay
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr, weight_decay=decay)
+    return torch.optim.Adam(parameters, lr, weight_decay=decay)
+
+
+def build_sampler(config: TrainConfig, data: Dataset) -> Any:
+    """The engine that draws the neighbours."""
+    if config.sampler == "dgl":
+        from gcnzc.interop.dgl import DglSampler
+
+        return DglSampler(data.graph, list(config.fanouts), seed=config.seed)
+    return Sampler(data.graph, list(config.fanouts), seed=config.seed)
+
+
+class _Run:
+    """One run: its stages, how far it is, and its folder."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        data: Dataset,
+        table: FeatureTable,
+        device: torch.device,
+        model: models.Model,
+        optimizer: torch.optim.Optimizer,
+        loader: Loader,
+        reporter: Reporter,
+    ) -> None:
+        self.config, self.folder, self.data, self.table = config, folder, data, table
+        self.device, self.model, self.optimizer = device, model, optimizer
+        self.loader, self.reporter = loader, reporter
+        self.epoch = 0
+        self.in_epoch = False  # between the first step of an epoch and its evaluation
+        self.tally = _Tally(device)
+        self.lines: list[dict[str, Any]] = []  # of the record, one an epoch
+        self.best: dict[str, Any] = {}
+        self.saved_at = time.monotonic()
+
+    def start(self) -> None:
+        """Make the run folder; from then on the run can be resumed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / CONFIG).exists():
+            raise ValueError(
+                f"{self.folder} already holds a run\n\n"
+                f"hint: --resume {self.folder} goes on with it; another --out starts anew"
+            )
+        record.write_json(self.folder / CONFIG, to_words(self.config))
+        self.save()
+
+    def resume(self) -> None:
+        """Take up the run in the folder where its checkpoint left it."""
+        old, new = to_words(read_config(self.folder)), to_words(self.config)
+        for name in old:
+            if old[name] != new[name] and name not in FREE_ON_RESUME:
+                raise ValueError(
+                    f"the run in {self.folder} has {name} {old[name]!r}, not {new[name]!r}\n\n"
+                    "hint: a resumed run keeps its options; start another with --out"
+                )
+        if not (self.folder / CHECKPOINT).exists():
+            self.save()
+            return
+        state = checkpoint.load(self.folder / CHECKPOINT)
+        checkpoint.match(self.model, state["model"], self.folder / CHECKPOINT)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.in_epoch = state["epoch"], state["in_epoch"]
+        self.best, self.lines = state["best"], state["lines"]
+        self.tally.load_state_dict(state["tally"])
+        if self.in_epoch:
+            self.loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["rng"])
+        if self.device.type == "cuda" and "cuda_rng" in state:
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        record.keep(self.folder / RECORD, len(self.lines))
+        where = f"in epoch {self.epoch + 1}" if self.in_epoch else f"after epoch {self.epoch}"
+        self.reporter.say(f"going on with {self.folder} {where}")
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "epoch": self.epoch,
+            "in_epoch": self.in_epoch,
+            "loader": self.loader.state_dict() if self.in_epoch else {},
+            "tally": self.tally.state_dict(),
+            "best": self.best,
+            "lines": self.lines,
+            "rng": torch.get_rng_state(),
+        }
+        if self.device.type == "cuda":
+            state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
+        checkpoint.save(self.folder / CHECKPOINT, state)
+        self.saved_at = time.monotonic()
+
+    def to_the_end(self, stopped: threading.Event) -> dict[str, Any]:
+        """Train what is left, and test the best model."""
+        while self.epoch < self.config.epochs and not self.out_of_patience():
+            self.train_epoch(stopped)
+            self.finish_epoch()
+            if time.monotonic() - self.saved_at >= self.config.checkpoint_every_s:
+                self.save()
+            self.stop_if(stopped)
+        self.save()
+        return self.result()
+
+    def train_epoch(self, stopped: threading.Event) -> None:
+        """Take the steps of this epoch that are not taken yet."""
+        if not self.in_epoch:
+            self.loader.set_epoch(self.epoch)
+            self.in_epoch = True
+        self.model.train()
+        steps = len(self.loader)
+        with self.reporter.task(f"epoch {self.epoch + 1}/{self.config.epochs}") as advance:
+            begin = time.perf_counter()
+            for batch in self.loader:
+                ready = time.perf_counter()
+                assert batch.x is not None, "the loader has a table"
+                assert batch.y is not None, "the loader has labels"
+                logits = self.model(batch.blocks, batch.x)
+                loss = loss_of(logits, batch.y)
+                self.optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                self.optimizer.step()
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream(self.device).synchronize()
+                now = time.perf_counter()
+                self.tally.add(logits.detach(), loss.detach(), batch.y)
+                self.tally.seconds(batch.times, ready - begin, now - ready)
+                self.tally.bytes += len(batch.nodes) * self.table.row_bytes
+                begin = time.perf_counter()
+                advance(self.tally.steps, steps, self.tally.shown())
+                self.stop_if(stopped)
+                if time.monotonic() - self.saved_at >= self.config.checkpoint_every_s:
+                    self.save()
+
+    def finish_epoch(self) -> None:
+        """Evaluate, keep the best model, and write the line of this epoch."""
+        figures = self.tally.figures()
+        line: dict[str, Any] = {"epoch": self.epoch, "metric": self.data.metric, **figures}
+        if self.data.best_accuracy is not None:
+            line["best_possible_accuracy"] = self.data.best_accuracy
+        last = self.epoch + 1 == self.config.epochs
+        if last or (self.epoch + 1) % self.config.evaluate_every == 0:
+            begin = time.perf_counter()
+            scores = self.evaluate()
+            line |= {"evaluate_s": time.perf_counter() - begin, **_named(scores)}
+            mine = scores[self.data.metric]["valid"]
+            if not self.best or mine > self.best["valid"]:
+                weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+                self.best = {"epoch": self.epoch, "valid": mine, "scores": scores, "model": weights}
+                checkpoint.save(self.folder / BEST, self.best)
+        self.lines.append(line)
+        self.epoch, self.in_epoch = self.epoch + 1, False
+        self.tally = _Tally(self.device)
+        record.append(self.folder / RECORD, line)
+        self.reporter.say(_sentence(line, self.config.epochs))
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Score the model as it is on the validation and test nodes, with all neighbours."""
+        split = self.data.split
+        nodes = torch.cat([split["valid"], split["test"]])
+        rows = torch.arange(len(nodes))
+        parts = {"valid": rows[: len(split["valid"])], "test": rows[len(split["valid"]) :]}
+        with self.reporter.task(f"evaluate {self.epoch + 1}/{self.config.epochs}") as advance:
+            logits = models.inference(
+                self.model, self.data.graph, self.table, self.device, nodes=nodes, progress=advance
+            )
+        return score(logits, self.data.labels[nodes], parts, self.data.metric)
+
+    def out_of_patience(self) -> bool:
+        """Whether the last evaluations brought no better model."""
+        if not self.config.patience or not self.best:
+            return False
+        key = f"valid_{self.data.metric}"
+        later = [line for line in self.lines if key in line and line["epoch"] > self.best["epoch"]]
+        return len(later) >= self.config.patience
+
+    def stop_if(self, stopped: threading.Event) -> None:
+        """Save and leave, if the user asked for it."""
+        if stopped.is_set():
+            self.save()
+            raise Interrupted(
+                f"stopped in epoch {min(self.epoch + 1, self.config.epochs)}; all is saved\n\n"
+                f"hint: `gcnzc train --resume {self.folder}` goes on from here"
+            )
+
+    def result(self) -> dict[str, Any]:
+        """What the run came to; also written into its folder, with its curves."""
+        epochs = len(self.lines)
+
+        def mean(key: str) -> float:
+            return sum(line[key] for line in self.lines) / epochs
+
+        data, config = self.data, self.config
+        gathered, seconds = mean("payload_bytes"), mean("gather_s")
+        line: dict[str, Any] = {
+            "run": str(self.folder),
+            "data": data.name,
+            "model": config.model,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "metric": data.metric,
+            **_named(self.best["scores"]),
+            "best_epoch": self.best["epoch"] + 1,
+            "epochs": epochs,
+            "epoch_s": mean("epoch_s"),
+            "sample_s": mean("sample_s"),
+            "gather_s": seconds,
+            "compute_s": mean("compute_s"),
+            "wait_s": mean("wait_s"),
+            "exchange_s": 0.0,
+            "seeds_per_s": len(data.split["train"]) / mean("epoch_s"),
+            "payload_bytes": int(gathered),
+            "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
+            "bytes_sent": 0,
+            "seed": config.seed,
+        }
+        if data.best_accuracy is not None:
+            line["best_possible_accuracy"] = data.best_accuracy
+        record.write_json(self.folder / RESULT, line | record.machine())
+        curves([self.folder], self.folder / CURVES)
+        return line
+
+
+class _Tally:
+    """Sums over the steps of one epoch; what a resumed epoch goes on from."""
+
+    def __init__(self, device: torch.device) -> None:
+        # float64 on the device, so that adding needs no wait for it
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.right = torch.zeros((), dtype=torch.float64, device=device)
+        self.seeds = self.steps = self.bytes = 0
+        self.times = dict.fromkeys(("sample_s", "gather_s", "wait_s", "compute_s"), 0.0)
+
+    def add(self, logits: Tensor, loss: Tensor, labels: Tensor) -> None:
+        """Count one minibatch."""
+        self.loss += loss.double() * len(labels)
+        if labels.ndim == 1:
+            self.right += (logits.argmax(dim=1) == labels).sum()
+        self.seeds += len(labels)
+        self.steps += 1
+
+    def seconds(self, times: Mapping[str, float], wait_s: float, compute_s: float) -> None:
+        """Add the seconds of one step: the loader's threads', waiting for them, computing."""
+        for name, value in {**times, "wait_s": wait_s, "compute_s": compute_s}.items():
+            self.times[name] = self.times.get(name, 0.0) + value
+
+    def shown(self) -> str:
+        """The figures beside the bar."""
+        busy = self.times["wait_s"] + self.times["compute_s"]
+        rate = self.bytes / 1e9 / max(self.times["gather_s"], 1e-9)
+        return (
+            f"loss {self.loss.item() / self.seeds:.4f}  "
+            f"accuracy {self.right.item() / self.seeds:.4f}  "
+            f"{self.seeds / busy:,.0f} seeds/s  gather {rate:.1f} GB/s"
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """The line of the record."""
+        line: dict[str, Any] = {"loss": self.loss.item() / self.seeds, "steps": self.steps}
+        line["train_accuracy"] = self.right.item() / self.seeds
+        line["epoch_s"] = self.times["wait_s"] + self.times["compute_s"]
+        return line | self.times | {"seeds": self.seeds, "payload_bytes": self.bytes}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        own = {name: getattr(self, name) for name in ("seeds", "steps", "bytes")}
+        return own | {"loss": self.loss.item(), "right": self.right.item(), "times": self.times}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self.loss.fill_(state["loss"])
+        self.right.fill_(state["right"])
+        self.seeds, self.steps, self.bytes = state["seeds"], state["steps"], state["bytes"]
+        self.times = dict(state["times"])
+
+
+def _named(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {
+        f"{part}_{metric}": value
+        for metric, values in scores.items()
+        for part, value in values.items()
+    }
+
+
+def _sentence(line: Mapping[str, Any], epochs: int) -> str:
+    metric = line["metric"]
+    words = [f"epoch {line['epoch'] + 1}/{epochs}", f"loss {line['loss']:.4f}"]
+    for part in ("train", "valid", "test"):
+        if f"{part}_{metric}" in line:
+            words.append(f"{part} {line[f'{part}_{metric}']:.4f}")
+    words.append(f"{line['seeds'] / line['epoch_s']:,.0f} seeds/s")
+    words.append(f"waited {line['wait_s'] / line['epoch_s']:.0%} of {line['epoch_s']:.1f} s")
+    return "  ".join(words)
+
+
+def _cuda_devices(device: torch.device) -> list[int]:
+    return [torch.cuda.current_device()] if device.type == "cuda" else []
+
+
+@contextmanager
+def _stop_requests() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set; a second signal ends the process as usual."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+        signal.signal(number, usual[signal.Signals(number)])
+
+    for number in usual:
+        signal.signal(number, ask)
+    try:
+        yield stopped
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
