@@ -17,7 +17,7 @@ Letters: N nodes, E edges as stored, D columns of features, T tasks.
 
 import gzip
 import json
-import pickle
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -141,7 +141,10 @@ class OgbGraph:
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
         """See `Source.edges`."""
         if self._archive:
-            return self._archive.member("edge_index").edges(self.num_nodes, allocate, progress)
+            member = self._archive.member("edge_index")
+            if member.shape[-1:] != (self.num_edges,):
+                raise ValueError(self._wrong_count(member.where, f"the shape {member.shape} of"))
+            return member.edges(self.num_nodes, allocate, progress)
         path = self._raw / "edge.csv.gz"
         dtype = node_dtype(self.num_nodes)
         ends = (
@@ -151,38 +154,30 @@ class OgbGraph:
         done = 0
         for chunk in _integers(path, 2):
             if done + len(chunk) > self.num_edges:
-                break
+                raise ValueError(self._wrong_count(path, f"more than {self.num_edges:,}"))
             for end, ids in zip(ends, chunk.T, strict=True):
                 check_ends(ids, self.num_nodes, str(path), done)
                 end[done : done + len(ids)] = ids
             done += len(chunk)
             progress("edges", done, self.num_edges)
-        else:
-            if done == self.num_edges:
-                return ends
-        raise ValueError(
-            f"{path} has {'more' if done == self.num_edges else f'{done:,} or more'} edges, but "
-            f"num-edge-list.csv.gz says {self.num_edges:,}\n\nhint: one line is one edge"
-        )
+        if done != self.num_edges:
+            raise ValueError(self._wrong_count(path, f"{done:,}"))
+        return ends
 
     def labels(self) -> Array:
         """See `Source.labels`."""
         if self.binary:
             return Archive(self._raw / "node-label.npz").array("node_label")
         # an empty line is a label that is not there
-        return np.concatenate(
-            list(_csv(self._raw / "node-label.csv.gz", np.float64, skip_blank_lines=False))
-        )
+        path = self._raw / "node-label.csv.gz"
+        return _whole(_csv(path, np.float64, blank_is_nan=True), _columns(path))
 
     def split(self) -> dict[str, Array]:
         """See `Source.split`."""
         folder = self.folder / "split" / self.split_name
         if (folder / "split_dict.pt").is_file():
             return _read_split_dict(folder / "split_dict.pt")
-        return {
-            part: np.concatenate([chunk[:, 0] for chunk in _integers(folder / f"{part}.csv.gz", 1)])
-            for part in PARTS
-        }
+        return {part: _whole(_integers(folder / f"{part}.csv.gz", 1), 1)[:, 0] for part in PARTS}
 
     def _refuse_other_kinds(self, name: str | None) -> None:
         catalog.refuse_other_kinds(name or self.folder.name)
@@ -203,13 +198,19 @@ class OgbGraph:
         if self._archive:
             counts = self._archive.array(key)
         else:
-            counts = np.concatenate([chunk[:, 0] for chunk in _integers(self._raw / file, 1)])
+            counts = _whole(_integers(self._raw / file, 1), 1)[:, 0]
         if len(counts) != 1:
             raise ValueError(
                 f"{self.folder} holds {len(counts):,} graphs: it is a graph-level set\n\n"
                 "hint: node property sets of one graph are trained on"
             )
         return int(counts[0])
+
+    def _wrong_count(self, where: object, found: str) -> str:
+        return (
+            f"{where} has {found} edges, but the number beside it is {self.num_edges:,}\n\n"
+            "hint: it was cut short or mixed up with another; get or write the set again"
+        )
 
     def _find_task(self, name: str | None) -> Task:
         # a name that is given is believed; that of a folder only if the sizes agree
@@ -300,9 +301,13 @@ def _readable(path: Path) -> Iterator[None]:
         if "\n\nhint: " in str(error):
             raise
         raise ValueError(
-            f"{path} is no table of numbers: {str(error).splitlines()[0]}\n\n"
+            f"{path} is no table of numbers: {_first_line(error)}\n\n"
             "hint: lines of numbers between commas, as many in each line, and no heading"
         ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _columns(path: Path) -> int:
@@ -310,22 +315,36 @@ def _columns(path: Path) -> int:
         return file.readline().count(b",") + 1
 
 
-def _csv(path: Path, dtype: Any, columns: int | None = None, **how: Any) -> Iterator[Array]:
-    """The numbers of a csv.gz, in (n, columns) chunks."""
-    with _readable(path):
-        found = _columns(path)
-        if columns not in (None, found):
-            raise ValueError(
-                f"{path} has {found} columns, not {columns}\n\n"
-                "hint: get or write it again in OGB's layout"
-            )
-        with gzip.open(path) as file:
-            reader = pd.read_csv(
-                file, header=None, dtype=dtype, chunksize=chunk_rows(found, 8), **how
-            )
-            with reader:
-                for frame in reader:
-                    yield frame.to_numpy()
+def _csv(
+    path: Path, dtype: Any, columns: int | None = None, blank_is_nan: bool = False
+) -> Iterator[Array]:
+    """The numbers of a csv.gz, in (n, columns) chunks; none if the file is empty."""
+    found = _columns(path)
+    if columns not in (None, found):
+        raise ValueError(
+            f"{path} has {found} columns, not {columns}\n\n"
+            "hint: get or write it again in OGB's layout"
+        )
+    with _readable(path), gzip.open(path) as file:
+        if not file.peek(1):
+            return
+        reader = pd.read_csv(
+            file,
+            header=None,
+            dtype=dtype,
+            chunksize=chunk_rows(found, 8),
+            skip_blank_lines=not blank_is_nan,
+            # else a line with too few numbers would be filled up with NaN
+            keep_default_na=False,
+            na_values=["nan", "NaN", "NAN", *([""] if blank_is_nan else [])],
+        )
+        with reader:
+            for frame in reader:
+                yield frame.to_numpy()
+
+
+def _whole(chunks: Iterator[Array], columns: int) -> Array:
+    return np.concatenate([np.empty((0, columns), np.int64), *chunks])
 
 
 def _integers(path: Path, columns: int) -> Iterator[Array]:
@@ -346,12 +365,19 @@ def _integers(path: Path, columns: int) -> Iterator[Array]:
 def _not_whole(path: Path, chunk: Array, first: int) -> str:
     for line, cells in enumerate(chunk.tolist(), start=first + 1):
         for cell in cells:
-            if not isinstance(cell, int | float) or cell != cell or cell != int(cell):
+            if not _is_whole(cell):
                 return (
                     f"{path} has {cell!r} in line {line}, which is no whole number\n\n"
                     "hint: node ids are whole numbers that count from 0, and there is no heading"
                 )
-    return f"{path} has numbers that are no node ids\n\nhint: ids count from 0"
+    return f"{path} has numbers that are no node ids\n\nhint: they count from 0, up to 2**63 - 1"
+
+
+def _is_whole(cell: Any) -> bool:
+    try:
+        return float(cell).is_integer()
+    except ValueError:
+        return False
 
 
 def _read_split_dict(path: Path) -> dict[str, Array]:
@@ -372,10 +398,14 @@ def _load(path: Path) -> Any:
     before = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals(_numpy_globals())
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        with warnings.catch_warnings():
+            # of pickles of another protocol than torch's
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    # a broken pickle makes the reader fail in any way
+    except Exception as error:
         raise ValueError(
-            f"{path} cannot be read as numbers: {str(error).splitlines()[0]}\n\n"
+            f"{path} cannot be read as numbers: {_first_line(error)}\n\n"
             "hint: it is broken, or would run code if it were unpickled; get the set again"
         ) from None
     finally:
@@ -406,23 +436,28 @@ def _alias(function: Any) -> Any:
 
 def _read_task(path: Path, folder: str, name: str | None) -> Task | None:
     """The task in one of the files that may have it; None if it is of another set."""
-    told = json.loads(path.read_text()) if path.suffix == ".json" else _load(path)
-    if path.suffix == ".pt" and Path(str(told.get("dir_path", ""))).name != folder:
-        return None
-    if "classification" not in str(told["task type"]):
+    try:
+        told = json.loads(path.read_text()) if path.suffix == ".json" else _load(path)
+        if path.suffix == ".pt" and Path(str(told["dir_path"])).name != folder:
+            return None
+        kind, judged = str(told["task type"]), str(told["eval metric"])
+        num_classes, inverse = int(told["num classes"]), str(told["add_inverse_edge"]) == "True"
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{path}: the task is {told['task type']}\n\nhint: only classification is trained"
-        )
-    if told["eval metric"] not in METRICS:
+            f"{path} does not say what is to be learned: {error!r}\n\n"
+            "hint: get or write the set again, or remove the file"
+        ) from None
+    if "classification" not in kind:
+        raise ValueError(f"{path}: the task is {kind}\n\nhint: only classification is trained")
+    if judged not in METRICS:
         raise ValueError(
-            f"{path}: the metric {told['eval metric']} is not known\n\n"
-            f"hint: known are {', '.join(METRICS)}"
+            f"{path}: the metric {judged} is not known\n\nhint: known are {', '.join(METRICS)}"
         )
     return Task(
         name or told.get("name") or folder,
-        int(told["num classes"]),
-        METRICS[told["eval metric"]],
-        str(told["add_inverse_edge"]) == "True",
+        num_classes,
+        METRICS[judged],
+        inverse,
         told.get("split"),
         told.get("best_accuracy"),
         told.get("origin"),

@@ -130,7 +130,7 @@ def load(
         _refuse_nan(opened, allow_nan)
         features = _mapped_features(opened)
     else:
-        features = _features_in_memory(opened.features, allow_nan)
+        features = _features_in_memory(_rows(opened, None), allow_nan)
     told = parts.told
     return Dataset(
         name=told["name"],
@@ -304,9 +304,9 @@ def verify(path: str | Path, progress: Progress = no_progress) -> None:
         Graph(opened.indptr, opened.indices)
         return
     _read(opened, _Choices(None, None, None, False), in_memory, progress)
-    if opened.features is not None:
-        dtype = stored_dtype(opened.features, None)
-        for _ in converted(opened.features, dtype, False, in_memory, progress):
+    rows = _rows(opened, None)
+    if rows is not None:
+        for _ in converted(rows, stored_dtype(rows, None), False, in_memory, progress):
             pass
 
 
@@ -428,28 +428,32 @@ def _refuse_nan(opened: Prepared, allow_nan: bool) -> None:
 
 def _rows(opened: Files | Prepared, given: str | Path | Array | None) -> Rows | None:
     """The features to prepare: those given, else those of the source."""
+    rows: Rows | None
     if given is None:
-        return opened.rows if isinstance(opened, Prepared) else opened.features
-    num_nodes = len(opened.labels) if isinstance(opened, Prepared) else opened.num_nodes
-    if isinstance(given, str | Path):
-        path = Path(given)
-        if not path.is_file():
-            raise FileNotFoundError(f"no file {path}\n\nhint: give the path of a .npy of features")
-        try:
-            array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ValueError(
-                f"{path} is no .npy of numbers: {error}\n\nhint: `numpy.save` writes one"
-            ) from None
-        rows = rows_of_array(array, str(path))
+        rows = opened.rows if isinstance(opened, Prepared) else opened.features
+    elif isinstance(given, str | Path):
+        rows = rows_of_array(_open_npy(Path(given)), str(given))
     else:
         rows = rows_of_array(np.asarray(given), "features")
-    if rows.num_rows != num_nodes:
+    num_nodes = len(opened.labels) if isinstance(opened, Prepared) else opened.num_nodes
+    if rows is not None and rows.num_rows != num_nodes:
         raise ValueError(
             f"{rows.where} has {rows.num_rows:,} rows of features for {num_nodes:,} nodes\n\n"
             "hint: there is one row for each node, in the order of the node ids"
         )
     return rows
+
+
+def _open_npy(path: Path) -> Array:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}\n\nhint: give the path of a .npy of features")
+    try:
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{path} is no .npy of numbers: {error}\n\nhint: `numpy.save` writes one"
+        ) from None
+    return array
 
 
 def _check_layout(

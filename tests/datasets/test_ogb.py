@@ -1,0 +1,607 @@
+import gzip
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from numpy.typing import NDArray
+from tiny_graph import Tiny, tiny
+
+from gcnzc.datasets import ogb
+from gcnzc.datasets.ogb import OgbGraph, meta_dict, one_way
+from gcnzc.datasets.rows import Rows, converted, in_memory, no_progress, stored_dtype
+
+BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binary"])
+
+
+def features_of(graph: OgbGraph, allow_nan: bool = False) -> NDArray[Any]:
+    assert graph.features is not None
+    dtype = stored_dtype(graph.features, None)
+    chunks = converted(graph.features, dtype, allow_nan, in_memory, no_progress)
+    return np.concatenate([chunk.copy() for chunk in chunks])
+
+
+def edges_of(graph: OgbGraph) -> NDArray[Any]:
+    return np.stack(graph.edges(in_memory, no_progress))
+
+
+def assert_same(found: OgbGraph, graph: Tiny) -> None:
+    assert (edges_of(found) == graph.edge_index).all()
+    assert (found.labels().reshape(-1) == graph.labels).all()
+    assert all((found.split()[part] == ids).all() for part, ids in graph.split.items())
+    if graph.features is None:
+        assert found.features is None
+    else:
+        # float32 comes back bit for bit, from csv too
+        assert (features_of(found) == graph.features).all()
+
+
+@BOTH_FORMS
+@pytest.mark.parametrize("columns", [0, 1, 5, 3000])
+def test_what_is_written_is_read(tmp_path: Path, binary: bool, columns: int) -> None:
+    graph = tiny(num_columns=columns) if columns else tiny().but(features=None)
+    assert_same(OgbGraph(graph.write(tmp_path / "a", binary=binary)), graph)
+
+
+@BOTH_FORMS
+def test_what_the_files_do_not_hold_is_kept_beside_them(tmp_path: Path, binary: bool) -> None:
+    path = tiny().write(
+        tmp_path / "a",
+        binary=binary,
+        split_name="time",
+        num_classes=9,
+        metric="rocauc",
+        add_inverse_edge=True,
+        best_accuracy=0.75,
+        name="mine",
+        origin={"seed": 3},
+        readme="Users.",
+    )
+    found = OgbGraph(path)
+    assert (found.name, found.num_classes, found.metric) == ("mine", 9, "rocauc")
+    assert (found.split_name, found.best_accuracy) == ("time", 0.75)
+    assert found.usual((np.array([1, 0]), np.array([0, 1]))).bidirected
+    assert found.origin["seed"] == 3
+    assert found.origin["release"] == "RELEASE_v1"
+    assert found.mapping is not None
+    assert (found.mapping / "README.md").read_text() == "Users.\n"
+
+
+def in_chunks(table: NDArray[Any], rows: int) -> Rows:
+    def chunks(allocate: object) -> Iterator[NDArray[Any]]:
+        yield from (table[begin : begin + rows] for begin in range(0, len(table), rows))
+
+    return Rows(40, table.shape[1], table.dtype, chunks, "generated")
+
+
+@BOTH_FORMS
+def test_rows_may_come_in_chunks(tmp_path: Path, binary: bool) -> None:
+    graph = tiny()
+    assert graph.features is not None
+    path = graph.but(features=in_chunks(graph.features, 7)).write(tmp_path / "a", binary=binary)
+    assert_same(OgbGraph(path), graph)
+
+
+def test_too_few_rows_leave_nothing(tmp_path: Path) -> None:
+    graph = tiny()
+    assert graph.features is not None
+    with pytest.raises(ValueError, match=r"39 rows of features came for 40 nodes\n\nhint: "):
+        graph.but(features=in_chunks(graph.features[:39], 7)).write(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"39 rows of features for 40 labels\n\nhint: "):
+        graph.but(features=graph.features[:39]).write(tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_exists_is_not_written_over(tmp_path: Path) -> None:
+    tiny().write(tmp_path / "a")
+    with pytest.raises(FileExistsError, match="exists already"):
+        tiny().write(tmp_path / "a")
+
+
+@BOTH_FORMS
+def test_half_precision_in_binary_sets_stays(tmp_path: Path, binary: bool) -> None:
+    graph = tiny()
+    assert graph.features is not None
+    graph = graph.but(features=graph.features.astype(np.float16))
+    found = OgbGraph(graph.write(tmp_path / "a", binary=binary))
+    assert features_of(found).dtype == (np.float16 if binary else np.float32)
+    assert_same(found, graph)
+
+
+@BOTH_FORMS
+def test_labels_of_every_form(tmp_path: Path, binary: bool) -> None:
+    graph = tiny()
+    missing = graph.labels.astype(np.float32)
+    missing[5] = np.nan
+    several = np.random.default_rng(0).integers(2, size=(40, 4)).astype(np.float32)
+    several[3, 2] = np.nan
+    for number, labels in enumerate((graph.labels, missing, missing[:, None], several)):
+        found = OgbGraph(graph.but(labels=labels).write(tmp_path / f"{number}", binary=binary))
+        columns = labels.reshape(40, -1)
+        assert np.array_equal(found.labels().astype(np.float64), columns, equal_nan=True)
+
+
+def test_an_empty_line_is_a_label_that_is_not_there(tmp_path: Path) -> None:
+    found = OgbGraph(tiny(4).write(tmp_path / "a", binary=False))
+    rewrite(tmp_path / "a/raw/node-label.csv.gz", lambda text: b"1\n\n0\n\n")
+    assert np.array_equal(found.labels()[:, 0], [1, np.nan, 0, np.nan], equal_nan=True)
+
+
+# what is known of a set
+
+
+def test_the_real_ones(shared_data: Path) -> None:
+    cora = OgbGraph(shared_data / "ogb/cora")
+    assert (cora.num_nodes, cora.num_edges, cora.num_classes) == (2708, 10556, 7)
+    assert cora.split_name == "planetoid"
+    archive = np.load(shared_data / "cora/cora.npz")
+    assert (cora.labels()[:, 0] == archive["node_label"]).all()
+    table = features_of(cora)
+    assert table.dtype == np.float32
+    rows = np.repeat(np.arange(2708), np.diff(archive["feat_indptr"]))
+    assert (table[rows, archive["feat_indices"]] == archive["feat_data"]).all()
+    assert np.count_nonzero(table) == len(rows)
+    tolokers = OgbGraph(shared_data / "ogb/tolokers")
+    assert (
+        features_of(tolokers) == np.load(shared_data / "tolokers/tolokers.npz")["node_feat"]
+    ).all()
+    assert tolokers.metric == "rocauc"
+    assert tolokers.usual(tolokers.edges(in_memory, no_progress)).bidirected
+    arxiv = OgbGraph(shared_data / "ogb/arxiv_nofeat")
+    assert arxiv.features is None
+    usual = arxiv.usual(arxiv.edges(in_memory, no_progress))
+    assert (usual.bidirected, usual.duplicates) == (True, "remove")
+
+
+def test_a_name_brings_what_is_known_of_it(tmp_path: Path) -> None:
+    path = tiny().write(tmp_path / "a", split_name="sales_ranking")
+    (path / "task.json").unlink()
+    ends = np.array([1, 0]), np.array([0, 1])
+    assert OgbGraph(path, "ogbn-products").num_classes == 47
+    assert OgbGraph(path, "ogbn-products").usual(ends).bidirected
+    assert not OgbGraph(path, "ogbn-papers100M").usual(ends).bidirected
+    arxiv = OgbGraph(path, "ogbn-arxiv").usual(ends)
+    assert (arxiv.bidirected, arxiv.duplicates) == (True, "remove")
+    assert OgbGraph(path).num_classes is None
+
+
+def test_the_name_of_a_folder_is_believed_only_with_its_sizes(tmp_path: Path) -> None:
+    path = tiny().write(tmp_path / "ogbn_products")
+    (path / "task.json").unlink()
+    assert OgbGraph(path).name == "ogbn_products"
+    assert OgbGraph(path).num_classes is None
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "once"),
+    [
+        ([0, 1, 2], [1, 2, 2], True),
+        ([5, 5, 2], [1, 2, 0], True),
+        ([0, 1, 2], [1, 2, 0], False),
+        ([], [], False),
+    ],
+)
+def test_edges_that_all_point_one_way_are_stored_once(
+    monkeypatch: pytest.MonkeyPatch, sources: list[int], destinations: list[int], once: bool
+) -> None:
+    for chunk in (1, 2, 100):
+        monkeypatch.setattr(ogb, "CHUNK_BYTES", chunk)
+        assert one_way(np.array(sources), np.array(destinations)) is once
+
+
+def test_the_split_is_the_usual_or_the_only_or_the_asked(tmp_path: Path) -> None:
+    path = tiny().write(tmp_path / "a", split_name="time")
+    (path / "split/time").rename(path / "split/odd")
+    assert OgbGraph(path).split_name == "odd"
+    (path / "split/even").mkdir()
+    with pytest.raises(ValueError, match="several splits\n\nhint: choose one of even, odd"):
+        OgbGraph(path)
+    assert OgbGraph(path, split="even").split_name == "even"
+    with pytest.raises(ValueError, match="no split prime\n\nhint: it has even, odd"):
+        OgbGraph(path, split="prime")
+    (path / "split/time").mkdir()
+    assert OgbGraph(path).split_name == "time"
+    for folder in (path / "split").iterdir():
+        folder.rename(tmp_path / folder.name)
+    with pytest.raises(FileNotFoundError, match=r"no split in .*split\n\nhint: "):
+        OgbGraph(path)
+
+
+# sets of other kinds
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("raw/triplet-type-list.csv.gz", "is heterogeneous: it has raw/triplet"),
+        ("raw/num-node-dict.csv.gz", "is heterogeneous"),
+        ("raw/edge_index_dict.npz", "is heterogeneous"),
+        ("processed/paper/node_feat.npy", "is heterogeneous"),
+        ("raw/graph-label.npz", "is a graph-level set"),
+        ("split/time/train.pt", "is a link-level set"),
+    ],
+)
+def test_other_kinds_are_told_by_their_files(tmp_path: Path, file: str, words: str) -> None:
+    path = tmp_path / "a" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    assert ogb.is_layout(tmp_path / "a") == (not file.startswith("split"))
+    with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: "):
+        OgbGraph(tmp_path / "a")
+
+
+def test_other_kinds_are_told_by_their_names(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ogbn-mag is heterogeneous"):
+        OgbGraph(tmp_path, "ogbn-mag")
+    with pytest.raises(ValueError, match="ogbl_collab is a link-level set"):
+        OgbGraph(tmp_path / "ogbl_collab")
+
+
+def test_many_graphs_are_a_graph_level_set(tmp_path: Path) -> None:
+    path = tiny().write(tmp_path / "a", binary=False)
+    rewrite(path / "raw/num-node-list.csv.gz", lambda text: text + b"7\n")
+    with pytest.raises(ValueError, match="holds 2 graphs: it is a graph-level set"):
+        OgbGraph(path)
+
+
+# broken files
+
+
+def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()))))
+
+
+def read_all(path: Path) -> None:
+    graph = OgbGraph(path)
+    edges_of(graph)
+    graph.labels()
+    graph.split()
+    features_of(graph)
+
+
+def line(number: int, words: bytes) -> Callable[[bytes], bytes]:
+    def change(text: bytes) -> bytes:
+        lines = text.splitlines(keepends=True)
+        return b"".join([*lines[:number], words + b"\n", *lines[number + 1 :]])
+
+    return change
+
+
+FILES = ("raw/edge", "raw/node-feat", "raw/node-label", "raw/num-node-list", "split/random/valid")
+
+
+@pytest.mark.parametrize("file", [f"{name}.csv.gz" for name in FILES])
+def test_a_broken_file_is_named(tmp_path: Path, file: str) -> None:
+    path = tiny(num_nodes=400).write(tmp_path / "a", binary=False)
+    whole = (path / file).read_bytes()
+    cut = whole[: len(whole) // 2]
+    wrong = bytearray(whole)
+    wrong[-6] ^= 1
+    for broken, words in ((cut, "is cut short"), (b"words", "no gzip file"), (wrong, "no gzip")):
+        (path / file).write_bytes(broken)
+        with pytest.raises(ValueError, match=rf"{file} .*{words}.*\n\nhint: "):
+            read_all(path)
+    if "node-feat" not in file:
+        (path / file).unlink()
+        with pytest.raises(FileNotFoundError, match=rf"no file .*{file}\n\nhint: "):
+            read_all(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("raw/edge", line(3, b"1"), "edge.csv.gz has '' in line 4, which is no whole number"),
+        ("raw/edge", line(3, b"1,2,3"), "no table of numbers: Error tokenizing"),
+        ("raw/edge", line(3, b"1,2.5"), "has 2.5 in line 4"),
+        ("raw/edge", line(3, b"1,inf"), "has inf in line 4"),
+        ("raw/edge", line(3, b"1,node"), "has 'node' in line 4"),
+        ("raw/edge", line(3, b"1,40"), "edge 3 has the node 40, but nodes are 0 to 39"),
+        ("raw/edge", line(3, b"-1,2"), "edge 3 has the node -1"),
+        ("raw/edge", line(3, b"1,99999999999999999999"), "edge.csv.gz"),
+        ("raw/edge", lambda text: text + b"1,2\n", "has more than 200 edges"),
+        ("raw/edge", line(199, b""), "has 199 edges, but the number beside it is 200"),
+        ("raw/edge", lambda text: b"", "edge.csv.gz has 1 columns, not 2"),
+        ("raw/edge", lambda text: text.replace(b",", b";"), "has 1 columns, not 2"),
+        ("raw/edge", lambda text: b"from,to\n" + text, "has 'from' in line 1"),
+        ("raw/node-feat", line(3, b"1,2,3,4"), "no table of numbers: could not convert"),
+        ("raw/node-feat", line(3, b"1,2,3,4,5,6"), "no table of numbers: Error tokenizing"),
+        ("raw/node-feat", line(3, b"1,2,x,4,5"), "no table of numbers: could not convert"),
+        ("raw/node-feat", line(3, b"1,2,nan,4,5"), "nan in row 3, column 2"),
+        ("raw/node-feat", line(3, b"1,2,-inf,4,5"), "-inf in row 3, column 2"),
+        ("raw/node-feat", line(39, b""), "has 39 rows of features for 40 nodes"),
+        ("raw/node-feat", lambda text: text + b"1,2,3,4,5\n", "rows of features for 40 nodes"),
+        ("raw/node-label", line(3, b"one"), "node-label.csv.gz is no table of numbers"),
+        ("raw/num-node-list", line(0, b"many"), "has 'many' in line 1"),
+        ("split/random/valid", line(0, b"0.5"), "valid.csv.gz has 0.5 in line 1"),
+    ],
+)
+def test_wrong_content_is_named(
+    tmp_path: Path, file: str, change: Callable[[bytes], bytes], words: str
+) -> None:
+    path = tiny().write(tmp_path / "a", binary=False)
+    rewrite(path / f"{file}.csv.gz", change)
+    with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: "):
+        read_all(path)
+
+
+def test_nan_among_features_can_be_let_in(tmp_path: Path) -> None:
+    path = tiny().write(tmp_path / "a", binary=False)
+    rewrite(path / "raw/node-feat.csv.gz", line(3, b"1,2,nan,-inf,5"))
+    row = features_of(OgbGraph(path), allow_nan=True)[3]
+    assert np.array_equal(row, np.array([1, 2, np.nan, -np.inf, 5]), equal_nan=True)
+
+
+def test_a_number_of_edges_that_is_not_that_of_the_archive(tmp_path: Path) -> None:
+    path = tiny().write(tmp_path / "a")
+    with np.load(path / "raw/data.npz") as archive:
+        arrays = dict(archive)
+    np.savez(path / "raw/data.npz", **(arrays | {"num_edges_list": np.array([7])}))
+    with pytest.raises(ValueError, match=r"the shape \(2, 200\) of edges, but the number .* is 7"):
+        edges_of(OgbGraph(path))
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("{", "does not say what is to be learned"),
+        ("{}", "does not say what is to be learned: KeyError"),
+        ("[]", "does not say what is to be learned: TypeError"),
+        (
+            '{"task type": "regression", "eval metric": "rmse", "num classes": -1, '
+            '"add_inverse_edge": "False"}',
+            "the task is regression",
+        ),
+        (
+            '{"task type": "binary classification", "eval metric": "ap", "num classes": 2, '
+            '"add_inverse_edge": "False"}',
+            "the metric ap is not known",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_learned(tmp_path: Path, task: str, words: str) -> None:
+    path = tiny().write(tmp_path / "a")
+    (path / "task.json").write_text(task)
+    with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: "):
+        OgbGraph(path)
+
+
+# split_dict.pt
+
+
+def with_split_dict(tmp_path: Path, split: Any, **how: Any) -> OgbGraph:
+    path = tiny().write(tmp_path / "a")
+    torch.save(split, path / "split/random/split_dict.pt", **how)
+    return OgbGraph(path)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_split_of_numpy_arrays(tmp_path: Path, dtype: Any, zipped: bool) -> None:
+    split = {
+        part: np.arange(3, dtype=dtype) + 4 * i for i, part in enumerate(("train", "valid", "test"))
+    }
+    before = torch.serialization.get_safe_globals()
+    graph = with_split_dict(tmp_path, split, _use_new_zipfile_serialization=zipped)
+    found = graph.split()
+    assert {part: ids.tolist() for part, ids in found.items()} == {
+        "train": [0, 1, 2],
+        "valid": [4, 5, 6],
+        "test": [8, 9, 10],
+    }
+    # nothing is let in for anybody else
+    assert torch.serialization.get_safe_globals() == before
+
+
+def test_a_split_of_tensors(tmp_path: Path) -> None:
+    graph = with_split_dict(tmp_path, {p: torch.arange(3) for p in ("train", "valid", "test")})
+    assert graph.split()["train"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
+def test_a_split_pickled_by_either_numpy(tmp_path: Path, module: str) -> None:
+    split = {part: np.arange(3) for part in ("train", "valid", "test")}
+    graph = with_split_dict(tmp_path, split, _use_new_zipfile_serialization=False)
+    rebuild = np.arange(3).__reduce__()[0]
+    assert callable(rebuild)
+    ours = f"{rebuild.__module__}\n{rebuild.__name__}".encode()
+    path = graph.folder / "split/random/split_dict.pt"
+    data = path.read_bytes()
+    assert ours in data
+    path.write_bytes(data.replace(ours, f"{module}\n{rebuild.__name__}".encode()))
+    assert graph.split()["test"].tolist() == [0, 1, 2]
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path(tempfile.gettempdir()) / "gcnzc-was-here",))
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        Harmful(),
+        {"train": Harmful()},
+        {"train": np.array([{}], dtype=object), "valid": np.arange(1), "test": np.arange(1)},
+    ],
+)
+def test_nothing_else_is_unpickled(tmp_path: Path, split: Any) -> None:
+    graph = with_split_dict(tmp_path, split)
+    with pytest.raises(ValueError, match=r"split_dict.pt cannot be read as numbers(.|\n)*hint: "):
+        graph.split()
+    assert not (Path(tempfile.gettempdir()) / "gcnzc-was-here").exists()
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ({"train": np.arange(3)}, "is no dict of train, valid, test"),
+        ([1, 2, 3], "is no dict of train, valid, test"),
+        ({part: {"paper": np.arange(3)} for part in ("train", "valid", "test")}, "heterogeneous"),
+    ],
+)
+def test_a_split_of_another_form(tmp_path: Path, split: Any, words: str) -> None:
+    graph = with_split_dict(tmp_path, split)
+    with pytest.raises(ValueError, match=words):
+        graph.split()
+
+
+def test_a_broken_split_dict(tmp_path: Path) -> None:
+    graph = with_split_dict(tmp_path, {p: np.arange(99) for p in ("train", "valid", "test")})
+    path = graph.folder / "split/random/split_dict.pt"
+    for broken in (path.read_bytes()[:500], b"words", b""):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match="cannot be read as numbers"):
+            graph.split()
+
+
+# against the package
+
+
+THEIRS = """
+import sys, types
+# else the import asks the network for a newer version
+sys.modules["outdated"] = types.ModuleType("outdated")
+sys.modules["outdated"].check_outdated = lambda *_: (False, None)
+import numpy as np
+from pathlib import Path
+from ogb.io import DatasetSaver
+from ogb.nodeproppred import NodePropPredDataset
+import json, os
+
+here = Path(sys.argv[1])
+os.chdir(here)
+# what OGB reads of ours
+for path in sorted(here.glob("ours-*")):
+    told = json.loads((path / "meta_dict.json").read_text())
+    read = NodePropPredDataset("ogbn-ours", meta_dict=told)
+    graph, labels = read[0]
+    arrays = {key: value for key, value in graph.items() if isinstance(value, np.ndarray)}
+    arrays |= {f"split_{part}": ids for part, ids in read.get_idx_split().items()}
+    np.savez(here / f"read-{path.name}.npz", labels=labels, num_nodes=graph["num_nodes"],
+             num_classes=read.num_classes, **arrays)
+# what OGB writes
+for path in sorted(here.glob("given-*.npz")):
+    given = dict(np.load(path))
+    name = "ogbn-" + path.stem
+    saver = DatasetSaver(name, is_hetero=False, version=1)
+    order = "F" if "fortran" in path.stem else "C"
+    graph = {"edge_index": np.asarray(given["edge_index"], order=order),
+             "num_nodes": len(given["labels"]),
+             "node_feat": np.asarray(given["features"], order=order),
+             "node_year": given["labels"][:, :1]}
+    saver.save_graph_list([graph])
+    saver.save_target_labels(given["labels"])
+    saver.save_split({part: given[part] for part in ("train", "valid", "test")}, "species")
+    Path("mapping").mkdir(exist_ok=True)
+    Path("mapping/README.md").write_text("Whose they are.")
+    saver.copy_mapping_dir("mapping")
+    saver.save_task_info("binary classification", "rocauc", num_classes=5)
+    saver.get_meta_dict()
+"""
+
+OURS = {
+    "csv": tiny(seed=1),
+    "binary": tiny(seed=2),
+    "inverse": tiny(seed=3),
+    "nofeat": tiny(seed=4).but(features=None),
+    "half": tiny(seed=5).but(features=np.arange(200, dtype=np.float16).reshape(40, 5)),
+    "several": tiny(seed=6).but(labels=np.eye(40, 3)),
+}
+GIVEN = {
+    "plain": tiny(seed=7).but(labels=tiny(seed=7).labels[:, None]),
+    "fortran": tiny(seed=8).but(labels=tiny(seed=8).labels[:, None]),
+    "several": tiny(seed=9).but(labels=np.where(np.eye(40, 4) > 0, np.nan, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where the package has read what we wrote, and written for us to read."""
+    here = tmp_path_factory.mktemp("ogb")
+    for name, graph in OURS.items():
+        path = graph.write(
+            here / f"ours-{name}",
+            binary=name in ("binary", "half", "several"),
+            add_inverse_edge=name == "inverse",
+        )
+        (path / "meta_dict.json").write_text(json.dumps(meta_dict(path)))
+    for name, graph in GIVEN.items():
+        np.savez(
+            here / f"given-{name}.npz",
+            edge_index=graph.edge_index,
+            labels=graph.labels,
+            features=np.empty(0) if graph.features is None else graph.features,
+            **graph.split,
+        )
+    subprocess.run([sys.executable, "-c", THEIRS, str(here)], check=True, capture_output=True)
+    return here
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ogb_reads_what_we_write(theirs: Path, name: str) -> None:
+    graph = OURS[name]
+    read = np.load(theirs / f"read-ours-{name}.npz")
+    edges = graph.edge_index
+    if name == "inverse":
+        # OGB puts the reverse of an edge behind it
+        edges = np.stack([edges, edges[::-1]], axis=2).reshape(2, -1)
+    assert (read["edge_index"] == edges).all()
+    assert (read["labels"].reshape(graph.labels.shape) == graph.labels).all()
+    assert read["num_nodes"] == 40
+    assert read["num_classes"] == (2 if name == "several" else 3)
+    assert all((read[f"split_{part}"] == ids).all() for part, ids in graph.split.items())
+    assert ("node_feat" in read) == (graph.features is not None)
+    if graph.features is not None:
+        assert (read["node_feat"] == graph.features).all()
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_we_read_what_ogb_writes(theirs: Path, name: str) -> None:
+    graph = GIVEN[name]
+    found = OgbGraph(theirs / f"submission_ogbn_given_{name}" / f"given_{name}")
+    assert (edges_of(found) == graph.edge_index).all()
+    assert (features_of(found) == graph.features).all()
+    assert np.array_equal(found.labels(), graph.labels, equal_nan=True)
+    assert all((found.split()[part] == ids).all() for part, ids in graph.split.items())
+    # from the meta_dict.pt beside the folder
+    assert (found.num_classes, found.metric, found.split_name) == (5, "rocauc", "species")
+    assert found.usual((np.array([1]), np.array([0]))).bidirected is False
+    assert found.mapping is not None
+
+
+def test_we_round_as_ogb_does(shared_data: Path) -> None:
+    # of csv that neither wrote: OGB's parser, then float32
+    path = shared_data / "ogb/tolokers/raw/node-feat.csv.gz"
+    expected = pd.read_csv(path, compression="gzip", header=None).values.astype(np.float32)
+    assert (features_of(OgbGraph(shared_data / "ogb/tolokers")) == expected).all()
+
+
+def test_the_package_is_not_imported() -> None:
+    program = (
+        "import sys, gcnzc.datasets.ogb, gcnzc.datasets.download as d; d.table(); "
+        "sys.exit('ogb' in sys.modules or 'outdated' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_meta_dict_of_another_folder_is_not_taken(tmp_path: Path) -> None:
+    path = tiny().write(tmp_path / "a")
+    (path / "task.json").unlink()
+    told = {"dir_path": "x/b", "task type": "classification", "eval metric": "rocauc"}
+    torch.save(told | {"num classes": 7, "add_inverse_edge": "True"}, tmp_path / "meta_dict.pt")
+    assert OgbGraph(path).num_classes is None
+    told |= {"dir_path": "x/a"}
+    torch.save(told | {"num classes": 7, "add_inverse_edge": "True"}, tmp_path / "meta_dict.pt")
+    assert OgbGraph(path).num_classes == 7
+    with (tmp_path / "meta_dict.pt").open("wb") as file:
+        pickle.dump(Harmful(), file)
+    with pytest.raises(ValueError, match="cannot be read as numbers"):
+        OgbGraph(path)

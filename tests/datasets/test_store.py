@@ -1,0 +1,325 @@
+import errno
+import json
+import multiprocessing
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gcnzc.datasets import store
+from gcnzc.datasets.rows import converted, in_memory, no_progress, rows_of_array
+
+ABOUT = {"name": "mine", "split": {}, "options": {}, "origin": {}, "num_classes": 3}
+TABLE = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+
+
+def write(dest: Path, table: np.ndarray | None = TABLE, pitch_bytes: int = 16) -> Path:
+    with store.building(dest) as folder:
+        writer = store.Writer(folder)
+        writer.save("indptr.npy", np.array([0, 2, 3, 3, 3, 4]))
+        writer.save("indices.npy", np.array([1, 2, 0, 4], np.int32))
+        writer.save("labels.npy", np.arange(5))
+        for part, ids in (("train", [0, 1]), ("valid", [2]), ("test", [3])):
+            writer.save(f"split/{part}.npy", np.array(ids))
+        about = None
+        if table is not None:
+            rows = rows_of_array(table, "table")
+            chunks = converted(rows, rows.dtype, False, in_memory, no_progress)
+            writer.save_rows("features.npy", rows, rows.dtype, pitch_bytes, chunks)
+            about = {"kind": "dense", "columns": table.shape[1], "finite": True}
+        writer.finish(ABOUT | {"features": about})
+    return dest
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_what_is_written_is_opened(tmp_path: Path) -> None:
+    found = store.open_folder(write(tmp_path / "a"))
+    assert found.features is not None
+    assert (found.features == TABLE).all()
+    assert found.features.strides == (16, 4)
+    assert found.indices.tolist() == [1, 2, 0, 4]
+    assert found.split["train"].tolist() == [0, 1]
+    assert found.meta["name"] == "mine"
+    assert files(tmp_path) == sorted(
+        ["a", "a/split"]
+        + [f"a/{name}.npy" for name in ("indptr", "indices", "labels", "features")]
+        + [f"a/split/{part}.npy" for part in ("train", "valid", "test")]
+        + ["a/meta.json"]
+    )
+    store.verify(tmp_path / "a")
+
+
+def test_the_arrays_are_numpys_and_begin_on_a_page(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", pitch_bytes=12)
+    assert (np.load(folder / "features.npy") == TABLE).all()
+    assert (np.load(folder / "features.npy", mmap_mode="r") == TABLE).all()
+    for path in folder.rglob("*.npy"):
+        array = np.load(path, mmap_mode="r")
+        assert isinstance(array, np.memmap)
+        assert array.offset == 4096
+    found = store.open_folder(folder)
+    assert found.features is not None
+    assert found.features.ctypes.data % 4096 == 0
+
+
+def test_padding_is_zero(tmp_path: Path) -> None:
+    write(tmp_path / "a", pitch_bytes=20)
+    assert (np.load(tmp_path / "a" / "features.npy")[:, 3:] == 0).all()
+
+
+def test_the_maps_are_read_only(tmp_path: Path) -> None:
+    found = store.open_folder(write(tmp_path / "a"))
+    for array in (found.features, found.indptr, found.labels, *found.split.values()):
+        assert array is not None
+        assert not array.flags.writeable
+
+
+def test_arrays_of_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "a", table=np.empty((5, 0), np.float16), pitch_bytes=0)
+    found = store.open_folder(tmp_path / "a")
+    assert found.features is not None
+    assert found.features.shape == (5, 0)
+    store.verify(tmp_path / "a")
+
+
+def test_opening_takes_no_time_whatever_the_size(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    meta = json.loads((folder / "meta.json").read_text())
+    rows, columns = 1 << 28, 128
+    entry = meta["files"]["features.npy"]
+    entry |= {"shape": [rows, columns], "bytes": 4096 + rows * columns * 4}
+    meta["features"]["columns"] = columns
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with (folder / "features.npy").open("wb") as file:
+        file.write(store._header((rows, columns), np.dtype(np.float32)))
+        # 128 GiB that take no room: a hole
+        file.truncate(entry["bytes"])
+    begin = time.perf_counter()
+    found = store.open_folder(folder)
+    assert time.perf_counter() - begin < 0.5
+    assert found.features is not None
+    assert found.features[rows - 1, columns - 1] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "error", "words"),
+    [
+        ("features.npy", lambda data: data[:-1], ValueError, "has 4,175 bytes, but.*4,176"),
+        ("indices.npy", lambda data: data + b"0", ValueError, "indices.npy has 4,113 bytes"),
+        ("labels.npy", None, FileNotFoundError, "no file .*labels.npy, which meta.json names"),
+        ("indptr.npy", lambda data: data.replace(b"i8", b"u8"), ValueError, "does not begin as"),
+        ("meta.json", lambda data: data[:-9], ValueError, "meta.json is no JSON"),
+        ("meta.json", lambda data: b"{}", ValueError, "not that of a prepared graph"),
+        (
+            "meta.json",
+            lambda data: data.replace(b'"version": 1', b'"version": 7'),
+            ValueError,
+            "is of format version 7, but this gcnzc reads version 1",
+        ),
+        (
+            "meta.json",
+            lambda data: data.replace(b"labels.npy", b"label.npy"),
+            FileNotFoundError,
+            "no file .*label.npy",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_not_opened(
+    tmp_path: Path, name: str, damage: Any, error: type[Exception], words: str
+) -> None:
+    path = write(tmp_path / "a") / name
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(error, match=words + "(.|\n)*\n\nhint: "):
+        store.open_folder(tmp_path / "a")
+
+
+def test_a_file_that_meta_json_does_not_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "a") / "meta.json"
+    meta = json.loads(path.read_text())
+    del meta["files"]["split/valid.npy"]
+    path.write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=r"does not name 'split/valid.npy'\n\nhint: "):
+        store.open_folder(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["features.npy", "indices.npy", "split/test.npy"])
+def test_verify_names_the_file_with_a_wrong_bit(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "a") / name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    store.open_folder(tmp_path / "a")
+    with pytest.raises(ValueError, match=rf"{name} has the checksum .*\n\nhint: "):
+        store.verify(tmp_path / "a")
+
+
+def test_what_exists_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileExistsError, match=r"a exists already\n\nhint: "):
+        write(tmp_path / "a")
+    assert files(tmp_path) == ["a"]
+
+
+def test_what_comes_to_exist_meanwhile_is_not_written_over(tmp_path: Path) -> None:
+    def build() -> None:
+        with store.building(tmp_path / "a") as folder:
+            (folder / "new").write_text("")
+            (tmp_path / "a").mkdir()
+
+    with pytest.raises(FileExistsError):
+        build()
+    assert files(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    def build() -> None:
+        with store.building(tmp_path / "a") as folder:
+            (folder / "deep").mkdir()
+            (folder / "deep" / "file").write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        build()
+    assert files(tmp_path) == []
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".a.partial"
+    (left / "split").mkdir(parents=True)
+    (left / "indptr.npy").write_text("half")
+    (left / "split" / "train.npy").write_text("half")
+    write(tmp_path / "a")
+    store.verify(tmp_path / "a")
+    assert not left.exists()
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
+    with store.building(tmp_path / "a") as folder:
+        (folder / "file").write_text("first")
+        with pytest.raises(RuntimeError, match=r"another process is writing .*a\n\nhint: "):
+            write(tmp_path / "a")
+        write(tmp_path / "b")
+    assert (tmp_path / "a" / "file").read_text() == "first"
+
+
+def _many(dest: Path, failures: Any) -> None:
+    try:
+        write(dest)
+    except (FileExistsError, RuntimeError):
+        failures.put(1)
+
+
+def test_of_many_processes_one_writes(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    failures = context.Queue()
+    workers = [context.Process(target=_many, args=(tmp_path / "a", failures)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    store.verify(tmp_path / "a")
+    assert [failures.get(timeout=5) for _ in range(3)] == [1, 1, 1]
+    assert not (tmp_path / ".a.partial").exists()
+
+
+def test_too_small_a_disk_is_refused_at_once(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"about 1,152,921,504,606,846,976 bytes are needed"),
+        store.building(tmp_path / "a", 1 << 60),
+    ):
+        pytest.fail("it began")
+    assert files(tmp_path) == []
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow past 64 KiB, as on a disk that is full by then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_file_that_cannot_grow(tmp_path: Path) -> None:
+    table = np.zeros((1 << 14, 2), np.float32)
+    with pytest.raises(RuntimeError, match=r"no room for .*a: .* are free\n\nhint: "):
+        write(tmp_path / "a", table)
+    assert files(tmp_path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root can mount a small disk")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    # fits as a whole, so it is found full only once the first files are there
+    table = np.zeros((1 << 17, 2), np.float32)
+    with pytest.raises(RuntimeError, match=r"no room for .*a: .* are free\n\nhint: "):
+        write(small_disk / "a", table)
+    assert files(small_disk) == []
+    with (
+        pytest.raises(RuntimeError, match="no room for"),
+        store.building(small_disk / "a") as folder,
+    ):
+        store.scratch(folder)("sources", 1 << 20, np.int32)
+    assert files(small_disk) == []
+
+
+def test_other_faults_of_the_disk_pass(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="broken"), store.building(tmp_path / "a"):
+        raise OSError(errno.EIO, "broken")
+
+
+def test_scratch_arrays_have_no_name(tmp_path: Path) -> None:
+    allocate = store.scratch(tmp_path)
+    array = allocate("sources", 1000, np.int32)
+    array[:] = np.arange(1000)
+    assert (array == np.arange(1000)).all()
+    assert allocate("none", 0, np.int32).shape == (0,)
+    assert files(tmp_path) == []
+
+
+def test_folders_are_copied_and_checked(tmp_path: Path) -> None:
+    source = tmp_path / "mapping"
+    (source / "deep").mkdir(parents=True)
+    (source / "deep" / "nodes.csv").write_text("0,zero\n")
+    with store.building(tmp_path / "a") as folder:
+        writer = store.Writer(folder)
+        writer.copy(source, "mapping")
+        writer.finish(ABOUT | {"features": None})
+    copy = tmp_path / "a" / "mapping" / "deep" / "nodes.csv"
+    assert copy.read_text() == "0,zero\n"
+    entry = store.read_meta(tmp_path / "a")["files"]["mapping/deep/nodes.csv"]
+    assert entry == {"bytes": 7, "crc32": store.checksum(copy)}
+
+
+def test_progress_counts_bytes(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    with store.building(tmp_path / "a") as folder:
+        writer = store.Writer(folder, lambda *now: seen.append(now))
+        writer.save("labels.npy", np.arange(1 << 22))
+        writer.finish(ABOUT | {"features": None})
+    total = 4096 + (1 << 25)
+    assert [done for _, done, _ in seen] == [4096 + (1 << 24), total]
+    assert seen[-1] == ("labels.npy", total, os.path.getsize(tmp_path / "a" / "labels.npy"))
