@@ -26,7 +26,7 @@ from typing import IO
 
 from gcnzc.datasets import catalog
 from gcnzc.datasets.rows import Progress, no_progress
-from gcnzc.datasets.store import building
+from gcnzc.datasets.store import NO_SPACE, building
 
 _BLOCK_BYTES = 1 << 20
 _TIMEOUT_S = 30
@@ -41,7 +41,6 @@ class Remote:
     name: str
     url: str
     version: str
-    top: str  # the folder in the zip
 
     @property
     def folder_name(self) -> str:
@@ -68,7 +67,7 @@ def table() -> dict[str, Remote]:
     for place, name in enumerate(lines[""]):
         told = {key: line[place] for key, line in lines.items()}
         if told["is hetero"] != "True":
-            sets[name] = Remote(name, told["url"], told["version"], told["download_name"])
+            sets[name] = Remote(name, told["url"], told["version"])
     return sets
 
 
@@ -123,6 +122,8 @@ def _download(url: str, target: Path, progress: Progress) -> None:
                     f"hint: get it another way and put it at {target}"
                 ) from error
             except (OSError, http.client.HTTPException) as error:
+                if isinstance(error, OSError) and error.errno in NO_SPACE:
+                    raise RuntimeError(_no_room(partial, "more")) from error
                 if left:
                     continue
                 come = partial.stat().st_size
@@ -204,12 +205,16 @@ def _stamp(partial: Path) -> str | None:
 
 
 def _demand_room(partial: Path, needed_bytes: int) -> None:
-    free = shutil.disk_usage(partial.parent).free
-    if free < needed_bytes:
-        raise RuntimeError(
-            f"no room for {partial}: {needed_bytes:,} bytes are to come, {free:,} are free\n\n"
-            "hint: free some, or name a destination on a larger disk"
-        )
+    if shutil.disk_usage(partial.parent).free < needed_bytes:
+        raise RuntimeError(_no_room(partial, f"{needed_bytes:,}"))
+
+
+def _no_room(partial: Path, needed: str) -> str:
+    return (
+        f"no room for {partial}: {needed} bytes are to come, "
+        f"{shutil.disk_usage(partial.parent).free:,} are free\n\n"
+        "hint: free some, or name a destination on a larger disk; what has come is kept"
+    )
 
 
 def _unpack(archive: Path, remote: Remote, dest: Path, progress: Progress) -> None:

@@ -47,7 +47,8 @@ FORMAT = "gcnzc-graph"
 VERSION = 1
 # data begins on a page, so that it can be mapped, locked and read by a device in whole pages
 HEADER_BYTES = 4096
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# what a full disk, a used up quota and a file that may grow no further say
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -80,7 +81,7 @@ def building(dest: Path, needed_bytes: int = 0) -> Iterator[Path]:
         _sync(dest.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
             raise RuntimeError(_no_space(dest, needed_bytes)) from error
         raise
     finally:

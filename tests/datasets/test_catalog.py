@@ -1,0 +1,102 @@
+import csv
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gcnzc.datasets import catalog, download
+
+
+def test_ogbs_sets_are_as_the_package_says() -> None:
+    found = importlib.util.find_spec("ogb")
+    assert found is not None
+    assert found.submodule_search_locations
+    master = Path(found.submodule_search_locations[0], "nodeproppred/master.csv")
+    with master.open() as file:
+        lines = {line[0]: line[1:] for line in csv.reader(file)}
+    for place, name in enumerate(lines[""]):
+        if lines["is hetero"][place] == "True":
+            with pytest.raises(ValueError, match="is heterogeneous"):
+                catalog.get(name)
+            continue
+        entry = catalog.get(name)
+        assert entry.num_classes == int(lines["num classes"][place])
+        assert entry.num_tasks == int(lines["num tasks"][place])
+        assert entry.split == lines["split"][place]
+        assert (entry.stored == "once") == (lines["add_inverse_edge"][place] == "True")
+        assert (entry.num_features > 0) == (lines["has_node_attr"][place] == "True")
+        assert entry.metric == {"acc": "accuracy"}.get(
+            lines["eval metric"][place], lines["eval metric"][place]
+        )
+        assert entry.folders == (name.replace("-", "_"), lines["download_name"][place])
+
+
+def test_sizes_are_those_of_the_files(shared_data: Path) -> None:
+    for path in sorted(shared_data.glob("*/*.npz")):
+        entry = catalog.find(path.stem)
+        if entry is None:
+            assert path.stem == "ecomm_temporal"
+            continue
+        with np.load(path) as archive:
+            labels = archive["node_label"]
+            assert entry.num_nodes == len(labels)
+            assert entry.num_edges == archive["edge_index"].shape[1]
+            assert entry.num_classes == labels.max() + 1
+            assert (entry.stored == "once") == archive["add_inverse_edge"]
+            columns = archive["feat_shape"][1] if "feat_shape" in archive else 0
+            if "node_feat" in archive:
+                columns = archive["node_feat"].shape[1]
+            assert entry.num_features == columns
+
+
+def test_names_are_unique_and_found() -> None:
+    names = catalog.names()
+    assert len(set(names)) == len(names)
+    for entry in catalog.ENTRIES:
+        for name in (entry.name, *entry.folders):
+            assert catalog.find(name) is entry
+            assert catalog.find(name, (entry.num_nodes, entry.num_edges)) is entry
+            assert catalog.find(name, (entry.num_nodes, 1)) is None
+    assert catalog.get("OGBN-Arxiv").name == "ogbn-arxiv"
+
+
+def test_what_a_graph_takes() -> None:
+    products = catalog.get("ogbn-products")
+    assert products.feature_bytes == 2_449_029 * 400
+    assert products.edges_trained_on == 123_718_280
+    assert catalog.get("ogbn-arxiv").edges_trained_on == 2_332_486
+    assert catalog.get("cora").edges_trained_on == 10_556
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("ogbn-arxive", "did you mean ogbn-arxiv"),
+        ("papers100M", "did you mean ogbn-papers100M"),
+        ("Coar", "did you mean cora"),
+        ("xyz", "known are ogbn-arxiv, ogbn-products"),
+    ],
+)
+def test_the_nearest_names_are_suggested(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"no dataset {name}\n\nhint: {hint}"):
+        catalog.get(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ogbn-mag", "heterogeneous"),
+        ("MAG240M", "heterogeneous"),
+        ("ogbl-collab", "a link-level set"),
+        ("ogbl_ppa", "a link-level set"),
+        ("wikikg90mv2", "a link-level set"),
+        ("ogbg-molhiv", "a graph-level set"),
+        ("pcqm4m-v2", "a graph-level set"),
+    ],
+)
+def test_sets_of_other_kinds_are_refused(name: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {kind}.*\n\nhint: "):
+        catalog.get(name)
+    with pytest.raises(ValueError, match=rf"{name} is {kind}.*\n\nhint: "):
+        download.lookup(name)

@@ -1,0 +1,275 @@
+import errno
+import http.server
+import io
+import json
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tiny_graph import tiny
+
+from gcnzc.datasets import download
+from gcnzc.datasets.download import Remote, fetch, lookup, table
+
+
+@dataclass
+class Site:
+    """A server of one file that can be told to fail."""
+
+    url: str = ""
+    data: bytes = b""
+    ranges: bool = True
+    stamp: str | None = '"one"'
+    length: bool = True
+    status: int = 200
+    # bytes after which each answer breaks off; what is left of the list breaks no more
+    breaks: list[int] = field(default_factory=list)
+    asked: list[str | None] = field(default_factory=list)
+
+    @property
+    def remote(self) -> Remote:
+        return Remote("ogbn-tiny", self.url + "/tiny.zip", "1")
+
+
+def answer(site: Site) -> type[http.server.BaseHTTPRequestHandler]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            begin = 0
+            asked = self.headers["Range"]
+            site.asked.append(asked)
+            if site.status != 200:
+                self.send_error(site.status)
+                return
+            if site.ranges and asked and self.headers["If-Range"] == site.stamp:
+                begin = int(asked.removeprefix("bytes=").removesuffix("-"))
+                if begin >= len(site.data):
+                    self.send_error(416)
+                    return
+                self.send_response(206)
+            else:
+                self.send_response(200)
+            if site.length:
+                self.send_header("Content-Length", str(len(site.data) - begin))
+            if site.stamp:
+                self.send_header("ETag", site.stamp)
+            self.end_headers()
+            end = begin + site.breaks.pop(0) if site.breaks else len(site.data)
+            self.wfile.write(site.data[begin:end])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Site]:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    # so that a break falls between two reads
+    monkeypatch.setattr(download, "_BLOCK_BYTES", 100)
+    site = Site(data=zipped(tiny().write(tmp_path / "source")))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), answer(site)) as server:
+        site.url = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield site
+        server.shutdown()
+        thread.join()
+
+
+def zipped(folder: Path, top: str = "tiny/") -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            name = f"{top}{path.relative_to(folder)}"
+            archive.writestr(name + "/" if path.is_dir() else name, read(path))
+    return file.getvalue()
+
+
+def read(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_set_comes_and_stays(site: Site, tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    here = tmp_path / "downloads"
+    path = fetch(site.remote, here, lambda *now: seen.append(now))
+    assert path == here / "ogbn_tiny_v1"
+    assert contents(path) == contents(tmp_path / "source")
+    assert names(here) == ["ogbn_tiny_v1"]
+    size = len(site.data)
+    assert ("download", size, size) in seen
+    assert seen[-1][0] == "unpack"
+    assert seen[-1][1] == seen[-1][2]
+    assert fetch(site.remote, here) == path
+    assert len(site.asked) == 1
+
+
+def test_what_broke_off_goes_on_by_itself(site: Site, tmp_path: Path) -> None:
+    site.breaks = [1000, 700]
+    path = fetch(site.remote, tmp_path / "downloads")
+    assert contents(path) == contents(tmp_path / "source")
+    assert site.asked == [None, "bytes=1000-", "bytes=1700-"]
+
+
+def test_what_broke_off_goes_on_in_the_next_call(site: Site, tmp_path: Path) -> None:
+    here = tmp_path / "downloads"
+    site.breaks = [500, 100, 100]
+    with pytest.raises(
+        RuntimeError, match=r"broke off after 700 bytes: .*\n\nhint: is there a net"
+    ):
+        fetch(site.remote, here)
+    assert names(here) == ["tiny.zip.partial", "tiny.zip.partial.json"]
+    path = fetch(site.remote, here)
+    assert site.asked[-1] == "bytes=700-"
+    assert contents(path) == contents(tmp_path / "source")
+    assert names(here) == ["ogbn_tiny_v1"]
+
+
+@pytest.mark.parametrize("why", ["no ranges", "no stamp", "weak stamp", "no length"])
+def test_without_ranges_it_starts_again(site: Site, tmp_path: Path, why: str) -> None:
+    site.ranges = why != "no ranges"
+    site.length = why != "no length"
+    if "stamp" in why:
+        site.stamp = None if why == "no stamp" else 'W/"one"'
+    site.breaks = [] if why == "no length" else [1000, 1000]
+    path = fetch(site.remote, tmp_path / "downloads")
+    assert contents(path) == contents(tmp_path / "source")
+
+
+def test_another_version_is_not_mixed_in(site: Site, tmp_path: Path) -> None:
+    here = tmp_path / "downloads"
+    site.breaks = [500, 0, 0]
+    with pytest.raises(RuntimeError, match="broke off"):
+        fetch(site.remote, here)
+    tiny(seed=1).write(tmp_path / "newer")
+    site.data, site.stamp = zipped(tmp_path / "newer"), '"two"'
+    assert contents(fetch(site.remote, here)) == contents(tmp_path / "newer")
+
+
+def test_more_than_the_server_has_is_thrown_away(site: Site, tmp_path: Path) -> None:
+    here = tmp_path / "downloads"
+    here.mkdir()
+    (here / "tiny.zip.partial").write_bytes(b"0" * (len(site.data) + 7))
+    (here / "tiny.zip.partial.json").write_text(json.dumps({"stamp": site.stamp}))
+    assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
+    assert site.asked == [f"bytes={len(site.data) + 7}-", None]
+
+
+def test_the_last_byte_had_come(site: Site, tmp_path: Path) -> None:
+    here = tmp_path / "downloads"
+    here.mkdir()
+    (here / "tiny.zip.partial").write_bytes(site.data)
+    (here / "tiny.zip.partial.json").write_text(json.dumps({"stamp": site.stamp}))
+    assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
+
+
+def test_without_a_network_the_way_out_is_told(tmp_path: Path) -> None:
+    # a port that nobody listens on
+    remote = Remote("ogbn-tiny", "http://127.0.0.1:9/tiny.zip", "1")
+    with pytest.raises(
+        RuntimeError, match=r"broke off after 0 bytes.*\n\nhint: is there a network"
+    ):
+        fetch(remote, tmp_path / "downloads")
+
+
+def test_a_file_put_there_by_hand_is_taken(site: Site, tmp_path: Path) -> None:
+    here = tmp_path / "downloads"
+    here.mkdir()
+    (here / "tiny.zip").write_bytes(site.data)
+    assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
+    assert site.asked == []
+
+
+def test_what_the_server_does_not_have(site: Site, tmp_path: Path) -> None:
+    site.status = 404
+    with pytest.raises(RuntimeError, match=r"cannot be had: 404 Not Found\n\nhint: "):
+        fetch(site.remote, tmp_path / "downloads")
+    assert len(site.asked) == 1
+
+
+def test_what_is_no_zip_is_removed(site: Site, tmp_path: Path) -> None:
+    good = site.data
+    here = tmp_path / "downloads"
+    half = good[: len(good) // 2]
+    flipped = good.replace(b"Release note", b"release note")
+    for bad in (b"<html>moved</html>", half, flipped):
+        site.data = bad
+        with pytest.raises(RuntimeError, match=r"tiny.zip is no whole zip.*\n\nhint: it has been"):
+            fetch(site.remote, here)
+        assert names(here) == []
+    site.data = good
+    assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
+
+
+@pytest.mark.parametrize("top", ["/", "tiny/../../", ""])
+def test_a_zip_writes_nowhere_else(site: Site, tmp_path: Path, top: str) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "file").write_text("")
+    site.data = zipped(tmp_path / "one", top)
+    with pytest.raises(RuntimeError, match="it has a file"):
+        fetch(site.remote, tmp_path / "downloads")
+    assert names(tmp_path / "downloads") == []
+    assert names(tmp_path) == ["downloads", "one", "source"]
+
+
+def test_two_processes_do_not_download_one_file(site: Site, tmp_path: Path) -> None:
+    with (
+        download._locked(tmp_path / "tiny.zip.partial"),
+        pytest.raises(RuntimeError, match=r"another process is downloading.*\n\nhint: "),
+    ):
+        fetch(site.remote, tmp_path)
+    assert site.asked == []
+
+
+def test_a_disk_without_room(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = download.shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(RuntimeError, match=r"bytes are to come, 10 are free\n\nhint: "):
+        fetch(site.remote, tmp_path / "downloads")
+
+
+def test_a_disk_that_fills(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(download, "_go_on", full)
+    with pytest.raises(RuntimeError, match=r"no room for .*partial(.|\n)*what has come is kept"):
+        fetch(site.remote, tmp_path / "downloads")
+
+
+def test_the_table_is_ogbs() -> None:
+    sets = table()
+    assert list(sets) == ["ogbn-proteins", "ogbn-products", "ogbn-arxiv", "ogbn-papers100M"]
+    assert sets["ogbn-arxiv"].url.endswith("/nodeproppred/arxiv.zip")
+    assert lookup("ogbn_ARXIV").folder_name == "ogbn_arxiv_v1"
+
+
+def test_names_that_are_not_ogbs() -> None:
+    with pytest.raises(
+        ValueError, match=r"no dataset ogbn-arxive\n\nhint: did you mean ogbn-arxiv"
+    ):
+        lookup("ogbn-arxive")
+    with pytest.raises(
+        ValueError, match=r"cora is known, but it is not one of OGB's sets\n\nhint: "
+    ):
+        lookup("cora")
+
+
+def test_without_the_package_the_hint_is_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(RuntimeError, match=r"not installed\n\nhint: pip install ogb"):
+        table()
