@@ -11,7 +11,7 @@ from torch import Tensor
 from gcnzc.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.philox import split_key
-from gcnzc.kernels.sample import ALL, Workspace
+from gcnzc.kernels.sample import ALL, MAX_DEGREE, Workspace
 from gcnzc.kernels.sample import sample as draw
 
 
@@ -89,7 +89,8 @@ class Sampler:
         edge_ids: also give each edge's position in `graph.indices`.
 
     Raises:
-        ValueError: no fan-outs, one below -1, or a seed of more than 64 bits.
+        ValueError: no fan-outs, one below -1, a seed of more than 64 bits, or a graph with a node
+            of 2**32 neighbours.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class Sampler:
     ) -> None:
         self.graph = graph
         self.fanouts = demand_fanouts(fanouts)
-        split_key(seed)
+        split_key(seed)  # refuses what is no key
+        _demand_degrees(graph)
         self.seed = seed
         self.edge_ids = edge_ids
         self._pool = Pool()
@@ -183,3 +185,9 @@ def demand_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
                 "hint: seeds are ids of nodes, counted from 0"
             )
     return seeds.long()
+
+
+def _demand_degrees(graph: Graph) -> None:
+    # looking at every degree of a large graph takes a second, so only where one can be too large
+    if graph.num_edges > MAX_DEGREE and int(graph.in_degrees().max()) > MAX_DEGREE:
+        raise ValueError(f"a node has more than {MAX_DEGREE} in-edges, and cannot be sampled")

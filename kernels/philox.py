@@ -10,6 +10,7 @@ worker or device draws the same.
 
 import numpy as np
 from numba import njit, uint64
+from numpy.typing import ArrayLike, NDArray
 
 ROUNDS = 10
 # the paper's constants: two multipliers, and the Weyl steps of the key
@@ -34,7 +35,9 @@ def split_key(seed: int) -> tuple[int, int]:
     return seed & MASK, (seed >> 32) & MASK
 
 
-def philox4x32_reference(c0, c1, c2, c3, k0, k1):
+def philox4x32_reference(
+    c0: ArrayLike, c1: ArrayLike, c2: ArrayLike, c3: ArrayLike, k0: ArrayLike, k1: ArrayLike
+) -> tuple[NDArray[np.uint32], ...]:
     """What `philox4x32` must equal, for arrays of counters and keys.
 
     Args:
@@ -55,9 +58,10 @@ def philox4x32_reference(c0, c1, c2, c3, k0, k1):
     return tuple(np.asarray(word, np.uint32) for word in np.broadcast_arrays(c0, c1, c2, c3))
 
 
-@njit(cache=True, nogil=True)
+# inlined by numba, since LLVM inlines too late for the caller's loop to become vector code
+@njit(inline="always")
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Four words in [0, 2**32), as uint64, for compiled callers, who inline it.
+    """Four words in [0, 2**32), as uint64, for compiled callers.
 
     Args:
         c0, c1, c2, c3: the counter's words, unsigned, below 2**32.

@@ -16,7 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numba import int64, njit, uint64
+from numba import int64, njit, uint32, uint64
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gcnzc.kernels.memory import prefetch
@@ -85,11 +86,19 @@ def _draw(degree: int, fanout: int, node: int, hop: int, seed: int, epoch: int) 
 # destinations, and about how many edges, taken at once: what they need stays in the first caches
 LOT_DESTINATIONS = 256
 LOT_EDGES = 4096
-# up to here a chosen position is looked for among those before it, above in a map of bits
-SCANNED = 64
-# the table is at most half full, so that a search ends after a slot or two
+AHEAD = 64  # slots of a table are asked for this many edges before they are due
+LINE_IDS = 8  # ids of 8 B in a line of the cache
+# Up to here a position is compared with all those chosen before it, many destinations at a time;
+# beyond, each destination marks its positions in a map of bits.
+COMPARED = 64
+# A table with a slot for every node is quicker than a hash table by a third of the whole, but takes
+# 4 B a node in every thread: 64 MB here, 444 MB for the 111 M nodes of ogbn-papers100M, where the
+# hash table takes 16 MB for batches of 400,000 nodes, and is slower by a sixth.
+DIRECT_NODES = 2**24
+# the hash table is at most half full, so that a search ends after a slot or two
 SLOTS_PER_NODE = 2
 MAX_NODES = 2**31 - 1  # local numbers are int32
+MAX_DEGREE = 2**32 - 1  # positions are drawn from words of 32 bits
 # fields of `progress`
 HOP, DESTINATION, NODES, EDGES, NEED_INDPTR, NEED_NODES, NEED_EDGES = range(7)
 
@@ -100,72 +109,174 @@ def _ask(array, position):
 
 
 @njit(cache=True, nogil=True)
-def _slot(node, shift):
-    # Fibonacci hashing: the top bits of a product with 2**64 / golden ratio
-    return int64((uint64(node) * uint64(0x9E3779B97F4A7C15)) >> shift)
+def _draw_few(low, high, degrees, num_drawn, fanout, key, words, clash):
+    """Floyd's method for many destinations at once, in loops that become vector code.
+
+    Column i of `words` becomes the `fanout` positions of destination i below `degrees[i]`.
+    """
+    key_0, key_1, epoch = key[0], key[1], key[2]
+    for quad in range((fanout + 3) // 4):
+        for i in range(num_drawn):
+            w0, w1, w2, w3 = philox4x32(quad, low[i], high[i], epoch, key_0, key_1)
+            words[4 * quad, i] = w0
+            words[4 * quad + 1, i] = w1
+            words[4 * quad + 2, i] = w2
+            words[4 * quad + 3, i] = w3
+    for draw in range(fanout):
+        for i in range(num_drawn):
+            below = degrees[i] - uint32(fanout - draw - 1)
+            words[draw, i] = (uint64(words[draw, i]) * uint64(below)) >> uint64(32)
+            clash[i] = 0
+        for earlier in range(draw):
+            for i in range(num_drawn):
+                clash[i] |= words[earlier, i] == words[draw, i]
+        for i in range(num_drawn):
+            if clash[i]:
+                words[draw, i] = degrees[i] - uint32(fanout - draw)
 
 
 @njit(cache=True, nogil=True)
-def _place(node, table, shift, base, nodes, count):
-    """The local number of `node`, or `count` after entering it as that.
+def _draw_many(low, high, degree, fanout, key, bits, positions):
+    """Floyd's method for one destination with a map of bits, which is left empty."""
+    for quad in range((fanout + 3) // 4):
+        words = philox4x32(quad, low, high, key[2], key[0], key[1])
+        for draw in range(4 * quad, min(4 * quad + 4, fanout)):
+            last = degree - fanout + draw
+            position = int64((words[draw - 4 * quad] * uint64(last + 1)) >> uint64(32))
+            if bits[position >> 6] >> uint64(position & 63) & uint64(1):
+                position = last
+            bits[position >> 6] |= uint64(1) << uint64(position & 63)
+            positions[draw] = position
+    for position in positions[:fanout]:
+        bits[position >> 6] = 0
 
-    A slot holds the low half of an id above its stamp, which is `base` plus its local number; a
-    stamp below `base` is of an earlier batch, and its slot is free.
+
+@njit(cache=True, nogil=True)
+def _number_directly(sources, table, base, nodes, count, places):
+    """Write the local numbers of `sources`; new ones get the next, and join `nodes`.
+
+    A node's slot holds its stamp, which is `base` plus its local number; a stamp below `base` is of
+    an earlier batch. There is no branch to be foretold: every slot is written, changed or not.
     """
-    low = uint64(node) & uint64(0xFFFFFFFF)
-    slot = _slot(node, shift)
+    for i in range(min(AHEAD, len(sources))):
+        _ask(table, sources[i])
+    for i in range(len(sources)):
+        if i + AHEAD < len(sources):
+            _ask(table, sources[i + AHEAD])
+        source = sources[i]
+        stamp = int64(table[source])
+        new = stamp < base
+        stamp = base + count if new else stamp
+        table[source] = stamp
+        nodes[count] = source
+        count += 1 if new else 0
+        places[i] = stamp - base
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _slot(node, num_slots):
+    # Fibonacci hashing: the top bits of a product with 2**64 / golden ratio
+    product = uint64(node) * uint64(0x9E3779B97F4A7C15)
+    return int64(((product >> uint64(32)) * uint64(num_slots)) >> uint64(32))
+
+
+@njit(cache=True, nogil=True)
+def _search(source, table, base, nodes):
+    """The slot of `source`, or the free slot where it belongs."""
+    low = uint64(source) & uint64(0xFFFFFFFF)
+    slot = _slot(source, len(table))
     while True:
         entry = table[slot]
-        stamp = entry & uint64(0xFFFFFFFF)
-        if stamp < base:
-            table[slot] = (low << uint64(32)) | (base + uint64(count))
-            return count
+        stamp = int64(entry & uint64(0xFFFFFFFF))
         # ids that differ by a multiple of 2**32 share their low half
-        if entry >> uint64(32) == low and nodes[int64(stamp - base)] == node:
-            return int64(stamp - base)
-        slot += 1
-        if slot == len(table):
-            slot = 0
+        if stamp < base or (entry >> uint64(32) == low and nodes[stamp - base] == source):
+            return slot
+        slot = (slot + 1) & (len(table) - 1)
 
 
 @njit(cache=True, nogil=True)
-def _enter(table, shift, base, nodes, count):
-    """Put the first `count` nodes into a table that has none of them."""
+def _number_by_hash(sources, table, base, nodes, count, places):
+    """The same with a hash table of a power of two of slots, searched one by one.
+
+    A slot holds the low half of an id above its stamp; with a stamp below `base` it is free.
+    """
+    for i in range(min(AHEAD, len(sources))):
+        _ask(table, _slot(sources[i], len(table)))
+    for i in range(len(sources)):
+        if i + AHEAD < len(sources):
+            _ask(table, _slot(sources[i + AHEAD], len(table)))
+        source = sources[i]
+        slot = _search(source, table, base, nodes)
+        stamp = int64(table[slot] & uint64(0xFFFFFFFF))
+        new = stamp < base
+        stamp = base + count if new else stamp
+        table[slot] = (uint64(source) << uint64(32)) | uint64(stamp)
+        nodes[count] = source
+        count += 1 if new else 0
+        places[i] = stamp - base
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _enter(direct, hashed, base, nodes, count):
+    """Number the first `count` nodes by their places; one that occurs twice by its first."""
     for place in range(count):
-        _place(nodes[place], table, shift, base, nodes, place)
+        node = nodes[place]
+        if len(direct):
+            if direct[node] < base:
+                direct[node] = base + place
+        else:
+            slot = _search(node, hashed, base, nodes)
+            if int64(hashed[slot] & uint64(0xFFFFFFFF)) < base:
+                hashed[slot] = (uint64(node) << uint64(32)) | uint64(base + place)
 
 
 @njit(cache=True, nogil=True)
-def _choose(begin, degree, fanout, node, hop, key_0, key_1, epoch, bits, positions, filled):
-    """Write `fanout` of the `degree` positions from `begin` into `positions[filled:]`."""
-    low, high = node & uint64(0xFFFFFFFF), (node >> uint64(32)) | (uint64(hop) << uint64(16))
-    seen = uint64(0)
-    draw = 0
-    while draw < fanout:
-        quad = philox4x32(uint64(draw >> 2), low, high, epoch, key_0, key_1)
-        for word in quad:
-            if draw == fanout:
-                break
-            last = degree - fanout + draw
-            position = int64((word * uint64(last + 1)) >> uint64(32))
-            mask = uint64(1) << uint64(position & 63)
-            if fanout > SCANNED:
-                if bits[position >> 6] & mask:
-                    position = last
-                bits[position >> 6] |= uint64(1) << uint64(position & 63)
-            else:
-                if seen & mask:
-                    # the bit is shared by positions that differ by a multiple of 64
-                    for earlier in range(filled, filled + draw):
-                        if positions[earlier] == begin + position:
-                            position = last
-                            break
-                seen |= uint64(1) << uint64(position & 63)
-            positions[filled + draw] = begin + position
-            draw += 1
-    if fanout > SCANNED:
-        for earlier in range(filled, filled + fanout):
-            bits[(positions[earlier] - begin) >> 6] = uint64(0)
+def _draw_lot(
+    nodes, begins, degrees, hop, fanout, key, scratch, bits, indices, positions, ends
+):  # fmt: skip
+    """Write where the kept edges of a lot of destinations stand in `indices`, and their ends.
+
+    The edges are asked for as their positions are written: by the time the lot is drawn they have
+    come, which is twice as quick as to ask 64 entries ahead while they are read.
+    """
+    low, high, drawn_degrees, words, clash = scratch
+    if 0 <= fanout <= COMPARED:
+        num_drawn = 0
+        for i in range(len(nodes)):
+            if degrees[i] > fanout:
+                low[num_drawn] = nodes[i] & 0xFFFFFFFF
+                high[num_drawn] = (nodes[i] >> 32) | (hop << 16)
+                drawn_degrees[num_drawn] = degrees[i]
+                num_drawn += 1
+        _draw_few(low, high, drawn_degrees, num_drawn, fanout, key, words, clash)
+    filled = 0
+    column = 0
+    for i in range(len(nodes)):
+        begin, degree = begins[i], degrees[i]
+        if fanout < 0 or degree <= fanout:
+            for position in range(degree):
+                positions[filled + position] = begin + position
+                if position % LINE_IDS == 0:
+                    _ask(indices, begin + position)
+            filled += degree
+        elif fanout <= COMPARED:
+            for draw in range(fanout):
+                position = begin + words[draw, column]
+                positions[filled + draw] = position
+                _ask(indices, position)
+            column += 1
+            filled += fanout
+        else:
+            chosen = positions[filled : filled + fanout]
+            half, rest = nodes[i] & 0xFFFFFFFF, (nodes[i] >> 32) | (hop << 16)
+            _draw_many(half, rest, degree, fanout, key, bits, chosen)
+            for draw in range(fanout):
+                chosen[draw] += begin
+                _ask(indices, chosen[draw])
+            filled += fanout
+        ends[i] = filled
 
 
 @njit(cache=True, nogil=True)
@@ -173,11 +284,9 @@ def _sample(
     indptr,
     indices,
     fanouts,
-    key_0,
-    key_1,
-    epoch,
-    table,
-    shift,
+    key,
+    direct,
+    hashed,
     base,
     nodes,
     out_indptr,
@@ -192,134 +301,119 @@ def _sample(
     count, edges = progress[NODES], progress[EDGES]
     begins = np.empty(LOT_DESTINATIONS, np.int64)
     degrees = np.empty(LOT_DESTINATIONS, np.int64)
-    positions = np.empty(LOT_EDGES, np.int64)
+    ends = np.empty(LOT_DESTINATIONS, np.int64)
+    scratch = (
+        np.empty(LOT_DESTINATIONS, np.uint32),
+        np.empty(LOT_DESTINATIONS, np.uint32),
+        np.empty(LOT_DESTINATIONS, np.uint32),
+        # a line more, so that a column's entries fall into different sets of the cache
+        np.empty((COMPARED, LOT_DESTINATIONS + 16), np.uint32),
+        np.empty(LOT_DESTINATIONS, np.uint32),
+    )
+    positions = np.empty(LOT_EDGES + 64 * LOT_DESTINATIONS, np.int64)
     bits = np.zeros(1, np.uint64)
-    limit = min(len(nodes), len(table) // SLOTS_PER_NODE)
-    while hop < len(fanouts):
-        fanout = fanouts[hop]
-        num_destinations = num_nodes[hop]
+    room = len(nodes)
+    if not len(direct):
+        room = min(room, len(hashed) // SLOTS_PER_NODE)
+    done = True
+    while hop < len(fanouts) and done:
+        fanout, num_destinations = fanouts[hop], num_nodes[hop]
         # the hops' offsets lie one behind the other, each with its own leading zero
-        first = hop
-        for before in range(hop):
-            first += num_nodes[before]
-        if destination == 0:
-            if len(out_indptr) < first + num_destinations + 1:
-                progress[NEED_INDPTR] = first + num_destinations + 1
-                progress[HOP], progress[DESTINATION] = hop, 0
-                progress[NODES], progress[EDGES] = count, edges
-                return False
-            out_indptr[first] = 0
+        first = hop + num_nodes[:hop].sum()
+        if len(out_indptr) < first + num_destinations + 1:
+            progress[NEED_INDPTR] = first + num_destinations + 1
+            done = False
+            break
+        out_indptr[first] = 0
         while destination < num_destinations:
-            taken = 0
-            total = 0
+            taken = total = longest = 0
             while (
                 taken < LOT_DESTINATIONS
-                and destination + taken < num_destinations
                 and total < LOT_EDGES
+                and destination + taken < num_destinations
             ):
                 node = nodes[destination + taken]
-                begins[taken] = indptr[node]
-                degree = indptr[node + 1] - indptr[node]
-                degrees[taken] = degree
+                begin, degree = indptr[node], indptr[node + 1] - indptr[node]
+                begins[taken], degrees[taken] = begin, degree
                 total += degree if fanout < 0 else min(degree, fanout)
+                longest = max(longest, degree)
                 taken += 1
-            if edges + total > len(out_indices) or count + total > limit:
+            if count + total > room or edges + total > len(out_indices):
                 progress[NEED_NODES], progress[NEED_EDGES] = count + total, edges + total
-                progress[HOP], progress[DESTINATION] = hop, destination
-                progress[NODES], progress[EDGES] = count, edges
-                return False
+                done = False
+                break
+            # the next lot's offsets are on their way while this lot is drawn
+            last = destination + taken
+            for i in range(last, min(last + LOT_DESTINATIONS, num_destinations)):
+                _ask(indptr, nodes[i])
             if total > len(positions):
                 positions = np.empty(2 * total, np.int64)
-            # the next lot's offsets are on their way while this lot is drawn
-            ahead = min(destination + taken + LOT_DESTINATIONS, num_destinations)
-            for i in range(destination + taken, ahead):
-                _ask(indptr, nodes[i])
-
-            filled = 0
+            if fanout > COMPARED and longest > 64 * len(bits):
+                bits = np.zeros((longest + 63) // 64, np.uint64)
+            _draw_lot(
+                nodes[destination:last],
+                begins,
+                degrees,
+                hop,
+                fanout,
+                key,
+                scratch,
+                bits,
+                indices,
+                positions,
+                ends,
+            )
             for i in range(taken):
-                begin, degree = begins[i], degrees[i]
-                if fanout < 0 or degree <= fanout:
-                    for position in range(degree):
-                        positions[filled + position] = begin + position
-                    kept = degree
-                else:
-                    if fanout > SCANNED and degree > len(bits) * 64:
-                        bits = np.zeros((degree + 63) // 64, np.uint64)
-                    node = uint64(nodes[destination + i])
-                    _choose(
-                        begin,
-                        degree,
-                        fanout,
-                        node,
-                        hop,
-                        key_0,
-                        key_1,
-                        epoch,
-                        bits,
-                        positions,
-                        filled,
-                    )
-                    kept = fanout
-                for i_kept in range(filled, filled + kept):
-                    _ask(indices, positions[i_kept])
-                filled += kept
-                out_indptr[first + destination + i + 1] = edges - num_edges[hop] + filled
-
+                out_indptr[first + destination + i + 1] = edges - num_edges[hop] + ends[i]
             if len(out_edge_ids):
-                for i in range(total):
-                    out_edge_ids[edges + i] = positions[i]
+                out_edge_ids[edges : edges + total] = positions[:total]
+            sources = positions[:total]
             for i in range(total):
-                source = int64(indices[positions[i]])
-                positions[i] = source
-                _ask(table, _slot(source, shift))
-            for i in range(total):
-                source = positions[i]
-                place = _place(source, table, shift, base, nodes, count)
-                if place == count:
-                    nodes[count] = source
-                    count += 1
-                out_indices[edges + i] = place
+                sources[i] = indices[positions[i]]
+            places = out_indices[edges : edges + total]
+            if len(direct):
+                count = _number_directly(sources, direct, base, nodes, count, places)
+            else:
+                count = _number_by_hash(sources, hashed, base, nodes, count, places)
             edges += total
             destination += taken
-        hop += 1
-        destination = 0
-        num_nodes[hop] = count
-        num_edges[hop] = edges
+        if done:
+            hop += 1
+            destination = 0
+            num_nodes[hop], num_edges[hop] = count, edges
+    progress[HOP], progress[DESTINATION] = hop, destination
     progress[NODES], progress[EDGES] = count, edges
-    return True
+    return done
 
 
 class Workspace:
     """What one thread needs to sample, kept from batch to batch.
 
-    A table from ids to local numbers, sized to the batches and not to the graph: 8 B a slot, two to
-    four slots a node.
+    The tables from ids to local numbers are never emptied: stamps grow from batch to batch.
     """
 
     def __init__(self) -> None:
-        self.table = np.zeros(2**12, np.uint64)
+        self.direct = np.zeros(0, np.int32)
+        self.hashed = np.zeros(2**12, np.uint64)
         self.base = 1
-        # entries that the last batches needed, so that buffers are large enough at once
+        # entries that batches needed so far, so that buffers are large enough at once
         self.room_indptr = self.room_nodes = self.room_edges = 1024
 
-    def start(self) -> None:
-        """Make the table free of the batch before."""
-        if self.base + MAX_NODES >= 2**32:
-            self.table[:] = 0
-            self.base = 1
+    def start(self, graph_nodes: int) -> None:
+        """Make tables for a graph, free of the batch before."""
+        num_direct = graph_nodes if graph_nodes <= DIRECT_NODES else 0
+        if num_direct != len(self.direct):
+            self.direct, self.base = np.zeros(num_direct, np.int32), 1
+        stamps = 2**31 if num_direct else 2**32
+        if self.base + min(graph_nodes, MAX_NODES) >= stamps:
+            self.direct[:], self.hashed[:], self.base = 0, 0, 1
 
-    @property
-    def shift(self) -> np.uint64:
-        """By how many bits a 64-bit product is shifted to be a slot's number."""
-        return np.uint64(65 - len(self.table).bit_length())
-
-    def grow(self, num_nodes: int, nodes: np.ndarray, known: int) -> None:
-        """Make room for `num_nodes`, of which `known` are known."""
-        if num_nodes * SLOTS_PER_NODE <= len(self.table):
-            return
-        self.table = np.zeros(1 << (num_nodes * SLOTS_PER_NODE - 1).bit_length(), np.uint64)
-        self.base = 1
-        _enter(self.table, self.shift, np.uint64(1), nodes, known)
+    def make_room(self, num_nodes: int, nodes: NDArray[np.int64], known: int) -> None:
+        """Let the hash table take `num_nodes`, and number the first `known` of `nodes`."""
+        if len(self.hashed) < num_nodes * SLOTS_PER_NODE and not len(self.direct):
+            num_slots = 1 << (num_nodes * SLOTS_PER_NODE - 1).bit_length()
+            self.hashed, self.base = np.zeros(num_slots, np.uint64), 1
+        _enter(self.direct, self.hashed, self.base, nodes, known)
 
 
 def _empty(length: int, dtype: torch.dtype) -> Tensor:
@@ -366,24 +460,21 @@ def sample(
     out_edge_ids = empty(workspace.room_edges if edge_ids else 0, torch.int64)
     nodes[:num_seeds] = seeds
 
-    workspace.start()
-    workspace.grow(num_seeds, nodes.numpy(), 0)
-    _enter(workspace.table, workspace.shift, np.uint64(workspace.base), nodes.numpy(), num_seeds)
+    workspace.start(len(indptr) - 1)
+    workspace.make_room(num_seeds, nodes.numpy(), num_seeds)
     num_nodes = np.zeros(num_hops + 1, np.int64)
     num_edges = np.zeros(num_hops + 1, np.int64)
     progress = np.zeros(7, np.int64)
     num_nodes[0] = progress[NODES] = num_seeds
-    key_0, key_1 = split_key(seed)
+    key = np.array([*split_key(seed), epoch], np.uint64)
     while not _sample(
         indptr.numpy(),
         indices.numpy(),
         np.asarray(fanouts, np.int64),
-        np.uint64(key_0),
-        np.uint64(key_1),
-        np.uint64(epoch),
-        workspace.table,
-        workspace.shift,
-        np.uint64(workspace.base),
+        key,
+        workspace.direct,
+        workspace.hashed,
+        workspace.base,
         nodes.numpy(),
         out_indptr.numpy(),
         out_indices.numpy(),
@@ -407,7 +498,7 @@ def sample(
         out_indices = _enlarged(out_indices, workspace.room_edges, empty)
         if edge_ids:
             out_edge_ids = _enlarged(out_edge_ids, workspace.room_edges, empty)
-        workspace.grow(need_nodes, nodes.numpy(), int(progress[NODES]))
+        workspace.make_room(need_nodes, nodes.numpy(), int(progress[NODES]))
     workspace.base += int(num_nodes[-1])
 
     ends = num_edges.tolist()

@@ -1,0 +1,311 @@
+"""`sample` equals its reference, and draws as it should."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2, chi2_contingency
+
+from gcnzc.kernels import sample as kernel
+from gcnzc.kernels.philox import philox4x32_reference, split_key
+from gcnzc.kernels.sample import Workspace, sample, sample_reference
+
+# from the seeds outward: few, more than are compared at once, all, none
+FANOUTS = [[5], [3, 4, 2], [64, 65], [-1, 0, 7], [130, -1], [0], [1, 1, 1, 1], [127, 128]]
+
+
+def graph_of_columns(columns):
+    """CSC with these lists of sources."""
+    ends = np.cumsum([0] + [len(column) for column in columns])
+    indices = np.concatenate([np.asarray(column, np.int64) for column in columns])
+    return torch.from_numpy(ends), torch.from_numpy(indices)
+
+
+@pytest.fixture(scope="module")
+def uneven():
+    """500 nodes: degrees 0 to 40, one of 3000 and some around 64 and 128, loops and twins."""
+    random = np.random.default_rng(0)
+    degrees = random.integers(0, 40, 500)
+    degrees[:9] = [3000, 0, 63, 64, 65, 66, 127, 128, 129]
+    return graph_of_columns([random.integers(0, 500, degree) for degree in degrees])
+
+
+@pytest.fixture(params=["direct", "hashed"])
+def table(request, monkeypatch):
+    if request.param == "hashed":
+        monkeypatch.setattr(kernel, "DIRECT_NODES", 0)
+    return request.param
+
+
+def poisoned(length, dtype):
+    return torch.full((length,), -7, dtype=dtype)
+
+
+def assert_same(drawn, expected):
+    assert drawn.num_nodes == expected.num_nodes
+    for mine, theirs in zip(
+        (drawn.nodes, *drawn.indptr, *drawn.indices),
+        (expected.nodes, *expected.indptr, *expected.indices),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    if drawn.edge_ids is not None:
+        for mine, theirs in zip(drawn.edge_ids, expected.edge_ids, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fanouts", FANOUTS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_equals_reference(fanouts, dtype, table, uneven):
+    indptr, indices = uneven
+    workspace = Workspace()
+    for epoch, edge_ids in [(0, True), (2**32 - 1, False)]:
+        seeds = torch.randperm(500)[:30]
+        drawn = sample(
+            indptr,
+            indices.to(dtype),
+            seeds,
+            fanouts,
+            2**64 - 3,
+            epoch,
+            edge_ids=edge_ids,
+            workspace=workspace,
+            empty=poisoned,
+        )
+        assert (drawn.edge_ids is not None) == edge_ids
+        assert_same(drawn, sample_reference(indptr, indices, seeds, fanouts, 2**64 - 3, epoch))
+
+
+def test_seeds_of_special_degrees(uneven, table):
+    seeds = torch.arange(9)
+    for fanout in [1, 62, 63, 64, 65, 66, 126, 127, 128, 129, 2999, 3000, 2**40]:
+        assert_same(
+            sample(*uneven, seeds, [fanout], 1, 0, edge_ids=True),
+            sample_reference(*uneven, seeds, [fanout], 1, 0),
+        )
+
+
+def test_no_seeds(uneven, table):
+    drawn = sample(*uneven, torch.empty(0, dtype=torch.int64), [3, 2], 0, 0)
+    assert_same(drawn, sample_reference(*uneven, torch.empty(0, dtype=torch.int64), [3, 2], 0, 0))
+    assert drawn.num_nodes == (0, 0, 0)
+    assert drawn.nodes.shape == drawn.indices[0].shape == (0,)
+
+
+def test_nodes_without_neighbours(table):
+    indptr, indices = graph_of_columns([[], [], [0]])
+    drawn = sample(indptr, indices, torch.tensor([1, 2, 0]), [4, 4], 0, 0)
+    assert drawn.nodes.tolist() == [1, 2, 0]
+    assert [block.tolist() for block in drawn.indptr] == [[0, 0, 1, 1]] * 2
+    assert [block.tolist() for block in drawn.indices] == [[2]] * 2
+
+
+def test_seeds_that_occur_twice(uneven, table):
+    seeds = torch.tensor([40, 7, 40, 40, 9])
+    drawn = sample(*uneven, seeds, [3, 2], 5, 0)
+    assert_same(drawn, sample_reference(*uneven, seeds, [3, 2], 5, 0))
+    assert drawn.nodes[:5].tolist() == seeds.tolist()
+    rows = drawn.indices[0].tensor_split(drawn.indptr[0][1:-1])
+    assert rows[0].tolist() == rows[2].tolist() == rows[3].tolist()
+    # an edge from a node that occurs twice comes from its first place
+    assert not set(torch.cat(drawn.indices).tolist()) & {2, 3}
+
+
+def test_local_numbers_name_the_neighbours_drawn(uneven):
+    indptr, indices = uneven
+    drawn = sample(*uneven, torch.randperm(500)[:40], [6, 5, 4], 9, 3, edge_ids=True)
+    assert drawn.nodes.unique().shape == drawn.nodes.shape
+    for hop, fanout in enumerate([6, 5, 4]):
+        targets = drawn.nodes[: drawn.num_nodes[hop]]
+        degrees = indptr[targets + 1] - indptr[targets]
+        assert torch.equal(drawn.indptr[hop].diff(), degrees.clamp(max=fanout))
+        edges = drawn.edge_ids[hop]
+        assert edges.unique().shape == edges.shape  # without replacement
+        owners = targets.repeat_interleave(drawn.indptr[hop].diff())
+        assert bool(((indptr[owners] <= edges) & (edges < indptr[owners + 1])).all())
+        assert torch.equal(drawn.nodes[drawn.indices[hop].long()], indices[edges])
+
+
+def test_all_neighbours_stay_in_stored_order(uneven):
+    indptr, indices = uneven
+    drawn = sample(*uneven, torch.arange(500), [-1], 0, 0)
+    assert torch.equal(drawn.nodes, torch.arange(500))
+    assert torch.equal(drawn.indptr[0], indptr)
+    assert torch.equal(drawn.indices[0].long(), indices)
+
+
+def test_other_nodes_come_in_order_of_appearance():
+    indptr, indices = graph_of_columns([[5, 4], [4, 3, 0], [1], [6], [0], [2], []])
+    drawn = sample(indptr, indices, torch.tensor([1, 0]), [-1, -1], 0, 0)
+    # 1 brings 4 and 3 (0 is a seed), 0 brings 5; then 3 brings 6, and 5 brings 2
+    assert drawn.nodes.tolist() == [1, 0, 4, 3, 5, 6, 2]
+    assert drawn.num_nodes == (2, 5, 7)
+
+
+@pytest.mark.parametrize("by", ["epoch", "node", "hop"])
+@pytest.mark.parametrize("fanout", [5, 70])
+def test_every_neighbour_is_as_likely(by, fanout):
+    degree = 101
+    columns = [[i] * degree for i in range(3000)] if by == "node" else [[0] * degree]
+    counts = np.zeros(degree)
+    if by == "node":
+        times = 3000
+        edges = sample(
+            *graph_of_columns(columns), torch.arange(3000), [fanout], 1, 0, edge_ids=True
+        ).edge_ids[0]
+        counts = np.bincount(edges.numpy() % degree, minlength=degree)
+    elif by == "epoch":
+        times = 1000
+        for epoch in range(times):
+            drawn = sample(
+                *graph_of_columns(columns), torch.tensor([0]), [fanout], 1, epoch, edge_ids=True
+            )
+            counts[drawn.edge_ids[0]] += 1
+    else:
+        times = 1000
+        drawn = sample(
+            *graph_of_columns(columns), torch.tensor([0]), [fanout] * times, 1, 0, edge_ids=True
+        )
+        counts = np.bincount(torch.cat(drawn.edge_ids).numpy(), minlength=degree)
+    expected = times * fanout / degree
+    # drawing without replacement makes the counts vary less than a multinomial's
+    statistic = ((counts - expected) ** 2 / expected).sum() * (degree - 1) / (degree - fanout)
+    assert 1e-3 < chi2.sf(statistic, degree - 1) < 1 - 1e-3
+
+
+def test_every_set_is_as_likely():
+    # 20 sets of 3 of 6 neighbours, drawn for 40,000 nodes
+    edges = sample(
+        *graph_of_columns([[i] * 6 for i in range(40_000)]),
+        torch.arange(40_000),
+        [3],
+        2,
+        0,
+        edge_ids=True,
+    ).edge_ids[0]
+    numbers = {chosen: i for i, chosen in enumerate(combinations(range(6), 3))}
+    drawn = [numbers[tuple(row)] for row in np.sort(edges.numpy().reshape(-1, 3) % 6).tolist()]
+    counts = np.bincount(drawn, minlength=20)
+    statistic = ((counts - 2000) ** 2 / 2000).sum()
+    assert 1e-3 < chi2.sf(statistic, 19) < 1 - 1e-3
+
+
+@pytest.mark.parametrize("pair", ["hops", "epochs", "seeds", "neighbouring nodes"])
+def test_choices_are_independent(pair):
+    # which of 5 neighbours is kept first, here and there
+    num = 20_000
+    columns = graph_of_columns([[i] * 5 for i in range(num)])
+    nodes = torch.arange(num)
+
+    def first(hops, seed, epoch):
+        drawn = sample(*columns, nodes, [1] * hops, seed, epoch, edge_ids=True)
+        return drawn.edge_ids[hops - 1].numpy() % 5
+
+    here = first(1, 0, 0)
+    there = {
+        "hops": lambda: first(2, 0, 0),
+        "epochs": lambda: first(1, 0, 1),
+        "seeds": lambda: first(1, 1, 0),
+        "neighbouring nodes": lambda: np.roll(here, 1),
+    }[pair]()
+    table_of_pairs = np.bincount(5 * here + there, minlength=25).reshape(5, 5)
+    assert 1e-3 < chi2_contingency(table_of_pairs).pvalue < 1 - 1e-3
+
+
+def test_the_words_are_those_of_the_counter():
+    # a column of 2**20 neighbours, of which the word of (draw, node, hop, epoch) picks one
+    node, degree = 3, 2**20
+    indptr = torch.tensor([0, 0, 0, 0, degree])
+    indices = torch.full((degree,), node)
+    drawn = sample(indptr, indices, torch.tensor([node]), [1, 6], 77, 11, edge_ids=True)
+    words = [
+        word
+        for quad in range(2)
+        for word in philox4x32_reference(quad, node, 1 << 16, 11, *split_key(77))
+    ]
+    positions = [int(word) * (degree - 6 + draw + 1) >> 32 for draw, word in enumerate(words[:6])]
+    assert drawn.edge_ids[1].tolist() == positions
+
+
+@pytest.mark.parametrize("fanout", [7, 64, 65, 100])
+def test_nodes_beyond_32_bits(fanout):
+    # the formula alone: a graph of so many nodes has offsets of 32 GB and more
+    nodes = np.array([5, 2**31 + 5, 2**32 + 5, 2**47 + 5], np.int64)
+    degrees, begins = np.full(4, 1000), np.array([0, 10, 20, 30])
+    lot = kernel.LOT_DESTINATIONS
+    words = np.empty((kernel.COMPARED, lot), np.uint32)
+    low, high, drawn, clash = (np.empty(lot, np.uint32) for _ in range(4))
+    scratch = low, high, drawn, words, clash
+    positions, ends = np.empty(4 * fanout, np.int64), np.empty(4, np.int64)
+    key, bits = np.array([*split_key(9), 4], np.uint64), np.zeros(16, np.uint64)
+    kernel._draw_lot(nodes, begins, degrees, 2, fanout, key, scratch, bits, begins, positions, ends)
+    expected = [
+        begin + np.array(kernel._draw(1000, fanout, node, 2, 9, 4))
+        for begin, node in zip(begins, nodes.tolist(), strict=True)
+    ]
+    assert np.array_equal(positions.reshape(4, fanout), expected)
+    assert not bits.any()
+    # other nodes draw others, although the low halves are equal
+    assert len({tuple(row) for row in positions.reshape(4, fanout) - begins[:, None]}) == 4
+
+
+def test_ids_that_share_their_low_half():
+    sources = np.array([5, 2**32 + 5, 5, 2**33 + 5, 2**32 + 5, 0, 2**32], np.int64)
+    nodes, places = np.zeros(16, np.int64), np.zeros(7, np.int32)
+    count = kernel._number_by_hash(sources, np.zeros(16, np.uint64), 1, nodes, 0, places)
+    assert places.tolist() == [0, 1, 0, 2, 1, 3, 4]
+    assert nodes[:count].tolist() == [5, 2**32 + 5, 2**33 + 5, 0, 2**32]
+
+
+def test_small_buffers_grow(uneven, table):
+    seeds = torch.randperm(500)[:50]
+    workspace = Workspace()
+    workspace.room_indptr = workspace.room_nodes = workspace.room_edges = 1
+    workspace.hashed = np.zeros(2, np.uint64)
+    requests = []
+
+    def empty(length, dtype):
+        requests.append(length)
+        return poisoned(length, dtype)
+
+    drawn = sample(
+        *uneven, seeds, [9, 8, 70], 3, 0, edge_ids=True, workspace=workspace, empty=empty
+    )
+    assert_same(drawn, sample_reference(*uneven, seeds, [9, 8, 70], 3, 0))
+    assert len(requests) > 8
+    requests.clear()
+    sample(*uneven, seeds, [9, 8, 70], 3, 1, workspace=workspace, empty=empty)
+    assert len(requests) == 4
+
+
+def test_stamps_start_again_before_they_overflow(uneven, table):
+    seeds = torch.arange(100, 140)
+    workspace = Workspace()
+    sample(*uneven, seeds, [5, 5], 0, 0, workspace=workspace)
+    bits = 31 if table == "direct" else 32
+    workspace.base = 2**bits - 700
+    for epoch in range(3):
+        drawn = sample(*uneven, seeds, [5, 5], 0, epoch, workspace=workspace)
+        assert_same(drawn, sample_reference(*uneven, seeds, [5, 5], 0, epoch))
+    assert workspace.base < 2**bits - 700
+
+
+def test_one_workspace_serves_graphs_of_any_size(uneven):
+    workspace = Workspace()
+    small = graph_of_columns([[1, 2], [0], [0, 1]])
+    for graph, seeds in [(uneven, torch.arange(9)), (small, torch.arange(2))] * 2:
+        drawn = sample(*graph, seeds, [2, 2], 0, 0, workspace=workspace)
+        assert_same(drawn, sample_reference(*graph, seeds, [2, 2], 0, 0))
+
+
+def test_batch_of_too_many_nodes(uneven, monkeypatch):
+    monkeypatch.setattr(kernel, "MAX_NODES", 100)
+    with pytest.raises(ValueError, match="more than 100 nodes"):
+        sample(*uneven, torch.arange(9), [-1, -1, -1], 0, 0)
+
+
+@pytest.mark.parametrize("epoch", [-1, 2**32])
+def test_epoch_out_of_range(uneven, epoch):
+    with pytest.raises(ValueError, match="epoch"):
+        sample(*uneven, torch.arange(9), [3], 0, epoch)

@@ -1,0 +1,167 @@
+"""A batch is the neighbourhood asked for, whoever draws it."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gcnzc.graph import Graph
+from gcnzc.kernels.sample import MAX_DEGREE, sample_reference
+from gcnzc.sampler import Block, Sampler
+
+
+@pytest.fixture(scope="module")
+def graph():
+    generator = torch.Generator().manual_seed(0)
+    src = (torch.rand(30_000, generator=generator) ** 3 * 2000).long()
+    dst = torch.randint(0, 2000, (30_000,), generator=generator)
+    return Graph.from_edges(src, dst, 2000)
+
+
+def numbers(batch):
+    """Everything in a batch, for comparison."""
+    return [batch.nodes, batch.seeds] + [
+        part for block in batch.blocks for part in (block.indptr, block.indices, block.nodes)
+    ]
+
+
+def assert_equal(mine, theirs):
+    for a, b in zip(numbers(mine), numbers(theirs), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_batch_is_the_reference_from_the_outside_in(graph):
+    seeds = torch.tensor([7, 0, 1999])
+    batch = Sampler(graph, [4, 3, 2], seed=5).sample(seeds, epoch=6)
+    drawn = sample_reference(graph.indptr, graph.indices, seeds, [2, 3, 4], 5, 6)
+    assert torch.equal(batch.nodes, drawn.nodes)
+    assert torch.equal(batch.seeds, seeds)
+    assert batch.x is None
+    assert batch.y is None
+    assert batch.times["sample_s"] > 0
+    for hop, block in enumerate(reversed(batch.blocks)):
+        assert torch.equal(block.indptr, drawn.indptr[hop])
+        assert torch.equal(block.indices, drawn.indices[hop])
+        assert (block.num_dst, block.num_src) == drawn.num_nodes[hop : hop + 2]
+        assert torch.equal(block.nodes, drawn.nodes[: block.num_src])
+        assert block.num_edges == len(block.indices)
+        assert block.edge_ids is None
+    assert batch.blocks[0].num_src == len(batch.nodes)
+    assert batch.blocks[-1].num_dst == len(seeds)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_same_batches_from_any_thread_in_any_order(graph, threads):
+    order = torch.randperm(2000)
+    asked = [(order[i : i + 100], epoch) for epoch in range(2) for i in range(0, 2000, 100)]
+    expected = [Sampler(graph, [5, 10]).sample(*one) for one in asked]
+    sampler = Sampler(graph, [5, 10])
+    for turn in [slice(None), slice(None, None, -1)]:
+        with ThreadPoolExecutor(threads) as pool:
+            drawn = list(pool.map(lambda one: sampler.sample(*one), asked[turn]))
+        for mine, theirs in zip(drawn, expected[turn], strict=True):
+            assert_equal(mine, theirs)
+
+
+def test_batches_outlive_the_next_ones(graph):
+    sampler = Sampler(graph, [5, 10])
+    first = sampler.sample(torch.arange(100), 0)
+    copies = [part.clone() for part in numbers(first)]
+    for epoch in range(1, 6):
+        sampler.sample(torch.arange(100, 200), epoch)
+    for part, copy in zip(numbers(first), copies, strict=True):
+        assert torch.equal(part, copy)
+
+
+def test_neighbours_of_a_node_do_not_depend_on_its_batch(graph):
+    sampler = Sampler(graph, [3], edge_ids=True)
+    alone = sampler.sample(torch.tensor([8]), 2).blocks[0].edge_ids
+    block = sampler.sample(torch.tensor([5, 8, 9]), 2).blocks[0]
+    assert torch.equal(block.edge_ids[block.indptr[1] : block.indptr[2]], alone)
+
+
+def test_epochs_and_seeds_draw_others(graph):
+    seeds = torch.arange(100)
+    first = Sampler(graph, [3], edge_ids=True).sample(seeds, 0).blocks[0].edge_ids
+    for seed, epoch in [(0, 1), (1, 0)]:
+        sampler = Sampler(graph, [3], seed=seed, edge_ids=True)
+        assert not torch.equal(sampler.sample(seeds, epoch).blocks[0].edge_ids, first)
+
+
+def test_edge_ids_name_the_edges(graph):
+    batch = Sampler(graph, [4, -1], edge_ids=True).sample(torch.arange(50), 0)
+    for block in batch.blocks:
+        sources = block.nodes[block.indices.long()]
+        assert torch.equal(graph.indices[block.edge_ids].long(), sources)
+
+
+def test_in_degrees_are_those_of_the_graph(graph):
+    block = Sampler(graph, [3, 2]).sample(torch.arange(20), 0).blocks[0]
+    assert torch.equal(block.in_degrees, graph.in_degrees()[block.nodes])
+    assert block.in_degrees is block.in_degrees
+
+
+def test_block_without_a_graph_has_no_degrees():
+    block = Block(torch.tensor([0, 0]), torch.empty(0, dtype=torch.int32), 1, 1, torch.tensor([4]))
+    with pytest.raises(RuntimeError, match="without its graph"):
+        _ = block.in_degrees
+
+
+def test_blocks_move(graph, device):
+    block = Sampler(graph, [3], edge_ids=True).sample(torch.arange(20), 0).blocks[0]
+    moved = block.to(device)
+    assert {moved.indptr.device.type, moved.nodes.device.type, moved.device.type} == {device.type}
+    assert moved.edge_ids.device.type == moved.in_degrees.device.type == device.type
+    assert moved.graph is graph
+    assert block.to("meta").indices.is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_seeds_of_either_integer_type(graph, dtype):
+    seeds = torch.tensor([3, 2, 2], dtype=dtype)
+    batch = Sampler(graph, [2]).sample(seeds, 0)
+    assert batch.nodes[:3].tolist() == batch.seeds.tolist() == [3, 2, 2]
+    assert batch.seeds.dtype == torch.int64
+
+
+def test_no_seeds(graph):
+    batch = Sampler(graph, [2, 2]).sample(torch.empty(0, dtype=torch.int64), 0)
+    assert batch.nodes.shape == batch.seeds.shape == (0,)
+    assert [(block.num_dst, block.num_src) for block in batch.blocks] == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("seed", [-1, 2000])
+def test_seed_outside_the_graph(graph, seed):
+    with pytest.raises(ValueError, match=r"2000 nodes\n\nhint: "):
+        Sampler(graph, [2]).sample(torch.tensor([5, seed]), 0)
+
+
+@pytest.mark.parametrize("seeds", [torch.zeros(2), torch.zeros(2, 2).long(), torch.tensor(1)])
+def test_seeds_that_are_no_vector_of_integers(graph, seeds):
+    with pytest.raises(ValueError, match="vector of int32 or int64"):
+        Sampler(graph, [2]).sample(seeds, 0)
+
+
+@pytest.mark.parametrize("fanouts", [[], [5, -2]])
+def test_fanouts_that_mean_nothing(graph, fanouts):
+    with pytest.raises(ValueError, match="fan-outs"):
+        Sampler(graph, fanouts)
+
+
+def test_seed_of_more_than_64_bits(graph):
+    with pytest.raises(ValueError, match="64 bits"):
+        Sampler(graph, [2], seed=2**64)
+
+
+def test_degree_beyond_the_words():
+    for degree in [MAX_DEGREE, MAX_DEGREE + 1]:
+        # the offsets of such a graph, without its 16 GB of edges
+        graph = SimpleNamespace(
+            num_edges=MAX_DEGREE + 1, in_degrees=lambda d=degree: torch.tensor([d])
+        )
+        if degree == MAX_DEGREE:
+            Sampler(graph, [2])
+        else:
+            with pytest.raises(ValueError, match="in-edges"):
+                Sampler(graph, [2])
