@@ -67,12 +67,12 @@ class NpzGraph:
             told["note"] = note.read_text(errors="replace")
         return told
 
-    def usual(self, ends: tuple[Array, Array]) -> Usual:
-        """Both directions if each edge is stored once."""
+    def usual(self) -> Usual | None:
+        """Both directions if each edge is stored once; None if the archive does not say."""
         if self._known and self._known.bidirect_directed:
             return Usual(True, "remove", f"{self._known.name} is trained in both directions")
         if "add_inverse_edge" not in self._archive:
-            return Usual(False, "keep", "the archive has no add_inverse_edge")
+            return None
         once = bool(self._archive.array("add_inverse_edge"))
         return Usual(once, "keep", f"add_inverse_edge is {once}")
 

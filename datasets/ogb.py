@@ -17,6 +17,7 @@ Letters: N nodes, E edges as stored, D columns of features, T tasks.
 
 import gzip
 import json
+import shutil
 import warnings
 import zipfile
 import zlib
@@ -24,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -40,10 +41,22 @@ from gcnzc.datasets.rows import (
     Rows,
     as_bytes,
     chunk_rows,
+    no_progress,
     rows_of_array,
 )
-from gcnzc.datasets.source import METRICS, PARTS, Metric, Usual, check_ends, node_dtype
+from gcnzc.datasets.source import (
+    METRICS,
+    PARTS,
+    Metric,
+    Source,
+    Usual,
+    check_ends,
+    guess,
+    node_dtype,
+)
 from gcnzc.datasets.store import building, scratch
+
+Ends: TypeAlias = tuple[Array, Array]
 
 # what only sets of other kinds have, and the kind
 _OTHER_KINDS = {
@@ -123,20 +136,12 @@ class OgbGraph:
             told["licence"] = self._known.licence
         return told | (self._task.origin or {})
 
-    def usual(self, ends: tuple[Array, Array]) -> Usual:
-        """Both directions if OGB adds inverse edges, or its examples do.
-
-        Nothing states it of an unknown folder: then each edge is taken to be stored once if all of
-        them point from the lower id to the higher, or all the other way.
-        """
+    def usual(self) -> Usual | None:
+        """Both directions if OGB adds inverse edges, or its examples do; None if nothing tells."""
         if self._known and self._known.bidirect_directed:
             return Usual(True, "remove", f"{self._known.name} is trained in both directions")
         stated = self._task.add_inverse_edge
-        if stated is not None:
-            return Usual(stated, "keep", f"add_inverse_edge is {stated}")
-        once = one_way(*ends)
-        found = "all edges point" if once else "not all edges point"
-        return Usual(once, "keep", f"{found} one way between lower and higher ids")
+        return None if stated is None else Usual(stated, "keep", f"add_inverse_edge is {stated}")
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
         """See `Source.edges`."""
@@ -270,16 +275,6 @@ class OgbGraph:
 
         # numbers are parsed as float64, then rounded, as OGB does
         return Rows(self.num_nodes, columns, np.dtype(np.float64), chunks, str(path))
-
-
-def one_way(sources: Array, destinations: Array) -> bool:
-    """Whether all edges point from the lower id to the higher, or all the other way."""
-    up = down = len(sources) > 0
-    for begin in range(0, len(sources), CHUNK_BYTES):
-        part = slice(begin, begin + CHUNK_BYTES)
-        up = up and bool((sources[part] <= destinations[part]).all())
-        down = down and bool((sources[part] >= destinations[part]).all())
-    return up or down
 
 
 @contextmanager
@@ -464,9 +459,41 @@ def _read_task(path: Path, folder: str, name: str | None) -> Task | None:
     )
 
 
+@dataclass(frozen=True)
+class _Given:
+    """The source that `write` makes of its arguments."""
+
+    name: str
+    num_nodes: int
+    num_edges: int
+    num_classes: int | None
+    metric: Metric
+    best_accuracy: float | None
+    features: Rows | None
+    mapping: Path | None
+    split_name: str
+    origin: dict[str, Any]
+    ends: Ends
+    node_labels: Array
+    parts: Mapping[str, Array]
+    add_inverse_edge: bool
+
+    def usual(self) -> Usual:
+        return Usual(self.add_inverse_edge, "keep", "asked for")
+
+    def edges(self, allocate: Allocate, progress: Progress) -> Ends:
+        return self.ends
+
+    def labels(self) -> Array:
+        return self.node_labels
+
+    def split(self) -> dict[str, Array]:
+        return dict(self.parts)
+
+
 def write(
     path: str | Path,
-    edge_index: Array | tuple[Array, Array],
+    edge_index: Array | Ends,
     labels: Array,
     split: Mapping[str, Array],
     *,
@@ -479,7 +506,8 @@ def write(
     best_accuracy: float | None = None,
     name: str | None = None,
     origin: Mapping[str, Any] | None = None,
-    readme: str | None = None,
+    mapping: Path | None = None,
+    progress: Progress = no_progress,
 ) -> None:
     """Write a set in OGB's layout; the folder is there when all of it is.
 
@@ -498,52 +526,79 @@ def write(
         best_accuracy: what no model can pass, if it is known.
         name: of the set; that of the folder if None.
         origin: how the set was made; kept with it.
-        readme: what the nodes are, for `mapping/README.md`.
+        mapping: a folder that says what the nodes are, to be copied.
+        progress: told of edges and rows.
 
     Raises:
         FileExistsError: `path` exists.
         RuntimeError: the disk is full.
         ValueError: the features have not one row for each node.
     """
-    path = Path(path)
     if not isinstance(features, Rows | None):
         features = rows_of_array(features, "features")
-    if features is not None and features.num_rows != len(labels):
+    given = _Given(
+        name or Path(path).name,
+        len(labels),
+        len(edge_index[0]),
+        num_classes,
+        metric,
+        best_accuracy,
+        features,
+        mapping,
+        split_name,
+        dict(origin or {}),
+        (edge_index[0], edge_index[1]),
+        labels,
+        split,
+        add_inverse_edge,
+    )
+    write_source(path, given, binary=binary, progress=progress)
+
+
+def write_source(
+    path: str | Path, source: Source, *, binary: bool = True, progress: Progress = no_progress
+) -> None:
+    """Write what `source` holds in OGB's layout; features stream, edges go through files.
+
+    For the arguments and what may be wrong see `write`.
+    """
+    path = Path(path)
+    features = source.features
+    if features is not None and features.num_rows != source.num_nodes:
         raise ValueError(
-            f"write: {features.num_rows:,} rows of features for {len(labels):,} labels\n\n"
-            "hint: each node has one of both"
+            f"write: {features.num_rows:,} rows of features for {source.num_nodes:,} nodes\n\n"
+            "hint: each node has one"
         )
-    ends = edge_index[0], edge_index[1]
-    columns = labels.reshape(len(labels), -1)
-    if num_classes is None:
-        num_classes = max(2, int(np.nanmax(columns, initial=0)) + 1)
-    task = {
-        "name": name or path.name,
-        "num tasks": columns.shape[1],
-        "num classes": num_classes,
-        "task type": "binary classification" if num_classes == 2 else "multiclass classification",
-        "eval metric": "acc" if metric == "accuracy" else metric,
-        "add_inverse_edge": str(add_inverse_edge),
-        "split": split_name,
-        "binary": str(binary),
-        "best_accuracy": best_accuracy,
-        "origin": dict(origin or {}),
-    }
-    needed = 16 * len(ends[0]) if binary else 0
+    needed = 16 * source.num_edges if binary else 0
     if binary and features is not None:
         needed += features.num_rows * features.num_columns * features.dtype.itemsize
     with building(path, needed) as folder:
-        for part in ("raw", "processed", f"split/{split_name}", "mapping"):
+        allocate = scratch(folder)
+        labels = source.labels().reshape(source.num_nodes, -1)
+        ends = source.edges(allocate, progress)
+        task = {
+            "name": source.name,
+            "num tasks": labels.shape[1],
+            "num classes": source.num_classes or max(2, int(np.nanmax(labels, initial=0)) + 1),
+            "task type": "multiclass classification",
+            "eval metric": "acc" if source.metric == "accuracy" else source.metric,
+            "add_inverse_edge": str((source.usual() or guess(ends)).bidirected),
+            "split": source.split_name,
+            "binary": str(binary),
+            "best_accuracy": source.best_accuracy,
+            "origin": source.origin,
+        }
+        for part in ("raw", "processed", f"split/{source.split_name}"):
             (folder / part).mkdir(parents=True)
-        (folder / "RELEASE_v1.txt").write_text(f"# Release note for {task['name']}\n\n### v1\n")
-        (folder / "mapping" / "README.md").write_text(
-            (readme or f"Nodes of {task['name']}.") + "\n"
-        )
+        (folder / "RELEASE_v1.txt").write_text(f"# Release note for {source.name}\n\n### v1\n")
         (folder / "task.json").write_text(json.dumps(task, indent=1) + "\n")
-        for part in PARTS:
-            _write_csv(folder / f"split/{split_name}/{part}.csv.gz", [split[part].reshape(-1, 1)])
+        if source.mapping is not None:
+            shutil.copytree(source.mapping, folder / "mapping")
+        for part, ids in source.split().items():
+            _write_csv(folder / f"split/{source.split_name}/{part}.csv.gz", [ids.reshape(-1, 1)])
         writer = _write_binary if binary else _write_text
-        writer(folder / "raw", ends, columns, features, scratch(folder))
+        chunks = None if features is None else _counted(features, allocate, progress)
+        writer(folder / "raw", ends, labels, features, chunks)
 
 
 def meta_dict(path: str | Path) -> dict[str, Any]:
@@ -564,11 +619,8 @@ def meta_dict(path: str | Path) -> dict[str, Any]:
     }
 
 
-Ends = tuple[Array, Array]
-
-
 def _write_binary(
-    raw: Path, ends: Ends, labels: Array, features: Rows | None, allocate: Allocate
+    raw: Path, ends: Ends, labels: Array, features: Rows | None, chunks: Iterable[Array] | None
 ) -> None:
     num_edges = len(ends[0])
     with zipfile.ZipFile(raw / "data.npz", "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -580,10 +632,10 @@ def _write_binary(
         for key, count in (("num_nodes_list", len(labels)), ("num_edges_list", num_edges)):
             with _member(archive, key, (1,), np.dtype(np.int64)) as file:
                 file.write(np.int64(count).tobytes())
-        if features is not None:
+        if features is not None and chunks is not None:
             shape = features.num_rows, features.num_columns
             with _member(archive, "node_feat", shape, features.dtype) as file:
-                for chunk in _counted(features, allocate):
+                for chunk in chunks:
                     file.write(as_bytes(chunk))
     np.savez_compressed(raw / "node-label.npz", node_label=labels)
 
@@ -599,10 +651,11 @@ def _member(
         yield file
 
 
-def _counted(features: Rows, allocate: Allocate) -> Iterator[Array]:
+def _counted(features: Rows, allocate: Allocate, progress: Progress) -> Iterator[Array]:
     done = 0
     for chunk in features.chunks(allocate):
         done += len(chunk)
+        progress("features", done, features.num_rows)
         yield chunk.astype(features.dtype, copy=False)
     if done != features.num_rows:
         raise ValueError(
@@ -612,7 +665,7 @@ def _counted(features: Rows, allocate: Allocate) -> Iterator[Array]:
 
 
 def _write_text(
-    raw: Path, ends: Ends, labels: Array, features: Rows | None, allocate: Allocate
+    raw: Path, ends: Ends, labels: Array, features: Rows | None, chunks: Iterable[Array] | None
 ) -> None:
     step = CHUNK_BYTES // 16
     _write_csv(
@@ -625,8 +678,8 @@ def _write_text(
     _write_csv(raw / "num-node-list.csv.gz", [np.array([[len(labels)]])])
     _write_csv(raw / "num-edge-list.csv.gz", [np.array([[len(ends[0])]])])
     _write_csv(raw / "node-label.csv.gz", [labels])
-    if features is not None:
-        _write_csv(raw / "node-feat.csv.gz", _counted(features, allocate))
+    if chunks is not None:
+        _write_csv(raw / "node-feat.csv.gz", chunks)
 
 
 def _write_csv(path: Path, chunks: Iterable[Array]) -> None:

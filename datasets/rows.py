@@ -4,7 +4,7 @@ Letters: N rows, D columns.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -136,6 +136,31 @@ def stored_dtype(rows: Rows, wanted: str | None) -> np.dtype:
     if wanted is not None:
         return np.dtype(wanted)
     return np.dtype(np.float16 if rows.dtype == np.float16 else np.float32)
+
+
+def normalized(rows: Rows) -> Rows:
+    """Each row divided by the sum of its absolute values, as is usual for bags of words.
+
+    Rows of nothing but zeros stay; integers and float16 become float32.
+    """
+    csr = rows.csr
+    if csr is not None:
+        lengths = np.diff(csr.indptr)
+        sums = np.zeros(rows.num_rows)
+        np.add.at(sums, np.repeat(np.arange(rows.num_rows), lengths), np.abs(csr.values))
+        values = (csr.values / np.repeat(_divisors(sums), lengths)).astype(np.float32)
+        return rows_of_csr(Csr(csr.indptr, csr.indices, values), rows.num_columns, rows.where)
+
+    def chunks(allocate: Allocate) -> Iterator[Array]:
+        for chunk in rows.chunks(allocate):
+            sums = np.abs(chunk).sum(axis=1, dtype=np.float64, keepdims=True)
+            yield chunk / _divisors(sums).astype(np.float32)
+
+    return replace(rows, chunks=chunks, dtype=np.dtype(np.float32))
+
+
+def _divisors(sums: Array) -> Array:
+    return np.where(sums == 0, 1, sums)
 
 
 def converted(

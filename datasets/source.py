@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from gcnzc.datasets.rows import Allocate, Array, Progress, Rows
+from gcnzc.datasets.rows import CHUNK_BYTES, Allocate, Array, Progress, Rows
 
 Metric: TypeAlias = Literal["accuracy", "rocauc"]
 PARTS = ("train", "valid", "test")
@@ -70,8 +70,8 @@ class Source(Protocol):
     def origin(self) -> dict[str, Any]:
         """Where the files come from."""
 
-    def usual(self, ends: tuple[Array, Array]) -> Usual:
-        """What is usually done with the edges; may look at them, as `edges` gave them."""
+    def usual(self) -> Usual | None:
+        """What is usually done with the edges; None if nothing tells, see `guess`."""
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
         """(E,) sources and (E,) destinations in [0, N), int32 below 2**31 nodes, else int64."""
@@ -81,6 +81,27 @@ class Source(Protocol):
 
     def split(self) -> dict[str, Array]:
         """Ids of the parts as stored, for `clean_split`."""
+
+
+def guess(ends: tuple[Array, Array]) -> Usual:
+    """What to do with edges of which nothing is told, as `Source.edges` gave them.
+
+    Each edge is taken to be stored once, and to be meant both ways, if all of them point from the
+    lower id to the higher, or all the other way.
+    """
+    once = one_way(*ends)
+    found = "all edges point" if once else "not all edges point"
+    return Usual(once, "keep", f"{found} one way between lower and higher ids")
+
+
+def one_way(sources: Array, destinations: Array) -> bool:
+    """Whether all edges point from the lower id to the higher, or all the other way."""
+    up = down = len(sources) > 0
+    for begin in range(0, len(sources), CHUNK_BYTES):
+        part = slice(begin, begin + CHUNK_BYTES)
+        up = up and bool((sources[part] <= destinations[part]).all())
+        down = down and bool((sources[part] >= destinations[part]).all())
+    return up or down
 
 
 def node_dtype(num_nodes: int) -> np.dtype:

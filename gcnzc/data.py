@@ -26,15 +26,18 @@ from gcnzc.datasets.rows import (
     finite,
     in_memory,
     no_progress,
+    normalized,
     rows_of_array,
     stored_dtype,
 )
 from gcnzc.datasets.source import (
     PARTS,
     Metric,
+    Source,
     clean_labels,
     clean_split,
     count_classes,
+    guess,
     has_label,
     node_dtype,
 )
@@ -42,7 +45,6 @@ from gcnzc.datasets.store import Prepared
 from gcnzc.graph import Duplicates, Graph, Loops
 
 FeatureDtype: TypeAlias = Literal["float32", "float16"]
-Files: TypeAlias = OgbGraph | NpzGraph
 
 
 @dataclass(frozen=True)
@@ -147,12 +149,13 @@ def load(
 
 
 def prepare(
-    source: str | Path,
+    source: str | Path | Source,
     dest: str | Path,
     *,
     name: str | None = None,
     download: bool = False,
     features: str | Path | Array | None = None,
+    normalize_features: bool = False,
     sparse_features: bool = False,
     feature_dtype: FeatureDtype | None = None,
     pitch_bytes: int | None = None,
@@ -170,11 +173,13 @@ def prepare(
 
     Args:
         source: a folder in OGB's layout, an `.npz`, a prepared folder, or the name of one of OGB's
-            sets, which is looked for in the folder `downloads` beside `dest`.
+            sets, which is looked for in the folder `downloads` beside `dest`; or a source itself,
+            as readers and generators make them.
         dest: the folder to write; must not exist, and is there only when all of it is.
-        name: see `load`.
+        name: see `load`; this and `split` are of files only.
         download: get the named set from OGB if it is not there.
         features: (N, D), or the path of a `.npy` of them, to be put in the place of the source's.
+        normalize_features: divide each row by the sum of its absolute values.
         sparse_features: keep features that come sparse as CSR, instead of making them dense.
         feature_dtype: None keeps float16 and makes all else float32.
         pitch_bytes: distance of rows of dense features; None puts them side by side.
@@ -193,12 +198,18 @@ def prepare(
     """
     dest = Path(dest)
     choices = _Choices(bidirected, self_loops, duplicates, allow_nan)
-    opened = _open(Path(source), name, split)
-    if opened is None:
-        opened = _open_named(str(source), dest.parent / "downloads", download, split, progress)
-    if isinstance(opened, Prepared):
+    opened: Source | Prepared | None
+    if isinstance(source, str | Path):
+        opened = _open(Path(source), name, split)
+        if opened is None:
+            opened = _open_named(str(source), dest.parent / "downloads", download, split, progress)
+    else:
+        opened = source
+    if isinstance(opened, Prepared) and features is None:
         _refuse_nan(opened, allow_nan)
     rows = _rows(opened, features)
+    if rows is not None and normalize_features:
+        rows = normalized(rows)
     dtype = None if rows is None else stored_dtype(rows, feature_dtype)
     sparse = _check_layout(rows, dtype, sparse_features, pitch_bytes)
     pitch = pitch_bytes or (0 if rows is None or dtype is None else _row_bytes(rows, dtype))
@@ -221,6 +232,7 @@ def prepare(
                 "dtype": str(dtype),
                 "pitch_bytes": None if sparse else pitch,
                 "finite": all_finite,
+                "normalized": normalize_features,
             }
             if features is not None:
                 given = features if isinstance(features, str | Path) else "an array"
@@ -310,7 +322,7 @@ def verify(path: str | Path, progress: Progress = no_progress) -> None:
             pass
 
 
-def _open(path: Path, name: str | None, split: str | int | None) -> Files | Prepared | None:
+def _open(path: Path, name: str | None, split: str | int | None) -> Source | Prepared | None:
     """What lies at `path`; None if nothing does."""
     wanted = None if split is None else str(split)
     if path.is_file():
@@ -337,7 +349,7 @@ def _open(path: Path, name: str | None, split: str | int | None) -> Files | Prep
 
 def _open_named(
     name: str, folder: Path, may_download: bool, split: str | int | None, progress: Progress
-) -> Files:
+) -> Source:
     if "/" in name:
         raise FileNotFoundError(
             f"no folder {name}\n\nhint: is the path right? OGB's sets go by names like ogbn-arxiv"
@@ -356,7 +368,7 @@ def _open_named(
 
 
 def _read(
-    opened: Files | Prepared, choices: _Choices, allocate: Allocate, progress: Progress
+    opened: Source | Prepared, choices: _Choices, allocate: Allocate, progress: Progress
 ) -> _Parts:
     if isinstance(opened, Prepared):
         return _reread(opened, choices)
@@ -365,7 +377,7 @@ def _read(
     )
     split, lost = clean_split(opened.split(), labels, f"{opened.name}: split {opened.split_name}")
     ends = opened.edges(allocate, progress)
-    usual = opened.usual(ends)
+    usual = opened.usual() or guess(ends)
     bidirected = usual.bidirected if choices.bidirected is None else choices.bidirected
     # what is usual of equal edges belongs to what is usual of directions
     removes = choices.bidirected is None and usual.duplicates == "remove"
@@ -426,7 +438,7 @@ def _refuse_nan(opened: Prepared, allow_nan: bool) -> None:
         )
 
 
-def _rows(opened: Files | Prepared, given: str | Path | Array | None) -> Rows | None:
+def _rows(opened: Source | Prepared, given: str | Path | Array | None) -> Rows | None:
     """The features to prepare: those given, else those of the source."""
     rows: Rows | None
     if given is None:
@@ -482,7 +494,7 @@ def _row_bytes(rows: Rows, dtype: np.dtype) -> int:
 
 
 def _needed_bytes(
-    opened: Files | Prepared, rows: Rows | None, dtype: np.dtype | None, pitch: int, sparse: bool
+    opened: Source | Prepared, rows: Rows | None, dtype: np.dtype | None, pitch: int, sparse: bool
 ) -> int:
     """What the folder and the files of the edges take at least."""
     if isinstance(opened, Prepared):

@@ -121,7 +121,10 @@ def test_a_graph(tmp_path: Path) -> None:
     assert (found.name, found.num_nodes, found.num_edges) == ("mine", 40, 200)
     assert found.split_name == "standard"
     assert all((found.split()[part] == ids).all() for part, ids in graph.split.items())
-    assert found.usual(found.edges(in_memory, no_progress)).bidirected
+    usual = found.usual()
+    assert usual is not None
+    assert usual.bidirected
+    assert NpzGraph(graph.write_npz(tmp_path / "other.npz")).usual() is None
     assert found.features is not None
     assert graph.features is not None
     assert (np.concatenate(list(found.features.chunks(in_memory))) == graph.features).all()

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from tiny_graph import Tiny, tiny
 
 from gcnzc.datasets import ogb
-from gcnzc.datasets.ogb import OgbGraph, meta_dict, one_way
+from gcnzc.datasets.npz import NpzGraph
+from gcnzc.datasets.ogb import OgbGraph, meta_dict
 from gcnzc.datasets.rows import Rows, converted, in_memory, no_progress, stored_dtype
 
 BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binary"])
@@ -31,6 +32,12 @@ def features_of(graph: OgbGraph, allow_nan: bool = False) -> NDArray[Any]:
 
 def edges_of(graph: OgbGraph) -> NDArray[Any]:
     return np.stack(graph.edges(in_memory, no_progress))
+
+
+def usual_of(graph: OgbGraph) -> tuple[bool, str]:
+    usual = graph.usual()
+    assert usual is not None
+    return usual.bidirected, usual.duplicates
 
 
 def assert_same(found: OgbGraph, graph: Tiny) -> None:
@@ -53,6 +60,8 @@ def test_what_is_written_is_read(tmp_path: Path, binary: bool, columns: int) -> 
 
 @BOTH_FORMS
 def test_what_the_files_do_not_hold_is_kept_beside_them(tmp_path: Path, binary: bool) -> None:
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "README.md").write_text("Users.\n")
     path = tiny().write(
         tmp_path / "a",
         binary=binary,
@@ -63,12 +72,12 @@ def test_what_the_files_do_not_hold_is_kept_beside_them(tmp_path: Path, binary: 
         best_accuracy=0.75,
         name="mine",
         origin={"seed": 3},
-        readme="Users.",
+        mapping=tmp_path / "given",
     )
     found = OgbGraph(path)
     assert (found.name, found.num_classes, found.metric) == ("mine", 9, "rocauc")
     assert (found.split_name, found.best_accuracy) == ("time", 0.75)
-    assert found.usual((np.array([1, 0]), np.array([0, 1]))).bidirected
+    assert usual_of(found) == (True, "keep")
     assert found.origin["seed"] == 3
     assert found.origin["release"] == "RELEASE_v1"
     assert found.mapping is not None
@@ -95,7 +104,7 @@ def test_too_few_rows_leave_nothing(tmp_path: Path) -> None:
     assert graph.features is not None
     with pytest.raises(ValueError, match=r"39 rows of features came for 40 nodes\n\nhint: "):
         graph.but(features=in_chunks(graph.features[:39], 7)).write(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"39 rows of features for 40 labels\n\nhint: "):
+    with pytest.raises(ValueError, match=r"39 rows of features for 40 nodes\n\nhint: "):
         graph.but(features=graph.features[:39]).write(tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
@@ -154,23 +163,21 @@ def test_the_real_ones(shared_data: Path) -> None:
         features_of(tolokers) == np.load(shared_data / "tolokers/tolokers.npz")["node_feat"]
     ).all()
     assert tolokers.metric == "rocauc"
-    assert tolokers.usual(tolokers.edges(in_memory, no_progress)).bidirected
+    assert usual_of(tolokers) == (True, "keep")
     arxiv = OgbGraph(shared_data / "ogb/arxiv_nofeat")
     assert arxiv.features is None
-    usual = arxiv.usual(arxiv.edges(in_memory, no_progress))
-    assert (usual.bidirected, usual.duplicates) == (True, "remove")
+    assert usual_of(arxiv) == (True, "remove")
 
 
 def test_a_name_brings_what_is_known_of_it(tmp_path: Path) -> None:
     path = tiny().write(tmp_path / "a", split_name="sales_ranking")
     (path / "task.json").unlink()
-    ends = np.array([1, 0]), np.array([0, 1])
     assert OgbGraph(path, "ogbn-products").num_classes == 47
-    assert OgbGraph(path, "ogbn-products").usual(ends).bidirected
-    assert not OgbGraph(path, "ogbn-papers100M").usual(ends).bidirected
-    arxiv = OgbGraph(path, "ogbn-arxiv").usual(ends)
-    assert (arxiv.bidirected, arxiv.duplicates) == (True, "remove")
+    assert usual_of(OgbGraph(path, "ogbn-products")) == (True, "keep")
+    assert usual_of(OgbGraph(path, "ogbn-papers100M")) == (False, "keep")
+    assert usual_of(OgbGraph(path, "ogbn-arxiv")) == (True, "remove")
     assert OgbGraph(path).num_classes is None
+    assert OgbGraph(path).usual() is None
 
 
 def test_the_name_of_a_folder_is_believed_only_with_its_sizes(tmp_path: Path) -> None:
@@ -178,23 +185,6 @@ def test_the_name_of_a_folder_is_believed_only_with_its_sizes(tmp_path: Path) ->
     (path / "task.json").unlink()
     assert OgbGraph(path).name == "ogbn_products"
     assert OgbGraph(path).num_classes is None
-
-
-@pytest.mark.parametrize(
-    ("sources", "destinations", "once"),
-    [
-        ([0, 1, 2], [1, 2, 2], True),
-        ([5, 5, 2], [1, 2, 0], True),
-        ([0, 1, 2], [1, 2, 0], False),
-        ([], [], False),
-    ],
-)
-def test_edges_that_all_point_one_way_are_stored_once(
-    monkeypatch: pytest.MonkeyPatch, sources: list[int], destinations: list[int], once: bool
-) -> None:
-    for chunk in (1, 2, 100):
-        monkeypatch.setattr(ogb, "CHUNK_BYTES", chunk)
-        assert one_way(np.array(sources), np.array(destinations)) is once
 
 
 def test_the_split_is_the_usual_or_the_only_or_the_asked(tmp_path: Path) -> None:
@@ -573,8 +563,20 @@ def test_we_read_what_ogb_writes(theirs: Path, name: str) -> None:
     assert all((found.split()[part] == ids).all() for part, ids in graph.split.items())
     # from the meta_dict.pt beside the folder
     assert (found.num_classes, found.metric, found.split_name) == (5, "rocauc", "species")
-    assert found.usual((np.array([1]), np.array([0]))).bidirected is False
+    assert usual_of(found) == (False, "keep")
     assert found.mapping is not None
+
+
+def test_a_source_is_written_as_it_is_read(tmp_path: Path, shared_data: Path) -> None:
+    tolokers = NpzGraph(shared_data / "tolokers/tolokers.npz")
+    ogb.write_source(tmp_path / "tolokers", tolokers)
+    (tmp_path / "tolokers/task.json").unlink()
+    theirs, ours = OgbGraph(shared_data / "ogb/tolokers"), OgbGraph(tmp_path / "tolokers")
+    assert (edges_of(ours) == edges_of(theirs)).all()
+    assert (features_of(ours) == features_of(theirs)).all()
+    assert (ours.labels() == theirs.labels()).all()
+    assert (ours.split()["test"] == theirs.split()["test"]).all()
+    assert ours.metric == theirs.metric
 
 
 def test_we_round_as_ogb_does(shared_data: Path) -> None:

@@ -1,0 +1,145 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gcnzc.datasets import source
+from gcnzc.datasets.source import (
+    check_ends,
+    clean_labels,
+    clean_split,
+    count_classes,
+    guess,
+    has_label,
+    node_dtype,
+)
+
+NAN = np.nan
+
+
+@pytest.mark.parametrize(
+    ("raw", "clean"),
+    [
+        (np.array([0, 2, 1]), [0, 2, 1]),
+        (np.array([[0], [2], [1]], np.int8), [0, 2, 1]),
+        (np.array([0, -1, 1]), [0, -1, 1]),
+        (np.array([[0], [NAN], [1]], np.float32), [0, -1, 1]),
+        (np.array([True, False, True]), [1, 0, 1]),
+        (np.array([[0, 1], [1, 1], [1, 0]]), [[0, 1], [1, 1], [1, 0]]),
+        (np.array([[0.0, 1], [1, 1], [1, 0]]), [[0, 1], [1, 1], [1, 0]]),
+    ],
+)
+def test_labels_are_classes(raw: NDArray[Any], clean: list[Any]) -> None:
+    found = clean_labels(raw, 3, 3, "here")
+    assert found.dtype == np.int64
+    assert found.tolist() == clean
+
+
+def test_missing_labels_of_several_tasks_stay() -> None:
+    raw = np.array([[0, NAN], [NAN, NAN], [1, 1]])
+    found = clean_labels(raw, 3, 2, "here")
+    assert found.dtype == np.float32
+    assert np.array_equal(found, raw, equal_nan=True)
+    assert has_label(found).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("raw", "num_classes", "words"),
+    [
+        ([0, 3, 1], 3, r"node 1 has the label 3, which is no class \(0 to 2\)"),
+        ([0, -2, 1], None, r"node 1 has the label -2, .* \(classes count from 0\)"),
+        ([0, 0.5, 1], None, "node 1 has the label 0.5"),
+        ([0, np.inf, 1], None, "node 1 has the label inf"),
+        ([[0, 0], [0, 2], [0, 0]], 2, "node 1 has the label 2"),
+        ([[0, 0], [0, -1], [0, 0]], 2, "node 1 has the label -1"),
+        ([0, 1], 2, r"labels of shape \(2,\) and type int64 for 3 nodes"),
+        (["a", "b", "c"], 2, "type <U1 for 3 nodes"),
+    ],
+)
+def test_what_is_no_class(raw: list[Any], num_classes: int | None, words: str) -> None:
+    with pytest.raises(ValueError, match=f"here.*{words}(.|\n)*\n\nhint: "):
+        clean_labels(np.array(raw), 3, num_classes, "here")
+
+
+@pytest.mark.parametrize(
+    ("labels", "count"),
+    [
+        ([0, 4, -1], 5),
+        ([0, 0], 2),
+        ([-1, -1], 2),
+        ([[0, 1], [1, 1]], 2),
+        ([[0, NAN], [3, NAN]], 4),
+        ([[NAN, NAN]], 2),
+    ],
+)
+def test_classes_are_counted(labels: list[Any], count: int) -> None:
+    assert count_classes(np.array(labels)) == count
+
+
+LABELS = np.array([0, 1, -1, 1, 0, 1])
+
+
+def parts(train: Any = (0,), valid: Any = (1,), test: Any = (3,)) -> dict[str, NDArray[Any]]:
+    return {"train": np.array(train), "valid": np.array(valid), "test": np.array(test)}
+
+
+def test_nodes_without_a_label_leave_their_part() -> None:
+    clean, lost = clean_split(parts((4, 0, 2), [[1]], (3,)), LABELS, "here")
+    assert clean["train"].tolist() == [4, 0]
+    assert clean["valid"].tolist() == [1]
+    assert clean["train"].dtype == np.int64
+    assert lost == {"train": 1, "valid": 0, "test": 0}
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        (parts(test=np.empty(0, int)), r"the test part is empty\n\nhint: "),
+        (parts(test=np.empty(0)), r"the test part is empty\n\nhint: "),
+        (parts(valid=(2,)), "the valid part is empty: its 1 nodes have no label"),
+        (parts(train=(0, 3)), "node 3 is in the train part and in the test part; 1 nodes are"),
+        (parts(valid=(0, 3)), "node 0 is in the train part and in the valid part"),
+        (parts(train=(0, 4, 0)), "the train part names the node 0 twice"),
+        (parts(train=(0, 6)), "the train part names the node 6, but nodes are 0 to 5"),
+        (parts(train=(0, -1)), "the train part names the node -1"),
+        (parts(train=(0, 0.5)), "the train part has numbers of type float64"),
+    ],
+)
+def test_splits_that_cannot_be_used(split: dict[str, NDArray[Any]], words: str) -> None:
+    with pytest.raises(ValueError, match=f"here: {words}"):
+        clean_split(split, LABELS, "here")
+
+
+def test_ends_are_nodes() -> None:
+    check_ends(np.array([0, 9]), 10, "here")
+    check_ends(np.array([], int), 0, "here")
+    with pytest.raises(ValueError, match=r"here: edge 101 has the node 10, but nodes are 0 to 9"):
+        check_ends(np.array([0, 10, -1]), 10, "here", first=100)
+
+
+def test_ids_are_as_narrow_as_they_can_be() -> None:
+    assert node_dtype(2**31 - 1) == np.int32
+    assert node_dtype(2**31) == np.int64
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "once"),
+    [
+        ([0, 1, 2], [1, 2, 2], True),
+        ([5, 5, 2], [1, 2, 0], True),
+        ([0, 1, 2], [1, 2, 0], False),
+        ([], [], False),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+def test_edges_that_all_point_one_way_are_stored_once(
+    monkeypatch: pytest.MonkeyPatch,
+    sources: list[int],
+    destinations: list[int],
+    once: bool,
+    chunk: int,
+) -> None:
+    monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
+    found = guess((np.array(sources), np.array(destinations)))
+    assert (found.bidirected, found.duplicates) == (once, "keep")
