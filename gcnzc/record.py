@@ -1,9 +1,11 @@
 """What is kept of a run: one JSON line an epoch, with the machine and the versions it came from."""
 
+import importlib.util
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,33 @@ def keep(path: Path, num_lines: int) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.replace(partial, path)
+
+
+@contextmanager
+def board(folder: Path, first_step: int) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
+    """Write the numbers of lines for TensorBoard too, where it is installed.
+
+    Args:
+        folder: of the event files.
+        first_step: what an earlier process wrote from this step on is struck out.
+
+    Yields:
+        What takes a step and its line; it does nothing where there is no TensorBoard.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        yield lambda step, line: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder), purge_step=first_step) as writer:
+
+        def write(step: int, line: Mapping[str, Any]) -> None:
+            for name, value in line.items():
+                if isinstance(value, int | float):
+                    writer.add_scalar(name, value, step)
+            writer.flush()
+
+        yield write
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -31,13 +31,14 @@ from gcnzc.table import FeatureTable, pinned
 # options that a resumed run may be given anew: they change how long it runs, not what it computes
 FREE_ON_RESUME = {"data", "epochs", "threads", "checkpoint_every_s", "out", "resume", "config"}
 
-CONFIG, RECORD, CHECKPOINT, BEST, CURVES, RESULT = (
+CONFIG, RECORD, CHECKPOINT, BEST, CURVES, RESULT, BOARD = (
     "config.json",
     "record.jsonl",
     "checkpoint.pt",
     "best.pt",
     "curves.png",
     "result.json",
+    "tensorboard",
 )
 
 
@@ -308,12 +309,14 @@ class _Run:
 
     def to_the_end(self, stopped: threading.Event) -> dict[str, Any]:
         """Train what is left, and test the best model."""
-        while self.epoch < self.config.epochs and not self.out_of_patience():
-            self.train_epoch(stopped)
-            self.finish_epoch()
-            if time.monotonic() - self.saved_at >= self.config.checkpoint_every_s:
-                self.save()
-            self.stop_if(stopped)
+        with record.board(self.folder / BOARD, self.epoch) as show:
+            while self.epoch < self.config.epochs and not self.out_of_patience():
+                self.train_epoch(stopped)
+                self.finish_epoch()
+                show(self.epoch, self.lines[-1])
+                if time.monotonic() - self.saved_at >= self.config.checkpoint_every_s:
+                    self.save()
+                self.stop_if(stopped)
         self.save()
         return self.result()
 

@@ -82,3 +82,22 @@ def test_a_run_without_epochs_has_no_curves(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no epochs in(.|\n)*hint: "):
         curves([tmp_path], tmp_path / "x.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_where_it_is_installed(tmp_path):
+    pytest.importorskip("tensorboard")
+    for first in (0, 2):
+        with record.board(tmp_path, first) as show:
+            for step in range(first, first + 3):
+                show(step, {"loss": 1.0 / (step + 1), "metric": "accuracy"})
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(tmp_path)).Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [event.step for event in events.Scalars("loss")] == [0, 1, 2, 3, 4]
+
+
+def test_no_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setattr(record.importlib.util, "find_spec", lambda name: None)
+    with record.board(tmp_path, 0) as show:
+        show(0, {"loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
