@@ -276,7 +276,8 @@ def aggregate(
     ):
         if scale is not None and scale.shape != (length,):
             raise ValueError(f"aggregate: {name} has shape {tuple(scale.shape)}, not ({length},)")
-    return _Aggregate.apply(indptr, indices, x, source_scale, target_scale)
+    # one type of pointers, so that kernels are compiled once
+    return _Aggregate.apply(indptr.long(), indices, x, source_scale, target_scale)
 
 
 def check_block(name: str, indptr: Tensor, indices: Tensor, x: Tensor) -> None:

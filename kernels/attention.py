@@ -47,7 +47,8 @@ def attention_reference(
 def _attention(indptr, indices, score_S, score_T, slope, weight_E, num_heads, begin, end):
     H = num_heads
     most = np.empty(H, dtype=weight_E.dtype)
-    total = np.empty(H, dtype=weight_E.dtype)
+    # double, of which there are few: the error is then that of the weights alone
+    total = np.empty(H, dtype=np.float64)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         most[:] = -np.inf
         total[:] = 0
@@ -76,15 +77,14 @@ def _attention_grad(
     indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads, begin, end
 ):  # fmt: skip
     H = num_heads
-    total = np.empty(H, dtype=weight_E.dtype)
+    total, sum_H = np.empty(H, dtype=np.float64), np.empty(H, dtype=np.float64)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         total[:] = 0
+        sum_H[:] = 0
         target_H = score_T[t * H : (t + 1) * H]
-        out_H = out_T[t * H : (t + 1) * H]
-        out_H[:] = 0
         for e in range(indptr[t], indptr[t + 1]):
             for h in range(H):
-                total[h] += weight_E[e * H + h] * grad_E[e * H + h]
+                total[h] += np.float64(weight_E[e * H + h]) * grad_E[e * H + h]
         for e in range(indptr[t], indptr[t + 1]):
             s = np.int64(indices[e])
             source_H = score_S[s * H : (s + 1) * H]
@@ -93,7 +93,8 @@ def _attention_grad(
                 if not source_H[h] + target_H[h] > 0:
                     grad *= slope
                 out_E[e * H + h] = grad
-                out_H[h] += grad
+                sum_H[h] += grad
+        out_T[t * H : (t + 1) * H] = sum_H
 
 
 @triton.jit
@@ -119,11 +120,11 @@ def _attention_triton(
             at = s[:, None] * num_heads + heads[None, :]
             score_EH = tl.load(score_S + at, mask=mask, other=0.0) + target_H[None, :]
             score_EH = tl.where(score_EH > 0, score_EH, score_EH * slope)
-            score_EH = tl.where(mask, score_EH, float("-inf"))
+            score_EH = tl.where(there[:, None], score_EH, float("-inf"))
             if round == 0:
                 most_H = tl.maximum(most_H, tl.max(score_EH, 0))
             else:
-                weight_EH = tl.where(mask, tl.exp(score_EH - most_H[None, :]), 0.0)
+                weight_EH = tl.exp(score_EH - most_H[None, :])
                 if round == 1:
                     total_H += tl.sum(weight_EH, 0)
                 else:
@@ -312,4 +313,5 @@ def attention(
             f"attention: score_target has shape {tuple(score_target.shape)} and dtype "
             f"{score_target.dtype}, not {expected} and {score_source.dtype}"
         )
-    return _Attention.apply(indptr, indices, score_source, score_target, negative_slope)
+    # one type of pointers, so that kernels are compiled once
+    return _Attention.apply(indptr.long(), indices, score_source, score_target, negative_slope)

@@ -335,4 +335,5 @@ def weigh(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
             f"weigh: x has shape {tuple(x.shape)}; for {weight.shape[1]} heads it must be "
             f"(sources, {weight.shape[1]} or 1, columns)"
         )
-    return _Weigh.apply(indptr, indices, weight, x)
+    # one type of pointers, so that kernels are compiled once
+    return _Weigh.apply(indptr.long(), indices, weight, x)

@@ -322,9 +322,9 @@ def test_says_what_does_not_fit():
         models.inference(model, graph, table, nodes=torch.tensor([60]))
     with pytest.raises(ValueError, match="a model of 0 layers\n\nhint:"):
         models.GCN(5, 4, 3, 0)
-    with pytest.raises(ValueError, match="input_dropout is 1.0\n\nhint:"):
+    with pytest.raises(ValueError, match=r"input_dropout is 1.0\n\nhint:"):
         models.GCN(5, 4, 3, input_dropout=1.0)
-    with pytest.raises(ValueError, match="attention_dropout is -0.1\n\nhint:"):
+    with pytest.raises(ValueError, match=r"attention_dropout is -0.1\n\nhint:"):
         models.GAT(5, 4, 3, attention_dropout=-0.1)
     with pytest.raises(ValueError, match="0 heads and 0 output heads"):
         models.GAT(5, 4, 3, heads=0)

@@ -1,0 +1,276 @@
+"""Attention whole, and its two halves; the Triton kernels on a GPU or under the interpreter."""
+
+import pytest
+import torch
+from blocks import random_block
+
+from gcnzc.kernels.attend import (
+    attend,
+    attend_reference,
+    with_self_loops,
+    with_self_loops_reference,
+)
+from gcnzc.kernels.attention import (
+    attention,
+    attention_backward,
+    attention_backward_triton,
+    attention_forward,
+    attention_reference,
+    attention_triton,
+)
+from gcnzc.kernels.transpose import transpose
+from gcnzc.kernels.weigh import (
+    products_numba,
+    products_triton,
+    weigh,
+    weigh_numba,
+    weigh_reference,
+    weigh_triton,
+)
+
+# heads, parts of a row, columns a part
+SHAPES = [(1, 1, 1), (4, 4, 32), (3, 3, 129), (4, 1, 100), (8, 8, 8)]
+HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what torch.empty returns with NaN, so that a row that is not written is seen."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def inputs(shape, num_sources=70, num_targets=50, dtype=torch.float64):
+    heads, parts, columns = shape
+    sizes = [(num_sources, parts, columns), (num_sources, heads), (num_targets, heads)]
+    return [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
+
+
+def both(fn, indptr, indices, leaves, *options):
+    """The output and the gradients of all leaves for an uneven loss."""
+    out = fn(indptr, indices, *leaves, *options)
+    weights = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pointers", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_equals_reference(shape, pointers, ids):
+    indptr, indices = random_block(70, 50, 9, pointers=pointers, ids=ids)
+    leaves = inputs(shape)
+    for self_loops in (True, False):
+        found = both(attend, indptr, indices, leaves, 0.2, self_loops)
+        expected = both(attend_reference, indptr, indices, leaves, 0.2, self_loops)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 3), (2, 1, 3)])
+def test_gradients_are_those_of_finite_differences(shape):
+    indptr, indices = random_block(7, 5, 4)
+    leaves = inputs(shape, 7, 5)
+    assert torch.autograd.gradcheck(lambda *x: attend(indptr, indices, *x), leaves)
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 40), (4, 1, 100)])
+def test_is_as_exact_as_torch(shape):
+    indptr, indices = random_block(2000, 200, 400)
+    single = inputs(shape, 2000, 200, torch.float32)
+    exact = [leaf.detach().double().requires_grad_() for leaf in single]
+    expected = both(attend_reference, indptr, indices, exact)
+    ours = both(attend, indptr, indices, single)
+    by_index = both(attend_reference, indptr, indices, single)
+    for one, other, right in zip(ours, by_index, expected, strict=True):
+        assert (one - right).pow(2).mean() <= (other - right).pow(2).mean()
+
+
+def test_is_the_same_for_any_number_of_threads():
+    indptr, indices = random_block(4000, 4000, 20)
+    leaves = inputs((4, 4, 16), 4000, 4000, torch.float32)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 8):
+            torch.set_num_threads(count)
+            results.append(both(attend, indptr.clone(), indices.clone(), leaves))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        for one, other in zip(result, results[0], strict=True):
+            assert torch.equal(one, other)
+
+
+def test_weights_of_a_target_sum_to_one_however_large_the_scores():
+    indptr, indices = random_block(70, 50, 9)
+    source, target = torch.randn(70, 4) * 1e4, torch.randn(50, 4) * 1e4
+    weight = attention(indptr, indices, source, target)
+    total = weigh(indptr, indices, weight, torch.ones(70, 1, 1))[:, :, 0]
+    some = indptr.diff() > 0
+    torch.testing.assert_close(total[some], torch.ones_like(total[some]))
+    assert not total[~some].any()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_is_summed_in_float32(dtype):
+    indptr, indices = random_block(500, 40, 300)
+    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs((2, 2, 9), 500, 40)]
+    out = attend(indptr, indices, *leaves)
+    wide = attend(indptr, indices, *(leaf.float() for leaf in leaves))
+    assert out.dtype == dtype
+    # the weights are rounded once, the sums once
+    torch.testing.assert_close(out.float(), wide, rtol=2e-2, atol=2e-3)
+    out.sum().backward()
+    assert all(leaf.grad.dtype == dtype for leaf in leaves)
+
+
+def test_targets_that_are_not_the_first_sources():
+    indptr, indices = random_block(70, 50, 9)
+    x, source, _ = inputs((3, 3, 5))
+    own = torch.randperm(70)[:50]
+    target = torch.randn(50, 3, dtype=torch.float64)
+    # the same block with its sources in another order
+    order = torch.cat([own, torch.tensor(sorted(set(range(70)) - set(own.tolist())))])
+    place = torch.empty_like(order).scatter(0, order, torch.arange(70))
+    expected = attend(indptr, place[indices].int(), x[order], source[order], target)
+    found = attend(indptr, indices, x, source, target, own=own)
+    torch.testing.assert_close(found, expected)
+
+
+def test_dropout_keeps_the_mean_and_follows_the_seed():
+    indptr, indices = torch.tensor([0, 20000]), torch.randint(30, (20000,))
+    x, score = torch.ones(30, 1, 1), torch.zeros(30, 2)
+    torch.manual_seed(3)
+    first = attend(indptr, indices, x, score, score[:1], dropout=0.25)
+    torch.manual_seed(3)
+    assert torch.equal(attend(indptr, indices, x, score, score[:1], dropout=0.25), first)
+    # 20000 draws of variance 1/3, a mean of ones: five standard errors
+    assert (first - 1).abs().max() < 5 * (1 / 3 / 20000) ** 0.5
+    assert not (first == 1).any()
+
+
+@pytest.mark.parametrize("pointers", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_self_loops_are_there_once(pointers, ids):
+    indptr, indices = random_block(12, 10, 9, pointers=pointers, ids=ids)
+    own = torch.randperm(12)[:10].to(ids)
+    found = with_self_loops(indptr, indices, own)
+    expected = with_self_loops_reference(indptr, indices, own)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for t in range(10):
+        column = indices[indptr[t] : indptr[t + 1]].tolist()
+        looped = found[1][found[0][t] : found[0][t + 1]].tolist()
+        assert looped == [s for s in column if s != own[t]] + [own[t]]
+
+
+@pytest.mark.parametrize(("num_sources", "num_targets"), [(0, 0), (5, 0), (5, 3)])
+@pytest.mark.parametrize("self_loops", [True, False])
+def test_blocks_without_edges(num_sources, num_targets, self_loops):
+    indptr = torch.zeros(num_targets + 1, dtype=torch.int64)
+    indices = torch.zeros(0, dtype=torch.int32)
+    leaves = inputs((2, 2, 3), num_sources, num_targets)
+    out, *grads = both(attend, indptr, indices, leaves, 0.2, self_loops)
+    own = leaves[0][:num_targets]
+    torch.testing.assert_close(out, own if self_loops else torch.zeros_like(own))
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_features_get_no_gradient_unless_asked():
+    indptr, indices = random_block(70, 50, 9)
+    x, source, target = inputs((2, 1, 3))
+    out = attend(indptr, indices, x.detach(), source, target)
+    grads = torch.autograd.grad(out.square().sum(), (source, target))
+    expected = torch.autograd.grad(
+        attend_reference(indptr, indices, x, source, target).square().sum(), (source, target)
+    )
+    for one, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_refuses_what_does_not_fit():
+    indptr, indices = random_block(70, 50, 9)
+    x, source, target = inputs((2, 2, 3))
+    with pytest.raises(ValueError, match=r"score_target has shape \(70, 2\)"):
+        attend(indptr, indices, x, source, source)
+    with pytest.raises(ValueError, match=r"score_target .* dtype torch.float32"):
+        attend(indptr, indices, x, source, target.float())
+    with pytest.raises(ValueError, match=r"x has shape \(70, 3, 3\); for 2 heads"):
+        attend(indptr, indices, torch.randn(70, 3, 3), source, target)
+    with pytest.raises(ValueError, match=r"weight has shape \(3, 2\)"):
+        weigh(indptr, indices, torch.randn(3, 2), x)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_triton_equals_numba(shape, device):
+    heads, parts, columns = shape
+    indptr, indices = random_block(30, 20, 40, ids=torch.int64)
+    x, source, target = (leaf.detach().float() for leaf in inputs(shape, 30, 20))
+    y = torch.randn(20, heads, columns)
+
+    def same(found, expected):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+    moved = [part.to(device) for part in (indptr, indices, source, target)]
+    weight = attention_forward(indptr, indices, source, target, 0.3)
+    same(attention_triton(*moved, 0.3, torch.empty_like(weight).to(device)), weight)
+
+    grad = torch.randn_like(weight)
+    expected = attention_backward(indptr, indices, source, target, 0.3, weight, grad)
+    made = [part.to(device) for part in (weight, grad)]
+    made += [torch.empty_like(made[0]), torch.empty_like(moved[3])]
+    for one, other in zip(attention_backward_triton(*moved, 0.3, *made), expected, strict=True):
+        same(one, other)
+
+    block, x_moved, y_moved = moved[:2], x.to(device), y.to(device)
+    same(
+        weigh_triton(*block, None, made[0], x_moved, heads),
+        weigh_numba(indptr, indices, None, weight, x, heads),
+    )
+    turned = transpose(indptr, indices, 30)
+    order = turned.indptr, turned.targets, turned.edges
+    same(
+        weigh_triton(*(part.to(device) for part in order), made[0], y_moved, parts),
+        weigh_numba(*order, weight, y, parts),
+    )
+    same(products_triton(*block, x_moved, y_moved), products_numba(indptr, indices, x, y))
+
+
+@pytest.mark.parametrize("layout", ["rows apart", "parts apart", "columns apart"])
+def test_reads_strided_rows(layout):
+    indptr, indices = random_block(70, 50, 9)
+    x = {
+        "rows apart": torch.randn(140, 2, 5)[::2],
+        "parts apart": torch.randn(70, 4, 9)[:, 1:3, 2:7],
+        "columns apart": torch.randn(70, 5, 2).transpose(1, 2),
+    }[layout]
+    weight, y = torch.randn(len(indices), 2), torch.randn(50, 2, 5)
+    whole = x.contiguous()
+    assert torch.equal(weigh(indptr, indices, weight, x), weigh(indptr, indices, weight, whole))
+    products = products_numba(indptr, indices, whole, y)
+    assert torch.equal(products_numba(indptr, indices, x, y), products)
+    assert torch.equal(
+        weigh_triton(indptr, indices, None, weight, x, 2),
+        weigh_triton(indptr, indices, None, weight, whole, 2),
+    )
+
+
+def test_halves_equal_their_references():
+    indptr, indices = random_block(70, 50, 9)
+    _, source, target = inputs((3, 3, 4))
+    found = both(attention, indptr, indices, [source, target], 0.1)
+    expected = both(attention_reference, indptr, indices, [source, target], 0.1)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    weight = torch.randn(len(indices), 3, dtype=torch.float64, requires_grad=True)
+    for parts in (3, 1):
+        x = torch.randn(70, parts, 4, dtype=torch.float64, requires_grad=True)
+        found = both(weigh, indptr, indices, [weight, x])
+        expected = both(weigh_reference, indptr, indices, [weight, x])
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)

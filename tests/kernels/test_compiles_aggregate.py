@@ -1,0 +1,65 @@
+"""The Triton kernels of aggregation compile for the GPUs we name, on a machine that has none.
+
+In a process of its own, as in test_compiles.py. No kernel adds by atomics: that is what makes sums
+the same from run to run.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from gcnzc.kernels import aggregate, attention, weigh
+
+SIZES = {"num_cols": "i32", "num_heads": "i32", "out_heads": "i32", "x_stride": "i64",
+         "out_stride": "i32", "row_stride": "i64", "head_stride": "i32", "slope": "fp32"}
+
+def ptx(kernel, rows, ids, total, **constants):
+    constants = {"EDGES": 8, "BLOCK": 128, "HEADS": 4, "SUM": total, "HAS_A": True, "HAS_B": True,
+                 "HAS_EDGES": True} | constants
+    wide = "*fp64" if total is tl.float64 else "*fp32"
+    kinds = SIZES | dict.fromkeys(["indptr", "indices", "edges"], f"*{ids}")
+    kinds |= dict.fromkeys(["a_S", "b_T", "weight_E", "grad_E", "out_E", "out_T"], wide)
+    kinds |= dict.fromkeys(["score_S", "score_T"], wide) | dict.fromkeys(["x", "y", "out"], rows)
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
+    given = {name: constants[name] for name in names if name in constants}
+    return compile(ASTSource(kernel, signature, given), GPUTarget("cuda", ARCH, 32)).asm["ptx"]
+
+made = []
+for rows, total in [("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)]:
+    for ids in ["i32", "i64"]:
+        made += [ptx(aggregate._sum_triton, rows, ids, total),
+                 ptx(aggregate._sum_triton, rows, ids, total, HAS_A=False, HAS_B=False)]
+for rows, total in [("*fp32", tl.float32), ("*fp64", tl.float64)]:
+    made += [ptx(attention._attention_triton, rows, "i64", total, EDGES=32),
+             ptx(attention._attention_grad_triton, rows, "i64", total, EDGES=32),
+             ptx(weigh._weigh_triton, rows, "i64", total),
+             ptx(weigh._weigh_triton, rows, "i64", total, HAS_EDGES=False),
+             ptx(weigh._products_triton, rows, "i64", total)]
+for text in made:
+    assert "ld.global" in text and "st.global" in text
+    assert "atom." not in text and "red.global" not in text
+print(len(made), "kernels")
+"""
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_compiles(arch, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # compiled here and now, whatever was compiled before
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("ARCH", str(arch))],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "22 kernels\n"
