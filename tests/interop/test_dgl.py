@@ -1,0 +1,245 @@
+"""DGL imports beside any torch, and samples what it should."""
+
+import importlib.util
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc.graph import Graph
+from gcnzc.interop import dgl as door
+from gcnzc.interop.dgl import DglSampler, graphbolt_works, import_dgl
+from gcnzc.sampler import Sampler
+
+needs_dgl = pytest.mark.skipif(
+    importlib.util.find_spec("dgl") is None, reason="DGL has no wheel for this Python"
+)
+
+
+@pytest.fixture(scope="module")
+def cora(request):
+    shared_data = request.getfixturevalue("shared_data")
+    with np.load(shared_data / "cora" / "cora.npz") as archive:
+        src, dst = torch.from_numpy(archive["edge_index"].astype(np.int64))
+        num_nodes = len(archive["node_label"])
+    return Graph.from_edges(src, dst, num_nodes, bidirected=True)
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A package `dgl` of the source given, in the place of the real one, until the test ends."""
+
+    def make(source, *files):
+        for name in [name for name in sys.modules if name == "dgl" or name.startswith("dgl.")]:
+            monkeypatch.delitem(sys.modules, name)
+        for file in ("dgl/__init__.py", *files):
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).write_text(source if file == "dgl/__init__.py" else "")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield make
+    for name in [name for name in sys.modules if name == "dgl" or name.startswith("dgl.")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+PROGRAM = """
+import os, warnings, torch
+from gcnzc.graph import Graph
+from gcnzc.interop.dgl import DglSampler, import_dgl
+
+warnings.simplefilter("error")
+dgl = import_dgl()
+assert import_dgl() is dgl
+assert "DGLBACKEND" not in os.environ
+edges = torch.randint(0, 300, (2, 9000), generator=torch.Generator().manual_seed(0))
+sampler = DglSampler(Graph.from_edges(*edges, 300), [4, 4], seed=7)
+print(sampler.sample(torch.arange(40), 5).nodes.tolist())
+"""
+
+
+@needs_dgl
+def test_new_processes_import_quietly_and_sample_alike(tmp_path):
+    # warnings are errors but inside the import, and an empty home has no settings of DGL
+    env = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    pipe = subprocess.PIPE
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], env=env, stdout=pipe, stderr=pipe, text=True
+        )
+        for _ in range(2)
+    ]
+    (first, noise), (second, _) = (run.communicate() for run in runs)
+    assert noise == ""
+    assert first.startswith("[0, 1, 2, 3")
+    assert second == first
+    assert not list(tmp_path.iterdir())
+
+
+@needs_dgl
+def test_graphbolt_says_that_it_is_not_there():
+    if graphbolt_works():
+        pytest.skip("GraphBolt works beside this torch")
+    with pytest.raises(AttributeError, match=r"GraphBolt is not made for torch \d"):
+        _ = import_dgl().graphbolt.ItemSet
+
+
+def test_graphbolt_is_left_alone_where_it_works(fake):
+    version = torch.__version__.partition("+")[0]
+    library = f"dgl/graphbolt/libgraphbolt_pytorch_{version}.so"
+    source = "__version__ = '2.1.0'\nfrom . import graphbolt\n"
+    fake(
+        source,
+        library,
+        "dgl/graphbolt/__init__.py",
+        "torchdata/datapipes/__init__.py",
+        "torchdata/__init__.py",
+    )
+    assert graphbolt_works()
+    assert import_dgl().graphbolt.__file__.endswith("dgl/graphbolt/__init__.py")
+
+
+def test_graphbolt_needs_its_library_and_torchdata(fake, monkeypatch):
+    fake(
+        "",
+        "dgl/graphbolt/libgraphbolt_pytorch_1.0.0.so",
+        "torchdata/datapipes/x.py",
+        "torchdata/__init__.py",
+    )
+    assert not graphbolt_works()
+    monkeypatch.setattr(torch, "__version__", "1.0.0+cpu")
+    assert graphbolt_works()
+    fake("", "dgl/graphbolt/libgraphbolt_pytorch_1.0.0.so")
+    monkeypatch.setattr(door.importlib.util, "find_spec", lambda name: None)
+    assert not graphbolt_works()
+
+
+def test_without_dgl(fake, monkeypatch):
+    fake("")
+    monkeypatch.setattr(door.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"^DGL is not installed\n\nhint: "):
+        import_dgl()
+    with pytest.raises(RuntimeError, match="not installed"):
+        DglSampler(Graph(torch.tensor([0, 0]), torch.empty(0, dtype=torch.int32)), [2])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("__version__ = '0.1.3'", r"^DGL 0\.1\.3 is too old\n\nhint: "),
+        ("import nothing_of_that_name", r"^DGL does not import: No module .*\n\nhint: "),
+        ("raise OSError('libdgl.so: not found')", "^DGL does not import: libdgl"),
+    ],
+)
+def test_useless_dgl(fake, source, message):
+    fake(source)
+    with pytest.raises(RuntimeError, match=message):
+        import_dgl()
+    if "0.1.3" not in source:
+        assert "dgl.graphbolt" not in sys.modules
+
+
+def test_warnings_are_silenced_only_while_importing(fake):
+    fake("import warnings\n__version__ = '2.1.0'\nwarnings.warn('old')\n")
+    import_dgl()
+    with pytest.warns(UserWarning, match="new"):
+        warnings.warn("new", stacklevel=1)
+
+
+@needs_dgl
+@pytest.mark.parametrize("fanouts", [[4, 3], [-1, 2, 5], [0, 3], [3, 0]])
+def test_samples_edges_of_the_graph(cora, fanouts):
+    seeds = torch.randperm(cora.num_nodes)[:200]
+    batch = DglSampler(cora, fanouts, seed=3).sample(seeds, epoch=1)
+    assert torch.equal(batch.seeds, seeds)
+    assert torch.equal(batch.nodes[:200], seeds)
+    assert batch.nodes.unique().shape == batch.nodes.shape == (batch.blocks[0].num_src,)
+    assert batch.times["sample_s"] > 0
+    assert batch.blocks[-1].num_dst == 200
+    for outer, inner in zip(batch.blocks, batch.blocks[1:], strict=False):
+        assert outer.num_dst == inner.num_src
+    for block, fanout in zip(batch.blocks, fanouts, strict=True):
+        assert (block.indptr.dtype, block.indices.dtype) == (torch.int64, torch.int32)
+        assert torch.equal(block.nodes, batch.nodes[: block.num_src])
+        targets = block.nodes[: block.num_dst]
+        degrees = cora.in_degrees()[targets]
+        kept = degrees if fanout == -1 else degrees.clamp(max=fanout)
+        assert torch.equal(block.indptr.diff(), kept)
+        edges = block.edge_ids
+        assert edges.unique().shape == edges.shape
+        owners = targets.repeat_interleave(kept)
+        assert bool(((cora.indptr[owners] <= edges) & (edges < cora.indptr[owners + 1])).all())
+        assert torch.equal(cora.indices[edges].long(), block.nodes[block.indices.long()])
+        assert torch.equal(block.in_degrees, cora.in_degrees()[block.nodes])
+
+
+@needs_dgl
+def test_all_neighbours_are_those_of_our_own_sampler(cora):
+    seeds = torch.arange(0, 2000, 7)
+    theirs = DglSampler(cora, [-1, -1]).sample(seeds, 0)
+    ours = Sampler(cora, [-1, -1]).sample(seeds, 0)
+    assert set(theirs.nodes.tolist()) == set(ours.nodes.tolist())
+    for mine, other in zip(ours.blocks, theirs.blocks, strict=True):
+        assert (mine.num_dst, mine.num_edges) == (other.num_dst, other.num_edges)
+
+
+def numbers(batch):
+    return torch.cat([batch.nodes, *[block.edge_ids for block in batch.blocks]]).tolist()
+
+
+@needs_dgl
+def test_same_batches_from_any_thread_in_any_order(cora):
+    asked = [(torch.arange(i, i + 50), epoch) for i in range(0, 500, 50) for epoch in range(2)]
+    sampler = DglSampler(cora, [5, 5], seed=2)
+    expected = [numbers(sampler.sample(*one)) for one in asked]
+    with ThreadPoolExecutor(4) as pool:
+        backwards = list(pool.map(lambda one: numbers(sampler.sample(*one)), asked[::-1]))
+    assert backwards[::-1] == expected
+    again = DglSampler(cora, [5, 5], seed=2)
+    assert [numbers(again.sample(*one)) for one in asked] == expected
+    # another epoch, seed or set of seeds is another sample
+    assert expected[0] != expected[1]
+    assert numbers(DglSampler(cora, [5, 5], seed=3).sample(*asked[0])) != expected[0]
+
+
+@needs_dgl
+def test_offsets_are_shared_with_dgl_and_ids_are_wide(cora):
+    sampler = DglSampler(cora, [2])
+    indptr, indices, _ = sampler._graph.adj_tensors("csc")
+    assert indptr.data_ptr() == cora.indptr.data_ptr()
+    assert cora.indices.dtype == torch.int32
+    assert indices.dtype == torch.int64
+    sampler.sample(torch.arange(5), 0)
+    assert sampler._graph.formats()["created"] == ["csc"]
+
+
+@needs_dgl
+def test_no_seeds(cora):
+    batch = DglSampler(cora, [2, 2]).sample(torch.empty(0, dtype=torch.int64), 0)
+    assert [(block.num_dst, block.num_src) for block in batch.blocks] == [(0, 0)] * 2
+
+
+@needs_dgl
+@pytest.mark.parametrize(
+    ("seeds", "epoch", "message"),
+    [([1, 5, 1], 0, "twice"), ([-1], 0, "nodes"), ([10**6], 0, "nodes"), ([1], -1, "epoch")],
+)
+def test_bad_requests(cora, seeds, epoch, message):
+    with pytest.raises(ValueError, match=message):
+        DglSampler(cora, [2]).sample(torch.tensor(seeds), epoch)
+
+
+@needs_dgl
+def test_bad_fanouts(cora):
+    with pytest.raises(ValueError, match="fan-outs"):
+        DglSampler(cora, [-2])
+    with pytest.raises(ValueError, match="64 bits"):
+        DglSampler(cora, [2], seed=2**64)
+
+
+def test_the_hint_fits_the_python():
+    wanted = "3.12" if sys.version_info >= (3, 13) else "pip install"
+    assert wanted in door.INSTALL
