@@ -1,0 +1,659 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_graph import Tiny, tiny
+
+from gcnzc.data import Dataset, info, load, prepare, verify
+from gcnzc.datasets import download, store
+from gcnzc.datasets.npz import NpzGraph
+
+
+def edges(dataset: Dataset) -> list[tuple[int, int]]:
+    sources, destinations = dataset.graph.edges()
+    return sorted(zip(sources.tolist(), destinations.tolist(), strict=True))
+
+
+def pairs(graph: Tiny) -> list[tuple[int, int]]:
+    return sorted(zip(*graph.edge_index.tolist(), strict=True))
+
+
+def assert_same(found: Dataset, expected: Dataset) -> None:
+    assert torch.equal(found.graph.indptr, expected.graph.indptr)
+    assert torch.equal(found.graph.indices, expected.graph.indices)
+    assert torch.equal(found.labels, expected.labels)
+    assert found.split.keys() == expected.split.keys()
+    assert all(torch.equal(found.split[part], expected.split[part]) for part in found.split)
+    assert (found.name, found.num_classes, found.metric) == (
+        expected.name,
+        expected.num_classes,
+        expected.metric,
+    )
+    assert (found.features is None) == (expected.features is None)
+    if found.features is not None and expected.features is not None:
+        assert torch.equal(found.features, expected.features)
+
+
+@pytest.mark.parametrize("form", ["csv", "binary", "npz"])
+def test_all_forms_give_the_same(tmp_path: Path, form: str) -> None:
+    graph = tiny()
+    if form == "npz":
+        raw = graph.write_npz(tmp_path / "mine.npz")
+    else:
+        raw = graph.write(tmp_path / "mine", binary=form == "binary")
+    read = load(raw)
+    assert edges(read) == pairs(graph)
+    assert graph.features is not None
+    assert read.features is not None
+    assert (read.features.numpy() == graph.features).all()
+    assert read.labels.tolist() == graph.labels.tolist()
+    assert {part: ids.tolist() for part, ids in read.split.items()} == {
+        part: ids.tolist() for part, ids in graph.split.items()
+    }
+    assert (read.name, read.num_classes, read.metric) == ("mine", 3, "accuracy")
+    prepare(raw, tmp_path / "prepared")
+    opened = load(tmp_path / "prepared")
+    assert_same(opened, read)
+    assert opened.origin == read.origin
+    verify(raw)
+    verify(tmp_path / "prepared")
+
+
+def test_the_types_are_those_promised(tmp_path: Path) -> None:
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
+    found = load(tmp_path / "a")
+    assert (found.graph.indptr.dtype, found.graph.indices.dtype) == (torch.int64, torch.int32)
+    assert found.labels.dtype == torch.int64
+    assert {ids.dtype for ids in found.split.values()} == {torch.int64}
+    assert found.features is not None
+    assert found.features.dtype == torch.float32
+    assert found.features.data_ptr() % 4096 == 0
+    assert found.folder == tmp_path / "a"
+
+
+def test_a_source_itself_can_be_prepared(tmp_path: Path) -> None:
+    raw = tiny().write_npz(tmp_path / "mine.npz")
+    prepare(NpzGraph(raw), tmp_path / "a")
+    assert_same(load(tmp_path / "a"), load(raw))
+
+
+# what is done with edges
+
+
+def test_usual_choices_are_made_and_recorded(tmp_path: Path) -> None:
+    graph = tiny()
+    once = load(graph.write(tmp_path / "once", add_inverse_edge=True))
+    reverse = sorted((target, source) for source, target in pairs(graph))
+    assert edges(once) == sorted(pairs(graph) + reverse)
+    assert once.origin["options"] == {
+        "bidirected": True,
+        "because": "add_inverse_edge is True",
+        "self_loops": "keep",
+        "duplicates": "keep",
+    }
+    arxiv = load(graph.write_npz(tmp_path / "a.npz"), name="ogbn-arxiv")
+    assert edges(arxiv) == sorted(set(pairs(graph) + reverse))
+    assert arxiv.num_classes == 40
+    up = np.sort(graph.edge_index, axis=0)
+    guessed = load(graph.but(edge_index=up).write_npz(tmp_path / "up.npz"))
+    assert guessed.graph.num_edges == 400
+    assert guessed.origin["options"]["because"].startswith("all edges point one way")
+
+
+def test_choices_that_are_asked_for_are_made(tmp_path: Path) -> None:
+    graph = tiny()
+    raw = graph.write(tmp_path / "raw", add_inverse_edge=True)
+    plain = load(raw, bidirected=False)
+    assert edges(plain) == pairs(graph)
+    assert plain.origin["options"]["because"] == "asked for"
+    choices: dict[str, Any] = {
+        "bidirected": False,
+        "self_loops": "add",
+        "duplicates": "remove",
+    }
+    looped = {(i, i) for i in range(40)} | set(pairs(graph))
+    assert edges(load(raw, **choices)) == sorted(looped)
+    prepare(raw, tmp_path / "a", **choices)
+    assert edges(load(tmp_path / "a")) == sorted(looped)
+    # asking for no directions asks nothing of equal edges, and the other way round
+    raw = graph.write_npz(tmp_path / "a.npz")
+    assert load(raw, name="ogbn-arxiv", bidirected=False).graph.num_edges == 200
+    assert load(raw, name="ogbn-arxiv", duplicates="keep").graph.num_edges == 400
+
+
+def test_a_prepared_graph_is_rebuilt_where_a_choice_is_made(tmp_path: Path) -> None:
+    graph = tiny()
+    prepare(graph.write(tmp_path / "raw"), tmp_path / "a")
+    rebuilt = load(tmp_path / "a", self_loops="remove", bidirected=True)
+    expected = load(tmp_path / "raw", self_loops="remove", bidirected=True)
+    assert edges(rebuilt) == edges(expected)
+    assert rebuilt.origin["options"]["self_loops"] == "remove"
+    prepare(tmp_path / "a", tmp_path / "b", self_loops="remove", bidirected=True)
+    assert edges(load(tmp_path / "b")) == edges(expected)
+
+
+def test_the_real_arxiv_has_the_edges_that_everybody_counts(
+    tmp_path: Path, shared_data: Path
+) -> None:
+    prepare(shared_data / "ogb/arxiv_nofeat", tmp_path / "a")
+    found = load(tmp_path / "a")
+    # PyG's to_undirected(ogbn-arxiv)
+    assert found.graph.num_edges == 2_315_598
+    assert found.features is None
+    assert (found.num_classes, info(tmp_path / "a")["split"]["name"]) == (40, "time")
+
+
+@pytest.mark.parametrize("name", ["cora", "tolokers"])
+def test_the_real_ones_agree_in_both_forms(tmp_path: Path, shared_data: Path, name: str) -> None:
+    prepare(shared_data / name / f"{name}.npz", tmp_path / "npz")
+    prepare(shared_data / "ogb" / name, tmp_path / "ogb")
+    assert_same(load(tmp_path / "npz"), load(tmp_path / "ogb"))
+
+
+# features
+
+
+def test_rows_can_be_set_apart(tmp_path: Path) -> None:
+    raw = tiny().write(tmp_path / "raw")
+    prepare(raw, tmp_path / "a", pitch_bytes=128)
+    found = load(tmp_path / "a")
+    assert found.features is not None
+    assert found.features.stride() == (32, 1)
+    assert_same(found, load(raw))
+    assert info(tmp_path / "a")["features"]["pitch_bytes"] == 128
+    for pitch in (16, 22):
+        with pytest.raises(ValueError, match=f"cannot lie {pitch} bytes apart\n\nhint: "):
+            prepare(raw, tmp_path / "b", pitch_bytes=pitch)
+
+
+def test_the_type_of_features_is_kept_or_chosen(tmp_path: Path) -> None:
+    graph = tiny()
+    assert graph.features is not None
+    half = graph.features.astype(np.float16)
+    raw = graph.but(features=half).write(tmp_path / "half")
+    for kind, expected in ((None, torch.float16), ("float32", torch.float32)):
+        prepare(raw, tmp_path / str(kind), feature_dtype=kind)
+        found = load(tmp_path / str(kind)).features
+        assert found is not None
+        assert found.dtype == expected
+        assert (found.numpy() == half).all()
+    for kind in (np.int8, np.float64, np.int64):
+        raw = graph.but(features=half.astype(kind)).write(tmp_path / kind.__name__)
+        found = load(raw).features
+        assert found is not None
+        assert found.dtype == torch.float32
+    large = graph.features.copy()
+    large[7, 3] = 70000
+    raw = graph.but(features=large).write(tmp_path / "large")
+    with pytest.raises(ValueError, match=r"70000.0 in row 7 is too large for float16\n\nhint: "):
+        prepare(raw, tmp_path / "b", feature_dtype="float16", allow_nan=True)
+
+
+def sparse(path: Path, num_columns: int = 9) -> Path:
+    graph = tiny(num_columns=num_columns)
+    assert graph.features is not None
+    dense = np.where(graph.features > 1, graph.features, 0)
+    rows, columns = np.nonzero(dense)
+    return graph.but(features=None).write_npz(
+        path,
+        feat_data=dense[rows, columns],
+        feat_indices=columns.astype(np.int32),
+        feat_indptr=np.searchsorted(rows, np.arange(41)),
+        feat_shape=np.array(dense.shape),
+    )
+
+
+def test_sparse_features_are_made_dense_or_kept(tmp_path: Path) -> None:
+    raw = sparse(tmp_path / "mine.npz")
+    prepare(raw, tmp_path / "dense")
+    prepare(raw, tmp_path / "kept", sparse_features=True)
+    prepare(tmp_path / "kept", tmp_path / "again")
+    dense, kept = load(tmp_path / "dense").features, load(tmp_path / "kept").features
+    assert dense is not None
+    assert kept is not None
+    assert kept.layout == torch.sparse_csr
+    assert torch.equal(kept.to_dense(), dense)
+    assert_same(load(tmp_path / "again"), load(tmp_path / "dense"))
+    assert info(tmp_path / "kept")["features"]["kind"] == "sparse"
+    verify(tmp_path / "kept")
+    with pytest.raises(ValueError, match=r"dense features, which cannot be kept sparse\n\nhint: "):
+        prepare(tmp_path / "dense", tmp_path / "b", sparse_features=True)
+    prepare(raw, tmp_path / "half", sparse_features=True, feature_dtype="float16")
+    half = load(tmp_path / "half").features
+    assert half is not None
+    assert half.dtype == torch.float16
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_rows_can_be_scaled_to_the_sum_one(tmp_path: Path, kept: bool) -> None:
+    raw = sparse(tmp_path / "mine.npz")
+    plain = load(raw).features
+    assert plain is not None
+    prepare(raw, tmp_path / "a", normalize_features=True, sparse_features=kept)
+    found = load(tmp_path / "a").features
+    assert found is not None
+    sums = plain.double().sum(1, keepdim=True)
+    assert (sums == 0).any()
+    expected = (plain / sums.clamp(min=1e-9)).float()
+    torch.testing.assert_close(found.to_dense(), expected, rtol=1e-6, atol=0)
+    assert info(tmp_path / "a")["features"]["normalized"]
+
+
+def test_features_can_be_given(tmp_path: Path) -> None:
+    graph = tiny()
+    raw = graph.but(features=None).write(tmp_path / "mine")
+    table = np.random.default_rng(0).standard_normal((40, 7)).astype(np.float32)
+    np.save(tmp_path / "table.npy", table)
+    prepare(raw, tmp_path / "a", features=tmp_path / "table.npy")
+    prepare(raw, tmp_path / "bare")
+    prepare(tmp_path / "bare", tmp_path / "b", features=table)
+    assert load(tmp_path / "bare").features is None
+    for folder in ("a", "b"):
+        found = load(tmp_path / folder)
+        assert found.features is not None
+        assert (found.features.numpy() == table).all()
+        assert edges(found) == pairs(graph)
+    assert load(tmp_path / "a").origin["features"] == str(tmp_path / "table.npy")
+
+
+def test_features_that_cannot_be_given(tmp_path: Path) -> None:
+    raw = tiny().write(tmp_path / "raw")
+    np.save(tmp_path / "short.npy", np.zeros((39, 2)))
+    np.save(tmp_path / "flat.npy", np.zeros(40))
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object))
+    (tmp_path / "words.npy").write_text("words")
+    for name, error, words in (
+        ("short", ValueError, "has 39 rows of features for 40 nodes"),
+        ("flat", ValueError, r"shape \(40,\) .* no table of numbers"),
+        ("objects", ValueError, "is no .npy of numbers"),
+        ("words", ValueError, "is no .npy of numbers"),
+        ("none", FileNotFoundError, "no file .*none.npy"),
+    ):
+        with pytest.raises(error, match=words + "(.|\n)*\n\nhint: "):
+            prepare(raw, tmp_path / "a", features=tmp_path / f"{name}.npy")
+    assert not (tmp_path / "a").exists()
+
+
+def with_nan(path: Path) -> Path:
+    graph = tiny()
+    assert graph.features is not None
+    features = graph.features.copy()
+    features[11, 2] = np.nan
+    return graph.but(features=features).write(path)
+
+
+def test_numbers_that_are_not_finite_are_let_in_only_if_asked(tmp_path: Path) -> None:
+    raw = with_nan(tmp_path / "raw")
+    for refuse in (load, verify, lambda path: prepare(path, tmp_path / "a")):
+        with pytest.raises(ValueError, match=r"nan in row 11, column 2\n\nhint: .*--allow-nan"):
+            refuse(raw)
+    assert os.listdir(tmp_path) == ["raw"]
+    prepare(raw, tmp_path / "a", allow_nan=True)
+    with pytest.raises(ValueError, match=r"features that are not finite\n\nhint: .*--allow-nan"):
+        load(tmp_path / "a")
+    with pytest.raises(ValueError, match="features that are not finite"):
+        prepare(tmp_path / "a", tmp_path / "b")
+    found = load(tmp_path / "a", allow_nan=True).features
+    assert found is not None
+    assert np.argwhere(np.isnan(found.numpy())).tolist() == [[11, 2]]
+    # other features make it a good one
+    prepare(tmp_path / "a", tmp_path / "b", features=np.zeros((40, 2)))
+    load(tmp_path / "b")
+
+
+# labels and splits
+
+
+def test_nodes_without_a_label(tmp_path: Path) -> None:
+    graph = tiny()
+    labels = graph.labels.astype(np.float32)
+    labels[graph.split["test"][0]] = np.nan
+    prepare(graph.but(labels=labels[:, None]).write(tmp_path / "raw"), tmp_path / "a")
+    found = load(tmp_path / "a")
+    assert found.split["test"].tolist() == [graph.split["test"][1]]
+    assert found.labels[graph.split["test"][0]] == -1
+    told = info(tmp_path / "a")
+    assert told["split"]["dropped_without_label"] == {"train": 0, "valid": 0, "test": 1}
+    assert told["num_labelled"] == 39
+
+
+def test_several_tasks(tmp_path: Path) -> None:
+    labels = np.random.default_rng(0).integers(2, size=(40, 6)).astype(np.float64)
+    labels[:, 0] = np.nan
+    raw = tiny().but(labels=labels).write(tmp_path / "raw", metric="rocauc")
+    prepare(raw, tmp_path / "a")
+    found = load(tmp_path / "a")
+    assert (found.labels.shape, found.labels.dtype) == ((40, 6), torch.float32)
+    assert np.array_equal(found.labels.numpy(), labels, equal_nan=True)
+    assert (found.num_classes, found.metric) == (2, "rocauc")
+    assert info(tmp_path / "a")["num_tasks"] == 6
+
+
+def test_one_of_several_splits(tmp_path: Path) -> None:
+    masks = np.zeros((2, 40), bool)
+    masks[:, :3] = True
+    several = {
+        f"{part}_masks": np.roll(masks, shift, axis=1)
+        for part, shift in (("train", 0), ("val", 5), ("test", 10))
+    }
+    raw = tiny().write_npz(tmp_path / "mine.npz", **several)
+    assert load(raw, split=1).split["valid"].tolist() == [5, 6, 7]
+    prepare(raw, tmp_path / "a", split="0")
+    assert load(tmp_path / "a").split["test"].tolist() == [10, 11, 12]
+    assert load(tmp_path / "a", split=0).split["test"].tolist() == [10, 11, 12]
+    with pytest.raises(ValueError, match=r"was prepared with the split 0, not 1\n\nhint: "):
+        load(tmp_path / "a", split=1)
+
+
+# names
+
+
+def test_a_named_set_is_looked_for_beside_the_destination(tmp_path: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"not in .*downloads\n\nhint: --download gets about"
+    ):
+        prepare("ogbn-arxiv", tmp_path / "a")
+    graph = tiny()
+    graph.write(tmp_path / "downloads/ogbn_arxiv_v1")
+    (tmp_path / "downloads/ogbn_arxiv_v1/task.json").unlink()
+    prepare("ogbn-arxiv", tmp_path / "a")
+    found = load(tmp_path / "a")
+    assert (found.name, found.num_classes) == ("ogbn-arxiv", 40)
+    assert found.origin["options"]["duplicates"] == "remove"
+
+
+def test_a_named_set_is_downloaded_only_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(remote: download.Remote, folder: Path, progress: object) -> Path:
+        return tiny().write(folder / remote.folder_name)
+
+    monkeypatch.setattr(download, "fetch", fetch)
+    prepare("ogbn-products", tmp_path / "a", download=True)
+    assert load(tmp_path / "a").graph.num_nodes == 40
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "words"),
+    [
+        ("nowhere/here", FileNotFoundError, "no folder nowhere/here"),
+        ("ogbn-arxive", ValueError, "no dataset ogbn-arxive\n\nhint: did you mean ogbn-arxiv"),
+        ("ogbn-mag", ValueError, "ogbn-mag is heterogeneous"),
+        ("cora", ValueError, "cora is known, but it is not one of OGB's sets"),
+    ],
+)
+def test_sources_that_are_not_there(
+    tmp_path: Path, source: str, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        prepare(source, tmp_path / "a", download=True)
+    assert "\n\nhint: " in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("look", [load, info, verify])
+def test_folders_that_are_not_there(tmp_path: Path, look: Callable[[Path], object]) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere\n\nhint: "):
+        look(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"neither meta.json nor raw/\n\nhint: "):
+        look(tmp_path)
+    (tmp_path / "words.txt").write_text("words")
+    with pytest.raises(ValueError, match=r"words.txt is no .npz archive\n\nhint: "):
+        look(tmp_path / "words.txt")
+
+
+# bad input leaves nothing
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"edge_index": np.array([[0, 1], [1, 40]])}, "edge 1 has the node 40"),
+        ({"labels": np.array([0, 1, -5] + [0] * 37)}, "node 2 has the label -5"),
+        ({"split": tiny().split | {"valid": np.array([], int)}}, "the valid part is empty"),
+        ({"split": tiny().split | {"valid": np.array([99])}}, "the valid part names the node 99"),
+        ({"split": tiny().split | {"valid": tiny().split["test"]}}, "is in the valid part and in"),
+    ],
+)
+@pytest.mark.parametrize("form", ["csv", "binary", "npz"])
+def test_bad_input_leaves_nothing(
+    tmp_path: Path, changes: dict[str, Any], words: str, form: str
+) -> None:
+    graph = tiny().but(**changes)
+    if form == "npz":
+        raw = graph.write_npz(tmp_path / "raw")
+        raw = tmp_path / "raw.npz"
+    else:
+        raw = graph.write(tmp_path / "raw", binary=form == "binary", num_classes=3)
+    with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: "):
+        prepare(raw, tmp_path / "a")
+    with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: "):
+        load(raw)
+    assert os.listdir(tmp_path) == [raw.name]
+
+
+def test_rows_that_do_not_match_the_nodes(tmp_path: Path) -> None:
+    raw = tiny().write_npz(tmp_path / "raw.npz", node_feat=np.zeros((39, 5)))
+    for refuse in (load, verify, lambda path: prepare(path, tmp_path / "a")):
+        with pytest.raises(ValueError, match=r"has 39 rows of features for 40 nodes\n\nhint: "):
+            refuse(raw)
+
+
+def test_a_damaged_prepared_folder_is_named(tmp_path: Path) -> None:
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
+    path = tmp_path / "a/indices.npy"
+    data = bytearray(path.read_bytes())
+    data[-1] = 0x7F
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"indices.npy has the checksum"):
+        verify(tmp_path / "a")
+    # a wrong edge with a right checksum is found as well
+    meta = json.loads((tmp_path / "a/meta.json").read_text())
+    meta["files"]["indices.npy"]["crc32"] = store.checksum(path)
+    (tmp_path / "a/meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="hint: "):
+        verify(tmp_path / "a")
+
+
+def test_what_is_there_is_kept(tmp_path: Path) -> None:
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
+    with pytest.raises(FileExistsError, match=r"exists already\n\nhint: "):
+        prepare(tmp_path / "raw", tmp_path / "a")
+    verify(tmp_path / "a")
+
+
+# info
+
+
+def test_info_tells_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "mapping").mkdir()
+    (tmp_path / "mapping/README.md").write_text("Users.")
+    raw = tiny().write(
+        tmp_path / "mine", best_accuracy=0.9, origin={"seed": 4}, mapping=tmp_path / "mapping"
+    )
+    told = info(raw)
+    assert (told["kind"], told["num_nodes"], told["num_edges"]) == ("ogb", 40, 200)
+    assert told["features"] == {"kind": "dense", "columns": 5, "dtype": "float32"}
+    prepare(raw, tmp_path / "a")
+    prepared = info(tmp_path / "a")
+    assert prepared.keys() >= told.keys()
+    for key in ("name", "num_nodes", "num_classes", "metric", "best_accuracy", "origin"):
+        assert prepared[key] == told[key]
+    assert prepared["best_accuracy"] == 0.9
+    assert prepared["origin"]["seed"] == 4
+    assert prepared["feature_bytes"] == 4096 + 40 * 5 * 4
+    assert prepared["disk_bytes"] == sum(
+        path.stat().st_size for path in (tmp_path / "a").rglob("*.*") if path.name != "meta.json"
+    )
+    assert (tmp_path / "a/mapping/README.md").read_text() == "Users."
+    prepare(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b/mapping/README.md").read_text() == "Users."
+    json.dumps(prepared)
+    assert info(tiny().write_npz(tmp_path / "c.npz"))["kind"] == "npz"
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    seen: dict[str, tuple[int, int]] = {}
+
+    def progress(what: str, done: int, total: int) -> None:
+        assert done <= total
+        seen[what] = (done, total)
+
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a", progress=progress)
+    assert seen["edges"] == seen["graph"] == (200, 200)
+    assert seen["features"] == (40, 40)
+    verify(tmp_path / "a", progress)
+    assert seen["verify"][0] == seen["verify"][1]
+
+
+# memory, and sudden ends
+
+
+MEMORY = """
+import gzip, re, sys, threading, time
+from pathlib import Path
+import numpy as np
+from gcnzc.data import load, prepare
+from gcnzc.datasets import ogb
+from gcnzc.datasets.rows import Rows
+
+here, megabytes, form = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rows, columns = megabytes * 2560, 100
+
+def chunks(allocate):
+    block = np.arange(2560 * columns, dtype=np.float32).reshape(2560, columns) % 1000
+    for _ in range(megabytes):
+        yield block
+
+def anonymous():
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\\s+(\\d+) kB", text)[1]) >> 10
+
+def watched(work):
+    before, peak, end = anonymous(), [0], threading.Event()
+    def watch():
+        while not end.wait(0.005):
+            peak[0] = max(peak[0], anonymous())
+    thread = threading.Thread(target=watch)
+    thread.start()
+    work()
+    end.set()
+    thread.join()
+    return peak[0] - before
+
+# what any graph takes: compiled kernels, a parser's buffers
+def write(path, features, nodes):
+    ogb.write(path, np.arange(20).reshape(2, 10), np.arange(nodes) % 3,
+              {"train": np.array([0]), "valid": np.array([1]), "test": np.array([2])},
+              features=features, binary=form != "csv")
+write(here / "small", np.zeros((20, 4), np.float32), 20)
+prepare(here / "small", here / "small-prepared")
+table = Rows(rows, columns, np.dtype(np.float32), chunks, "made")
+written = watched(lambda: write(here / "raw", None if form == "csv" else table, rows))
+raw = here / "raw/raw"
+if form == "deflated":
+    np.savez_compressed(raw / "data.npz", **np.load(raw / "data.npz"))
+if form == "csv":
+    # many compressed parts, one behind the other, are one gzip file
+    block = next(chunks(None)).tolist()
+    part = gzip.compress("".join(",".join(map(str, row)) + "\\n" for row in block).encode())
+    with (raw / "node-feat.csv.gz").open("wb") as file:
+        for _ in range(megabytes):
+            file.write(part)
+prepared = watched(lambda: prepare(here / "raw", here / "a"))
+opened = watched(lambda: load(here / "a"))
+print(written, prepared, opened, load(here / "a").features[-1, -1].item())
+"""
+
+
+def memory(folder: Path, megabytes: int, form: str) -> list[float]:
+    """Megabytes that writing, preparing and opening a table took, and its last number."""
+    command = [sys.executable, "-c", MEMORY, str(folder), str(megabytes), form]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [float(word) for word in done.stdout.split()]
+
+
+@pytest.mark.parametrize(("form", "megabytes"), [("stored", 250), ("csv", 40)])
+def test_memory_does_not_grow_with_the_table(tmp_path: Path, form: str, megabytes: int) -> None:
+    written, prepared, opened, last = memory(tmp_path, megabytes, form)
+    assert max(written, prepared) < 200
+    assert opened < 10
+    assert last == 999
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "megabytes"), [("deflated", 1500), ("csv", 600)])
+def test_memory_does_not_grow_with_a_large_table(tmp_path: Path, form: str, megabytes: int) -> None:
+    _, prepared, opened, last = memory(tmp_path, megabytes, form)
+    assert prepared < 300
+    assert opened < 10
+    assert last == 999
+
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+from gcnzc.data import prepare
+
+raw, dest = Path(sys.argv[1]), Path(sys.argv[2])
+
+def child(work):
+    number = os.fork()
+    if number == 0:
+        work()
+        os._exit(0)
+    return number
+
+# kernels are loaded once, before the forks
+prepare(raw, dest / "warm")
+begin = time.monotonic()
+os.waitpid(child(lambda: prepare(raw, dest / "whole")), 0)
+length = time.monotonic() - begin
+random.seed(int(sys.argv[3]))
+for moment in range(20):
+    number = child(lambda: prepare(raw, dest / f"{moment}"))
+    time.sleep(random.uniform(0, 1.1 * length))
+    os.kill(number, signal.SIGKILL)
+    os.waitpid(number, 0)
+"""
+
+
+def test_killed_at_any_moment_it_leaves_all_or_nothing(tmp_path: Path) -> None:
+    raw = tiny(5_000, 50_000, 40).write(tmp_path / "raw", binary=False)
+    dest = tmp_path / "dest"
+    dest.mkdir()
+    command = [sys.executable, "-c", KILLED, str(raw), str(dest), "0"]
+    subprocess.run(command, check=True)
+    left = [path for path in dest.iterdir() if path.name.endswith(".partial")]
+    assert left, "not one of twenty was killed in the middle"
+    for path in dest.iterdir():
+        if path not in left:
+            verify(path)
+    moment = left[0].name.removeprefix(".").removesuffix(".partial")
+    prepare(raw, dest / moment)
+    assert not left[0].exists()
+    expected = {name: entry["crc32"] for name, entry in files(dest / "whole").items()}
+    assert {name: entry["crc32"] for name, entry in files(dest / moment).items()} == expected
+
+
+def files(folder: Path) -> dict[str, Any]:
+    return store.read_meta(folder)["files"]
+
+
+def test_opening_is_quick(tmp_path: Path, shared_data: Path) -> None:
+    prepare(shared_data / "github_musae/github_musae.npz", tmp_path / "a")
+    begin = time.perf_counter()
+    found = load(tmp_path / "a")
+    assert time.perf_counter() - begin < 0.5
+    assert found.features is not None
+    assert found.features.nbytes > 600e6
+    shutil.rmtree(tmp_path / "a")
