@@ -1,0 +1,271 @@
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+
+from gcnzc.graph import Graph
+from gcnzc.interop.dgl import import_dgl
+
+RNG = np.random.default_rng(0)
+NUM_NODES = 300
+SRC, DST = RNG.integers(0, NUM_NODES, (2, 4000))
+DST[:50] = SRC[:50]  # self loops
+SRC[60:120], DST[60:120] = SRC[:60], DST[:60]  # duplicates, of self loops too
+
+CHOICES = [
+    {"bidirected": bidirected, "self_loops": self_loops, "duplicates": duplicates}
+    for bidirected in (False, True)
+    for self_loops in ("keep", "add", "remove")
+    for duplicates in ("keep", "remove")
+]
+
+
+def columns(graph):
+    return [column.tolist() for column in graph.indices.split(graph.in_degrees().tolist())]
+
+
+def expected_columns(src, dst, num_nodes, bidirected, self_loops, duplicates):
+    """What the choices mean, edge by edge."""
+    edges = list(zip(src.tolist(), dst.tolist(), strict=True))
+    if bidirected:
+        edges += [(v, u) for u, v in edges]
+    if self_loops != "keep":
+        edges = [(u, v) for u, v in edges if u != v]
+    if self_loops == "add":
+        edges += [(u, u) for u in range(num_nodes)]
+    if duplicates == "remove":
+        edges = sorted(set(edges))
+    found = [[] for _ in range(num_nodes)]
+    for u, v in edges:
+        found[v].append(u)
+    return found
+
+
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+def test_from_edges_with_every_choice(choices):
+    graph = Graph.from_edges(SRC, DST, NUM_NODES, **choices)
+    assert columns(graph) == expected_columns(SRC, DST, NUM_NODES, **choices)
+    Graph(graph.indptr, graph.indices)
+
+
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+def test_the_choices_for_a_graph_that_is_there(choices):
+    graph = Graph.from_edges(SRC, DST, NUM_NODES)
+    src, dst = graph.edges()
+    expected = expected_columns(src, dst, NUM_NODES, **choices)
+    assert columns(graph.rebuilt(**choices)) == expected
+    assert columns(Graph.from_csc(graph.indptr, graph.indices, **choices)) == expected
+
+
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+def test_from_csr_with_every_choice(choices):
+    rows = scipy.sparse.csr_array((np.ones(4000), (SRC, DST)), (NUM_NODES, NUM_NODES))
+    src = np.repeat(np.arange(NUM_NODES), np.diff(rows.indptr))
+    graph = Graph.from_csr(rows.indptr, rows.indices, **choices)
+    assert columns(graph) == expected_columns(src, rows.indices, NUM_NODES, **choices)
+
+
+def test_equals_scipys_csc():
+    pairs = np.unique(np.stack([SRC, DST]), axis=1)
+    expected = scipy.sparse.csc_array((np.ones(pairs.shape[1]), pairs), (NUM_NODES, NUM_NODES))
+    graph = Graph.from_edges(SRC, DST, NUM_NODES, duplicates="remove")
+    np.testing.assert_array_equal(graph.indptr, expected.indptr)
+    np.testing.assert_array_equal(graph.indices, expected.indices)
+
+
+def test_bidirected_without_duplicates_is_symmetric_and_coalesced():
+    # as torch_geometric.utils.to_undirected promises
+    graph = Graph.from_edges(SRC, DST, NUM_NODES, bidirected=True, duplicates="remove")
+    src, dst = (ends.numpy() for ends in graph.edges())
+    assert set(zip(src, dst, strict=True)) == set(zip(dst, src, strict=True))
+    keys = dst.astype(np.int64) * NUM_NODES + src
+    assert (np.diff(keys) > 0).all()
+
+
+def memory_mapped(path, array):
+    np.save(path, array)
+    return np.load(path, mmap_mode="r")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda src, dst, path: (src, dst),
+        lambda src, dst, path: (src.astype(np.int32), dst),
+        lambda src, dst, path: (torch.from_numpy(src), torch.from_numpy(dst).int()),
+        lambda src, dst, path: torch.from_numpy(np.stack([src, dst])),
+        lambda src, dst, path: torch.from_numpy(np.stack([src, dst], axis=1)).T,
+        lambda src, dst, path: memory_mapped(path, np.stack([src, dst])),
+        lambda src, dst, path: memory_mapped(path, np.stack([src, dst], axis=1)).T,
+    ],
+    ids=["numpy", "mixed", "torch", "row of (2, E)", "column of (E, 2)", "mapped", "mapped, T"],
+)
+def test_what_edges_may_be_given_as(given, tmp_path):
+    src, dst = given(SRC, DST, tmp_path / "edges.npy")
+    graph = Graph.from_edges(src, dst, NUM_NODES)
+    assert columns(graph) == columns(Graph.from_edges(SRC, DST, NUM_NODES))
+
+
+def test_sizes_types_and_views():
+    graph = Graph.from_edges(SRC, DST, NUM_NODES)
+    assert (graph.num_nodes, graph.num_edges) == (NUM_NODES, 4000)
+    assert (graph.indptr.dtype, graph.indices.dtype) == (torch.int64, torch.int32)
+    np.testing.assert_array_equal(graph.in_degrees(), np.bincount(DST, minlength=NUM_NODES))
+    src, dst = graph.edges()
+    assert src is graph.indices
+    assert (dst.diff() >= 0).all()
+    assert repr(graph) == "Graph(num_nodes=300, num_edges=4000)"
+
+
+def test_no_edges_and_no_nodes():
+    none = np.empty(0, np.int64)
+    graph = Graph.from_edges(none, none, 5)
+    assert (graph.num_nodes, graph.num_edges) == (5, 0)
+    assert columns(graph.rebuilt(self_loops="add")) == [[0], [1], [2], [3], [4]]
+    empty = Graph.from_edges(none, none, 0, bidirected=True, self_loops="add", duplicates="remove")
+    assert (empty.num_nodes, empty.num_edges) == (0, 0)
+
+
+def test_memory_is_shared_where_types_allow(tmp_path):
+    built = Graph.from_edges(SRC, DST, NUM_NODES)
+    again = Graph(built.indptr, built.indices)
+    assert again.indices.data_ptr() == built.indices.data_ptr()
+    mapped = memory_mapped(tmp_path / "indices.npy", built.indices.numpy())
+    graph = Graph(memory_mapped(tmp_path / "indptr.npy", built.indptr.numpy()), mapped)
+    assert graph.indices.data_ptr() == mapped.ctypes.data
+    assert columns(graph) == columns(built)
+    assert graph.rebuilt() is graph
+
+
+def test_other_integers_are_converted():
+    built = Graph.from_edges(SRC, DST, NUM_NODES)
+    graph = Graph(built.indptr.int(), built.indices.long())
+    assert (graph.indptr.dtype, graph.indices.dtype) == (torch.int64, torch.int32)
+    assert columns(graph) == columns(built)
+
+
+def test_a_graph_survives_pickling():
+    graph = Graph.from_edges(SRC, DST, NUM_NODES)
+    assert columns(pickle.loads(pickle.dumps(graph))) == columns(graph)
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices", "message"),
+    [
+        ([0, 2, 1, 3], [0, 1, 2], "falls from 2 to 1 at node 1"),
+        ([1, 2, 3, 3], [0, 1, 2], "goes from 1 to 3, with 3 indices"),
+        ([0, 1, 2, 2], [0, 1, 2], "goes from 0 to 2, with 3 indices"),
+        ([0, 1, 2, 3], [0, 1, 3], r"indices\[2\] is 3, but the graph has 3 nodes"),
+        ([0, 1, 2, 3], [0, -1, 2], r"indices\[1\] is -1"),
+        ([0, 1, 2, 3], [0, 2**33, 2], r"indices\[1\] is 8589934592"),
+        ([], [], "indptr is empty"),
+    ],
+)
+def test_numbers_that_are_no_graph(indptr, indices, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Graph(np.array(indptr, np.int64), np.array(indices, np.int64))
+    assert "\n\nhint: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        (np.zeros(2), r"indices has shape \(2,\) and type float64"),
+        (np.zeros(2, np.uint32), "type uint32"),
+        (np.zeros(2, ">i8"), "type >i8"),
+        (np.zeros((1, 2), np.int64), r"shape \(1, 2\)"),
+        (np.zeros(4, np.int64)[::2], "strided, 16 bytes"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), "is on meta"),
+    ],
+)
+def test_arrays_that_are_no_graph(indices, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Graph(np.array([0, 2]), indices)
+    assert "\n\nhint: " in str(caught.value)
+
+
+def test_unchecked_numbers_are_trusted():
+    graph = Graph(torch.tensor([0, 1]), torch.tensor([7], dtype=torch.int32), check=False)
+    assert graph.indices.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dst": np.zeros(3, np.int64)}, "src has 4000 numbers, dst 3"),
+        ({"num_nodes": 299}, "but the graph has 299 nodes"),
+        ({"num_nodes": -1}, "num_nodes is -1"),
+        ({"self_loops": "drop"}, "self_loops is 'drop'"),
+        ({"duplicates": "add"}, "duplicates is 'add'"),
+        ({"src": np.zeros(4000)}, "src has .* type float64"),
+    ],
+)
+def test_edges_that_are_no_graph(arguments, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Graph.from_edges(**{"src": SRC, "dst": DST, "num_nodes": NUM_NODES} | arguments)
+    assert "\n\nhint: " in str(caught.value)
+
+
+@pytest.mark.parametrize("idtype", [torch.int32, torch.int64])
+def test_from_dgl(idtype):
+    dgl = import_dgl()
+    theirs = dgl.graph((SRC, DST), num_nodes=NUM_NODES, idtype=idtype)
+    graph = Graph.from_dgl(theirs)
+    assert columns(graph) == columns(Graph.from_edges(SRC, DST, NUM_NODES))
+    indptr, indices, _ = theirs.adj_tensors("csc")
+    assert graph.indptr.tolist() == indptr.tolist()
+    assert graph.indices.tolist() == indices.tolist()
+    both = dgl.to_bidirected(theirs)
+    found = Graph.from_dgl(theirs, bidirected=True, duplicates="remove")
+    assert columns(found) == columns(Graph.from_dgl(both, duplicates="remove"))
+
+
+def test_from_dgl_of_several_types():
+    dgl = import_dgl()
+    theirs = dgl.heterograph({("a", "to", "b"): ([0], [0]), ("b", "back", "a"): ([0], [0])})
+    with pytest.raises(ValueError, match=r"node types \['a', 'b'\].*\n\nhint: dgl.to_homogeneous"):
+        Graph.from_dgl(theirs)
+
+
+class SparseTensor:
+    """What torch_sparse's class of this name promises of rows that are destinations."""
+
+    def __init__(self, indptr, indices):
+        self.parts = indptr, indices, None
+
+    def csr(self):
+        return self.parts
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_from_pyg():
+    expected = Graph.from_edges(SRC, DST, NUM_NODES, self_loops="add")
+    edge_index = torch.from_numpy(np.stack([SRC, DST]))
+    data = SimpleNamespace(edge_index=edge_index, adj_t=None, num_nodes=NUM_NODES)
+    assert columns(Graph.from_pyg(data, self_loops="add")) == columns(expected)
+    built = Graph.from_edges(SRC, DST, NUM_NODES)
+    parts, ones = (built.indptr, built.indices.long()), torch.ones(4000)
+    for adjacency in (
+        SparseTensor(*parts),
+        torch.sparse_csr_tensor(*parts, ones, check_invariants=False),
+    ):
+        data = SimpleNamespace(edge_index=None, adj_t=adjacency, num_nodes=NUM_NODES)
+        assert columns(Graph.from_pyg(data, self_loops="add")) == columns(expected)
+
+
+def test_from_pyg_without_edges():
+    with pytest.raises(ValueError, match="SimpleNamespace has no edge_index and no adj_t"):
+        Graph.from_pyg(SimpleNamespace(x=1))
+
+
+def test_against_pyg_itself():
+    pyg = pytest.importorskip("torch_geometric")
+    edge_index = torch.from_numpy(np.stack([SRC, DST]))
+    theirs = pyg.utils.to_undirected(edge_index, num_nodes=NUM_NODES)
+    data = pyg.data.Data(edge_index=edge_index, num_nodes=NUM_NODES)
+    graph = Graph.from_pyg(data, bidirected=True, duplicates="remove")
+    assert columns(graph) == columns(Graph.from_edges(*theirs, NUM_NODES))
+    assert graph.num_edges == theirs.shape[1]
