@@ -17,6 +17,7 @@ Letters: N nodes, E edges as stored, D columns of features, T tasks.
 
 import gzip
 import json
+import re
 import shutil
 import warnings
 import zipfile
@@ -104,7 +105,9 @@ class OgbGraph:
     def __init__(self, folder: Path, name: str | None = None, split: str | None = None) -> None:
         self.folder = folder
         self._raw = folder / "raw"
-        self._refuse_other_kinds(name)
+        if name is not None:
+            catalog.refuse_other_kinds(name)
+        self._refuse_other_kinds()
         self.binary = (self._raw / "data.npz").is_file()
         self._archive = Archive(self._raw / "data.npz") if self.binary else None
         self.num_nodes = self._single("num_nodes_list", "num-node-list.csv.gz")
@@ -184,8 +187,7 @@ class OgbGraph:
             return _read_split_dict(folder / "split_dict.pt")
         return {part: _whole(_integers(folder / f"{part}.csv.gz", 1), 1)[:, 0] for part in PARTS}
 
-    def _refuse_other_kinds(self, name: str | None) -> None:
-        catalog.refuse_other_kinds(name or self.folder.name)
+    def _refuse_other_kinds(self) -> None:
         for path, kind in _OTHER_KINDS.items():
             if (self.folder / path).exists():
                 raise ValueError(
@@ -218,10 +220,10 @@ class OgbGraph:
         )
 
     def _find_task(self, name: str | None) -> Task:
-        # a name that is given is believed; that of a folder only if the sizes agree
-        known_as = name or self.folder.name
+        # a name that is given is believed; those that the files go by only if the sizes agree
         sizes = None if name else (self.num_nodes, self.num_edges)
-        self._known = catalog.find(known_as, sizes)
+        for known_as in [name] if name else [self.folder.name, *self._released_as()]:
+            self._known = self._known or catalog.find(known_as, sizes)
         for path in (
             self.folder / "task.json",
             self.folder / "meta_dict.pt",
@@ -231,7 +233,7 @@ class OgbGraph:
                 return task
         known = self._known
         if known is None:
-            return Task(known_as)
+            return Task(name or self.folder.name)
         return Task(
             known.name,
             known.num_classes,
@@ -239,6 +241,13 @@ class OgbGraph:
             known.stored == "once",
             known.split,
         )
+
+    def _released_as(self) -> list[str]:
+        """Names in the release files, which begin `# Release note for ogbn-arxiv`."""
+        notes = [path.read_text(errors="replace") for path in self.folder.glob("RELEASE_v*.txt")]
+        return [
+            found[1] for note in notes if (found := re.match(r"# Release note for (\S+)", note))
+        ]
 
     def _choose_split(self, wanted: str | None) -> str:
         names = sorted(path.name for path in self.folder.glob("split/*") if path.is_dir())

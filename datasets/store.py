@@ -45,6 +45,10 @@ from gcnzc.datasets.rows import (
 
 FORMAT = "gcnzc-graph"
 VERSION = 1
+_KEYS = (
+    *("name", "num_classes", "metric", "best_accuracy", "features", "split", "options"),
+    *("origin", "files"),
+)
 # data begins on a page, so that it can be mapped, locked and read by a device in whole pages
 HEADER_BYTES = 4096
 # what a full disk, a used up quota and a file that may grow no further say
@@ -305,12 +309,14 @@ def open_folder(folder: Path) -> Prepared:
         ValueError: it is of another version, or a file is not of the size or type it should be.
     """
     meta = read_meta(folder)
-    arrays = {
-        name: _map(folder, name, entry) for name, entry in meta["files"].items() if "shape" in entry
-    }
-    features = csr = None
-    told = meta["features"]
     try:
+        arrays = {
+            name: _map(folder, name, entry)
+            for name, entry in meta["files"].items()
+            if "shape" in entry
+        }
+        features = csr = None
+        told = meta["features"]
         if told is not None and told["kind"] == "sparse":
             csr = Csr(*(arrays[f"features_{part}.npy"] for part in ("indptr", "indices", "values")))
         elif told is not None:
@@ -345,11 +351,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no JSON: {error}\n\n{_AGAIN}") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ValueError(f"{path} is not that of a prepared graph\n\n{_AGAIN}")
-    if meta["version"] != VERSION:
+    if meta.get("version") != VERSION:
         raise ValueError(
-            f"{folder} is of format version {meta['version']}, but this gcnzc reads version "
+            f"{folder} is of format version {meta.get('version')}, but this gcnzc reads version "
             f"{VERSION}\n\n{_AGAIN}, or install the gcnzc that wrote it"
         )
+    if missing := [key for key in _KEYS if key not in meta]:
+        raise ValueError(f"{path} does not say {', '.join(missing)}\n\n{_AGAIN}")
     return meta
 
 

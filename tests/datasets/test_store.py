@@ -15,7 +15,10 @@ import pytest
 from gcnzc.datasets import store
 from gcnzc.datasets.rows import converted, in_memory, no_progress, rows_of_array
 
-ABOUT = {"name": "mine", "split": {}, "options": {}, "origin": {}, "num_classes": 3}
+ABOUT = {"name": "mine", "split": {}, "options": {}, "origin": {}, "num_classes": 3} | {
+    "metric": "accuracy",
+    "best_accuracy": None,
+}
 TABLE = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
 
 
@@ -124,6 +127,24 @@ def test_opening_takes_no_time_whatever_the_size(tmp_path: Path) -> None:
             lambda data: data.replace(b'"version": 1', b'"version": 7'),
             ValueError,
             "is of format version 7, but this gcnzc reads version 1",
+        ),
+        (
+            "meta.json",
+            lambda data: data.replace(b'"version"', b'"edition"'),
+            ValueError,
+            "is of format version None",
+        ),
+        (
+            "meta.json",
+            lambda data: data.replace(b'"metric"', b'"meter"'),
+            ValueError,
+            "does not say metric",
+        ),
+        (
+            "meta.json",
+            lambda data: data.replace(b'"dtype"', b'"type"'),
+            ValueError,
+            "does not name 'dtype'",
         ),
         (
             "meta.json",
