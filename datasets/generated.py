@@ -148,19 +148,19 @@ def random_parts(seed: int, num_nodes: int, shares: Mapping[str, float]) -> dict
     Raises:
         ValueError: there are not as many nodes as parts, or the shares exceed 1.
     """
-    sizes = {part: max(1, round(shares[part] * num_nodes)) for part in PARTS}
-    # rounding up may ask for a node too many, which the largest part can spare
-    largest = max(PARTS, key=lambda part: sizes[part])
-    excess = max(0, sum(sizes.values()) - num_nodes)
-    sizes[largest] -= excess
-    if sizes[largest] < 1 or excess > len(PARTS):
+    # rounding where parts end, and not their sizes, leaves no node out if the shares add up to 1
+    ends = np.round(np.cumsum([shares[part] for part in PARTS]) * num_nodes).astype(np.int64)
+    sizes = np.maximum(1, np.diff(ends, prepend=0))
+    # what too small a part was given, the largest can spare
+    sizes[sizes.argmax()] -= max(0, sizes.sum() - num_nodes)
+    if ends[-1] > num_nodes or sizes.min() < 1:
         raise ValueError(
             f"{num_nodes} nodes cannot be split by {dict(shares)}\n\n"
             "hint: at least one node in each part, and shares that add up to 1 or less"
         )
     drawn = stream(seed, PARTITION).permutation(num_nodes).astype(node_dtype(num_nodes), copy=False)
-    ends = np.cumsum([sizes[part] for part in PARTS])
+    bounds = np.cumsum(sizes)
     return {
         part: np.sort(ids).astype(np.int64)
-        for part, ids in zip(PARTS, np.split(drawn[: ends[-1]], ends[:-1]), strict=True)
+        for part, ids in zip(PARTS, np.split(drawn[: bounds[-1]], bounds[:-1]), strict=True)
     }

@@ -88,10 +88,10 @@ def planted(
     num_classes: int,
     *,
     seed: int = 0,
-    homophily: float = 0.6,
+    homophily: float = 0.75,
     noise: float = 0.1,
-    separation: float = 2.0,
-    exponent: float = 2.5,
+    separation: float = 2.2,
+    exponent: float = 2.75,
     shares: Mapping[str, float] = SHARES,
     name: str = "planted",
     threads: int | None = None,
@@ -136,7 +136,7 @@ def planted(
         threads,
     )
     asked = parts["test"][: max(1, ASKED_NUMBERS // num_classes)]
-    answers = oracle(blocks, asked, edges, features.chunks(in_memory), progress)
+    scores = log_posterior(blocks, asked, edges, features.chunks(in_memory), progress)
     return Generated(
         name,
         num_nodes,
@@ -146,7 +146,7 @@ def planted(
         parts,
         edges,
         features,
-        float((answers == labels[asked]).mean()),
+        float((scores.argmax(axis=1) == labels[asked]).mean()),
         {
             "generator": "planted",
             "seed": seed,
@@ -207,10 +207,13 @@ def _draw_blocks(
 
 def _weight_bounds(num_nodes: int, num_edges: int, exponent: float) -> Array:
     """(L + 1,): where the levels end; the least weight is 1."""
-    # beyond it less than one node is expected
-    largest = num_nodes ** (1 / (exponent - 1))
-    least_degree = 2 * num_edges / num_nodes * (exponent - 2) / (exponent - 1)
-    largest = max(2.0, min(largest, LARGEST_SHARE * num_nodes / least_degree))
+    # beyond the last less than one node is expected
+    tried = np.geomspace(LEVEL_RATIO, max(2.0, num_nodes ** (1 / (exponent - 1))), 1000)
+    mean = (1 - tried ** (2 - exponent)) / (1 - tried ** (1 - exponent))
+    mean *= (exponent - 1) / (exponent - 2)
+    largest_degree = 2 * num_edges / num_nodes * tried / mean
+    allowed = int(np.searchsorted(largest_degree, LARGEST_SHARE * num_nodes))
+    largest = float(tried[max(0, allowed - 1)])
     return np.geomspace(1, largest, 1 + max(1, round(np.log(largest) / np.log(LEVEL_RATIO))))
 
 
@@ -274,14 +277,14 @@ def _edges(blocks: Blocks, num_edges: int, seed: int, threads: int | None) -> Ch
     return Chunks(chunk_of, num_edges, CHUNK_EDGES, threads)
 
 
-def oracle(
+def log_posterior(
     blocks: Blocks,
     asked: Array,
     edges: Chunks[Array],
     features: Iterator[Array],
     progress: Progress = no_progress,
 ) -> Array:
-    """The likeliest community of each node, given all else; see the module's first lines.
+    """What the oracle knows of each node's community; see the module's first lines.
 
     Args:
         blocks: the model and what it drew.
@@ -291,7 +294,7 @@ def oracle(
         progress: told of the edges.
 
     Returns:
-        (S,) int64.
+        (S, K) float64, the same constant left out of all numbers of a row.
     """
     num_classes = len(blocks.shares)
     touching, loops, inside = _count(blocks, asked, edges, progress)
@@ -315,8 +318,7 @@ def oracle(
         others = inside - is_own * (touching + loops[:, None])
         diluted = others * (joined - np.log(blocks.loyal / without + apart))
     # a community of this node alone has no other edges
-    score += np.where(others > 0, diluted, 0)
-    return score.argmax(axis=1)
+    return score + np.where(others > 0, diluted, 0)
 
 
 def _count(

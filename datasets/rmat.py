@@ -102,9 +102,7 @@ def _edges(
     if num_bits % GROUP_BITS:
         groups.append(num_bits % GROUP_BITS)
     tables = {bits: _table(quadrants, bits) for bits in set(groups)}
-    mask = (1 << num_bits) - 1
-    # hubs get names all over the range: two odd factors and a shift permute [0, 2**B)
-    factors = (stream(seed, NAMES).integers(mask + 1, size=2) | 1).tolist()
+    factors = (stream(seed, NAMES).integers(1 << num_bits, size=2) | 1).tolist()
 
     def chunk_of(chunk: int, begin: int, end: int) -> Array:
         random = stream(seed, EDGES, chunk)
@@ -114,13 +112,18 @@ def _edges(
             ends <<= bits
             ends[0] |= both >> bits
             ends[1] |= both & ((1 << bits) - 1)
-        for factor in factors:
-            ends *= factor
-            ends &= mask
-            ends ^= ends >> (num_bits + 1) // 2
+        rename(ends, num_bits, factors)
         return np.subtract(ends, num_nodes, out=ends, where=ends >= num_nodes)
 
     return Chunks(chunk_of, num_edges, CHUNK_EDGES, threads)
+
+
+def rename(ids: Array, num_bits: int, factors: list[int]) -> None:
+    """Permute [0, 2**num_bits), so that hubs have ids all over it; in place. Factors are odd."""
+    for factor in factors:
+        ids *= factor
+        ids &= (1 << num_bits) - 1
+        ids ^= ids >> (num_bits + 1) // 2
 
 
 def _table(quadrants: tuple[float, float, float, float], bits: int) -> Alias:

@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+from scipy.spatial.distance import cdist
+
+from gcnzc.datasets.digits import digits
+from gcnzc.datasets.rows import in_memory
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return digits()
+
+
+@pytest.fixture(scope="module")
+def edges(graph):
+    return np.concatenate(list(graph.edge_chunks()), axis=1)
+
+
+def test_sizes(graph):
+    rows = np.concatenate(list(graph.features.chunks(in_memory)))
+    assert rows.shape == (graph.num_nodes, graph.features.num_columns) == (1797, 64)
+    assert (rows.min(), rows.max()) == (0, 1)
+    assert np.bincount(graph.labels()).min() > 170
+    assert graph.num_classes == 10
+    assert graph.best_accuracy is None
+
+
+def test_every_image_is_joined_to_its_nearest(graph, edges):
+    rows = np.concatenate(list(graph.features.chunks(in_memory)))
+    distance = cdist(rows, rows)
+    np.fill_diagonal(distance, np.inf)
+    joined = np.zeros((1797, 1797), bool)
+    joined[edges[0], edges[1]] = joined[edges[1], edges[0]] = True
+    # as near as the eighth, whoever it is among equals
+    limit = np.sort(distance, axis=1)[:, 7:8] + 1e-5
+    nearest = distance <= limit
+    assert (joined <= (nearest | nearest.T)).all()
+    assert (joined.sum(axis=1) >= 8).all()
+
+
+def test_every_pair_comes_once(graph, edges):
+    assert edges.shape[1] == graph.num_edges == np.unique(edges, axis=1).shape[1]
+    assert (edges[0] < edges[1]).all()
+
+
+def test_neighbours_mostly_agree(graph, edges):
+    labels = graph.labels()[edges]
+    assert (labels[0] == labels[1]).mean() > 0.95
+
+
+def test_the_split_follows_the_seed(graph):
+    ids = np.concatenate(list(graph.parts.values()))
+    assert sorted(ids) == list(range(1797))
+    assert [len(part) for part in graph.parts.values()] == [1078, 360, 359]
+    assert (digits(seed=1).parts["test"] != graph.parts["test"]).any()
+
+
+@pytest.mark.parametrize("neighbours", [0, 1797])
+def test_a_number_of_neighbours_that_there_is_not(neighbours):
+    with pytest.raises(ValueError, match=f"{neighbours} neighbours of 1797 images\n\nhint: "):
+        digits(neighbours=neighbours)

@@ -1,0 +1,243 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.sparse
+
+from gcnzc.datasets import planted as module
+from gcnzc.datasets.generated import Chunks
+from gcnzc.datasets.planted import Blocks, log_posterior, planted
+from gcnzc.datasets.rows import in_memory
+
+
+def edges_of(graph):
+    return np.concatenate(list(graph.edge_chunks()), axis=1)
+
+
+def features_of(graph):
+    return np.concatenate(list(graph.features.chunks(in_memory)))
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return planted(60_000, 400_000, 32, 10, seed=3, threads=2)
+
+
+@pytest.fixture(scope="module")
+def edges(graph):
+    return edges_of(graph)
+
+
+@pytest.fixture(scope="module")
+def community(graph):
+    """Where the labels come from: the same draw without noise."""
+    return planted(60_000, 400_000, 32, 10, seed=3, noise=0.0, threads=2).node_labels
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+def test_threads_do_not_matter(graph, edges, threads):
+    again = planted(60_000, 400_000, 32, 10, seed=3, threads=threads)
+    np.testing.assert_array_equal(edges_of(again), edges)
+    np.testing.assert_array_equal(features_of(again), features_of(graph))
+    np.testing.assert_array_equal(again.labels(), graph.labels())
+    assert again.best_accuracy == graph.best_accuracy
+
+
+def test_another_seed_makes_another_graph(graph, edges):
+    other = planted(60_000, 400_000, 32, 10, seed=4)
+    assert (edges_of(other) != edges).any()
+    assert (features_of(other) != features_of(graph)).any()
+    assert (other.labels() != graph.labels()).any()
+    assert (other.parts["test"] != graph.parts["test"]).any()
+
+
+def test_sizes(graph, edges):
+    assert edges.shape == (2, graph.num_edges) == (2, 400_000)
+    assert edges.min() >= 0
+    assert edges.max() < graph.num_nodes == 60_000
+    assert features_of(graph).shape == (60_000, 32)
+    assert features_of(graph).dtype == graph.features.dtype == np.float32
+    assert set(np.unique(graph.labels())) == set(range(10))
+    assert [len(part) for part in graph.parts.values()] == [32_400, 10_800, 16_800]
+
+
+def test_edges_are_allocated_as_asked_for(graph, edges):
+    allocated, told = [], []
+
+    def allocate(name, size, dtype):
+        allocated.append((name, size, dtype))
+        return np.empty(size, dtype)
+
+    ends = graph.edges(allocate, lambda *words: told.append(words))
+    np.testing.assert_array_equal(np.stack(ends), edges)
+    assert [size for _, size, _ in allocated] == [400_000, 400_000]
+    assert {dtype for _, _, dtype in allocated} == {np.dtype(np.int32)}
+    assert told[-1] == ("edges", 400_000, 400_000)
+
+
+@pytest.mark.parametrize("homophily", [0.3, 0.6, 0.9, 1.0])
+def test_homophily(homophily):
+    graph = planted(20_000, 200_000, 4, 10, homophily=homophily, noise=0.0)
+    labels = graph.labels()[edges_of(graph)]
+    deviation = np.sqrt(homophily * (1 - homophily) / 200_000)
+    assert abs((labels[0] == labels[1]).mean() - homophily) <= 4 * deviation
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.4])
+def test_noise_in_the_labels(community, noise):
+    labels = planted(60_000, 400_000, 32, 10, seed=3, noise=noise).labels()
+    wrong = labels != community
+    assert abs(wrong.mean() - noise) <= 4 * np.sqrt(noise * (1 - noise) / 60_000)
+    # the other classes, all alike
+    steps = np.bincount((labels - community)[wrong] % 10, minlength=10)[1:]
+    assert (abs(steps - wrong.sum() / 9) <= 4 * np.sqrt(wrong.sum() / 9)).all()
+
+
+@pytest.mark.parametrize("exponent", [2.5, 3.0])
+def test_degrees_follow_a_power_law(exponent):
+    graph = planted(200_000, 2_000_000, 1, 4, exponent=exponent)
+    degree = np.bincount(edges_of(graph).reshape(-1))
+    assert abs(degree.mean() - 20) < 1e-9
+    # maximum likelihood for the tail (Clauset, Shalizi, Newman, SIAM Review 51, 2009, eq. 3.7);
+    # the cut-off makes it seem a little steeper
+    least = 40
+    tail = degree[degree >= least]
+    found = 1 + len(tail) / np.log(tail / (least - 0.5)).sum()
+    assert exponent - 0.05 < found < exponent + 0.15
+    assert degree.max() > 50 * degree.mean()
+
+
+def test_no_node_is_expected_to_know_more_than_a_tenth():
+    degree = np.bincount(edges_of(planted(1000, 20_000, 1, 4, exponent=2.1)).reshape(-1))
+    assert 80 < degree.max() < 150
+    # where the mean is above it, all nodes are alike
+    degree = np.bincount(edges_of(planted(1000, 100_000, 1, 4, exponent=2.1)).reshape(-1))
+    assert degree.max() < 300
+
+
+def test_features_are_means_and_noise(graph, community):
+    features = features_of(graph).astype(np.float64)
+    means = np.stack([features[community == k].mean(axis=0) for k in range(10)])
+    np.testing.assert_allclose(np.linalg.norm(means, axis=1), 2.2, atol=0.15)
+    rest = features - means[community]
+    assert abs(rest.std() - 1) < 0.01
+    assert abs(np.corrcoef(rest.T) - np.eye(32)).max() < 0.02
+
+
+def brute_force(blocks, edges, features, node):
+    """The log of the model's joint probability with `node` in each community: (K,)."""
+    weight = blocks.weights[blocks.level]
+    community = blocks.community.astype(int)
+    total = []
+    for k in range(len(blocks.shares)):
+        community[node] = k
+        mass = np.bincount(community, weight, len(blocks.shares))
+        first, second = community[edges]
+        second_by = (
+            blocks.loyal * (first == second) / mass[second] + (1 - blocks.loyal) / mass.sum()
+        )
+        total.append(
+            np.log(blocks.shares[community]).sum()
+            - ((features - blocks.means[community]) ** 2).sum() / 2
+            + np.log(weight[edges[0]] / mass.sum() * weight[edges[1]] * second_by).sum()
+        )
+    return np.array(total)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_oracle_is_the_models_own_posterior(seed):
+    # 12 nodes: loops, equal edges, and communities of a single node all occur
+    graph = planted(12, 60, 3, 4, seed=seed)
+    blocks = module._draw_blocks(12, 60, 3, 4, seed, 0.75, 2.2, 2.75)
+    edges, features = edges_of(graph), features_of(graph)
+    assert (edges[0] == edges[1]).any()
+    found = log_posterior(blocks, np.arange(12), graph.edge_chunks, iter([features]))
+    for node in range(12):
+        expected = brute_force(blocks, edges, features, node)
+        np.testing.assert_allclose(found[node] - found[node, 0], expected - expected[0], rtol=1e-4)
+
+
+def test_the_oracle_of_some_nodes_reads_features_in_chunks(graph):
+    blocks = module._draw_blocks(60_000, 400_000, 32, 10, 3, 0.75, 2.2, 2.75)
+    whole = features_of(graph)
+    asked = np.array([3, 4, 999, 1000, 2500])
+    rows = (whole[begin : begin + 500] for begin in range(0, 60_000, 500))
+    some = log_posterior(blocks, asked, graph.edge_chunks, rows)
+    every = log_posterior(blocks, np.arange(60_000), graph.edge_chunks, iter([whole]))
+    np.testing.assert_allclose(some, every[asked], rtol=1e-6)
+    # no row was read in vain
+    assert len(list(rows)) == 120 - 6
+
+
+def test_edges_between_communities_at_homophily_1():
+    blocks = Blocks(
+        np.array([0.5, 0.5]),
+        np.zeros((2, 1), np.float32),
+        np.ones(1),
+        1.0,
+        np.array([0, 0, 1, 1]),
+        np.zeros(4, np.int64),
+        np.array([[2], [2]]),
+    )
+    edges = Chunks(lambda chunk, begin, end: np.array([[0, 2], [1, 3]]), 2, 2, 1)
+    scores = log_posterior(blocks, np.arange(4), edges, iter([np.zeros((4, 1), np.float32)]))
+    assert scores.argmax(axis=1).tolist() == [0, 0, 1, 1]
+    assert np.isfinite(scores).all()
+
+
+def test_the_best_accuracy_is_near_what_noise_leaves(graph):
+    assert graph.best_accuracy < 0.9 + 4 * np.sqrt(0.09 / 16_800)
+    assert graph.best_accuracy > 0.88
+
+
+def test_no_honest_guess_beats_the_best_accuracy(graph, edges, community):
+    test, labels = graph.parts["test"], graph.labels()
+    features = features_of(graph)
+    means = np.stack([features[community == k].mean(axis=0) for k in range(10)])
+    alone = (features @ means.T - (means**2).sum(axis=1) / 2)[test]
+    alone_accuracy = (alone.argmax(axis=1) == labels[test]).mean()
+    # the true communities of the neighbours, counted
+    src, dst = np.concatenate([edges, edges[::-1]], axis=1)
+    votes = scipy.sparse.csr_array((np.ones(len(src)), (dst, community[src])), (60_000, 10))
+    votes_accuracy = (votes[test].toarray().argmax(axis=1) == labels[test]).mean()
+    both = 3 * votes[test].toarray() + alone
+    both_accuracy = (both.argmax(axis=1) == labels[test]).mean()
+    assert alone_accuracy < graph.best_accuracy - 0.2
+    assert alone_accuracy < votes_accuracy <= both_accuracy <= graph.best_accuracy
+    # such a guess is good, so the oracle is not far off either
+    assert both_accuracy > graph.best_accuracy - 0.01
+
+
+def test_only_so_many_nodes_are_asked(monkeypatch, graph):
+    monkeypatch.setattr(module, "ASKED_NUMBERS", 10 * 5000)
+    some = planted(60_000, 400_000, 32, 10, seed=3)
+    assert some.best_accuracy != graph.best_accuracy
+    assert abs(some.best_accuracy - graph.best_accuracy) < 0.02
+
+
+def test_origin_has_the_parameters(graph):
+    assert graph.origin["generator"] == "planted"
+    assert graph.origin["seed"] == 3
+    again = planted(60_000, 400_000, 32, 10, **{k: graph.origin[k] for k in list(graph.origin)[1:]})
+    assert again.best_accuracy == graph.best_accuracy
+    assert replace(again, edge_chunks=graph.edge_chunks, features=graph.features).name == "planted"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_classes": 1}, "1 classes for 1000 nodes"),
+        ({"num_classes": 1001}, "1001 classes for 1000 nodes"),
+        ({"homophily": 0.01}, "homophily is 0.01"),
+        ({"homophily": 1.01}, "homophily is 1.01"),
+        ({"noise": 0.9}, "noise is 0.9"),
+        ({"noise": -0.1}, "noise is -0.1"),
+        ({"exponent": 2}, "exponent is 2"),
+        ({"shares": {"train": 1, "valid": 1, "test": 1}}, "1000 nodes cannot be split"),
+    ],
+)
+def test_parameters_that_make_no_graph(wrong, message):
+    sizes = {"num_nodes": 1000, "num_edges": 5000, "num_features": 4, "num_classes": 5}
+    with pytest.raises(ValueError, match=message) as caught:
+        planted(**sizes | wrong)
+    assert "\n\nhint: " in str(caught.value)

@@ -1,0 +1,108 @@
+import itertools
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from gcnzc.datasets.rmat import QUADRANTS, rename, rmat
+from gcnzc.datasets.rows import in_memory
+
+
+def edges_of(graph):
+    return np.concatenate(list(graph.edge_chunks()), axis=1)
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_threads_do_not_matter(threads):
+    one, many = (rmat(1000, 200_000, 3, 7, seed=5, threads=number) for number in (1, threads))
+    np.testing.assert_array_equal(edges_of(one), edges_of(many))
+    rows = [np.concatenate(list(graph.features.chunks(in_memory))) for graph in (one, many)]
+    np.testing.assert_array_equal(*rows)
+
+
+def test_another_seed_makes_another_graph():
+    one, other = rmat(1000, 5000, 3, 7, seed=0), rmat(1000, 5000, 3, 7, seed=1)
+    assert (edges_of(one) != edges_of(other)).any()
+    assert (one.labels() != other.labels()).any()
+
+
+def test_edges_fall_into_quadrants():
+    counts = np.zeros((4, 4))
+    np.add.at(counts, tuple(edges_of(rmat(4, 400_000, 1, 2))), 1)
+    expected = 400_000 * np.kron(np.reshape(QUADRANTS, (2, 2)), np.reshape(QUADRANTS, (2, 2)))
+    # of all ways to name four nodes, one fits within four standard deviations
+    fitting = [
+        order
+        for order in itertools.permutations(range(4))
+        if (abs(counts[np.ix_(order, order)] - expected) <= 4 * np.sqrt(expected)).all()
+    ]
+    assert fitting
+
+
+@pytest.mark.parametrize("num_bits", [5, 6, 7, 13])
+def test_hubs_are_as_expected_at_any_number_of_bits(num_bits):
+    # groups of bits that are whole, short, and both
+    degree = np.bincount(edges_of(rmat(1 << num_bits, 300_000, 1, 2))[0], minlength=1 << num_bits)
+    ones = np.array([bin(node).count("1") for node in range(1 << num_bits)])
+    expected = 300_000 * 0.76 ** (num_bits - ones) * 0.24**ones
+    hubs = np.sort(expected)[::-1][:3]
+    found = np.sort(degree)[::-1][:3]
+    assert (abs(found - hubs) <= 5 * np.sqrt(hubs)).all()
+
+
+@pytest.mark.parametrize("num_bits", [0, 1, 2, 9, 16])
+def test_rename_is_a_permutation(num_bits):
+    ids = np.arange(1 << num_bits)
+    rename(ids, num_bits, [0x5851F42D4C957F2D, 0x9E37])
+    rename(ids, num_bits, [12345, 77])
+    np.testing.assert_array_equal(np.sort(ids), np.arange(1 << num_bits))
+    assert num_bits < 9 or (ids != np.arange(1 << num_bits)).mean() > 0.9
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3, 5, 1000])
+def test_ends_are_nodes_at_any_number_of_them(num_nodes):
+    edges = edges_of(
+        rmat(num_nodes, 200_000, 1, 2, shares={"train": 0, "valid": 0, "test": 0})
+        if num_nodes > 2
+        else rmat(3, 200_000, 1, 2)
+    )
+    assert edges.min() == 0
+    assert edges.max() == max(num_nodes, 3) - 1
+
+
+def test_labels_and_features():
+    graph = rmat(50_000, 10, 4, 5)
+    counts = np.bincount(graph.labels(), minlength=5)
+    assert (abs(counts - 10_000) < 400).all()
+    features = np.concatenate(list(graph.features.chunks(in_memory)))
+    assert features.shape == (50_000, 4)
+    assert features.dtype == np.float32
+    assert -1 <= features.min() < -0.99
+    assert 0.99 < features.max() < 1
+    assert graph.best_accuracy == 0.2
+
+
+def test_memory_stays_at_a_few_chunks():
+    graph = rmat(1 << 20, 8_000_000, 1, 2, threads=2)
+    tracemalloc.start()
+    num_edges = sum(ends.shape[1] for ends in graph.edge_chunks())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert num_edges == 8_000_000
+    # 128 MB of edges came by
+    assert peak < 30e6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_classes": 0}, "0 classes"),
+        ({"quadrants": (0.5, 0.5, 0.5, 0.5)}, r"quadrants are \(0.5"),
+        ({"quadrants": (1.5, -0.5, 0, 0)}, r"quadrants are \(1.5"),
+    ],
+)
+def test_parameters_that_make_no_graph(wrong, message):
+    sizes = {"num_nodes": 100, "num_edges": 500, "num_features": 4, "num_classes": 5}
+    with pytest.raises(ValueError, match=message) as caught:
+        rmat(**sizes | wrong)
+    assert "\n\nhint: " in str(caught.value)
