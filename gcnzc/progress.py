@@ -1,7 +1,7 @@
 """What a person sees while work goes on: a bar on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -43,6 +43,12 @@ class Reporter:
         bar = self._bar if self.console.is_terminal else self._lines
         with bar(what) as advance:
             yield advance
+
+    @contextmanager
+    def stages(self, what: str) -> Iterator[Callable[[str, int, int], None]]:
+        """Like `task`, for work that calls (stage, done, total)."""
+        with self.task(what) as advance:
+            yield lambda stage, done, total: advance(done, total, stage)
 
     @contextmanager
     def _bar(self, what: str) -> Iterator[Advance]:

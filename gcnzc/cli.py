@@ -1,0 +1,278 @@
+"""The `gcnzc` command: words in, data on stdout, talk on stderr.
+
+Every subcommand is a class of `gcnzc.config`. A user's mistake is one `error:` and one `hint:`
+line; the exit status is 0, 1 for what failed, or 2 for what was misused.
+"""
+
+import contextlib
+import errno
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from gcnzc import builtin, check, data, train
+from gcnzc._version import VERSION
+from gcnzc.config import (
+    CheckConfig,
+    EmbedConfig,
+    EvaluateConfig,
+    InfoConfig,
+    MakeConfig,
+    PlotConfig,
+    PrepareConfig,
+    TrainConfig,
+    from_words,
+)
+from gcnzc.datasets import generate
+from gcnzc.datasets.embed import embed
+from gcnzc.picture import curves
+from gcnzc.progress import Reporter
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FAILED, MISUSED = 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words in (["--version"], ["-V"]):
+        print(f"gcnzc {VERSION}")
+        return 0
+    reporter = Reporter()
+    try:
+        config = _parse(words)
+        if config is not None:
+            COMMANDS[type(config)](config, reporter)
+    except _Misuse as error:
+        return _complain(str(error), MISUSED)
+    except (ValueError, RuntimeError, train.Interrupted) as error:
+        return _complain(str(error), FAILED)
+    except OSError as error:
+        return _complain(_of_the_system(error), FAILED)
+    except KeyboardInterrupt:
+        return _complain("interrupted\n\nhint: nothing half written is left behind", FAILED)
+    return 0
+
+
+def train_command(config: TrainConfig, reporter: Reporter) -> None:
+    """`gcnzc train`."""
+    if config.data is None:
+        config = replace(config, data=builtin.prepared(reporter))
+    folder = config.resume or config.out or train.new_folder(config)
+    _print_json(train.train(config, folder, reporter))
+
+
+def make_command(config: MakeConfig, reporter: Reporter) -> None:
+    """`gcnzc make`."""
+    shape = generate.Shape(config.nodes, config.edges, config.num_features, config.classes)
+    if config.like is not None:
+        shape = generate.like(config.like, config.scale)
+    with reporter.stages(f"make {config.path}") as progress:
+        generate.make(config.path, config.kind, shape, seed=config.seed, progress=progress)
+    reporter.say(f"wrote {config.path}")
+    _print_json(data.info(config.path))
+
+
+def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
+    """`gcnzc prepare`."""
+    choices = {"yes": True, "no": False}
+    with reporter.stages(f"prepare {config.dest}") as progress:
+        data.prepare(
+            config.source,
+            config.dest,
+            download=config.download,
+            features=config.features,
+            sparse_features=config.sparse_features,
+            normalize_features=config.normalize_features,
+            feature_dtype=None if config.feature_dtype == "as-is" else config.feature_dtype,
+            pitch_bytes=config.pitch_bytes,
+            bidirected=choices.get(config.bidirected),
+            self_loops=config.self_loops,
+            duplicates=None if config.duplicates == "as-usual" else config.duplicates,
+            split=config.split,
+            allow_nan=config.allow_nan,
+            progress=progress,
+        )
+    reporter.say(f"wrote {config.dest}")
+    _print_json(data.info(config.dest))
+
+
+def embed_command(config: EmbedConfig, reporter: Reporter) -> None:
+    """`gcnzc embed`."""
+    graph = data.load(config.source).graph
+    indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
+    with reporter.stages(f"embed {config.source}") as progress:
+        rows = embed(indptr, indices, config.dims, seed=config.seed, progress=progress)
+        data.prepare(config.source, config.dest, features=rows, progress=progress)
+    reporter.say(f"wrote {config.dest}")
+    _print_json(data.info(config.dest))
+
+
+def info_command(config: InfoConfig, reporter: Reporter) -> None:
+    """`gcnzc info`."""
+    if config.verify:
+        with reporter.stages(f"verify {config.data}") as progress:
+            data.verify(config.data, progress)
+        reporter.say("every checksum is right")
+    _print_json(data.info(config.data))
+
+
+def evaluate_command(config: EvaluateConfig, reporter: Reporter) -> None:
+    """`gcnzc evaluate`."""
+    _print_json(train.evaluate(config, reporter))
+
+
+def check_command(config: CheckConfig, reporter: Reporter) -> None:
+    """`gcnzc check`."""
+    with reporter.task("measure") as advance:
+        found = check.machine(config.megabytes << 20, advance)
+    for line in check.advice(found):
+        reporter.say(line)
+    _print_json(found)
+
+
+def plot_command(config: PlotConfig, reporter: Reporter) -> None:
+    """`gcnzc plot`."""
+    if not config.runs:
+        raise _Misuse("no run to plot\n\nhint: gcnzc plot runs/NAME")
+    out = config.out or config.runs[0] / train.CURVES
+    curves(config.runs, out)
+    print(out)
+
+
+COMMANDS: dict[type, Callable[[Any, Reporter], None]] = {
+    TrainConfig: train_command,
+    MakeConfig: make_command,
+    PrepareConfig: prepare_command,
+    EmbedConfig: embed_command,
+    InfoConfig: info_command,
+    EvaluateConfig: evaluate_command,
+    CheckConfig: check_command,
+    PlotConfig: plot_command,
+}
+
+
+class _Misuse(Exception):
+    """The words of the command line make no command."""
+
+
+def _parse(words: Sequence[str]) -> Any:
+    """The config that `words` spell, or None when they asked for help and got it."""
+    default = _defaults(words)
+    choices: Any = None
+    for kind in COMMANDS:
+        name = kind.__name__.removesuffix("Config").lower()
+        own = {"default": default} if kind is TrainConfig and default is not None else {}
+        choice = Annotated[kind, tyro.conf.subcommand(name, **own)]  # type: ignore[valid-type]
+        choices = choice if choices is None else choices | choice
+    talk = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(talk):
+            return tyro.cli(
+                choices,
+                prog="gcnzc",
+                description="Train graph neural networks whose features are larger than the GPU.",
+                args=list(words),
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+            )
+    except SystemExit as left:
+        if not left.code:
+            return None
+        raise _Misuse(_plain(talk.getvalue(), words)) from None
+    except ValueError as error:
+        # a config's own check
+        raise _Misuse(str(error)) from None
+
+
+def _defaults(words: Sequence[str]) -> TrainConfig | None:
+    """What --config or --resume says before the other words are read."""
+    if not words or words[0] != "train":
+        return None
+    for option, read in (("--resume", train.read_config), ("--config", _read_toml)):
+        for index, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            if name == option and not equals and index + 1 < len(words):
+                value = words[index + 1]
+            if name == option and value:
+                return replace(read(Path(value)), out=None, resume=None)
+    return None
+
+
+def _read_toml(path: Path) -> TrainConfig:
+    try:
+        with path.open("rb") as file:
+            values = tomllib.load(file)
+    except tomllib.TOMLDecodeError as error:
+        raise _Misuse(f"{path} is not TOML: {error}\n\nhint: lines like `epochs = 20`") from error
+    try:
+        return from_words(TrainConfig, values, str(path))
+    except ValueError as error:
+        raise _Misuse(str(error)) from error
+
+
+def _plain(framed: str, words: Sequence[str]) -> str:
+    """The parser's message without its frames: what is wrong, then what to do."""
+    # a title, what is wrong, a rule, what may have been meant, a rule, where help is
+    sections: list[list[str]] = [[]]
+    for line in framed.splitlines()[1:]:
+        text = line.strip("│╭╮╰╯ ")
+        if text and not text.strip("-─"):
+            sections.append([])
+        else:
+            sections[-1].append(text)
+    wrong, *others = [lines for lines in sections if any(lines)] or [["not understood"]]
+    message = re.sub("^Error parsing [^:]*: ", "", "\n".join(wrong).strip())
+    if "\n\nhint: " in message:
+        return message
+    message = message.split("\n\n")[0]
+    names = {kind.__name__.removesuffix("Config").lower() for kind in COMMANDS}
+    command = f"gcnzc {words[0]}" if words and words[0] in names else "gcnzc"
+    near = []
+    for option, place in pairwise(
+        text for text in chain(*others) if text.startswith(("--", "in "))
+    ):
+        if place == f"in {command} --help":
+            near.append(option.split()[0])
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{message}\n\nhint: {meant}`{command} --help` lists what there is"
+
+
+def _complain(text: str, status: int) -> int:
+    wrong, _, remedy = text.partition("\n\n")
+    remedy = remedy.removeprefix("hint:").strip() or "`gcnzc --help` lists the commands"
+    print(f"error: {' '.join(wrong.split())}", file=sys.stderr)
+    print(f"hint: {' '.join(remedy.split())}", file=sys.stderr)
+    return status
+
+
+def _of_the_system(error: OSError) -> str:
+    text = str(error)
+    if "\n\nhint:" in text:
+        return text
+    if error.errno == errno.ENOSPC:
+        where = error.filename or "the disk"
+        return f"no space left on {where}\n\nhint: free some, or write to another disk"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{text}\n\nhint: choose a place that this user may write to"
+    return f"{text}\n\nhint: check the path and the disk"
+
+
+def _print_json(line: Mapping[str, Any]) -> None:
+    print(json.dumps(line, default=str))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

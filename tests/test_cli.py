@@ -1,0 +1,242 @@
+"""The command line does what it says, and says what is wrong and what to do."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gcnzc.cli import main
+
+SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
+SMALL += ["--batch-size", "32", "--lr", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def raw(folder):
+    """A small graph in OGB's layout."""
+    sizes = ["--nodes", "1500", "--edges", "6000", "--num-features", "16", "--classes", "4"]
+    assert main(["make", str(folder / "raw"), *sizes]) == 0
+    return folder / "raw"
+
+
+@pytest.fixture(scope="module")
+def graph(raw, folder):
+    """The same graph, prepared."""
+    assert main(["prepare", str(raw), str(folder / "prepared")]) == 0
+    return folder / "prepared"
+
+
+@pytest.fixture(scope="module")
+def run(graph, folder):
+    """A finished run."""
+    assert main(["train", str(graph), *SMALL, "--out", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def said(capsys, words, status) -> tuple[str, str]:
+    """The error and the hint of a command that fails."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    lines = [line for line in err.splitlines() if line.startswith(("error: ", "hint: "))]
+    assert [line.split(":")[0] for line in lines] == ["error", "hint"], err
+    return lines[0], lines[1]
+
+
+def test_training_prints_one_line_and_fills_the_run_folder(graph, tmp_path, capsys):
+    assert main(["train", str(graph), *SMALL, "--out", str(tmp_path / "r")]) == 0
+    out, err = capsys.readouterr()
+    line = json.loads(out)
+    assert out.count("\n") == 1
+    wanted = {"test_accuracy", "valid_accuracy", "epoch_s", "sample_s", "gather_s", "compute_s"}
+    assert wanted | {"exchange_s", "payload_bytes", "bytes_sent"} <= set(line)
+    assert line["epochs"] == 2
+    assert 0.5 < line["test_accuracy"] <= 1
+    assert "epoch 2/2" in err
+    files = {path.name for path in (tmp_path / "r").iterdir()} - {"tensorboard"}
+    wanted = {"config.json", "record.jsonl", "curves.png", "checkpoint.pt", "best.pt"}
+    assert files == wanted | {"result.json"}
+    assert len((tmp_path / "r" / "record.jsonl").read_text().splitlines()) == 2
+
+
+def test_training_reads_ogb_s_layout_as_well(raw, tmp_path, capsys, run):
+    capsys.readouterr()
+    assert main(["train", str(raw), *SMALL, "--out", str(tmp_path / "r")]) == 0
+    line = json.loads(capsys.readouterr().out)
+    prepared = json.loads((run / "result.json").read_text())
+    assert line["test_accuracy"] == prepared["test_accuracy"]
+
+
+def test_evaluating_a_run_finds_what_training_found(run, tmp_path, capsys):
+    trained = json.loads((run / "result.json").read_text())
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--predictions", str(tmp_path / "p.npy")]) == 0
+    line = json.loads(capsys.readouterr().out)
+    for part in ("valid", "test"):
+        assert line[f"{part}_accuracy"] == trained[f"{part}_accuracy"]
+    assert np.load(tmp_path / "p.npy").shape == (1500, 4)
+
+
+def test_more_epochs_on_resume(graph, tmp_path, capsys):
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert main(["train", str(graph), *SMALL, "--epochs", "3", "--out", str(whole)]) == 0
+    assert main(["train", str(graph), *SMALL, "--out", str(part)]) == 0
+    assert main(["train", "--resume", str(part), "--epochs", "3"]) == 0
+    lines = [json.loads((path / "result.json").read_text()) for path in (whole, part)]
+    assert lines[0]["test_accuracy"] == lines[1]["test_accuracy"]
+    assert lines[1]["epochs"] == 3
+
+
+def test_options_from_a_file_and_from_the_command_line(graph, tmp_path):
+    (tmp_path / "c.toml").write_text("epochs = 1\nfanouts = [3, 3]\nlayers = 2\nhidden = 8\n")
+    words = ["train", str(graph), "--config", str(tmp_path / "c.toml"), "--hidden", "4"]
+    assert main([*words, "--out", str(tmp_path / "r")]) == 0
+    kept = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert (kept["epochs"], kept["fanouts"], kept["hidden"]) == (1, [3, 3], 4)
+
+
+def test_info_verifies(graph, tmp_path, capsys):
+    capsys.readouterr()
+    assert main(["info", str(graph), "--verify"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["num_nodes"] == 1500
+    shutil.copytree(graph, tmp_path / "g")
+    with (tmp_path / "g" / "features.npy").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\x01\x02\x03")
+    error, _ = said(capsys, ["info", tmp_path / "g", "--verify"], 1)
+    assert "features.npy" in error
+
+
+def test_plot_of_two_runs(run, tmp_path, capsys):
+    capsys.readouterr()
+    assert main(["plot", str(run), str(run), "--out", str(tmp_path / "p.png")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+def test_check_measures(capsys):
+    assert main(["check", "--megabytes", "16"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["copy_bytes_per_s"] > 1e8
+    assert line["gather_bytes_per_s"] > 1e7
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["make", "--help"]])
+def test_help_explains(words, capsys):
+    assert main(words) == 0
+    assert "usage: gcnzc" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        ([], "Expected one of", "gcnzc --help"),
+        (["trian"], "trian", "gcnzc --help"),
+        (["train", "--fan", "3"], "--fan", "--fanouts"),
+        (["train", "--epochs", "many"], "many", "gcnzc train --help"),
+        (["train", "--epochs", "0"], "--epochs must be at least 1, got 0", "leave"),
+        (["train", "--fanouts", "5,x"], "5,x", "gcnzc train --help"),
+        (["train", "--fanouts", "5,5"], "2 fan-outs (5,5) for 3 layers", "--layers 2"),
+        (["train", "--dropout", "1"], "--dropout must be from 0 to below 1", "share"),
+        (["train", "--model", "mlp"], "mlp", "gcnzc train --help"),
+        (["make"], "PATH", "gcnzc make --help"),
+        (["plot"], "no run to plot", "gcnzc plot runs/NAME"),
+    ],
+)
+def test_misuse(words, error, hint, capsys):
+    found = said(capsys, words, 2)
+    assert error in found[0]
+    assert hint in found[1]
+
+
+def test_missing_data(tmp_path, capsys):
+    error, hint = said(capsys, ["train", tmp_path / "none"], 1)
+    assert str(tmp_path / "none") in error
+    assert "gcnzc" in hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_dataset(tmp_path, capsys):
+    error, hint = said(capsys, ["prepare", "ogbn-arxv", tmp_path / "x"], 1)
+    assert "ogbn-arxv" in error
+    assert "ogbn-arxiv" in hint
+
+
+def test_a_dataset_is_fetched_only_when_asked(tmp_path, capsys):
+    _, hint = said(capsys, ["prepare", "ogbn-arxiv", tmp_path / "x"], 1)
+    assert "--download" in hint
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "not gzip", "column missing", "out of range"])
+def test_damaged_edges(damage, shared_data, tmp_path, capsys):
+    shutil.copytree(shared_data / "ogb" / "tolokers", tmp_path / "raw")
+    path = tmp_path / "raw" / "raw" / "edge.csv.gz"
+    path.chmod(0o644)
+    whole = path.read_bytes()
+    lines = gzip.decompress(whole).splitlines(keepends=True)
+    damaged = {
+        "truncated": whole[: len(whole) // 2],
+        "not gzip": b"1,2\n3,4\n",
+        "column missing": gzip.compress(b"".join(line.split(b",")[0] + b"\n" for line in lines)),
+        "out of range": gzip.compress(b"".join(lines) + b"5,11758\n"),
+    }
+    path.write_bytes(damaged[damage])
+    error, _ = said(capsys, ["prepare", tmp_path / "raw", tmp_path / "dest"], 1)
+    assert "edge.csv.gz" in error
+    assert [p.name for p in tmp_path.iterdir()] == ["raw"]
+
+
+def test_a_run_is_not_overwritten(run, graph, capsys):
+    error, hint = said(capsys, ["train", graph, *SMALL, "--out", run], 1)
+    assert "already holds a run" in error
+    assert "--resume" in hint
+
+
+def test_a_resumed_run_keeps_its_model(run, capsys):
+    error, _ = said(capsys, ["train", "--resume", run, "--hidden", "32"], 1)
+    assert "hidden 16, not 32" in error
+
+
+def test_a_checkpoint_of_another_model(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "r")
+    config = json.loads((run / "config.json").read_text()) | {"hidden": 8}
+    (tmp_path / "r" / "config.json").write_text(json.dumps(config))
+    error, _ = said(capsys, ["train", "--resume", tmp_path / "r", "--epochs", "3"], 1)
+    assert "checkpoint of another model" in error
+    error, _ = said(capsys, ["evaluate", tmp_path / "r"], 1)
+    assert "checkpoint of another model" in error
+
+
+def test_no_run_to_resume(tmp_path, capsys):
+    error, _ = said(capsys, ["train", "--resume", tmp_path / "none"], 1)
+    assert "no run in" in error
+
+
+def test_no_cuda(graph, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["train", graph, *SMALL, "--device", "cuda", "--out", tmp_path / "r"]
+    error, hint = said(capsys, words, 1)
+    assert "no CUDA device" in error
+    assert "gcnzc check" in hint
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_graph_without_features(shared_data, tmp_path, capsys):
+    source = shared_data / "ogb" / "arxiv_nofeat"
+    words = ["train", source, *SMALL, "--out", tmp_path / "r"]
+    error, hint = said(capsys, words, 1)
+    assert "no features" in error
+    assert "gcnzc embed" in hint
+    assert not (tmp_path / "r").exists()

@@ -1,0 +1,134 @@
+"""A run that is killed at any moment goes on and ends with exactly the same parameters."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gcnzc import data as graphs
+
+TIMES = {"sample_s", "gather_s", "compute_s", "wait_s", "epoch_s", "evaluate_s"}
+OPTIONS = ["--epochs", "4", "--batch-size", "64", "--fanouts", "5,5", "--layers", "2"]
+OPTIONS += ["--hidden", "32", "--checkpoint-every-s", "0.02", "--threads", "2"]
+
+
+def start(*words: object) -> subprocess.Popen:
+    command = [sys.executable, "-m", "gcnzc", *map(str, words)]
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, **quiet)
+
+
+def finish(*words: object) -> str:
+    process = start(*words)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out
+
+
+def killed_after(seconds: float, *words: object) -> bool:
+    """Whether the command was still at work after `seconds`, and was killed."""
+    process = start(*words)
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL)
+    return process.returncode != 0
+
+
+def what_it_came_to(run: Path) -> tuple[dict, list]:
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    return state, [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    (state, lines), (expected, expected_lines) = what_it_came_to(one), what_it_came_to(other)
+    assert lines == expected_lines
+    for name, value in expected["model"].items():
+        assert torch.equal(state["model"][name], value), name
+    for name, value in expected["best"]["model"].items():
+        assert torch.equal(state["best"]["model"][name], value), name
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graph")
+    finish("make", folder / "raw", "--nodes", 4000, "--edges", 20000, "--num-features", 32)
+    finish("prepare", folder / "raw", folder / "prepared")
+    return folder / "prepared"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(graph):
+    """A whole run, and the seconds it took."""
+    begin = time.monotonic()
+    finish("train", graph, *OPTIONS, "--out", graph.parent / "whole")
+    return graph.parent / "whole", time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(20, marks=pytest.mark.slow, id="20 random moments")]
+)
+def test_killed_while_training(kills, graph, uninterrupted, tmp_path):
+    whole, seconds = uninterrupted
+    dice, killed, runs = random.Random(kills), 0, 0
+    while killed < kills:
+        run, runs = tmp_path / f"run-{runs}", runs + 1
+        words: list[object] = ["train", graph, *OPTIONS, "--out", run]
+        # start-up is about half of the time, and kills there show little
+        while killed < kills and killed_after(seconds * dice.uniform(0.4, 1.0), *words):
+            killed += 1
+            if (run / "config.json").exists():
+                words = ["train", "--resume", run]
+        if not (run / "result.json").exists():
+            finish(*words)
+        assert_same_run(run, whole)
+
+
+def test_interrupted_by_a_person(graph, uninterrupted, tmp_path):
+    process = start("train", graph, *OPTIONS, "--out", tmp_path / "run")
+    while not (tmp_path / "run" / "record.jsonl").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out == ""
+    assert "error: stopped in epoch" in err
+    assert f"hint: `gcnzc train --resume {tmp_path / 'run'}` goes on" in err
+    assert "Traceback" not in err
+    line = json.loads(finish("train", "--resume", tmp_path / "run"))
+    assert line["epochs"] == 4
+    assert_same_run(tmp_path / "run", uninterrupted[0])
+
+
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(20, marks=pytest.mark.slow, id="20 random moments")]
+)
+def test_killed_while_preparing(kills, graph, tmp_path):
+    source, dest = graph.parent / "raw", tmp_path / "prepared"
+    begin = time.monotonic()
+    finish("prepare", source, tmp_path / "whole")
+    seconds, dice = time.monotonic() - begin, random.Random(kills)
+    killed = 0
+    while killed < kills:
+        moment = seconds * dice.uniform(0.4, 1.0)
+        killed += killed_after(moment, "prepare", source, dest)
+        if dest.exists():
+            graphs.verify(dest)
+            for path in sorted(dest.rglob("*"), reverse=True):
+                path.unlink() if path.is_file() else path.rmdir()
+            dest.rmdir()
+    finish("prepare", source, dest)
+    graphs.verify(dest)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["prepared", "whole"]
