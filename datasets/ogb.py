@@ -15,13 +15,10 @@ settings: https://github.com/snap-stanford/ogb, `ogb/io` and `nodeproppred/maste
 Letters: N nodes, E edges as stored, D columns of features, T tasks.
 """
 
-import gzip
 import json
 import re
 import shutil
-import warnings
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,10 +26,8 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 import numpy as np
-import pandas as pd
-import torch
 
-from gcnzc.datasets import catalog
+from gcnzc.datasets import catalog, csvgz, pickled
 from gcnzc.datasets.member import Archive
 from gcnzc.datasets.rows import (
     CHUNK_BYTES,
@@ -41,7 +36,6 @@ from gcnzc.datasets.rows import (
     Progress,
     Rows,
     as_bytes,
-    chunk_rows,
     no_progress,
     rows_of_array,
 )
@@ -160,7 +154,7 @@ class OgbGraph:
             allocate("destinations", self.num_edges, dtype),
         )
         done = 0
-        for chunk in _integers(path, 2):
+        for chunk in csvgz.read_integers(path, 2):
             if done + len(chunk) > self.num_edges:
                 raise ValueError(self._wrong_count(path, f"more than {self.num_edges:,}"))
             for end, ids in zip(ends, chunk.T, strict=True):
@@ -177,15 +171,14 @@ class OgbGraph:
         if self.binary:
             return Archive(self._raw / "node-label.npz").array("node_label")
         # an empty line is a label that is not there
-        path = self._raw / "node-label.csv.gz"
-        return _whole(_csv(path, np.float64, blank_is_nan=True), _columns(path))
+        return csvgz.read_table(self._raw / "node-label.csv.gz")
 
     def split(self) -> dict[str, Array]:
         """See `Source.split`."""
         folder = self.folder / "split" / self.split_name
         if (folder / "split_dict.pt").is_file():
             return _read_split_dict(folder / "split_dict.pt")
-        return {part: _whole(_integers(folder / f"{part}.csv.gz", 1), 1)[:, 0] for part in PARTS}
+        return {part: csvgz.read_column(folder / f"{part}.csv.gz") for part in PARTS}
 
     def _refuse_other_kinds(self) -> None:
         for path, kind in _OTHER_KINDS.items():
@@ -202,10 +195,8 @@ class OgbGraph:
             )
 
     def _single(self, key: str, file: str) -> int:
-        if self._archive:
-            counts = self._archive.array(key)
-        else:
-            counts = _whole(_integers(self._raw / file, 1), 1)[:, 0]
+        text = self._raw / file
+        counts = self._archive.array(key) if self._archive else csvgz.read_column(text)
         if len(counts) != 1:
             raise ValueError(
                 f"{self.folder} holds {len(counts):,} graphs: it is a graph-level set\n\n"
@@ -277,116 +268,18 @@ class OgbGraph:
         path = self._raw / "node-feat.csv.gz"
         if not path.is_file():
             return None
-        columns = _columns(path)
+        columns = csvgz.count_columns(path)
 
         def chunks(allocate: Allocate) -> Iterator[Array]:
-            return _csv(path, np.float64, columns)
+            return csvgz.read(path, np.float64, columns)
 
         # numbers are parsed as float64, then rounded, as OGB does
         return Rows(self.num_nodes, columns, np.dtype(np.float64), chunks, str(path))
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """What a broken csv.gz raises, in words."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"no file {path}\n\nhint: OGB's layout has it; get the set again"
-        ) from None
-    except EOFError:
-        raise ValueError(f"{path} is cut short\n\nhint: get or write it again") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path} is no gzip file: {error}\n\nhint: get it again, or compress it with gzip"
-        ) from None
-    except (ValueError, OverflowError) as error:
-        if "\n\nhint: " in str(error):
-            raise
-        raise ValueError(
-            f"{path} is no table of numbers: {_first_line(error)}\n\n"
-            "hint: lines of numbers between commas, as many in each line, and no heading"
-        ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _columns(path: Path) -> int:
-    with _readable(path), gzip.open(path) as file:
-        return file.readline().count(b",") + 1
-
-
-def _csv(
-    path: Path, dtype: Any, columns: int | None = None, blank_is_nan: bool = False
-) -> Iterator[Array]:
-    """The numbers of a csv.gz, in (n, columns) chunks; none if the file is empty."""
-    found = _columns(path)
-    if columns not in (None, found):
-        raise ValueError(
-            f"{path} has {found} columns, not {columns}\n\n"
-            "hint: get or write it again in OGB's layout"
-        )
-    with _readable(path), gzip.open(path) as file:
-        if not file.peek(1):
-            return
-        reader = pd.read_csv(
-            file,
-            header=None,
-            dtype=dtype,
-            chunksize=chunk_rows(found, 8),
-            skip_blank_lines=not blank_is_nan,
-            # else a line with too few numbers would be filled up with NaN
-            keep_default_na=False,
-            na_values=["nan", "NaN", "NAN", *([""] if blank_is_nan else [])],
-        )
-        with reader:
-            for frame in reader:
-                yield frame.to_numpy()
-
-
-def _whole(chunks: Iterator[Array], columns: int) -> Array:
-    return np.concatenate([np.empty((0, columns), np.int64), *chunks])
-
-
-def _integers(path: Path, columns: int) -> Iterator[Array]:
-    """The whole numbers of a csv.gz, in (n, columns) int64 chunks."""
-    done = 0
-    with _readable(path):
-        for chunk in _csv(path, None, columns):
-            whole = chunk
-            if chunk.dtype.kind == "f":
-                with np.errstate(invalid="ignore"):
-                    whole = chunk.astype(np.int64)
-            if chunk.dtype.kind not in "if" or (whole != chunk).any():
-                raise ValueError(_not_whole(path, chunk, done))
-            yield whole.astype(np.int64, copy=False)
-            done += len(chunk)
-
-
-def _not_whole(path: Path, chunk: Array, first: int) -> str:
-    for line, cells in enumerate(chunk.tolist(), start=first + 1):
-        for cell in cells:
-            if not _is_whole(cell):
-                return (
-                    f"{path} has {cell!r} in line {line}, which is no whole number\n\n"
-                    "hint: node ids are whole numbers that count from 0, and there is no heading"
-                )
-    return f"{path} has numbers that are no node ids\n\nhint: they count from 0, up to 2**63 - 1"
-
-
-def _is_whole(cell: Any) -> bool:
-    try:
-        return float(cell).is_integer()
-    except ValueError:
-        return False
-
-
 def _read_split_dict(path: Path) -> dict[str, Array]:
     """A pickled dict of arrays, with nothing but arrays let in."""
-    split = _load(path)
+    split = pickled.load(path)
     if not isinstance(split, Mapping) or not set(PARTS) <= set(split):
         raise ValueError(f"{path} is no dict of {', '.join(PARTS)}\n\nhint: get the set again")
     if any(isinstance(split[part], Mapping) for part in PARTS):
@@ -397,51 +290,10 @@ def _read_split_dict(path: Path) -> dict[str, Array]:
     return {part: np.asarray(split[part]) for part in PARTS}
 
 
-def _load(path: Path) -> Any:
-    """What `torch.save` wrote, if it is plain values, tensors and numpy arrays of numbers."""
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.add_safe_globals(_numpy_globals())
-    try:
-        with warnings.catch_warnings():
-            # of pickles of another protocol than torch's
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            return torch.load(path, map_location="cpu", weights_only=True)
-    # a broken pickle makes the reader fail in any way
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read as numbers: {_first_line(error)}\n\n"
-            "hint: it is broken, or would run code if it were unpickled; get the set again"
-        ) from None
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
-
-
-def _numpy_globals() -> list[Any]:
-    """What a pickle of a numpy array of numbers calls, by the names of NumPy 1 and 2."""
-    functions: list[Any] = [np.empty(0).__reduce__()[0], np.int64(0).__reduce__()[0]]
-    named = []
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        for function in functions:
-            alias = _alias(function)
-            alias.__module__, alias.__qualname__ = module, function.__name__
-            named.append(alias)
-    return [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in "bBhHiIlLqQefd?"}, *named]
-
-
-def _alias(function: Any) -> Any:
-    """`function` under a name that may be changed."""
-
-    def call(*args: Any) -> Any:
-        return function(*args)
-
-    return call
-
-
 def _read_task(path: Path, folder: str, name: str | None) -> Task | None:
     """The task in one of the files that may have it; None if it is of another set."""
     try:
-        told = json.loads(path.read_text()) if path.suffix == ".json" else _load(path)
+        told = json.loads(path.read_text()) if path.suffix == ".json" else pickled.load(path)
         if path.suffix == ".pt" and Path(str(told["dir_path"])).name != folder:
             return None
         kind, judged = str(told["task type"]), str(told["eval metric"])
@@ -604,7 +456,7 @@ def write_source(
         if source.mapping is not None:
             shutil.copytree(source.mapping, folder / "mapping")
         for part, ids in source.split().items():
-            _write_csv(folder / f"split/{source.split_name}/{part}.csv.gz", [ids.reshape(-1, 1)])
+            csvgz.write(folder / f"split/{source.split_name}/{part}.csv.gz", [ids.reshape(-1, 1)])
         writer = _write_binary if binary else _write_text
         chunks = None if features is None else _counted(features, allocate, progress)
         writer(folder / "raw", ends, labels, features, chunks)
@@ -677,25 +529,15 @@ def _write_text(
     raw: Path, ends: Ends, labels: Array, features: Rows | None, chunks: Iterable[Array] | None
 ) -> None:
     step = CHUNK_BYTES // 16
-    _write_csv(
+    csvgz.write(
         raw / "edge.csv.gz",
         (
             np.stack([end[begin : begin + step] for end in ends], axis=1)
             for begin in range(0, len(ends[0]), step)
         ),
     )
-    _write_csv(raw / "num-node-list.csv.gz", [np.array([[len(labels)]])])
-    _write_csv(raw / "num-edge-list.csv.gz", [np.array([[len(ends[0])]])])
-    _write_csv(raw / "node-label.csv.gz", [labels])
+    csvgz.write(raw / "num-node-list.csv.gz", [np.array([[len(labels)]])])
+    csvgz.write(raw / "num-edge-list.csv.gz", [np.array([[len(ends[0])]])])
+    csvgz.write(raw / "node-label.csv.gz", [labels])
     if chunks is not None:
-        _write_csv(raw / "node-feat.csv.gz", chunks)
-
-
-def _write_csv(path: Path, chunks: Iterable[Array]) -> None:
-    with gzip.GzipFile(path, "wb", compresslevel=6, mtime=0) as file:
-        for chunk in chunks:
-            # nine digits tell every float32 from its neighbours
-            text = pd.DataFrame(chunk).to_csv(
-                header=False, index=False, na_rep="nan", float_format="%.9g", lineterminator="\n"
-            )
-            file.write(text.encode())
+        csvgz.write(raw / "node-feat.csv.gz", chunks)

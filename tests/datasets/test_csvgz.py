@@ -1,0 +1,60 @@
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gcnzc.datasets import csvgz, rows
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "table.csv.gz"
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 300, 1 << 24])
+def test_single_precision_survives_bit_for_bit(
+    path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
+    bits = np.random.default_rng(0).integers(2**32, size=(300, 5), dtype=np.uint32)
+    table = bits.view(np.float32)
+    table[~np.isfinite(table)] = 0
+    table[0] = 0, 1e-45, np.finfo(np.float32).max, np.finfo(np.float32).tiny, -0.0
+    csvgz.write(path, [table[:7], table[7:]])
+    found = np.concatenate(list(csvgz.read(path, np.float64, 5))).astype(np.float32)
+    # -0.0 too
+    assert (found.view(np.uint32) == table.view(np.uint32)).all()
+
+
+def test_integers_survive(path: Path) -> None:
+    ids = np.array([[0, 2**31], [2**53 + 1, 2**63 - 1]])
+    csvgz.write(path, [ids])
+    assert np.concatenate(list(csvgz.read_integers(path, 2))).tolist() == ids.tolist()
+    csvgz.write(path, [ids[:, :1]])
+    assert csvgz.read_column(path).tolist() == ids[:, 0].tolist()
+
+
+def test_whole_numbers_written_as_floating_point_are_ids(path: Path) -> None:
+    path.write_bytes(gzip.compress(b"0.0\n7.0\n1e3\n"))
+    assert csvgz.read_column(path).tolist() == [0, 7, 1000]
+
+
+def test_compressed_parts_in_one_file(path: Path) -> None:
+    path.write_bytes(gzip.compress(b"1,2\n3,4\n") * 3)
+    assert csvgz.read_table(path).tolist() == [[1, 2], [3, 4]] * 3
+
+
+def test_the_same_numbers_make_the_same_file(path: Path, tmp_path: Path) -> None:
+    csvgz.write(path, [np.arange(9).reshape(3, 3)])
+    csvgz.write(tmp_path / "table.csv.gz.again", [np.arange(9).reshape(3, 3)])
+    first, second = path.read_bytes(), (tmp_path / "table.csv.gz.again").read_bytes()
+    # but for its name, no time is in it
+    assert first.replace(b"table.csv\0", b"") == second.replace(b"table.csv.gz.again\0", b"")
+
+
+@pytest.mark.parametrize("data", [b"", gzip.compress(b"")])
+def test_a_file_of_nothing(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    assert csvgz.read_column(path).shape == (0,)
+    assert csvgz.read_table(path).shape == (0, 1)

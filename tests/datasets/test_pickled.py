@@ -1,0 +1,54 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc.datasets import pickled
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "int64", ">i8", "float32"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_arrays_of_numbers_come_in(tmp_path: Path, dtype: str, zipped: bool) -> None:
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    told = {"array": array, "fortran": array.T, "number": np.int64(3), "words": "x", "none": None}
+    torch.save(told, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    found = pickled.load(tmp_path / "a.pt")
+    assert (found["array"] == array).all()
+    assert (found["fortran"] == array.T).all()
+    assert (found["number"], found["words"], found["none"]) == (3, "x", None)
+
+
+def test_nothing_is_let_in_for_anybody_else(tmp_path: Path) -> None:
+    torch.save(np.arange(3), tmp_path / "a.pt")
+    before = torch.serialization.get_safe_globals()
+    pickled.load(tmp_path / "a.pt")
+    assert torch.serialization.get_safe_globals() == before
+    # nor for us, when it fails
+    (tmp_path / "a.pt").write_bytes(b"words")
+    with pytest.raises(ValueError, match=r"a.pt cannot be read as numbers: .*\n\nhint: "):
+        pickled.load(tmp_path / "a.pt")
+    assert torch.serialization.get_safe_globals() == before
+
+
+class Harmful:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: {"train": x}])
+def test_nothing_is_run(tmp_path: Path, wrap: Any) -> None:
+    torch.save(wrap(Harmful(tmp_path / "was here")), tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="cannot be read as numbers"):
+        pickled.load(tmp_path / "a.pt")
+    assert not (tmp_path / "was here").exists()
+
+
+def test_objects_in_arrays_stay_out(tmp_path: Path) -> None:
+    torch.save(np.array([{}], dtype=object), tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="cannot be read as numbers"):
+        pickled.load(tmp_path / "a.pt")
