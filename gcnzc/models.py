@@ -19,6 +19,7 @@ from torch.nn import functional
 from gcnzc.graph import Graph
 from gcnzc.kernels.aggregate import aggregate
 from gcnzc.kernels.attend import attend
+from gcnzc.kernels.dropout import dropout
 from gcnzc.sampler import Block, Sampler, demand_seeds
 from gcnzc.table import FeatureTable
 
@@ -300,7 +301,13 @@ class Model(nn.Module):
             return x
         if self.norms:
             x = self.norms[index](x)
-        return functional.dropout(self.activation(x), self.dropout, self.training)
+        return self._drop(self.activation(x), self.dropout)
+
+    def _drop(self, x: Tensor, share: float) -> Tensor:
+        if not self.training or share == 0:
+            return x
+        # the one draw from torch's generator, so that `torch.manual_seed` decides as usual
+        return dropout(x, share, int(torch.randint(2**63 - 1, ())))
 
     def forward(self, blocks: Sequence[Block], x: Tensor) -> Tensor:
         """Return the logits of the seeds.
@@ -329,7 +336,7 @@ class Model(nn.Module):
                 f"{len(x)} rows of features for a first block of {blocks[0].num_src} sources\n\n"
                 "hint: pass the features of batch.nodes, in their order"
             )
-        x = functional.dropout(x.to(_dtype(self)), self.input_dropout, self.training)
+        x = self._drop(x.to(_dtype(self)), self.input_dropout)
         for index, (layer, block) in enumerate(zip(self.layers, blocks, strict=True)):
             x = self.between(index, layer(block, x, x[: block.num_dst]))
         return x

@@ -26,6 +26,16 @@ CASES = [
         ("i32", "i64", 1433, 1433),
         ("i64", "i64", 50, 50),
     ]
+] + [
+    (
+        "dropout",
+        "_drop_gpu",
+        {"x": f"*{dtype}", "out": f"*{dtype}", "count": "i64", "seed": "i64"}
+        | {"level": "i32", "scale": "fp32"},
+        {"COUNTERS": 128},
+        ["ld.global", "st.global", "mul.hi.u32"],
+    )
+    for dtype in ("fp32", "fp16", "bf16")
 ]
 
 PROGRAM = """

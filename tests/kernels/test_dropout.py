@@ -1,0 +1,74 @@
+"""`dropout` equals its reference bit for bit, keeps the mean, and forgets nothing in between."""
+
+import pytest
+import torch
+
+from gcnzc.kernels.dropout import LOT, drop_numba, drop_triton, dropout, dropout_reference
+
+SIZES = [(1,), (127,), (128, 1), (LOT - 1,), (LOT,), (3, LOT // 2 + 5), (40, 257)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_three_agree(size, share, dtype, device):
+    x = torch.randn(size, dtype=dtype)
+    expected = dropout_reference(x, share, 2**40 + 17)
+    assert torch.equal(drop_numba(x, share, 2**40 + 17), expected)
+    if dtype == torch.float32:
+        assert torch.equal(drop_triton(x.to(device), share, 2**40 + 17).cpu(), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_threads_do_not_matter(threads):
+    x = torch.randn(300, 1000)
+    assert torch.equal(drop_numba(x, 0.3, 5, threads), dropout_reference(x, 0.3, 5))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.75])
+def test_share_and_mean(share):
+    out = dropout(torch.ones(2000, 1000), share, 1)
+    # five standard errors of 2 million draws
+    error = 5 * (share * (1 - share) / out.numel()) ** 0.5
+    assert (out == 0).double().mean().item() == pytest.approx(share, abs=error + 2**-17)
+    assert out.double().mean().item() == pytest.approx(1, abs=error / (1 - share))
+    # rows and columns are as random as the whole
+    for dim in (0, 1):
+        shares = (out == 0).double().mean(dim)
+        spread = (share * (1 - share) / out.shape[dim]) ** 0.5
+        assert shares.std().item() == pytest.approx(spread, rel=0.1)
+
+
+def test_seeds_choose_differently():
+    kept = [dropout(torch.ones(100, 1000), 0.5, seed) != 0 for seed in (0, 1, 2**32)]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert (kept[one] == kept[other]).double().mean().item() == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_gradient_is_of_what_was_kept():
+    x = torch.randn(50, 60, dtype=torch.float64, requires_grad=True)
+    out = dropout(x, 0.4, 9)
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, torch.where(out == 0, 0.0, out / x).detach())
+    assert torch.autograd.gradcheck(lambda v: dropout(v, 0.4, 9), (x,))
+
+
+def test_views_and_half_precision():
+    x = torch.randn(64, 100).half()[:, 3:50]
+    expected = dropout_reference(x.float().contiguous(), 0.5, 3).half()
+    assert torch.equal(dropout(x, 0.5, 3), expected)
+
+
+def test_nothing_to_drop_from():
+    assert dropout(torch.empty(0, 5), 0.5, 0).shape == (0, 5)
+
+
+def test_non_finite_values_are_dropped_or_kept():
+    out = dropout(torch.full((1000,), float("inf")), 0.5, 0)
+    assert set(out.tolist()) == {0.0, float("inf")}
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, 0.999999, float("nan")])
+def test_a_share_that_cannot_be(share):
+    with pytest.raises(ValueError, match="cannot be left out"):
+        dropout(torch.ones(3), share, 0)
