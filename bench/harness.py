@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -41,23 +42,30 @@ def measure(fn: Callable[[], object], *, calls: int = 50, warmup: int = 5) -> Ti
 
 
 def side_by_side(
-    ways: Mapping[str, Callable[[], object]], rounds: int = 15, *, warmup: int = 2
+    ways: Mapping[str, Callable[[], object]],
+    rounds: int = 15,
+    *,
+    warmup: int = 2,
+    pause_s: float = 0.0,
 ) -> dict[str, Timing]:
-    """Time several ways in turns: each is called once a round, from another one on each time.
+    """Time several ways in turns: each is called once a round, every round in another order.
 
     Args:
         ways: name to what is timed; each call is waited for.
         rounds: timed calls of each way, at least 2.
         warmup: rounds before, that are not counted.
+        pause_s: sleep before each call. Torch's threads spin for some milliseconds after their
+            work, on the cores of whatever comes next.
 
     Returns:
         The name of each way to its timing.
     """
     names = list(ways)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(warmup + rounds):
-        for place in range(len(names)):
-            name = names[(place + round_) % len(names)]
+    shuffler = random.Random(0)
+    for _ in range(warmup + rounds):
+        for name in shuffler.sample(names, len(names)):
+            time.sleep(pause_s)
             seconds[name].append(_once(ways[name]))
     return {name: _timing(seconds[name][warmup:]) for name in names}
 

@@ -28,16 +28,21 @@ from gcnzc.kernels.memory import (
     load_int32,
     load_int64,
     move_64,
+    move_256,
     move_few,
-    prefetch,
+    prefetch_once,
     stream_64,
+    stream_256,
 )
 from gcnzc.kernels.threads import in_parts
 
 # bytes that are asked for before they are needed; bench/gather.py says why
 AHEAD_BYTES = 8192
-# from here on the result would not stay in cache anyway
-STREAM_BYTES = 1 << 20
+# rows from this width on have their starts asked for earlier, so many at a time
+WIDE_BYTES = 2048
+STARTS = 16
+# from here on the result would not stay in cache anyway: half of the last level's usual size
+STREAM_BYTES = 1 << 24
 # fewer bytes than this are not worth a thread
 PART_BYTES = 1 << 18
 BLOCK = 128  # columns per program on a GPU
@@ -69,12 +74,24 @@ def _copy_rows(
         from_ = table + row * table_stride
         to = out + i * out_stride
         done = 0
+        while done + 4 * LINE_BYTES <= row_bytes:
+            for line in range(0, 4 * LINE_BYTES, LINE_BYTES):
+                prefetch_once(later + done + line)
+            move_256(to + done, from_ + done)
+            done += 4 * LINE_BYTES
         while done + LINE_BYTES <= row_bytes:
-            prefetch(later + done)
+            prefetch_once(later + done)
             move_64(to + done, from_ + done)
             done += LINE_BYTES
-        prefetch(later + row_bytes - 1)
+        prefetch_once(later + row_bytes - 1)
         move_few(to + done, from_ + done, row_bytes - done)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _ask_for_starts(table, table_stride, ids, id_bytes, begin, end):
+    # Where pages lie is looked up for many rows at once, instead of when each row is reached.
+    for i in range(begin, end):
+        prefetch_once(table + _load_id(ids, id_bytes, i) * table_stride)
 
 
 @njit(nogil=True, cache=True)
@@ -86,6 +103,9 @@ def _stream_rows(
     edge = lines_on_stack() + LINE_BYTES
     waiting = 0
     for i in range(begin, end):
+        if row_bytes >= WIDE_BYTES and (i - begin) % STARTS == 0:
+            starts = min(i + STARTS, end)
+            _ask_for_starts(table, table_stride, ids, id_bytes, starts, min(starts + STARTS, end))
         row = _load_id(ids, id_bytes, i)
         if not 0 <= row < num_rows:
             bad[0] = 1
@@ -100,11 +120,17 @@ def _stream_rows(
             else:
                 move_64(edge + LINE_BYTES - done, from_)
                 waiting = to + done - LINE_BYTES
+        # in fours: a load that follows a store closely may have to wait for it
+        while done + 4 * LINE_BYTES <= row_bytes:
+            for line in range(0, 4 * LINE_BYTES, LINE_BYTES):
+                prefetch_once(later + done + line)
+            stream_256(to + done, from_ + done)
+            done += 4 * LINE_BYTES
         while done + LINE_BYTES <= row_bytes:
-            prefetch(later + done)
+            prefetch_once(later + done)
             stream_64(to + done, from_ + done)
             done += LINE_BYTES
-        prefetch(later + row_bytes - 1)
+        prefetch_once(later + row_bytes - 1)
         if waiting:
             stream_64(waiting, edge)
             waiting = 0

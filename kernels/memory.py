@@ -22,21 +22,27 @@ _BYTE = ir.IntType(8)
 _INT32 = ir.IntType(32)
 
 
-@_intrinsic
-def prefetch(_typing, _address):
-    """Ask for the line at an address; one that does not exist is no error."""
+def _prefetch(locality):
+    @_intrinsic
+    def ask(_typing, _address):
+        def codegen(context, builder, _signature, args):
+            pointer = _BYTE.as_pointer()
+            wanted = ir.FunctionType(ir.VoidType(), [pointer, _INT32, _INT32, _INT32])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], wanted)
+            # 0 is to read, 1 is data
+            line = builder.inttoptr(args[0], pointer)
+            builder.call(function, [line, _INT32(0), _INT32(locality), _INT32(1)])
+            return context.get_dummy_value()
 
-    def codegen(context, builder, _signature, args):
-        pointer = _BYTE.as_pointer()
-        wanted = ir.FunctionType(ir.VoidType(), [pointer, _INT32, _INT32, _INT32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], wanted)
-        # to read, kept in all caches, data
-        builder.call(
-            function, [builder.inttoptr(args[0], pointer), _INT32(0), _INT32(3), _INT32(1)]
-        )
-        return context.get_dummy_value()
+        return types.void(types.int64), codegen
 
-    return types.void(types.int64), codegen
+    return ask
+
+
+# ask for the line at an address; one that does not exist is no error
+prefetch = _prefetch(3)
+# likewise for a line that is read once: it does not push others out of the outer caches
+prefetch_once = _prefetch(0)
 
 
 @_intrinsic
@@ -50,16 +56,23 @@ def fence(_typing):
     return types.void(), codegen
 
 
-def _move(num_bytes, streaming):
+def _move(num_bytes, streaming=False, count=1):
+    # `count` moves of vectors that follow each other: all loads, then all stores
     @_intrinsic
     def move(_typing, _to, _from):
         def codegen(context, builder, _signature, args):
             pointer = ir.VectorType(_BYTE, num_bytes).as_pointer()
-            value = builder.load(builder.inttoptr(args[1], pointer), align=1)
-            target = builder.inttoptr(args[0], pointer)
-            store = builder.store(value, target, align=num_bytes if streaming else 1)
-            if streaming:
-                store.set_metadata("nontemporal", builder.module.add_metadata([_INT32(1)]))
+
+            def at(address, i):
+                moved = builder.add(address, ir.IntType(64)(i * num_bytes))
+                return builder.inttoptr(moved, pointer)
+
+            values = [builder.load(at(args[1], i), align=1) for i in range(count)]
+            for i, value in enumerate(values):
+                align = num_bytes if streaming else 1
+                store = builder.store(value, at(args[0], i), align=align)
+                if streaming:
+                    store.set_metadata("nontemporal", builder.module.add_metadata([_INT32(1)]))
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64), codegen
@@ -68,15 +81,17 @@ def _move(num_bytes, streaming):
 
 
 # move(to, from), from any address to any address
-move_1 = _move(1, False)
-move_2 = _move(2, False)
-move_4 = _move(4, False)
-move_8 = _move(8, False)
-move_16 = _move(16, False)
-move_32 = _move(32, False)
-move_64 = _move(64, False)
+move_1 = _move(1)
+move_2 = _move(2)
+move_4 = _move(4)
+move_8 = _move(8)
+move_16 = _move(16)
+move_32 = _move(32)
+move_64 = _move(64)
+move_256 = _move(64, count=4)
 # to an address that is a multiple of 64
-stream_64 = _move(64, True)
+stream_64 = _move(64, streaming=True)
+stream_256 = _move(64, streaming=True, count=4)
 
 
 def _load(bits):
@@ -92,6 +107,11 @@ def _load(bits):
     return load
 
 
+# a signed integer at any address, as int64
+load_int32 = _load(32)
+load_int64 = _load(64)
+
+
 @_intrinsic
 def lines_on_stack(_typing):
     """The address of four lines of scratch memory that lives until the caller returns."""
@@ -103,11 +123,6 @@ def lines_on_stack(_typing):
         return builder.ptrtoint(scratch, ir.IntType(64))
 
     return types.int64(), codegen
-
-
-# a signed integer at any address, as int64
-load_int32 = _load(32)
-load_int64 = _load(64)
 
 
 @njit(nogil=True, cache=True)
