@@ -10,16 +10,16 @@ Letters: S sources, T targets, E edges of the block, F columns.
 
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from numba import njit
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.memory import LINE_BYTES, prefetch
+from gcnzc.kernels.rows import add_rows, scale_row
 from gcnzc.kernels.threads import in_parts
 from gcnzc.kernels.transpose import transpose
 
@@ -28,6 +28,8 @@ AHEAD_ROWS = 16  # and no more rows than these
 LEAST_WORK = 4096  # targets and edges worth a thread
 EDGES = 8  # edges a GPU program reads at once
 BLOCK = 128  # columns of a GPU program
+# most of a sum that is new memory is page faults; what one batch leaves, the next one takes
+empty_rows = Pool().empty
 
 
 def aggregate_reference(
@@ -69,55 +71,43 @@ def prefetch_row(address, num_bytes):
         line += LINE_BYTES
 
 
-@njit(nogil=True, cache=True, fastmath={"contract"})
-def _sum_rows(
-    indptr, indices, x, address, row_stride, a_S, b_T, out, num_cols, ahead, begin, end
-):  # fmt: skip
-    num_edges, row_bytes = len(indices), row_stride * x.itemsize
-    w0 = w1 = w2 = w3 = x.dtype.type(1)
+@njit(nogil=True, cache=True)
+def _scale(a_S, s):
+    return a_S[s] if len(a_S) else a_S.dtype.type(1)
+
+
+@njit(nogil=True, cache=True)
+def _sum_rows(indptr, indices, x, row_bytes, a_S, b_T, out, num_cols, ahead, begin, end):
+    num_edges = len(indices)
+    out_bytes = num_cols * out.itemsize
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
-        out_F = out[t * num_cols : (t + 1) * num_cols]
-        out_F[:] = 0
-        e, last = np.int64(indptr[t]), np.int64(indptr[t + 1])
+        e, last = indptr[t], indptr[t + 1]
         for soon in range(e + ahead, min(last + ahead, num_edges)):
-            prefetch_row(address + np.int64(indices[soon]) * row_bytes, num_cols * x.itemsize)
+            prefetch_row(x + indices[soon] * row_bytes, out_bytes)
+        out[t * num_cols : (t + 1) * num_cols] = 0
+        into = out.ctypes.data + t * out_bytes
         # four rows of x for each reading and writing of out
         while e + 4 <= last:
-            s0, s1 = np.int64(indices[e]), np.int64(indices[e + 1])
-            s2, s3 = np.int64(indices[e + 2]), np.int64(indices[e + 3])
-            if len(a_S):
-                w0, w1, w2, w3 = a_S[s0], a_S[s1], a_S[s2], a_S[s3]
-            x0 = x[s0 * row_stride : s0 * row_stride + num_cols]
-            x1 = x[s1 * row_stride : s1 * row_stride + num_cols]
-            x2 = x[s2 * row_stride : s2 * row_stride + num_cols]
-            x3 = x[s3 * row_stride : s3 * row_stride + num_cols]
-            for c in range(num_cols):
-                out_F[c] += (w0 * x0[c] + w1 * x1[c]) + (w2 * x2[c] + w3 * x3[c])
+            s0, s1, s2, s3 = indices[e], indices[e + 1], indices[e + 2], indices[e + 3]
+            rows = x + s0 * row_bytes, x + s1 * row_bytes, x + s2 * row_bytes, x + s3 * row_bytes
+            weights = _scale(a_S, s0), _scale(a_S, s1), _scale(a_S, s2), _scale(a_S, s3)
+            add_rows(into, num_cols, rows, weights)
             e += 4
-        while e < last:
-            s0 = np.int64(indices[e])
-            if len(a_S):
-                w0 = a_S[s0]
-            x0 = x[s0 * row_stride : s0 * row_stride + num_cols]
-            for c in range(num_cols):
-                out_F[c] += w0 * x0[c]
-            e += 1
+        if e + 2 <= last:
+            s0, s1 = indices[e], indices[e + 1]
+            pair = x + s0 * row_bytes, x + s1 * row_bytes
+            add_rows(into, num_cols, pair, (_scale(a_S, s0), _scale(a_S, s1)))
+            e += 2
+        if e < last:
+            s0 = indices[e]
+            add_rows(into, num_cols, (x + s0 * row_bytes,), (_scale(a_S, s0),))
         if len(b_T):
-            b = b_T[t]
-            for c in range(num_cols):
-                out_F[c] *= b
+            scale_row(into, num_cols, b_T[t])
 
 
-def flat(rows: Tensor) -> tuple[NDArray[Any], list[int]]:
-    """Return the memory of `rows` as one line, and how far apart in it each axis steps.
-
-    Columns that are not neighbours in memory are copied; rows may lie apart.
-    """
-    if rows.shape[-1] > 1 and rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    reach = sum((n - 1) * step for n, step in zip(rows.shape, rows.stride(), strict=True))
-    length = reach + 1 if rows.numel() else 0
-    return rows.detach().as_strided((length,), (1,)).numpy(), list(rows.stride())
+def by_rows(x: Tensor) -> Tensor:
+    """`x`, its last axis contiguous; other axes may step as they like."""
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 def sum_dtype(x: Tensor) -> tuple[torch.dtype, Any]:
@@ -137,20 +127,18 @@ def sum_numba(
 ) -> Tensor:
     """`sum_rows` on the CPU: threads share the targets out by their edges."""
     dtype, _ = sum_dtype(x)
-    none = np.empty(0, dtype=np.float64 if dtype == torch.float64 else np.float32)
-    line, strides = flat(x.to(dtype))
+    ones = torch.empty(0, dtype=dtype)
+    wide = by_rows(x.to(dtype))
     num_targets, num_cols = len(indptr) - 1, x.shape[1]
-    out = torch.empty(num_targets, num_cols, dtype=dtype)
+    out = empty_rows((num_targets, num_cols), dtype)
     in_parts(
         _sum_rows,
         num_targets + len(indices),
         indptr.numpy(),
         indices.numpy(),
-        line,
-        line.ctypes.data,
-        strides[0],
-        none if a_S is None else a_S.to(dtype).contiguous().numpy(),
-        none if b_T is None else b_T.to(dtype).contiguous().numpy(),
+        wide.data_ptr(),
+        wide.stride(0) * dtype.itemsize,
+        *((ones if s is None else s.detach().to(dtype).contiguous()).numpy() for s in (a_S, b_T)),
         out.view(-1).numpy(),
         num_cols,
         rows_ahead(num_cols * dtype.itemsize),
@@ -204,8 +192,7 @@ def sum_triton(
     """`sum_rows` on a GPU: one program per target and block of columns, so the order is fixed."""
     dtype, triton_dtype = sum_dtype(x)
     num_targets, num_cols = len(indptr) - 1, x.shape[1]
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = by_rows(x)
     out = torch.empty(num_targets, num_cols, dtype=x.dtype, device=x.device)
     a, b = (out if s is None else s.to(dtype).contiguous() for s in (a_S, b_T))
     grid = (num_targets, triton.cdiv(num_cols, BLOCK))

@@ -16,10 +16,19 @@ from numba import njit
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gcnzc.kernels.aggregate import LEAST_WORK, check_block, first_target, sum_dtype, sum_rows
+from gcnzc.kernels.aggregate import (
+    LEAST_WORK,
+    check_block,
+    empty_rows,
+    first_target,
+    prefetch_row,
+    sum_dtype,
+    sum_rows,
+)
 from gcnzc.kernels.threads import in_parts
 from gcnzc.kernels.transpose import transpose
 
+AHEAD = 16  # scores asked for before they are needed
 EDGES = 32  # edges a GPU program reads at once
 
 
@@ -45,7 +54,7 @@ def attention_reference(
 
 @njit(nogil=True, cache=True)
 def _attention(indptr, indices, score_S, score_T, slope, weight_E, num_heads, begin, end):
-    H = num_heads
+    H, row_bytes = num_heads, num_heads * score_S.itemsize
     most = np.empty(H, dtype=weight_E.dtype)
     # double, of which there are few: the error is then that of the weights alone
     total = np.empty(H, dtype=np.float64)
@@ -53,6 +62,8 @@ def _attention(indptr, indices, score_S, score_T, slope, weight_E, num_heads, be
         most[:] = -np.inf
         total[:] = 0
         target_H = score_T[t * H : (t + 1) * H]
+        for soon in range(indptr[t] + AHEAD, min(indptr[t + 1] + AHEAD, len(indices))):
+            prefetch_row(score_S.ctypes.data + indices[soon] * row_bytes, row_bytes)
         for e in range(indptr[t], indptr[t + 1]):
             s = np.int64(indices[e])
             source_H = score_S[s * H : (s + 1) * H]
@@ -76,12 +87,14 @@ def _attention(indptr, indices, score_S, score_T, slope, weight_E, num_heads, be
 def _attention_grad(
     indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads, begin, end
 ):  # fmt: skip
-    H = num_heads
+    H, row_bytes = num_heads, num_heads * score_S.itemsize
     total, sum_H = np.empty(H, dtype=np.float64), np.empty(H, dtype=np.float64)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         total[:] = 0
         sum_H[:] = 0
         target_H = score_T[t * H : (t + 1) * H]
+        for soon in range(indptr[t] + AHEAD, min(indptr[t + 1] + AHEAD, len(indices))):
+            prefetch_row(score_S.ctypes.data + indices[soon] * row_bytes, row_bytes)
         for e in range(indptr[t], indptr[t + 1]):
             for h in range(H):
                 total[h] += np.float64(weight_E[e * H + h]) * grad_E[e * H + h]
@@ -171,9 +184,10 @@ def attention_forward(
 ) -> Tensor:
     """`attention` of contiguous float32 or float64 scores, without its gradient."""
     num_targets, num_heads = score_T.shape
-    weight_E = score_S.new_empty(len(indices), num_heads)
     if score_S.is_cuda:
+        weight_E = score_S.new_empty(len(indices), num_heads)
         return attention_triton(indptr, indices, score_S, score_T, slope, weight_E)
+    weight_E = empty_rows((len(indices), num_heads), score_S.dtype)
     in_parts(
         _attention,
         num_targets + len(indices),
@@ -217,10 +231,12 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the edges' scores (E, H), and of the targets' (T, H), their sums."""
     num_targets, num_heads = score_T.shape
-    out_E, out_T = torch.empty_like(weight_E), torch.empty_like(score_T)
+    out_T = torch.empty_like(score_T)
     if score_S.is_cuda:
+        out_E = torch.empty_like(weight_E)
         tensors = (score_S, score_T, slope, weight_E, grad_E, out_E, out_T)
         return attention_backward_triton(indptr, indices, *tensors)
+    out_E = empty_rows(weight_E.shape, weight_E.dtype)
     in_parts(
         _attention_grad,
         num_targets + len(indices),

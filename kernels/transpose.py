@@ -14,6 +14,11 @@ from numba import njit
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gcnzc.kernels.buffers import Pool
+
+# page faults of new memory would cost more than the sort
+_empty = Pool().empty
+
 
 @dataclass(frozen=True)
 class Transposed:
@@ -81,9 +86,9 @@ def transpose(indptr: Tensor, indices: Tensor, num_sources: int) -> Transposed:
         return known[2]
     if indices.device.type == "cpu":
         made = Transposed(
-            indptr.new_empty(num_sources + 1),
-            torch.empty_like(indices),
-            indptr.new_empty(len(indices)),
+            _empty(num_sources + 1, indptr.dtype),
+            _empty(len(indices), indices.dtype),
+            _empty(len(indices), indptr.dtype),
         )
         arrays = (indptr, indices, made.indptr, made.targets, made.edges)
         _transpose(*(array.numpy() for array in arrays))

@@ -9,7 +9,6 @@ Letters: S sources, T targets, E edges of the block, H heads, F columns a head.
 
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,13 +18,15 @@ from torch.autograd.function import once_differentiable
 
 from gcnzc.kernels.aggregate import (
     LEAST_WORK,
+    by_rows,
     check_block,
+    empty_rows,
     first_target,
-    flat,
     prefetch_row,
     rows_ahead,
     sum_dtype,
 )
+from gcnzc.kernels.rows import add_rows, product
 from gcnzc.kernels.threads import in_parts
 from gcnzc.kernels.transpose import transpose
 
@@ -43,76 +44,66 @@ def weigh_reference(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) 
     return x.new_zeros(num_targets, *rows.shape[1:]).index_add(0, target_of, rows)
 
 
-@njit(nogil=True, cache=True, fastmath={"contract"})
+@njit(nogil=True, cache=True)
 def _weigh(
-    indptr, indices, edges, weight_E, x, address, row_stride, head_stride, out, out_heads,
-    num_heads, num_cols, ahead, begin, end,
+    indptr, indices, edges, weight_E, x, row_bytes, head_bytes, out, out_heads, num_heads, num_cols,
+    ahead, begin, end,
 ):  # fmt: skip
-    F, H = num_cols, num_heads
-    num_edges, row_bytes = len(indices), row_stride * x.itemsize
-    wanted_bytes = ((H - 1) * head_stride + F) * x.itemsize
+    H, num_edges = num_heads, len(indices)
+    part_bytes, weight_bytes = num_cols * out.itemsize, H * out.itemsize
+    wanted_bytes = (H - 1) * head_bytes + part_bytes
+    # how far the next head's sum is: nowhere if they are added up
+    out_step = part_bytes if out_heads > 1 else 0
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
-        out[t * out_heads * F : (t + 1) * out_heads * F] = 0
-        e, last = np.int64(indptr[t]), np.int64(indptr[t + 1])
+        e, last = indptr[t], indptr[t + 1]
         for soon in range(e + ahead, min(last + ahead, num_edges)):
-            prefetch_row(address + np.int64(indices[soon]) * row_bytes, wanted_bytes)
+            prefetch_row(x + indices[soon] * row_bytes, wanted_bytes)
+            if len(edges):
+                weight = edges[soon] * weight_bytes
+                prefetch_row(weight_E.ctypes.data + weight, weight_bytes)
+        out[t * out_heads * num_cols : (t + 1) * out_heads * num_cols] = 0
+        into = out.ctypes.data + t * out_heads * part_bytes
         # four rows of x for each reading and writing of out
         while e + 4 <= last:
             e0, e1, e2, e3 = e, e + 1, e + 2, e + 3
-            r0, r1 = np.int64(indices[e0]) * row_stride, np.int64(indices[e1]) * row_stride
-            r2, r3 = np.int64(indices[e2]) * row_stride, np.int64(indices[e3]) * row_stride
+            x0, x1 = x + indices[e0] * row_bytes, x + indices[e1] * row_bytes
+            x2, x3 = x + indices[e2] * row_bytes, x + indices[e3] * row_bytes
             if len(edges):
-                e0, e1 = np.int64(edges[e0]), np.int64(edges[e1])
-                e2, e3 = np.int64(edges[e2]), np.int64(edges[e3])
+                e0, e1, e2, e3 = edges[e0], edges[e1], edges[e2], edges[e3]
             for h in range(H):
+                at = h * head_bytes
                 w0, w1 = weight_E[e0 * H + h], weight_E[e1 * H + h]
                 w2, w3 = weight_E[e2 * H + h], weight_E[e3 * H + h]
-                at = h * head_stride
-                x0, x1 = x[r0 + at : r0 + at + F], x[r1 + at : r1 + at + F]
-                x2, x3 = x[r2 + at : r2 + at + F], x[r3 + at : r3 + at + F]
-                into = (t * out_heads + (h if out_heads > 1 else 0)) * F
-                out_F = out[into : into + F]
-                for c in range(F):
-                    out_F[c] += (w0 * x0[c] + w1 * x1[c]) + (w2 * x2[c] + w3 * x3[c])
+                rows = x0 + at, x1 + at, x2 + at, x3 + at
+                add_rows(into + h * out_step, num_cols, rows, (w0, w1, w2, w3))
             e += 4
         while e < last:
-            e0 = e
-            r0 = np.int64(indices[e0]) * row_stride
-            if len(edges):
-                e0 = np.int64(edges[e0])
+            x0 = x + indices[e] * row_bytes
+            e0 = edges[e] if len(edges) else e
             for h in range(H):
-                w0 = weight_E[e0 * H + h]
-                x0 = x[r0 + h * head_stride : r0 + h * head_stride + F]
-                into = (t * out_heads + (h if out_heads > 1 else 0)) * F
-                out_F = out[into : into + F]
-                for c in range(F):
-                    out_F[c] += w0 * x0[c]
+                row = (x0 + h * head_bytes,)
+                add_rows(into + h * out_step, num_cols, row, (weight_E[e0 * H + h],))
             e += 1
 
 
-# sums of products may be taken in any order, so that they are taken side by side: the error is
-# smaller for it
-@njit(nogil=True, cache=True, fastmath={"contract", "reassoc"})
+@njit(nogil=True, cache=True)
 def _products(
-    indptr, indices, x, address, row_stride, head_stride, y, out_E, num_heads, num_cols, ahead,
-    begin, end,
+    indptr, indices, x, row_bytes, head_bytes, y, out_E, num_heads, num_cols, ahead, begin, end
 ):  # fmt: skip
-    F, H = num_cols, num_heads
-    num_edges, row_bytes = len(indices), row_stride * x.itemsize
-    wanted_bytes = ((H - 1) * head_stride + F) * x.itemsize
+    H, num_edges = num_heads, len(indices)
+    part_bytes = num_cols * out_E.itemsize
+    wanted_bytes = (H - 1) * head_bytes + part_bytes
+    zero = out_E.dtype.type(0)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
-        first, last = np.int64(indptr[t]), np.int64(indptr[t + 1])
+        first, last = indptr[t], indptr[t + 1]
         for soon in range(first + ahead, min(last + ahead, num_edges)):
-            prefetch_row(address + np.int64(indices[soon]) * row_bytes, wanted_bytes)
+            prefetch_row(x + indices[soon] * row_bytes, wanted_bytes)
         for e in range(first, last):
-            row = np.int64(indices[e]) * row_stride
+            row, other = x + indices[e] * row_bytes, y + t * H * part_bytes
             for h in range(H):
-                x_F = x[row + h * head_stride : row + h * head_stride + F]
-                y_F = y[(t * H + h) * F : (t * H + h + 1) * F]
-                total = x.dtype.type(0)
-                for c in range(F):
-                    total += x_F[c] * y_F[c]
-                out_E[e * H + h] = total
+                out_E[e * H + h] = product(row, other, num_cols, zero)
+                row += head_bytes
+                other += part_bytes
 
 
 def weigh_numba(
@@ -137,8 +128,8 @@ def weigh_numba(
         (T, out_heads, F).
     """
     num_targets, num_heads, num_cols = len(indptr) - 1, weight_E.shape[1], x.shape[2]
-    line, (row_stride, head_stride, _) = flat(x)
-    out = x.new_empty(num_targets, out_heads, num_cols)
+    x = by_rows(x)
+    out = empty_rows((num_targets, out_heads, num_cols), x.dtype)
     in_parts(
         _weigh,
         num_targets + len(indices),
@@ -146,10 +137,9 @@ def weigh_numba(
         indices.numpy(),
         (indptr[:0] if edges is None else edges).numpy(),
         weight_E.view(-1).numpy(),
-        line,
-        line.ctypes.data,
-        row_stride,
-        head_stride if x.shape[1] > 1 else 0,
+        x.data_ptr(),
+        x.stride(0) * x.itemsize,
+        x.stride(1) * x.itemsize if x.shape[1] > 1 else 0,
         out.view(-1).numpy(),
         out_heads,
         num_heads,
@@ -163,18 +153,17 @@ def weigh_numba(
 def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return (E, H) `sum of x[s, h] * y[t, h]` for each edge; `y` is (T, H, F) and contiguous."""
     num_targets, num_heads, num_cols = y.shape
-    line, (row_stride, head_stride, _) = flat(x)
-    out_E = x.new_empty(len(indices), num_heads)
+    x = by_rows(x)
+    out_E = empty_rows((len(indices), num_heads), x.dtype)
     in_parts(
         _products,
         num_targets + len(indices),
         indptr.numpy(),
         indices.numpy(),
-        line,
-        line.ctypes.data,
-        row_stride,
-        head_stride if x.shape[1] > 1 else 0,
-        y.view(-1).numpy(),
+        x.data_ptr(),
+        x.stride(0) * x.itemsize,
+        x.stride(1) * x.itemsize if x.shape[1] > 1 else 0,
+        y.data_ptr(),
         out_E.view(-1).numpy(),
         num_heads,
         num_cols,
@@ -249,8 +238,7 @@ def weigh_triton(
 ) -> Tensor:
     """`weigh_numba` on a GPU: one program per target, head and block of columns."""
     num_targets, num_heads, num_cols = len(indptr) - 1, weight_E.shape[1], x.shape[2]
-    if x.stride(2) != 1:
-        x = x.contiguous()
+    x = by_rows(x)
     out = x.new_empty(num_targets, out_heads, num_cols)
     head_stride = x.stride(1) if x.shape[1] > 1 else 0
     grid = (num_targets, out_heads, triton.cdiv(num_cols, BLOCK))
@@ -266,8 +254,7 @@ def weigh_triton(
 def products_triton(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """`products_numba` on a GPU: one program per target and head."""
     num_targets, num_heads, num_cols = y.shape
-    if x.stride(2) != 1:
-        x = x.contiguous()
+    x = by_rows(x)
     out_E = x.new_empty(len(indices), num_heads)
     head_stride = x.stride(1) if x.shape[1] > 1 else 0
     with torch.cuda.device_of(out_E):
