@@ -1,0 +1,182 @@
+"""Structural embeddings: what they may depend on, and that they find what is in the graph."""
+
+import os
+
+import numpy as np
+import pytest
+from scipy import sparse
+from sklearn.linear_model import LogisticRegression
+
+from gcnzc.datasets import embed as module
+from gcnzc.datasets.embed import embed
+from gcnzc.datasets.rows import Array
+
+
+def csc(src: Array, dst: Array, num_nodes: int) -> tuple[Array, Array]:
+    order = np.argsort(dst, kind="stable")
+    indptr = np.zeros(num_nodes + 1, np.int64)
+    np.cumsum(np.bincount(dst, minlength=num_nodes), out=indptr[1:])
+    return indptr, np.asarray(src)[order].astype(np.int32)
+
+
+def communities(num_nodes: int, num_parts: int, seed: int = 0) -> tuple[Array, Array, Array]:
+    """Each edge once, nine of ten within a part; and the part of each node."""
+    random = np.random.default_rng(seed)
+    part = random.integers(num_parts, size=num_nodes)
+    src = random.integers(num_nodes, size=64 * num_nodes)
+    dst = random.integers(num_nodes, size=64 * num_nodes)
+    kept = (part[src] == part[dst]) | (random.random(len(src)) < 1 / (9 * num_parts))
+    return src[kept], dst[kept], part
+
+
+def of_edges(src: Array, dst: Array, num_nodes: int, dims: int = 16, seed: int = 0) -> Array:
+    return embed(*csc(src, dst, num_nodes), dims, seed=seed)
+
+
+def test_communities_can_be_told_apart_without_any_label():
+    src, dst, part = communities(2000, 8)
+    rows = of_edges(src, dst, 2000)
+    seen = np.bincount(np.concatenate([src, dst]), minlength=2000) > 0
+    seen_rows, seen_part = rows[seen], part[seen]
+    half = len(seen_rows) // 2
+    model = LogisticRegression(max_iter=500).fit(seen_rows[:half], seen_part[:half])
+    assert model.score(seen_rows[half:], seen_part[half:]) > 0.95
+
+
+def test_rows_are_float32_of_length_root_of_dims():
+    src, dst, _ = communities(500, 4)
+    rows = of_edges(src, dst, 500, dims=32)
+    assert rows.dtype == np.float32
+    assert rows.shape == (500, 32)
+    lengths = np.linalg.norm(rows, axis=1)
+    joined = np.isin(np.arange(500), np.concatenate([src[src != dst], dst[src != dst]]))
+    np.testing.assert_allclose(lengths[joined], np.sqrt(32), rtol=1e-5)
+    assert not lengths[~joined].any()
+
+
+@pytest.mark.parametrize("cores", [{0}, {0, 1}, set(range(8))])
+def test_the_number_of_threads_has_no_part_in_it(monkeypatch, cores):
+    monkeypatch.setattr(module, "CHUNK_ROWS", 100)
+    src, dst, _ = communities(1500, 5)
+    once = of_edges(src, dst, 1500)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    np.testing.assert_array_equal(of_edges(src, dst, 1500), once)
+
+
+def test_seeds_differ_and_seeds_repeat():
+    src, dst, _ = communities(300, 3)
+    assert (of_edges(src, dst, 300, seed=1) == of_edges(src, dst, 300, seed=1)).all()
+    assert not (of_edges(src, dst, 300, seed=1) == of_edges(src, dst, 300, seed=2)).all()
+
+
+def test_directions_repeats_and_loops_have_no_part_in_it():
+    src, dst, _ = communities(400, 4)
+    plain = of_edges(src, dst, 400)
+    loops = np.arange(400)
+    ends = np.concatenate([src, src, dst, loops]), np.concatenate([dst, dst, src, loops])
+    np.testing.assert_array_equal(of_edges(*ends, 400), plain)
+
+
+def test_the_graph_is_only_read():
+    src, dst, _ = communities(300, 3)
+    indptr, indices = csc(src, dst, 300)
+    # out of order in a column, which scipy would sort in place
+    indptr.flags.writeable = indices.flags.writeable = False
+    copy = indices.copy()
+    embed(indptr, indices, 8)
+    np.testing.assert_array_equal(indices, copy)
+
+
+def test_parts_without_a_path_between_them_are_apart():
+    one = np.array([(i, j) for i in range(12) for j in range(i)]).T
+    ends = np.concatenate([one, one + 12, one + 24], axis=1)
+    rows = of_edges(*ends, 40, dims=8)
+    assert not rows[36:].any()
+    rows = rows[:36] / np.sqrt(8)
+    nearness = rows @ rows.T
+    part = np.repeat(range(3), 12)
+    same = part[:, None] == part
+    assert nearness[same].min() > 0.9
+    assert np.abs(nearness[~same]).max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "edges"), [(0, []), (1, []), (1, [(0, 0)]), (2, [(0, 1)]), (5, []), (3, [(2, 0)])]
+)
+def test_smallest_graphs(num_nodes, edges):
+    src, dst = np.array(edges, np.int64).reshape(-1, 2).T
+    rows = of_edges(src, dst, num_nodes)
+    assert rows.shape == (num_nodes, 16)
+    assert np.isfinite(rows).all()
+    joined = np.isin(
+        np.arange(num_nodes), [end for edge in edges if edge != (0, 0) for end in edge]
+    )
+    np.testing.assert_array_equal(rows.any(axis=1), joined)
+
+
+def test_more_dimensions_than_nodes_are_zero():
+    src, dst, _ = communities(20, 2)
+    rows = of_edges(src, dst, 20, dims=64)
+    assert rows[:, :5].any()
+    assert not rows[:, 20:].any()
+
+
+def test_an_embedding_has_a_dimension():
+    with pytest.raises(ValueError, match="0 dimensions"):
+        of_edges(np.array([0]), np.array([1]), 2, dims=0)
+
+
+def test_progress_comes_to_the_end_of_each_stage():
+    told = {}
+    src, dst, _ = communities(100, 2)
+    embed(
+        *csc(src, dst, 100),
+        8,
+        progress=lambda what, done, total: told.update({what: (done, total)}),
+    )
+    assert told == {"nodes walked from": (100, 100), "products": (3, 3), "mixings": (5, 5)}
+
+
+def test_walks_meet_as_often_as_powers_of_the_transition_matrix_say(monkeypatch):
+    monkeypatch.setattr(module, "WALKS", 20_000)
+    random = np.random.default_rng(0)
+    adjacency = np.triu(random.random((9, 9)) < 0.4, 1)
+    adjacency |= adjacency.T
+    adjacency[0, 1] = adjacency[1, 0] = True
+    links = sparse.csr_matrix(adjacency.astype(np.float32))
+    met = module._meetings(links, 0, lambda what, done, total: None).toarray() / 20_000
+    degrees = adjacency.sum(1)
+    step = adjacency / np.maximum(degrees, 1)[:, None]
+    expected = sum(np.linalg.matrix_power(step, power) for power in range(1, module.STEPS + 1))
+    expected = expected + expected.T
+    np.fill_diagonal(expected, 0)
+    # the mean of at most 5 visits over 20,000 walks has a standard deviation below 0.01
+    np.testing.assert_allclose(met, expected, atol=0.05)
+    np.testing.assert_array_equal(met, met.T)
+
+
+def test_surprise_is_the_logarithm_of_the_ratio_to_chance(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ROWS", 7)
+    random = np.random.default_rng(0)
+    counts = random.integers(0, 4, (30, 30)) * (random.random((30, 30)) < 0.3)
+    counts = (counts + counts.T).astype(np.float64)
+    of_node = counts.sum(1)
+    with np.errstate(divide="ignore"):
+        expected = np.log(counts * of_node.sum() / np.outer(of_node, of_node))
+    found = module._surprise(sparse.csr_matrix(counts.astype(np.float32)))
+    np.testing.assert_allclose(found.toarray(), np.maximum(expected, 0), rtol=1e-5, atol=1e-6)
+    assert found.nnz == (expected > 0).sum()
+
+
+def test_leading_vectors_are_those_of_a_dense_factorisation(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ROWS", 64)
+    random = np.random.default_rng(0)
+    axes, _ = np.linalg.qr(random.standard_normal((200, 200)))
+    values = np.zeros(200)
+    values[:12] = [40, -35, 30, 25, -20, 15, 12, 10, 2, -1, 1, 0.5]
+    dense = (axes * values) @ axes.T
+    found = module._leading(sparse.csr_matrix(dense.astype(np.float32)), 8, 0, lambda *told: None)
+    assert found.shape == (200, 8)
+    # signs of the columns are arbitrary, the products of rows are not
+    expected = (axes[:, :8] * np.abs(values[:8])) @ axes[:, :8].T
+    np.testing.assert_allclose(found @ found.T, expected, atol=1e-4 * 40)
