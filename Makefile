@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test test-all lint clean
 
 demo: $(READY)  ## train on the built-in graph
-	$(BIN)/gcnzc train
+	$(BIN)/gcnzc train --epochs 3
 
 test: $(READY)  ## the test suite
 	$(BIN)/python -m pytest -m "not slow"

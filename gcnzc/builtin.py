@@ -33,7 +33,9 @@ def prepared(reporter: Reporter) -> Path:
     reporter.say(f"making the built-in graph in {place}, once")
     place.parent.mkdir(parents=True, exist_ok=True)
     # by way of OGB's layout, as a graph of the user's own
-    raw = place.with_name(f"{NAME}-raw-{os.getpid()}")
+    workshop = place.with_name(f"making-{os.getpid()}")
+    workshop.mkdir(exist_ok=True)
+    raw = workshop / NAME
     try:
         with reporter.stages("make") as progress:
             generate.make(raw, "planted", generate.like(SHAPE), seed=SEED, progress=progress)
@@ -43,5 +45,5 @@ def prepared(reporter: Reporter) -> Path:
         # another process was quicker
         return place
     finally:
-        shutil.rmtree(raw, ignore_errors=True)
+        shutil.rmtree(workshop, ignore_errors=True)
     return place

@@ -71,7 +71,14 @@ def train_command(config: TrainConfig, reporter: Reporter) -> None:
     if config.data is None:
         config = replace(config, data=builtin.prepared(reporter))
     folder = config.resume or config.out or train.new_folder(config)
-    _print_json(train.train(config, folder, reporter))
+    result = train.train(config, folder, reporter)
+    metric, best = result["metric"], result.get("best_possible_accuracy")
+    possible = f" of {best:.4f} possible" if best is not None else ""
+    reporter.say(
+        f"test {metric} {result[f'test_{metric}']:.4f}{possible}, at the best validation, in epoch "
+        f"{result['best_epoch']}; curves in {folder / train.CURVES}"
+    )
+    _print_json(result)
 
 
 def make_command(config: MakeConfig, reporter: Reporter) -> None:

@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from gcnzc import record
 
-STAGES = {"sample_s": "sample", "gather_s": "gather", "compute_s": "compute", "wait_s": "wait"}
+STAGES = {"sample_s": "sample", "gather_s": "gather", "compute_s": "compute"}
 
 
 def curves(runs: Sequence[Path], out: Path) -> None:
     """Draw loss and accuracies by epoch, and a stacked bar of each run's seconds an epoch.
 
-    Sampling and gathering happen on threads beside the computation, so their bars may add up to
-    more than the epoch took; `wait` is what the model waited for them.
+    Sampling and gathering happen on threads beside the computation, so the bars may add up to more
+    than the whole epoch took, which a black line shows.
 
     Args:
         runs: folders with a record.jsonl; one line or more each.
@@ -50,19 +51,23 @@ def curves(runs: Sequence[Path], out: Path) -> None:
         for index, (key, name) in enumerate(STAGES.items()):
             seconds = sum(line[key] for line in lines) / len(lines)
             shown = name if number == 0 else "_"  # matplotlib keeps such names out of the legend
-            time.bar(run.name, seconds, bottom=bottom, color=f"C{index}", label=shown)
+            time.bar(number, seconds, 0.5, bottom, color=f"C{index}", label=shown)
             bottom += seconds
         whole = sum(line["epoch_s"] for line in lines) / len(lines)
         shown = "whole epoch" if number == 0 else "_"
-        time.plot([run.name], [whole], "k_", markersize=40, label=shown)
+        time.plot([number - 0.4, number + 0.4], [whole, whole], "k", label=shown)
         score.set_ylabel({"accuracy": "accuracy", "rocauc": "ROC AUC"}[metric])
     loss.set_ylabel("loss")
     time.set_ylabel("seconds an epoch")
+    time.set_xticks(range(len(runs)), [run.name for run in runs], fontsize="small")
+    # room for the legend beside the bars
+    time.set_xlim(-0.7, len(runs) + 0.3 * len(runs))
     for axis in (loss, score):
         axis.set_xlabel("epoch")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     for axis in (loss, score, time):
-        axis.legend(fontsize="small")
+        axis.legend(fontsize="small", loc="best" if axis is not time else "upper right")
     partial = out.with_name(f".{out.stem}.partial{out.suffix}")
     figure.savefig(partial, dpi=120)
     partial.replace(out)
