@@ -6,6 +6,7 @@ nodes. Everything that a later step depends on is in the checkpoint, so a run th
 on bit for bit.
 """
 
+import math
 import signal
 import threading
 import time
@@ -188,7 +189,9 @@ def feature_table(data: Dataset, where: str, device: torch.device) -> Iterator[F
 def build(config: TrainConfig, data: Dataset) -> models.Model:
     """The model of `config` for the features and classes of `data`, on the CPU."""
     assert data.features is not None, "feature_table has checked"
-    sizes = (data.features.shape[1], config.hidden, data.num_classes)
+    # several tasks have one logit each
+    num_logits = data.num_classes if data.labels.ndim == 1 else data.labels.shape[1]
+    sizes = (data.features.shape[1], config.hidden, num_logits)
     options: dict[str, Any] = {
         "num_layers": config.layers,
         "dropout": config.dropout,
@@ -352,7 +355,12 @@ class _Run:
 
     def finish_epoch(self) -> None:
         """Evaluate, keep the best model, and write the line of this epoch."""
-        figures = self.tally.figures()
+        figures = self.tally.figures(self.data.labels.ndim == 1)
+        if not math.isfinite(figures["loss"]):
+            raise ValueError(
+                f"the loss is {figures['loss']} in epoch {self.epoch + 1}\n\n"
+                "hint: a smaller --lr; features that are not finite do this too"
+            )
         line: dict[str, Any] = {"epoch": self.epoch, "metric": self.data.metric, **figures}
         if self.data.best_accuracy is not None:
             line["best_possible_accuracy"] = self.data.best_accuracy
@@ -471,10 +479,11 @@ class _Tally:
             f"{self.seeds / busy:,.0f} seeds/s  gather {rate:.1f} GB/s"
         )
 
-    def figures(self) -> dict[str, Any]:
-        """The line of the record."""
+    def figures(self, has_accuracy: bool) -> dict[str, Any]:
+        """The line of the record; nodes with several tasks have no accuracy."""
         line: dict[str, Any] = {"loss": self.loss.item() / self.seeds, "steps": self.steps}
-        line["train_accuracy"] = self.right.item() / self.seeds
+        if has_accuracy:
+            line["train_accuracy"] = self.right.item() / self.seeds
         line["epoch_s"] = self.times["wait_s"] + self.times["compute_s"]
         return line | self.times | {"seeds": self.seeds, "payload_bytes": self.bytes}
 

@@ -1,0 +1,178 @@
+"""A run computes the same whatever the threads, and trains whatever the data is like."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc import prepare
+from gcnzc.config import EvaluateConfig, TrainConfig
+from gcnzc.datasets import ogb
+from gcnzc.datasets.generate import Shape, generate, make
+from gcnzc.progress import Quiet
+from gcnzc.train import evaluate, new_folder, train
+
+needs_dgl = pytest.mark.skipif(not importlib.util.find_spec("dgl"), reason="DGL is not installed")
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    make(folder / "raw", "planted", Shape(2000, 12000, 24, 4), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    return folder / "graph"
+
+
+@pytest.fixture(scope="module")
+def config(graph) -> TrainConfig:
+    sizes = {"fanouts": (5, 5), "layers": 2, "hidden": 16, "batch_size": 64}
+    return TrainConfig(data=graph, **sizes, epochs=2, lr=0.01, dropout=0.2)
+
+
+def parameters(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / "checkpoint.pt", weights_only=True)["model"]
+
+
+def test_threads_and_repetition_do_not_matter(config, tmp_path):
+    train(config, tmp_path / "one")
+    for threads in (1, 2, 8):
+        train(replace(config, threads=threads), tmp_path / f"threads-{threads}")
+        for name, value in parameters(tmp_path / "one").items():
+            assert torch.equal(parameters(tmp_path / f"threads-{threads}")[name], value)
+    train(replace(config, seed=1), tmp_path / "other")
+    assert any(
+        not torch.equal(parameters(tmp_path / "other")[name], value)
+        for name, value in parameters(tmp_path / "one").items()
+    )
+
+
+def test_the_callers_random_numbers_are_left_alone(config, tmp_path):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    train(replace(config, epochs=1), tmp_path / "run")
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
+def test_every_model_comes_near_the_best_possible(model, config, tmp_path):
+    line = train(replace(config, model=model, epochs=6, fanouts=(-1, -1)), tmp_path / "run")
+    assert line["best_possible_accuracy"] > 0.8
+    assert line["test_accuracy"] > line["best_possible_accuracy"] - 0.08
+    assert evaluate(EvaluateConfig(run=tmp_path / "run"))["test_accuracy"] == line["test_accuracy"]
+
+
+@needs_dgl
+def test_dgl_s_sampler_reaches_the_same(config, tmp_path):
+    ours = train(replace(config, epochs=5), tmp_path / "ours")["test_accuracy"]
+    theirs = train(replace(config, epochs=5, sampler="dgl"), tmp_path / "dgl")["test_accuracy"]
+    # three standard errors of a difference between two shares of 560 test nodes
+    assert abs(ours - theirs) < 3 * (2 * 0.2 * 0.8 / 560) ** 0.5
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_optimizers_learn(optimizer, config, tmp_path):
+    options = {"optimizer": optimizer, "lr": 0.05 if optimizer == "sgd" else 0.01}
+    line = train(replace(config, epochs=3, weight_decay=1e-4, **options), tmp_path / "run")
+    assert line["test_accuracy"] > 0.5
+
+
+def test_early_stopping(config, tmp_path):
+    line = train(replace(config, epochs=60, patience=2, lr=0.05), tmp_path / "run")
+    assert line["epochs"] == line["best_epoch"] + 2 < 60
+
+
+def test_evaluations_may_be_rare(config, tmp_path):
+    line = train(replace(config, epochs=5, evaluate_every=2), tmp_path / "run")
+    assert line["best_epoch"] in (2, 4, 5)
+
+
+@pytest.mark.parametrize("kind", ["float16", "sparse", "pitched"])
+def test_kinds_of_features(kind, config, tmp_path):
+    options = {
+        "float16": {"feature_dtype": "float16"},
+        "sparse": {"sparse_features": True},
+        "pitched": {"pitch_bytes": 128},
+    }[kind]
+    source = generate("planted", Shape(2000, 12000, 24, 4), seed=3)
+    if kind == "sparse":
+        rows = np.concatenate(list(source.features.chunks(lambda *a: np.empty(a[1], a[2]))))
+        indptr = np.arange(0, rows.size + 1, rows.shape[1])
+        np.savez(
+            tmp_path / "g.npz",
+            edge_index=np.stack(source.edges(lambda *a: np.empty(a[1], a[2]), lambda *a: None)),
+            node_label=source.labels(),
+            feat_data=rows.ravel(),
+            feat_indices=np.tile(np.arange(rows.shape[1]), len(rows)),
+            feat_indptr=indptr,
+            feat_shape=np.array(rows.shape),
+            add_inverse_edge=True,
+            **{f"{part}_idx": ids for part, ids in source.split().items()},
+        )
+        prepare(tmp_path / "g.npz", tmp_path / "g", **options)
+    else:
+        prepare(source, tmp_path / "g", **options)
+    line = train(replace(config, data=tmp_path / "g"), tmp_path / "run")
+    plain = train(config, tmp_path / "plain")
+    exact = kind != "float16"
+    assert line["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0 if exact else 0.02)
+
+
+def test_many_tasks_with_unknown_labels(config, tmp_path):
+    source = generate("planted", Shape(2000, 12000, 24, 4), seed=3)
+    # one task a class, one in five labels unknown
+    tasks = np.eye(4, dtype=np.float32)[source.labels()]
+    tasks[np.random.default_rng(0).random(tasks.shape) < 0.2] = np.nan
+    edges = source.edges(lambda *a: np.empty(a[1], a[2]), lambda *a: None)
+    ogb.write(
+        tmp_path / "raw",
+        edges,
+        tasks,
+        source.split(),
+        features=source.features,
+        num_classes=2,
+        metric="rocauc",
+        add_inverse_edge=True,
+    )
+    prepare(tmp_path / "raw", tmp_path / "g")
+    line = train(replace(config, data=tmp_path / "g", epochs=4), tmp_path / "run")
+    assert line["metric"] == "rocauc"
+    assert line["test_rocauc"] > 0.85
+
+
+def test_features_that_are_not_finite(config, graph, tmp_path):
+    source = generate("planted", Shape(2000, 12000, 24, 4), seed=3)
+    rows = np.zeros((2000, 24), np.float32)
+    rows[7, 3] = np.nan
+    with pytest.raises(ValueError, match=r"row 7(.|\n)*hint: "):
+        prepare(source, tmp_path / "g", features=rows)
+    prepare(source, tmp_path / "g", features=rows, allow_nan=True)
+    with pytest.raises(ValueError, match=r"hint: (.|\n)*allow"):
+        train(replace(config, data=tmp_path / "g"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run(config, tmp_path):
+    with pytest.raises(ValueError, match=r"loss is (nan|inf)(.|\n)*hint: .*--lr"):
+        train(replace(config, optimizer="sgd", lr=1e30), tmp_path / "run")
+
+
+def test_runs_get_names_of_their_own(config, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert new_folder(config) == Path("runs/graph-sage-1")
+    Path("runs/graph-sage-1").mkdir(parents=True)
+    assert new_folder(config) == Path("runs/graph-sage-2")
+
+
+def test_progress_is_told(config, tmp_path):
+    told: list[str] = []
+
+    class Listening(Quiet):
+        def say(self, text: str) -> None:
+            told.append(text)
+
+    train(config, tmp_path / "run", Listening())
+    assert [line.split("  ")[0] for line in told] == ["epoch 1/2", "epoch 2/2"]
