@@ -15,9 +15,14 @@ keeps the cores to it.
 """
 
 import mmap
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+# Read when torch is imported: its threads would go on spinning for milliseconds after their work,
+# on the cores of whatever is timed next.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import torch
@@ -61,7 +66,7 @@ def measure_width(
     ids = torch.randint(num_rows, (num_ids,))
     out = out_memory[: num_ids * cols].view(num_ids, cols)
     copies = copy_ways(memory, out_memory)
-    timings = side_by_side(copies | gather_ways(rows, ids, out), rounds, pause_s=0.01)
+    timings = side_by_side(copies | gather_ways(rows, ids, out), rounds)
     roof = max(COPY_BYTES / timings[way].median_s for way in LIBRARY_COPIES)
     our_roof = COPY_BYTES / timings[OUR_COPY].median_s
     for way, timing in timings.items():

@@ -42,11 +42,7 @@ def measure(fn: Callable[[], object], *, calls: int = 50, warmup: int = 5) -> Ti
 
 
 def side_by_side(
-    ways: Mapping[str, Callable[[], object]],
-    rounds: int = 15,
-    *,
-    warmup: int = 2,
-    pause_s: float = 0.0,
+    ways: Mapping[str, Callable[[], object]], rounds: int = 15, *, warmup: int = 2
 ) -> dict[str, Timing]:
     """Time several ways in turns: each is called once a round, every round in another order.
 
@@ -54,8 +50,6 @@ def side_by_side(
         ways: name to what is timed; each call is waited for.
         rounds: timed calls of each way, at least 2.
         warmup: rounds before, that are not counted.
-        pause_s: sleep before each call. Torch's threads spin for some milliseconds after their
-            work, on the cores of whatever comes next.
 
     Returns:
         The name of each way to its timing.
@@ -65,7 +59,6 @@ def side_by_side(
     shuffler = random.Random(0)
     for _ in range(warmup + rounds):
         for name in shuffler.sample(names, len(names)):
-            time.sleep(pause_s)
             seconds[name].append(_once(ways[name]))
     return {name: _timing(seconds[name][warmup:]) for name in names}
 

@@ -92,6 +92,7 @@ move_256 = _move(64, count=4)
 # to an address that is a multiple of 64
 stream_64 = _move(64, streaming=True)
 stream_256 = _move(64, streaming=True, count=4)
+stream_512 = _move(64, streaming=True, count=8)
 
 
 def _load(bits):
