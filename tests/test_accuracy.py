@@ -1,0 +1,77 @@
+"""The accuracies that are promised are measured by commands that exist."""
+
+import json
+
+import accuracy
+import harness
+import pytest
+
+from gcnzc import cli
+
+QUICK = "--model sage --layers 1 --fanouts 4 --hidden 8 --lr 0.05 --batch-size 256 --epochs"
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    return tmp_path / "results" / "accuracy.jsonl"
+
+
+@pytest.mark.parametrize("recipe", accuracy.RECIPES, ids=lambda recipe: recipe.graph)
+def test_recipes_are_options_of_train(recipe):
+    assert recipe.graph in accuracy.MADE_BY
+    assert cli._parse(["train", "data", *recipe.options.split()]).epochs >= 1
+
+
+@pytest.mark.parametrize("graph", accuracy.MADE_BY)
+def test_graphs_are_made_by_commands_and_used(graph):
+    assert cli._parse(accuracy.MADE_BY[graph].split()) is not None
+    assert any(recipe.graph == graph for recipe in accuracy.RECIPES)
+
+
+def test_seeds_are_averaged_and_held_against_the_target(monkeypatch, results, capsys):
+    recipes = [accuracy.Recipe("digits", target, f"{QUICK} 3") for target in (30.0, 100.0)]
+    monkeypatch.setattr(accuracy, "RECIPES", recipes)
+    assert accuracy.main(["digits", "--seeds", "2"]) == 1
+    low, high = map(json.loads, results.read_text().splitlines())
+    assert low["reached"]
+    assert not high["reached"]
+    first, second = low["tests_percent"]
+    assert first != second
+    assert low["test_percent"] == pytest.approx((first + second) / 2, abs=0.01)
+    assert low["spread_percent"] == pytest.approx(abs(first - second) / 2**0.5, abs=0.01)
+    assert low["tests_percent"] == high["tests_percent"]
+    assert low["command"].endswith("--epochs 3 --sampler gcnzc")
+    rows = capsys.readouterr().out.splitlines()[-2:]
+    assert [row.endswith("missed") for row in rows] == [False, True]
+
+
+def test_samplers_are_compared(results):
+    ours, other = (
+        {"graph": "g", "model": "m", "sampler": name, "test_percent": mean, "spread_percent": 0.5}
+        for name, mean in (("gcnzc", 90.0), ("dgl", 90.6))
+    )
+    accuracy.compare(ours, other)
+    accuracy.compare(ours, other | {"test_percent": 90.8})
+    near, far = map(json.loads, results.read_text().splitlines())
+    assert near["difference_percent"] == pytest.approx(-0.6)
+    assert near["within_spread"]
+    assert not far["within_spread"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(["cora", "no-such"], "no recipe for no-such"), (["digits", "--seeds", "1"], "two seeds")],
+)
+def test_what_cannot_be_measured_is_refused(words, why, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        accuracy.main(words)
+    assert why in capsys.readouterr().err
+
+
+def test_a_command_that_fails_ends_it_and_is_shown(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        accuracy.main(["cora", "--archives", str(tmp_path)])
+    shown = capsys.readouterr().err
+    assert "gcnzc prepare" in shown
+    assert "hint:" in shown
