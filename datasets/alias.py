@@ -1,11 +1,12 @@
-"""Draw from a discrete distribution in constant time, for many draws at once.
+"""Draw from discrete distributions in constant time, many draws at once.
 
 Source: Walker's method as Vose builds it (IEEE Trans. Software Eng. 17, 1991). Every value has a
 slot of equal width, which it shares with at most one other.
 
-Letters: R distributions (rows) over V values each.
+Letters: R distributions (rows), V slots of all rows together.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,42 +16,51 @@ from gcnzc.datasets.rows import Array
 
 @dataclass(frozen=True)
 class Alias:
-    """Several distributions over as many values."""
+    """Distributions over the values from 0 on, of any lengths."""
 
-    keep: Array  # (R, V) float64: the share of a slot that is its own value's
-    other: Array  # (R, V) int64: whose the rest is
+    start: Array  # (R,) int64: the first slot of a row
+    length: Array  # (R,) float64: its number of slots, as a factor of what is drawn
+    keep: Array  # (V,) float64: the share of a slot that is its own value's
+    other: Array  # (V,) int64: whose the rest is
 
     @classmethod
-    def of(cls, weights: Array) -> "Alias":
-        """The distributions in proportion to the rows of `weights`, (R, V), not negative.
+    def of(cls, rows: Sequence[Array]) -> "Alias":
+        """The distributions in proportion to weights, each row (n,), not negative.
 
         A row of zeros becomes the uniform distribution.
         """
-        num_rows, num_values = weights.shape
-        totals = weights.sum(axis=1, keepdims=True)
-        shares = np.where(totals > 0, weights, 1) / np.where(totals > 0, totals, num_values)
-        keep = shares * num_values
-        other = np.tile(np.arange(num_values), (num_rows, 1))
-        for keep_V, other_V in zip(keep, other, strict=True):
-            poor = np.flatnonzero(keep_V < 1).tolist()
-            rich = np.flatnonzero(keep_V >= 1).tolist()
-            while poor and rich:
-                filled, giver = poor.pop(), rich[-1]
-                other_V[filled] = giver
-                keep_V[giver] -= 1 - keep_V[filled]
-                if keep_V[giver] < 1:
-                    poor.append(rich.pop())
-            # all that is left is full, but for rounding
-            keep_V[poor + rich] = 1
-        return cls(keep, other)
+        slots = [_slots(np.asarray(weights, np.float64)) for weights in rows]
+        lengths = np.array([len(keep) for keep, _ in slots])
+        return cls(
+            lengths.cumsum() - lengths,
+            lengths.astype(np.float64),
+            np.concatenate([keep for keep, _ in slots]),
+            np.concatenate([other for _, other in slots]),
+        )
 
-    def draw(self, random: np.random.Generator, size: int, rows: Array | int = 0) -> Array:
-        """(size,) int64: a value of each row in `rows`, (size,), or all of one row."""
-        num_values = self.keep.shape[1]
+    def draw(self, random: np.random.Generator, size: int, rows: Array | None = None) -> Array:
+        """(size,) int64: a value of each row in `rows`, (size,), or all of the first one."""
         place = random.random(size)
-        place *= num_values
+        place *= self.length[0] if rows is None else np.take(self.length, rows)
         value = place.astype(np.int64)
         place -= value
-        slot = value + np.multiply(rows, num_values)
+        slot = value if rows is None else np.take(self.start, rows) + value
         own = place < np.take(self.keep, slot)
         return np.where(own, value, np.take(self.other, slot))
+
+
+def _slots(weights: Array) -> tuple[Array, Array]:
+    total = weights.sum()
+    keep = weights / total * len(weights) if total > 0 else np.ones(len(weights))
+    other = np.arange(len(weights))
+    poor = np.flatnonzero(keep < 1).tolist()
+    rich = np.flatnonzero(keep >= 1).tolist()
+    while poor and rich:
+        filled, giver = poor.pop(), rich[-1]
+        other[filled] = giver
+        keep[giver] -= 1 - keep[filled]
+        if keep[giver] < 1:
+            poor.append(rich.pop())
+    # all that is left is full, but for rounding
+    keep[poor + rich] = 1
+    return keep, other

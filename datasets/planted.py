@@ -181,8 +181,8 @@ def _draw_blocks(
     # the largest class has three times the nodes of the smallest
     shares = np.linspace(1.5, 0.5, num_classes) / num_classes
     bounds = _weight_bounds(num_nodes, num_edges, exponent)
-    levels = Alias.of(-np.diff(bounds ** (1 - exponent))[None])
-    classes = Alias.of(shares[None])
+    levels = Alias.of([-np.diff(bounds ** (1 - exponent))])
+    classes = Alias.of([shares])
     num_levels = len(bounds) - 1
     community = np.empty(num_nodes, np.min_scalar_type(num_classes - 1))
     level = np.empty(num_nodes, np.min_scalar_type(num_levels - 1))
@@ -249,29 +249,32 @@ def _features(blocks: Blocks, seed: int, chunk: int, begin: int, end: int) -> Ar
 def _edges(blocks: Blocks, num_edges: int, seed: int, threads: int | None) -> Chunks[Array]:
     num_levels = len(blocks.weights)
     num_nodes = len(blocks.community)
-    # the nodes of a community and level in one run
+    # the nodes of a cell, which is a community and level, in one run
     cell = np.multiply(blocks.community, num_levels, dtype=np.min_scalar_type(blocks.sizes.size))
     cell += blocks.level
     members = np.argsort(cell, kind="stable").astype(node_dtype(num_nodes))
-    starts = (blocks.sizes.cumsum() - blocks.sizes.reshape(-1)).astype(np.int64)
-    lengths = blocks.sizes.reshape(-1).astype(np.float64)
-    classes = Alias.of(blocks.mass[None])
-    levels = Alias.of(blocks.sizes * blocks.weights)
+    length = blocks.sizes.reshape(-1)
+    start = length.cumsum() - length
+    mass = blocks.sizes * blocks.weights
+    # row 0 draws any cell, row 1 + k one of community k
+    cells = Alias.of([mass.reshape(-1), *mass])
+    first_cell = np.concatenate([[0], np.arange(len(mass)) * num_levels])
 
-    def nodes(random: np.random.Generator, its_class: Array) -> Array:
-        cell = its_class * num_levels
-        cell += levels.draw(random, len(its_class), its_class)
-        place = random.random(len(its_class))
-        place *= np.take(lengths, cell)
-        return np.take(members, np.take(starts, cell) + place.astype(np.int64))
+    def nodes_of(random: np.random.Generator, cell: Array) -> Array:
+        place = random.random(len(cell))
+        place *= np.take(length, cell)
+        return np.take(members, np.take(start, cell) + place.astype(np.int64))
 
     def chunk_of(chunk: int, begin: int, end: int) -> Array:
         random, size = stream(seed, EDGES, chunk), end - begin
-        first = classes.draw(random, size)
-        stays = random.random(size) < blocks.loyal
-        second = np.where(stays, first, classes.draw(random, size))
         ends = np.empty((2, size), np.int64)
-        ends[0], ends[1] = nodes(random, first), nodes(random, second)
+        cell = cells.draw(random, size)
+        ends[0] = nodes_of(random, cell)
+        # the first end's community if the second end stays in it, else any
+        row = np.where(random.random(size) < blocks.loyal, cell // num_levels + 1, 0)
+        cell = cells.draw(random, size, row)
+        cell += np.take(first_cell, row)
+        ends[1] = nodes_of(random, cell)
         return ends
 
     return Chunks(chunk_of, num_edges, CHUNK_EDGES, threads)
@@ -298,27 +301,31 @@ def log_posterior(
     """
     num_classes = len(blocks.shares)
     touching, loops, inside = _count(blocks, asked, edges, progress)
-    score = np.log(blocks.shares) - (blocks.means.astype(np.float64) ** 2).sum(axis=1) / 2
-    score = np.tile(score, (len(asked), 1))
+    mass = blocks.mass
+    # no edge between communities is expected at homophily 1: one would be proof enough
+    apart = max((1 - blocks.loyal) / mass.sum(), np.finfo(float).tiny)
+    usual = np.log(blocks.shares) - (blocks.means.astype(np.float64) ** 2).sum(axis=1) / 2
+    scores = np.empty((len(asked), num_classes))
     begin = done = 0
     for rows in features:
         stop = int(np.searchsorted(asked, begin + len(rows)))
-        score[done:stop] += rows[asked[done:stop] - begin] @ blocks.means.T
+        some = slice(done, stop)
+        weight = blocks.weights[blocks.level[asked[some]]][:, None]
+        is_own = np.arange(num_classes) == blocks.community[asked[some]][:, None]
+        without = mass - weight * is_own
+        near = touching[some] + loops[some, None]
+        others = inside - is_own * near
+        joined = np.log(blocks.loyal / (without + weight) + apart)
+        # a community of this node alone has no mass and no other edges
+        with np.errstate(divide="ignore", invalid="ignore"):
+            diluted = others * (joined - np.log(blocks.loyal / without + apart))
+        scores[some] = rows[asked[some] - begin] @ blocks.means.T
+        scores[some] += usual + near * joined - touching[some] * np.log(apart)
+        scores[some] += np.where(others > 0, diluted, 0)
         begin, done = begin + len(rows), stop
         if done == len(asked):
             break
-    weight = blocks.weights[blocks.level[asked]][:, None]
-    is_own = np.arange(num_classes) == blocks.community[asked][:, None]
-    without = blocks.mass - weight * is_own
-    # no edge between communities is expected at homophily 1: one would be proof enough
-    apart = max((1 - blocks.loyal) / blocks.mass.sum(), np.finfo(float).tiny)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        joined = np.log(blocks.loyal / (without + weight) + apart)
-        score += (touching + loops[:, None]) * joined - touching * np.log(apart)
-        others = inside - is_own * (touching + loops[:, None])
-        diluted = others * (joined - np.log(blocks.loyal / without + apart))
-    # a community of this node alone has no other edges
-    return score + np.where(others > 0, diluted, 0)
+    return scores
 
 
 def _count(

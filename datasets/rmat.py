@@ -132,4 +132,4 @@ def _table(quadrants: tuple[float, float, float, float], bits: int) -> Alias:
     matrix = np.ones((1, 1))
     for _ in range(bits):
         matrix = np.kron(matrix, one)
-    return Alias.of(matrix.reshape(1, -1))
+    return Alias.of([matrix.reshape(-1)])

@@ -5,35 +5,43 @@ from gcnzc.datasets.alias import Alias
 
 
 def probabilities(alias):
-    """What the slots add up to: (R, V)."""
-    num_rows, num_values = alias.keep.shape
-    total = alias.keep / num_values
-    for row in range(num_rows):
-        np.add.at(total[row], alias.other[row], (1 - alias.keep[row]) / num_values)
-    return total
+    """What the slots of each row add up to."""
+    found = []
+    for start, length in zip(alias.start, alias.length.astype(int), strict=True):
+        keep, other = (part[start : start + length] for part in (alias.keep, alias.other))
+        total = keep / length
+        np.add.at(total, other, (1 - keep) / length)
+        found.append(total)
+    return found
 
 
 @pytest.mark.parametrize("num_values", [1, 2, 3, 100, 4096])
 def test_slots_add_up_to_the_weights(num_values):
-    weights = np.random.default_rng(0).pareto(1, (3, num_values))
-    weights[1] = 1
-    weights[2, : num_values // 2] = 0
-    alias = Alias.of(weights)
-    expected = weights / weights.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(probabilities(alias), expected, atol=1e-12)
+    some_zero = np.random.default_rng(1).random(num_values)
+    some_zero[: num_values // 2] = 0
+    rows = [np.random.default_rng(0).pareto(1, 5), np.ones(num_values), some_zero]
+    found = probabilities(Alias.of(rows))
+    for total, weights in zip(found, rows, strict=True):
+        np.testing.assert_allclose(total, weights / weights.sum(), atol=1e-12)
     # what has no weight is never drawn, not even by rounding
-    assert (probabilities(alias)[2, : num_values // 2] == 0).all()
+    assert (found[2][: num_values // 2] == 0).all()
 
 
 def test_a_row_of_zeros_is_uniform():
-    np.testing.assert_allclose(probabilities(Alias.of(np.zeros((1, 4)))), 0.25)
+    np.testing.assert_allclose(probabilities(Alias.of([np.zeros(4)]))[0], 0.25)
 
 
 def test_draws_follow_their_rows():
-    weights = np.array([[1.0, 2.0, 5.0], [5.0, 0.0, 3.0]])
-    rows = np.tile([0, 1], 100_000)
+    weights = [np.array([1, 2, 5]), np.array([5, 0, 2, 1]), np.array([3, 5])]
+    rows = np.tile([0, 1, 2], 100_000)
     drawn = Alias.of(weights).draw(np.random.default_rng(0), len(rows), rows)
-    for row in (0, 1):
-        counts = np.bincount(drawn[row::2], minlength=3)
-        deviation = np.sqrt(100_000 * weights[row] / 8 * (1 - weights[row] / 8))
-        assert (abs(counts - 100_000 * weights[row] / 8) <= 4 * deviation).all()
+    for row in range(3):
+        counts = np.bincount(drawn[row::3], minlength=len(weights[row]))
+        share = weights[row] / 8
+        deviation = np.sqrt(100_000 * share * (1 - share))
+        assert (abs(counts - 100_000 * share) <= 4 * deviation).all()
+
+
+def test_without_rows_the_first_is_drawn_from():
+    alias = Alias.of([np.array([0, 0, 1]), np.array([1, 0])])
+    assert set(alias.draw(np.random.default_rng(0), 100)) == {2}
