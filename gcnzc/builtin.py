@@ -1,5 +1,6 @@
 """The graph that is there without any data: made on first use, then kept."""
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -30,20 +31,26 @@ def prepared(reporter: Reporter) -> Path:
     place = folder()
     if place.exists():
         return place
-    reporter.say(f"making the built-in graph in {place}, once")
     place.parent.mkdir(parents=True, exist_ok=True)
+    with (place.parent / f".{NAME}.lock").open("w") as lock:
+        # another process may be making it; the kernel lets go of the lock if that one dies
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            reporter.say(f"making the built-in graph in {place}, once")
+            _make(place, reporter)
+    return place
+
+
+def _make(place: Path, reporter: Reporter) -> None:
     # by way of OGB's layout, as a graph of the user's own
-    workshop = place.with_name(f"making-{os.getpid()}")
-    workshop.mkdir(exist_ok=True)
+    workshop = place.with_name(f"{NAME}-raw")
+    shutil.rmtree(workshop, ignore_errors=True)
+    workshop.mkdir()
     raw = workshop / NAME
     try:
         with reporter.stages("make") as progress:
             generate.make(raw, "planted", generate.like(SHAPE), seed=SEED, progress=progress)
         with reporter.stages("prepare") as progress:
             data.prepare(raw, place, progress=progress)
-    except FileExistsError:
-        # another process was quicker
-        return place
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
-    return place

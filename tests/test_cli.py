@@ -240,3 +240,16 @@ def test_a_graph_without_features(shared_data, tmp_path, capsys):
     assert "no features" in error
     assert "gcnzc embed" in hint
     assert not (tmp_path / "r").exists()
+
+
+def test_an_embedding_becomes_the_features(shared_data, tmp_path, capsys):
+    source = shared_data / "ogb" / "cora"
+    words = ["embed", str(source), str(tmp_path / "g"), "--dims", "24"]
+    assert main(words) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["features"]["columns"] == 24
+    options = ["--batch-size", "140", "--epochs", "20", "--lr", "0.01", "--fanouts", "10,10"]
+    words = ["train", str(tmp_path / "g"), *options, "--layers", "2", "--out", str(tmp_path / "r")]
+    assert main(words) == 0
+    # seven classes, of which the largest has 30 % of the nodes; the edges alone say this much
+    assert json.loads(capsys.readouterr().out)["test_accuracy"] > 0.6

@@ -1,0 +1,51 @@
+"""The built-in graph is made once, whole, and states what can be reached on it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gcnzc import builtin, data
+from gcnzc.progress import Quiet
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def found(cache: Path) -> set[str]:
+    return {path.name for path in (cache / "gcnzc").iterdir() if path.suffix != ".lock"}
+
+
+def test_made_once_and_then_opened(cache):
+    place = builtin.prepared(Quiet())
+    assert place == cache / "gcnzc" / builtin.NAME
+    made = (place / "meta.json").stat().st_mtime_ns
+    assert builtin.prepared(Quiet()) == place
+    assert (place / "meta.json").stat().st_mtime_ns == made
+    assert found(cache) == {builtin.NAME}
+    graph = data.load(place)
+    assert graph.name == builtin.NAME
+    # ogbn-arxiv's numbers
+    assert (graph.graph.num_nodes, graph.num_classes) == (169_343, 40)
+    assert graph.graph.num_edges == 2 * 1_166_243
+    assert graph.features is not None
+    assert graph.features.shape == (169_343, 128)
+    assert graph.best_accuracy is not None
+    assert 0.8 < graph.best_accuracy < 0.95
+
+
+def test_two_at_once(cache):
+    program = "from gcnzc import builtin, progress; print(builtin.prepared(progress.Quiet()))"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    options = {"env": environment, "stdout": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen([sys.executable, "-c", program], **options) for _ in range(2)]
+    places = [process.communicate()[0].strip() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert places == [str(builtin.folder())] * 2
+    data.verify(builtin.folder())
+    assert found(cache) == {builtin.NAME}
