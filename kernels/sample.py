@@ -182,24 +182,26 @@ def _slot(node, num_slots):
 
 
 @njit(cache=True, nogil=True)
-def _search(source, table, base, nodes):
-    """The slot of `source`, or the free slot where it belongs."""
-    low = uint64(source) & uint64(0xFFFFFFFF)
-    slot = _slot(source, len(table))
-    while True:
-        entry = table[slot]
-        stamp = int64(entry & uint64(0xFFFFFFFF))
-        # ids that differ by a multiple of 2**32 share their low half
-        if stamp < base or (entry >> uint64(32) == low and nodes[stamp - base] == source):
-            return slot
-        slot = (slot + 1) & (len(table) - 1)
+def _look(entry, source, base, nodes, wide):
+    """What a slot holds: a local number; all ones if it is free; nonzero if of another node.
+
+    In words, since the processor cannot foretell whether a node is new.
+    """
+    local = (entry & 0xFFFFFFFF) - base
+    free = local >> 63
+    other = ((entry >> 32) ^ source) & 0xFFFFFFFF & ~free
+    # ids that differ by a multiple of 2**32 share their low half; for None this is not compiled
+    if wide is not None:
+        other = (nodes[local & ~free] ^ source) & ~free
+    return local, free, other
 
 
 @njit(cache=True, nogil=True)
-def _number_by_hash(sources, table, base, nodes, count, places):
+def _number_by_hash(sources, table, base, nodes, count, places, wide):
     """The same with a hash table of a power of two of slots, searched one by one.
 
-    A slot holds the low half of an id above its stamp; with a stamp below `base` it is free.
+    A slot holds the low half of an id above its stamp; with a stamp below `base` it is free. The
+    one branch is taken where the first slot holds another node, and that is rare.
     """
     for i in range(min(AHEAD, len(sources))):
         _ask(table, _slot(sources[i], len(table)))
@@ -207,19 +209,23 @@ def _number_by_hash(sources, table, base, nodes, count, places):
         if i + AHEAD < len(sources):
             _ask(table, _slot(sources[i + AHEAD], len(table)))
         source = sources[i]
-        slot = _search(source, table, base, nodes)
-        stamp = int64(table[slot] & uint64(0xFFFFFFFF))
-        new = stamp < base
-        stamp = base + count if new else stamp
-        table[slot] = (uint64(source) << uint64(32)) | uint64(stamp)
+        slot = _slot(source, len(table))
+        local, free, other = _look(table[slot], source, base, nodes, wide)
+        # not `while` alone, which becomes twice as slow
+        if other != 0:
+            while other != 0:
+                slot = (slot + 1) & (len(table) - 1)
+                local, free, other = _look(table[slot], source, base, nodes, wide)
+        local += (count - local) & free
+        table[slot] = (source << 32) | (base + local)
         nodes[count] = source
-        count += 1 if new else 0
-        places[i] = stamp - base
+        count -= free
+        places[i] = local
     return count
 
 
 @njit(cache=True, nogil=True)
-def _enter(direct, hashed, base, nodes, count):
+def _enter(direct, hashed, base, nodes, count, wide):
     """Number the first `count` nodes by their places; one that occurs twice by its first."""
     for place in range(count):
         node = nodes[place]
@@ -227,9 +233,13 @@ def _enter(direct, hashed, base, nodes, count):
             if direct[node] < base:
                 direct[node] = base + place
         else:
-            slot = _search(node, hashed, base, nodes)
-            if int64(hashed[slot] & uint64(0xFFFFFFFF)) < base:
-                hashed[slot] = (uint64(node) << uint64(32)) | uint64(base + place)
+            slot = _slot(node, len(hashed))
+            _, free, other = _look(hashed[slot], node, base, nodes, wide)
+            while other != 0:
+                slot = (slot + 1) & (len(hashed) - 1)
+                _, free, other = _look(hashed[slot], node, base, nodes, wide)
+            if free:
+                hashed[slot] = (node << 32) | (base + place)
 
 
 @njit(cache=True, nogil=True)
@@ -288,6 +298,7 @@ def _sample(
     direct,
     hashed,
     base,
+    wide,
     nodes,
     out_indptr,
     out_indices,
@@ -374,7 +385,7 @@ def _sample(
             if len(direct):
                 count = _number_directly(sources, direct, base, nodes, count, places)
             else:
-                count = _number_by_hash(sources, hashed, base, nodes, count, places)
+                count = _number_by_hash(sources, hashed, base, nodes, count, places, wide)
             edges += total
             destination += taken
         if done:
@@ -394,13 +405,15 @@ class Workspace:
 
     def __init__(self) -> None:
         self.direct = np.zeros(0, np.int32)
-        self.hashed = np.zeros(2**12, np.uint64)
+        self.hashed = np.zeros(2**12, np.int64)
         self.base = 1
+        self.wide: bool | None = None
         # entries that batches needed so far, so that buffers are large enough at once
         self.room_indptr = self.room_nodes = self.room_edges = 1024
 
     def start(self, graph_nodes: int) -> None:
         """Make tables for a graph, free of the batch before."""
+        self.wide = True if graph_nodes > 2**32 else None
         num_direct = graph_nodes if graph_nodes <= DIRECT_NODES else 0
         if num_direct != len(self.direct):
             self.direct, self.base = np.zeros(num_direct, np.int32), 1
@@ -412,8 +425,8 @@ class Workspace:
         """Let the hash table take `num_nodes`, and number the first `known` of `nodes`."""
         if len(self.hashed) < num_nodes * SLOTS_PER_NODE and not len(self.direct):
             num_slots = 1 << (num_nodes * SLOTS_PER_NODE - 1).bit_length()
-            self.hashed, self.base = np.zeros(num_slots, np.uint64), 1
-        _enter(self.direct, self.hashed, self.base, nodes, known)
+            self.hashed, self.base = np.zeros(num_slots, np.int64), 1
+        _enter(self.direct, self.hashed, self.base, nodes, known, self.wide)
 
 
 def _empty(length: int, dtype: torch.dtype) -> Tensor:
@@ -475,6 +488,7 @@ def sample(
         workspace.direct,
         workspace.hashed,
         workspace.base,
+        workspace.wide,
         nodes.numpy(),
         out_indptr.numpy(),
         out_indices.numpy(),

@@ -253,7 +253,7 @@ def test_nodes_beyond_32_bits(fanout):
 def test_ids_that_share_their_low_half():
     sources = np.array([5, 2**32 + 5, 5, 2**33 + 5, 2**32 + 5, 0, 2**32], np.int64)
     nodes, places = np.zeros(16, np.int64), np.zeros(7, np.int32)
-    count = kernel._number_by_hash(sources, np.zeros(16, np.uint64), 1, nodes, 0, places)
+    count = kernel._number_by_hash(sources, np.zeros(16, np.int64), 1, nodes, 0, places, True)
     assert places.tolist() == [0, 1, 0, 2, 1, 3, 4]
     assert nodes[:count].tolist() == [5, 2**32 + 5, 2**33 + 5, 0, 2**32]
 
@@ -262,7 +262,7 @@ def test_small_buffers_grow(uneven, table):
     seeds = torch.randperm(500)[:50]
     workspace = Workspace()
     workspace.room_indptr = workspace.room_nodes = workspace.room_edges = 1
-    workspace.hashed = np.zeros(2, np.uint64)
+    workspace.hashed = np.zeros(2, np.int64)
     requests = []
 
     def empty(length, dtype):

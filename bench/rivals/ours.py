@@ -1,0 +1,50 @@
+"""The ways of gcnzc: its loader with one to three threads, and its sampler alone."""
+
+import torch
+from serve import BATCH_SIZE, FANOUTS, arrays, serve
+
+import gcnzc
+from gcnzc.graph import Graph
+from gcnzc.loader import Loader
+from gcnzc.sampler import Sampler
+from gcnzc.table import FeatureTable
+
+
+def make(folder):
+    """The ways by name, and versions."""
+    indptr, indices, features = arrays(folder)
+    graph, table = Graph(indptr, indices, check=False), FeatureTable(torch.from_numpy(features))
+    sampler = Sampler(graph, FANOUTS)
+
+    def sizes(batch):
+        return len(batch.nodes), sum(block.num_edges for block in batch.blocks)
+
+    def load(threads):
+        def way(seeds):
+            ids = torch.from_numpy(seeds)
+            loader = Loader(
+                graph,
+                table,
+                ids,
+                FANOUTS,
+                BATCH_SIZE,
+                shuffle=False,
+                threads=threads,
+                sampler=sampler,
+            )
+            for batch in loader:
+                assert batch.x.shape == (len(batch.nodes), table.num_columns)
+                yield sizes(batch)
+
+        return way
+
+    def alone(seeds):
+        for part in torch.from_numpy(seeds).split(BATCH_SIZE):
+            yield sizes(sampler.sample(part, epoch=0))
+
+    ways = {f"loader, {threads} threads": load(threads) for threads in (1, 2, 3)}
+    versions = {"gcnzc": gcnzc.__version__, "torch": torch.__version__}
+    return ways | {"sampling": alone}, versions
+
+
+serve(make)
