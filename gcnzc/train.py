@@ -26,8 +26,14 @@ from gcnzc.loader import Loader
 from gcnzc.metrics import loss_of, score
 from gcnzc.picture import curves
 from gcnzc.progress import Quiet, Reporter
-from gcnzc.sampler import Sampler
-from gcnzc.table import FeatureTable, pinned
+from gcnzc.stages import (
+    build_model,
+    build_optimizer,
+    build_sampler,
+    choose_device,
+    feature_table,
+)
+from gcnzc.table import FeatureTable
 
 # options that a resumed run may be given anew: they change how long it runs, not what it computes
 FREE_ON_RESUME = {"data", "epochs", "threads", "checkpoint_every_s", "out", "resume", "config"}
@@ -73,7 +79,7 @@ def train(config: TrainConfig, folder: Path, reporter: Reporter | None = None) -
         stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
         stopped = stack.enter_context(_stop_requests())
         torch.manual_seed(config.seed)
-        model = build(config, data).to(device)
+        model = build_model(config, data).to(device)
         optimizer = build_optimizer(config, model)
         loader = Loader(
             data.graph,
@@ -122,7 +128,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     data = load(source, allow_nan=trained.allow_nan)
     device = choose_device(config.device)
     best = checkpoint.load(config.run / BEST)
-    model = build(trained, data).to(device)
+    model = build_model(trained, data).to(device)
     checkpoint.match(model, best["model"], config.run / BEST)
     begin = time.perf_counter()
     with feature_table(data, trained.features, device) as table, reporter.task("evaluate") as bar:
@@ -149,84 +155,6 @@ def read_config(run: Path) -> TrainConfig:
     if not (run / CONFIG).is_file():
         raise FileNotFoundError(f"no run in {run}\n\nhint: `gcnzc train --out {run}` starts one")
     return from_words(TrainConfig, record.read_json(run / CONFIG), str(run / CONFIG))
-
-
-def choose_device(asked: str) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` means on this machine.
-
-    Raises:
-        ValueError: CUDA is asked for and there is none.
-    """
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "--device cuda: torch finds no CUDA device here\n\n"
-            "hint: `gcnzc check` says what is missing; --device cpu trains without one"
-        )
-    return torch.device(asked)
-
-
-@contextmanager
-def feature_table(data: Dataset, where: str, device: torch.device) -> Iterator[FeatureTable]:
-    """The features of `data` on the host, page-locked where there is CUDA, or on the device.
-
-    Raises:
-        ValueError: the graph has no features.
-    """
-    if data.features is None:
-        raise ValueError(
-            f"{data.name} has no features to train on\n\n"
-            f"hint: `gcnzc embed {data.folder} DEST` makes some from its edges"
-        )
-    if where == "device" or data.features.layout != torch.strided:
-        yield FeatureTable(data.features.to(device))
-    else:
-        with pinned(data.features) as table:
-            yield table
-
-
-def build(config: TrainConfig, data: Dataset) -> models.Model:
-    """The model of `config` for the features and classes of `data`, on the CPU."""
-    assert data.features is not None, "feature_table has checked"
-    # several tasks have one logit each
-    num_logits = data.num_classes if data.labels.ndim == 1 else data.labels.shape[1]
-    sizes = (data.features.shape[1], config.hidden, num_logits)
-    options: dict[str, Any] = {
-        "num_layers": config.layers,
-        "dropout": config.dropout,
-        "input_dropout": config.input_dropout,
-    }
-    if config.model == "gat":
-        return models.GAT(
-            *sizes,
-            **options,
-            heads=config.heads,
-            output_heads=config.output_heads or None,
-            attention_dropout=config.attention_dropout,
-            skip=config.skip,
-        )
-    kind = {"sage": models.SAGE, "gcn": models.GCN}[config.model]
-    return kind(*sizes, **options, batch_norm=config.batch_norm)
-
-
-def build_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of `config` over the parameters of `model`."""
-    parameters, lr, decay = model.parameters(), config.lr, config.weight_decay
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay)
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr, weight_decay=decay)
-    return torch.optim.Adam(parameters, lr, weight_decay=decay)
-
-
-def build_sampler(config: TrainConfig, data: Dataset) -> Any:
-    """The engine that draws the neighbours."""
-    if config.sampler == "dgl":
-        from gcnzc.interop.dgl import DglSampler
-
-        return DglSampler(data.graph, list(config.fanouts), seed=config.seed)
-    return Sampler(data.graph, list(config.fanouts), seed=config.seed)
 
 
 class _Run:

@@ -32,6 +32,7 @@ ORDER = [
     "picture",
     "metrics",
     "checkpoint",
+    "stages",
     "train",
     "builtin",
     "check",

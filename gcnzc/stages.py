@@ -1,0 +1,92 @@
+"""The parts of a run, built from its options: table, model, optimizer, sampler, device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gcnzc import models
+from gcnzc.config import TrainConfig
+from gcnzc.data import Dataset
+from gcnzc.loader import Samples
+from gcnzc.sampler import Sampler
+from gcnzc.table import FeatureTable, pinned
+
+
+def choose_device(asked: str) -> torch.device:
+    """The device that `auto`, `cpu` or `cuda` means on this machine.
+
+    Raises:
+        ValueError: CUDA is asked for and there is none.
+    """
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda: torch finds no CUDA device here\n\n"
+            "hint: `gcnzc check` says what is missing; --device cpu trains without one"
+        )
+    return torch.device(asked)
+
+
+@contextmanager
+def feature_table(data: Dataset, where: str, device: torch.device) -> Iterator[FeatureTable]:
+    """The features of `data` on the host, page-locked where there is CUDA, or on the device.
+
+    Raises:
+        ValueError: the graph has no features.
+    """
+    if data.features is None:
+        raise ValueError(
+            f"{data.name} has no features to train on\n\n"
+            f"hint: `gcnzc embed {data.folder} DEST` makes some from its edges"
+        )
+    if where == "device" or data.features.layout != torch.strided:
+        yield FeatureTable(data.features.to(device))
+    else:
+        with pinned(data.features) as table:
+            yield table
+
+
+def build_model(config: TrainConfig, data: Dataset) -> models.Model:
+    """The model of `config` for the features and classes of `data`, on the CPU."""
+    assert data.features is not None, "feature_table has checked"
+    # several tasks have one logit each
+    num_logits = data.num_classes if data.labels.ndim == 1 else data.labels.shape[1]
+    sizes = (data.features.shape[1], config.hidden, num_logits)
+    options: dict[str, Any] = {
+        "num_layers": config.layers,
+        "dropout": config.dropout,
+        "input_dropout": config.input_dropout,
+    }
+    if config.model == "gat":
+        return models.GAT(
+            *sizes,
+            **options,
+            heads=config.heads,
+            output_heads=config.output_heads or None,
+            attention_dropout=config.attention_dropout,
+            skip=config.skip,
+        )
+    kind = {"sage": models.SAGE, "gcn": models.GCN}[config.model]
+    return kind(*sizes, **options, batch_norm=config.batch_norm)
+
+
+def build_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of `config` over the parameters of `model`."""
+    parameters, lr, decay = model.parameters(), config.lr, config.weight_decay
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr, weight_decay=decay)
+    return torch.optim.Adam(parameters, lr, weight_decay=decay)
+
+
+def build_sampler(config: TrainConfig, data: Dataset) -> Samples:
+    """The engine that draws the neighbours."""
+    if config.sampler == "dgl":
+        from gcnzc.interop.dgl import DglSampler
+
+        return DglSampler(data.graph, list(config.fanouts), seed=config.seed)
+    return Sampler(data.graph, list(config.fanouts), seed=config.seed)
