@@ -123,8 +123,8 @@ def _product(_typing: Any, _one: Any, _other: Any, _count: Any, zero: Any) -> An
 
         def body(offset: Any, chunk: Any) -> None:
             total = builder.load(sums[str(chunk)])
-            values = (_load(builder, row, offset, chunk) for row in (one, other))
-            builder.store(_multiply_add(builder, *values, total), sums[str(chunk)])
+            left, right = _load(builder, one, offset, chunk), _load(builder, other, offset, chunk)
+            builder.store(_multiply_add(builder, left, right, total), sums[str(chunk)])
 
         _each_chunk(builder, count, start.type, body)
         total = start
