@@ -299,15 +299,13 @@ def _sample(
     hashed,
     base,
     wide,
-    nodes,
-    out_indptr,
-    out_indices,
-    out_edge_ids,
+    out,
     progress,
     num_nodes,
     num_edges,
 ):
     """Go on from `progress`; False if a buffer is too small, and then `progress` says which."""
+    nodes, out_indptr, out_indices, out_edge_ids = out
     hop, destination = progress[HOP], progress[DESTINATION]
     count, edges = progress[NODES], progress[EDGES]
     begins = np.empty(LOT_DESTINATIONS, np.int64)
@@ -429,6 +427,63 @@ class Workspace:
         _enter(self.direct, self.hashed, self.base, nodes, known, self.wide)
 
 
+class _Buffers:
+    """Where a batch is written, with room for what batches needed so far."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        empty: Callable[[int, torch.dtype], Tensor],
+        num_seeds: int,
+        edge_ids: bool,
+    ) -> None:
+        self.workspace, self.empty, self.with_edge_ids = workspace, empty, edge_ids
+        self.nodes = empty(max(workspace.room_nodes, num_seeds), torch.int64)
+        self.indptr = empty(workspace.room_indptr, torch.int64)
+        self.indices = empty(workspace.room_edges, torch.int32)
+        self.edge_ids = empty(workspace.room_edges if edge_ids else 0, torch.int64)
+
+    def numpy(self) -> tuple[NDArray[np.integer], ...]:
+        """As `_sample` takes them."""
+        parts = self.nodes, self.indptr, self.indices, self.edge_ids
+        return tuple(part.numpy() for part in parts)
+
+    def enlarge(self, progress: NDArray[np.int64]) -> None:
+        """Make room for what is needed by now, and a quarter more, so that few batches ask."""
+        space = self.workspace
+        need_indptr, need_nodes, need_edges = (progress[NEED_INDPTR:] * 1.25).astype(int).tolist()
+        space.room_indptr = max(space.room_indptr, need_indptr)
+        space.room_nodes = max(space.room_nodes, need_nodes)
+        space.room_edges = max(space.room_edges, need_edges)
+        self.nodes = self._enlarged(self.nodes, space.room_nodes)
+        self.indptr = self._enlarged(self.indptr, space.room_indptr)
+        self.indices = self._enlarged(self.indices, space.room_edges)
+        if self.with_edge_ids:
+            self.edge_ids = self._enlarged(self.edge_ids, space.room_edges)
+
+    def cut(self, num_nodes: list[int], num_edges: list[int]) -> Sample:
+        """What was written, hop by hop."""
+        firsts = [hop + sum(num_nodes[:hop]) for hop in range(len(num_nodes) - 1)]
+        edges = [slice(begin, end) for begin, end in pairwise(num_edges)]
+        return Sample(
+            self.nodes[: num_nodes[-1]],
+            tuple(num_nodes),
+            tuple(
+                self.indptr[first : first + count + 1]
+                for first, count in zip(firsts, num_nodes, strict=False)
+            ),
+            tuple(self.indices[of_hop] for of_hop in edges),
+            tuple(self.edge_ids[of_hop] for of_hop in edges) if self.with_edge_ids else None,
+        )
+
+    def _enlarged(self, part: Tensor, length: int) -> Tensor:
+        if length <= len(part):
+            return part
+        larger = self.empty(length, part.dtype)
+        larger[: len(part)] = part
+        return larger
+
+
 def _empty(length: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(length, dtype=dtype)
 
@@ -467,73 +522,37 @@ def sample(
     if not 0 <= epoch < 2**32:
         raise ValueError(f"epoch {epoch} is outside 0 to 2**32 - 1")
     num_hops, num_seeds = len(fanouts), len(seeds)
-    nodes = empty(max(workspace.room_nodes, num_seeds), torch.int64)
-    out_indptr = empty(workspace.room_indptr, torch.int64)
-    out_indices = empty(workspace.room_edges, torch.int32)
-    out_edge_ids = empty(workspace.room_edges if edge_ids else 0, torch.int64)
-    nodes[:num_seeds] = seeds
-
+    out = _Buffers(workspace, empty, num_seeds, edge_ids)
+    out.nodes[:num_seeds] = seeds
     workspace.start(len(indptr) - 1)
-    workspace.make_room(num_seeds, nodes.numpy(), num_seeds)
-    num_nodes = np.zeros(num_hops + 1, np.int64)
-    num_edges = np.zeros(num_hops + 1, np.int64)
+    workspace.make_room(num_seeds, out.nodes.numpy(), num_seeds)
+    num_nodes, num_edges = np.zeros((2, num_hops + 1), np.int64)
     progress = np.zeros(7, np.int64)
     num_nodes[0] = progress[NODES] = num_seeds
     key = np.array([*split_key(seed), epoch], np.uint64)
-    while not _sample(
-        indptr.numpy(),
-        indices.numpy(),
-        np.asarray(fanouts, np.int64),
-        key,
-        workspace.direct,
-        workspace.hashed,
-        workspace.base,
-        workspace.wide,
-        nodes.numpy(),
-        out_indptr.numpy(),
-        out_indices.numpy(),
-        out_edge_ids.numpy(),
-        progress,
-        num_nodes,
-        num_edges,
-    ):
-        need_nodes = int(progress[NEED_NODES])
-        if need_nodes > MAX_NODES:
-            raise ValueError(
-                f"a batch of {num_seeds} seeds with fan-outs {list(fanouts)} reaches more than "
-                f"{MAX_NODES} nodes\n\nhint: use fewer seeds or smaller fan-outs"
-            )
-        # half as much again, so that few batches need more than one more round
-        workspace.room_indptr = max(workspace.room_indptr, int(progress[NEED_INDPTR] * 1.25))
-        workspace.room_nodes = max(workspace.room_nodes, int(need_nodes * 1.25))
-        workspace.room_edges = max(workspace.room_edges, int(progress[NEED_EDGES] * 1.25))
-        nodes = _enlarged(nodes, workspace.room_nodes, empty)
-        out_indptr = _enlarged(out_indptr, workspace.room_indptr, empty)
-        out_indices = _enlarged(out_indices, workspace.room_edges, empty)
-        if edge_ids:
-            out_edge_ids = _enlarged(out_edge_ids, workspace.room_edges, empty)
-        workspace.make_room(need_nodes, nodes.numpy(), int(progress[NODES]))
-    workspace.base += int(num_nodes[-1])
-
-    ends = num_edges.tolist()
-    edges_of = [slice(begin, end) for begin, end in pairwise(ends)]
-    counts = num_nodes.tolist()
-    firsts = [hop + sum(counts[:hop]) for hop in range(num_hops)]
-    return Sample(
-        nodes[: counts[-1]],
-        tuple(counts),
-        tuple(
-            out_indptr[first : first + count + 1]
-            for first, count in zip(firsts, counts, strict=False)
-        ),
-        tuple(out_indices[edges] for edges in edges_of),
-        tuple(out_edge_ids[edges] for edges in edges_of) if edge_ids else None,
-    )
-
-
-def _enlarged(tensor: Tensor, length: int, empty: Callable[[int, torch.dtype], Tensor]) -> Tensor:
-    if length <= len(tensor):
-        return tensor
-    larger = empty(length, tensor.dtype)
-    larger[: len(tensor)] = tensor
-    return larger
+    try:
+        while not _sample(
+            indptr.numpy(),
+            indices.numpy(),
+            np.asarray(fanouts, np.int64),
+            key,
+            workspace.direct,
+            workspace.hashed,
+            workspace.base,
+            workspace.wide,
+            out.numpy(),
+            progress,
+            num_nodes,
+            num_edges,
+        ):
+            if progress[NEED_NODES] > MAX_NODES:
+                raise ValueError(
+                    f"a batch of {num_seeds} seeds with fan-outs {list(fanouts)} reaches more than "
+                    f"{MAX_NODES} nodes\n\nhint: use fewer seeds or smaller fan-outs"
+                )
+            out.enlarge(progress)
+            workspace.make_room(int(progress[NEED_NODES]), out.nodes.numpy(), int(progress[NODES]))
+    finally:
+        # also what a batch that failed has entered is of an earlier batch now
+        workspace.base += int(progress[NODES])
+    return out.cut(num_nodes.tolist(), num_edges.tolist())

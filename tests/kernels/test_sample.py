@@ -299,10 +299,15 @@ def test_one_workspace_serves_graphs_of_any_size(uneven):
         assert_same(drawn, sample_reference(*graph, seeds, [2, 2], 0, 0))
 
 
-def test_batch_of_too_many_nodes(uneven, monkeypatch):
-    monkeypatch.setattr(kernel, "MAX_NODES", 100)
-    with pytest.raises(ValueError, match="more than 100 nodes"):
-        sample(*uneven, torch.arange(9), [-1, -1, -1], 0, 0)
+def test_batch_of_too_many_nodes(uneven, table, monkeypatch):
+    workspace = Workspace()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "MAX_NODES", 100)
+        with pytest.raises(ValueError, match="more than 100 nodes"):
+            sample(*uneven, torch.arange(9, 39), [5, -1], 0, 0, workspace=workspace)
+    # what the failed batch numbered does not count in the next
+    drawn = sample(*uneven, torch.arange(20), [5, -1], 0, 0, workspace=workspace)
+    assert_same(drawn, sample_reference(*uneven, torch.arange(20), [5, -1], 0, 0))
 
 
 @pytest.mark.parametrize("epoch", [-1, 2**32])
