@@ -24,7 +24,7 @@ from gcnzc.sampler import Block, Sampler, demand_seeds
 from gcnzc.table import FeatureTable
 
 # what a column of an edge costs, in multiplications of a linear map; bench/aggregate.py says why
-EDGE_COST = 16
+EDGE_COST = 8
 BATCH_NODES = 1 << 16  # targets at a time in `inference`
 BATCH_EDGES = 1 << 21  # and their edges, unless one target has more
 
@@ -67,8 +67,8 @@ class Layer(nn.Module):
         """Whether to map all sources and sum the images costs less than to map the sums."""
         map_cost = self.in_features * self.heads * self.out_features
         first = num_sources * map_cost + EDGE_COST * num_edges * self.heads * self.out_features
-        # the heads share a row that is not mapped: it is read once, and summed in the cache
-        shared = self.in_features * (1 + self.heads) / 2
+        # the heads share a row that is not mapped: it is read once, and weighed in the cache
+        shared = self.in_features * (3 + self.heads) / 4
         return first < num_targets * map_cost + EDGE_COST * num_edges * shared
 
     def mapped(self, x: Tensor) -> Tensor:
