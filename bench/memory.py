@@ -32,11 +32,11 @@ def main() -> None:
     raw, prepared, run = (options.folder / name for name in ("raw", "prepared", "run"))
     shutil.rmtree(options.folder, ignore_errors=True)
     sizes = ["--nodes", nodes, "--edges", 5 * nodes, "--num-features", NUM_FEATURES]
+    model = ["--fanouts", "10,10", "--layers", 2, "--hidden", 64]
     commands = {
         "make": ["make", raw, "--kind", "rmat", *sizes, "--classes", 10],
         "prepare": ["prepare", raw, prepared],
-        "train": ["train", prepared, "--epochs", 1, "--out", run, "--fanouts", "10,10"]
-        + ["--layers", 2, "--hidden", 64],
+        "train": ["train", prepared, "--epochs", 1, "--out", run, *model],
     }
     for name, words in commands.items():
         seconds, peak, mapped = watched([sys.executable, "-m", "gcnzc", *map(str, words)])

@@ -1,0 +1,141 @@
+"""Draw what was measured: each file of `results/` as one picture in `docs/pictures/`.
+
+    python bench/plot.py
+
+Of a case that was measured more than once the newest line is drawn.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parent / "results"
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+
+Line = dict[str, Any]
+
+
+def main() -> None:
+    """Draw every picture whose results are there."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name, draw in PICTURES_OF.items():
+        path = RESULTS / f"{name}.jsonl"
+        if not path.exists():
+            print(f"no {path}")
+            continue
+        lines = [json.loads(text) for text in path.read_text().splitlines()]
+        figure = Figure(figsize=(8, 4.2), layout="constrained")
+        axes = figure.subplots()
+        draw(axes, lines)
+        where = lines[-1]
+        axes.set_title(
+            f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['time'][:10]}",
+            fontsize="small",
+            color="grey",
+        )
+        figure.savefig(PICTURES / f"{name}.png", dpi=120)
+        print(PICTURES / f"{name}.png")
+
+
+def newest(lines: Sequence[Line], *keys: str) -> list[Line]:
+    """The last line of each combination of `keys`, of the lines that have them all."""
+    return list(
+        {
+            tuple(line[key] for key in keys): line for line in lines if all(k in line for k in keys)
+        }.values()
+    )
+
+
+def loader(axes: Axes, lines: Sequence[Line]) -> None:
+    """Seeds per second of each system's ways."""
+    ways = newest([line for line in lines if "seeds_per_s" in line], "system", "way", "on")
+    ways.sort(key=lambda line: line["seeds_per_s"])
+    names = [f"{line['system']}: {line['way']}, {line['on']}" for line in ways]
+    colours = ["C0" if line["system"] == "ours" else "C7" for line in ways]
+    bars = axes.barh(names, [line["seeds_per_s"] for line in ways], color=colours)
+    axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize="small")
+    axes.set_xlabel("seeds per second, fan-outs 15,10,5")
+    axes.tick_params(axis="y", labelsize="small")
+    axes.margins(x=0.15)
+
+
+def gather_cpu(axes: Axes, lines: Sequence[Line]) -> None:
+    """Share of a large copy's bandwidth against the width of a row."""
+    cases = newest(lines, "way", "row_bytes", "table_pages")
+    for way, pages in sorted({(c["way"], c["table_pages"]) for c in cases}):
+        if way.startswith("copy") or "numpy" in way or "fresh" in way:
+            continue
+        mine = [c for c in cases if (c["way"], c["table_pages"]) == (way, pages)]
+        mine.sort(key=lambda line: line["row_bytes"])
+        ours, large = way.startswith("gather"), pages != "4 KiB"
+        axes.plot(
+            [line["row_bytes"] for line in mine],
+            [line["share_of_copy"] for line in mine],
+            "-" if large else ":",
+            color=("C0" if "two" in way else "C1") if ours else None,
+            linewidth=2 if ours else 1,
+            label=f"{way}, {pages} pages",
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes of a row, random ids")
+    axes.set_ylabel("share of a large copy's bandwidth")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def aggregate_cpu(axes: Axes, lines: Sequence[Line]) -> None:
+    """Seconds of forward and backward, by width."""
+    cases = [c for c in newest(lines, "what", "way", "columns") if "median_s" in c]
+    names = sorted({(c["what"], c["columns"]) for c in cases})
+    ways = sorted({c["way"] for c in cases}, key=lambda way: ("gcnzc" not in way, way))
+    width = 0.8 / len(ways)
+    for number, way in enumerate(ways):
+        mine = [c for c in cases if c["way"] == way]
+        places = [names.index((c["what"], c["columns"])) + number * width for c in mine]
+        axes.bar(places, [c["median_s"] * 1e3 for c in mine], width, label=way)
+    axes.set_xticks(
+        [place + 0.4 - width / 2 for place in range(len(names))],
+        [f"{what}\n{columns} columns" for what, columns in names],
+        fontsize="x-small",
+    )
+    axes.set_ylabel("milliseconds, forward and backward")
+    axes.set_yscale("log")
+    axes.legend(fontsize="small")
+
+
+def accuracy(axes: Axes, lines: Sequence[Line]) -> None:
+    """Mean and spread over the seeds beside the target."""
+    cases = newest(lines, "graph", "model", "sampler")
+    names = sorted({(c["graph"], c["model"]) for c in cases}, reverse=True)
+    for number, sampler in enumerate(sorted({c["sampler"] for c in cases}, reverse=True)):
+        mine = [c for c in cases if c["sampler"] == sampler]
+        axes.errorbar(
+            [c["test_percent"] for c in mine],
+            [names.index((c["graph"], c["model"])) - 0.15 * number for c in mine],
+            xerr=[c["spread_percent"] for c in mine],
+            fmt="o",
+            label=f"sampled by {sampler}",
+        )
+    targets = {(c["graph"], c["model"]): c["target_percent"] for c in cases}
+    for name, target in targets.items():
+        axes.plot(target, names.index(name), "k|", markersize=14)
+    axes.set_yticks(range(len(names)), [f"{graph}, {model}" for graph, model in names])
+    axes.tick_params(axis="y", labelsize="small")
+    axes.set_xlabel("test accuracy (tolokers: ROC AUC), percent; the black lines are the targets")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+PICTURES_OF: dict[str, Callable[[Axes, Sequence[Line]], None]] = {
+    "loader": loader,
+    "gather_cpu": gather_cpu,
+    "aggregate_cpu": aggregate_cpu,
+    "accuracy": accuracy,
+}
+
+if __name__ == "__main__":
+    main()
