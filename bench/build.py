@@ -4,15 +4,17 @@ Each case runs in a process of its own, so that its peak of memory is its own:
 
     python bench/build.py                    all cases, recorded in results/build.jsonl
     python bench/build.py --edges 1000000    the same on fewer edges
+    python bench/build.py --only generate    those whose way has this word
 
 `peak_bytes` of a build is what was resident at most while it ran, less what was resident before,
 when the edge list (two int64 arrays) was there already: so it counts the result, all that lies
 beside it, and not the list. `peak_over_result` divides it by the bytes of `indptr` and `indices`.
 Two ways are there to compare with: a copy of the edge list (no way of building can be faster than
 reading the edges and writing as many), and scipy's conversion of its COO matrix.
-Of a generator everything that comes to be resident counts, with the results that it gives away
-chunk by chunk, and `edges_per_s` counts the edges of the list, each of which is used in both
-directions later.
+Of `generate` everything that comes to be resident counts while the edges go by in chunks. `make` is
+the same with labels, features, the best possible accuracy and files in OGB's layout; resident are
+then also the pages of the files that it maps, which the system may take back. `edges_per_s` counts
+the edges of the list, each of which is used in both directions later.
 """
 
 import argparse
@@ -40,12 +42,15 @@ def main() -> None:
     """Run all cases, or in a process of its own the one that is told."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--edges", type=int, default=100_000_000)
+    parser.add_argument("--only", default="", help="a part of the way's name")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
         print(json.dumps(run(**json.loads(args.case))))
         return
     for case in cases(args.edges):
+        if args.only not in case["way"]:
+            continue
         words = [sys.executable, __file__, "--case", json.dumps(case)]
         told = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE).stdout)
         timing = Timing(**told.pop("timing"))

@@ -13,6 +13,7 @@ from gcnzc.kernels.csc import (
     loops,
     slices,
 )
+from gcnzc.kernels.threads import in_parts
 
 RNG = np.random.default_rng(0)
 
@@ -145,10 +146,25 @@ def test_coalesced_without_duplicates_only_sorts():
 def test_first_wrong_places(threads):
     indptr = np.arange(20_001)
     assert first_descent(indptr, threads=threads) == -1
-    indptr[[3000, 15_000]] = 0
-    assert first_descent(indptr, threads=threads) == 2999
+    # of two threads the second one sees its own first
+    indptr[[9990, 10_010]] = 0
+    assert first_descent(indptr, threads=threads) == 9989
     indices = np.arange(20_000, dtype=np.int32)
     assert first_outside(indices, 20_000, threads=threads) == -1
     assert first_outside(indices, 15_000, threads=threads) == 15_000
-    indices[17_000] = -1
-    assert first_outside(indices, 20_000, threads=threads) == 17_000
+    indices[[9990, 10_010]] = -1
+    assert first_outside(indices, 20_000, threads=threads) == 9990
+
+
+def test_no_thread_holds_more_than_its_share_of_the_crowded(monkeypatch):
+    held = []
+
+    def spy(kernel, num_items, *args, **options):
+        if kernel is module._sort_buckets:
+            held.append(args[2])
+        return in_parts(kernel, num_items, *args, **options)
+
+    monkeypatch.setattr(module, "in_parts", spy)
+    dst = np.concatenate([np.full(2_000_000, 5), np.full(60_000, 90_000)])
+    csc(slices(dst, dst), 100_000, threads=2)
+    assert held == [60_000]
