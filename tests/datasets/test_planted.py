@@ -115,6 +115,11 @@ def test_no_node_is_expected_to_know_more_than_a_tenth():
     assert degree.max() < 300
 
 
+def test_the_largest_class_has_three_times_the_nodes_of_the_smallest(community):
+    expected = 6000 * np.linspace(1.5, 0.5, 10)
+    assert (abs(np.bincount(community) - expected) <= 4 * np.sqrt(expected)).all()
+
+
 def test_features_are_means_and_noise(graph, community):
     features = features_of(graph).astype(np.float64)
     means = np.stack([features[community == k].mean(axis=0) for k in range(10)])
