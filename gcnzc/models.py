@@ -25,8 +25,8 @@ from gcnzc.table import FeatureTable
 
 # what a column of an edge costs, in multiplications of a linear map; bench/aggregate.py says why
 EDGE_COST = 8
-BATCH_NODES = 1 << 16  # targets at a time in `inference`
-BATCH_EDGES = 1 << 21  # and their edges, unless one target has more
+BATCH_NODES = 1 << 14  # targets at a time in `inference`
+BATCH_EDGES = 1 << 20  # and their edges, unless one target has more
 
 Progress = Callable[[int, int], object]  # called with (done, total)
 
@@ -243,11 +243,17 @@ class GATLayer(Layer):
             self._scores(x_target, self.target_attention),
             own=hop.own,
             dropout=self.dropout if self.training else 0.0,
+            seed=_draw_seed() if self.training and self.dropout else 0,
         )
         if not is_mapped:
             out_THF = (out_THF.transpose(0, 1) @ self.weight.mT).transpose(0, 1)
         out = (out_THF.flatten(1) if self.concatenate else out_THF.mean(1)) + self.bias
         return out if self.skip is None else out + self.skip(x_target)
+
+
+def _draw_seed() -> int:
+    # from torch's generator, so that `torch.manual_seed` decides as usual
+    return int(torch.randint(2**63 - 1, ()))
 
 
 def _norms(degrees: Tensor, dtype: torch.dtype) -> Tensor:
@@ -260,7 +266,7 @@ class Model(nn.Module):
     Args:
         layers: the first reads the features, the last gives the logits.
         widths: columns of each layer's output.
-        activation: between layers.
+        activation: between layers; may write over its argument.
         dropout: the share of the hidden columns left out in training.
         input_dropout: the same of the features.
         batch_norm: normalise the columns between layers.
@@ -306,8 +312,7 @@ class Model(nn.Module):
     def _drop(self, x: Tensor, share: float) -> Tensor:
         if not self.training or share == 0:
             return x
-        # the one draw from torch's generator, so that `torch.manual_seed` decides as usual
-        return dropout(x, share, int(torch.randint(2**63 - 1, ())))
+        return dropout(x, share, _draw_seed())
 
     def forward(self, blocks: Sequence[Block], x: Tensor) -> Tensor:
         """Return the logits of the seeds.
@@ -373,7 +378,7 @@ class SAGE(Model):
         super().__init__(
             [SAGELayer(*ends) for ends in pairwise([in_features, *widths])],
             widths,
-            functional.relu,
+            functional.relu_,
             dropout=dropout,
             input_dropout=input_dropout,
             batch_norm=batch_norm,
@@ -401,7 +406,7 @@ class GCN(Model):
         super().__init__(
             [GCNLayer(*ends) for ends in pairwise([in_features, *widths])],
             widths,
-            functional.relu,
+            functional.relu_,
             dropout=dropout,
             input_dropout=input_dropout,
             batch_norm=batch_norm,
@@ -462,9 +467,11 @@ class GAT(Model):
             for index, before in enumerate([in_features, *widths[:-1]])
             for last in [index == num_layers - 1]
         ]
-        super().__init__(
-            layers, widths, functional.elu, dropout=dropout, input_dropout=input_dropout
-        )
+        super().__init__(layers, widths, _elu_, dropout=dropout, input_dropout=input_dropout)
+
+
+def _elu_(x: Tensor) -> Tensor:
+    return functional.elu(x, inplace=True)
 
 
 def _widths(hidden: int, num_classes: int, num_layers: int) -> list[int]:

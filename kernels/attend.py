@@ -8,10 +8,10 @@ Letters: S sources, T targets, E edges of the block, H heads, F columns a head.
 import torch
 from numba import njit
 from torch import Tensor
-from torch.nn.functional import dropout as drop
 
 from gcnzc.kernels.aggregate import check_block
 from gcnzc.kernels.attention import attention, attention_reference
+from gcnzc.kernels.dropout import dropout as drop
 from gcnzc.kernels.weigh import weigh, weigh_reference
 
 
@@ -91,6 +91,7 @@ def attend(
     *,
     own: Tensor | None = None,
     dropout: float = 0.0,
+    seed: int = 0,
 ) -> Tensor:
     """Return, for each target and head, the mean of its in-neighbours' rows by attention.
 
@@ -106,8 +107,8 @@ def attend(
         self_loops: each target attends to itself too, once, whatever loops the block has.
         own: (T,) each target's place among the sources, for its self loop; if None, target t is
             source t.
-        dropout: the share of the weights set to zero, after the softmax, the others scaled up;
-            drawn from torch's generator of the device.
+        dropout: the share of the weights set to zero, after the softmax, the others scaled up.
+        seed: what chooses them, 64 bits.
 
     Returns:
         (T, H, F) of the dtype of `x`; zeros for a target without edges.
@@ -121,4 +122,4 @@ def attend(
             own = torch.arange(len(indptr) - 1, dtype=indices.dtype, device=indices.device)
         indptr, indices = with_self_loops(indptr, indices, own.to(indices.dtype))
     weight = attention(indptr, indices, score_source, score_target, negative_slope)
-    return weigh(indptr, indices, drop(weight, dropout) if dropout else weight, x)
+    return weigh(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)
