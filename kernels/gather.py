@@ -121,6 +121,8 @@ def _stream_rows(
             else:
                 move_64(edge + LINE_BYTES - done, from_)
                 waiting = to + done - LINE_BYTES
+            # what follows asks from `done` on
+            prefetch_once(later)
         # Several lines at once: a load that follows a store closely may have to wait for it. Eights
         # bring 15 % more at 512 and 768 B, fours 20 % more at 256 and 400 B, and neither harms.
         while done + 8 * LINE_BYTES <= row_bytes:
