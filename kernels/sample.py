@@ -91,8 +91,8 @@ LINE_IDS = 8  # ids of 8 B in a line of the cache
 # Up to here a position is compared with all those chosen before it, many destinations at a time;
 # beyond, each destination marks its positions in a map of bits.
 COMPARED = 64
-# A table with a slot for every node takes 4 B a node in every thread: 64 MB here, and 444 MB for the
-# 111 M nodes of ogbn-papers100M, where the hash table takes 8 MB for batches of 400,000 nodes.
+# A table with a slot for every node takes 4 B a node in every thread: 64 MB here, and 444 MB for
+# the 111 M nodes of ogbn-papers100M, where the hash table takes 8 MB for batches of 400,000 nodes.
 # Batches with the hash table take a third longer, on graphs of any size (bench/sample.py).
 DIRECT_NODES = 2**24
 # the hash table is at most half full, so that a search ends after a slot or two
