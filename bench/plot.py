@@ -109,7 +109,7 @@ def aggregate_cpu(axes: Axes, lines: Sequence[Line]) -> None:
 
 def accuracy(axes: Axes, lines: Sequence[Line]) -> None:
     """Mean and spread over the seeds beside the target."""
-    cases = newest(lines, "graph", "model", "sampler")
+    cases = newest([c for c in lines if "test_percent" in c], "graph", "model", "sampler")
     names = sorted({(c["graph"], c["model"]) for c in cases}, reverse=True)
     for number, sampler in enumerate(sorted({c["sampler"] for c in cases}, reverse=True)):
         mine = [c for c in cases if c["sampler"] == sampler]
