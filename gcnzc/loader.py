@@ -28,6 +28,9 @@ from gcnzc.table import FeatureTable
 
 # a dropped iterator waits this long for its threads, each of which ends after its present batch
 JOIN_S = 30.0
+# Each thread holds a batch of up to hundreds of megabytes. Without a model two threads on two cores
+# make 1.6 times as many batches as one, and three no more; beside a model any number does.
+MOST_THREADS = 4
 # what a state must have in common with the loader that takes it up
 SAME = ("seed", "batch_size", "num_seeds", "world_size", "shuffle", "drop_last", "seeds_crc32")
 
@@ -153,7 +156,8 @@ class Loader:
         drop_last: leave out a last step that is not full.
         seed: of the order and, unless `sampler` is given, of the sampling.
         rank, world_size: this worker's number and how many there are; `Shares` says who takes what.
-        threads: worker threads, each of which makes whole batches; chosen for the machine if None.
+        threads: worker threads, each of which makes whole batches; one per core, but four at most,
+            if None.
         ahead: batches that are begun or ready at most, besides the one that is handed out; one more
             than `threads` if None.
         sampler: draws the neighbourhoods; `gcnzc.Sampler(graph, fanouts, seed)` if None.
@@ -221,7 +225,9 @@ class Loader:
             ValueError: `epoch` is out of range.
         """
         if not 0 <= epoch < 2**32:
-            raise ValueError(f"epoch {epoch}: it must be 0 or more, and below 2**32")
+            raise ValueError(
+                f"epoch {epoch}: it must be 0 or more, and below 2**32\n\nhint: count from 0"
+            )
         if epoch != self._epoch:
             self._epoch = epoch
             self._position = self._resume_at = 0
@@ -291,7 +297,7 @@ class Loader:
             self._position = 0
             self._iterators += 1
 
-    def _make(self, seeds: Tensor, epoch: int, side: "torch.cuda.Stream | None") -> "_Made":
+    def _make(self, seeds: Tensor, epoch: int, side: "torch.cuda.Stream | None") -> "Made":
         # one batch, in a worker thread
         began_s = time.perf_counter()
         with self._sampling:
@@ -304,7 +310,7 @@ class Loader:
             ready = self._fill_on_gpu(batch, side)
         batch.times["sample_s"] = sampled_s - began_s
         batch.times["gather_s"] = time.perf_counter() - sampled_s
-        return _Made(batch, ready)
+        return Made(batch, ready)
 
     def _fill(self, batch: Batch) -> None:
         if self.table is not None:
@@ -359,7 +365,7 @@ class Batches(Iterator[Batch]):
             self._side.wait_stream(torch.cuda.current_stream(loader.device))
         self._name = f"gcnzc-loader-{next(_names)}-"
         self._executor = ThreadPoolExecutor(loader.threads, self._name)
-        self._coming: deque[Future[_Made]] = deque()
+        self._coming: deque[Future[Made]] = deque()
         for _ in range(loader.ahead):
             self._begin_next()
 
@@ -378,7 +384,7 @@ class Batches(Iterator[Batch]):
         self._begin_next()
         self._position += 1
         self._loader._handed_out(self._number, self._position)
-        return _handed_over(made)
+        return handed_over(made)
 
     def close(self) -> None:
         """End the threads, each after the batch it is making. No more batches come after this."""
@@ -405,14 +411,19 @@ class Batches(Iterator[Batch]):
 
 
 @dataclass(frozen=True)
-class _Made:
+class Made:
+    """What a worker thread gives to the one that iterates."""
+
     batch: Batch
     ready: "torch.cuda.Event | None"  # on the side stream, after the last copy and the gather
 
 
-def _handed_over(made: _Made) -> Batch:
-    # Order the caller's stream after the side stream's work, and keep the memory, which belongs to
-    # the side stream, from being used again there before the caller's stream is done with it.
+def handed_over(made: Made) -> Batch:
+    """The batch, after whose making the caller's stream is ordered.
+
+    Its memory belongs to the side stream, and is kept from being used again there before the
+    caller's stream is done with it.
+    """
     batch = made.batch
     if made.ready is not None:
         stream = torch.cuda.current_stream(batch.nodes.device)
@@ -478,7 +489,7 @@ def _demand_device(device: torch.device, table: FeatureTable | None) -> torch.de
 
 def _demand_threads(threads: int | None, ahead: int | None, sampler: Samples) -> tuple[int, int]:
     if threads is None:
-        threads = os.cpu_count() or 1
+        threads = min(os.cpu_count() or 1, MOST_THREADS)
     if not getattr(sampler, "thread_safe", True):
         threads = min(threads, 1)
     if ahead is None:

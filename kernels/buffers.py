@@ -33,11 +33,11 @@ class Pool:
 
     Args:
         spare: idle memory is at most this many times the largest request; what was idle longest
-            goes first. Three serves a loader: a batch that was just dropped, and the sizes
-            that batches vary between.
+            goes first. Two serve a loader: the batch that was just dropped, and the one whose
+            size did not suit.
     """
 
-    def __init__(self, spare: int = 3) -> None:
+    def __init__(self, spare: int = 2) -> None:
         self._spare = spare
         self._lock = threading.Lock()
         # oldest first

@@ -82,9 +82,8 @@ def gather_sparse(
             f"gather_sparse: out must be contiguous {shape} {table.dtype}, not of strides "
             f"{out.stride()}, {tuple(out.shape)} {out.dtype}\n\nhint: leave it away"
         )
-    # one type of index, so that one kernel is compiled, and not eight
-    indptr = table.crow_indices().to(torch.int64).numpy()
-    columns = table.col_indices().to(torch.int64).numpy()
+    # int32 or int64 as they are: a copy of them would cost more than the gather
+    indptr, columns = table.crow_indices().numpy(), table.col_indices().numpy()
     values = table.values().detach().numpy()
     bad = np.zeros(1, np.int64)
     in_parts(

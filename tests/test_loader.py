@@ -7,12 +7,13 @@ import threading
 import time
 import traceback
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from gcnzc.graph import Graph
-from gcnzc.loader import Loader, Shares, order
+from gcnzc.loader import Loader, Shares, handed_over, order
 from gcnzc.sampler import Batch, Sampler
 from gcnzc.table import FeatureTable, pinned
 
@@ -414,6 +415,13 @@ def test_a_sampler_that_is_not_thread_safe_works_alone(make, graph):
     assert sampler.most == 1
 
 
+def test_default_threads(make, monkeypatch):
+    for cores, threads in [(1, 1), (2, 2), (64, 4), (None, 1)]:
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        loader = make(threads=None)
+        assert (loader.threads, loader.ahead) == (threads, threads + 1)
+
+
 def test_works_ahead_of_the_model(make, graph):
     # two threads of 20 ms a batch, and a model of 20 ms: one after the other would take 16 * 30 ms
     loader = make(sampler=Slow(graph, seconds=0.02), threads=2)
@@ -524,6 +532,49 @@ def test_epoch_out_of_range(make, epoch):
 
 
 # on a GPU
+
+
+class Stream:
+    """Stands for a side stream and its events, and notes what is asked of them."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def record_event(self):
+        self.log.append("the gather is queued")
+        return self
+
+    def synchronize(self):
+        self.log.append("waited on the host")
+
+    def wait_event(self, event):
+        assert event is not self
+        self.log.append("the model's stream waits")
+
+
+def test_streams_in_order_without_a_gpu(make, table, monkeypatch):
+    log, held = [], []
+    side, own = Stream(log), Stream(log)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(log.append("on side")))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: held.append((t, stream)))
+    loader = make()
+    seeds = loader.seeds[:50]
+    batch = handed_over(loader._make(seeds, 0, side))
+    assert log == [
+        "on side",
+        "the gather is queued",
+        "waited on the host",
+        "the model's stream waits",
+    ]
+    want = make()._make(seeds, 0, None).batch
+    assert same(batch, want)
+    assert torch.equal(batch.blocks[0].nodes, batch.nodes)
+    # every tensor of the batch is kept from being used again too early
+    assert {stream for _, stream in held} == {own}
+    mine = [batch.nodes, batch.x, batch.y]
+    mine += [t for block in batch.blocks for t in (block.indptr, block.indices)]
+    assert {t.data_ptr() for t in mine} <= {t.data_ptr() for t, _ in held}
 
 
 @pytest.mark.gpu

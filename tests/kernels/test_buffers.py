@@ -139,7 +139,7 @@ def test_threads_share_a_pool():
     for thread in threads:
         thread.join()
     assert not failed
-    assert 0 < pool.idle_bytes <= 3 * 106 * 300 * 4
+    assert 0 < pool.idle_bytes <= 2 * 106 * 300 * 4
 
 
 def test_dropped_while_the_pool_is_busy():
