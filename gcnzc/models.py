@@ -130,7 +130,7 @@ class SAGELayer(Layer):
             hop.indptr, hop.indices, rows, None, 1 / hop.indptr.diff().clamp(min=1).to(rows.dtype)
         )
         out = mean + self.neighbours.bias if is_mapped else self.neighbours(mean)
-        return torch.addmm(out, x_target, self.own.weight.t())
+        return out.addmm_(x_target, self.own.weight.t())
 
 
 class GCNLayer(Layer):
@@ -168,7 +168,7 @@ class GCNLayer(Layer):
         total = aggregate(
             hop.indptr, hop.indices, rows, hop.source_norms, norms * hop.target_degrees / kept
         )
-        total = torch.addcmul(total, hop.of_targets(rows), norms.square()[:, None])
+        total.addcmul_(hop.of_targets(rows), norms.square()[:, None])
         return total + self.bias if is_mapped else functional.linear(total, self.weight, self.bias)
 
 
@@ -248,7 +248,7 @@ class GATLayer(Layer):
         if not is_mapped:
             out_THF = (out_THF.transpose(0, 1) @ self.weight.mT).transpose(0, 1)
         out = (out_THF.flatten(1) if self.concatenate else out_THF.mean(1)) + self.bias
-        return out if self.skip is None else out + self.skip(x_target)
+        return out if self.skip is None else self.skip(x_target).add_(out)
 
 
 def _draw_seed() -> int:
