@@ -23,26 +23,24 @@ from torch import Tensor
 SMALL_BYTES = 1 << 16
 # an idle block serves a request of at least half its size
 WASTE = 2
+# idle memory is at most this many times the largest request, whatever was lent before
+IDLE = 4
 HUGE_PAGE_BYTES = 1 << 21
 
 
 class Pool:
     """Hands out tensors on the host, whose memory comes back when nothing refers to it.
 
-    Any thread may ask, and any thread may drop the last reference.
-
-    Args:
-        spare: idle memory is at most this many times the largest request; what was idle longest
-            goes first. Two serve a loader: the batch that was just dropped, and the one whose
-            size did not suit.
+    Any thread may ask, and any thread may drop the last reference. What is lent and what is idle
+    never exceed together what was lent at one time, so a loop that drops as much as it asks for
+    makes nothing anew; what was idle longest goes first.
     """
 
-    def __init__(self, spare: int = 2) -> None:
-        self._spare = spare
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         # oldest first
         self._idle: list[NDArray[np.uint8]] = []
-        self._largest_bytes = 0
+        self._largest_bytes = self._lent_bytes = self._most_lent_bytes = 0
         # A finalizer can run inside any statement, also one that holds the lock, so it only
         # appends here, which needs no lock.
         self._returned: deque[NDArray[np.uint8]] = deque()
@@ -84,9 +82,11 @@ class Pool:
                 for place, block in enumerate(self._idle)
                 if num_bytes <= block.nbytes <= WASTE * num_bytes
             ]
-            if fitting:
-                return self._idle.pop(min(fitting)[1])
-        return _new_block(num_bytes)
+            block = self._idle.pop(min(fitting)[1]) if fitting else _new_block(num_bytes)
+            self._lent_bytes += block.nbytes
+            self._most_lent_bytes = max(self._most_lent_bytes, self._lent_bytes)
+            self._let_go()
+            return block
 
     def _tidy(self) -> None:
         # Whoever holds the lock looks again after letting go, so that nothing is left behind by
@@ -95,11 +95,16 @@ class Pool:
             try:
                 while self._returned:
                     self._idle.append(self._returned.popleft())
-                idle_bytes = sum(block.nbytes for block in self._idle)
-                while idle_bytes > self._spare * self._largest_bytes:
-                    idle_bytes -= self._idle.pop(0).nbytes
+                    self._lent_bytes -= self._idle[-1].nbytes
+                self._let_go()
             finally:
                 self._lock.release()
+
+    def _let_go(self) -> None:
+        idle_bytes = sum(block.nbytes for block in self._idle)
+        most_bytes = self._most_lent_bytes - self._lent_bytes
+        while idle_bytes > min(most_bytes, IDLE * self._largest_bytes):
+            idle_bytes -= self._idle.pop(0).nbytes
 
 
 def _give_back(pool: "weakref.ref[Pool]", block: NDArray[np.uint8]) -> None:

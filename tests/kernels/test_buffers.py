@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from gcnzc.kernels import buffers
 from gcnzc.kernels.buffers import SMALL_BYTES, Pool
 
 BIG = (1000, 100)  # 400 kB of float32
@@ -95,11 +96,11 @@ def test_an_epoch_may_be_kept():
 
 
 def test_idle_memory_is_bounded():
-    pool = Pool(spare=3)
+    pool = Pool()
     kept = [pool.empty(BIG) for _ in range(50)]
     small = [pool.empty((200, 100)) for _ in range(50)]
     del kept, small
-    assert 0 < pool.idle_bytes <= 3 * 400_000
+    assert 0 < pool.idle_bytes <= 4 * 400_000
     assert Pool().idle_bytes == 0
 
 
@@ -139,7 +140,44 @@ def test_threads_share_a_pool():
     for thread in threads:
         thread.join()
     assert not failed
-    assert 0 < pool.idle_bytes <= 2 * 106 * 300 * 4
+    assert 0 < pool.idle_bytes <= 4 * 106 * 300 * 4
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_loop_that_drops_what_it_asks_for_makes_nothing_anew(depth, monkeypatch):
+    """Batches of several arrays whose sizes vary, of which `depth` live at a time."""
+    pool, made = Pool(), []
+    new_block = buffers._new_block
+
+    def counted(num_bytes):
+        made.append(num_bytes)
+        return new_block(num_bytes)
+
+    monkeypatch.setattr(buffers, "_new_block", counted)
+    held = []
+    for turn in range(60):
+        rows = 1000 + turn * 7 % 40
+        held.append([pool.empty((rows, columns)) for columns in (20, 33, 100)])
+        if len(held) > depth:
+            held.pop(0)
+        if turn == 10:
+            made.clear()
+    assert not made
+
+
+def test_lent_and_idle_memory_are_no_more_than_was_lent_at_once():
+    pool = Pool()
+    small = pool.empty(BIG)
+    del small
+    assert pool.idle_bytes > 0
+    large = pool.empty((3 * BIG[0], BIG[1]))
+    assert pool.idle_bytes == 0
+    beside = pool.empty(BIG)
+    del large
+    assert pool.idle_bytes > 0
+    again = pool.empty((3 * BIG[0], BIG[1]))
+    del beside
+    assert 0 < pool.idle_bytes < again.nbytes
 
 
 def test_dropped_while_the_pool_is_busy():
