@@ -8,7 +8,7 @@ All ways are called in turns, on blocks that were used before, so that what a wa
 once (DGL its other formats, we the block turned round) is not counted. "gcnzc, new blocks" counts
 it: so blocks are met in training.
 
-`--edge-cost` measures instead what `gcnzc.models.EDGE_COST` says: what a column of an edge costs,
+`--edge-cost` measures instead what `gcnzc.layers.EDGE_COST` says: what a column of an edge costs,
 forward and backward, in multiplications of a linear map.
 """
 

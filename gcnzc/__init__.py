@@ -1,9 +1,12 @@
 """gcnzc: train graph neural networks whose features are larger than the GPU."""
 
+# before torch is imported
+from gcnzc import _allocation as _allocation
 from gcnzc import models
 from gcnzc._version import VERSION as __version__
 from gcnzc.data import Dataset, load, prepare
 from gcnzc.graph import Graph
+from gcnzc.layerwise import inference
 from gcnzc.loader import Loader
 from gcnzc.sampler import Batch, Block, Sampler
 from gcnzc.table import FeatureTable, pinned
@@ -17,6 +20,7 @@ __all__ = [
     "Loader",
     "Sampler",
     "__version__",
+    "inference",
     "load",
     "models",
     "pinned",

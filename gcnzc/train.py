@@ -22,6 +22,7 @@ from torch import Tensor
 from gcnzc import checkpoint, models, record
 from gcnzc.config import EvaluateConfig, TrainConfig, from_words, to_words
 from gcnzc.data import Dataset, load
+from gcnzc.layerwise import inference
 from gcnzc.loader import Loader
 from gcnzc.metrics import loss_of, score
 from gcnzc.picture import curves
@@ -132,7 +133,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     checkpoint.match(model, best["model"], config.run / BEST)
     begin = time.perf_counter()
     with feature_table(data, trained.features, device) as table, reporter.task("evaluate") as bar:
-        logits = models.inference(model, data.graph, table, device, progress=bar)
+        logits = inference(model, data.graph, table, device, progress=bar)
     scores = score(logits, data.labels, data.split, data.metric)
     if config.predictions is not None:
         record.write_array(config.predictions, logits.numpy())
@@ -315,7 +316,7 @@ class _Run:
         rows = torch.arange(len(nodes))
         parts = {"valid": rows[: len(split["valid"])], "test": rows[len(split["valid"]) :]}
         with self.reporter.task(f"evaluate {self.epoch + 1}/{self.config.epochs}") as advance:
-            logits = models.inference(
+            logits = inference(
                 self.model, self.data.graph, self.table, self.device, nodes=nodes, progress=advance
             )
         return score(logits, self.data.labels[nodes], parts, self.data.metric)

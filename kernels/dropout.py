@@ -1,4 +1,4 @@
-"""Leave out a random share of the elements: `out = x * kept / (1 - share)`.
+"""Leave out a random share of the elements: `out = x * kept / (1 - share)`, rectified or not.
 
 Srivastava et al., "Dropout", JMLR 2014. torch draws the bits one after another on the CPU, which
 takes half of the time of a training step of GraphSAGE; here they are a function of the place, by
@@ -10,6 +10,7 @@ of words: element `e` of a lot takes half `e // 128` of counter `e % 128`, so th
 memory are neighbours among the counters.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -28,15 +29,16 @@ LOT = COUNTERS * HALVES
 LEVELS = 1 << 16  # a half is left out if it is below the share of these
 
 
-def dropout_reference(x: Tensor, share: float, seed: int) -> Tensor:
-    """What `dropout` must equal, bit for bit."""
+def dropout_reference(x: Tensor, share: float, seed: int, floor: float = math.nan) -> Tensor:
+    """What `dropout` must equal, bit for bit; and `relu_dropout_`, with a floor of 0."""
     places = torch.arange(x.numel())
     counters = (places // LOT) * COUNTERS + places % COUNTERS
     halves = places % LOT // COUNTERS
     words = np.stack(philox4x32_reference(*_counter(counters), *split_key(seed)))
     drawn = words[halves.numpy() // 2, places.numpy()] >> (halves.numpy() % 2 * 16) & 0xFFFF
     kept = torch.from_numpy(drawn >= _level(share)).view(x.shape).to(x.device)
-    return torch.where(kept, x * _scale(share), 0.0)
+    # nothing is at or below NaN, and NaN stays
+    return torch.where(kept & ~(x <= floor), x * _scale(share), 0.0)
 
 
 def _counter(counters: Tensor) -> tuple[Any, Any, int, int]:
@@ -54,7 +56,7 @@ def _scale(share: float) -> float:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _drop(x, out, level, scale, key_0, key_1, begin, end):
+def _drop(x, out, level, scale, floor, key_0, key_1, begin, end):
     words = np.empty((4, COUNTERS), np.uint32)
     for lot in range(begin, end):
         first = lot * COUNTERS
@@ -69,11 +71,12 @@ def _drop(x, out, level, scale, key_0, key_1, begin, end):
             shift = np.uint32(16 * (half % 2))
             for i in range(min(COUNTERS, len(x) - place)):
                 kept = (row[i] >> shift) & np.uint32(0xFFFF) >= level
-                out[place + i] = x[place + i] * scale if kept else x.dtype.type(0)
+                value = x[place + i]
+                out[place + i] = value * scale if kept and not value <= floor else x.dtype.type(0)
 
 
 @triton.jit
-def _drop_gpu(x, out, count, seed, level, scale, COUNTERS: tl.constexpr):
+def _drop_gpu(x, out, count, seed, level, scale, COUNTERS: tl.constexpr, RECTIFIED: tl.constexpr):
     lot = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, COUNTERS)
     counter = lot * COUNTERS + i
@@ -94,26 +97,40 @@ def _drop_gpu(x, out, count, seed, level, scale, COUNTERS: tl.constexpr):
         drawn = (word.to(tl.uint32) >> (16 * (half % 2))) & 0xFFFF
         value = tl.load(x + place, mask=inside)
         kept = tl.where(drawn >= level, (value * scale).to(value.dtype), 0.0)
+        if RECTIFIED:
+            kept = tl.where(value <= 0, 0.0, kept)
         tl.store(out + place, kept.to(value.dtype), mask=inside)
 
 
-def drop_numba(x: Tensor, share: float, seed: int, threads: int | None = None) -> Tensor:
-    """`dropout_reference` on the CPU, for contiguous float32 or float64."""
-    out = torch.empty_like(x)
-    flat, into = x.detach().view(-1).numpy(), out.view(-1).numpy()
+def drop_numba(
+    x: Tensor,
+    share: float,
+    seed: int,
+    threads: int | None = None,
+    *,
+    floor: float = math.nan,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`dropout_reference` on the CPU, for contiguous float32 or float64; `out` may be `x`."""
+    out = torch.empty_like(x) if out is None else out
+    flat, into = x.detach().view(-1).numpy(), out.detach().view(-1).numpy()
     key_0, key_1 = (np.uint64(word) for word in split_key(seed))
     level, scale = np.uint32(_level(share)), flat.dtype.type(_scale(share))
+    floor = flat.dtype.type(floor)
     lots = -(-len(flat) // LOT)
-    in_parts(_drop, lots, flat, into, level, scale, key_0, key_1, threads=threads, least=64)
+    in_parts(_drop, lots, flat, into, level, scale, floor, key_0, key_1, threads=threads, least=64)
     return out
 
 
-def drop_triton(x: Tensor, share: float, seed: int) -> Tensor:
-    """`dropout_reference` in Triton, for contiguous rows on its device."""
-    out = torch.empty_like(x)
+def drop_triton(
+    x: Tensor, share: float, seed: int, *, rectified: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """`dropout_reference` in Triton, for contiguous rows on its device; `out` may be `x`."""
+    out = torch.empty_like(x) if out is None else out
     lots = triton.cdiv(x.numel(), LOT)
     with torch.cuda.device_of(x):
-        _drop_gpu[(lots,)](x, out, x.numel(), seed, _level(share), _scale(share), COUNTERS)
+        level, scale = _level(share), _scale(share)
+        _drop_gpu[(lots,)](x, out, x.numel(), seed, level, scale, COUNTERS, rectified)
     return out
 
 
@@ -139,6 +156,30 @@ class _Dropout(torch.autograd.Function):
         return _drop_anywhere(grad, ctx.share, ctx.seed), None, None
 
 
+class _ReluDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float, seed: int) -> Tensor:
+        if x.is_cuda:
+            drop_triton(x, share, seed, rectified=True, out=x)
+        else:
+            drop_numba(x, share, seed, floor=0.0, out=x)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        ctx.scale = _scale(share)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # what was left out or rectified is zero, so nothing needs to be drawn again
+        (out,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(grad, out, 0.0).mul_(ctx.scale), None, None
+
+
+def _demand_share(share: float) -> None:
+    if not 0 <= share < 1 or _level(share) == LEVELS:
+        raise ValueError(f"a share of {share} cannot be left out\n\nhint: from 0 to below 1")
+
+
 def dropout(x: Tensor, share: float, seed: int) -> Tensor:
     """Zero elements of `x` independently and scale the others, so that the mean stays.
 
@@ -153,6 +194,28 @@ def dropout(x: Tensor, share: float, seed: int) -> Tensor:
     Raises:
         ValueError: the share is outside [0, 1), or rounds to 1.
     """
-    if not 0 <= share < 1 or _level(share) == LEVELS:
-        raise ValueError(f"a share of {share} cannot be left out\n\nhint: from 0 to below 1")
+    _demand_share(share)
     return _Dropout.apply(x, share, seed)
+
+
+def relu_dropout_(x: Tensor, share: float, seed: int) -> Tensor:
+    """`dropout(relu(x), share, seed)` in one pass, written over `x`.
+
+    Args:
+        x: as for `dropout`; not a leaf that needs a gradient. Nobody else may need its values.
+        share: as for `dropout`; with 0 it is `torch.relu_`.
+        seed: as for `dropout`.
+
+    Returns:
+        `x`, or what takes its place if it is not contiguous or of half precision on the CPU.
+
+    Raises:
+        ValueError: the share is outside [0, 1), or rounds to 1.
+    """
+    _demand_share(share)
+    if share == 0:
+        return x.relu_()
+    x = x.contiguous()
+    if not x.is_cuda and x.dtype not in (torch.float32, torch.float64):
+        return dropout(x.relu_(), share, seed)
+    return _ReluDropout.apply(x, share, seed)

@@ -1,6 +1,8 @@
 """Who may import whom, and the one door to each outside thing."""
 
 import ast
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ ROOMS = {
 }
 # a module of gcnzc may import those before it
 ORDER = [
+    "_allocation",
     "_version",
     "exchange",
     "compress",
@@ -24,7 +27,9 @@ ORDER = [
     "data",
     "sampler",
     "loader",
+    "layers",
     "models",
+    "layerwise",
     "interop",
     "config",
     "record",
@@ -136,3 +141,19 @@ def test_the_rooms_are_links_without_init():
     for room in ROOMS:
         assert (ROOT / "gcnzc" / room).is_symlink()
         assert not (ROOT / room / "__init__.py").exists()
+
+
+def test_torch_is_asked_for_huge_pages_before_it_is_imported():
+    program = (
+        "import os, sys; import gcnzc._allocation as a; del a\n"
+        "assert os.environ['THP_MEM_ALLOC_ENABLE'] == sys.argv[1]"
+    )
+    for given, expected in ((None, "1"), ("0", "0")):
+        environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
+        if given is not None:
+            environment["THP_MEM_ALLOC_ENABLE"] = given
+        subprocess.run([sys.executable, "-c", program, expected], env=environment, check=True)
+    # the package's first import, so that torch comes after it
+    tree = ast.parse((ROOT / "gcnzc" / "__init__.py").read_text())
+    first = next(node for node in tree.body if isinstance(node, ast.ImportFrom))
+    assert [name.name for name in first.names] == ["_allocation"]

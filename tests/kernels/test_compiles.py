@@ -32,10 +32,11 @@ CASES = [
         "_drop_gpu",
         {"x": f"*{dtype}", "out": f"*{dtype}", "count": "i64", "seed": "i64"}
         | {"level": "i32", "scale": "fp32"},
-        {"COUNTERS": 128},
+        {"COUNTERS": 128, "RECTIFIED": rectified},
         ["ld.global", "st.global", "mul.hi.u32"],
     )
     for dtype in ("fp32", "fp16", "bf16")
+    for rectified in (False, True)
 ]
 
 PROGRAM = """

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from gcnzc.kernels.dropout import LOT, drop_numba, drop_triton, dropout, dropout_reference
+from gcnzc.kernels.dropout import (
+    LOT,
+    drop_numba,
+    drop_triton,
+    dropout,
+    dropout_reference,
+    relu_dropout_,
+)
 
 SIZES = [(1,), (127,), (128, 1), (LOT - 1,), (LOT,), (3, LOT // 2 + 5), (40, 257)]
 
@@ -17,6 +24,38 @@ def test_the_three_agree(size, share, dtype, device):
     assert torch.equal(drop_numba(x, share, 2**40 + 17), expected)
     if dtype == torch.float32:
         assert torch.equal(drop_triton(x.to(device), share, 2**40 + 17).cpu(), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_rectified_the_three_agree(size, share, device):
+    x = torch.randn(size)
+    expected = dropout_reference(x.relu(), share, 77)
+    assert torch.equal(dropout_reference(x, share, 77, floor=0.0), expected)
+    assert torch.equal(drop_numba(x, share, 77, floor=0.0), expected)
+    on_gpu = drop_triton(x.to(device), share, 77, rectified=True)
+    assert torch.equal(on_gpu.cpu(), expected)
+    out = x.clone()
+    assert relu_dropout_(out, share, 77) is out
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_rectified_gradients(dtype, share):
+    leaf = torch.randn(50, 60, dtype=dtype, requires_grad=True)
+    weight = torch.randn(50, 60, dtype=dtype)
+    (dropout(leaf.relu(), share, 9) * weight).sum().backward()
+    expected, leaf.grad = leaf.grad, None
+    # what is written over is not the leaf
+    (relu_dropout_(leaf * 1, share, 9) * weight).sum().backward()
+    assert torch.equal(leaf.grad, expected)
+
+
+def test_rectified_keeps_nan_and_refuses_a_leaf():
+    assert relu_dropout_(torch.full((1000,), float("nan")), 0.5, 0).isnan().any()
+    with pytest.raises(RuntimeError, match="leaf"):
+        relu_dropout_(torch.ones(3, requires_grad=True), 0.5, 0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])

@@ -1,0 +1,246 @@
+"""The outputs of a model for every node of a graph, with all neighbours, layer by layer.
+
+Letters: N nodes, M nodes asked for.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gcnzc.graph import Graph
+from gcnzc.layers import Hop, Layer, root_norms
+from gcnzc.models import Model, demand_columns, dtype_of
+from gcnzc.sampler import Sampler, demand_seeds
+from gcnzc.table import FeatureTable
+
+BATCH_NODES = 1 << 14  # targets at a time
+BATCH_EDGES = 1 << 20  # and their edges, unless one target has more
+
+Progress = Callable[[int, int], object]  # called with (done, total)
+
+
+def inference(
+    model: Model,
+    graph: Graph,
+    table: FeatureTable,
+    device: torch.device | str = "cpu",
+    *,
+    nodes: Tensor | None = None,
+    batch_nodes: int = BATCH_NODES,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Return the logits of nodes with all their neighbours, computed layer by layer.
+
+    The model computes as in evaluation, and is left in the mode it was in. Besides the features
+    there is never more in memory than the rows of one layer and those of the next, and, while it
+    runs, of a layer that makes rows narrower, their images.
+
+    Args:
+        model: on `device`.
+        graph: of N nodes.
+        table: (N, in_features), on the host or on `device`.
+        device: where to compute; the rows of hidden layers stay on the host.
+        nodes: (M,) int32 or int64 ids, on the host; all nodes in order if None. Hidden layers are
+            computed only for the nodes that these depend on.
+        batch_nodes: targets at a time.
+        progress: called with (done, total), in nodes of all layers.
+
+    Returns:
+        (M, classes) or (N, classes) on the host.
+
+    Raises:
+        ValueError: the table does not fit the graph or the model, or a node is not in the graph.
+    """
+    if table.num_rows != graph.num_nodes:
+        raise ValueError(
+            f"{table.num_rows} rows of features for a graph of {graph.num_nodes} nodes\n\n"
+            "hint: row i is of node i"
+        )
+    demand_columns(model, table.num_columns)
+    if nodes is not None:
+        nodes = demand_seeds(nodes, graph.num_nodes)
+    device = torch.device(device)
+    needed = _needed(graph, len(model.layers), nodes, batch_nodes)
+    total = sum(graph.num_nodes if ids is None else len(ids) for ids in needed[1:])
+    done, was_training = 0, model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            rows, place = table, None
+            for index, (sources, targets) in enumerate(pairwise(needed)):
+                step = _LayerOfAll(model, index, graph, rows, place, device)
+                step.send(sources, batch_nodes)
+                count = graph.num_nodes if targets is None else len(targets)
+                out = torch.empty(count, model.widths[index], dtype=dtype_of(model))
+                for begin, end in _ranges(graph, targets, batch_nodes):
+                    ids = torch.arange(begin, end) if targets is None else targets[begin:end]
+                    out[begin:end] = step.outputs(ids, is_range=targets is None)
+                    done += end - begin
+                    if progress is not None:
+                        progress(done, total)
+                # the rows before these may go
+                rows, place = FeatureTable(out), _places(targets, graph)
+                del step
+    finally:
+        model.train(was_training)
+    return out
+
+
+class _LayerOfAll:
+    """One layer of a model over many nodes of a graph, with all their neighbours.
+
+    On the CPU the sums read the rows of the sources where they lie. Elsewhere, or if the rows are
+    not of the model's dtype, the rows of each range of targets are gathered first.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        index: int,
+        graph: Graph,
+        table: FeatureTable,
+        place: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self.model, self.index, self.graph, self.device = model, index, graph, device
+        self.layer = cast(Layer, model.layers[index])
+        # before the layer: rows, and in which of them a node is
+        self.table, self.place = table, place
+        # images of rows that are wider than themselves would only cost memory
+        self.is_mapped = self.layer.heads * self.layer.out_features < self.layer.in_features
+        readable = not table.is_sparse and table.dtype == dtype_of(model) and not table.rows.is_cuda
+        self.is_direct = device.type == "cpu" and (self.is_mapped or readable)
+        self.neighbours = Sampler(graph, [-1])
+        # what sources send
+        self.sent, self.sent_place = table, place
+        self.scores = torch.empty(0, 0)
+        self.norms: Tensor | None = None
+
+    def send(self, sources: Tensor | None, batch_nodes: int) -> None:
+        """Compute what `sources`, or all nodes, send, as far as it is computed ahead."""
+        if not (self.is_mapped or self.is_direct):
+            return
+        num_rows = self.table.num_rows
+        count = self.graph.num_nodes if sources is None else len(sources)
+        images = None
+        if self.is_mapped:
+            num_rows, self.sent_place = count, _places(sources, self.graph)
+            columns = self.layer.heads * self.layer.out_features
+            images = torch.empty(num_rows, columns, dtype=dtype_of(self.model))
+        score_columns = self.layer.heads if self.layer.has_scores else 0
+        self.scores = torch.empty(num_rows, score_columns, dtype=dtype_of(self.model))
+        if self.layer.needs_degrees and self.is_direct:
+            self.norms = torch.empty(num_rows, dtype=dtype_of(self.model))
+        for begin in range(0, count, batch_nodes):
+            end = min(begin + batch_nodes, count)
+            ids = torch.arange(begin, end) if sources is None else sources[begin:end]
+            at = ids if self.sent_place is None else self.sent_place[ids].long()
+            if self.norms is not None:
+                self.norms[at] = root_norms(_degrees(self.graph, ids), self.norms.dtype)
+            if self.is_mapped or self.layer.has_scores:
+                x = self._rows(self.table, self.place, ids)
+                if images is not None:
+                    images[at] = self.layer.mapped(x).cpu()
+                self.scores[at] = self.layer.scores(x).cpu()
+        if images is not None:
+            self.sent = FeatureTable(images)
+
+    def outputs(self, ids: Tensor, *, is_range: bool) -> Tensor:
+        """The rows of nodes `ids` after the layer; `is_range` if they are consecutive numbers."""
+        receive = self._receive_direct if self.is_direct else self._receive_gathered
+        return self.model.between(self.index, receive(ids, is_range))
+
+    def _receive_direct(self, ids: Tensor, is_range: bool) -> Tensor:
+        bounds = slice(int(ids[0]), int(ids[-1]) + 1) if is_range else ids
+        indptr, indices = _columns(self.graph, bounds)
+        own = ids
+        if self.sent_place is not None:
+            indices, own = self.sent_place[indices], self.sent_place[ids].long()
+        degrees = indptr.diff() if self.layer.needs_degrees else None
+        return self.layer.receive(
+            Hop(indptr, indices, own, self.norms, degrees),
+            self.sent.rows,
+            self.scores,
+            self._rows(self.table, self.place, ids),
+            self.is_mapped,
+        )
+
+    def _receive_gathered(self, ids: Tensor, is_range: bool) -> Tensor:
+        batch = self.neighbours.sample(ids, epoch=0)
+        block = batch.blocks[0].to(self.device)
+        rows = self._rows(self.sent, self.sent_place, batch.nodes)
+        x_target = rows[: len(ids)]
+        if not self.is_mapped:
+            return self.layer(block, rows, x_target)
+        at = batch.nodes if self.sent_place is None else self.sent_place[batch.nodes].long()
+        norms = degrees = None
+        if self.layer.needs_degrees:
+            norms, degrees = root_norms(block.in_degrees, rows.dtype), block.in_degrees[: len(ids)]
+        hop = Hop(block.indptr, block.indices, None, norms, degrees)
+        x_target = self._rows(self.table, self.place, ids)
+        scores = self.scores[at].to(self.device)
+        return self.layer.receive(hop, rows, scores, x_target, True)
+
+    def _rows(self, table: FeatureTable, place: Tensor | None, ids: Tensor) -> Tensor:
+        at = ids if place is None else place[ids]
+        reads = self.device.type == "cuda" and not table.is_sparse and table.rows.is_pinned()
+        rows = table.gather(at.to(self.device if reads else table.device))
+        return rows.to(self.device, dtype_of(self.model))
+
+
+def _needed(
+    graph: Graph, num_layers: int, nodes: Tensor | None, batch_nodes: int
+) -> list[Tensor | None]:
+    """The nodes whose rows each layer reads, and at the end `nodes`; None for all."""
+    needed = [nodes]
+    for _ in range(num_layers):
+        targets = needed[0]
+        if targets is not None:
+            seen = torch.zeros(graph.num_nodes, dtype=torch.bool)
+            seen[targets] = True
+            for begin, end in _ranges(graph, targets, batch_nodes):
+                seen[_columns(graph, targets[begin:end])[1].long()] = True
+            targets = None if seen.all() else seen.nonzero().flatten()
+        needed.insert(0, targets)
+    return needed
+
+
+def _ranges(graph: Graph, ids: Tensor | None, batch_nodes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of `ids`, or of all nodes, of bounded numbers of nodes and of edges."""
+    ends = graph.indptr
+    if ids is not None:
+        ends = functional.pad(_degrees(graph, ids).cumsum(0), (1, 0))
+    begin, count = 0, len(ends) - 1
+    while begin < count:
+        within = int(torch.searchsorted(ends, ends[begin] + BATCH_EDGES, right=True)) - 1
+        end = min(max(within, begin + 1), begin + batch_nodes, count)
+        yield begin, end
+        begin = end
+
+
+def _columns(graph: Graph, ids: Tensor | slice) -> tuple[Tensor, Tensor]:
+    """The in-edges of some nodes: indptr, and the sources by their numbers in the graph."""
+    if isinstance(ids, slice):
+        bounds = graph.indptr[ids.start : ids.stop + 1]
+        return bounds - bounds[0], graph.indices[int(bounds[0]) : int(bounds[-1])]
+    degrees = _degrees(graph, ids)
+    indptr = functional.pad(degrees.cumsum(0), (1, 0))
+    shift = (graph.indptr[ids] - indptr[:-1]).repeat_interleave(degrees)
+    return indptr, graph.indices[torch.arange(len(shift)) + shift]
+
+
+def _degrees(graph: Graph, ids: Tensor) -> Tensor:
+    return graph.indptr[ids + 1] - graph.indptr[ids]
+
+
+def _places(ids: Tensor | None, graph: Graph) -> Tensor | None:
+    """(N,) where each node is in `ids`; None if they are all nodes in order."""
+    if ids is None:
+        return None
+    place = torch.zeros(graph.num_nodes, dtype=graph.indices.dtype)
+    place[ids] = torch.arange(len(ids), dtype=place.dtype)
+    return place

@@ -1,0 +1,50 @@
+"""What one layer promises, whatever the model."""
+
+import pytest
+import torch
+from by_hand import MODELS, made, random_graph
+
+from gcnzc.graph import Graph
+from gcnzc.layers import GATLayer, Layer, SAGELayer
+from gcnzc.layerwise import inference
+from gcnzc.sampler import Sampler
+from gcnzc.table import FeatureTable
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_order_of_map_and_sum_does_not_matter(name, monkeypatch):
+    graph = random_graph()
+    model = made(name, 6, 4, 3)
+    batch = Sampler(graph, [4, 3, 2]).sample(torch.tensor([3, 50, 59]), epoch=0)
+    x = torch.randn(len(batch.nodes), 6).double()
+    results = []
+    for first in (False, True):
+        monkeypatch.setattr(Layer, "maps_first", lambda *_, first=first: first)
+        model.zero_grad()
+        rows = x.clone().requires_grad_()
+        out = model.eval()(batch.blocks, rows)
+        out.square().sum().backward()
+        results.append([out, rows.grad, *(p.grad for p in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_maps_first_where_it_narrows_rows():
+    layer = SAGELayer(1433, 16)
+    assert layer.maps_first(2708, 2708, 10556)
+    assert not SAGELayer(100, 256).maps_first(400_000, 50_000, 700_000)
+    # of a GAT, not where one row serves all heads
+    gat = GATLayer(100, 128, 4, concatenate=True, dropout=0.0, skip=False)
+    assert not gat.maps_first(400_000, 50_000, 700_000)
+
+
+def test_gcn_scales_what_it_keeps_up_to_all_neighbours():
+    """Of equal neighbours any sample gives what all give."""
+    graph = Graph.from_edges(torch.arange(1, 21), torch.zeros(20, dtype=torch.int64), 21)
+    model = made("gcn", 5, 8, 3, num_layers=1)
+    x = torch.randn(1, 5).double().expand(21, 5).contiguous()
+    x[0] = 7
+    whole = inference(model, graph, FeatureTable(x), nodes=torch.tensor([0]))
+    batch = Sampler(graph, [4]).sample(torch.tensor([0]), epoch=0)
+    assert batch.blocks[0].num_edges == 4
+    torch.testing.assert_close(model(batch.blocks, x[batch.nodes]), whole)
