@@ -3,6 +3,7 @@
 import pytest
 import torch
 from by_hand import BY_HAND, MODELS, dense, made, random_graph
+from torch.nn import functional
 
 from gcnzc import models
 from gcnzc.sampler import Sampler
@@ -55,6 +56,17 @@ def test_dropout_is_for_training_only():
     for name in options:
         other = made("gat", 8, 8, 3, **{key: 0.5 * (key == name) for key in options})
         assert not torch.equal(other(batch.blocks, x), other(batch.blocks, x)), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_on_rows_that_fill_the_pools_blocks(name):
+    """Rows of 64 KiB and more lie in memory that is used again, and layers write over them."""
+    graph = random_graph(3000, 20_000)
+    batch = Sampler(graph, [5, 5, 5]).sample(torch.arange(2000), epoch=0)
+    x, y = torch.randn(3000, 40)[batch.nodes], torch.arange(2000) % 4
+    model = made(name, 40, 36, 4, dropout=0.5).float()
+    functional.cross_entropy(model(batch.blocks, x), y).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -21,6 +21,7 @@ def test_gives_what_was_asked_for():
             assert tensor.shape == torch.empty(shape).shape
             assert tensor.dtype == dtype
             assert tensor.is_contiguous()
+            assert not tensor._is_view()
             if tensor.nbytes >= SMALL_BYTES:
                 assert tensor.data_ptr() % 64 == 0
 
