@@ -8,6 +8,8 @@ import torch
 # Triton reads this when a kernel is decorated, so it must be set before gcnzc is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# every gather looks at its ids
+os.environ["GCNZC_CHECK_IDS"] = "1"
 # pictures are written, never shown
 os.environ["MPLBACKEND"] = "Agg"
 

@@ -14,20 +14,6 @@ import pytest
 # module, kernel, types of its arguments, its constants, and what its PTX must have
 CASES = [
     (
-        "gather",
-        "_gather",
-        {"table_NP": f"*{word}", "ids_B": f"*{ids}", "out_BP": f"*{word}"},
-        {"num_cols": cols, "table_stride": stride, "out_stride": cols, "BLOCK": 128},
-        ["ld.global", "st.global"],
-    )
-    for word, ids, cols, stride in [
-        ("i8", "i64", 33, 33),
-        ("i16", "i32", 602, 640),
-        ("i32", "i64", 1433, 1433),
-        ("i64", "i64", 50, 50),
-    ]
-] + [
-    (
         "dropout",
         "_drop_gpu",
         {"x": f"*{dtype}", "out": f"*{dtype}", "count": "i64", "seed": "i64"}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc.kernels import gather as module
+from gcnzc.kernels import gather_cpu as module
 from gcnzc.kernels.gather import gather, gather_numba, gather_reference, gather_triton
 
 DTYPES = [
@@ -178,7 +178,8 @@ def test_nothing_asked_for(way, device):
 
 GUARDED = """
 import ctypes, mmap, torch
-from gcnzc.kernels import gather as module
+from gcnzc.kernels import gather_cpu as module
+from gcnzc.kernels.gather import gather
 
 # pages that may be read, between two that may not: one byte too many ends this process
 page = mmap.PAGESIZE
@@ -198,7 +199,7 @@ for module.STREAM_BYTES in (0, 1 << 40):
             part = table[at : at + num_rows * row_bytes].view(num_rows, row_bytes)
             want = rows[at : at + num_rows * row_bytes].view(num_rows, row_bytes)
             ids = torch.arange(num_rows - 1, -1, -1)
-            assert torch.equal(module.gather(part, ids), want[ids]), (row_bytes, at)
+            assert torch.equal(gather(part, ids), want[ids]), (row_bytes, at)
 print("read all")
 """
 

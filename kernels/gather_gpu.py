@@ -1,0 +1,344 @@
+"""Gather rows by GPU threads, from the GPU's memory or over the bus from page-locked host memory.
+
+A load of a warp becomes one request on the bus for each line of 128 B that it touches, so lanes are
+laid over rows as `gcnzc.kernels.lanes` says: `shifted` asks for no line twice, wherever rows begin.
+It loads whole vectors of 16 B, also where a row begins or ends inside of one; the bytes before and
+after the row lie in the same 16 B, hence on the same page, and are dropped when rows are stored.
+
+Few programs stay and take rows in turn, each with several rows in flight: the bus is filled by
+bytes on their way, and multiprocessors that only wait for it are lost to the model.
+
+Letters: N rows in the table, D columns, B rows asked for.
+"""
+
+import contextlib
+import ctypes
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gcnzc.kernels.lanes import LINE_BYTES, VECTOR_BYTES, Lanes, Layout, lanes_of
+
+WARPS = 8
+VECTORS = 4  # that each lane has in flight; with 8 warps a program has 16 KiB
+PROGRAMS_PER_MULTIPROCESSOR = 2
+MULTIPROCESSORS = 16  # that a gather takes at most
+# words that rows are cut into: bits pass through them unchanged
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@triton.jit(do_not_specialize=["zero"])
+def _gather_rows(
+    table,
+    ids,
+    places,
+    out,
+    outside,
+    num_ids,
+    num_rows,
+    zero,
+    STRIDE_BYTES: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    INSET_BYTES: tl.constexpr,
+    LINE_INSET_BYTES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    LANES: tl.constexpr,
+    PASSES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FROM_LINE: tl.constexpr,
+    WRAPPED: tl.constexpr,
+    SCALAR: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """The rows of `table`, whose first begins INSET_BYTES after its pointer, as words of `out`.
+
+    The pointer is a multiple of 16 B, and lies LINE_INSET_BYTES after a line's begin.
+    """
+    VECTOR_BYTES: tl.constexpr = VECTOR * WORD_BYTES
+    ROW: tl.constexpr = ROW_BYTES // WORD_BYTES
+    slot = tl.arange(0, ROWS * LANES) // LANES
+    lane = tl.arange(0, ROWS * LANES) % LANES
+    part = tl.arange(0, VECTOR)
+    step = tl.num_programs(0) * ROWS
+    for begin in range(tl.program_id(0) * ROWS, num_ids, step):
+        i = begin + slot
+        inside = i < num_ids
+        if ORDERED:
+            i = tl.load(places + i, mask=inside, other=0)
+        # int64 before the multiply: 2**31 elements is only 8 GB of float32
+        i = i.to(tl.int64)
+        row = tl.load(ids + i, mask=inside, other=0).to(tl.int64)
+        if CHECKED:
+            known = (row >= 0) & (row < num_rows)
+            tl.store(outside + tl.zeros_like(row), i, mask=inside & (known == 0))
+            inside = inside & known
+        start = INSET_BYTES + row * STRIDE_BYTES
+        first = start // VECTOR_BYTES
+        inset = start % VECTOR_BYTES
+        if ALIGNED:
+            inset = tl.zeros_like(start)
+        count = (inset + (ROW_BYTES + VECTOR_BYTES - 1)) // VECTOR_BYTES
+        lead = tl.zeros_like(start)
+        if FROM_LINE:
+            lead = (LINE_INSET_BYTES + start) % 128 // VECTOR_BYTES
+        for turn in range(PASSES):
+            number = turn * LANES + lane
+            vector = number - lead
+            if WRAPPED:
+                wanted = inside & (number < count)
+                # the lead may be longer than a short row
+                vector = (vector % count + count) % count
+            else:
+                wanted = inside & (vector >= 0) & (vector < count)
+            # masked by whole vectors, or the compiler would cut them up
+            words = table + (first + vector)[:, None] * VECTOR + part[None, :]
+            if SCALAR:
+                # a number that is not known hides from the compiler that lanes could be joined
+                words += zero
+            values = tl.load(words, mask=wanted[:, None])
+            column = vector[:, None] * VECTOR + part[None, :]
+            if not ALIGNED:
+                column -= (inset // WORD_BYTES)[:, None]
+            kept = wanted[:, None]
+            if not ALIGNED or ROW % VECTOR != 0:
+                kept = kept & (column >= 0) & (column < ROW)
+            if WORD_BYTES == 1 and out.dtype.element_ty.primitive_bitwidth != 8:
+                # not every device, nor the interpreter, knows the direct way
+                values = values.to(tl.float32)
+            into = out + i[:, None] * OUT_STRIDE + column
+            tl.store(into, values.to(out.dtype.element_ty), mask=kept)
+
+
+def gather_rows(
+    table: Tensor,
+    ids: Tensor,
+    out: Tensor | None = None,
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype | None = None,
+    order: Tensor | None = None,
+    programs: int | None = None,
+    checked: bool = False,
+) -> Tensor:
+    """`table[ids]` on the device of `ids`, read by its threads.
+
+    Under Triton's interpreter everything may lie on the host.
+
+    Args:
+        table: (N, D), each row contiguous; on the device of `ids`, or page-locked on the host.
+        ids: (B,) int32 or int64 in [0, N); one outside reads foreign memory unless `checked`.
+        out: (B, D) to write into, each row contiguous, on the device of `ids`; allocated if None.
+        layout: of lanes over rows; `pitched` if rows begin on lines, else `shifted`, if None.
+        dtype: of the result, to which elements are converted as by `Tensor.to`; that of `out`, or
+            of the table, if None.
+        order: (B,) int32 or int64, on the device of `ids`: in which order to take the rows, such as
+            `ids.argsort()`, so that rows near each other are read at about the same time. Where
+            they go does not change.
+        programs: how many share the work; `programs_of` the device if None.
+        checked: look for ids outside and wait for the result; rows in range are then gathered, and
+            no foreign memory is read.
+
+    Returns:
+        (B, D), ready for work queued later on the current stream.
+
+    Raises:
+        ValueError: rows do not begin on lines, and `layout` is `pitched`; or a conversion that the
+            device does not have.
+        IndexError: an id is outside, and `checked`.
+    """
+    dtype = dtype or (table.dtype if out is None else out.dtype)
+    shape = (ids.shape[0], table.shape[1])
+    out = torch.empty(shape, dtype=dtype, device=ids.device) if out is None else out
+    if out.numel() == 0:
+        return out
+    converts = dtype != table.dtype
+    row_bytes = table.shape[1] * table.element_size()
+    # a single row may have any stride, and begins where it begins
+    stride_bytes = table.stride(0) * table.element_size() if table.shape[0] > 1 else row_bytes
+    if layout is None:
+        on_lines = stride_bytes % LINE_BYTES == 0 and table.data_ptr() % LINE_BYTES == 0
+        layout = "pitched" if on_lines else "shifted"
+    lanes = lanes_of(layout, row_bytes, stride_bytes, table.data_ptr(), table.element_size())
+    word = table.dtype if converts else _word(lanes, out)
+    words = _from_vector(table, row_bytes, stride_bytes).view(word)
+    # a single column may have any stride, which a view of other words would not take
+    out_words = out.as_strided(out.shape, (out.stride(0), 1))
+    out_words = out_words if converts else out_words.view(word)
+    ids = ids.contiguous()
+    outside = torch.full((1,), -1, dtype=torch.int64, device=ids.device) if checked else ids
+    num_programs = min(_tiles(len(ids), lanes), programs or programs_of(out.device))
+    with _on(out.device):
+        _gather_rows[(num_programs,)](
+            words,
+            ids,
+            ids if order is None else order.contiguous(),
+            out_words,
+            outside,
+            len(ids),
+            table.shape[0],
+            0,
+            **constants(lanes, stride_bytes, table.data_ptr(), word, out_words.stride(0)),
+            ORDERED=order is not None,
+            CHECKED=checked,
+            num_warps=WARPS,
+        )
+    if checked and (bad := int(outside)) >= 0:
+        raise IndexError(
+            f"gather: id {int(ids[bad])} at {bad} is not in a table of {table.shape[0]} rows\n\n"
+            "hint: is the table that of another graph?"
+        )
+    return out
+
+
+def constants(
+    lanes: Lanes, stride_bytes: int, base: int, word: torch.dtype, out_stride: int
+) -> dict[str, int | bool]:
+    """What `_gather_rows` is compiled for, besides ORDERED and CHECKED.
+
+    Args:
+        lanes: of the table, whose first row is at address `base`, and each other `stride_bytes`
+            after the one before.
+        stride_bytes: see there.
+        base: see there.
+        word: in which rows are loaded and stored.
+        out_stride: words from one row of the result to the next.
+    """
+    inset_bytes = base % VECTOR_BYTES
+    return {
+        "STRIDE_BYTES": stride_bytes,
+        "ROW_BYTES": lanes.row_bytes,
+        "INSET_BYTES": inset_bytes,
+        "LINE_INSET_BYTES": (base - inset_bytes) % LINE_BYTES,
+        "OUT_STRIDE": out_stride,
+        "WORD_BYTES": word.itemsize,
+        "VECTOR": lanes.vector_bytes // word.itemsize,
+        "LANES": lanes.lanes,
+        "PASSES": lanes.passes,
+        "ROWS": _rows(lanes),
+        "ALIGNED": lanes.unit_bytes >= lanes.vector_bytes or lanes.layout in ("scalar", "pitched"),
+        "FROM_LINE": lanes.from_line,
+        "WRAPPED": lanes.layout == "wrapped",
+        "SCALAR": lanes.layout == "scalar",
+    }
+
+
+def programs_of(device: torch.device) -> int:
+    """How many programs a gather has on a device; bench/gpu.py says why."""
+    if device.type != "cuda":
+        return 2
+    return PROGRAMS_PER_MULTIPROCESSOR * min(MULTIPROCESSORS, _multiprocessors(device))
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _rows(lanes: Lanes) -> int:
+    return max(1, 32 * WARPS * VECTORS // lanes.lanes)
+
+
+def _tiles(num_ids: int, lanes: Lanes) -> int:
+    return triton.cdiv(num_ids, _rows(lanes))
+
+
+def _word(lanes: Lanes, out: Tensor) -> torch.dtype:
+    # the widest that rows, vectors and the result are made of
+    sizes = [lanes.unit_bytes, lanes.vector_bytes, out.data_ptr(), lanes.row_bytes]
+    if out.shape[0] > 1:
+        sizes.append(out.stride(0) * out.element_size())
+    return next(_WORDS[n] for n in _WORDS if all(size % n == 0 for size in sizes))
+
+
+def _from_vector(table: Tensor, row_bytes: int, stride_bytes: int) -> Tensor:
+    """The table's bytes from the multiple of 16 B at or below it.
+
+    The result does not keep the table's memory alive.
+    """
+    inset = table.data_ptr() % VECTOR_BYTES
+    num_bytes = inset + (table.shape[0] - 1) * stride_bytes + row_bytes
+    # whole vectors, so that any word fits; no byte past the last vector that holds one of a row
+    num_bytes += -num_bytes % VECTOR_BYTES
+    if table.device.type == "cpu":
+        memory = (ctypes.c_byte * num_bytes).from_address(table.data_ptr() - inset)
+        return torch.frombuffer(memory, dtype=torch.int8)
+    return _device_bytes(table, inset, num_bytes)
+
+
+def _device_bytes(table: Tensor, inset: int, num_bytes: int) -> Tensor:
+    # allocations on a GPU begin on lines, so that there is room below a view's first byte, and end
+    # on them, though a storage may say less
+    storage = table.untyped_storage()
+    begin = table.data_ptr() - inset - storage.data_ptr()
+    whole = torch.empty(0, dtype=torch.int8, device=table.device).set_(storage)
+    end = min(begin + num_bytes, len(whole))
+    return whole[begin : end - (end - begin) % 8]
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@triton.jit
+def _read_dense(source, out, count, TILE: tl.constexpr):
+    # whole tiles of 16 B a lane, one after another by each program
+    i = tl.arange(0, TILE)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    step = tl.num_programs(0).to(tl.int64) * (4 * TILE)
+    begin = tl.program_id(0).to(tl.int64) * (4 * TILE)
+    for at in range(begin, count, step):
+        inside = tl.arange(0, TILE)[:, None] * 4 < count - at
+        values = tl.load(source + at + i, mask=inside)
+        tl.store(out + at + i, values, mask=inside)
+
+
+def read_dense(source: Tensor, out: Tensor, *, programs: int | None = None) -> None:
+    """Copy a dense range by the loads of GPU threads: what no gather can be faster than.
+
+    Args:
+        source: page-locked on the host, contiguous, of a multiple of 16 B, on a 16 B boundary.
+        out: on a GPU, of the same bytes.
+        programs: how many share the work; `programs_of` the device if None.
+
+    Raises:
+        ValueError: the two differ in bytes, or are not whole vectors of 16 B.
+    """
+    if source.nbytes != out.nbytes or source.nbytes % VECTOR_BYTES:
+        raise ValueError(
+            f"{source.nbytes} bytes cannot be read into {out.nbytes} as vectors of {VECTOR_BYTES}"
+            "\n\nhint: as many bytes, and a multiple of 16"
+        )
+    words = source.view(torch.int32)
+    tile = 32 * WARPS * VECTORS
+    num_programs = min(triton.cdiv(words.numel(), 4 * tile), programs or programs_of(out.device))
+    with _on(out.device):
+        _read_dense[(num_programs,)](
+            words.view(-1), out.view(torch.int32).view(-1), words.numel(), tile, num_warps=WARPS
+        )
+
+
+@triton.jit
+def _chase(table, begin, steps, out):
+    place = tl.load(out).to(tl.int64) * 0 + begin
+    for _ in range(steps):
+        place = tl.load(table + place)
+    tl.store(out, place)
+
+
+def chase(table: Tensor, begin: int, steps: int, out: Tensor) -> None:
+    """Follow `place = table[place]`, each load after the one before: the time of a step is latency.
+
+    Args:
+        table: (N,) int64 in [0, N), page-locked on the host or on a GPU.
+        begin: the first place.
+        steps: how many.
+        out: (1,) int64 on a GPU, which gets the last place.
+    """
+    with _on(out.device):
+        _chase[(1,)](table, begin, steps, out, num_warps=1)

@@ -1,0 +1,152 @@
+"""The gather's loads are as wide as its lanes say, in machine-independent code for named GPUs.
+
+A process of its own compiles, since Triton chooses between compiler and interpreter when it is
+imported; and the code is looked at here.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+
+import pytest
+
+PROGRAM = """
+import json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from gcnzc.kernels.gather_gpu import WARPS, _gather_rows, constants
+from gcnzc.kernels.lanes import lanes_of
+
+def program(case, arch):
+    place = [case[name] for name in ("layout", "row_bytes", "stride_bytes", "base", "item_bytes")]
+    lanes = lanes_of(*place)
+    word = getattr(torch, case["word"])
+    options = constants(lanes, case["stride_bytes"], case["base"], word, case["out_stride"])
+    options |= {"ORDERED": case["ordered"], "CHECKED": case["checked"]}
+    letters = {"int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "float16": "fp16",
+               "float32": "fp32", "bfloat16": "bf16", "float8_e5m2": "fp8e5"}
+    table, out = (f"*{letters[case[name]]}" for name in ("word", "out_word"))
+    ids = "*" + case["ids"]
+    types = dict(table=table, ids=ids, places=ids, out=out, outside="*i64")
+    types |= dict(num_ids="i32", num_rows="i64", zero="i32")
+    names = list(_gather_rows.arg_names)
+    # what a launch knows of pointers that torch allocated
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in ("table", "ids", "out")}
+    numbers = {(names.index(name),): value for name, value in options.items()}
+    signature = types | {name: "constexpr" for name in options}
+    source = ASTSource(_gather_rows, signature, numbers, attributes)
+    target = GPUTarget("cuda", arch, 32)
+    compiled = compile(source, target, options={"num_warps": WARPS})
+    return {"ptx": compiled.asm["ptx"], "lanes": lanes.lanes, "vector_bytes": lanes.vector_bytes}
+
+cases, arch = json.loads(sys.argv[2]), int(sys.argv[1])
+print(json.dumps([program(case, arch) for case in cases]))
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    row_bytes: int
+    stride_bytes: int
+    base: int
+    item_bytes: int
+    word: str
+    out_word: str = ""
+    out_stride: int = 0
+    ids: str = "i64"
+    ordered: bool = False
+    checked: bool = False
+
+    def words(self) -> dict:
+        sizes = {"int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "float32": 4}
+        out_stride = self.row_bytes // sizes.get(self.word, 1)
+        return asdict(self) | {"out_word": self.out_word or self.word, "out_stride": out_stride}
+
+
+# ogbn-products, Reddit and Cora; odd bytes; rows of many and of few vectors; bases off a line
+SHIFTED = [
+    Case("shifted", 400, 400, 0, 4, "int64"),
+    Case("shifted", 200, 200, 0, 2, "int64"),
+    Case("shifted", 404, 404, 0, 4, "int32"),
+    Case("shifted", 1204, 1204, 0, 2, "int32", ids="i32"),
+    Case("shifted", 2408, 2408, 64, 4, "int64", checked=True),
+    Case("shifted", 5732, 5732, 0, 4, "int32", ordered=True),
+    Case("shifted", 202, 202, 6, 2, "int16"),
+    Case("shifted", 133, 133, 3, 1, "int8"),
+    Case("shifted", 4, 4, 0, 4, "int32"),
+    Case("pitched", 1204, 1280, 0, 2, "int32"),
+    Case("pitched", 404, 512, 0, 4, "int32"),
+    Case("pitched", 133, 256, 0, 1, "int8"),
+    Case("vector", 400, 400, 0, 4, "int64"),
+]
+CONVERTED = [
+    Case("shifted", 1204, 1204, 0, 2, "float16", "float32"),
+    Case("shifted", 2408, 2408, 0, 4, "float32", "bfloat16"),
+    Case("shifted", 100, 100, 0, 1, "int8", "float16"),
+    Case("shifted", 100, 100, 0, 1, "float8_e5m2", "float16"),
+]
+NARROW = [
+    (Case("vector", 2408, 2408, 0, 4, "int64"), 8),
+    (Case("wrapped", 2408, 2408, 0, 4, "int64"), 8),
+    (Case("wrapped", 1204, 1204, 0, 2, "int32"), 4),
+    (Case("vector", 202, 202, 0, 2, "int16"), 2),
+    (Case("scalar", 400, 400, 0, 4, "int32"), 4),
+    (Case("scalar", 512, 512, 0, 2, "int16"), 2),
+]
+
+
+def compiled(cases, arch, folder):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    words = json.dumps([case.words() for case in cases])
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(arch), words],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def global_bytes(ptx, verb):
+    """Bytes that each instruction moves for a lane."""
+    found = re.findall(rf"\b{verb}\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
+    return [int(count or 1) * int(bits) // 8 for count, bits in found]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_loads_whole_vectors(arch, tmp_path):
+    for case, made in zip(
+        SHIFTED + CONVERTED, compiled(SHIFTED + CONVERTED, arch, tmp_path), strict=True
+    ):
+        loads = global_bytes(made["ptx"], "ld")
+        # ids, and with `ordered` the places of ids, are loaded one by one
+        wide = [size for size in loads if size == 16]
+        narrow = [size for size in loads if size < 16]
+        id_bytes = 4 if case.ids == "i32" else 8
+        assert len(wide) == 4, (case, loads)
+        assert len(narrow) == 4 * (1 + case.ordered), (case, loads)
+        assert set(narrow) == {id_bytes}, (case, loads)
+        assert ".local" not in made["ptx"], case
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_baselines_load_what_they_say(arch, tmp_path):
+    cases = [case for case, _ in NARROW]
+    for (case, size), made in zip(NARROW, compiled(cases, arch, tmp_path), strict=True):
+        loads = global_bytes(made["ptx"], "ld")
+        assert made["vector_bytes"] == size
+        # the first four are ids; passes may be unrolled
+        assert loads[:4] == [8] * 4, (case, loads)
+        assert set(loads[4:]) == {size}, (case, loads)
+
+
+def test_stores_whole_vectors_where_rows_are_whole(tmp_path):
+    for made in compiled([SHIFTED[0], SHIFTED[-1]], 90, tmp_path):
+        assert set(global_bytes(made["ptx"], "st")) == {16}

@@ -1,0 +1,199 @@
+"""Every layout of lanes gathers what the reference does, bit for bit, wherever rows begin."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gcnzc.kernels.gather import gather_reference
+from gcnzc.kernels.gather_gpu import chase, gather_rows, read_dense
+from gcnzc.kernels.lanes import LAYOUTS, LINE_BYTES
+
+# rows of 16 B and more begin on a multiple of one of these; the last is a line
+UNITS = [1, 2, 4, 8, 16, 32, 128]
+DTYPES = [torch.int8, torch.float16, torch.float32, torch.float64]
+# of a row: around vectors, lines and what one load of a warp covers
+WIDTHS_BYTES = [1, 2, 3, 4, 15, 16, 17, 31, 100, 127, 128, 129, 132, 200, 400, 496, 500, 512, 520]
+WIDE_BYTES = [1023, 1204, 1536, 2000, 2408, 5732]
+
+
+def table_of(row_bytes, unit, dtype, device, num_rows=None, inset=0):
+    """Rows that begin on every multiple of `unit` within a line, from `inset` bytes after one."""
+    stride = -(-row_bytes // LINE_BYTES) * LINE_BYTES + unit % LINE_BYTES
+    num_rows = num_rows or max(3, LINE_BYTES // unit)
+    memory = torch.randint(256, (num_rows * stride + 2 * LINE_BYTES,), dtype=torch.uint8)
+    memory = memory.to(device)
+    begin = -memory.data_ptr() % LINE_BYTES + inset
+    size = dtype.itemsize
+    words = memory[begin:]
+    words = words[: len(words) // size * size].view(dtype)
+    return words.as_strided((num_rows, row_bytes // size), (stride // size, 1))
+
+
+def same_bits(found, expected):
+    return torch.equal(
+        found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+    )
+
+
+def check(row_bytes, unit, dtype, layout, device, inset=0, **options):
+    table = table_of(row_bytes, unit, dtype, device, inset=inset)
+    ids = torch.randperm(len(table), device=device)
+    # around the result nothing may be written, and all of it must be
+    wide = torch.full((len(table) + 2, table.shape[1] + 2), 7, dtype=torch.int8, device=device)
+    wide = wide.repeat_interleave(dtype.itemsize, 1).view(dtype)
+    out = wide[1:-1, 1:-1]
+    gather_rows(table, ids, out, layout=layout, **options)
+    assert same_bits(out, gather_reference(table, ids)), (row_bytes, unit, dtype, layout, inset)
+    edges = wide.clone()
+    edges[1:-1, 1:-1] = wide[0, 0]
+    assert (edges.view(torch.int8) == 7).all(), (row_bytes, unit, dtype, layout, inset)
+
+
+def layouts_for(unit, inset=0):
+    return [name for name in LAYOUTS if name != "pitched" or (unit + inset) % LINE_BYTES == 0]
+
+
+@pytest.mark.parametrize("row_bytes", WIDTHS_BYTES)
+def test_every_start_of_a_row_in_a_line(row_bytes, device):
+    for dtype, unit in itertools.product(DTYPES, UNITS):
+        if row_bytes % dtype.itemsize == 0 and unit % dtype.itemsize == 0:
+            for layout in layouts_for(unit):
+                check(row_bytes, unit, dtype, layout, device)
+
+
+@pytest.mark.parametrize("row_bytes", WIDE_BYTES)
+def test_rows_of_several_passes(row_bytes, device):
+    for dtype, unit in ((torch.int8, 1), (torch.float16, 4), (torch.float32, 16)):
+        if row_bytes % dtype.itemsize == 0:
+            for layout in layouts_for(unit):
+                check(row_bytes, unit, dtype, layout, device)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pitched"])
+def test_a_base_that_is_on_no_line(layout, device):
+    for inset in (1, 3, 8, 16, 24, 48, 127):
+        for row_bytes, unit in ((33, 128), (400, 16), (1000, 1)):
+            check(row_bytes, unit, torch.int8, layout, device, inset=inset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_widths_and_starts(dtype, layout, device):
+    for columns, unit in itertools.product(range(1, 301), UNITS):
+        if unit % dtype.itemsize == 0 and layout in layouts_for(unit):
+            check(columns * dtype.itemsize, unit, dtype, layout, device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("programs", [1, 3, 64])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_any_number_of_programs_and_ids(layout, programs, id_dtype, device):
+    table = table_of(132, 128, torch.float32, device, num_rows=50)
+    for num_ids in (1, 2, 127, 128, 129, 1000):
+        ids = torch.randint(50, (num_ids,), dtype=id_dtype, device=device)
+        found = gather_rows(table, ids, layout=layout, programs=programs)
+        assert same_bits(found, table[ids])
+
+
+def test_in_another_order(device):
+    table = torch.randn(90, 33, device=device)
+    ids = torch.randint(90, (300,), device=device)
+    for order in (ids.argsort(), ids.argsort().int(), torch.randperm(300, device=device)):
+        assert torch.equal(gather_rows(table, ids, order=order), table[ids])
+
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("source", [*FLOATS, torch.int8, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("target", FLOATS, ids=str)
+@pytest.mark.parametrize("columns", [1, 33, 602])
+def test_converts_as_torch_does(source, target, columns, device):
+    table = (torch.randn(40, columns) * 50).to(source).to(device)
+    ids = torch.randint(40, (60,), device=device)
+    found = gather_rows(table, ids, dtype=target)
+    assert found.dtype == target
+    if target == torch.bfloat16 and device.type == "cpu":
+        # the interpreter cuts where processors round
+        torch.testing.assert_close(found, table[ids].to(target), rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(found, table[ids].to(target))
+    out = torch.full((60, columns), 7.0, dtype=target, device=device)
+    assert torch.equal(gather_rows(table, ids, out), found)
+
+
+@pytest.mark.parametrize("outside", [-1, 40, 2**31 - 1, -(2**31)])
+def test_looks_at_ids_when_asked_to(outside, device):
+    table = torch.randn(40, 50, device=device)
+    ids = torch.arange(39, device=device).repeat(5)
+    ids[77] = outside
+    out = torch.zeros(len(ids), 50, device=device)
+    with pytest.raises(
+        IndexError, match=rf"id {outside} at 77 is not in a table of 40 rows\n\nhint"
+    ):
+        gather_rows(table, ids, out, checked=True)
+    good = (ids >= 0) & (ids < 40)
+    assert torch.equal(out[good], table[ids[good]])
+    assert not out[~good].any()
+
+
+GUARDED = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import ctypes, mmap, torch
+from gcnzc.kernels.gather_gpu import gather_rows
+
+# pages that may be read, between two that may not: one vector too many ends this process
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 6 * page)
+everything = torch.frombuffer(memory, dtype=torch.uint8)
+everything.random_()
+rows = everything[page:-page].clone()
+table = everything[page:-page]
+libc = ctypes.CDLL(None, use_errno=True)
+for guard in (everything.data_ptr(), everything.data_ptr() + 5 * page):
+    assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0
+for layout in ("scalar", "vector", "wrapped", "shifted"):
+    for row_bytes in (1, 3, 17, 64, 65, 100, 127, 400, 1000, 2001):
+        num_rows = 4 * page // row_bytes
+        for at in (0, 4 * page - num_rows * row_bytes):
+            part = table[at : at + num_rows * row_bytes].view(num_rows, row_bytes)
+            want = rows[at : at + num_rows * row_bytes].view(num_rows, row_bytes)
+            ids = torch.tensor([0, num_rows - 1, num_rows // 2])
+            assert torch.equal(gather_rows(part, ids, layout=layout), want[ids]), (row_bytes, at)
+print("read all")
+"""
+
+
+def test_reads_no_page_before_or_after_the_table():
+    run = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    assert run.stdout == "read all\n", run.stderr
+
+
+def test_pitched_rows_must_begin_on_lines(device):
+    with pytest.raises(ValueError, match=r"400 bytes apart (.|\n)*hint: layout='shifted'"):
+        gather_rows(torch.zeros(3, 100, device=device), torch.tensor([0]), layout="pitched")
+
+
+@pytest.mark.parametrize("size", [1, 100, 5000, 70_001])
+@pytest.mark.parametrize("programs", [1, 5])
+def test_reads_a_dense_range(size, programs, device):
+    source = torch.randint(-128, 127, (size * 16,), dtype=torch.int8, device=device)
+    out = torch.zeros_like(source)
+    read_dense(source, out, programs=programs)
+    assert torch.equal(out, source)
+
+
+def test_chases_through_all_of_a_table(device):
+    steps = 200
+    order = torch.randperm(steps)
+    places = torch.empty(steps, dtype=torch.int64)
+    places[order] = order.roll(-1)
+    out = torch.zeros(1, dtype=torch.int64, device=device)
+    begin = int(order[0])
+    chase(places.to(device), begin, steps - 1, out)
+    assert int(out) == int(order[-1])
