@@ -76,7 +76,7 @@ def gather_cpu(axes: Axes, lines: Sequence[Line]) -> None:
             [line["row_bytes"] for line in mine],
             [line["share_of_copy"] for line in mine],
             "-" if large else ":",
-            color=("C0" if "two" in way else "C1") if ours else None,
+            color=("C0" if "two" in way else "C1") if ours else "C7",
             linewidth=2 if ours else 1,
             label=f"{way}, {pages} pages",
         )
