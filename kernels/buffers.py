@@ -66,7 +66,7 @@ class Pool:
         end.atexit = False
         # no view of another tensor: a view that comes out of an autograd function takes no writes
         storage = torch.from_numpy(lease).untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
 
     @property
     def idle_bytes(self) -> int:

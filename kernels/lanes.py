@@ -89,12 +89,15 @@ def lanes_of(
         vector_bytes = unit_bytes
     else:
         vector_bytes = VECTOR_BYTES
-    # where a row may begin within its first vector, and within its line
-    starts = gcd(stride_bytes, base, LINE_BYTES)
-    inset = vector_bytes - gcd(starts, vector_bytes)
-    most = -(-(inset + row_bytes) // vector_bytes)
+    most = -(-(_latest(stride_bytes, base, vector_bytes) + row_bytes) // vector_bytes)
     from_line = layout == "wrapped" or (layout == "shifted" and most > WARP_LANES)
     if from_line and layout == "shifted":
-        most = -(-(LINE_BYTES - starts + row_bytes) // vector_bytes)
+        most = -(-(_latest(stride_bytes, base, LINE_BYTES) + row_bytes) // vector_bytes)
     lanes = min(WARP_LANES, 1 << (most - 1).bit_length())
     return Lanes(layout, row_bytes, unit_bytes, vector_bytes, lanes, -(-most // lanes), from_line)
+
+
+def _latest(stride_bytes: int, base: int, size: int) -> int:
+    """The most bytes that lie between a multiple of `size` and a row that begins after it."""
+    step = gcd(stride_bytes, size)
+    return size - step + base % step

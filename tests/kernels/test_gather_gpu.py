@@ -179,6 +179,25 @@ def test_pitched_rows_must_begin_on_lines(device):
         gather_rows(torch.zeros(3, 100, device=device), torch.tensor([0]), layout="pitched")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("row_bytes", [4, 100, 400, 516, 1204, 5732])
+def test_reads_the_hosts_memory(layout, row_bytes, device):
+    for unit in (4, 128) if layout != "pitched" else (128,):
+        plain = table_of(row_bytes, unit, torch.float32, "cpu", num_rows=1000)
+        whole = torch.empty(2 * plain.untyped_storage().nbytes() + 1024, dtype=torch.uint8)
+        whole = whole.pin_memory()
+        begin = -whole.data_ptr() % LINE_BYTES
+        span = plain.stride(0) * 4 * 1000
+        words = whole[begin : begin + span + 4 * LINE_BYTES].view(torch.float32)
+        table = words.as_strided(plain.shape, plain.stride())
+        table.view(torch.int32).copy_(plain.view(torch.int32))
+        ids = torch.randint(1000, (5000,), device=device)
+        found = gather_rows(table, ids, layout=layout)
+        assert same_bits(found.cpu(), plain[ids.cpu()])
+        assert same_bits(gather_rows(table, ids, layout=layout, order=ids.argsort()), found)
+
+
 @pytest.mark.parametrize("size", [1, 100, 5000, 70_001])
 @pytest.mark.parametrize("programs", [1, 5])
 def test_reads_a_dense_range(size, programs, device):

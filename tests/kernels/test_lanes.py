@@ -1,0 +1,139 @@
+"""Lanes load every byte of a row, none twice, nothing far from it, and no line twice if shifted."""
+
+from math import gcd
+
+import pytest
+
+from gcnzc.kernels.lanes import LINE_BYTES, VECTOR_BYTES, WARP_LANES, Lanes, lanes_of
+
+WIDTHS = range(1, 301)
+# rows of public sets as float32 and float16, and one of int8 with a scale beside it
+REAL = [(20, 2), (40, 4), (132, 1), (200, 2), (256, 2), (400, 4), (512, 4), (1000, 2), (1204, 2)]
+REAL += [(1536, 2), (2000, 4), (2048, 2), (2408, 4), (2866, 2), (2980, 4), (3068, 4), (4096, 4)]
+REAL += [(5732, 4), (13610, 2), (14812, 4), (16020, 4), (27220, 4), (33660, 4)]
+
+
+def loads(lanes: Lanes, address: int) -> list[tuple[int, int]]:
+    """The pass and the address of everything that is loaded for one row."""
+    found = []
+    for part in range(lanes.passes):
+        for lane in range(lanes.lanes):
+            at = lanes.load(address, part, lane)
+            if at is not None:
+                found.append((part, at))
+    return found
+
+
+def starts(stride_bytes: int, base: int) -> list[int]:
+    """Addresses of as many rows as there are places in a line for them to begin at."""
+    return [base + row * stride_bytes for row in range(LINE_BYTES // gcd(stride_bytes, LINE_BYTES))]
+
+
+def tables(row_bytes: int, item_bytes: int):
+    """Strides and bases: side by side, and apart with the first at every offset in a line."""
+    yield row_bytes, 0
+    yield row_bytes, 5 * item_bytes
+    yield row_bytes + item_bytes, 48 * item_bytes
+    apart = row_bytes + -row_bytes % LINE_BYTES
+    for base in range(0, LINE_BYTES, item_bytes):
+        yield apart, LINE_BYTES + base
+
+
+def down(address: int, size: int) -> int:
+    return address - address % size
+
+
+def up(address: int, size: int) -> int:
+    return address + -address % size
+
+
+@pytest.mark.parametrize("layout", ["scalar", "vector", "wrapped"])
+@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
+def test_every_byte_is_loaded_once(layout, item_bytes):
+    rows = [(width, item_bytes) for width in WIDTHS if width % item_bytes == 0]
+    # each width with one table of each kind, and with other offsets than its neighbours
+    for number, (row_bytes, _) in enumerate(rows):
+        kinds = list(tables(row_bytes, item_bytes))
+        for stride_bytes, base in kinds[:3] + kinds[3 + number % (len(kinds) - 3) :][:2]:
+            lanes = lanes_of(layout, row_bytes, stride_bytes, base, item_bytes)
+            check_every_byte(lanes, starts(stride_bytes, base)[:: 1 + 6 * (item_bytes < 4)])
+
+
+@pytest.mark.parametrize("layout", ["scalar", "vector", "wrapped"])
+def test_every_byte_of_real_rows_is_loaded_once(layout):
+    for row_bytes, item_bytes in REAL:
+        for stride_bytes, base in list(tables(row_bytes, item_bytes))[:4]:
+            lanes = lanes_of(layout, row_bytes, stride_bytes, base, item_bytes)
+            check_every_byte(lanes, starts(stride_bytes, base)[:4])
+
+
+def check_every_byte(lanes: Lanes, addresses: list[int]) -> None:
+    for address in addresses:
+        found = sorted(at for _, at in loads(lanes, address))
+        assert found == list(range(address, address + lanes.row_bytes, lanes.vector_bytes))
+        # aligned, as a load of this width must be
+        assert address % lanes.vector_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[(width, 1) for width in WIDTHS], REAL],
+    ids=["all widths", "real sets"],
+)
+@pytest.mark.parametrize("layout", ["shifted", "pitched"])
+def test_whole_vectors_and_no_line_twice(layout, rows):
+    for row_bytes, item_bytes in rows:
+        for stride_bytes, base in tables(row_bytes, item_bytes):
+            on_lines = stride_bytes % LINE_BYTES == base % LINE_BYTES == 0
+            if layout == "pitched" and not on_lines:
+                continue
+            lanes = lanes_of(layout, row_bytes, stride_bytes, base, item_bytes)
+            addresses = starts(stride_bytes, base)
+            for address in addresses if row_bytes < 1000 else addresses[::7]:
+                check_whole_vectors(lanes, address)
+
+
+def check_whole_vectors(lanes: Lanes, address: int) -> None:
+    found, end = loads(lanes, address), address + lanes.row_bytes
+    # all that hold a byte of the row, each once, and no others
+    wanted = range(down(address, VECTOR_BYTES), up(end, VECTOR_BYTES), VECTOR_BYTES)
+    assert sorted(at for _, at in found) == list(wanted)
+    # no load of a warp asks for a line that another one asks for
+    asked = {(part, at // LINE_BYTES) for part, at in found}
+    assert len(asked) == up(end, LINE_BYTES) // LINE_BYTES - address // LINE_BYTES
+
+
+@pytest.mark.parametrize("layout", ["scalar", "vector", "wrapped", "shifted", "pitched"])
+def test_lanes_of_a_row_are_neighbours_in_one_warp(layout):
+    # the longest rows have nothing new
+    for row_bytes, item_bytes in [(width, 1) for width in WIDTHS] + REAL[:12]:
+        stride_bytes = row_bytes if layout != "pitched" else up(row_bytes, LINE_BYTES)
+        lanes = lanes_of(layout, row_bytes, stride_bytes, 0, item_bytes)
+        assert WARP_LANES % lanes.lanes == 0
+        # enough of them, and no pass that none needs
+        most = [max(p for p, _ in loads(lanes, start)) for start in starts(stride_bytes, 0)]
+        assert max(most) == lanes.passes - 1
+        if lanes.lanes < WARP_LANES:
+            assert lanes.passes == 1
+        vectors = max(lanes.vectors(start) for start in starts(stride_bytes, 0))
+        if vectors <= WARP_LANES:
+            # one load, of as few lanes as there may be
+            assert lanes.lanes == 1 << (vectors - 1).bit_length()
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "stride_bytes", "base", "unit_bytes"),
+    [(400, 400, 0, 16), (400, 400, 8, 8), (200, 256, 0, 8), (602, 602, 0, 2), (3, 3, 0, 1)],
+)
+def test_vectors_are_as_wide_as_every_row_allows(row_bytes, stride_bytes, base, unit_bytes):
+    for layout in ("vector", "wrapped"):
+        lanes = lanes_of(layout, row_bytes, stride_bytes, base, 1)
+        assert lanes.vector_bytes == lanes.unit_bytes == unit_bytes
+    assert lanes_of("scalar", row_bytes, stride_bytes, base, 1).vector_bytes == 1
+    assert lanes_of("shifted", row_bytes, stride_bytes, base, 1).vector_bytes == VECTOR_BYTES
+
+
+@pytest.mark.parametrize(("stride_bytes", "base"), [(400, 0), (512, 64), (512, 4)])
+def test_pitched_rows_begin_on_lines(stride_bytes, base):
+    with pytest.raises(ValueError, match=r"(?s)do not begin on lines of 128 bytes.*hint: "):
+        lanes_of("pitched", 400, stride_bytes, base, 4)

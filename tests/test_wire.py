@@ -1,0 +1,299 @@
+"""The model of the bus equals a simulation, lane by lane, and says what is known by hand."""
+
+import random
+from collections import Counter
+from fractions import Fraction
+from math import gcd
+
+import pytest
+import torch
+
+from gcnzc.kernels.lanes import LAYOUTS, lanes_of
+from gcnzc.table import FeatureTable
+from gcnzc.wire import (
+    Traffic,
+    ceiling,
+    choose_layout,
+    choose_pitch,
+    table_traffic,
+    traffic,
+)
+
+REAL = [(512, 4), (256, 2), (400, 4), (200, 2), (2408, 4), (1204, 2), (5732, 4), (14812, 4)]
+REAL += [(2000, 4), (3068, 4), (2980, 4), (27220, 4), (132, 1), (1536, 2), (4096, 4), (40, 4)]
+
+
+def simulated(lanes, addresses, split_bytes=None):
+    """The traffic of rows at these addresses, from nothing but which lane loads what."""
+    requests, wire_bytes = Counter(), 0
+    for address in addresses:
+        for part in range(lanes.passes):
+            touched = set()
+            for lane in range(lanes.lanes):
+                at = lanes.load(address, part, lane)
+                if at is not None:
+                    touched |= {byte // 32 for byte in range(at, at + lanes.vector_bytes)}
+            asked = []
+            for sector in sorted(touched):
+                if asked and asked[-1][-1] == sector - 1 and sector % 4 != 0:
+                    asked[-1].append(sector)
+                else:
+                    asked.append([sector])
+            for sectors in asked:
+                requests[32 * len(sectors)] += 1
+                packets = {32 * s // (split_bytes or 128) for s in sectors}
+                wire_bytes += 32 * len(sectors) + 20 * len(packets)
+    each = {size: Fraction(requests[size], len(addresses)) for size in (32, 64, 96, 128)}
+    return Traffic(lanes.row_bytes, each, Fraction(wire_bytes, len(addresses)))
+
+
+def check(layout, row_bytes, item_bytes, stride_bytes, base, split_bytes=None):
+    told = traffic(
+        row_bytes,
+        layout=layout,
+        item_bytes=item_bytes,
+        stride_bytes=stride_bytes,
+        base=base,
+        split_bytes=split_bytes,
+    )
+    lanes = lanes_of(layout, row_bytes, stride_bytes, base, item_bytes)
+    period = 128 // gcd(stride_bytes, 128)
+    addresses = [base + row * stride_bytes for row in range(period)]
+    assert told == simulated(lanes, addresses, split_bytes), (row_bytes, stride_bytes, base)
+
+
+def strides(layout, row_bytes, item_bytes):
+    """Side by side, a little apart, and on lines."""
+    on_lines = row_bytes + -row_bytes % 128
+    return [on_lines] if layout == "pitched" else [row_bytes, row_bytes + 3 * item_bytes, on_lines]
+
+
+def bases(layout, item_bytes):
+    return [0] if layout == "pitched" else [0, item_bytes, 9 * item_bytes, 64, 128 - item_bytes]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
+def test_equals_a_simulation(layout, item_bytes):
+    chooser = random.Random(f"{layout} {item_bytes}")
+    widths = range(item_bytes, 301, item_bytes)
+    # every width up to a line, where the most is going on, and some of the others
+    for row_bytes in [*widths[: 128 // item_bytes : 3], *chooser.sample(widths, 12)]:
+        stride_bytes = chooser.choice(strides(layout, row_bytes, item_bytes))
+        base = chooser.choice(bases(layout, item_bytes))
+        check(layout, row_bytes, item_bytes, stride_bytes, base, chooser.choice([None, 64]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_a_simulation_at_every_start(layout):
+    # rows on lines but for the base begin all at one place
+    for row_bytes in (1, 7, 31, 33, 100, 127, 129, 290):
+        stride_bytes = row_bytes + -row_bytes % 128
+        for base in range(128) if layout != "pitched" else [0, 128]:
+            check(layout, row_bytes, 1, stride_bytes, base)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("split_bytes", [None, 64])
+def test_equals_a_simulation_of_real_rows(layout, split_bytes):
+    for row_bytes, item_bytes in REAL:
+        stride_bytes = strides(layout, row_bytes, item_bytes)[0]
+        # long periods of long rows are many loads
+        base = 0 if row_bytes > 3000 else bases(layout, item_bytes)[-1]
+        check(layout, row_bytes, item_bytes, stride_bytes, base, split_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
+def test_equals_a_simulation_of_everything(layout, item_bytes):
+    for row_bytes in range(item_bytes, 301, item_bytes):
+        for stride_bytes in strides(layout, row_bytes, item_bytes):
+            for number, base in enumerate(bases(layout, item_bytes)[:3]):
+                split_bytes = (None, 64)[(row_bytes // item_bytes + number) % 2]
+                check(layout, row_bytes, item_bytes, stride_bytes, base, split_bytes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "row_bytes", "item_bytes", "base", "requests", "wire_bytes"),
+    [
+        ("scalar", 4, 4, 0, {32: 1}, 52),
+        ("vector", 128, 4, 0, {128: 1}, 148),
+        # a row of a line that begins 4 B after one
+        ("vector", 128, 4, 4, {32: 1, 128: 1}, 200),
+        ("vector", 128, 4, 32, {32: 1, 96: 1}, 168),
+        ("vector", 128, 4, 64, {64: 2}, 168),
+        # two loads of 128 B from there: the sector and the line between them are asked for twice
+        ("vector", 256, 4, 4, {32: 2, 128: 2}, 400),
+        ("shifted", 256, 4, 4, {32: 1, 128: 2}, 348),
+        # float16, one a lane, makes loads of 64 B
+        ("scalar", 256, 2, 0, {64: 4}, 336),
+        # 10 lanes in front load 110 to 130, the others 20 to 64: the sector from 64 on is left out
+        ("wrapped", 110, 2, 20, {32: 2, 64: 2}, 272),
+    ],
+)
+def test_by_hand(layout, row_bytes, item_bytes, base, requests, wire_bytes):
+    stride_bytes = row_bytes + -row_bytes % 128
+    told = traffic(
+        row_bytes, layout=layout, item_bytes=item_bytes, stride_bytes=stride_bytes, base=base
+    )
+    assert {size: count for size, count in told.requests.items() if count} == requests
+    assert told.wire_bytes == wire_bytes
+    assert told.requests_per_row == sum(requests.values())
+    assert told.read_bytes == sum(size * count for size, count in requests.items())
+    assert told.efficiency == Fraction(row_bytes, wire_bytes)
+
+
+@pytest.mark.parametrize(
+    ("base", "row_bytes", "packets"),
+    [(0, 64, 1), (32, 64, 2), (0, 96, 2), (32, 96, 2), (0, 128, 2)],
+)
+def test_answers_cut_at_64_bytes(base, row_bytes, packets):
+    options = {"layout": "vector", "stride_bytes": 128, "base": base}
+    whole = traffic(row_bytes, **options)
+    cut = traffic(row_bytes, **options, split_bytes=64)
+    assert cut.requests == whole.requests
+    assert whole.wire_bytes == row_bytes + 20
+    assert cut.wire_bytes == row_bytes + 20 * packets
+
+
+def test_no_answer_is_longer_than_a_line():
+    whole = traffic(512, layout="vector")
+    assert whole.wire_bytes == 4 * 148
+    assert traffic(512, layout="vector", split_bytes=256) == whole
+
+
+def test_a_table_and_its_rows():
+    memory = torch.zeros(4000, dtype=torch.float16)
+    rows = memory.as_strided((11, 50), (52, 1), 3)
+    base = rows.data_ptr()
+    lanes = lanes_of("vector", 100, 104, base, 2)
+    addresses = [base + row * 104 for row in range(11)]
+    # the rows that begin at one place in a line are not as many as those that begin at another
+    assert table_traffic(rows, layout="vector") == simulated(lanes, addresses)
+    assert table_traffic(FeatureTable(rows), layout="vector") == simulated(lanes, addresses)
+    ids = torch.tensor([10, 3, 3, 0], dtype=torch.int32)
+    wanted = simulated(lanes, [addresses[i] for i in ids], 64)
+    assert table_traffic(rows, ids, layout="vector", split_bytes=64) == wanted
+    assert wanted != simulated(lanes, addresses, 64)
+
+
+def test_a_single_row_may_have_any_stride():
+    memory = torch.zeros(400)
+    before = (64 - memory.data_ptr()) % 128 // 4
+    row = memory.as_strided((1, 128), (3, 1), before)
+    # one load of vectors of 16 B; a stride of 12 B would allow only 4 B, and make four
+    assert table_traffic(row, layout="vector").requests == {32: 0, 64: 2, 96: 0, 128: 3}
+
+
+def test_nothing_to_read():
+    for rows, ids in (
+        (torch.zeros(0, 4), None),
+        (torch.zeros(4, 0), None),
+        (torch.zeros(4, 4), torch.zeros(0, dtype=torch.int64)),
+    ):
+        with pytest.raises(ValueError, match=r"(?s)no bytes to read.*hint: "):
+            table_traffic(rows, ids, layout="shifted")
+
+
+@pytest.mark.parametrize("ids", [[0, 4], [-1]])
+def test_ids_outside(ids):
+    with pytest.raises(IndexError, match=r"(?s)not in a table of 4 rows.*hint: "):
+        table_traffic(torch.zeros(4, 4), torch.tensor(ids), layout="shifted")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"row_bytes": 0}, "not whole elements"),
+        ({"row_bytes": 402}, "not whole elements of 4 bytes"),
+        ({"row_bytes": 400, "stride_bytes": 402}, "402 bytes apart"),
+        ({"row_bytes": 400, "base": 2}, "address 0x2"),
+        ({"row_bytes": 6, "item_bytes": 3}, "elements of 3 bytes"),
+        ({"row_bytes": 400, "split_bytes": 16}, "cut at multiples of 16"),
+        ({"row_bytes": 400, "split_bytes": 96}, "cut at multiples of 96"),
+        ({"row_bytes": 400, "layout": "pitched", "stride_bytes": 400}, "do not begin on lines"),
+    ],
+)
+def test_bad_sizes(options, words):
+    with pytest.raises(ValueError, match=rf"(?s){words}.*\n\nhint: "):
+        traffic(**({"layout": "shifted"} | options))
+
+
+def test_pitched_rows_lie_on_lines_unless_told_otherwise():
+    told = traffic(400, layout="pitched")
+    assert told == traffic(400, layout="pitched", stride_bytes=512)
+    assert told.requests_per_row == 4
+
+
+def test_shifted_asks_least():
+    for row_bytes in range(4, 2052, 4):
+        told = {layout: traffic(row_bytes, layout=layout) for layout in LAYOUTS}
+        least = told["shifted"].requests_per_row
+        for layout in ("scalar", "vector", "wrapped"):
+            assert least <= told[layout].requests_per_row
+            assert told["shifted"].wire_bytes <= told[layout].wire_bytes
+        assert told["pitched"].requests_per_row <= least
+        assert told["pitched"].requests_per_row == -(-row_bytes // 128)
+
+
+def test_what_docs_link_md_says_of_the_picture():
+    for row_bytes in range(128, 8193, 4):
+        vector, shifted = (
+            traffic(row_bytes, layout=layout).efficiency for layout in ("vector", "shifted")
+        )
+        if row_bytes % 16 == 0 and row_bytes <= 512:
+            assert vector == shifted
+        if row_bytes % 8 == 4:
+            assert vector < 0.66
+        if row_bytes >= 1024:
+            assert shifted > 0.83
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "item_bytes", "pitch_bytes", "why"),
+    [
+        (512, 4, 512, "begin on lines"),
+        (400, 4, 400, "save 0 % of the requests and cost 28 % of memory: too few"),
+        (200, 2, 200, "save 20 % of the requests and cost 28 % of memory: too much"),
+        (2408, 4, 2408, "save 3.8 % of the requests and cost 0.997 % of memory: too few"),
+        (120, 4, 128, "save 46.7 % of the requests and cost 6.67 % of memory"),
+        (1534, 2, 1536, "save 7.47 % of the requests and cost 0.13 % of memory"),
+    ],
+)
+def test_choose_pitch(row_bytes, item_bytes, pitch_bytes, why):
+    found, reason = choose_pitch(row_bytes, item_bytes)
+    assert found == pitch_bytes
+    assert reason.endswith(why)
+
+
+def test_a_pitch_keeps_its_promises():
+    pitched = 0
+    for row_bytes in range(2, 4096, 2):
+        pitch_bytes, _ = choose_pitch(row_bytes, 2)
+        packed = traffic(row_bytes, layout="shifted", item_bytes=2).requests_per_row
+        saved = 1 - -(-row_bytes // 128) / packed
+        worth = saved >= Fraction(1, 20) and -row_bytes % 128 <= row_bytes / 10
+        assert pitch_bytes == (row_bytes + -row_bytes % 128 if worth else row_bytes)
+        pitched += pitch_bytes != row_bytes
+    assert pitched > 100
+
+
+def test_choose_layout():
+    assert choose_layout(512) == choose_layout(512, 256) == "pitched"
+    assert choose_layout(400) == choose_layout(512, 64) == "shifted"
+
+
+def test_ceiling():
+    lines = traffic(512, layout="pitched")
+    found = ceiling(63e9, 0.94e-6, 256, lines)
+    assert found.by_wire_bytes_per_s == pytest.approx(63e9 * 128 / 148)
+    assert found.by_tags_bytes_per_s == pytest.approx(256 * 128 / 0.94e-6)
+    assert found.binds == "tags"
+    assert found.bytes_per_s == found.by_tags_bytes_per_s
+    found = ceiling(63e9, 0.94e-6, 768, lines)
+    assert found.binds == "wire"
+    assert found.bytes_per_s == found.by_wire_bytes_per_s
+    # requests that are not full carry less each
+    sectors = traffic(4, layout="scalar", stride_bytes=128)
+    assert ceiling(63e9, 1e-6, 256, sectors).by_tags_bytes_per_s == pytest.approx(256 * 4 / 1e-6)
