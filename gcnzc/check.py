@@ -1,7 +1,6 @@
 """What this machine can do for gcnzc, measured, and what to mend."""
 
 import importlib.metadata
-import resource
 import statistics
 import sys
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gcnzc import record
+from gcnzc import mappings, record
 from gcnzc.progress import Advance
 from gcnzc.table import FeatureTable
 
@@ -33,10 +32,9 @@ def machine(num_bytes: int, advance: Advance) -> dict[str, Any]:
     for name in ("triton", "dgl", "torch-geometric", "ogb", "tensorboard"):
         found[name] = _version(name)
     found["dgl_works"] = _dgl_works() if found["dgl"] else None
-    found["memory_bytes"] = _memory_bytes("MemTotal")
-    found["memory_available_bytes"] = _memory_bytes("MemAvailable")
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found["lockable_bytes"] = None if soft == resource.RLIM_INFINITY else soft
+    found["memory_bytes"] = _memory_bytes()
+    found["memory_available_bytes"] = mappings.available_bytes()
+    found["lockable_bytes"] = mappings.lock_limit_bytes()
     found["threads"] = torch.get_num_threads()
     return found | _rates(num_bytes, advance)
 
@@ -58,8 +56,9 @@ def advice(found: Mapping[str, Any]) -> list[str]:
         lockable = found["lockable_bytes"]
         if lockable is not None and lockable < found["memory_bytes"]:
             lines.append(
-                f"only {lockable / giga:.3g} GB may be page-locked; a larger feature table cannot "
-                "be read by the GPU. Mend: `ulimit -l unlimited`, or memlock in limits.conf"
+                f"only {lockable / giga:.3g} GB may be page-locked, where the driver keeps to that "
+                "limit: a larger feature table is then refused to the GPU. Mend: `ulimit -l "
+                "unlimited`, or memlock in limits.conf"
             )
     else:
         lines.append(
@@ -94,12 +93,12 @@ def _dgl_works() -> bool:
     return True
 
 
-def _memory_bytes(key: str) -> int:
+def _memory_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
-        if name == key:
+        if name == "MemTotal":
             return int(rest.split()[0]) * 1024
-    raise RuntimeError(f"/proc/meminfo has no {key}\n\nhint: gcnzc runs on Linux")
+    raise RuntimeError("/proc/meminfo has no MemTotal\n\nhint: gcnzc runs on Linux")
 
 
 def _rates(num_bytes: int, advance: Advance) -> dict[str, float]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from gcnzc.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.sampler import Batch, Block, Sampler
-from gcnzc.table import FeatureTable
+from gcnzc.table import FeatureTable, can_read_host
 
 # a dropped iterator waits this long for its threads, each of which ends after its present batch
 JOIN_S = 30.0
@@ -146,7 +146,8 @@ class Loader:
     Args:
         graph: on the host.
         table: rows of features, one per node; None leaves `batch.x` out. For a GPU they lie there,
-            or inside `gcnzc.pinned`.
+            or inside `gcnzc.pinned`; if `gcnzc.table.can_read_host` is False of it, anywhere on the
+            host, and worker threads gather what is then copied.
         seeds: (S,) ids of nodes, all different.
         fanouts: as `gcnzc.Sampler` takes them; unused if `sampler` is given.
         batch_size: seeds of a batch of one worker.
@@ -189,6 +190,8 @@ class Loader:
         self.seeds = _demand_seeds(seeds, graph.num_nodes)
         self.labels = labels
         self.device = _demand_device(torch.device(device), table)
+        # a GPU that cannot read the host's memory is sent what the CPU gathered
+        self._sent = _is_sent(self.device, table)
         self.shuffle = shuffle
         self.seed = seed
         self.shares = Shares(len(self.seeds), batch_size, rank, world_size, drop_last)
@@ -313,15 +316,20 @@ class Loader:
         return Made(batch, ready)
 
     def _fill(self, batch: Batch) -> None:
-        if self.table is not None:
-            shape = (len(batch.nodes), self.table.num_columns)
-            out = self._pool.empty(shape, self.table.dtype)
-            batch.x = self.table.gather(batch.nodes, out, threads=1)
+        batch.x = self._gathered(batch)
         if self.labels is not None:
             batch.y = self.labels[batch.seeds]
 
+    def _gathered(self, batch: Batch) -> Tensor | None:
+        if self.table is None:
+            return None
+        shape = (len(batch.nodes), self.table.num_columns)
+        out = self._pool.empty(shape, self.table.dtype)
+        return self.table.gather(batch.nodes, out, threads=1)
+
     def _fill_on_gpu(self, batch: Batch, side: "torch.cuda.Stream") -> "torch.cuda.Event":
         # The ids go first, and the gather waits for them, being on the same stream.
+        sent = self._gathered(batch) if self._sent else None
         with torch.cuda.stream(side):
             if self.labels is not None:
                 at = batch.seeds.to(self.labels.device, non_blocking=True)
@@ -329,7 +337,9 @@ class Loader:
             nodes = batch.nodes.to(self.device, non_blocking=True)
             batch.nodes, batch.seeds = nodes, nodes[: len(batch.seeds)]
             batch.blocks = tuple(self._block_on_gpu(block, nodes) for block in batch.blocks)
-            if self.table is not None:
+            if sent is not None:
+                batch.x = sent.to(self.device)
+            elif self.table is not None:
                 batch.x = self.table.gather(nodes)
             ready = side.record_event()
         # Waiting here costs the model nothing, and what was read on the host may be used again.
@@ -472,8 +482,13 @@ def _demand_device(device: torch.device, table: FeatureTable | None) -> torch.de
             )
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-    if table is None or table.device == device:
-        return device
+    _demand_device_rows(device, table)
+    return device
+
+
+def _demand_device_rows(device: torch.device, table: FeatureTable | None) -> None:
+    if table is None or table.device == device or _is_sent(device, table):
+        return
     if table.device.type == "cuda":
         raise ValueError(
             f"a table on {table.device} cannot be gathered on {device}\n\n"
@@ -484,7 +499,14 @@ def _demand_device(device: torch.device, table: FeatureTable | None) -> torch.de
             f"a table on the host cannot be read from {device}, because its memory is not "
             "page-locked\n\nhint: `with gcnzc.pinned(rows) as table:`, for dense rows"
         )
-    return device
+
+
+def _is_sent(device: torch.device, table: FeatureTable | None) -> bool:
+    if device.type != "cuda" or table is None or table.device.type != "cpu":
+        return False
+    # what somebody else locked is read in place, whatever could be locked here
+    locked = not table.is_sparse and table.rows.is_pinned()
+    return not (locked or can_read_host(device))
 
 
 def _demand_threads(threads: int | None, ahead: int | None, sampler: Samples) -> tuple[int, int]:

@@ -1,14 +1,32 @@
-"""Rows of node features, and where they lie. The one door to cudart."""
+"""Rows of node features, and where they lie."""
 
+import logging
+import mmap
+import platform
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from gcnzc.driver import Driver
 from gcnzc.kernels.gather import gather
 from gcnzc.kernels.gather_sparse import gather_sparse
+from gcnzc.locking import Ledger, Refused, demand_memory
+from gcnzc.mappings import mappings
+
+# of a table that is copied, at a time
+COPY_BYTES = 1 << 26
+
+_log = logging.getLogger("gcnzc")
+_opening, _copying = threading.Lock(), threading.Lock()
+# Copies of rows by the address and the number of their bytes, so that a table that is pinned twice
+# is copied once. They go when the last `with` ends; until then the rows stay where they are.
+_copies: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,51 +141,136 @@ class FeatureTable:
 
 
 @contextmanager
-def pinned(rows: Tensor) -> Iterator[FeatureTable]:
+def pinned(rows: Tensor | FeatureTable) -> Iterator[FeatureTable]:
     """Page-lock `rows` where they lie, so that GPUs can read them, for the length of a `with`.
 
-    Nothing is copied, unlike `Tensor.pin_memory`, so a table of nearly the host's memory fits. On
-    a machine without CUDA the same code runs, and nothing is locked. Rows that are locked already,
-    lie on a GPU, or are of no bytes are left as they are.
+    Nothing is copied, unlike `Tensor.pin_memory`, so a table of nearly the host's memory fits. The
+    exception is a file that is mapped read-only, if the driver will not lock it: it is copied once
+    into shared memory, which processes that are forked later share, and the logger "gcnzc" says
+    so. Such a copy is what the yielded table holds, for as long as anything refers to it.
+
+    On a machine without CUDA the same code runs, and nothing is locked. Rows that are locked
+    already, lie on a GPU, or are of no bytes are left as they are. Rows that are pinned twice, or
+    are parts of one tensor, are locked once, until the last `with` ends. In a process that is
+    forked inside the `with` nothing is let go of.
+
+    Where the driver gives GPUs no way to host memory, or under WSL not to as much of it, the table
+    is yielded unlocked, the logger says so, and `can_read_host` is False from then on.
 
     Args:
-        rows: (N, D) dense, on the host, in memory that may be written.
+        rows: (N, D) dense, on the host: ordinary, shared or mapped memory. They may be a view.
 
     Raises:
         ValueError: `rows` is no table of features, or is sparse and there is CUDA.
-        RuntimeError: CUDA will not lock the pages.
+        RuntimeError: there is too little memory, or CUDA will not lock the pages (then nothing is
+            left locked), or will not let go of them.
     """
-    table = FeatureTable(rows)
-    if not torch.cuda.is_available() or rows.device.type != "cpu":
+    table = rows if isinstance(rows, FeatureTable) else FeatureTable(rows)
+    if not torch.cuda.is_available() or table.device.type != "cpu":
         yield table
         return
     if table.is_sparse:
         raise ValueError(
-            f"a sparse table of {rows.shape[0]} rows cannot be page-locked for a GPU\n\n"
+            f"a sparse table of {table.num_rows} rows cannot be page-locked for a GPU\n\n"
             "hint: rows.to_dense(), or gather on the host"
         )
-    # rows that are a view lie apart: from the first byte of the first to the last of the last
-    span = (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]
-    num_bytes = span * rows.element_size()
-    if rows.numel() == 0 or rows.is_pinned():
+    if table.rows.numel() == 0:
         yield table
         return
-    cudart = torch.cuda.cudart()
-    _demand(cudart.cudaHostRegister(rows.data_ptr(), num_bytes, 0), "lock", num_bytes)
-    try:
-        yield table
-    finally:
+    ledger, device = _ledger(), torch.cuda.current_device()
+    with ExitStack() as locks:
+        locked = None
+        if ledger is not None and ledger.is_read_by(device):
+            try:
+                locked = locks.enter_context(_locked(table.rows, ledger))
+            except Refused:
+                # Windows lets the driver lock a part of the memory, and does not say how much
+                if not _is_wsl():
+                    raise
+                ledger.give_up(device)
+        if locked is None:
+            _log.warning(
+                "this driver does not let the GPU read %s bytes of host memory: the CPU gathers "
+                "the rows, and they are copied",
+                f"{table.nbytes:,}",
+            )
+            locked = table.rows
+        yield table if locked is table.rows else replace(table, rows=locked)
+
+
+def can_read_host(device: torch.device | str) -> bool:
+    """Whether `device` is a GPU that reads what `pinned` locks; where not, the CPU must gather.
+
+    Raises:
+        RuntimeError: it should, but CUDA will not lock a single page.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    ledger = _ledger()
+    return ledger is not None and ledger.is_read_by(index)
+
+
+@contextmanager
+def _locked(rows: Tensor, ledger: Ledger) -> Iterator[Tensor]:
+    """`rows`, or a copy of them, locked."""
+    address, num_bytes = rows.data_ptr(), _span(rows) * rows.element_size()
+    read_only = [part for part in mappings(address, num_bytes) if not part.writable]
+    with ExitStack() as locks:
         try:
-            # no GPU may still be reading when the pages are let go
-            torch.cuda.synchronize()
-        finally:
-            _demand(cudart.cudaHostUnregister(rows.data_ptr()), "unlock", num_bytes)
+            locks.enter_context(ledger.locked(address, num_bytes, read_only=bool(read_only)))
+        except Refused as refusal:
+            if not read_only or not refusal.is_unsuitable:
+                raise
+            flat = _shared_copy(rows, read_only[0].path or "the table")
+            locks.enter_context(ledger.locked(flat.data_ptr(), num_bytes))
+            rows = flat.view(rows.dtype).as_strided(rows.shape, rows.stride())
+        yield rows
 
 
-def _demand(code: int, verb: str, num_bytes: int) -> None:
-    if int(code) != 0:
-        raise RuntimeError(
-            f"CUDA would not {verb} {num_bytes:,} bytes of host memory (error {int(code)})\n\n"
-            "hint: `ulimit -l` shows how many KiB this user may lock; features that are kept on "
-            "the GPU, or smaller ones, need none"
-        )
+def _shared_copy(rows: Tensor, name: str) -> Tensor:
+    """The bytes of `rows`, gaps and all, in shared memory that has no name to be left behind."""
+    source = rows.as_strided((_span(rows),), (1,)).view(torch.uint8)
+    key = (source.data_ptr(), len(source))
+    with _copying:
+        flat = _copies.get(key)
+        if flat is None:
+            flat = torch.frombuffer(mmap.mmap(-1, len(source)), dtype=torch.uint8)
+            demand_memory(flat.data_ptr(), len(flat))
+            _log.warning(
+                "%s is mapped read-only, which the driver will not lock: copying %s bytes into "
+                "shared memory",
+                name,
+                f"{len(flat):,}",
+            )
+            # in parts, between which Ctrl-C is heard
+            for begin in range(0, len(flat), COPY_BYTES):
+                part = slice(begin, begin + COPY_BYTES)
+                flat[part].copy_(source[part])
+            _copies[key] = flat
+    return flat
+
+
+def _span(rows: Tensor) -> int:
+    """Elements from the first to the last: rows that are a view lie apart."""
+    return (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]
+
+
+def _is_wsl() -> bool:
+    return "microsoft" in platform.release().lower()
+
+
+def _ledger() -> Ledger | None:
+    """What this process has locked; None where there is no CUDA driver, as with AMD's GPUs."""
+    # two ledgers would let go of what the other has
+    with _opening:
+        return _open_ledger()
+
+
+@cache
+def _open_ledger() -> Ledger | None:
+    try:
+        return Ledger(Driver())
+    except OSError:
+        return None

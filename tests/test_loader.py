@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from gcnzc import loader as module
 from gcnzc.graph import Graph
 from gcnzc.loader import Loader, Shares, handed_over, order
 from gcnzc.sampler import Batch, Sampler
@@ -434,6 +435,7 @@ def test_works_ahead_of_the_model(make, graph):
 INTERRUPTED = """
 import os, signal, sys, threading, time
 import torch
+from gcnzc import loader as module
 from gcnzc.graph import Graph
 from gcnzc.loader import Loader
 from gcnzc.sampler import Sampler
@@ -575,6 +577,30 @@ def test_streams_in_order_without_a_gpu(make, table, monkeypatch):
     mine = [batch.nodes, batch.x, batch.y]
     mine += [t for block in batch.blocks for t in (block.indptr, block.indices)]
     assert {t.data_ptr() for t in mine} <= {t.data_ptr() for t, _ in held}
+
+
+def test_a_gpu_that_cannot_read_the_host_is_sent_what_the_cpu_gathered(make, table, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    loader = make()
+    # a table that a GPU would refuse, and a device that says it cannot read it
+    assert not table.rows.is_pinned()
+    monkeypatch.setattr(module, "can_read_host", lambda device: False)
+    assert module._demand_device_rows(torch.device("cuda", 0), table) is None
+    assert module._is_sent(torch.device("cuda", 0), table)
+    loader._sent = True
+    seen = []
+    gather = type(table).gather
+    monkeypatch.setattr(
+        type(table), "gather", lambda *args, **more: seen.append(args) or gather(*args, **more)
+    )
+    seeds = loader.seeds[:50]
+    batch = loader._make(seeds, 0, Stream([])).batch
+    assert [len(args) for args in seen] == [3]
+    assert same(batch, make()._make(seeds, 0, None).batch)
+    monkeypatch.setattr(module, "can_read_host", lambda device: True)
+    assert not module._is_sent(torch.device("cuda", 0), table)
+    with pytest.raises(ValueError, match=r"gcnzc\.pinned"):
+        module._demand_device_rows(torch.device("cuda", 0), table)
 
 
 @pytest.mark.gpu

@@ -1,41 +1,59 @@
 """A table knows its sizes, gathers where it lies, and gives back what it locked."""
 
 import contextlib
+import ctypes
+import mmap
+import os
+import platform
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
+from fake_driver import FakeDriver
 
-from gcnzc.table import FeatureTable, pinned
-
-
-class Cudart:
-    """Stands for CUDA's runtime: notes what is locked, and refuses when told to."""
-
-    def __init__(self, lock_error=0, unlock_error=0):
-        self.lock_error, self.unlock_error = lock_error, unlock_error
-        self.calls = []
-
-    def cudaHostRegister(self, address, num_bytes, flags):
-        self.calls.append(("lock", address, num_bytes))
-        return self.lock_error
-
-    def cudaHostUnregister(self, address):
-        self.calls.append(("unlock", address))
-        return self.unlock_error
+from gcnzc import locking
+from gcnzc import table as module
+from gcnzc.driver import Driver
+from gcnzc.locking import Ledger
+from gcnzc.mappings import PAGE_BYTES as PAGE
+from gcnzc.table import FeatureTable, can_read_host, pinned
 
 
 @pytest.fixture
 def cuda(monkeypatch):
     """A machine that has CUDA, for as much of it as `pinned` asks about."""
 
-    def has(cudart):
+    def has(driver):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: cudart.calls.append(("wait",)))
-        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: False)
-        return cudart
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        ledger = None if driver is None else Ledger(driver, 16 * PAGE, PAGE)
+        monkeypatch.setattr(module, "_ledger", lambda: ledger)
+        return driver
 
     return has
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """Rows of a file that is mapped read-only, as those of a prepared folder are."""
+    path = tmp_path / "features.npy"
+    np.save(path, np.random.default_rng(0).standard_normal((5000, 33), np.float32))
+    return path
+
+
+def mapped(path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.load(path, mmap_mode="r"))
+
+
+def span_of(rows):
+    """First byte and number of bytes, gaps between rows counted."""
+    last = rows[-1:, -1:]
+    return rows.data_ptr(), last.data_ptr() + rows.element_size() - rows.data_ptr()
 
 
 def sparse(rows):
@@ -116,60 +134,336 @@ def test_pinned_without_cuda(make):
         assert table.rows is rows
 
 
-def test_pinned_locks_and_unlocks(cuda):
-    cudart = cuda(Cudart())
-    rows = torch.zeros(10, 8)
+def test_pinned_locks_in_place_and_unlocks(cuda):
+    driver = cuda(FakeDriver())
+    rows = torch.zeros(1000, 80)
     with pinned(rows) as table:
         assert table.rows is rows
-        assert cudart.calls == [("lock", rows.data_ptr(), 320)]
-    assert cudart.calls[1:] == [("wait",), ("unlock", rows.data_ptr())]
+        assert driver.is_covered(*span_of(rows))
+    assert driver.ranges == {}
 
 
-def test_pinned_locks_a_view_from_its_first_to_its_last_byte(cuda):
-    cudart = cuda(Cudart())
-    rows = torch.zeros(10, 8)[2:6, 1:4]
-    with pinned(rows):
-        assert cudart.calls == [("lock", rows.data_ptr(), (3 * 8 + 3) * 4)]
+def test_pinned_takes_a_table(cuda):
+    driver = cuda(FakeDriver())
+    table = FeatureTable(torch.zeros(1000, 80))
+    with pinned(table) as same:
+        assert same is table
+        assert driver.is_covered(*span_of(table.rows))
+    assert driver.ranges == {}
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda rows: rows[20:60, 100:300],
+        lambda rows: rows[:, 3:4],
+        lambda rows: rows[7:8],
+        lambda rows: rows[5:6].expand(30, 1000),
+        lambda rows: rows[::3],
+        lambda rows: rows.t()[:, :1],
+    ],
+)
+def test_pinned_locks_a_view_from_its_first_to_its_last_byte(cuda, view):
+    driver = cuda(FakeDriver())
+    rows = view(torch.zeros(100, 1000))
+    with pinned(rows) as table:
+        assert table.rows is rows
+        address, num_bytes = span_of(rows)
+        assert driver.is_covered(address, num_bytes)
+        assert min(driver.ranges) == address // PAGE * PAGE
+        assert max(driver.ranges.values()) == -(-(address + num_bytes) // PAGE) * PAGE
+    assert driver.ranges == {}
 
 
 def test_pinned_unlocks_after_an_error(cuda):
-    cudart = cuda(Cudart())
+    driver = cuda(FakeDriver())
     with pytest.raises(KeyError), pinned(torch.zeros(3, 2)):
         raise KeyError
-    assert [call[0] for call in cudart.calls] == ["lock", "wait", "unlock"]
+    assert driver.named("lock") != []
+    assert driver.ranges == {}
+
+
+def test_pinned_twice_locks_once(cuda):
+    driver = cuda(FakeDriver())
+    rows = torch.zeros(1000, 80)
+    with pinned(rows) as table:
+        locks = len(driver.named("lock"))
+        with pinned(rows) as same, pinned(table) as again, pinned(rows[10:500]):
+            assert same.rows is again.rows is rows
+        assert driver.is_covered(*span_of(rows))
+        assert len(driver.named("lock")) == locks
+    assert driver.ranges == {}
 
 
 def test_pinned_is_refused(cuda):
-    cudart = cuda(Cudart(lock_error=2))
+    # the first call is the page that shows whether the GPU reads host memory
+    driver = cuda(FakeDriver(codes={1: 719}))
     with (
-        pytest.raises(RuntimeError, match=r"(?s)would not lock 24 bytes.*error 2.*hint: .*ulimit"),
+        pytest.raises(RuntimeError, match=r"(?s)would not lock .*\(719\).*hint: "),
         pinned(torch.zeros(3, 2)),
     ):
         pytest.fail("nothing is locked here")
-    assert [call[0] for call in cudart.calls] == ["lock"]
+    assert driver.ranges == {}
 
 
-def test_unlocking_is_refused(cuda):
-    cuda(Cudart(unlock_error=4))
-    with pytest.raises(RuntimeError, match="would not unlock 24 bytes"), pinned(torch.zeros(3, 2)):
-        pass
+@pytest.mark.parametrize("code", [800, 801])
+def test_what_may_be_written_is_not_copied(cuda, code, caplog):
+    # a copy would not see what is written to the rows
+    driver = cuda(FakeDriver(codes={1: code}))
+    with pytest.raises(RuntimeError, match=rf"\({code}\)"), pinned(torch.zeros(3, 2)):
+        pytest.fail("nothing is locked here")
+    assert caplog.messages == []
+    assert driver.ranges == {}
 
 
-def test_pinned_leaves_alone_what_is_locked_or_empty(cuda, monkeypatch):
-    cudart = cuda(Cudart())
-    for empty in (torch.zeros(0, 4), torch.zeros(4, 0)):
-        with pinned(empty) as table:
-            assert table.rows is empty
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+def test_pinned_asks_for_memory_before_it_locks(cuda, monkeypatch):
+    driver = cuda(FakeDriver())
+    # never written, so that none of it is there
+    rows = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.float32).view(-1, 64)
     with pinned(torch.zeros(3, 2)):
-        pass
-    assert cudart.calls == []
+        calls = len(driver.calls)
+        monkeypatch.setattr(locking, "available_bytes", lambda: 1000)
+        words = r"1,048,576 bytes takes 1,048,576 bytes of memory, and 1,000 are left\n\nhint: "
+        with pytest.raises(RuntimeError, match=words), pinned(rows):
+            pytest.fail("nothing is locked here")
+        assert len(driver.calls) == calls
+
+
+def test_pinned_leaves_alone_what_is_empty_or_elsewhere(cuda):
+    driver = cuda(FakeDriver())
+    for rows in (torch.zeros(0, 4), torch.zeros(4, 0), torch.zeros(4, 4, device="meta")):
+        with pinned(rows) as table:
+            assert table.rows is rows
+    assert driver.calls == []
+
+
+def test_pinned_leaves_alone_what_others_locked(cuda):
+    driver = cuda(FakeDriver())
+    rows = torch.zeros(1000, 80)
+    address, num_bytes = span_of(rows)
+    driver.foreign[address] = address + num_bytes
+    with pinned(rows) as table:
+        assert table.rows is rows
+        assert driver.ranges == {}
+    assert driver.foreign == {address: address + num_bytes}
 
 
 def test_pinned_refuses_a_sparse_table_on_a_gpu(cuda):
-    cuda(Cudart())
+    cuda(FakeDriver())
     with pytest.raises(ValueError, match=r"(?s)sparse table of 3 rows.*hint: "):
         pinned(sparse(torch.eye(3))).__enter__()
+
+
+def test_a_read_only_map_is_locked_in_place_where_the_driver_can(cuda, stored, caplog):
+    driver = cuda(FakeDriver())
+    rows = mapped(stored)
+    with pinned(rows) as table:
+        assert table.rows is rows
+        assert driver.is_covered(*span_of(rows))
+        # but for the page that was tried
+        assert {call[3] for call in driver.named("lock")[1:]} == {True}
+    assert driver.ranges == {}
+    assert caplog.messages == []
+
+
+def test_memory_that_may_be_written_is_not_locked_as_read_only(cuda):
+    driver = cuda(FakeDriver(read_only_code=801))
+    with pinned(torch.zeros(1000, 80)):
+        assert {call[3] for call in driver.named("lock")} == {False}
+
+
+@pytest.mark.parametrize("code", [1, 800, 801])
+@pytest.mark.parametrize(
+    "view", [lambda rows: rows, lambda rows: rows[3:4000, 5:21], lambda rows: rows[::2, :1]]
+)
+def test_a_read_only_map_is_copied_where_the_driver_cannot(
+    cuda, stored, caplog, monkeypatch, code, view
+):
+    driver = cuda(FakeDriver(read_only_code=code))
+    monkeypatch.setattr(module, "COPY_BYTES", 4096)
+    rows, named = view(mapped(stored)), set(os.listdir("/dev/shm"))
+    with pinned(rows) as table:
+        assert table.rows.data_ptr() != rows.data_ptr()
+        assert torch.equal(table.rows, rows)
+        assert table.rows.stride() == rows.stride()
+        assert driver.is_covered(*span_of(table.rows))
+        assert driver.locked_range(rows.data_ptr()) is None
+        # nothing that a crash could leave behind
+        assert set(os.listdir("/dev/shm")) <= named
+        ids = torch.tensor([0, len(rows) - 1])
+        assert torch.equal(table.gather(ids), rows[ids])
+    assert driver.ranges == {}
+    size = span_of(rows)[1]
+    assert caplog.messages == [
+        f"{stored} is mapped read-only, which the driver will not lock: copying {size:,} bytes "
+        "into shared memory"
+    ]
+    # the caller still has a table
+    assert torch.equal(table.rows, rows)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn]
+)
+def test_a_copy_has_the_same_bytes(cuda, tmp_path, dtype):
+    cuda(FakeDriver(read_only_code=801))
+    # every byte, so that every NaN is there
+    array = np.random.default_rng(0).integers(0, 256, (100, 512), np.uint8)
+    if dtype == torch.bool:
+        array %= 2
+    np.save(tmp_path / "bytes.npy", array)
+    rows = mapped(tmp_path / "bytes.npy").view(dtype)
+    with pinned(rows) as table:
+        assert table.dtype == dtype
+        assert torch.equal(table.rows.view(torch.uint8), torch.from_numpy(array))
+
+
+def test_a_read_only_map_that_is_pinned_twice_is_copied_once(cuda, stored, caplog):
+    driver = cuda(FakeDriver(read_only_code=801))
+    rows = mapped(stored)
+    with pinned(rows) as table, pinned(rows) as same, pinned(rows[:9]) as part:
+        assert same.rows.data_ptr() == table.rows.data_ptr()
+        assert part.rows.data_ptr() != table.rows.data_ptr()
+        assert len(module._copies) == 2
+    assert len(module._copies) == 0
+    assert len(caplog.messages) == 2
+    assert driver.ranges == {}
+
+
+def test_a_copy_is_shared_with_processes_that_are_forked_later(cuda, stored):
+    cuda(FakeDriver(read_only_code=801))
+    with pinned(mapped(stored)) as table:
+        with warnings.catch_warnings():
+            # torch's threads are idle, and the child asks nothing of them
+            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            ctypes.c_float.from_address(table.rows.data_ptr()).value = 77.0
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert table.rows[0, 0].item() == 77.0
+
+
+def test_a_copy_needs_memory_too(cuda, stored, monkeypatch, caplog):
+    driver = cuda(FakeDriver(read_only_code=801))
+    rows = mapped(stored)
+    left = [1 << 40, 1 << 40, 1000]
+    monkeypatch.setattr(locking, "available_bytes", lambda: left.pop(0))
+    with (
+        pytest.raises(RuntimeError, match=r"(?s)1,000 are left\n\nhint: "),
+        pinned(rows),
+    ):
+        pytest.fail("nothing is locked here")
+    # the page that was tried, the map, and the copy before it was made
+    assert left == []
+    assert driver.ranges == {}
+    assert len(module._copies) == 0
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("code", [2, 719])
+def test_a_copy_mends_neither_memory_nor_gpu(cuda, stored, code, caplog):
+    driver = cuda(FakeDriver(read_only_code=code))
+    with pytest.raises(RuntimeError, match=rf"\({code}\)"), pinned(mapped(stored)):
+        pytest.fail("nothing is locked here")
+    assert caplog.messages == []
+    assert driver.ranges == {}
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [None, FakeDriver(maps=False), FakeDriver(offset=1 << 40), FakeDriver(codes={0: 801})],
+)
+def test_a_driver_that_shows_gpus_no_host_memory(cuda, driver, caplog):
+    cuda(driver)
+    rows = torch.randn(30, 8)
+    assert not can_read_host("cuda")
+    with pinned(rows) as table:
+        assert table.rows is rows
+        assert driver is None or driver.ranges == {}
+        ids = torch.tensor([4, 29])
+        assert torch.equal(table.gather(ids), rows[ids])
+    assert caplog.messages == [
+        "this driver does not let the GPU read 960 bytes of host memory: the CPU gathers the rows, "
+        "and they are copied"
+    ]
+
+
+def test_wsl_that_locks_a_page_but_not_the_table(cuda, caplog, monkeypatch):
+    driver = cuda(FakeDriver(largest=PAGE))
+    small, large = torch.randn(3, 8), torch.randn(3000, 8)
+    # the ledger of `cuda` would go on down to single pages
+    monkeypatch.setattr(module._ledger(), "_smallest_bytes", 4 * PAGE)
+    with pytest.raises(RuntimeError, match="would not lock"), pinned(large):
+        pytest.fail("nothing is locked here")
+    monkeypatch.setattr(platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
+    with pinned(small) as kept, pinned(large) as table:
+        assert table.rows is large
+        assert not can_read_host("cuda")
+        # what was locked stays so
+        assert driver.is_covered(*span_of(kept.rows))
+        assert driver.locked_range(large[1000:].data_ptr()) is None
+    assert driver.ranges == {}
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "this driver does not let the GPU read 96,000 bytes of host memory"
+    ]
+
+
+def test_a_lost_gpu_does_not_hide_the_error_of_the_body(cuda, caplog):
+    driver = cuda(FakeDriver())
+
+    def lose():
+        driver.lost = RuntimeError("unspecified launch failure")
+        raise RuntimeError("a kernel failed")
+
+    with pytest.raises(RuntimeError, match="a kernel failed") as raised, pinned(torch.zeros(3, 2)):
+        lose()
+    assert raised.value.args == ("a kernel failed",)
+    notes = getattr(raised.value, "__notes__", caplog.messages)
+    assert notes == ["CUDA would not wait for its work: unspecified launch failure"]
+    assert driver.ranges == {}
+
+
+def test_can_read_host(cuda):
+    if not torch.cuda.is_available():
+        assert not can_read_host("cuda")
+    driver = cuda(FakeDriver())
+    assert not can_read_host("cpu")
+    assert driver.calls == []
+    assert can_read_host("cuda")
+    assert can_read_host(torch.device("cuda", 3))
+    asked = [call[1] for call in driver.named("can_map_host_memory")]
+    assert asked == [0, 3]
+
+
+def test_one_ledger_for_a_process(monkeypatch):
+    made = []
+
+    def make():
+        made.append(None)
+        time.sleep(0.05)
+        return FakeDriver()
+
+    monkeypatch.setattr(module, "Driver", make)
+    module._open_ledger.cache_clear()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            ledgers = {id(ledger) for ledger in pool.map(lambda _: module._ledger(), range(4))}
+        assert len(ledgers) == len(made) == 1
+    finally:
+        module._open_ledger.cache_clear()
+
+
+def test_no_ledger_without_a_driver(monkeypatch):
+    def missing():
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(module, "Driver", missing)
+    module._open_ledger.cache_clear()
+    try:
+        assert module._ledger() is None
+    finally:
+        module._open_ledger.cache_clear()
 
 
 @pytest.mark.gpu
@@ -184,6 +478,58 @@ def test_pinned_again_and_again(device):
         with contextlib.suppress(KeyError), pinned(rows):
             raise KeyError
         assert not rows.is_pinned()
+
+
+@pytest.mark.gpu
+def test_rows_across_the_borders_of_segments(device, monkeypatch):
+    # rows of 404 bytes, segments of 64 KiB: every 162nd row crosses a border
+    rows = torch.randn(100_000, 101)
+    ledger = Ledger(Driver(), segment_bytes=1 << 16)
+    monkeypatch.setattr(module, "_ledger", lambda: ledger)
+    with pinned(rows) as table:
+        assert len(ledger._segments) > 600
+        ids = torch.arange(100_000, device=device)
+        assert torch.equal(table.gather(ids).cpu(), rows)
+    assert not rows.is_pinned()
+    assert ledger._segments == []
+
+
+@pytest.mark.gpu
+def test_a_prepared_table_on_a_gpu(device, stored, caplog):
+    rows = mapped(stored)
+    ids = torch.randint(len(rows), (3000,), device=device)
+    for _ in range(2):
+        with pinned(rows) as table:
+            assert table.rows.is_pinned()
+            assert torch.equal(table.gather(ids).cpu(), rows[ids.cpu()])
+        assert not rows.is_pinned()
+        # locked in place without a word, or copied with one
+        assert (table.rows is rows) == (caplog.messages == [])
+
+
+@pytest.mark.gpu
+def test_what_torch_pinned_stays_so(device):
+    rows = torch.randn(3000, 101).pin_memory()
+    with pinned(rows) as table:
+        assert table.rows is rows
+        ids = torch.tensor([2999, 0], device=device)
+        assert torch.equal(table.gather(ids).cpu(), rows[[2999, 0]])
+    assert rows.is_pinned()
+
+
+@pytest.mark.gpu
+def test_shared_memory_on_a_gpu(device):
+    rows = torch.randn(3000, 101).share_memory_()
+    with pinned(rows) as table:
+        assert table.rows is rows
+        ids = torch.tensor([2999, 0], device=device)
+        assert torch.equal(table.gather(ids).cpu(), rows[[2999, 0]])
+    assert not rows.is_pinned()
+
+
+@pytest.mark.gpu
+def test_this_gpu_reads_host_memory(device):
+    assert can_read_host(device)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,348 @@
+"""Page-lock ranges of host memory in place: in segments, once however often, and let go of again.
+
+Pages are locked whole. A table begins and ends within a page that it may share with another table,
+so those two pages are segments of their own: neither table keeps more of the other locked than
+that. In between, a segment is as long as the driver takes: registrations of 512 GiB and more fail
+on present drivers (https://github.com/vllm-project/vllm/issues/51080), and some of 32 GiB on busy
+machines (https://github.com/sgl-project/sglang/pull/39744).
+
+A GPU sees locked memory where the host does, which is demanded of every segment. A row that crosses
+from one into the next therefore lies in one piece for the GPU too.
+
+The limit of `ulimit -l` is not held against a table beforehand: Linux counts towards it what
+mlock(2) locks, but NVIDIA's kernel module takes pages without asking for it
+(kernel-open/nvidia/os-mlock.c in https://github.com/NVIDIA/open-gpu-kernel-modules), so that most
+machines lock far more than their limit. It is named where the driver refuses.
+"""
+
+import logging
+import mmap
+import os
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from gcnzc import driver as cuda
+from gcnzc.mappings import PAGE_BYTES, available_bytes, lock_limit_bytes, needed_bytes
+
+# half of the least that was seen to fail, so that a usual machine takes it at once
+SEGMENT_BYTES = 16 << 30
+# as small as the pages that a GPU likes best
+SMALLEST_BYTES = 2 << 20
+# what a smaller segment may mend
+_TOO_LARGE = {cuda.INVALID_VALUE, cuda.OUT_OF_MEMORY, cuda.OPERATING_SYSTEM}
+# what another kind of memory may mend
+_UNSUITABLE = {cuda.INVALID_VALUE, cuda.NOT_PERMITTED, cuda.NOT_SUPPORTED}
+
+_log = logging.getLogger("gcnzc")
+
+
+class Locks(Protocol):
+    """What locking needs of a driver: `gcnzc.driver.Driver`, which says what each call does."""
+
+    def lock(self, address: int, num_bytes: int, read_only: bool = False) -> int:
+        """Lock whole pages; 0 or an error code."""
+
+    def unlock(self, address: int) -> int:
+        """Let go of what was locked from there on; 0 or an error code."""
+
+    def locked_range(self, address: int) -> tuple[int, int] | None:
+        """Begin and end of the locked range around an address, whoever locked it."""
+
+    def device_address(self, address: int) -> int | None:
+        """Where GPUs see it."""
+
+    def can_map_host_memory(self, device: int) -> bool:
+        """Whether that GPU says that it reads what is locked."""
+
+    def error_name(self, code: int) -> str:
+        """For people."""
+
+    def synchronize(self) -> None:
+        """Wait until no GPU reads any more."""
+
+
+class Refused(RuntimeError):
+    """The driver would not lock the memory; `is_unsuitable` if other memory may do."""
+
+    def __init__(self, message: str, is_unsuitable: bool) -> None:
+        super().__init__(message)
+        self.is_unsuitable = is_unsuitable
+
+
+@dataclass(eq=False)
+class _Segment:
+    begin: int
+    end: int
+    # `with`s that need it; none if it is about to be let go of, or could not be
+    count: int = 0
+
+
+class Ledger:
+    """What this process has locked through one driver, and for how many `with`s.
+
+    Threads may share it. In a process that was forked it begins anew: locks are not inherited.
+
+    Args:
+        driver: that locks.
+        segment_bytes: of one registration at most, a multiple of the page size.
+        smallest_bytes: down to which a refused registration is halved.
+    """
+
+    def __init__(
+        self,
+        driver: Locks,
+        segment_bytes: int = SEGMENT_BYTES,
+        smallest_bytes: int = SMALLEST_BYTES,
+    ) -> None:
+        self.driver = driver
+        self._segment_bytes, self._smallest_bytes = segment_bytes, smallest_bytes
+        # by ascending address; no two have a page in common
+        self._segments: list[_Segment] = []
+        self._mutex = threading.Lock()
+        self._process = os.getpid()
+        self._readers: dict[int, bool] = {}
+
+    def is_read_by(self, device: int) -> bool:
+        """Whether GPU number `device` reads memory that is locked in place, which is tried once.
+
+        Raises:
+            RuntimeError: it should, but the driver will not lock a single page.
+        """
+        if device not in self._readers:
+            self._readers[device] = self.driver.can_map_host_memory(device) and self._locks_a_page()
+        return self._readers[device]
+
+    def give_up(self, device: int) -> None:
+        """Say from now on that GPU number `device` does not read what is locked in place."""
+        self._readers[device] = False
+
+    @contextmanager
+    def locked(self, address: int, num_bytes: int, read_only: bool = False) -> Iterator[None]:
+        """Keep a range of memory page-locked, for GPUs to read, for the length of a `with`.
+
+        What is locked already, here or by others, is not locked again. What others locked, such as
+        `Tensor.pin_memory`, must stay so.
+
+        Args:
+            address: of the first byte; mapped for as long as the `with` lasts.
+            num_bytes: from there on; with 0 nothing is done.
+            read_only: the range is mapped read-only.
+
+        Raises:
+            Refused: the driver would not; nothing is left locked.
+            RuntimeError: the memory is not enough; or at the end, pages could not be let go of,
+                after it was tried for all of them. If an exception ends the `with`, it is the one
+                that is raised, and this is a note on it.
+        """
+        process, held = os.getpid(), list[_Segment]()
+        try:
+            with self._mutex_of_this_process():
+                demand_memory(address, num_bytes)
+                self._take(address, num_bytes, read_only, held)
+            yield
+        except BaseException as error:
+            if os.getpid() == process:
+                for trouble in self._leave(held):
+                    _note(error, trouble)
+            raise
+        if os.getpid() == process:
+            troubles = self._leave(held)
+            if troubles:
+                raise RuntimeError(
+                    f"{'; '.join(troubles)}\n\n"
+                    "hint: `nvidia-smi` shows whether the GPU is lost; what is still locked is let "
+                    "go of when the process ends"
+                )
+
+    def _locks_a_page(self) -> bool:
+        page = np.frombuffer(mmap.mmap(-1, PAGE_BYTES), np.uint8)
+        try:
+            with self.locked(page.ctypes.data, PAGE_BYTES):
+                return True
+        except Refused as refusal:
+            if not refusal.is_unsuitable:
+                raise
+            return False
+
+    def _mutex_of_this_process(self) -> threading.Lock:
+        if self._process != os.getpid():
+            # forked: the parent's locks are the parent's, and its threads are not here
+            self._process, self._segments = os.getpid(), []
+            self._mutex = threading.Lock()
+        return self._mutex
+
+    def _take(self, address: int, num_bytes: int, read_only: bool, held: list[_Segment]) -> None:
+        """Lock what is not locked yet, and add to `held` what to let go of."""
+        at, longest = 0, self._segment_bytes
+        for begin, end in _pieces(address, num_bytes):
+            at = max(at, begin)
+            while at < end:
+                after = bisect_right(self._segments, at, key=lambda segment: segment.begin)
+                before = self._segments[after - 1] if after > 0 else None
+                if before is not None and at < before.end:
+                    if before.count == 0:
+                        self._let_go_at_last(before)
+                        continue
+                    held.append(before)
+                    before.count += 1
+                    at = before.end
+                    continue
+                # the page may begin before the table and before what others locked of it
+                inside = max(at, address)
+                foreign = self.driver.locked_range(inside)
+                if foreign is not None:
+                    self._demand_same_address(inside)
+                    at = max(at + PAGE_BYTES, _up(foreign[1]))
+                    continue
+                stop = self._segments[after].begin if after < len(self._segments) else end
+                segment = _Segment(at, min(at + longest, stop, end), 1)
+                # before it is locked, so that it is let go of even if Ctrl-C comes in between
+                self._segments.insert(after, segment)
+                held.append(segment)
+                code, longest = self._lock(segment, read_only, longest)
+                if code != 0:
+                    held.remove(segment)
+                    self._segments.remove(segment)
+                # a page that others locked from its middle on may do as well
+                if code not in (0, cuda.ALREADY_LOCKED):
+                    raise Refused(self._refusal(segment, num_bytes, code), code in _UNSUITABLE)
+                self._demand_same_address(inside)
+                at = segment.end
+
+    def _lock(self, segment: _Segment, read_only: bool, longest: int) -> tuple[int, int]:
+        """Lock a segment, made shorter until the driver takes it.
+
+        Returns:
+            The error code of the last try, and how long the next segment may be.
+        """
+        while True:
+            size = segment.end - segment.begin
+            code = self.driver.lock(segment.begin, size, read_only)
+            if code == cuda.ALREADY_LOCKED and size > PAGE_BYTES:
+                # others locked something further on, up to which this is to reach
+                segment.end = segment.begin + _half(size, PAGE_BYTES)
+            elif code in _TOO_LARGE and size > self._smallest_bytes:
+                longest = _half(size, self._smallest_bytes)
+                segment.end = segment.begin + longest
+            else:
+                return code, longest
+
+    def _demand_same_address(self, at: int) -> None:
+        seen = self.driver.device_address(at)
+        if seen != at:
+            where = "nowhere" if seen is None else f"at {seen:#x}"
+            raise Refused(
+                f"GPUs see the host memory at {at:#x} {where}, so a table there cannot be read in "
+                "place\n\nhint: keep the features on the GPU, or gather on the host",
+                is_unsuitable=True,
+            )
+
+    def _let_go_at_last(self, segment: _Segment) -> None:
+        # Other memory may lie there by now, while GPUs would go on to read the old pages.
+        trouble = self._unlock(segment)
+        if trouble is not None:
+            raise Refused(
+                f"{trouble}, although it is no longer in use\n\nhint: start the process again",
+                is_unsuitable=False,
+            )
+
+    def _leave(self, held: list[_Segment]) -> list[str]:
+        """Let go of what nobody else holds; what went wrong."""
+        troubles: list[str] = []
+        with self._mutex:
+            for segment in held:
+                segment.count -= 1
+            last = [segment for segment in held if segment.count == 0]
+            if last:
+                try:
+                    # no GPU may still be reading
+                    self.driver.synchronize()
+                except Exception as error:
+                    troubles.append(f"CUDA would not wait for its work: {error}")
+            tried = [self._unlock(segment) for segment in reversed(last)]
+            troubles += [trouble for trouble in tried if trouble is not None]
+        return troubles
+
+    def _unlock(self, segment: _Segment) -> str | None:
+        """Let go of a segment; what went wrong, and then it stays in the ledger."""
+        try:
+            code = self.driver.unlock(segment.begin)
+            trouble = None if code == 0 else self.driver.error_name(code)
+        except Exception as error:
+            # torch's, where the GPU is lost and this thread had not used it
+            trouble = str(error)
+        if trouble is None:
+            self._segments.remove(segment)
+            return None
+        size = segment.end - segment.begin
+        where = f"{size:,} bytes of host memory at {segment.begin:#x}"
+        return f"CUDA would not unlock {where}: {trouble}"
+
+    def _refusal(self, segment: _Segment, num_bytes: int, code: int) -> str:
+        size, limit = segment.end - segment.begin, lock_limit_bytes()
+        hint = "features that are kept on the GPU, or smaller ones, need no locking"
+        if code not in _TOO_LARGE | _UNSUITABLE:
+            hint = "`nvidia-smi` shows whether the GPU is well; then start the process again"
+        elif limit is not None and limit < num_bytes:
+            hint = (
+                f"`ulimit -l` allows this user {limit:,} bytes: raise memlock in "
+                "/etc/security/limits.conf, or start the container with --ulimit memlock=-1; or "
+                f"{hint}"
+            )
+        return (
+            f"CUDA would not lock {size:,} of {num_bytes:,} bytes of host memory at "
+            f"{segment.begin:#x}: {self.driver.error_name(code)}\n\nhint: {hint}"
+        )
+
+
+def demand_memory(address: int, num_bytes: int) -> None:
+    """Demand that a range of memory fits, whole, into what is left.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    if num_bytes == 0:
+        return
+    begin, end = _down(address), _up(address + num_bytes)
+    needed, left = needed_bytes(begin, end - begin), available_bytes()
+    if needed > left:
+        raise RuntimeError(
+            f"locking {num_bytes:,} bytes takes {needed:,} bytes of memory, and {left:,} are left"
+            "\n\nhint: end other programs, allow the container more, or use features of a smaller "
+            "type; a table that is larger than the memory cannot be locked"
+        )
+
+
+def _pieces(address: int, num_bytes: int) -> list[tuple[int, int]]:
+    """The pages of a range: the first and the last by themselves if others may share them."""
+    if num_bytes == 0:
+        return []
+    ends = address, address + num_bytes
+    return list(pairwise(sorted({*map(_down, ends), *map(_up, ends)})))
+
+
+def _down(address: int) -> int:
+    return address // PAGE_BYTES * PAGE_BYTES
+
+
+def _up(address: int) -> int:
+    return -(-address // PAGE_BYTES) * PAGE_BYTES
+
+
+def _half(size: int, smallest: int) -> int:
+    return max(smallest, _down(size // 2))
+
+
+def _note(error: BaseException, text: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        _log.warning("%s", text)

@@ -1,0 +1,273 @@
+"""The driver's functions are called as cuda.h declares them; on a GPU, the driver itself."""
+
+import ctypes
+import inspect
+import mmap
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc import driver as cuda
+from gcnzc.driver import Driver
+from gcnzc.mappings import PAGE_BYTES as PAGE
+
+# an address and a size that do not fit into 32 bits
+ADDRESS, BYTES = 0x7F12_3456_7000, 48 << 30
+
+C = ctypes
+
+
+class Library:
+    """Machine code behind each name, as in a library: it knows no argument types of its own."""
+
+    def __init__(self):
+        self.calls = []
+        self.context = 1
+        self.attributes = {}
+        self.pointers = {}
+        self.used = {0}
+        self._kept = []
+        int_at, uint_at = C.POINTER(C.c_int), C.POINTER(C.c_uint)
+        word_at, name_at = C.POINTER(C.c_uint64), C.POINTER(C.c_char_p)
+        # as cuda.h has them
+        self._define("cuCtxGetCurrent", C.POINTER(C.c_void_p))
+        self._define("cuDeviceGet", int_at, C.c_int)
+        self._define("cuDeviceGetAttribute", int_at, C.c_int, C.c_int)
+        self._define("cuDevicePrimaryCtxGetState", C.c_int, uint_at, int_at)
+        self._define("cuGetErrorName", C.c_int, name_at)
+        self._define("cuMemHostGetDevicePointer_v2", word_at, C.c_uint64, C.c_uint)
+        self._define("cuMemHostRegister_v2", C.c_uint64, C.c_uint64, C.c_uint)
+        self._define("cuMemHostUnregister", C.c_uint64)
+        self._define("cuPointerGetAttribute", word_at, C.c_int, C.c_uint64)
+
+    def _define(self, name, *types):
+        code = C.CFUNCTYPE(C.c_int, *types)(getattr(self, f"_{name}"))
+        self._kept.append(code)
+        foreign = type("Foreign", (C._CFuncPtr,), {"_flags_": 1, "_restype_": C.c_int})
+        setattr(self, name, foreign(C.cast(code, C.c_void_p).value))
+
+    def _cuCtxGetCurrent(self, context):
+        context[0] = self.context
+        return 0
+
+    def _cuDeviceGet(self, device, ordinal):
+        # handles need not be what torch counts
+        device[0] = ordinal + 100
+        return 0
+
+    def _cuDeviceGetAttribute(self, value, attribute, device):
+        if (attribute, device - 100) not in self.attributes:
+            return cuda.INVALID_VALUE
+        value[0] = self.attributes[attribute, device - 100]
+        return 0
+
+    def _cuDevicePrimaryCtxGetState(self, device, flags, active):
+        flags[0], active[0] = 8, device - 100 in self.used
+        return 0
+
+    def _cuGetErrorName(self, code, name):
+        if code != cuda.OUT_OF_MEMORY:
+            return cuda.INVALID_VALUE
+        name[0] = b"CUDA_ERROR_OUT_OF_MEMORY"
+        return 0
+
+    def _cuMemHostGetDevicePointer_v2(self, seen, address, flags):
+        self.calls.append(("seen", address, flags))
+        if address != ADDRESS:
+            return cuda.INVALID_VALUE
+        seen[0] = address + (1 << 40)
+        return 0
+
+    def _cuMemHostRegister_v2(self, address, num_bytes, flags):
+        self.calls.append(("lock", address, num_bytes, flags))
+        return cuda.OUT_OF_MEMORY
+
+    def _cuMemHostUnregister(self, address):
+        self.calls.append(("unlock", address))
+        return 713
+
+    def _cuPointerGetAttribute(self, value, attribute, address):
+        found = self.pointers.get(address, {})
+        if attribute not in found:
+            return cuda.INVALID_VALUE
+        if attribute == cuda.MEMORY_TYPE:
+            # 4 bytes wide, unlike the others
+            C.cast(value, C.POINTER(C.c_uint))[0] = found[attribute]
+        else:
+            value[0] = found[attribute]
+        return 0
+
+
+@pytest.fixture
+def library():
+    return Library()
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """What torch was asked to wait for."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: calls.append(device))
+    return calls
+
+
+@pytest.fixture
+def driver(library, waits):
+    return Driver(library)
+
+
+def test_torch_comes_first(library, monkeypatch):
+    def refuse():
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    with pytest.raises(RuntimeError, match="forked"):
+        Driver(library)
+
+
+def test_no_library(waits, monkeypatch):
+    monkeypatch.setattr(cuda, "LIBRARY", "libno-such-driver.so.1")
+    with pytest.raises(OSError, match="no-such-driver"):
+        Driver()
+
+
+def test_lock_and_unlock(driver, library):
+    assert driver.lock(ADDRESS, BYTES) == cuda.OUT_OF_MEMORY
+    assert driver.unlock(ADDRESS) == 713
+    assert library.calls == [("lock", ADDRESS, BYTES, 0x01 | 0x02), ("unlock", ADDRESS)]
+
+
+@pytest.mark.parametrize(("attributes", "flag"), [({(113, 0): 1}, 8), ({(113, 0): 0}, 0), ({}, 0)])
+def test_read_only_is_told_to_a_driver_that_knows_it(driver, library, attributes, flag):
+    library.attributes = attributes
+    driver.lock(ADDRESS, BYTES, read_only=True)
+    driver.lock(ADDRESS, BYTES)
+    assert [call[3] for call in library.calls] == [3 | flag, 3]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "can"),
+    [({19: 1, 99: 1}, True), ({19: 1, 99: 0}, False), ({19: 0, 99: 1}, False), ({19: 1}, False)],
+)
+def test_what_a_gpu_says(driver, library, attributes, can):
+    library.attributes = {(number, 2): value for number, value in attributes.items()}
+    assert driver.can_map_host_memory(2) == can
+    assert not driver.can_map_host_memory(1)
+
+
+def test_what_is_locked(driver, library):
+    begin, size = ADDRESS - 4096, BYTES
+    locked = {cuda.MEMORY_TYPE: 1, cuda.RANGE_START: begin, cuda.RANGE_SIZE: size}
+    library.pointers[ADDRESS] = locked
+    assert driver.is_locked(ADDRESS)
+    assert driver.locked_range(ADDRESS) == (begin, begin + size)
+    # memory of a GPU, and memory that CUDA does not know
+    library.pointers[ADDRESS + 1] = locked | {cuda.MEMORY_TYPE: 2}
+    for address in (ADDRESS + 1, ADDRESS + 2):
+        assert not driver.is_locked(address)
+        assert driver.locked_range(address) is None
+
+
+@pytest.mark.parametrize("told", [{}, {cuda.RANGE_START: ADDRESS + 1, cuda.RANGE_SIZE: BYTES}])
+def test_a_locked_range_that_is_not_told(driver, library, told):
+    library.pointers[ADDRESS] = {cuda.MEMORY_TYPE: 1} | told
+    assert driver.locked_range(ADDRESS) == (ADDRESS, ADDRESS + 1)
+
+
+def test_where_gpus_see_it(driver, library):
+    assert driver.device_address(ADDRESS) == ADDRESS + (1 << 40)
+    assert driver.device_address(ADDRESS + 1) is None
+    assert library.calls[0] == ("seen", ADDRESS, 0)
+
+
+def test_error_names(driver):
+    assert driver.error_name(2) == "CUDA_ERROR_OUT_OF_MEMORY (2)"
+    assert driver.error_name(4711) == "error (4711)"
+
+
+def test_a_thread_without_a_context_gets_torchs(driver, library, waits):
+    driver.unlock(ADDRESS)
+    assert waits == ["init"]
+    library.context = None
+    driver.unlock(ADDRESS)
+    assert waits == ["init", None]
+
+
+def test_waiting_is_for_the_gpus_in_use(driver, library, waits):
+    library.used = {0, 2}
+    driver.synchronize()
+    assert waits == ["init", 0, 2]
+
+
+def test_one_lost_gpu_does_not_keep_from_waiting_for_the_others(driver, library, monkeypatch):
+    library.used = {0, 1, 2}
+    waited = []
+
+    def wait(device):
+        waited.append(device)
+        if device == 0:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        driver.synchronize()
+    assert waited == [0, 1, 2]
+
+
+def test_every_function_that_is_declared_is_called():
+    source = inspect.getsource(Driver)
+    for name in cuda.SIGNATURES:
+        assert f'_call("{name}"' in source or f"_library.{name}(" in source, name
+
+
+@pytest.mark.gpu
+def test_lock_and_unlock_on_a_gpu(device):
+    driver = Driver()
+    assert driver.can_map_host_memory(torch.cuda.current_device())
+    memory = np.frombuffer(mmap.mmap(-1, 8 * PAGE), np.uint8)
+    address = memory.ctypes.data
+    assert not driver.is_locked(address)
+    assert driver.locked_range(address) is None
+    assert driver.device_address(address) is None
+    assert driver.lock(address, 4 * PAGE) == 0
+    try:
+        assert driver.is_locked(address + 5)
+        assert not driver.is_locked(address + 4 * PAGE)
+        begin, end = driver.locked_range(address + 5)
+        assert address <= begin <= address + 5 < end <= address + 4 * PAGE
+        assert driver.device_address(address + PAGE) == address + PAGE
+        assert driver.lock(address + PAGE, PAGE) == cuda.ALREADY_LOCKED
+        assert torch.from_numpy(memory).is_pinned()
+    finally:
+        assert driver.unlock(address) == 0
+    assert driver.unlock(address) != 0
+    # nothing is left behind that torch would raise
+    assert torch.ones(3, device=device).sum().item() == 3
+
+
+@pytest.mark.gpu
+def test_a_thread_of_its_own_on_a_gpu(device):
+    torch.ones(3, device=device)
+    memory = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
+    codes = []
+
+    def work():
+        driver = Driver()
+        codes.append(driver.lock(memory.ctypes.data, PAGE))
+        driver.synchronize()
+        codes.append(driver.unlock(memory.ctypes.data))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert codes == [0, 0]
+
+
+@pytest.mark.gpu
+def test_error_names_of_a_gpu(device):
+    assert Driver().error_name(712) == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (712)"

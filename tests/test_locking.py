@@ -1,0 +1,540 @@
+"""What is locked is exactly what is in use, whatever is refused, interrupted, shared or forked."""
+
+import contextlib
+import math
+import mmap
+import os
+import random
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+from fake_driver import LOST, FakeDriver
+
+from gcnzc import driver as cuda
+from gcnzc import locking
+from gcnzc.locking import Ledger, Refused
+from gcnzc.mappings import PAGE_BYTES as PAGE
+
+# above all addresses that a process has, so that nothing is mapped there
+BASE = 1 << 50
+
+
+def ledger_of(driver, segment_pages=16, smallest_pages=2):
+    return Ledger(driver, segment_pages * PAGE, smallest_pages * PAGE)
+
+
+def pages_of(ranges):
+    return {page for a, b in ranges.items() for page in range(a // PAGE, b // PAGE)}
+
+
+def notes(error):
+    return getattr(error, "__notes__", [])
+
+
+@pytest.mark.parametrize("offset", [0, 1, 64, PAGE - 1])
+@pytest.mark.parametrize("num_bytes", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 100 * PAGE - 3])
+def test_segments_are_the_pages_of_the_range(offset, num_bytes):
+    driver = FakeDriver()
+    begin, end = BASE + offset, BASE + offset + num_bytes
+    with ledger_of(driver).locked(begin, num_bytes):
+        assert min(driver.ranges) == BASE
+        assert max(driver.ranges.values()) == -(-end // PAGE) * PAGE
+        assert driver.is_covered(begin, num_bytes)
+        assert max(b - a for a, b in driver.ranges.items()) <= 16 * PAGE
+        # no more calls than it takes
+        middle = (end // PAGE) - -(-begin // PAGE)
+        assert len(driver.ranges) <= 2 + -(-max(middle, 0) // 16)
+    assert driver.ranges == {}
+
+
+def test_pages_that_are_filled_in_part_are_segments_of_their_own():
+    driver = FakeDriver()
+    with ledger_of(driver).locked(BASE + 8, 4 * PAGE):
+        ranges = [((a - BASE) // PAGE, (b - BASE) // PAGE) for a, b in driver.ranges.items()]
+        assert ranges == [(0, 1), (1, 4), (4, 5)]
+    with ledger_of(driver).locked(BASE, 4 * PAGE):
+        assert driver.ranges == {BASE: BASE + 4 * PAGE}
+
+
+def test_no_bytes_are_nothing_to_do():
+    driver = FakeDriver()
+    with ledger_of(driver).locked(BASE + 5, 0):
+        pass
+    assert driver.calls == []
+
+
+def test_what_is_refused_is_tried_at_half_the_size():
+    driver = FakeDriver(largest=5 * PAGE)
+    with ledger_of(driver).locked(BASE, 33 * PAGE):
+        assert driver.is_covered(BASE, 33 * PAGE)
+        sizes = [(b - a) // PAGE for a, b in driver.ranges.items()]
+        assert sizes == [4] * 8 + [1]
+        tried = [call[2] // PAGE for call in driver.named("lock")]
+        assert tried == [16, 8, *sizes]
+    assert driver.ranges == {}
+
+
+@pytest.mark.parametrize("code", [cuda.INVALID_VALUE, cuda.OUT_OF_MEMORY, cuda.OPERATING_SYSTEM])
+def test_one_refusal_is_outlived(code):
+    driver = FakeDriver(codes={1: code})
+    with ledger_of(driver).locked(BASE, 40 * PAGE):
+        assert driver.is_covered(BASE, 40 * PAGE)
+    assert driver.ranges == {}
+
+
+@pytest.mark.parametrize("limit", [None, 9 * PAGE])
+def test_below_the_smallest_size_nothing_is_tried(monkeypatch, limit):
+    # a limit that is large enough is none
+    monkeypatch.setattr(locking, "lock_limit_bytes", lambda: limit)
+    driver = FakeDriver(largest=PAGE)
+    words = rf"lock {2 * PAGE:,} of {9 * PAGE:,} bytes .*NUMBER \(2\)\n\nhint: features"
+    with pytest.raises(Refused, match=words) as refused, ledger_of(driver).locked(BASE, 9 * PAGE):
+        pytest.fail("nothing is locked here")
+    assert not refused.value.is_unsuitable
+    assert [call[2] // PAGE for call in driver.named("lock")] == [9, 4, 2]
+    assert driver.ranges == {}
+
+
+def test_a_refusal_names_a_limit_that_is_too_low(monkeypatch):
+    monkeypatch.setattr(locking, "lock_limit_bytes", lambda: 9 * PAGE - 1)
+    driver = FakeDriver(largest=PAGE)
+    words = rf"(?s)hint: `ulimit -l` allows this user {9 * PAGE - 1:,} bytes: .*memlock=-1"
+    with pytest.raises(Refused, match=words), ledger_of(driver).locked(BASE, 9 * PAGE):
+        pytest.fail("nothing is locked here")
+
+
+def test_the_limit_alone_refuses_nothing(monkeypatch):
+    monkeypatch.setattr(locking, "lock_limit_bytes", lambda: 0)
+    driver = FakeDriver()
+    with ledger_of(driver).locked(BASE, 9 * PAGE):
+        assert driver.is_covered(BASE, 9 * PAGE)
+
+
+@pytest.mark.parametrize("nth", range(8))
+@pytest.mark.parametrize("code", [cuda.NOT_SUPPORTED, LOST])
+def test_after_a_failure_in_the_middle_nothing_is_locked(nth, code):
+    driver = FakeDriver(codes={nth: code})
+    ledger = ledger_of(driver, segment_pages=4)
+    with pytest.raises(Refused, match=str(code)) as refused, ledger.locked(BASE + 1, 26 * PAGE):
+        pytest.fail("nothing is locked here")
+    assert refused.value.is_unsuitable == (code == cuda.NOT_SUPPORTED)
+    assert ("nvidia-smi" in str(refused.value)) == (code == LOST)
+    assert notes(refused.value) == []
+    assert driver.ranges == {}
+    # what was let go of can be locked again
+    with ledger.locked(BASE + 1, 26 * PAGE):
+        assert driver.is_covered(BASE + 1, 26 * PAGE)
+    assert driver.ranges == {}
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_after_an_error_in_the_body_nothing_is_locked(error):
+    driver = FakeDriver()
+    with pytest.raises(error) as raised, ledger_of(driver).locked(BASE, 40 * PAGE):
+        raise error
+    assert notes(raised.value) == []
+    assert driver.ranges == {}
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_ctrl_c_as_the_driver_returns(nth):
+    class Interrupted(FakeDriver):
+        def lock(self, *args):
+            code = super().lock(*args)
+            if len(self.named("lock")) == nth + 1:
+                raise KeyboardInterrupt
+            return code
+
+    driver = Interrupted()
+    with pytest.raises(KeyboardInterrupt), ledger_of(driver).locked(BASE, 40 * PAGE):
+        pytest.fail("nothing is locked here")
+    assert driver.ranges == {}
+
+
+def test_the_gpu_is_waited_for_before_pages_are_let_go_of():
+    driver = FakeDriver()
+    with ledger_of(driver).locked(BASE, 40 * PAGE):
+        pass
+    kinds = [call[0] for call in driver.calls]
+    assert kinds == ["lock"] * 3 + ["synchronize"] + ["unlock"] * 3
+
+
+def test_what_is_locked_twice_is_locked_once_until_the_last_leaves():
+    driver = FakeDriver()
+    ledger = ledger_of(driver)
+    first, second = ledger.locked(BASE + 7, 40 * PAGE), ledger.locked(BASE + 7, 40 * PAGE)
+    first.__enter__()
+    calls = len(driver.calls)
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert len(driver.calls) == calls
+    assert driver.is_covered(BASE + 7, 40 * PAGE)
+    second.__exit__(None, None, None)
+    assert driver.ranges == {}
+
+
+def test_views_of_one_table():
+    driver = FakeDriver()
+    ledger = ledger_of(driver)
+    whole, head, tail = (BASE, 40 * PAGE), (BASE, 25 * PAGE + 3), (BASE + 20 * PAGE, 20 * PAGE)
+    for order in ([head, tail, whole], [whole, head, tail], [tail, whole, head]):
+        stack = [ledger.locked(*part) for part in order]
+        for lock in stack:
+            lock.__enter__()
+        assert driver.is_covered(*whole)
+        for lock, left in zip(stack, [order[1:], order[2:], []], strict=True):
+            lock.__exit__(None, None, None)
+            assert all(driver.is_covered(*part) for part in left)
+        assert driver.ranges == {}
+
+
+def test_between_what_is_locked_one_call_is_enough():
+    driver = FakeDriver()
+    ledger = ledger_of(driver)
+    with ledger.locked(BASE + 13 * PAGE, 2 * PAGE), ledger.locked(BASE, 5 * PAGE):
+        assert driver.named("lock")[1:] == [("lock", BASE, 5 * PAGE, False)]
+        with ledger.locked(BASE, 20 * PAGE):
+            sizes = [call[2] // PAGE for call in driver.named("lock")[2:]]
+            assert sizes == [8, 5]
+    assert driver.ranges == {}
+
+
+def test_two_tables_that_share_a_page_keep_no_more_than_it():
+    driver = FakeDriver()
+    ledger = ledger_of(driver)
+    shared = BASE + 10 * PAGE
+    one, other = ledger.locked(BASE, 10 * PAGE + 100), ledger.locked(shared + 100, 5 * PAGE)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    # memory of the first may be given to anything now
+    assert min(driver.ranges) == shared
+    assert driver.is_covered(shared + 100, 5 * PAGE)
+    other.__exit__(None, None, None)
+    assert driver.ranges == {}
+
+
+# in pages from BASE
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 40), (0, 3), (5, 9), (37, 40), (-3, 2), (39, 45), (5, 9.25), (0.1, 40)]
+)
+@pytest.mark.parametrize("tells", [True, False])
+def test_what_others_locked_is_left_to_them(begin, end, tells):
+    driver = FakeDriver(tells=tells)
+    driver.foreign[BASE + int(begin * PAGE)] = BASE + int(end * PAGE)
+    # what they locked without regard to pages is the table itself
+    address = BASE + int(begin * PAGE) if 0 < begin < 1 else BASE
+    with ledger_of(driver).locked(address, BASE + 40 * PAGE - address):
+        locked = {page for a, b in driver.ranges.items() for page in range(a, b, PAGE)}
+        theirs = range(int(begin), math.ceil(end))
+        expected = {BASE + page * PAGE for page in range(40) if page not in theirs}
+        assert locked == expected
+    assert driver.ranges == {}
+    assert len(driver.foreign) == 1
+
+
+def test_what_others_locked_is_not_walked_page_by_page():
+    driver = FakeDriver()
+    driver.foreign[BASE] = BASE + 100_000 * PAGE
+    with ledger_of(driver).locked(BASE, 100_000 * PAGE):
+        assert driver.asked < 10
+
+
+def test_a_page_that_others_locked_from_its_middle_on_must_be_seen_by_gpus():
+    driver = FakeDriver()
+    driver.foreign[BASE + 2 * PAGE + 8] = BASE + 3 * PAGE
+    with (
+        pytest.raises(Refused, match=rf"(?s)memory at {BASE + 2 * PAGE:#x} nowhere.*hint: "),
+        ledger_of(driver).locked(BASE, 5 * PAGE),
+    ):
+        pytest.fail("nothing is locked here")
+    assert driver.ranges == {}
+
+
+@pytest.mark.parametrize(("offset", "where"), [(1 << 40, r"at 0x"), (None, "nowhere")])
+def test_gpus_that_see_it_elsewhere(offset, where):
+    driver = FakeDriver(offset=offset)
+    with (
+        pytest.raises(Refused, match=rf"(?s)GPUs see .* {where}.*hint: ") as refused,
+        ledger_of(driver).locked(BASE, 5 * PAGE),
+    ):
+        pytest.fail("nothing is locked here")
+    assert refused.value.is_unsuitable
+    assert driver.ranges == {}
+
+
+def test_gpus_that_see_elsewhere_what_others_locked():
+    driver = FakeDriver(offset=PAGE)
+    driver.foreign[BASE] = BASE + 5 * PAGE
+    with pytest.raises(Refused, match="GPUs see"), ledger_of(driver).locked(BASE, 5 * PAGE):
+        pytest.fail("nothing is locked here")
+
+
+def test_every_segment_must_lie_where_the_host_sees_it():
+    class Elsewhere(FakeDriver):
+        def device_address(self, address):
+            return address + (PAGE if address >= BASE + 16 * PAGE else 0)
+
+    driver = Elsewhere()
+    with pytest.raises(Refused, match="GPUs see"), ledger_of(driver).locked(BASE, 20 * PAGE):
+        pytest.fail("nothing is locked here")
+    assert driver.ranges == {}
+
+
+def test_a_refused_unlock_is_reported_after_the_others():
+    driver = FakeDriver()
+    # in the order of unlocking, the one in the middle
+    driver.unlock_codes[BASE + 16 * PAGE] = LOST
+    words = rf"(?s)would not unlock {16 * PAGE:,} bytes .*\(719\)\n\nhint: .*nvidia-smi"
+    with pytest.raises(RuntimeError, match=words), ledger_of(driver).locked(BASE, 40 * PAGE):
+        pass
+    assert list(driver.ranges) == [BASE + 16 * PAGE]
+
+
+def test_a_lost_gpu_does_not_hide_the_error_of_the_body(caplog):
+    driver = FakeDriver()
+    driver.lost = RuntimeError("CUDA error: unspecified launch failure")
+    driver.unlock_codes = {BASE: LOST, BASE + 16 * PAGE: LOST}
+    with (
+        pytest.raises(KeyError, match="the row") as raised,
+        ledger_of(driver).locked(BASE, 40 * PAGE),
+    ):
+        raise KeyError("the row")
+    said = notes(raised.value) if sys.version_info >= (3, 11) else caplog.messages
+    assert len(said) == 3
+    assert "unspecified launch failure" in said[0]
+    assert all("would not unlock" in line and "(719)" in line for line in said[1:])
+    assert list(driver.ranges) == [BASE, BASE + 16 * PAGE]
+
+
+def test_a_driver_that_raises_is_reported_too():
+    class Raises(FakeDriver):
+        def unlock(self, address):
+            super().unlock(address)
+            raise RuntimeError("no context")
+
+    driver = Raises()
+    with (
+        pytest.raises(RuntimeError, match=r"(?s)no context.*no context.*hint: "),
+        ledger_of(driver).locked(BASE, 20 * PAGE),
+    ):
+        pass
+    assert len(driver.named("unlock")) == 2
+
+
+def test_waiting_that_fails_is_reported_after_unlocking():
+    driver = FakeDriver()
+    driver.lost = RuntimeError("gone")
+    with (
+        pytest.raises(RuntimeError, match=r"(?s)would not wait for its work: gone.*hint: "),
+        ledger_of(driver).locked(BASE, 40 * PAGE),
+    ):
+        pass
+    assert driver.ranges == {}
+
+
+def test_what_could_not_be_unlocked_is_unlocked_before_it_is_locked_again():
+    # other memory may lie there by then, and a GPU would go on to read the old pages
+    driver = FakeDriver()
+    ledger = ledger_of(driver)
+    driver.unlock_codes[BASE] = LOST
+    with pytest.raises(RuntimeError, match="not unlock"), ledger.locked(BASE, 4 * PAGE):
+        pass
+    with (
+        pytest.raises(Refused, match=r"(?s)no longer in use\n\nhint: start"),
+        ledger.locked(BASE + PAGE, 2 * PAGE),
+    ):
+        pytest.fail("nothing is locked here")
+    driver.unlock_codes.clear()
+    driver.calls.clear()
+    with ledger.locked(BASE + PAGE, 2 * PAGE):
+        assert [call[0] for call in driver.calls] == ["unlock", "lock"]
+        assert driver.ranges == {BASE + PAGE: BASE + 3 * PAGE}
+    assert driver.ranges == {}
+
+
+def test_read_only_is_passed_on():
+    driver = FakeDriver()
+    ledger = ledger_of(driver)
+    for read_only in (True, False):
+        driver.calls.clear()
+        with ledger.locked(BASE, PAGE, read_only):
+            assert driver.named("lock") == [("lock", BASE, PAGE, read_only)]
+
+
+def test_memory_that_does_not_fit_is_not_locked(monkeypatch):
+    num_bytes = 64 * PAGE
+    memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    memory[: 10 * PAGE] = 1
+    address = memory.ctypes.data
+    driver = FakeDriver()
+    # ten pages are there already
+    monkeypatch.setattr(locking, "available_bytes", lambda: 54 * PAGE)
+    with ledger_of(driver).locked(address, num_bytes):
+        assert driver.is_covered(address, num_bytes)
+    driver.calls.clear()
+    monkeypatch.setattr(locking, "available_bytes", lambda: 54 * PAGE - 1)
+    words = rf"{num_bytes:,} bytes takes {54 * PAGE:,} .* {54 * PAGE - 1:,} are left\n\nhint: "
+    with pytest.raises(RuntimeError, match=words), ledger_of(driver).locked(address, num_bytes):
+        pytest.fail("nothing is locked here")
+    assert driver.calls == []
+
+
+@pytest.mark.parametrize("num_threads", [2, 8])
+def test_threads(num_threads):
+    driver = FakeDriver(largest=6 * PAGE, pause_s=1e-4)
+    ledger = ledger_of(driver)
+    errors = []
+
+    def work(number):
+        generator = random.Random(number)
+        try:
+            for _ in range(20):
+                address = BASE + generator.randrange(30 * PAGE)
+                num_bytes = generator.randrange(1, 20 * PAGE)
+                with ledger.locked(address, num_bytes), ledger._mutex:
+                    assert driver.is_covered(address, num_bytes)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert driver.ranges == {}
+
+
+def in_a_child(work):
+    """Whether `work` held in a forked child, which ends at once."""
+    with warnings.catch_warnings():
+        # torch's threads are idle, and the child asks nothing of them
+        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_a_forked_child_lets_go_of_nothing_of_its_parent(error):
+    driver = FakeDriver()
+    ledger = ledger_of(driver)
+    lock = ledger.locked(BASE, 40 * PAGE)
+    lock.__enter__()
+    calls = list(driver.calls)
+
+    def leave():
+        with contextlib.suppress(KeyError):
+            lock.__exit__(error, None if error is None else error(), None)
+        return driver.calls == calls
+
+    # as if another thread were locking at the moment of the fork
+    with ledger._mutex:
+        assert in_a_child(leave)
+    lock.__exit__(None, None, None)
+    assert driver.ranges == {}
+
+
+def test_a_forked_child_has_a_ledger_of_its_own():
+    driver = FakeDriver()
+    ledger = ledger_of(driver)
+    with ledger.locked(BASE, 4 * PAGE):
+
+        def lock():
+            # locks are not inherited
+            driver.ranges.clear()
+            driver.calls.clear()
+            with ledger.locked(BASE, 4 * PAGE):
+                covered = driver.is_covered(BASE, 4 * PAGE)
+            return covered and len(driver.named("unlock")) == 1 and not driver.ranges
+
+        with ledger._mutex:
+            assert in_a_child(lock)
+        assert driver.is_covered(BASE, 4 * PAGE)
+    assert driver.ranges == {}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_order_of_any_ranges_with_any_failures(seed):
+    generator = random.Random(seed)
+    codes = [cuda.INVALID_VALUE, cuda.OUT_OF_MEMORY, cuda.NOT_SUPPORTED, LOST]
+    driver = FakeDriver(
+        largest=generator.choice([None, 3 * PAGE, 7 * PAGE]),
+        codes={generator.randrange(60): generator.choice(codes) for _ in range(4)},
+        tells=generator.random() < 0.5,
+    )
+    if generator.random() < 0.5:
+        begin = BASE + generator.randrange(40) * PAGE
+        driver.foreign[begin] = begin + generator.randrange(1, 9) * PAGE
+    ledger = ledger_of(driver, segment_pages=generator.choice([4, 16]), smallest_pages=1)
+    held = []
+    for _ in range(30):
+        if held and generator.random() < 0.4:
+            lock, *_ = held.pop(generator.randrange(len(held)))
+            lock.__exit__(None, None, None)
+        else:
+            address = BASE + generator.randrange(40 * PAGE)
+            num_bytes = generator.randrange(12 * PAGE)
+            lock, before = ledger.locked(address, num_bytes), pages_of(driver.ranges)
+            with contextlib.suppress(Refused):
+                lock.__enter__()
+                held.append((lock, address, num_bytes))
+            new = pages_of(driver.ranges) - before
+            assert new <= set(range(address // PAGE, (address + num_bytes - 1) // PAGE + 1))
+        # what is held is locked, and nothing if nothing is held
+        needed = set()
+        for _, address, num_bytes in held:
+            pages = range(address // PAGE, -(-(address + num_bytes) // PAGE))
+            needed.update(pages if num_bytes else ())
+        locked = pages_of(driver.ranges)
+        assert needed <= locked | pages_of(driver.foreign)
+        if not held:
+            assert locked == set()
+    for lock, *_ in held:
+        lock.__exit__(None, None, None)
+    assert driver.ranges == {}
+
+
+def test_a_gpu_reads_what_is_locked_if_it_says_so_and_a_page_shows_it():
+    driver = FakeDriver()
+    ledger = ledger_of(driver)
+    assert ledger.is_read_by(1)
+    assert driver.ranges == {}
+    assert len(driver.named("lock")) == 1
+    # once for each GPU
+    assert ledger.is_read_by(1)
+    assert driver.named("can_map_host_memory") == [("can_map_host_memory", 1)]
+
+    says_no = FakeDriver(maps=False)
+    assert not ledger_of(says_no).is_read_by(0)
+    assert says_no.named("lock") == []
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [
+        FakeDriver(offset=PAGE),
+        FakeDriver(offset=None),
+        FakeDriver(codes={0: cuda.NOT_SUPPORTED}),
+        FakeDriver(codes={0: cuda.NOT_PERMITTED}),
+        FakeDriver(codes={0: cuda.INVALID_VALUE}),
+    ],
+)
+def test_a_gpu_that_says_so_and_does_not(driver):
+    assert not ledger_of(driver).is_read_by(0)
+    assert driver.ranges == {}
+
+
+@pytest.mark.parametrize("code", [cuda.OUT_OF_MEMORY, LOST])
+def test_a_gpu_that_is_not_well_is_no_gpu_that_cannot(code):
+    with pytest.raises(Refused, match=str(code)):
+        ledger_of(FakeDriver(codes={0: code})).is_read_by(0)

@@ -1,0 +1,186 @@
+"""What Linux says of memory, from files made up here and of memory of this process."""
+
+import mmap
+import resource
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc import mappings as module
+from gcnzc.mappings import (
+    PAGE_BYTES,
+    Mapping,
+    available_bytes,
+    lock_limit_bytes,
+    mappings,
+    needed_bytes,
+)
+
+MAPS = """\
+00010000-00020000 r--s 00000000 fe:00 17      /data/a table/features.npy
+00020000-00030000 rw-p 00000000 00:00 0
+7ffc0000-7ffd0000 rw-p 00000000 00:00 0       [stack]
+"""
+
+
+def anonymous(num_bytes):
+    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+
+
+@pytest.fixture
+def file_on_disk(tmp_path):
+    path = tmp_path / "features.npy"
+    np.save(path, np.arange(1 << 15, dtype=np.int64))
+    return path
+
+
+def test_lines_of_maps(tmp_path):
+    (tmp_path / "maps").write_text(MAPS)
+    first = Mapping(0x10000, 0x20000, False, "fe:00", "/data/a table/features.npy")
+    second = Mapping(0x20000, 0x30000, True, "00:00", "")
+    assert mappings(0x1FFFF, 1, tmp_path / "maps") == [first]
+    assert mappings(0x20000, 1, tmp_path / "maps") == [second]
+    assert mappings(0x1FFFF, 2, tmp_path / "maps") == [first, second]
+    assert mappings(0x30000, 99, tmp_path / "maps") == []
+    assert mappings(0x7FFC0000, 1, tmp_path / "maps")[0].path == "[stack]"
+
+
+@pytest.mark.parametrize(("mode", "writable"), [("r", False), ("r+", True), ("c", True)])
+def test_a_file(file_on_disk, mode, writable):
+    array = np.load(file_on_disk, mmap_mode=mode)
+    found = mappings(array.ctypes.data, array.nbytes)
+    assert [part.writable for part in found] == [writable]
+    assert found[0].path == str(file_on_disk)
+
+
+def test_memory_is_no_file():
+    shared, private = torch.zeros(1 << 20).share_memory_(), torch.zeros(1 << 22)
+    nameless = anonymous(PAGE_BYTES)
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.write(bytes(PAGE_BYTES))
+        file.flush()
+        in_memory = np.frombuffer(mmap.mmap(file.fileno(), PAGE_BYTES), np.uint8)
+    addresses = [shared.data_ptr(), private.data_ptr()]
+    addresses += [nameless.ctypes.data, in_memory.ctypes.data]
+    for address in addresses:
+        (found,) = mappings(address, 1)
+        assert found.writable
+        assert not found.is_file
+
+
+def test_file_systems_in_memory(tmp_path):
+    (tmp_path / "mountinfo").write_text(
+        "25 24 0:27 / /dev/shm rw,relatime shared:3 - tmpfs tmpfs rw\n"
+        "26 1 254:0 / / rw,relatime - ext4 /dev/root rw\n"
+        "27 1 0:300 / /mnt/a\\040folder rw - hugetlbfs none rw\n"
+    )
+    assert module._memory_devices(tmp_path / "mountinfo") == {"00:1b", "00:12c"}
+
+
+def test_a_file_on_a_disk_is_one(monkeypatch):
+    monkeypatch.setattr(module, "_memory_devices", lambda: frozenset({"00:1b"}))
+    assert Mapping(0, 1, True, "fe:00", "/data/features.npy").is_file
+    assert not Mapping(0, 1, True, "00:1b", "/tmp/features.npy").is_file
+    assert not Mapping(0, 1, True, "00:01", "/dev/zero (deleted)").is_file
+    assert not Mapping(0, 1, True, "00:01", "/memfd:rows (deleted)").is_file
+    assert not Mapping(0, 1, True, "00:00", "[heap]").is_file
+
+
+@pytest.mark.parametrize(
+    ("path", "is_device"),
+    [
+        ("/dev/nvidiactl", True),
+        ("/dev/nvidia-uvm", True),
+        ("/dev/shm/rows", False),
+        ("/dev/zero (deleted)", False),
+        ("/dev/hugepages/rows", False),
+        ("/data/features.npy", False),
+        ("", False),
+    ],
+)
+def test_a_devices_pages_are_there(monkeypatch, path, is_device):
+    memory = anonymous(4 * PAGE_BYTES)
+    address = memory.ctypes.data
+    mapping = Mapping(address, address + 4 * PAGE_BYTES, True, "00:06", path)
+    assert mapping.is_device == is_device
+    assert not (mapping.is_device and mapping.is_file)
+    monkeypatch.setattr(module, "mappings", lambda address, num_bytes: [mapping])
+    assert (needed_bytes(address, 4 * PAGE_BYTES) == 0) == is_device
+
+
+def test_memory_is_needed_until_it_is_written(monkeypatch):
+    # looked at in more than one part
+    monkeypatch.setattr(module, "_LOOK_PAGES", 64)
+    memory = anonymous(1000 * PAGE_BYTES)
+    address = memory.ctypes.data
+    assert needed_bytes(address, 1000 * PAGE_BYTES) == 1000 * PAGE_BYTES
+    memory[100 * PAGE_BYTES : 300 * PAGE_BYTES] = 1
+    assert needed_bytes(address, 1000 * PAGE_BYTES) == 800 * PAGE_BYTES
+    assert needed_bytes(address + 100 * PAGE_BYTES, 201 * PAGE_BYTES) == PAGE_BYTES
+
+
+def test_a_cached_file_is_needed_whole(file_on_disk, monkeypatch):
+    # the test's folder may lie in memory
+    monkeypatch.setattr(module, "_memory_devices", frozenset)
+    array = np.load(file_on_disk, mmap_mode="r")
+    assert int(array.sum()) > 0
+    begin = array.ctypes.data // PAGE_BYTES * PAGE_BYTES
+    assert needed_bytes(begin, 5 * PAGE_BYTES) == 5 * PAGE_BYTES
+
+
+def files(folder, meminfo, cgroup, groups):
+    """A made-up /proc and /sys/fs/cgroup; a group is (path, limit, used, cached)."""
+    proc, control_groups = folder / "proc", folder / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(meminfo)
+    if cgroup is not None:
+        (proc / "self" / "cgroup").write_text(cgroup)
+    for path, limit, used, cached in groups:
+        group = control_groups / path
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        if cached is not None:
+            stat = f"anon 5\ninactive_file {cached - 1}\nactive_file 1\n"
+            (group / "memory.stat").write_text(stat)
+    return proc, control_groups
+
+
+MEMINFO = "MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:    1000 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "expected"),
+    [
+        # no control groups, or version 1, or none with a limit
+        (None, [], 1000 * 1024),
+        ("4:memory:/job\n", [("job", 5, 4, 0), ("", 5, 4, 0)], 1000 * 1024),
+        ("0::/job\n", [("job", "max", 4, 0)], 1000 * 1024),
+        ("0::/job\n", [], 1000 * 1024),
+        # a limit beyond what there is
+        ("0::/job\n", [("job", 1 << 30, 4, 0)], 1000 * 1024),
+        # what is cached can be had
+        ("0::/job\n", [("job", 9000, 8000, 500)], 1500),
+        ("0::/job\n", [("job", 9000, 8000, None)], 1000),
+        ("0::/job\n", [("job", 9000, 9500, 100)], 0),
+        # the nearest, in a container, and one around it
+        ("1:name=systemd:/\n0::/\n", [("", 9000, 8000, 500)], 1500),
+        ("0::/job/step\n", [("job", 9000, 8000, 500), ("job/step", 9000, 1000, 1)], 1500),
+        ("0::/job/step\n", [("job", 9000, 1000, 500), ("job/step", 9000, 8000, 1)], 1001),
+    ],
+)
+def test_what_is_left(tmp_path, cgroup, groups, expected):
+    assert available_bytes(*files(tmp_path, MEMINFO, cgroup, groups)) == expected
+
+
+def test_what_is_left_here():
+    assert 0 < available_bytes() < 1 << 50
+
+
+def test_the_limit(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (4096, 8192))
+    assert lock_limit_bytes() == 4096
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, -1))
+    assert lock_limit_bytes() is None
