@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def record(
 
 
 def machine() -> dict[str, Any]:
-    """Where and from what the numbers came."""
+    """Where and from what the numbers came. Without git, GCNZC_COMMIT says from which commit."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent,
@@ -98,13 +99,23 @@ def machine() -> dict[str, Any]:
     ).stdout.strip()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit,
+        "commit": os.environ.get("GCNZC_COMMIT", commit),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "driver": _driver() if torch.cuda.is_available() else "none",
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
     } | {name: _version(name) for name in PACKAGES}
+
+
+def _driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    if path.exists():
+        found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text())
+        if found:
+            return found[0]
+    return str(torch.version.cuda)
 
 
 def _once(fn: Callable[[], object]) -> float:

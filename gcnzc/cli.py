@@ -18,13 +18,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from gcnzc import builtin, check, data, train
+from gcnzc import builtin, check, data, link, shapes, train
 from gcnzc._version import VERSION
 from gcnzc.config import (
     CheckConfig,
     EmbedConfig,
     EvaluateConfig,
     InfoConfig,
+    LinkConfig,
     MakeConfig,
     PlotConfig,
     PrepareConfig,
@@ -33,7 +34,7 @@ from gcnzc.config import (
 )
 from gcnzc.datasets import generate
 from gcnzc.datasets.embed import embed
-from gcnzc.picture import curves
+from gcnzc.picture import curves, efficiencies
 from gcnzc.progress import Reporter
 
 if sys.version_info >= (3, 11):
@@ -78,6 +79,9 @@ def train_command(config: TrainConfig, reporter: Reporter) -> None:
         f"test {metric} {result[f'test_{metric}']:.4f}{possible}, at the best validation, in epoch "
         f"{result['best_epoch']}; curves in {folder / train.CURVES}"
     )
+    gathered, roof = result["gather_bytes_per_s"], result["gather_roof_bytes_per_s"]
+    share = "" if roof is None else f", {gathered / roof:.0%} of what this GPU reads from the host"
+    reporter.say(f"rows of features arrived at {gathered / 1e9:.1f} GB/s{share}")
     _print_json(result)
 
 
@@ -150,6 +154,29 @@ def check_command(config: CheckConfig, reporter: Reporter) -> None:
     _print_json(found)
 
 
+def link_command(config: LinkConfig, reporter: Reporter) -> None:
+    """`gcnzc link`."""
+    if config.data is None:
+        tables, widths = shapes.public_shapes(), shapes.WIDTHS
+    else:
+        tables, widths = [shapes.shape_of(config.data)], []
+    with reporter.task("measure") as advance:
+        found = link.report(
+            tables,
+            link.gpu(),
+            num_bytes=config.megabytes << 20,
+            split_bytes=config.split_bytes,
+            widths=widths,
+            advance=advance,
+        )
+    for line in link.lines(found):
+        reporter.say(line)
+    if config.out is not None:
+        efficiencies(link.drawn(found), config.out)
+        reporter.say(f"wrote {config.out}")
+    _print_json(found)
+
+
 def plot_command(config: PlotConfig, reporter: Reporter) -> None:
     """`gcnzc plot`."""
     if not config.runs:
@@ -167,6 +194,7 @@ COMMANDS: dict[type, Callable[[Any, Reporter], None]] = {
     InfoConfig: info_command,
     EvaluateConfig: evaluate_command,
     CheckConfig: check_command,
+    LinkConfig: link_command,
     PlotConfig: plot_command,
 }
 

@@ -189,7 +189,7 @@ class PrepareConfig:
     sparse_features: bool = False
     """keep features that are stored sparse as they are"""
     pitch_bytes: int | None = None
-    """distance from one row of features to the next; side by side if not given"""
+    """distance from one row of features to the next; 0 is side by side; chosen if not given"""
     bidirected: Literal["as-usual", "yes", "no"] = "as-usual"
     """add the reverse of every edge; as usual for this dataset if not said"""
     self_loops: Literal["keep", "add", "remove"] = "keep"
@@ -246,6 +246,27 @@ class CheckConfig:
 
     megabytes: int = 512
     """size of the table whose reading is measured"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkConfig:
+    """Say how well gathers use the link between the host's memory and a GPU.
+
+    Prints one JSON line: the model's figures for the features of DATA, or for those of public
+    graphs, by layout; with a GPU what it measures as well.
+    """
+
+    data: tyro.conf.Positional[Path | None] = None
+    """folder of a graph, prepared or in OGB's layout; without it public ones"""
+    out: Path | None = None
+    """picture to write: efficiency by the width of a row; none if not given"""
+    split_bytes: Literal[64, 128] = 128
+    """where the host cuts its answers into packets: 64 for root complexes that do so there"""
+    megabytes: int = 1024
+    """size of the page-locked memory that a GPU reads from"""
+
+    def __post_init__(self) -> None:
+        _at_least(16, "megabytes", self.megabytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,7 @@ from gcnzc.datasets.source import (
 )
 from gcnzc.datasets.store import Prepared
 from gcnzc.graph import Duplicates, Graph, Loops
+from gcnzc.wire import choose_pitch
 
 FeatureDtype: TypeAlias = Literal["float32", "float16"]
 
@@ -182,7 +183,8 @@ def prepare(
         normalize_features: divide each row by the sum of its absolute values.
         sparse_features: keep features that come sparse as CSR, instead of making them dense.
         feature_dtype: None keeps float16 and makes all else float32.
-        pitch_bytes: distance of rows of dense features; None puts them side by side.
+        pitch_bytes: distance of rows of dense features; 0 puts them side by side, and None chooses
+            by what a GPU's reads cost, as `gcnzc.wire.choose_pitch` does.
         bidirected: see `load`; this and the next two are recorded.
         self_loops: see `load`.
         duplicates: see `load`.
@@ -212,7 +214,7 @@ def prepare(
         rows = normalized(rows)
     dtype = None if rows is None else stored_dtype(rows, feature_dtype)
     sparse = _check_layout(rows, dtype, sparse_features, pitch_bytes)
-    pitch = pitch_bytes or (0 if rows is None or dtype is None else _row_bytes(rows, dtype))
+    pitch, why = _pitch(rows, dtype, pitch_bytes)
     with store.building(dest, _needed_bytes(opened, rows, dtype, pitch, sparse)) as folder:
         allocate = store.scratch(folder)
         parts = _read(opened, choices, allocate, progress)
@@ -231,6 +233,7 @@ def prepare(
                 "columns": rows.num_columns,
                 "dtype": str(dtype),
                 "pitch_bytes": None if sparse else pitch,
+                "pitch_reason": None if sparse else why,
                 "finite": all_finite,
                 "normalized": normalize_features,
             }
@@ -479,7 +482,7 @@ def _check_layout(
             f"{rows.where} has dense features, which cannot be kept sparse\n\n"
             "hint: leave out --sparse-features"
         )
-    if pitch_bytes is not None and (
+    if pitch_bytes and (
         sparse or pitch_bytes < _row_bytes(rows, dtype) or pitch_bytes % dtype.itemsize
     ):
         raise ValueError(
@@ -487,6 +490,16 @@ def _check_layout(
             "apart\n\nhint: the pitch of dense rows is at least their size, and whole numbers fit"
         )
     return sparse
+
+
+def _pitch(rows: Rows | None, dtype: np.dtype | None, pitch_bytes: int | None) -> tuple[int, str]:
+    """How far apart rows are to lie, and why."""
+    if rows is None or dtype is None:
+        return 0, ""
+    row_bytes = _row_bytes(rows, dtype)
+    if pitch_bytes is None and row_bytes:
+        return choose_pitch(row_bytes, dtype.itemsize)
+    return pitch_bytes or row_bytes, "as asked"
 
 
 def _row_bytes(rows: Rows, dtype: np.dtype) -> int:

@@ -1,13 +1,24 @@
-"""How runs look: loss, accuracy and where the time went, drawn from their records."""
+"""How runs look: loss, accuracy and where the time went; and how well layouts use the bus."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from gcnzc import record
 
+# how far apart rows may begin, at the least: colour and name
+UNITS = {
+    16: ("C0", "a row is a multiple of 16 B"),
+    8: ("C2", "of 8 B"),
+    4: ("C1", "of 4 B"),
+    2: ("C4", "of 2 B"),
+    1: ("C5", "of 1 B"),
+}
 STAGES = {"sample_s": "sample", "gather_s": "gather", "compute_s": "compute"}
 
 
@@ -68,6 +79,64 @@ def curves(runs: Sequence[Path], out: Path) -> None:
         axis.grid(alpha=0.3)
     for axis in (loss, score, time):
         axis.legend(fontsize="small", loc="best" if axis is not time else "upper right")
+    _save(figure, out)
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """How much of what crosses the bus is rows: of each layout, bytes of a row and the share."""
+
+    dtype: str  # of the rows' elements
+    curves: Mapping[str, Sequence[tuple[int, float]]]  # as the model says
+    measured: Mapping[str, Sequence[tuple[int, float]]]
+    roofs: Mapping[str, float]  # shares that requests of one size reach, by what to call them
+
+
+def efficiencies(shares: Efficiencies, out: Path) -> None:
+    """Draw `shares` by the bytes of a row, a panel a layout, to a picture whose ending names it."""
+    figure = Figure(figsize=(15, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(shares.curves), sharey=True, squeeze=False)[0]
+    seen = set()
+    for axis, (layout, points) in zip(panels, shares.curves.items(), strict=True):
+        for unit_bytes, (colour, _) in UNITS.items():
+            mine = [point for point in points if gcd(point[0], 16) == unit_bytes]
+            if mine:
+                seen.add(unit_bytes)
+                axis.plot(*zip(*mine, strict=True), ".", color=colour, markersize=2)
+        for share in shares.roofs.values():
+            axis.axhline(share, color="grey", linewidth=1, linestyle="--")
+        for width, share in shares.measured.get(layout, ()):
+            axis.plot(width, share, "kx", markersize=5)
+        axis.set_title(layout, fontsize="medium")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([4, 32, 256, 2048, 8192], ["4", "32", "256", "2 Ki", "8 Ki"])
+        axis.set_ylim(0, 1)
+        axis.grid(alpha=0.3)
+    for name, share in shares.roofs.items():
+        panels[0].text(4, share, name, color="grey", fontsize="x-small", va="bottom")
+    panels[0].set_ylabel("bytes of rows for each byte on the bus")
+    panels[len(panels) // 2].set_xlabel(
+        f"bytes of a row of {shares.dtype}; rows lie side by side, pitched ones on lines of 128 B"
+    )
+    figure.suptitle(
+        "How much of what the bus carries for a gather is rows, for each layout of lanes"
+    )
+    marks = [
+        Line2D([], [], color=colour, marker="o", linestyle="", markersize=4, label=label)
+        for unit_bytes, (colour, label) in UNITS.items()
+        if unit_bytes in seen
+    ]
+    marks.append(
+        Line2D([], [], color="grey", linestyle="--", linewidth=1, label="only such requests")
+    )
+    if any(shares.measured.values()):
+        label = "measured; the dense read would be at its roof"
+        marks.append(Line2D([], [], color="k", marker="x", linestyle="", label=label))
+    figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), fontsize="small")
+    _save(figure, out)
+
+
+def _save(figure: Figure, out: Path) -> None:
     partial = out.with_name(f".{out.stem}.partial{out.suffix}")
     figure.savefig(partial, dpi=120)
     partial.replace(out)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc import checkpoint, models, record
+from gcnzc import checkpoint, link, models, record
 from gcnzc.config import EvaluateConfig, TrainConfig, from_words, to_words
 from gcnzc.data import Dataset, load
 from gcnzc.layerwise import inference
@@ -365,6 +365,7 @@ class _Run:
             "seeds_per_s": len(data.split["train"]) / mean("epoch_s"),
             "payload_bytes": int(gathered),
             "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
+            "gather_roof_bytes_per_s": self._roof(),
             "bytes_sent": 0,
             "seed": config.seed,
         }
@@ -373,6 +374,10 @@ class _Run:
         record.write_json(self.folder / RESULT, line | record.machine())
         curves([self.folder], self.folder / CURVES)
         return line
+
+    def _roof(self) -> float | None:
+        """What no gather of this run passes, where a GPU reads the host's memory."""
+        return link.roof(self.device) if self.table.device != self.device else None
 
 
 class _Tally:

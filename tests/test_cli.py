@@ -132,6 +132,37 @@ def test_check_measures(capsys):
     assert line["gather_bytes_per_s"] > 1e7
 
 
+def test_link_of_a_graph(graph, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gcnzc.link.gpu", lambda: None)
+    capsys.readouterr()
+    out = tmp_path / "link.png"
+    assert main(["link", str(graph), "--out", str(out), "--split-bytes", "64"]) == 0
+    told, talk = capsys.readouterr()
+    line = json.loads(told)
+    assert told.count("\n") == 1
+    assert (line["split_bytes"], line["link"], line["widths"]) == (64, None, [])
+    (table,) = line["tables"]
+    assert (table["rows"], table["columns"], table["row_bytes"]) == (1500, 16, 64)
+    # half of the rows of 64 B begin in the middle of a line, and none lies in two
+    assert table["layouts"]["shifted"]["requests"] == {"32": 0, "64": 1, "96": 0, "128": 0}
+    assert "requests a row" in talk
+    assert "because" in talk
+    assert out.stat().st_size > 10_000
+
+
+def test_link_of_public_graphs(capsys, monkeypatch):
+    monkeypatch.setattr("gcnzc.link.gpu", lambda: None)
+    capsys.readouterr()
+    assert main(["link"]) == 0
+    told, talk = capsys.readouterr()
+    line = json.loads(told)
+    reddit = next(table for table in line["tables"] if table["name"] == "reddit")
+    assert reddit["layouts"]["shifted"]["requests_per_row"] == 19.75
+    widths = [row["row_bytes"] for row in line["widths"]]
+    assert (widths[0], widths[-1]) == (4, 8192)
+    assert talk.count("\n") == len(line["tables"]) + 2
+
+
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["make", "--help"]])
 def test_help_explains(words, capsys):
     assert main(words) == 0
@@ -152,6 +183,8 @@ def test_help_explains(words, capsys):
         (["train", "--model", "mlp"], "mlp", "gcnzc train --help"),
         (["make"], "PATH", "gcnzc make --help"),
         (["plot"], "no run to plot", "gcnzc plot runs/NAME"),
+        (["link", "--megabytes", "8"], "--megabytes must be at least 16, got 8", "leave"),
+        (["link", "--split-bytes", "32"], "32", "gcnzc link --help"),
     ],
 )
 def test_misuse(words, error, hint, capsys):
@@ -240,6 +273,12 @@ def test_a_graph_without_features(shared_data, tmp_path, capsys):
     assert "no features" in error
     assert "gcnzc embed" in hint
     assert not (tmp_path / "r").exists()
+
+
+def test_the_link_of_a_graph_without_features(shared_data, capsys):
+    error, hint = said(capsys, ["link", shared_data / "ogb" / "arxiv_nofeat"], 1)
+    assert "no features to read" in error
+    assert "gcnzc embed" in hint
 
 
 def test_an_embedding_becomes_the_features(shared_data, tmp_path, capsys):

@@ -1,0 +1,58 @@
+"""The bench for GPUs runs whole, tiny and without one, and refuses to time wrong rows."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU for the real one")
+def test_all_parts_run_tiny():
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "bench" / "gpu.py"), "all", "--small"],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(Path.home())},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    parts = {line.split()[0] for line in lines}
+    assert parts == {
+        "link",
+        "gather",
+        "gather_beside",
+        "gather_dtypes",
+        "gather_programs",
+        "tlb",
+        "bulk",
+    }
+    assert sum(line.startswith("bulk") and "no CUDA device" in line for line in lines) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_says_that_there_is_no_gpu():
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "gpu.py"), "link"],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(Path.home())},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    assert "error: no CUDA device here\n\nhint: --small" in run.stderr
+
+
+def test_refuses_wrong_rows(monkeypatch):
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--small"])
+    import gpu
+
+    rows, ids = torch.randn(20, 5), torch.randint(20, (9,))
+    gpu.demand_equal(rows[ids], rows, ids, "a copy")
+    wrong = rows[ids].clone()
+    wrong[8, 4] += 1
+    with pytest.raises(RuntimeError, match="a wrong copy brought wrong rows"):
+        gpu.demand_equal(wrong, rows, ids, "a wrong copy")

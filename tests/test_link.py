@@ -1,0 +1,483 @@
+"""The link's figures: of tables as they lie, and as a GPU, real or made up, measures them."""
+
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import wire as bench_wire
+from PIL import Image
+from tiny_graph import tiny
+
+from gcnzc import data, link, nvml, shapes
+from gcnzc.datasets import catalog
+from gcnzc.kernels.lanes import LAYOUTS
+from gcnzc.picture import Efficiencies, efficiencies
+from gcnzc.wire import table_traffic, traffic
+
+UNTOLD = {
+    "pcie_generation": None,
+    "pcie_lanes": None,
+    "pcie_bytes_per_s": None,
+    "pcie_received_bytes_per_s": None,
+    "pcie_sent_bytes_per_s": None,
+    "pcie_replays": None,
+}
+REDDIT = shapes.Shape("reddit", 232_965, 602, "float32", 2408)
+
+
+def quiet(done, total, figures=""):
+    pass
+
+
+class Machine:
+    """A GPU that takes as long as it is told to; what it does is done on the host."""
+
+    def __init__(self, pcie=UNTOLD):
+        self.took_s = 0.0
+        self.told = dict(pcie)
+        self.busy = 0
+        self.layouts = []
+        self.chased = []
+
+    @property
+    def gpu(self):
+        return link.Gpu(torch.device("cpu"), self.seconds, self.pcie)
+
+    def seconds(self, work):
+        self.took_s = 0.001
+        work()
+        return self.took_s
+
+    def pcie(self, busy):
+        self.took_s = 0.0
+        busy()
+        return self.told
+
+    def read_dense(self, source, out, programs):
+        out.copy_(source)
+        self.busy += 1
+        # the more the better, up to 64; 64 take a microsecond for each kilobyte
+        self.took_s = len(source) * 1e-9 * (1 + abs(programs - 64) / 64)
+
+    def gather_rows(self, table, ids, out, *, layout):
+        assert out.is_contiguous()
+        out.copy_(table[ids])
+        self.layouts.append(
+            (layout, table.stride(0) * table.element_size(), table.data_ptr() % 128)
+        )
+        slower = {"scalar": 4, "vector": 3, "wrapped": 2, "shifted": 1.25, "pitched": 1}
+        self.took_s = out.nbytes * 1e-9 * slower[layout]
+
+    def chase(self, table, begin, steps, out):
+        places, place, seen = table.tolist(), begin, []
+        for _ in range(steps):
+            seen.append(place)
+            place = places[place]
+        self.chased.append(seen)
+        self.took_s = steps * 2e-6
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    made = Machine(UNTOLD | {"pcie_generation": 5, "pcie_lanes": 16, "pcie_bytes_per_s": 2e9})
+    monkeypatch.setattr(link, "BUSY_S", 0.01)
+    for name in ("read_dense", "gather_rows", "chase"):
+        monkeypatch.setattr(link, name, getattr(made, name))
+    return made
+
+
+def test_rates_are_of_the_median_of_turns():
+    clock = iter([9, 9, 4, 1, 2, 3, 100, 2])
+    called = []
+    ways = {name: (8, lambda name=name: called.append(name)) for name in "ab"}
+
+    def seconds(work):
+        work()
+        return next(clock)
+
+    # a: 4, 2, 100 after the first; b: 1, 3, 2
+    assert link.bytes_per_s(ways, seconds, 3) == {"a": 2, "b": 4}
+    assert called == ["a", "b"] * 4
+
+
+def test_the_link(machine):
+    with link._locked(1 << 17) as memory:
+        assert memory.data_ptr() % 128 == 0
+        found = link.measured_link(machine.gpu, memory)
+    # a copy of whatever size takes a millisecond here
+    assert found["copies"] == {str(1 << 17): pytest.approx((1 << 17) / 0.001)}
+    assert found["copy_bytes_per_s"] == found["copies"][str(1 << 17)]
+    assert found["dense_programs"] == 64
+    assert found["dense_bytes_per_s"] == pytest.approx(1e9)
+    assert found["dense"].keys() == {"2", "16", "64", "128", "256"}
+    assert found["latency_s"] == pytest.approx(2e-6)
+    assert found["requests_in_flight"] == pytest.approx(2e-6 * 1e9 / 128)
+    assert found["pcie_lanes"] == 16
+    # the counters were read during enough work
+    assert machine.busy >= 5 * (link.ROUNDS + 1) + int(link.BUSY_S * 1e9 / (1 << 17))
+
+
+def test_a_chase_reads_no_line_again(machine):
+    with link._locked(1 << 18) as memory:
+        link.measured_link(machine.gpu, memory)
+    assert len(machine.chased) == link.ROUNDS
+    places = [place for seen in machine.chased for place in seen]
+    assert len(places) > 1000
+    assert len({place // 16 for place in places}) == len(places)
+    # a jump is no step to the next line, which something may fetch ahead
+    jumps = np.diff(machine.chased[0])
+    assert np.mean(np.abs(jumps) > 16) > 0.9
+
+
+def test_layouts_of_a_table(machine):
+    shape = shapes.Shape("x", 10, 25, "float32", 104, 20)
+    with link._locked(1 << 18) as memory:
+        memory.view(torch.int32).copy_(torch.arange(1 << 16))
+        rates = link.measured_layouts(machine.gpu, memory, shape)
+    assert rates == {
+        layout: pytest.approx(1e9 / slower)
+        for layout, slower in zip(LAYOUTS, (4, 3, 2, 1.25, 1), strict=True)
+    }
+    places = {layout: (stride, base) for layout, stride, base in machine.layouts}
+    assert places == dict.fromkeys(LAYOUTS, (104, 20)) | {"pitched": (128, 0)}
+
+
+def test_wrong_rows_are_not_timed(machine, monkeypatch):
+    def wrong(table, ids, out, *, layout):
+        out.copy_(table[ids])
+        if layout == "wrapped":
+            out[3, 7] += 1
+
+    monkeypatch.setattr(link, "gather_rows", wrong)
+    with (
+        link._locked(1 << 16) as memory,
+        pytest.raises(RuntimeError, match=r"(?s)wrapped gather of rows of 2408.*hint: "),
+    ):
+        link.measured_layouts(machine.gpu, memory, REDDIT)
+
+
+def test_memory_too_small_for_a_row(machine):
+    with (
+        link._locked(1024) as memory,
+        pytest.raises(ValueError, match=r"(?s)1024 bytes of memory.*hint: --megabytes"),
+    ):
+        link.measured_layouts(machine.gpu, memory, REDDIT)
+
+
+def test_a_report(machine):
+    found = link.report([REDDIT], machine.gpu, num_bytes=1 << 17, advance=quiet)
+    assert json.loads(json.dumps(found)) == found
+    (table,) = found["tables"]
+    figures = table["layouts"]["shifted"]
+    assert figures["payload_bytes_per_s"] == pytest.approx(0.8e9)
+    assert figures["share_of_dense"] == pytest.approx(0.8)
+    assert figures["share_of_copy"] == pytest.approx(0.8e9 / found["link"]["copy_bytes_per_s"])
+    # headers count
+    assert figures["share_of_link"] == pytest.approx(0.8e9 / 2e9 / figures["efficiency"])
+    told = link.lines(found)
+    assert "PCIe 5 with 16 lanes carries 2.0 GB/s" in told[0]
+    assert "a load takes 2.00 us, so 16 requests" in told[0]
+    shown = next(line for line in told if line.startswith("shifted"))
+    assert "19.75" in shown
+    assert "80.0%" in shown
+    assert len({len(line) for line in told[2:8]}) == 1  # columns
+
+
+def test_a_single_table_is_measured_whatever_its_type(machine):
+    half = shapes.Shape("half", 5, 602, "float16", 1204)
+    found = link.report([half], machine.gpu, num_bytes=1 << 17, advance=quiet)
+    assert found["tables"][0]["layouts"]["shifted"]["share_of_dense"] == pytest.approx(0.8)
+    shares = link.drawn(found)
+    assert shares.dtype == "float16"
+    assert len(shares.curves["vector"]) == (8192 - 4) // 2 + 1
+
+
+def test_a_report_where_the_library_says_nothing(machine):
+    machine.told = dict(UNTOLD)
+    found = link.report([REDDIT], machine.gpu, num_bytes=1 << 17, advance=quiet)
+    assert found["tables"][0]["layouts"]["shifted"]["share_of_link"] is None
+    assert "PCIe" not in link.lines(found)[0]
+
+
+def test_of_several_tables_float32_is_measured_and_each_shape_once(machine):
+    tables = [
+        REDDIT,
+        shapes.Shape("half", 5, 602, "float16", 1204),
+        shapes.Shape("again", 7, 602, "float32", 2408),
+        shapes.Shape("apart", 7, 602, "float32", 2432),
+    ]
+    steps = []
+    found = link.report(
+        tables,
+        machine.gpu,
+        num_bytes=1 << 17,
+        widths=[4, 400],
+        advance=lambda done, total, figures="": steps.append((done, total)),
+    )
+    measured = ["share_of_dense" in table["layouts"]["vector"] for table in found["tables"]]
+    assert measured == [True, False, True, True]
+    # two shapes, checked once, then in rounds
+    assert len(machine.layouts) == 2 * 5 * (link.ROUNDS + 2)
+    assert steps == [(n, 4) for n in range(5)]
+    assert [row["row_bytes"] for row in found["widths"]] == [4, 400]
+    told = link.lines(found)
+    assert len(told) == 2 + len(tables)
+    assert told[2].endswith("0.80 GB/s, 80.0% of dense")
+    shares = link.drawn(found)
+    assert shares.dtype == "float32"
+    assert shares.curves.keys() == shares.measured.keys() == set(LAYOUTS)
+    assert shares.measured["shifted"] == [(2408, pytest.approx(0.8 * 128 / 148))] * 3
+
+
+def test_the_kernels_themselves(device):
+    """On a GPU, or under Triton's interpreter."""
+    where = link.Gpu(device, a_millisecond, lambda busy: UNTOLD)
+    shape = shapes.Shape("x", 100, 101, "float32", 404, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        # an interpreter takes milliseconds for what a GPU does in nothing
+        patch.setattr(link, "PROGRAMS", (1,))
+        patch.setattr(link, "bytes_per_s", lambda ways, seconds: once(ways, seconds))
+        found = link.report([shape], where, num_bytes=1 << 14, advance=quiet)
+    assert found["link"]["dense_bytes_per_s"] > 0
+    assert all(figures["share_of_dense"] > 0 for figures in found["tables"][0]["layouts"].values())
+
+
+def a_millisecond(work):
+    work()
+    return 1e-3
+
+
+def once(ways, seconds):
+    return {name: num_bytes / seconds(work) for name, (num_bytes, work) in ways.items()}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(device):
+    found = link.report([REDDIT], link.gpu(), num_bytes=1 << 28, advance=quiet)
+    dense = found["link"]["dense_bytes_per_s"]
+    assert 1e9 < dense < 1e12
+    assert 1e-7 < found["link"]["latency_s"] < 1e-4
+    for figures in found["tables"][0]["layouts"].values():
+        assert 0 < figures["share_of_dense"] < 1.1
+    assert link.roof(device) == pytest.approx(dense, rel=0.3)
+
+
+def test_the_roof(machine, monkeypatch):
+    monkeypatch.setattr(link, "ROOF_BYTES", 1 << 16)
+    assert link.roof(torch.device("cpu")) is None
+    assert link._dense_peak(machine.gpu) == pytest.approx(1e9)
+
+    def refuse(num_bytes):
+        raise RuntimeError(f"CUDA would not lock {num_bytes} bytes")
+
+    monkeypatch.setattr(link, "_locked", refuse)
+    assert link.roof(torch.device("cuda")) is None
+
+
+def test_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert link.gpu() is None
+    found = link.report([REDDIT], None, num_bytes=1 << 40, advance=quiet)
+    assert found["link"] is None
+    told = link.lines(found)
+    assert told[0].startswith("no CUDA device")
+    assert any("1.43 times as many" in line for line in told)
+    # columns, and no figure that was not measured
+    assert len({len(line) for line in told[2:8]}) == 1
+    assert not any("GB/s" in line for line in told)
+    assert not any(link.drawn(found).measured.values())
+
+
+class NVMLError(Exception):
+    pass
+
+
+def library(**broken):
+    """Stands for pynvml; what is broken fails."""
+
+    def answer(name, value):
+        def call(*arguments):
+            if name in broken:
+                raise NVMLError
+            return value(*arguments) if callable(value) else value
+
+        return call
+
+    answers = {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: {"GPU-abc": "handle"}[uuid],
+        "nvmlDeviceGetCurrPcieLinkGeneration": 4,
+        "nvmlDeviceGetCurrPcieLinkWidth": 8,
+        "nvmlDeviceGetPcieThroughput": lambda _, counter: {7: 13_000_000, 6: 500_000}[counter],
+        "nvmlDeviceGetPcieReplayCounter": 0,
+    }
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_PCIE_UTIL_RX_BYTES=7,
+        NVML_PCIE_UTIL_TX_BYTES=6,
+        **{name: answer(name, value) for name, value in answers.items()},
+    )
+
+
+@pytest.fixture
+def uuid(monkeypatch):
+    found = SimpleNamespace(uuid="abc")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+
+
+def test_nvml(uuid, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", library())
+    done = []
+    found = nvml.pcie(torch.device("cuda"), lambda: done.append(1))
+    assert done == [1]
+    assert found == {
+        "pcie_generation": 4,
+        "pcie_lanes": 8,
+        "pcie_bytes_per_s": pytest.approx(8 * 1.969e9, rel=1e-3),
+        "pcie_received_bytes_per_s": 13e9,
+        "pcie_sent_bytes_per_s": 0.5e9,
+        "pcie_replays": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("broken", "lost"),
+    [
+        ("nvmlInit", set(UNTOLD)),
+        ("nvmlDeviceGetHandleByUUID", set(UNTOLD)),
+        ("nvmlDeviceGetCurrPcieLinkGeneration", {"pcie_generation", "pcie_bytes_per_s"}),
+        ("nvmlDeviceGetCurrPcieLinkWidth", {"pcie_lanes", "pcie_bytes_per_s"}),
+        (
+            "nvmlDeviceGetPcieThroughput",
+            {"pcie_received_bytes_per_s", "pcie_sent_bytes_per_s"},
+        ),
+        ("nvmlDeviceGetPcieReplayCounter", {"pcie_replays"}),
+        ("nvmlShutdown", set()),
+    ],
+)
+def test_what_nvml_does_not_say_is_none(broken, lost, uuid, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", library(**{broken: True}))
+    found = nvml.pcie(torch.device("cuda"), lambda: None)
+    assert {name for name, value in found.items() if value is None} == lost
+
+
+def test_no_nvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.pcie(torch.device("cuda"), lambda: None) == UNTOLD
+
+
+def test_a_prepared_table_is_told_as_it_lies(tmp_path):
+    raw = tiny(num_nodes=64, num_columns=25).write(tmp_path / "raw")
+    data.prepare(raw, tmp_path / "packed")
+    data.prepare(raw, tmp_path / "apart", pitch_bytes=136, feature_dtype="float16")
+    packed, apart = (shapes.shape_of(tmp_path / name) for name in ("packed", "apart"))
+    assert (packed.num_rows, packed.num_columns, packed.dtype) == (64, 25, "float32")
+    assert (packed.row_bytes, packed.stride_bytes) == (100, 100)
+    assert (apart.row_bytes, apart.stride_bytes, apart.dtype) == (50, 136, "float16")
+    for shape, name in ((packed, "packed"), (apart, "apart")):
+        rows = data.load(tmp_path / name).features
+        assert rows is not None
+        assert shape.base == rows.data_ptr() % 128
+        # as many rows are whole periods of these strides
+        told = shapes.modelled(shape)["layouts"]["shifted"]
+        there = table_traffic(rows, layout="shifted")
+        assert told["requests_per_row"] == float(there.requests_per_row)
+        assert told["wire_bytes_per_row"] == float(there.wire_bytes)
+
+
+def test_where_in_a_line_the_first_row_begins(tmp_path, monkeypatch):
+    data.prepare(tiny(num_columns=25).write(tmp_path / "raw"), tmp_path / "packed")
+    memory = torch.zeros(2000)
+    before = (96 - memory.data_ptr()) % 128 // 4
+    rows = memory[before : before + 1000].view(40, 25)
+    monkeypatch.setattr(data, "load", lambda path, **options: SimpleNamespace(features=rows))
+    assert shapes.shape_of(tmp_path / "packed").base == 96
+
+
+def test_a_folder_that_is_not_prepared_is_told_side_by_side(tmp_path):
+    raw = tiny(num_columns=30).write(tmp_path / "raw")
+    assert shapes.shape_of(raw) == shapes.Shape("raw", 40, 30, "float32", 120)
+
+
+def test_no_features_to_read(tmp_path):
+    raw = tiny().but(features=None).write(tmp_path / "raw")
+    with pytest.raises(ValueError, match=r"(?s)no features.*hint: `gcnzc embed"):
+        shapes.shape_of(raw)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_features_are_not_read(shared_data, tmp_path):
+    source = next(path for path in sorted(shared_data.glob("*/cora.npz")))
+    data.prepare(source, tmp_path / "sparse", sparse_features=True)
+    with pytest.raises(ValueError, match=r"(?s)keeps its features sparse.*hint: "):
+        shapes.shape_of(tmp_path / "sparse")
+
+
+def test_public_tables():
+    found = shapes.public_shapes()
+    assert {shape.name for shape in found} == {
+        entry.name for entry in catalog.ENTRIES if entry.num_features
+    }
+    products = [shape for shape in found if shape.name == "ogbn-products"]
+    assert [shape.row_bytes for shape in products] == [400, 200]
+
+
+def test_modelled():
+    told = shapes.modelled(REDDIT, 64)
+    assert json.loads(json.dumps(told)) == told
+    for layout, figures in told["layouts"].items():
+        wanted = traffic(2408, layout=layout, split_bytes=64)
+        assert figures["requests_per_row"] == float(wanted.requests_per_row)
+        assert figures["efficiency"] == float(wanted.efficiency)
+        assert sum(figures["requests"].values()) == pytest.approx(figures["requests_per_row"])
+    assert told["layout"] == told["prepared_layout"] == "shifted"
+    assert told["layouts"]["pitched"]["memory"] == pytest.approx(2432 / 2408 - 1)
+    assert told["layouts"]["shifted"]["memory"] == 0
+    assert told["why"].endswith("too few; lanes from the row's start would make 1.43 times as many")
+    # on lines as it lies, though it would be stored otherwise
+    apart = shapes.modelled(shapes.Shape("x", 1, 100, "float32", 512))
+    assert (apart["layout"], apart["prepared_layout"], apart["pitch_bytes"]) == (
+        "pitched",
+        "shifted",
+        400,
+    )
+    assert apart["why"].endswith("would make as many")
+
+
+def test_roofs():
+    assert list(shapes.roofs().values()) == [float(Fraction(128, 148)), float(Fraction(32, 52))]
+    assert list(shapes.roofs(64).values()) == [float(Fraction(128, 168)), float(Fraction(32, 52))]
+
+
+def test_the_picture(tmp_path):
+    curves = shapes.sweep("float32", widest=2048)
+    assert curves["vector"][3] == (16, float(traffic(16, layout="vector").efficiency))
+    halves = shapes.sweep("float16", widest=64)
+    assert halves["scalar"][7] == (18, float(traffic(18, layout="scalar", item_bytes=2).efficiency))
+    shades = {}
+    for name, points in (("model", {}), ("measured", {"shifted": [(400, 0.3), (1200, 0.2)]})):
+        shares = Efficiencies("float32", curves, points, shapes.roofs())
+        efficiencies(shares, tmp_path / f"{name}.png")
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            shades[name] = np.asarray(picture.convert("RGB")).astype(int)
+    assert shades["model"].shape == shades["measured"].shape == (552, 1800, 3)
+    # dots of three colours in every panel, and the measured points in one
+    for panel in np.array_split(shades["model"], 5, axis=1):
+        for red, green, blue in ((31, 119, 180), (44, 160, 44), (255, 127, 14)):
+            assert (np.abs(panel - [red, green, blue]).sum(axis=2) < 30).sum() > 20
+    changed = (shades["model"] != shades["measured"]).any(axis=2)[:440]
+    assert changed[:, 1150:1450].any()
+    assert not changed[:, :1100].any()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["measured.png", "model.png"]
+
+
+def test_the_document_has_the_figures_of_the_benchmark():
+    text = (Path(__file__).parents[1] / "docs" / "link.md").read_text()
+    for table in (bench_wire.set_table(), bench_wire.limit_table()):
+        assert "\n".join(table) in text
