@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _Misuse as error:
         return _complain(str(error), MISUSED)
     except (ValueError, RuntimeError, train.Interrupted) as error:
-        return _complain(str(error), FAILED)
+        return _complain(_of_the_gpu(str(error)), FAILED)
     except OSError as error:
         return _complain(_of_the_system(error), FAILED)
     except KeyboardInterrupt:
@@ -290,6 +290,18 @@ def _complain(text: str, status: int) -> int:
     print(f"error: {' '.join(wrong.split())}", file=sys.stderr)
     print(f"hint: {' '.join(remedy.split())}", file=sys.stderr)
     return status
+
+
+def _of_the_gpu(text: str) -> str:
+    if "\n\nhint:" in text or not text.startswith("CUDA"):
+        return text
+    wrong = text.splitlines()[0]
+    if wrong.startswith("CUDA out of memory"):
+        return f"{wrong}\n\nhint: a smaller --batch-size or --hidden, or --features host"
+    return (
+        f"the GPU failed, or was lost: {wrong}\n\nhint: `nvidia-smi` shows whether it is there; "
+        "`gcnzc train --resume RUN` goes on from the last checkpoint"
+    )
 
 
 def _of_the_system(error: OSError) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gcnzc import train
 from gcnzc.cli import main
 
 SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
@@ -292,3 +293,27 @@ def test_an_embedding_becomes_the_features(shared_data, tmp_path, capsys):
     assert main(words) == 0
     # seven classes, of which the largest has 30 % of the nodes; the edges alone say this much
     assert json.loads(capsys.readouterr().out)["test_accuracy"] > 0.6
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "hint"),
+    [
+        (
+            "CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later",
+            "error: the GPU failed, or was lost: CUDA error: unspecified launch failure",
+            "--resume RUN",
+        ),
+        ("CUDA out of memory. Tried to allocate 2 GiB.", "error: CUDA out of memory.", "smaller"),
+        ("no such node\n\nhint: count again", "error: no such node", "hint: count again"),
+    ],
+)
+def test_a_gpu_that_fails(message, error, hint, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(train, "train", fail)
+    assert main(["train", "anywhere"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[-2].startswith(error)
+    assert told[-1].startswith("hint: ")
+    assert hint in told[-1]
