@@ -13,6 +13,7 @@ Letters: N rows in the table, D columns, B rows asked for.
 
 import contextlib
 import ctypes
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -26,6 +27,7 @@ WARPS = 8
 VECTORS = 4  # that each lane has in flight; with 8 warps a program has 16 KiB
 PROGRAMS_PER_MULTIPROCESSOR = 2
 MULTIPROCESSORS = 16  # that a gather takes at most
+FILL_BYTES = 1 << 26  # of hot rows that are copied at a time
 # words that rows are cut into: bits pass through them unchanged
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -37,6 +39,8 @@ def _gather_rows(
     places,
     out,
     outside,
+    slots,
+    hot,
     num_ids,
     num_rows,
     zero,
@@ -54,12 +58,14 @@ def _gather_rows(
     FROM_LINE: tl.constexpr,
     WRAPPED: tl.constexpr,
     SCALAR: tl.constexpr,
+    HOT_VECTORS: tl.constexpr,
     ORDERED: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
     """The rows of `table`, whose first begins INSET_BYTES after its pointer, as words of `out`.
 
-    The pointer is a multiple of 16 B, and lies LINE_INSET_BYTES after a line's begin.
+    The pointer is a multiple of 16 B, and lies LINE_INSET_BYTES after a line's begin. With
+    HOT_VECTORS above 0, rows that have a slot come from `hot`, which has so many vectors a slot.
     """
     VECTOR_BYTES: tl.constexpr = VECTOR * WORD_BYTES
     ROW: tl.constexpr = ROW_BYTES // WORD_BYTES
@@ -88,6 +94,12 @@ def _gather_rows(
         lead = tl.zeros_like(start)
         if FROM_LINE:
             lead = (LINE_INSET_BYTES + start) % 128 // VECTOR_BYTES
+        if HOT_VECTORS > 0:
+            place = tl.load(slots + row, mask=inside, other=-1)
+            is_hot = place >= 0
+            # a hot row lies as far behind a line as the row itself, so that its lanes fit both
+            behind = (LINE_INSET_BYTES + start) % 128 // VECTOR_BYTES
+            first_hot = place.to(tl.int64) * HOT_VECTORS + behind
         for turn in range(PASSES):
             number = turn * LANES + lane
             vector = number - lead
@@ -102,7 +114,13 @@ def _gather_rows(
             if SCALAR:
                 # a number that is not known hides from the compiler that lanes could be joined
                 words += zero
-            values = tl.load(words, mask=wanted[:, None])
+            if HOT_VECTORS > 0:
+                hot_words = hot + (first_hot + vector)[:, None] * VECTOR + part[None, :]
+                cold = tl.load(words, mask=(wanted & (place < 0))[:, None], other=0)
+                values = tl.load(hot_words, mask=(wanted & is_hot)[:, None], other=0)
+                values = tl.where(is_hot[:, None], values, cold)
+            else:
+                values = tl.load(words, mask=wanted[:, None])
             column = vector[:, None] * VECTOR + part[None, :]
             if not ALIGNED:
                 column -= (inset // WORD_BYTES)[:, None]
@@ -116,6 +134,54 @@ def _gather_rows(
             tl.store(into, values.to(out.dtype.element_ty), mask=kept)
 
 
+@dataclass(frozen=True)
+class HotRows:
+    """Copies of some rows of a table on the GPU that asks for them."""
+
+    slots: Tensor  # (N,) int32: which slot holds a row's copy; -1 for none
+    memory: Tensor  # (H, stride) bytes, beginning on a line
+
+    @property
+    def num_rows(self) -> int:
+        """H."""
+        return self.memory.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of both, on the GPU."""
+        return self.slots.nbytes + self.memory.nbytes
+
+
+def hot_rows(table: Tensor, ids: Tensor, device: torch.device) -> HotRows:
+    """Copy rows of a table to a GPU.
+
+    A copy lies as far behind a line as the row itself, so that the same lanes read both; that costs
+    up to a line a row.
+
+    Args:
+        table: (N, D), each row contiguous, on the host.
+        ids: (H,) int64 in [0, N), all different, on the host.
+        device: where the rows go.
+    """
+    num_rows, size = table.shape[0], table.element_size()
+    row_bytes, stride_bytes = table.shape[1] * size, table.stride(0) * size
+    starts = (table.data_ptr() + ids * stride_bytes) % LINE_BYTES
+    furthest = int(starts.max()) if len(ids) else 0
+    room_bytes = -(-(furthest + row_bytes) // LINE_BYTES) * LINE_BYTES
+    memory = torch.empty(len(ids) * room_bytes + LINE_BYTES, dtype=torch.int8, device=device)
+    begin = -memory.data_ptr() % LINE_BYTES
+    memory = memory[begin : begin + len(ids) * room_bytes].view(len(ids), room_bytes)
+    # at most as many places as there are elements in a line
+    for start in starts.unique().tolist():
+        at = (starts == start).nonzero().flatten()
+        for part in at.split(max(1, FILL_BYTES // max(1, row_bytes))):
+            rows = table[ids[part]].contiguous().view(torch.int8).to(device)
+            memory[part.to(device), start : start + row_bytes] = rows
+    slots = torch.full((num_rows,), -1, dtype=torch.int32)
+    slots[ids] = torch.arange(len(ids), dtype=torch.int32)
+    return HotRows(slots.to(device), memory)
+
+
 def gather_rows(
     table: Tensor,
     ids: Tensor,
@@ -124,6 +190,7 @@ def gather_rows(
     layout: Layout | None = None,
     dtype: torch.dtype | None = None,
     order: Tensor | None = None,
+    hot: HotRows | None = None,
     programs: int | None = None,
     checked: bool = False,
 ) -> Tensor:
@@ -141,6 +208,7 @@ def gather_rows(
         order: (B,) int32 or int64, on the device of `ids`: in which order to take the rows, such as
             `ids.argsort()`, so that rows near each other are read at about the same time. Where
             they go does not change.
+        hot: copies of rows of this table, on the device of `ids`, which are read in its place.
         programs: how many share the work; `programs_of` the device if None.
         checked: look for ids outside and wait for the result; rows in range are then gathered, and
             no foreign memory is read.
@@ -149,8 +217,8 @@ def gather_rows(
         (B, D), ready for work queued later on the current stream.
 
     Raises:
-        ValueError: rows do not begin on lines, and `layout` is `pitched`; or a conversion that the
-            device does not have.
+        ValueError: rows do not begin on lines, and `layout` is `pitched`; a conversion that the
+            device does not have; or `hot`, and a layout that does not take it.
         IndexError: an id is outside, and `checked`.
     """
     dtype = dtype or (table.dtype if out is None else out.dtype)
@@ -174,6 +242,15 @@ def gather_rows(
     ids = ids.contiguous()
     outside = torch.full((1,), -1, dtype=torch.int64, device=ids.device) if checked else ids
     num_programs = min(_tiles(len(ids), lanes), programs or programs_of(out.device))
+    slots, hot_words, hot_vectors = ids, words, 0
+    if hot is not None and hot.num_rows > 0:
+        if layout not in ("shifted", "pitched"):
+            raise ValueError(
+                f"hot rows are read as shifted or pitched, not as {layout}\n\n"
+                "hint: leave the layout away"
+            )
+        slots, hot_words = hot.slots, hot.memory.view(-1).view(word)
+        hot_vectors = hot.memory.shape[1] // VECTOR_BYTES
     with _on(out.device):
         _gather_rows[(num_programs,)](
             words,
@@ -181,10 +258,13 @@ def gather_rows(
             ids if order is None else order.contiguous(),
             out_words,
             outside,
+            slots,
+            hot_words,
             len(ids),
             table.shape[0],
             0,
             **constants(lanes, stride_bytes, table.data_ptr(), word, out_words.stride(0)),
+            HOT_VECTORS=hot_vectors,
             ORDERED=order is not None,
             CHECKED=checked,
             num_warps=WARPS,
@@ -200,7 +280,7 @@ def gather_rows(
 def constants(
     lanes: Lanes, stride_bytes: int, base: int, word: torch.dtype, out_stride: int
 ) -> dict[str, int | bool]:
-    """What `_gather_rows` is compiled for, besides ORDERED and CHECKED.
+    """What `_gather_rows` is compiled for, besides HOT_VECTORS, ORDERED and CHECKED.
 
     Args:
         lanes: of the table, whose first row is at address `base`, and each other `stride_bytes`

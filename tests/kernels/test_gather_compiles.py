@@ -27,15 +27,18 @@ def program(case, arch):
     word = getattr(torch, case["word"])
     options = constants(lanes, case["stride_bytes"], case["base"], word, case["out_stride"])
     options |= {"ORDERED": case["ordered"], "CHECKED": case["checked"]}
+    options["HOT_VECTORS"] = case["hot_vectors"]
     letters = {"int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "float16": "fp16",
                "float32": "fp32", "bfloat16": "bf16", "float8_e5m2": "fp8e5"}
     table, out = (f"*{letters[case[name]]}" for name in ("word", "out_word"))
     ids = "*" + case["ids"]
     types = dict(table=table, ids=ids, places=ids, out=out, outside="*i64")
+    types |= dict(slots="*i32", hot=table)
     types |= dict(num_ids="i32", num_rows="i64", zero="i32")
     names = list(_gather_rows.arg_names)
     # what a launch knows of pointers that torch allocated
-    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in ("table", "ids", "out")}
+    aligned = ("table", "ids", "out", "hot")
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     numbers = {(names.index(name),): value for name, value in options.items()}
     signature = types | {name: "constexpr" for name in options}
     source = ASTSource(_gather_rows, signature, numbers, attributes)
@@ -61,6 +64,7 @@ class Case:
     ids: str = "i64"
     ordered: bool = False
     checked: bool = False
+    hot_vectors: int = 0
 
     def words(self) -> dict:
         sizes = {"int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "float32": 4}
@@ -145,6 +149,18 @@ def test_baselines_load_what_they_say(arch, tmp_path):
         # the first four are ids; passes may be unrolled
         assert loads[:4] == [8] * 4, (case, loads)
         assert set(loads[4:]) == {size}, (case, loads)
+
+
+def test_hot_rows_are_loaded_as_widely(tmp_path):
+    cases = [
+        Case("shifted", 400, 400, 0, 4, "int64", hot_vectors=32),
+        Case("shifted", 1204, 1204, 0, 2, "int32", hot_vectors=88),
+    ]
+    for made in compiled(cases, 90, tmp_path):
+        loads = global_bytes(made["ptx"], "ld")
+        # ids, slots, and each vector from either place
+        assert sorted(loads) == [4] * 4 + [8] * 4 + [16] * 8, loads
+        assert ".local" not in made["ptx"]
 
 
 def test_stores_whole_vectors_where_rows_are_whole(tmp_path):

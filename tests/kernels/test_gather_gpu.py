@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gcnzc.kernels.gather import gather_reference
-from gcnzc.kernels.gather_gpu import chase, gather_rows, read_dense
+from gcnzc.kernels.gather_gpu import chase, gather_rows, hot_rows, read_dense
 from gcnzc.kernels.lanes import LAYOUTS, LINE_BYTES
 
 # rows of 16 B and more begin on a multiple of one of these; the last is a line
@@ -104,6 +104,33 @@ def test_in_another_order(device):
     ids = torch.randint(90, (300,), device=device)
     for order in (ids.argsort(), ids.argsort().int(), torch.randperm(300, device=device)):
         assert torch.equal(gather_rows(table, ids, order=order), table[ids])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("row_bytes", "unit"), [(4, 4), (100, 4), (400, 16), (1204, 4), (512, 128)]
+)
+def test_hot_rows_come_from_their_copies(share, row_bytes, unit, device):
+    """Bit for bit; and from nowhere else: the rows themselves are gone."""
+    table = table_of(row_bytes, unit, torch.float32, torch.device("cpu"), num_rows=200)
+    rows = table.clone()
+    ids = torch.randperm(200)[: int(share * 200)]
+    hot = hot_rows(table, ids, device)
+    table.view(torch.int32)[ids] = 0x7FC00000
+    asked = torch.randint(200, (700,))
+    readable = table.to(device) if device.type == "cpu" else table.pin_memory()
+    found = gather_rows(readable, asked.to(device), hot=hot)
+    assert same_bits(found.cpu(), rows[asked])
+    assert hot.num_rows == len(ids)
+    # without them the copies are not looked at
+    assert same_bits(gather_rows(readable, asked.to(device)).cpu(), table[asked])
+
+
+def test_hot_rows_need_whole_vectors(device):
+    table = torch.randn(20, 8)
+    hot = hot_rows(table, torch.arange(3), device)
+    with pytest.raises(ValueError, match="hint: leave the layout away"):
+        gather_rows(table, torch.tensor([0], device=device), hot=hot, layout="vector")
 
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
