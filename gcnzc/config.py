@@ -91,6 +91,8 @@ class TrainConfig:
     """seed of every random choice"""
     checkpoint_every_s: float = 30.0
     """seconds of training from one checkpoint to the next"""
+    trace: int = 0
+    """steps to draw as a timeline, after the first ten of this command; 0 draws none"""
     allow_nan: bool = False
     """train although some features are NaN or infinite"""
     out: Path | None = None
@@ -107,6 +109,7 @@ class TrainConfig:
             "output_heads",
             "patience",
             "threads",
+            "trace",
             "seed",
             "checkpoint_every_s",
             "weight_decay",

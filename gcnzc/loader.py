@@ -25,6 +25,7 @@ from gcnzc.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.sampler import Batch, Block, Sampler
 from gcnzc.table import FeatureTable, can_read_host
+from gcnzc.timeline import Span
 
 # a dropped iterator waits this long for its threads, each of which ends after its present batch
 JOIN_S = 30.0
@@ -311,8 +312,13 @@ class Loader:
             self._fill(batch)
         else:
             ready = self._fill_on_gpu(batch, side)
+        ended_s, thread = time.perf_counter(), _thread()
         batch.times["sample_s"] = sampled_s - began_s
-        batch.times["gather_s"] = time.perf_counter() - sampled_s
+        batch.times["gather_s"] = ended_s - sampled_s
+        batch.spans = [
+            Span("sample", thread, began_s, sampled_s),
+            Span("gather", thread, sampled_s, ended_s),
+        ]
         return Made(batch, ready)
 
     def _fill(self, batch: Batch) -> None:
@@ -445,6 +451,11 @@ def handed_over(made: Made) -> Batch:
             if tensor is not None:
                 tensor.record_stream(stream)
     return batch
+
+
+def _thread() -> str:
+    # ThreadPoolExecutor counts its threads at the end of their names
+    return f"worker {threading.current_thread().name.rsplit('_', 1)[-1]}"
 
 
 def _demand_seeds(seeds: Tensor, num_nodes: int) -> Tensor:

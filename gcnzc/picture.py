@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from gcnzc import record
+from gcnzc.timeline import Span
 
 # how far apart rows may begin, at the least: colour and name
 UNITS = {
@@ -19,6 +20,7 @@ UNITS = {
     2: ("C4", "of 2 B"),
     1: ("C5", "of 1 B"),
 }
+SPAN_COLOURS = {"sample": "C0", "gather": "C1", "compute": "C2", "wait": "lightgrey"}
 STAGES = {"sample_s": "sample", "gather_s": "gather", "compute_s": "compute"}
 
 
@@ -90,6 +92,33 @@ class Efficiencies:
     curves: Mapping[str, Sequence[tuple[int, float]]]  # as the model says
     measured: Mapping[str, Sequence[tuple[int, float]]]
     roofs: Mapping[str, float]  # shares that requests of one size reach, by what to call them
+
+
+def timeline(spans: Sequence[Span], out: Path) -> None:
+    """Draw when each stage ran, a lane for each thread.
+
+    Args:
+        spans: of the steps to draw.
+        out: picture to write; its ending names the format.
+    """
+    lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "model", lane))
+    origin_s = min(span.begin_s for span in spans)
+    figure = Figure(figsize=(15, 1.2 + 0.5 * len(lanes)), layout="constrained")
+    axis = figure.subplots()
+    for name, colour in SPAN_COLOURS.items():
+        for number, lane in enumerate(lanes):
+            mine = [span for span in spans if (span.name, span.lane) == (name, lane)]
+            parts = [(1e3 * (s.begin_s - origin_s), 1e3 * (s.end_s - s.begin_s)) for s in mine]
+            axis.broken_barh(
+                parts, (number - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.4
+            )
+        axis.barh(0, 0, color=colour, label=name)
+    axis.set_yticks(range(len(lanes)), lanes)
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
+    axis.set_xlabel("milliseconds")
+    figure.legend(loc="outside right center")
+    figure.savefig(out, dpi=120)
 
 
 def efficiencies(shares: Efficiencies, out: Path) -> None:

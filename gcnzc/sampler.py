@@ -13,6 +13,7 @@ from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.philox import split_key
 from gcnzc.kernels.sample import ALL, MAX_DEGREE, Workspace
 from gcnzc.kernels.sample import sample as draw
+from gcnzc.timeline import Span
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Batch:
     x: Tensor | None = None  # (B, D) features of `nodes`
     y: Tensor | None = None  # (S,) or (S, T) labels of the seeds
     times: dict[str, float] = field(default_factory=dict)  # seconds of worker threads, by "..._s"
+    spans: list[Span] = field(default_factory=list)  # when that was, and in which thread
 
 
 class Sampler:

@@ -25,8 +25,9 @@ from gcnzc.data import Dataset, load
 from gcnzc.layerwise import inference
 from gcnzc.loader import Loader
 from gcnzc.metrics import loss_of, score
-from gcnzc.picture import curves
+from gcnzc.picture import curves, timeline
 from gcnzc.progress import Quiet, Reporter
+from gcnzc.sampler import Batch
 from gcnzc.stages import (
     build_model,
     build_optimizer,
@@ -35,11 +36,16 @@ from gcnzc.stages import (
     feature_table,
 )
 from gcnzc.table import FeatureTable
+from gcnzc.timeline import Span, share_under, write_trace
 
 # options that a resumed run may be given anew: they change how long it runs, not what it computes
-FREE_ON_RESUME = {"data", "epochs", "threads", "checkpoint_every_s", "out", "resume", "config"}
+FREE_ON_RESUME = {
+    *("data", "epochs", "threads", "checkpoint_every_s", "trace", "out", "resume", "config")
+}
+# steps that are not traced: they compile, and fill the loader's memory
+WARM_UP = 10
 
-CONFIG, RECORD, CHECKPOINT, BEST, CURVES, RESULT, BOARD = (
+CONFIG, RECORD, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE = (
     "config.json",
     "record.jsonl",
     "checkpoint.pt",
@@ -47,6 +53,8 @@ CONFIG, RECORD, CHECKPOINT, BEST, CURVES, RESULT, BOARD = (
     "curves.png",
     "result.json",
     "tensorboard",
+    "timeline.json",
+    "timeline.png",
 )
 
 
@@ -181,6 +189,8 @@ class _Run:
         self.tally = _Tally(device)
         self.lines: list[dict[str, Any]] = []  # of the record, one an epoch
         self.best: dict[str, Any] = {}
+        self.steps = 0  # of this command
+        self.spans: list[Span] = []  # of the steps that are traced
         self.saved_at = time.monotonic()
 
     def start(self) -> None:
@@ -276,11 +286,35 @@ class _Run:
                 self.tally.add(logits.detach(), loss.detach(), batch.y)
                 self.tally.seconds(batch.times, ready - begin, now - ready)
                 self.tally.bytes += len(batch.nodes) * self.table.row_bytes
+                self.trace(batch, begin, ready, now)
                 begin = time.perf_counter()
                 advance(self.tally.steps, steps, self.tally.shown())
                 self.stop_if(stopped)
                 if time.monotonic() - self.saved_at >= self.config.checkpoint_every_s:
                     self.save()
+
+    def trace(self, batch: Batch, begin_s: float, ready_s: float, end_s: float) -> None:
+        """Keep when this step's stages ran, if it is to be drawn, and draw after the last one."""
+        self.steps += 1
+        last = WARM_UP + self.config.trace
+        if not WARM_UP < self.steps <= last:
+            return
+        self.spans += batch.spans
+        self.spans.append(Span("wait", "model", begin_s, ready_s))
+        self.spans.append(Span("compute", "model", ready_s, end_s))
+        if self.steps == last:
+            self.draw_trace()
+
+    def draw_trace(self) -> None:
+        """Write the timeline of the steps that were traced, if there are any."""
+        if self.spans:
+            write_trace(self.spans, self.folder / TRACE)
+            timeline(self.spans, self.folder / TIMELINE)
+            share = share_under(self.spans, "gather", "compute")
+            self.reporter.say(
+                f"{share:.0%} of the gathering lay under the model's work; {self.folder / TIMELINE}"
+            )
+            self.spans = []
 
     def finish_epoch(self) -> None:
         """Evaluate, keep the best model, and write the line of this epoch."""
@@ -371,6 +405,8 @@ class _Run:
         }
         if data.best_accuracy is not None:
             line["best_possible_accuracy"] = data.best_accuracy
+        # of a run with fewer steps than were asked for
+        self.draw_trace()
         record.write_json(self.folder / RESULT, line | record.machine())
         curves([self.folder], self.folder / CURVES)
         return line

@@ -29,6 +29,7 @@ ORDER = [
     "locking",
     "table",
     "data",
+    "timeline",
     "sampler",
     "loader",
     "layers",

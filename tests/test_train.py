@@ -1,6 +1,8 @@
 """A run computes the same whatever the threads, and trains whatever the data is like."""
 
 import importlib.util
+import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,3 +178,21 @@ def test_progress_is_told(config, tmp_path):
 
     train(config, tmp_path / "run", Listening())
     assert [line.split("  ")[0] for line in told] == ["epoch 1/2", "epoch 2/2"]
+
+
+@pytest.mark.parametrize(("steps", "drawn"), [(12, 12), (1000, 24)])
+def test_some_steps_are_drawn_as_a_timeline(steps, drawn, config, tmp_path):
+    train(replace(config, trace=steps, threads=2), tmp_path / "run")
+    events = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    # 17 steps an epoch, of which the first ten of the run are left out
+    for name in ("sample", "gather", "compute", "wait"):
+        assert sum(span["name"] == name for span in spans) == drawn, name
+    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert lanes == {"model", "worker 0", "worker 1"}
+    # what one thread does lies one after the other
+    for lane in {span["tid"] for span in spans}:
+        ordered = sorted((s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == lane)
+        assert all(one[1] <= next_[0] + 1e-3 for one, next_ in itertools.pairwise(ordered))
+    assert (tmp_path / "run" / "timeline.png").stat().st_size > 5000
+    assert not list((tmp_path / "run").glob("timeline*.tmp"))

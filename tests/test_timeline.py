@@ -1,0 +1,48 @@
+"""Spans are added up right, and written for others to read."""
+
+import json
+
+import pytest
+
+from gcnzc.timeline import Span, share_under, write_trace
+
+
+def spans(name, *parts, lane="a"):
+    return [Span(name, lane, begin, end) for begin, end in parts]
+
+
+@pytest.mark.parametrize(
+    ("gathers", "computes", "share"),
+    [
+        ([(0, 2)], [(0, 2)], 1.0),
+        ([(0, 2)], [(1, 5)], 0.5),
+        ([(0, 2)], [(2, 3)], 0.0),
+        ([(0, 4)], [(0, 1), (2, 3)], 0.5),
+        # what overlaps counts once
+        ([(0, 4)], [(0, 2), (1, 2), (1, 3)], 0.75),
+        # gathers on several threads count each
+        ([(0, 2), (0, 2), (4, 8)], [(0, 2)], 0.5),
+        ([], [(0, 1)], 0.0),
+        ([(0, 1)], [], 0.0),
+    ],
+)
+def test_share_under(gathers, computes, share):
+    found = share_under(
+        spans("gather", *gathers) + spans("compute", *computes), "gather", "compute"
+    )
+    assert found == pytest.approx(share)
+
+
+def test_a_trace_has_a_lane_for_each_thread(tmp_path):
+    made = spans("gather", (10.0, 10.5), (11.0, 11.25), lane="worker 1")
+    made += spans("compute", (10.25, 12.0), lane="model")
+    write_trace(made, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert sorted(names.values()) == ["model", "worker 1"]
+    told = [(names[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert told == [
+        ("worker 1", "gather", 0.0, 500_000.0),
+        ("worker 1", "gather", 1_000_000.0, 250_000.0),
+        ("model", "compute", 250_000.0, 1_750_000.0),
+    ]
