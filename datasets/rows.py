@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
@@ -19,6 +20,15 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 # a few chunks are alive at once in a pipeline of four steps; larger ones read no faster, smaller
 # ones read csv with thousands of columns at half the speed
 CHUNK_BYTES = 1 << 24
+
+
+# types that numpy lacks, or that stand for something else with a scale; a file has integers as wide
+CODES: dict[str, type[np.integer[Any]]] = {
+    "bfloat16": np.uint16,
+    "float8_e4m3fn": np.uint8,
+    "float8_e5m2": np.uint8,
+    "int8": np.int8,
+}
 
 
 def in_memory(name: str, size: int, dtype: Any) -> Array:
@@ -51,6 +61,16 @@ class Csr:
 
 
 @dataclass(frozen=True)
+class Codes:
+    """Values in fewer bytes: the number of a code, times the scale of its row or columns."""
+
+    array: Array  # (N, D), of the integers that `CODES` gives for `dtype`
+    dtype: str
+    scales: Array | None  # (N,) float32, or (ceil(D / scale_columns),); None: codes are the values
+    scale_columns: int | None  # that share a scale; None: each row has its own
+
+
+@dataclass(frozen=True)
 class Rows:
     """(N, D) values that are read in order, as often as asked."""
 
@@ -61,6 +81,7 @@ class Rows:
     chunks: Callable[[Allocate], Iterator[Array]]
     where: str  # named in errors
     csr: Csr | None = None  # the same values, where they came sparse
+    codes: Codes | None = None  # what they were made from, where they came as codes
 
 
 def as_bytes(array: Array) -> memoryview:
@@ -131,10 +152,36 @@ def rows_of_csr(csr: Csr, num_columns: int, where: str) -> Rows:
     return Rows(num_rows, num_columns, csr.values.dtype, chunks, where, csr)
 
 
+def rows_of_codes(codes: Codes, where: str) -> Rows:
+    """The float32 rows that codes stand for."""
+    num_rows, num_columns = codes.array.shape
+    step, scales, per = chunk_rows(num_columns, 4), codes.scales, codes.scale_columns
+
+    def chunks(allocate: Allocate) -> Iterator[Array]:
+        for begin in range(0, num_rows, step):
+            part = slice(begin, begin + step)
+            # a copy, since torch warns of memory that is read-only
+            numbers = torch.from_numpy(np.array(codes.array[part]))
+            chunk = numbers.view(getattr(torch, codes.dtype)).float().numpy()
+            if scales is None:
+                yield chunk
+            elif per is None:
+                yield chunk * scales[part, None]
+            else:
+                yield chunk * np.repeat(scales, per)[:num_columns]
+
+    return Rows(num_rows, num_columns, np.dtype(np.float32), chunks, where, codes=codes)
+
+
 def stored_dtype(rows: Rows, wanted: str | None) -> np.dtype:
-    """The type that features are kept in: `wanted`, else float16 as it is, else float32."""
+    """The type that a file has for features: `wanted`, else as they are if codes or float16.
+
+    All else is float32.
+    """
     if wanted is not None:
-        return np.dtype(wanted)
+        return np.dtype(CODES.get(wanted, wanted))
+    if rows.codes is not None:
+        return rows.codes.array.dtype
     return np.dtype(np.float16 if rows.dtype == np.float16 else np.float32)
 
 
@@ -156,7 +203,7 @@ def normalized(rows: Rows) -> Rows:
             sums = np.abs(chunk).sum(axis=1, dtype=np.float64, keepdims=True)
             yield chunk / _divisors(sums).astype(np.float32)
 
-    return replace(rows, chunks=chunks, dtype=np.dtype(np.float32))
+    return replace(rows, chunks=chunks, dtype=np.dtype(np.float32), codes=None)
 
 
 def _divisors(sums: Array) -> Array:

@@ -7,6 +7,7 @@ renamed, so there is never half of one.
     meta.json                 format, sizes, checksums, origin, choices made
     indptr.npy indices.npy    the graph, CSC of in-edges: (N + 1,) int64; (E,) int32 or int64
     features.npy              (N, pitch / itemsize): the first D columns are the features
+    features_scales.npy       if they are codes: (N,) float32, or one for each block of columns
     features_indptr.npy features_indices.npy features_values.npy     instead, if kept sparse
     labels.npy                (N,) int64, or (N, T)
     split/train.npy valid.npy test.npy     int64
@@ -32,19 +33,24 @@ import numpy as np
 
 from gcnzc.datasets.rows import (
     CHUNK_BYTES,
+    CODES,
     Allocate,
     Array,
+    Codes,
     Csr,
     Progress,
     Rows,
     as_bytes,
     no_progress,
     rows_of_array,
+    rows_of_codes,
     rows_of_csr,
 )
 
 FORMAT = "gcnzc-graph"
 VERSION = 1
+# of folders whose features are codes, which readers of version 1 would take for numbers
+CODED_VERSION = 2
 _KEYS = (
     *("name", "num_classes", "metric", "best_accuracy", "features", "split", "options"),
     *("origin", "files"),
@@ -220,7 +226,10 @@ class Writer:
 
     def finish(self, meta: dict[str, Any]) -> None:
         """Write `meta.json`, which makes the folder a prepared one."""
-        whole = {"format": FORMAT, "version": VERSION, **meta, "files": self._files}
+        features = meta.get("features")
+        coded = features is not None and features["kind"] == "codes"
+        version = CODED_VERSION if coded else VERSION
+        whole = {"format": FORMAT, "version": version, **meta, "files": self._files}
         (self._folder / "meta.json").write_text(json.dumps(whole, indent=1) + "\n")
 
     def _write(
@@ -284,6 +293,7 @@ class Prepared:
     indices: Array
     features: Array | None  # (N, D), a view of the pitched rows
     csr: Csr | None  # instead, if kept sparse
+    codes: Codes | None  # instead, if kept as codes
     labels: Array
     split: dict[str, Array]
 
@@ -293,6 +303,8 @@ class Prepared:
         where = str(self.folder)
         if self.csr is not None:
             return rows_of_csr(self.csr, self.meta["features"]["columns"], where)
+        if self.codes is not None:
+            return rows_of_codes(self.codes, where)
         return None if self.features is None else rows_of_array(self.features, where)
 
 
@@ -315,12 +327,15 @@ def open_folder(folder: Path) -> Prepared:
             for name, entry in meta["files"].items()
             if "shape" in entry
         }
-        features = csr = None
+        features = csr = codes = None
         told = meta["features"]
         if told is not None and told["kind"] == "sparse":
             csr = Csr(*(arrays[f"features_{part}.npy"] for part in ("indptr", "indices", "values")))
         elif told is not None:
             features = arrays["features.npy"][:, : told["columns"]]
+            if told["kind"] == "codes":
+                codes = _codes(folder, features, arrays.get("features_scales.npy"), told)
+                features = None
         return Prepared(
             folder,
             meta,
@@ -328,11 +343,28 @@ def open_folder(folder: Path) -> Prepared:
             arrays["indices.npy"],
             features,
             csr,
+            codes,
             arrays["labels.npy"],
             {part: arrays[f"split/{part}.npy"] for part in ("train", "valid", "test")},
         )
     except KeyError as error:
         raise ValueError(f"{folder / 'meta.json'} does not name {error}\n\n{_AGAIN}") from None
+
+
+def _codes(folder: Path, array: Array, scales: Array | None, told: dict[str, Any]) -> Codes:
+    dtype, per = told["dtype"], told["scale_columns"]
+    count = len(array) if per is None else -(-array.shape[1] // per)
+    if (
+        array.dtype != CODES.get(dtype)
+        or (scales is None) != (told["scales"] is None)
+        or (scales is not None and (scales.shape != (count,) or scales.dtype != np.float32))
+    ):
+        shape = None if scales is None else scales.shape
+        raise ValueError(
+            f"{folder / 'features.npy'} of type {array.dtype} and scales of shape {shape} are no "
+            f"features of type {dtype}\n\n{_AGAIN}"
+        )
+    return Codes(array, dtype, scales, per)
 
 
 _AGAIN = "hint: prepare the folder again from its source"
@@ -351,10 +383,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no JSON: {error}\n\n{_AGAIN}") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ValueError(f"{path} is not that of a prepared graph\n\n{_AGAIN}")
-    if meta.get("version") != VERSION:
+    if meta.get("version") not in (VERSION, CODED_VERSION):
         raise ValueError(
             f"{folder} is of format version {meta.get('version')}, but this gcnzc reads version "
-            f"{VERSION}\n\n{_AGAIN}, or install the gcnzc that wrote it"
+            f"{VERSION} and {CODED_VERSION}\n\n{_AGAIN}, or install the gcnzc that wrote it"
         )
     if missing := [key for key in _KEYS if key not in meta]:
         raise ValueError(f"{path} does not say {', '.join(missing)}\n\n{_AGAIN}")

@@ -6,6 +6,7 @@ from gcnzc import models
 from gcnzc._version import VERSION as __version__
 from gcnzc.data import Dataset, load, prepare
 from gcnzc.graph import Graph
+from gcnzc.hot import cached, presample
 from gcnzc.layerwise import inference
 from gcnzc.loader import Loader
 from gcnzc.sampler import Batch, Block, Sampler
@@ -20,9 +21,11 @@ __all__ = [
     "Loader",
     "Sampler",
     "__version__",
+    "cached",
     "inference",
     "load",
     "models",
     "pinned",
     "prepare",
+    "presample",
 ]

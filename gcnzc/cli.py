@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from gcnzc import builtin, check, data, link, shapes, train
+from gcnzc import builtin, check, data, hot, link, shapes, train
 from gcnzc._version import VERSION
 from gcnzc.config import (
     CheckConfig,
@@ -27,6 +27,7 @@ from gcnzc.config import (
     InfoConfig,
     LinkConfig,
     MakeConfig,
+    PlanCacheConfig,
     PlotConfig,
     PrepareConfig,
     TrainConfig,
@@ -34,7 +35,8 @@ from gcnzc.config import (
 )
 from gcnzc.datasets import generate
 from gcnzc.datasets.embed import embed
-from gcnzc.picture import curves, efficiencies
+from gcnzc.loader import Loader
+from gcnzc.picture import HitRates, curves, efficiencies, hit_rates
 from gcnzc.progress import Reporter
 
 if sys.version_info >= (3, 11):
@@ -82,6 +84,13 @@ def train_command(config: TrainConfig, reporter: Reporter) -> None:
     gathered, roof = result["gather_bytes_per_s"], result["gather_roof_bytes_per_s"]
     share = "" if roof is None else f", {gathered / roof:.0%} of what this GPU reads from the host"
     reporter.say(f"rows of features arrived at {gathered / 1e9:.1f} GB/s{share}")
+    if "hit_rate" in result:
+        predicted = result["predicted_hit_rate"]
+        told = "" if predicted is None else f", {predicted:.1%} predicted"
+        reporter.say(
+            f"{result['hit_rate']:.1%} of the rows were hot{told}: "
+            f"{result['bytes_saved'] / 1e6:.1f} MB an epoch had no need to cross the bus"
+        )
     _print_json(result)
 
 
@@ -108,6 +117,7 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
             sparse_features=config.sparse_features,
             normalize_features=config.normalize_features,
             feature_dtype=None if config.feature_dtype == "as-is" else config.feature_dtype,
+            scales=config.scales,
             pitch_bytes=config.pitch_bytes,
             bidirected=choices.get(config.bidirected),
             self_loops=config.self_loops,
@@ -177,6 +187,43 @@ def link_command(config: LinkConfig, reporter: Reporter) -> None:
     _print_json(found)
 
 
+def plan_cache_command(config: PlanCacheConfig, reporter: Reporter) -> None:
+    """`gcnzc plan-cache`."""
+    loaded = data.load(config.data, allow_nan=True)
+    graph, seeds, fanouts = loaded.graph, loaded.split["train"], list(config.fanouts)
+    if loaded.table is None:
+        raise ValueError(
+            f"{loaded.name} has no features to cache\n\n"
+            f"hint: `gcnzc embed {config.data} DEST` makes some from its edges"
+        )
+    threads, fresh = config.threads or None, None
+    with reporter.task("count") as advance:
+        counted = hot.presample(
+            graph,
+            seeds,
+            fanouts,
+            config.batch_size,
+            seed=config.seed,
+            batches=config.batches,
+            threads=threads,
+            progress=advance,
+        )
+    if config.measure:
+        loader = Loader(
+            graph, None, seeds, fanouts, config.batch_size, seed=config.seed, threads=threads
+        )
+        with reporter.task("measure") as advance:
+            fresh = hot.needed(loader, config.batches, advance)
+    found = hot.plan(counted, loaded.table, graph.in_degrees(), fresh)
+    for line in hot.lines(found):
+        reporter.say(line)
+    if config.out is not None:
+        hit_rates(HitRates(loaded.name, *hot.drawn(found)), config.out)
+        reporter.say(f"wrote {config.out}")
+    told = {"data": loaded.name, "fanouts": fanouts, "batch_size": config.batch_size}
+    _print_json(told | found)
+
+
 def plot_command(config: PlotConfig, reporter: Reporter) -> None:
     """`gcnzc plot`."""
     if not config.runs:
@@ -195,6 +242,7 @@ COMMANDS: dict[type, Callable[[Any, Reporter], None]] = {
     EvaluateConfig: evaluate_command,
     CheckConfig: check_command,
     LinkConfig: link_command,
+    PlanCacheConfig: plan_cache_command,
     PlotConfig: plot_command,
 }
 
@@ -208,7 +256,7 @@ def _parse(words: Sequence[str]) -> Any:
     default = _defaults(words)
     choices: Any = None
     for kind in COMMANDS:
-        name = kind.__name__.removesuffix("Config").lower()
+        name = _name(kind)
         own = {"default": default} if kind is TrainConfig and default is not None else {}
         choice = Annotated[kind, tyro.conf.subcommand(name, **own)]  # type: ignore[valid-type]
         choices = choice if choices is None else choices | choice
@@ -229,6 +277,11 @@ def _parse(words: Sequence[str]) -> Any:
     except ValueError as error:
         # a config's own check
         raise _Misuse(str(error)) from None
+
+
+def _name(kind: type) -> str:
+    """The subcommand of a config: `plan-cache` of `PlanCacheConfig`."""
+    return re.sub("(?<=.)([A-Z])", r"-\1", kind.__name__.removesuffix("Config")).lower()
 
 
 def _defaults(words: Sequence[str]) -> TrainConfig | None:
@@ -272,7 +325,7 @@ def _plain(framed: str, words: Sequence[str]) -> str:
     if "\n\nhint: " in message:
         return message
     message = message.split("\n\n")[0]
-    names = {kind.__name__.removesuffix("Config").lower() for kind in COMMANDS}
+    names = {_name(kind) for kind in COMMANDS}
     command = f"gcnzc {words[0]}" if words and words[0] in names else "gcnzc"
     near = []
     for option, place in pairwise(

@@ -5,14 +5,18 @@ Each class is one subcommand of `gcnzc`: a field is an option, and the string un
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import tyro
 
 C = TypeVar("C")
+
+HotBy: TypeAlias = Literal["presampled", "in-degree"]
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
 def _integers(words: Sequence[str]) -> tuple[int, ...]:
@@ -81,8 +85,12 @@ class TrainConfig:
     """epochs from one evaluation with all neighbours to the next"""
     sampler: Literal["gcnzc", "dgl"] = "gcnzc"
     """which engine draws the neighbours"""
-    features: Literal["host", "device"] = "host"
-    """where the feature table lies"""
+    features: Literal["host", "device", "cached"] = "host"
+    """where the feature table lies; cached: on the host, and the rows needed most on the GPU too"""
+    hot: str = "0.2"
+    """size of the hot set of cached features: a share of the rows, or bytes such as 2GB"""
+    hot_by: HotBy = "presampled"
+    """what makes a row hot: how often it is in minibatches drawn before training, or in-degree"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the model trains; auto takes CUDA where there is one"""
     threads: int = 0
@@ -130,12 +138,8 @@ class TrainConfig:
                 "hint: --fanouts takes one number a layer, input layer first; --layers "
                 f"{len(self.fanouts)} would fit"
             )
-        for number in self.fanouts:
-            if number < 1 and number != -1:
-                raise ValueError(
-                    f"a fan-out must be at least 1, or -1 for all neighbours, got {number}\n\n"
-                    "hint: --fanouts 15,10,5 is usual for three layers"
-                )
+        _demand_fanouts(self.fanouts)
+        hot_size(self.hot)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +189,12 @@ class PrepareConfig:
     """fetch the OGB dataset SOURCE first, into the folder `downloads` beside DEST"""
     features: Path | None = None
     """a .npy of (nodes, columns) to use as the features"""
-    feature_dtype: Literal["as-is", "float32", "float16"] = "as-is"
-    """type of the stored features"""
+    feature_dtype: Literal[
+        "as-is", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"
+    ] = "as-is"
+    """type of the stored features; those of one byte have scales, which a gather multiplies by"""
+    scales: Literal["row", "columns"] = "row"
+    """of features of one byte: a scale for each row, or for each 16 columns"""
     normalize_features: bool = False
     """scale each row of features to the sum 1, as is usual for bags of words"""
     sparse_features: bool = False
@@ -273,6 +281,39 @@ class LinkConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanCacheConfig:
+    """Predict, before training, how many rows of a minibatch a hot set on the GPU would have.
+
+    Prints one JSON line: for hot sets of several sizes, ranked by in-degree and by pre-sampling,
+    the predicted hit rate and the bytes that a minibatch still brings over the bus.
+    """
+
+    data: tyro.conf.Positional[Path]
+    """folder of a graph, prepared or in OGB's layout"""
+    fanouts: Fanouts = (15, 10, 5)
+    """neighbours kept, one number a layer, input layer first; -1 keeps all"""
+    batch_size: int = 1024
+    """seeds per minibatch"""
+    batches: int = 100
+    """minibatches that are drawn to predict from, in two halves"""
+    measure: bool = False
+    """also draw as many fresh minibatches, as training would, and count the hits"""
+    threads: int = 0
+    """threads that draw minibatches; 0 leaves the number to the loader"""
+    seed: int = 0
+    """seed of the run that is planned"""
+    out: Path | None = None
+    """picture to write: hit rate by size of the hot set; none if not given"""
+
+    def __post_init__(self) -> None:
+        _at_least(1, "batch_size", self.batch_size)
+        _at_least(4, "batches", self.batches)
+        for name in ("threads", "seed"):
+            _at_least(0, name, getattr(self, name))
+        _demand_fanouts(self.fanouts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlotConfig:
     """Draw the curves of one run, or of several in one picture."""
 
@@ -280,6 +321,25 @@ class PlotConfig:
     """folders that `gcnzc train` wrote"""
     out: Path | None = None
     """picture to write; curves.png in the first run if not given"""
+
+
+def hot_size(words: str) -> float:
+    """The size of a hot set that `words` say: a float is a share of the rows, an int is bytes.
+
+    Raises:
+        ValueError: they say neither.
+    """
+    told = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(?:([KMG]i?)?(B))?", words.strip())
+    if told is not None:
+        number, unit, is_bytes = told.groups()
+        if is_bytes and (size := int(float(number) * _UNITS[unit or ""])) > 0:
+            return size
+        if not is_bytes and 0 < float(number) <= 1:
+            return float(number)
+    raise ValueError(
+        f"--hot must be a share of the rows above 0, or bytes, got {words!r}\n\n"
+        "hint: 0.2 is a fifth of the rows, 1 all of them; 2GB and 512MiB are bytes"
+    )
 
 
 def from_words(kind: type[C], values: Mapping[str, Any], source: str) -> C:
@@ -335,3 +395,12 @@ def _at_least(least: int, name: str, value: float) -> None:
             f"{_option(name)} must be at least {least}, got {value}\n\n"
             f"hint: leave {_option(name)} out for the usual value"
         )
+
+
+def _demand_fanouts(fanouts: Sequence[int]) -> None:
+    for number in fanouts:
+        if number < 1 and number != -1:
+            raise ValueError(
+                f"a fan-out must be at least 1, or -1 for all neighbours, got {number}\n\n"
+                "hint: --fanouts 15,10,5 is usual for three layers"
+            )

@@ -6,8 +6,9 @@ Letters: N nodes, E edges, D columns of features, T tasks.
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from gcnzc.datasets import catalog, download, ogb, store
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph
 from gcnzc.datasets.rows import (
+    CODES,
     Allocate,
     Array,
+    Codes,
     Csr,
     Progress,
     Rows,
@@ -43,9 +46,16 @@ from gcnzc.datasets.source import (
 )
 from gcnzc.datasets.store import Prepared
 from gcnzc.graph import Duplicates, Graph, Loops
+from gcnzc.kernels.quantize import LARGEST, SCALE_COLUMNS, largest, quantize, scales_of
+from gcnzc.table import FeatureTable
 from gcnzc.wire import choose_pitch
 
-FeatureDtype: TypeAlias = Literal["float32", "float16"]
+FeatureDtype: TypeAlias = Literal[
+    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"
+]
+ScaleKind: TypeAlias = Literal["row", "columns"]
+# types whose numbers mean something with a scale only
+SCALED = tuple(str(dtype).removeprefix("torch.") for dtype in LARGEST)
 
 
 @dataclass(frozen=True)
@@ -58,9 +68,9 @@ class Dataset:
 
     name: str
     graph: Graph
-    features: (
-        Tensor | None
-    )  # (N, D), rows contiguous; sparse CSR if kept so; None if there are none
+    # (N, D), rows contiguous; sparse CSR if kept so; None if there are none, or if they are codes
+    # with scales, which only `table` turns into numbers
+    features: Tensor | None
     labels: Tensor  # (N,) int64, -1 for none; several tasks: (N, T) int64, or float32 with NaN
     split: dict[str, Tensor]  # "train", "valid", "test": int64 ids of labelled nodes
     num_classes: int  # of each task
@@ -68,6 +78,14 @@ class Dataset:
     best_accuracy: float | None  # what no model can pass, in [0, 1], where it is known
     folder: Path
     origin: dict[str, Any]  # where the files came from, and the choices made
+    quantized: FeatureTable | None = None  # the features, if they are codes with scales
+
+    @cached_property
+    def table(self) -> FeatureTable | None:
+        """The features as a table, however they are stored; None if there are none."""
+        if self.features is None:
+            return self.quantized
+        return FeatureTable(self.features)
 
 
 @dataclass(frozen=True)
@@ -131,8 +149,9 @@ def load(
     parts = _read(opened, choices, in_memory, no_progress)
     if isinstance(opened, Prepared):
         _refuse_nan(opened, allow_nan)
-        features = _mapped_features(opened)
+        features, quantized = _mapped_features(opened)
     else:
+        quantized = None
         features = _features_in_memory(_rows(opened, None), allow_nan)
     told = parts.told
     return Dataset(
@@ -146,6 +165,7 @@ def load(
         best_accuracy=told["best_accuracy"],
         folder=path,
         origin=told["origin"] | {"options": told["options"], "split": told["split"]},
+        quantized=quantized,
     )
 
 
@@ -159,6 +179,7 @@ def prepare(
     normalize_features: bool = False,
     sparse_features: bool = False,
     feature_dtype: FeatureDtype | None = None,
+    scales: ScaleKind = "row",
     pitch_bytes: int | None = None,
     bidirected: bool | None = None,
     self_loops: Loops | None = None,
@@ -182,7 +203,11 @@ def prepare(
         features: (N, D), or the path of a `.npy` of them, to be put in the place of the source's.
         normalize_features: divide each row by the sum of its absolute values.
         sparse_features: keep features that come sparse as CSR, instead of making them dense.
-        feature_dtype: None keeps float16 and makes all else float32.
+        feature_dtype: None keeps float16, bfloat16 and codes as they are, and makes all else
+            float32. int8, float8_e4m3fn and float8_e5m2 are codes with scales, made of finite
+            numbers alone; `gcnzc.kernels.quantize` says how far they are from the numbers.
+        scales: of such codes: one for each row; or for each 16 columns, for all rows, which takes
+            a second pass over the features.
         pitch_bytes: distance of rows of dense features; 0 puts them side by side, and None chooses
             by what a GPU's reads cost, as `gcnzc.wire.choose_pitch` does.
         bidirected: see `load`; this and the next two are recorded.
@@ -212,8 +237,9 @@ def prepare(
     rows = _rows(opened, features)
     if rows is not None and normalize_features:
         rows = normalized(rows)
-    dtype = None if rows is None else stored_dtype(rows, feature_dtype)
-    sparse = _check_layout(rows, dtype, sparse_features, pitch_bytes)
+    form = None if rows is None else _form_of(rows, feature_dtype, scales)
+    dtype = None if form is None else form.dtype
+    sparse = _check_layout(rows, form, sparse_features, pitch_bytes)
     pitch, why = _pitch(rows, dtype, pitch_bytes)
     with store.building(dest, _needed_bytes(opened, rows, dtype, pitch, sparse)) as folder:
         allocate = store.scratch(folder)
@@ -225,18 +251,20 @@ def prepare(
         for part, ids in parts.split.items():
             writer.save(f"split/{part}.npy", ids)
         about_features = None
-        if rows is not None and dtype is not None:
-            write = _write_sparse if sparse else _write_dense
-            all_finite = write(writer, rows, dtype, pitch, allow_nan, allocate, progress)
+        if rows is not None and form is not None:
+            write = _write_sparse if sparse else _write_codes if form.is_coded else _write_dense
+            all_finite = write(writer, rows, form, pitch, allow_nan, allocate, progress)
             about_features = {
-                "kind": "sparse" if sparse else "dense",
+                "kind": "sparse" if sparse else "codes" if form.is_coded else "dense",
                 "columns": rows.num_columns,
-                "dtype": str(dtype),
+                "dtype": form.name,
                 "pitch_bytes": None if sparse else pitch,
                 "pitch_reason": None if sparse else why,
                 "finite": all_finite,
                 "normalized": normalize_features,
             }
+            if form.is_coded:
+                about_features |= {"scales": form.scales, "scale_columns": form.scale_columns}
             if features is not None:
                 given = features if isinstance(features, str | Path) else "an array"
                 parts.told["origin"]["features"] = str(given)
@@ -471,12 +499,53 @@ def _open_npy(path: Path) -> Array:
     return array
 
 
+@dataclass(frozen=True)
+class _Form:
+    """How features are stored."""
+
+    dtype: np.dtype  # of the file
+    name: str  # of the type of its numbers
+    scales: ScaleKind | None = None  # of codes
+    scale_columns: int | None = None
+    codes: Codes | None = None  # to be taken over as they are
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the file's type is another than that of its numbers, or numbers have scales."""
+        return self.name in CODES
+
+
+def _form_of(rows: Rows, wanted: FeatureDtype | None, scales: ScaleKind) -> _Form:
+    name, dtype = wanted, stored_dtype(rows, wanted)
+    if wanted is None and rows.codes is not None:
+        name = cast(FeatureDtype, rows.codes.dtype)
+    if scales == "columns" and wanted not in SCALED:
+        raise ValueError(
+            f"{wanted or 'features as they are'} and scales of columns do not go together\n\n"
+            f"hint: the types that are scaled are {', '.join(SCALED)}"
+        )
+    if name is None or name not in CODES:
+        return _Form(dtype, str(dtype))
+    if wanted is None and rows.codes is not None and rows.codes.scales is not None:
+        per = rows.codes.scale_columns
+        return _Form(dtype, name, "row" if per is None else "columns", per, rows.codes)
+    if name not in SCALED:
+        return _Form(dtype, name)
+    return _Form(dtype, name, scales, SCALE_COLUMNS if scales == "columns" else None)
+
+
 def _check_layout(
-    rows: Rows | None, dtype: np.dtype | None, sparse: bool, pitch_bytes: int | None
+    rows: Rows | None, form: _Form | None, sparse: bool, pitch_bytes: int | None
 ) -> bool:
     """Demand that the features can be kept as asked; whether they are kept sparse."""
-    if rows is None or dtype is None:
+    if rows is None or form is None:
         return False
+    dtype = form.dtype
+    if sparse and form.is_coded:
+        raise ValueError(
+            f"sparse features cannot be kept as {form.name}\n\n"
+            "hint: leave out --sparse-features, or keep them as float16"
+        )
     if sparse and rows.csr is None:
         raise ValueError(
             f"{rows.where} has dense features, which cannot be kept sparse\n\n"
@@ -528,14 +597,14 @@ def _needed_bytes(
 def _write_dense(
     writer: store.Writer,
     rows: Rows,
-    dtype: np.dtype,
+    form: _Form,
     pitch_bytes: int,
     allow_nan: bool,
     allocate: Allocate,
     progress: Progress,
 ) -> bool:
     """Write the rows; whether all of them were finite."""
-    all_finite = True
+    all_finite, dtype = True, form.dtype
 
     def looked_at() -> Iterator[Array]:
         nonlocal all_finite
@@ -548,10 +617,87 @@ def _write_dense(
     return all_finite
 
 
+def _write_codes(
+    writer: store.Writer,
+    rows: Rows,
+    form: _Form,
+    pitch_bytes: int,
+    allow_nan: bool,
+    allocate: Allocate,
+    progress: Progress,
+) -> bool:
+    """Write codes, and their scales if they have any; whether all numbers were finite."""
+    if form.codes is not None and form.codes.scales is not None:
+        kept = rows_of_array(form.codes.array, rows.where)
+        writer.save_rows("features.npy", kept, form.dtype, pitch_bytes, kept.chunks(allocate))
+        writer.save("features_scales.npy", form.codes.scales)
+        return True
+    all_finite, dtype, per = True, getattr(torch, form.name), form.scale_columns
+    scales = torch.empty(0)
+    if form.scales == "row":
+        scales = torch.from_numpy(allocate("scales", rows.num_rows, np.float32))
+    elif per is not None:
+        most = torch.zeros(-(-rows.num_columns // per))
+        for chunk in _exact_chunks(rows, form, allow_nan, allocate, progress):
+            most = torch.maximum(most, largest(chunk, per))
+        scales = scales_of(most, dtype)
+
+    def coded() -> Iterator[Array]:
+        nonlocal all_finite
+        done = 0
+        for chunk in _exact_chunks(rows, form, allow_nan, allocate, progress):
+            part = slice(done, done + len(chunk))
+            if form.scales is None:
+                codes = chunk.to(dtype)
+                all_finite = all_finite and bool(chunk.isfinite().all())
+                _demand_in_range(codes, chunk, form, rows.where, done)
+            elif per is None:
+                scales[part] = scales_of(largest(chunk), dtype)
+                codes = quantize(chunk, scales[part], dtype)
+            else:
+                codes = quantize(chunk, scales, dtype, per)
+            done = part.stop
+            # numpy knows integers of the same width
+            integers = torch.int8 if dtype.itemsize == 1 else torch.int16
+            yield codes.view(integers).numpy().view(form.dtype)
+
+    writer.save_rows("features.npy", rows, form.dtype, pitch_bytes, coded())
+    if form.scales is not None:
+        writer.save("features_scales.npy", scales.numpy())
+    return all_finite
+
+
+def _exact_chunks(
+    rows: Rows, form: _Form, allow_nan: bool, allocate: Allocate, progress: Progress
+) -> Iterator[Tensor]:
+    """The rows as float32, which are finite if they are to have scales."""
+    done = 0
+    for chunk in converted(rows, np.dtype(np.float32), allow_nan, allocate, progress):
+        if allow_nan and form.scales is not None and not (good := np.isfinite(chunk)).all():
+            row, column = (int(i) for i in np.argwhere(~good)[0])
+            raise ValueError(
+                f"{rows.where}: {chunk[row, column]} in row {done + row}, column {column}, but "
+                f"{form.name} with scales holds finite numbers alone\n\n"
+                "hint: mend the features, or keep them as float16"
+            )
+        done += len(chunk)
+        yield _tensor(np.ascontiguousarray(chunk))
+
+
+def _demand_in_range(codes: Tensor, chunk: Tensor, form: _Form, where: str, first_row: int) -> None:
+    bad = codes.isinf() & chunk.isfinite()
+    if bad.any():
+        row, column = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{where}: {float(chunk[row, column])} in row {first_row + row} is too large for "
+            f"{form.name}\n\nhint: keep the features as float32, or scale them"
+        )
+
+
 def _write_sparse(
     writer: store.Writer,
     rows: Rows,
-    dtype: np.dtype,
+    form: _Form,
     pitch_bytes: int,
     allow_nan: bool,
     allocate: Allocate,
@@ -560,7 +706,7 @@ def _write_sparse(
     """Write the CSR parts; whether all values were finite."""
     assert rows.csr is not None
     csr = rows.csr
-    values = finite(csr.values, dtype, allow_nan, rows.where)
+    values = finite(csr.values, form.dtype, allow_nan, rows.where)
     # torch wants one type for both
     kind = np.int32 if max(len(values), rows.num_columns) < 2**31 else np.int64
     writer.save("features_indptr.npy", csr.indptr.astype(kind, copy=False))
@@ -582,10 +728,20 @@ def _features_in_memory(rows: Rows | None, allow_nan: bool) -> Tensor | None:
     return _tensor(table)
 
 
-def _mapped_features(opened: Prepared) -> Tensor | None:
-    if opened.csr is None:
-        return None if opened.features is None else _tensor(opened.features)
-    return _sparse(opened.csr, len(opened.labels), opened.meta["features"]["columns"])
+def _mapped_features(opened: Prepared) -> tuple[Tensor | None, FeatureTable | None]:
+    """The features if they are numbers, and the table of them if they are codes with scales."""
+    if opened.csr is not None:
+        columns = opened.meta["features"]["columns"]
+        return _sparse(opened.csr, len(opened.labels), columns), None
+    if opened.codes is not None:
+        codes = opened.codes
+        # not every torch knows integers without a sign
+        integers = codes.array.view(f"i{codes.array.itemsize}")
+        numbers = _tensor(integers).view(getattr(torch, codes.dtype))
+        if codes.scales is None:
+            return numbers, None
+        return None, FeatureTable(numbers, _tensor(codes.scales), codes.scale_columns)
+    return None if opened.features is None else _tensor(opened.features), None
 
 
 def _sparse(csr: Csr, num_rows: int, num_columns: int) -> Tensor:

@@ -112,7 +112,9 @@ class _LayerOfAll:
         self.table, self.place = table, place
         # images of rows that are wider than themselves would only cost memory
         self.is_mapped = self.layer.heads * self.layer.out_features < self.layer.in_features
-        readable = not table.is_sparse and table.dtype == dtype_of(model) and not table.rows.is_cuda
+        # codes are of another dtype than what is gathered from them
+        same = not table.is_sparse and table.rows.dtype == dtype_of(model)
+        readable = same and not table.rows.is_cuda
         self.is_direct = device.type == "cpu" and (self.is_mapped or readable)
         self.neighbours = Sampler(graph, [-1])
         # what sources send

@@ -1,4 +1,4 @@
-"""How runs look: loss, accuracy and where the time went; and how well layouts use the bus."""
+"""How runs look: loss, accuracy and where the time went; how well layouts use the bus; hot sets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -162,6 +162,39 @@ def efficiencies(shares: Efficiencies, out: Path) -> None:
         label = "measured; the dense read would be at its roof"
         marks.append(Line2D([], [], color="k", marker="x", linestyle="", label=label))
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), fontsize="small")
+    _save(figure, out)
+
+
+@dataclass(frozen=True)
+class HitRates:
+    """How many of the rows of minibatches hot sets have: of each ranking, by share of all rows."""
+
+    data: str  # name of the graph
+    predicted: Mapping[str, Sequence[tuple[float, float]]]
+    measured: Mapping[str, Sequence[tuple[float, float]]]
+
+
+def hit_rates(rates: HitRates, out: Path) -> None:
+    """Draw `rates` by the size of the hot set, to a picture whose ending names it."""
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    axis = figure.subplots()
+    shares: list[float] = []
+    for number, (name, points) in enumerate(rates.predicted.items()):
+        shares = [share for share, _ in points]
+        axis.plot(*zip(*points, strict=True), f"C{number}.-", label=f"{name}, predicted")
+        if seen := rates.measured.get(name):
+            label = f"{name}, measured"
+            axis.plot(*zip(*seen, strict=True), "k" + "x+"[number % 2], markersize=8, label=label)
+    axis.plot(shares, shares, color="grey", linestyle="--", linewidth=1, label="rows at random")
+    axis.set_xscale("log")
+    axis.set_xticks(shares, [f"{100 * share:g} %" for share in shares])
+    axis.minorticks_off()
+    axis.set_ylim(0, 1)
+    axis.set_xlabel("size of the hot set, of all rows")
+    axis.set_ylabel("hit rate, of the rows of a minibatch")
+    axis.set_title(f"{rates.data}: rows that need not cross the bus", fontsize="medium")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small", loc="upper left")
     _save(figure, out)
 
 

@@ -79,8 +79,9 @@ def shape_of(path: Path) -> Shape:
             f"{path} keeps its features sparse, and a GPU reads dense rows\n\n"
             f"hint: `gcnzc prepare {path} DEST` spreads them out"
         )
-    rows = data.load(path, allow_nan=True).features
-    assert rows is not None, "meta.json tells of them"
+    table = data.load(path, allow_nan=True).table
+    assert table is not None, "meta.json tells of them"
+    rows = table.rows
     stride_bytes = rows.stride(0) * rows.element_size()
     base = rows.data_ptr() % LINE_BYTES
     return Shape(name, rows.shape[0], rows.shape[1], about["dtype"], stride_bytes, base)

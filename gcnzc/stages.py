@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gcnzc import models
-from gcnzc.config import TrainConfig
+from gcnzc.config import TrainConfig, hot_size
 from gcnzc.data import Dataset
+from gcnzc.hot import CachedTable, Presample, Progress, cached, presample
 from gcnzc.loader import Samples
 from gcnzc.sampler import Sampler
 from gcnzc.table import FeatureTable, pinned
@@ -37,24 +39,51 @@ def feature_table(data: Dataset, where: str, device: torch.device) -> Iterator[F
     Raises:
         ValueError: the graph has no features.
     """
-    if data.features is None:
+    if data.table is None:
         raise ValueError(
             f"{data.name} has no features to train on\n\n"
             f"hint: `gcnzc embed {data.folder} DEST` makes some from its edges"
         )
-    if where == "device" or data.features.layout != torch.strided:
-        yield FeatureTable(data.features.to(device))
+    if where == "device" or data.table.is_sparse:
+        yield data.table.to(device)
     else:
-        with pinned(data.features) as table:
+        with pinned(data.table) as table:
             yield table
+
+
+def cached_table(
+    config: TrainConfig,
+    data: Dataset,
+    table: FeatureTable,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> CachedTable:
+    """`table` with the hot rows that `config` asks for.
+
+    Raises:
+        ValueError: the hot set holds no row, or the device cannot read the others on the host.
+    """
+    graph = data.graph
+    ranking: Tensor | Presample = graph.in_degrees()
+    if config.hot_by == "presampled":
+        ranking = presample(
+            graph,
+            data.split["train"],
+            config.fanouts,
+            config.batch_size,
+            seed=config.seed,
+            threads=config.threads or None,
+            progress=progress,
+        )
+    return cached(table, hot_size(config.hot), ranking, device=device)
 
 
 def build_model(config: TrainConfig, data: Dataset) -> models.Model:
     """The model of `config` for the features and classes of `data`, on the CPU."""
-    assert data.features is not None, "feature_table has checked"
+    assert data.table is not None, "feature_table has checked"
     # several tasks have one logit each
     num_logits = data.num_classes if data.labels.ndim == 1 else data.labels.shape[1]
-    sizes = (data.features.shape[1], config.hidden, num_logits)
+    sizes = (data.table.num_columns, config.hidden, num_logits)
     options: dict[str, Any] = {
         "num_layers": config.layers,
         "dropout": config.dropout,

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from gcnzc.driver import Driver
 from gcnzc.kernels.gather import gather
 from gcnzc.kernels.gather_sparse import gather_sparse
+from gcnzc.kernels.quantize import LARGEST, largest, quantize, scales_of
 from gcnzc.locking import Ledger, Refused, demand_memory
 from gcnzc.mappings import mappings
 
@@ -23,7 +24,7 @@ from gcnzc.mappings import mappings
 COPY_BYTES = 1 << 26
 
 _log = logging.getLogger("gcnzc")
-_opening, _copying = threading.Lock(), threading.Lock()
+_opening, _copying, _copying_scales = (threading.Lock() for _ in range(3))
 # Copies of rows by the address and the number of their bytes, so that a table that is pinned twice
 # is copied once. They go when the last `with` ends; until then the rows stay where they are.
 _copies: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
@@ -38,13 +39,54 @@ class FeatureTable:
 
     Args:
         rows: (N, D), each row contiguous; or `torch.sparse_csr`, float32, on the host, whose rows
-            are spread out when they are gathered.
+            are spread out when they are gathered; or codes with `scales`, int8, float8_e4m3fn or
+            float8_e5m2, which are multiplied by them when they are gathered.
+        scales: of codes, float32, contiguous, on any device: (N,), one for each row, or
+            (ceil(D / scale_columns),). A device that gathers gets a copy, which the table keeps.
+        scale_columns: how many columns share a scale, for all rows; None if each row has its own.
 
     Raises:
-        ValueError: `rows` is no such table, or wants a gradient.
+        ValueError: `rows` is no such table, or wants a gradient; or `scales` do not fit it.
     """
 
     rows: Tensor
+    scales: Tensor | None = None
+    scale_columns: int | None = None
+
+    @classmethod
+    def quantized(
+        cls, rows: Tensor, dtype: torch.dtype = torch.int8, *, scale_columns: int | None = None
+    ) -> "FeatureTable":
+        """The table of the codes of `rows`: a byte an element.
+
+        `gcnzc.kernels.quantize` says how far codes are from the rows.
+
+        Args:
+            rows: (N, D) floating point on the host, finite; D at least 1.
+            dtype: int8, float8_e4m3fn or float8_e5m2.
+            scale_columns: how many columns share a scale, for all rows; None for a scale a row.
+
+        Raises:
+            ValueError: `rows`, `dtype` or `scale_columns` are not of these.
+        """
+        plain = FeatureTable(rows)
+        floating = rows.is_floating_point() and rows.device.type == "cpu" and not plain.is_sparse
+        wrong = scale_columns is not None and scale_columns < 1
+        if dtype not in LARGEST or not floating or not plain.num_columns or wrong:
+            raise ValueError(
+                f"rows of {rows.dtype} and shape {tuple(rows.shape)} on {rows.device} cannot be "
+                f"quantised to {dtype}, with scale_columns {scale_columns}\n\n"
+                "hint: floating-point rows on the host; torch.int8, torch.float8_e4m3fn or "
+                "torch.float8_e5m2"
+            )
+        exact = rows.float()
+        if not exact.isfinite().all():
+            raise ValueError(
+                f"rows that are not finite as float32 cannot be quantised to {dtype}\n\n"
+                "hint: rows.nan_to_num(), or keep them as they are"
+            )
+        scales = scales_of(largest(exact, scale_columns), dtype)
+        return FeatureTable(quantize(exact, scales, dtype, scale_columns), scales, scale_columns)
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -72,6 +114,27 @@ class FeatureTable:
                 f"shape {tuple(rows.shape)}{strides}\n\nhint: rows.contiguous() or "
                 "rows.to_sparse_csr()"
             )
+        self._demand_scales()
+
+    def _demand_scales(self) -> None:
+        scales, per = self.scales, self.scale_columns
+        if scales is None and per is None:
+            return
+        count = self.num_rows if per is None else -(-self.num_columns // max(per, 1))
+        coded = self.rows.dtype in LARGEST and not self.is_sparse and (per is None or per > 0)
+        if (
+            scales is None
+            or not coded
+            or scales.dtype != torch.float32
+            or tuple(scales.shape) != (count,)
+            or not scales.is_contiguous()
+        ):
+            told = None if scales is None else f"{scales.dtype} of shape {tuple(scales.shape)}"
+            raise ValueError(
+                f"rows of {self.rows.dtype} and shape {tuple(self.rows.shape)} cannot be scaled by "
+                f"{told}, with scale_columns {per}\n\n"
+                "hint: FeatureTable.quantized(rows) makes codes and their scales"
+            )
 
     @property
     def is_sparse(self) -> bool:
@@ -90,12 +153,17 @@ class FeatureTable:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of a minibatch."""
-        return self.num_columns * self.dtype.itemsize
+        """Bytes of one row as it is stored, hence as it crosses the bus."""
+        return self.num_columns * self.stored_dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Of the elements of a minibatch: float32 if the rows are codes with scales."""
+        return self.rows.dtype if self.scales is None else torch.float32
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the elements as they are stored."""
         return self.rows.dtype
 
     @property
@@ -105,7 +173,7 @@ class FeatureTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all the rows' elements; of entries and indices if they are sparse."""
+        """Bytes of all the rows' elements, without scales; of entries and indices if sparse."""
         if not self.is_sparse:
             return self.num_rows * self.row_bytes
         rows = self.rows
@@ -115,9 +183,12 @@ class FeatureTable:
         return self.num_rows
 
     def __repr__(self) -> str:
-        kind = "sparse " if self.is_sparse else ""
+        kind, scaled = "sparse " if self.is_sparse else "", ""
+        if self.scales is not None:
+            per = self.scale_columns
+            scaled = f", a scale for each {'row' if per is None else f'{per} columns'},"
         return (
-            f"FeatureTable({self.num_rows} x {self.num_columns} {kind}{self.dtype} "
+            f"FeatureTable({self.num_rows} x {self.num_columns} {kind}{self.stored_dtype}{scaled} "
             f"on {self.device}, {self.nbytes} bytes)"
         )
 
@@ -129,7 +200,8 @@ class FeatureTable:
         Args:
             ids: (B,) int32 or int64 in [0, N), on the device of the rows; or on a GPU, if the rows
                 are inside `pinned`.
-            out: (B, D) to write into, on the device of `ids`; allocated if None.
+            out: (B, D) to write into, on the device of `ids`, of `dtype`; allocated if None. Of
+                codes with scales it may also be float16 or bfloat16.
             threads: how many share the work on the host; `torch.get_num_threads()` if None.
 
         Raises:
@@ -137,7 +209,40 @@ class FeatureTable:
         """
         if self.is_sparse:
             return gather_sparse(self.rows, ids, out, threads=threads)
-        return gather(self.rows, ids, out, threads=threads)
+        return gather(
+            self.rows,
+            ids,
+            out,
+            scales=self.scales_on(ids.device),
+            scale_columns=self.scale_columns,
+            threads=threads,
+        )
+
+    def scales_on(self, device: torch.device) -> Tensor | None:
+        """The scales on a device, ready for any stream there; copied once."""
+        if self.scales is None or self.scales.device == device:
+            return self.scales
+        with _copying_scales:
+            if device not in self._scales:
+                self._scales[device] = self.scales.to(device)
+            return self._scales[device]
+
+    @cached_property
+    def _scales(self) -> dict[torch.device, Tensor]:
+        # no field: a table that is made from the fields of this one begins without copies
+        return {}
+
+    def to(self, device: torch.device | str) -> "FeatureTable":
+        """The table with its rows and scales on a device; itself if they are there.
+
+        Args:
+            device: the host, a GPU, or "cuda" for the current one.
+        """
+        rows = self.rows.to(device)
+        if rows is self.rows:
+            return self
+        scales = None if self.scales is None else self.scales.to(device)
+        return replace(self, rows=rows, scales=scales)
 
 
 @contextmanager

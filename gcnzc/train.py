@@ -22,6 +22,7 @@ from torch import Tensor
 from gcnzc import checkpoint, link, models, record
 from gcnzc.config import EvaluateConfig, TrainConfig, from_words, to_words
 from gcnzc.data import Dataset, load
+from gcnzc.hot import CachedTable
 from gcnzc.layerwise import inference
 from gcnzc.loader import Loader
 from gcnzc.metrics import loss_of, score
@@ -32,6 +33,7 @@ from gcnzc.stages import (
     build_model,
     build_optimizer,
     build_sampler,
+    cached_table,
     choose_device,
     feature_table,
 )
@@ -84,6 +86,9 @@ def train(config: TrainConfig, folder: Path, reporter: Reporter | None = None) -
     device = choose_device(config.device)
     with ExitStack() as stack:
         table = stack.enter_context(feature_table(data, config.features, device))
+        if config.features == "cached":
+            with reporter.task("count how often rows are needed") as advance:
+                table = cached_table(config, data, table, device, advance)
         # dropout and initial weights draw from torch's generators; the caller's are left alone
         stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
         stopped = stack.enter_context(_stop_requests())
@@ -286,6 +291,8 @@ class _Run:
                 self.tally.add(logits.detach(), loss.detach(), batch.y)
                 self.tally.seconds(batch.times, ready - begin, now - ready)
                 self.tally.bytes += len(batch.nodes) * self.table.row_bytes
+                if isinstance(self.table, CachedTable):
+                    self.tally.hits += self.table.hits(batch.nodes)
                 self.trace(batch, begin, ready, now)
                 begin = time.perf_counter()
                 advance(self.tally.steps, steps, self.tally.shown())
@@ -325,6 +332,9 @@ class _Run:
                 "hint: a smaller --lr; features that are not finite do this too"
             )
         line: dict[str, Any] = {"epoch": self.epoch, "metric": self.data.metric, **figures}
+        if isinstance(self.table, CachedTable):
+            hits, rows = int(self.tally.hits), figures["payload_bytes"] // self.table.row_bytes
+            line |= {"hit_rate": hits / rows, "bytes_saved": hits * self.table.row_bytes}
         if self.data.best_accuracy is not None:
             line["best_possible_accuracy"] = self.data.best_accuracy
         last = self.epoch + 1 == self.config.epochs
@@ -403,6 +413,11 @@ class _Run:
             "bytes_sent": 0,
             "seed": config.seed,
         }
+        if isinstance(self.table, CachedTable):
+            hit_bytes = sum(line["hit_rate"] * line["payload_bytes"] for line in self.lines)
+            line["hit_rate"] = hit_bytes / epochs / gathered
+            line["predicted_hit_rate"] = self.table.predicted_hit_rate
+            line["bytes_saved"] = int(mean("bytes_saved"))
         if data.best_accuracy is not None:
             line["best_possible_accuracy"] = data.best_accuracy
         # of a run with fewer steps than were asked for
@@ -424,6 +439,7 @@ class _Tally:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.right = torch.zeros((), dtype=torch.float64, device=device)
         self.seeds = self.steps = self.bytes = 0
+        self.hits: int | Tensor = 0  # rows that were hot, of a cached table
         self.times = dict.fromkeys(("sample_s", "gather_s", "wait_s", "compute_s"), 0.0)
 
     def add(self, logits: Tensor, loss: Tensor, labels: Tensor) -> None:
@@ -460,13 +476,16 @@ class _Tally:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
         own = {name: getattr(self, name) for name in ("seeds", "steps", "bytes")}
-        return own | {"loss": self.loss.item(), "right": self.right.item(), "times": self.times}
+        sums = {"loss": self.loss.item(), "right": self.right.item(), "hits": int(self.hits)}
+        return own | sums | {"times": self.times}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
         self.loss.fill_(state["loss"])
         self.right.fill_(state["right"])
         self.seeds, self.steps, self.bytes = state["seeds"], state["steps"], state["bytes"]
+        # a checkpoint from before there were hot sets has none
+        self.hits = state.get("hits", 0)
         self.times = dict(state["times"])
 
 

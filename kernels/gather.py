@@ -5,7 +5,8 @@ the bus by itself: no CPU thread copies them, and no staging buffer holds them. 
 PyTorch-Direct's (Min et al., VLDB 2021, https://arxiv.org/abs/2103.03330).
 
 Rows are copied as bytes, whatever their dtype, so all three ways agree bit for bit. How they are
-copied is told in `gather_cpu` and `gather_gpu`.
+copied is told in `gather_cpu` and `gather_gpu`. Rows of codes (see `quantize`) are multiplied by
+their scales on the way, so that it is codes that cross the bus: `out[i] = table[ids[i]] * scale`.
 
 Letters: N rows in the table, D columns, B rows asked for.
 """
@@ -16,47 +17,91 @@ import torch
 from torch import Tensor
 
 from gcnzc.kernels import gather_cpu, gather_gpu
+from gcnzc.kernels.quantize import LARGEST, dequantize_reference
 
 # with this in the environment ids are looked at on a GPU too, and each gather is waited for
 CHECK = "GCNZC_CHECK_IDS"
+# what a gather can make of codes
+FROM_CODES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def gather_reference(table: Tensor, ids: Tensor) -> Tensor:
+def gather_reference(
+    table: Tensor, ids: Tensor, scales: Tensor | None = None, scale_columns: int | None = None
+) -> Tensor:
     """What `gather` must equal, bit for bit."""
-    return table[ids.to(table.device)].to(ids.device)
+    rows = table[ids.to(table.device)].to(ids.device)
+    if scales is None:
+        return rows
+    of_ids = scales if scale_columns else scales[ids.to(scales.device)]
+    return dequantize_reference(rows, of_ids.to(ids.device), scale_columns)
 
 
 def gather_numba(
-    table: Tensor, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
+    table: Tensor,
+    ids: Tensor,
+    out: Tensor | None = None,
+    *,
+    scales: Tensor | None = None,
+    scale_columns: int | None = None,
+    threads: int | None = None,
 ) -> Tensor:
     """`gather` on the host: all arguments lie there. See `gather`."""
     _check(table, ids)
-    out = _out(table, ids, out)
-    if out.numel() == 0 or not gather_cpu.gather_rows(table, ids, out, threads):
+    _check_scales(table, ids, scales, scale_columns)
+    out = _out(table, ids, out, scales)
+    if out.numel() == 0:
         _check_ids(table, ids)
+    elif scales is None:
+        if not gather_cpu.gather_rows(table, ids, out, threads):
+            _check_ids(table, ids)
+    else:
+        exact = out if out.dtype == torch.float32 else torch.empty(out.shape)
+        if table.shape[0] == 0 or not gather_cpu.dequantize_rows(
+            table, scales, scale_columns, ids, exact, threads
+        ):
+            _check_ids(table, ids)
+        if exact is not out:
+            out.copy_(exact)
     return out
 
 
-def gather_triton(table: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
-    """`gather` on a GPU: `ids` and `out` lie there, the table there or page-locked on the host.
+def gather_triton(
+    table: Tensor,
+    ids: Tensor,
+    out: Tensor | None = None,
+    *,
+    scales: Tensor | None = None,
+    scale_columns: int | None = None,
+) -> Tensor:
+    """`gather` on a GPU: `ids`, `out` and `scales` lie there, the table there or page-locked.
 
     Under Triton's interpreter all may lie on the host. See `gather`.
     """
     _check(table, ids)
+    _check_scales(table, ids, scales, scale_columns)
     if table.device != ids.device and not table.is_pinned():
         raise ValueError(
             f"gather: a table on {table.device} cannot be read from {ids.device}, because its "
             "memory is not page-locked\n\n"
             "hint: open it with gcnzc.pinned(rows), or move it with .to()"
         )
-    out = _out(table, ids, out)
-    return gather_gpu.gather_rows(table, ids, out, checked=bool(os.environ.get(CHECK)))
+    out = _out(table, ids, out, scales)
+    checked = bool(os.environ.get(CHECK))
+    return gather_gpu.gather_rows(
+        table, ids, out, scales=scales, scale_columns=scale_columns, checked=checked
+    )
 
 
 def gather(
-    table: Tensor, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
+    table: Tensor,
+    ids: Tensor,
+    out: Tensor | None = None,
+    *,
+    scales: Tensor | None = None,
+    scale_columns: int | None = None,
+    threads: int | None = None,
 ) -> Tensor:
-    """Return `table[ids]` on the device of `ids`.
+    """Return `table[ids]` on the device of `ids`, or what its codes stand for.
 
     Args:
         table: (N, D) of any dtype, each row contiguous; on the device of `ids`, or page-locked on
@@ -64,7 +109,12 @@ def gather(
         ids: (B,) int32 or int64 in [0, N). Checked on the host; on a GPU only if GCNZC_CHECK_IDS is
             set in the environment, and else an id outside reads foreign memory.
         out: (B, D) to write into, of the dtype of `table`, each row contiguous, on the device of
-            `ids`; allocated if None. Fresh memory costs more than the gather: keep it.
+            `ids`; allocated if None. Fresh memory costs more than the gather: keep it. With
+            `scales` it is float32 if None, and float16 and bfloat16 are taken too, to which
+            products are rounded.
+        scales: float32, contiguous, on the device of `ids`; `table` then holds int8, float8_e4m3fn
+            or float8_e5m2. (N,), one for each row, or (ceil(D / scale_columns),).
+        scale_columns: how many columns share a scale, for all rows; None if it is each row's own.
         threads: how many share the work on the host; `torch.get_num_threads()` if None.
 
     Returns:
@@ -77,8 +127,10 @@ def gather(
         IndexError: an id is outside [0, N); `out` may then be half written.
     """
     if ids.device.type == "cpu":
-        return gather_numba(table, ids, out, threads=threads)
-    return gather_triton(table, ids, out)
+        return gather_numba(
+            table, ids, out, scales=scales, scale_columns=scale_columns, threads=threads
+        )
+    return gather_triton(table, ids, out, scales=scales, scale_columns=scale_columns)
 
 
 def _check(table: Tensor, ids: Tensor) -> None:
@@ -99,15 +151,37 @@ def _check(table: Tensor, ids: Tensor) -> None:
         )
 
 
-def _out(table: Tensor, ids: Tensor, out: Tensor | None) -> Tensor:
+def _check_scales(
+    table: Tensor, ids: Tensor, scales: Tensor | None, scale_columns: int | None
+) -> None:
+    if scales is None:
+        return
+    (num_rows, num_columns), per = table.shape, scale_columns
+    count = num_rows if per is None else -(-num_columns // per)
+    fits = scales.dtype == torch.float32 and tuple(scales.shape) == (count,)
+    if table.dtype not in LARGEST or not fits or not scales.is_contiguous():
+        raise ValueError(
+            f"gather: {table.dtype} of shape {tuple(table.shape)} cannot be scaled by "
+            f"{scales.dtype} of shape {tuple(scales.shape)}, with scale_columns {per}\n\n"
+            "hint: int8 or float8 codes with one float32 for each row, or for each block of columns"
+        )
+    if scales.device != ids.device:
+        raise ValueError(
+            f"gather: scales on {scales.device} for ids on {ids.device}\n\n"
+            "hint: move the scales with .to(ids.device); FeatureTable does so by itself"
+        )
+
+
+def _out(table: Tensor, ids: Tensor, out: Tensor | None, scales: Tensor | None) -> Tensor:
     shape = (ids.shape[0], table.shape[1])
+    dtypes = (table.dtype,) if scales is None else FROM_CODES
     if out is None:
-        return torch.empty(shape, dtype=table.dtype, device=ids.device)
-    like = tuple(out.shape) == shape and out.dtype == table.dtype and out.device == ids.device
+        return torch.empty(shape, dtype=dtypes[0], device=ids.device)
+    like = tuple(out.shape) == shape and out.dtype in dtypes and out.device == ids.device
     apart = shape[0] <= 1 or out.stride(0) >= shape[1]
     if not (like and apart and (shape[1] <= 1 or out.stride(1) == 1)):
         raise ValueError(
-            f"gather: out must be {shape} {table.dtype} on {ids.device} with contiguous rows, "
+            f"gather: out must be {shape} {dtypes[0]} on {ids.device} with contiguous rows, "
             f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}\n\n"
             "hint: leave it away, or make it with torch.empty"
         )

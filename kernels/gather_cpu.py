@@ -4,7 +4,11 @@ A gather is a copy whose reads jump, so it should run at a copy's speed: the row
 prefetched, and the result is written by streaming stores of whole 64 B lines.
 """
 
+from functools import lru_cache
+from typing import Any
+
 import numpy as np
+import torch
 from numba import njit
 from torch import Tensor
 
@@ -22,6 +26,7 @@ from gcnzc.kernels.memory import (
     stream_256,
     stream_512,
 )
+from gcnzc.kernels.quantize import spread
 from gcnzc.kernels.threads import in_parts
 
 # bytes that are asked for before they are needed; bench/gather.py says why
@@ -131,6 +136,118 @@ def _stream_rows(
             else:
                 move_64(edge + rest - LINE_BYTES, from_ + row_bytes - LINE_BYTES)
     fence()
+
+
+@njit(nogil=True, cache=True)
+def _dequantize_rows(
+    table,
+    codes,
+    stride,
+    num_rows,
+    columns,
+    ids,
+    id_bytes,
+    out,
+    out_stride,
+    values,
+    scales,
+    by_row,
+    ahead,
+    bad,
+    begin,
+    end,
+):
+    # `table` is the address of `codes`. Codes are numbers, or places in `values` if there are any.
+    for i in range(begin, end):
+        row = _load_id(ids, id_bytes, i)
+        if not 0 <= row < num_rows:
+            bad[0] = 1
+            return
+        later = table + _load_id(ids, id_bytes, min(i + ahead, end - 1)) * stride
+        for line in range(0, columns, LINE_BYTES):
+            prefetch_once(later + line)
+        prefetch_once(later + columns - 1)
+        if by_row:
+            prefetch_once(scales.ctypes.data + _load_id(ids, id_bytes, min(i + ahead, end - 1)) * 4)
+        from_ = codes[row * stride : row * stride + columns]
+        to = out[i * out_stride : i * out_stride + columns]
+        if by_row:
+            scale = scales[row]
+            if len(values) == 0:
+                for j in range(columns):
+                    to[j] = np.float32(from_[j]) * scale
+            else:
+                for j in range(columns):
+                    to[j] = values[from_[j]] * scale
+        elif len(values) == 0:
+            for j in range(columns):
+                to[j] = np.float32(from_[j]) * scales[j]
+        else:
+            for j in range(columns):
+                to[j] = values[from_[j]] * scales[j]
+
+
+def dequantize_rows(
+    table: Tensor,
+    scales: Tensor,
+    scale_columns: int | None,
+    ids: Tensor,
+    out: Tensor,
+    threads: int | None = None,
+) -> bool:
+    """Write what the codes of rows stand for into `out`; all lie on the host.
+
+    Args:
+        table: (N, D) of codes, each row contiguous; neither N nor D is 0.
+        scales: see `gcnzc.kernels.quantize`.
+        scale_columns: of a block of columns that share a scale; None for a scale of each row.
+        ids: (B,) int32 or int64, at least one.
+        out: (B, D) float32, each row contiguous.
+        threads: how many share the work; `torch.get_num_threads()` if None.
+
+    Returns:
+        Whether every id is in [0, N); else `out` may be half written.
+    """
+    (num_rows, columns), num_ids = table.shape, ids.shape[0]
+    ids = ids.contiguous()
+    bad = np.zeros(1, np.int64)
+    values = _values(table.dtype)
+    codes = _flat(table).view(torch.uint8 if len(values) else torch.int8).numpy()
+    args: tuple[Any, ...] = (
+        table.data_ptr(),
+        codes,
+        table.stride(0) if num_rows > 1 else columns,
+        num_rows,
+        columns,
+        ids.data_ptr(),
+        ids.element_size(),
+        _flat(out).numpy(),
+        out.stride(0) if num_ids > 1 else columns,
+        values,
+        spread(scales, columns, scale_columns).reshape(-1).contiguous().numpy(),
+        scale_columns is None,
+        max(1, AHEAD_BYTES // columns),
+        bad,
+    )
+    least = max(1, PART_BYTES // (columns * out.element_size()))
+    in_parts(_dequantize_rows, num_ids, *args, threads=threads, least=least)
+    return not bad[0]
+
+
+@lru_cache
+def _values(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The number of each code of one byte with an exponent; nothing where codes are numbers."""
+    if dtype == torch.int8:
+        return np.empty(0, np.float32)
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """All elements from the first row to the last: rows may lie apart."""
+    num_rows, columns = rows.shape
+    # a single row may have any stride
+    span = (num_rows - 1) * rows.stride(0) + columns if num_rows > 1 else columns
+    return rows.as_strided((span,), (1,))
 
 
 def gather_rows(table: Tensor, ids: Tensor, out: Tensor, threads: int | None = None) -> bool:

@@ -28,8 +28,23 @@ VECTORS = 4  # that each lane has in flight; with 8 warps a program has 16 KiB
 PROGRAMS_PER_MULTIPROCESSOR = 2
 MULTIPROCESSORS = 16  # that a gather takes at most
 FILL_BYTES = 1 << 26  # of hot rows that are copied at a time
+# of codes; 0 where they are integers
+EXPONENT_BITS = {torch.int8: 0, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 # words that rows are cut into: bits pass through them unchanged
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@triton.jit
+def _float8_values(codes, EXPONENT_BITS: tl.constexpr):
+    """The numbers of float8 codes, given as int8: by way of float16, which every GPU has."""
+    bits = codes.to(tl.int16)
+    if EXPONENT_BITS == 5:
+        # e5m2 is the upper half of a float16
+        return (bits << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    # e4m3fn: the bits of a float16 whose exponent is 8 too low, also below the normal numbers
+    half = ((bits & 0x7F) << 7) | (bits & -32768)
+    values = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), values)
 
 
 @triton.jit(do_not_specialize=["zero"])
@@ -41,6 +56,7 @@ def _gather_rows(
     outside,
     slots,
     hot,
+    scales,
     num_ids,
     num_rows,
     zero,
@@ -61,11 +77,16 @@ def _gather_rows(
     HOT_VECTORS: tl.constexpr,
     ORDERED: tl.constexpr,
     CHECKED: tl.constexpr,
+    SCALED: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    EXPONENT_BITS: tl.constexpr,
 ):
     """The rows of `table`, whose first begins INSET_BYTES after its pointer, as words of `out`.
 
     The pointer is a multiple of 16 B, and lies LINE_INSET_BYTES after a line's begin. With
     HOT_VECTORS above 0, rows that have a slot come from `hot`, which has so many vectors a slot.
+    With SCALED 1 or 2, words are codes, with an exponent of so many bits if not 0, that are
+    multiplied by the scale of their row, or of their block of SCALE_COLUMNS columns.
     """
     VECTOR_BYTES: tl.constexpr = VECTOR * WORD_BYTES
     ROW: tl.constexpr = ROW_BYTES // WORD_BYTES
@@ -94,6 +115,8 @@ def _gather_rows(
         lead = tl.zeros_like(start)
         if FROM_LINE:
             lead = (LINE_INSET_BYTES + start) % 128 // VECTOR_BYTES
+        if SCALED == 1:
+            scale = tl.load(scales + row, mask=inside, other=0)
         if HOT_VECTORS > 0:
             place = tl.load(slots + row, mask=inside, other=-1)
             is_hot = place >= 0
@@ -127,7 +150,15 @@ def _gather_rows(
             kept = wanted[:, None]
             if not ALIGNED or ROW % VECTOR != 0:
                 kept = kept & (column >= 0) & (column < ROW)
-            if WORD_BYTES == 1 and out.dtype.element_ty.primitive_bitwidth != 8:
+            if SCALED > 0:
+                if EXPONENT_BITS > 0:
+                    values = _float8_values(values, EXPONENT_BITS)
+                values = values.to(tl.float32)
+                if SCALED == 1:
+                    values *= scale[:, None]
+                else:
+                    values *= tl.load(scales + column // SCALE_COLUMNS, mask=kept, other=0)
+            elif WORD_BYTES == 1 and out.dtype.element_ty.primitive_bitwidth != 8:
                 # not every device, nor the interpreter, knows the direct way
                 values = values.to(tl.float32)
             into = out + i[:, None] * OUT_STRIDE + column
@@ -168,7 +199,7 @@ def hot_rows(table: Tensor, ids: Tensor, device: torch.device) -> HotRows:
     starts = (table.data_ptr() + ids * stride_bytes) % LINE_BYTES
     furthest = int(starts.max()) if len(ids) else 0
     room_bytes = -(-(furthest + row_bytes) // LINE_BYTES) * LINE_BYTES
-    memory = torch.empty(len(ids) * room_bytes + LINE_BYTES, dtype=torch.int8, device=device)
+    memory = torch.zeros(len(ids) * room_bytes + LINE_BYTES, dtype=torch.int8, device=device)
     begin = -memory.data_ptr() % LINE_BYTES
     memory = memory[begin : begin + len(ids) * room_bytes].view(len(ids), room_bytes)
     # at most as many places as there are elements in a line
@@ -191,6 +222,8 @@ def gather_rows(
     dtype: torch.dtype | None = None,
     order: Tensor | None = None,
     hot: HotRows | None = None,
+    scales: Tensor | None = None,
+    scale_columns: int | None = None,
     programs: int | None = None,
     checked: bool = False,
 ) -> Tensor:
@@ -204,11 +237,14 @@ def gather_rows(
         out: (B, D) to write into, each row contiguous, on the device of `ids`; allocated if None.
         layout: of lanes over rows; `pitched` if rows begin on lines, else `shifted`, if None.
         dtype: of the result, to which elements are converted as by `Tensor.to`; that of `out`, or
-            of the table, if None.
+            of the table, if None; float32 rather than that of a table of codes.
         order: (B,) int32 or int64, on the device of `ids`: in which order to take the rows, such as
             `ids.argsort()`, so that rows near each other are read at about the same time. Where
             they go does not change.
         hot: copies of rows of this table, on the device of `ids`, which are read in its place.
+        scales: of a table of codes, float32, contiguous, on the device of `ids`: (N,), one for each
+            row, or one for each block of columns. See `gcnzc.kernels.quantize`.
+        scale_columns: of a block of columns; None for scales of rows.
         programs: how many share the work; `programs_of` the device if None.
         checked: look for ids outside and wait for the result; rows in range are then gathered, and
             no foreign memory is read.
@@ -221,12 +257,14 @@ def gather_rows(
             device does not have; or `hot`, and a layout that does not take it.
         IndexError: an id is outside, and `checked`.
     """
-    dtype = dtype or (table.dtype if out is None else out.dtype)
+    if dtype is None:
+        plain = table.dtype if scales is None else torch.float32
+        dtype = plain if out is None else out.dtype
     shape = (ids.shape[0], table.shape[1])
     out = torch.empty(shape, dtype=dtype, device=ids.device) if out is None else out
     if out.numel() == 0:
         return out
-    converts = dtype != table.dtype
+    converts = dtype != table.dtype or scales is not None
     row_bytes = table.shape[1] * table.element_size()
     # a single row may have any stride, and begins where it begins
     stride_bytes = table.stride(0) * table.element_size() if table.shape[0] > 1 else row_bytes
@@ -235,6 +273,9 @@ def gather_rows(
         layout = "pitched" if on_lines else "shifted"
     lanes = lanes_of(layout, row_bytes, stride_bytes, table.data_ptr(), table.element_size())
     word = table.dtype if converts else _word(lanes, out)
+    exponent_bits = 0
+    if scales is not None:
+        word, exponent_bits = torch.int8, EXPONENT_BITS[table.dtype]
     words = _from_vector(table, row_bytes, stride_bytes).view(word)
     # a single column may have any stride, which a view of other words would not take
     out_words = out.as_strided(out.shape, (out.stride(0), 1))
@@ -260,6 +301,7 @@ def gather_rows(
             outside,
             slots,
             hot_words,
+            ids if scales is None else scales,
             len(ids),
             table.shape[0],
             0,
@@ -267,6 +309,9 @@ def gather_rows(
             HOT_VECTORS=hot_vectors,
             ORDERED=order is not None,
             CHECKED=checked,
+            SCALED=0 if scales is None else 1 if scale_columns is None else 2,
+            SCALE_COLUMNS=scale_columns or 0,
+            EXPONENT_BITS=exponent_bits,
             num_warps=WARPS,
         )
     if checked and (bad := int(outside)) >= 0:
@@ -280,7 +325,7 @@ def gather_rows(
 def constants(
     lanes: Lanes, stride_bytes: int, base: int, word: torch.dtype, out_stride: int
 ) -> dict[str, int | bool]:
-    """What `_gather_rows` is compiled for, besides HOT_VECTORS, ORDERED and CHECKED.
+    """What `_gather_rows` is compiled for, besides HOT_VECTORS, ORDERED, CHECKED and scales.
 
     Args:
         lanes: of the table, whose first row is at address `base`, and each other `stride_bytes`

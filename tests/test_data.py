@@ -13,9 +13,20 @@ import pytest
 import torch
 from tiny_graph import Tiny, tiny
 
-from gcnzc.data import Dataset, info, load, prepare, verify
+from gcnzc.data import (
+    SCALED,
+    Dataset,
+    FeatureDtype,
+    ScaleKind,
+    info,
+    load,
+    prepare,
+    verify,
+)
 from gcnzc.datasets import download, store
 from gcnzc.datasets.npz import NpzGraph
+from gcnzc.datasets.rows import in_memory
+from gcnzc.table import FeatureTable
 
 
 def edges(dataset: Dataset) -> list[tuple[int, int]]:
@@ -222,6 +233,170 @@ def test_the_type_of_features_is_kept_or_chosen(tmp_path: Path) -> None:
     raw = graph.but(features=large).write(tmp_path / "large")
     with pytest.raises(ValueError, match=r"70000.0 in row 7 is too large for float16\n\nhint: "):
         prepare(raw, tmp_path / "b", feature_dtype="float16", allow_nan=True)
+
+
+def read_back(folder: Path) -> np.ndarray:
+    """The features of a prepared folder as it reads them itself."""
+    rows = store.open_folder(folder).rows
+    assert rows is not None
+    return np.concatenate(list(rows.chunks(in_memory)))
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+@pytest.mark.parametrize("scales", ["row", "columns"])
+@pytest.mark.parametrize("columns", [0, 1, 33])
+def test_codes_with_scales(
+    tmp_path: Path, dtype: FeatureDtype, scales: ScaleKind, columns: int, small_chunks: None
+) -> None:
+    graph = tiny(num_columns=3)
+    rows = np.random.default_rng(0).standard_normal((40, columns)).astype(np.float32)
+    raw = graph.write(tmp_path / "raw")
+    prepare(raw, tmp_path / "a", features=rows, feature_dtype=dtype, scales=scales)
+    found = load(tmp_path / "a")
+    assert found.features is None
+    table = found.table
+    assert table is not None
+    assert (table.stored_dtype, table.dtype) == (getattr(torch, dtype), torch.float32)
+    assert found.table is table
+    per = None if scales == "row" else 16
+    if columns:
+        expected = FeatureTable.quantized(
+            torch.from_numpy(rows), table.stored_dtype, scale_columns=per
+        )
+        assert torch.equal(table.rows.view(torch.int8), expected.rows.view(torch.int8))
+        assert expected.scales is not None
+        assert table.scales is not None
+        assert torch.equal(table.scales, expected.scales)
+    ids = torch.arange(40)
+    assert np.array_equal(read_back(tmp_path / "a"), table.gather(ids).numpy())
+    verify(tmp_path / "a")
+    told = info(tmp_path / "a")
+    about = {"kind": "codes", "columns": columns, "dtype": dtype, "finite": True}
+    about |= {"scales": scales, "scale_columns": per}
+    assert told["features"].items() >= about.items()
+    assert told["feature_bytes"] == sum(
+        path.stat().st_size for path in (tmp_path / "a").glob("features*")
+    )
+    # taken over as they are, whatever the pitch; or as numbers again
+    prepare(tmp_path / "a", tmp_path / "again", pitch_bytes=64)
+    again = load(tmp_path / "again").table
+    assert again is not None
+    assert again.scale_columns == per
+    assert torch.equal(again.rows.view(torch.int8), table.rows.view(torch.int8))
+    assert torch.equal(again.gather(ids), table.gather(ids))
+    prepare(tmp_path / "a", tmp_path / "numbers", feature_dtype="float32")
+    numbers = load(tmp_path / "numbers").features
+    assert numbers is not None
+    assert torch.equal(numbers, table.gather(ids))
+    (tmp_path / "a" / "features_scales.npy").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no file .*features_scales.npy(.|\n)*hint: "):
+        load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *SCALED])
+def test_features_err_no_more_than_documented(tmp_path: Path, dtype: FeatureDtype) -> None:
+    rows = torch.randn(40, 33) * torch.logspace(-7, 3, 40)[:, None]
+    raw = tiny().write(tmp_path / "raw")
+    prepare(raw, tmp_path / "a", features=rows.numpy(), feature_dtype=dtype)
+    table = load(tmp_path / "a").table
+    assert table is not None
+    error = (table.gather(torch.arange(40)).double() - rows.double()).abs()
+    size = rows.double().abs()
+    scale = torch.ones(40) if table.scales is None else table.scales
+    s = scale.double()[:, None]
+    allowed = {
+        "float16": torch.maximum(size * 2**-11, s * 2**-25),
+        "bfloat16": size * 2**-8,
+        "int8": s * (1 / 2 + 2**-16) + 0 * size,
+        "float8_e4m3fn": torch.maximum(size * 2**-4, s * 2**-10) * (1 + 2**-18),
+        "float8_e5m2": torch.maximum(size * 2**-3, s * 2**-17) * (1 + 2**-18),
+    }[dtype]
+    assert (error <= allowed).all()
+    assert (error / allowed).max() > 0.85
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a table of a few rows is many chunks."""
+    monkeypatch.setattr("gcnzc.datasets.rows.CHUNK_BYTES", 600)
+
+
+def test_bfloat16(tmp_path: Path, small_chunks: None) -> None:
+    graph = tiny(num_columns=33)
+    assert graph.features is not None
+    raw = graph.write(tmp_path / "raw")
+    prepare(raw, tmp_path / "a", feature_dtype="bfloat16")
+    expected = torch.from_numpy(graph.features).bfloat16()
+    # and kept if no other type is asked for
+    prepare(tmp_path / "a", tmp_path / "again")
+    for name in ("a", "again"):
+        found = load(tmp_path / name)
+        assert found.features is not None
+        assert found.table is not None
+        assert found.features.dtype == found.table.dtype == torch.bfloat16
+        assert torch.equal(found.features, expected)
+        assert np.array_equal(read_back(tmp_path / name), expected.float().numpy())
+    large = graph.features.copy()
+    large[30, 3] = -3.4e38
+    prepare(raw, tmp_path / "large", features=large)
+    with pytest.raises(
+        ValueError, match=r"-3.39.*e\+38 in row 30 is too large for bfloat16\n\nhint: "
+    ):
+        prepare(tmp_path / "large", tmp_path / "b", feature_dtype="bfloat16", allow_nan=True)
+    prepare(with_nan(tmp_path / "nan"), tmp_path / "n", feature_dtype="bfloat16", allow_nan=True)
+    with pytest.raises(ValueError, match="features that are not finite"):
+        load(tmp_path / "n")
+    found = load(tmp_path / "n", allow_nan=True)
+    assert found.features is not None
+    assert found.features.isnan().nonzero().tolist() == [[11, 2]]
+
+
+def test_what_codes_cannot_be(tmp_path: Path, small_chunks: None) -> None:
+    raw = tiny().write(tmp_path / "raw")
+    nan = with_nan(tmp_path / "nan")
+    for dtype in SCALED:
+        for scales in ("row", "columns"):
+            with pytest.raises(ValueError, match=r"nan in row 11, column 2(.|\n)*hint: .*--allow"):
+                prepare(nan, tmp_path / "a", feature_dtype=dtype, scales=scales)
+            words = rf"nan in row 11, column 2, but {dtype} with scales holds finite numbers alone"
+            with pytest.raises(ValueError, match=words):
+                prepare(nan, tmp_path / "a", feature_dtype=dtype, scales=scales, allow_nan=True)
+    for dtype in (None, "float16", "bfloat16"):
+        with pytest.raises(ValueError, match=r"scales of columns do not go together\n\nhint: "):
+            prepare(raw, tmp_path / "a", feature_dtype=dtype, scales="columns")
+    kept = sparse(tmp_path / "kept.npz")
+    with pytest.raises(ValueError, match=r"sparse features cannot be kept as int8\n\nhint: "):
+        prepare(kept, tmp_path / "a", sparse_features=True, feature_dtype="int8")
+    assert not (tmp_path / "a").exists()
+
+
+def test_codes_are_not_taken_for_numbers(tmp_path: Path) -> None:
+    """By an older reader, nor if meta.json names another type than the file has."""
+    raw = tiny().write(tmp_path / "raw")
+    prepare(raw, tmp_path / "plain")
+    assert info(tmp_path / "plain")["version"] == 1
+    for dtype, other in (("int8", "float8_e5m2"), ("float8_e5m2", "int8"), ("bfloat16", "int8")):
+        folder = tmp_path / dtype
+        prepare(raw, folder, feature_dtype=dtype)
+        assert info(folder)["version"] == 2
+        meta = json.loads((folder / "meta.json").read_text())
+        meta["features"]["dtype"] = other
+        (folder / "meta.json").write_text(json.dumps(meta))
+        with pytest.raises(ValueError, match=rf"are no features of type {other}\n\nhint: "):
+            load(folder)
+
+
+def test_normalized_codes_are_codes_of_shares(tmp_path: Path) -> None:
+    raw = tiny(num_columns=9).write(tmp_path / "raw")
+    prepare(raw, tmp_path / "shares", normalize_features=True)
+    prepare(tmp_path / "shares", tmp_path / "one", feature_dtype="int8")
+    prepare(raw, tmp_path / "two", normalize_features=True, feature_dtype="int8")
+    prepare(raw, tmp_path / "whole", feature_dtype="int8")
+    prepare(tmp_path / "whole", tmp_path / "three", normalize_features=True)
+    assert np.array_equal(read_back(tmp_path / "one"), read_back(tmp_path / "two"))
+    numbers = load(tmp_path / "three").features
+    assert numbers is not None
+    torch.testing.assert_close(numbers.abs().sum(1), torch.ones(40))
 
 
 def sparse(path: Path, num_columns: int = 9) -> Path:
@@ -545,9 +720,10 @@ def test_progress_is_told(tmp_path: Path) -> None:
 
 
 MEMORY = """
-import gzip, re, sys, threading, time
+import gzip, json, re, sys, threading, time
 from pathlib import Path
 import numpy as np
+import torch
 from gcnzc.data import load, prepare
 from gcnzc.datasets import ogb
 from gcnzc.datasets.rows import Rows
@@ -595,15 +771,18 @@ if form == "csv":
     with (raw / "node-feat.csv.gz").open("wb") as file:
         for _ in range(megabytes):
             file.write(part)
-prepared = watched(lambda: prepare(here / "raw", here / "a"))
+chosen = json.loads(sys.argv[4])
+prepared = watched(lambda: prepare(here / "raw", here / "a", **chosen))
 opened = watched(lambda: load(here / "a"))
-print(written, prepared, opened, load(here / "a").features[-1, -1].item())
+last = load(here / "a").table.gather(torch.tensor([rows - 1]))
+print(written, prepared, opened, last[0, -1].item())
 """
 
 
-def memory(folder: Path, megabytes: int, form: str) -> list[float]:
+def memory(folder: Path, megabytes: int, form: str, **chosen: str) -> list[float]:
     """Megabytes that writing, preparing and opening a table took, and its last number."""
-    command = [sys.executable, "-c", MEMORY, str(folder), str(megabytes), form]
+    words = [str(folder), str(megabytes), form, json.dumps(chosen)]
+    command = [sys.executable, "-c", MEMORY, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [float(word) for word in done.stdout.split()]
 
@@ -614,6 +793,14 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path, form: str, megabyte
     assert max(written, prepared) < 200
     assert opened < 10
     assert last == 999
+
+
+@pytest.mark.parametrize("scales", ["row", "columns"])
+def test_memory_does_not_grow_with_a_table_of_codes(tmp_path: Path, scales: str) -> None:
+    _, prepared, opened, last = memory(tmp_path, 250, "stored", feature_dtype="int8", scales=scales)
+    assert prepared < 200
+    assert opened < 10
+    assert last == pytest.approx(999, abs=999 / 254)
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ ORDER = [
     "timeline",
     "sampler",
     "loader",
+    "hot",
     "layers",
     "models",
     "layerwise",

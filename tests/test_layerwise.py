@@ -55,7 +55,7 @@ def test_inference_for_some_nodes(name, in_features):
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", ["half", "sparse", "rows apart"])
+@pytest.mark.parametrize("kind", ["half", "sparse", "rows apart", "codes"])
 @pytest.mark.parametrize("in_features", [3, 30])
 @pytest.mark.parametrize("some", [False, True])
 def test_inference_reads_any_table(name, kind, in_features, some):
@@ -72,9 +72,12 @@ def test_inference_reads_any_table(name, kind, in_features, some):
         rows = torch.sparse_csr_tensor(
             functional.pad(offsets, (1, 0)), at[1], x[at], x.shape, check_invariants=True
         )
+    table = FeatureTable.quantized(x) if kind == "codes" else FeatureTable(rows)
+    # of whole numbers from -2 to 2 other kinds keep all
+    x = table.gather(torch.arange(60)).float()
     nodes = torch.tensor([3, 50, 59]) if some else None
     expected = inference(model, graph, FeatureTable(x), nodes=nodes)
-    found = inference(model, graph, FeatureTable(rows), nodes=nodes, batch_nodes=7)
+    found = inference(model, graph, table, nodes=nodes, batch_nodes=7)
     torch.testing.assert_close(found, expected)
 
 

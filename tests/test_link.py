@@ -17,6 +17,7 @@ from gcnzc import data, link, nvml, shapes
 from gcnzc.datasets import catalog
 from gcnzc.kernels.lanes import LAYOUTS
 from gcnzc.picture import Efficiencies, efficiencies
+from gcnzc.table import FeatureTable
 from gcnzc.wire import table_traffic, traffic
 
 UNTOLD = {
@@ -396,8 +397,15 @@ def test_where_in_a_line_the_first_row_begins(tmp_path, monkeypatch):
     memory = torch.zeros(2000)
     before = (96 - memory.data_ptr()) % 128 // 4
     rows = memory[before : before + 1000].view(40, 25)
-    monkeypatch.setattr(data, "load", lambda path, **options: SimpleNamespace(features=rows))
+    found = SimpleNamespace(table=FeatureTable(rows))
+    monkeypatch.setattr(data, "load", lambda path, **options: found)
     assert shapes.shape_of(tmp_path / "packed").base == 96
+
+
+def test_codes_cross_the_link_as_they_are(tmp_path):
+    raw = tiny(num_columns=30).write(tmp_path / "raw")
+    data.prepare(raw, tmp_path / "a", feature_dtype="float8_e5m2", pitch_bytes=0)
+    assert shapes.shape_of(tmp_path / "a") == shapes.Shape("raw", 40, 30, "float8_e5m2", 30)
 
 
 def test_a_folder_that_is_not_prepared_is_told_side_by_side(tmp_path):

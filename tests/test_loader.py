@@ -148,6 +148,16 @@ def test_dtype_of_the_table_is_kept(make, table, dtype):
     assert torch.equal(batch.x, rows[batch.nodes])
 
 
+def test_table_of_codes(make, table):
+    """Batches have what the codes stand for, and memory that is used again is of that dtype."""
+    for per in (None, 2):
+        codes = FeatureTable.quantized(table.rows, torch.float8_e4m3fn, scale_columns=per)
+        everything = codes.gather(torch.arange(NUM_NODES))
+        for batch in make(table=codes):
+            assert batch.x.dtype == torch.float32
+            assert torch.equal(batch.x, everything[batch.nodes])
+
+
 # order
 
 
@@ -440,6 +450,9 @@ from gcnzc.graph import Graph
 from gcnzc.loader import Loader
 from gcnzc.sampler import Sampler
 from gcnzc.table import FeatureTable
+
+# a shell's background jobs ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Slow(Sampler):
     def sample(self, seeds, epoch):

@@ -17,6 +17,7 @@ from fake_driver import FakeDriver
 from gcnzc import locking
 from gcnzc import table as module
 from gcnzc.driver import Driver
+from gcnzc.kernels.gather import gather_reference
 from gcnzc.locking import Ledger
 from gcnzc.mappings import PAGE_BYTES as PAGE
 from gcnzc.table import FeatureTable, can_read_host, pinned
@@ -76,6 +77,76 @@ def test_sizes():
     assert table.device == torch.device("cpu")
     assert not table.is_sparse
     assert "7 x 3 torch.float16 on cpu" in repr(table)
+
+
+@pytest.mark.parametrize("per", [None, 16])
+def test_sizes_of_codes(per):
+    table = FeatureTable.quantized(torch.randn(7, 33), scale_columns=per)
+    assert (table.dtype, table.stored_dtype) == (torch.float32, torch.int8)
+    assert (table.row_bytes, table.nbytes, len(table)) == (33, 231, 7)
+    told = "row" if per is None else "16 columns"
+    assert repr(table) == (
+        f"FeatureTable(7 x 33 torch.int8, a scale for each {told}, on cpu, 231 bytes)"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("per", [None, 5])
+def test_codes_are_gathered_as_numbers(dtype, per, device):
+    rows = torch.randn(20, 12).double()
+    table = FeatureTable.quantized(rows, dtype, scale_columns=per)
+    ids = torch.tensor([3, 19, 3])
+    expected = gather_reference(table.rows, ids, table.scales, per)
+    assert torch.equal(table.gather(ids), expected)
+    torch.testing.assert_close(expected, rows[ids].float(), rtol=0.13, atol=0.03)
+    with pinned(table) as locked, pinned(table) as again:
+        for one in (locked, again, table.to(device)):
+            assert torch.equal(one.gather(ids.to(device)).cpu(), expected)
+    half = torch.empty(3, 12, dtype=torch.float16)
+    assert table.gather(ids, half) is half
+    assert torch.equal(half, expected.half())
+
+
+def test_scales_go_to_a_device_once():
+    table = FeatureTable.quantized(torch.randn(20, 12))
+    meta = torch.device("meta")
+    assert table.scales_on(torch.device("cpu")) is table.scales
+    assert table.scales_on(meta).device == meta
+    assert table.scales_on(meta) is table.scales_on(meta)
+    assert FeatureTable(torch.ones(2, 2)).scales_on(meta) is None
+    moved = table.to("meta")
+    assert (moved.rows.device, moved.scales.device) == (meta, meta)
+    assert table.to("cpu") is table
+
+
+def test_no_codes():
+    codes = torch.ones(4, 6, dtype=torch.int8)
+    for scales, per in (
+        (None, 2),
+        (torch.ones(6), None),
+        (torch.ones(4, 1), None),
+        (torch.ones(4).double(), None),
+        (torch.ones(8)[::2], None),
+        (torch.ones(4), 2),
+        (torch.ones(6), 0),
+    ):
+        with pytest.raises(ValueError, match=r"cannot be scaled by (.|\n)*\n\nhint: "):
+            FeatureTable(codes, scales, per)
+    with pytest.raises(ValueError, match=r"rows of torch.float32 (.|\n)*cannot be scaled by"):
+        FeatureTable(codes.float(), torch.ones(4))
+    for rows, dtype, per in (
+        (codes, torch.int8, None),
+        (codes.float(), torch.float16, None),
+        (codes.float(), torch.int8, 0),
+        (torch.ones(3, 0), torch.int8, None),
+        (torch.ones(3, 4, device="meta"), torch.int8, None),
+    ):
+        with pytest.raises(ValueError, match=r"cannot be quantised to (.|\n)*\n\nhint: "):
+            FeatureTable.quantized(rows, dtype, scale_columns=per)
+    for value in (torch.nan, torch.inf, 1e39):
+        rows = torch.full((3, 4), value, dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"not finite as float32 (.|\n)*\n\nhint: "):
+            FeatureTable.quantized(rows)
 
 
 def test_sizes_of_a_sparse_table():

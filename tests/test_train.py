@@ -92,10 +92,11 @@ def test_evaluations_may_be_rare(config, tmp_path):
     assert line["best_epoch"] in (2, 4, 5)
 
 
-@pytest.mark.parametrize("kind", ["float16", "sparse", "pitched"])
+@pytest.mark.parametrize("kind", ["float16", "int8", "sparse", "pitched"])
 def test_kinds_of_features(kind, config, tmp_path):
     options = {
         "float16": {"feature_dtype": "float16"},
+        "int8": {"feature_dtype": "int8", "scales": "columns"},
         "sparse": {"sparse_features": True},
         "pitched": {"pitch_bytes": 128},
     }[kind]
@@ -119,7 +120,7 @@ def test_kinds_of_features(kind, config, tmp_path):
         prepare(source, tmp_path / "g", **options)
     line = train(replace(config, data=tmp_path / "g"), tmp_path / "run")
     plain = train(config, tmp_path / "plain")
-    exact = kind != "float16"
+    exact = kind in ("sparse", "pitched")
     assert line["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0 if exact else 0.02)
 
 

@@ -40,6 +40,53 @@ def write(dest: Path, table: np.ndarray | None = TABLE, pitch_bytes: int = 16) -
     return dest
 
 
+CODES = np.arange(-7, 8, dtype=np.int8).reshape(5, 3)
+SCALES = np.array([1, 0.5, 3, 0.25, 2], np.float32)
+
+
+def write_codes(dest: Path, **told: Any) -> Path:
+    about = {"kind": "codes", "columns": 3, "dtype": "int8", "finite": True}
+    about |= {"scales": "row", "scale_columns": None}
+    with store.building(dest) as folder:
+        writer = store.Writer(folder)
+        writer.save("indptr.npy", np.array([0, 2, 3, 3, 3, 4]))
+        writer.save("indices.npy", np.array([1, 2, 0, 4], np.int32))
+        writer.save("labels.npy", np.arange(5))
+        for part in ("train", "valid", "test"):
+            writer.save(f"split/{part}.npy", np.array([1]))
+        rows = rows_of_array(CODES, "codes")
+        writer.save_rows("features.npy", rows, rows.dtype, 16, rows.chunks(in_memory))
+        writer.save("features_scales.npy", SCALES)
+        writer.finish(ABOUT | {"features": about | told})
+    return dest
+
+
+def test_codes_are_opened_as_codes(tmp_path: Path) -> None:
+    found = store.open_folder(write_codes(tmp_path / "a"))
+    assert found.features is None
+    assert found.codes is not None
+    assert found.codes.array.ctypes.data % 4096 == 0
+    assert found.codes.array.strides == (16, 1)
+    assert (found.codes.array == CODES).all()
+    assert (found.codes.scales == SCALES).all()
+    assert found.rows is not None
+    (rows,) = found.rows.chunks(in_memory)
+    assert (rows == CODES * SCALES[:, None]).all()
+    store.verify(tmp_path / "a")
+    path = tmp_path / "a" / "features_scales.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match=r"features_scales.npy has the checksum"):
+        store.verify(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "told", [{"dtype": "bfloat16"}, {"dtype": "int4"}, {"scales": None}, {"scale_columns": 1}]
+)
+def test_codes_that_are_no_features(tmp_path: Path, told: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"features.npy of type int8 (.|\n)*\n\nhint: prepare"):
+        store.open_folder(write_codes(tmp_path / "a", **told))
+
+
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 

@@ -18,7 +18,7 @@ import json, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gcnzc.kernels.gather_gpu import WARPS, _gather_rows, constants
+from gcnzc.kernels.gather_gpu import EXPONENT_BITS, WARPS, _gather_rows, constants
 from gcnzc.kernels.lanes import lanes_of
 
 def program(case, arch):
@@ -28,12 +28,14 @@ def program(case, arch):
     options = constants(lanes, case["stride_bytes"], case["base"], word, case["out_stride"])
     options |= {"ORDERED": case["ordered"], "CHECKED": case["checked"]}
     options["HOT_VECTORS"] = case["hot_vectors"]
+    options |= {"SCALED": case["scaled"], "SCALE_COLUMNS": case["scale_columns"]}
+    options["EXPONENT_BITS"] = EXPONENT_BITS.get(getattr(torch, case["codes"]), 0)
     letters = {"int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "float16": "fp16",
                "float32": "fp32", "bfloat16": "bf16", "float8_e5m2": "fp8e5"}
     table, out = (f"*{letters[case[name]]}" for name in ("word", "out_word"))
     ids = "*" + case["ids"]
     types = dict(table=table, ids=ids, places=ids, out=out, outside="*i64")
-    types |= dict(slots="*i32", hot=table)
+    types |= dict(slots="*i32", hot=table, scales="*fp32" if case["scaled"] else ids)
     types |= dict(num_ids="i32", num_rows="i64", zero="i32")
     names = list(_gather_rows.arg_names)
     # what a launch knows of pointers that torch allocated
@@ -65,6 +67,9 @@ class Case:
     ordered: bool = False
     checked: bool = False
     hot_vectors: int = 0
+    scaled: int = 0
+    scale_columns: int = 0
+    codes: str = "int8"
 
     def words(self) -> dict:
         sizes = {"int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "float32": 4}
@@ -161,6 +166,26 @@ def test_hot_rows_are_loaded_as_widely(tmp_path):
         # ids, slots, and each vector from either place
         assert sorted(loads) == [4] * 4 + [8] * 4 + [16] * 8, loads
         assert ".local" not in made["ptx"]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_codes_are_loaded_as_widely(arch, tmp_path):
+    """Of every type on every GPU: a scale of a row is one load more, one of columns at most 16."""
+    cases = [
+        Case(
+            "shifted", 100, 100, 0, 1, "int8", "float32", scaled=kind, scale_columns=16, codes=codes
+        )
+        for kind in (1, 2)
+        for codes in ("int8", "float8_e4m3fn", "float8_e5m2")
+    ]
+    cases.append(Case("pitched", 100, 128, 0, 1, "int8", "bfloat16", scaled=1, hot_vectors=8))
+    for case, made in zip(cases, compiled(cases, arch, tmp_path), strict=True):
+        loads = global_bytes(made["ptx"], "ld")
+        wide = 8 if case.hot_vectors else 4
+        narrow = 4 if case.scaled == 1 else 4 * 16
+        slots = 4 if case.hot_vectors else 0
+        assert sorted(loads) == [4] * (narrow + slots) + [8] * 4 + [16] * wide, (case, loads)
+        assert ".local" not in made["ptx"], case
 
 
 def test_stores_whole_vectors_where_rows_are_whole(tmp_path):

@@ -1,0 +1,161 @@
+"""Rows that are hot come from their copies, bit for bit; and hits are counted."""
+
+import pytest
+import torch
+
+from gcnzc.kernels.gather import gather_reference
+from gcnzc.kernels.gather_gpu import hot_rows
+from gcnzc.kernels.gather_hot import (
+    count_into,
+    count_marked,
+    gather_hot,
+    gather_hot_reference,
+    mark,
+    room_bytes,
+)
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.float32,
+    torch.int64,
+    torch.float64,
+    torch.complex64,
+]
+COLUMNS = [1, 3, 10, 100, 128, 301]
+ROWS = 40
+
+
+def table_of(dtype, columns, pad=0):
+    """(ROWS, columns) of any bits; rows lie `pad` elements apart."""
+    width = columns + pad
+    if dtype == torch.bool:
+        return torch.randint(2, (ROWS, width), dtype=torch.uint8).view(dtype)[:, :columns]
+    memory = torch.randint(256, (ROWS, width * dtype.itemsize), dtype=torch.uint8)
+    return memory.view(dtype)[:, :columns]
+
+
+def same_bits(found, expected):
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    return torch.equal(
+        found.cpu().contiguous().view(torch.uint8), expected.cpu().contiguous().view(torch.uint8)
+    )
+
+
+def readable(table, device):
+    """The table where the device reads it: itself under the interpreter."""
+    return table if device.type == "cpu" else table.pin_memory()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_equals_the_plain_gather(share, dtype, device):
+    for columns in COLUMNS:
+        for pad in (0, 3):
+            table = readable(table_of(dtype, columns, pad), device)
+            hot = torch.randperm(ROWS)[: round(share * ROWS)]
+            copies = hot_rows(table, hot, device)
+            for count in (0, 1, 57):
+                ids = torch.randint(ROWS, (count,))
+                found = gather_hot(table, ids.to(device), copies)
+                assert same_bits(found, gather_reference(table, ids)), (columns, pad, count)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_hits_are_read_from_the_copies_and_misses_from_the_table(share, device):
+    table = table_of(torch.float32, 25)
+    hot = torch.randperm(ROWS)[: round(share * ROWS)]
+    copies, kept = hot_rows(table, hot, device), table[hot].clone()
+    table[hot] = 0
+    table = readable(table, device)
+    ids = torch.randint(ROWS, (80,))
+    found = gather_hot(table, ids.int().to(device), copies)
+    assert same_bits(found, gather_hot_reference(table, ids, hot, kept))
+
+
+def test_into_rows_that_lie_apart(device):
+    table = readable(table_of(torch.float16, 50), device)
+    copies = hot_rows(table, torch.arange(0, ROWS, 2), device)
+    ids = torch.randperm(ROWS)
+    wide = torch.zeros(ROWS, 64, dtype=torch.float16, device=device)
+    assert gather_hot(table, ids.to(device), copies, wide[:, :50]) is not None
+    assert same_bits(wide[:, :50], gather_reference(table, ids))
+    assert not wide[:, 50:].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": torch.zeros(2)}, "ids must be one row of int32 or int64"),
+        ({"ids": torch.zeros(1, 2, dtype=torch.int64)}, "ids must be one row"),
+        ({"out": torch.empty(3, 5)}, r"out must be \(2, 5\) torch.float32"),
+        ({"out": torch.empty(2, 5, dtype=torch.float64)}, "not .* torch.float64"),
+        ({"out": torch.empty(5, 2).T}, "contiguous rows"),
+        ({"out": torch.empty(1, 5).expand(2, 5)}, "contiguous rows"),
+        ({"table": torch.zeros(ROWS + 1, 5)}, f"a table of {ROWS} rows, not of {ROWS + 1}"),
+    ],
+)
+def test_what_does_not_fit(change, message, device):
+    table = table_of(torch.float32, 5)
+    given = {"table": table, "ids": torch.zeros(2, dtype=torch.int64), "out": None}
+    given = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in (given | change).items()
+    }
+    copies = hot_rows(table, torch.arange(3), device)
+    with pytest.raises(ValueError, match=message) as error:
+        gather_hot(given["table"], given["ids"], copies, given["out"])
+    assert "\n\nhint: " in str(error.value)
+
+
+def test_an_id_outside(device):
+    table = readable(table_of(torch.float32, 5), device)
+    copies = hot_rows(table, torch.arange(3), device)
+    with pytest.raises(IndexError, match=f"id {ROWS} at 1"):
+        gather_hot(table, torch.tensor([2, ROWS], device=device), copies)
+
+
+def test_the_room_of_a_copy_is_what_copies_take(device):
+    for columns in (1, 25, 31, 32, 33, 100, 301):
+        for pad in (0, 1, 2, 7):
+            for dtype in (torch.int8, torch.float32):
+                table = table_of(dtype, columns, pad)
+                copies = hot_rows(table, torch.arange(ROWS), device)
+                taken = copies.memory.shape[1]
+                # 40 rows may not begin on every element of a line that a table's rows begin on
+                assert taken <= room_bytes(table) <= taken + 128, (columns, pad, dtype)
+    table = table_of(torch.float32, 100)
+    begin = table.data_ptr() % 128
+    # rows of 400 B begin on every multiple of 16 B
+    assert room_bytes(table) == -(-(112 + begin % 16 + 400) // 128) * 128
+    assert hot_rows(table, torch.arange(ROWS), device).memory.shape[1] == room_bytes(table)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 63, 64, 65, 1000])
+def test_marks_are_found(num_rows):
+    hot = torch.randperm(num_rows)[: num_rows // 2 + 1]
+    bits = mark(hot, num_rows)
+    assert bits.numel() == num_rows // 64 + 1
+    for dtype in (torch.int32, torch.int64):
+        assert count_marked(bits, num_rows, torch.arange(num_rows, dtype=dtype)) == len(hot)
+        ids = torch.randint(num_rows, (333,), dtype=dtype)
+        assert count_marked(bits, num_rows, ids) == torch.isin(ids, hot).sum()
+        assert count_marked(bits, num_rows, ids[::2]) == torch.isin(ids[::2], hot).sum()
+        assert count_marked(bits, num_rows, ids[:0]) == 0
+        for outside in (-1, num_rows, 2**31 - 1, -(2**31)):
+            ids[17] = outside
+            assert count_marked(bits, num_rows, ids) == -1
+
+
+def test_counts_add_up():
+    counts = torch.zeros(50, dtype=torch.int32)
+    ids = [torch.randint(50, (count,)) for count in (0, 1, 200)]
+    for part in ids:
+        count_into(counts, part)
+    assert torch.equal(counts.long(), torch.cat(ids).bincount(minlength=50))

@@ -1,0 +1,316 @@
+"""Codes err no more than is stated, and every way to gather them agrees bit for bit."""
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc.kernels import gather_cpu
+from gcnzc.kernels.gather import FROM_CODES, gather, gather_numba, gather_reference, gather_triton
+from gcnzc.kernels.gather_gpu import gather_rows, hot_rows
+from gcnzc.kernels.lanes import LAYOUTS
+from gcnzc.kernels.quantize import (
+    LARGEST,
+    SMALLEST_SCALE,
+    dequantize_reference,
+    largest,
+    largest_reference,
+    quantize,
+    quantize_reference,
+    scales_of,
+    spread,
+)
+
+# the interpreter tells of NaNs, also among the bytes beside a row, which are dropped
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+
+WIDTHS = [1, 3, 16, 33, 100, 602]
+BLOCKS = [None, 1, 7, 16, 1000]  # None: a scale for each row
+MOST = torch.finfo(torch.float32).max
+codes_of_one_byte = pytest.mark.parametrize("dtype", list(LARGEST), ids=str)
+
+
+def adversarial(num_columns):
+    """Rows of zeros, ties, single large or tiny values, and of every magnitude."""
+    j = torch.arange(num_columns)
+    ties = [(j % 255 - 127).float(), j % 254 - 126.5, j % 5 * 0.5 - 1]
+    lone = torch.zeros(4, num_columns)
+    lone[:, 0] = torch.tensor([MOST, -MOST, 2.0**-149, -(2.0**-126)])
+    mixed = torch.randn(4, num_columns)
+    mixed[:, -1] = torch.tensor([1e38, 1e6, 1e-30, 126.5])
+    # steps of the codes with an exponent, and what lies in the middle between them
+    halves = 2.0 ** (j % 30 - 20) * (1 + (j % 17) / 16)
+    of_all_sizes = torch.randn(60, num_columns) * torch.logspace(-44, 37, 60)[:, None]
+    zeros = torch.zeros(2, num_columns)
+    zeros[1] = -0.0
+    return torch.cat([zeros, torch.stack([*ties, halves]), lone, mixed, of_all_sizes])
+
+
+def quantized(rows, dtype, scale_columns=None):
+    scales = scales_of(largest(rows, scale_columns), dtype)
+    return quantize(rows, scales, dtype, scale_columns), scales
+
+
+def same_bits(found, expected):
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    if found.numel() == 0:
+        return True
+    return torch.equal(
+        found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+    )
+
+
+@codes_of_one_byte
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_codes_equal_the_reference(dtype, width, block):
+    rows = adversarial(width)
+    found = largest(rows, block)
+    assert same_bits(found, largest_reference(rows, block))
+    scales = scales_of(found, dtype)
+    assert same_bits(
+        quantize(rows, scales, dtype, block), quantize_reference(rows, scales, dtype, block)
+    )
+    # whoever shares the work
+    assert same_bits(largest(rows, block, threads=3), found)
+    wide = torch.randn(2000, 131)[:, :130]
+    one, many = (quantize(wide, scales_of(largest(wide), dtype), dtype, threads=n) for n in (1, 3))
+    assert same_bits(one, many)
+
+
+def bound(rows, scales, dtype):
+    """The error that the module states, in float64."""
+    if dtype == torch.int8:
+        return (scales * (0.5 + 2.0**-16)).expand_as(rows)
+    relative, absolute = {
+        torch.float8_e4m3fn: (2.0**-4, 2.0**-10),
+        torch.float8_e5m2: (2.0**-3, 2.0**-17),
+    }[dtype]
+    return torch.maximum(rows.abs() * relative, scales * absolute) * (1 + 2.0**-18)
+
+
+@codes_of_one_byte
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_errs_no_more_than_stated(dtype, width, block):
+    for rows in (adversarial(width), torch.randn(300, width), torch.rand(300, width) ** 8 * 1e-3):
+        codes, scales = quantized(rows, dtype, block)
+        found = dequantize_reference(codes, scales, block)
+        assert found.isfinite().all()
+        exact = rows.double()
+        error = (found.double() - exact).abs()
+        allowed = bound(exact, spread(scales.double(), width, block), dtype)
+        assert (error <= allowed).all(), float((error / allowed).max())
+        # a sign never turns
+        assert (found.sign() * exact.sign() >= 0).all()
+
+
+@codes_of_one_byte
+def test_the_bound_is_nearly_reached(dtype):
+    rows = torch.randn(2000, 64)
+    codes, scales = quantized(rows, dtype)
+    error = (dequantize_reference(codes, scales).double() - rows.double()).abs()
+    assert (error / bound(rows.double(), spread(scales.double(), 64, None), dtype)).max() > 0.85
+
+
+@codes_of_one_byte
+def test_scales_of_zeros_and_of_the_smallest_numbers(dtype):
+    rows = torch.tensor([[0.0, -0.0], [2.0**-149, 0], [127.0, -448.0]])
+    codes, scales = quantized(rows, dtype)
+    assert scales.tolist() == [1, SMALLEST_SCALE, np.float32(448) / np.float32(LARGEST[dtype])]
+    assert (dequantize_reference(codes, scales)[0] == 0).all()
+
+
+def test_ties_go_to_even():
+    rows = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.0]])
+    assert quantized(rows, torch.int8)[0].tolist() == [[0, 2, 2, 0, -2, 126, 127]]
+    # 17 and 19 lie in the middle of 16, 18 and 20
+    rows = torch.tensor([[17.0, 19.0, 448.0, -17.0, -19.0, 0.0]])
+    codes = quantized(rows, torch.float8_e4m3fn)[0].float()
+    assert codes.tolist() == [[16, 20, 448, -16, -20, 0]]
+
+
+WAYS = [gather_numba, gather_triton]
+
+
+def on(way, device):
+    """Where a way's tensors lie."""
+    return torch.device("cpu") if way is gather_numba else device
+
+
+@codes_of_one_byte
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("way", WAYS)
+def test_gathers_what_codes_stand_for(dtype, width, way, device):
+    rows = adversarial(width)
+    for block, id_dtype in itertools.product(BLOCKS, (torch.int32, torch.int64)):
+        codes, scales = (part.to(on(way, device)) for part in quantized(rows, dtype, block))
+        ids = torch.randint(len(rows), (90,), dtype=id_dtype, device=codes.device)
+        scaled = {"scales": scales, "scale_columns": block}
+        found = way(codes, ids, **scaled)
+        assert same_bits(found, gather_reference(codes, ids, scales, block))
+        assert same_bits(found, dequantize_reference(codes, scales, block)[ids.long()])
+        none = way(codes, ids[:0], **scaled)
+        assert (none.shape, none.dtype) == ((0, width), torch.float32)
+
+
+@codes_of_one_byte
+@pytest.mark.parametrize("way", WAYS)
+def test_every_code(dtype, way, device):
+    codes = torch.arange(256, dtype=torch.uint8, device=on(way, device)).view(dtype)[:, None]
+    scales = torch.rand(256, device=codes.device)
+    ids = torch.randperm(256, device=codes.device)
+    found = way(codes, ids, scales=scales)
+    # a NaN's payload may differ, and nothing else
+    torch.testing.assert_close(
+        found, gather_reference(codes, ids, scales), rtol=0, atol=0, equal_nan=True
+    )
+
+
+@codes_of_one_byte
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("target", FROM_CODES, ids=str)
+def test_into_memory_and_types_of_the_caller(dtype, way, target, device):
+    codes, scales = (part.to(on(way, device)) for part in quantized(torch.randn(40, 33), dtype))
+    ids = torch.randint(40, (60,), device=codes.device)
+    wide = torch.full((62, 37), 7.0, dtype=target, device=codes.device)
+    out = wide[1:-1, 2:-2]
+    assert way(codes, ids, out, scales=scales) is out
+    expected = gather_reference(codes, ids, scales).to(target)
+    if target == torch.bfloat16 and way is gather_triton and device.type == "cpu":
+        # the interpreter cuts where processors round
+        torch.testing.assert_close(out, expected, rtol=2**-7, atol=0)
+    else:
+        assert same_bits(out, expected)
+    out.fill_(7)
+    assert (wide == 7).all()
+
+
+@codes_of_one_byte
+@pytest.mark.parametrize("way", WAYS)
+def test_views_of_wider_tables(dtype, way, device):
+    codes = torch.randint(256, (20, 128), dtype=torch.uint8, device=on(way, device)) % 120
+    codes = codes.view(dtype)
+    ids = torch.tensor([3, 3, 19, 0], device=codes.device)
+    for table in (codes[:, :50], codes[:, 77:], codes[::2][:10, 1:128], codes[:1].expand(20, 128)):
+        count, width = table.shape
+        for block in (None, 16):
+            scales = torch.rand(-(-width // 16) if block else count, device=codes.device)
+            found = way(table, ids % count, scales=scales, scale_columns=block)
+            assert same_bits(found, gather_reference(table, ids % count, scales, block))
+
+
+def test_shared_by_threads(monkeypatch):
+    monkeypatch.setattr(gather_cpu, "PART_BYTES", 1)
+    codes, scales = quantized(torch.randn(50, 70), torch.int8)
+    ids = torch.randint(50, (71,))
+    expected = gather_reference(codes, ids, scales)
+    for threads in (1, 2, 5):
+        assert same_bits(gather(codes, ids, scales=scales, threads=threads), expected)
+
+
+@codes_of_one_byte
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("block", [None, 16])
+def test_hot_rows_hold_codes_too(dtype, share, block, device):
+    """Bit for bit; and from nowhere else: the codes themselves are gone."""
+    for width in (1, 33, 100, 602):
+        codes, scales = quantized(torch.randn(120, width), dtype, block)
+        ids = torch.randperm(120)[: int(share * 120)]
+        asked = torch.randint(120, (400,))
+        expected = gather_reference(codes, asked, scales, block)
+        hot = hot_rows(codes, ids, device)
+        codes.view(torch.int8)[ids] = 0x7F
+        readable = codes if device.type == "cpu" else codes.pin_memory()
+        at = asked.to(device)
+        found = gather_rows(
+            readable, at, hot=hot, scales=scales.to(device), scale_columns=block, order=at.argsort()
+        )
+        assert same_bits(found.cpu(), expected)
+
+
+@codes_of_one_byte
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("block", [None, 3, 16])
+def test_every_layout_and_start_of_a_row(dtype, layout, block, device):
+    for width, stride in ((5, 7), (33, 33), (100, 128), (130, 256), (602, 602)):
+        memory = torch.randint(120, (30 * stride + 256,), dtype=torch.uint8, device=device)
+        memory = memory[-memory.data_ptr() % 128 :]
+        for inset in (0, 1, 24):
+            if layout == "pitched" and (stride % 128 or inset):
+                continue
+            codes = memory[inset:].as_strided((30, width), (stride, 1)).view(dtype)
+            scales = torch.rand(-(-width // block) if block else 30, device=device)
+            ids = torch.randperm(30, device=device)
+            found = gather_rows(codes, ids, layout=layout, scales=scales, scale_columns=block)
+            assert same_bits(found, gather_reference(codes, ids, scales, block))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("outside", [-1, 40, 2**31 - 1])
+def test_id_outside(way, outside, device):
+    codes, scales = (part.to(on(way, device)) for part in quantized(torch.ones(40, 9), torch.int8))
+    ids = torch.tensor([1, outside, 2], device=codes.device)
+    with pytest.raises(IndexError, match=rf"id {outside} (.|\n)*table of 40 rows(.|\n)*hint"):
+        way(codes, ids, scales=scales)
+
+
+def test_id_outside_of_a_table_of_nothing():
+    with pytest.raises(IndexError, match="table of 0 rows"):
+        gather(torch.zeros(0, 4).to(torch.int8), torch.tensor([0]), scales=torch.ones(0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arguments_that_do_not_fit(way, device):
+    codes = torch.zeros(5, 6, dtype=torch.int8, device=on(way, device))
+    ids = torch.zeros(3, dtype=torch.int64, device=codes.device)
+    like = {"device": codes.device}
+    for table, scales, block in (
+        (codes, torch.ones(6, **like), None),
+        (codes, torch.ones(5, 1, **like), None),
+        (codes, torch.ones(5, **like).double(), None),
+        (codes, torch.ones(10, **like)[::2], None),
+        (codes, torch.ones(5, **like), 4),
+        (codes.float(), torch.ones(5, **like), None),
+    ):
+        with pytest.raises(ValueError, match="cannot be scaled by"):
+            way(table, ids, scales=scales, scale_columns=block)
+    for dtype in (torch.int8, torch.float64):
+        out = torch.empty(3, 6, dtype=dtype, **like)
+        with pytest.raises(ValueError, match=r"out must be \(3, 6\) torch.float32"):
+            way(codes, ids, out, scales=torch.ones(5, **like))
+
+
+GUARDED = """
+import ctypes, mmap, torch
+from gcnzc.kernels.gather import gather, gather_reference
+
+# pages that may be read, between two that may not: one byte too many ends this process
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 6 * page)
+everything = torch.frombuffer(memory, dtype=torch.uint8)
+everything.random_(120)
+rows = everything[page:-page].clone()
+table = everything[page:-page]
+libc = ctypes.CDLL(None, use_errno=True)
+for guard in (everything.data_ptr(), everything.data_ptr() + 5 * page):
+    assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0
+for row_bytes in (1, 3, 31, 64, 65, 100, 1000):
+    num_rows = 4 * page // row_bytes
+    for at in (0, 4 * page - num_rows * row_bytes):
+        for dtype in (torch.int8, torch.float8_e4m3fn):
+            place = slice(at, at + num_rows * row_bytes)
+            part, want = (m[place].view(num_rows, row_bytes).view(dtype) for m in (table, rows))
+            ids, scales = torch.arange(num_rows - 1, -1, -1), torch.rand(num_rows)
+            found = gather(part, ids, scales=scales)
+            assert torch.equal(found, gather_reference(want, ids, scales)), (row_bytes, at)
+print("read all")
+"""
+
+
+def test_reads_nothing_before_or_after_the_table():
+    run = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    assert run.stdout == "read all\n", run.stderr

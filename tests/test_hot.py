@@ -1,0 +1,581 @@
+"""Hot sets: what is predicted of them happens, and tables that have them give the same rows."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from test_cli import said
+from tiny_graph import tiny
+
+import gcnzc
+from gcnzc import hot, record
+from gcnzc.cli import main
+from gcnzc.config import EvaluateConfig, TrainConfig, hot_size
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.graph import Graph
+from gcnzc.kernels.gather_gpu import hot_rows
+from gcnzc.loader import Loader
+from gcnzc.sampler import Sampler
+from gcnzc.table import FeatureTable, pinned
+from gcnzc.train import evaluate, train
+
+SHARES = [0.01, 0.05, 0.2]
+REAL = ["amazon_computers", "tolokers", "ogbn_arxiv_structure"]
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    """Graphs and their training nodes, by name; each is made or read once."""
+    folder, known = tmp_path_factory.mktemp("hot"), {}
+
+    def get(name, shared_data=None) -> tuple[Graph, torch.Tensor]:
+        if name not in known:
+            if shared_data is None:
+                make(folder / name, name, Shape(60_000, 500_000, 4, 4), seed=1)
+                data = gcnzc.load(folder / name)
+            else:
+                data = gcnzc.load(shared_data / name / f"{name}.npz", allow_nan=True)
+            known[name] = data.graph, data.split["train"]
+        return known[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def small(graphs):
+    graph, seeds = graphs("rmat")
+    return graph, seeds[:4000]
+
+
+def table_for(graph, columns=6):
+    chosen = torch.Generator().manual_seed(7)
+    return FeatureTable(torch.randn(graph.num_nodes, columns, generator=chosen))
+
+
+def sizes_of(graph):
+    return [round(share * graph.num_nodes) for share in SHARES]
+
+
+def check_prediction(graph, seeds, fanouts, batch_size, batches=100):
+    """By both rankings, at every size; what is measured is what a run's table counts."""
+    counted = hot.presample(graph, seeds, fanouts, batch_size, batches=batches)
+    sizes, degrees = sizes_of(graph), graph.in_degrees()
+    loader = Loader(graph, None, seeds, fanouts, batch_size)
+    fresh = hot.needed(loader, max(20, len(loader)))
+    found = {
+        "presampled": (
+            counted.hit_rates(sizes),
+            hot.hit_rates_of(hot.ranked(counted.scores), fresh, sizes),
+        ),
+        "in-degree": (
+            counted.hit_rates_by(degrees, sizes),
+            hot.hit_rates_of(hot.ranked(degrees), fresh, sizes),
+        ),
+    }
+    for name, (predicted, measured) in found.items():
+        for one, other in zip(predicted, measured, strict=True):
+            assert abs(one - other) < 0.03, (name, predicted, measured)
+    for mine, theirs in zip(found["presampled"][1], found["in-degree"][1], strict=True):
+        # the minibatches that are measured are a sample too
+        assert mine > theirs - 0.003, found
+    return found
+
+
+@pytest.mark.parametrize("kind", ["planted", "rmat"])
+@pytest.mark.parametrize(("fanouts", "batch_size"), [([15, 10, 5], 1024), ([5, 5], 256)])
+def test_predicted_is_measured_on_made_graphs(kind, fanouts, batch_size, graphs):
+    check_prediction(*graphs(kind), fanouts, batch_size)
+
+
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize(("fanouts", "batch_size"), [([15, 10, 5], 1024), ([5, 5], 256)])
+def test_predicted_is_measured_on_real_graphs(name, fanouts, batch_size, graphs, shared_data):
+    check_prediction(*graphs(name, shared_data), fanouts, batch_size)
+
+
+@pytest.mark.parametrize("kind", ["planted", "rmat"])
+def test_few_minibatches_promise_no_more_than_they_keep(kind, graphs):
+    graph, seeds = graphs(kind)
+    found = check_prediction(graph, seeds, [5, 5], 64, batches=20)
+    # the minibatches that choose a set look well on it: they would promise far too much
+    counted = hot.presample(graph, seeds, [5, 5], 64, batches=20)
+    counts = counted.halves[0] + counted.halves[1]
+    flattered = hot.hit_rates_of(hot.ranked(counts), counts, sizes_of(graph))
+    measured = found["presampled"][1]
+    assert max(one - other for one, other in zip(flattered, measured, strict=True)) > 0.03
+
+
+def test_few_minibatches_do_not_rank_by_chance(graphs):
+    graph, seeds = graphs("rmat")
+    counted = hot.presample(graph, seeds, [5, 5], 64, batches=4)
+    fresh = hot.needed(Loader(graph, None, seeds, [5, 5], 64), 100)
+    counts = counted.halves[0] + counted.halves[1]
+    plain, mine, degree = (
+        hot.hit_rates_of(hot.ranked(scores), fresh, [12_000])[0]
+        for scores in (counts, counted.scores, graph.in_degrees())
+    )
+    assert mine > plain + 0.2
+    assert mine > degree - 0.02
+
+
+def test_many_minibatches_know_more_than_degrees():
+    # nodes 0 to 9 have many in-edges, but it is from 90 to 99 that all edges come
+    ends = torch.cartesian_prod(torch.arange(90, 100), torch.arange(100))
+    graph = Graph.from_edges(ends[:, 0], ends[:, 1], 100)
+    more = torch.cartesian_prod(torch.arange(10, 90), torch.arange(10))
+    graph = Graph.from_edges(
+        torch.cat([ends[:, 0], more[:, 0]]), torch.cat([ends[:, 1], more[:, 1]]), 100
+    )
+    seeds = torch.arange(20, 60)
+    counted = hot.presample(graph, seeds, [10], batch_size=4, batches=40)
+    assert sorted(hot.ranked(counted.scores)[:10].tolist()) == list(range(90, 100))
+    assert sorted(hot.ranked(graph.in_degrees())[:10].tolist()) == list(range(10))
+    # four seeds and ten neighbours
+    assert counted.nodes_per_batch == 14
+    assert counted.hit_rates([10]) == [10 / 14]
+    assert counted.hit_rates_by(graph.in_degrees(), [10]) == [0.0]
+    # seeds are in one minibatch of ten
+    assert counted.scores[90:] == pytest.approx(1.0, abs=0.02)
+    assert counted.scores[seeds] == pytest.approx(0.1, abs=0.02)
+    assert counted.scores[:10].max() < 0.01
+
+
+def test_counting_depends_on_the_seed_alone(small):
+    graph, seeds = small
+    one = hot.presample(graph, seeds, [5, 5], 64, seed=3, batches=20, threads=1)
+    again = hot.presample(graph, seeds, [5, 5], 64, seed=3, batches=20, threads=5)
+    other = hot.presample(graph, seeds, [5, 5], 64, seed=4, batches=20)
+    assert torch.equal(one.scores, again.scores)
+    for place in (0, 1):
+        assert torch.equal(one.halves[place], again.halves[place])
+        assert not torch.equal(one.halves[place], other.halves[place])
+    assert not torch.equal(*one.halves)
+    assert one.batches == 10
+
+
+def test_counted_minibatches_are_neither_the_runs_nor_each_others(small, monkeypatch):
+    graph, seeds = small
+    drawn, sample = [], Sampler.sample
+
+    def watched(self, seeds, epoch):
+        drawn.append((self.seed, epoch, tuple(seeds.tolist())))
+        return sample(self, seeds, epoch)
+
+    monkeypatch.setattr(Sampler, "sample", watched)
+    # more than an order of the seeds in each half: 63 minibatches
+    hot.presample(graph, seeds, [5, 5], 64, seed=3, batches=140)
+    assert {len(each) for _, _, each in drawn} == {64, 4000 % 64}
+    keys, epochs, batches = zip(*drawn, strict=True)
+    assert set(keys).isdisjoint({3})
+    assert len(set(epochs)) == len(set(batches)) == 140
+    runs = {tuple(b.seeds.tolist()) for b in Loader(graph, None, seeds, [5], 64, seed=3)}
+    assert runs.isdisjoint(batches)
+
+
+def test_minibatches_of_all_training_nodes(small):
+    # an epoch of one minibatch: every training node is in each
+    graph, seeds = small
+    counted = hot.presample(graph, seeds, [2], batch_size=len(seeds), batches=6)
+    assert all((half[seeds] == 3).all() for half in counted.halves)
+    fresh = hot.needed(Loader(graph, None, seeds, [2], len(seeds)), 3)
+    assert (fresh[seeds] == 3).all()
+    (predicted,) = counted.hit_rates([len(seeds)])
+    (measured,) = hot.hit_rates_of(hot.ranked(counted.scores), fresh, [len(seeds)])
+    assert abs(predicted - measured) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batches": 3}, "3 minibatches are too few"),
+        ({"seeds": torch.empty(0, dtype=torch.int64)}, "0 seeds in batches of 64"),
+        ({"batch_size": 0}, "in batches of 0"),
+        ({"fanouts": []}, "fan-outs"),
+        ({"seeds": torch.tensor([10**6])}, "nodes"),
+    ],
+)
+def test_what_cannot_be_counted(options, message, small):
+    graph, seeds = small
+    given = {"seeds": seeds, "fanouts": [5], "batch_size": 64} | options
+    with pytest.raises(ValueError, match=message):
+        hot.presample(graph, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.float64])
+@pytest.mark.parametrize("share", [0.001, 0.2, 1.0])
+def test_a_cached_table_gathers_the_same_rows(share, dtype, small):
+    graph, _ = small
+    table = FeatureTable((100 * table_for(graph).rows).to(dtype))
+    mine = gcnzc.cached(table, share, graph.in_degrees(), device="cpu")
+    asked, hits = 0, 0
+    for count in (0, 1, 5000):
+        for kind in (torch.int32, torch.int64):
+            ids = torch.randint(graph.num_nodes, (count,), dtype=kind)
+            out = torch.empty(count, table.num_columns, dtype=dtype)
+            assert torch.equal(mine.gather(ids), table.gather(ids))
+            assert mine.gather(ids, out, threads=2) is out
+            assert torch.equal(out, table.gather(ids))
+            asked, hits = asked + 2 * count, hits + 2 * int(torch.isin(ids, mine.hot).sum())
+    counters = mine.counters()
+    assert (counters.rows, counters.hits) == (asked, hits)
+    assert counters.bytes_saved == hits * 6 * dtype.itemsize
+    assert counters.hit_rate == hits / asked
+    if share == 1.0:
+        assert counters.hit_rate == 1.0
+    assert repr(mine) == f"CachedTable({table!r}, {mine.num_hot} hot rows counted)"
+    mine.reset_counters()
+    assert mine.counters() == hot.Counters(0, 0, 6 * dtype.itemsize)
+    assert mine.counters().hit_rate == 0.0
+
+
+def test_an_id_outside_is_not_counted(small):
+    graph, _ = small
+    mine = gcnzc.cached(table_for(graph), 0.5, graph.in_degrees(), device="cpu")
+    with pytest.raises(IndexError, match=f"id {graph.num_nodes} is not in a table"):
+        mine.gather(torch.tensor([0, graph.num_nodes]))
+    assert mine.counters().rows == 0
+
+
+def test_the_hot_rows_are_those_that_rank_highest():
+    scores = torch.tensor([1.0, 5.0, 3.0, 5.0, 3.0, 0.0, 3.0])
+    table = FeatureTable(torch.zeros(7, 2))
+    for num_hot, expected in ((1, [1]), (2, [1, 3]), (4, [1, 2, 3, 4]), (7, list(range(7)))):
+        mine = gcnzc.cached(table, num_hot / 7, scores, device="cpu")
+        assert mine.hot.tolist() == expected
+        assert mine.num_hot == num_hot
+        assert mine.hits(torch.arange(7)) == num_hot
+    assert mine.hits(torch.tensor([7])) == -1
+
+
+def test_sizes_in_bytes(device):
+    rows = torch.zeros(1000, 100)
+    table, scores = FeatureTable(rows), torch.rand(1000)
+    for num_hot in (1, 10, 1000):
+        num_bytes = hot.hot_bytes(table, num_hot)
+        mine = gcnzc.cached(table, num_bytes, scores, device="cpu")
+        assert mine.num_hot == num_hot
+        assert mine.hot_nbytes == num_bytes
+        copies = hot_rows(rows, mine.hot, device)
+        assert copies.nbytes <= num_bytes
+        assert gcnzc.cached(table, num_bytes + 100, scores, device="cpu").num_hot == num_hot
+        with_copies = replace(mine, copies=copies)
+        assert with_copies.hot_nbytes == copies.nbytes
+    assert gcnzc.cached(table, 10**9, scores, device="cpu").num_hot == 1000
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (0.0, "a share 0.0 of the rows"),
+        (1.5, "a share 1.5 of the rows"),
+        (-0.1, "a share -0.1"),
+        (float("nan"), "a share nan"),
+        (0, "0 bytes hold no hot row"),
+        (4000, "4000 bytes hold no hot row: the first takes 4512 bytes"),
+    ],
+)
+def test_sizes_that_make_no_sense(size, message):
+    memory = torch.zeros(1000 * 128 + 32)
+    begin = -memory.data_ptr() % 128 // 4
+    table = FeatureTable(memory[begin : begin + 1000 * 128].view(1000, 128))
+    with pytest.raises(ValueError, match=message) as error:
+        gcnzc.cached(table, size, torch.rand(1000), device="cpu")
+    assert "\n\nhint: " in str(error.value)
+
+
+def test_a_ranking_of_another_graph():
+    with pytest.raises(ValueError, match=r"a ranking of shape \(9,\) for a table of 10 rows"):
+        gcnzc.cached(FeatureTable(torch.zeros(10, 2)), 0.5, torch.rand(9), device="cpu")
+
+
+def test_rows_that_a_gpu_cannot_read():
+    table = FeatureTable(torch.zeros(10, 2))
+    with pytest.raises(ValueError, match=r"cuda:0 cannot read the rows .* not page-locked"):
+        gcnzc.cached(table, 0.5, torch.rand(10), device="cuda:0")
+    with pytest.raises(ValueError, match="all rows of this table lie on meta"):
+        gcnzc.cached(FeatureTable(torch.zeros(10, 2, device="meta")), 0.5, torch.rand(10))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_loader_gathers_and_counts(threads, small):
+    graph, seeds = small
+    table = table_for(graph)
+    counted = gcnzc.presample(graph, seeds, [5, 5], 128, seed=2)
+    with pinned(table) as locked:
+        mine = gcnzc.cached(locked, 0.05, counted, device="cpu")
+        options = {"fanouts": [5, 5], "batch_size": 128, "seed": 2, "threads": threads}
+        rows = hits = 0
+        both = zip(
+            Loader(graph, table, seeds, **options),
+            Loader(graph, mine, seeds, **options),
+            strict=True,
+        )
+        for plain, batch in both:
+            assert torch.equal(plain.nodes, batch.nodes)
+            assert torch.equal(plain.x, batch.x)
+            rows, hits = (
+                rows + len(batch.nodes),
+                hits + int(torch.isin(batch.nodes, mine.hot).sum()),
+            )
+    counters = mine.counters()
+    assert (counters.rows, counters.hits) == (rows, hits)
+    assert abs(counters.hit_rate - mine.predicted_hit_rate) < 0.03
+    # what the counts of minibatches say is what the table saw
+    fresh = hot.needed(
+        Loader(graph, None, seeds, **options), len(Loader(graph, None, seeds, **options))
+    )
+    assert hot.hit_rates_of(hot.ranked(counted.scores), fresh, [mine.num_hot]) == [
+        counters.hit_rate
+    ]
+
+
+class Slow(int):
+    """A number that others have time to come between while it is added."""
+
+    def __radd__(self, other):
+        time.sleep(0.001)
+        return int(other) + int(self)
+
+
+def test_threads_lose_no_count():
+    tally, begin = hot._Tally(), threading.Barrier(8)
+
+    def add_often(_):
+        begin.wait()
+        for _ in range(10):
+            tally.add(Slow(3), Slow(2))
+
+    with ThreadPoolExecutor(8) as executor:
+        list(executor.map(add_often, range(8)))
+    assert tally.read() == (240, 160)
+
+
+def test_copies_are_what_is_gathered(device):
+    rows = torch.randn(200, 30)
+    table = FeatureTable(rows if device.type == "cpu" else rows.pin_memory())
+    mine = gcnzc.cached(table, 0.3, torch.rand(200), device="cpu")
+    mine = replace(mine, copies=hot_rows(table.rows, mine.hot, device))
+    before, ids = rows.clone(), torch.randint(200, (500,))
+    table.rows[mine.hot] = 0
+    for kind in (torch.int32, torch.int64):
+        assert torch.equal(mine.gather(ids.to(device, kind)).cpu(), before[ids])
+    counters = mine.counters()
+    assert (counters.rows, counters.hits) == (1000, 2 * int(torch.isin(ids, mine.hot).sum()))
+
+
+def test_hits_on_several_streams_add_up():
+    tally = hot._Tally()
+    for _ in range(3):
+        tally.add(5, torch.tensor(2))
+    tally.add(4, 1)
+    assert tally.read() == (19, 7)
+    tally.reset()
+    assert tally.read() == (0, 0)
+
+
+# bytes beside a copy are no codes: they are multiplied too, and then dropped
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("scale_columns", [None, 7])
+def test_codes_are_cached_as_they_are_stored(scale_columns, dtype, device):
+    table = FeatureTable.quantized(torch.randn(200, 30), dtype, scale_columns=scale_columns)
+    expected, ids = table.gather(torch.arange(200)), torch.randint(200, (500,))
+    mine = gcnzc.cached(table, 0.3, torch.rand(200), device="cpu")
+    assert torch.equal(mine.gather(ids), expected[ids])
+    if device.type == "cuda":
+        mine = replace(mine, rows=mine.rows.pin_memory())
+    mine = replace(mine, copies=hot_rows(mine.rows, mine.hot, device))
+    mine.rows.view(torch.uint8)[mine.hot] = 0
+    assert torch.equal(mine.gather(ids.to(device)).cpu(), expected[ids])
+    # the tally is the same one
+    assert mine.counters().rows == 1000
+    assert mine.counters().bytes_saved == 2 * 30 * int(torch.isin(ids, mine.hot).sum())
+
+
+@pytest.mark.gpu
+def test_a_loader_on_a_gpu(small, device):
+    graph, seeds = small
+    table = table_for(graph)
+    with pinned(table) as locked:
+        mine = gcnzc.cached(locked, 0.05, gcnzc.presample(graph, seeds, [5, 5], 128))
+        assert mine.copies.memory.is_cuda
+        rows = hits = 0
+        for batch in Loader(graph, mine, seeds, [5, 5], 128, device=device):
+            nodes = batch.nodes.cpu()
+            assert torch.equal(batch.x.cpu(), table.rows[nodes])
+            rows, hits = rows + len(nodes), hits + int(torch.isin(nodes, mine.hot).sum())
+        assert (mine.counters().rows, mine.counters().hits) == (rows, hits)
+        # gathered on the host, where no copy is of use
+        assert torch.equal(mine.gather(nodes), table.rows[nodes])
+        assert mine.counters().hits == hits
+
+
+def test_layer_wise_inference_takes_a_cached_table(small):
+    graph, _ = small
+    table = table_for(graph)
+    mine = gcnzc.cached(table, 0.2, graph.in_degrees(), device="cpu")
+    model, nodes = gcnzc.models.SAGE(6, 8, 3, num_layers=2), torch.arange(50)
+    found = gcnzc.inference(model, graph, mine, nodes=nodes)
+    assert torch.equal(found, gcnzc.inference(model, graph, table, nodes=nodes))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_rows_on_the_host():
+    dense = torch.randn(50, 8).relu()
+    mine = gcnzc.cached(FeatureTable(dense.to_sparse_csr()), 0.5, torch.rand(50), device="cpu")
+    assert torch.equal(mine.gather(torch.arange(50)), dense)
+    assert mine.counters() == hot.Counters(50, 25, 32)
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("0.2", 0.2),
+        (".5", 0.5),
+        ("1", 1.0),
+        ("2GB", 2 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        ("7B", 7),
+        ("3KB", 3000),
+        ("1GiB", 2**30),
+    ],
+)
+def test_words_for_a_size(words, size):
+    assert hot_size(words) == size
+    assert type(hot_size(words)) is type(size)
+
+
+@pytest.mark.parametrize(
+    "words", ["0", "1.1", "20", "2G", "GB", "", "-0.1", "0.2.1", "0B", "x", "nan"]
+)
+def test_words_for_no_size(words):
+    with pytest.raises(ValueError, match="--hot must be a share") as error:
+        TrainConfig(hot=words)
+    assert "\n\nhint: " in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hot-train")
+    make(folder / "raw", "rmat", Shape(3000, 20_000, 12, 4), seed=3)
+    gcnzc.prepare(folder / "raw", folder / "graph")
+    return folder / "graph"
+
+
+@pytest.mark.parametrize("hot_by", ["presampled", "in-degree"])
+def test_training_reports_the_hits(hot_by, folder, tmp_path):
+    sizes = {"fanouts": (3, 3), "layers": 2, "hidden": 8, "batch_size": 128, "epochs": 2}
+    config = TrainConfig(data=folder, **sizes, lr=0.01, device="cpu")
+    plain = train(config, tmp_path / "plain")
+    options = {"features": "cached", "hot": "0.1", "hot_by": hot_by}
+    line = train(replace(config, **options), tmp_path / "cached")
+    assert line["test_accuracy"] == plain["test_accuracy"]
+    assert "hit_rate" not in plain
+    evaluated = evaluate(EvaluateConfig(run=tmp_path / "cached", device="cpu"))
+    assert evaluated["test_accuracy"] == line["test_accuracy"]
+    lines = record.read(tmp_path / "cached" / "record.jsonl")
+    assert len(lines) == 2
+    # the hot set is known, and the minibatches are those of this seed
+    data = gcnzc.load(folder)
+    seeds = data.split["train"]
+    ranking = data.graph.in_degrees()
+    if hot_by == "presampled":
+        counted = hot.presample(data.graph, seeds, [3, 3], 128)
+        ranking = counted.scores
+        assert line["predicted_hit_rate"] == counted.hit_rates([300])[0]
+        assert abs(line["predicted_hit_rate"] - line["hit_rate"]) < 0.03
+    else:
+        assert line["predicted_hit_rate"] is None
+    loader = Loader(data.graph, None, seeds, [3, 3], 128)
+    hits = rows = 0
+    for told in lines:
+        loader.set_epoch(told["epoch"])
+        counts = hot.needed(loader, len(loader))
+        mine = int(counts[hot.ranked(ranking)[:300]].sum())
+        assert told["hit_rate"] == mine / int(counts.sum())
+        assert told["bytes_saved"] == mine * 48
+        hits, rows = hits + mine, rows + int(counts.sum())
+    assert line["hit_rate"] == pytest.approx(hits / rows, rel=1e-12)
+    assert line["bytes_saved"] == hits * 48 // 2
+
+
+def test_the_tally_of_a_resumed_epoch_goes_on():
+    from gcnzc.train import _Tally
+
+    tally = _Tally(torch.device("cpu"))
+    tally.hits += 5
+    state = tally.state_dict()
+    other = _Tally(torch.device("cpu"))
+    other.load_state_dict(state)
+    other.hits += 2
+    assert other.state_dict()["hits"] == 7
+    # written before there were hot sets
+    del state["hits"]
+    other.load_state_dict(state)
+    assert other.hits == 0
+
+
+def test_plan_cache(folder, tmp_path, capsys):
+    out = tmp_path / "hot.png"
+    words = ["plan-cache", str(folder), "--fanouts", "3,3", "--batch-size", "128"]
+    words += ["--batches", "40", "--seed", "1"]
+    assert main(words) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*words, "--measure", "--out", str(out)]) == 0
+    told, talk = capsys.readouterr()
+    found = json.loads(told)
+    assert told.count("\n") == 1
+    assert (found["data"], found["fanouts"], found["batches"]) == ("raw", [3, 3], 40)
+    assert [line["share"] for line in found["sizes"]] == list(hot.SHARES)
+    assert [line["rows"] for line in found["sizes"]] == [15, 30, 60, 150, 300, 600, 1500]
+    assert found["row_bytes"] == 48
+    assert found["bytes_per_batch"] == round(48 * found["nodes_per_batch"])
+    data = gcnzc.load(folder)
+    counted = hot.presample(data.graph, data.split["train"], [3, 3], 128, seed=1, batches=40)
+    for line, before in zip(found["sizes"], plain["sizes"], strict=True):
+        assert line["memory_bytes"] == 4 * 3000 + 256 * line["rows"]
+        # rows of 48 B side by side begin on any multiple of 16 B, and may lie in two lines
+        for name in hot.RANKINGS:
+            figures = line[name]
+            rate = figures["predicted_hit_rate"]
+            assert abs(rate - figures.pop("measured_hit_rate")) < 0.03
+            assert figures == before[name]
+            left = 48 * found["nodes_per_batch"] * (1 - rate)
+            assert abs(figures["bytes_per_batch"] - left) <= 0.5
+        assert line["presampled"]["predicted_hit_rate"] == counted.hit_rates([line["rows"]])[0]
+    assert "hot rows" in talk
+    assert "measured" in talk
+    assert "20.0%" in talk
+    with Image.open(out) as picture:
+        # both rankings are there, in matplotlib's first two colours
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
+    assert {(31, 119, 180), (255, 127, 14)} <= colours
+
+
+def test_plan_cache_of_a_graph_without_features(tmp_path, capsys):
+    tiny().but(features=None).write(tmp_path / "raw")
+    error, hint = said(capsys, ["plan-cache", tmp_path / "raw"], 1)
+    assert "has no features to cache" in error
+    assert "gcnzc embed" in hint
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (["plan-cache"], "folder of a graph", "gcnzc plan-cache --help"),
+        (["plan-cache", "x", "--batches", "3"], "--batches must be at least 4, got 3", "usual"),
+        (["plan-cache", "x", "--fanouts", "0"], "a fan-out must be at least 1", "--fanouts"),
+        (["train", "--hot", "20"], "--hot must be a share of the rows", "2GB"),
+        (["train", "--features", "cashed"], "cashed", "gcnzc train --help"),
+    ],
+)
+def test_misuse(words, error, hint, capsys):
+    found = said(capsys, words, 2)
+    assert error in found[0]
+    assert hint in found[1]
