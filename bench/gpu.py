@@ -5,10 +5,11 @@
     python bench/gpu.py all --small               tiny, on any machine, and not recorded
 
 `link` measures the link itself; `gather` layouts, widths, dtypes, numbers of ids and of programs;
-`tlb` tables that are larger than what page tables keep at hand; `bulk` asynchronous bulk copies
-from the host's memory into shared memory. Every way is checked against the rows it should bring
-before it is timed, on random bits. Times are the GPU's own, medians of rounds in which all ways of
-a case take turns. The roof is a dense range read by the GPU's threads, measured in the same rounds.
+`tlb` tables that are larger than what page tables keep at hand; `cache` hot rows by their hit rate;
+`codes` quantised rows; `bulk` asynchronous bulk copies from the host's memory into shared memory.
+Every way is checked against the rows it should bring before it is timed, on random bits. Times are
+the GPU's own, medians of rounds in which all ways of a case take turns. The roof is a dense range
+read by the GPU's threads, measured in the same rounds.
 
 On a machine without git, GCNZC_COMMIT in the environment says of which commit the lines are.
 """
@@ -314,6 +315,69 @@ def measure_tlb(bench: Bench) -> None:
                 record_shares(bench, "tlb", {"table_gib": gib, "table_pages": pages}, ways)
 
 
+def measure_cache(bench: Bench) -> None:
+    """Hot rows on the GPU: rows a second by the share of rows that hit."""
+    with random_bytes(bench.scale.table_bytes) as memory:
+        for row_bytes in (400, 512, 2408):
+            rows = rows_of(memory, row_bytes, row_bytes, torch.int32)
+            num_ids = max(1, bench.scale.payload_bytes // row_bytes)
+            # as many hot rows as are asked for, so that copies are no likelier to be in a cache
+            chosen = torch.randperm(len(rows))[: min(num_ids, len(rows) // 2)]
+            hot = gather_gpu.hot_rows(rows, chosen, bench.device)
+            cold = (hot.slots < 0).nonzero().flatten()
+            out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
+            for hit_rate in (0.0, 0.2, 0.5, 0.8, 1.0):
+                hits = torch.rand(num_ids, device=bench.device) < hit_rate
+                some_hot = chosen.to(bench.device)[torch.randint(len(chosen), (num_ids,))]
+                ids = torch.where(hits, some_hot, cold[torch.randint(len(cold), (num_ids,))])
+                out.fill_(7)
+                gather_rows(rows, ids, out, hot=hot)
+                demand_equal(out, rows, ids, f"a hit rate of {hit_rate}")
+                num_bytes = num_ids * row_bytes
+                ways = bench.dense(memory) | {
+                    "all over the bus": (num_bytes, partial(gather_rows, rows, ids, out)),
+                    "hot rows on the GPU": (
+                        num_bytes,
+                        partial(gather_rows, rows, ids, out, hot=hot),
+                    ),
+                }
+                record_shares(bench, "cache", {"row_bytes": row_bytes, "hit_rate": hit_rate}, ways)
+
+
+def measure_codes(bench: Bench) -> None:
+    """Codes with scales on the GPU, as float32 and as float16, beside the rows they stand for."""
+    columns = 128
+    num_ids = max(1, bench.scale.payload_bytes // (4 * columns))
+    with random_bytes(bench.scale.table_bytes) as memory:
+        ways = bench.dense(memory)
+        plain = rows_of(memory, 4 * columns, 4 * columns, torch.float32)
+        ids = torch.randint(len(plain), (num_ids,), device=bench.device)
+        out = torch.empty(num_ids, columns, device=bench.device)
+        ways["float32"] = (num_ids * 4 * columns, partial(gather_rows, plain, ids, out))
+        for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
+            codes = rows_of(memory, columns, columns, dtype)
+            scales = torch.rand(len(codes), device=bench.device)
+            ids = torch.randint(len(codes), (num_ids,), device=bench.device)
+            for target in (torch.float32, torch.float16):
+                out = torch.empty(num_ids, columns, dtype=target, device=bench.device)
+                way = partial(gather_rows, codes, ids, out, scales=scales)
+                way()
+                demand_dequantised(out, codes, scales, ids)
+                ways[f"{dtype} as {target}"] = (num_ids * columns, way)
+        # the bytes are those that cross the bus; rows a second follow from them
+        record_shares(bench, "codes", {"columns": columns, "num_ids": num_ids}, ways)
+
+
+def demand_dequantised(out: Tensor, codes: Tensor, scales: Tensor, ids: Tensor) -> None:
+    """Refuse to time what does not give code times scale."""
+    some = torch.arange(min(len(ids), 2000))
+    at = ids[some.to(ids.device)].cpu()
+    expected = (codes[at].float() * scales.cpu()[at][:, None]).to(out.dtype)
+    torch.testing.assert_close(
+        out[some.to(out.device)].cpu(), expected, rtol=0, atol=0, equal_nan=True
+    )
+
+
 def measure_bulk(bench: Bench) -> None:
     """Rows fetched by the bulk copy engine of a multiprocessor, where there is one."""
     with random_bytes(bench.scale.table_bytes) as memory:
@@ -345,6 +409,8 @@ PARTS = {
     "link": measure_link,
     "gather": measure_gather,
     "tlb": measure_tlb,
+    "cache": measure_cache,
+    "codes": measure_codes,
     "bulk": measure_bulk,
 }
 
