@@ -81,12 +81,15 @@ ENTRIES = (
     ),
 )  # fmt: skip
 
+# of sets of links, which are read by gcnzc.datasets.ogb_link
+_LINKS = "ogbl-"
 # sets of other kinds, by the first letters of their names
 _OTHER_KINDS = (
     ("ogbn-mag", "heterogeneous: its nodes and edges are of several types"),
     ("mag240m", "heterogeneous: its nodes and edges are of several types"),
-    ("ogbl-", "a link-level set: it asks which edges exist"),
-    ("wikikg90m", "a link-level set: it asks which edges exist"),
+    ("ogbl-wikikg", "a knowledge graph: its edges are of several types"),
+    ("ogbl-biokg", "a knowledge graph: its nodes and edges are of several types"),
+    ("wikikg90m", "a knowledge graph: its edges are of several types"),
     ("ogbg-", "a graph-level set: many small graphs with a label each"),
     ("pcqm4m", "a graph-level set: many small graphs with a label each"),
 )
@@ -128,16 +131,22 @@ def nearest(name: str) -> str:
     return f"known are {', '.join(known.values())}"
 
 
-def refuse_other_kinds(name: str) -> None:
+def refuse_other_kinds(name: str, links: bool = False) -> None:
     """Demand that `name` is not that of a set of another kind.
 
+    Args:
+        name: of the set.
+        links: whether it may be a set of links.
+
     Raises:
-        ValueError: it is heterogeneous, of links or of whole graphs.
+        ValueError: it is heterogeneous, of whole graphs, or of links where these may not be.
     """
-    for front, kind in _OTHER_KINDS:
+    own = [] if links else [(_LINKS, "a link-level set: it asks which edges exist")]
+    for front, kind in [*_OTHER_KINDS, *own]:
         if name.lower().replace("_", "-").startswith(front):
             raise ValueError(
                 f"{name} is {kind}\n\n"
-                "hint: node property sets of one node type are trained on: "
-                "ogbn-arxiv, ogbn-products, ogbn-proteins, ogbn-papers100M, or your own"
+                "hint: sets of one type of nodes and of edges are trained on: ogbn-arxiv, "
+                "ogbn-products, ogbn-proteins, ogbn-papers100M, or your own; for links ogbl-ppa, "
+                "ogbl-collab, ogbl-citation2, ogbl-ddi, ogbl-vessel"
             )

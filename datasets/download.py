@@ -1,4 +1,4 @@
-"""Get one of OGB's node-property sets, when asked to, and go on where an earlier try broke off.
+"""Get one of OGB's node- or link-property sets, if asked to, and go on where a try broke off.
 
 Names, addresses and versions are read from the table that the installed `ogb` package carries,
 without importing it: an import takes seconds and looks for updates. Nothing is ever asked.
@@ -49,7 +49,7 @@ class Remote:
 
 
 def table() -> dict[str, Remote]:
-    """OGB's node-property sets of one node type, by name.
+    """OGB's node-property and link-property sets of one type of nodes and of edges, by name.
 
     Raises:
         RuntimeError: the `ogb` package is not installed.
@@ -60,14 +60,16 @@ def table() -> dict[str, Remote]:
             "the package ogb, which knows where the sets are, is not installed\n\n"
             "hint: pip install ogb"
         )
-    master = Path(found.submodule_search_locations[0], "nodeproppred", "master.csv")
-    with master.open(newline="") as file:
-        lines = {line[0]: line[1:] for line in csv.reader(file)}
     sets = {}
-    for place, name in enumerate(lines[""]):
-        told = {key: line[place] for key, line in lines.items()}
-        if told["is hetero"] != "True":
-            sets[name] = Remote(name, told["url"], told["version"])
+    for kind in ("nodeproppred", "linkproppred"):
+        master = Path(found.submodule_search_locations[0], kind, "master.csv")
+        with master.open(newline="") as file:
+            lines = {line[0]: line[1:] for line in csv.reader(file)}
+        for place, name in enumerate(lines[""]):
+            told = {key: line[place] for key, line in lines.items()}
+            # knowledge graphs have one type of nodes at times, but several of edges
+            if told["is hetero"] != "True" and told["task type"] != "KG completion":
+                sets[name] = Remote(name, told["url"], told["version"])
     return sets
 
 
@@ -77,7 +79,7 @@ def lookup(name: str) -> Remote:
     Raises:
         ValueError: OGB has none, or one of another kind.
     """
-    catalog.refuse_other_kinds(name)
+    catalog.refuse_other_kinds(name, links=True)
     sets = table()
     for known, remote in sets.items():
         if known.lower() == name.lower().replace("_", "-"):

@@ -54,7 +54,7 @@ from gcnzc.datasets.store import building, scratch
 Ends: TypeAlias = tuple[Array, Array]
 
 # what only sets of other kinds have, and the kind
-_OTHER_KINDS = {
+OTHER_KINDS = {
     "raw/triplet-type-list.csv.gz": "heterogeneous",
     "raw/num-node-dict.csv.gz": "heterogeneous",
     "raw/edge_index_dict.npz": "heterogeneous",
@@ -80,7 +80,7 @@ class Task:
 
 def is_layout(folder: Path) -> bool:
     """Whether `folder` looks like a set in OGB's layout, of whatever kind."""
-    return (folder / "raw").is_dir() or any((folder / path).exists() for path in _OTHER_KINDS)
+    return (folder / "raw").is_dir() or any((folder / path).exists() for path in OTHER_KINDS)
 
 
 class OgbGraph:
@@ -96,11 +96,13 @@ class OgbGraph:
         ValueError: it is of another kind, has no such split, or is broken.
     """
 
+    has_links = False  # whether it is a set of links
+
     def __init__(self, folder: Path, name: str | None = None, split: str | None = None) -> None:
         self.folder = folder
         self._raw = folder / "raw"
         if name is not None:
-            catalog.refuse_other_kinds(name)
+            catalog.refuse_other_kinds(name, links=self.has_links)
         self._refuse_other_kinds()
         self.binary = (self._raw / "data.npz").is_file()
         self._archive = Archive(self._raw / "data.npz") if self.binary else None
@@ -181,7 +183,7 @@ class OgbGraph:
         return {part: csvgz.read_column(folder / f"{part}.csv.gz") for part in PARTS}
 
     def _refuse_other_kinds(self) -> None:
-        for path, kind in _OTHER_KINDS.items():
+        for path, kind in OTHER_KINDS.items():
             if (self.folder / path).exists():
                 raise ValueError(
                     f"{self.folder} is {kind}: it has {path}\n\n"
@@ -191,7 +193,7 @@ class OgbGraph:
         if not labelled and any(self.folder.glob("split/*/train.pt")):
             raise ValueError(
                 f"{self.folder} is a link-level set: it has no labels of nodes\n\n"
-                "hint: node property sets of one node type are trained on"
+                "hint: gcnzc.datasets.ogb_link reads it"
             )
 
     def _single(self, key: str, file: str) -> int:

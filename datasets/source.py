@@ -19,6 +19,18 @@ METRICS: Mapping[str, Metric] = {"acc": "accuracy", "accuracy": "accuracy", "roc
 
 
 @dataclass(frozen=True)
+class LinkParts:
+    """Edges that are to be foretold, and the pairs that they are judged against."""
+
+    edges: Mapping[str, Array]  # "train", "valid", "test": (2, E of the part)
+    # "valid", "test": (2, Q) pairs that are no edges; if `metric` is mrr, (E of the part, K)
+    # destinations, each row for the source of one edge
+    negatives: Mapping[str, Array]
+    metric: str  # auc, mrr, or hits@K for a number K
+    name: str  # of the split
+
+
+@dataclass(frozen=True)
 class Usual:
     """What is usually done with the edges of a set, and why."""
 
@@ -122,6 +134,39 @@ def check_ends(ends: Array, num_nodes: int, where: str, first: int = 0) -> None:
         f"{where}: edge {first + place} has the node {ends[place]}, but nodes are 0 to "
         f"{num_nodes - 1}\n\nhint: ids count from 0; the number of nodes is stored beside the edges"
     )
+
+
+def clean_links(links: LinkParts, num_nodes: int, where: str) -> LinkParts:
+    """The same with every id looked at, in the type that ids of nodes are kept in.
+
+    Raises:
+        ValueError: a part is empty or of another shape, or an end is no node.
+    """
+    dtype = node_dtype(num_nodes)
+
+    def clean(ids: Array, what: str, rows: int, form: str) -> Array:
+        if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) != rows:
+            raise ValueError(
+                f"{where}: the {what} have the shape {ids.shape} and the type {ids.dtype}, not "
+                f"{form} of integers\n\nhint: get or write the set again"
+            )
+        if ids.size == 0:
+            raise ValueError(
+                f"{where}: there are no {what}\n\n"
+                "hint: edges are needed in each of train, valid and test, and negatives beside them"
+            )
+        check_ends(ids.reshape(-1), num_nodes, f"{where}: the {what}")
+        return np.ascontiguousarray(ids, dtype)
+
+    edges = {part: clean(links.edges[part], f"{part} edges", 2, "(2, edges)") for part in PARTS}
+    negatives = {}
+    for part in PARTS[1:]:
+        rows, form = 2, "(2, pairs)"
+        if links.metric == "mrr":
+            rows = edges[part].shape[1]
+            form = f"({rows}, negatives)"
+        negatives[part] = clean(links.negatives[part], f"{part} negatives", rows, form)
+    return LinkParts(edges, negatives, links.metric, links.name)
 
 
 def clean_labels(raw: Array, num_nodes: int, num_classes: int | None, where: str) -> Array:

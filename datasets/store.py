@@ -11,6 +11,8 @@ renamed, so there is never half of one.
     features_indptr.npy features_indices.npy features_values.npy     instead, if kept sparse
     labels.npy                (N,) int64, or (N, T)
     split/train.npy valid.npy test.npy     int64
+    links/train.npy valid.npy test.npy     of a split of edges: (2, E) of the part, as `indices`
+    links/valid_negatives.npy test_negatives.npy   (2, pairs); for the metric mrr (E, K), see source
     mapping/                  copied from the source
 
 Letters: N nodes, E edges, D columns, T tasks.
@@ -46,6 +48,7 @@ from gcnzc.datasets.rows import (
     rows_of_codes,
     rows_of_csr,
 )
+from gcnzc.datasets.source import PARTS, LinkParts
 
 FORMAT = "gcnzc-graph"
 VERSION = 1
@@ -296,6 +299,7 @@ class Prepared:
     codes: Codes | None  # instead, if kept as codes
     labels: Array
     split: dict[str, Array]
+    links: LinkParts | None = None
 
     @property
     def rows(self) -> Rows | None:
@@ -345,10 +349,20 @@ def open_folder(folder: Path) -> Prepared:
             csr,
             codes,
             arrays["labels.npy"],
-            {part: arrays[f"split/{part}.npy"] for part in ("train", "valid", "test")},
+            {part: arrays[f"split/{part}.npy"] for part in PARTS},
+            _links(arrays, meta["links"]) if meta.get("links") else None,
         )
     except KeyError as error:
         raise ValueError(f"{folder / 'meta.json'} does not name {error}\n\n{_AGAIN}") from None
+
+
+def _links(arrays: dict[str, Array], told: dict[str, Any]) -> LinkParts:
+    return LinkParts(
+        {part: arrays[f"links/{part}.npy"] for part in PARTS},
+        {part: arrays[f"links/{part}_negatives.npy"] for part in PARTS[1:]},
+        told["metric"],
+        told["name"],
+    )
 
 
 def _codes(folder: Path, array: Array, scales: Array | None, told: dict[str, Any]) -> Codes:

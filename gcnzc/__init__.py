@@ -9,6 +9,7 @@ from gcnzc.graph import Graph
 from gcnzc.hot import cached, presample
 from gcnzc.layerwise import inference
 from gcnzc.loader import Loader
+from gcnzc.pairs import LinkSampler
 from gcnzc.sampler import Batch, Block, Sampler
 from gcnzc.table import FeatureTable, pinned
 
@@ -18,6 +19,7 @@ __all__ = [
     "Dataset",
     "FeatureTable",
     "Graph",
+    "LinkSampler",
     "Loader",
     "Sampler",
     "__version__",

@@ -1,13 +1,13 @@
 """The graph that is there without any data: made on first use, then kept."""
 
 import fcntl
-import os
 import shutil
 from pathlib import Path
 
 from gcnzc import data
 from gcnzc.datasets import generate
 from gcnzc.progress import Reporter
+from gcnzc.record import cache_folder
 
 # the name carries a version: another generator makes another folder
 NAME = "planted-arxiv-1"
@@ -17,8 +17,7 @@ SEED = 0
 
 def folder() -> Path:
     """Where the built-in graph is kept: in the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "gcnzc" / NAME
+    return cache_folder() / NAME
 
 
 def prepared(reporter: Reporter) -> Path:

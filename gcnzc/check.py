@@ -1,6 +1,7 @@
 """What this machine can do for gcnzc, measured, and what to mend."""
 
 import importlib.metadata
+import os
 import statistics
 import sys
 import time
@@ -10,11 +11,15 @@ from typing import Any
 
 import torch
 
-from gcnzc import mappings, record
+from gcnzc import mappings, plan, record, tune
+from gcnzc.config import CheckConfig, hot_size
+from gcnzc.data import Dataset
+from gcnzc.plan import Plan
 from gcnzc.progress import Advance
 from gcnzc.table import FeatureTable
 
 ROUNDS = 7
+BUSY = 0.5  # of the cores, wanted by something else
 ROW_BYTES = 512  # ogbn-arxiv's and ogbn-papers100M's rows: 128 float32
 
 
@@ -26,9 +31,11 @@ def machine(num_bytes: int, advance: Advance) -> dict[str, Any]:
         advance: told how far the measuring is.
 
     Returns:
-        Versions (None where a package is missing), sizes in bytes, rates in bytes per second.
+        Versions (None where a package is missing), sizes in bytes, rates in bytes per second, and
+        `load`, the processes that wanted a core in the minute before.
     """
     found = record.machine()
+    found["load"] = os.getloadavg()[0]
     for name in ("triton", "dgl", "torch-geometric", "ogb", "tensorboard"):
         found[name] = _version(name)
     found["dgl_works"] = _dgl_works() if found["dgl"] else None
@@ -51,6 +58,11 @@ def advice(found: Mapping[str, Any]) -> list[str]:
         f"{ROW_BYTES} bytes {found['gather_bytes_per_s'] / giga:.1f} GB/s, "
         f"{found['gather_bytes_per_s'] / found['copy_bytes_per_s']:.0%} of it",
     ]
+    if found["load"] > BUSY * found["cores"]:
+        lines.append(
+            f"other work wants {found['load']:.1f} of the {found['cores']} cores: what is measured "
+            "is of a machine shared with it. Mend: measure again when nothing else runs"
+        )
     if found["gpu"]:
         lines.append(f"GPU: {found['gpu']}")
         lockable = found["lockable_bytes"]
@@ -74,6 +86,49 @@ def advice(found: Mapping[str, Any]) -> list[str]:
     elif not found["dgl_works"]:
         lines.append("DGL is installed but does not import: --sampler dgl is not there")
     return lines
+
+
+def tuned(config: CheckConfig, data: Dataset | None, progress: tune.Progress) -> Plan:
+    """Measure a plan for this machine.
+
+    Args:
+        config: what minibatches are like, and what hot rows may take.
+        data: the graph to tune for; one at random if None.
+        progress: see `gcnzc.tune.Progress`.
+
+    Raises:
+        ValueError, RuntimeError: as `gcnzc.tune` does.
+    """
+    if data is None:
+        case = tune.usual_case(config.row_bytes, config.fanouts, config.batch_size)
+    else:
+        case = tune.case_of(data, config.fanouts, config.batch_size)
+    room = hot_size(config.hot_memory)
+    compute_s = config.compute_ms / 1e3 or None
+    return tune.tune(case, room=room, compute_s=compute_s, progress=progress)
+
+
+def kept(found: Plan, say: plan.Say) -> str | None:
+    """Keep a plan, and say where: its file, or None if that cannot be written."""
+    # said here, once, before the file is written anew
+    plan.read(say)
+    try:
+        place = plan.keep(found)
+    except OSError as error:
+        say(f"the plan is not kept: {error}. GCNZC_CACHE names another folder")
+        return None
+    say(f"kept in {place}; `gcnzc train` uses it for such rows on this machine")
+    return str(place)
+
+
+def plans(data: Dataset | None, say: plan.Say) -> list[Plan]:
+    """The plans that are kept for this machine, or the one for the features of `data`."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if data is None or data.table is None:
+        return plan.of_this_machine(device, say)
+    # not page-locked, which a large table takes long for, and which moves no row within its line
+    found = plan.find(device, data.table, say)
+    return [] if found is None else [found]
 
 
 def _version(package: str) -> str | None:

@@ -11,14 +11,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from gcnzc import builtin, check, data, hot, link, shapes, train
+from gcnzc import builtin, check, data, hot, link, shapes, train, tune
 from gcnzc._version import VERSION
 from gcnzc.config import (
     CheckConfig,
@@ -35,6 +35,7 @@ from gcnzc.config import (
 )
 from gcnzc.datasets import generate
 from gcnzc.datasets.embed import embed
+from gcnzc.edge_split import EdgeShares
 from gcnzc.loader import Loader
 from gcnzc.picture import HitRates, curves, efficiencies, hit_rates
 from gcnzc.progress import Reporter
@@ -108,6 +109,7 @@ def make_command(config: MakeConfig, reporter: Reporter) -> None:
 def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
     """`gcnzc prepare`."""
     choices = {"yes": True, "no": False}
+    shares = EdgeShares(config.valid_edges, config.test_edges, config.seed)
     with reporter.stages(f"prepare {config.dest}") as progress:
         data.prepare(
             config.source,
@@ -123,6 +125,7 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
             self_loops=config.self_loops,
             duplicates=None if config.duplicates == "as-usual" else config.duplicates,
             split=config.split,
+            edge_split=shares if config.task == "link" else None,
             allow_nan=config.allow_nan,
             progress=progress,
         )
@@ -161,7 +164,17 @@ def check_command(config: CheckConfig, reporter: Reporter) -> None:
         found = check.machine(config.megabytes << 20, advance)
     for line in check.advice(found):
         reporter.say(line)
-    _print_json(found)
+    loaded = None if config.data is None else data.load(config.data, allow_nan=True)
+    if config.tune:
+        with reporter.stages("tune") as progress:
+            plans = [check.tuned(config, loaded, progress)]
+        found["kept_in"] = check.kept(plans[0], reporter.say)
+    else:
+        plans = check.plans(loaded, reporter.say)
+    for plan in plans:
+        for line in tune.lines(plan):
+            reporter.say(line)
+    _print_json(found | {"plans": [asdict(plan) for plan in plans]})
 
 
 def link_command(config: LinkConfig, reporter: Reporter) -> None:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import tyro
 
+from gcnzc.edge_split import EdgeShares
+
 C = TypeVar("C")
 
 HotBy: TypeAlias = Literal["presampled", "in-degree"]
@@ -49,12 +51,25 @@ class TrainConfig:
     """folder of a graph, prepared or in OGB's layout; without it a built-in graph"""
     model: Literal["sage", "gcn", "gat"] = "sage"
     """GraphSAGE with mean aggregation, GCN, or GAT"""
+    task: Literal["node", "link"] = "node"
+    """foretell the classes of nodes, or which edges there are"""
+    decoder: Literal["mlp", "dot"] = "mlp"
+    """of links: what makes a score of two nodes, three layers on their product, or its sum"""
+    negatives: Literal["uniform", "both", "in-batch"] = "uniform"
+    """of links: pairs to set beside an edge, with another destination at random, with both ends at
+    random, or with the destinations of other edges of the minibatch"""
+    num_negatives: int = 1
+    """of links: how many for each edge"""
+    strict_negatives: bool = True
+    """of links: no negative is an edge of the graph, or joins a node with itself"""
+    exclude: Literal["none", "self", "reverse"] = "reverse"
+    """of links: what is kept out of the neighbourhoods, the minibatch's edges, and the ones back"""
     fanouts: Fanouts = (15, 10, 5)
     """neighbours kept, one number a layer, input layer first; -1 keeps all"""
     batch_size: int = 1024
-    """seeds per minibatch"""
+    """seeds per minibatch, which are nodes or edges"""
     epochs: int = 20
-    """passes over the training nodes"""
+    """passes over the training nodes or edges"""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """torch's Adam, AdamW, or SGD with momentum 0.9"""
     lr: float = 0.003
@@ -87,14 +102,17 @@ class TrainConfig:
     """which engine draws the neighbours"""
     features: Literal["host", "device", "cached"] = "host"
     """where the feature table lies; cached: on the host, and the rows needed most on the GPU too"""
-    hot: str = "0.2"
-    """size of the hot set of cached features: a share of the rows, or bytes such as 2GB"""
+    hot: str = "auto"
+    """size of the hot set of cached features: a share of the rows, or bytes such as 2GB; auto
+    takes that of the plan, or 0.2"""
     hot_by: HotBy = "presampled"
     """what makes a row hot: how often it is in minibatches drawn before training, or in-degree"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the model trains; auto takes CUDA where there is one"""
     threads: int = 0
-    """threads that make minibatches; 0 leaves the number to the loader"""
+    """threads that make minibatches; 0 leaves the number to the plan, or to the loader"""
+    plan: bool = True
+    """use what `gcnzc check --tune` measured for this machine and such rows"""
     seed: int = 0
     """seed of every random choice"""
     checkpoint_every_s: float = 30.0
@@ -111,7 +129,10 @@ class TrainConfig:
     """TOML file of these options; those on the command line win"""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "hidden", "layers", "heads", "evaluate_every"):
+        for name in (
+            *("batch_size", "epochs", "hidden", "layers", "heads", "evaluate_every"),
+            "num_negatives",
+        ):
             _at_least(1, name, getattr(self, name))
         for name in (
             "output_heads",
@@ -139,7 +160,8 @@ class TrainConfig:
                 f"{len(self.fanouts)} would fit"
             )
         _demand_fanouts(self.fanouts)
-        hot_size(self.hot)
+        if self.hot != "auto":
+            hot_size(self.hot)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +231,21 @@ class PrepareConfig:
     """what to do with edges stored more than once"""
     split: str | None = None
     """which of several splits: its name or number"""
+    task: Literal["as-is", "link"] = "as-is"
+    """link: take edges out for validation and test, if they are not split already"""
+    valid_edges: float = 0.05
+    """with --task link: the share of the edges for validation"""
+    test_edges: float = 0.1
+    """with --task link: the share of the edges for test"""
+    seed: int = 0
+    """with --task link: the seed that says which edges"""
     allow_nan: bool = False
     """accept features that are NaN or infinite"""
+
+    def __post_init__(self) -> None:
+        _at_least(0, "seed", self.seed)
+        # says what is wrong with them
+        EdgeShares(self.valid_edges, self.test_edges)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,10 +288,34 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """Say what this machine can do, and what to mend."""
+    """Say what this machine can do, and what to mend; with --tune, how it gathers fastest.
 
+    Prints one JSON line. What --tune finds is kept, and `gcnzc train` uses it.
+    """
+
+    data: tyro.conf.Positional[Path | None] = None
+    """folder of a graph to tune for, prepared or in OGB's layout; without it one at random"""
+    tune: bool = False
+    """measure which settings gather fastest, and keep them as the plan for this machine"""
+    fanouts: Fanouts = (15, 10, 5)
+    """neighbours kept in the minibatches of --tune, as of `gcnzc train`"""
+    batch_size: int = 1024
+    """seeds of a minibatch of --tune"""
+    row_bytes: int = 512
+    """bytes of a row, where there is no DATA"""
+    hot_memory: str = "0.5"
+    """of the GPU, for hot rows: a share of what is free, or bytes such as 8GB"""
+    compute_ms: float = 0.0
+    """milliseconds that the model takes for a minibatch, if known: hot rows then hide the rest"""
     megabytes: int = 512
     """size of the table whose reading is measured"""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "row_bytes", "megabytes"):
+            _at_least(1, name, getattr(self, name))
+        _at_least(0, "compute_ms", self.compute_ms)
+        _demand_fanouts(self.fanouts)
+        hot_size(self.hot_memory, "--hot-memory", "of the GPU's free memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,8 +382,13 @@ class PlotConfig:
     """picture to write; curves.png in the first run if not given"""
 
 
-def hot_size(words: str) -> float:
+def hot_size(words: str, option: str = "--hot", whole: str = "of the rows") -> float:
     """The size of a hot set that `words` say: a float is a share of the rows, an int is bytes.
+
+    Args:
+        words: of the command line.
+        option: that they are of.
+        whole: what a share is of.
 
     Raises:
         ValueError: they say neither.
@@ -337,8 +401,8 @@ def hot_size(words: str) -> float:
         if not is_bytes and 0 < float(number) <= 1:
             return float(number)
     raise ValueError(
-        f"--hot must be a share of the rows above 0, or bytes, got {words!r}\n\n"
-        "hint: 0.2 is a fifth of the rows, 1 all of them; 2GB and 512MiB are bytes"
+        f"{option} must be a share {whole} above 0, or bytes, got {words!r}\n\n"
+        f"hint: 0.2 is a fifth {whole}, 1 all; 2GB and 512MiB are bytes"
     )
 
 

@@ -5,7 +5,7 @@ Letters: N nodes, E edges, D columns of features, T tasks.
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -17,6 +17,7 @@ from torch import Tensor
 from gcnzc.datasets import catalog, download, ogb, store
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph
+from gcnzc.datasets.ogb_link import OgbLinkGraph, is_link_layout
 from gcnzc.datasets.rows import (
     CODES,
     Allocate,
@@ -35,9 +36,11 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.datasets.source import (
     PARTS,
+    LinkParts,
     Metric,
     Source,
     clean_labels,
+    clean_links,
     clean_split,
     count_classes,
     guess,
@@ -45,7 +48,9 @@ from gcnzc.datasets.source import (
     node_dtype,
 )
 from gcnzc.datasets.store import Prepared
+from gcnzc.edge_split import EdgeShares, split_edges, with_sorted_columns
 from gcnzc.graph import Duplicates, Graph, Loops
+from gcnzc.kernels.edges import are_edges
 from gcnzc.kernels.quantize import LARGEST, SCALE_COLUMNS, largest, quantize, scales_of
 from gcnzc.table import FeatureTable
 from gcnzc.wire import choose_pitch
@@ -56,6 +61,20 @@ FeatureDtype: TypeAlias = Literal[
 ScaleKind: TypeAlias = Literal["row", "columns"]
 # types whose numbers mean something with a scale only
 SCALED = tuple(str(dtype).removeprefix("torch.") for dtype in LARGEST)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Edges to be foretold, part by part, and the pairs that they are judged against.
+
+    Tensors are of the type of the graph's `indices`, and lie on the host.
+    """
+
+    edges: dict[str, Tensor]  # "train", "valid", "test": (2, E of the part) from, and to
+    # "valid", "test": (2, Q) pairs that are no edges; if the metric is mrr, (E of the part, K)
+    # destinations, each row for the source of one edge
+    negatives: dict[str, Tensor]
+    metric: str  # auc, mrr, or hits@K for a number K
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,8 @@ class Dataset:
     folder: Path
     origin: dict[str, Any]  # where the files came from, and the choices made
     quantized: FeatureTable | None = None  # the features, if they are codes with scales
+    # a split of edges; `graph` then has those of its training part, and others where the set does
+    links: Links | None = None
 
     @cached_property
     def table(self) -> FeatureTable | None:
@@ -105,6 +126,7 @@ class _Parts:
     split: dict[str, Array]
     num_classes: int
     told: dict[str, Any]  # for meta.json: name, metric, choices, origin
+    links: LinkParts | None = None
 
 
 def load(
@@ -166,6 +188,7 @@ def load(
         folder=path,
         origin=told["origin"] | {"options": told["options"], "split": told["split"]},
         quantized=quantized,
+        links=None if parts.links is None else _tensors(parts.links),
     )
 
 
@@ -185,6 +208,7 @@ def prepare(
     self_loops: Loops | None = None,
     duplicates: Duplicates | None = None,
     split: str | int | None = None,
+    edge_split: EdgeShares | None = None,
     allow_nan: bool = False,
     progress: Progress = no_progress,
 ) -> None:
@@ -214,6 +238,8 @@ def prepare(
         self_loops: see `load`.
         duplicates: see `load`.
         split: see `load`.
+        edge_split: take edges out for validation and test, as `gcnzc.edge_split` does; a source
+            that comes with a split of edges keeps it.
         allow_nan: take features that are not finite; the folder then says so.
         progress: called with what is done, how much, and of how much: bytes, rows or edges.
 
@@ -244,12 +270,19 @@ def prepare(
     with store.building(dest, _needed_bytes(opened, rows, dtype, pitch, sparse)) as folder:
         allocate = store.scratch(folder)
         parts = _read(opened, choices, allocate, progress)
+        if edge_split is not None and parts.links is None:
+            parts = _with_split_edges(parts, edge_split)
         writer = store.Writer(folder, progress)
         writer.save("indptr.npy", parts.graph.indptr.numpy())
         writer.save("indices.npy", parts.graph.indices.numpy())
         writer.save("labels.npy", parts.labels)
         for part, ids in parts.split.items():
             writer.save(f"split/{part}.npy", ids)
+        if parts.links is not None:
+            for part, edges in parts.links.edges.items():
+                writer.save(f"links/{part}.npy", edges)
+            for part, pairs in parts.links.negatives.items():
+                writer.save(f"links/{part}_negatives.npy", pairs)
         about_features = None
         if rows is not None and form is not None:
             write = _write_sparse if sparse else _write_codes if form.is_coded else _write_dense
@@ -280,6 +313,7 @@ def prepare(
                 "num_tasks": 1 if parts.labels.ndim == 1 else parts.labels.shape[1],
                 "num_labelled": int(np.count_nonzero(has_label(parts.labels))),
                 "features": about_features,
+                "links": None if parts.links is None else _about_links(parts.links, parts.graph),
             }
         )
 
@@ -290,7 +324,8 @@ def info(path: str | Path) -> dict[str, Any]:
     Returns:
         name, kind ("prepared", "ogb" or "npz"), folder, num_nodes, num_edges (as stored),
         num_classes, metric, best_accuracy, features (None, or columns, dtype, bytes, ...), split,
-        origin; of prepared folders also num_tasks, num_labelled, options, disk_bytes and version.
+        origin, links (whether edges are split, or how); of prepared folders also num_tasks,
+        num_labelled, options, disk_bytes and version.
 
     Raises:
         FileNotFoundError: there is no such folder, or a file in it is missing.
@@ -328,6 +363,7 @@ def info(path: str | Path) -> dict[str, Any]:
         "features": about_features,
         "split": {"name": opened.split_name},
         "origin": opened.origin,
+        "links": isinstance(opened, OgbLinkGraph),
     }
 
 
@@ -371,7 +407,7 @@ def _open(path: Path, name: str | None, split: str | int | None) -> Source | Pre
             )
         return prepared
     if ogb.is_layout(path):
-        return OgbGraph(path, name, wanted)
+        return _open_ogb(path, name, wanted)
     raise ValueError(
         f"{path} is no graph: it has neither meta.json nor raw/\n\n"
         "hint: give a prepared folder, or one in OGB's layout"
@@ -395,7 +431,12 @@ def _open_named(
             f"hint: --download gets {size} from {remote.url}"
         )
     unpacked = download.fetch(remote, folder, progress)
-    return OgbGraph(unpacked, remote.name, None if split is None else str(split))
+    return _open_ogb(unpacked, remote.name, None if split is None else str(split))
+
+
+def _open_ogb(path: Path, name: str | None, split: str | None) -> OgbGraph:
+    kind = OgbLinkGraph if is_link_layout(path) else OgbGraph
+    return kind(path, name, split)
 
 
 def _read(
@@ -406,7 +447,13 @@ def _read(
     labels = clean_labels(
         opened.labels(), opened.num_nodes, opened.num_classes, f"{opened.name}: labels"
     )
-    split, lost = clean_split(opened.split(), labels, f"{opened.name}: split {opened.split_name}")
+    where = f"{opened.name}: split {opened.split_name}"
+    links = None
+    if isinstance(opened, OgbLinkGraph):
+        links = clean_links(opened.links(), opened.num_nodes, where)
+        split, lost = opened.split(), dict.fromkeys(PARTS, 0)
+    else:
+        split, lost = clean_split(opened.split(), labels, where)
     ends = opened.edges(allocate, progress)
     usual = opened.usual() or guess(ends)
     bidirected = usual.bidirected if choices.bidirected is None else choices.bidirected
@@ -439,7 +486,36 @@ def _read(
         "options": options,
         "origin": opened.origin,
     }
-    return _Parts(graph, labels, split, opened.num_classes or count_classes(labels), told)
+    num_classes = opened.num_classes or (0 if links is not None else count_classes(labels))
+    if links is not None:
+        graph = with_sorted_columns(graph)
+    return _Parts(graph, labels, split, num_classes, told, links)
+
+
+def _with_split_edges(parts: _Parts, shares: EdgeShares) -> _Parts:
+    graph, links = split_edges(parts.graph, shares, parts.told["name"])
+    return replace(parts, graph=graph, links=links)
+
+
+def _about_links(links: LinkParts, graph: Graph) -> dict[str, Any]:
+    """For meta.json: how many there are, and how many of those to foretell the graph has anyway."""
+    told: dict[str, Any] = {"name": links.name, "metric": links.metric}
+    told |= {part: links.edges[part].shape[1] for part in PARTS}
+    sorted_graph = with_sorted_columns(graph)
+    arrays = sorted_graph.indptr.numpy(), sorted_graph.indices.numpy()
+    for part in PARTS[1:]:
+        sources, targets = links.edges[part]
+        there = are_edges(*arrays, sources, targets) | are_edges(*arrays, targets, sources)
+        told[f"{part}_in_graph"] = int(there.sum())
+    return told
+
+
+def _tensors(links: LinkParts) -> Links:
+    return Links(
+        {part: _tensor(edges) for part, edges in links.edges.items()},
+        {part: _tensor(pairs) for part, pairs in links.negatives.items()},
+        links.metric,
+    )
 
 
 def _reread(opened: Prepared, choices: _Choices) -> _Parts:
@@ -457,7 +533,7 @@ def _reread(opened: Prepared, choices: _Choices) -> _Parts:
         if key != "allow_nan" and value is not None
     }
     told["options"] = meta["options"] | asked
-    return _Parts(graph, opened.labels, opened.split, meta["num_classes"], told)
+    return _Parts(graph, opened.labels, opened.split, meta["num_classes"], told, opened.links)
 
 
 def _refuse_nan(opened: Prepared, allow_nan: bool) -> None:

@@ -160,13 +160,34 @@ class CachedTable(FeatureTable):
         elif ids.device == copies.memory.device:
             scales = self.scales_on(ids.device)
             rows = gather_hot(
-                self.rows, ids, copies, out, scales=scales, scale_columns=self.scale_columns
+                self.rows,
+                ids,
+                copies,
+                out,
+                scales=scales,
+                scale_columns=self.scale_columns,
+                way=self.way,
             )
             hits = self.hits(ids)
         else:
             # on the host, from where no copy is of use
             hits, rows = 0, super().gather(ids, out, threads=threads)
         self._tally.add(len(ids), hits)
+        return rows
+
+    def gather_stored(
+        self, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
+    ) -> Tensor:
+        """Rows `ids` as they are stored; those gathered on the host count as no hits.
+
+        Args:
+            ids, out, threads: as for `FeatureTable.gather_stored`.
+
+        Raises:
+            ValueError, IndexError: as `FeatureTable.gather` does.
+        """
+        rows = super().gather_stored(ids, out, threads=threads)
+        self._tally.add(len(ids), 0)
         return rows
 
     def hits(self, ids: Tensor) -> int | Tensor:

@@ -1,8 +1,9 @@
 """Order of seeds, then batches with their features, made ahead of the model.
 
-The one place with worker threads and with streams. A worker thread makes whole batches: it samples,
-gathers and picks labels, all in compiled code that runs beside the model. Batches come out in
-order, so nothing depends on the number of threads.
+The one place with worker threads. A worker thread makes whole batches: it samples, gathers and
+picks labels, all in compiled code that runs beside the model; for a GPU it hands the batch to
+`transfer`, which queues copies and gather there. Batches come out in order, so nothing depends on
+the number of threads.
 """
 
 import os
@@ -24,8 +25,10 @@ from torch import Tensor
 from gcnzc.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.sampler import Batch, Block, Sampler
+from gcnzc.streams import CudaStreams
 from gcnzc.table import FeatureTable, can_read_host
 from gcnzc.timeline import Span
+from gcnzc.transfer import Sent, Transfer
 
 # a dropped iterator waits this long for its threads, each of which ends after its present batch
 JOIN_S = 30.0
@@ -44,7 +47,10 @@ _names = count()
 class Samples(Protocol):
     """What draws neighbourhoods: `gcnzc.Sampler`, or another engine behind the same door.
 
-    If it has an attribute `thread_safe` that is False, one thread at a time samples.
+    If it has an attribute `thread_safe` that is False, one thread at a time samples. If it has
+    `num_items`, its seeds are numbers below that, of edges say, and not ids of nodes. If it has
+    `pool`, of `gcnzc.kernels.buffers`, a loader for a GPU puts there where batches should lie. A
+    batch that comes with labels keeps them.
     """
 
     def sample(self, seeds: Tensor, epoch: int) -> Batch:
@@ -143,13 +149,15 @@ class Loader:
     own threads, which end with it: after the last batch, `break`, an exception, or Ctrl-C.
 
     A batch's tensors live for as long as anything refers to them; their memory is then used again.
+    On a GPU they are ready for work that is queued later on the stream that was current when the
+    batch was handed out, and that stream alone is waited for before the memory is used again.
 
     Args:
         graph: on the host.
         table: rows of features, one per node; None leaves `batch.x` out. For a GPU they lie there,
-            or inside `gcnzc.pinned`; if `gcnzc.table.can_read_host` is False of it, anywhere on the
-            host, and worker threads gather what is then copied.
-        seeds: (S,) ids of nodes, all different.
+            or inside `gcnzc.pinned`; if `gcnzc.table.can_read_host` is False of it, or if they are
+            sparse, anywhere on the host, and worker threads gather what is then copied.
+        seeds: (S,) ids of nodes, all different; or what else the sampler takes.
         fanouts: as `gcnzc.Sampler` takes them; unused if `sampler` is given.
         batch_size: seeds of a batch of one worker.
         labels: (N,) or (N, T), one row per node; None leaves `batch.y` out.
@@ -163,6 +171,13 @@ class Loader:
         ahead: batches that are begun or ready at most, besides the one that is handed out; one more
             than `threads` if None.
         sampler: draws the neighbourhoods; `gcnzc.Sampler(graph, fanouts, seed)` if None.
+        copied_share: of each batch's rows, those that a worker thread gathers and the GPU's copy
+            engine sends, while its threads read the others from the host: from 0 to 1, where any
+            table on the host will do. It changes no bit of a batch, and nothing on a CPU.
+        priority: of the GPU's streams that bring the batches, as PyTorch counts: -1 goes before
+            the model's work, 0 beside it.
+        in_degrees: give the blocks their nodes' degrees, which GCN needs, so that it need not wait
+            for them.
 
     Raises:
         ValueError: an argument that makes no sense, or that does not fit another.
@@ -185,21 +200,26 @@ class Loader:
         threads: int | None = None,
         ahead: int | None = None,
         sampler: Samples | None = None,
+        copied_share: float = 0.0,
+        priority: int = 0,
+        in_degrees: bool = False,
     ) -> None:
         self.graph = graph
         self.table = table
-        self.seeds = _demand_seeds(seeds, graph.num_nodes)
-        self.labels = labels
-        self.device = _demand_device(torch.device(device), table)
-        # a GPU that cannot read the host's memory is sent what the CPU gathered
-        self._sent = _is_sent(self.device, table)
+        self.sampler = Sampler(graph, fanouts, seed) if sampler is None else sampler
+        self.seeds = _demand_seeds(seeds, graph, getattr(self.sampler, "num_items", None))
+        # worker threads pick them
+        self.labels = None if labels is None else labels.cpu()
+        self.copied_share = _demand_share(copied_share)
+        self.device = _demand_device(torch.device(device), table, copied_share)
         self.shuffle = shuffle
         self.seed = seed
+        self.in_degrees = in_degrees
         self.shares = Shares(len(self.seeds), batch_size, rank, world_size, drop_last)
-        self.sampler = Sampler(graph, fanouts, seed) if sampler is None else sampler
         self.threads, self.ahead = _demand_threads(threads, ahead, self.sampler)
         _demand_rows(graph, table, labels)
-        self._pool = Pool()
+        self._transfer = self._open_transfer(priority) if self.device.type == "cuda" else None
+        self._host = Pool() if self._transfer is None else self._transfer.host
         safe = getattr(self.sampler, "thread_safe", True)
         self._sampling: AbstractContextManager = nullcontext() if safe else threading.Lock()
         self._epoch = 0
@@ -274,6 +294,10 @@ class Loader:
         self._position = self._resume_at = state["position"]
         self._iterators += 1
 
+    def read_in_place(self, nodes: Tensor) -> Tensor:
+        """Those of a batch's nodes whose rows the device reads; the CPU gathers the others."""
+        return nodes if self._transfer is None else self._transfer.read_in_place(nodes)
+
     def __iter__(self) -> "Batches":
         begin, self._resume_at = self._resume_at, 0
         self._position = begin
@@ -301,66 +325,59 @@ class Loader:
             self._position = 0
             self._iterators += 1
 
-    def _make(self, seeds: Tensor, epoch: int, side: "torch.cuda.Stream | None") -> "Made":
+    def _open_transfer(self, priority: int) -> Transfer:
+        # a GPU that cannot read the rows is sent what the CPU gathered
+        table = self.table
+        sent = _is_sent(self.device, table) or (table is not None and table.is_sparse)
+        share = 1.0 if sent else self.copied_share
+        streams = CudaStreams(self.device)
+        transfer = Transfer(streams, table, share, priority, most=self.ahead + 1)
+        if hasattr(self.sampler, "pool"):
+            # from there the copy engine reads without a detour
+            self.sampler.pool = transfer.host
+        return transfer
+
+    def _make(self, seeds: Tensor, epoch: int) -> Batch | Sent:
         # one batch, in a worker thread
         began_s = time.perf_counter()
         with self._sampling:
             batch = self.sampler.sample(seeds, epoch)
-        sampled_s = time.perf_counter()
-        ready = None
-        if side is None:
-            self._fill(batch)
-        else:
-            ready = self._fill_on_gpu(batch, side)
-        ended_s, thread = time.perf_counter(), _thread()
+        if self.in_degrees:
+            batch.blocks = self._with_degrees(batch.blocks)
+        sampled_s, thread = time.perf_counter(), _thread()
         batch.times["sample_s"] = sampled_s - began_s
-        batch.times["gather_s"] = ended_s - sampled_s
-        batch.spans = [
-            Span("sample", thread, began_s, sampled_s),
-            Span("gather", thread, sampled_s, ended_s),
-        ]
-        return Made(batch, ready)
-
-    def _fill(self, batch: Batch) -> None:
+        batch.spans = [Span("sample", thread, began_s, sampled_s)]
+        if self.labels is not None and batch.y is None:
+            y = self._host.empty((len(batch.seeds), *self.labels.shape[1:]), self.labels.dtype)
+            batch.y = torch.index_select(self.labels, 0, batch.seeds, out=y)
+        if self._transfer is not None:
+            return self._transfer.send(batch)
         batch.x = self._gathered(batch)
-        if self.labels is not None:
-            batch.y = self.labels[batch.seeds]
+        ended_s = time.perf_counter()
+        batch.times["gather_s"] = ended_s - sampled_s
+        batch.spans.append(Span("gather", thread, sampled_s, ended_s))
+        return batch
+
+    def _with_degrees(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+        # the nodes of every block are the first of the outermost's
+        nodes, indptr = blocks[0].nodes, self.graph.indptr
+        degrees = self._host.empty(nodes.shape, indptr.dtype)
+        torch.index_select(indptr[1:], 0, nodes, out=degrees)
+        degrees -= indptr[:-1][nodes]
+        return tuple(replace(block, degrees=degrees[: block.num_src]) for block in blocks)
 
     def _gathered(self, batch: Batch) -> Tensor | None:
         if self.table is None:
             return None
         shape = (len(batch.nodes), self.table.num_columns)
-        out = self._pool.empty(shape, self.table.dtype)
+        out = self._host.empty(shape, self.table.dtype)
         return self.table.gather(batch.nodes, out, threads=1)
 
-    def _fill_on_gpu(self, batch: Batch, side: "torch.cuda.Stream") -> "torch.cuda.Event":
-        # The ids go first, and the gather waits for them, being on the same stream.
-        sent = self._gathered(batch) if self._sent else None
-        with torch.cuda.stream(side):
-            if self.labels is not None:
-                at = batch.seeds.to(self.labels.device, non_blocking=True)
-                batch.y = self.labels[at].to(self.device, non_blocking=True)
-            nodes = batch.nodes.to(self.device, non_blocking=True)
-            batch.nodes, batch.seeds = nodes, nodes[: len(batch.seeds)]
-            batch.blocks = tuple(self._block_on_gpu(block, nodes) for block in batch.blocks)
-            if sent is not None:
-                batch.x = sent.to(self.device)
-            elif self.table is not None:
-                batch.x = self.table.gather(nodes)
-            ready = side.record_event()
-        # Waiting here costs the model nothing, and what was read on the host may be used again.
-        ready.synchronize()
-        return ready
-
-    def _block_on_gpu(self, block: Block, nodes: Tensor) -> Block:
-        ids = block.edge_ids
-        return replace(
-            block,
-            indptr=block.indptr.to(self.device, non_blocking=True),
-            indices=block.indices.to(self.device, non_blocking=True),
-            edge_ids=None if ids is None else ids.to(self.device, non_blocking=True),
-            nodes=nodes[: block.num_src],
-        )
+    def _handed_over(self, made: Batch | Sent) -> Batch:
+        if isinstance(made, Batch):
+            return made
+        assert self._transfer is not None, "batches that are sent are those of a GPU"
+        return self._transfer.hand_over(made)
 
 
 class Batches(Iterator[Batch]):
@@ -374,14 +391,12 @@ class Batches(Iterator[Batch]):
         self._seeds = order(loader.seeds, loader.seed, epoch) if loader.shuffle else loader.seeds
         self._steps = iter(range(begin, len(loader)))
         self._position = begin
-        self._side = None
-        if loader.device.type == "cuda":
-            self._side = torch.cuda.Stream(loader.device)
-            # table and labels may still be on their way there
-            self._side.wait_stream(torch.cuda.current_stream(loader.device))
+        if loader._transfer is not None:
+            # the table may still be on its way there
+            loader._transfer.begin()
         self._name = f"gcnzc-loader-{next(_names)}-"
         self._executor = ThreadPoolExecutor(loader.threads, self._name)
-        self._coming: deque[Future[Made]] = deque()
+        self._coming: deque[Future[Batch | Sent]] = deque()
         for _ in range(loader.ahead):
             self._begin_next()
 
@@ -400,7 +415,7 @@ class Batches(Iterator[Batch]):
         self._begin_next()
         self._position += 1
         self._loader._handed_out(self._number, self._position)
-        return handed_over(made)
+        return self._loader._handed_over(made)
 
     def close(self) -> None:
         """End the threads, each after the batch it is making. No more batches come after this."""
@@ -423,34 +438,7 @@ class Batches(Iterator[Batch]):
         if step is not None:
             loader = self._loader
             seeds = self._seeds[loader.shares.at(step)]
-            self._coming.append(self._executor.submit(loader._make, seeds, self._epoch, self._side))
-
-
-@dataclass(frozen=True)
-class Made:
-    """What a worker thread gives to the one that iterates."""
-
-    batch: Batch
-    ready: "torch.cuda.Event | None"  # on the side stream, after the last copy and the gather
-
-
-def handed_over(made: Made) -> Batch:
-    """The batch, after whose making the caller's stream is ordered.
-
-    Its memory belongs to the side stream, and is kept from being used again there before the
-    caller's stream is done with it.
-    """
-    batch = made.batch
-    if made.ready is not None:
-        stream = torch.cuda.current_stream(batch.nodes.device)
-        stream.wait_event(made.ready)
-        held = [batch.nodes, batch.x, batch.y]
-        for block in batch.blocks:
-            held += [block.indptr, block.indices, block.edge_ids]
-        for tensor in held:
-            if tensor is not None:
-                tensor.record_stream(stream)
-    return batch
+            self._coming.append(self._executor.submit(loader._make, seeds, self._epoch))
 
 
 def _thread() -> str:
@@ -458,7 +446,7 @@ def _thread() -> str:
     return f"worker {threading.current_thread().name.rsplit('_', 1)[-1]}"
 
 
-def _demand_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
+def _demand_seeds(seeds: Tensor, graph: Graph, num_items: int | None) -> Tensor:
     if seeds.ndim != 1 or seeds.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"seeds must be one row of int32 or int64, not {seeds.dtype} of shape "
@@ -468,10 +456,13 @@ def _demand_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
         raise ValueError("no seeds, so no batches\n\nhint: is the split empty?")
     seeds = seeds.cpu().long().contiguous()
     ordered = seeds.sort().values
-    if ordered[0] < 0 or ordered[-1] >= num_nodes:
+    limit = graph.num_nodes if num_items is None else num_items
+    if ordered[0] < 0 or ordered[-1] >= limit:
+        nodes = "the graph has {} nodes\n\nhint: seeds are ids of nodes, counted from 0"
+        items = "the sampler has {} items\n\nhint: seeds are what this sampler counts from 0"
         raise ValueError(
-            f"seeds reach from {int(ordered[0])} to {int(ordered[-1])}, but the graph has "
-            f"{num_nodes} nodes\n\nhint: seeds are ids of nodes, counted from 0"
+            f"seeds reach from {int(ordered[0])} to {int(ordered[-1])}, but "
+            + (nodes if num_items is None else items).format(limit)
         )
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(twice) > 0:
@@ -482,7 +473,18 @@ def _demand_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
     return seeds
 
 
-def _demand_device(device: torch.device, table: FeatureTable | None) -> torch.device:
+def _demand_share(copied_share: float) -> float:
+    if not 0 <= copied_share <= 1:
+        raise ValueError(
+            f"copied_share {copied_share}: it is a share of a batch's rows, from 0 to 1\n\n"
+            "hint: 0 lets the GPU read all rows by itself"
+        )
+    return copied_share
+
+
+def _demand_device(
+    device: torch.device, table: FeatureTable | None, copied_share: float
+) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device}: batches go to cpu or cuda\n\nhint: device='cpu'")
     if device.type == "cuda":
@@ -493,11 +495,13 @@ def _demand_device(device: torch.device, table: FeatureTable | None) -> torch.de
             )
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-    _demand_device_rows(device, table)
+    _demand_device_rows(device, table, copied_share)
     return device
 
 
-def _demand_device_rows(device: torch.device, table: FeatureTable | None) -> None:
+def _demand_device_rows(
+    device: torch.device, table: FeatureTable | None, copied_share: float
+) -> None:
     if table is None or table.device == device or _is_sent(device, table):
         return
     if table.device.type == "cuda":
@@ -505,10 +509,13 @@ def _demand_device_rows(device: torch.device, table: FeatureTable | None) -> Non
             f"a table on {table.device} cannot be gathered on {device}\n\n"
             f"hint: FeatureTable(rows.to('{device}'))"
         )
-    if table.is_sparse or not (table.rows.is_pinned() or table.rows.numel() == 0):
+    if table.is_sparse or copied_share == 1:
+        return
+    if not (table.rows.is_pinned() or table.rows.numel() == 0):
         raise ValueError(
             f"a table on the host cannot be read from {device}, because its memory is not "
-            "page-locked\n\nhint: `with gcnzc.pinned(rows) as table:`, for dense rows"
+            "page-locked\n\nhint: `with gcnzc.pinned(rows) as table:`; or copied_share=1, for "
+            "the CPU to gather all rows"
         )
 
 

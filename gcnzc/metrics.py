@@ -63,3 +63,73 @@ def _rocauc(logits: Tensor, labels: Tensor) -> float:
         if truth.min() != truth.max():
             areas.append(float(roc_auc_score(truth.numpy(), logits[known, task].numpy())))
     return sum(areas) / len(areas) if areas else math.nan
+
+
+def auc(positives: Tensor, negatives: Tensor) -> float:
+    """Area under the ROC curve of pairs' scores, as OGB's link evaluator computes it.
+
+    Args:
+        positives: (P,) scores of the edges, on the CPU.
+        negatives: (Q,), or of any shape, those of the pairs that are none.
+    """
+    negatives = negatives.flatten()
+    truth = torch.cat([torch.ones(len(positives)), torch.zeros(len(negatives))])
+    return float(roc_auc_score(truth.numpy(), torch.cat([positives, negatives]).numpy()))
+
+
+def hits(positives: Tensor, negatives: Tensor, k: int) -> float:
+    """Hits@K as OGB computes it: the share of edges above the K-th best of all negatives.
+
+    Args:
+        positives: (P,) scores of the edges.
+        negatives: (Q,) those of the pairs that are none; with fewer than K of them all are hits.
+        k: K, 1 or more.
+    """
+    if len(negatives) < k:
+        return 1.0
+    bound = negatives.topk(k).values[-1]
+    return int((positives > bound).sum()) / len(positives)
+
+
+def ranks(positives: Tensor, negatives: Tensor) -> Tensor:
+    """(P,) float32: the place of each edge among its own negatives, counted from 1.
+
+    Among equal scores it is the mean of the first and the last place.
+
+    Args:
+        positives: (P,) scores of the edges.
+        negatives: (P, K) those of the pairs that each is set beside.
+    """
+    better = (negatives > positives[:, None]).sum(dim=1)
+    no_worse = (negatives >= positives[:, None]).sum(dim=1)
+    return 0.5 * (better + no_worse).float() + 1
+
+
+def score_pairs(positives: Tensor, negatives: Tensor, metric: str) -> dict[str, float]:
+    """The metrics of one part's pairs, as OGB's link evaluators compute them.
+
+    Args:
+        positives: (P,) scores of the edges, on the CPU.
+        negatives: (Q,) scores of pairs that are no edges; or (P, K), a row for each edge.
+        metric: `auc`, `hits@K` for a number K, or `mrr`, which takes a row for each edge.
+
+    Returns:
+        Metric -> value in [0, 1]. `auc` is always there; beside `mrr` there are `hits@1`, `hits@3`
+        and `hits@10`, the shares of edges with no higher rank.
+
+    Raises:
+        ValueError: the metric is not known, or does not fit the negatives.
+    """
+    result = {"auc": auc(positives, negatives)}
+    if metric.startswith("hits@"):
+        result[metric] = hits(positives, negatives.flatten(), int(metric.removeprefix("hits@")))
+    elif metric == "mrr" and negatives.ndim == 2:
+        places = ranks(positives, negatives)
+        result["mrr"] = (1 / places).mean().item()
+        result |= {f"hits@{k}": (places <= k).float().mean().item() for k in (1, 3, 10)}
+    elif metric != "auc":
+        raise ValueError(
+            f"the metric {metric} for negatives of shape {tuple(negatives.shape)}\n\n"
+            "hint: auc, hits@K such as hits@50, or mrr with a row of negatives for each edge"
+        )
+    return result

@@ -3,7 +3,8 @@
 It is asked for by the extra `nvml`. What it cannot tell, or is not there to tell, is None.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,24 +35,7 @@ def pcie(device: torch.device, busy: Callable[[], object]) -> dict[str, float | 
     """
     names = ("generation", "lanes", "bytes_per_s", "received_bytes_per_s", "sent_bytes_per_s")
     found: dict[str, float | None] = {f"pcie_{name}": None for name in (*names, "replays")}
-    try:
-        import pynvml
-    except ImportError:
-        return found
-
-    def ask(name: str, *arguments: Any) -> Any:
-        try:
-            return getattr(pynvml, name)(*arguments)
-        except pynvml.NVMLError:
-            return None
-
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return found
-    try:
-        handle = ask("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
+    with _asked(device) as (ask, handle):
         if handle is None:
             return found
         busy()
@@ -60,14 +44,55 @@ def pcie(device: torch.device, busy: Callable[[], object]) -> dict[str, float | 
         found |= {"pcie_generation": generation, "pcie_lanes": lanes}
         if generation in LANE_BYTES_PER_S and lanes is not None:
             found["pcie_bytes_per_s"] = lanes * LANE_BYTES_PER_S[generation]
-        for name, counter in (
-            ("received", pynvml.NVML_PCIE_UTIL_RX_BYTES),
-            ("sent", pynvml.NVML_PCIE_UTIL_TX_BYTES),
-        ):
-            kilobytes_per_s = ask("nvmlDeviceGetPcieThroughput", handle, counter)
+        for name, counter in (("received", "RX"), ("sent", "TX")):
+            number = ask(f"NVML_PCIE_UTIL_{counter}_BYTES")
+            kilobytes_per_s = ask("nvmlDeviceGetPcieThroughput", handle, number)
             if kilobytes_per_s is not None:
                 found[f"pcie_{name}_bytes_per_s"] = kilobytes_per_s * 1e3
         found["pcie_replays"] = ask("nvmlDeviceGetPcieReplayCounter", handle)
+    return found
+
+
+def slot(device: torch.device) -> dict[str, Any]:
+    """What stays of a CUDA device's link whether it is busy or not, and the driver.
+
+    Returns:
+        `pcie_generation`, the highest that the device and its slot have together, `pcie_lanes`, and
+        `driver`, as NVIDIA names its versions.
+    """
+    with _asked(device) as (ask, handle):
+        if handle is None:
+            return {"pcie_generation": None, "pcie_lanes": None, "driver": None}
+        return {
+            "pcie_generation": ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+            "pcie_lanes": ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+            "driver": ask("nvmlSystemGetDriverVersion"),
+        }
+
+
+@contextmanager
+def _asked(device: torch.device) -> Iterator[tuple[Callable[..., Any], Any]]:
+    """What asks the library by name, and its handle of the device; None if there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        yield (lambda *what: None), None
+        return
+
+    def ask(name: str, *arguments: Any) -> Any:
+        known = getattr(pynvml, name)
+        try:
+            return known(*arguments) if callable(known) else known
+        except pynvml.NVMLError:
+            return None
+
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield ask, None
+        return
+    try:
+        yield ask, ask("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
     finally:
         ask("nvmlShutdown")
-    return found

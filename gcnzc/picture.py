@@ -69,7 +69,7 @@ def curves(runs: Sequence[Path], out: Path) -> None:
         whole = sum(line["epoch_s"] for line in lines) / len(lines)
         shown = "whole epoch" if number == 0 else "_"
         time.plot([number - 0.4, number + 0.4], [whole, whole], "k", label=shown)
-        score.set_ylabel({"accuracy": "accuracy", "rocauc": "ROC AUC"}[metric])
+        score.set_ylabel({"rocauc": "ROC AUC", "auc": "ROC AUC", "mrr": "MRR"}.get(metric, metric))
     loss.set_ylabel("loss")
     time.set_ylabel("seconds an epoch")
     time.set_xticks(range(len(runs)), [run.name for run in runs], fontsize="small")

@@ -19,8 +19,8 @@ from rich.progress import (
 class Advance(Protocol):
     """Called while work goes on."""
 
-    def __call__(self, done: int, total: int, figures: str = "") -> None:
-        """Say how far the work is, and what to show beside it."""
+    def __call__(self, done: int, total: int, figures: str | Callable[[], str] = "") -> None:
+        """Say how far the work is, and what to show beside it, or what gives that when it shows."""
 
 
 REFRESH_S = 0.25
@@ -64,11 +64,11 @@ class Reporter:
             task = progress.add_task(what, total=None, figures="")
             last = 0.0
 
-            def advance(done: int, total: int, figures: str = "") -> None:
+            def advance(done: int, total: int, figures: str | Callable[[], str] = "") -> None:
                 nonlocal last
                 if time.monotonic() - last >= REFRESH_S or done == total:
                     last = time.monotonic()
-                    progress.update(task, completed=done, total=total, figures=figures)
+                    progress.update(task, completed=done, total=total, figures=_text(figures))
 
             yield advance
 
@@ -76,11 +76,11 @@ class Reporter:
     def _lines(self, what: str) -> Iterator[Advance]:
         last = time.monotonic()
 
-        def advance(done: int, total: int, figures: str = "") -> None:
+        def advance(done: int, total: int, figures: str | Callable[[], str] = "") -> None:
             nonlocal last
             if time.monotonic() - last >= PLAIN_LINE_S:
                 last = time.monotonic()
-                self.say(f"{what}  {done}/{total}  {figures}".rstrip())
+                self.say(f"{what}  {done}/{total}  {_text(figures)}".rstrip())
 
         yield advance
 
@@ -95,3 +95,7 @@ class Quiet(Reporter):
     def task(self, what: str) -> Iterator[Advance]:
         """Nothing, for the length of a `with`."""
         yield lambda done, total, figures="": None
+
+
+def _text(figures: str | Callable[[], str]) -> str:
+    return figures if isinstance(figures, str) else figures()

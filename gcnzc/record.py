@@ -78,6 +78,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept for this user; it need not be there.
+
+    GCNZC_CACHE in the environment says which folder it is, or XDG_CACHE_HOME in which.
+    """
+    own = os.environ.get("GCNZC_CACHE")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gcnzc")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """What `write_json` wrote.
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from gcnzc.graph import Graph
 from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.edges import LeftOut
 from gcnzc.kernels.philox import split_key
 from gcnzc.kernels.sample import ALL, MAX_DEGREE, Workspace
 from gcnzc.kernels.sample import sample as draw
-from gcnzc.timeline import Span
+from gcnzc.timeline import Span, Stage
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Block:
     nodes: Tensor  # (num_src,) int64 ids in the graph; the destinations are the first of them
     graph: Graph | None = None  # where the edges were drawn from
     edge_ids: Tensor | None = None  # (num_edges,) int64 positions in `graph.indices`, if asked for
+    degrees: Tensor | None = None  # (num_src,) int64 in the whole graph, if a loader was asked to
 
     @property
     def num_edges(self) -> int:
@@ -40,11 +42,15 @@ class Block:
 
     @cached_property
     def in_degrees(self) -> Tensor:
-        """(num_src,) int64 in the whole graph, where `nodes` lie; computed at the first use.
+        """(num_src,) int64 in the whole graph, where `nodes` lie.
+
+        Computed at the first use, for which work on a GPU is waited for, unless a loader has.
 
         Raises:
             RuntimeError: the block has no graph.
         """
+        if self.degrees is not None:
+            return self.degrees
         if self.graph is None:
             raise RuntimeError("a block without its graph does not know the degrees in it")
         nodes = self.nodes.cpu()
@@ -55,7 +61,7 @@ class Block:
         """The same block with its numbers on `device`; its graph stays where it is."""
         moved = {
             name: value.to(device, non_blocking=non_blocking)
-            for name in ("indptr", "indices", "nodes", "edge_ids")
+            for name in ("indptr", "indices", "nodes", "edge_ids", "degrees")
             if (value := getattr(self, name)) is not None
         }
         return replace(self, **moved)
@@ -71,9 +77,11 @@ class Batch:
         Block, ...
     ]  # blocks[0]'s sources are `nodes`, blocks[-1]'s destinations the seeds
     x: Tensor | None = None  # (B, D) features of `nodes`
-    y: Tensor | None = None  # (S,) or (S, T) labels of the seeds
+    y: Tensor | None = None  # (S,) or (S, T) labels of the seeds; with pairs (P,) float32, 1 or 0
+    pairs: Tensor | None = None  # (2, P) int64 places among the seeds: edges, or not, by `y`
     times: dict[str, float] = field(default_factory=dict)  # seconds of worker threads, by "..._s"
     spans: list[Span] = field(default_factory=list)  # when that was, and in which thread
+    stages: list[Stage] = field(default_factory=list)  # of a GPU's streams, past or to come
 
 
 class Sampler:
@@ -90,6 +98,10 @@ class Sampler:
         seed: the key of every choice, an integer of 64 bits.
         edge_ids: also give each edge's position in `graph.indices`.
 
+    Attributes:
+        pool: lends the memory of batches, which is on the host; a loader may put another here, from
+            which copies to a GPU are fast.
+
     Raises:
         ValueError: no fan-outs, one below -1, a seed of more than 64 bits, or a graph with a node
             of 2**32 neighbours.
@@ -104,17 +116,19 @@ class Sampler:
         _demand_degrees(graph)
         self.seed = seed
         self.edge_ids = edge_ids
-        self._pool = Pool()
+        self.pool = Pool()
         # one for each thread that samples at this moment; append and pop need no lock
         self._idle: list[Workspace] = []
 
-    def sample(self, seeds: Tensor, epoch: int) -> Batch:
+    def sample(self, seeds: Tensor, epoch: int, without: LeftOut | None = None) -> Batch:
         """The neighbourhood of `seeds`, without features and labels.
 
         Args:
             seeds: (S,) int64 or int32 ids, on the host. One that occurs twice is computed twice,
                 with the same neighbours, as in DGL; edges lead to its first place.
             epoch: in [0, 2**32); other epochs draw other neighbours.
+            without: edges of the seeds' columns that are never drawn, see `gcnzc.kernels.edges`;
+                the seeds are then all different.
 
         Returns:
             The batch, in memory that is used again once nothing refers to it.
@@ -133,8 +147,9 @@ class Sampler:
             self.seed,
             epoch,
             edge_ids=self.edge_ids,
+            without=without,
             workspace=workspace,
-            empty=self._pool.empty,
+            empty=self.pool.empty,
         )
         self._idle.append(workspace)
         blocks = tuple(

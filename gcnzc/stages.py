@@ -1,19 +1,22 @@
 """The parts of a run, built from its options: table, model, optimizer, sampler, device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gcnzc import models
+from gcnzc import models, plan
 from gcnzc.config import TrainConfig, hot_size
 from gcnzc.data import Dataset
 from gcnzc.hot import CachedTable, Presample, Progress, cached, presample
 from gcnzc.loader import Samples
 from gcnzc.sampler import Sampler
 from gcnzc.table import FeatureTable, pinned
+
+USUAL_HOT = 0.2  # of the rows; docs/hot.md has what other sizes bring
 
 
 def choose_device(asked: str) -> torch.device:
@@ -57,8 +60,17 @@ def cached_table(
     table: FeatureTable,
     device: torch.device,
     progress: Progress | None = None,
+    share: float | None = None,
 ) -> CachedTable:
     """`table` with the hot rows that `config` asks for.
+
+    Args:
+        config: the run's.
+        data: its graph.
+        table: its features, inside `gcnzc.pinned` for a GPU.
+        device: that gathers.
+        progress: of the counting, called with (done, total).
+        share: of the rows to keep there, if `config` leaves it open.
 
     Raises:
         ValueError: the hot set holds no row, or the device cannot read the others on the host.
@@ -75,15 +87,51 @@ def cached_table(
             threads=config.threads or None,
             progress=progress,
         )
-    return cached(table, hot_size(config.hot), ranking, device=device)
+    size = (share or USUAL_HOT) if config.hot == "auto" else hot_size(config.hot)
+    return cached(table, size, ranking, device=device)
 
 
-def build_model(config: TrainConfig, data: Dataset) -> models.Model:
-    """The model of `config` for the features and classes of `data`, on the CPU."""
+@dataclass(frozen=True)
+class Planned:
+    """What a run takes from the plan of its machine and table."""
+
+    table: FeatureTable  # read as the plan says
+    loading: dict[str, Any]  # arguments of `Loader`, those of the command line among them
+    hot: float | None  # the share of the rows to keep on the GPU
+
+
+def planned(
+    config: TrainConfig, table: FeatureTable, device: torch.device, say: Callable[[str], object]
+) -> Planned:
+    """What the plan that was kept for this machine and table says, where `config` leaves it open.
+
+    No bit of a minibatch depends on it.
+
+    Args:
+        config: the run's.
+        table: the run's, as it lies.
+        device: that gets the minibatches.
+        say: told which plan is used, if one is.
+    """
+    loading: dict[str, Any] = {"threads": config.threads or None}
+    found = plan.find(device, table, say) if config.plan else None
+    if found is None:
+        return Planned(table, loading, None)
+    # how far ahead pays goes with the threads, and both with the engine that draws
+    if not config.threads and config.sampler == "gcnzc":
+        loading |= {"threads": found.value("threads"), "ahead": found.value("ahead")}
+    share = found.value("copied_share")
+    # measured of all rows, of which hot ones leave others
+    if share and config.features != "cached":
+        loading["copied_share"] = share
+    say(f"plan of {found.made[:10]}: {found.told()}; --no-plan leaves it aside")
+    return Planned(replace(table, way=found.way), loading, found.hot(table.num_rows))
+
+
+def build_encoder(config: TrainConfig, data: Dataset, num_columns: int) -> models.Model:
+    """The model of `config` for the features of `data`, with `num_columns` outputs, on the CPU."""
     assert data.table is not None, "feature_table has checked"
-    # several tasks have one logit each
-    num_logits = data.num_classes if data.labels.ndim == 1 else data.labels.shape[1]
-    sizes = (data.table.num_columns, config.hidden, num_logits)
+    sizes = (data.table.num_columns, config.hidden, num_columns)
     options: dict[str, Any] = {
         "num_layers": config.layers,
         "dropout": config.dropout,

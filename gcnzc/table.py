@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gcnzc.driver import Driver
 from gcnzc.kernels.gather import gather
+from gcnzc.kernels.gather_gpu import Way
 from gcnzc.kernels.gather_sparse import gather_sparse
 from gcnzc.kernels.quantize import LARGEST, largest, quantize, scales_of
 from gcnzc.locking import Ledger, Refused, demand_memory
@@ -44,6 +45,8 @@ class FeatureTable:
         scales: of codes, float32, contiguous, on any device: (N,), one for each row, or
             (ceil(D / scale_columns),). A device that gathers gets a copy, which the table keeps.
         scale_columns: how many columns share a scale, for all rows; None if each row has its own.
+        way: how a GPU's threads share a gather, such as `gcnzc check --tune` measured it; as usual
+            if None. It changes no bit of what is gathered.
 
     Raises:
         ValueError: `rows` is no such table, or wants a gradient; or `scales` do not fit it.
@@ -52,6 +55,7 @@ class FeatureTable:
     rows: Tensor
     scales: Tensor | None = None
     scale_columns: int | None = None
+    way: Way | None = None
 
     @classmethod
     def quantized(
@@ -216,7 +220,25 @@ class FeatureTable:
             scales=self.scales_on(ids.device),
             scale_columns=self.scale_columns,
             threads=threads,
+            way=self.way,
         )
+
+    def gather_stored(
+        self, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
+    ) -> Tensor:
+        """Rows `ids` as they are stored, hence codes without their scales; dense if they are CSR.
+
+        Args:
+            ids: as for `gather`.
+            out: (B, D) to write into, of `stored_dtype`; allocated if None.
+            threads: as for `gather`.
+
+        Raises:
+            ValueError, IndexError: as `gather` does.
+        """
+        if self.is_sparse:
+            return gather_sparse(self.rows, ids, out, threads=threads)
+        return gather(self.rows, ids, out, threads=threads)
 
     def scales_on(self, device: torch.device) -> Tensor | None:
         """The scales on a device, ready for any stream there; copied once."""

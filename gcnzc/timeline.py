@@ -1,15 +1,19 @@
 """When each stage of each step ran, and how much of one lay under another.
 
 Times are of `time.perf_counter`, in seconds. A lane is what does one thing at a time: a worker
-thread, or the model.
+thread, a stream of a GPU, or the model. A stage ends whenever its moments are past, which on a GPU
+is later than the call that queued it; then it is a span.
 """
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gcnzc.streams import Moment
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,55 @@ class Span:
     lane: str
     begin_s: float
     end_s: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of one step that may not have ended yet."""
+
+    name: str
+    lane: str
+    begin: Moment
+    end: Moment
+
+    def is_past(self) -> bool:
+        """Whether it has ended."""
+        return self.end.is_past()
+
+    def seconds(self) -> float:
+        """How long it took; waits for its end."""
+        return self.begin.seconds_to(self.end)
+
+    def span(self) -> Span:
+        """When it was; waits for its end."""
+        return Span(self.name, self.lane, self.begin.time_s(), self.end.time_s())
+
+
+class Seconds:
+    """Sums of how long stages took, by name, of which the last may not have ended yet."""
+
+    def __init__(self, sums: Mapping[str, float]) -> None:
+        self._sums = dict(sums)
+        self._to_come: deque[Stage] = deque()
+
+    def add(self, stages: Iterable[Stage]) -> None:
+        """Add stages, of which each ends after those before it, or on another stream."""
+        self._to_come += stages
+        while self._to_come and self._to_come[0].is_past():
+            self._count(self._to_come.popleft())
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """Add what was measured otherwise."""
+        self._sums[name] = self._sums.get(name, 0.0) + seconds
+
+    def all(self) -> dict[str, float]:
+        """The sums by names such as "gather_s"; waits for the ends of all that was added."""
+        while self._to_come:
+            self._count(self._to_come.popleft())
+        return dict(self._sums)
+
+    def _count(self, stage: Stage) -> None:
+        self.add_seconds(f"{stage.name}_s", stage.seconds())
 
 
 def share_under(spans: Sequence[Span], name: str, other: str) -> float:

@@ -10,40 +10,40 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gcnzc import checkpoint, link, models, record
+from gcnzc import checkpoint, link, record
 from gcnzc.config import EvaluateConfig, TrainConfig, from_words, to_words
 from gcnzc.data import Dataset, load
 from gcnzc.hot import CachedTable
-from gcnzc.layerwise import inference
 from gcnzc.loader import Loader
-from gcnzc.metrics import loss_of, score
 from gcnzc.picture import curves, timeline
 from gcnzc.progress import Quiet, Reporter
-from gcnzc.sampler import Batch
 from gcnzc.stages import (
-    build_model,
     build_optimizer,
-    build_sampler,
     cached_table,
     choose_device,
     feature_table,
+    planned,
 )
+from gcnzc.streams import clock_of
 from gcnzc.table import FeatureTable
-from gcnzc.timeline import Span, share_under, write_trace
+from gcnzc.tasks import Task, build_task
+from gcnzc.timeline import Seconds, Span, Stage, share_under, write_trace
 
 # options that a resumed run may be given anew: they change how long it runs, not what it computes
 FREE_ON_RESUME = {
-    *("data", "epochs", "threads", "checkpoint_every_s", "trace", "out", "resume", "config")
+    *("data", "epochs", "threads", "plan", "checkpoint_every_s", "trace", "out", "resume", "config")
 }
+# of an epoch, told in any case
+TIMES = ("sample_s", "gather_s", "wait_s", "compute_s")
 # steps that are not traced: they compile, and fill the loader's memory
 WARM_UP = 10
 
@@ -84,30 +84,34 @@ def train(config: TrainConfig, folder: Path, reporter: Reporter | None = None) -
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
     data = load(config.data, allow_nan=config.allow_nan)
     device = choose_device(config.device)
+    task = build_task(config, data)
     with ExitStack() as stack:
         table = stack.enter_context(feature_table(data, config.features, device))
+        settings = planned(config, table, device, reporter.say)
+        table = settings.table
         if config.features == "cached":
             with reporter.task("count how often rows are needed") as advance:
-                table = cached_table(config, data, table, device, advance)
+                table = cached_table(config, data, table, device, advance, settings.hot)
         # dropout and initial weights draw from torch's generators; the caller's are left alone
         stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
         stopped = stack.enter_context(_stop_requests())
         torch.manual_seed(config.seed)
-        model = build_model(config, data).to(device)
+        model = task.model().to(device)
         optimizer = build_optimizer(config, model)
         loader = Loader(
             data.graph,
             table,
-            data.split["train"],
+            task.seeds,
             list(config.fanouts),
             config.batch_size,
-            labels=data.labels,
+            labels=task.labels,
             device=device,
             seed=config.seed,
-            threads=config.threads or None,
-            sampler=build_sampler(config, data),
+            sampler=task.sampler,
+            in_degrees=config.model == "gcn",
+            **settings.loading,
         )
-        run = _Run(config, folder, data, table, device, model, optimizer, loader, reporter)
+        run = _Run(config, folder, data, task, table, device, model, optimizer, loader, reporter)
         run.resume() if config.resume else run.start()
         return run.to_the_end(stopped)
 
@@ -141,19 +145,19 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     assert source is not None, "a run's config names its data"
     data = load(source, allow_nan=trained.allow_nan)
     device = choose_device(config.device)
+    task = build_task(trained, data)
     best = checkpoint.load(config.run / BEST)
-    model = build_model(trained, data).to(device)
+    model = task.model().to(device)
     checkpoint.match(model, best["model"], config.run / BEST)
     begin = time.perf_counter()
     with feature_table(data, trained.features, device) as table, reporter.task("evaluate") as bar:
-        logits = inference(model, data.graph, table, device, progress=bar)
-    scores = score(logits, data.labels, data.split, data.metric)
+        outputs, scores = task.outputs(model, table, device, bar)
     if config.predictions is not None:
-        record.write_array(config.predictions, logits.numpy())
+        record.write_array(config.predictions, outputs.numpy())
     return {
         "run": str(config.run),
         "data": data.name,
-        "metric": data.metric,
+        "metric": task.metric,
         **_named(scores),
         "best_epoch": best["epoch"] + 1,
         "seconds": time.perf_counter() - begin,
@@ -179,14 +183,16 @@ class _Run:
         config: TrainConfig,
         folder: Path,
         data: Dataset,
+        task: Task,
         table: FeatureTable,
         device: torch.device,
-        model: models.Model,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loader: Loader,
         reporter: Reporter,
     ) -> None:
-        self.config, self.folder, self.data, self.table = config, folder, data, table
+        self.config, self.folder, self.data, self.task = config, folder, data, task
+        self.table = table
         self.device, self.model, self.optimizer = device, model, optimizer
         self.loader, self.reporter = loader, reporter
         self.epoch = 0
@@ -195,7 +201,10 @@ class _Run:
         self.lines: list[dict[str, Any]] = []  # of the record, one an epoch
         self.best: dict[str, Any] = {}
         self.steps = 0  # of this command
-        self.spans: list[Span] = []  # of the steps that are traced
+        self.now = clock_of(device)
+        # of the steps that are traced
+        self.spans: list[Span] = []
+        self.stages: list[Stage] = []
         self.saved_at = time.monotonic()
 
     def start(self) -> None:
@@ -275,74 +284,78 @@ class _Run:
         self.model.train()
         steps = len(self.loader)
         with self.reporter.task(f"epoch {self.epoch + 1}/{self.config.epochs}") as advance:
-            begin = time.perf_counter()
+            began = self.now()
             for batch in self.loader:
-                ready = time.perf_counter()
+                ready = self.now()
                 assert batch.x is not None, "the loader has a table"
-                assert batch.y is not None, "the loader has labels"
-                logits = self.model(batch.blocks, batch.x)
-                loss = loss_of(logits, batch.y)
+                assert batch.y is not None, "the loader or its sampler has labels"
+                logits = self.task.logits(self.model, batch)
+                loss = self.task.loss(logits, batch.y)
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 self.optimizer.step()
-                if self.device.type == "cuda":
-                    torch.cuda.current_stream(self.device).synchronize()
-                now = time.perf_counter()
+                stepped = self.now()
                 self.tally.add(logits.detach(), loss.detach(), batch.y)
-                self.tally.seconds(batch.times, ready - begin, now - ready)
+                stages = [
+                    *batch.stages,
+                    Stage("wait", "model", began, ready),
+                    Stage("compute", "model", ready, stepped),
+                ]
+                self.tally.time(batch.times, stages)
                 self.tally.bytes += len(batch.nodes) * self.table.row_bytes
                 if isinstance(self.table, CachedTable):
-                    self.tally.hits += self.table.hits(batch.nodes)
-                self.trace(batch, begin, ready, now)
-                begin = time.perf_counter()
-                advance(self.tally.steps, steps, self.tally.shown())
+                    self.tally.hits += self.table.hits(self.loader.read_in_place(batch.nodes))
+                self.trace(batch.spans, stages)
+                began = self.now()
+                advance(self.tally.steps, steps, self.tally.shown)
                 self.stop_if(stopped)
                 if time.monotonic() - self.saved_at >= self.config.checkpoint_every_s:
                     self.save()
 
-    def trace(self, batch: Batch, begin_s: float, ready_s: float, end_s: float) -> None:
+    def trace(self, spans: Sequence[Span], stages: Sequence[Stage]) -> None:
         """Keep when this step's stages ran, if it is to be drawn, and draw after the last one."""
         self.steps += 1
         last = WARM_UP + self.config.trace
         if not WARM_UP < self.steps <= last:
             return
-        self.spans += batch.spans
-        self.spans.append(Span("wait", "model", begin_s, ready_s))
-        self.spans.append(Span("compute", "model", ready_s, end_s))
+        self.spans += spans
+        self.stages += stages
         if self.steps == last:
             self.draw_trace()
 
     def draw_trace(self) -> None:
         """Write the timeline of the steps that were traced, if there are any."""
-        if self.spans:
-            write_trace(self.spans, self.folder / TRACE)
-            timeline(self.spans, self.folder / TIMELINE)
-            share = share_under(self.spans, "gather", "compute")
+        if self.stages:
+            spans = self.spans + [stage.span() for stage in self.stages]
+            write_trace(spans, self.folder / TRACE)
+            timeline(spans, self.folder / TIMELINE)
+            share = share_under(spans, "gather", "compute")
             self.reporter.say(
                 f"{share:.0%} of the gathering lay under the model's work; {self.folder / TIMELINE}"
             )
-            self.spans = []
+            self.spans, self.stages = [], []
 
     def finish_epoch(self) -> None:
         """Evaluate, keep the best model, and write the line of this epoch."""
-        figures = self.tally.figures(self.data.labels.ndim == 1)
+        figures = self.tally.figures(self.task.has_accuracy)
         if not math.isfinite(figures["loss"]):
             raise ValueError(
                 f"the loss is {figures['loss']} in epoch {self.epoch + 1}\n\n"
                 "hint: a smaller --lr; features that are not finite do this too"
             )
-        line: dict[str, Any] = {"epoch": self.epoch, "metric": self.data.metric, **figures}
+        line: dict[str, Any] = {"epoch": self.epoch, "metric": self.task.metric, **figures}
         if isinstance(self.table, CachedTable):
             hits, rows = int(self.tally.hits), figures["payload_bytes"] // self.table.row_bytes
             line |= {"hit_rate": hits / rows, "bytes_saved": hits * self.table.row_bytes}
-        if self.data.best_accuracy is not None:
-            line["best_possible_accuracy"] = self.data.best_accuracy
+        if self.task.best_accuracy is not None:
+            line["best_possible_accuracy"] = self.task.best_accuracy
         last = self.epoch + 1 == self.config.epochs
         if last or (self.epoch + 1) % self.config.evaluate_every == 0:
             begin = time.perf_counter()
-            scores = self.evaluate()
+            with self.reporter.task(f"evaluate {self.epoch + 1}/{self.config.epochs}") as advance:
+                scores = self.task.evaluate(self.model, self.table, self.device, advance)
             line |= {"evaluate_s": time.perf_counter() - begin, **_named(scores)}
-            mine = scores[self.data.metric]["valid"]
+            mine = scores[self.task.metric]["valid"]
             if not self.best or mine > self.best["valid"]:
                 weights = {name: value.clone() for name, value in self.model.state_dict().items()}
                 self.best = {"epoch": self.epoch, "valid": mine, "scores": scores, "model": weights}
@@ -353,23 +366,11 @@ class _Run:
         record.append(self.folder / RECORD, line)
         self.reporter.say(_sentence(line, self.config.epochs))
 
-    def evaluate(self) -> dict[str, dict[str, float]]:
-        """Score the model as it is on the validation and test nodes, with all neighbours."""
-        split = self.data.split
-        nodes = torch.cat([split["valid"], split["test"]])
-        rows = torch.arange(len(nodes))
-        parts = {"valid": rows[: len(split["valid"])], "test": rows[len(split["valid"]) :]}
-        with self.reporter.task(f"evaluate {self.epoch + 1}/{self.config.epochs}") as advance:
-            logits = inference(
-                self.model, self.data.graph, self.table, self.device, nodes=nodes, progress=advance
-            )
-        return score(logits, self.data.labels[nodes], parts, self.data.metric)
-
     def out_of_patience(self) -> bool:
         """Whether the last evaluations brought no better model."""
         if not self.config.patience or not self.best:
             return False
-        key = f"valid_{self.data.metric}"
+        key = f"valid_{self.task.metric}"
         later = [line for line in self.lines if key in line and line["epoch"] > self.best["epoch"]]
         return len(later) >= self.config.patience
 
@@ -389,14 +390,15 @@ class _Run:
         def mean(key: str) -> float:
             return sum(line[key] for line in self.lines) / epochs
 
-        data, config = self.data, self.config
+        data, task, config = self.data, self.task, self.config
         gathered, seconds = mean("payload_bytes"), mean("gather_s")
         line: dict[str, Any] = {
             "run": str(self.folder),
             "data": data.name,
+            "task": config.task,
             "model": config.model,
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "metric": data.metric,
+            "metric": task.metric,
             **_named(self.best["scores"]),
             "best_epoch": self.best["epoch"] + 1,
             "epochs": epochs,
@@ -406,7 +408,7 @@ class _Run:
             "compute_s": mean("compute_s"),
             "wait_s": mean("wait_s"),
             "exchange_s": 0.0,
-            "seeds_per_s": len(data.split["train"]) / mean("epoch_s"),
+            "seeds_per_s": len(task.seeds) / mean("epoch_s"),
             "payload_bytes": int(gathered),
             "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
             "gather_roof_bytes_per_s": self._roof(),
@@ -418,8 +420,8 @@ class _Run:
             line["hit_rate"] = hit_bytes / epochs / gathered
             line["predicted_hit_rate"] = self.table.predicted_hit_rate
             line["bytes_saved"] = int(mean("bytes_saved"))
-        if data.best_accuracy is not None:
-            line["best_possible_accuracy"] = data.best_accuracy
+        if task.best_accuracy is not None:
+            line["best_possible_accuracy"] = task.best_accuracy
         # of a run with fewer steps than were asked for
         self.draw_trace()
         record.write_json(self.folder / RESULT, line | record.machine())
@@ -440,25 +442,29 @@ class _Tally:
         self.right = torch.zeros((), dtype=torch.float64, device=device)
         self.seeds = self.steps = self.bytes = 0
         self.hits: int | Tensor = 0  # rows that were hot, of a cached table
-        self.times = dict.fromkeys(("sample_s", "gather_s", "wait_s", "compute_s"), 0.0)
+        self.seconds = Seconds(dict.fromkeys(TIMES, 0.0))
 
     def add(self, logits: Tensor, loss: Tensor, labels: Tensor) -> None:
         """Count one minibatch."""
         self.loss += loss.double() * len(labels)
         if labels.ndim == 1:
-            self.right += (logits.argmax(dim=1) == labels).sum()
+            # one logit a pair, or one a class
+            foretold = logits > 0 if logits.ndim == 1 else logits.argmax(dim=1)
+            self.right += (foretold == labels).sum()
         self.seeds += len(labels)
         self.steps += 1
 
-    def seconds(self, times: Mapping[str, float], wait_s: float, compute_s: float) -> None:
-        """Add the seconds of one step: the loader's threads', waiting for them, computing."""
-        for name, value in {**times, "wait_s": wait_s, "compute_s": compute_s}.items():
-            self.times[name] = self.times.get(name, 0.0) + value
+    def time(self, times: Mapping[str, float], stages: Sequence[Stage]) -> None:
+        """Add the seconds of one step: the loader's threads', and of what is measured in place."""
+        for name, seconds in times.items():
+            self.seconds.add_seconds(name, seconds)
+        self.seconds.add(stages)
 
     def shown(self) -> str:
         """The figures beside the bar."""
-        busy = self.times["wait_s"] + self.times["compute_s"]
-        rate = self.bytes / 1e9 / max(self.times["gather_s"], 1e-9)
+        times = self.seconds.all()
+        busy = max(times["wait_s"] + times["compute_s"], 1e-9)
+        rate = self.bytes / 1e9 / max(times["gather_s"], 1e-9)
         return (
             f"loss {self.loss.item() / self.seeds:.4f}  "
             f"accuracy {self.right.item() / self.seeds:.4f}  "
@@ -470,14 +476,15 @@ class _Tally:
         line: dict[str, Any] = {"loss": self.loss.item() / self.seeds, "steps": self.steps}
         if has_accuracy:
             line["train_accuracy"] = self.right.item() / self.seeds
-        line["epoch_s"] = self.times["wait_s"] + self.times["compute_s"]
-        return line | self.times | {"seeds": self.seeds, "payload_bytes": self.bytes}
+        times = self.seconds.all()
+        line["epoch_s"] = times["wait_s"] + times["compute_s"]
+        return line | times | {"seeds": self.seeds, "payload_bytes": self.bytes}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
         own = {name: getattr(self, name) for name in ("seeds", "steps", "bytes")}
         sums = {"loss": self.loss.item(), "right": self.right.item(), "hits": int(self.hits)}
-        return own | sums | {"times": self.times}
+        return own | sums | {"times": self.seconds.all()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
@@ -486,7 +493,7 @@ class _Tally:
         self.seeds, self.steps, self.bytes = state["seeds"], state["steps"], state["bytes"]
         # a checkpoint from before there were hot sets has none
         self.hits = state.get("hits", 0)
-        self.times = dict(state["times"])
+        self.seconds = Seconds(state["times"])
 
 
 def _named(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

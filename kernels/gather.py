@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.kernels import gather_cpu, gather_gpu
+from gcnzc.kernels.gather_gpu import Way
 from gcnzc.kernels.quantize import LARGEST, dequantize_reference
 
 # with this in the environment ids are looked at on a GPU too, and each gather is waited for
@@ -72,6 +73,7 @@ def gather_triton(
     *,
     scales: Tensor | None = None,
     scale_columns: int | None = None,
+    way: Way | None = None,
 ) -> Tensor:
     """`gather` on a GPU: `ids`, `out` and `scales` lie there, the table there or page-locked.
 
@@ -88,7 +90,7 @@ def gather_triton(
     out = _out(table, ids, out, scales)
     checked = bool(os.environ.get(CHECK))
     return gather_gpu.gather_rows(
-        table, ids, out, scales=scales, scale_columns=scale_columns, checked=checked
+        table, ids, out, scales=scales, scale_columns=scale_columns, way=way, checked=checked
     )
 
 
@@ -100,6 +102,7 @@ def gather(
     scales: Tensor | None = None,
     scale_columns: int | None = None,
     threads: int | None = None,
+    way: Way | None = None,
 ) -> Tensor:
     """Return `table[ids]` on the device of `ids`, or what its codes stand for.
 
@@ -116,6 +119,7 @@ def gather(
             or float8_e5m2. (N,), one for each row, or (ceil(D / scale_columns),).
         scale_columns: how many columns share a scale, for all rows; None if it is each row's own.
         threads: how many share the work on the host; `torch.get_num_threads()` if None.
+        way: how a GPU's threads share the work, see `gcnzc.kernels.gather_gpu.Way`.
 
     Returns:
         (B, D), which is `out` if that was given. On a GPU it is ready for work queued later on the
@@ -130,7 +134,7 @@ def gather(
         return gather_numba(
             table, ids, out, scales=scales, scale_columns=scale_columns, threads=threads
         )
-    return gather_triton(table, ids, out, scales=scales, scale_columns=scale_columns)
+    return gather_triton(table, ids, out, scales=scales, scale_columns=scale_columns, way=way)
 
 
 def _check(table: Tensor, ids: Tensor) -> None:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gcnzc.kernels.lanes import LINE_BYTES, VECTOR_BYTES, Lanes, Layout, lanes_of
+from gcnzc.kernels.lanes import LAYOUTS, LINE_BYTES, VECTOR_BYTES, Lanes, Layout, lanes_of
 
 WARPS = 8
 VECTORS = 4  # that each lane has in flight; with 8 warps a program has 16 KiB
@@ -32,6 +32,37 @@ FILL_BYTES = 1 << 26  # of hot rows that are copied at a time
 EXPONENT_BITS = {torch.int8: 0, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 # words that rows are cut into: bits pass through them unchanged
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a GPU's threads share a gather. It changes how long a gather takes, and no bit of it.
+
+    What is None is left to the constants above, and to `programs_of` the device.
+
+    Raises:
+        ValueError: `layout` is none, or a number is no power of two, or below 1.
+    """
+
+    layout: Layout | None = None  # of lanes over rows; the usual one where a table has it not
+    programs: int | None = None
+    warps: int | None = None  # of a program, a power of two of 32 at most
+    vectors: int | None = None  # that each lane has in flight, a power of two
+
+    def __post_init__(self) -> None:
+        sizes = [size for size in (self.warps, self.vectors) if size is not None]
+        powers = all(size > 0 and size & (size - 1) == 0 for size in sizes)
+        known = self.layout is None or self.layout in LAYOUTS
+        some = self.programs is None or self.programs > 0
+        if not (known and powers and some and (self.warps or 1) <= 32):
+            raise ValueError(
+                f"a gather cannot be shared as {self}\n\n"
+                f"hint: a layout of {', '.join(LAYOUTS)}; at least one program; warps, 32 at most, "
+                "and vectors that are powers of two"
+            )
+
+
+USUAL = Way()
 
 
 @triton.jit
@@ -225,6 +256,7 @@ def gather_rows(
     scales: Tensor | None = None,
     scale_columns: int | None = None,
     programs: int | None = None,
+    way: Way | None = None,
     checked: bool = False,
 ) -> Tensor:
     """`table[ids]` on the device of `ids`, read by its threads.
@@ -246,6 +278,8 @@ def gather_rows(
             row, or one for each block of columns. See `gcnzc.kernels.quantize`.
         scale_columns: of a block of columns; None for scales of rows.
         programs: how many share the work; `programs_of` the device if None.
+        way: what `layout` and `programs` are where they are None, and how many warps and vectors
+            there are. Its layout is left aside where the table, or `hot`, does not take it.
         checked: look for ids outside and wait for the result; rows in range are then gathered, and
             no foreign memory is read.
 
@@ -268,9 +302,10 @@ def gather_rows(
     row_bytes = table.shape[1] * table.element_size()
     # a single row may have any stride, and begins where it begins
     stride_bytes = table.stride(0) * table.element_size() if table.shape[0] > 1 else row_bytes
+    way = way or USUAL
     if layout is None:
         on_lines = stride_bytes % LINE_BYTES == 0 and table.data_ptr() % LINE_BYTES == 0
-        layout = "pitched" if on_lines else "shifted"
+        layout = _layout(way, on_lines, hot is not None)
     lanes = lanes_of(layout, row_bytes, stride_bytes, table.data_ptr(), table.element_size())
     word = table.dtype if converts else _word(lanes, out)
     exponent_bits = 0
@@ -282,7 +317,8 @@ def gather_rows(
     out_words = out_words if converts else out_words.view(word)
     ids = ids.contiguous()
     outside = torch.full((1,), -1, dtype=torch.int64, device=ids.device) if checked else ids
-    num_programs = min(_tiles(len(ids), lanes), programs or programs_of(out.device))
+    programs = programs or way.programs or programs_of(out.device)
+    num_programs = min(triton.cdiv(len(ids), _rows(lanes, way)), programs)
     slots, hot_words, hot_vectors = ids, words, 0
     if hot is not None and hot.num_rows > 0:
         if layout not in ("shifted", "pitched"):
@@ -305,14 +341,14 @@ def gather_rows(
             len(ids),
             table.shape[0],
             0,
-            **constants(lanes, stride_bytes, table.data_ptr(), word, out_words.stride(0)),
+            **constants(lanes, stride_bytes, table.data_ptr(), word, out_words.stride(0), way),
             HOT_VECTORS=hot_vectors,
             ORDERED=order is not None,
             CHECKED=checked,
             SCALED=0 if scales is None else 1 if scale_columns is None else 2,
             SCALE_COLUMNS=scale_columns or 0,
             EXPONENT_BITS=exponent_bits,
-            num_warps=WARPS,
+            num_warps=way.warps or WARPS,
         )
     if checked and (bad := int(outside)) >= 0:
         raise IndexError(
@@ -322,8 +358,21 @@ def gather_rows(
     return out
 
 
+def _layout(way: Way, on_lines: bool, has_hot: bool) -> Layout:
+    usual: Layout = "pitched" if on_lines else "shifted"
+    refused = (way.layout == "pitched" and not on_lines) or (
+        has_hot and way.layout not in ("shifted", "pitched")
+    )
+    return usual if way.layout is None or refused else way.layout
+
+
 def constants(
-    lanes: Lanes, stride_bytes: int, base: int, word: torch.dtype, out_stride: int
+    lanes: Lanes,
+    stride_bytes: int,
+    base: int,
+    word: torch.dtype,
+    out_stride: int,
+    way: Way = USUAL,
 ) -> dict[str, int | bool]:
     """What `_gather_rows` is compiled for, besides HOT_VECTORS, ORDERED, CHECKED and scales.
 
@@ -334,6 +383,7 @@ def constants(
         base: see there.
         word: in which rows are loaded and stored.
         out_stride: words from one row of the result to the next.
+        way: how programs share the work.
     """
     inset_bytes = base % VECTOR_BYTES
     return {
@@ -346,7 +396,7 @@ def constants(
         "VECTOR": lanes.vector_bytes // word.itemsize,
         "LANES": lanes.lanes,
         "PASSES": lanes.passes,
-        "ROWS": _rows(lanes),
+        "ROWS": _rows(lanes, way),
         "ALIGNED": lanes.unit_bytes >= lanes.vector_bytes or lanes.layout in ("scalar", "pitched"),
         "FROM_LINE": lanes.from_line,
         "WRAPPED": lanes.layout == "wrapped",
@@ -366,12 +416,8 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _rows(lanes: Lanes) -> int:
-    return max(1, 32 * WARPS * VECTORS // lanes.lanes)
-
-
-def _tiles(num_ids: int, lanes: Lanes) -> int:
-    return triton.cdiv(num_ids, _rows(lanes))
+def _rows(lanes: Lanes, way: Way) -> int:
+    return max(1, 32 * (way.warps or WARPS) * (way.vectors or VECTORS) // lanes.lanes)
 
 
 def _word(lanes: Lanes, out: Tensor) -> torch.dtype:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gcnzc.kernels import gather_gpu
 from gcnzc.kernels.gather import CHECK, FROM_CODES
-from gcnzc.kernels.gather_gpu import HotRows
+from gcnzc.kernels.gather_gpu import HotRows, Way
 from gcnzc.kernels.lanes import LINE_BYTES
 
 SLOT_BYTES = 4  # on the GPU, for each row of the table
@@ -37,6 +37,7 @@ def gather_hot(
     *,
     scales: Tensor | None = None,
     scale_columns: int | None = None,
+    way: Way | None = None,
 ) -> Tensor:
     """Return `table[ids]`, read from the copies where there are any; or what its codes stand for.
 
@@ -49,6 +50,7 @@ def gather_hot(
             with scales of float32, float16 or bfloat16; allocated if None.
         scales: of a table of codes, where `ids` lie; see `gcnzc.kernels.gather.gather`.
         scale_columns: see there.
+        way: see there.
 
     Returns:
         (B, D), ready for work queued later on the current stream.
@@ -85,7 +87,14 @@ def gather_hot(
         )
     checked = bool(os.environ.get(CHECK))
     return gather_gpu.gather_rows(
-        table, ids, out, hot=hot, scales=scales, scale_columns=scale_columns, checked=checked
+        table,
+        ids,
+        out,
+        hot=hot,
+        scales=scales,
+        scale_columns=scale_columns,
+        way=way,
+        checked=checked,
     )
 
 

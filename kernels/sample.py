@@ -20,6 +20,7 @@ from numba import int64, njit, uint32, uint64
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gcnzc.kernels.edges import LeftOut, num_removed, position_of
 from gcnzc.kernels.memory import prefetch
 from gcnzc.kernels.philox import philox4x32, philox4x32_reference, split_key
 
@@ -38,19 +39,34 @@ class Sample:
 
 
 def sample_reference(
-    indptr: Tensor, indices: Tensor, seeds: Tensor, fanouts: list[int], seed: int, epoch: int
+    indptr: Tensor,
+    indices: Tensor,
+    seeds: Tensor,
+    fanouts: list[int],
+    seed: int,
+    epoch: int,
+    kept_edges: Sequence[Sequence[int]] = (),
+    once: bool = False,
 ) -> Sample:
-    """What `sample` must equal, bit for bit, with Python's own lists and dictionaries."""
+    """What `sample` must equal, bit for bit, with Python's own lists and dictionaries.
+
+    `kept_edges` are the positions in `indices` that may be drawn, of each of the first nodes.
+    """
     nodes = seeds.tolist()
     places = {node: place for place, node in reversed(list(enumerate(nodes)))}
     num_nodes, blocks = [len(nodes)], []
     for hop, fanout in enumerate(fanouts):
         ends, kept, sources = [0], [], []
-        for node in nodes[: num_nodes[hop]]:
-            begin, end = indptr[node : node + 2].tolist()
-            kept += [
-                begin + position for position in _draw(end - begin, fanout, node, hop, seed, epoch)
-            ]
+        drawn_before = num_nodes[hop - 1] if once and hop > 0 else 0
+        for place, node in enumerate(nodes[: num_nodes[hop]]):
+            if place < drawn_before:
+                ends.append(0)
+                continue
+            edges: Sequence[int] = range(*indptr[node : node + 2].tolist())
+            if place < len(kept_edges):
+                edges = kept_edges[place]
+            drawn = _draw(len(edges), fanout, node, hop, seed, epoch)
+            kept += [edges[position] for position in drawn]
             ends.append(len(kept))
         for source in (int(indices[edge]) for edge in kept):
             if source not in places:
@@ -290,11 +306,28 @@ def _draw_lot(
 
 
 @njit(cache=True, nogil=True)
+def _pass_over(left, destination, begins, ends, taken, positions):
+    """Turn positions among the edges that are kept into positions among all."""
+    first, kept_before, removed = left
+    filled = 0
+    for i in range(taken):
+        if num_removed(first, removed, destination + i) > 0:
+            for place in range(filled, ends[i]):
+                kept = positions[place] - begins[i]
+                positions[place] = begins[i] + position_of(
+                    first, kept_before, removed, destination + i, kept
+                )
+        filled = ends[i]
+
+
+@njit(cache=True, nogil=True)
 def _sample(
     indptr,
     indices,
     fanouts,
     key,
+    left,
+    once,
     direct,
     hashed,
     base,
@@ -333,7 +366,10 @@ def _sample(
             progress[NEED_INDPTR] = first + num_destinations + 1
             done = False
             break
-        out_indptr[first] = 0
+        # nodes of earlier hops were drawn for, and get no edges again
+        drawn_before = num_nodes[hop - 1] if once and hop > 0 else 0
+        out_indptr[first : first + drawn_before + 1] = 0
+        destination = max(destination, drawn_before)
         while destination < num_destinations:
             taken = total = longest = 0
             while (
@@ -343,6 +379,9 @@ def _sample(
             ):
                 node = nodes[destination + taken]
                 begin, degree = indptr[node], indptr[node + 1] - indptr[node]
+                # for None this is not compiled
+                if left is not None:
+                    degree -= num_removed(left[0], left[2], destination + taken)
                 begins[taken], degrees[taken] = begin, degree
                 total += degree if fanout < 0 else min(degree, fanout)
                 longest = max(longest, degree)
@@ -372,6 +411,9 @@ def _sample(
                 positions,
                 ends,
             )
+            # the seeds come first, and no other column has edges to leave out
+            if left is not None and destination < len(left[0]) - 1:
+                _pass_over(left, destination, begins, ends, taken, positions)
             for i in range(taken):
                 out_indptr[first + destination + i + 1] = edges - num_edges[hop] + ends[i]
             if len(out_edge_ids):
@@ -497,6 +539,8 @@ def sample(
     epoch: int,
     *,
     edge_ids: bool = False,
+    without: LeftOut | None = None,
+    once: bool = False,
     workspace: Workspace | None = None,
     empty: Callable[[int, torch.dtype], Tensor] = _empty,
 ) -> Sample:
@@ -511,6 +555,10 @@ def sample(
         seed: the key of every choice, below 2**64.
         epoch: in [0, 2**32); another epoch makes other choices.
         edge_ids: also give the position of every edge in `indices`.
+        without: edges of the seeds' columns that are never drawn, at any hop, as
+            `gcnzc.kernels.edges.left_out` gives them for `seeds`, all different.
+        once: draw for each node at the hop after the one that met it, and at no other, as PyG does;
+            hops still have all nodes met before them as destinations, some without an edge.
         workspace: kept from call to call, it saves time; used by one thread at a time.
         empty: gives the memory of the result.
 
@@ -530,12 +578,15 @@ def sample(
     progress = np.zeros(7, np.int64)
     num_nodes[0] = progress[NODES] = num_seeds
     key = np.array([*split_key(seed), epoch], np.uint64)
+    left = None if without is None else (without.first, without.kept_before, without.removed)
     try:
         while not _sample(
             indptr.numpy(),
             indices.numpy(),
             np.asarray(fanouts, np.int64),
             key,
+            left,
+            once,
             workspace.direct,
             workspace.hashed,
             workspace.base,

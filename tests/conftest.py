@@ -1,6 +1,7 @@
 """Kernels run on the GPU if there is one, else on the CPU under Triton's interpreter."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # every gather looks at its ids
 os.environ["GCNZC_CHECK_IDS"] = "1"
+# no plan of this user changes how a test runs
+os.environ["GCNZC_CACHE"] = tempfile.mkdtemp(prefix="gcnzc-cache-")
 # pictures are written, never shown
 os.environ["MPLBACKEND"] = "Agg"
 

@@ -13,6 +13,7 @@ from gcnzc.progress import Quiet
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
+    monkeypatch.delenv("GCNZC_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
@@ -37,6 +38,11 @@ def test_made_once_and_then_opened(cache):
     assert graph.features.shape == (169_343, 128)
     assert graph.best_accuracy is not None
     assert 0.8 < graph.best_accuracy < 0.95
+
+
+def test_a_cache_of_one_s_own(cache, monkeypatch):
+    monkeypatch.setenv("GCNZC_CACHE", str(cache / "mine"))
+    assert builtin.folder() == cache / "mine" / builtin.NAME
 
 
 def test_two_at_once(cache):

@@ -2,13 +2,14 @@
 
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gcnzc import train
+from gcnzc import train, tune
 from gcnzc.cli import main
 
 SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
@@ -86,6 +87,80 @@ def test_evaluating_a_run_finds_what_training_found(run, tmp_path, capsys):
     for part in ("valid", "test"):
         assert line[f"{part}_accuracy"] == trained[f"{part}_accuracy"]
     assert np.load(tmp_path / "p.npy").shape == (1500, 4)
+
+
+def test_a_plan_is_measured_kept_shown_and_used(graph, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "LEAST_S", 0.001)
+    monkeypatch.setattr(tune, "NOISY", float("inf"))
+    monkeypatch.setattr(tune, "ROUNDS", (2, 2))
+    little = ["--megabytes", "1"]
+    capsys.readouterr()
+    assert main(["check", *little]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"] == []
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "plans.json").write_text("{")
+    words = ["--fanouts", "4,4", "--batch-size", "32", "--hot-memory", "20kB"]
+    assert main(["check", str(graph), "--tune", *words, *little]) == 2
+    assert "--hot-memory must be a share of the GPU's free memory" in capsys.readouterr().err
+    words[-1] = "20KB"
+    assert main(["check", str(graph), "--tune", *words, *little]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    (made,) = found["plans"]
+    assert err.count("holds no plans that can be read") == 1
+    assert found["kept_in"] == str(tmp_path / "cache" / "plans.json")
+    assert made["key"]["table"]["row_bytes"] == 64
+    # 20,000 bytes less 4 a row, in lines of 128 B
+    assert made["choices"]["hot"]["value"] == (20_000 - 4 * 1500) // 128 / 1500
+    for setting in ("layout", "programs", "threads", "ahead", "copied_share", "hot"):
+        assert any(line.startswith(f"{setting} ") for line in err.splitlines()), setting
+    # for the machine, or for this graph; not for another
+    for more in ([], [str(graph)]):
+        assert main(["check", *more, *little]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["plans"] == [made]
+        assert "threads" in err
+    wide = ["make", str(tmp_path / "raw"), "--nodes", "50", "--edges", "100", "--classes", "3"]
+    assert main(wide) == 0
+    capsys.readouterr()
+    assert main(["check", str(tmp_path / "raw"), *little]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"] == []
+    words = ["train", str(graph), *SMALL, "--epochs", "1"]
+    assert main([*words, "--out", str(tmp_path / "with")]) == 0
+    assert f"plan of {made['made'][:10]}: " in capsys.readouterr().err
+    assert main([*words, "--no-plan", "--out", str(tmp_path / "without")]) == 0
+    assert "plan of" not in capsys.readouterr().err
+    # a run may go on with another plan, or none
+    words = ["train", "--resume", str(tmp_path / "with"), "--epochs", "2", "--no-plan"]
+    assert main(words) == 0
+    assert "plan of" not in capsys.readouterr().err
+
+
+def test_a_busy_machine_is_told_of(monkeypatch, capsys):
+    for load, told in ((0.1, False), (1e6, True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert main(["check", "--megabytes", "1"]) == 0
+        out, err = capsys.readouterr()
+        assert ("other work wants" in err) == told
+        assert json.loads(out)["load"] == load
+
+
+def test_a_plan_for_no_graph_where_nothing_can_be_kept(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(tune, "USUAL_BYTES", 1 << 18)
+    monkeypatch.setattr(tune, "LEAST_S", 0.001)
+    capsys.readouterr()
+    words = ["check", "--tune", "--row-bytes", "100", "--fanouts", "2", "--megabytes", "1"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["kept_in"] is None
+    assert "the plan is not kept" in err
+    assert found["plans"][0]["key"]["table"]["row_bytes"] == 100
+    assert found["plans"][0]["choices"]["hot"]["basis"] == "default"
+    assert main(["check", "--tune", "--row-bytes", "101"]) == 1
 
 
 def test_more_epochs_on_resume(graph, tmp_path, capsys):

@@ -315,6 +315,8 @@ def library(**broken):
         "nvmlDeviceGetHandleByUUID": lambda uuid: {"GPU-abc": "handle"}[uuid],
         "nvmlDeviceGetCurrPcieLinkGeneration": 4,
         "nvmlDeviceGetCurrPcieLinkWidth": 8,
+        "nvmlDeviceGetMaxPcieLinkGeneration": 5,
+        "nvmlSystemGetDriverVersion": "570.1",
         "nvmlDeviceGetPcieThroughput": lambda _, counter: {7: 13_000_000, 6: 500_000}[counter],
         "nvmlDeviceGetPcieReplayCounter": 0,
     }
@@ -371,6 +373,15 @@ def test_what_nvml_does_not_say_is_none(broken, lost, uuid, monkeypatch):
 def test_no_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.pcie(torch.device("cuda"), lambda: None) == UNTOLD
+    assert set(nvml.slot(torch.device("cuda")).values()) == {None}
+
+
+def test_the_slot_of_a_device(uuid, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", library())
+    found = nvml.slot(torch.device("cuda"))
+    assert found == {"pcie_generation": 5, "pcie_lanes": 8, "driver": "570.1"}
+    monkeypatch.setitem(sys.modules, "pynvml", library(nvmlInit=True))
+    assert set(nvml.slot(torch.device("cuda")).values()) == {None}
 
 
 def test_a_prepared_table_is_told_as_it_lies(tmp_path):

@@ -7,16 +7,17 @@ import threading
 import time
 import traceback
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
+from queued_device import Device
 
 from gcnzc import loader as module
 from gcnzc.graph import Graph
-from gcnzc.loader import Loader, Shares, handed_over, order
+from gcnzc.loader import Loader, Shares, order
 from gcnzc.sampler import Batch, Sampler
 from gcnzc.table import FeatureTable, pinned
+from gcnzc.transfer import Transfer, _Memory
 
 NUM_NODES = 3000
 
@@ -63,11 +64,17 @@ def loader_threads():
     return [t for t in threading.enumerate() if t.name.startswith("gcnzc-loader")]
 
 
+def tensors(batch):
+    """What a batch consists of."""
+    found = [batch.nodes, batch.seeds, batch.x, batch.y]
+    for block in batch.blocks:
+        found += [block.indptr, block.indices, block.nodes]
+    return found
+
+
 def same(a, b):
     """Bit for bit the same batch."""
-    pairs = [(a.nodes, b.nodes), (a.seeds, b.seeds), (a.x, b.x), (a.y, b.y)]
-    for one, other in zip(a.blocks, b.blocks, strict=True):
-        pairs += [(one.indptr, other.indptr), (one.indices, other.indices)]
+    pairs = zip(tensors(a), tensors(b), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
 
 
@@ -549,79 +556,113 @@ def test_epoch_out_of_range(make, epoch):
 # on a GPU
 
 
-class Stream:
-    """Stands for a side stream and its events, and notes what is asked of them."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def record_event(self):
-        self.log.append("the gather is queued")
-        return self
-
-    def synchronize(self):
-        self.log.append("waited on the host")
-
-    def wait_event(self, event):
-        assert event is not self
-        self.log.append("the model's stream waits")
+def through(loader, device, share=0.0):
+    """Let a loader for the CPU send its batches through the streams of a device."""
+    loader._transfer = Transfer(device, loader.table, share, most=loader.ahead + 1)
+    loader._host = loader.sampler.pool = loader._transfer.host
+    return loader
 
 
-def test_streams_in_order_without_a_gpu(make, table, monkeypatch):
-    log, held = [], []
-    side, own = Stream(log), Stream(log)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(log.append("on side")))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: held.append((t, stream)))
-    loader = make()
-    seeds = loader.seeds[:50]
-    batch = handed_over(loader._make(seeds, 0, side))
-    assert log == [
-        "on side",
-        "the gather is queued",
-        "waited on the host",
-        "the model's stream waits",
-    ]
-    want = make()._make(seeds, 0, None).batch
-    assert same(batch, want)
-    assert torch.equal(batch.blocks[0].nodes, batch.nodes)
-    # every tensor of the batch is kept from being used again too early
-    assert {stream for _, stream in held} == {own}
-    mine = [batch.nodes, batch.x, batch.y]
-    mine += [t for block in batch.blocks for t in (block.indptr, block.indices)]
-    assert {t.data_ptr() for t in mine} <= {t.data_ptr() for t, _ in held}
+@pytest.mark.parametrize("schedule", ["eager", "not model", "not side 1", "not side 2", 0, 1])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_batches_through_streams_equal_those_of_the_cpu(make, schedule, share, threads):
+    device = Device(schedule)
+    mine = through(make(threads=threads, in_degrees=True), device, share)
+    seen = []
+    for batch, want in zip(mine, make(), strict=True):
+        found = []
+        for tensor, right in zip(tensors(batch), tensors(want), strict=True):
+            found.append((torch.empty_like(right), right))
+            device.own.do(lambda to, tensor: to.copy_(tensor), found[-1][0], tensor)
+        seen.append(found)
+        assert batch.times.keys() == {"sample_s"}
+        assert [stage.name for stage in batch.stages] == ["gather", "copy"]
+        del batch
+    mine._transfer.close()
+    device.finish()
+    assert not device.faults
+    assert all(torch.equal(found, right) for batch in seen for found, right in batch)
 
 
-def test_a_gpu_that_cannot_read_the_host_is_sent_what_the_cpu_gathered(make, table, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    loader = make()
+def test_memory_of_an_epoch_left_early_is_not_mixed_up(make):
+    device = Device("not model")
+    loader = through(make(threads=2), device, 0.5)
+    found = []
+    for epoch in range(3):
+        for number, batch in enumerate(loader):
+            found.append((epoch, torch.empty_like(batch.x), torch.empty_like(batch.nodes)))
+            device.own.do(lambda to, x: to.copy_(x), found[-1][1], batch.x)
+            device.own.do(lambda to, nodes: to.copy_(nodes), found[-1][2], batch.nodes)
+            if number == 2:
+                break
+        loader.set_epoch(epoch + 1)
+    loader._transfer.close()
+    device.finish()
+    assert len(found) == 9
+    for _, x, nodes in found:
+        assert torch.equal(x, loader.table.rows[nodes])
+
+
+def test_degrees_come_with_the_blocks(make, graph):
+    for batch in make(in_degrees=True):
+        for block in batch.blocks:
+            assert torch.equal(block.degrees, graph.in_degrees()[block.nodes])
+            assert block.in_degrees is block.degrees
+            assert block.to("cpu").in_degrees is not None
+
+
+def test_a_sampler_that_counts_other_items_and_labels_by_itself(make, graph):
+    class Items:
+        num_items = 2 * NUM_NODES
+        inner = Sampler(graph, [2, 2])
+
+        def sample(self, seeds, epoch):
+            batch = self.inner.sample(seeds // 2, epoch)
+            batch.y = seeds.float()
+            return batch
+
+    items = torch.arange(0, 2 * NUM_NODES, 2)
+    loader = make(seeds=items, sampler=Items(), shuffle=False)
+    assert torch.equal(torch.cat([batch.y for batch in loader]), items.float())
+    with pytest.raises(ValueError, match=r"but the sampler has 6000 items"):
+        make(seeds=items + 2, sampler=Items())
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_no_share(make, share):
+    with pytest.raises(ValueError, match="copied_share"):
+        make(copied_share=share)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_gpu_that_cannot_read_the_host_is_sent_what_the_cpu_gathered(table, monkeypatch):
+    gpu = torch.device("cuda", 0)
     # a table that a GPU would refuse, and a device that says it cannot read it
     assert not table.rows.is_pinned()
     monkeypatch.setattr(module, "can_read_host", lambda device: False)
-    assert module._demand_device_rows(torch.device("cuda", 0), table) is None
-    assert module._is_sent(torch.device("cuda", 0), table)
-    loader._sent = True
-    seen = []
-    gather = type(table).gather
-    monkeypatch.setattr(
-        type(table), "gather", lambda *args, **more: seen.append(args) or gather(*args, **more)
-    )
-    seeds = loader.seeds[:50]
-    batch = loader._make(seeds, 0, Stream([])).batch
-    assert [len(args) for args in seen] == [3]
-    assert same(batch, make()._make(seeds, 0, None).batch)
+    assert module._demand_device_rows(gpu, table, 0.0) is None
+    assert module._is_sent(gpu, table)
     monkeypatch.setattr(module, "can_read_host", lambda device: True)
-    assert not module._is_sent(torch.device("cuda", 0), table)
+    assert not module._is_sent(gpu, table)
     with pytest.raises(ValueError, match=r"gcnzc\.pinned"):
-        module._demand_device_rows(torch.device("cuda", 0), table)
+        module._demand_device_rows(gpu, table, 0.5)
+    # all rows come by way of the CPU, which reads any table
+    assert module._demand_device_rows(gpu, table, 1.0) is None
+    sparse = FeatureTable(table.rows.to_sparse_csr())
+    assert module._demand_device_rows(gpu, sparse, 0.0) is None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("where", ["host", "device"])
-def test_gpu_batches_equal_those_of_the_cpu(make, table, device, where):
+@pytest.mark.parametrize(
+    ("where", "share", "priority"),
+    [("host", 0.0, 0), ("host", 0.4, -1), ("host", 1.0, 0), ("device", 0.0, -1)],
+)
+def test_gpu_batches_equal_those_of_the_cpu(make, table, device, where, share, priority):
     there = pinned(table.rows) if where == "host" else pinned(table.rows.to(device))
     with there as rows:
-        for mine, want in zip(make(device=device, table=rows), make(), strict=True):
+        loader = make(device=device, table=rows, copied_share=share, priority=priority)
+        for mine, want in zip(loader, make(), strict=True):
             assert mine.x.device == mine.nodes.device == mine.y.device
             assert mine.x.device.type == mine.blocks[0].indices.device.type == "cuda"
             cpu = Batch(
@@ -635,20 +676,49 @@ def test_gpu_batches_equal_those_of_the_cpu(make, table, device, where):
 
 
 @pytest.mark.gpu
-def test_gpu_memory_is_not_used_again_before_the_model_is_done(make, table, device):
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_gpu_memory_is_not_used_again_before_the_model_is_done(
+    make, table, device, share, monkeypatch
+):
+    lend = _Memory.empty
+
+    def poisoned(memory, shape, dtype, *writers):
+        """As soon as it is allowed, whoever is lent memory writes over all of it."""
+        tensor = lend(memory, shape, dtype, *writers)
+        writers[0].do(lambda: tensor.view(torch.uint8).fill_(255) if tensor.numel() else None)
+        for other in writers[1:]:
+            other.wait(writers[0].record())
+        return tensor
+
+    monkeypatch.setattr(_Memory, "empty", poisoned)
     with pinned(table.rows) as rows:
-        loader = make(device=device, table=rows, batch_size=100, threads=4)
+        loader = make(device=device, table=rows, batch_size=100, threads=4, copied_share=share)
         sums = []
         for batch in loader:
             # the model's stream is far behind when the batch is dropped
             torch.cuda._sleep(20_000_000)
             sums.append((batch.nodes.clone(), batch.x.clone()))
             del batch
-            # whoever takes over memory that is not protected writes over it at once
+            # whoever takes over memory of the allocator writes over it at once, too
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 torch.full((100 * 25 * 16,), float("nan"), device=device)
         for nodes, x in sums:
             assert torch.equal(x.cpu(), table.rows[nodes.cpu()])
+
+
+@pytest.mark.gpu
+def test_gpu_stages_lie_between_the_calls(make, table, device):
+    with pinned(table.rows) as rows:
+        loader = make(device=device, table=rows, copied_share=0.3)
+        began_s = time.perf_counter()
+        stages = [stage for batch in loader for stage in batch.stages]
+        torch.cuda.synchronize()
+        ended_s = time.perf_counter()
+    for stage in stages:
+        span = stage.span()
+        assert stage.is_past()
+        assert began_s - 0.01 < span.begin_s <= span.end_s < ended_s + 0.01
+        assert stage.seconds() == pytest.approx(span.end_s - span.begin_s, abs=1e-4)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gcnzc.metrics import loss_of, score
+from gcnzc.metrics import loss_of, score, score_pairs
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +75,58 @@ def test_loss_of_classes():
     logits, labels = torch.randn(5, 4), torch.tensor([0, 3, 1, 1, 2])
     expected = -logits.log_softmax(1)[torch.arange(5), labels].mean()
     torch.testing.assert_close(loss_of(logits, labels), expected)
+
+
+@pytest.fixture(scope="module")
+def link_evaluator(evaluator):
+    # its package is imported already
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from ogb.linkproppred import Evaluator
+    return Evaluator
+
+
+@pytest.fixture(params=["all different", "many equal"])
+def pair_scores(request):
+    generator = torch.Generator().manual_seed(0)
+    positives, negatives = torch.randn(300, generator=generator) + 0.5, torch.randn(
+        300, 40, generator=generator
+    )  # fmt: skip
+    if request.param == "many equal":
+        positives, negatives = positives.round(), negatives.round()
+    return positives, negatives
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [("ogbl-collab", "hits@50"), ("ogbl-ppa", "hits@100"), ("ogbl-ddi", "hits@20")],
+)
+def test_hits_are_ogb_s(name, metric, link_evaluator, pair_scores):
+    positives, negatives = pair_scores
+    for some in (negatives.flatten(), negatives.flatten()[:15], negatives.flatten()[:20]):
+        expected = link_evaluator(name).eval({"y_pred_pos": positives, "y_pred_neg": some})
+        assert score_pairs(positives, some, metric)[metric] == expected[metric]
+
+
+def test_mrr_is_ogb_s(link_evaluator, pair_scores):
+    positives, negatives = pair_scores
+    given = {"y_pred_pos": positives, "y_pred_neg": negatives}
+    expected = link_evaluator("ogbl-citation2").eval(given)
+    mine = score_pairs(positives, negatives, "mrr")
+    assert set(mine) == {"auc", "mrr", "hits@1", "hits@3", "hits@10"}
+    for name in ("mrr", "hits@1", "hits@3", "hits@10"):
+        assert mine[name] == pytest.approx(expected[f"{name}_list"].mean().item(), abs=1e-7)
+
+
+def test_auc_of_pairs_is_ogb_s(link_evaluator, pair_scores):
+    positives, negatives = pair_scores
+    given = {"y_pred_pos": positives, "y_pred_neg": negatives.flatten()}
+    expected = link_evaluator("ogbl-vessel").eval(given)["rocauc"]
+    assert score_pairs(positives, negatives, "auc") == {"auc": pytest.approx(expected)}
+
+
+@pytest.mark.parametrize(("metric", "rows"), [("f1", 2), ("mrr", 1)])
+def test_metrics_that_do_not_fit(metric, rows):
+    negatives = torch.randn((3, 4)[:rows])
+    with pytest.raises(ValueError, match=f"the metric {metric}"):
+        score_pairs(torch.randn(3), negatives, metric)

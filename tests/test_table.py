@@ -8,16 +8,19 @@ import platform
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from fake_driver import FakeDriver
 
-from gcnzc import locking
+import gcnzc
+from gcnzc import hot, locking
 from gcnzc import table as module
 from gcnzc.driver import Driver
 from gcnzc.kernels.gather import gather_reference
+from gcnzc.kernels.gather_gpu import Way, hot_rows
 from gcnzc.locking import Ledger
 from gcnzc.mappings import PAGE_BYTES as PAGE
 from gcnzc.table import FeatureTable, can_read_host, pinned
@@ -105,6 +108,40 @@ def test_codes_are_gathered_as_numbers(dtype, per, device):
     half = torch.empty(3, 12, dtype=torch.float16)
     assert table.gather(ids, half) is half
     assert torch.equal(half, expected.half())
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_table_keeps_its_way_and_gathers_by_it(quantized, device, monkeypatch):
+    way, plain = Way(programs=3, warps=4), FeatureTable(torch.randn(40, 20))
+    if quantized:
+        plain = FeatureTable.quantized(plain.rows)
+    mine = replace(plain, way=way)
+    assert mine.to("meta").way == way
+    with pinned(mine) as table:
+        assert table.way == way
+    cached = gcnzc.cached(mine, 0.5, torch.rand(40), device="cpu")
+    assert cached.way == way
+    told, ids = [], torch.randint(40, (60,))
+    for place, name in ((module, "gather"), (hot, "gather_hot")):
+        monkeypatch.setattr(place, name, listened(getattr(place, name), told))
+    assert torch.equal(mine.gather(ids), plain.gather(ids))
+    assert torch.equal(cached.gather(ids), plain.gather(ids))
+    assert told == [way, None, way, None]
+    if device.type == "cpu":
+        # as a GPU would
+        copied = replace(cached, copies=hot_rows(plain.rows, cached.hot, device))
+        assert torch.equal(copied.gather(ids), plain.gather(ids))
+        assert told[-2:] == [way, None]
+
+
+def listened(gather, told):
+    """`gather`, which tells the way that it was asked to go."""
+
+    def gather_and_tell(*given, way, **options):
+        told.append(way)
+        return gather(*given, way=way, **options)
+
+    return gather_and_tell
 
 
 def test_scales_go_to_a_device_once():

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 
-from gcnzc.timeline import Span, share_under, write_trace
+from gcnzc.streams import clock_of
+from gcnzc.timeline import Seconds, Span, Stage, share_under, write_trace
 
 
 def spans(name, *parts, lane="a"):
@@ -46,3 +48,45 @@ def test_a_trace_has_a_lane_for_each_thread(tmp_path):
         ("worker 1", "gather", 1_000_000.0, 250_000.0),
         ("model", "compute", 250_000.0, 1_750_000.0),
     ]
+
+
+class Later:
+    """A moment that is past when it is told to be, or waited for."""
+
+    def __init__(self, time_s):
+        self.at_s, self.past = time_s, False
+
+    def is_past(self):
+        return self.past
+
+    def time_s(self):
+        self.past = True
+        return self.at_s
+
+    def seconds_to(self, later):
+        return later.time_s() - self.time_s()
+
+
+def test_seconds_of_stages_that_end_later():
+    moments = [Later(second) for second in (1.0, 1.5, 4.0)]
+    seconds = Seconds({"gather_s": 2.0})
+    gather = Stage("gather", "stream", *moments[:2])
+    compute = Stage("compute", "model", *moments[1:])
+    seconds.add([gather, compute])
+    # nobody waited for them
+    assert not any(moment.past for moment in moments)
+    moments[1].past = True
+    seconds.add([])
+    assert not moments[2].past
+    seconds.add_seconds("sample_s", 0.25)
+    assert seconds.all() == {"gather_s": 2.5, "compute_s": 2.5, "sample_s": 0.25}
+    assert moments[2].past
+    assert gather.span() == Span("gather", "stream", 1.0, 1.5)
+
+
+def test_moments_of_the_host_are_past_at_once():
+    now = clock_of(torch.device("cpu"))
+    first, second = now(), now()
+    assert first.is_past()
+    assert first.time_s() <= second.time_s()
+    assert first.seconds_to(second) == second.time_s() - first.time_s()

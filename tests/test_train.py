@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc import prepare
+import gcnzc
+import gcnzc.train
+from gcnzc import load, plan, prepare
 from gcnzc.config import EvaluateConfig, TrainConfig
 from gcnzc.datasets import ogb
 from gcnzc.datasets.generate import Shape, generate, make
+from gcnzc.hot import CachedTable
+from gcnzc.kernels.gather_gpu import Way
 from gcnzc.progress import Quiet
 from gcnzc.train import evaluate, new_folder, train
 
@@ -49,6 +53,108 @@ def test_threads_and_repetition_do_not_matter(config, tmp_path):
         not torch.equal(parameters(tmp_path / "other")[name], value)
         for name, value in parameters(tmp_path / "one").items()
     )
+
+
+class Listener(Quiet):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def planned(graph, monkeypatch, folder, **values):
+    """Keep a plan for this machine and the features of `graph`."""
+    monkeypatch.setenv("GCNZC_CACHE", str(folder))
+    usual = {"layout": "vector", "programs": 5, "warps": 4, "vectors": 2, "hot": 0.3}
+    usual |= {"threads": 3, "ahead": 7, "copied_share": 0.5} | values
+    choices = {name: plan.Choice(value, "", "measured", {}) for name, value in usual.items()}
+    table = load(graph).table
+    key = plan.key_of(torch.device("cpu"), table)
+    plan.keep(plan.Plan(key, "g", table.num_rows, "2026-01-02T03:04:05", choices))
+
+
+@pytest.fixture
+def loaders(monkeypatch):
+    """The settings of all loaders of runs; without those that a CPU has no use for."""
+    made = []
+
+    def loader(*given, **options):
+        made.append(original(*given, **options))
+        return made[-1]
+
+    original = gcnzc.train.Loader
+    monkeypatch.setattr(gcnzc.train, "Loader", loader)
+    return made
+
+
+def test_a_plan_is_used_and_changes_no_result(config, tmp_path, monkeypatch, loaders):
+    config, reporter = replace(config, device="cpu"), Listener()
+    train(config, tmp_path / "plain", reporter)
+    assert not any("plan" in text for text in reporter.said)
+    planned(config.data, monkeypatch, tmp_path / "cache")
+    train(config, tmp_path / "planned", reporter)
+    assert [text for text in reporter.said if "plan" in text] == [
+        "plan of 2026-01-02: 3 threads, 7 batches ahead, 50% of the rows copied; "
+        "--no-plan leaves it aside"
+    ]
+    reporter.said.clear()
+    train(replace(config, plan=False), tmp_path / "no-plan", reporter)
+    assert not any("plan of" in text for text in reporter.said)
+    # what the command line says goes before it, and look-ahead goes with threads
+    train(replace(config, threads=2), tmp_path / "threads", reporter)
+    usual, planned_for, without, asked = ((made.threads, made.ahead) for made in loaders)
+    assert planned_for == (3, 7)
+    assert usual == without
+    assert asked == (2, 3)
+    for name in ("planned", "no-plan", "threads"):
+        for part, value in parameters(tmp_path / "plain").items():
+            assert torch.equal(parameters(tmp_path / name)[part], value)
+
+
+@pytest.mark.parametrize(("threads", "ahead"), [(1, 1), (1, 5), (4, 2), (3, 9)])
+def test_minibatches_are_the_same_bits_with_any_plan(config, threads, ahead, loaders, tmp_path):
+    train(replace(config, epochs=1, device="cpu"), tmp_path / "run")
+    (usual,) = loaders
+    way = Way("wrapped", programs=1, warps=2, vectors=1)
+    planned = gcnzc.Loader(
+        usual.graph,
+        replace(usual.table, way=way),
+        usual.seeds,
+        list(config.fanouts),
+        config.batch_size,
+        labels=usual.labels,
+        seed=config.seed,
+        threads=threads,
+        ahead=ahead,
+        copied_share=0.3,
+    )
+    usual.set_epoch(0)
+    assert len(usual) > 4
+    for mine, its in zip(usual, planned, strict=True):
+        for name in ("nodes", "seeds", "x", "y"):
+            assert torch.equal(getattr(mine, name), getattr(its, name))
+        for ours, theirs in zip(mine.blocks, its.blocks, strict=True):
+            assert torch.equal(ours.indices, theirs.indices)
+
+
+@pytest.mark.parametrize(("asked", "share"), [("auto", 0.3), ("0.1", 0.1)])
+def test_a_planned_hot_set_is_used_where_one_is_asked_for(
+    asked, share, config, tmp_path, monkeypatch, loaders
+):
+    planned(config.data, monkeypatch, tmp_path / "cache")
+    config = replace(config, epochs=1, device="cpu", hot=asked)
+    train(config, tmp_path / "plain")
+    train(replace(config, features="cached"), tmp_path / "cached")
+    train(replace(config, features="cached", plan=False), tmp_path / "usual")
+    assert not isinstance(loaders[0].table, CachedTable)
+    assert [loader.table.num_hot for loader in loaders[1:]] == [
+        round(share * 2000),
+        400 if asked == "auto" else 200,
+    ]
+    # hot rows leave others to copy than those that were measured
+    assert [loader.copied_share for loader in loaders] == [0.5, 0.0, 0.0]
 
 
 def test_the_callers_random_numbers_are_left_alone(config, tmp_path):

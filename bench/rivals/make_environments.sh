@@ -20,7 +20,7 @@ fi
 if ! "$folder/pyg/bin/python" -c "import torch_geometric, torch_sparse" 2>/dev/null; then
     rm -rf "$folder/pyg"
     "$python" -m venv "$folder/pyg"
-    "$folder/pyg/bin/pip" install "torch==2.13.0" "torch_geometric==2.8.1" numpy scipy psutil \
+    "$folder/pyg/bin/pip" install "torch==2.13.0" "torch_geometric==2.8.1" numpy scipy scikit-learn psutil \
         setuptools wheel
     # they look for the installed torch while they are compiled
     "$folder/pyg/bin/pip" install --no-build-isolation "torch-scatter==2.1.2" "torch-sparse==0.6.18"

@@ -88,9 +88,9 @@ def test_the_nearest_names_are_suggested(name: str, hint: str) -> None:
     [
         ("ogbn-mag", "heterogeneous"),
         ("MAG240M", "heterogeneous"),
-        ("ogbl-collab", "a link-level set"),
-        ("ogbl_ppa", "a link-level set"),
-        ("wikikg90mv2", "a link-level set"),
+        ("ogbl_wikikg2", "a knowledge graph"),
+        ("ogbl-biokg", "a knowledge graph"),
+        ("wikikg90mv2", "a knowledge graph"),
         ("ogbg-molhiv", "a graph-level set"),
         ("pcqm4m-v2", "a graph-level set"),
     ],
@@ -100,3 +100,9 @@ def test_sets_of_other_kinds_are_refused(name: str, kind: str) -> None:
         catalog.get(name)
     with pytest.raises(ValueError, match=rf"{name} is {kind}.*\n\nhint: "):
         download.lookup(name)
+
+
+def test_sets_of_links_are_no_node_sets() -> None:
+    with pytest.raises(ValueError, match=r"ogbl_ppa is a link-level set.*\n\nhint: "):
+        catalog.get("ogbl_ppa")
+    catalog.refuse_other_kinds("ogbl_ppa", links=True)

@@ -253,9 +253,13 @@ def test_a_disk_that_fills(site: Site, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_table_is_ogbs() -> None:
     sets = table()
-    assert list(sets) == ["ogbn-proteins", "ogbn-products", "ogbn-arxiv", "ogbn-papers100M"]
+    assert list(sets) == [
+        *("ogbn-proteins", "ogbn-products", "ogbn-arxiv", "ogbn-papers100M"),
+        *("ogbl-ppa", "ogbl-collab", "ogbl-citation2", "ogbl-ddi", "ogbl-vessel"),
+    ]
     assert sets["ogbn-arxiv"].url.endswith("/nodeproppred/arxiv.zip")
     assert lookup("ogbn_ARXIV").folder_name == "ogbn_arxiv_v1"
+    assert lookup("ogbl_collab").url.endswith("/linkproppred/collab.zip")
 
 
 def test_names_that_are_not_ogbs() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gcnzc.graph import Graph
-from gcnzc.interop import dgl as door
+from gcnzc.interop import dgl_door as door
 from gcnzc.interop.dgl import DglSampler, graphbolt_works, import_dgl
 from gcnzc.sampler import Sampler
 

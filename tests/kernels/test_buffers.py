@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-from gcnzc.kernels import buffers
 from gcnzc.kernels.buffers import SMALL_BYTES, Pool
 
 BIG = (1000, 100)  # 400 kB of float32
@@ -145,16 +144,15 @@ def test_threads_share_a_pool():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_loop_that_drops_what_it_asks_for_makes_nothing_anew(depth, monkeypatch):
+def test_a_loop_that_drops_what_it_asks_for_makes_nothing_anew(depth):
     """Batches of several arrays whose sizes vary, of which `depth` live at a time."""
-    pool, made = Pool(), []
-    new_block = buffers._new_block
+    made = []
 
     def counted(num_bytes):
         made.append(num_bytes)
-        return new_block(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(buffers, "_new_block", counted)
+    pool = Pool(counted)
     held = []
     for turn in range(60):
         rows = 1000 + turn * 7 % 40
@@ -189,3 +187,54 @@ def test_dropped_while_the_pool_is_busy():
         del tensor
         assert not pool._idle
     assert pool.idle_bytes > 0
+
+
+def test_events_of_the_last_borrower_come_with_the_memory():
+    pool = Pool(small_bytes=0)
+    events = iter([["first"], ["second"], []])
+
+    def lend():
+        return pool.lend(10, torch.uint8, lambda: next(events))
+
+    tensor, before = lend()
+    address = tensor.data_ptr()
+    assert list(before) == []
+    kept = tensor[3:4]
+    del tensor
+    assert pool.idle_bytes == 0  # it is still read
+    del kept
+    for expected in (["first"], ["second"], []):
+        tensor, before = lend() if expected != [] else pool.lend(10, torch.uint8)
+        assert tensor.data_ptr() == address
+        assert list(before) == expected
+        del tensor
+
+
+def test_memory_that_is_let_go_of_is_told_with_its_events():
+    ended = []
+    pool = Pool(small_bytes=0, before_end=ended.extend)
+    tensors = [pool.lend(1 << 16, torch.uint8, lambda n=n: [n])[0] for n in range(3)]
+    tensors.clear()
+    assert ended == []
+    # as much as was lent at one time, but in one piece
+    large = pool.empty(3 << 16, torch.uint8)
+    assert sorted(ended) == [0, 1, 2]
+    del large
+
+
+def test_no_bytes_are_lent_too():
+    pool = Pool(small_bytes=0)
+    tensor, _ = pool.lend((0, 7), torch.float32)
+    assert tensor.shape == (0, 7)
+    assert tensor.dtype == torch.float32
+
+
+def test_events_are_told_also_if_the_pool_ends_first():
+    ended = []
+    pool = Pool(small_bytes=0, before_end=ended.extend)
+    idle, lent = (pool.lend(10, torch.uint8, lambda n=n: [n])[0] for n in ("idle", "lent"))
+    del idle
+    del pool
+    assert ended == ["idle"]
+    del lent
+    assert ended == ["idle", "lent"]

@@ -13,19 +13,22 @@ from dataclasses import asdict, dataclass
 
 import pytest
 
+from gcnzc.tune import SHAPES
+
 PROGRAM = """
 import json, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gcnzc.kernels.gather_gpu import EXPONENT_BITS, WARPS, _gather_rows, constants
+from gcnzc.kernels.gather_gpu import EXPONENT_BITS, WARPS, Way, _gather_rows, constants
 from gcnzc.kernels.lanes import lanes_of
 
 def program(case, arch):
     place = [case[name] for name in ("layout", "row_bytes", "stride_bytes", "base", "item_bytes")]
     lanes = lanes_of(*place)
     word = getattr(torch, case["word"])
-    options = constants(lanes, case["stride_bytes"], case["base"], word, case["out_stride"])
+    way = Way(warps=case["warps"] or None, vectors=case["vectors"] or None)
+    options = constants(lanes, case["stride_bytes"], case["base"], word, case["out_stride"], way)
     options |= {"ORDERED": case["ordered"], "CHECKED": case["checked"]}
     options["HOT_VECTORS"] = case["hot_vectors"]
     options |= {"SCALED": case["scaled"], "SCALE_COLUMNS": case["scale_columns"]}
@@ -45,7 +48,7 @@ def program(case, arch):
     signature = types | {name: "constexpr" for name in options}
     source = ASTSource(_gather_rows, signature, numbers, attributes)
     target = GPUTarget("cuda", arch, 32)
-    compiled = compile(source, target, options={"num_warps": WARPS})
+    compiled = compile(source, target, options={"num_warps": way.warps or WARPS})
     return {"ptx": compiled.asm["ptx"], "lanes": lanes.lanes, "vector_bytes": lanes.vector_bytes}
 
 cases, arch = json.loads(sys.argv[2]), int(sys.argv[1])
@@ -70,6 +73,8 @@ class Case:
     scaled: int = 0
     scale_columns: int = 0
     codes: str = "int8"
+    warps: int = 0  # as usual
+    vectors: int = 0
 
     def words(self) -> dict:
         sizes = {"int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "float32": 4}
@@ -109,6 +114,13 @@ NARROW = [
 ]
 
 
+# every shape of programs that `gcnzc check --tune` tries
+SHAPED = [
+    Case("shifted", 400, 400, 0, 4, "int64", warps=warps, vectors=vectors)
+    for warps, vectors in SHAPES
+]
+
+
 def compiled(cases, arch, folder):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
@@ -127,6 +139,15 @@ def global_bytes(ptx, verb):
     """Bytes that each instruction moves for a lane."""
     found = re.findall(rf"\b{verb}\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
     return [int(count or 1) * int(bits) // 8 for count, bits in found]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_each_lane_has_as_many_loads_in_flight_as_it_is_told(arch, tmp_path):
+    for case, made in zip(SHAPED, compiled(SHAPED, arch, tmp_path), strict=True):
+        loads = global_bytes(made["ptx"], "ld")
+        assert loads.count(16) == case.vectors, case
+        # an id for each row
+        assert len(loads) == 2 * case.vectors
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 
-from gcnzc.kernels.gather import gather_reference
-from gcnzc.kernels.gather_gpu import chase, gather_rows, hot_rows, read_dense
+from gcnzc.kernels import gather, gather_gpu
+from gcnzc.kernels.gather import gather_reference, gather_triton
+from gcnzc.kernels.gather_gpu import Way, chase, gather_rows, hot_rows, read_dense
+from gcnzc.kernels.gather_hot import gather_hot
 from gcnzc.kernels.lanes import LAYOUTS, LINE_BYTES
 
 # rows of 16 B and more begin on a multiple of one of these; the last is a line
@@ -97,6 +99,83 @@ def test_any_number_of_programs_and_ids(layout, programs, id_dtype, device):
         ids = torch.randint(50, (num_ids,), dtype=id_dtype, device=device)
         found = gather_rows(table, ids, layout=layout, programs=programs)
         assert same_bits(found, table[ids])
+
+
+WAYS = [
+    Way(),
+    Way("scalar"),
+    Way("wrapped", programs=1, warps=4, vectors=2),
+    Way("vector", programs=7, warps=2, vectors=1),
+    Way("pitched", warps=1, vectors=8),
+    Way(programs=3, warps=16, vectors=4),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("row_bytes", "unit"), [(100, 4), (128, 128), (1204, 4)])
+def test_every_way_gathers_the_same(way, row_bytes, unit, device):
+    table = table_of(row_bytes, unit, torch.float32, device, num_rows=150)
+    ids = torch.randint(150, (400,), device=device)
+    assert same_bits(gather_triton(table, ids, way=way), table[ids])
+    hot = hot_rows(table.cpu(), torch.arange(0, 150, 3), device)
+    if device.type == "cpu":
+        assert same_bits(gather_hot(table, ids, hot, way=way), table[ids])
+    codes = torch.randint(-127, 128, (90, 33), dtype=torch.int8, device=device)
+    scales = torch.rand(90, device=device)
+    ids = torch.randint(90, (300,), device=device)
+    expected = gather_reference(codes, ids, scales)
+    assert same_bits(gather_triton(codes, ids, scales=scales, way=way), expected)
+
+
+def test_a_way_is_what_the_kernel_is_launched_with(device, monkeypatch):
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *given, **options: launched.append((grid, options))
+
+    monkeypatch.setattr(gather_gpu, "_gather_rows", Kernel())
+    table = table_of(400, 16, torch.float32, device, num_rows=50)
+    ids = torch.randint(50, (5000,), device=device)
+    gather_rows(table, ids, way=Way("wrapped", programs=5, warps=4, vectors=2))
+    # rows of 400 B take 32 lanes of 16 B: 4 warps of 2 vectors are 8 rows
+    ((grid, options),) = launched
+    assert grid == (5,)
+    assert (options["num_warps"], options["ROWS"], options["WRAPPED"]) == (4, 8, True)
+    # what is said beside it goes before it
+    gather_rows(table, ids, layout="vector", programs=2, way=Way("wrapped", programs=5))
+    grid, options = launched[1]
+    assert (grid, options["WRAPPED"], options["num_warps"]) == ((2,), False, 8)
+    # no more programs than there is work for
+    gather_rows(table, ids[:17], way=Way(programs=50, warps=4, vectors=2))
+    assert launched[2][0] == (3,)
+    # by the doors that others take, too
+    hot = hot_rows(table.cpu(), torch.arange(3), device)
+    gather_triton(table, ids, way=Way(programs=6))
+    gather_hot(table, ids, hot, way=Way("wrapped", programs=7))
+    assert [grid for grid, _ in launched[3:]] == [(6,), (7,)]
+    # hot rows are read by whole vectors, whatever the way
+    assert launched[-1][1]["HOT_VECTORS"] > 0
+    assert not launched[-1][1]["WRAPPED"]
+
+
+def test_a_gpu_s_gather_is_told_its_way(monkeypatch):
+    told = []
+    monkeypatch.setattr(gather, "gather_triton", lambda *given, way, **options: told.append(way))
+    ids = torch.zeros(3, dtype=torch.int64, device="meta")
+    gather.gather(torch.zeros(5, 4), ids, way=Way(programs=8))
+    gather.gather(torch.zeros(5, 4), ids)
+    assert told == [Way(programs=8), None]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"layout": "diagonal"}, {"programs": 0}, {"warps": 3}, {"warps": 64}, {"vectors": 0}],
+    ids=str,
+)
+def test_no_way(wrong):
+    with pytest.raises(ValueError, match=r"(?s)cannot be shared as .*hint: "):
+        Way(**wrong)
 
 
 def test_in_another_order(device):

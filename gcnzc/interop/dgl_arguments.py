@@ -1,0 +1,98 @@
+"""What of the arguments of DGL's loader is refused, by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.interop.dgl_door import import_dgl
+
+
+def demand_graph(graph: Any) -> None:
+    """Refuse what is no graph of one type of nodes and one of edges, on the host.
+
+    Raises:
+        ValueError: it is not.
+    """
+    dgl = import_dgl()
+    if not isinstance(graph, dgl.DGLGraph):
+        raise ValueError(
+            f"DataLoader does not support {type(graph).__name__}\n\nhint: a dgl.DGLGraph"
+        )
+    if len(graph.ntypes) != 1 or len(graph.etypes) != 1:
+        raise ValueError(
+            f"DataLoader does not support graphs with node types {graph.ntypes} and edge types "
+            f"{graph.etypes}\n\nhint: dgl.to_homogeneous(graph) makes one type of each"
+        )
+    if graph.device.type != "cpu":
+        raise ValueError(
+            f"the graph lies on {graph.device}, but neighbours are drawn on the host\n\n"
+            f"hint: graph.cpu(), and device='{graph.device}' for the minibatches"
+        )
+
+
+def demand_sampler(graph_sampler: Any, sampler: Any) -> None:
+    """Refuse a DGL sampler that gives no blocks, or has edge types; and who draws, if nobody.
+
+    Raises:
+        ValueError: it is of these.
+    """
+    loading = import_dgl().dataloading
+    if sampler not in ("gcnzc", "dgl"):
+        raise ValueError(
+            f"sampler={sampler!r}\n\nhint: 'gcnzc' or 'dgl'; shuffle puts indices in another order"
+        )
+    inner = graph_sampler
+    if isinstance(graph_sampler, loading.EdgePredictionSampler):
+        inner = graph_sampler.sampler
+        if graph_sampler.reverse_etypes is not None or graph_sampler.exclude == "reverse_types":
+            raise ValueError(
+                "DataLoader does not support reverse_etypes, for it has no edge types\n\n"
+                "hint: exclude='reverse_id' with reverse_eids"
+            )
+    if not isinstance(inner, loading.BlockSampler):
+        raise ValueError(
+            f"DataLoader does not support {type(inner).__name__}\n\n"
+            "hint: NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler, another sampler "
+            "of blocks, or as_edge_prediction_sampler around one"
+        )
+    if inner.output_device is not None and torch.device(inner.output_device).type != "cpu":
+        raise ValueError(
+            f"DataLoader does not support a sampler's output_device {inner.output_device}\n\n"
+            "hint: DataLoader(..., device=...)"
+        )
+
+
+def demand_items(indices: Any, graph: Any, is_edges: bool) -> Tensor:
+    """`indices` as int64, on the host.
+
+    Raises:
+        ValueError: they are not ids of nodes, or of edges, all different.
+    """
+    if isinstance(indices, Mapping):
+        raise ValueError(
+            f"DataLoader does not support indices by type: {list(indices)}\n\n"
+            "hint: a tensor of ids; there is one type of nodes and one of edges"
+        )
+    items = torch.as_tensor(indices).cpu()
+    if items.ndim != 1 or items.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"indices are of {items.dtype} and shape {tuple(items.shape)}\n\n"
+            "hint: one row of int64 ids; a mask becomes ids with .nonzero().flatten()"
+        )
+    count, kind = (graph.num_edges(), "edges") if is_edges else (graph.num_nodes(), "nodes")
+    if len(items):
+        ordered = items.sort().values
+        if ordered[0] < 0 or ordered[-1] >= count:
+            raise ValueError(
+                f"indices reach from {int(ordered[0])} to {int(ordered[-1])}, but the graph has "
+                f"{count} {kind}\n\nhint: {kind} are counted from 0"
+            )
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(twice) > 0:
+            raise ValueError(
+                f"index {int(twice[0])} occurs twice ({len(twice)} too many)\n\n"
+                "hint: indices.unique()"
+            )
+    return items.long()

@@ -1,0 +1,223 @@
+"""DGL's `DataLoader`, over gcnzc's loader.
+
+A minibatch is what DGL's loader yields for the same sampler: input nodes, output nodes and blocks,
+or input nodes, pair graphs and blocks, which are DGL's own blocks and graphs.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data.distributed import DistributedSampler
+
+from gcnzc.interop.columns import Column
+from gcnzc.interop.dgl_arguments import demand_graph, demand_items, demand_sampler
+from gcnzc.interop.dgl_blocks import Blocks, fill
+from gcnzc.interop.dgl_door import demand_cuda, import_dgl
+from gcnzc.interop.dgl_makers import Maker, OurEdges, OurNodes, Theirs, is_ours
+from gcnzc.interop.minibatches import Carrier, Minibatches, Options, torch_options
+from gcnzc.sampler import Block
+from gcnzc.table import FeatureTable
+
+
+class DataLoader(Minibatches):
+    """`dgl.dataloading.DataLoader`, with its arguments and its minibatches.
+
+    The arguments up to `gpu_cache` are DGL's, and so is `num_workers`; docs/interop.md lists what
+    of them is supported. What is not is refused by name. The others are gcnzc's.
+
+    Args:
+        graph: a `dgl.DGLGraph` with one type of nodes and one of edges, on the host.
+        indices: ids of nodes to iterate over, or of edges, if `graph_sampler` is for edges; all
+            different.
+        graph_sampler: a DGL sampler of blocks, or `as_edge_prediction_sampler` around one.
+        device: where minibatches are handed out; on the host if None. A GPU, for which DGL's build
+            must have CUDA, reads the first of `prefetch_node_feats` in place.
+        use_ddp: share the items out to the workers of torch's default process group.
+        ddp_seed: the seed, if `seed` is None.
+        use_uva: as `device="cuda"`, if that is None: features are always read in place.
+        sampler: "gcnzc" lets gcnzc draw for the samplers that it can draw for, in-neighbours
+            uniformly without replacement, and DGL for others; "dgl" lets DGL draw for all.
+        seed: orders the items and draws; an integer of 64 bits.
+        threads: that make minibatches; `num_workers` if that is above 0, else one per core, but
+            four at most.
+        ahead: minibatches that are begun or ready at most, besides the one that is handed out.
+        tables: of features, in the place of the graph's node data of those names.
+
+    Raises:
+        ValueError: what is not supported, named; or what makes no sense.
+        RuntimeError: there is no DGL; or minibatches are to go to a GPU, for which it has no CUDA.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        indices: Any,
+        graph_sampler: Any,
+        device: torch.device | str | None = None,
+        use_ddp: bool = False,
+        ddp_seed: int = 0,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        shuffle: bool = False,
+        use_prefetch_thread: bool | None = None,
+        use_alternate_streams: bool | None = None,
+        pin_prefetcher: bool | None = None,
+        use_uva: bool = False,
+        gpu_cache: Any = None,
+        *,
+        sampler: Literal["gcnzc", "dgl"] = "gcnzc",
+        seed: int | None = None,
+        threads: int | None = None,
+        ahead: int | None = None,
+        tables: Mapping[str, FeatureTable] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        demand_graph(graph)
+        demand_sampler(graph_sampler, sampler)
+        if gpu_cache is not None:
+            raise ValueError(
+                "DataLoader does not support gpu_cache\n\n"
+                "hint: tables={'feat': table} with a table of gcnzc.cached"
+            )
+        num_workers, left = torch_options(kwargs, "DataLoader")
+        if left:
+            raise TypeError(f"DataLoader has no argument {', '.join(sorted(left))}")
+        self.graph, self.indices, self.graph_sampler = graph, indices, graph_sampler
+        self.shuffle, self.use_uva = shuffle, use_uva
+        self.use_ddp, self.ddp_seed = use_ddp, ddp_seed
+        rank, world_size = _rank_and_world_size() if use_ddp else (0, 1)
+        options = Options(
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=ddp_seed if seed is None else seed,
+            rank=rank,
+            world_size=world_size,
+            threads=threads or num_workers or None,
+            ahead=ahead,
+            device=torch.device(device or ("cuda" if use_uva else "cpu")),
+        )
+        if options.device.type == "cuda":
+            demand_cuda(options.device)
+        self._tables = dict(tables or {})
+        self._blocks = Blocks(graph)
+        self._is_edges = isinstance(graph_sampler, import_dgl().dataloading.EdgePredictionSampler)
+        self._items = demand_items(indices, graph, self._is_edges)
+        super().__init__(self._blocks.columns.graph, self._items, len(self._items), options)
+        self.drawn_by: str = "gcnzc" if sampler == "gcnzc" and is_ours(graph_sampler) else "dgl"
+        self._maker = self._made_maker()
+        self._columns: dict[tuple[bool, str], Column] = {}
+        self._begin()
+
+    def sample(self, seeds: Tensor, epoch: int) -> Carrier:
+        """For `gcnzc.Loader`: a minibatch of the items at the places `seeds`, on the host."""
+        result = self._maker.make(self._items[seeds], epoch)
+        blocks = result[-1]
+        wide = self._wide
+        for place, block in enumerate(blocks):
+            fill(block, partial(self._gathered, wide if place == 0 else None))
+        for part in result[1:-1]:
+            if not isinstance(part, Tensor):
+                fill(part, partial(self._gathered, None))
+        nodes = result[0].long()
+        return Carrier(nodes, nodes[:0], (_nothing(nodes),), made=result)
+
+    def _begin(self) -> None:
+        self._demand_names()
+        for (of_nodes, name), column in list(self._columns.items()):
+            data = self._data(of_nodes)
+            given = of_nodes and name in self._tables
+            if not given and not (name in data and column.rows is data[name]):
+                del self._columns[of_nodes, name]
+        names = _names(_block_sampler(self.graph_sampler).prefetch_node_feats)
+        columns = (self._column(True, name) for name in names)
+        fitting = (column for column in columns if column.table is not None)
+        self._wide = next((column for column in fitting if column.rows.ndim > 1), None)
+        self._read_first(self._wide)
+
+    def _handed_over(self, batch: Carrier) -> Any:
+        *parts, blocks = batch.made
+        if self.device.type != "cpu":
+            parts = [part.to(self.device) for part in parts]
+            blocks = [block.to(self.device) for block in blocks]
+        wide = self._wide
+        if wide is not None:
+            assert batch.x is not None, "the loader has its table"
+            blocks[0].srcdata[wide.name] = batch.x.view(len(batch.x), *wide.shape)
+        return (*parts, blocks)
+
+    def _made_maker(self) -> Maker:
+        if self.drawn_by == "dgl":
+            return Theirs(self.graph, self.graph_sampler, self.options.seed)
+        make = OurEdges if self._is_edges else OurNodes
+        return make(self._blocks, self.graph_sampler, self.options.seed)
+
+    def _gathered(
+        self, wide: Column | None, of_nodes: bool, name: str, ids: Tensor
+    ) -> Tensor | None:
+        # the sources of the outermost block are what `gcnzc.Loader` gathers rows of
+        if wide is not None and of_nodes and name == wide.name:
+            return None
+        return self._column(of_nodes, name).on_host(ids)
+
+    def _column(self, of_nodes: bool, name: str) -> Column:
+        found = self._columns.get((of_nodes, name))
+        if found is None:
+            rows = self._tables.get(name) if of_nodes else None
+            if rows is None:
+                rows = self._data(of_nodes)[name]
+            count = self.graph.num_nodes() if of_nodes else self.graph.num_edges()
+            found = Column(name, rows, count, self.device, self._locks)
+            self._columns[of_nodes, name] = found
+        return found
+
+    def _data(self, of_nodes: bool) -> Any:
+        return self.graph.ndata if of_nodes else self.graph.edata
+
+    def _demand_names(self) -> None:
+        """Look at the names that are to be fetched, before any thread does."""
+        inner = _block_sampler(self.graph_sampler)
+        of_nodes = [*self.graph.ndata, *self._tables]
+        of_edges = list(self.graph.edata)
+        asked: list[tuple[str, Any, list[str]]] = [
+            ("prefetch_node_feats", inner.prefetch_node_feats, of_nodes),
+            ("prefetch_labels", inner.prefetch_labels, of_nodes),
+            ("prefetch_edge_feats", inner.prefetch_edge_feats, of_edges),
+        ]
+        if self._is_edges:
+            asked.append(("prefetch_labels", self.graph_sampler.prefetch_labels, of_edges))
+        for what, names, there in asked:
+            for name in _names(names):
+                if name not in there:
+                    kind = "node" if there is of_nodes else "edge"
+                    raise ValueError(
+                        f"{what} asks for {name!r}, but the graph's {kind} data has "
+                        f"{', '.join(map(repr, there)) or 'nothing'}\n\n"
+                        f"hint: graph.{kind[0]}data[{name!r}] = ..."
+                    )
+
+
+def _block_sampler(graph_sampler: Any) -> Any:
+    return getattr(graph_sampler, "sampler", graph_sampler)
+
+
+def _names(asked: Any) -> list[str]:
+    """Names of data, which may be given by the one type of nodes or edges that there is."""
+    if isinstance(asked, Mapping):
+        return [name for names in asked.values() for name in names]
+    return list(asked or [])
+
+
+def _nothing(nodes: Tensor) -> Block:
+    # a batch that is sent to a GPU has blocks, and DGL moves its own
+    empty = torch.empty(0, dtype=torch.int32)
+    return Block(torch.zeros(1, dtype=torch.int64), empty, num_src=0, num_dst=0, nodes=nodes[:0])
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    # torch.distributed has its one door elsewhere
+    asked: DistributedSampler[Any] = DistributedSampler(cast(Any, range(1)))
+    return asked.rank, asked.num_replicas

@@ -1,0 +1,59 @@
+"""Neighbourhoods as PyG has them: every node is drawn for once, at the hop after it was met."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gcnzc.graph import Graph
+from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.philox import split_key
+from gcnzc.kernels.sample import Sample, Workspace, sample
+from gcnzc.sampler import demand_fanouts, demand_seeds
+
+
+class Draw:
+    """Draws neighbourhoods; any number of threads may do so at once.
+
+    Args:
+        graph: on the host.
+        num_neighbors: neighbours kept at each hop, that of the seeds first; -1 keeps all.
+        seed: the key of every choice, an integer of 64 bits.
+
+    Raises:
+        ValueError: numbers of neighbours that mean nothing, or a seed of more bits.
+    """
+
+    def __init__(self, graph: Graph, num_neighbors: Sequence[int], seed: int) -> None:
+        self.graph = graph
+        self.num_neighbors = demand_fanouts(num_neighbors)
+        split_key(seed)  # refuses what is no key
+        self._seed = seed
+        # one for each thread that samples at this moment; append and pop need no lock
+        self._idle: list[Workspace] = []
+
+    def __call__(self, seeds: Tensor, epoch: int, pool: Pool) -> Sample:
+        """The neighbourhood of `seeds`, in memory of `pool`.
+
+        Args:
+            seeds: (S,) int64 ids of nodes, on the host.
+            epoch: in [0, 2**32).
+            pool: lends the memory.
+
+        Raises:
+            ValueError: a seed that is no node.
+        """
+        workspace = self._idle.pop() if self._idle else Workspace()
+        drawn = sample(
+            self.graph.indptr,
+            self.graph.indices,
+            demand_seeds(seeds, self.graph.num_nodes),
+            self.num_neighbors,
+            self._seed,
+            epoch,
+            edge_ids=True,
+            once=True,
+            workspace=workspace,
+            empty=pool.empty,
+        )
+        self._idle.append(workspace)
+        return drawn

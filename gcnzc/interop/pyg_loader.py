@@ -1,0 +1,123 @@
+"""PyG's `NeighborLoader`, over gcnzc's loader."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.interop.minibatches import CPU, Carrier
+from gcnzc.interop.pyg_arguments import (
+    demand_nodes,
+    demand_num_neighbors,
+    demand_supported,
+    options_of,
+)
+from gcnzc.interop.pyg_graph import columns_of
+from gcnzc.interop.pyg_minibatches import DataMinibatches
+from gcnzc.table import FeatureTable
+
+
+class NeighborLoader(DataMinibatches):
+    """`torch_geometric.loader.NeighborLoader`, with its arguments and its minibatches.
+
+    The arguments up to `directed` are PyG's, and so are `batch_size`, `shuffle`, `drop_last`,
+    `num_workers` and `input_id`; docs/interop.md lists what of them is supported. What is not is
+    refused by name. The others are gcnzc's.
+
+    Args:
+        data: a `torch_geometric.data.Data` with `edge_index`.
+        num_neighbors: kept at each hop, that of the seeds first; -1 keeps all.
+        input_nodes: ids or a mask of the nodes to iterate over; all if None.
+        transform: is given every minibatch, and what it returns is handed out.
+        is_sorted: trust that `edge_index[1]` ascends.
+        seed: orders the nodes and draws the neighbours; an integer of 64 bits.
+        device: where minibatches are handed out; with a GPU it reads `data.x` in place.
+        rank, world_size: this worker's number and how many there are; each takes its share.
+        threads: that make minibatches; `num_workers` if that is above 0, else one per core, but
+            four at most.
+        ahead: minibatches that are begun or ready at most, besides the one that is handed out.
+        tables: of features, in the place of `data`'s attributes of those names; for tables that
+            are page-locked, quantised or cached by the caller.
+
+    Raises:
+        ValueError: what is not supported, named; or what makes no sense.
+        RuntimeError: there is no PyG.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        num_neighbors: list[int],
+        input_nodes: Any = None,
+        input_time: Tensor | None = None,
+        replace: bool = False,
+        subgraph_type: Any = "directional",
+        disjoint: bool = False,
+        temporal_strategy: str = "uniform",
+        time_attr: str | None = None,
+        weight_attr: str | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        transform_sampler_output: Callable[[Any], Any] | None = None,
+        is_sorted: bool = False,
+        filter_per_worker: bool | None = None,
+        neighbor_sampler: Any = None,
+        directed: bool = True,
+        *,
+        seed: int = 0,
+        device: torch.device | str = CPU,
+        rank: int = 0,
+        world_size: int = 1,
+        threads: int | None = None,
+        ahead: int | None = None,
+        tables: Mapping[str, FeatureTable] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        demand_supported(
+            "NeighborLoader",
+            input_time=input_time,
+            replace=replace,
+            subgraph_type=getattr(subgraph_type, "value", subgraph_type),
+            disjoint=disjoint,
+            temporal_strategy=temporal_strategy,
+            time_attr=time_attr,
+            weight_attr=weight_attr,
+            transform_sampler_output=transform_sampler_output,
+            neighbor_sampler=neighbor_sampler,
+            directed=directed,
+            custom_cls=kwargs.pop("custom_cls", None),
+        )
+        self._replaced += ("batch_size", "seed_time")
+        input_id = kwargs.pop("input_id", None)
+        columns = columns_of(data, is_sorted)
+        self.input_nodes = input_nodes
+        self._nodes, self._ids = demand_nodes(input_nodes, input_id, columns.graph.num_nodes)
+        super().__init__(
+            data,
+            columns,
+            self._nodes,
+            len(self._nodes),
+            demand_num_neighbors(num_neighbors),
+            transform,
+            tables,
+            options_of(
+                kwargs,
+                "NeighborLoader",
+                seed=seed,
+                device=torch.device(device),
+                rank=rank,
+                world_size=world_size,
+                threads=threads,
+                ahead=ahead,
+            ),
+        )
+
+    def sample(self, seeds: Tensor, epoch: int) -> Carrier:
+        """For `gcnzc.Loader`: a minibatch of the input nodes at the places `seeds`, on the host."""
+        fields: dict[str, Any] = {
+            "input_id": seeds if self._ids is None else self._ids[seeds],
+            "batch_size": len(seeds),
+            "batch": None,
+            "seed_time": None,
+        }
+        return self._carrier(self._nodes[seeds], epoch, fields)

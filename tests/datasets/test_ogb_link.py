@@ -1,0 +1,200 @@
+"""Sets of links in OGB's layout are read as written, and as OGB's own reader reads them."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc import load, prepare
+from gcnzc.data import info
+from gcnzc.datasets.ogb import OgbGraph
+from gcnzc.datasets.ogb_link import KNOWN, OgbLinkGraph, is_link_layout, write
+from gcnzc.datasets.source import LinkParts
+
+PARTS = ("train", "valid", "test")
+
+
+def parts(ranked: bool = False, metric: str = "hits@50") -> LinkParts:
+    random = np.random.default_rng(0)
+    sizes = {"train": 60, "valid": 7, "test": 9}
+    edges = {part: random.integers(0, 40, (2, size)) for part, size in sizes.items()}
+    negatives = {
+        part: random.integers(0, 40, (sizes[part], 11) if ranked else (2, 30)) for part in PARTS[1:]
+    }
+    return LinkParts(edges, negatives, "mrr" if ranked else metric, "time")
+
+
+def written(path: Path, links: LinkParts, **how) -> Path:
+    features = np.random.default_rng(1).random((40, 3)).astype(np.float32)
+    write(path, links.edges["train"], 40, links, **{"features": features, **how})
+    return path
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+def test_read_as_written(tmp_path, ranked):
+    links = parts(ranked)
+    path = written(tmp_path / "a", links, add_inverse_edge=True)
+    assert is_link_layout(path)
+    with pytest.raises(ValueError, match="is a link-level set"):
+        OgbGraph(path)
+    prepare(path, tmp_path / "prepared")
+    for data in (load(path), load(tmp_path / "prepared")):
+        for part in PARTS:
+            assert np.array_equal(data.links.edges[part], links.edges[part])
+        for part in PARTS[1:]:
+            assert np.array_equal(data.links.negatives[part], links.negatives[part])
+        assert data.links.metric == links.metric
+        assert data.graph.num_edges == 120
+        assert data.features.shape == (40, 3)
+        assert (data.labels == -1).all()
+        assert {part: len(ids) for part, ids in data.split.items()} == dict.fromkeys(PARTS, 0)
+    assert info(path)["links"] is True
+    told = info(tmp_path / "prepared")["links"]
+    there = {frozenset(pair) for pair in links.edges["train"].T.tolist()}
+    in_graph = sum(frozenset(pair) in there for pair in links.edges["test"].T.tolist())
+    assert told["test_in_graph"] == in_graph
+    assert (told["name"], told["metric"], told["valid"]) == ("time", links.metric, 7)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_sets_need_no_file_beside_them(tmp_path, name):
+    links = replace(parts(name == "ogbl-citation2"), name=KNOWN[name].split)
+    path = written(tmp_path / name.replace("-", "_"), links)
+    (path / "task.json").unlink()
+    # other splits do not confuse
+    (path / "split/other").mkdir()
+    for source in (OgbLinkGraph(path), OgbLinkGraph(path, name)):
+        assert source.name == name
+        assert source.links().metric == KNOWN[name].metric
+        usual = source.usual()
+        assert usual.bidirected
+        assert usual.duplicates == ("remove" if KNOWN[name].symmetric else "keep")
+
+
+def test_a_set_that_nothing_is_known_of(tmp_path):
+    for ranked, metric in ((False, "auc"), (True, "mrr")):
+        path = written(tmp_path / metric, parts(ranked))
+        (path / "task.json").unlink()
+        source = OgbLinkGraph(path)
+        assert source.links().metric == metric
+        assert source.usual() is None
+
+
+def test_parts_may_be_tensors_and_have_more_in_them(tmp_path):
+    links = parts()
+    path = written(tmp_path / "a", links)
+    for part in PARTS:
+        file = path / f"split/time/{part}.pt"
+        told = torch.load(file, weights_only=False)
+        more = {"weight": torch.ones(len(told["edge"])), "year": np.full(len(told["edge"]), 2017)}
+        torch.save({name: torch.from_numpy(ids) for name, ids in told.items()} | more, file)
+    assert np.array_equal(OgbLinkGraph(path).links().edges["test"], links.edges["test"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda told: told.pop("edge_neg"), "has no edge_neg"),
+        (lambda told: told.pop("edge"), "has no edges"),
+        (lambda told: (told.pop("edge"), told.update(head=1)), "a set of triples"),
+        (lambda told: told.update(edge=told["edge"][:, :1]), "shape"),
+        (lambda told: told.update(edge=told["edge"] + 0.5), "float64"),
+        (lambda told: told.update(edge=torch.empty(0, 2).long()), "no test edges"),
+        (lambda told: told.update(edge=told["edge"] + 40), "nodes are 0 to 39"),
+        (lambda told: told.update(edge_neg=told["edge_neg"] - 40), "nodes are 0 to 39"),
+    ],
+)
+def test_parts_that_are_wrong(tmp_path, change, message):
+    path = written(tmp_path / "a", parts())
+    file = path / "split/time/test.pt"
+    told = torch.load(file, weights_only=False)
+    change(told)
+    torch.save(told, file)
+    with pytest.raises(ValueError, match=rf"{message}(.|\n)*\n\nhint: "):
+        load(path)
+
+
+def test_a_part_that_is_missing_or_would_run_code(tmp_path):
+    path = written(tmp_path / "a", parts())
+    torch.save({"edge": Path("/")}, path / "split/time/test.pt")
+    with pytest.raises(ValueError, match="cannot be read as numbers"):
+        load(path)
+    (path / "split/time/test.pt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no file .*test.pt"):
+        load(path)
+
+
+def test_the_metric_goes_with_the_negatives(tmp_path):
+    path = written(tmp_path / "a", parts())
+    text = (path / "task.json").read_text()
+    (path / "task.json").write_text(text.replace("hits@50", "mrr"))
+    with pytest.raises(ValueError, match="the metric is mrr, but the negatives are not"):
+        load(path)
+    (path / "task.json").write_text("{")
+    with pytest.raises(ValueError, match=r"task\.json is no JSON"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("raw/edge_reltype.csv.gz", "a knowledge graph"),
+        ("raw/triplet-type-list.csv.gz", "heterogeneous"),
+        ("raw/num-node-dict.csv.gz", "heterogeneous"),
+    ],
+)
+def test_graphs_of_several_types_are_refused(tmp_path, file, kind):
+    path = written(tmp_path / "a", parts())
+    (path / file).write_text("")
+    with pytest.raises(ValueError, match=rf"is {kind}.*: it has {file}\n\nhint: "):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["ogbl-biokg", "ogbl-wikikg2"])
+def test_knowledge_graphs_are_refused_by_name(tmp_path, name):
+    path = written(tmp_path / "a", parts())
+    with pytest.raises(ValueError, match=f"{name} is a knowledge graph"):
+        load(path, name=name)
+
+
+READ_BY_OGB = """
+import sys, types
+quiet = types.ModuleType("outdated")
+quiet.check_outdated = lambda *_: (False, "")
+quiet.OutdatedPackageWarning = UserWarning
+sys.modules["outdated"] = quiet
+import numpy as np, torch
+from ogb.linkproppred import LinkPropPredDataset
+# it loads its own files, in which there are arrays, and says nothing of weights
+real = torch.load
+torch.load = lambda *a, **k: real(*a, **{"weights_only": False} | k)
+meta = {"dir_path": sys.argv[1], "eval metric": "hits@50", "task type": "link prediction",
+        "is hetero": "False", "binary": "False", "add_inverse_edge": "True", "split": "time",
+        "additional node files": "None", "additional edge files": "None", "version": 1,
+        "download_name": "ours"}
+read = LinkPropPredDataset("ogbl-ours", meta_dict=meta)
+split, graph = read.get_edge_split(), read[0]
+np.savez(sys.argv[2], edge_index=graph["edge_index"], node_feat=graph["node_feat"],
+         **{f"{part}-{key}": value for part, told in split.items() for key, value in told.items()})
+"""
+
+
+def test_ogb_reads_the_same(tmp_path):
+    links = parts()
+    path = written(tmp_path / "ours", links, add_inverse_edge=True)
+    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", READ_BY_OGB, str(path), str(tmp_path / "read.npz")]
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    read, data = np.load(tmp_path / "read.npz"), load(path)
+    for part in PARTS:
+        assert np.array_equal(read[f"{part}-edge"].T, data.links.edges[part])
+    for part in PARTS[1:]:
+        assert np.array_equal(read[f"{part}-edge_neg"].T, data.links.negatives[part])
+    assert np.array_equal(read["node_feat"], data.features)
+    mine = sorted(zip(*(part.tolist() for part in data.graph.edges()), strict=True))
+    assert sorted(zip(*read["edge_index"].tolist(), strict=True)) == mine

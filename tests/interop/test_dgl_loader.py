@@ -1,0 +1,606 @@
+"""Our loader in the place of DGL's: its arguments, its minibatches, and what it refuses."""
+
+import importlib.util
+import inspect
+import itertools
+import threading
+
+import pytest
+import torch
+
+from gcnzc import FeatureTable
+from gcnzc.interop import dgl_loader
+from gcnzc.interop.dgl import DataLoader, import_dgl
+from gcnzc.interop.dgl_door import demand_cuda
+
+if importlib.util.find_spec("dgl") is None:
+    pytest.skip("DGL has no wheel for this Python", allow_module_level=True)
+
+dgl = import_dgl()
+loading = dgl.dataloading
+NODES, EDGES = 400, 2500
+PREFETCH = {
+    "prefetch_node_feats": ["feat"],
+    "prefetch_labels": ["label"],
+    "prefetch_edge_feats": ["weight"],
+}
+
+
+def make_graph(idtype=torch.int64, num_nodes=NODES):
+    numbers = torch.Generator().manual_seed(1)
+    src, dst = torch.randint(num_nodes, (2, EDGES), generator=numbers)
+    # both ways, so that edge e's reverse is e + EDGES or e - EDGES
+    both = torch.cat([src, dst]), torch.cat([dst, src])
+    graph = dgl.graph(both, num_nodes=num_nodes, idtype=idtype)
+    graph.ndata["feat"] = torch.randn(num_nodes, 6, generator=numbers)
+    graph.ndata["label"] = torch.randint(3, (num_nodes,), generator=numbers)
+    graph.ndata["cube"] = torch.randn(num_nodes, 2, 3, generator=numbers)
+    graph.edata["weight"] = torch.rand(2 * EDGES, generator=numbers)
+    return graph
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return make_graph()
+
+
+REVERSE = torch.cat([torch.arange(EDGES, 2 * EDGES), torch.arange(EDGES)])
+
+
+def check_blocks(graph, blocks, fanouts):
+    """Every edge is one of the graph, none is there twice, and there are as many as asked for."""
+    for outer, inner in itertools.pairwise(blocks):
+        assert torch.equal(outer.dstdata[dgl.NID], inner.srcdata[dgl.NID])
+    for block, fanout in zip(blocks, fanouts, strict=True):
+        assert block.is_block
+        assert block.idtype == graph.idtype
+        sources, targets = block.srcdata[dgl.NID], block.dstdata[dgl.NID]
+        assert torch.equal(sources[: len(targets)], targets)
+        edges = block.edata[dgl.EID]
+        assert len(edges.unique()) == len(edges)
+        src, dst = block.edges(order="eid")
+        ends = graph.find_edges(edges)
+        assert torch.equal(sources[src.long()], ends[0])
+        assert torch.equal(targets[dst.long()], ends[1])
+        degrees = graph.in_degrees(targets)
+        kept = degrees if fanout == -1 else degrees.clamp(max=fanout)
+        assert torch.equal(block.in_degrees().long(), kept.long())
+
+
+def check_data(graph, block, names=("feat", "label", "cube")):
+    for name in names:
+        assert torch.equal(block.srcdata[name], graph.ndata[name][block.srcdata[dgl.NID].long()])
+        assert torch.equal(block.dstdata[name], graph.ndata[name][block.dstdata[dgl.NID].long()])
+    assert torch.equal(block.edata["weight"], graph.edata["weight"][block.edata[dgl.EID].long()])
+
+
+def test_the_signature_is_dgls():
+    theirs = inspect.signature(loading.DataLoader.__init__).parameters
+    ours = inspect.signature(DataLoader.__init__).parameters
+    given = [name for name in theirs if name != "kwargs"]
+    assert list(ours)[: len(given)] == given
+    assert {name: ours[name].default for name in given} == {
+        name: theirs[name].default for name in given
+    }
+    more = list(ours)[len(given) :]
+    assert more == ["sampler", "seed", "threads", "ahead", "tables", "kwargs"]
+    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in more[:-1])
+
+
+@pytest.mark.parametrize("idtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("prefetch", [PREFETCH, {}], ids=["prefetched", "lazy"])
+@pytest.mark.parametrize("fanouts", [[5, 4, 3], [-1, 2], [0, 3]])
+def test_blocks_and_their_data(idtype, prefetch, fanouts):
+    graph = make_graph(idtype)
+    seeds = torch.randperm(NODES)[:150]
+    loader = DataLoader(graph, seeds, loading.NeighborSampler(fanouts, **prefetch), batch_size=64)
+    assert loader.drawn_by == "gcnzc"
+    outputs = []
+    for inputs, output_nodes, blocks in loader:
+        check_blocks(graph, blocks, fanouts)
+        for block in blocks:
+            check_data(graph, block)
+        assert inputs.dtype == output_nodes.dtype == idtype
+        assert torch.equal(inputs, blocks[0].srcdata[dgl.NID])
+        assert torch.equal(output_nodes, blocks[-1].dstdata[dgl.NID])
+        outputs.append(output_nodes.long())
+    assert [len(part) for part in outputs] == [64, 64, 22]
+    assert torch.equal(torch.cat(outputs), seeds)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "drawn_by"),
+    [
+        (loading.NeighborSampler([3, 2], **PREFETCH), "gcnzc"),
+        (loading.MultiLayerNeighborSampler([3, 2], **PREFETCH), "gcnzc"),
+        (loading.MultiLayerFullNeighborSampler(2, **PREFETCH), "gcnzc"),
+        (loading.NeighborSampler([3, 2], edge_dir="in", prob="weight", **PREFETCH), "dgl"),
+        (loading.NeighborSampler([3, 2], replace=True, **PREFETCH), "dgl"),
+        (loading.NeighborSampler([3, 2], fused=False, **PREFETCH), "gcnzc"),
+        (loading.LaborSampler([3, 2], **PREFETCH), "dgl"),
+        (loading.LaborSampler([3, 2], importance_sampling=1, **PREFETCH), "dgl"),
+    ],
+)
+def test_fields_are_those_of_dgls_own_loader(graph, sampler, drawn_by):
+    kwargs = {"batch_size": 50, "drop_last": False}
+    theirs = loading.DataLoader(graph, torch.arange(120), sampler, **kwargs)
+    for how in ("gcnzc", "dgl"):
+        loader = DataLoader(graph, torch.arange(120), sampler, **kwargs, sampler=how)
+        assert loader.drawn_by == (drawn_by if how == "gcnzc" else "dgl")
+        assert len(loader) == len(theirs) == 3
+        with pytest.warns(UserWarning, match="CPU affinity"):
+            expected = next(iter(theirs))
+        found = next(iter(loader))
+        assert [type(part) for part in found] == [type(part) for part in expected]
+        assert torch.equal(found[1], expected[1])
+        for mine, other in zip(found[2], expected[2], strict=True):
+            assert type(mine) is type(other)
+            assert mine.canonical_etypes == other.canonical_etypes
+            assert (mine.idtype, mine.device) == (other.idtype, other.device)
+            for kind in ("srcdata", "dstdata", "edata"):
+                mine_data, other_data = getattr(mine, kind), getattr(other, kind)
+                assert set(mine_data) == set(other_data), kind
+                for name in mine_data:
+                    assert mine_data[name].dtype == other_data[name].dtype
+                    assert mine_data[name].shape[1:] == other_data[name].shape[1:]
+            check_data(graph, mine)
+
+
+@pytest.mark.parametrize("how", ["gcnzc", "dgl"])
+def test_full_neighbourhoods_give_the_outputs_of_the_whole_graph(graph, how):
+    layers = [dgl.nn.SAGEConv(6, 5, "mean").double(), dgl.nn.SAGEConv(5, 3, "mean").double()]
+    hidden = graph.ndata["feat"].double()
+    for layer in layers:
+        hidden = layer(graph, hidden)
+    sampler = loading.MultiLayerFullNeighborSampler(2, prefetch_node_feats=["feat"])
+    loader = DataLoader(graph, torch.randperm(NODES), sampler, batch_size=100, sampler=how)
+    for _, outputs, blocks in loader:
+        out = blocks[0].srcdata["feat"].double()
+        for layer, block in zip(layers, blocks, strict=True):
+            out = layer(block, out)
+        # rows of a matrix product may be summed in another order
+        torch.testing.assert_close(out, hidden[outputs], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("exclude", [None, "self", "reverse_id"])
+@pytest.mark.parametrize("negative", ["none", "uniform", "global", "own"])
+def test_edges(graph, exclude, negative):
+    samplers = {
+        "none": None,
+        "uniform": loading.negative_sampler.Uniform(3),
+        "global": loading.negative_sampler.GlobalUniform(2),
+        "own": lambda g, edges: (g.find_edges(edges)[0], (edges + 1) % NODES),
+    }
+    inner = loading.NeighborSampler([4, -1], **PREFETCH)
+    sampler = loading.as_edge_prediction_sampler(
+        inner,
+        exclude=exclude,
+        reverse_eids=REVERSE,
+        negative_sampler=samplers[negative],
+        prefetch_labels=["weight"],
+    )
+    with pytest.warns(UserWarning, match="CPU affinity"):
+        theirs = next(iter(loading.DataLoader(graph, torch.arange(80), sampler, batch_size=32)))
+    loader = DataLoader(graph, torch.randperm(2 * EDGES)[:80], sampler, batch_size=32)
+    assert loader.drawn_by == "gcnzc"
+    taken = []
+    for inputs, pair_graph, *negatives, blocks in loader:
+        edges, nodes = pair_graph.edata[dgl.EID], pair_graph.ndata[dgl.NID]
+        taken.append(edges)
+        heads, tails = (nodes[ends] for ends in pair_graph.edges(order="eid"))
+        assert torch.equal(torch.stack([heads, tails]), torch.stack(graph.find_edges(edges)))
+        assert torch.equal(pair_graph.ndata["feat"], graph.ndata["feat"][nodes])
+        assert torch.equal(pair_graph.edata["weight"], graph.edata["weight"][edges])
+        assert set(pair_graph.ndata) == set(theirs[1].ndata)
+        assert set(pair_graph.edata) == set(theirs[1].edata)
+        assert torch.equal(nodes, blocks[-1].dstdata[dgl.NID])
+        assert torch.equal(inputs, blocks[0].srcdata[dgl.NID])
+        for block in blocks:
+            check_data(graph, block)
+        gone = {None: edges[:0], "self": edges, "reverse_id": torch.cat([edges, REVERSE[edges]])}
+        for block in blocks:
+            assert not bool(torch.isin(block.edata[dgl.EID], gone[exclude]).any())
+        # nothing else is missing where all are kept
+        degrees = graph.in_degrees(nodes)
+        left = torch.bincount(graph.find_edges(gone[exclude].unique())[1], minlength=NODES)[nodes]
+        assert torch.equal(blocks[-1].in_degrees(), degrees - left)
+        kept = (degrees - left).clamp(max=4)
+        assert torch.equal(blocks[0].in_degrees()[: len(nodes)], kept)
+        for block in blocks:
+            assert len(block.edata[dgl.EID].unique()) == block.num_edges()
+            ends = graph.find_edges(block.edata[dgl.EID])
+            src, dst = block.edges(order="eid")
+            assert torch.equal(block.srcdata[dgl.NID][src], ends[0])
+            assert torch.equal(block.dstdata[dgl.NID][dst], ends[1])
+        assert len(negatives) == len(theirs) - 3
+        if negatives:
+            assert torch.equal(negatives[0].ndata[dgl.NID], nodes)
+            assert (set(negatives[0].ndata), set(negatives[0].edata)) == ({dgl.NID}, set())
+        if negative == "uniform":
+            assert negatives[0].num_edges() == 3 * len(edges)
+            others = nodes[negatives[0].edges(order="eid")[0]]
+            assert torch.equal(others, heads.repeat_interleave(3))
+    assert [len(part) for part in taken] == [32, 32, 16]
+
+
+def test_edges_that_dgl_leaves_out(graph):
+    # any edges may be excluded, and then DGL draws
+    gone = torch.arange(0, 2 * EDGES, 3)
+    sampler = loading.as_edge_prediction_sampler(loading.NeighborSampler([-1]), exclude=gone)
+    loader = DataLoader(graph, torch.arange(64), sampler, batch_size=32)
+    assert loader.drawn_by == "dgl"
+    for _, _, blocks in loader:
+        assert not bool(torch.isin(blocks[0].edata[dgl.EID], gone).any())
+
+
+def test_an_edge_that_is_no_reverse(graph):
+    sampler = loading.as_edge_prediction_sampler(
+        loading.NeighborSampler([2]), exclude="reverse_id", reverse_eids=REVERSE.roll(1)
+    )
+    with pytest.raises(ValueError, match="reverse_eids leads to an edge between other nodes"):
+        next(iter(DataLoader(graph, torch.arange(64), sampler, batch_size=4)))
+
+
+def drawn(loader, count=None):
+    found = []
+    for number, (*_, blocks) in enumerate(loader):
+        if number == count:
+            break
+        found.append([block.edata[dgl.EID].tolist() for block in blocks])
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_resume_is_bit_for_bit(graph, threads):
+    sampler = loading.NeighborSampler([4, 3])
+    kwargs = {"batch_size": 16, "shuffle": True, "seed": 9}
+
+    def make(threads, **other):
+        return DataLoader(graph, torch.arange(100), sampler, threads=threads, **(kwargs | other))
+
+    whole = make(2)
+    first, second = drawn(whole), drawn(whole)
+    assert first != second
+    loader = make(threads)
+    iterator = iter(loader)
+    parts = [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
+    assert len(parts) == 3
+    other = make(2)
+    other.load_state_dict(state)
+    assert drawn(other) == first[3:]
+    assert drawn(other) == second
+    other.set_epoch(0)
+    assert drawn(other) == first
+    assert drawn(make(1, seed=10)) != first
+    with pytest.raises(ValueError, match="seed 9, not 10"):
+        make(1, seed=10).load_state_dict(state)
+    with pytest.raises(ValueError, match="other nodes or edges"):
+        DataLoader(graph, torch.arange(1, 101), sampler, **kwargs).load_state_dict(state)
+
+
+def test_edges_are_drawn_alike_by_any_number_of_threads(graph):
+    sampler = loading.as_edge_prediction_sampler(
+        loading.NeighborSampler([3, 3]), negative_sampler=loading.negative_sampler.Uniform(2)
+    )
+
+    def run(threads):
+        kwargs = {"batch_size": 8, "shuffle": True, "threads": threads}
+        return [
+            (pairs.edata[dgl.EID].tolist(), torch.stack(others.edges()).tolist())
+            for _, pairs, others, _ in DataLoader(graph, torch.arange(60), sampler, **kwargs)
+        ]
+
+    assert run(1) == run(3)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        loading.NeighborSampler([4, 3], replace=True),
+        loading.NeighborSampler([4, 3], prob="weight"),
+        loading.LaborSampler([4, 3]),
+        loading.as_edge_prediction_sampler(
+            loading.LaborSampler([4, 3]), negative_sampler=loading.negative_sampler.GlobalUniform(1)
+        ),
+    ],
+    ids=["replace", "prob", "labor", "edges"],
+)
+def test_what_dgl_draws_is_repeatable(graph, sampler):
+    def make(**other):
+        kwargs = {"batch_size": 16, "shuffle": True, "seed": 9, "sampler": "dgl"} | other
+        return DataLoader(graph, torch.arange(100), sampler, **kwargs)
+
+    whole = make(threads=1)
+    first, second = drawn(whole), drawn(whole)
+    assert first != second
+    loader = make(threads=2)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    other = make(threads=3)
+    other.load_state_dict(loader.state_dict())
+    assert drawn(other) == first[3:]
+    assert drawn(other) == second
+    assert drawn(make(seed=10)) != first
+
+
+def test_an_epoch_left_early_is_not_begun_again(graph):
+    whole = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), batch_size=16)
+    first, second = drawn(whole), drawn(whole)
+    loader = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), batch_size=16)
+    assert drawn(loader, 2) == first[:2]
+    assert drawn(loader) == second
+
+
+def test_taking_exactly_an_epoch_leads_to_the_next(graph):
+    loader = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), batch_size=32)
+    whole = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), batch_size=32)
+    first, second = drawn(whole), drawn(whole)
+    # never asks for a third
+    pairs = zip(range(2), iter(loader), strict=False)
+    assert [[b.edata[dgl.EID].tolist() for b in got[2]] for _, got in pairs] == first
+    assert drawn(loader) == second
+
+
+def test_workers_become_threads(graph):
+    sampler = loading.NeighborSampler([2])
+    assert DataLoader(graph, torch.arange(9), sampler, num_workers=3).threads == 3
+    assert DataLoader(graph, torch.arange(9), sampler, num_workers=3, threads=1).threads == 1
+    quiet = {"persistent_workers": True, "pin_memory": True, "prefetch_factor": 4, "timeout": 5}
+    loader = DataLoader(graph, torch.arange(9), sampler, **quiet, worker_init_fn=None)
+    assert len(list(loader)) == 9
+    with loader.enable_cpu_affinity():
+        assert len(list(loader)) == 9
+
+
+def test_a_table_in_the_place_of_node_data(graph):
+    table = FeatureTable.quantized(graph.ndata["feat"])
+    sampler = loading.NeighborSampler([3], prefetch_node_feats=["feat"], prefetch_labels=["more"])
+    tables = {"feat": table, "more": FeatureTable(torch.arange(NODES).view(-1, 1))}
+    loader = DataLoader(graph, torch.arange(50), sampler, batch_size=20, tables=tables)
+    for inputs, outputs, blocks in loader:
+        assert torch.equal(blocks[0].srcdata["feat"], table.gather(inputs))
+        assert torch.equal(blocks[0].dstdata["more"], outputs.view(-1, 1))
+
+
+def test_data_that_changes_between_epochs():
+    graph = make_graph()
+    loader = DataLoader(
+        graph, torch.arange(50), loading.NeighborSampler([3], **PREFETCH), batch_size=20
+    )
+    for scale in (1, 2):
+        graph.ndata["feat"] = graph.ndata["feat"] * scale
+        graph.ndata["label"] = graph.ndata["label"] + scale
+        for _, _, blocks in loader:
+            check_data(graph, blocks[0])
+
+
+def test_a_graph_that_was_cut_from_another(graph):
+    # its data are rows of rows, until they are read
+    part = dgl.node_subgraph(graph, torch.arange(50, NODES))
+    part = dgl.node_subgraph(part, torch.arange(10, NODES - 50))
+    sampler = loading.NeighborSampler([3, 3], prefetch_labels=["label"])
+    for inputs, outputs, blocks in DataLoader(part, torch.arange(40), sampler, batch_size=20):
+        assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][inputs + 60])
+        assert torch.equal(blocks[-1].dstdata["label"], graph.ndata["label"][outputs + 60])
+        edges = blocks[0].edata[dgl.EID]
+        assert torch.equal(blocks[0].edata["weight"], part.edata["weight"][edges])
+
+
+def test_data_that_is_learned_carries_its_gradient():
+    graph = make_graph()
+    learned = torch.randn(NODES, 2, requires_grad=True)
+    graph.ndata["learned"] = learned
+    inputs, _, blocks = next(iter(DataLoader(graph, torch.arange(5), NEIGHBORS, batch_size=5)))
+    blocks[0].srcdata["learned"].sum().backward()
+    expected = torch.zeros(NODES, 2)
+    expected[inputs] = 1
+    assert torch.equal(learned.grad, expected)
+
+
+@pytest.mark.parametrize("idtype", [torch.int64, torch.int32])
+def test_dgl_may_sort_its_columns_meanwhile(idtype):
+    # as it does in place, when negatives are asked for that are no edges
+    graph = make_graph(idtype)
+    loader = DataLoader(graph, torch.arange(100), loading.NeighborSampler([5, -1]), batch_size=50)
+    before = graph.adj_tensors("csc")[2].clone()
+    for _ in range(2):
+        for _, _, blocks in loader:
+            check_blocks(graph, blocks, [5, -1])
+        graph.global_uniform_negative_sampling(50)
+    assert not torch.equal(graph.adj_tensors("csc")[2], before)
+
+
+def test_data_that_is_taken_away():
+    graph = make_graph()
+    loader = DataLoader(graph, torch.arange(50), loading.NeighborSampler([3], **PREFETCH))
+    del graph.ndata["feat"]
+    with pytest.raises(ValueError, match="asks for 'feat', but the graph's node data has 'label'"):
+        iter(loader)
+
+
+def test_edges_of_a_graph_of_int32():
+    graph = make_graph(torch.int32)
+    sampler = loading.as_edge_prediction_sampler(
+        loading.NeighborSampler([-1], **PREFETCH),
+        exclude="reverse_id",
+        reverse_eids=REVERSE,
+        negative_sampler=loading.negative_sampler.Uniform(2),
+    )
+    loader = DataLoader(graph, torch.arange(50), sampler, batch_size=25)
+    assert loader.drawn_by == "gcnzc"
+    for inputs, pairs, others, blocks in loader:
+        assert inputs.dtype == pairs.idtype == others.idtype == blocks[0].idtype == torch.int32
+        check_data(graph, blocks[0])
+        edges = pairs.edata[dgl.EID].long()
+        gone = torch.cat([edges, REVERSE[edges]])
+        assert not bool(torch.isin(blocks[0].edata[dgl.EID].long(), gone).any())
+
+
+def test_names_by_type(graph):
+    sampler = loading.NeighborSampler([3], prefetch_node_feats={"_N": ["cube", "feat"]})
+    for _, _, blocks in DataLoader(graph, torch.arange(50), sampler, batch_size=20):
+        check_data(graph, blocks[0])
+
+
+def test_workers_share_the_items(graph, monkeypatch):
+    sampler = loading.NeighborSampler([3])
+    taken = []
+    for rank in range(2):
+        monkeypatch.setattr(dgl_loader, "_rank_and_world_size", lambda rank=rank: (rank, 2))
+        kwargs = {"batch_size": 8, "shuffle": True, "use_ddp": True, "ddp_seed": 4}
+        loader = DataLoader(graph, torch.arange(100), sampler, **kwargs)
+        assert (loader.options.seed, len(loader)) == (4, 7)
+        taken.append(torch.cat([outputs for _, outputs, _ in loader]))
+    assert torch.equal(torch.cat(taken).sort().values, torch.arange(100))
+
+
+def test_without_a_process_group(graph):
+    with pytest.raises((RuntimeError, ValueError), match="process group"):
+        DataLoader(graph, torch.arange(9), loading.NeighborSampler([3]), use_ddp=True)
+
+
+def test_the_default_process_group(graph):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        loader = DataLoader(graph, torch.arange(9), loading.NeighborSampler([3]), use_ddp=True)
+    finally:
+        dist.destroy_process_group()
+    assert (loader.options.rank, loader.options.world_size) == (0, 1)
+
+
+def hetero():
+    return dgl.heterograph({("a", "x", "b"): ([0, 1], [1, 0]), ("b", "y", "a"): ([0], [1])})
+
+
+NEIGHBORS = loading.NeighborSampler([3])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"graph": hetero}, r"node types \['a', 'b'\] and edge types \['x', 'y'\](.|\n)*homogen"),
+        ({"graph": lambda: 5}, r"does not support int\n\nhint: a dgl\.DGLGraph"),
+        ({"graph_sampler": loading.ShaDowKHopSampler([3])}, "does not support ShaDowKHopSampler"),
+        ({"graph_sampler": loading.SAINTSampler("node", 9)}, "does not support SAINTSampler"),
+        (
+            {"graph_sampler": loading.NeighborSampler([3], output_device="cuda")},
+            "does not support a sampler's output_device cuda",
+        ),
+        (
+            {"graph_sampler": loading.NeighborSampler([3], prefetch_node_feats=["nothing"])},
+            "prefetch_node_feats asks for 'nothing', but the graph's node data has 'feat'",
+        ),
+        (
+            {"graph_sampler": loading.NeighborSampler([3], prefetch_labels=["nothing"])},
+            r"prefetch_labels asks for 'nothing'(.|\n)*hint: graph\.ndata\['nothing'\]",
+        ),
+        (
+            {"graph_sampler": loading.NeighborSampler([3], prefetch_edge_feats=["feat"])},
+            r"prefetch_edge_feats asks for 'feat', but the graph's edge data has 'weight'",
+        ),
+        (
+            {
+                "graph_sampler": loading.as_edge_prediction_sampler(
+                    NEIGHBORS, exclude="reverse_types", reverse_etypes={"_E": "_E"}
+                )
+            },
+            "does not support reverse_etypes",
+        ),
+        ({"gpu_cache": {"node": {"feat": 9}}}, r"does not support gpu_cache(.|\n)*gcnzc\.cached"),
+        ({"sampler": torch.utils.data.SequentialSampler([1])}, "hint: 'gcnzc' or 'dgl'"),
+        ({"collate_fn": print}, "does not support collate_fn"),
+        ({"batch_sampler": [[1]]}, "does not support batch_sampler"),
+        ({"worker_init_fn": print}, "does not support worker_init_fn"),
+        ({"generator": torch.Generator()}, "does not support generator(.|\n)*seed="),
+        ({"num_workers": -1}, "-1 workers"),
+        ({"indices": {"_N": torch.arange(3)}}, r"indices by type: \['_N'\]"),
+        ({"indices": torch.ones(NODES, dtype=torch.bool)}, "torch.bool(.|\n)*nonzero"),
+        ({"indices": torch.rand(5)}, "torch.float32"),
+        ({"indices": torch.tensor([1, NODES])}, "reach from 1 to 400, but the graph has 400 nodes"),
+        ({"indices": torch.tensor([-1])}, "reach from -1 to -1"),
+        ({"indices": torch.tensor([3, 4, 3])}, "index 3 occurs twice"),
+        ({"indices": torch.empty(0, dtype=torch.int64)}, "no seeds"),
+        ({"batch_size": 0}, "batch size 0"),
+        ({"seed": 2**64}, "64 bits"),
+        ({"device": "meta"}, "device meta"),
+    ],
+)
+def test_what_is_not_supported_is_named(graph, change, message):
+    arguments = {"graph": graph, "indices": torch.arange(9), "graph_sampler": NEIGHBORS}
+    change = {name: value() if name == "graph" else value for name, value in change.items()}
+    with pytest.raises(ValueError, match=message):
+        DataLoader(**(arguments | change))
+
+
+def test_edges_out_of_range(graph):
+    sampler = loading.as_edge_prediction_sampler(NEIGHBORS)
+    with pytest.raises(ValueError, match="but the graph has 5000 edges"):
+        DataLoader(graph, torch.tensor([2 * EDGES]), sampler)
+
+
+def test_an_unknown_argument(graph):
+    with pytest.raises(TypeError, match="DataLoader has no argument batchsize"):
+        DataLoader(graph, torch.arange(9), NEIGHBORS, batchsize=5)
+
+
+def test_features_that_want_a_gradient():
+    graph = make_graph()
+    graph.ndata["feat"] = graph.ndata["feat"].requires_grad_()
+    sampler = loading.NeighborSampler([3], prefetch_node_feats=["feat"])
+    with pytest.raises(ValueError, match=r"feat wants a gradient(.|\n)*Embedding"):
+        DataLoader(graph, torch.arange(9), sampler)
+
+
+def test_fanouts_by_edge_type_are_for_dgl(graph):
+    sampler = loading.NeighborSampler([{("_N", "_E", "_N"): 3}])
+    loader = DataLoader(graph, torch.arange(9), sampler, batch_size=9)
+    assert loader.drawn_by == "dgl"
+    check_blocks(graph, next(iter(loader))[2], [3])
+
+
+def test_a_gpu_that_dgl_has_no_code_for():
+    if torch.cuda.is_available():
+        pytest.skip("torch has CUDA, and DGL may")
+    with pytest.raises(RuntimeError, match=r"puts no blocks on cuda(.|\n)*gcnzc\.Loader"):
+        demand_cuda(torch.device("cuda"))
+
+
+def test_uva_asks_for_a_gpu(graph):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(RuntimeError, match="puts no blocks on cuda"):
+        DataLoader(graph, torch.arange(9), NEIGHBORS, use_uva=True)
+
+
+def test_use_after_close(graph):
+    with DataLoader(graph, torch.arange(64), NEIGHBORS, batch_size=4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+    with pytest.raises(RuntimeError, match="this loader is closed"):
+        next(iterator)
+    with pytest.raises(RuntimeError, match="this loader is closed"):
+        iter(loader)
+    loader.close()
+    assert not [thread for thread in threading.enumerate() if "gcnzc-loader" in thread.name]
+
+
+def test_an_error_of_a_thread_reaches_the_loop(graph):
+    def fail(g, edges):
+        raise KeyError("mine")
+
+    sampler = loading.as_edge_prediction_sampler(NEIGHBORS, negative_sampler=fail)
+    with pytest.raises(KeyError, match="mine"):
+        next(iter(DataLoader(graph, torch.arange(9), sampler)))
+    wrong = loading.as_edge_prediction_sampler(NEIGHBORS, negative_sampler=lambda g, edges: edges)
+    with pytest.raises(ValueError, match="function returned a Tensor"):
+        next(iter(DataLoader(graph, torch.arange(9), wrong)))
+
+
+def test_loaders_of_one_graph_share_its_columns(graph):
+    first = DataLoader(graph, torch.arange(9), NEIGHBORS)
+    second = DataLoader(graph, torch.arange(9, 18), NEIGHBORS)
+    assert first._graph is second._graph

@@ -1,0 +1,73 @@
+"""Tables as features of GraphBolt, where it works, and elsewhere of what stands for it."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gcnzc import FeatureTable
+from gcnzc.interop import graphbolt
+from gcnzc.interop.dgl import graphbolt_works, import_dgl
+
+needs_dgl = pytest.mark.skipif(
+    importlib.util.find_spec("dgl") is None, reason="DGL has no wheel for this Python"
+)
+
+
+class Feature:
+    """As `dgl.graphbolt.Feature` declares itself."""
+
+    def __init__(self):
+        self.is_made = True
+
+
+@pytest.fixture
+def there(monkeypatch):
+    """GraphBolt, or what stands for it."""
+    graphbolt._feature_class.cache_clear()
+    if not graphbolt_works():
+        stand_in = SimpleNamespace(graphbolt=SimpleNamespace(Feature=Feature), __version__="2.1.0")
+        monkeypatch.setattr(graphbolt, "graphbolt_works", lambda: True)
+        monkeypatch.setattr(graphbolt, "import_dgl", lambda: stand_in)
+    yield graphbolt.import_dgl().graphbolt
+    graphbolt._feature_class.cache_clear()
+
+
+def test_reads_rows(there):
+    rows = torch.randn(9, 4)
+    feature = graphbolt.feature(FeatureTable(rows))
+    assert isinstance(feature, there.Feature)
+    assert type(feature) is type(graphbolt.feature(FeatureTable(rows)))
+    ids = torch.tensor([3, 3, 0])
+    assert torch.equal(feature.read(ids), rows[ids])
+    assert torch.equal(feature.read(), rows)
+    assert feature.size() == torch.Size([4])
+    with pytest.raises(RuntimeError, match="not written to"):
+        feature.update(rows)
+
+
+def test_codes_are_read_as_numbers(there):
+    table = FeatureTable.quantized(torch.randn(9, 4))
+    ids = torch.tensor([8, 1])
+    assert torch.equal(graphbolt.feature(table).read(ids), table.gather(ids))
+
+
+@needs_dgl
+def test_where_graphbolt_does_not_work():
+    if graphbolt_works():
+        pytest.skip("GraphBolt works beside this torch")
+    import_dgl()
+    with pytest.raises(RuntimeError, match=r"GraphBolt of DGL .* is not made for torch"):
+        graphbolt.feature(FeatureTable(torch.ones(2, 2)))
+
+
+@needs_dgl
+def test_graphbolt_fetches_from_it():
+    if not graphbolt_works():
+        pytest.skip("GraphBolt does not work beside this torch")
+    gb = import_dgl().graphbolt
+    rows = torch.randn(9, 4)
+    store = gb.BasicFeatureStore({("node", None, "x"): graphbolt.feature(FeatureTable(rows))})
+    ids = torch.tensor([5, 2])
+    assert torch.equal(store.read("node", None, "x", ids), rows[ids])

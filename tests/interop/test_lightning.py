@@ -1,0 +1,193 @@
+"""Lightning trains from our loaders, and goes on where it stopped."""
+
+import importlib.util
+import warnings
+from itertools import chain
+
+import pytest
+import torch
+from tiny_graph import tiny
+
+import gcnzc
+
+if all(importlib.util.find_spec(name) is None for name in ("lightning", "pytorch_lightning")):
+    pytest.skip("Lightning is not installed", allow_module_level=True)
+
+from gcnzc.interop import lightning as door
+from gcnzc.interop.lightning import DataModule, import_lightning
+
+lightning = import_lightning()
+
+# Lightning's own code uses what torch deprecates, and asks for workers and progress bars
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return gcnzc.load(tiny(200, 2000).write(tmp_path_factory.mktemp("graph") / "tiny"))
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = gcnzc.models.SAGE(5, 8, 3, num_layers=2, dropout=0.0)
+        self.seen = []
+        self.checked = []
+
+    def loss(self, batch):
+        return torch.nn.functional.cross_entropy(self.net(batch.blocks, batch.x), batch.y)
+
+    def training_step(self, batch, index):
+        self.seen.append((self.current_epoch, batch.seeds.tolist(), batch.nodes.tolist()))
+        return self.loss(batch)
+
+    def validation_step(self, batch, index):
+        if not self.trainer.sanity_checking:
+            self.checked.append(batch.nodes.tolist())
+        self.log("loss", self.loss(batch), batch_size=len(batch.seeds))
+
+    def test_step(self, batch, index):
+        self.log("loss", self.loss(batch), batch_size=len(batch.seeds))
+
+    def predict_step(self, batch, index):
+        return batch.seeds, self.net(batch.blocks, batch.x).argmax(1)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+def trainer(folder, **kwargs):
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "accelerator": "cpu",
+        "default_root_dir": folder,
+    }
+    return lightning.Trainer(**(quiet | {"enable_checkpointing": False} | kwargs))
+
+
+def fit(data, folder, checkpoint=None, **kwargs):
+    model, module = Model(), DataModule(data, [3, 3], batch_size=16, seed=5)
+    trainer(folder, **kwargs).fit(model, datamodule=module, ckpt_path=checkpoint)
+    return model
+
+
+def test_every_epoch_takes_all_nodes_in_another_order(data, tmp_path):
+    model = fit(data, tmp_path, max_epochs=3)
+    epochs = [[seeds for at, seeds, _ in model.seen if at == epoch] for epoch in range(3)]
+    train = sorted(data.split["train"].tolist())
+    assert [sorted(chain(*epoch)) for epoch in epochs] == [train] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    # the same as our loader's
+    loader = gcnzc.Loader(data.graph, None, data.split["train"], [3, 3], 16, seed=5)
+    nodes = [batch.nodes.tolist() for _ in range(3) for batch in loader]
+    assert [nodes for _, _, nodes in model.seen] == nodes
+    # validation draws the same neighbours every time
+    once = len(model.checked) // 3
+    assert model.checked[:once] == model.checked[once : 2 * once] == model.checked[2 * once :]
+
+
+@pytest.mark.parametrize(
+    ("stop", "every"),
+    [({"max_epochs": 1}, {"every_n_epochs": 1}), ({"max_steps": 9}, {"every_n_train_steps": 9})],
+    ids=["after an epoch", "within an epoch"],
+)
+def test_resume_is_bit_for_bit(data, tmp_path, stop, every):
+    whole = fit(data, tmp_path, max_epochs=3)
+    keep = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path / "kept", save_top_k=-1, **every)
+    part = fit(data, tmp_path, callbacks=[keep], enable_checkpointing=True, **stop)
+    (saved,) = (tmp_path / "kept").iterdir()
+    rest = fit(data, tmp_path, saved, max_epochs=3)
+    assert part.seen + rest.seen == whole.seen
+    for mine, other in zip(rest.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_parts_of_epochs_differ(data, tmp_path):
+    model = fit(data, tmp_path, max_epochs=3, limit_train_batches=2)
+    seeds = [seeds for _, seeds, _ in model.seen]
+    assert len(seeds) == 6
+    whole = fit(data, tmp_path, max_epochs=3)
+    first = [seeds for at, seeds, _ in whole.seen]
+    assert seeds == first[:2] + first[7:9] + first[14:16]
+
+
+def test_test_and_predict(data, tmp_path):
+    model, module = Model(), DataModule(data, [3, 3], batch_size=32, eval_fanouts=[-1, -1])
+    told = trainer(tmp_path).test(model, datamodule=module, verbose=False)
+    assert told[0]["loss"] > 0
+    parts = trainer(tmp_path).predict(model, datamodule=module)
+    seeds = torch.cat([seeds for seeds, _ in parts])
+    assert torch.equal(seeds, torch.arange(200))
+    # with all neighbours, what is predicted does not depend on the batches
+    chosen = torch.tensor([7, 150, 3])
+    few = DataModule(data, [3, 3], eval_fanouts=[-1, -1], predict_nodes=chosen)
+    ((nodes, labels),) = trainer(tmp_path).predict(model, datamodule=few)
+    assert torch.equal(nodes, chosen)
+    assert torch.equal(labels, torch.cat([labels for _, labels in parts])[chosen])
+
+
+def test_without_a_trainer(data):
+    module = DataModule(data, [3, 3], batch_size=32, threads=1)
+    assert module.state_dict() == {}
+    module.setup("fit")
+    feed = module.train_dataloader()
+    assert module.train_dataloader() is feed
+    first = next(iter(feed))
+    assert torch.equal(first.x, data.features[first.nodes])
+    state = module.state_dict()
+    assert state["position"] == 1
+    other = DataModule(data, [3, 3], batch_size=32)
+    other.load_state_dict(state)
+    second = next(iter(other.train_dataloader()))
+    again = gcnzc.Loader(data.graph, None, data.split["train"], [3, 3], 32)
+    assert [batch.nodes.tolist() for batch in again][1] == second.nodes.tolist()
+    module.teardown("fit")
+    assert module.train_dataloader() is not feed
+
+
+def test_workers_take_their_shares(data):
+    module = DataModule(data, [3, 3], batch_size=8)
+
+    class Strategy:
+        root_device = torch.device("cpu")
+
+    class Trainer:
+        global_rank, world_size, strategy = 0, 2, Strategy()
+
+    taken = []
+    for rank in range(2):
+        Trainer.global_rank = rank
+        module.trainer = Trainer()
+        module.teardown("fit")
+        taken += [seed for batch in module.train_dataloader() for seed in batch.seeds.tolist()]
+    assert sorted(taken) == sorted(data.split["train"].tolist())
+
+
+def test_other_batches_are_moved_as_ever(data):
+    module = DataModule(data, [3, 3], batch_size=8)
+    batch = next(iter(module.train_dataloader()))
+    device = torch.device("cpu")
+    assert module.transfer_batch_to_device(batch, device, 0) is batch
+    assert module.transfer_batch_to_device([torch.ones(2)], device, 0)[0].tolist() == [1, 1]
+
+
+def test_a_dataset_without_features(tmp_path):
+    data = gcnzc.load(tiny().but(features=None).write(tmp_path / "bare"))
+    with pytest.raises(ValueError, match="has no features"):
+        DataModule(data, [3, 3])
+
+
+def test_without_lightning(monkeypatch):
+    monkeypatch.setattr(door, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"Lightning is not installed\n\nhint: pip install"):
+        import_lightning()
+
+
+def test_the_one_that_is_in_use_is_taken():
+    assert import_lightning() is lightning
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        import_lightning()

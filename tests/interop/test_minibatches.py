@@ -1,0 +1,175 @@
+"""What the drop-in loaders share: torch's arguments, random numbers, columns, and a device."""
+
+import gc
+import importlib.util
+import inspect
+import weakref
+from contextlib import ExitStack
+
+import pytest
+import torch
+from queued_device import Device
+
+from gcnzc import FeatureTable
+from gcnzc.interop.columns import Column
+from gcnzc.interop.minibatches import REFUSED, WITHOUT_EFFECT, generator, torch_options
+from gcnzc.transfer import Transfer
+
+CPU = torch.device("cpu")
+needs_dgl = pytest.mark.skipif(
+    importlib.util.find_spec("dgl") is None, reason="DGL has no wheel for this Python"
+)
+needs_pyg = pytest.mark.skipif(
+    importlib.util.find_spec("torch_geometric") is None, reason="PyG is not installed"
+)
+
+
+def test_every_argument_of_torchs_loader_is_spoken_for():
+
+    theirs = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
+    ours = {"self", "dataset", "batch_size", "shuffle", "drop_last", "num_workers"}
+    assert theirs == ours | (theirs & {*WITHOUT_EFFECT, *REFUSED})
+    assert not set(WITHOUT_EFFECT) & set(REFUSED)
+
+
+def test_torchs_arguments_are_split_off():
+    given = {"num_workers": 2, "pin_memory": True, "collate_fn": None, "mine": 5, "shuffle": True}
+    assert torch_options(given, "Loader") == (2, {"mine": 5, "shuffle": True})
+    for name in REFUSED:
+        with pytest.raises(ValueError, match=rf"Loader does not support {name}\n\nhint: "):
+            torch_options({name: 1}, "Loader")
+
+
+def test_random_numbers_depend_on_seed_epoch_and_items():
+    items = torch.tensor([3, 1, 2])
+    asked = [(0, 0, items), (1, 0, items), (0, 1, items), (0, 0, items.flip(0)), (2**63, 0, items)]
+    drawn = [torch.randint(2**62, (4,), generator=generator(*one)).tolist() for one in asked]
+    assert len({tuple(numbers) for numbers in drawn}) == len(asked)
+    again = torch.randint(2**62, (4,), generator=generator(0, 0, items.clone()))
+    assert again.tolist() == drawn[0]
+
+
+SHAPES = {
+    "vector": lambda: torch.randn(9),
+    "strided vector": lambda: torch.randn(9, 3)[:, 1],
+    "truth": lambda: torch.rand(9) < 0.5,
+    "matrix": lambda: torch.randn(9, 4, dtype=torch.float16),
+    "columns apart": lambda: torch.randn(4, 9).T,
+    "part of a matrix": lambda: torch.randn(9, 8)[:, 2:5],
+    "cube": lambda: torch.randn(9, 2, 3),
+    "strided cube": lambda: torch.randn(3, 2, 9).permute(2, 1, 0),
+    "no columns": lambda: torch.randn(9, 0),
+    "no entries of a cube": lambda: torch.randn(9, 0, 3),
+    "int8": lambda: torch.randint(100, (9, 5), dtype=torch.int8),
+}
+
+
+@pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("ids", [torch.tensor([8, 0, 0, 3]), torch.empty(0, dtype=torch.int64)])
+def test_columns_of_every_shape(make, ids):
+    rows = make()
+    column = Column("rows", rows, 9, CPU, ExitStack())
+    found = column.on_host(ids)
+    assert found.dtype == rows.dtype
+    assert torch.equal(found, rows[ids])
+    assert column.shape == rows.shape[1:]
+    # on the host there is nothing to lock
+    assert column.locked() is column.table
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_columns_of_tables_and_sparse_rows():
+    rows, ids = torch.randn(9, 4), torch.tensor([2, 2, 7])
+    table = FeatureTable.quantized(rows)
+    assert torch.equal(Column("x", table, 9, CPU, ExitStack()).on_host(ids), table.gather(ids))
+    sparse = FeatureTable((rows * (rows > 0)).to_sparse_csr()).rows
+    assert torch.equal(
+        Column("x", sparse, 9, CPU, ExitStack()).on_host(ids), sparse.to_dense()[ids]
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (torch.ones(8, 2), r"x has shape \(8, 2\), but 9 rows are needed"),
+        (torch.tensor(1.0), r"x has shape \(\)"),
+        (torch.ones(9, 2, requires_grad=True), r"x wants a gradient(.|\n)*x\.detach"),
+        (torch.eye(9).to_sparse_coo(), "x is of torch.sparse_coo"),
+        (torch.ones(9, 2, device="meta"), "x lies on meta, but minibatches on cpu"),
+    ],
+)
+def test_columns_that_are_none(rows, message):
+    with pytest.raises(ValueError, match=message):
+        Column("x", rows, 9, CPU, ExitStack())
+
+
+def through(loader, device):
+    """Let a loader send its minibatches through the streams of a device, as to a GPU."""
+    inner = loader._turns.loader
+    inner._transfer = Transfer(device, inner.table, 0.5, most=inner.ahead + 1)
+    inner._host = loader.pool = inner._transfer.host
+    return loader
+
+
+@needs_pyg
+def test_data_comes_through_streams_as_it_is():
+    from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
+    from gcnzc.interop.pyg_door import import_pyg
+
+    Data = import_pyg().data.Data
+    data = Data(
+        x=torch.randn(200, 12),
+        y=torch.randn(200),
+        edge_index=torch.randint(200, (2, 3000)),
+        edge_attr=torch.randn(3000, 2),
+    )
+    for Loader in (NeighborLoader, LinkNeighborLoader):
+        kwargs = {"batch_size": 500, "shuffle": True, "threads": 2}
+        device = Device("eager")
+        loader = through(Loader(data, [4, 3], **kwargs), device)
+        # of which alone the loader knows that minibatches go elsewhere
+        loader.device = torch.device("cuda")
+        count = 0
+        for found, wanted in zip(loader, Loader(data, [4, 3], **kwargs), strict=True):
+            count += 1
+            assert found.to_dict().keys() == wanted.to_dict().keys()
+            for name, value in wanted.to_dict().items():
+                same = torch.equal if isinstance(value, torch.Tensor) else (lambda a, b: a == b)
+                assert same(found[name], value), name
+        assert count == len(loader)
+        assert len(device.streams) == 3
+
+
+@needs_dgl
+def test_blocks_come_with_features_through_streams():
+    from gcnzc.interop.dgl import DataLoader, import_dgl
+
+    dgl = import_dgl()
+    graph = dgl.graph(tuple(torch.randint(200, (2, 3000))), num_nodes=200)
+    graph.ndata["x"] = torch.randn(200, 2, 5)
+    sampler = dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["x"])
+    loader = DataLoader(graph, torch.arange(100), sampler, batch_size=32, threads=2)
+    count = 0
+    for inputs, _, blocks in through(loader, Device("eager")):
+        count += 1
+        assert torch.equal(blocks[0].srcdata["x"], graph.ndata["x"][inputs])
+    assert count == 4
+
+
+@needs_pyg
+def test_a_loader_that_nobody_holds_lets_go():
+    from gcnzc.interop.pyg import NeighborLoader
+    from gcnzc.interop.pyg_door import import_pyg
+
+    Data = import_pyg().data.Data
+    data = Data(x=torch.randn(9, 2), edge_index=torch.randint(9, (2, 50)))
+    loader = NeighborLoader(data, [2])
+    ended = []
+    loader._locks.callback(ended.append, True)
+    held = weakref.ref(loader)
+    list(loader)
+    assert not ended
+    del loader
+    gc.collect()
+    assert held() is None
+    assert ended == [True]

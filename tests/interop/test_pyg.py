@@ -1,0 +1,592 @@
+"""Our loaders in the place of PyG's: their arguments, their minibatches, and what they refuse."""
+
+import copy
+import importlib.util
+import inspect
+import sys
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc import FeatureTable
+
+if importlib.util.find_spec("torch_geometric") is None:
+    pytest.skip("PyG is not installed", allow_module_level=True)
+
+from gcnzc.interop import pyg_door, pyg_minibatches
+from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore
+
+pyg = pyg_door.import_pyg()
+from torch_geometric.data import Data, HeteroData  # noqa: E402
+from torch_geometric.loader import LinkNeighborLoader as TheirLinks  # noqa: E402
+from torch_geometric.loader import NeighborLoader as TheirNodes  # noqa: E402
+from torch_geometric.loader import link_loader, node_loader  # noqa: E402
+from torch_geometric.nn import SAGEConv  # noqa: E402
+from torch_geometric.sampler import (  # noqa: E402
+    BaseSampler,
+    NegativeSampling,
+    SamplerOutput,
+)
+from torch_geometric.utils import trim_to_layer  # noqa: E402
+
+NODES, EDGES = 300, 3000
+TRANSFORMED = "transformed"
+
+
+@pytest.fixture(scope="module")
+def data():
+    numbers = torch.Generator().manual_seed(2)
+    return Data(
+        x=torch.randn(NODES, 6, generator=numbers),
+        edge_index=torch.randint(NODES, (2, EDGES), generator=numbers),
+        y=torch.randint(4, (NODES,), generator=numbers),
+        train_mask=torch.rand(NODES, generator=numbers) < 0.4,
+        cube=torch.randn(NODES, 2, 3, generator=numbers),
+        near_index=torch.randint(NODES, (NODES,), generator=numbers),
+        as_array=np.arange(NODES),
+        edge_attr=torch.randn(EDGES, 2, generator=numbers),
+        edge_kind=torch.randint(3, (EDGES,), generator=numbers),
+        two_index=torch.randint(9, (2, EDGES), generator=numbers),
+        name="a graph",
+        scale=torch.tensor(0.5),
+        table=torch.arange(7),
+        num_nodes=NODES,
+    )
+
+
+def check(data, batch, num_neighbors):
+    """Attributes are those of the nodes and edges, which are legal, hop by hop."""
+    nodes, edges = batch.n_id, batch.e_id
+    for name in ("x", "y", "train_mask", "cube", "near_index"):
+        assert torch.equal(batch[name], data[name][nodes]), name
+    assert torch.equal(batch.as_array, torch.from_numpy(data.as_array)[nodes])
+    for name in ("edge_attr", "edge_kind"):
+        assert torch.equal(batch[name], data[name][edges]), name
+    assert torch.equal(batch.two_index, data.two_index[:, edges])
+    assert (batch.name, batch.scale, batch.table.tolist()) == ("a graph", 0.5, list(range(7)))
+    assert batch.num_nodes == len(nodes) == len(nodes.unique())
+    assert len(edges) == len(edges.unique())
+    assert batch.edge_index.dtype == torch.int64
+    assert torch.equal(nodes[batch.edge_index], data.edge_index[:, edges])
+    met, seen = ([0, *accumulate(numbers)] for numbers in counts(batch))
+    assert (met[-1], seen[-1]) == (len(nodes), len(edges))
+    in_degrees = torch.bincount(data.edge_index[1], minlength=NODES)
+    for hop, number in enumerate(num_neighbors):
+        src, dst = batch.edge_index[:, seen[hop] : seen[hop + 1]]
+        # the nodes that the hop before met, each once, and what they meet
+        assert bool(((dst >= met[hop]) & (dst < met[hop + 1])).all())
+        assert bool((src < met[hop + 2]).all())
+        degrees = in_degrees[nodes[met[hop] : met[hop + 1]]]
+        kept = degrees if number == -1 else degrees.clamp(max=number)
+        drawn = torch.bincount(dst - met[hop], minlength=met[hop + 1] - met[hop])
+        assert torch.equal(drawn, kept)
+
+
+def counts(batch):
+    return batch.num_sampled_nodes, batch.num_sampled_edges
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(NeighborLoader, TheirNodes), (LinkNeighborLoader, TheirLinks)]
+)
+def test_the_signature_is_pygs(ours, theirs):
+    wanted = inspect.signature(theirs.__init__).parameters
+    found = inspect.signature(ours.__init__).parameters
+    given = [name for name in wanted if name != "kwargs"]
+    assert list(found)[: len(given)] == given
+    for name in given:
+        assert (found[name].default, found[name].kind) == (wanted[name].default, wanted[name].kind)
+    more = list(found)[len(given) :]
+    assert more == [
+        *("seed", "device", "rank", "world_size", "threads", "ahead", "tables", "kwargs")
+    ]
+    assert all(found[name].kind is inspect.Parameter.KEYWORD_ONLY for name in more[:-1])
+
+
+@pytest.mark.parametrize("num_neighbors", [[5, 3], [-1, 2, 2], [0, 4], [3, -1]])
+def test_minibatches_of_nodes(data, num_neighbors):
+    loader = NeighborLoader(data, num_neighbors, input_nodes=data.train_mask, batch_size=32)
+    seeds = data.train_mask.nonzero().flatten()
+    assert len(loader.dataset) == len(seeds)
+    assert len(loader) == -(-len(seeds) // 32)
+    taken = []
+    for batch in loader:
+        check(data, batch, num_neighbors)
+        assert torch.equal(batch.n_id[: batch.batch_size], batch.input_id)
+        assert batch.num_sampled_nodes[0] == batch.batch_size
+        taken.append(batch.input_id)
+    assert torch.equal(torch.cat(taken), seeds)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_sorted_edges(data, is_sorted):
+    data = copy.copy(data)
+    order = torch.argsort(data.edge_index[1], stable=True)
+    for name in ("edge_attr", "edge_kind"):
+        data[name] = data[name][order]
+    data.edge_index, data.two_index = data.edge_index[:, order], data.two_index[:, order]
+    for batch in NeighborLoader(data, [4, 4], batch_size=100, is_sorted=is_sorted):
+        check(data, batch, [4, 4])
+
+
+def test_edges_of_other_types(data):
+    data = copy.copy(data)
+    plain = data.edge_index
+    expected = [batch.e_id for batch in NeighborLoader(data, [3, 2], batch_size=100)]
+    sized = pyg.EdgeIndex(plain, sparse_size=(NODES, NODES))
+    for edges in (plain.int(), sized, plain.T.clone().T):
+        data.edge_index = edges
+        loader = NeighborLoader(data, [3, 2], batch_size=100)
+        for batch, wanted in zip(loader, expected, strict=True):
+            assert type(batch.edge_index) is torch.Tensor
+            assert batch.edge_index.dtype == torch.int64
+            assert torch.equal(batch.e_id, wanted)
+
+
+def test_no_edges():
+    data = Data(x=torch.randn(5, 2), edge_index=torch.empty(2, 0, dtype=torch.int64))
+    (batch,) = NeighborLoader(data, [3, 2], batch_size=5)
+    assert torch.equal(batch.x, data.x)
+    assert (counts(batch), batch.edge_index.shape) == (([5, 0, 0], [0, 0]), (2, 0))
+
+
+def test_input_nodes_in_every_form(data):
+    ids = torch.tensor([7, 3, 250])
+    whole = NeighborLoader(data, [2], batch_size=NODES)
+    batch = next(iter(whole))
+    assert torch.equal(batch.n_id[:NODES], torch.arange(NODES))
+    assert torch.equal(batch.input_id, torch.arange(NODES))
+    for nodes in (ids, ids.int(), ids.tolist(), ids.numpy()):
+        batch = next(iter(NeighborLoader(data, [2], nodes, batch_size=3)))
+        assert (batch.n_id[:3].tolist(), batch.input_id.tolist()) == ([7, 3, 250], [0, 1, 2])
+    named = NeighborLoader(data, [2], ids, batch_size=3, input_id=torch.tensor([9, 8, 7]))
+    assert next(iter(named)).input_id.tolist() == [9, 8, 7]
+    assert named([2, 0]).n_id[:2].tolist() == [250, 7]
+
+
+class Recorded(BaseSampler):
+    """Gives PyG's loaders what a minibatch of ours was made of."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def sample_from_nodes(self, index, **kwargs):
+        return self.output((index.input_id, index.time))
+
+    def sample_from_edges(self, index, neg_sampling=None):
+        batch, pairs = self.batch, neg_sampling is None or neg_sampling.is_binary()
+        if pairs:
+            rest = (batch.edge_label_index, batch.edge_label if "edge_label" in batch else None)
+            return self.output((index.input_id, *rest, None))
+        return self.output(
+            (index.input_id, batch.src_index, batch.dst_pos_index, batch.dst_neg_index, None)
+        )
+
+    def output(self, metadata):
+        batch = self.batch
+        row, col = batch.edge_index
+        return SamplerOutput(
+            batch.n_id,
+            row,
+            col,
+            batch.e_id,
+            None,
+            batch.num_sampled_nodes,
+            batch.num_sampled_edges,
+            metadata=metadata,
+        )
+
+
+def same(mine, theirs):
+    # what PyG says is None is not told
+    told = {name: value for name, value in theirs.to_dict().items() if value is not None}
+    found = {name: value for name, value in mine.to_dict().items() if value is not None}
+    assert found.keys() == told.keys()
+    for name, value in told.items():
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value, name
+    assert (mine.num_nodes, mine.num_edges) == (theirs.num_nodes, theirs.num_edges)
+
+
+def test_fields_are_those_that_pyg_makes_of_the_same_nodes(data):
+    split = copy.copy(data)
+    split.edge_label_index, split.edge_label = data.edge_index[:, :5], torch.ones(5)
+    for given in (data, split):
+        mine = next(iter(NeighborLoader(given, [3, 2], data.train_mask, batch_size=16)))
+        theirs = node_loader.NodeLoader(
+            given, Recorded(mine), input_nodes=data.train_mask, batch_size=16
+        )
+        same(mine, next(iter(theirs)))
+        for sampling in (None, "binary", NegativeSampling("triplet", 2)):
+            links = {"edge_label_index": data.edge_index[:, :100], "neg_sampling": sampling}
+            mine = next(iter(LinkNeighborLoader(given, [3, 2], batch_size=16, **links)))
+            theirs = link_loader.LinkLoader(given, Recorded(mine), batch_size=16, **links)
+            same(mine, next(iter(theirs)))
+
+
+def test_attributes_that_minibatches_have_others_of(data):
+    data = copy.copy(data)
+    data.batch, data.input_id = torch.zeros(NODES), torch.zeros(NODES)
+    data.e_id = torch.arange(EDGES) + 5
+    mine = next(iter(NeighborLoader(data, [3, 2], batch_size=16)))
+    theirs = node_loader.NodeLoader(data, Recorded(mine), batch_size=16)
+    # which takes positions in the graph, not what the data calls them
+    theirs.node_sampler.batch = copy.copy(mine)
+    theirs.node_sampler.batch.e_id = mine.e_id - 5
+    same(mine, next(iter(theirs)))
+    assert mine.input_id.tolist() == list(range(16))
+
+
+def test_full_neighbourhoods_give_the_outputs_of_the_whole_graph(data):
+    layers = [SAGEConv(6, 5).double(), SAGEConv(5, 4).double()]
+    hidden = data.x.double()
+    for layer in layers:
+        hidden = layer(hidden, data.edge_index)
+    loader = NeighborLoader(data, [-1, -1], torch.randperm(NODES), batch_size=64)
+    for batch in loader:
+        for trims in (False, True):
+            out, edges = batch.x.double(), batch.edge_index
+            for depth, layer in enumerate(layers):
+                if trims:
+                    out, edges, _ = trim_to_layer(depth, *counts(batch), out, edges)
+                out = layer(out, edges)
+            expected = hidden[batch.n_id[: batch.batch_size]]
+            # sums may be in another order
+            torch.testing.assert_close(out[: batch.batch_size], expected, rtol=1e-12, atol=1e-12)
+
+
+def drawn(loader):
+    return [(batch.n_id.tolist(), batch.e_id.tolist()) for batch in loader]
+
+
+@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
+def test_resume_is_bit_for_bit(data, Loader):
+    def make(threads, seed=3):
+        sampling = {"neg_sampling": "binary"} if Loader is LinkNeighborLoader else {}
+        kwargs = {"batch_size": 64, "shuffle": True, "seed": seed, "threads": threads}
+        return Loader(data, [3, 2], **kwargs, **sampling)
+
+    whole = make(1)
+    first, second = drawn(whole), drawn(whole)
+    assert first != second
+    loader = make(3)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    state = loader.state_dict()
+    iterator.close()
+    other = make(2)
+    other.load_state_dict(state)
+    assert drawn(other) == first[2:]
+    assert drawn(other) == second
+    other.set_epoch(0)
+    assert drawn(other) == first
+    assert drawn(make(1, seed=4)) != first
+    with pytest.raises(ValueError, match="seed 3, not 4"):
+        make(1, seed=4).load_state_dict(state)
+    with pytest.raises(ValueError, match="other nodes or edges, or of none"):
+        make(1).load_state_dict({})
+
+
+def test_workers_share_the_items(data):
+    kwargs = {"batch_size": 32, "shuffle": True, "world_size": 2}
+    loaders = [NeighborLoader(data, [2], rank=rank, **kwargs) for rank in range(2)]
+    assert len(loaders[0]) == len(loaders[1])
+    taken = torch.cat([batch.input_id for loader in loaders for batch in loader])
+    assert torch.equal(taken.sort().values, torch.arange(NODES))
+
+
+def test_minibatches_of_links(data):
+    edges = data.edge_index[:, torch.randperm(EDGES)[:100]]
+    labels = torch.arange(100)
+    loader = LinkNeighborLoader(data, [3, 2], edges, labels, batch_size=32)
+    taken = []
+    for batch in loader:
+        check(data, batch, [3, 2])
+        assert torch.equal(batch.n_id[batch.edge_label_index], edges[:, batch.input_id])
+        assert torch.equal(batch.edge_label, labels[batch.input_id])
+        seeds = batch.num_sampled_nodes[0]
+        assert torch.equal(batch.n_id[:seeds], edges[:, batch.input_id].unique())
+        taken.append(batch.input_id)
+    assert torch.equal(torch.cat(taken), torch.arange(100))
+    # all edges, if none are named
+    assert len(LinkNeighborLoader(data, [3]).dataset) == EDGES
+
+
+@pytest.mark.parametrize("amount", [1, 2.5, 0.3])
+def test_binary_negatives(data, amount):
+    kwargs = {"batch_size": 64, "neg_sampling": NegativeSampling("binary", amount)}
+    for batch in LinkNeighborLoader(data, [2], data.edge_index[:, :100], **kwargs):
+        num_pairs = len(batch.input_id)
+        num_others = int(np.ceil(num_pairs * amount))
+        expected = torch.cat([torch.ones(num_pairs), torch.zeros(num_others)])
+        assert torch.equal(batch.edge_label, expected)
+        pairs = batch.n_id[batch.edge_label_index]
+        assert torch.equal(pairs[:, :num_pairs], data.edge_index[:, batch.input_id])
+        assert pairs.shape == (2, num_pairs + num_others)
+
+
+def test_labels_make_room_for_negatives(data):
+    edges, labels = data.edge_index[:, :50], torch.arange(50) % 3
+    ratio = {"batch_size": 50, "neg_sampling_ratio": 2.0}
+    batch = next(iter(LinkNeighborLoader(data, [2], edges, labels, **ratio)))
+    assert torch.equal(batch.edge_label, torch.cat([labels + 1, torch.zeros(100).long()]))
+    batch = next(iter(LinkNeighborLoader(data, [2], edges, labels + 1, **ratio)))
+    assert torch.equal(batch.edge_label, torch.cat([labels + 1, torch.zeros(100).long()]))
+
+
+@pytest.mark.parametrize("amount", [1, 3])
+def test_triplets(data, amount):
+    kwargs = {"batch_size": 64, "neg_sampling": NegativeSampling("triplet", amount)}
+    for batch in LinkNeighborLoader(data, [2], data.edge_index[:, :100], **kwargs):
+        src, dst = data.edge_index[:, batch.input_id]
+        assert torch.equal(batch.n_id[batch.src_index], src)
+        assert torch.equal(batch.n_id[batch.dst_pos_index], dst)
+        assert batch.dst_neg_index.shape == ((len(src), amount) if amount > 1 else (len(src),))
+        assert "edge_label_index" not in batch
+
+
+def test_negatives_by_weight(data):
+    only = torch.zeros(NODES)
+    only[[5, 6]] = 1
+    sampling = NegativeSampling("binary", 4, src_weight=only, dst_weight=only.roll(1))
+    loader = LinkNeighborLoader(
+        data, [2], data.edge_index[:, :50], batch_size=50, neg_sampling=sampling
+    )
+    batch = next(iter(loader))
+    src, dst = batch.n_id[batch.edge_label_index][:, 50:]
+    assert (set(src.tolist()), set(dst.tolist())) == ({5, 6}, {6, 7})
+    sampling = NegativeSampling("binary", 4, src_weight=only[:9], dst_weight=only)
+    loader = LinkNeighborLoader(data, [2], neg_sampling=sampling)
+    with pytest.raises(ValueError, match="9 weights in neg_sampling for 300 nodes"):
+        next(iter(loader))
+
+
+def test_negatives_are_uniform(data):
+    sampling = NegativeSampling("binary", 50)
+    loader = LinkNeighborLoader(data, [0], batch_size=EDGES, neg_sampling=sampling)
+    batch = next(iter(loader))
+    pairs = batch.n_id[batch.edge_label_index][:, EDGES:]
+    for ends in pairs:
+        found = torch.bincount(ends, minlength=NODES).double()
+        mean = len(ends) / NODES
+        # chi-squared of 299 degrees of freedom passes 400 with a chance below 1e-4
+        assert float(((found - mean) ** 2 / mean).sum()) < 400
+
+
+def test_a_gpu_makes_the_same_edges(data):
+    loader = NeighborLoader(data, [3, 2])
+    blocks = loader.sample(torch.arange(40), 0).blocks
+    wanted, first, begin = pyg_minibatches.edge_index_of(blocks), 0, 0
+    for block in reversed(blocks):
+        part = torch.empty(2, block.num_edges, dtype=torch.int64)
+        pyg_minibatches._edges_on_gpu(block, part, first)
+        assert torch.equal(part, wanted[:, begin : begin + block.num_edges])
+        first, begin = block.num_dst, begin + block.num_edges
+    assert begin == wanted.shape[1] > 0
+
+
+def test_transform(data):
+    def mark(batch):
+        batch[TRANSFORMED] = True
+        return batch
+
+    for Loader in (NeighborLoader, LinkNeighborLoader):
+        assert all(
+            batch[TRANSFORMED] for batch in Loader(data, [2], batch_size=500, transform=mark)
+        )
+
+
+def test_data_that_changes_between_epochs(data):
+    # a well-known example evaluates with a copy of the data whose features it takes out
+    data = copy.copy(data)
+    loader = NeighborLoader(copy.copy(data), [-1], batch_size=100)
+    assert "x" in next(iter(loader))
+    del loader.data.x, loader.data.y
+    loader.data.n_id = torch.arange(NODES) + 1000
+    for batch in loader:
+        assert "x" not in batch
+        assert "y" not in batch
+        assert torch.equal(batch.n_id[: batch.batch_size], batch.input_id + 1000)
+    loader.data.x = data.x * 2
+    del loader.data.n_id
+    for batch in loader:
+        assert torch.equal(batch.x, data.x[batch.n_id] * 2)
+
+
+def test_tables_in_the_place_of_attributes(data):
+    tables = {"x": FeatureTable.quantized(data.x), "more": FeatureTable(data.x[:, :2])}
+    for batch in NeighborLoader(data, [2], batch_size=100, tables=tables):
+        assert torch.equal(batch.x, tables["x"].gather(batch.n_id))
+        assert torch.equal(batch.more, data.x[batch.n_id, :2])
+
+
+def test_loaders_of_one_graph_share_its_columns(data):
+    first, second = NeighborLoader(data, [2]), LinkNeighborLoader(copy.copy(data), [2])
+    assert first._graph is second._graph
+    other = copy.copy(data)
+    other.edge_index = data.edge_index.clone()
+    third = NeighborLoader(other, [2])
+    assert third._graph is not first._graph
+    other.edge_index[0, 0] += 1
+    assert NeighborLoader(other, [2])._graph is not third._graph
+
+
+def test_workers_become_threads(data):
+    assert NeighborLoader(data, [2], num_workers=3).threads == 3
+    assert LinkNeighborLoader(data, [2], num_workers=3, threads=1).threads == 1
+    quiet = {"persistent_workers": True, "pin_memory": True, "filter_per_worker": True}
+    loader = NeighborLoader(data, [2], batch_size=100, **quiet)
+    with loader.enable_cpu_affinity(loader_cores=[0]), loader.enable_multithreading():
+        assert len(list(loader)) == 3
+
+
+def hetero():
+    data = HeteroData()
+    data["a"].x = data["b"].x = torch.rand(3, 2)
+    data["a", "to", "b"].edge_index = torch.tensor([[0], [1]])
+    return data
+
+
+EDGE = torch.tensor([[0], [1]])
+
+
+@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": hetero()}, r"HeteroData of node types \['a', 'b'\](.|\n)*to_homogeneous"),
+        ({"data": (None, None)}, "does not support tuple(.|\n)*tables="),
+        ({"data": Data(x=torch.rand(3, 2))}, "no edge_index"),
+        ({"data": Data(adj_t=object(), num_nodes=3)}, "the data has adj_t"),
+        ({"data": Data(edge_index=EDGE.T[:, :1], num_nodes=3)}, r"shape \(1, 1\)"),
+        ({"data": Data(edge_index=EDGE.float(), num_nodes=3)}, "float32"),
+        ({"data": Data(edge_index=EDGE + 5, num_nodes=3)}, "nodes"),
+        (
+            {"data": Data(edge_index=EDGE, x=torch.rand(2, 2).requires_grad_())},
+            "x wants a gradient",
+        ),
+        (
+            {"data": Data(edge_index=EDGE, x=torch.eye(2).to_sparse_coo())},
+            "x is of torch.sparse_coo",
+        ),
+        ({"data": Data(edge_index=EDGE, names=["a", "b"], num_nodes=2)}, "data.names is a list"),
+        ({"tables": {"x": FeatureTable(torch.rand(3, 2))}}, r"x has shape \(3, 2\), but 300 rows"),
+        ({"num_neighbors": {("a", "to", "b"): [2]}}, "num_neighbors is a dict"),
+        ({"num_neighbors": [-2]}, "fan-outs"),
+        ({"num_neighbors": []}, "fan-outs"),
+        ({"replace": True}, "does not support replace=True, but only False"),
+        ({"subgraph_type": "induced"}, "subgraph_type='induced', but only 'directional'"),
+        ({"subgraph_type": "bidirectional"}, "subgraph_type='bidirectional'"),
+        ({"disjoint": True}, "disjoint=True"),
+        ({"directed": False}, "directed=False"),
+        ({"temporal_strategy": "last"}, "temporal_strategy='last'"),
+        ({"time_attr": "time"}, "does not support time_attr='time'(.|\n)*pyg-lib"),
+        ({"weight_attr": "weight"}, "weight_attr='weight'"),
+        ({"transform_sampler_output": print}, "transform_sampler_output"),
+        ({"neighbor_sampler": object()}, "neighbor_sampler"),
+        ({"custom_cls": Data}, "custom_cls"),
+        ({"collate_fn": print}, "does not support collate_fn"),
+        ({"sampler": [1]}, "does not support sampler(.|\n)*shuffle=False"),
+        ({"batch_sampler": [[1]]}, "does not support batch_sampler"),
+        ({"worker_init_fn": print}, "does not support worker_init_fn"),
+        ({"generator": torch.Generator()}, "does not support generator"),
+        ({"batch_size": 0}, "batch size 0"),
+        ({"device": "meta"}, "device meta"),
+        ({"seed": 2**64}, "64 bits"),
+    ],
+)
+def test_what_is_not_supported_is_named(data, Loader, change, message):
+    with pytest.raises(ValueError, match=message):
+        Loader(**({"data": data, "num_neighbors": [2]} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_nodes": "paper"}, "names a node type: 'paper'"),
+        ({"input_nodes": ("paper", EDGE[0])}, "names a node type"),
+        ({"input_nodes": torch.ones(5, dtype=torch.bool)}, r"mask of shape \(5,\) for 300 nodes"),
+        ({"input_nodes": torch.rand(5)}, "torch.float32"),
+        ({"input_nodes": torch.ones(2, 2).long()}, r"shape \(2, 2\)"),
+        ({"input_nodes": torch.zeros(NODES, dtype=torch.bool)}, "no seeds"),
+        ({"input_id": torch.arange(3)}, "3 numbers in input_id for 300 items"),
+        ({"input_time": torch.arange(NODES)}, "does not support input_time"),
+    ],
+)
+def test_nodes_that_make_no_sense(data, change, message):
+    with pytest.raises(ValueError, match=message):
+        NeighborLoader(data, [2], **change)
+
+
+def test_nodes_out_of_range(data):
+    with pytest.raises(ValueError, match="reach from 0 to 300, but the graph has 300 nodes"):
+        NeighborLoader(data, [2], torch.tensor([0, NODES]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"edge_label_index": [0]}, "edge_label_index is a list"),
+        ({"edge_label_index": torch.rand(2, 3)}, "torch.float32"),
+        ({"edge_label_index": torch.ones(3, 2).long()}, r"shape \(3, 2\)"),
+        ({"edge_label_index": EDGE + 299}, "from 299 to 300, but the data has 300 nodes"),
+        ({"edge_label_index": EDGE[:, :0]}, "no seeds"),
+        ({"edge_label": torch.ones(5)}, "edge_label has 5 rows for 3000 edges"),
+        ({"edge_label": torch.ones(EDGES), "neg_sampling": "triplet"}, "edge_label with triplets"),
+        ({"input_id": torch.arange(3)}, "3 numbers in input_id for 3000 items"),
+        ({"edge_label_time": torch.ones(EDGES)}, "does not support edge_label_time"),
+    ],
+)
+def test_links_that_make_no_sense(data, change, message):
+    with pytest.raises(ValueError, match=message):
+        LinkNeighborLoader(data, [2], **change)
+
+
+def test_an_unknown_argument(data):
+    with pytest.raises(TypeError, match="NeighborLoader has no argument batchsize"):
+        NeighborLoader(data, [2], batchsize=5)
+
+
+def test_use_after_close(data):
+    with NeighborLoader(data, [2], batch_size=10) as loader:
+        iterator = iter(loader)
+        next(iterator)
+    for use in (lambda: next(iterator), lambda: iter(loader), lambda: loader([1])):
+        with pytest.raises(RuntimeError, match="this loader is closed"):
+            use()
+
+
+def test_without_pyg(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_geometric", None)
+    with pytest.raises(RuntimeError, match=r"PyG does not import(.|\n)*pip install"):
+        pyg_door.import_pyg()
+
+
+def test_a_store_of_tables(data):
+    store = TableStore({"x": FeatureTable(data.x), ("author", "x"): FeatureTable(data.x[:9])})
+    ids = torch.tensor([5, 5, 0])
+    assert torch.equal(store.get_tensor(None, "x", ids), data.x[ids])
+    assert torch.equal(store.get_tensor("author", "x", None), data.x[:9])
+    assert torch.equal(store["author", "x", slice(2, 6, 2)], data.x[2:6:2])
+    assert torch.equal(store["author", "x", 3], data.x[3:4])
+    assert store.get_tensor_size("author", "x") == (9, 6)
+    assert store.get_tensor_size("author", "y") is None
+    attrs = store.get_all_tensor_attrs()
+    assert [(attr.group_name, attr.attr_name) for attr in attrs] == [(None, "x"), ("author", "x")]
+    assert store.put_tensor(data.x.numpy() * 2, None, "z", None)
+    assert torch.equal(store.get_tensor(None, "z", ids), data.x[ids] * 2)
+    assert store.remove_tensor(None, "z", None)
+    assert not store.remove_tensor(None, "z", None)
+    assert store.get_tensor(None, "z", ids) is None
+    with pytest.raises(ValueError, match="a part of None, x"):
+        store.put_tensor(data.x, None, "x", ids)
+    with pytest.raises(ValueError, match="is a list"):
+        store.put_tensor([1, 2], None, "x", None)
+    with pytest.raises(IndexError):
+        store.get_tensor(None, "x", torch.tensor([NODES]))

@@ -1,0 +1,84 @@
+"""Edges are found in sorted columns, and left out of them."""
+
+import numpy as np
+import pytest
+
+from gcnzc.kernels.edges import (
+    are_edges,
+    has_edge,
+    is_sorted,
+    left_out,
+    left_out_reference,
+    num_removed,
+    position_of,
+    sorted_columns,
+)
+
+
+@pytest.fixture
+def columns():
+    """60 nodes with up to 40 sources each, among them equal ones; not sorted."""
+    random = np.random.default_rng(0)
+    degrees = random.integers(0, 40, 60)
+    degrees[7] = 0
+    indptr = np.concatenate([[0], degrees.cumsum()])
+    return indptr, random.integers(0, 60, indptr[-1])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sorted_columns(columns, dtype, threads):
+    indptr, indices = columns[0], columns[1].astype(dtype)
+    assert not is_sorted(indptr, indices, threads=threads)
+    out, order = sorted_columns(indptr, indices, order=True, threads=threads)
+    assert is_sorted(indptr, out, threads=threads)
+    assert out.dtype == dtype
+    assert np.array_equal(indices[order], out)
+    for node in range(60):
+        begin, end = indptr[node : node + 2]
+        expected = begin + np.argsort(indices[begin:end], kind="stable")
+        assert np.array_equal(order[begin:end], expected)
+    alone, none = sorted_columns(indptr, indices)
+    assert none is None
+    assert np.array_equal(alone, out)
+
+
+def test_a_descent_between_columns_is_none():
+    assert is_sorted(np.array([0, 1, 2]), np.array([1, 0]))
+    assert is_sorted(np.array([0]), np.empty(0, np.int32))
+
+
+def test_every_pair_is_found_or_not(columns):
+    indptr = columns[0]
+    indices, _ = sorted_columns(*columns)
+    there = {(int(s), t) for t in range(60) for s in indices[indptr[t] : indptr[t + 1]]}
+    found = {(s, t) for s in range(60) for t in range(60) if has_edge(indptr, indices, s, t)}
+    assert found == there
+    sources, targets = (part.ravel() for part in np.mgrid[:60, :60])
+    several = are_edges(indptr, indices.astype(np.int32), sources, targets, threads=2)
+    assert set(zip(sources[several].tolist(), targets[several].tolist(), strict=True)) == there
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_positions_pass_over_what_is_left_out(columns, share):
+    indptr = columns[0]
+    indices, _ = sorted_columns(*columns)
+    random = np.random.default_rng(1)
+    nodes = random.permutation(60)[:40]
+    gone = random.random((60, 60)) < share
+    # pairs in any order, some twice, and some that are no edges
+    locals_, sources = np.nonzero(gone[nodes])
+    order = random.permutation(np.tile(np.arange(len(locals_)), 2))
+    left = left_out(indptr, indices, nodes, locals_[order], sources[order])
+    edges = {(int(s), int(nodes[i])) for i, s in zip(locals_, sources, strict=True)}
+    expected = left_out_reference(indptr, indices, nodes, edges)
+    for i, node in enumerate(nodes):
+        begin, end = indptr[node : node + 2]
+        removed = num_removed(left.first, left.removed, i)
+        assert end - begin - removed == len(expected[i])
+        kept = [
+            begin + position_of(left.first, left.kept_before, left.removed, i, position)
+            for position in range(end - begin - removed)
+        ]
+        assert np.array_equal(kept, expected[i])
+    assert num_removed(left.first, left.removed, len(nodes)) == 0

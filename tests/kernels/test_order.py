@@ -1,0 +1,24 @@
+"""The order of an edge list's edges in columns."""
+
+import pytest
+import torch
+
+from gcnzc.graph import Graph
+from gcnzc.kernels.order import order, order_reference
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("num_nodes", "num_edges"), [(1, 0), (1, 5), (7, 40), (300, 2000)])
+def test_equals_the_reference_and_fits_the_graph(num_nodes, num_edges, dtype):
+    src, dst = torch.randint(num_nodes, (2, num_edges), dtype=dtype)
+    graph = Graph.from_edges(src, dst, num_nodes)
+    found = order(graph.indptr, dst)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, order_reference(dst))
+    assert torch.equal(src[found].long(), graph.indices.long())
+
+
+def test_strided_destinations():
+    edges = torch.randint(9, (50, 2))
+    graph = Graph.from_edges(*edges.T, 9)
+    assert torch.equal(order(graph.indptr, edges.T[1]), order_reference(edges[:, 1].clone()))

@@ -1,0 +1,132 @@
+"""Edges that are left out are never drawn, and the others are as likely as each other."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+from gcnzc.kernels import sample as kernel
+from gcnzc.kernels.edges import left_out, left_out_reference, sorted_columns
+from gcnzc.kernels.sample import Workspace, sample, sample_reference
+
+FANOUTS = [[5], [3, 4, 2], [64, 65], [-1, 0, 7], [130, -1], [1, 1, 1, 1], [127, 128]]
+
+
+def assert_same(drawn, expected):
+    assert drawn.num_nodes == expected.num_nodes
+    for mine, theirs in zip(
+        (drawn.nodes, *drawn.indptr, *drawn.indices, *drawn.edge_ids),
+        (expected.nodes, *expected.indptr, *expected.indices, *expected.edge_ids),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def uneven():
+    """400 nodes, sorted columns: degrees 0 to 40, one of 3000, some about 64 and 128, and twins."""
+    random = np.random.default_rng(0)
+    degrees = random.integers(0, 40, 400)
+    degrees[:9] = [3000, 0, 63, 64, 65, 66, 127, 128, 129]
+    indptr = np.concatenate([[0], degrees.cumsum()])
+    indices, _ = sorted_columns(indptr, random.integers(0, 400, indptr[-1]))
+    return indptr, indices
+
+
+@pytest.fixture(params=["direct", "hashed"])
+def table(request, monkeypatch):
+    if request.param == "hashed":
+        monkeypatch.setattr(kernel, "DIRECT_NODES", 0)
+
+
+def some(indptr, indices, seeds, share, random):
+    """Of each seed's column about a share of the sources, as pairs and as a set of edges."""
+    pairs = [
+        (i, source)
+        for i, node in enumerate(seeds)
+        for source in np.unique(indices[indptr[node] : indptr[node + 1]])
+        if random.random() < share
+    ]
+    locals_, sources = np.array(pairs, np.int64).reshape(-1, 2).T
+    return locals_, sources, {(int(s), int(seeds[i])) for i, s in pairs}
+
+
+@pytest.mark.parametrize("fanouts", FANOUTS)
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.9, 1.0])
+def test_equals_reference(fanouts, share, table, uneven):
+    indptr, indices = uneven
+    random = np.random.default_rng(1)
+    # more than one lot of destinations
+    seeds = np.concatenate([np.arange(9), 9 + random.permutation(391)[:300]])
+    locals_, sources, edges = some(indptr, indices, seeds, share, random)
+    drawn = sample(
+        torch.from_numpy(indptr),
+        torch.from_numpy(indices.astype(np.int32)),
+        torch.from_numpy(seeds),
+        fanouts,
+        7,
+        3,
+        edge_ids=True,
+        without=left_out(indptr, indices, seeds, locals_, sources),
+        workspace=Workspace(),
+    )
+    kept = [part.tolist() for part in left_out_reference(indptr, indices, seeds, edges)]
+    assert_same(
+        drawn,
+        sample_reference(
+            torch.from_numpy(indptr),
+            torch.from_numpy(indices),
+            torch.from_numpy(seeds),
+            fanouts,
+            7,
+            3,
+            kept,
+        ),
+    )
+    for hop, fanout in enumerate(fanouts):
+        targets = drawn.nodes[: drawn.num_nodes[hop]].repeat_interleave(drawn.indptr[hop].diff())
+        met = zip(indices[drawn.edge_ids[hop]].tolist(), targets.tolist(), strict=True)
+        assert not edges & set(met)
+        # a node with no more than its fan-out left keeps all that is left
+        degrees = torch.tensor([len(part) for part in kept])
+        most = degrees if fanout < 0 else degrees.clamp(max=fanout)
+        assert torch.equal(drawn.indptr[hop].diff()[: len(seeds)], most)
+
+
+def test_nothing_left_out_changes_nothing(uneven):
+    indptr, indices = (torch.from_numpy(part) for part in uneven)
+    seeds = torch.arange(50)
+    none = np.empty(0, np.int64)
+    without = left_out(*uneven, seeds.numpy(), none, none)
+    assert_same(
+        sample(indptr, indices, seeds, [5, 70], 1, 2, edge_ids=True, without=without),
+        sample(indptr, indices, seeds, [5, 70], 1, 2, edge_ids=True),
+    )
+
+
+@pytest.mark.parametrize("fanout", [5, 70])
+def test_what_is_left_is_drawn_uniformly(fanout):
+    # of 121 neighbours each sixth is left out
+    nodes, degree = 3000, 121
+    indptr = np.arange(nodes + 1) * degree
+    indices = np.tile(np.arange(degree), nodes)
+    gone = np.arange(0, degree, 6)
+    locals_, sources = np.repeat(np.arange(nodes), len(gone)), np.tile(gone, nodes)
+    drawn = sample(
+        torch.from_numpy(indptr),
+        torch.from_numpy(indices),
+        torch.arange(nodes),
+        [fanout],
+        1,
+        0,
+        edge_ids=True,
+        without=left_out(indptr, indices, np.arange(nodes), locals_, sources),
+    )
+    counts = np.bincount(drawn.edge_ids[0].numpy() % degree, minlength=degree)
+    assert (counts[gone] == 0).all()
+    left = np.delete(counts, gone)
+    expected = nodes * fanout / len(left)
+    # drawing without replacement makes the counts vary less than a multinomial's
+    size = len(left)
+    statistic = ((left - expected) ** 2 / expected).sum() * (size - 1) / (size - fanout)
+    assert 1e-3 < chi2.sf(statistic, size - 1) < 1 - 1e-3

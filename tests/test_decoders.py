@@ -1,0 +1,75 @@
+"""Scores of pairs are those of their ends' outputs, however many are asked for at once."""
+
+import pytest
+import torch
+
+from gcnzc import decoders
+from gcnzc.decoders import Dot, HadamardMLP, LinkModel
+from gcnzc.graph import Graph
+from gcnzc.layerwise import inference
+from gcnzc.models import SAGE
+from gcnzc.pairs import LinkSampler
+from gcnzc.table import FeatureTable
+
+
+@pytest.fixture(params=["dot", "mlp"])
+def model(request):
+    encoder = SAGE(5, 8, 8, num_layers=2, dropout=0.3)
+    return LinkModel(encoder, Dot() if request.param == "dot" else HadamardMLP(8, 2, 0.5))
+
+
+def test_dot_and_mlp_by_hand():
+    source, target = torch.randn(2, 7, 4)
+    torch.testing.assert_close(Dot()(source, target), torch.einsum("pd,pd->p", source, target))
+    mlp = HadamardMLP(4, 2)
+    first, second = mlp.layers
+    expected = second((first(source * target)).clamp(min=0))[:, 0]
+    torch.testing.assert_close(mlp(source, target), expected)
+    assert HadamardMLP(4, 1)(source, target).shape == (7,)
+    with pytest.raises(ValueError, match="a decoder of 0 layers"):
+        HadamardMLP(4, 0)
+
+
+def test_a_batch_s_logits_are_those_of_its_seeds(model):
+    src, dst = torch.randint(0, 30, (2, 100))
+    graph = Graph.from_edges(src, dst, 30)
+    features = torch.randn(30, 5)
+    batch = LinkSampler(graph, torch.stack([src, dst]), [-1, -1], exclude="none").sample(
+        torch.arange(20), 0
+    )
+    model.eval()
+    logits = model(batch.blocks, features[batch.nodes], batch.pairs)
+    rows = inference(model.encoder, graph, FeatureTable(features))
+    ids = batch.seeds[batch.pairs]
+    torch.testing.assert_close(logits, model.decoder(rows[ids[0]], rows[ids[1]]))
+    torch.testing.assert_close(logits.detach(), model.scores(rows, *ids))
+    logits.sum().backward()
+    assert all(part.grad is not None for part in model.parameters())
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 10**6])
+def test_scores_in_parts(at_once, model, monkeypatch):
+    monkeypatch.setattr(decoders, "PAIRS", at_once)
+    rows = torch.randn(20, 8)
+    sources, targets = torch.randint(0, 20, (2, 13))
+    model.train()
+    found = model.scores(rows, sources, targets)
+    assert model.training
+    assert not found.requires_grad
+    model.eval()
+    torch.testing.assert_close(found, model.decoder(rows[sources], rows[targets]).detach())
+    # one source beside many targets, ids of either type
+    many = torch.randint(0, 20, (13, 5), dtype=torch.int32)
+    found = model.scores(rows, sources[:, None], many)
+    expected = torch.stack(
+        [model.decoder(rows[sources], rows[many[:, i].long()]) for i in range(5)], dim=1
+    )
+    torch.testing.assert_close(found, expected.detach())
+    assert model.scores(rows, sources[:0], targets[:0]).shape == (0,)
+
+
+def test_weights_are_drawn_anew(model):
+    before = [part.clone() for part in model.parameters()]
+    model.reset_parameters()
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert not torch.equal(old, new)

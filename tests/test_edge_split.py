@@ -1,0 +1,148 @@
+"""Edges taken out of a graph leave no trace in it, and come back in a prepared folder."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_graph import tiny
+
+from gcnzc import load, prepare
+from gcnzc.data import info, verify
+from gcnzc.edge_split import EdgeShares, split_edges, with_sorted_columns
+from gcnzc.graph import Graph
+
+PARTS = ("train", "valid", "test")
+
+
+def pairs(edges):
+    return set(zip(*(np.asarray(part).tolist() for part in edges), strict=True))
+
+
+def either_way(edges):
+    return {frozenset(pair) for pair in pairs(edges)}
+
+
+@pytest.fixture(params=["both ways", "directed"])
+def graph(request):
+    """200 nodes; 1500 edges, some twice, some loops, and in the directed one some back as well."""
+    generator = torch.Generator().manual_seed(0)
+    src, dst = torch.randint(0, 200, (2, 1500), generator=generator)
+    return Graph.from_edges(src, dst, 200, bidirected=request.param == "both ways")
+
+
+@pytest.mark.parametrize("shares", [EdgeShares(), EdgeShares(0.2, 0.3, seed=4)])
+def test_parts_share_nothing_and_lose_nothing(graph, shares):
+    left, links = split_edges(graph, shares)
+    whole = {pair for pair in pairs(graph.edges()) if pair[0] != pair[1]}
+    ways = [either_way(links.edges[part]) for part in PARTS]
+    assert sum(len(part) for part in ways) == len(set.union(*ways))
+    assert set.union(*ways) == {frozenset(pair) for pair in whole}
+    sizes = [len(part) for part in ways]
+    total = sum(sizes)
+    assert sizes[1:] == [int(total * shares.valid), int(total * shares.test)]
+    listed = [pair for part in PARTS for pair in pairs(links.edges[part])]
+    assert set(listed) <= whole
+    assert len(listed) == sum(links.edges[part].shape[1] for part in PARTS)
+    both_ways = all((target, source) in whole for source, target in whole)
+    assert len(listed) == (total if both_ways else len(whole))
+    # the graph that is left has the training edges, all copies of them, and the loops
+    there = pairs(left.edges())
+    assert {frozenset(pair) for pair in there if pair[0] != pair[1]} == ways[0]
+    sources, targets = (np.asarray(part) for part in graph.edges())
+    stays = [
+        s == t or frozenset((s, t)) in ways[0]
+        for s, t in zip(sources.tolist(), targets.tolist(), strict=True)
+    ]
+    assert left.num_edges == sum(stays)
+    assert with_sorted_columns(left) is left
+
+
+def test_negatives_are_no_edges_either_in_what_was_taken_out(graph):
+    _, links = split_edges(graph, EdgeShares())
+    whole = pairs(graph.edges())
+    for part in ("valid", "test"):
+        assert links.negatives[part].shape == links.edges[part].shape
+        assert not pairs(links.negatives[part]) & whole
+        assert (links.negatives[part][0] != links.negatives[part][1]).all()
+    assert not pairs(links.negatives["valid"]) & pairs(links.negatives["test"])
+
+
+def test_directions_of_pairs_are_drawn():
+    generator = torch.Generator().manual_seed(0)
+    src, dst = torch.randint(0, 2000, (2, 9000), generator=generator)
+    _, links = split_edges(Graph.from_edges(src, dst, 2000, bidirected=True), EdgeShares())
+    for edges in links.edges.values():
+        share = (edges[0] < edges[1]).mean()
+        assert abs(share - 0.5) < 3 * 0.5 / edges.shape[1] ** 0.5
+
+
+def test_the_seed_alone_says_which(graph):
+    _, first = split_edges(graph, EdgeShares(seed=1))
+    _, same = split_edges(graph, EdgeShares(seed=1))
+    _, other = split_edges(graph, EdgeShares(seed=2))
+    assert all(np.array_equal(first.edges[part], same.edges[part]) for part in PARTS)
+    assert np.array_equal(first.negatives["test"], same.negatives["test"])
+    assert either_way(first.edges["test"]) != either_way(other.edges["test"])
+    assert not np.array_equal(first.negatives["test"], other.negatives["test"])
+
+
+@pytest.mark.parametrize("shares", [(0.0, 0.1), (0.1, 0.0), (0.5, 0.5), (-0.1, 0.2)])
+def test_shares_that_leave_nothing(shares):
+    with pytest.raises(ValueError, match=r"shares of .*\n\nhint: "):
+        EdgeShares(*shares)
+
+
+def test_graphs_too_small_or_too_full():
+    few = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([1, 2]), 3)
+    with pytest.raises(ValueError, match="edges between 2 pairs of nodes, of which 0 are for"):
+        split_edges(few, EdgeShares())
+    full = [(s, t) for s in range(6) for t in range(6) if s != t]
+    with pytest.raises(ValueError, match="no negative can be drawn"):
+        split_edges(Graph.from_edges(*torch.tensor(full).T, 6), EdgeShares(0.2, 0.2))
+
+
+def test_prepared_and_opened(tmp_path):
+    source = tiny(num_edges=400).write(tmp_path / "source")
+    prepare(source, tmp_path / "whole", bidirected=True)
+    prepare(source, tmp_path / "split", bidirected=True, edge_split=EdgeShares(0.1, 0.2, seed=3))
+    whole, data = load(tmp_path / "whole"), load(tmp_path / "split")
+    assert whole.links is None
+    left, links = split_edges(whole.graph, EdgeShares(0.1, 0.2, seed=3))
+    assert torch.equal(data.graph.indptr, left.indptr)
+    assert torch.equal(data.graph.indices, left.indices)
+    for part in PARTS:
+        assert np.array_equal(data.links.edges[part], links.edges[part])
+    for part in ("valid", "test"):
+        assert np.array_equal(data.links.negatives[part], links.negatives[part])
+    assert data.links.metric == "auc"
+    # what is known of the nodes stays
+    assert torch.equal(data.labels, whole.labels)
+    assert torch.equal(data.features, whole.features)
+    verify(tmp_path / "split")
+    told = info(tmp_path / "split")["links"]
+    assert told == {
+        "name": "valid 0.1, test 0.2, seed 3",
+        "metric": "auc",
+        **{part: links.edges[part].shape[1] for part in PARTS},
+        "valid_in_graph": 0,
+        "test_in_graph": 0,
+    }
+    # a folder that is prepared again keeps its split
+    prepare(tmp_path / "split", tmp_path / "again", edge_split=EdgeShares(0.3, 0.3))
+    again = load(tmp_path / "again")
+    assert torch.equal(again.graph.indices, data.graph.indices)
+    assert all(torch.equal(again.links.edges[p], data.links.edges[p]) for p in PARTS)
+
+
+def test_a_damaged_split_is_found(tmp_path):
+    prepare(
+        tiny(num_edges=400).write(tmp_path / "source"), tmp_path / "split", edge_split=EdgeShares()
+    )
+    path = tmp_path / "split/links/test.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match=r"links/test.npy has the checksum"):
+        verify(tmp_path / "split")
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"links/test.npy"):
+        load(tmp_path / "split")

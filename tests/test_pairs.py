@@ -1,0 +1,260 @@
+"""A batch of pairs is the edges asked for, negatives, and a neighbourhood that hides them."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc.graph import Graph
+from gcnzc.loader import Loader
+from gcnzc.pairs import LinkSampler
+from gcnzc.sampler import Sampler
+from gcnzc.table import FeatureTable
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """300 nodes, both directions of 3000 edges, some of which are there twice."""
+    generator = torch.Generator().manual_seed(0)
+    src = (torch.rand(3000, generator=generator) ** 2 * 300).long()
+    dst = torch.randint(0, 300, (3000,), generator=generator)
+    return Graph.from_edges(src, dst, 300, bidirected=True)
+
+
+@pytest.fixture(scope="module")
+def edges(graph):
+    sources, targets = graph.edges()
+    return torch.stack([sources, targets])[:, sources < targets].long()
+
+
+def ids(batch):
+    """(2, P) ids of the nodes of the pairs."""
+    return batch.seeds[batch.pairs]
+
+
+def met(batch):
+    """The set of (source, destination) in any block."""
+    found = set()
+    for block in batch.blocks:
+        targets = block.nodes[: block.num_dst].repeat_interleave(block.indptr.diff())
+        sources = block.nodes[block.indices.long()]
+        found |= set(zip(sources.tolist(), targets.tolist(), strict=True))
+    return found
+
+
+def all_of(graph):
+    """The set of (source, destination) of a graph."""
+    return set(zip(*(part.tolist() for part in graph.edges()), strict=True))
+
+
+def parts(batch):
+    return [batch.nodes, batch.seeds, batch.pairs, batch.y] + [
+        part for block in batch.blocks for part in (block.indptr, block.indices)
+    ]
+
+
+def assert_equal(mine, theirs):
+    for a, b in zip(parts(mine), parts(theirs), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "both", "in-batch"])
+def test_pairs_are_the_edges_then_the_negatives(kind, graph, edges):
+    sampler = LinkSampler(graph, edges, [4, 3], negatives=kind, num_negatives=3, strict=False)
+    items = torch.tensor([7, 2000, 0, 33])
+    batch = sampler.sample(items, 5)
+    assert torch.equal(ids(batch)[:, :4], edges[:, items])
+    assert batch.y.tolist() == [1.0] * 4 + [0.0] * (batch.pairs.shape[1] - 4)
+    assert batch.y.dtype == torch.float32
+    assert torch.equal(batch.seeds, ids(batch).unique())
+    assert torch.equal(batch.nodes[: len(batch.seeds)], batch.seeds)
+    assert batch.blocks[-1].num_dst == len(batch.seeds)
+    negatives = ids(batch)[:, 4:]
+    if kind == "in-batch":
+        expected = [
+            (edges[0, a], edges[1, b]) for a in items for b in items if edges[1, a] != edges[1, b]
+        ]
+        assert set(map(tuple, negatives.T.tolist())) == {(int(s), int(t)) for s, t in expected}
+    else:
+        assert negatives.shape == (2, 12)
+    if kind == "uniform":
+        assert torch.equal(negatives[0], edges[0, items].repeat_interleave(3))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "both", "in-batch"])
+def test_strict_negatives_are_no_edges_and_loose_ones_may_be(kind, graph, edges):
+    there = all_of(graph)
+    for strict in (True, False):
+        sampler = LinkSampler(graph, edges, [1], negatives=kind, num_negatives=20, strict=strict)
+        batch = sampler.sample(torch.arange(0, edges.shape[1], 9), 0)
+        drawn = set(map(tuple, ids(batch)[:, batch.y == 0].T.tolist()))
+        assert bool(drawn & there) != strict
+        if strict:
+            assert all(source != target for source, target in drawn)
+
+
+def test_known_edges_are_what_negatives_are_not(graph, edges):
+    few = Graph.from_edges(*edges[:, ::2], 300)
+    sampler = LinkSampler(few, edges[:, ::2], [1], num_negatives=50, known=graph)
+    batch = sampler.sample(torch.arange(500), 0)
+    there = all_of(graph)
+    assert not there & set(map(tuple, ids(batch)[:, batch.y == 0].T.tolist()))
+
+
+@pytest.mark.parametrize("fanouts", [[-1, -1], [3, 5], [40, 70]])
+@pytest.mark.parametrize("stored", ["sorted", "as listed"])
+def test_excluded_edges_are_in_no_block(fanouts, stored, graph, edges):
+    if stored == "as listed":
+        order = torch.randperm(graph.num_edges, generator=torch.Generator().manual_seed(1))
+        sources, targets = (part[order] for part in graph.edges())
+        graph = Graph.from_edges(sources, targets, 300)
+    items = torch.arange(0, edges.shape[1], 11)
+    target = set(map(tuple, edges[:, items].T.tolist()))
+    reverse = {(t, s) for s, t in target}
+    seen = {}
+    for exclude in ("none", "self", "reverse"):
+        sampler = LinkSampler(graph, edges, fanouts, exclude=exclude, edge_ids=True)
+        batch = sampler.sample(items, 0)
+        seen[exclude] = met(batch)
+        for block in batch.blocks:
+            assert block.graph is graph
+            sources = block.nodes[block.indices.long()]
+            assert torch.equal(graph.indices[block.edge_ids].long(), sources)
+            begins = graph.indptr[block.nodes[: block.num_dst]].repeat_interleave(
+                block.indptr.diff()
+            )
+            ends = graph.indptr[block.nodes[: block.num_dst] + 1].repeat_interleave(
+                block.indptr.diff()
+            )
+            assert bool(((begins <= block.edge_ids) & (block.edge_ids < ends)).all())
+    assert seen["none"] & target
+    assert seen["none"] & reverse
+    assert not seen["self"] & target
+    assert seen["self"] & reverse
+    assert not seen["reverse"] & (target | reverse)
+    if fanouts == [-1, -1]:
+        # everything else is still there
+        assert seen["none"] - target - reverse <= seen["reverse"]
+
+
+def test_without_exclusion_neighbours_are_a_sampler_s(graph, edges):
+    batch = LinkSampler(graph, edges, [4, 3], exclude="none", seed=9).sample(torch.arange(40), 2)
+    plain = Sampler(graph, [4, 3], seed=9).sample(batch.seeds, 2)
+    assert torch.equal(batch.nodes, plain.nodes)
+
+
+def test_a_node_that_loses_all_its_edges_has_none():
+    graph = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([1, 0]), 3)
+    batch = LinkSampler(graph, torch.tensor([[0], [1]]), [2, 2]).sample(torch.tensor([0]), 0)
+    assert batch.nodes.tolist() == [0, 1, 2]
+    assert [block.num_edges for block in batch.blocks] == [0, 0]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_same_batches_from_any_thread_in_any_order(threads, graph, edges):
+    order = torch.randperm(edges.shape[1])
+    asked = [(order[i : i + 200], epoch) for epoch in range(2) for i in range(0, len(order), 200)]
+    expected = [LinkSampler(graph, edges, [5, 5]).sample(*one) for one in asked]
+    sampler = LinkSampler(graph, edges, [5, 5])
+    with ThreadPoolExecutor(threads) as pool:
+        drawn = list(pool.map(lambda one: sampler.sample(*one), asked))
+    for mine, theirs in zip(drawn, expected, strict=True):
+        assert_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "both"])
+def test_negatives_of_an_edge_do_not_depend_on_its_batch(kind, graph, edges):
+    sampler = LinkSampler(graph, edges, [1], negatives=kind, num_negatives=2)
+    alone = ids(sampler.sample(torch.tensor([8]), 2))[:, 1:]
+    among = ids(sampler.sample(torch.tensor([5, 8, 9]), 2))[:, 3:]
+    assert torch.equal(among[:, 2:4], alone)
+    for other in (sampler.sample(torch.tensor([8]), 3), LinkSampler(
+        graph, edges, [1], negatives=kind, num_negatives=2, seed=1
+    ).sample(torch.tensor([8]), 2)):  # fmt: skip
+        assert not torch.equal(ids(other)[:, 1:], alone)
+
+
+def test_a_loader_takes_numbers_of_edges(graph, edges):
+    table = FeatureTable(torch.randn(300, 4))
+    sampler = LinkSampler(graph, edges, [3, 3], num_negatives=2)
+    items = torch.arange(sampler.num_items)
+    assert len(items) > graph.num_nodes
+
+    def loader():
+        return Loader(graph, table, items, [3, 3], 256, sampler=sampler, labels=None, seed=4)
+
+    batches = list(loader())
+    assert sum(int(batch.y.sum()) for batch in batches) == len(items)
+    found = torch.cat([ids(batch)[:, batch.y == 1] for batch in batches], dim=1)
+    assert sorted(map(tuple, found.T.tolist())) == sorted(map(tuple, edges.T.tolist()))
+    for batch in batches:
+        assert torch.equal(batch.x, table.rows[batch.nodes])
+        assert len(batch.y) == batch.pairs.shape[1]
+    # two workers take the same edges with the same negatives
+    shared = [
+        list(
+            Loader(
+                *(graph, table, items, [3, 3], 128),
+                **{"sampler": sampler, "seed": 4, "rank": rank, "world_size": 2},
+            )
+        )
+        for rank in range(2)
+    ]
+    for whole, *halves in zip(batches, *shared, strict=True):
+        drawn = torch.cat([ids(half)[:, half.y == 0] for half in halves], dim=1)
+        assert torch.equal(drawn, ids(whole)[:, whole.y == 0])
+    # and a loader goes on where another stopped
+    first, second = loader(), loader()
+    iterator = iter(first)
+    next(iterator)
+    second.load_state_dict(first.state_dict())
+    for mine, theirs in zip(second, batches[1:], strict=True):
+        assert_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"negatives": "hard"}, "negatives is 'hard'"),
+        ({"exclude": "all"}, "exclude is 'all'"),
+        ({"num_negatives": -1}, "-1 negatives"),
+        ({"known": Graph.from_edges(torch.tensor([0]), torch.tensor([1]), 2)}, "graph of 2 nodes"),
+    ],
+)
+def test_choices_that_mean_nothing(more, message, graph, edges):
+    with pytest.raises(ValueError, match=rf"{message}.*\n\nhint: "):
+        LinkSampler(graph, edges, [2], **more)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.zeros(5, 2).long(), r"shape \(5, 2\)"),
+        (torch.zeros(2, 5), "torch.float32"),
+        (torch.zeros(2, 0).long(), "no target edges"),
+        (torch.tensor([[0], [300]]), "300 nodes"),
+        (torch.tensor([[-1], [3]]), "300 nodes"),
+    ],
+)
+def test_edges_that_are_none(wrong, message, graph):
+    with pytest.raises(ValueError, match=rf"{message}[\s\S]*hint: "):
+        LinkSampler(graph, wrong, [2])
+
+
+@pytest.mark.parametrize("items", [torch.tensor([-1]), torch.tensor([10**6]), torch.zeros(2)])
+def test_numbers_that_are_no_edge_s(items, graph, edges):
+    with pytest.raises(ValueError, match="numbers of edges"):
+        LinkSampler(graph, edges, [2]).sample(items, 0)
+
+
+def test_no_edges_asked_for(graph, edges):
+    batch = LinkSampler(graph, edges, [2, 2]).sample(torch.empty(0, dtype=torch.int64), 0)
+    assert batch.pairs.shape == (2, 0)
+    assert len(batch.y) == len(batch.nodes) == 0
+
+
+def test_without_negatives(graph, edges):
+    batch = LinkSampler(graph, edges, [2], num_negatives=0).sample(torch.arange(3), 0)
+    assert batch.y.tolist() == [1, 1, 1]
+    assert np.array_equal(ids(batch), edges[:, :3])

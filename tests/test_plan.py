@@ -1,0 +1,295 @@
+"""Plans are kept whole, found again by what they depend on, and by nothing else."""
+
+import json
+import os
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gcnzc import nvml, plan
+from gcnzc.kernels.gather_gpu import Way
+from gcnzc.plan import CHOICES, Choice, Plan
+from gcnzc.table import FeatureTable
+
+CPU = torch.device("cpu")
+VALUES = {
+    "layout": "shifted",
+    "programs": 64,
+    "warps": 8,
+    "vectors": 4,
+    "threads": 3,
+    "ahead": 5,
+    "copied_share": 0.25,
+    "hot": 0.4,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def aligned(num_rows=10, num_columns=32, begin=0, dtype=torch.float32, pitch=None):
+    """Rows whose first begins `begin` elements after a line."""
+    pitch = pitch or num_columns
+    memory = torch.zeros(num_rows * pitch + 128, dtype=dtype)
+    at = (-memory.data_ptr() % 128) // dtype.itemsize + begin
+    return FeatureTable(memory[at:].as_strided((num_rows, num_columns), (pitch, 1)))
+
+
+def made(table=None, basis="measured", device=CPU, **changes):
+    table = table or aligned()
+    choices = {name: Choice(value, "why", basis, {}) for name, value in VALUES.items()}
+    key = plan.key_of(device, table)
+    return replace(Plan(key, "g", table.num_rows, "2026-01-02T03:04:05", choices), **changes)
+
+
+def on_gpu(monkeypatch, slot=None, **properties):
+    """A machine with a CUDA device, as far as keys can tell."""
+    about = {"name": "H", "total_memory": 10, "uuid": "u"} | properties
+    found = {"pcie_generation": 5, "pcie_lanes": 16, "driver": "570"} | (slot or {})
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**about)
+    )
+    monkeypatch.setattr(nvml, "slot", lambda device: found)
+    return torch.device("cuda", 0)
+
+
+def test_every_choice_has_a_value_here():
+    assert VALUES.keys() == CHOICES.keys()
+
+
+def test_a_plan_is_kept_and_found(cache):
+    table = aligned()
+    assert plan.find(CPU, table) is None
+    one = made(table)
+    assert plan.keep(one) == cache / "plans.json"
+    assert plan.find(CPU, table) == one
+    assert plan.of_this_machine(CPU) == [one]
+    assert {path.name for path in cache.iterdir()} == {"plans.json", ".plans.json.lock"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        aligned(num_columns=33),
+        aligned(dtype=torch.float16, num_columns=64),
+        aligned(pitch=64),
+        aligned(begin=4),
+        FeatureTable.quantized(torch.rand(10, 128)),
+        "sparse",
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_rows_of_another_shape_have_another_plan(other):
+    if other == "sparse":
+        other = FeatureTable(torch.eye(10, 32).to_sparse_csr())
+    plan.keep(made())
+    assert plan.find(CPU, other) is None
+    assert plan.find(CPU, aligned()) is not None
+    plan.keep(made(other))
+    assert len(plan.of_this_machine(CPU)) == 2
+    found = plan.find(CPU, other)
+    assert found is not None
+    assert found.key == plan.key_of(CPU, other)
+
+
+def test_scales_of_rows_and_of_columns_differ():
+    keys = [
+        plan.key_of(CPU, FeatureTable.quantized(torch.rand(10, 128), scale_columns=columns))
+        for columns in (None, 16, 32)
+    ]
+    assert [key["table"]["scales"] for key in keys] == ["row", 16, 32]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("torch", lambda patch: patch.setattr(torch, "__version__", "9.9")),
+        ("gcnzc", lambda patch: patch.setattr(plan, "VERSION", "9.9")),
+        ("kernels", lambda patch: patch.setattr(plan, "_kernels", lambda: "0")),
+        ("triton", lambda patch: patch.setattr(plan.triton, "__version__", "9.9")),
+        ("name", lambda patch: patch.setattr(plan.record, "cpu_name", lambda: "another")),
+        ("cores", lambda patch: patch.setattr(os, "cpu_count", lambda: 77)),
+    ],
+    ids=lambda change: change[0],
+)
+def test_another_machine_or_version_has_another_plan(change, monkeypatch):
+    plan.keep(made())
+    name, apply = change
+    apply(monkeypatch)
+    assert name in json.dumps(plan.key_of(CPU, aligned()))
+    assert plan.find(CPU, aligned()) is None
+    assert plan.of_this_machine(CPU) == []
+    # and is not lost
+    assert len(plan.read()) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"name": "A"},
+        {"total_memory": 11},
+        {"slot": {"driver": "571"}},
+        {"slot": {"pcie_generation": 4}},
+        {"slot": {"pcie_lanes": 8}},
+        {"slot": {"pcie_generation": None, "pcie_lanes": None}},
+    ],
+    ids=str,
+)
+def test_another_gpu_or_driver_has_another_plan(other, monkeypatch):
+    device = on_gpu(monkeypatch)
+    plan.keep(made(device=device))
+    assert plan.find(device, aligned()) is not None
+    # a second one like it in a slot like its own
+    assert plan.find(on_gpu(monkeypatch, uuid="v"), aligned()) is not None
+    assert plan.find(on_gpu(monkeypatch, **other), aligned()) is None
+    assert plan.find(CPU, aligned()) is None
+
+
+def test_without_nvml_a_gpu_is_told_by_its_own_number(monkeypatch, tmp_path):
+    silent = dict.fromkeys(("pcie_generation", "pcie_lanes", "driver"))
+    words = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC"
+    (tmp_path / "version").write_text(f"{words}\nGCC version: 12\n")
+    monkeypatch.setattr(plan, "KERNEL_DRIVER", tmp_path / "version")
+    keys = [plan.key_of(on_gpu(monkeypatch, slot=silent, uuid=uuid), aligned()) for uuid in "uvu"]
+    assert keys[0] == keys[2] != keys[1]
+    assert keys[0]["versions"]["driver"] == "535.104.05"
+    monkeypatch.setattr(plan, "KERNEL_DRIVER", tmp_path / "none")
+    assert plan.key_of(on_gpu(monkeypatch, slot=silent), aligned())["versions"]["driver"] is None
+
+
+def test_a_change_of_the_kernel_is_seen(monkeypatch, tmp_path):
+    before = plan._kernels()
+    source = tmp_path / "lanes.py"
+    source.write_text("LINE_BYTES = 64\n")
+    monkeypatch.setattr(plan.lanes, "__file__", str(source))
+    assert plan._kernels() != before
+
+
+def test_a_new_plan_takes_the_place_of_the_old():
+    plan.keep(made(made="2026-01-01"))
+    plan.keep(made(made="2026-01-02"))
+    assert [one.made for one in plan.read()] == ["2026-01-02"]
+
+
+def test_tables_of_more_rows_share_all_but_the_hot_set():
+    few, many, more = (aligned(num_rows=number) for number in (10, 20, 30))
+    plan.keep(made(many))
+    plan.keep(made(few))
+    found = [plan.find(CPU, table) for table in (few, many, more)]
+    assert [one and one.rows for one in found] == [10, 20, 10]
+    assert [one and one.hot(len(t)) for one, t in zip(found, (few, many, more), strict=True)] == [
+        0.4,
+        0.4,
+        None,
+    ]
+
+
+def test_only_so_many_are_kept(monkeypatch):
+    monkeypatch.setattr(plan, "MOST", 3)
+    for number in range(1, 6):
+        plan.keep(made(aligned(num_rows=number)))
+    assert [one.rows for one in plan.read()] == [3, 4, 5]
+
+
+def broken(**changes):
+    words = {"format": plan.FORMAT, "plans": [json.loads(json.dumps(made(), default=vars))]}
+    words["plans"][0]["choices"] |= changes.pop("choices", {})
+    words["plans"][0] |= changes.pop("plan", {})
+    return json.dumps(words | changes)
+
+
+def choice(value, basis="measured"):
+    return {"value": value, "why": "", "basis": basis, "figures": {}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "\x00\x01",
+        '{"format": 1}',
+        '{"format": 1, "plans": 3}',
+        '{"format": 1, "plans": [{}]}',
+        broken(format=2),
+        broken(plan={"key": 3}),
+        broken(plan={"key": {"device": {"kind": "abacus"}}}),
+        broken(plan={"rows": "many"}),
+        broken(plan={"more": 1}),
+        broken(choices={"threads": choice(0)}),
+        broken(choices={"threads": choice("rm -rf")}),
+        broken(choices={"threads": choice(True)}),
+        broken(choices={"threads": choice(10**9)}),
+        broken(choices={"ahead": choice(1.5)}),
+        broken(choices={"layout": choice("diagonal")}),
+        broken(choices={"layout": choice(["shifted"])}),
+        broken(choices={"warps": choice(3)}),
+        broken(choices={"copied_share": choice(1.5)}),
+        broken(choices={"copied_share": choice(float("nan"))}),
+        broken(choices={"hot": choice(0)}),
+        broken(choices={"hot": choice(0.5, "guessed")}),
+        broken(choices={"hot": None}),
+    ],
+)
+def test_a_broken_or_foreign_file_is_no_plan_and_is_written_anew(text, cache):
+    cache.mkdir()
+    (cache / "plans.json").write_text(text)
+    told = []
+    assert plan.find(CPU, aligned(), told.append) is None
+    assert len(told) == 1
+    assert str(cache / "plans.json") in told[0]
+    assert "\n" not in told[0]
+    one = made()
+    plan.keep(one)
+    assert plan.find(CPU, aligned(), told.append) == one
+    assert len(told) == 1
+
+
+def test_what_is_whole_is_read():
+    # or the cases above would be broken in another way than they say
+    plan.file().parent.mkdir()
+    plan.file().write_text(broken())
+    assert plan.read() == [made()]
+
+
+def test_a_folder_that_cannot_be_read_is_no_plan(cache):
+    (cache / "plans.json").mkdir(parents=True)
+    told = []
+    assert plan.read(told.append) == []
+    assert len(told) == 1
+
+
+def test_two_at_once_are_both_kept():
+    tables = [aligned(num_rows=number) for number in range(1, 9)]
+    threads = [
+        threading.Thread(target=lambda table=table: plan.keep(made(table))) for table in tables
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(one.rows for one in plan.read()) == list(range(1, 9))
+
+
+def test_what_was_not_measured_is_left_to_the_code(monkeypatch):
+    device = on_gpu(monkeypatch)
+    told = made(device=device)
+    assert told.way == Way("shifted", 64, 8, 4)
+    assert told.told() == (
+        "shifted gather by 64 programs, 3 threads, 5 batches ahead, 25% of the rows copied"
+    )
+    nothing = made(device=device, basis="default")
+    assert nothing.way == Way()
+    assert nothing.hot(10) is None
+    assert nothing.value("threads") is None
+    assert made().way is None
+    assert made(basis="default").told() == "all as usual"

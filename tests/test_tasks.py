@@ -1,0 +1,317 @@
+"""Links are foretold: runs resume, no test edge leaks, and what cannot be learned is not."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc import load, prepare
+from gcnzc.cli import main
+from gcnzc.config import EvaluateConfig, TrainConfig
+from gcnzc.data import Links
+from gcnzc.datasets import ogb, ogb_link
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.datasets.source import LinkParts
+from gcnzc.edge_split import EdgeShares
+from gcnzc.layerwise import inference
+from gcnzc.metrics import auc, hits, ranks
+from gcnzc.progress import Quiet
+from gcnzc.table import FeatureTable
+from gcnzc.tasks import LinkTask, NodeTask, build_task
+from gcnzc.train import evaluate, train
+
+TIMES = {"epoch_s", "sample_s", "gather_s", "wait_s", "compute_s", "evaluate_s"}
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("links")
+    make(folder / "raw", "planted", Shape(800, 5000, 24, 6), seed=3)
+    prepare(folder / "raw", folder / "graph", edge_split=EdgeShares())
+    return folder / "graph"
+
+
+@pytest.fixture(scope="module")
+def config(graph) -> TrainConfig:
+    sizes = {"fanouts": (5, 5), "layers": 2, "hidden": 16, "batch_size": 512}
+    return TrainConfig(data=graph, task="link", **sizes, epochs=2, lr=0.01, dropout=0.2)
+
+
+def state(run: Path) -> dict:
+    return torch.load(run / "checkpoint.pt", weights_only=True)
+
+
+def lines(run: Path) -> list[dict]:
+    read = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in read]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert lines(one) == lines(other)
+    for part in ("model", "best"):
+        mine, theirs = (
+            state(run)[part] if part == "model" else state(run)["best"]["model"]
+            for run in (one, other)
+        )
+        for name, value in theirs.items():
+            assert torch.equal(mine[name], value), name
+
+
+@pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
+@pytest.mark.parametrize("decoder", ["dot", "mlp"])
+def test_every_model_learns(model, decoder, config, tmp_path):
+    more = {"batch_norm": model != "gat", "dropout": 0.0}
+    run = tmp_path / "run"
+    line = train(replace(config, model=model, decoder=decoder, epochs=6, **more), run)
+    assert line["metric"] == "auc"
+    assert line["task"] == "link"
+    # edges within six communities, and 24 noisy features
+    assert line["test_auc"] > 0.65
+    again = evaluate(EvaluateConfig(run=run, predictions=tmp_path / "rows.npy"))
+    for part in ("valid", "test"):
+        assert again[f"{part}_auc"] == pytest.approx(line[f"{part}_auc"], abs=1e-3)
+    assert np.load(tmp_path / "rows.npy").shape == (800, 16)
+
+
+@pytest.mark.parametrize("negatives", ["uniform", "both", "in-batch"])
+@pytest.mark.parametrize("exclude", ["none", "self", "reverse"])
+def test_kinds_of_negatives_and_of_exclusion(negatives, exclude, config, tmp_path):
+    options = {"negatives": negatives, "exclude": exclude, "num_negatives": 2}
+    line = train(replace(config, **options, batch_norm=True, epochs=1), tmp_path / "run")
+    assert 0 <= line["test_auc"] <= 1
+    edges = len(load(config.data).links.edges["train"][0])
+    pairs = json.loads((tmp_path / "run/record.jsonl").read_text())["seeds"]
+    assert edges * 2 < pairs <= edges * 3
+
+
+def test_threads_do_not_matter(config, tmp_path):
+    for threads in (1, 3):
+        train(replace(config, threads=threads), tmp_path / f"threads-{threads}")
+    assert_same_run(tmp_path / "threads-1", tmp_path / "threads-3")
+
+
+class Stopped(Exception):
+    """In the middle of an epoch."""
+
+
+class Stopping(Quiet):
+    """Ends the run at a step of the second epoch."""
+
+    @contextmanager
+    def task(self, what):
+        def advance(done, total, figures=""):
+            if what.startswith("epoch 2") and done == 6:
+                raise Stopped
+
+        yield advance
+
+
+@pytest.mark.parametrize("decoder", ["dot", "mlp"])
+def test_resumed_in_the_middle_of_an_epoch(decoder, config, tmp_path):
+    config = replace(config, decoder=decoder, epochs=3, checkpoint_every_s=0, negatives="in-batch")
+    train(config, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        train(config, tmp_path / "cut", Stopping())
+    assert state(tmp_path / "cut")["loader"]["position"] == 5
+    train(replace(config, resume=tmp_path / "cut"), tmp_path / "cut")
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_scores_are_those_of_all_pairs_one_by_one(config):
+    data = load(config.data)
+    task = LinkTask(config, data)
+    model = task.model()
+    table = FeatureTable(data.features)
+    found = task.evaluate(model, table, torch.device("cpu"), lambda *_: None)
+    rows = inference(model.encoder, data.graph, table)
+    model.eval()
+    for part in ("valid", "test"):
+        positives, negatives = (
+            model.decoder(*rows[pairs.long()])
+            for pairs in (data.links.edges[part], data.links.negatives[part])
+        )
+        expected = auc(positives.detach(), negatives.detach())
+        assert found["auc"][part] == pytest.approx(expected, abs=1e-6)
+    outputs, scores = task.outputs(model, table, torch.device("cpu"), lambda *_: None)
+    torch.testing.assert_close(outputs, rows)
+    assert scores["auc"]["test"] == pytest.approx(found["auc"]["test"], abs=1e-6)
+
+
+@pytest.mark.parametrize("metric", ["mrr", "hits@20"])
+def test_metrics_of_other_sets(metric, config):
+    data = load(config.data)
+    edges = {part: pairs[:, :200] for part, pairs in data.links.edges.items()}
+    shape = (200, 7) if metric == "mrr" else (2, 300)
+    negatives = {part: torch.randint(0, 800, shape).int() for part in ("valid", "test")}
+    data = replace(data, links=Links(edges, negatives, metric))
+    task = LinkTask(config, data)
+    model, table = task.model(), FeatureTable(data.features)
+    found = task.evaluate(model, table, torch.device("cpu"), lambda *_: None)
+    rows = inference(model.encoder, data.graph, table)
+    sources, targets = edges["test"].long()
+    positives = model.scores(rows, sources, targets)
+    if metric == "mrr":
+        others = model.scores(rows, sources[:, None].expand(200, 7), negatives["test"])
+        expected = (1 / ranks(positives, others)).mean().item()
+        assert set(found) == {"auc", "mrr", "hits@1", "hits@3", "hits@10"}
+    else:
+        expected = hits(positives, model.scores(rows, *negatives["test"]), 20)
+        assert set(found) == {"auc", "hits@20"}
+    assert found[metric]["test"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_graph_of_messages_has_no_edge_to_be_foretold(shared_data, tmp_path):
+    source = shared_data / "amazon_photo/amazon_photo.npz"
+    prepare(source, tmp_path / "photo", edge_split=EdgeShares())
+    data = load(tmp_path / "photo")
+    num_nodes = data.graph.num_nodes
+    there = np.sort(
+        np.stack([part.numpy() for part in data.graph.edges()]).astype(np.int64), axis=0
+    )
+    keys = there[0] * num_nodes + there[1]
+    for part in ("valid", "test"):
+        pairs = np.sort(data.links.edges[part].numpy().astype(np.int64), axis=0)
+        assert not np.isin(pairs[0] * num_nodes + pairs[1], keys).any()
+    trained = np.sort(data.links.edges["train"].numpy().astype(np.int64), axis=0)
+    assert np.isin(trained[0] * num_nodes + trained[1], keys).all()
+
+
+@pytest.fixture(scope="module")
+def chance(tmp_path_factory) -> Path:
+    """A graph whose edges are drawn at random from all pairs, so that nothing foretells them."""
+    random = np.random.default_rng(0)
+    num_nodes, num_edges = 1000, 5000
+    folder = tmp_path_factory.mktemp("chance")
+    ogb.write(
+        folder / "raw",
+        random.integers(0, num_nodes, (2, num_edges)),
+        random.integers(0, 2, num_nodes),
+        dict(zip(("train", "valid", "test"), np.arange(30).reshape(3, 10), strict=True)),
+        features=random.standard_normal((num_nodes, 16)).astype(np.float32),
+        add_inverse_edge=True,
+    )
+    for name, shares in (("graph", EdgeShares(0.1, 0.3)),):
+        prepare(folder / "raw", folder / name, edge_split=shares)
+    return folder / "graph"
+
+
+def test_edges_drawn_at_random_are_not_foretold(chance, config, tmp_path):
+    config = replace(config, data=chance, epochs=10, batch_norm=True, dropout=0.0)
+    line = train(config, tmp_path / "run")
+    judged = load(chance).links.edges["test"].shape[1]
+    # the standard deviation of the area with as many pairs of either kind, if there is no signal
+    deviation = (1 / (6 * judged)) ** 0.5
+    assert abs(line["test_auc"] - 0.5) < 3 * deviation
+    # nor those it was trained with, as long as their own edges are kept out
+    assert lines(tmp_path / "run")[-1]["loss"] > 0.6
+
+
+def test_what_a_leak_would_look_like(chance, config, tmp_path):
+    # the edges to be foretold put back into the graph, and the minibatch's own edges left in
+    data = load(chance)
+    edges = [data.links.edges[part].numpy() for part in ("train", "valid", "test")]
+    links = LinkParts(
+        {part: data.links.edges[part].numpy() for part in ("train", "valid", "test")},
+        {part: data.links.negatives[part].numpy() for part in ("valid", "test")},
+        "auc",
+        "random",
+    )
+    ogb_link.write(
+        tmp_path / "leaking",
+        np.concatenate(edges, axis=1),
+        1000,
+        links,
+        features=data.features.numpy(),
+        add_inverse_edge=True,
+    )
+    more = {"epochs": 10, "batch_norm": True, "dropout": 0.0, "exclude": "none"}
+    line = train(
+        replace(config, data=tmp_path / "leaking", fanouts=(-1, -1), **more), tmp_path / "run"
+    )
+    assert line["test_auc"] > 0.6
+
+
+def test_shuffled_labels_are_judged_as_chance(config):
+    data = load(config.data)
+    generator = torch.Generator().manual_seed(1)
+    judged, positives = {}, {}
+    for part in ("valid", "test"):
+        # which pairs of a part are called edges is drawn
+        pairs = torch.cat([data.links.edges[part], data.links.negatives[part]], dim=1)
+        pairs = pairs[:, torch.randperm(pairs.shape[1], generator=generator)]
+        half = pairs.shape[1] // 2
+        positives[part], judged[part] = pairs[:, :half], pairs[:, half:]
+    links = Links(data.links.edges | positives, judged, "auc")
+    task = LinkTask(config, replace(data, links=links))
+    model, table = task.model(), FeatureTable(data.features)
+    found = task.evaluate(model, table, torch.device("cpu"), lambda *_: None)
+    count = positives["test"].shape[1]
+    assert abs(found["auc"]["test"] - 0.5) < 3 * (1 / (6 * count)) ** 0.5
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    make(tmp_path / "raw", "planted", Shape(600, 3000, 8, 3), seed=1)
+    split = ["--task", "link", "--valid-edges", "0.1", "--test-edges", "0.2", "--seed", "5"]
+    assert main(["prepare", str(tmp_path / "raw"), str(tmp_path / "g"), *split]) == 0
+    told = json.loads(capsys.readouterr().out)["links"]
+    assert told["name"] == "valid 0.1, test 0.2, seed 5"
+    assert told["valid_in_graph"] == told["test_in_graph"] == 0
+    sizes = ["--layers", "2", "--fanouts", "4,4", "--hidden", "8", "--epochs", "1"]
+    run = ["--out", str(tmp_path / "run")]
+    assert main(["train", str(tmp_path / "g"), "--task", "link", *sizes, *run]) == 0
+    out, err = capsys.readouterr()
+    line = json.loads(out)
+    assert {"test_auc", "valid_auc"} <= set(line)
+    assert f"test auc {line['test_auc']:.4f}" in err
+    assert (tmp_path / "run/curves.png").stat().st_size > 1000
+    assert main(["evaluate", str(tmp_path / "run")]) == 0
+    assert "test_auc" in json.loads(capsys.readouterr().out)
+    wrong = ["prepare", str(tmp_path / "raw"), str(tmp_path / "h"), "--task", "link"]
+    assert main([*wrong, "--valid-edges", "0.95"]) == 2
+    assert "error: shares of 0.95 and 0.1 of the edges" in capsys.readouterr().err
+    assert not (tmp_path / "h").exists()
+    # the labels are still there
+    assert main(["train", str(tmp_path / "g"), *sizes, "--out", str(tmp_path / "nodes")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"sampler": "dgl"}, "--sampler dgl draws for nodes"),
+        ({"features": "cached"}, "--hot-by presampled counts"),
+    ],
+)
+def test_options_of_nodes_alone(more, message, config):
+    with pytest.raises(ValueError, match=rf"{message}.*\n\nhint: "):
+        LinkTask(replace(config, **more), load(config.data))
+
+
+def test_without_negatives_nothing_is_learned():
+    with pytest.raises(ValueError, match="--num-negatives must be at least 1"):
+        TrainConfig(num_negatives=0)
+
+
+def test_hot_rows_by_in_degree(config, tmp_path):
+    line = train(
+        replace(config, features="cached", hot_by="in-degree", hot="0.3", epochs=1),
+        tmp_path / "run",
+    )
+    assert line["hit_rate"] > 0.3
+
+
+def test_a_graph_whose_edges_are_not_split(config, graph, tmp_path):
+    data = load(graph.parent / "raw")
+    with pytest.raises(ValueError, match=r"edges of .* are not split(.|\n)*--task link` takes"):
+        build_task(config, data)
+    assert isinstance(build_task(replace(config, task="node"), data), NodeTask)
+
+
+def test_a_set_of_links_has_no_nodes_to_classify(chance, config, tmp_path):
+    data = load(chance)
+    split = {part: torch.empty(0, dtype=torch.int64) for part in data.split}
+    with pytest.raises(ValueError, match=r"no labelled nodes to train on\n\nhint: --task link"):
+        build_task(replace(config, task="node"), replace(data, split=split))

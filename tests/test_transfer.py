@@ -1,0 +1,258 @@
+"""Batches come to a device whole, whatever is done first; without any one wait they do not."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from queued_device import Device
+
+from gcnzc import FeatureTable, Graph
+from gcnzc.hot import cached
+from gcnzc.sampler import Batch, Sampler
+from gcnzc.transfer import Transfer
+
+NUM_NODES = 3000
+SIDES = ("model", "side 1", "side 2")
+SCHEDULES = ("eager", "lazy", *(f"not {name}" for name in SIDES), *range(3))
+# batches of other sizes, some so much larger that memory is let go of
+SIZES = (30, 34, 4, 33, 31, 300, 5, 29, 32, 30, 40, 310, 32, 280, 6, 31, 33)
+# batches that are dropped without being handed over, as when an epoch is left early
+DROPPED = (7, 8, 12, len(SIZES) - 1)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    generator = torch.Generator().manual_seed(1)
+    src, dst = torch.randint(NUM_NODES, (2, 20_000), generator=generator)
+    return Graph.from_edges(src, dst, NUM_NODES)
+
+
+def table_of(kind, num_columns=12):
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(NUM_NODES, num_columns, generator=generator)
+    if kind in ("codes", "columns"):
+        return FeatureTable.quantized(rows, scale_columns=5 if kind == "columns" else None)
+    if kind == "cached":
+        return cached(FeatureTable(rows), 0.2, torch.rand(NUM_NODES, generator=generator))
+    if kind == "sparse":
+        return FeatureTable((rows * (rows > 1)).to_sparse_csr())
+    return FeatureTable(rows.to(getattr(torch, kind)))
+
+
+def kept(batch):
+    """Every tensor of a batch, by name."""
+    found = {"nodes": batch.nodes, "seeds": batch.seeds, "x": batch.x, "y": batch.y}
+    found["pairs"] = batch.pairs
+    for hop, block in enumerate(batch.blocks):
+        found |= {
+            f"{name}{hop}": getattr(block, name)
+            for name in ("indptr", "indices", "nodes", "edge_ids", "degrees")
+        }
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+class Run:
+    """Batches through a device, and whether they were whole when the model read them."""
+
+    def __init__(self, graph, table, share, schedule, without=None, ahead=2):
+        self.device = Device(schedule, without)
+        self.source, self.share = table, share
+        self.graph, self.ahead = graph, ahead
+        self.sampler = Sampler(graph, [4, 3], seed=7, edge_ids=True)
+        self.labels = torch.arange(graph.num_nodes) % 7
+        self.seen = []  # what the model read, and what it should have
+
+    def table(self):
+        """The source, or if only the device reads it, a copy that is still on its way there."""
+        if self.share > 0:
+            return self.source
+        rows = self.source.rows
+        there = self.device.memory(rows.nbytes).view(rows.dtype).view(rows.shape)
+        self.device.own.do(lambda to, rows: to.copy_(rows), there, rows)
+        return replace(self.source, rows=there)
+
+    def batch(self, transfer, size, number):
+        self.sampler.pool = transfer.host
+        seeds = torch.arange(size) + number
+        batch = self.sampler.sample(seeds, number)
+        degrees = batch.blocks[0].in_degrees
+        batch.blocks = tuple(
+            replace(block, degrees=degrees[: block.num_src]) for block in batch.blocks
+        )
+        batch.y = torch.index_select(
+            self.labels, 0, seeds, out=transfer.host.empty(size, torch.int64)
+        )
+        batch.pairs = transfer.host.empty((2, size), torch.int64).copy_(seeds.expand(2, size))
+        want = {name: tensor.clone() for name, tensor in kept(batch).items()}
+        want["x"] = self.source.gather(batch.nodes)
+        return batch, want
+
+    def model(self, transfer, sent, want):
+        batch = transfer.hand_over(sent)
+        found = {name: torch.empty_like(tensor) for name, tensor in want.items()}
+        assert found.keys() == kept(batch).keys()
+        for name, tensor in kept(batch).items():
+            self.device.own.do(lambda to, tensor: to.copy_(tensor), found[name], tensor)
+        self.seen.append((found, want))
+
+    def go(self, sizes=SIZES):
+        table = self.table()
+        transfer = Transfer(self.device, table, self.share, most=3)
+        transfer.begin()
+        coming = []
+        for number, size in enumerate(sizes):
+            batch, want = self.batch(transfer, size, number)
+            sent = transfer.send(batch)
+            del batch
+            if number not in DROPPED:
+                coming.append((sent, want))
+            del sent
+            if len(coming) > self.ahead:
+                self.model(transfer, *coming.pop(0))
+        while coming:
+            self.model(transfer, *coming.pop(0))
+        transfer.close()
+        self.sampler = None
+        del transfer, table
+        gc.collect()
+        self.device.finish()
+        return self
+
+    def is_whole(self):
+        return not self.device.faults and all(
+            torch.equal(found[name], want[name]) for found, want in self.seen for name in want
+        )
+
+
+CASES = [("float32", 0.0), ("codes", 0.5)]
+MORE_CASES = [
+    ("float32", 0.4),
+    ("float32", 1.0),
+    ("float16", 0.7),
+    ("bfloat16", 0.3),
+    ("int8", 0.5),
+    ("codes", 0.0),
+    ("columns", 0.6),
+    ("sparse", 1.0),
+    ("cached", 0.5),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "schedule"),
+    [(*case, schedule) for case in CASES for schedule in SCHEDULES]
+    + [(*case, schedule) for case in MORE_CASES for schedule in ("lazy", "not model", 0)],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_batches_are_whole_whatever_is_done_first(graph, kind, share, schedule):
+    run = Run(graph, table_of(kind), share, schedule).go()
+    assert not run.device.faults
+    assert run.is_whole()
+    assert len(run.seen) == len(SIZES) - len(DROPPED)
+
+
+@pytest.fixture(scope="module")
+def calls(graph):
+    """All that wait for, record or ask about an event, as `Device` takes them."""
+    found = set()
+    for share in (0.0, 0.5):
+        for schedule in ("eager", "lazy"):
+            found |= Run(graph, table_of("codes"), share, schedule).go().device.calls
+    return sorted(found, key=str)
+
+
+def test_every_call_that_orders_streams_is_needed(graph, calls):
+    assert len(calls) >= 9
+    for call in calls:
+        assert any(
+            not Run(graph, table_of("codes"), share, schedule, call, ahead).go().is_whole()
+            for schedule in ("not model", "lazy", "not side 2", "not side 1", 0, 1)
+            for share in (0.5, 0.0)
+            for ahead in (2, 0)
+        ), f"nothing fails without the call at {call} of transfer.py"
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "int8", "codes", "columns"])
+@pytest.mark.parametrize("num_columns", [1, 7, 33])
+@pytest.mark.parametrize("hot", [None, 0.01, 0.5, 1.0])
+def test_two_engines_bring_what_a_plain_gather_does(kind, num_columns, hot):
+    table, device = table_of(kind, num_columns), Device("not model")
+    if hot is not None:
+        table = cached(table, hot, torch.arange(NUM_NODES), device="cpu")
+    seen = []
+    for share in (0.0, 0.01, 0.5, 0.99, 1.0):
+        transfer = Transfer(device, table, share)
+        for num_ids in (0, 1, 2, 1000):
+            ids = transfer.host.empty(num_ids, torch.int64).random_(NUM_NODES)
+            want = table.gather(ids)
+            sent = transfer.send(Batch(ids, ids[:0], ()))
+            x = transfer.hand_over(sent).x
+            assert x.dtype == table.dtype
+            found = torch.empty_like(want)
+            device.own.do(lambda to, x: to.copy_(x), found, x)
+            seen.append((found, want))
+        transfer.close()
+    device.finish()
+    assert not device.faults
+    assert all(torch.equal(found, want) for found, want in seen)
+
+
+def test_the_share_that_is_copied_counts_as_no_hits(graph):
+    table = table_of("cached")
+    run = Run(graph, table, 0.25, "eager").go()
+    rows = copied = 0
+    for size, number in zip(SIZES, range(len(SIZES)), strict=True):
+        sampled = Sampler(graph, [4, 3], seed=7).sample(torch.arange(size) + number, number)
+        rows += len(sampled.nodes)
+        copied += round(0.25 * len(sampled.nodes))
+    assert len(run.seen) > 0
+    # the run's own check gathers them once more
+    counters = table.counters()
+    assert counters.rows == 2 * rows
+    assert 0 < counters.hits < 2 * (rows - copied)
+
+
+def test_stages_are_told_once_they_are_past(graph):
+    run = Run(graph, table_of("float32"), 0.5, "lazy")
+    transfer = Transfer(run.device, run.source, 0.5)
+    batch, _ = run.batch(transfer, 20, 0)
+    sent = transfer.send(batch)
+    stages = {stage.name: stage for stage in sent.batch.stages}
+    assert stages.keys() == {"gather", "copy"}
+    assert not any(stage.is_past() for stage in stages.values())
+    spans = [stage.span() for stage in stages.values()]
+    assert all(stage.is_past() for stage in stages.values())
+    assert all(span.begin_s < span.end_s for span in spans)
+    assert {span.lane for span in spans} == {"gather stream", "copy stream"}
+
+
+def test_a_batch_that_fails_leaves_its_memory_whole(graph):
+    """What is queued of it still reads the host's memory, which others would write into."""
+    table = table_of("float32")
+    run = Run(graph, table, 0.5, "lazy")
+    transfer = Transfer(run.device, FeatureTable(table.rows[:2000]), 0.5, most=8)
+    failed, _ = run.batch(transfer, 300, 0)
+    assert failed.nodes.max() >= 2000
+    with pytest.raises(IndexError, match="is not in a table of 2000 rows"):
+        transfer.send(failed)
+    want = failed.nodes.clone()
+    del failed
+    # the copy of the ids, which is still queued, is the first to read them
+    others = [transfer.host.empty(len(want), torch.int64).fill_(-1) for _ in range(4)]
+    [(copied, held)] = transfer._under_way
+    assert torch.equal(held[0], want)
+    assert not copied.is_past()
+    del others
+    transfer.close()
+
+
+def test_an_empty_batch(graph):
+    run = Run(graph, table_of("float32"), 0.5, "eager")
+    transfer = Transfer(run.device, run.source, 0.5)
+    batch, want = run.batch(transfer, 0, 0)
+    assert len(batch.nodes) == 0
+    run.model(transfer, transfer.send(batch), want)
+    run.device.finish()
+    assert run.is_whole()
+    assert run.seen[0][0]["x"].shape == (0, 12)

@@ -1,0 +1,477 @@
+"""What is chosen is near the best that a device has, whatever bounds it; noise does not choose."""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny_graph import tiny
+
+from gcnzc import hot, link, load, plan, prepare, tune
+from gcnzc.graph import Graph
+from gcnzc.hot import hot_bytes, presample
+from gcnzc.kernels.gather_gpu import Way
+from gcnzc.kernels.lanes import LAYOUTS
+from gcnzc.table import FeatureTable
+from gcnzc.tune import Case, Loading, Room
+
+CPU = torch.device("cpu")
+CORES = 8
+
+
+def quiet(what, done, total):
+    pass
+
+
+def case(row_bytes=512, num_rows=2000, is_real=True, **changes):
+    chooser = torch.Generator().manual_seed(1)
+    # some nodes are asked for much more often than others
+    src = (torch.rand(8 * num_rows, generator=chooser) ** 3 * num_rows).long()
+    dst = torch.randint(num_rows, (8 * num_rows,), generator=chooser)
+    graph = Graph.from_edges(src, dst, num_rows)
+    memory = torch.randn(num_rows * row_bytes // 4 + 64, generator=chooser)
+    begin = -memory.data_ptr() % 128 // 4
+    rows = memory[begin : begin + num_rows * row_bytes // 4].view(num_rows, row_bytes // 4)
+    seeds = torch.randperm(num_rows, generator=chooser)[:400]
+    made = Case("some", graph, FeatureTable(rows), seeds, None, (3, 3), 64, is_real=is_real)
+    return replace(made, **changes)
+
+
+@dataclass
+class Device:
+    """The model of a machine with a GPU: seconds follow from rates, and are noisy."""
+
+    read_bytes_per_s: float = 25e9  # that the link gives to the GPU's own reads
+    latency_s: float = 1e-6  # of a read, hence bytes on their way bound too
+    copy_bytes_per_s: float = 25e9
+    both_bytes_per_s: float = 25e9  # of both engines together
+    host_bytes_per_s: float = 5e9  # that a thread gathers
+    sample_s: float = 0.001  # of a thread
+    noise: float = 0.01
+    seed: int = 0
+    batch_bytes: int = 1 << 26
+    slower: dict = field(default_factory=lambda: {"scalar": 2, "vector": 1.3, "wrapped": 1.1})
+    has_gpu: bool = True
+
+    def __post_init__(self):
+        self.random = np.random.default_rng(self.seed)
+        self.asked = []
+
+    def noisy(self, seconds):
+        # now and then something else runs
+        burst = 3 if self.random.random() < 0.05 else 1
+        return seconds * burst * float(np.exp(self.random.normal() * self.noise))
+
+    def true_gather_s(self, way):
+        in_flight = way.programs * way.warps * 32 * way.vectors * 16
+        rate = min(
+            self.read_bytes_per_s / self.slower.get(way.layout, 1), in_flight / self.latency_s
+        )
+        return self.batch_bytes / rate
+
+    def true_batch_s(self, loading):
+        share = loading.copied_share
+        host_s = share * self.batch_bytes / self.host_bytes_per_s
+        made_s = (self.sample_s + host_s) / min(loading.threads, CORES)
+        read_s = (1 - share) * self.true_gather_s(loading.way)
+        copy_s = share * self.batch_bytes / self.copy_bytes_per_s
+        return max(made_s, read_s, copy_s, self.batch_bytes / self.both_bytes_per_s)
+
+    def gather_s(self, way):
+        usual = Way(way.layout, way.programs or 132, way.warps or 8, way.vectors or 4)
+        return self.noisy(self.true_gather_s(usual))
+
+    def copy_s(self):
+        return self.noisy(self.batch_bytes / self.copy_bytes_per_s)
+
+    def host_s(self, threads):
+        return self.noisy(self.batch_bytes / self.host_bytes_per_s / min(threads, CORES))
+
+    def batch_s(self, loading):
+        self.asked.append(loading)
+        return self.noisy(self.true_batch_s(loading))
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: CORES)
+
+
+DEVICES = {
+    "bandwidth bound": {},
+    "latency bound": {"latency_s": 2e-5, "read_bytes_per_s": 50e9},
+    "hopelessly latency bound": {"latency_s": 1e-3, "read_bytes_per_s": 50e9},
+    "copies faster than reads": {
+        "read_bytes_per_s": 35e9,
+        "copy_bytes_per_s": 55e9,
+        "both_bytes_per_s": 55e9,
+        "host_bytes_per_s": 15e9,
+    },
+    "two engines add up": {
+        "read_bytes_per_s": 20e9,
+        "copy_bytes_per_s": 20e9,
+        "both_bytes_per_s": 40e9,
+        "host_bytes_per_s": 20e9,
+    },
+    "a slow CPU": {
+        "read_bytes_per_s": 20e9,
+        "both_bytes_per_s": 50e9,
+        "copy_bytes_per_s": 50e9,
+        "host_bytes_per_s": 0.4e9,
+    },
+    "bound by sampling": {"sample_s": 0.1, "both_bytes_per_s": 50e9, "copy_bytes_per_s": 50e9},
+    "noisy": {"noise": 0.05, "both_bytes_per_s": 50e9},
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_choice_is_near_the_best_that_there_is(name, seed):
+    device = Device(**({"seed": seed} | DEVICES[name]))
+    near = 1.04 + 2 * device.noise
+    mine = case()
+    choices = tune.choose_way(device, mine.table, CPU, quiet)
+    way = Way(**{part: choice.value for part, choice in choices.items()})
+    # one that is as good, and of the fewest requests
+    assert way.layout == "pitched"
+    ways = [
+        Way(way.layout, programs, *shape) for shape in tune.SHAPES for programs in tune.PROGRAMS
+    ]
+    best_s = min(map(device.true_gather_s, ways))
+    assert device.true_gather_s(way) <= near * best_s
+    # and no more warps than what is surely as good needs
+    as_good = [one for one in ways if device.true_gather_s(one) <= best_s * 1.001]
+    if device.noise < tune.WITHIN:
+        assert tune._warps(way) <= min(map(tune._warps, as_good))
+
+    choices = tune.choose_loading(device, way, quiet)
+    loading = Loading(choices["threads"].value, choices["ahead"].value, 0.0, way)
+    counts = [count for count in tune.THREADS if count <= CORES]
+    by_threads = {count: device.true_batch_s(replace(loading, threads=count)) for count in counts}
+    assert by_threads[loading.threads] <= near * min(by_threads.values())
+    if device.noise < tune.WITHIN:
+        fewest = min(c for c in counts if by_threads[c] <= 1.001 * min(by_threads.values()))
+        assert loading.threads <= fewest
+        assert loading.ahead == loading.threads + 1
+
+    chosen, share, transfer_s = tune.choose_copied_share(device, loading, CPU, quiet)
+    assert chosen.copied_share == share.value
+    assert chosen.ahead - chosen.threads == loading.ahead - loading.threads
+    true_s = {
+        (count, part / 100): device.true_batch_s(Loading(count, count + 1, part / 100, way))
+        for count in counts
+        for part in range(96)
+    }
+    assert device.true_batch_s(chosen) <= near * min(true_s.values())
+    if device.noise < tune.WITHIN and true_s[loading.threads, 0.0] <= min(true_s.values()):
+        assert chosen == loading
+    assert transfer_s == pytest.approx(
+        (1 - share.value) * device.true_gather_s(way), rel=2 * device.noise
+    )
+
+
+def test_both_engines_are_used_where_that_pays():
+    gains = {}
+    for name in ("copies faster than reads", "two engines add up", "bandwidth bound"):
+        device = Device(**DEVICES[name])
+        loading = Loading(1, 2, 0.0, Way("pitched", 132, 8, 4))
+        chosen, _, _ = tune.choose_copied_share(device, loading, CPU, quiet)
+        gains[name] = device.true_batch_s(loading) / device.true_batch_s(chosen)
+    assert gains["copies faster than reads"] > 1.5
+    assert gains["two engines add up"] > 1.9
+    assert gains["bandwidth bound"] == 1
+
+
+def test_what_is_chosen_first_is_kept_for_what_comes_after():
+    device = Device(**DEVICES["two engines add up"])
+    found = tune.plan_for(device, case(), CPU, Room(None, "no"), quiet)
+    values = {name: choice.value for name, choice in found.choices.items()}
+    way = Way(*(values[name] for name in ("layout", "programs", "warps", "vectors")))
+    assert {loading.way for loading in device.asked} == {way}
+    shares = [loading for loading in device.asked if loading.copied_share]
+    assert (values["threads"], values["ahead"], values["copied_share"]) in {
+        (one.threads, one.ahead, one.copied_share) for one in shares
+    }
+    assert json.loads(json.dumps(asdict(found))) == asdict(found)
+    told = tune.lines(found)
+    assert {line.split()[0] for line in told} >= values.keys()
+    assert any("best gather: 4 x 4: " in line for line in told)
+    assert plan.keep(found).exists()
+    assert plan.find(CPU, case().table) == found
+
+
+def test_the_cheapest_of_those_that_are_as_good():
+    rounds = {
+        1: [1.2, 1.2, 1.2, 1.2],  # always slower
+        2: [1.02, 1.02, 1.02, 1.02],  # no difference
+        3: [1.0, 1.0, 1.0, 1.0],
+        4: [1.0, 1.0, 1.0, 1.0],
+    }
+    assert tune.cheapest(rounds, int) == 2
+    assert tune.cheapest(rounds, lambda count: -count) == 4
+    # slower by the median, but not in most of the rounds
+    assert tune.cheapest({1: [1.0, 0.9, 1.2, 1.3], 2: [1.0, 1.0, 1.0, 1.0]}, int) == 1
+    assert tune.cheapest({1: [1.0, 1.2, 1.2, 1.3], 2: [1.0, 1.0, 1.0, 1.0]}, int) == 2
+    # slower in all rounds of a machine that itself becomes slower
+    assert tune.cheapest({1: [1.1, 2.2, 4.4, 8.8], 2: [1.0, 2.0, 4.0, 8.0]}, int) == 2
+
+
+def test_a_busy_machine_chooses_nothing():
+    calm, wild = [1.0, 1.01, 0.99, 1.0, 1.0], [1.0, 2.0, 0.7, 1.5, 1.0]
+    assert tune.spread({1: calm, 2: calm}) < 0.02
+    assert tune.spread({1: wild, 2: wild, 3: calm}) == 0.5
+    # one burst is none of the middle half
+    assert tune.spread({1: [1.0, 1.0, 1.0, 1.0, 9.0]}) == 0
+    device = Device(noise=0.4, **DEVICES["two engines add up"])
+    found = tune.plan_for(device, case(), CPU, Room(None, "no"), quiet)
+    for name, usual in (("threads", 4), ("ahead", 5), ("copied_share", 0)):
+        assert found.choices[name].value == usual
+        assert found.choices[name].basis == "default"
+        assert "something else runs" in found.choices[name].why
+        assert found.choices[name].figures["batch_s"]
+        assert found.value(name) is None
+
+
+def test_settings_take_turns_and_the_first_round_does_not_count():
+    called, told = [], []
+
+    def seconds(setting):
+        called.append(setting)
+        return float(len(called))
+
+    taken = tune.in_rounds(["a", "b"], seconds, "it", lambda *what: told.append(what))
+    most = tune.ROUNDS[1]
+    assert called == ["a", "b"] * (most + 1)
+    assert taken == {
+        "a": [3.0 + 2 * n for n in range(most)],
+        "b": [4.0 + 2 * n for n in range(most)],
+    }
+    assert told[-1] == ("it", 2 * (most + 1), 2 * (most + 1))
+
+
+def test_slow_settings_have_fewer_rounds(monkeypatch):
+    monkeypatch.setattr(tune, "STAGE_S", 0.01)
+    taken = tune.in_rounds([1], lambda _: time.sleep(0.01) or 1.0, "it", quiet)
+    assert len(taken[1]) == tune.ROUNDS[0]
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "layouts"), [(512, set(LAYOUTS)), (100, set(LAYOUTS) - {"pitched"})]
+)
+def test_without_a_gpu_the_layout_is_the_model_s_and_the_rest_is_as_usual(row_bytes, layouts):
+    bench = tune.Machine(case(row_bytes), CPU, None)
+    choices = tune.choose_way(bench, case(row_bytes).table, CPU, quiet)
+    assert choices["layout"].basis == "modelled"
+    requests = choices["layout"].figures["requests_per_row"]
+    assert requests.keys() == layouts
+    assert requests[choices["layout"].value] == min(requests.values())
+    same, share, transfer_s = tune.choose_copied_share(bench, Loading(1, 2), CPU, quiet)
+    assert (same, transfer_s) == (Loading(1, 2), None)
+    usual = [*(choices[name] for name in ("programs", "warps", "vectors")), share]
+    assert {choice.basis for choice in usual} == {"default"}
+    assert all(choice.why.startswith("not measured: no GPU") for choice in usual)
+
+
+def known(num_rows=2000):
+    mine = case(num_rows=num_rows)
+    return mine, presample(mine.graph, mine.seeds, mine.fanouts, mine.batch_size)
+
+
+def test_memory_decides_how_many_rows_are_hot():
+    mine, counted = known()
+    for num_hot in (1, 700, 2000):
+        for more in (0, 511):
+            room = Room(hot_bytes(mine.table, num_hot) + more, "so much")
+            choice = tune.choose_hot(mine, room, None, quiet)
+            assert round(choice.value * 2000) == num_hot
+            assert choice.basis == "predicted"
+            assert hot.hot_rows_of(mine.table, choice.value) == num_hot
+            assert choice.figures["chosen_hit_rate"] == counted.hit_rates([num_hot])[0]
+            assert choice.figures["chosen_memory_bytes"] <= room.memory_bytes
+    assert "all rows fit" in choice.why
+    short = tune.choose_hot(mine, Room(hot_bytes(mine.table, 1) - 1, "too little"), None, quiet)
+    assert short.basis == "default"
+    assert "no row fits" in short.why
+
+
+def test_a_model_that_takes_long_needs_fewer_hot_rows():
+    mine, counted = known()
+    room = hot_bytes(mine.table, 2000)
+    for compute_s in (0.02, 0.05, 0.09):
+        choice = tune.choose_hot(mine, Room(room, "all", compute_s), 0.1, quiet)
+        size = round(choice.value * 2000)
+        step = 2000 // tune.HOT_SIZES
+        rates = counted.hit_rates([size, size - step])
+        assert 0.1 * (1 - rates[0]) <= compute_s < 0.1 * (1 - rates[1])
+        assert "below the model's" in choice.why
+    # one hides all, another cannot be hidden
+    least = tune.choose_hot(mine, Room(room, "all", 0.2), 0.1, quiet)
+    assert round(least.value * 2000) == step
+    some = Room(hot_bytes(mine.table, 300), "some", 1e-6)
+    assert round(tune.choose_hot(mine, some, 0.1, quiet).value * 2000) == 300
+    unknown = tune.choose_hot(mine, Room(room, "all", 0.05), None, quiet)
+    assert unknown.value == 1
+    assert "no transfer was measured" in unknown.why
+
+
+def test_no_hot_set_is_chosen_where_nothing_is_known():
+    mine = case()
+    nowhere = tune.choose_hot(mine, Room(None, "no GPU"), None, quiet)
+    assert (nowhere.value, nowhere.basis) == (0.2, "default")
+    assert nowhere.figures["hit_rate"].keys() == {str(share) for share in hot.SHARES}
+    made_up = tune.choose_hot(case(is_real=False), Room(10**9, "x"), None, quiet)
+    assert (made_up.value, made_up.basis, made_up.figures) == (0.2, "default", {})
+
+
+@pytest.fixture
+def loaders(monkeypatch):
+    """The settings of all loaders that are made."""
+    given = []
+
+    def loader(*values, **options):
+        made = original(*values, **options)
+        given.append(options | {"made": made})
+        return made
+
+    original = tune.Loader
+    monkeypatch.setattr(tune, "Loader", loader)
+    monkeypatch.setattr(tune, "LEAST_S", 0.001)
+    # these times are too short to mean anything
+    monkeypatch.setattr(tune, "NOISY", float("inf"))
+    return given
+
+
+def test_the_loader_is_timed_as_it_is_set(loaders):
+    mine = case()
+    bench = tune.Machine(mine, CPU, None)
+    way = Way(programs=3)
+    assert bench.batch_s(Loading(2, 5, 0.0, way)) > 0
+    assert bench.batch_s(Loading(1, 2, 0.25, way)) > 0
+    assert [(one["threads"], one["ahead"]) for one in loaders] == [(2, 5), (1, 2)]
+    assert [one["shuffle"] for one in loaders] == [False, False]
+    assert [one["copied_share"] for one in loaders] == [0.0, 0.25]
+    # over the same minibatches, however often
+    assert bench._epochs is not None
+    bench._epochs = 3
+    bench.batch_s(Loading(1, 2, 0.0, way))
+    assert [one["made"].epoch for one in loaders] == [1, 1, 1]
+    # no more seeds than are timed, in whole batches
+    assert len(bench.seeds) == 400
+    few = tune.Machine(replace(mine, batch_size=10), CPU, None)
+    assert len(few.seeds) == 10 * tune.BATCHES
+    assert set(few.seeds.tolist()) <= set(mine.seeds.tolist())
+
+
+def test_a_plan_of_this_machine(loaders):
+    told = []
+    found = tune.tune(case(), compute_s=None, progress=lambda *what: told.append(what))
+    basis = {name: choice.basis for name, choice in found.choices.items()}
+    assert basis["threads"] == basis["ahead"] == "measured"
+    assert found.rows == 2000
+    assert found.data == "some"
+    assert {what for what, _, _ in told} >= {"threads", "ahead", "hot set"}
+    assert all(0 < done <= total for _, done, total in told)
+    batch_s = found.choices["threads"].figures["batch_s"]
+    assert batch_s.keys() == {str(count) for count in tune.THREADS if count <= CORES}
+
+
+def interpreted(mine):
+    def seconds(work):
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    return tune.Machine(mine, CPU, link.Gpu(CPU, seconds, lambda busy: {}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's case")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_gpu_s_part_in_the_interpreter(quantized, loaders, monkeypatch):
+    monkeypatch.setattr(tune, "SHAPES", ((2, 2), (8, 4)))
+    monkeypatch.setattr(tune, "PROGRAMS", (1, 3))
+    monkeypatch.setattr(tune, "ROUNDS", (2, 2))
+    monkeypatch.setattr(tune, "KERNEL_BATCHES", 1)
+    mine = case(100, 300)
+    if quantized:
+        mine = replace(mine, table=FeatureTable.quantized(mine.table.rows))
+    bench = interpreted(mine)
+    found = tune.plan_for(bench, mine, CPU, Room(10**6, "so much"), quiet)
+    assert {choice.basis for choice in found.choices.values()} == {"measured", "predicted"}
+    ids = bench.host_ids[0]
+    for way in bench._checked:
+        bench.out.fill_(7)
+        bench.gather_s(way)
+        assert torch.equal(bench.out[: len(ids)], mine.table.gather(ids)), way
+    assert len(bench._checked) == 4 + 4
+    bench.staging.zero_()
+    bench.host_s(2)
+    bench.copy_s()
+    assert torch.equal(bench.copied[: len(ids)], mine.table.rows[ids])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's case")
+def test_wrong_rows_are_not_timed(monkeypatch):
+    bench = interpreted(case(100, 300))
+    gather_rows = tune.gather_rows
+
+    def wrong(*given, **options):
+        rows = gather_rows(*given, **options)
+        rows[3, 7] += options["way"].programs == 2
+        return rows
+
+    monkeypatch.setattr(tune, "gather_rows", wrong)
+    bench.gather_s(Way(programs=1))
+    with pytest.raises(RuntimeError, match=r"(?s)programs=2.* brought wrong rows on cpu.*hint: "):
+        bench.gather_s(Way(programs=2))
+
+
+@pytest.mark.gpu
+def test_a_plan_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(tune, "NOISY", float("inf"))
+    mine = case(400, 20_000)
+    found = tune.tune(mine, room=10**7, compute_s=0.001, progress=quiet)
+    assert {choice.basis for choice in found.choices.values()} == {"measured", "predicted"}
+    assert found.way is not None
+
+
+def test_a_case_of_data(tmp_path):
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "graph")
+    loaded = load(tmp_path / "graph")
+    made = tune.case_of(loaded, (2, 3), 7)
+    assert (made.name, made.fanouts, made.batch_size, made.is_real) == ("raw", (2, 3), 7, True)
+    assert torch.equal(made.seeds, loaded.split["train"])
+    # a graph whose edges are what is learned has no training nodes
+    made = tune.case_of(replace(loaded, split={}), (2, 3), 7)
+    assert torch.equal(made.seeds, torch.arange(40))
+    with pytest.raises(ValueError, match=r"(?s)raw has no features to gather.*hint: "):
+        tune.case_of(replace(loaded, features=None), (2,), 7)
+
+
+def test_a_sparse_table_is_no_gpu_s(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    mine = case()
+    sparse = SimpleNamespace(is_sparse=True)
+    with pytest.raises(ValueError, match=r"(?s)some keeps its features sparse.*hint: "):
+        tune.tune(replace(mine, table=sparse), compute_s=None, progress=quiet)
+
+
+@pytest.mark.parametrize("row_bytes", [512, 100, 4])
+def test_a_table_of_a_usual_shape(row_bytes, monkeypatch):
+    monkeypatch.setattr(tune, "USUAL_BYTES", 1 << 20)
+    made = tune.usual_case(row_bytes, (3, 3), 64)
+    assert made.table.row_bytes == row_bytes
+    assert made.table.num_rows == made.graph.num_nodes >= 1024
+    assert made.graph.num_edges == 10 * made.graph.num_nodes
+    assert not made.is_real
+    assert len(made.seeds.unique()) == len(made.seeds)
+
+
+@pytest.mark.parametrize("row_bytes", [0, 3, 514])
+def test_rows_of_no_whole_elements(row_bytes):
+    with pytest.raises(ValueError, match=r"(?s)not whole elements.*hint: "):
+        tune.usual_case(row_bytes, (3, 3), 64)
