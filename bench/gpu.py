@@ -6,7 +6,8 @@
 
 `link` measures the link itself; `gather` layouts, widths, dtypes, numbers of ids and of programs;
 `tlb` tables that are larger than what page tables keep at hand; `cache` hot rows by their hit rate;
-`codes` quantised rows; `bulk` asynchronous bulk copies from the host's memory into shared memory.
+`codes` quantised rows; `bulk` asynchronous bulk copies from the host's memory into shared memory;
+`two-engine`, `overlap`, `epoch` and `epoch-large` whole minibatches, as bench/epochs.py tells.
 Every way is checked against the rows it should bring before it is timed, on random bits. Times are
 the GPU's own, medians of rounds in which all ways of a case take turns. The roof is a dense range
 read by the GPU's threads, measured in the same rounds.
@@ -33,6 +34,7 @@ from torch import Tensor
 if "--small" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 
+import epochs
 from bulk import bulk_gather
 
 from gcnzc import link
@@ -420,7 +422,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("parts", nargs="+", choices=[*PARTS, "all"])
+    every = [*PARTS, *epochs.parts(random_bytes, small=False)]
+    parser.add_argument("parts", nargs="+", choices=[*every, "all"])
     parser.add_argument("--results", type=Path, help="a folder for the lines")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
@@ -429,7 +432,7 @@ def main() -> None:
     if not (torch.cuda.is_available() or options.small):
         parser.exit(1, "error: no CUDA device here\n\nhint: --small shows that it runs\n")
     bench = Bench(SMALL if options.small else Scale(), recorded=not options.small)
-    for name, part in PARTS.items():
+    for name, part in (PARTS | epochs.parts(random_bytes, small=options.small)).items():
         if name in options.parts or "all" in options.parts:
             began_s = time.perf_counter()
             part(bench)

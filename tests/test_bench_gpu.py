@@ -31,7 +31,13 @@ def test_all_parts_run_tiny():
         "cache",
         "codes",
         "bulk",
+        "overlap",
+        "epoch",
     }
+    ways = {line.split("'way': ")[1].split("'")[1] for line in lines if line.startswith("epoch")}
+    parts = {"sampling", "transfer", "compute"}
+    assert parts < ways
+    assert len(ways - parts) == 11  # rivals, ours, and all on the GPU
     assert sum(line.startswith("bulk") and "no CUDA device" in line for line in lines) == 4
 
 
