@@ -1,0 +1,59 @@
+"""Scripts as users have them, and with gcnzc's loaders: few lines differ, and the latter learn."""
+
+import difflib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = ["dgl_link", "dgl_multi", "dgl_node", "pyg_link", "pyg_multi", "pyg_node"]
+# what a few epochs on amazon_photo reach at least
+LEAST = {"node": 0.85, "multi": 0.85, "link": 0.80}
+
+
+def run(script, data, *words, through=()):
+    path = f"{ROOT}{os.pathsep}{EXAMPLES}"
+    return subprocess.run(
+        [sys.executable, *through, str(EXAMPLES / script), str(data), *words],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_every_script_is_tested():
+    found = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert found == {"read_npz", *SCRIPTS, *(f"{script}_gcnzc" for script in SCRIPTS)}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_at_most_five_lines_differ(script):
+    before = (EXAMPLES / f"{script}.py").read_text().splitlines()
+    after = (EXAMPLES / f"{script}_gcnzc.py").read_text().splitlines()
+    changes = [line for line in difflib.ndiff(before, after) if line[:2] in ("- ", "+ ")]
+    assert 1 <= len([line for line in changes if line[2:].strip()]) <= 5
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_learns(script, shared_data):
+    library = {"pyg": "torch_geometric", "dgl": "dgl"}[script[:3]]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    kind = script.split("_")[1]
+    through = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run(
+        f"{script}_gcnzc.py",
+        shared_data / "amazon_photo/amazon_photo.npz",
+        *("--epochs", "2" if kind == "link" else "6"),
+        through=through if kind == "multi" else (),
+    )
+    assert done.returncode == 0, done.stderr
+    [_, value, *rest] = done.stdout.split()
+    assert float(value) >= LEAST[kind], done.stdout
+    assert " ".join(rest).endswith("s for minibatches")
