@@ -30,7 +30,9 @@ def gather_reference(
     table: Tensor, ids: Tensor, scales: Tensor | None = None, scale_columns: int | None = None
 ) -> Tensor:
     """What `gather` must equal, bit for bit."""
-    rows = table[ids.to(table.device)].to(ids.device)
+    # as bytes: torch 2.4 does not index codes of 8 bits
+    plain = table.view(torch.uint8) if table.element_size() == 1 else table
+    rows = plain[ids.to(table.device)].to(ids.device).view(table.dtype)
     if scales is None:
         return rows
     of_ids = scales if scale_columns else scales[ids.to(scales.device)]

@@ -242,6 +242,8 @@ def test_attributes_that_minibatches_have_others_of(data):
     assert mine.input_id.tolist() == list(range(16))
 
 
+# of what PyG uses of `typing`, on Python 3.13
+@pytest.mark.filterwarnings("ignore:Failing to pass a value to the 'type_params'")
 def test_full_neighbourhoods_give_the_outputs_of_the_whole_graph(data):
     layers = [SAGEConv(6, 5).double(), SAGEConv(5, 4).double()]
     hidden = data.x.double()
