@@ -2,9 +2,10 @@
 
     python bench/examples.py [SCRIPT ...] [--rivals FOLDER] [--archive FILE] [--seeds N]
 
-Each runs once a seed, in turns. What they print is recorded: the accuracy or ROC AUC, the seconds of
-the median epoch, and how many of them it waited for minibatches. PyG's run unchanged in the environment FOLDER/pyg of
-bench/rivals/make_environments.sh, since PyG's own loader needs torch-sparse; DGL's in this one.
+Each runs once a seed, in turns. What they print is recorded: the accuracy or ROC AUC, the seconds
+of the median epoch, and how many of them it waited for minibatches. PyG's run unchanged in the
+environment FOLDER/pyg of bench/rivals/make_environments.sh, since PyG's own loader needs
+torch-sparse; DGL's in this one.
 """
 
 import argparse
