@@ -38,7 +38,8 @@ def _skip(*_args: object, **_options: object) -> None:
     pytest.skip(f"Triton {triton.__version__} does not interpret with numpy {np.__version__}")
 
 
-if not torch.cuda.is_available() and not _interpreter_works():
+# CI must not go without its kernels: there the tests fail instead
+if not torch.cuda.is_available() and not _interpreter_works() and not os.environ.get("CI"):
     interpreter.GridExecutor.__call__ = _skip
 
 

@@ -14,7 +14,7 @@ from gcnzc.interop.dgl import DataLoader, import_dgl
 from gcnzc.interop.dgl_door import demand_cuda
 
 if importlib.util.find_spec("dgl") is None:
-    pytest.skip("DGL has no wheel for this Python", allow_module_level=True)
+    pytest.skip("DGL is not installed", allow_module_level=True)
 
 dgl = import_dgl()
 loading = dgl.dataloading
