@@ -232,6 +232,17 @@ def test_converts_as_torch_does(source, target, columns, device):
     assert torch.equal(gather_rows(table, ids, out), found)
 
 
+@pytest.mark.parametrize("source", [*FLOATS, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("target", FLOATS, ids=str)
+@pytest.mark.parametrize("beside", [0x7C, 0x7F, 0xFF])
+def test_bytes_beside_the_table_do_not_matter(source, target, beside, device):
+    memory = torch.full((4000,), beside, dtype=torch.uint8, device=device).view(source)
+    table = memory[160 : 160 + 40 * 3].view(40, 3)
+    table.copy_(torch.randint(-8, 8, (40, 3)))
+    ids = torch.arange(40, device=device)
+    assert torch.equal(gather_rows(table, ids, dtype=target), table.to(target))
+
+
 @pytest.mark.parametrize("outside", [-1, 40, 2**31 - 1, -(2**31)])
 def test_looks_at_ids_when_asked_to(outside, device):
     table = torch.randn(40, 50, device=device)
