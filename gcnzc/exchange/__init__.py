@@ -1,0 +1,53 @@
+"""What workers ask of one another, and who answers."""
+
+from gcnzc.exchange.choices import Choices
+from gcnzc.exchange.group import Group, WorkerLost, is_worker, joined, run
+from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.lockstep import Link, Outcome, lockstep
+from gcnzc.exchange.requests import (
+    Algorithm,
+    AllGather,
+    AllToAll,
+    Begin,
+    Broadcast,
+    Compute,
+    End,
+    Mean,
+    Receive,
+    ReduceScatter,
+    Request,
+    Scratch,
+    Send,
+    Sum,
+    Swap,
+    Vote,
+)
+
+__all__ = [
+    "Algorithm",
+    "AllGather",
+    "AllToAll",
+    "Begin",
+    "Broadcast",
+    "Choices",
+    "Compute",
+    "End",
+    "Group",
+    "Ledger",
+    "Link",
+    "Mean",
+    "Outcome",
+    "Receive",
+    "ReduceScatter",
+    "Request",
+    "Scratch",
+    "Send",
+    "Sum",
+    "Swap",
+    "Vote",
+    "WorkerLost",
+    "is_worker",
+    "joined",
+    "lockstep",
+    "run",
+]

@@ -1,0 +1,485 @@
+"""The workers of a run as processes: who they are, and `run`, which answers their requests.
+
+The one door to torch.distributed. Over gloo, requests are answered by our collectives or by the
+builtin ones, as `Choices` says; tensors on a GPU go through page-locked host memory that is kept.
+Over NCCL they are answered by NCCL.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from gcnzc.exchange.choices import (
+    BUILTIN,
+    Choices,
+    as_bytes,
+    demand,
+    expand,
+    finished,
+    restored,
+    sent_bytes,
+    vote_tensor,
+)
+from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.requests import (
+    Algorithm,
+    AllGather,
+    AllToAll,
+    Begin,
+    Broadcast,
+    Collective,
+    Compute,
+    End,
+    Mean,
+    Receive,
+    ReduceScatter,
+    Request,
+    Scratch,
+    Send,
+    Sum,
+    Swap,
+    Vote,
+    described,
+)
+from gcnzc.exchange.watch import Watch
+
+T = TypeVar("T")
+
+# torch 2.13 names them anew, and warns of the old names
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# what a request waits for at most, unless the user says otherwise
+TIMEOUT_S = 60.0
+
+
+class WorkerLost(RuntimeError):
+    """An exchange failed, because a worker or the network is gone, or a worker is far behind."""
+
+
+def run(algorithm: Algorithm[T], group: "Group") -> T:
+    """Answer an algorithm's requests together with the other workers, and return its result.
+
+    Args:
+        algorithm: the same on every worker.
+        group: of all workers. Tensors of requests lie on the host or on this worker's GPU, and are
+            ready on its current stream, as the answers are.
+
+    Raises:
+        WorkerLost: another worker did not answer in time, or is gone; the message names it.
+    """
+    return group.run(algorithm)
+
+
+class Group:
+    """The workers of a run, of which this process is one.
+
+    Args:
+        rank: of this worker, in [0, world_size).
+        world_size: how many there are.
+        backend: "gloo" or "nccl"; "" for one worker alone, which asks nobody.
+        store: of torch.distributed, that all workers reach; None for one alone.
+        choices: which algorithms answer requests.
+        timeout_s: what a request waits for at most.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        backend: str = "",
+        store: Any = None,
+        choices: Choices | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.rank, self.world_size, self.backend = rank, world_size, backend
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0)) if store else 0
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if store else 1
+        self.choices, self.timeout_s = choices or Choices(), timeout_s
+        self.ledger = Ledger()
+        self.watch = None
+        if store is not None:
+            self.watch = Watch(store, rank, world_size, socket.gethostname())
+        self._channels: dict[str, _Channel] = {}
+        self._own = self.channel("")
+
+    def channel(self, name: str) -> "_Channel":
+        """The channel of this name; all workers must open their channels in the same order."""
+        if name not in self._channels:
+            process_group = None
+            if self.world_size > 1 and name:
+                process_group = dist.new_group(timeout=timedelta(seconds=self.timeout_s))
+            self._channels[name] = _Channel(self, name, process_group)
+        return self._channels[name]
+
+    def at(self, step: int, doing: str) -> None:
+        """Say what this worker does from now on, for the messages of others that wait for it."""
+        if self.watch is not None:
+            self.watch.at(step, doing)
+
+    @property
+    def staging_buffers(self) -> int:
+        """How many buffers were made so far to work in and to stage tensors of a GPU."""
+        return sum(channel.memory.made for channel in self._channels.values())
+
+    def run(self, algorithm: Algorithm[T]) -> T:
+        """See `run`."""
+        answer = None
+        while True:
+            try:
+                request = algorithm.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            answer = self._answer(request)
+
+    def _answer(self, request: Request) -> Any:
+        if isinstance(request, Compute):
+            return time.sleep(request.seconds)
+        if isinstance(request, Begin):
+            if isinstance(request.request, Send | Receive):
+                return self._own.message(request.request)
+            return self.channel(request.channel).begin(request.request)
+        if isinstance(request, End):
+            return self._explained(request.pending.result, request)
+        if isinstance(request, Scratch):
+            return torch.empty_like(request.values)
+        if isinstance(request, Send | Receive):
+            return self._explained(self._own.message(request).result, request)
+        return self._explained(lambda: self._own.answer(request), request)
+
+    def _explained(self, deed: Callable[[], Any], request: Request) -> Any:
+        """Do it; if the network fails, say who is to blame."""
+        began = time.monotonic()
+        try:
+            return deed()
+        except _Broken as error:
+            assert self.watch is not None, "only several workers have a network"
+            waited, who = time.monotonic() - began, self.watch.culprits()
+            self.watch.leave(who)
+            raise WorkerLost(
+                f"worker {self.rank} waited {waited:.0f} s in step {self.watch.step} for "
+                f"{described(request)}: {who}\n\n"
+                "hint: the run goes on from its last checkpoint when it is started again with "
+                f"--resume; the time limit is {self.timeout_s:g} s"
+            ) from error.__cause__
+
+    def close(self) -> None:
+        """End the channels' threads and the signs of life."""
+        for channel in self._channels.values():
+            channel.close()
+        if self.watch is not None:
+            self.watch.leave()
+
+
+class _Broken(Exception):
+    """The network failed; the cause is torch's error."""
+
+
+@contextmanager
+def _network() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise _Broken from error
+
+
+class _Work:
+    """A message that is under way."""
+
+    def __init__(self, work: Any, answer: Any, keep: Any, timeout_s: float) -> None:
+        # `keep`: memory that must last until the end
+        self.work, self.answer, self.keep = work, answer, keep
+        self.timeout = timedelta(seconds=timeout_s)
+
+    def result(self) -> Any:
+        with _network():
+            # gloo's messages know no other limit; one that fires ends the connection for good
+            self.work.wait(self.timeout)
+        return self.answer
+
+
+class _Memory:
+    """Buffers of a channel, kept for the next request of the same size."""
+
+    def __init__(self) -> None:
+        self.free: dict[Any, list[Tensor]] = {}
+        self.lent: list[tuple[Any, Tensor]] = []
+        self.made = 0
+
+    def lend(self, values: Tensor, *, pinned: bool = False) -> Tensor:
+        """(n,) of the size and dtype of `values`, on the host, until `take_back`."""
+        key = (values.numel(), values.dtype, pinned)
+        free = self.free.setdefault(key, [])
+        if not free:
+            self.made += 1
+            free.append(torch.empty(values.numel(), dtype=values.dtype, pin_memory=pinned))
+        buffer = free.pop()
+        self.lent.append((key, buffer))
+        return buffer
+
+    def take_back(self) -> None:
+        """End all loans."""
+        for key, buffer in self.lent:
+            self.free[key].append(buffer)
+        self.lent.clear()
+
+
+class _Channel:
+    """Requests that are answered one after the other, over a process group of their own."""
+
+    def __init__(self, group: Group, name: str, process_group: Any) -> None:
+        self.group, self.process_group = group, process_group
+        self.memory = _Memory()
+        self.threads: ThreadPoolExecutor | None = None
+        self.name = name
+        self.lock = threading.Lock()
+
+    def begin(self, request: Request) -> Any:
+        """Answer `request` in the background."""
+        assert not isinstance(request, Begin | End | Compute | Scratch | Send | Receive), (
+            "only an exchange can be begun"
+        )
+        if self.group.backend == "nccl":
+            # it runs on a stream of its own, without a thread
+            return self._nccl(request)
+        if self.threads is None:
+            self.threads = ThreadPoolExecutor(1, f"gcnzc-exchange-{self.name}")
+        done = torch.cuda.current_stream().record_event() if _on_gpu(request) else None
+        return self.threads.submit(self._after, done, request)
+
+    def _after(self, ready: Any, request: Collective) -> Any:
+        if ready is not None:
+            ready.synchronize()
+        return self.answer(request)
+
+    def answer(self, request: Collective) -> Any:
+        """Answer `request`, together with the other workers."""
+        group = self.group
+        demand(request, group.world_size)
+        if group.backend == "nccl":
+            return self._nccl(request).result()
+        kind = type(request).__name__
+        with self.lock:
+            group.ledger.count(kind)
+            staged = _Staged(request, self.memory)
+            name = group.choices.of(staged.request)
+            if name == BUILTIN and group.world_size > 1:
+                group.ledger.add(
+                    kind, round(sent_bytes(request, group.rank, group.world_size, name)), 0
+                )
+                with _network():
+                    work = self._builtin(staged.request)
+                answer = work.result()
+            else:
+                answer = self._by_messages(staged.request, kind)
+            answer = staged.back(answer)
+            self.memory.take_back()
+        return answer
+
+    def _by_messages(self, request: Collective, kind: str) -> Any:
+        group = self.group
+        algorithm = expand(request, group.rank, group.world_size, group.choices)
+        answer: Any = None
+        while True:
+            try:
+                step = algorithm.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            answer = None
+            if isinstance(step, Scratch):
+                answer = self.memory.lend(step.values)
+            elif isinstance(step, Begin):
+                answer = self.message(step.request, kind)
+            elif isinstance(step, End):
+                answer = step.pending.result()
+            else:
+                answer = self.message(step, kind).result()
+
+    def message(self, request: Any, kind: str = "Send") -> _Work:
+        """Begin to send or to receive."""
+        data, over = as_bytes(request.values), self.process_group
+        limit_s = self.group.timeout_s
+        with _network():
+            if isinstance(request, Send):
+                self.group.ledger.add(kind, len(data))
+                return _Work(dist.isend(data, request.peer, over), None, data, limit_s)
+            return _Work(dist.irecv(data, request.peer, over), request.values, data, limit_s)
+
+    def _nccl(self, request: Collective) -> "_Finish":
+        group, kind = self.group, type(request).__name__
+        group.ledger.count(kind)
+        sent = round(sent_bytes(request, group.rank, group.world_size, group.choices.of(request)))
+        group.ledger.add(kind, sent, 0)
+        return self._builtin(request)
+
+    def _builtin(self, request: Collective) -> "_Finish":
+        """Begin the process group's own collective."""
+        over, world = {"group": self.process_group, "async_op": True}, self.group.world_size
+        if isinstance(request, Sum | Mean):
+            work = dist.all_reduce(request.values.view(-1), **over)
+            return _Finish(work, lambda: finished(request, world))
+        if isinstance(request, Broadcast):
+            flat = as_bytes(request.values)
+            work = dist.broadcast(flat, request.root, **over)
+            return _Finish(work, lambda: restored(request.values, flat))
+        if isinstance(request, AllGather):
+            values = as_bytes(request.values)
+            rows = values.new_empty(world * len(values))
+            work = _all_gather(rows, values, **over)
+            shape = (world, *request.values.shape)
+            return _Finish(work, lambda: rows.view(request.values.dtype).view(shape))
+        if isinstance(request, ReduceScatter):
+            share = request.values.new_empty(request.values.numel() // world)
+            work = _reduce_scatter(share, request.values.view(-1), **over)
+            return _Finish(work, lambda: share)
+        if isinstance(request, AllToAll):
+            return self._all_to_all(request, over)
+        if isinstance(request, Vote):
+            value = vote_tensor(request).to(self._device())
+            rows = value.new_empty(world)
+            work = _all_gather(rows, value, **over)
+            return _Finish(work, lambda: tuple(rows.tolist()))
+        assert isinstance(request, Swap), "all kinds of requests"
+        other = torch.empty_like(request.values)
+        if request.peer == self.group.rank:
+            return _Finish(None, lambda: other.copy_(request.values))
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, request.values, request.peer, self.process_group),
+                dist.P2POp(dist.irecv, other, request.peer, self.process_group),
+            ]
+        )
+        return _Finish(works[-1], lambda: other)
+
+    def _all_to_all(self, request: AllToAll, over: dict[str, Any]) -> "_Finish":
+        parts, size = [as_bytes(part) for part in request.parts], request.parts[0].element_size()
+        counts = request.counts
+        if counts is None:
+            lengths = torch.tensor([len(part) for part in request.parts], device=parts[0].device)
+            told = torch.empty_like(lengths)
+            dist.all_to_all_single(told, lengths, group=self.process_group)
+            counts = told.tolist()
+        leaving = [len(part) for part in parts]
+        coming = [count * size for count in counts]
+        received = parts[0].new_empty(sum(coming))
+        work = dist.all_to_all_single(received, torch.cat(parts), coming, leaving, **over)
+        dtype = request.parts[0].dtype
+        # a view of another dtype needs its elements aligned, as those of one dtype are
+        return _Finish(work, lambda: [part.view(dtype) for part in received.split(coming)])
+
+    def _device(self) -> torch.device:
+        is_nccl = self.group.backend == "nccl"
+        return torch.device("cuda", self.group.local_rank) if is_nccl else torch.device("cpu")
+
+    def close(self) -> None:
+        if self.threads is not None:
+            self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Finish:
+    """A collective that is under way, and what makes its answer."""
+
+    def __init__(self, work: Any, finish: Callable[[], Any]) -> None:
+        self.work, self.finish = work, finish
+
+    def result(self) -> Any:
+        if self.work is not None:
+            with _network():
+                self.work.wait()
+        return self.finish()
+
+
+class _Staged:
+    """A request whose tensors lie on the host, in place of one whose tensors lie on a GPU."""
+
+    def __init__(self, request: Collective, memory: _Memory) -> None:
+        self.given = self.request = request
+        if not _on_gpu(request):
+            return
+        if isinstance(request, AllToAll):
+            self.request = replace(request, parts=[_down(part, memory) for part in request.parts])
+        else:
+            assert not isinstance(request, Vote), "a vote has no tensor"
+            self.request = replace(request, values=_down(request.values, memory))
+
+    def back(self, answer: Any) -> Any:
+        """The answer, where the request's tensors lie."""
+        if self.request is self.given:
+            return answer
+        if isinstance(self.given, AllToAll):
+            device = self.given.parts[0].device
+            return [part.to(device) for part in answer]
+        assert not isinstance(self.given, Vote), "a vote has no tensor"
+        values = self.given.values
+        if isinstance(self.given, Sum | Mean | Broadcast):
+            return values.copy_(answer)
+        return answer.to(values.device)
+
+
+def _on_gpu(request: Any) -> bool:
+    values = request.parts[0] if isinstance(request, AllToAll) else getattr(request, "values", None)
+    return values is not None and values.is_cuda
+
+
+def _down(values: Tensor, memory: _Memory) -> Tensor:
+    """A copy of `values` in page-locked memory; waits for what makes them."""
+    return memory.lend(values, pinned=True).view(values.shape).copy_(values)
+
+
+def is_worker() -> bool:
+    """Whether a launcher has started this process as one worker of several, or as the only one."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+
+
+@contextmanager
+def joined(
+    backend: str = "gloo", choices: Choices | None = None, timeout_s: float = TIMEOUT_S
+) -> Iterator[Group]:
+    """The group of the workers that a launcher such as torchrun started; alone without one.
+
+    Args:
+        backend: "gloo", or "nccl" where each worker has a GPU of its own.
+        choices: which algorithms answer requests.
+        timeout_s: what joining, and each request, waits for at most.
+
+    Raises:
+        WorkerLost: not all workers came in time.
+    """
+    if not is_worker() or int(os.environ["WORLD_SIZE"]) == 1:
+        group = Group(choices=choices, timeout_s=timeout_s)
+        try:
+            yield group
+        finally:
+            group.close()
+        return
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+    except RuntimeError as error:
+        raise WorkerLost(
+            f"worker {os.environ['RANK']} of {os.environ['WORLD_SIZE']} met no others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')} within {timeout_s:g} s: "
+            f"{error}\n\nhint: do all machines reach that address? GLOO_SOCKET_IFNAME names the "
+            "network to use"
+        ) from error
+    group = Group(rank, world_size, backend, store, choices, timeout_s)
+    try:
+        yield group
+    finally:
+        group.close()
+        dist.destroy_process_group()

@@ -1,0 +1,302 @@
+"""W workers in one process: their requests answered in lockstep, under a virtual clock.
+
+The same algorithms that run over processes run here, without a network and without threads: a test
+sees all workers at once, every byte is counted, and a clock tells how long the links would have
+taken. Whoever is earliest goes on, so that the clock does not depend on who was asked first.
+"""
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.exchange.choices import Choices, as_bytes, expand
+from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.requests import (
+    Algorithm,
+    Begin,
+    Collective,
+    Compute,
+    End,
+    Receive,
+    Request,
+    Scratch,
+    Send,
+    described,
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What leaves a worker, or goes from one worker to one other."""
+
+    bytes_per_s: float = float("inf")
+    delay_s: float = 0.0
+    """from the last byte's leaving to its arrival"""
+    message_s: float = 0.0
+    """of the sender's time, for each message"""
+
+
+@dataclass
+class Outcome:
+    """What W algorithms came to."""
+
+    results: list[Any]
+    """what each returned"""
+    seconds: list[float]
+    """when each was done, by the virtual clock"""
+    exchange_s: list[float]
+    """how long each waited for others: all of its time that was not `Compute`"""
+    ledgers: list[Ledger]
+
+
+def lockstep(
+    algorithms: Sequence[Algorithm[Any]],
+    link: Link | None = None,
+    links: Mapping[tuple[int, int], Link] | None = None,
+    choices: Choices | None = None,
+) -> Outcome:
+    """Run the algorithms of W workers, each answering the others.
+
+    Args:
+        algorithms: one for each worker, in the order of ranks.
+        link: out of every worker; without limits if None.
+        links: from one worker to another, which limit what goes there besides `link`.
+        choices: which algorithm answers a request; the usual ones if None.
+
+    Raises:
+        RuntimeError: workers wait for one another for ever, or a tensor was changed while it was
+            being sent.
+    """
+    return _World(algorithms, link or Link(), links or {}, choices or Choices()).run()
+
+
+@dataclass
+class _Task:
+    """A worker's algorithm, or a request that it began."""
+
+    rank: int
+    channel: tuple[Any, ...]  # empty for a worker's own algorithm
+    stack: list[Algorithm[Any]]  # the last one is running, for the one before it
+    now: float
+    kind: str = ""  # of the request that it is in
+    computed_s: float = 0.0
+    answer: Any = None
+    waits_for: Any = None
+    is_done: bool = False
+    waiting: list["_Task"] = field(default_factory=list)  # for its end
+
+
+@dataclass
+class _Mailbox:
+    """Messages from one worker to another, in order."""
+
+    messages: deque[tuple[Tensor, float]] = field(default_factory=deque)  # and when each arrives
+    waiting: list[_Task] = field(default_factory=list)
+    promised: int = 0  # receptions that were begun
+    taken: int = 0
+
+
+@dataclass
+class _Sent:
+    values: Tensor
+    copy: Tensor
+    left_at: float
+
+
+@dataclass
+class _Receipt:
+    request: Receive
+    mailbox: _Mailbox
+    number: int
+
+
+class _World:
+    def __init__(
+        self,
+        algorithms: Sequence[Algorithm[Any]],
+        link: Link,
+        links: Mapping[tuple[int, int], Link],
+        choices: Choices,
+    ) -> None:
+        self.world_size = len(algorithms)
+        self.link, self.links, self.choices = link, links, choices
+        self.ledgers = [Ledger() for _ in algorithms]
+        # when what leaves a worker, or goes to one other, may follow
+        self.free_at: dict[Any, float] = {}
+        self.mailboxes: dict[Any, _Mailbox] = {}
+        self.last_of_channel: dict[tuple[int, str], _Task] = {}
+        self.tasks: list[_Task] = []
+        self.ready: list[tuple[float, int, _Task]] = []
+        self.order = itertools.count()
+        self.mains = [self.start(rank, (), each, 0.0) for rank, each in enumerate(algorithms)]
+
+    def run(self) -> Outcome:
+        while self.ready:
+            _, _, task = heapq.heappop(self.ready)
+            self.advance(task)
+        if stuck := [task for task in self.tasks if not task.is_done]:
+            raise RuntimeError(
+                "workers wait for one another for ever:\n  "
+                + "\n  ".join(_waiting(task) for task in stuck)
+                + "\n\nhint: every worker must ask the same, in the same order"
+            )
+        return Outcome(
+            [task.answer for task in self.mains],
+            [task.now for task in self.mains],
+            [task.now - task.computed_s for task in self.mains],
+            self.ledgers,
+        )
+
+    def start(
+        self, rank: int, channel: tuple[Any, ...], algorithm: Algorithm[Any], now: float
+    ) -> _Task:
+        task = _Task(rank, channel, [algorithm], now)
+        self.tasks.append(task)
+        self.push(task, now)
+        return task
+
+    def push(self, task: _Task, at: float) -> None:
+        """Let a task go on at a time, or when it has come there."""
+        heapq.heappush(self.ready, (max(task.now, at), next(self.order), task))
+
+    def advance(self, task: _Task) -> None:
+        """Go on with a task until its clock moves, or it waits, or it is done."""
+        now, pending = task.now, task.waits_for
+        if pending is not None:
+            task.waits_for = None
+            self.end(task, pending)
+        while task.now == now and task.waits_for is None:
+            try:
+                request = task.stack[-1].send(task.answer)
+            except StopIteration as stop:
+                task.stack.pop()
+                task.answer = stop.value
+                if not task.stack:
+                    task.is_done = True
+                    for other in task.waiting:
+                        self.push(other, task.now)
+                    return
+                if len(task.stack) == 1 and not task.channel:
+                    task.kind = ""
+                continue
+            task.answer = None
+            self.answer(task, request)
+        if task.waits_for is None:
+            self.push(task, task.now)
+
+    def answer(self, task: _Task, request: Request) -> None:
+        if isinstance(request, Compute):
+            task.now += request.seconds
+            task.computed_s += request.seconds
+        elif isinstance(request, Scratch):
+            # whole bytes of ones are NaN in every floating-point dtype
+            task.answer = torch.empty_like(request.values)
+            as_bytes(task.answer).fill_(0xFF)
+        elif isinstance(request, Send | Receive):
+            self.end(task, self.begin(task, request))
+        elif isinstance(request, Begin):
+            task.answer = self.begin(task, request.request, request.channel)
+        elif isinstance(request, End):
+            self.end(task, request.pending)
+        else:
+            task.kind = self.counted(task.rank, request)
+            task.stack.append(expand(request, task.rank, self.world_size, self.choices))
+
+    def begin(self, task: _Task, request: Request, channel: str = "") -> Any:
+        if isinstance(request, Send):
+            return self.send(task, request)
+        if isinstance(request, Receive):
+            mailbox = self.mailbox(request.peer, task.rank, task.channel)
+            mailbox.promised += 1
+            return _Receipt(request, mailbox, mailbox.promised)
+        assert not isinstance(request, Begin | End | Compute | Scratch), (
+            "only an exchange can be begun"
+        )
+        before = self.last_of_channel.get((task.rank, channel))
+        algorithm = expand(request, task.rank, self.world_size, self.choices)
+        begun = self.start(task.rank, (channel,), _after(before, algorithm), task.now)
+        begun.kind = self.counted(task.rank, request)
+        self.last_of_channel[task.rank, channel] = begun
+        return begun
+
+    def counted(self, rank: int, request: Collective) -> str:
+        kind = type(request).__name__
+        self.ledgers[rank].count(kind)
+        return kind
+
+    def send(self, task: _Task, request: Send) -> _Sent:
+        copy = as_bytes(request.values).clone()
+        num_bytes, pair = len(copy), (task.rank, request.peer)
+        narrow = self.links.get(pair, Link())
+        begins = max(task.now, self.free_at.get(task.rank, 0.0)) + self.link.message_s
+        left_at = begins + num_bytes / self.link.bytes_per_s
+        through = max(begins, self.free_at.get(pair, 0.0)) + num_bytes / narrow.bytes_per_s
+        self.free_at[task.rank], self.free_at[pair] = left_at, through
+        arrives = max(left_at, through) + self.link.delay_s + narrow.delay_s
+        mailbox = self.mailbox(*pair, task.channel)
+        mailbox.messages.append((copy, arrives))
+        for other in mailbox.waiting:
+            self.push(other, arrives)
+        mailbox.waiting.clear()
+        self.ledgers[task.rank].add(task.kind or "Send", num_bytes)
+        return _Sent(request.values, copy, left_at)
+
+    def mailbox(self, sender: int, receiver: int, channel: tuple[Any, ...]) -> _Mailbox:
+        return self.mailboxes.setdefault((sender, receiver, channel), _Mailbox())
+
+    def end(self, task: _Task, pending: Any) -> None:
+        """Take the answer of what was begun, or wait for it."""
+        if isinstance(pending, _Task):
+            if not pending.is_done:
+                task.waits_for = pending
+                pending.waiting.append(task)
+                return
+            task.now, task.answer = max(task.now, pending.now), pending.answer
+        elif isinstance(pending, _Sent):
+            if not torch.equal(as_bytes(pending.values), pending.copy):
+                raise RuntimeError(
+                    f"worker {task.rank} changed a tensor while it was being sent\n\n"
+                    "hint: a tensor that was given to Begin is free again after End"
+                )
+            task.now = max(task.now, pending.left_at)
+        else:
+            self.receive(task, pending)
+
+    def receive(self, task: _Task, receipt: _Receipt) -> None:
+        mailbox = receipt.mailbox
+        if not mailbox.messages:
+            task.waits_for = receipt
+            mailbox.waiting.append(task)
+            return
+        mailbox.taken += 1
+        assert receipt.number == mailbox.taken, "receptions end in the order in which they began"
+        values, arrives = mailbox.messages.popleft()
+        into = as_bytes(receipt.request.values)
+        if len(into) != len(values):
+            raise RuntimeError(
+                f"worker {task.rank} expected {len(into)} bytes from worker "
+                f"{receipt.request.peer}, and {len(values)} came\n\n"
+                "hint: every worker must ask the same, in the same order"
+            )
+        into.copy_(values)
+        task.now, task.answer = max(task.now, arrives), receipt.request.values
+
+
+def _after(before: _Task | None, algorithm: Algorithm[Any]) -> Algorithm[Any]:
+    """A channel answers one request after the other."""
+    if before is not None:
+        yield End(before)
+    return (yield from algorithm)
+
+
+def _waiting(task: _Task) -> str:
+    within = f" in {task.kind}" if task.kind else ""
+    if isinstance(task.waits_for, _Receipt):
+        return f"worker {task.rank} waits for {described(task.waits_for.request)}{within}"
+    return f"worker {task.rank} waits for a request that it began{within}"

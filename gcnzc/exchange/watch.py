@@ -1,0 +1,147 @@
+"""Who is missing, and what it was doing: signs of life of all workers, on a common store.
+
+A worker that stops answering leaves the others with an error of their sockets, which names nobody.
+So each worker writes every second what it is at, and one whose exchange failed looks who still
+does.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+BEAT_S = 1.0
+# of beats missed, after which a worker counts as silent
+MISSED = 3
+
+
+class Store(Protocol):
+    """What is used of torch's stores."""
+
+    def set(self, key: str, value: str) -> object:
+        """Write."""
+
+    def get(self, key: str) -> bytes:
+        """Read; waits until the key is there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them are there."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a worker wrote last."""
+
+    beat: int
+    step: int
+    doing: str
+    host: str
+    left: str = ""
+    """why it left, if it did"""
+
+
+class Watch:
+    """The signs of life of this worker, written by a thread, and those of the others."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, host: str) -> None:
+        self.store, self.rank, self.world_size, self.host = store, rank, world_size, host
+        self.beat = 0
+        self.step, self.doing, self.left = 0, "start", ""
+        self.parent = os.getppid()
+        self.done = threading.Event()
+        self.lock = threading.Lock()
+        self.write()
+        self.thread = threading.Thread(target=self._live, name="gcnzc-watch", daemon=True)
+        self.thread.start()
+
+    def at(self, step: int, doing: str) -> None:
+        """Say what this worker does from now on; costs nothing, as it is written every second."""
+        self.step, self.doing = step, doing
+
+    def write(self) -> None:
+        """Write this worker's sign."""
+        with self.lock:
+            self.beat += 1
+            sign = (self.beat, self.step, self.doing, self.host, self.left)
+            self.store.set(f"gcnzc/alive/{self.rank}", json.dumps(sign))
+
+    def signs(self) -> dict[int, Sign]:
+        """What each worker that ever wrote has written last."""
+        found = {}
+        for rank in range(self.world_size):
+            key = f"gcnzc/alive/{rank}"
+            if self.store.check([key]):
+                found[rank] = Sign(*json.loads(self.store.get(key)))
+        return found
+
+    def culprits(self) -> str:
+        """Who is missing or behind, in words; takes some seconds."""
+        try:
+            before = self.signs()
+            time.sleep(MISSED * BEAT_S)
+            after = self.signs()
+        except RuntimeError:
+            return "the launcher does not answer either, so its machine may be gone"
+        return blamed(self.rank, self.step, range(self.world_size), before, after)
+
+    def leave(self, why: str = "") -> None:
+        """Stop writing; `why` tells the others, so that they do not look for this worker."""
+        self.done.set()
+        self.thread.join()
+        if why:
+            self.left = why
+            try:
+                self.write()
+            except RuntimeError:
+                return  # the store went first
+
+    def _live(self) -> None:
+        while not self.done.wait(BEAT_S):
+            if os.getppid() != self.parent:
+                # nobody would end this worker, or start it again: what is saved is whole
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                self.write()
+            except RuntimeError:
+                # the store went with its launcher; the exchange will tell
+                continue
+
+
+def blamed(
+    rank: int,
+    step: int,
+    ranks: Sequence[int],
+    before: dict[int, Sign],
+    after: dict[int, Sign],
+) -> str:
+    """Who is to blame that an exchange of worker `rank` in step `step` failed, in words.
+
+    Args:
+        rank: who asks.
+        step: that it is in.
+        ranks: of all workers.
+        before, after: signs of life, read some beats apart.
+    """
+    lines, told = [], []
+    for other in ranks:
+        if other == rank:
+            continue
+        if other not in after:
+            lines.append(f"worker {other} never came")
+            continue
+        sign = after[other]
+        where = f"worker {other} on {sign.host}"
+        if sign.left:
+            told.append(f"{where} left: {sign.left}")
+        elif other in before and before[other].beat == sign.beat:
+            lines.append(
+                f"{where} gives no sign of life; it was last in step {sign.step}, at {sign.doing}"
+            )
+        elif sign.step < step:
+            lines.append(f"{where} is alive and still in step {sign.step}, at {sign.doing}")
+    # those who left did so for the same reason, or for a better one
+    return "; ".join(lines or told) or "all other workers are alive, so the network may be broken"

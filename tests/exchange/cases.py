@@ -1,0 +1,96 @@
+"""Algorithms that ask for everything, for workers in lockstep and in processes."""
+
+import dataclasses
+import os
+import signal
+import time
+
+import torch
+
+from gcnzc.exchange import (
+    AllGather,
+    AllToAll,
+    Begin,
+    Broadcast,
+    Choices,
+    End,
+    Mean,
+    Receive,
+    ReduceScatter,
+    Send,
+    Sum,
+    Swap,
+    Vote,
+    joined,
+    run,
+)
+
+
+def values(rank, count, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1000 * rank + count)
+    return torch.randn(count, generator=generator).to(dtype)
+
+
+def everything(rank, world_size):
+    """Ask for each kind of request, small and large, and return all answers."""
+    found = []
+    for count in (0, 1, 1000, 24_000):
+        found.append((yield Mean(values(rank, count))))
+        found.append((yield Sum(values(rank, count, torch.float64).view(1, -1))))
+        found.append((yield AllGather(values(rank, count, torch.bfloat16))))
+        found.append((yield AllGather(values(rank, count, torch.float8_e5m2))))
+        found.append((yield Broadcast(values(rank, count), world_size - 1)))
+        found.append((yield Broadcast(values(rank, 2 * count).view(-1, 2).T.bool(), 0)))
+        found.append((yield ReduceScatter(values(rank, count * world_size))))
+        found.append((yield Swap(values(rank, count), world_size - 1 - rank)))
+        parts = [values(rank, count + to, torch.float64) for to in range(world_size)]
+        found += yield AllToAll(parts)
+        found += yield AllToAll(parts, [count + rank] * world_size)
+    found.append((yield Vote(rank - 5)))
+    found.append((yield Vote(rank / 7)))
+    first = yield Begin(Mean(values(rank, 5000)))
+    second = yield Begin(AllGather(values(rank, 50)), "other")
+    third = yield Begin(Vote(rank))
+    found.append((yield Sum(values(rank, 77))))
+    for pending in (third, first, second):
+        found.append((yield End(pending)))
+    if world_size == 1:
+        return found
+    coming = torch.zeros(9)
+    receipt = yield Begin(Receive(coming, (rank - 1) % world_size))
+    message = yield Begin(Send(values(rank, 9), (rank + 1) % world_size))
+    yield End(receipt)
+    yield End(message)
+    found.append(coming)
+    return found
+
+
+def ask(request):
+    return (yield request)
+
+
+def answer_everything(names):
+    """What a worker process gets for everything, twice, and what that took."""
+    with joined(choices=Choices.always(**names), timeout_s=60) as group:
+        found = run(everything(group.rank, group.world_size), group)
+        made = group.staging_buffers
+        run(everything(group.rank, group.world_size), group)
+        return found, dataclasses.asdict(group.ledger), made, group.staging_buffers
+
+
+def exchange_until(what):
+    """Exchange until worker 1 is gone, or late."""
+    with joined(timeout_s=5) as group:
+        for step in range(1000):
+            group.at(step, "exchange")
+            if step == 20 and group.rank == 1:
+                group.at(step, "sampling")
+                if what == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if what == "stopped":
+                    time.sleep(1.5)  # until its sign says what it is at
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if what == "slow":
+                    time.sleep(60)
+            run(ask(Mean(torch.ones(10))), group)
+            time.sleep(0.001)

@@ -1,0 +1,93 @@
+import dataclasses
+import re
+import time
+
+import pytest
+import torch
+from exchange.cases import answer_everything, everything, exchange_until
+from processes import results, talk, workers
+
+from gcnzc.exchange import Choices, joined, lockstep, run
+from gcnzc.exchange.choices import ALGORITHMS, BUILTIN
+
+OURS = [
+    {"Sum": "doubling", "Broadcast": "chain", "AllGather": "doubling"},
+    {"Sum": "halving", "Broadcast": "binomial", "AllGather": "ring"},
+    {"Sum": "ring"},
+]
+ALL_BUILTIN = {kind: BUILTIN for kind, names in ALGORITHMS.items() if BUILTIN in names}
+
+
+def same(one, other):
+    if isinstance(one, tuple):
+        return one == other
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    flat = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(*flat)
+
+
+@pytest.mark.parametrize(("world_size", "names"), list(zip((2, 3, 5), OURS, strict=True)))
+def test_processes_answer_as_lockstep_does(world_size, names, tmp_path):
+    found = results(world_size, tmp_path, answer_everything, names)
+    expected = lockstep(
+        [everything(rank, world_size) for rank in range(world_size)],
+        choices=Choices.always(**names),
+    )
+    for rank, (answers, ledger, made, made_later) in enumerate(found):
+        assert all(map(same, answers, expected.results[rank]))
+        twice = dataclasses.asdict(expected.ledgers[rank])["entries"]
+        for kind, entry in ledger["entries"].items():
+            # what the process group does by itself has no messages of ours
+            if names.get(kind) or kind not in ALL_BUILTIN:
+                assert entry["bytes_sent"] == 2 * twice[kind]["bytes_sent"], kind
+            assert entry["requests"] == 2 * twice[kind]["requests"], kind
+        # memory to work in is kept
+        assert made == made_later
+
+
+def test_the_builtin_ones_answer_the_same(tmp_path):
+    found = results(3, tmp_path, answer_everything, ALL_BUILTIN)
+    expected = lockstep([everything(rank, 3) for rank in range(3)]).results
+    for rank, (answers, ledger, *_) in enumerate(found):
+        for answer, right in zip(answers, expected[rank], strict=True):
+            if isinstance(answer, tuple):
+                assert answer == right
+            elif answer.dtype in (torch.float32, torch.float64):
+                torch.testing.assert_close(answer, right)
+            else:
+                assert same(answer, right)
+        assert ledger["entries"]["Sum"]["bytes_sent"] > 0
+
+
+def test_one_worker_alone_asks_nobody():
+    with joined() as group:
+        assert (group.rank, group.world_size, group.watch) == (0, 1, None)
+        found = run(everything(0, 1), group)
+        assert group.ledger.bytes_sent == 0
+    for answer, right in zip(found, lockstep([everything(0, 1)]).results[0], strict=True):
+        assert same(answer, right)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("killed", "worker 1 on .* gives no sign of life"),
+        ("stopped", "worker 1 on .* gives no sign of life; it was last in step 20, at sampling"),
+        ("slow", "worker 1 on .* is alive|all other workers are alive"),
+    ],
+)
+def test_a_missing_worker_is_named_in_time(what, message, tmp_path):
+    began = time.monotonic()
+    with workers(3, tmp_path, exchange_until, what) as processes:
+        for rank in (0, 2):
+            processes[rank].join(60)
+            assert processes[rank].exitcode == 1
+        assert time.monotonic() - began < 40
+    talks = [talk(tmp_path, rank) for rank in (0, 2)]
+    # who comes late hears it of the first
+    assert any(re.search(message, each) for each in talks), talks
+    for each in talks:
+        assert re.search(message, each) or "left: worker 1" in each, each
+        assert "step 20 for Mean of 40 bytes" in each
+        assert "hint: the run goes on from its last checkpoint" in each
