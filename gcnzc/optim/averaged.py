@@ -1,0 +1,232 @@
+"""Data parallelism: every worker's step is the step of one worker on all their minibatches.
+
+The gradients of all workers are averaged, weighted by their shares of the minibatch, before an
+optimizer of torch takes its step. In the same vector travel a flag for each parameter, whether it
+has a gradient, and whether a worker wants to stop.
+
+Letters: W workers, P parameters.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote, run
+from gcnzc.flat import FlatVector, by_kind
+from gcnzc.replicas import demand_same
+
+NONE, DENSE, SPARSE = 0, 1, 2  # kinds of gradients
+
+
+class Averaged(Optimizer):
+    """An optimizer of torch whose `step` first averages the gradients of all workers.
+
+    The parameters must be the same on all workers at the start (`gcnzc.replicas.made_alike`).
+    Parameters without a gradient on some workers take part with zeros; one without on all is left
+    alone, as by the inner optimizer. Sparse gradients stay sparse, and are exchanged as such.
+
+    Args:
+        inner: of the parameters, on this worker. Its groups and state are this one's, so schedulers
+            of the step size work.
+        group: of all workers.
+    """
+
+    def __init__(self, inner: Optimizer, group: Group) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.group = inner, group
+        self._share()
+        self.gradients = Gradients(_named(inner))
+        self.weight = 1.0
+        """of this worker's next gradient: its seeds over the mean seeds of the workers"""
+        self.wants_to_stop = False
+        """told to all workers with the next gradient"""
+        self.stopping = False
+        """whether a worker wanted to stop at the last step"""
+        self.skipped = 0
+        """steps that were skipped, since a gradient was not finite"""
+        self.blame = ""
+        """why the last step was skipped, in words; empty if it was not"""
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the inner optimizer, which is the same on all workers."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up the state of any number of workers."""
+        self.inner.load_state_dict(dict(state_dict))
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on all workers alike, before the next step."""
+        if not hasattr(self, "gradients"):
+            # of torch's own initialisation
+            super().add_param_group(param_group)
+            return
+        self.inner.add_param_group(param_group)
+        self.gradients = Gradients(_named(self.inner))
+
+    def __repr__(self) -> str:
+        return f"Averaged({self.inner!r}, workers={self.group.world_size})"
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Average the gradients, and take the inner optimizer's step, on all workers or on none.
+
+        Raises:
+            WorkerLost: another worker is gone.
+            ValueError: the parameters of the workers differ.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        run(self.algorithm(), self.group)
+        return loss
+
+    def algorithm(self) -> Algorithm[None]:
+        """What `step` does, for `lockstep`."""
+        flags = yield from self.gradients.averaged(self.weight, self.wants_to_stop)
+        self.stopping, self.blame = flags.stopping, flags.blame
+        if flags.blame:
+            self.skipped += 1
+        else:
+            self.inner.step()
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What all workers know after an exchange of gradients."""
+
+    stopping: bool
+    """whether a worker wants to stop"""
+    blame: str
+    """whose gradient is not finite, in words; empty if all are"""
+
+
+class Gradients:
+    """The gradients of some parameters, which W workers average.
+
+    Args:
+        named: names and parameters, the same on all workers.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.named = [(name, p) for name, p in named if p.requires_grad]
+        self.vectors: list[FlatVector] = []
+        self.sparse: list[nn.Parameter] = []
+        self.is_known = False
+
+    def averaged(self, weight: float = 1.0, wants_to_stop: bool = False) -> Algorithm[Flags]:
+        """Set the gradients to their weighted means over the workers.
+
+        Args:
+            weight: of this worker; 1 on the mean over the workers.
+            wants_to_stop: told to all.
+        """
+        if not self.is_known:
+            yield from self.agree()
+        for number, vector in enumerate(self.vectors):
+            vector.read_gradients(weight)
+            told = [each.parameter.grad is not None for each in vector.segments]
+            told.append(wants_to_stop and number == 0)
+            vector.extra.copy_(torch.tensor(told))
+            yield Mean(vector.values)
+        bad = sum(_bad(parameter) for parameter in self.sparse)
+        for parameter in self.sparse:
+            yield from self.average_sparse(parameter, weight)
+        # the same on all workers, since the means are
+        means = [vector.values for vector in self.vectors] + [_values(p) for p in self.sparse]
+        blame = ""
+        if not all(bool(mean.isfinite().all()) for mean in means):
+            bad += sum(_bad(each.parameter) for vector in self.vectors for each in vector.segments)
+            blame = yield from _blamed(bad)
+        stopping = False
+        for number, vector in enumerate(self.vectors):
+            shares = vector.extra.tolist()
+            vector.write_gradients([share > 0 for share in shares[:-1]])
+            stopping = stopping or (number == 0 and shares[-1] > 0)
+        return Flags(stopping, blame)
+
+    def agree(self) -> Algorithm[None]:
+        """Agree on which gradients are sparse, once, at the first step."""
+        yield from demand_same(
+            [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.named], "parameters"
+        )
+        kinds = torch.tensor([_kind(p) for _, p in self.named], dtype=torch.uint8)
+        known = (yield AllGather(kinds)).amax(dim=0).tolist()
+        dense = [pair for pair, kind in zip(self.named, known, strict=True) if kind != SPARSE]
+        self.sparse = [p for (_, p), kind in zip(self.named, known, strict=True) if kind == SPARSE]
+        # a flag for each parameter, and one to stop
+        self.vectors = [FlatVector(kind, len(kind) + 1) for kind in by_kind(dense)]
+        self.is_known = True
+
+    def average_sparse(self, parameter: nn.Parameter, weight: float) -> Algorithm[None]:
+        """Set a sparse gradient to the weighted mean, with the rows of all workers."""
+        gradient = parameter.grad
+        columns = parameter.shape[1:]
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        values = parameter.detach().new_empty(0, *columns)
+        if gradient is not None:
+            gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
+            gradient = gradient.coalesce()
+            rows, values = gradient.indices()[0], gradient.values() * weight
+        counts = yield Vote(len(rows))
+        if not sum(counts):
+            return
+        width = columns.numel()
+        everywhere = len(counts)
+        all_rows = yield AllToAll([rows] * everywhere, counts)
+        flat = values.reshape(-1)
+        all_values = yield AllToAll([flat] * everywhere, [count * width for count in counts])
+        parameter.grad = torch.sparse_coo_tensor(
+            torch.cat(all_rows)[None],
+            torch.cat(all_values).view(-1, *columns) / everywhere,
+            parameter.shape,
+            check_invariants=False,
+        ).coalesce()
+
+
+def _blamed(bad: int) -> Algorithm[str]:
+    """Whose gradients are not finite, in words; asked only when their mean is not."""
+    found = yield Vote(bad)
+    words = [f"worker {rank} has {count:,}" for rank, count in enumerate(found) if count]
+    if not words:
+        return "the mean of the gradients overflows"
+    return f"elements of the gradient that are not finite: {', '.join(words)}"
+
+
+def _bad(parameter: nn.Parameter) -> int:
+    return int((~_values(parameter).isfinite()).sum())
+
+
+def _values(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return parameter.detach()[:0]
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _kind(parameter: nn.Parameter) -> int:
+    if parameter.grad is None:
+        return NONE
+    return SPARSE if parameter.grad.is_sparse else DENSE
+
+
+def _named(optimizer: Optimizer) -> Iterable[tuple[str, nn.Parameter]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            yield f"group {number}, parameter {place}", parameter

@@ -1,0 +1,91 @@
+"""Copies of one model on W workers: alike at the start, and kept alike.
+
+Algorithms for `run` and `lockstep`; they know nothing of graphs.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gcnzc.exchange import Algorithm, AllToAll, Broadcast, Mean, Vote
+from gcnzc.flat import by_kind, hash_of, layout
+
+
+def made_alike(model: nn.Module, rank: int) -> Algorithm[None]:
+    """Give all workers the parameters and buffers of worker 0, in few broadcasts.
+
+    Args:
+        model: on this worker; frozen parameters are sent as well.
+        rank: of this worker.
+
+    Raises:
+        ValueError: the models differ in names, shapes, dtypes, devices or what is frozen; raised on
+            all workers, and names the first difference.
+    """
+    tensors = _tensors(model)
+    yield from demand_same(layout(tensors), "models")
+    for kind in by_kind(tensors):  # type: ignore[arg-type]
+        yield from _broadcast([tensor for _, tensor in kind])
+
+
+def demand_same(lines: Sequence[str], what: str) -> Algorithm[None]:
+    """Raise the same error on all workers if their `lines` differ; costs 8 bytes if not.
+
+    Raises:
+        ValueError: they differ; the message shows the first line that does.
+    """
+    hashes = yield Vote(hash_of(lines))
+    if len(set(hashes)) == 1:
+        return
+    text = torch.frombuffer(bytearray("\n".join(lines).encode() or b" "), dtype=torch.uint8)
+    texts = yield AllToAll([text] * len(hashes))
+    mine = bytes(texts[0].numpy()).decode().splitlines()
+    for rank in range(1, len(hashes)):
+        theirs = bytes(texts[rank].numpy()).decode().splitlines()
+        if theirs == mine:
+            continue
+        place = next(
+            (i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]),
+            min(len(mine), len(theirs)),
+        )
+        first, other = (
+            repr(each[place]) if place < len(each) else "nothing more" for each in (mine, theirs)
+        )
+        raise ValueError(
+            f"the {what} of workers 0 and {rank} differ: at {place}, worker 0 has {first} and "
+            f"worker {rank} has {other}\n\nhint: all workers must run the same program with the "
+            "same options"
+        )
+
+
+def buffers_averaged(model: nn.Module) -> Algorithm[None]:
+    """Set floating-point buffers, such as BatchNorm's, to their means over the workers.
+
+    Counters have counted the same steps on all workers, and stay.
+    """
+    floating = [b for b in model.buffers() if b.dtype.is_floating_point]
+    for kind in by_kind((str(i), b) for i, b in enumerate(floating)):  # type: ignore[misc]
+        tensors = [tensor for _, tensor in kind]
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        yield Mean(flat)
+        _write(flat, tensors)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _broadcast(tensors: Sequence[Tensor]) -> Algorithm[None]:
+    with torch.no_grad():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    yield Broadcast(flat)
+    _write(flat, tensors)
+
+
+@torch.no_grad()
+def _write(flat: Tensor, tensors: Iterable[Tensor]) -> None:
+    begin = 0
+    for tensor in tensors:
+        tensor.copy_(flat[begin : begin + tensor.numel()].view(tensor.shape))
+        begin += tensor.numel()

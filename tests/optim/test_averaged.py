@@ -1,0 +1,215 @@
+import copy
+
+import pytest
+import torch
+from optim.models import Everything, batches, loss_of, train_as_worker, train_on_shares
+from processes import results
+from torch import nn
+
+from gcnzc.exchange import Choices, Group, Link, lockstep
+from gcnzc.exchange.choices import ALGORITHMS
+from gcnzc.optim import Averaged
+from gcnzc.replicas import made_alike
+
+WORLDS = [1, 2, 3, 4, 8]
+STEPS = 30
+INNER = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+}
+
+
+def whole(make_inner, sparse=False):
+    """One worker that sees all rows of every step."""
+    model = Everything(sparse=sparse)
+    optimizer = make_inner(model.parameters())
+    for rows in batches(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("inner", INNER)
+def test_workers_on_shares_equal_one_on_the_whole(inner, world_size):
+    expected = whole(INNER[inner])
+    models = [Everything() for _ in range(world_size)]
+    lockstep(
+        [
+            train_on_shares(model, INNER[inner](model.parameters()), rank, world_size, STEPS)
+            for rank, model in enumerate(models)
+        ]
+    )
+    for model in models:
+        for (name, found), right in zip(
+            model.named_parameters(), expected.parameters(), strict=True
+        ):
+            torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-12, msg=name)
+        for found, first in zip(model.parameters(), models[0].parameters(), strict=True):
+            assert torch.equal(found, first)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_sparse_embedding_stays_sparse(world_size):
+    sgd = lambda params: torch.optim.SGD(params, lr=0.05)  # noqa: E731
+    expected = whole(sgd, sparse=True)
+    models = [Everything(sparse=True) for _ in range(world_size)]
+    lockstep(
+        [
+            train_on_shares(model, sgd(model.parameters()), rank, world_size, STEPS)
+            for rank, model in enumerate(models)
+        ]
+    )
+    for model in models:
+        assert model.table.weight.grad.is_sparse
+        for found, right in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-12)
+
+
+def test_over_processes_as_in_lockstep(tmp_path):
+    found = results(3, tmp_path, train_as_worker, STEPS)
+    models = [Everything() for _ in range(3)]
+    lockstep(
+        [
+            train_on_shares(model, INNER["adam"](model.parameters()), rank, 3, STEPS)
+            for rank, model in enumerate(models)
+        ]
+    )
+    for rank, (state, requests) in enumerate(found):
+        for name, right in models[rank].state_dict().items():
+            assert torch.equal(state[name], right)
+        # the layouts' hash, and the kinds, once; then one message a step
+        assert requests == {"Mean": STEPS, "Vote": 1, "AllGather": 1}
+
+
+def one_step(models, inner=INNER["sgd"]):
+    """A step of optimizers whose gradients are there already."""
+    optimizers = [Averaged(inner(model.parameters()), Group()) for model in models]
+    found = lockstep([optimizer.algorithm() for optimizer in optimizers])
+    return optimizers, found
+
+
+def with_gradients(model, value):
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    return model
+
+
+def test_a_parameter_without_a_gradient_on_some_workers_takes_part_with_zeros():
+    models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(4)]
+    models[1].bias.grad = models[2].bias.grad = None
+    one_step(models)
+    assert all(torch.equal(model.bias.grad, torch.full((2,), 0.5)) for model in models)
+    assert all(torch.equal(model.weight.grad, torch.ones(2, 2)) for model in models)
+
+
+def test_a_parameter_without_a_gradient_on_all_workers_is_left_alone():
+    models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(2)]
+    before = models[0].bias.detach().clone()
+    for model in models:
+        model.bias.grad = None
+    # decay would move it
+    one_step(models, INNER["adamw"])
+    assert all(model.bias.grad is None for model in models)
+    assert torch.equal(models[0].bias, before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_all_skip_a_step_that_is_not_finite_on_one(bad):
+    models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(3)]
+    before = copy.deepcopy([list(model.parameters()) for model in models])
+    models[1].weight.grad[0, 1] = bad
+    optimizers, _ = one_step(models, INNER["adam"])
+    for model, values, optimizer in zip(models, before, optimizers, strict=True):
+        assert all(map(torch.equal, model.parameters(), values))
+        assert not optimizer.state
+        assert optimizer.skipped == 1
+        assert optimizer.blame == "elements of the gradient that are not finite: worker 1 has 1"
+
+
+def test_one_worker_stops_all():
+    models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(3)]
+    optimizers = [Averaged(INNER["sgd"](model.parameters()), Group()) for model in models]
+    lockstep([optimizer.algorithm() for optimizer in optimizers])
+    assert not any(optimizer.stopping for optimizer in optimizers)
+    optimizers[2].wants_to_stop = True
+    lockstep([optimizer.algorithm() for optimizer in optimizers])
+    assert all(optimizer.stopping for optimizer in optimizers)
+
+
+def test_models_that_differ_are_told_and_do_not_hang():
+    models = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)]
+    with pytest.raises(ValueError, match=r"workers 0 and 2 differ: at 0, .*\(2, 2\).*\(3, 2\)"):
+        lockstep([made_alike(model, rank) for rank, model in enumerate(models)])
+    models = [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
+    with pytest.raises(ValueError, match=r"at 1, worker 0 has 'bias .* worker 1 has nothing more"):
+        lockstep([made_alike(model, rank) for rank, model in enumerate(models)])
+    models = [with_gradients(nn.Linear(2, 2), 1.0), with_gradients(nn.Linear(2, 3), 1.0)]
+    with pytest.raises(ValueError, match="the parameters of workers 0 and 1 differ"):
+        one_step(models)
+
+
+def test_all_begin_alike():
+    models = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        models.append(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).half()))
+        models[-1][0].weight.requires_grad = False
+        models[-1][1].running_mean += rank
+        models[-1][1].num_batches_tracked += rank
+    first = copy.deepcopy(models[0].state_dict())
+    lockstep([made_alike(model, rank) for rank, model in enumerate(models)])
+    for model in models:
+        assert all(map(torch.equal, model.state_dict().values(), first.values()))
+
+
+def test_the_number_of_messages_does_not_grow_with_the_parameters():
+    for layers in (1, 20):
+        models = [
+            with_gradients(nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers))), 1.0)
+            for _ in range(2)
+        ]
+        _, found = one_step(models)
+        assert found.ledgers[0].entries["Mean"].requests == 1
+
+
+@pytest.mark.parametrize("name", ALGORITHMS["Sum"])
+def test_workers_agree_bit_for_bit_whatever_the_algorithm(name):
+    models = [Everything() for _ in range(5)]
+    lockstep(
+        [
+            train_on_shares(model, INNER["adam"](model.parameters()), rank, 5, 5)
+            for rank, model in enumerate(models)
+        ],
+        Link(bytes_per_s=1e6, delay_s=0.001),
+        choices=Choices.always(Sum=name),
+    )
+    for model in models:
+        assert all(map(torch.equal, model.parameters(), models[0].parameters()))
+
+
+def test_it_is_an_optimizer():
+    model = with_gradients(nn.Linear(2, 2), 1.0)
+    optimizer = Averaged(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), Group())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.inner.param_groups[0]["lr"] == 0.5
+    state = optimizer.state_dict()
+    other = Averaged(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), Group())
+    other.load_state_dict(state)
+    assert torch.equal(
+        other.state[model.weight]["momentum_buffer"],
+        optimizer.state[model.weight]["momentum_buffer"],
+    )
+    extra = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [extra]})
+    extra.grad = torch.ones(2)
+    optimizer.step()
+    assert not torch.equal(extra, torch.ones(2))
+    optimizer.zero_grad()
+    assert extra.grad is None
+    assert optimizer.step(lambda: (model.weight.sum() ** 2).backward() or 3.0) == 3.0
