@@ -1,5 +1,6 @@
 """Save what a run is, so that it goes on bit for bit: whole or not at all."""
 
+import io
 import os
 import pickle
 from collections.abc import Mapping
@@ -46,8 +47,13 @@ def load(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"no checkpoint {path}\n\nhint: `gcnzc train` writes one; was this folder made by it?"
         )
+    return from_bytes(path.read_bytes(), path)
+
+
+def from_bytes(data: bytes, path: Path) -> dict[str, Any]:
+    """The state in the bytes of a file that `save` wrote at `path`; see `load`."""
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(

@@ -113,6 +113,15 @@ class TrainConfig:
     """threads that make minibatches; 0 leaves the number to the plan, or to the loader"""
     plan: bool = True
     """use what `gcnzc check --tune` measured for this machine and such rows"""
+    workers: int = 1
+    """processes that train together on this machine, each on its share of every minibatch; torchrun
+    starts them on several machines"""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """multiply --lr by the number of workers, or its root, as their minibatches add up"""
+    timeout_s: float = 60.0
+    """seconds that workers wait for one another before they give up and start again"""
+    restarts: int = 3
+    """times that workers are started again, from the last checkpoint, after one was lost"""
     seed: int = 0
     """seed of every random choice"""
     checkpoint_every_s: float = 30.0
@@ -131,7 +140,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in (
             *("batch_size", "epochs", "hidden", "layers", "heads", "evaluate_every"),
-            "num_negatives",
+            *("num_negatives", "workers"),
         ):
             _at_least(1, name, getattr(self, name))
         for name in (
@@ -142,6 +151,7 @@ class TrainConfig:
             "seed",
             "checkpoint_every_s",
             "weight_decay",
+            "restarts",
         ):
             _at_least(0, name, getattr(self, name))
         for name in ("dropout", "input_dropout", "attention_dropout"):
@@ -150,6 +160,10 @@ class TrainConfig:
                     f"{_option(name)} must be from 0 to below 1, got {getattr(self, name)}\n\n"
                     "hint: it is the share that is dropped; 0 drops nothing"
                 )
+        if not self.timeout_s > 0:
+            raise ValueError(
+                f"--timeout-s must be above 0, got {self.timeout_s}\n\nhint: 60 is usual"
+            )
         if not self.lr > 0:
             raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: 0.003 is usual")
         if len(self.fanouts) != self.layers:

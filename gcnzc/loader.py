@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gcnzc.background import step_back
 from gcnzc.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.sampler import Batch, Block, Sampler
@@ -36,7 +37,9 @@ JOIN_S = 30.0
 # make 1.6 times as many batches as one, and three no more; beside a model any number does.
 MOST_THREADS = 4
 # what a state must have in common with the loader that takes it up
-SAME = ("seed", "batch_size", "num_seeds", "world_size", "shuffle", "drop_last", "seeds_crc32")
+SAME = ("seed", "num_seeds", "shuffle", "drop_last", "seeds_crc32")
+# with these as well, the batches are the same
+SHARED = ("batch_size", "world_size")
 
 # the number of an iterator whose progress no longer counts
 NOBODY = -1
@@ -72,6 +75,16 @@ def order(seeds: Tensor, seed: int, epoch: int) -> Tensor:
     return seeds[torch.from_numpy(shuffled)]
 
 
+def usual_threads(world_size: int = 1) -> int:
+    """Worker threads of a loader that is told no number: one per core, but four at most.
+
+    Workers on one machine share its cores. How many there are is what LOCAL_WORLD_SIZE says in the
+    environment, as torchrun sets it; without it, all `world_size`.
+    """
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return max(1, min((os.cpu_count() or 1) // workers, MOST_THREADS))
+
+
 @dataclass(frozen=True)
 class Shares:
     """Who takes which seeds of an epoch's order, at which step.
@@ -91,6 +104,7 @@ class Shares:
     rank: int = 0
     world_size: int = 1
     drop_last: bool = False  # leave out a last step that is not full
+    done: int = 0  # seeds at the beginning of the order that others have used
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -102,6 +116,9 @@ class Shares:
                 f"rank {self.rank} of a world of {self.world_size} workers\n\n"
                 "hint: ranks are counted from 0 to world_size - 1"
             )
+        if self.done:
+            # the rest of an epoch is shared, however little it is
+            return
         if self.num_seeds < self.world_size:
             raise ValueError(
                 f"{self.num_seeds} seeds for {self.world_size} workers: some would have none\n\n"
@@ -126,19 +143,27 @@ class Shares:
         return self.world_size * self.batch_size
 
     def __len__(self) -> int:
-        full, left = divmod(self.num_seeds, self._step_seeds)
+        full, left = divmod(self.num_seeds - self.done, self._step_seeds)
         return full + (left > 0 and not self.drop_last)
 
     def at(self, step: int) -> slice:
         """Where in the order this worker's seeds of a step lie."""
-        begin, end = self._begin(step), self._begin(step + 1)
+        begin, end = self.begin(step), self.begin(step + 1)
         seeds, rank, world_size = end - begin, self.rank, self.world_size
         return slice(begin + seeds * rank // world_size, begin + seeds * (rank + 1) // world_size)
 
-    def _begin(self, step: int) -> int:
+    def begin(self, step: int) -> int:
+        """Where in the order the seeds of all workers of a step begin."""
+        begin = self.done + step * self._step_seeds
         if step == len(self):
-            return min(self.num_seeds, step * self._step_seeds)
-        return min(step * self._step_seeds, self.num_seeds - self.world_size)
+            return min(self.num_seeds, begin)
+        # after others there may be fewer seeds than workers; some go without
+        return min(begin, max(self.num_seeds - self.world_size, self.done))
+
+    def weight(self, step: int) -> float:
+        """This worker's seeds of a step, over the mean seeds of the workers."""
+        mine, seeds = self.at(step), self.begin(step + 1) - self.begin(step)
+        return (mine.stop - mine.start) * self.world_size / seeds
 
 
 class Loader:
@@ -166,8 +191,7 @@ class Loader:
         drop_last: leave out a last step that is not full.
         seed: of the order and, unless `sampler` is given, of the sampling.
         rank, world_size: this worker's number and how many there are; `Shares` says who takes what.
-        threads: worker threads, each of which makes whole batches; one per core, but four at most,
-            if None.
+        threads: worker threads, each of which makes whole batches; as `usual_threads` says if None.
         ahead: batches that are begun or ready at most, besides the one that is handed out; one more
             than `threads` if None.
         sampler: draws the neighbourhoods; `gcnzc.Sampler(graph, fanouts, seed)` if None.
@@ -216,7 +240,7 @@ class Loader:
         self.seed = seed
         self.in_degrees = in_degrees
         self.shares = Shares(len(self.seeds), batch_size, rank, world_size, drop_last)
-        self.threads, self.ahead = _demand_threads(threads, ahead, self.sampler)
+        self.threads, self.ahead = _demand_threads(threads, ahead, self.sampler, world_size)
         _demand_rows(graph, table, labels)
         self._transfer = self._open_transfer(priority) if self.device.type == "cuda" else None
         self._host = Pool() if self._transfer is None else self._transfer.host
@@ -230,13 +254,18 @@ class Loader:
         self._iterators = 0
 
     def __len__(self) -> int:
-        """Batches of an epoch, the same for every worker."""
+        """Batches of an epoch, or of what was left of it, the same for every worker."""
         return len(self.shares)
 
     @property
     def epoch(self) -> int:
         """Counted from 0: the one in progress, or the next."""
         return self._epoch
+
+    @property
+    def position(self) -> int:
+        """The step that the next iteration begins with, of `len(loader)`."""
+        return self._resume_at
 
     def set_epoch(self, epoch: int) -> None:
         """Begin that epoch at the next iteration: another order, other neighbours.
@@ -255,6 +284,7 @@ class Loader:
         if epoch != self._epoch:
             self._epoch = epoch
             self._position = self._resume_at = 0
+            self.shares = replace(self.shares, done=0)
             # an iterator of the epoch before no longer counts
             self._iterators += 1
 
@@ -264,16 +294,21 @@ class Loader:
         The batch that was handed out last counts as used: a loader that takes up the state begins
         with the one after it. With several iterators, the one that was begun last counts.
         """
-        return {"epoch": self._epoch, "position": self._position} | self._same()
+        done = {"position": self._position, "done": self.shares.done}
+        shared = {name: getattr(self.shares, name) for name in SHARED}
+        return {"epoch": self._epoch} | done | shared | self._same()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin the next iteration where `state` was taken, with the same batches bit for bit.
 
+        With another number of workers or batch size, the seeds of the epoch that were not used are
+        shared anew: none is lost or used twice.
+
         Raises:
-            ValueError: `state` is of a loader with another seed, batch size, number of seeds or of
-                workers, order, or other seeds; or is no state of a loader.
+            ValueError: `state` is of a loader with another seed, number of seeds, order, or other
+                seeds; or is no state of a loader.
         """
-        missing = {"epoch", "position", *SAME} - state.keys()
+        missing = {"epoch", "position", "done", *SAME, *SHARED} - state.keys()
         if missing:
             raise ValueError(
                 f"the state of a loader lacks {', '.join(sorted(missing))}\n\n"
@@ -285,13 +320,25 @@ class Loader:
                     f"the state is of a loader with {name} {state[name]}, not {mine}\n\n"
                     "hint: resume with the options of the run that was saved"
                 )
-        if not 0 <= state["position"] <= len(self):
+        shared = {name: state[name] for name in SHARED}
+        before = replace(
+            self.shares,
+            rank=0,
+            done=state["done"],
+            batch_size=state["batch_size"],
+            world_size=state["world_size"],
+        )
+        if not 0 <= state["position"] <= len(before):
             raise ValueError(
-                f"the state is at batch {state['position']} of {len(self)}\n\n"
+                f"the state is at batch {state['position']} of {len(before)}\n\n"
                 "hint: load what state_dict() of a loader gave"
             )
         self.set_epoch(state["epoch"])
-        self._position = self._resume_at = state["position"]
+        done, position = state["done"], state["position"]
+        if shared != {name: getattr(self.shares, name) for name in SHARED}:
+            done, position = before.begin(position), 0
+        self.shares = replace(self.shares, done=done)
+        self._position = self._resume_at = position
         self._iterators += 1
 
     def read_in_place(self, nodes: Tensor) -> Tensor:
@@ -307,9 +354,7 @@ class Loader:
     def _same(self) -> dict[str, int]:
         return {
             "seed": self.seed,
-            "batch_size": self.shares.batch_size,
             "num_seeds": len(self.seeds),
-            "world_size": self.shares.world_size,
             "shuffle": int(self.shuffle),
             "drop_last": int(self.shares.drop_last),
             "seeds_crc32": zlib.crc32(self.seeds.numpy().data),
@@ -323,6 +368,7 @@ class Loader:
         if iterator == self._iterators:
             self._epoch += 1
             self._position = 0
+            self.shares = replace(self.shares, done=0)
             self._iterators += 1
 
     def _open_transfer(self, priority: int) -> Transfer:
@@ -395,7 +441,7 @@ class Batches(Iterator[Batch]):
             # the table may still be on its way there
             loader._transfer.begin()
         self._name = f"gcnzc-loader-{next(_names)}-"
-        self._executor = ThreadPoolExecutor(loader.threads, self._name)
+        self._executor = ThreadPoolExecutor(loader.threads, self._name, initializer=step_back)
         self._coming: deque[Future[Batch | Sent]] = deque()
         for _ in range(loader.ahead):
             self._begin_next()
@@ -527,9 +573,11 @@ def _is_sent(device: torch.device, table: FeatureTable | None) -> bool:
     return not (locked or can_read_host(device))
 
 
-def _demand_threads(threads: int | None, ahead: int | None, sampler: Samples) -> tuple[int, int]:
+def _demand_threads(
+    threads: int | None, ahead: int | None, sampler: Samples, world_size: int
+) -> tuple[int, int]:
     if threads is None:
-        threads = min(os.cpu_count() or 1, MOST_THREADS)
+        threads = usual_threads(world_size)
     if not getattr(sampler, "thread_safe", True):
         threads = min(threads, 1)
     if ahead is None:

@@ -4,11 +4,12 @@ Algorithms for `run` and `lockstep`; they know nothing of graphs.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gcnzc.exchange import Algorithm, AllToAll, Broadcast, Mean, Vote
+from gcnzc.exchange import Algorithm, AllGather, AllToAll, Broadcast, Mean, Vote
 from gcnzc.flat import by_kind, hash_of, layout
 
 
@@ -57,6 +58,26 @@ def demand_same(lines: Sequence[str], what: str) -> Algorithm[None]:
             f"worker {rank} has {other}\n\nhint: all workers must run the same program with the "
             "same options"
         )
+
+
+def told(data: bytes, rank: int) -> Algorithm[bytes]:
+    """The bytes of worker 0, on all workers; what others give is left aside."""
+    lengths = yield Vote(len(data))
+    values = torch.empty(lengths[0], dtype=torch.uint8)
+    if rank == 0 and data:
+        values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    yield Broadcast(values)
+    return bytes(values.numpy())
+
+
+def gathered(values: Tensor) -> Algorithm[Tensor]:
+    """(n,) of every worker, as (W, n)."""
+    return (yield AllGather(values))
+
+
+def vote(value: int | float) -> Algorithm[tuple[Any, ...]]:
+    """The numbers of all workers, in the order of ranks."""
+    return (yield Vote(value))
 
 
 def buffers_averaged(model: nn.Module) -> Algorithm[None]:

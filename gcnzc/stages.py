@@ -19,8 +19,12 @@ from gcnzc.table import FeatureTable, pinned
 USUAL_HOT = 0.2  # of the rows; docs/hot.md has what other sizes bring
 
 
-def choose_device(asked: str) -> torch.device:
+def choose_device(asked: str, place: int = 0) -> torch.device:
     """The device that `auto`, `cpu` or `cuda` means on this machine.
+
+    Args:
+        asked: one of these.
+        place: of this worker among those of its machine, who share its GPUs.
 
     Raises:
         ValueError: CUDA is asked for and there is none.
@@ -32,6 +36,11 @@ def choose_device(asked: str) -> torch.device:
             "--device cuda: torch finds no CUDA device here\n\n"
             "hint: `gcnzc check` says what is missing; --device cpu trains without one"
         )
+    if asked == "cuda":
+        number = place % torch.cuda.device_count()
+        if number:
+            torch.cuda.set_device(number)
+            return torch.device(asked, number)
     return torch.device(asked)
 
 
@@ -150,9 +159,12 @@ def build_encoder(config: TrainConfig, data: Dataset, num_columns: int) -> model
     return kind(*sizes, **options, batch_norm=config.batch_norm)
 
 
-def build_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of `config` over the parameters of `model`."""
-    parameters, lr, decay = model.parameters(), config.lr, config.weight_decay
+def build_optimizer(
+    config: TrainConfig, model: torch.nn.Module, workers: int = 1
+) -> torch.optim.Optimizer:
+    """The optimizer of `config` over the parameters of `model`, for one of so many workers."""
+    parameters, decay = model.parameters(), config.weight_decay
+    lr = config.lr * {"none": 1.0, "linear": workers, "sqrt": workers**0.5}[config.scale_lr]
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay)
     if config.optimizer == "adamw":

@@ -6,12 +6,13 @@ nodes. Everything that a later step depends on is in the checkpoint, so a run th
 on bit for bit.
 """
 
+import hashlib
 import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,10 +23,13 @@ from torch import Tensor, nn
 from gcnzc import checkpoint, link, record
 from gcnzc.config import EvaluateConfig, TrainConfig, from_words, to_words
 from gcnzc.data import Dataset, load
+from gcnzc.exchange import Algorithm, AllGather, Group, run
 from gcnzc.hot import CachedTable
 from gcnzc.loader import Loader
+from gcnzc.optim import Averaged
 from gcnzc.picture import curves, timeline
 from gcnzc.progress import Quiet, Reporter
+from gcnzc.replicas import buffers_averaged, gathered, made_alike, told, vote
 from gcnzc.stages import (
     build_optimizer,
     cached_table,
@@ -40,16 +44,30 @@ from gcnzc.timeline import Seconds, Span, Stage, share_under, write_trace
 
 # options that a resumed run may be given anew: they change how long it runs, not what it computes
 FREE_ON_RESUME = {
-    *("data", "epochs", "threads", "plan", "checkpoint_every_s", "trace", "out", "resume", "config")
+    *(
+        "data",
+        "epochs",
+        "threads",
+        "plan",
+        "checkpoint_every_s",
+        "trace",
+        "out",
+        "resume",
+        "config",
+    ),
+    *("workers", "timeout_s", "restarts"),
 }
+# what workers tell each other with their gradients
+STOP, SAVE = 0, 1
 # of an epoch, told in any case
-TIMES = ("sample_s", "gather_s", "wait_s", "compute_s")
+TIMES = ("sample_s", "gather_s", "wait_s", "compute_s", "exchange_s")
 # steps that are not traced: they compile, and fill the loader's memory
 WARM_UP = 10
 
-CONFIG, RECORD, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE = (
+CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE = (
     "config.json",
     "record.jsonl",
+    "workers.jsonl",
     "checkpoint.pt",
     "best.pt",
     "curves.png",
@@ -64,13 +82,24 @@ class Interrupted(Exception):
     """The user asked a run to stop; all of it is saved."""
 
 
-def train(config: TrainConfig, folder: Path, reporter: Reporter | None = None) -> dict[str, Any]:
+class Followed(Exception):
+    """Another worker has failed, and says why; this one ends with it."""
+
+
+def train(
+    config: TrainConfig,
+    folder: Path,
+    reporter: Reporter | None = None,
+    group: Group | None = None,
+) -> dict[str, Any]:
     """Train as `config` says, and return what the run came to.
 
     Args:
         config: with `data` given.
         folder: run folder; made if need be. With `config.resume` it holds the run to go on with.
+            Worker 0 alone reads and writes it.
         reporter: where progress is shown; nowhere if None.
+        group: of the workers that train together; this process alone if None.
 
     Returns:
         What `gcnzc train` prints: accuracies, seconds and bytes, an epoch where they are times.
@@ -78,12 +107,14 @@ def train(config: TrainConfig, folder: Path, reporter: Reporter | None = None) -
     Raises:
         ValueError: the data, the options or the checkpoint do not fit each other.
         Interrupted: SIGINT or SIGTERM came; the run was saved first.
+        WorkerLost: another worker is gone; the run can be resumed.
+        Followed: worker 0 failed, and raised why.
     """
-    reporter = reporter or Quiet()
+    reporter, group = reporter or Quiet(), group or Group()
     if config.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
     data = load(config.data, allow_nan=config.allow_nan)
-    device = choose_device(config.device)
+    device = choose_device(config.device, group.local_rank)
     task = build_task(config, data)
     with ExitStack() as stack:
         table = stack.enter_context(feature_table(data, config.features, device))
@@ -97,7 +128,12 @@ def train(config: TrainConfig, folder: Path, reporter: Reporter | None = None) -
         stopped = stack.enter_context(_stop_requests())
         torch.manual_seed(config.seed)
         model = task.model().to(device)
-        optimizer = build_optimizer(config, model)
+        run(made_alike(model, group.rank), group)
+        if group.rank:
+            # dropout is not that of the other workers
+            torch.manual_seed(_mixed(config.seed, group.rank))
+        inner = build_optimizer(config, model, group.world_size)
+        optimizer = Averaged(inner, group, signals=2)
         loader = Loader(
             data.graph,
             table,
@@ -109,11 +145,13 @@ def train(config: TrainConfig, folder: Path, reporter: Reporter | None = None) -
             seed=config.seed,
             sampler=task.sampler,
             in_degrees=config.model == "gcn",
+            rank=group.rank,
+            world_size=group.world_size,
             **settings.loading,
         )
-        run = _Run(config, folder, data, task, table, device, model, optimizer, loader, reporter)
-        run.resume() if config.resume else run.start()
-        return run.to_the_end(stopped)
+        this = _Run(config, folder, data, task, table, device, model, optimizer, loader, reporter)
+        this.resume() if config.resume else this.start()
+        return this.to_the_end(stopped)
 
 
 def new_folder(config: TrainConfig) -> Path:
@@ -187,18 +225,21 @@ class _Run:
         table: FeatureTable,
         device: torch.device,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Averaged,
         loader: Loader,
         reporter: Reporter,
     ) -> None:
         self.config, self.folder, self.data, self.task = config, folder, data, task
         self.table = table
         self.device, self.model, self.optimizer = device, model, optimizer
+        self.group = optimizer.group
+        self.is_first = self.group.rank == 0
         self.loader, self.reporter = loader, reporter
         self.epoch = 0
         self.in_epoch = False  # between the first step of an epoch and its evaluation
         self.tally = _Tally(device)
         self.lines: list[dict[str, Any]] = []  # of the record, one an epoch
+        self.worker_lines = 0  # of what each worker did in each epoch
         self.best: dict[str, Any] = {}
         self.steps = 0  # of this command
         self.now = clock_of(device)
@@ -207,8 +248,23 @@ class _Run:
         self.stages: list[Stage] = []
         self.saved_at = time.monotonic()
 
+    def on_first(self, deed: Callable[[], None]) -> None:
+        """Let worker 0 do it; if it fails there, all workers fail."""
+        error: Exception | None = None
+        if self.is_first:
+            try:
+                deed()
+            except Exception as failure:  # whatever it is, the others must not wait for it
+                error = failure
+        if any(run(vote(int(error is not None)), self.group)):
+            raise error or Followed("worker 0 has failed")
+
     def start(self) -> None:
         """Make the run folder; from then on the run can be resumed."""
+        self.on_first(self._make_folder)
+        self.save()
+
+    def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / CONFIG).exists():
             raise ValueError(
@@ -216,10 +272,18 @@ class _Run:
                 f"hint: --resume {self.folder} goes on with it; another --out starts anew"
             )
         record.write_json(self.folder / CONFIG, to_words(self.config))
-        self.save()
 
     def resume(self) -> None:
         """Take up the run in the folder where its checkpoint left it."""
+        found: list[bytes] = []
+        self.on_first(lambda: found.append(self._read_checkpoint()))
+        data = run(told(found[0] if found else b"", self.group.rank), self.group)
+        if data:
+            self._take_up(checkpoint.from_bytes(data, self.folder / CHECKPOINT))
+        else:
+            self.save()
+
+    def _read_checkpoint(self) -> bytes:
         old, new = to_words(read_config(self.folder)), to_words(self.config)
         for name in old:
             if old[name] != new[name] and name not in FREE_ON_RESUME:
@@ -227,54 +291,82 @@ class _Run:
                     f"the run in {self.folder} has {name} {old[name]!r}, not {new[name]!r}\n\n"
                     "hint: a resumed run keeps its options; start another with --out"
                 )
-        if not (self.folder / CHECKPOINT).exists():
-            self.save()
-            return
-        state = checkpoint.load(self.folder / CHECKPOINT)
+        path = self.folder / CHECKPOINT
+        return path.read_bytes() if path.exists() else b""
+
+    def _take_up(self, state: dict[str, Any]) -> None:
         checkpoint.match(self.model, state["model"], self.folder / CHECKPOINT)
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.in_epoch = state["epoch"], state["in_epoch"]
         self.best, self.lines = state["best"], state["lines"]
-        self.tally.load_state_dict(state["tally"])
+        if self.is_first:
+            # of all workers, whose sums are added up again
+            self.tally.load_state_dict(state["tally"])
         if self.in_epoch:
             self.loader.load_state_dict(state["loader"])
-        torch.set_rng_state(state["rng"])
-        if self.device.type == "cuda" and "cuda_rng" in state:
-            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
-        record.keep(self.folder / RECORD, len(self.lines))
+        self._set_random_states(state)
+        if self.is_first:
+            record.keep(self.folder / RECORD, len(self.lines))
+            record.keep(self.folder / WORKERS, state["worker_lines"])
+        self.worker_lines = state["worker_lines"]
         where = f"in epoch {self.epoch + 1}" if self.in_epoch else f"after epoch {self.epoch}"
         self.reporter.say(f"going on with {self.folder} {where}")
 
+    def _set_random_states(self, state: Mapping[str, Any]) -> None:
+        rank, world_size = self.group.rank, self.group.world_size
+        if len(state["rng"]) != world_size:
+            # as many others would draw anew what these have drawn
+            place = (self.config.seed, rank + 1, world_size, self.epoch, self.loader.shares.done)
+            torch.manual_seed(_mixed(*place))
+            return
+        torch.set_rng_state(state["rng"][rank])
+        if self.device.type == "cuda" and "cuda_rng" in state:
+            torch.cuda.set_rng_state(state["cuda_rng"][rank], self.device)
+
     def save(self) -> None:
-        """Write the checkpoint."""
+        """Write the checkpoint, on all workers together."""
+        states = {"rng": run(gathered(torch.get_rng_state()), self.group)}
+        if self.device.type == "cuda":
+            own = torch.cuda.get_rng_state(self.device)
+            states["cuda_rng"] = run(gathered(own), self.group)
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "epoch": self.epoch,
             "in_epoch": self.in_epoch,
             "loader": self.loader.state_dict() if self.in_epoch else {},
-            "tally": self.tally.state_dict(),
+            "tally": run(self.tally.summed(), self.group).state_dict(),
             "best": self.best,
             "lines": self.lines,
-            "rng": torch.get_rng_state(),
+            "worker_lines": self.worker_lines,
+            **states,
         }
-        if self.device.type == "cuda":
-            state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
-        checkpoint.save(self.folder / CHECKPOINT, state)
+        self.on_first(lambda: checkpoint.save(self.folder / CHECKPOINT, state))
         self.saved_at = time.monotonic()
 
     def to_the_end(self, stopped: threading.Event) -> dict[str, Any]:
         """Train what is left, and test the best model."""
-        with record.board(self.folder / BOARD, self.epoch) as show:
+        with self._board() as show:
             while self.epoch < self.config.epochs and not self.out_of_patience():
                 self.train_epoch(stopped)
                 self.finish_epoch()
                 show(self.epoch, self.lines[-1])
-                if time.monotonic() - self.saved_at >= self.config.checkpoint_every_s:
-                    self.save()
-                self.stop_if(stopped)
+                asks = [stopped.is_set(), self.is_due()]
+                if self.group.world_size > 1:
+                    # each has its own clock, and its own signals
+                    asks = run(gathered(torch.tensor(asks)), self.group).any(dim=0).tolist()
+                self.obey(asks)
         self.save()
         return self.result()
+
+    def is_due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        return time.monotonic() - self.saved_at >= self.config.checkpoint_every_s
+
+    def _board(self) -> AbstractContextManager[Callable[[int, Mapping[str, Any]], None]]:
+        if self.is_first:
+            return record.board(self.folder / BOARD, self.epoch)
+        return nullcontext(lambda epoch, line: None)
 
     def train_epoch(self, stopped: threading.Event) -> None:
         """Take the steps of this epoch that are not taken yet."""
@@ -282,35 +374,46 @@ class _Run:
             self.loader.set_epoch(self.epoch)
             self.in_epoch = True
         self.model.train()
-        steps = len(self.loader)
+        steps, done = len(self.loader), self.loader.position
         with self.reporter.task(f"epoch {self.epoch + 1}/{self.config.epochs}") as advance:
             began = self.now()
-            for batch in self.loader:
+            for step, batch in enumerate(self.loader, done):
                 ready = self.now()
                 assert batch.x is not None, "the loader has a table"
                 assert batch.y is not None, "the loader or its sampler has labels"
-                logits = self.task.logits(self.model, batch)
-                loss = self.task.loss(logits, batch.y)
+                self.group.at(self.tally.steps, f"epoch {self.epoch + 1}")
                 self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()
+                # a worker may have no seed when others have taken up the rest of an epoch
+                if len(batch.y):
+                    logits = self.task.logits(self.model, batch)
+                    loss = self.task.loss(logits, batch.y)
+                    loss.backward()
+                self.optimizer.weight = self.loader.shares.weight(step)
+                self.optimizer.asks = [stopped.is_set(), self.is_due()]
                 self.optimizer.step()
                 stepped = self.now()
-                self.tally.add(logits.detach(), loss.detach(), batch.y)
+                if self.optimizer.blame:
+                    self.reporter.say(
+                        f"step {step + 1} of epoch {self.epoch + 1} was skipped on all workers: "
+                        f"{self.optimizer.blame}"
+                    )
+                if len(batch.y):
+                    self.tally.add(logits.detach(), loss.detach(), batch.y)
+                self.tally.steps += 1
                 stages = [
                     *batch.stages,
                     Stage("wait", "model", began, ready),
                     Stage("compute", "model", ready, stepped),
                 ]
-                self.tally.time(batch.times, stages)
+                waits = [Span("exchange", "model", *wait) for wait in self.group.take_waits()]
+                self.tally.time(batch.times, stages, waits)
                 self.tally.bytes += len(batch.nodes) * self.table.row_bytes
                 if isinstance(self.table, CachedTable):
                     self.tally.hits += self.table.hits(self.loader.read_in_place(batch.nodes))
-                self.trace(batch.spans, stages)
+                self.trace(batch.spans + waits, stages)
                 began = self.now()
-                advance(self.tally.steps, steps, self.tally.shown)
-                self.stop_if(stopped)
-                if time.monotonic() - self.saved_at >= self.config.checkpoint_every_s:
-                    self.save()
+                advance(step + 1, steps, self.tally.shown)
+                self.obey(self.optimizer.heard)
 
     def trace(self, spans: Sequence[Span], stages: Sequence[Stage]) -> None:
         """Keep when this step's stages ran, if it is to be drawn, and draw after the last one."""
@@ -337,7 +440,10 @@ class _Run:
 
     def finish_epoch(self) -> None:
         """Evaluate, keep the best model, and write the line of this epoch."""
-        figures = self.tally.figures(self.task.has_accuracy)
+        run(buffers_averaged(self.model), self.group)
+        self._write_worker_lines()
+        tally = run(self.tally.summed(), self.group)
+        figures = tally.figures(self.task.has_accuracy, self.group.world_size)
         if not math.isfinite(figures["loss"]):
             raise ValueError(
                 f"the loss is {figures['loss']} in epoch {self.epoch + 1}\n\n"
@@ -345,7 +451,7 @@ class _Run:
             )
         line: dict[str, Any] = {"epoch": self.epoch, "metric": self.task.metric, **figures}
         if isinstance(self.table, CachedTable):
-            hits, rows = int(self.tally.hits), figures["payload_bytes"] // self.table.row_bytes
+            hits, rows = int(tally.hits), figures["payload_bytes"] // self.table.row_bytes
             line |= {"hit_rate": hits / rows, "bytes_saved": hits * self.table.row_bytes}
         if self.task.best_accuracy is not None:
             line["best_possible_accuracy"] = self.task.best_accuracy
@@ -359,12 +465,28 @@ class _Run:
             if not self.best or mine > self.best["valid"]:
                 weights = {name: value.clone() for name, value in self.model.state_dict().items()}
                 self.best = {"epoch": self.epoch, "valid": mine, "scores": scores, "model": weights}
-                checkpoint.save(self.folder / BEST, self.best)
+                self.on_first(lambda: checkpoint.save(self.folder / BEST, self.best))
         self.lines.append(line)
         self.epoch, self.in_epoch = self.epoch + 1, False
         self.tally = _Tally(self.device)
-        record.append(self.folder / RECORD, line)
+        if self.is_first:
+            record.append(self.folder / RECORD, line)
         self.reporter.say(_sentence(line, self.config.epochs))
+
+    def _write_worker_lines(self) -> None:
+        """What each worker did in this epoch, a line for each."""
+        mine = {**self.tally.seconds.all(), "seeds": self.tally.seeds, "steps": self.tally.steps}
+        mine["bytes_sent"] = self.group.ledger.bytes_sent
+        rows = run(gathered(torch.tensor(list(mine.values()), dtype=torch.float64)), self.group)
+        if len(rows) == 1:
+            return  # the record has it all
+        self.worker_lines += len(rows)
+        if self.is_first:
+            for worker, row in enumerate(rows.tolist()):
+                line = dict(zip(mine, row, strict=True))
+                record.append(
+                    self.folder / WORKERS, {"epoch": self.epoch, "worker": worker, **line}
+                )
 
     def out_of_patience(self) -> bool:
         """Whether the last evaluations brought no better model."""
@@ -374,10 +496,11 @@ class _Run:
         later = [line for line in self.lines if key in line and line["epoch"] > self.best["epoch"]]
         return len(later) >= self.config.patience
 
-    def stop_if(self, stopped: threading.Event) -> None:
-        """Save and leave, if the user asked for it."""
-        if stopped.is_set():
+    def obey(self, heard: Sequence[bool]) -> None:
+        """Save, and leave, if a worker asked for it."""
+        if any(heard):
             self.save()
+        if heard[STOP]:
             raise Interrupted(
                 f"stopped in epoch {min(self.epoch + 1, self.config.epochs)}; all is saved\n\n"
                 f"hint: `gcnzc train --resume {self.folder}` goes on from here"
@@ -407,12 +530,13 @@ class _Run:
             "gather_s": seconds,
             "compute_s": mean("compute_s"),
             "wait_s": mean("wait_s"),
-            "exchange_s": 0.0,
+            "exchange_s": mean("exchange_s"),
             "seeds_per_s": len(task.seeds) / mean("epoch_s"),
             "payload_bytes": int(gathered),
             "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
             "gather_roof_bytes_per_s": self._roof(),
-            "bytes_sent": 0,
+            "workers": self.group.world_size,
+            "bytes_sent": self.group.ledger.bytes_sent,
             "seed": config.seed,
         }
         if isinstance(self.table, CachedTable):
@@ -424,6 +548,8 @@ class _Run:
             line["best_possible_accuracy"] = task.best_accuracy
         # of a run with fewer steps than were asked for
         self.draw_trace()
+        if not self.is_first:
+            return line
         record.write_json(self.folder / RESULT, line | record.machine())
         curves([self.folder], self.folder / CURVES)
         return line
@@ -452,32 +578,60 @@ class _Tally:
             foretold = logits > 0 if logits.ndim == 1 else logits.argmax(dim=1)
             self.right += (foretold == labels).sum()
         self.seeds += len(labels)
-        self.steps += 1
 
-    def time(self, times: Mapping[str, float], stages: Sequence[Stage]) -> None:
-        """Add the seconds of one step: the loader's threads', and of what is measured in place."""
+    def time(
+        self, times: Mapping[str, float], stages: Sequence[Stage], waits: Sequence[Span]
+    ) -> None:
+        """Add the seconds of one step: the loader's threads', and of what is measured in place.
+
+        What of the computing was waiting for other workers is taken from it.
+        """
         for name, seconds in times.items():
             self.seconds.add_seconds(name, seconds)
         self.seconds.add(stages)
+        for wait in waits:
+            self.seconds.add_seconds("exchange_s", wait.end_s - wait.begin_s)
+            self.seconds.add_seconds("compute_s", wait.begin_s - wait.end_s)
+
+    def summed(self) -> Algorithm["_Tally"]:
+        """The sums of all workers, but of their steps, which are the same."""
+        state = self.state_dict()
+        times = state.pop("times")
+        mine = torch.tensor([*state.values(), *times.values()], dtype=torch.float64)
+        rows = yield AllGather(mine)
+        values = rows.sum(dim=0).tolist()
+        whole = _Tally(self.loss.device)
+        plain = dict(zip(state, values, strict=False))
+        for name in ("seeds", "steps", "bytes", "hits"):
+            plain[name] = int(plain[name])
+        plain["steps"] = max(int(steps) for steps in rows[:, list(state).index("steps")])
+        whole.load_state_dict(
+            plain | {"times": dict(zip(times, values[len(state) :], strict=True))}
+        )
+        return whole
 
     def shown(self) -> str:
         """The figures beside the bar."""
         times = self.seconds.all()
-        busy = max(times["wait_s"] + times["compute_s"], 1e-9)
+        spent = sum(times[name] for name in ("wait_s", "compute_s", "exchange_s"))
+        busy, seeds = max(spent, 1e-9), max(self.seeds, 1)
         rate = self.bytes / 1e9 / max(times["gather_s"], 1e-9)
         return (
-            f"loss {self.loss.item() / self.seeds:.4f}  "
-            f"accuracy {self.right.item() / self.seeds:.4f}  "
+            f"loss {self.loss.item() / seeds:.4f}  "
+            f"accuracy {self.right.item() / seeds:.4f}  "
             f"{self.seeds / busy:,.0f} seeds/s  gather {rate:.1f} GB/s"
         )
 
-    def figures(self, has_accuracy: bool) -> dict[str, Any]:
-        """The line of the record; nodes with several tasks have no accuracy."""
+    def figures(self, has_accuracy: bool, workers: int = 1) -> dict[str, Any]:
+        """The line of the record, its seconds means over the workers.
+
+        Nodes with several tasks have no accuracy.
+        """
         line: dict[str, Any] = {"loss": self.loss.item() / self.seeds, "steps": self.steps}
         if has_accuracy:
             line["train_accuracy"] = self.right.item() / self.seeds
-        times = self.seconds.all()
-        line["epoch_s"] = times["wait_s"] + times["compute_s"]
+        times = {name: seconds / workers for name, seconds in self.seconds.all().items()}
+        line["epoch_s"] = times["wait_s"] + times["compute_s"] + times["exchange_s"]
         return line | times | {"seeds": self.seeds, "payload_bytes": self.bytes}
 
     def state_dict(self) -> dict[str, Any]:
@@ -513,6 +667,12 @@ def _sentence(line: Mapping[str, Any], epochs: int) -> str:
     words.append(f"{line['seeds'] / line['epoch_s']:,.0f} seeds/s")
     words.append(f"waited {line['wait_s'] / line['epoch_s']:.0%} of {line['epoch_s']:.1f} s")
     return "  ".join(words)
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed that differs for other numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _cuda_devices(device: torch.device) -> list[int]:

@@ -108,6 +108,8 @@ class Group:
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if store else 1
         self.choices, self.timeout_s = choices or Choices(), timeout_s
         self.ledger = Ledger()
+        # when the algorithms of this worker waited for others, by time.perf_counter
+        self.waits: list[tuple[float, float]] = []
         self.watch = None
         if store is not None:
             self.watch = Watch(store, rank, world_size, socket.gethostname())
@@ -128,10 +130,21 @@ class Group:
         if self.watch is not None:
             self.watch.at(step, doing)
 
+    def take_waits(self) -> list[tuple[float, float]]:
+        """When algorithms waited for others since the last call: begins and ends, in seconds."""
+        waits, self.waits = self.waits, []
+        return waits
+
     @property
     def staging_buffers(self) -> int:
         """How many buffers were made so far to work in and to stage tensors of a GPU."""
         return sum(channel.memory.made for channel in self._channels.values())
+
+    def forget_buffers(self) -> None:
+        """Free the buffers that no request uses now."""
+        for channel in self._channels.values():
+            for buffers in channel.memory.free.values():
+                buffers.clear()
 
     def run(self, algorithm: Algorithm[T]) -> T:
         """See `run`."""
@@ -160,12 +173,14 @@ class Group:
 
     def _explained(self, deed: Callable[[], Any], request: Request) -> Any:
         """Do it; if the network fails, say who is to blame."""
-        began = time.monotonic()
+        began = time.perf_counter()
         try:
-            return deed()
+            answer = deed()
+            self.waits.append((began, time.perf_counter()))
+            return answer
         except _Broken as error:
             assert self.watch is not None, "only several workers have a network"
-            waited, who = time.monotonic() - began, self.watch.culprits()
+            waited, who = time.perf_counter() - began, self.watch.culprits()
             self.watch.leave(who)
             raise WorkerLost(
                 f"worker {self.rank} waited {waited:.0f} s in step {self.watch.step} for "

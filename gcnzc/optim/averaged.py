@@ -2,12 +2,12 @@
 
 The gradients of all workers are averaged, weighted by their shares of the minibatch, before an
 optimizer of torch takes its step. In the same vector travel a flag for each parameter, whether it
-has a gradient, and whether a worker wants to stop.
+has a gradient, and signals such as a wish to stop.
 
 Letters: W workers, P parameters.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -33,19 +33,20 @@ class Averaged(Optimizer):
         inner: of the parameters, on this worker. Its groups and state are this one's, so schedulers
             of the step size work.
         group: of all workers.
+        signals: how many things, such as a wish to stop, are told with the gradients.
     """
 
-    def __init__(self, inner: Optimizer, group: Group) -> None:
+    def __init__(self, inner: Optimizer, group: Group, signals: int = 0) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.inner, self.group = inner, group
         self._share()
         self.gradients = Gradients(_named(inner))
         self.weight = 1.0
         """of this worker's next gradient: its seeds over the mean seeds of the workers"""
-        self.wants_to_stop = False
-        """told to all workers with the next gradient"""
-        self.stopping = False
-        """whether a worker wanted to stop at the last step"""
+        self.asks = [False] * signals
+        """signals of this worker, told to all with the next gradient"""
+        self.heard = [False] * signals
+        """of each signal, whether a worker gave it at the last step"""
         self.skipped = 0
         """steps that were skipped, since a gradient was not finite"""
         self.blame = ""
@@ -94,13 +95,18 @@ class Averaged(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        run(self.algorithm(), self.group)
+        if self.group.world_size == 1:
+            # nobody to ask: the gradients are the means
+            self.heard = list(self.asks)
+            self.inner.step()
+        else:
+            run(self.algorithm(), self.group)
         return loss
 
     def algorithm(self) -> Algorithm[None]:
         """What `step` does, for `lockstep`."""
-        flags = yield from self.gradients.averaged(self.weight, self.wants_to_stop)
-        self.stopping, self.blame = flags.stopping, flags.blame
+        flags = yield from self.gradients.averaged(self.weight, self.asks)
+        self.heard, self.blame = flags.heard, flags.blame
         if flags.blame:
             self.skipped += 1
         else:
@@ -111,8 +117,8 @@ class Averaged(Optimizer):
 class Flags:
     """What all workers know after an exchange of gradients."""
 
-    stopping: bool
-    """whether a worker wants to stop"""
+    heard: list[bool]
+    """of each signal, whether a worker gave it"""
     blame: str
     """whose gradient is not finite, in words; empty if all are"""
 
@@ -130,20 +136,21 @@ class Gradients:
         self.sparse: list[nn.Parameter] = []
         self.is_known = False
 
-    def averaged(self, weight: float = 1.0, wants_to_stop: bool = False) -> Algorithm[Flags]:
+    def averaged(
+        self, weight: float = 1.0, asks: Sequence[bool] = ()
+    ) -> Algorithm[Flags]:
         """Set the gradients to their weighted means over the workers.
 
         Args:
             weight: of this worker; 1 on the mean over the workers.
-            wants_to_stop: told to all.
+            asks: signals of this worker, as many as on all others.
         """
         if not self.is_known:
-            yield from self.agree()
-        for number, vector in enumerate(self.vectors):
+            yield from self.agree(len(asks))
+        for vector in self.vectors:
             vector.read_gradients(weight)
-            told = [each.parameter.grad is not None for each in vector.segments]
-            told.append(wants_to_stop and number == 0)
-            vector.extra.copy_(torch.tensor(told))
+            present = [each.parameter.grad is not None for each in vector.segments]
+            vector.extra.copy_(torch.tensor([*present, *asks]))
             yield Mean(vector.values)
         bad = sum(_bad(parameter) for parameter in self.sparse)
         for parameter in self.sparse:
@@ -154,14 +161,14 @@ class Gradients:
         if not all(bool(mean.isfinite().all()) for mean in means):
             bad += sum(_bad(each.parameter) for vector in self.vectors for each in vector.segments)
             blame = yield from _blamed(bad)
-        stopping = False
-        for number, vector in enumerate(self.vectors):
-            shares = vector.extra.tolist()
-            vector.write_gradients([share > 0 for share in shares[:-1]])
-            stopping = stopping or (number == 0 and shares[-1] > 0)
-        return Flags(stopping, blame)
+        heard = list(asks)
+        for vector in self.vectors:
+            told = [share > 0 for share in vector.extra.tolist()]
+            vector.write_gradients(told[: len(vector.segments)])
+            heard = told[len(vector.segments) :]
+        return Flags(heard, blame)
 
-    def agree(self) -> Algorithm[None]:
+    def agree(self, signals: int) -> Algorithm[None]:
         """Agree on which gradients are sparse, once, at the first step."""
         yield from demand_same(
             [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.named], "parameters"
@@ -170,8 +177,8 @@ class Gradients:
         known = (yield AllGather(kinds)).amax(dim=0).tolist()
         dense = [pair for pair, kind in zip(self.named, known, strict=True) if kind != SPARSE]
         self.sparse = [p for (_, p), kind in zip(self.named, known, strict=True) if kind == SPARSE]
-        # a flag for each parameter, and one to stop
-        self.vectors = [FlatVector(kind, len(kind) + 1) for kind in by_kind(dense)]
+        # a flag for each parameter, and the signals
+        self.vectors = [FlatVector(kind, len(kind) + signals) for kind in by_kind(dense)]
         self.is_known = True
 
     def average_sparse(self, parameter: nn.Parameter, weight: float) -> Algorithm[None]:

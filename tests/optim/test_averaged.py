@@ -129,14 +129,16 @@ def test_all_skip_a_step_that_is_not_finite_on_one(bad):
         assert optimizer.blame == "elements of the gradient that are not finite: worker 1 has 1"
 
 
-def test_one_worker_stops_all():
+def test_signals_of_one_are_heard_by_all():
     models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(3)]
-    optimizers = [Averaged(INNER["sgd"](model.parameters()), Group()) for model in models]
-    lockstep([optimizer.algorithm() for optimizer in optimizers])
-    assert not any(optimizer.stopping for optimizer in optimizers)
-    optimizers[2].wants_to_stop = True
-    lockstep([optimizer.algorithm() for optimizer in optimizers])
-    assert all(optimizer.stopping for optimizer in optimizers)
+    optimizers = [Averaged(INNER["sgd"](model.parameters()), Group(), 2) for model in models]
+    for asks in ([False, False], [False, True], [True, True]):
+        optimizers[2].asks = asks
+        lockstep([optimizer.algorithm() for optimizer in optimizers])
+        assert all(optimizer.heard == asks for optimizer in optimizers)
+    optimizers[0].asks = [True, False]
+    optimizers[0].step()
+    assert optimizers[0].heard == [True, False]
 
 
 def test_models_that_differ_are_told_and_do_not_hang():
