@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from gcnzc import builtin, check, data, hot, link, shapes, train, tune
+from gcnzc import builtin, check, data, hot, launch, link, shapes, train, tune
 from gcnzc._version import VERSION
 from gcnzc.config import (
     CheckConfig,
@@ -36,9 +36,11 @@ from gcnzc.config import (
 from gcnzc.datasets import generate
 from gcnzc.datasets.embed import embed
 from gcnzc.edge_split import EdgeShares
+from gcnzc.exchange import Group, is_worker, joined
 from gcnzc.loader import Loader
 from gcnzc.picture import HitRates, curves, efficiencies, hit_rates
-from gcnzc.progress import Reporter
+from gcnzc.progress import Quiet, Reporter
+from gcnzc.stages import choose_device
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     reporter = Reporter()
     try:
         config = _parse(words)
+        if isinstance(config, TrainConfig) and is_worker():
+            return work(config, reporter)
+        if isinstance(config, TrainConfig) and config.workers > 1:
+            return start_workers(config, words, reporter)
         if config is not None:
             COMMANDS[type(config)](config, reporter)
     except _Misuse as error:
@@ -70,12 +76,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train_command(config: TrainConfig, reporter: Reporter) -> None:
+def start_workers(config: TrainConfig, words: Sequence[str], reporter: Reporter) -> int:
+    """`gcnzc train --workers N`, which is this command once for each worker."""
+    # made once, and not by each
+    data = config.data or builtin.prepared(reporter)
+    folder = config.resume or config.out or train.new_folder(replace(config, data=data))
+    own = list(words)
+    if config.data is None:
+        own.append(str(data))
+    if config.resume is None and config.out is None:
+        own += ["--out", str(folder)]
+    return launch.launch(own, config.workers, folder / "logs", config.restarts)
+
+
+def work(config: TrainConfig, reporter: Reporter) -> int:
+    """`gcnzc train` as one of several workers."""
+    if launch.word_was_left():
+        return 0
+    folder = config.resume or config.out
+    if folder is not None and launch.restarts_so_far() and train.can_resume(folder):
+        config = replace(config, resume=folder)
+    backend = "gloo" if choose_device(config.device).type == "cpu" else "auto"
+    try:
+        with joined(backend, timeout_s=config.timeout_s) as group:
+            train_command(config, reporter if group.rank == 0 else Quiet(), group)
+    except train.Followed:
+        return 0 if launch.leave_word() else FAILED
+    except (ValueError, OSError, train.Interrupted) as error:
+        text = _of_the_system(error) if isinstance(error, OSError) else str(error)
+        status = _complain(text, FAILED)
+        # all would fail in the same way again
+        return 0 if launch.leave_word() else status
+    return 0
+
+
+def train_command(config: TrainConfig, reporter: Reporter, group: Group | None = None) -> None:
     """`gcnzc train`."""
     if config.data is None:
         config = replace(config, data=builtin.prepared(reporter))
     folder = config.resume or config.out or train.new_folder(config)
-    result = train.train(config, folder, reporter)
+    result = train.train(config, folder, reporter, group)
+    if group is not None and group.rank:
+        return
     metric, best = result["metric"], result.get("best_possible_accuracy")
     possible = f" of {best:.4f} possible" if best is not None else ""
     reporter.say(

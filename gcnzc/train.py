@@ -163,6 +163,11 @@ def new_folder(config: TrainConfig) -> Path:
     return folder
 
 
+def can_resume(folder: Path) -> bool:
+    """Whether `folder` holds a run that got as far as a checkpoint."""
+    return (folder / CONFIG).is_file() and (folder / CHECKPOINT).is_file()
+
+
 def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[str, Any]:
     """Measure the best model of a run on every split, with all neighbours.
 

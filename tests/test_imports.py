@@ -19,6 +19,7 @@ ROOMS = {
 ORDER = [
     "_allocation",
     "_version",
+    "background",
     "exchange",
     "flat",
     "replicas",
@@ -61,11 +62,14 @@ ORDER = [
     "train",
     "builtin",
     "check",
+    "launch",
     "cli",
 ]
 # an outside thing, and the modules that may open its door
 DOORS = {
-    "torch.distributed": {"gcnzc/exchange/group.py"},
+    "torch.distributed": {"gcnzc/exchange/group.py", "gcnzc/launch.py"},
+    "torch.distributed.elastic": {"gcnzc/launch.py"},
+    "torch.distributed.launcher": {"gcnzc/launch.py"},
     "dgl": {"gcnzc/interop/dgl_door.py"},
     "torch_geometric": {"gcnzc/interop/pyg_door.py"},
     "lightning": {"gcnzc/interop/lightning.py"},

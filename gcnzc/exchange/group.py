@@ -62,6 +62,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # what a request waits for at most, unless the user says otherwise
 TIMEOUT_S = 60.0
+# what workers wait for one another at the start: importing torch takes half a minute on busy cores
+JOIN_S = 180.0
 
 
 class WorkerLost(RuntimeError):
@@ -341,43 +343,44 @@ class _Channel:
     def _builtin(self, request: Collective) -> "_Finish":
         """Begin the process group's own collective."""
         over, world = {"group": self.process_group, "async_op": True}, self.group.world_size
+        limit_s = self.group.timeout_s
         if isinstance(request, Sum | Mean):
             work = dist.all_reduce(request.values.view(-1), **over)
-            return _Finish(work, lambda: finished(request, world))
+            return _Finish(work, lambda: finished(request, world), limit_s)
         if isinstance(request, Broadcast):
             flat = as_bytes(request.values)
             work = dist.broadcast(flat, request.root, **over)
-            return _Finish(work, lambda: restored(request.values, flat))
+            return _Finish(work, lambda: restored(request.values, flat), limit_s)
         if isinstance(request, AllGather):
             values = as_bytes(request.values)
             rows = values.new_empty(world * len(values))
             work = _all_gather(rows, values, **over)
             shape = (world, *request.values.shape)
-            return _Finish(work, lambda: rows.view(request.values.dtype).view(shape))
+            return _Finish(work, lambda: rows.view(request.values.dtype).view(shape), limit_s)
         if isinstance(request, ReduceScatter):
             share = request.values.new_empty(request.values.numel() // world)
             work = _reduce_scatter(share, request.values.view(-1), **over)
-            return _Finish(work, lambda: share)
+            return _Finish(work, lambda: share, limit_s)
         if isinstance(request, AllToAll):
-            return self._all_to_all(request, over)
+            return self._all_to_all(request, over, limit_s)
         if isinstance(request, Vote):
             value = vote_tensor(request).to(self._device())
             rows = value.new_empty(world)
             work = _all_gather(rows, value, **over)
-            return _Finish(work, lambda: tuple(rows.tolist()))
+            return _Finish(work, lambda: tuple(rows.tolist()), limit_s)
         assert isinstance(request, Swap), "all kinds of requests"
         other = torch.empty_like(request.values)
         if request.peer == self.group.rank:
-            return _Finish(None, lambda: other.copy_(request.values))
+            return _Finish(None, lambda: other.copy_(request.values), limit_s)
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, request.values, request.peer, self.process_group),
                 dist.P2POp(dist.irecv, other, request.peer, self.process_group),
             ]
         )
-        return _Finish(works[-1], lambda: other)
+        return _Finish(works[-1], lambda: other, limit_s)
 
-    def _all_to_all(self, request: AllToAll, over: dict[str, Any]) -> "_Finish":
+    def _all_to_all(self, request: AllToAll, over: dict[str, Any], limit_s: float) -> "_Finish":
         parts, size = [as_bytes(part) for part in request.parts], request.parts[0].element_size()
         counts = request.counts
         if counts is None:
@@ -391,7 +394,7 @@ class _Channel:
         work = dist.all_to_all_single(received, torch.cat(parts), coming, leaving, **over)
         dtype = request.parts[0].dtype
         # a view of another dtype needs its elements aligned, as those of one dtype are
-        return _Finish(work, lambda: [part.view(dtype) for part in received.split(coming)])
+        return _Finish(work, lambda: [part.view(dtype) for part in received.split(coming)], limit_s)
 
     def _device(self) -> torch.device:
         is_nccl = self.group.backend == "nccl"
@@ -405,13 +408,14 @@ class _Channel:
 class _Finish:
     """A collective that is under way, and what makes its answer."""
 
-    def __init__(self, work: Any, finish: Callable[[], Any]) -> None:
+    def __init__(self, work: Any, finish: Callable[[], Any], timeout_s: float) -> None:
         self.work, self.finish = work, finish
+        self.timeout = timedelta(seconds=timeout_s)
 
     def result(self) -> Any:
         if self.work is not None:
             with _network():
-                self.work.wait()
+                self.work.wait(self.timeout)
         return self.finish()
 
 
@@ -464,12 +468,12 @@ def joined(
     """The group of the workers that a launcher such as torchrun started; alone without one.
 
     Args:
-        backend: "gloo", or "nccl" where each worker has a GPU of its own.
+        backend: "gloo"; "nccl" where each worker has a GPU of its own; or "auto", which is that.
         choices: which algorithms answer requests.
-        timeout_s: what joining, and each request, waits for at most.
+        timeout_s: what each request waits for at most.
 
     Raises:
-        WorkerLost: not all workers came in time.
+        WorkerLost: not all workers came within JOIN_S.
     """
     if not is_worker() or int(os.environ["WORLD_SIZE"]) == 1:
         group = Group(choices=choices, timeout_s=timeout_s)
@@ -478,7 +482,10 @@ def joined(
         finally:
             group.close()
         return
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=max(JOIN_S, timeout_s))
+    if backend == "auto":
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        backend = "nccl" if torch.cuda.device_count() >= local else "gloo"
     try:
         store, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
         store.set_timeout(timeout)
@@ -488,7 +495,7 @@ def joined(
     except RuntimeError as error:
         raise WorkerLost(
             f"worker {os.environ['RANK']} of {os.environ['WORLD_SIZE']} met no others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')} within {timeout_s:g} s: "
+            f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')} within {JOIN_S:g} s: "
             f"{error}\n\nhint: do all machines reach that address? GLOO_SOCKET_IFNAME names the "
             "network to use"
         ) from error
