@@ -6,7 +6,7 @@ from gcnzc import models
 from gcnzc._version import VERSION as __version__
 from gcnzc.data import Dataset, load, prepare
 from gcnzc.graph import Graph
-from gcnzc.hot import cached, presample
+from gcnzc.hot import cached, cached_share, presample
 from gcnzc.layerwise import inference
 from gcnzc.loader import Loader
 from gcnzc.pairs import LinkSampler
@@ -24,6 +24,7 @@ __all__ = [
     "Sampler",
     "__version__",
     "cached",
+    "cached_share",
     "inference",
     "load",
     "models",

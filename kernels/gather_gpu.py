@@ -13,6 +13,7 @@ Letters: N rows in the table, D columns, B rows asked for.
 
 import contextlib
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -106,6 +107,7 @@ def _gather_rows(
     WRAPPED: tl.constexpr,
     SCALAR: tl.constexpr,
     HOT_VECTORS: tl.constexpr,
+    HOT_MEMORIES: tl.constexpr,
     ORDERED: tl.constexpr,
     CHECKED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -116,6 +118,7 @@ def _gather_rows(
 
     The pointer is a multiple of 16 B, and lies LINE_INSET_BYTES after a line's begin. With
     HOT_VECTORS above 0, rows that have a slot come from `hot`, which has so many vectors a slot.
+    With HOT_MEMORIES above 1, `hot` has the addresses of so many memories, which slots go round.
     With SCALED 1 or 2, words are codes, with an exponent of so many bits if not 0, that are
     multiplied by the scale of their row, or of their block of SCALE_COLUMNS columns.
     """
@@ -153,7 +156,15 @@ def _gather_rows(
             is_hot = place >= 0
             # a hot row lies as far behind a line as the row itself, so that its lanes fit both
             behind = (LINE_INSET_BYTES + start) % 128 // VECTOR_BYTES
-            first_hot = place.to(tl.int64) * HOT_VECTORS + behind
+            at = place
+            copies = hot
+            if HOT_MEMORIES > 1:
+                at = place // HOT_MEMORIES
+                address = tl.load(hot + place % HOT_MEMORIES, mask=is_hot, other=0)
+                copies = address.to(tl.pointer_type(table.dtype.element_ty))
+                # memories begin on lines, which the compiler must know to load whole vectors
+                copies = tl.multiple_of(copies, [16])[:, None]
+            first_hot = at.to(tl.int64) * HOT_VECTORS + behind
         for turn in range(PASSES):
             number = turn * LANES + lane
             vector = number - lead
@@ -169,7 +180,7 @@ def _gather_rows(
                 # a number that is not known hides from the compiler that lanes could be joined
                 words += zero
             if HOT_VECTORS > 0:
-                hot_words = hot + (first_hot + vector)[:, None] * VECTOR + part[None, :]
+                hot_words = copies + (first_hot + vector)[:, None] * VECTOR + part[None, :]
                 cold = tl.load(words, mask=(wanted & (place < 0))[:, None], other=0)
                 values = tl.load(hot_words, mask=(wanted & is_hot)[:, None], other=0)
                 values = tl.where(is_hot[:, None], values, cold)
@@ -197,11 +208,24 @@ def _gather_rows(
 
 
 @dataclass(frozen=True)
+class Peers:
+    """The memories among which a hot set is split, as one of their GPUs sees them."""
+
+    addresses: Tensor  # (G,) int64, on that GPU, G above 1: where each begins, on a line
+    own: int  # which of them is that GPU's
+    kept: tuple[object, ...] = ()  # without which memories would go
+
+
+@dataclass(frozen=True)
 class HotRows:
-    """Copies of some rows of a table on the GPU that asks for them."""
+    """Copies of some rows of a table, on the GPU that asks for them or split over several.
+
+    Of a set that is split over G GPUs, slot s is at place s // G of the memory of GPU s % G.
+    """
 
     slots: Tensor  # (N,) int32: which slot holds a row's copy; -1 for none
-    memory: Tensor  # (H, stride) bytes, beginning on a line
+    memory: Tensor  # (H, stride) bytes, beginning on a line: those on the GPU that asks
+    peers: Peers | None = None  # if the set is split
 
     @property
     def num_rows(self) -> int:
@@ -210,7 +234,7 @@ class HotRows:
 
     @property
     def nbytes(self) -> int:
-        """Of both, on the GPU."""
+        """Of slots and memory, on the GPU."""
         return self.slots.nbytes + self.memory.nbytes
 
 
@@ -225,23 +249,56 @@ def hot_rows(table: Tensor, ids: Tensor, device: torch.device) -> HotRows:
         ids: (H,) int64 in [0, N), all different, on the host.
         device: where the rows go.
     """
-    num_rows, size = table.shape[0], table.element_size()
-    row_bytes, stride_bytes = table.shape[1] * size, table.stride(0) * size
-    starts = (table.data_ptr() + ids * stride_bytes) % LINE_BYTES
-    furthest = int(starts.max()) if len(ids) else 0
+    row_bytes = table.shape[1] * table.element_size()
+    furthest = int(_behind_lines(table, ids).max()) if len(ids) else 0
     room_bytes = -(-(furthest + row_bytes) // LINE_BYTES) * LINE_BYTES
-    memory = torch.zeros(len(ids) * room_bytes + LINE_BYTES, dtype=torch.int8, device=device)
-    begin = -memory.data_ptr() % LINE_BYTES
-    memory = memory[begin : begin + len(ids) * room_bytes].view(len(ids), room_bytes)
+    whole = torch.zeros(len(ids) * room_bytes + LINE_BYTES, dtype=torch.int8, device=device)
+    memory = on_lines(whole, len(ids), room_bytes)
+    copy_rows(table, ids, memory)
+    return HotRows(slots_of([ids], table.shape[0]).to(device), memory)
+
+
+def on_lines(whole: Tensor, num_rows: int, room_bytes: int) -> Tensor:
+    """(num_rows, room_bytes) of the bytes of `whole`, from the first line that begins there."""
+    begin = -whole.data_ptr() % LINE_BYTES
+    return whole[begin : begin + num_rows * room_bytes].view(num_rows, room_bytes)
+
+
+def copy_rows(table: Tensor, ids: Tensor, memory: Tensor) -> None:
+    """Copy rows of a table, each as far behind a line as the row itself.
+
+    Args:
+        table: (N, D), each row contiguous, on the host.
+        ids: (H,) int64 in [0, N), on the host.
+        memory: (H, stride) int8, beginning on a line, a multiple of lines wide that holds every
+            row where it goes; what is beside the copies stays as it is.
+    """
+    row_bytes = table.shape[1] * table.element_size()
+    starts = _behind_lines(table, ids)
     # at most as many places as there are elements in a line
     for start in starts.unique().tolist():
         at = (starts == start).nonzero().flatten()
         for part in at.split(max(1, FILL_BYTES // max(1, row_bytes))):
-            rows = table[ids[part]].contiguous().view(torch.int8).to(device)
-            memory[part.to(device), start : start + row_bytes] = rows
+            rows = table[ids[part]].contiguous().view(torch.int8).to(memory.device)
+            memory[part.to(memory.device), start : start + row_bytes] = rows
+
+
+def slots_of(parts: Sequence[Tensor], num_rows: int) -> Tensor:
+    """(N,) int32 on the host: the slots of a set that is split in `parts`, see `HotRows`.
+
+    Args:
+        parts: ids of the rows in each memory, in the order of their places; no id is twice there.
+        num_rows: N.
+    """
     slots = torch.full((num_rows,), -1, dtype=torch.int32)
-    slots[ids] = torch.arange(len(ids), dtype=torch.int32)
-    return HotRows(slots.to(device), memory)
+    for number, ids in enumerate(parts):
+        slots[ids] = number + len(parts) * torch.arange(len(ids), dtype=torch.int32)
+    return slots
+
+
+def _behind_lines(table: Tensor, ids: Tensor) -> Tensor:
+    """How many bytes behind the begin of a line each of these rows begins."""
+    return (table.data_ptr() + ids * (table.stride(0) * table.element_size())) % LINE_BYTES
 
 
 def gather_rows(
@@ -273,7 +330,8 @@ def gather_rows(
         order: (B,) int32 or int64, on the device of `ids`: in which order to take the rows, such as
             `ids.argsort()`, so that rows near each other are read at about the same time. Where
             they go does not change.
-        hot: copies of rows of this table, on the device of `ids`, which are read in its place.
+        hot: copies of rows of this table, which are read in its place: made for the device of
+            `ids`, on it or on GPUs whose memory it reads.
         scales: of a table of codes, float32, contiguous, on the device of `ids`: (N,), one for each
             row, or one for each block of columns. See `gcnzc.kernels.quantize`.
         scale_columns: of a block of columns; None for scales of rows.
@@ -319,8 +377,8 @@ def gather_rows(
     outside = torch.full((1,), -1, dtype=torch.int64, device=ids.device) if checked else ids
     programs = programs or way.programs or programs_of(out.device)
     num_programs = min(triton.cdiv(len(ids), _rows(lanes, way)), programs)
-    slots, hot_words, hot_vectors = ids, words, 0
-    if hot is not None and hot.num_rows > 0:
+    slots, hot_words, hot_vectors, hot_memories = ids, words, 0, 1
+    if hot is not None and (hot.num_rows > 0 or hot.peers is not None):
         if layout not in ("shifted", "pitched"):
             raise ValueError(
                 f"hot rows are read as shifted or pitched, not as {layout}\n\n"
@@ -328,6 +386,8 @@ def gather_rows(
             )
         slots, hot_words = hot.slots, hot.memory.view(-1).view(word)
         hot_vectors = hot.memory.shape[1] // VECTOR_BYTES
+        if hot.peers is not None:
+            hot_words, hot_memories = hot.peers.addresses, len(hot.peers.addresses)
     with _on(out.device):
         _gather_rows[(num_programs,)](
             words,
@@ -343,6 +403,7 @@ def gather_rows(
             0,
             **constants(lanes, stride_bytes, table.data_ptr(), word, out_words.stride(0), way),
             HOT_VECTORS=hot_vectors,
+            HOT_MEMORIES=hot_memories,
             ORDERED=order is not None,
             CHECKED=checked,
             SCALED=0 if scales is None else 1 if scale_columns is None else 2,
@@ -374,7 +435,7 @@ def constants(
     out_stride: int,
     way: Way = USUAL,
 ) -> dict[str, int | bool]:
-    """What `_gather_rows` is compiled for, besides HOT_VECTORS, ORDERED, CHECKED and scales.
+    """What `_gather_rows` is compiled for, besides hot rows, ORDERED, CHECKED and scales.
 
     Args:
         lanes: of the table, whose first row is at address `base`, and each other `stride_bytes`

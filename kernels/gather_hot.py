@@ -1,4 +1,4 @@
-"""Gather rows of which some are hot: copies of them lie on the GPU that asks for them.
+"""Gather rows of which some are hot: copies lie on the GPU that asks, or on others that it reads.
 
 Hits and misses are told apart within the one kernel of `gcnzc.kernels.gather_gpu`. A CPU has every
 row at hand and gathers as ever; here it counts how many of the rows a GPU would have found.
@@ -43,9 +43,9 @@ def gather_hot(
 
     Args:
         table: (N, D), each row contiguous, page-locked on the host.
-        ids: (B,) int32 or int64 in [0, N), on the GPU of the copies; checked if the environment
-            has GCNZC_CHECK_IDS. Under Triton's interpreter all may lie on the host.
-        hot: made of this table by `gcnzc.kernels.gather_gpu.hot_rows`.
+        ids: (B,) int32 or int64 in [0, N), on the GPU that the copies are for; checked if the
+            environment has GCNZC_CHECK_IDS. Under Triton's interpreter all may lie on the host.
+        hot: made of this table by `gcnzc.kernels.gather_gpu.hot_rows`, or split over several GPUs.
         out: (B, D) to write into, each row contiguous, where `ids` lie; of the dtype of `table`, or
             with scales of float32, float16 or bfloat16; allocated if None.
         scales: of a table of codes, where `ids` lie; see `gcnzc.kernels.gather.gather`.

@@ -1,8 +1,10 @@
-"""A CUDA driver of which only the page-locking is there: what is locked, and what it refuses."""
+"""CUDA drivers of which only parts are there: page-locking, or memory that GPUs open to others."""
 
 import contextlib
 import threading
 import time
+
+import torch
 
 from gcnzc import driver as cuda
 from gcnzc.mappings import PAGE_BYTES
@@ -124,3 +126,64 @@ class FakeDriver:
                 return False
             at = found[1] if self.tells else at + 1
         return True
+
+
+class FakePeers:
+    """A CUDA driver of which only the memory is there that GPUs open to others.
+
+    It lies on the host, so that Triton's interpreter reads it, for processes that are one.
+
+    Args:
+        codes: what calls answer, by their names; others do what they are asked for.
+        lies: what is opened has other bytes.
+    """
+
+    def __init__(self, codes=None, lies=False):
+        self.codes, self.lies = codes or {}, lies
+        self.calls = []
+        # what was given and opened, by address
+        self.given, self.opened = {}, {}
+
+    def _answer(self, *call):
+        self.calls.append(call)
+        return self.codes.get(call[0], 0)
+
+    def allocate(self, device, num_bytes):
+        code = self._answer("allocate", device)
+        if code != 0:
+            return code, None
+        # of any values, and on no line
+        memory = torch.randint(-128, 128, (num_bytes + 7,), dtype=torch.int8)[7:]
+        self.given[memory.data_ptr()] = memory
+        return 0, memory
+
+    def enable_peer(self, device, peer):
+        return self._answer("enable_peer", device, peer)
+
+    def export(self, device, address):
+        assert address in self.given, "handles are of whole allocations"
+        return self._answer("export", device), address.to_bytes(64, "little")
+
+    def open(self, device, handle):
+        code = self._answer("open", device)
+        if code != 0:
+            return code, 0
+        memory = self.given[int.from_bytes(handle, "little")]
+        # where the reader sees it is not where its owner does; it lies as far behind a line
+        room = torch.empty(len(memory) + 128, dtype=torch.int8)
+        begin = (memory.data_ptr() - room.data_ptr()) % 128
+        seen = room[begin : begin + len(memory)].copy_(memory)
+        if self.lies:
+            seen += 1
+        self.opened[seen.data_ptr()] = seen
+        return 0, seen.data_ptr()
+
+    def close(self, device, address):
+        del self.opened[address]
+        return self._answer("close", device)
+
+    def error_name(self, code):
+        return f"CUDA_ERROR_NUMBER ({code})"
+
+    def synchronize(self):
+        self.calls.append(("synchronize",))

@@ -1,8 +1,10 @@
 """The driver's functions are called as cuda.h declares them; on a GPU, the driver itself."""
 
+import contextlib
 import ctypes
 import inspect
 import mmap
+import re
 import threading
 
 import numpy as np
@@ -15,8 +17,16 @@ from gcnzc.mappings import PAGE_BYTES as PAGE
 
 # an address and a size that do not fit into 32 bits
 ADDRESS, BYTES = 0x7F12_3456_7000, 48 << 30
+# zeros are part of it
+HANDLE = bytes([7, 0, 0, 255]) * 16
 
 C = ctypes
+
+
+class IpcHandle(C.Structure):
+    """As cuda.h has it."""
+
+    _fields_ = (("reserved", C.c_char * 64),)
 
 
 class Library:
@@ -28,15 +38,22 @@ class Library:
         self.attributes = {}
         self.pointers = {}
         self.used = {0}
+        self.codes = {}
         self._kept = []
         int_at, uint_at = C.POINTER(C.c_int), C.POINTER(C.c_uint)
         word_at, name_at = C.POINTER(C.c_uint64), C.POINTER(C.c_char_p)
         # as cuda.h has them
+        self._define("cuCtxEnablePeerAccess", C.c_void_p, C.c_uint)
         self._define("cuCtxGetCurrent", C.POINTER(C.c_void_p))
         self._define("cuDeviceGet", int_at, C.c_int)
         self._define("cuDeviceGetAttribute", int_at, C.c_int, C.c_int)
         self._define("cuDevicePrimaryCtxGetState", C.c_int, uint_at, int_at)
         self._define("cuGetErrorName", C.c_int, name_at)
+        self._define("cuIpcCloseMemHandle", C.c_uint64)
+        self._define("cuIpcGetMemHandle", C.POINTER(C.c_char * 64), C.c_uint64)
+        self._define("cuIpcOpenMemHandle_v2", word_at, IpcHandle, C.c_uint)
+        self._define("cuMemAlloc_v2", word_at, C.c_size_t)
+        self._define("cuMemFree_v2", C.c_uint64)
         self._define("cuMemHostGetDevicePointer_v2", word_at, C.c_uint64, C.c_uint)
         self._define("cuMemHostRegister_v2", C.c_uint64, C.c_uint64, C.c_uint)
         self._define("cuMemHostUnregister", C.c_uint64)
@@ -72,6 +89,31 @@ class Library:
             return cuda.INVALID_VALUE
         name[0] = b"CUDA_ERROR_OUT_OF_MEMORY"
         return 0
+
+    def _say(self, *call):
+        self.calls.append(call)
+        return self.codes.get(call[0], 0)
+
+    def _cuCtxEnablePeerAccess(self, context, flags):
+        return self._say("enable", self.context, context, flags)
+
+    def _cuIpcCloseMemHandle(self, address):
+        return self._say("close", self.context, address)
+
+    def _cuIpcGetMemHandle(self, handle, address):
+        C.memmove(handle, HANDLE, 64)
+        return self._say("export", self.context, address)
+
+    def _cuIpcOpenMemHandle_v2(self, address, handle, flags):
+        address[0] = ADDRESS + (1 << 41)
+        return self._say("open", self.context, bytes(handle), flags)
+
+    def _cuMemAlloc_v2(self, address, num_bytes):
+        address[0] = ADDRESS
+        return self._say("allocate", self.context, num_bytes)
+
+    def _cuMemFree_v2(self, address):
+        return self._say("free", self.context, address)
 
     def _cuMemHostGetDevicePointer_v2(self, seen, address, flags):
         self.calls.append(("seen", address, flags))
@@ -219,10 +261,76 @@ def test_one_lost_gpu_does_not_keep_from_waiting_for_the_others(driver, library,
     assert waited == [0, 1, 2]
 
 
+@pytest.fixture
+def contexts(driver, library, monkeypatch):
+    """Each GPU has a context, which is the present one after a call of the runtime there."""
+
+    @contextlib.contextmanager
+    def on(device):
+        before = library.context
+        yield setattr(library, "chosen", device)
+        library.context = before
+
+    def wait(device=None):
+        library.context = 50 + (library.chosen if device is None else device)
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+
+
+@pytest.mark.usefixtures("contexts")
+def test_a_gpu_reads_another_s_memory(driver, library):
+    assert driver.enable_peer(0, 2) == 0
+    # from the context of one into that of the other
+    assert library.calls == [("enable", 50, 52, 0)]
+    library.codes = {"enable": cuda.PEER_ACCESS_ALREADY_ENABLED}
+    assert driver.enable_peer(2, 0) == 0
+    assert library.calls[1:] == [("enable", 52, 50, 0)]
+    library.codes = {"enable": 217}
+    assert driver.enable_peer(0, 1) == 217
+
+
+@pytest.mark.usefixtures("contexts")
+def test_memory_between_processes(driver, library):
+    assert driver.export(1, ADDRESS) == (0, HANDLE)
+    assert driver.open(2, HANDLE) == (0, ADDRESS + (1 << 41))
+    assert driver.close(2, ADDRESS) == 0
+    expected = [("export", 51, ADDRESS), ("open", 52, HANDLE, 1), ("close", 52, ADDRESS)]
+    assert library.calls == expected
+    library.codes = {"export": 801, "open": 205, "close": 1}
+    assert driver.export(1, ADDRESS)[0] == 801
+    assert driver.open(2, HANDLE)[0] == 205
+    assert driver.close(2, ADDRESS) == 1
+
+
+@pytest.mark.usefixtures("contexts")
+def test_memory_is_given_back_when_nothing_refers_to_it(driver, library, monkeypatch):
+    def taken_over(memory, device):
+        assert device == torch.device("cuda", 1)
+        return memory
+
+    monkeypatch.setattr(torch, "as_tensor", taken_over)
+    code, memory = driver.allocate(1, 5 << 20)
+    described = memory.__cuda_array_interface__
+    assert (code, described["data"], described["shape"]) == (0, (ADDRESS, False), (5 << 20,))
+    assert described["typestr"] == "|i1"
+    # whole blocks
+    assert library.calls == [("allocate", 51, 6 << 20)]
+    waited = []
+    monkeypatch.setattr(Driver, "synchronize", lambda self: waited.append(len(library.calls)))
+    del memory
+    # after all GPUs were waited for
+    assert waited == [1]
+    assert library.calls[1:] == [("free", 51, ADDRESS)]
+    library.codes = {"allocate": cuda.OUT_OF_MEMORY}
+    assert driver.allocate(1, 5) == (cuda.OUT_OF_MEMORY, None)
+
+
 def test_every_function_that_is_declared_is_called():
     source = inspect.getsource(Driver)
     for name in cuda.SIGNATURES:
-        assert f'_call("{name}"' in source or f"_library.{name}(" in source, name
+        called = rf'_call\("{name}"|_call_on\(\s*\w+,\s*"{name}"|_library\.{name}\('
+        assert re.search(called, source), name
 
 
 @pytest.mark.gpu

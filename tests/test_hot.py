@@ -1,6 +1,7 @@
 """Hot sets: what is predicted of them happens, and tables that have them give the same rows."""
 
 import json
+import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_driver import FakePeers
 from PIL import Image
 from test_cli import said
 from tiny_graph import tiny
 
 import gcnzc
-from gcnzc import hot, record
+from gcnzc import hot, peers, record
 from gcnzc.cli import main
 from gcnzc.config import EvaluateConfig, TrainConfig, hot_size
 from gcnzc.datasets.generate import Shape, make
@@ -398,6 +400,156 @@ def test_codes_are_cached_as_they_are_stored(scale_columns, dtype, device):
     assert mine.counters().bytes_saved == 2 * 30 * int(torch.isin(ids, mine.hot).sum())
 
 
+@pytest.mark.parametrize("gpus", [2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_split_set_gathers_the_same_rows(dtype, gpus, small):
+    graph, _ = small
+    table = FeatureTable((100 * table_for(graph).rows).to(dtype))
+    scores = torch.rand(graph.num_nodes)
+    mine = gcnzc.cached(table, 0.2, scores, devices=["cpu"] * gpus)
+    own = hot.ranked(scores)[: mine.num_hot : gpus]
+    asked = hits = peer_hits = 0
+    for count in (0, 1, 5000):
+        for kind in (torch.int32, torch.int64):
+            ids = torch.randint(graph.num_nodes, (count,), dtype=kind)
+            assert torch.equal(mine.gather(ids), table.gather(ids))
+            asked, found = asked + count, torch.isin(ids, mine.hot)
+            hits += int(found.sum())
+            peer_hits += int((found & ~torch.isin(ids, own)).sum())
+    row_bytes = 6 * dtype.itemsize
+    assert mine.counters() == hot.Counters(asked, hits, row_bytes, peer_hits)
+    assert mine.counters().own_hit_rate == (hits - peer_hits) / asked
+    assert mine.counters().bytes_saved == hits * row_bytes
+    assert repr(mine).endswith(f"{mine.num_hot} hot rows split over {gpus} GPUs, counted)")
+    with pytest.raises(IndexError, match=f"id {graph.num_nodes} is not in a table"):
+        mine.gather(torch.tensor([0, graph.num_nodes]))
+    assert mine.peer_hits(torch.tensor([0, graph.num_nodes])) == 0
+    assert mine.counters().rows == asked
+    mine.reset_counters()
+    assert mine.counters() == hot.Counters(0, 0, row_bytes)
+    assert mine.counters().own_hit_rate == 0.0
+
+
+def test_a_set_of_one_gpu_is_not_split():
+    table, scores = FeatureTable(torch.randn(50, 3)), torch.rand(50)
+    for mine in (
+        gcnzc.cached(table, 0.2, scores, devices=["cpu"]),
+        (share := gcnzc.cached_share(table, 0.2, scores, number=0, of=1, device="cpu")).joined(
+            [share.handle]
+        ),
+    ):
+        mine.gather(torch.arange(50))
+        assert mine.counters() == hot.Counters(50, 10, 12, peer_hits=0)
+        assert mine.gpus == 1
+
+
+def test_copies_of_several_gpus_are_what_is_gathered(monkeypatch):
+    """GPUs whose memories lie on the host, where the interpreter is the first of them."""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
+    table, scores = FeatureTable(torch.randn(200, 30)), torch.rand(200)
+    mine = gcnzc.cached(table, 0.3, scores, devices=["cpu"] * 3)
+    places = [torch.device("cpu")] * 3
+    copies = peers.split(table.rows, hot.ranked(scores)[:60], places, FakePeers())
+    before, ids = table.rows.clone(), torch.randint(200, (500,))
+    table.rows[mine.hot] = 0
+    counted = mine.peer_hits(ids)
+    for number, first in enumerate(copies):
+        others = tuple(each for each in copies if each is not first)
+        again = replace(mine, copies=first, others=others, _peer_tally=hot._Tally())
+        again.reset_counters()
+        assert again.hot_nbytes == first.nbytes == hot.hot_bytes(table, 60, 3)
+        assert torch.equal(again.gather(ids), before[ids])
+        own = hot.ranked(scores)[number:60:3]
+        hits = int(torch.isin(ids, mine.hot).sum())
+        peer_hits = hits - int(torch.isin(ids, own).sum())
+        assert again.counters() == hot.Counters(500, hits, 120, peer_hits)
+        # by bits, and by slots
+        assert number > 0 or peer_hits == counted
+
+
+@pytest.mark.parametrize("of", [1, 3])
+def test_processes_split_a_set(of, small):
+    graph, seeds = small
+    table = table_for(graph)
+    options = {"fanouts": [5, 5], "batch_size": 64, "seed": 2}
+    counted = gcnzc.presample(graph, seeds, [5, 5], 64, seed=2)
+    shares = [
+        gcnzc.cached_share(table, 0.1, counted, number=number, of=of, device="cpu")
+        for number in range(of)
+    ]
+    sent = [pickle.loads(pickle.dumps(share.handle)) for share in shares]
+    whole = gcnzc.cached(table, 0.1, counted, device="cpu")
+    for number, share in enumerate(shares):
+        mine = share.joined(sent[::-1])
+        assert torch.equal(mine.hot, whole.hot)
+        own = hot.ranked(counted.scores)[number : mine.num_hot : of]
+        assert (mine.hits(own), mine.peer_hits(own)) == (len(own), 0)
+        assert mine.predicted_hit_rate == pytest.approx(whole.predicted_hit_rate, rel=1e-12)
+        loader = Loader(graph, mine, seeds, **options, rank=number, world_size=of)
+        for batch in loader:
+            assert torch.equal(batch.x, table.rows[batch.nodes])
+        counters = mine.counters()
+        assert abs(counters.hit_rate - mine.predicted_hit_rate) < 0.03
+        assert abs(counters.own_hit_rate - mine.predicted_own_hit_rate) < 0.03 / of
+        assert (counters.peer_hits > 0) == (of > 1)
+    with pytest.raises(ValueError, match="of a hot set that"):
+        shares[0].joined(sent[1:])
+    other = gcnzc.cached_share(table, 0.2, counted, number=0, of=of, device="cpu")
+    with pytest.raises(ValueError, match="share 0 is of 12000 of 60000 rows"):
+        shares[-1].joined([other.handle, *sent[1:]])
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_every_gpu_has_as_much_of_what_is_hot(gpus, small):
+    graph, seeds = small
+    counted = hot.presample(graph, seeds, [5, 5], 64, batches=20)
+    sizes, degrees = [600, 6000], graph.in_degrees()
+    fresh = hot.needed(Loader(graph, None, seeds, [5, 5], 64), 60)
+    for rates, own in (
+        (counted.hit_rates(sizes), counted.own_hit_rates(sizes, gpus)),
+        (counted.hit_rates_by(degrees, sizes), counted.own_hit_rates_by(degrees, sizes, gpus)),
+        (
+            hot.hit_rates_of(hot.ranked(degrees), fresh, sizes),
+            hot.own_hit_rates_of(hot.ranked(degrees), fresh, sizes, gpus),
+        ),
+    ):
+        for rate, of_gpus in zip(rates, own, strict=True):
+            assert len(of_gpus) == gpus
+            assert sum(of_gpus) == pytest.approx(rate, rel=1e-9)
+            # and no link carries much more than another
+            assert max(of_gpus) - min(of_gpus) < 0.1 * rate / gpus
+
+
+def test_sizes_of_split_sets():
+    table, scores = FeatureTable(torch.zeros(1000, 100)), torch.rand(1000)
+    for gpus in (1, 2, 3):
+        # bytes are of each GPU, a share is of the whole set
+        num_bytes = hot.hot_bytes(table, 50)
+        mine = gcnzc.cached(table, num_bytes, scores, devices=["cpu"] * gpus)
+        assert mine.num_hot == 50 * gpus
+        assert mine.hot_nbytes == num_bytes
+        mine = gcnzc.cached(table, 0.2, scores, devices=["cpu"] * gpus)
+        assert mine.num_hot == 200
+        most = -(-200 // gpus)
+        assert mine.hot_nbytes == hot.hot_bytes(table, most) == hot.hot_bytes(table, 200, gpus)
+        assert gcnzc.cached(table, 10**9, scores, devices=["cpu"] * gpus).num_hot == 1000
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"devices": ["cpu", "cuda:0"]},
+        {"devices": ["cuda:1", "cuda:0", "cuda:1"]},
+        {"devices": ["cpu", "cpu"], "device": "cpu"},
+        {"devices": []},
+    ],
+    ids=str,
+)
+def test_devices_that_cannot_split_a_set(given):
+    with pytest.raises(ValueError, match=r"cannot be split over \[.*\](.|\n)*hint: GPUs"):
+        gcnzc.cached(FeatureTable(torch.zeros(10, 2)), 0.5, torch.rand(10), **given)
+
+
 @pytest.mark.gpu
 def test_a_loader_on_a_gpu(small, device):
     graph, seeds = small
@@ -556,6 +708,40 @@ def test_plan_cache(folder, tmp_path, capsys):
         # both rankings are there, in matplotlib's first two colours
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
     assert {(31, 119, 180), (255, 127, 14)} <= colours
+
+
+def test_a_plan_for_several_gpus(folder):
+    data = gcnzc.load(folder)
+    seeds, degrees = data.split["train"], data.graph.in_degrees()
+    counted = hot.presample(data.graph, seeds, [3, 3], 128, batches=40)
+    fresh = hot.needed(Loader(data.graph, None, seeds, [3, 3], 128), 40)
+    one = hot.plan(counted, data.table, degrees, fresh)
+    found = hot.plan(counted, data.table, degrees, fresh, gpus=4)
+    assert (one["gpus"], found["gpus"]) == (1, 4)
+    for line, alone in zip(found["sizes"], one["sizes"], strict=True):
+        assert line["memory_bytes"] == hot.hot_bytes(data.table, -(-line["rows"] // 4))
+        for name in hot.RANKINGS:
+            figures = line[name]
+            for how in ("predicted", "measured"):
+                rate, own = figures[f"{how}_hit_rate"], figures.pop(f"{how}_own_hit_rates")
+                peer = figures.pop(f"{how}_peer_hit_rate")
+                assert len(own) == 4
+                assert peer == pytest.approx(rate * 3 / 4, rel=1e-9)
+                assert sum(own) == pytest.approx(rate, rel=1e-9)
+            # what comes from the host is the same
+            assert figures == alone[name]
+        own = counted.own_hit_rates([line["rows"]], 4)[0]
+        assert sum(own) == pytest.approx(line["presampled"]["predicted_hit_rate"], rel=1e-9)
+    found = hot.plan(counted, data.table, degrees, gpus=4)
+    assert json.loads(json.dumps(found)) == found
+    told = hot.lines(found)
+    assert "a hot set that 4 GPUs split keeps off the bus" in told[0]
+    assert "memory a GPU" in told[1]
+    assert told[1].count("of it by peers") == 2
+    peer = found["sizes"][-1]["presampled"]["predicted_peer_hit_rate"]
+    assert told[-1].split()[-2] == f"{peer:.1%}"
+    # of one GPU nothing is told apart
+    assert "peers" not in "".join(hot.lines(one))
 
 
 def test_plan_cache_of_a_graph_without_features(tmp_path, capsys):

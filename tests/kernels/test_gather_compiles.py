@@ -30,7 +30,7 @@ def program(case, arch):
     way = Way(warps=case["warps"] or None, vectors=case["vectors"] or None)
     options = constants(lanes, case["stride_bytes"], case["base"], word, case["out_stride"], way)
     options |= {"ORDERED": case["ordered"], "CHECKED": case["checked"]}
-    options["HOT_VECTORS"] = case["hot_vectors"]
+    options |= {"HOT_VECTORS": case["hot_vectors"], "HOT_MEMORIES": case["hot_memories"]}
     options |= {"SCALED": case["scaled"], "SCALE_COLUMNS": case["scale_columns"]}
     options["EXPONENT_BITS"] = EXPONENT_BITS.get(getattr(torch, case["codes"]), 0)
     letters = {"int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "float16": "fp16",
@@ -38,7 +38,8 @@ def program(case, arch):
     table, out = (f"*{letters[case[name]]}" for name in ("word", "out_word"))
     ids = "*" + case["ids"]
     types = dict(table=table, ids=ids, places=ids, out=out, outside="*i64")
-    types |= dict(slots="*i32", hot=table, scales="*fp32" if case["scaled"] else ids)
+    hot = table if case["hot_memories"] == 1 else "*i64"
+    types |= dict(slots="*i32", hot=hot, scales="*fp32" if case["scaled"] else ids)
     types |= dict(num_ids="i32", num_rows="i64", zero="i32")
     names = list(_gather_rows.arg_names)
     # what a launch knows of pointers that torch allocated
@@ -70,6 +71,7 @@ class Case:
     ordered: bool = False
     checked: bool = False
     hot_vectors: int = 0
+    hot_memories: int = 1
     scaled: int = 0
     scale_columns: int = 0
     codes: str = "int8"
@@ -175,6 +177,20 @@ def test_baselines_load_what_they_say(arch, tmp_path):
         # the first four are ids; passes may be unrolled
         assert loads[:4] == [8] * 4, (case, loads)
         assert set(loads[4:]) == {size}, (case, loads)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_hot_rows_of_several_memories_are_loaded_as_widely(arch, tmp_path):
+    """Each row costs one load more, of the address where its memory begins."""
+    cases = [
+        Case("shifted", 400, 400, 0, 4, "int64", hot_vectors=32, hot_memories=2),
+        Case("shifted", 1204, 1204, 0, 2, "int32", hot_vectors=88, hot_memories=3),
+        Case("pitched", 404, 512, 0, 4, "int32", hot_vectors=32, hot_memories=8),
+    ]
+    for case, made in zip(cases, compiled(cases, arch, tmp_path), strict=True):
+        loads = global_bytes(made["ptx"], "ld")
+        assert sorted(loads) == [4] * 4 + [8] * 8 + [16] * 8, (case, loads)
+        assert ".local" not in made["ptx"], case
 
 
 def test_hot_rows_are_loaded_as_widely(tmp_path):

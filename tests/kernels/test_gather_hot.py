@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from gcnzc.kernels.gather import gather_reference
-from gcnzc.kernels.gather_gpu import hot_rows
+from gcnzc.kernels.gather_gpu import (
+    HotRows,
+    Peers,
+    copy_rows,
+    hot_rows,
+    on_lines,
+    slots_of,
+)
 from gcnzc.kernels.gather_hot import (
     count_into,
     count_marked,
@@ -53,6 +60,18 @@ def readable(table, device):
     return table if device.type == "cpu" else table.pin_memory()
 
 
+def split_rows(table, parts, device, own=0):
+    """Copies in as many memories as there are parts, all on one device."""
+    room, memories = room_bytes(table), []
+    for ids in parts:
+        whole = torch.full((len(ids) * room + 128,), 85, dtype=torch.int8, device=device)
+        memories.append(on_lines(whole, len(ids), room))
+        copy_rows(table, ids, memories[-1])
+    places = [memory.data_ptr() for memory in memories]
+    peers = Peers(torch.tensor(places, device=device), own, tuple(memories))
+    return HotRows(slots_of(parts, len(table)).to(device), memories[own], peers)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_equals_the_plain_gather(share, dtype, device):
@@ -77,6 +96,46 @@ def test_hits_are_read_from_the_copies_and_misses_from_the_table(share, device):
     ids = torch.randint(ROWS, (80,))
     found = gather_hot(table, ids.int().to(device), copies)
     assert same_bits(found, gather_hot_reference(table, ids, hot, kept))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_split_rows_equal_the_plain_gather(gpus, dtype, device):
+    for columns, pad in ((1, 0), (25, 3), (100, 0), (301, 1)):
+        table = readable(table_of(dtype, columns, pad), device)
+        # of very different sizes
+        parts = torch.randperm(ROWS)[:20].split([17, *[1] * (gpus - 2), 5 - gpus])
+        copies, ids = split_rows(table, parts, device), torch.randint(ROWS, (57,))
+        kept = table[torch.cat(parts)].clone()
+        table.view(torch.uint8)[torch.cat(parts)] = 0
+        expected = gather_hot_reference(table, ids, torch.cat(parts), kept)
+        for asked in (ids, ids.int(), ids[:0]):
+            found = gather_hot(table, asked.to(device), copies)
+            assert same_bits(found, expected[: len(asked)]), (columns, pad)
+
+
+@pytest.mark.parametrize("own", [0, 2])
+@pytest.mark.parametrize("gpus", [4, 8])
+def test_memories_may_be_empty(own, gpus, device):
+    table = readable(table_of(torch.float32, 25), device)
+    parts = [torch.tensor([7]), torch.tensor([39]), *[torch.arange(0)] * (gpus - 2)]
+    copies = split_rows(table, parts, device, own)
+    assert copies.num_rows == len(parts[own])
+    assert copies.nbytes == 4 * ROWS + copies.memory.nbytes
+    ids = torch.arange(ROWS)
+    assert same_bits(gather_hot(table, ids.to(device), copies), gather_reference(table, ids))
+    with pytest.raises(IndexError, match=f"id {ROWS} at 0"):
+        gather_hot(table, torch.tensor([ROWS, 7], device=device), copies)
+
+
+def test_slots_go_round():
+    parts = [torch.tensor([5, 3, 0]), torch.tensor([1]), torch.tensor([4, 6])]
+    slots = slots_of(parts, 8)
+    assert slots.tolist() == [6, 1, -1, 3, 2, 0, 5, -1]
+    for number, ids in enumerate(parts):
+        assert (slots[ids] % 3 == number).all()
+        assert (slots[ids] // 3).tolist() == list(range(len(ids)))
+    assert slots_of([], 3).tolist() == [-1, -1, -1]
 
 
 def test_into_rows_that_lie_apart(device):
