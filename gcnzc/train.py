@@ -324,9 +324,10 @@ class _Run:
             place = (self.config.seed, rank + 1, world_size, self.epoch, self.loader.shares.done)
             torch.manual_seed(_mixed(*place))
             return
-        torch.set_rng_state(state["rng"][rank])
+        # torch 2.13 crashes on a state that is part of another tensor
+        torch.set_rng_state(state["rng"][rank].clone())
         if self.device.type == "cuda" and "cuda_rng" in state:
-            torch.cuda.set_rng_state(state["cuda_rng"][rank], self.device)
+            torch.cuda.set_rng_state(state["cuda_rng"][rank].clone(), self.device)
 
     def save(self) -> None:
         """Write the checkpoint, on all workers together."""

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from gcnzc.exchange.choices import (
@@ -33,6 +34,7 @@ from gcnzc.exchange.choices import (
     vote_tensor,
 )
 from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.meeting import met
 from gcnzc.exchange.requests import (
     Algorithm,
     AllGather,
@@ -487,12 +489,14 @@ def joined(
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         backend = "nccl" if torch.cuda.device_count() >= local else "gloo"
     try:
-        store, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
-        store.set_timeout(timeout)
+        whole, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
+        whole.set_timeout(timeout)
+        name = met(whole, rank, world_size, JOIN_S)
+        store = PrefixStore(name, whole)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         raise WorkerLost(
             f"worker {os.environ['RANK']} of {os.environ['WORLD_SIZE']} met no others at "
             f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')} within {JOIN_S:g} s: "

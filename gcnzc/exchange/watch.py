@@ -12,24 +12,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+from gcnzc.exchange.meeting import Store
 
 BEAT_S = 1.0
 # of beats missed, after which a worker counts as silent
 MISSED = 3
-
-
-class Store(Protocol):
-    """What is used of torch's stores."""
-
-    def set(self, key: str, value: str) -> object:
-        """Write."""
-
-    def get(self, key: str) -> bytes:
-        """Read; waits until the key is there."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all of them are there."""
 
 
 @dataclass(frozen=True)
