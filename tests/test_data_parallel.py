@@ -1,0 +1,246 @@
+"""W workers on shares of a graph's minibatches equal one worker on the whole."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from processes import results, talk, workers
+from torch import nn
+from training import saved, train_as_worker
+
+import gcnzc
+from gcnzc import FeatureTable, Graph, Loader, models, prepare
+from gcnzc.config import TrainConfig
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.exchange import Group, lockstep
+from gcnzc.optim import Averaged
+from gcnzc.replicas import made_alike
+from gcnzc.train import train
+
+STEPS, TOTAL = 30, 48
+COUNT, COLUMNS, CLASSES = 300, 6, 4
+
+
+class WithEverything(nn.Module):
+    """A model with an embedding of the nodes, and a tied and an unused parameter."""
+
+    def __init__(self, model: nn.Module, *, sparse: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.table = nn.Embedding(COUNT, COLUMNS, sparse=sparse)
+        self.first = nn.Linear(COLUMNS, COLUMNS)
+        self.second = nn.Linear(COLUMNS, COLUMNS)
+        self.second.weight = self.first.weight
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, batch) -> torch.Tensor:
+        x = batch.x.double() + self.table(batch.nodes.long())
+        return self.model(batch.blocks, self.second(self.first(x)))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    # threads of torch that wait for one another are slow where cores are shared
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    generator = torch.Generator().manual_seed(5)
+    ends = torch.randint(COUNT, (2, 2500), generator=generator)
+    return Graph.from_edges(*ends, COUNT)
+
+
+def build(kind, sparse):
+    torch.manual_seed(7)
+    return WithEverything(
+        kind(COLUMNS, 8, CLASSES, num_layers=2, dropout=0.0), sparse=sparse
+    ).double()
+
+
+def steps(graph, model, inner, rank, world_size):
+    """Thirty steps of one worker, over several epochs, with a last minibatch that is not full."""
+    generator = torch.Generator().manual_seed(6)
+    table = FeatureTable(torch.randn(COUNT, COLUMNS, generator=generator))
+    labels = torch.randint(CLASSES, (COUNT,), generator=generator)
+    loader = Loader(
+        graph,
+        table,
+        torch.arange(COUNT - 13),
+        [4, 3],
+        TOTAL // world_size,
+        labels=labels,
+        rank=rank,
+        world_size=world_size,
+        threads=1,
+    )
+    optimizer = Averaged(inner(model.parameters()), Group())
+    yield from made_alike(model, rank)
+    taken = 0
+    while taken < STEPS:
+        for step, batch in enumerate(loader):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch), batch.y).backward()
+            optimizer.weight = loader.shares.weight(step)
+            yield from optimizer.algorithm()
+            taken += 1
+
+
+INNER = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", [models.SAGE, models.GCN, models.GAT])
+@pytest.mark.parametrize("inner", INNER)
+def test_shares_equal_the_whole(kind, inner, graph):
+    # the embedding is sparse where the optimizer takes that
+    sparse = False
+    expected = build(kind, sparse)
+    lockstep([steps(graph, expected, INNER[inner], 0, 1)])
+    moved = build(kind, sparse)
+    assert not torch.equal(expected.first.weight, moved.first.weight)
+    assert torch.equal(expected.unused, moved.unused)
+    for world_size in (2, 3, 4, 8):
+        replicas = [build(kind, sparse) for _ in range(world_size)]
+        lockstep(
+            [
+                steps(graph, model, INNER[inner], rank, world_size)
+                for rank, model in enumerate(replicas)
+            ]
+        )
+        for model in replicas:
+            for (name, found), right in zip(
+                model.named_parameters(), expected.parameters(), strict=True
+            ):
+                torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-10, msg=name)
+
+
+def test_a_sparse_embedding_of_nodes(graph):
+    plain = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    expected = build(models.SAGE, sparse=True)
+    lockstep([steps(graph, expected, plain, 0, 1)])
+    replicas = [build(models.SAGE, sparse=True) for _ in range(3)]
+    lockstep([steps(graph, model, plain, rank, 3) for rank, model in enumerate(replicas)])
+    for model in replicas:
+        for found, right in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-10)
+
+
+# runs of several processes
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parallel")
+    make(folder / "raw", "planted", Shape(2000, 12000, 24, 4), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    return TrainConfig(
+        data=folder / "graph",
+        fanouts=(5, 5),
+        layers=2,
+        hidden=16,
+        batch_size=60,
+        epochs=2,
+        lr=0.01,
+        dropout=0.0,
+        optimizer="sgd",
+    )
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_a_run_of_two_workers_is_that_of_one(batch_norm, config, tmp_path):
+    alone = train(replace(config, batch_norm=batch_norm), tmp_path / "alone")
+    halves = replace(config, batch_norm=batch_norm, batch_size=30)
+    found = results(2, tmp_path, train_as_worker, halves, tmp_path / "two")
+    assert found[0]["workers"] == 2
+    assert found[0]["bytes_sent"] > 0
+    # both have chosen the same model by the same scores
+    assert found[0]["best_epoch"] == found[1]["best_epoch"]
+    assert found[0]["test_accuracy"] == found[1]["test_accuracy"]
+    one, two = lines(tmp_path / "alone" / "record.jsonl"), lines(tmp_path / "two" / "record.jsonl")
+    for a, b in zip(one, two, strict=True):
+        assert (a["seeds"], a["steps"]) == (b["seeds"], b["steps"])
+        if not batch_norm:
+            # normalised over its own share, a minibatch is another one
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+    if not batch_norm:
+        before, after = saved(tmp_path / "alone"), saved(tmp_path / "two")
+        for name, value in before["model"].items():
+            torch.testing.assert_close(after["model"][name], value, rtol=1e-3, atol=1e-4)
+        assert alone["test_accuracy"] == pytest.approx(found[0]["test_accuracy"], abs=0.01)
+    # what each did in each epoch
+    each = lines(tmp_path / "two" / "workers.jsonl")
+    assert [(line["epoch"], line["worker"]) for line in each] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sum(line["seeds"] for line in each[:2]) == one[0]["seeds"]
+    assert all(line["exchange_s"] > 0 for line in each)
+
+
+def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(config, tmp_path):
+    config = replace(config, batch_size=30, dropout=0.3)
+    whole = tmp_path / "whole"
+    results(2, tmp_path, train_as_worker, config, whole)
+    for folder, after in ((tmp_path / "cut", 2), (tmp_path / "other", 3)):
+        stopped = results(2, tmp_path, train_as_worker, config, folder, 7)
+        assert stopped[0] == stopped[1] == "stopped in epoch 1; all is saved"
+        state = saved(folder)
+        assert state["in_epoch"]
+        # the first of them asked in its seventh step, and both stopped after it
+        assert state["loader"]["position"] == 7
+        more = replace(config, resume=folder)
+        found = results(after, tmp_path, train_as_worker, more, folder)
+        assert found[0]["workers"] == after
+        assert [line["seeds"] for line in lines(folder / "record.jsonl")] == [
+            line["seeds"] for line in lines(whole / "record.jsonl")
+        ]
+    for name, value in saved(whole)["model"].items():
+        assert torch.equal(saved(tmp_path / "cut")["model"][name], value)
+
+
+def test_what_fails_on_the_first_worker_fails_on_all_at_once(config, tmp_path):
+    train(replace(config, epochs=1), tmp_path / "there")
+    began = time.monotonic()
+    with workers(2, tmp_path, train_as_worker, config, tmp_path / "there") as processes:
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 1
+    assert time.monotonic() - began < 40
+    assert "already holds a run" in talk(tmp_path, 0)
+    assert "Followed: worker 0 has failed" in talk(tmp_path, 1)
+
+
+def test_a_gradient_that_is_no_number_is_skipped_by_all_and_told(config, tmp_path):
+    found = results(2, tmp_path, train_as_worker, config, tmp_path / "run", None, 5)
+    assert found[0]["said"] == found[1]["said"]
+    (line,) = found[0]["said"]
+    assert "step 6 of epoch 1 was skipped on all workers" in line
+    assert "worker 1 has" in line
+    assert found[0]["test_accuracy"] > 0.3
+
+
+def test_a_killed_worker_is_named_and_what_was_saved_is_whole(config, tmp_path):
+    config = replace(config, epochs=10_000, checkpoint_every_s=0.2, timeout_s=5)
+    with workers(3, tmp_path, train_as_worker, config, tmp_path / "run") as processes:
+        end = time.monotonic() + 60
+        while not (tmp_path / "run" / "record.jsonl").exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        os.kill(processes[2].pid, signal.SIGKILL)
+        for process in processes[:2]:
+            process.join(60)
+            assert process.exitcode == 1
+    talks = [talk(tmp_path, rank) for rank in (0, 1)]
+    assert any("worker 2 on" in each and "gives no sign of life" in each for each in talks)
+    assert gcnzc.train.can_resume(tmp_path / "run")
+    assert saved(tmp_path / "run")["epoch"] >= 0

@@ -1,0 +1,57 @@
+"""Runs of several workers, for tests."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gcnzc import checkpoint
+from gcnzc.config import TrainConfig
+from gcnzc.exchange import joined
+from gcnzc.optim import Averaged
+from gcnzc.progress import Quiet
+from gcnzc.train import Interrupted, train
+
+
+class Listener(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def saved(run: Path) -> dict[str, Any]:
+    return checkpoint.load(run / "checkpoint.pt")
+
+
+def train_as_worker(
+    config: TrainConfig, folder: Path, stop_at: int | None = None, bad_at: int | None = None
+) -> Any:
+    """What a run came to on this worker, or why it stopped.
+
+    Worker 0 asks all to stop in a step, and worker 1 has a gradient that is no number in another.
+    """
+    listener = Listener()
+    steps = 0
+    usual = Averaged.step
+
+    def step(self: Averaged, closure: Any = None) -> None:
+        nonlocal steps
+        steps += 1
+        if self.group.rank == 0 and steps == stop_at:
+            self.asks[0] = True
+        if self.group.rank == 1 and steps - 1 == bad_at:
+            self.param_groups[0]["params"][0].grad[0] = math.nan
+        usual(self, closure)
+
+    Averaged.step = step
+    torch.manual_seed(0)
+    with joined(timeout_s=config.timeout_s) as group:
+        try:
+            found = train(config, folder, listener, group)
+        except Interrupted as error:
+            return str(error).splitlines()[0]
+    return found | {"said": [line for line in listener.said if "skipped" in line]}
