@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,62 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
     Raises:
         OSError: the disk is full or may not be written. What was at `path` is still there.
     """
+    write(path, to_bytes(state))
+
+
+def to_bytes(state: Mapping[str, Any]) -> bytes:
+    """The bytes of a file that `load` reads: a copy of `state` as it is now."""
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    return file.getvalue()
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write `data` to `path`, so that at any moment `path` holds the old bytes or the new ones.
+
+    Raises:
+        OSError: the disk is full or may not be written. What was at `path` is still there.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            torch.save(dict(state), file)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except RuntimeError as error:
-        # torch's zip writer reports a full disk as a RuntimeError of its own
-        raise OSError(f"could not write {path}: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+class Writer:
+    """Writes files one after the other, while training goes on.
+
+    A state is copied at once, so that it may change while its copy is written.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "gcnzc-checkpoint")
+        self._writing: Future[None] | None = None
+
+    def begin(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Begin to write `state` to `path`, as `save` does, after what was begun before.
+
+        Raises:
+            OSError: what was begun before could not be written. This state is not written.
+        """
+        self.wait()
+        self._writing = self._thread.submit(write, path, to_bytes(state))
+
+    def wait(self) -> None:
+        """Wait until all is written.
+
+        Raises:
+            OSError: it could not be.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
 
 def load(path: Path) -> dict[str, Any]:

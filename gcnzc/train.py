@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,6 +30,7 @@ from gcnzc.optim import Averaged
 from gcnzc.picture import curves, timeline
 from gcnzc.progress import Quiet, Reporter
 from gcnzc.replicas import buffers_averaged, gathered, made_alike, told, vote
+from gcnzc.shared import load_shared
 from gcnzc.stages import (
     build_optimizer,
     cached_table,
@@ -113,7 +114,7 @@ def train(
     reporter, group = reporter or Quiet(), group or Group()
     if config.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
-    data = load(config.data, allow_nan=config.allow_nan)
+    data = load_shared(config.data, group, allow_nan=config.allow_nan)
     device = choose_device(config.device, group.local_rank)
     task = build_task(config, data)
     with ExitStack() as stack:
@@ -252,6 +253,7 @@ class _Run:
         self.spans: list[Span] = []
         self.stages: list[Stage] = []
         self.saved_at = time.monotonic()
+        self.writer = checkpoint.Writer()
 
     def on_first(self, deed: Callable[[], None]) -> None:
         """Let worker 0 do it; if it fails there, all workers fail."""
@@ -329,8 +331,12 @@ class _Run:
         if self.device.type == "cuda" and "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"][rank].clone(), self.device)
 
-    def save(self) -> None:
-        """Write the checkpoint, on all workers together."""
+    def save(self, *, waits: bool = True) -> None:
+        """Write the checkpoint, on all workers together.
+
+        Unless it `waits`, the file is written while training goes on, and a disk that is full is
+        told and does not end the run.
+        """
         states = {"rng": run(gathered(torch.get_rng_state()), self.group)}
         if self.device.type == "cuda":
             own = torch.cuda.get_rng_state(self.device)
@@ -347,8 +353,24 @@ class _Run:
             "worker_lines": self.worker_lines,
             **states,
         }
-        self.on_first(lambda: checkpoint.save(self.folder / CHECKPOINT, state))
+        path = self.folder / CHECKPOINT
+        if waits:
+            self.on_first(lambda: self._write(path, state))
+        elif self.is_first:
+            try:
+                self.writer.begin(path, state)
+            except OSError as error:
+                self.reporter.say(
+                    f"a checkpoint could not be written: {error}; training goes on, and the next "
+                    f"one is due in {self.config.checkpoint_every_s:g} s"
+                )
         self.saved_at = time.monotonic()
+
+    def _write(self, path: Path, state: Mapping[str, Any]) -> None:
+        # what was begun before is older, and may fail
+        with suppress(OSError):
+            self.writer.wait()
+        checkpoint.save(path, state)
 
     def to_the_end(self, stopped: threading.Event) -> dict[str, Any]:
         """Train what is left, and test the best model."""
@@ -465,7 +487,9 @@ class _Run:
         if last or (self.epoch + 1) % self.config.evaluate_every == 0:
             begin = time.perf_counter()
             with self.reporter.task(f"evaluate {self.epoch + 1}/{self.config.epochs}") as advance:
-                scores = self.task.evaluate(self.model, self.table, self.device, advance)
+                scores = self.task.evaluate(
+                    self.model, self.table, self.device, advance, self.group
+                )
             line |= {"evaluate_s": time.perf_counter() - begin, **_named(scores)}
             mine = scores[self.task.metric]["valid"]
             if not self.best or mine > self.best["valid"]:
@@ -505,7 +529,7 @@ class _Run:
     def obey(self, heard: Sequence[bool]) -> None:
         """Save, and leave, if a worker asked for it."""
         if any(heard):
-            self.save()
+            self.save(waits=heard[STOP])
         if heard[STOP]:
             raise Interrupted(
                 f"stopped in epoch {min(self.epoch + 1, self.config.epochs)}; all is saved\n\n"

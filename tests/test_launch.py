@@ -1,0 +1,156 @@
+"""`gcnzc train --workers N`: as a person starts it, and as it goes wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from training import saved
+
+from gcnzc import launch, prepare
+from gcnzc.datasets.generate import Shape, make
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launch")
+    make(folder / "raw", "planted", Shape(2000, 12000, 24, 4), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    return folder / "graph"
+
+
+@contextmanager
+def started(graph, run, *words):
+    """The launcher of a run, and none of its processes left at the end."""
+    command = [sys.executable, "-m", "gcnzc", "train", str(graph), "--out", str(run)]
+    command += ["--layers", "2", "--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
+    with subprocess.Popen(
+        [*command, "--checkpoint-every-s", "0.3", "--timeout-s", "10", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+            for worker in of_this(run):
+                os.kill(worker, signal.SIGKILL)
+
+
+def of_this(run):
+    """Processes of a run: the launcher's first, then the workers'."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_text().split("\0")
+            except OSError:
+                continue
+            if str(run) in words:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def wait_for(condition, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.1)
+
+
+def epochs(run):
+    path = run / "record.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_a_lost_worker_is_replaced_and_the_run_ends_as_if_nothing_were(graph, tmp_path):
+    run = tmp_path / "run"
+    words = ("--workers", "2", "--epochs", "60")
+    with started(graph, run, *words, "--evaluate-every", "100") as process:
+        wait_for(lambda: epochs(run) >= 2)
+        os.kill(of_this(run)[-1], signal.SIGKILL)
+        out, err = process.communicate(timeout=150)
+        assert not of_this(run)
+    assert process.returncode == 0, err
+    assert "gives no sign of life" in err
+    assert "going on with" in err
+    # one line, of the first worker
+    line = json.loads(out)
+    assert (line["workers"], line["epochs"]) == (2, 60)
+    lines = (run / "record.jsonl").read_text().splitlines()
+    assert len(lines) == 60
+    seeds = [json.loads(line)["seeds"] for line in lines]
+    assert len(set(seeds)) == 1
+    # nothing but what a run keeps
+    assert {path.name for path in run.iterdir()} >= {"logs", "workers.jsonl", "result.json"}
+    assert not list(run.glob("*.partial"))
+    assert not list((run / "logs").glob("fatal*"))
+
+
+def test_a_person_may_stop_it_and_go_on_with_fewer(graph, tmp_path):
+    run = tmp_path / "run"
+    words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
+    with started(graph, run, *words) as process:
+        wait_for(lambda: epochs(run) >= 1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert not of_this(run)
+    assert process.returncode == 1
+    assert "all is saved" in err
+    assert "Traceback" not in err
+    state = saved(run)
+    assert len(state["rng"]) == 2
+    command = [sys.executable, "-m", "gcnzc", "train", "--resume", str(run), "--workers", "1"]
+    more = subprocess.run(
+        [*command, "--epochs", str(state["epoch"] + 2)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert more.returncode == 0, more.stderr
+    assert json.loads(more.stdout)["epochs"] == state["epoch"] + 2
+
+
+def test_a_mistake_is_told_once_and_not_tried_again(graph, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    with started(graph, run, "--workers", "2") as process:
+        out, err = process.communicate(timeout=90)
+        assert not of_this(run)
+    assert process.returncode == 1
+    assert out == ""
+    assert err.count("already holds a run") == 1
+    assert "Traceback" not in err
+
+
+def test_a_launcher_that_dies_takes_its_workers_with_it(graph, tmp_path):
+    run = tmp_path / "run"
+    words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
+    with started(graph, run, *words) as process:
+        wait_for(lambda: epochs(run) >= 1)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not of_this(run), 20)
+    assert saved(run)["epoch"] >= 0
+
+
+def test_words_left_by_a_worker(tmp_path, monkeypatch):
+    monkeypatch.delenv(launch.FATAL, raising=False)
+    assert not launch.leave_word()
+    assert not launch.word_was_left()
+    monkeypatch.setenv(launch.FATAL, str(tmp_path / "fatal"))
+    assert not launch.word_was_left()
+    assert launch.leave_word()
+    assert launch.word_was_left()
