@@ -2,7 +2,7 @@
 
 # before torch is imported
 from gcnzc import _allocation as _allocation
-from gcnzc import models
+from gcnzc import exchange, models, optim
 from gcnzc._version import VERSION as __version__
 from gcnzc.data import Dataset, load, prepare
 from gcnzc.graph import Graph
@@ -25,9 +25,11 @@ __all__ = [
     "__version__",
     "cached",
     "cached_share",
+    "exchange",
     "inference",
     "load",
     "models",
+    "optim",
     "pinned",
     "prepare",
     "presample",

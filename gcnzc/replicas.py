@@ -39,11 +39,9 @@ def demand_same(lines: Sequence[str], what: str) -> Algorithm[None]:
     hashes = yield Vote(hash_of(lines))
     if len(set(hashes)) == 1:
         return
-    text = torch.frombuffer(bytearray("\n".join(lines).encode() or b" "), dtype=torch.uint8)
-    texts = yield AllToAll([text] * len(hashes))
-    mine = bytes(texts[0].numpy()).decode().splitlines()
-    for rank in range(1, len(hashes)):
-        theirs = bytes(texts[rank].numpy()).decode().splitlines()
+    texts = yield from everybodys("\n".join(lines))
+    mine, *others = (text.splitlines() for text in texts)
+    for rank, theirs in enumerate(others, 1):
         if theirs == mine:
             continue
         place = next(
@@ -58,6 +56,15 @@ def demand_same(lines: Sequence[str], what: str) -> Algorithm[None]:
             f"worker {rank} has {other}\n\nhint: all workers must run the same program with the "
             "same options"
         )
+
+
+def everybodys(text: str) -> Algorithm[list[str]]:
+    """The texts of all workers, in the order of ranks."""
+    lengths = yield Vote(len(data := text.encode()))
+    # a message of no bytes has no memory
+    values = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
+    texts = yield AllToAll([values] * len(lengths), lengths)
+    return [bytes(each.numpy()).decode() for each in texts]
 
 
 def told(data: bytes, rank: int) -> Algorithm[bytes]:

@@ -20,7 +20,7 @@ from gcnzc.streams import Moment
 class Span:
     """A stage of one step."""
 
-    name: str  # sample, gather, compute, wait
+    name: str  # sample, gather, compute, wait, exchange
     lane: str
     begin_s: float
     end_s: float

@@ -7,12 +7,14 @@ on bit for bit.
 """
 
 import hashlib
+import json
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import astuple
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,13 +25,13 @@ from torch import Tensor, nn
 from gcnzc import checkpoint, link, record
 from gcnzc.config import EvaluateConfig, TrainConfig, from_words, to_words
 from gcnzc.data import Dataset, load
-from gcnzc.exchange import Algorithm, AllGather, Group, run
+from gcnzc.exchange import Algorithm, AllGather, Group, Vote, run
 from gcnzc.hot import CachedTable
 from gcnzc.loader import Loader
 from gcnzc.optim import Averaged
 from gcnzc.picture import curves, timeline
 from gcnzc.progress import Quiet, Reporter
-from gcnzc.replicas import buffers_averaged, gathered, made_alike, told, vote
+from gcnzc.replicas import buffers_averaged, everybodys, gathered, made_alike, told, vote
 from gcnzc.shared import load_shared
 from gcnzc.stages import (
     build_optimizer,
@@ -457,14 +459,17 @@ class _Run:
     def draw_trace(self) -> None:
         """Write the timeline of the steps that were traced, if there are any."""
         if self.stages:
-            spans = self.spans + [stage.span() for stage in self.stages]
+            own = self.spans + [stage.span() for stage in self.stages]
+            spans = run(everybodys_spans(own, self.group.rank), self.group)
+            self.spans, self.stages = [], []
+            if not self.is_first:
+                return
             write_trace(spans, self.folder / TRACE)
             timeline(spans, self.folder / TIMELINE)
-            share = share_under(spans, "gather", "compute")
+            share = share_under(own, "gather", "compute")
             self.reporter.say(
                 f"{share:.0%} of the gathering lay under the model's work; {self.folder / TIMELINE}"
             )
-            self.spans, self.stages = [], []
 
     def finish_epoch(self) -> None:
         """Evaluate, keep the best model, and write the line of this epoch."""
@@ -697,6 +702,31 @@ def _sentence(line: Mapping[str, Any], epochs: int) -> str:
     words.append(f"{line['seeds'] / line['epoch_s']:,.0f} seeds/s")
     words.append(f"waited {line['wait_s'] / line['epoch_s']:.0%} of {line['epoch_s']:.1f} s")
     return "  ".join(words)
+
+
+def everybodys_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
+    """The spans of all workers by the clock of worker 0, in lanes that are named after them.
+
+    Args:
+        own: of this worker.
+        rank: of this worker.
+    """
+    workers = len((yield Vote(rank)))
+    if workers == 1:
+        return list(own)
+    # all pass here at about the same time, whatever their clocks say
+    clocks = yield Vote(time.perf_counter())
+    texts = yield from everybodys(json.dumps([astuple(span) for span in own]))
+    return [
+        Span(
+            name,
+            f"worker {worker}, {lane}",
+            begin_s - clocks[worker] + clocks[0],
+            end_s - clocks[worker] + clocks[0],
+        )
+        for worker, text in enumerate(texts)
+        for name, lane, begin_s, end_s in json.loads(text)
+    ]
 
 
 def _mixed(*numbers: int) -> int:

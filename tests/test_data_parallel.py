@@ -19,7 +19,8 @@ from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import Averaged
 from gcnzc.replicas import made_alike
-from gcnzc.train import train
+from gcnzc.timeline import Span
+from gcnzc.train import everybodys_spans, train
 
 STEPS, TOTAL = 30, 48
 COUNT, COLUMNS, CLASSES = 300, 6, 4
@@ -186,6 +187,29 @@ def test_a_run_of_two_workers_is_that_of_one(batch_norm, config, tmp_path):
     assert [(line["epoch"], line["worker"]) for line in each] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert sum(line["seeds"] for line in each[:2]) == one[0]["seeds"]
     assert all(line["exchange_s"] > 0 for line in each)
+
+
+def test_the_timeline_shows_every_worker_by_one_clock(config, tmp_path):
+    results(2, tmp_path, train_as_worker, replace(config, trace=5), tmp_path / "run")
+    events = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"worker 0, model", "worker 1, model"} <= lanes
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {span["name"] for span in spans} == {"sample", "gather", "compute", "wait", "exchange"}
+    assert (tmp_path / "run" / "timeline.png").stat().st_size > 0
+
+
+def test_clocks_that_differ_are_brought_together():
+    def spans(rank):
+        own = [Span("compute", "model", 100.0 * rank, 100.0 * rank + 1)]
+        return everybodys_spans(own, rank)
+
+    found = lockstep([spans(rank) for rank in range(3)]).results
+    assert found[0] == found[2]
+    assert [span.lane for span in found[0]] == [f"worker {rank}, model" for rank in range(3)]
+    # one process has one clock
+    assert [span.begin_s for span in found[0]] == pytest.approx([0.0, 100.0, 200.0], abs=1.0)
+    assert lockstep([spans(0)]).results == [[Span("compute", "model", 0.0, 1.0)]]
 
 
 def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(config, tmp_path):

@@ -9,7 +9,7 @@ from torch import nn
 from gcnzc.exchange import Choices, Group, Link, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
 from gcnzc.optim import Averaged
-from gcnzc.replicas import made_alike
+from gcnzc.replicas import buffers_averaged, everybodys, made_alike, told
 
 WORLDS = [1, 2, 3, 4, 8]
 STEPS = 30
@@ -151,6 +151,27 @@ def test_models_that_differ_are_told_and_do_not_hang():
     models = [with_gradients(nn.Linear(2, 2), 1.0), with_gradients(nn.Linear(2, 3), 1.0)]
     with pytest.raises(ValueError, match="the parameters of workers 0 and 1 differ"):
         one_step(models)
+
+
+@pytest.mark.parametrize("texts", [["", "a", "", "Grüße"], ["only one"]])
+def test_everybodys_words(texts):
+    found = lockstep([everybodys(text) for text in texts]).results
+    assert all(each == texts for each in found)
+    assert lockstep([told(texts[0].encode(), 0)]).results == [texts[0].encode()]
+    bytes_of_first = lockstep([told(text.encode(), rank) for rank, text in enumerate(texts)])
+    assert set(bytes_of_first.results) == {texts[0].encode()}
+
+
+def test_buffers_become_their_means():
+    models = [nn.BatchNorm1d(2) for _ in range(3)]
+    for rank, model in enumerate(models):
+        model.running_mean += rank
+        model.num_batches_tracked += 5
+    lockstep([buffers_averaged(model) for model in models])
+    for model in models:
+        assert torch.equal(model.running_mean, torch.ones(2))
+        assert torch.equal(model.running_var, torch.ones(2))
+        assert model.num_batches_tracked == 5
 
 
 def test_all_begin_alike():
