@@ -59,6 +59,8 @@ ONCE = (
     "tests/kernels/test_sample.py",
     "tests/kernels/test_gather.py",
 )
+# in which a command must end
+COMMAND_S = 300
 # name of the package, and what it is called where it is imported
 LIBRARIES = {"dgl": "dgl", "torch-geometric": "torch_geometric", "lightning": "lightning"}
 SMALL = ("--hidden", "16", "--layers", "2", "--fanouts", "5,5", "--batch-size", "256")
@@ -253,7 +255,11 @@ def run_commands(environment: Path, there: set[str]) -> list[str]:
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
         for name, words, library in commands(Path(folder)):
-            done = run_python(environment, words, Path(folder), 300)
+            try:
+                done = run_python(environment, words, Path(folder), COMMAND_S)
+            except subprocess.TimeoutExpired:
+                wrong.append(f"{name}: ran longer than {COMMAND_S} s")
+                continue
             if not library or library in there:
                 if done.returncode != 0:
                     wrong.append(f"{name}: {last_line(done.stderr)}")

@@ -488,10 +488,37 @@ def test_a_sampler_that_is_not_thread_safe_works_alone(make, graph):
 
 
 def test_default_threads(make, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for cores, threads in [(1, 1), (2, 2), (64, 4), (None, 1)]:
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         loader = make(threads=None)
         assert (loader.threads, loader.ahead) == (threads, threads + 1)
+
+
+def test_workers_of_one_machine_share_its_cores(make, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    assert [make(threads=None, world_size=workers).threads for workers in (2, 3, 8)] == [3, 2, 1]
+    # of sixteen workers two are here
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert make(threads=None, world_size=16).threads == 3
+    assert make(threads=None, world_size=1).threads == 3
+
+
+def test_threads_make_way_for_the_model(make, graph):
+    counted = []
+
+    class Counting(Sampler):
+        def sample(self, seeds, epoch):
+            counted.append(torch.get_num_threads())
+            return super().sample(seeds, epoch)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    list(make(sampler=Counting(graph, [3, 2])))
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+    assert set(counted) == {1}
 
 
 def test_works_ahead_of_the_model(make, graph):

@@ -42,7 +42,7 @@ class DataLoader(Minibatches):
             uniformly without replacement, and DGL for others; "dgl" lets DGL draw for all.
         seed: orders the items and draws; an integer of 64 bits.
         threads: that make minibatches; `num_workers` if that is above 0, else one per core, but
-            four at most.
+            four at most; workers of one machine share its cores.
         ahead: minibatches that are begun or ready at most, besides the one that is handed out.
         tables: of features, in the place of the graph's node data of those names.
 

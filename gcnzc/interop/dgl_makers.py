@@ -17,7 +17,7 @@ from torch import Tensor
 from gcnzc.interop.dgl_blocks import Blocks
 from gcnzc.interop.dgl_door import import_dgl
 from gcnzc.interop.dgl_sampler import drawing_thread
-from gcnzc.interop.minibatches import generator
+from gcnzc.interop.minibatches import generator, sorted_places
 from gcnzc.kernels.edges import LeftOut
 from gcnzc.kernels.philox import philox4x32_reference, split_key
 from gcnzc.sampler import Sampler
@@ -79,7 +79,7 @@ class OurEdges:
         items = items.to(self._blocks.dtype)
         src, dst = (ends.long() for ends in graph.find_edges(items))
         negatives = self._negatives(items, src, epoch)
-        nodes, places = torch.cat([src, dst, *negatives]).unique(return_inverse=True)
+        nodes, places = sorted_places(torch.cat([src, dst, *negatives]))
         of_src, of_dst, *of_negatives = places.tensor_split(_bounds([src, dst, *negatives]))
         pair_graph = self._blocks.pairs(nodes, of_src, of_dst, items)
         batch = self._sampler.sample(nodes, epoch, self._left_out(items, nodes))
@@ -120,9 +120,10 @@ class OurEdges:
         )
         if edges is None:
             return None
-        edges = edges.unique()
+        edges = torch.from_numpy(np.unique(edges.numpy()))
         _, dst = self._blocks.graph.find_edges(edges.to(self._blocks.dtype))
-        locals_ = torch.searchsorted(nodes, dst.long()).clamp(max=len(nodes) - 1)
+        found = np.searchsorted(nodes.numpy(), dst.numpy())
+        locals_ = torch.from_numpy(found).clamp(max=len(nodes) - 1)
         if not torch.equal(nodes[locals_], dst.long()):
             raise ValueError(
                 "reverse_eids leads to an edge between other nodes than the edge asked for\n\n"

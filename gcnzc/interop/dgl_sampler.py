@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gcnzc.background import step_back
 from gcnzc.graph import Graph
 from gcnzc.interop.dgl_door import import_dgl
 from gcnzc.kernels.philox import philox4x32_reference, split_key
@@ -21,7 +22,8 @@ def drawing_thread(pid: int) -> ThreadPoolExecutor:
     """The one thread of process `pid`, the caller's own, in which DGL draws random numbers."""
     # DGL's random numbers belong to threads, in the order in which these first drew, so one thread
     # draws all of ours. Keyed by process: threads do not survive a fork.
-    executor = ThreadPoolExecutor(1, thread_name_prefix="gcnzc-dgl")
+    executor = ThreadPoolExecutor(1, thread_name_prefix="gcnzc-dgl", initializer=step_back)
+    # which is for another OpenMP than torch's, if DGL brings one
     executor.submit(import_dgl().utils.set_num_threads, 1).result()
     return executor
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -100,6 +101,21 @@ def generator(seed: int, epoch: int, items: Tensor) -> torch.Generator:
     counter = (zlib.crc32(items.contiguous().numpy().data), len(items), 0, epoch)
     words = [int(word) for word in philox4x32_reference(*counter, *split_key(seed))]
     return torch.Generator().manual_seed(words[0] << 31 | words[1] >> 1)
+
+
+def sorted_places(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids that occur, ascending, and the place of each of `ids` among them: `Tensor.unique`.
+
+    By NumPy, whose sort is several times as quick in one thread.
+
+    Args:
+        ids: (S,) int64 on the host.
+
+    Returns:
+        (U,) int64 and (S,) int64.
+    """
+    found, places = np.unique(ids.numpy(), return_inverse=True)
+    return torch.from_numpy(found), torch.from_numpy(places)
 
 
 @dataclass

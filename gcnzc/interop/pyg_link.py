@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.interop.minibatches import CPU, Carrier, generator
+from gcnzc.interop.minibatches import CPU, Carrier, generator, sorted_places
 from gcnzc.interop.pyg_arguments import (
     demand_ids,
     demand_num_neighbors,
@@ -133,7 +133,7 @@ class LinkNeighborLoader(DataMinibatches):
         src, dst = self._edges[:, seeds]
         others = self._negatives(seeds, epoch)
         ends = torch.cat([src, *others[:-1], dst, *others[-1:]])
-        nodes, places = ends.unique(return_inverse=True)
+        nodes, places = sorted_places(ends)
         fields = self._triplets(places, len(seeds)) if self._is_triplet else self._pairs(places)
         fields |= {
             "input_id": seeds if self._input_id is None else self._input_id[seeds],

@@ -35,7 +35,7 @@ class NeighborLoader(DataMinibatches):
         device: where minibatches are handed out; with a GPU it reads `data.x` in place.
         rank, world_size: this worker's number and how many there are; each takes its share.
         threads: that make minibatches; `num_workers` if that is above 0, else one per core, but
-            four at most.
+            four at most; workers of one machine share its cores.
         ahead: minibatches that are begun or ready at most, besides the one that is handed out.
         tables: of features, in the place of `data`'s attributes of those names; for tables that
             are page-locked, quantised or cached by the caller.

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import itertools
+import os
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from gcnzc import FeatureTable
 from gcnzc.interop import dgl_loader
 from gcnzc.interop.dgl import DataLoader, import_dgl
 from gcnzc.interop.dgl_door import demand_cuda
+from gcnzc.interop.dgl_sampler import drawing_thread
 
 if importlib.util.find_spec("dgl") is None:
     pytest.skip("DGL is not installed", allow_module_level=True)
@@ -323,6 +325,15 @@ def test_what_dgl_draws_is_repeatable(graph, sampler):
     assert drawn(other) == first[3:]
     assert drawn(other) == second
     assert drawn(make(seed=10)) != first
+
+
+def test_dgl_draws_in_one_thread_of_openmp():
+    # what torch was told holds for new threads too, from their first question to it on
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with drawing_thread.__wrapped__(os.getpid()) as executor:
+        assert executor.submit(torch.get_num_threads).result() == 1
+    torch.set_num_threads(before)
 
 
 def test_an_epoch_left_early_is_not_begun_again(graph):

@@ -12,7 +12,13 @@ from queued_device import Device
 
 from gcnzc import FeatureTable
 from gcnzc.interop.columns import Column
-from gcnzc.interop.minibatches import REFUSED, WITHOUT_EFFECT, generator, torch_options
+from gcnzc.interop.minibatches import (
+    REFUSED,
+    WITHOUT_EFFECT,
+    generator,
+    sorted_places,
+    torch_options,
+)
 from gcnzc.transfer import Transfer
 
 CPU = torch.device("cpu")
@@ -47,6 +53,15 @@ def test_random_numbers_depend_on_seed_epoch_and_items():
     assert len({tuple(numbers) for numbers in drawn}) == len(asked)
     again = torch.randint(2**62, (4,), generator=generator(0, 0, items.clone()))
     assert again.tolist() == drawn[0]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_sorted_places_are_those_of_torch(size):
+    ids = torch.randint(700, (size,), generator=torch.Generator().manual_seed(1))
+    ours, theirs = sorted_places(ids), ids.unique(return_inverse=True)
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine.dtype == its.dtype
+        assert torch.equal(mine, its)
 
 
 SHAPES = {
