@@ -138,6 +138,7 @@ def load(
     duplicates: Duplicates | None = None,
     split: str | int | None = None,
     allow_nan: bool = False,
+    allocate: Allocate = in_memory,
 ) -> Dataset:
     """Open a prepared folder, or read a folder in OGB's layout or an `.npz` into memory.
 
@@ -154,6 +155,8 @@ def load(
         duplicates: "keep" or "remove"; None keeps, but for ogbn-arxiv.
         split: which, where there are several; see `OgbGraph` and `NpzGraph`.
         allow_nan: take features that are not finite.
+        allocate: makes the memory that features are read into, as one row that is called "features"
+            and has a size and a numpy dtype; plain memory unless asked otherwise.
 
     Raises:
         FileNotFoundError: there is no such folder, or a file in it is missing.
@@ -174,7 +177,7 @@ def load(
         features, quantized = _mapped_features(opened)
     else:
         quantized = None
-        features = _features_in_memory(_rows(opened, None), allow_nan)
+        features = _features_in_memory(_rows(opened, None), allow_nan, allocate)
     told = parts.told
     return Dataset(
         name=told["name"],
@@ -791,11 +794,11 @@ def _write_sparse(
     return not allow_nan or bool(np.isfinite(values).all())
 
 
-def _features_in_memory(rows: Rows | None, allow_nan: bool) -> Tensor | None:
+def _features_in_memory(rows: Rows | None, allow_nan: bool, allocate: Allocate) -> Tensor | None:
     if rows is None:
         return None
     dtype = stored_dtype(rows, None)
-    table = in_memory("features", rows.num_rows * rows.num_columns, dtype)
+    table = allocate("features", rows.num_rows * rows.num_columns, dtype)
     table = table.reshape(rows.num_rows, rows.num_columns)
     done = 0
     for chunk in converted(rows, dtype, allow_nan, in_memory, no_progress):

@@ -1,26 +1,36 @@
 """The outputs of a model for every node of a graph, with all neighbours, layer by layer.
 
+Several workers divide the ranges of nodes that one worker would compute, and compute each as one
+worker would, so that the outputs are the same bits.
+
 Letters: N nodes, M nodes asked for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gcnzc.exchange import Algorithm, AllToAll, Group, run
 from gcnzc.graph import Graph
 from gcnzc.layers import Hop, Layer, root_norms
 from gcnzc.models import Model, demand_columns, dtype_of
+from gcnzc.replicas import vote
 from gcnzc.sampler import Sampler, demand_seeds
+from gcnzc.shared import first_workers, shared_empty
 from gcnzc.table import FeatureTable
+from gcnzc.together import place_of, together
 
 BATCH_NODES = 1 << 14  # targets at a time
 BATCH_EDGES = 1 << 20  # and their edges, unless one target has more
+# that a worker sends at once to another machine; few enough for slow links to carry in time
+PIECE_BYTES = 1 << 22
 
 Progress = Callable[[int, int], object]  # called with (done, total)
+Span: TypeAlias = tuple[int, int]
 
 
 def inference(
@@ -32,12 +42,14 @@ def inference(
     nodes: Tensor | None = None,
     batch_nodes: int = BATCH_NODES,
     progress: Progress | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """Return the logits of nodes with all their neighbours, computed layer by layer.
 
     The model computes as in evaluation, and is left in the mode it was in. Besides the features
     there is never more in memory than the rows of one layer and those of the next, and, while it
-    runs, of a layer that makes rows narrower, their images.
+    runs, of a layer that makes rows narrower, their images. The workers of one machine hold these
+    once.
 
     Args:
         model: on `device`.
@@ -47,13 +59,18 @@ def inference(
         nodes: (M,) int32 or int64 ids, on the host; all nodes in order if None. Hidden layers are
             computed only for the nodes that these depend on.
         batch_nodes: targets at a time.
-        progress: called with (done, total), in nodes of all layers.
+        progress: called with (done, total), in nodes of all layers that this worker computes.
+        group: workers that divide the nodes, all with the same arguments; this process alone if
+            None.
 
     Returns:
-        (M, classes) or (N, classes) on the host.
+        (M, classes) or (N, classes) on the host, the same on all workers. Those of one machine
+        share its memory: do not write to it.
 
     Raises:
         ValueError: the table does not fit the graph or the model, or a node is not in the graph.
+        RuntimeError: there is too little memory for the workers of a machine to share.
+        WorkerLost: another worker is gone.
     """
     if table.num_rows != graph.num_nodes:
         raise ValueError(
@@ -65,7 +82,9 @@ def inference(
         nodes = demand_seeds(nodes, graph.num_nodes)
     device = torch.device(device)
     needed = _needed(graph, len(model.layers), nodes, batch_nodes)
-    total = sum(graph.num_nodes if ids is None else len(ids) for ids in needed[1:])
+    crew = _Crew(group or Group())
+    shares = [_shares(graph, targets, batch_nodes, crew.count) for targets in needed[1:]]
+    total = sum(end - begin for share in shares for begin, end in share[crew.rank])
     done, was_training = 0, model.training
     model.eval()
     try:
@@ -73,21 +92,79 @@ def inference(
             rows, place = table, None
             for index, (sources, targets) in enumerate(pairwise(needed)):
                 step = _LayerOfAll(model, index, graph, rows, place, device)
-                step.send(sources, batch_nodes)
+                step.send(sources, batch_nodes, crew)
                 count = graph.num_nodes if targets is None else len(targets)
-                out = torch.empty(count, model.widths[index], dtype=dtype_of(model))
-                for begin, end in _ranges(graph, targets, batch_nodes):
-                    ids = torch.arange(begin, end) if targets is None else targets[begin:end]
-                    out[begin:end] = step.outputs(ids, is_range=targets is None)
-                    done += end - begin
-                    if progress is not None:
-                        progress(done, total)
+                out = crew.empty(dtype_of(model), count, model.widths[index])
+                with together(crew.group) as work:
+                    for begin, end in shares[index][crew.rank]:
+                        ids = torch.arange(begin, end) if targets is None else targets[begin:end]
+                        out[begin:end] = step.outputs(ids, is_range=targets is None)
+                        done += end - begin
+                        if progress is not None:
+                            progress(done, total)
+                        work.goes_on()
+                crew.spread(out, shares[index], slice)
                 # the rows before these may go
                 rows, place = FeatureTable(out), _places(targets, graph)
                 del step
     finally:
         model.train(was_training)
     return out
+
+
+class _Crew:
+    """The workers that compute a layer together."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.rank, self.count = group, group.rank, group.world_size
+        # of each worker's machine
+        self.firsts = first_workers(group)
+
+    def empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """A tensor on the host that the workers of this machine share."""
+        return shared_empty(shape, dtype, self.group)
+
+    def spread(
+        self,
+        rows: Tensor,
+        shares: Sequence[Sequence[Span]],
+        place: Callable[[int, int], slice | Tensor],
+    ) -> None:
+        """Bring rows that other machines have computed into this machine's memory.
+
+        Args:
+            rows: (n, ...), contiguous, shared by each machine.
+            shares: of each worker, whose rows are all there.
+            place: where among the rows those of a span lie.
+        """
+        if len(set(self.firsts)) == 1 or rows.numel() == 0:
+            return
+        rows = rows.view(len(rows), -1)
+        spans = [(share[0][0], share[-1][1]) if share else (0, 0) for share in shares]
+        step = max(1, PIECE_BYTES // (rows.shape[1] * rows.element_size()))
+        for done in range(0, max(end - begin for begin, end in spans), step):
+            pieces = [(min(b + done, end), min(b + done + step, end)) for b, end in spans]
+            self._spread_pieces(rows, pieces, place)
+        # for the workers whose first one has written
+        run(vote(0), self.group)
+
+    def _spread_pieces(
+        self, rows: Tensor, pieces: Sequence[Span], place: Callable[[int, int], slice | Tensor]
+    ) -> None:
+        mine, device = self.firsts[self.rank], place_of(self.group)
+        own, none = rows[place(*pieces[self.rank])].flatten().to(device), rows.new_empty(0)
+        # to the first workers of other machines
+        parts = [
+            own if rank == first != mine else none.to(device)
+            for rank, first in enumerate(self.firsts)
+        ]
+        counts = [
+            (end - begin) * rows.shape[1] if self.rank == mine != first else 0
+            for (begin, end), first in zip(pieces, self.firsts, strict=True)
+        ]
+        for piece, part in zip(pieces, run(_to_all(parts, counts), self.group), strict=True):
+            if len(part):
+                rows[place(*piece)] = part.view(-1, rows.shape[1]).cpu()
 
 
 class _LayerOfAll:
@@ -122,32 +199,42 @@ class _LayerOfAll:
         self.scores = torch.empty(0, 0)
         self.norms: Tensor | None = None
 
-    def send(self, sources: Tensor | None, batch_nodes: int) -> None:
+    def send(self, sources: Tensor | None, batch_nodes: int, crew: _Crew) -> None:
         """Compute what `sources`, or all nodes, send, as far as it is computed ahead."""
         if not (self.is_mapped or self.is_direct):
             return
         num_rows = self.table.num_rows
         count = self.graph.num_nodes if sources is None else len(sources)
-        images = None
+        dtype, images = dtype_of(self.model), None
         if self.is_mapped:
             num_rows, self.sent_place = count, _places(sources, self.graph)
-            columns = self.layer.heads * self.layer.out_features
-            images = torch.empty(num_rows, columns, dtype=dtype_of(self.model))
+            images = crew.empty(dtype, num_rows, self.layer.heads * self.layer.out_features)
         score_columns = self.layer.heads if self.layer.has_scores else 0
-        self.scores = torch.empty(num_rows, score_columns, dtype=dtype_of(self.model))
+        self.scores = crew.empty(dtype, num_rows, score_columns)
         if self.layer.needs_degrees and self.is_direct:
-            self.norms = torch.empty(num_rows, dtype=dtype_of(self.model))
-        for begin in range(0, count, batch_nodes):
-            end = min(begin + batch_nodes, count)
+            self.norms = crew.empty(dtype, num_rows)
+
+        def place(begin: int, end: int) -> Tensor:
             ids = torch.arange(begin, end) if sources is None else sources[begin:end]
-            at = ids if self.sent_place is None else self.sent_place[ids].long()
-            if self.norms is not None:
-                self.norms[at] = root_norms(_degrees(self.graph, ids), self.norms.dtype)
-            if self.is_mapped or self.layer.has_scores:
-                x = self._rows(self.table, self.place, ids)
-                if images is not None:
-                    images[at] = self.layer.mapped(x).cpu()
-                self.scores[at] = self.layer.scores(x).cpu()
+            return ids if self.sent_place is None else self.sent_place[ids].long()
+
+        spans = [(at, min(at + batch_nodes, count)) for at in range(0, count, batch_nodes)]
+        shares = _divided(spans, [end - begin for begin, end in spans], crew.count)
+        with together(crew.group) as work:
+            for begin, end in shares[crew.rank]:
+                ids = torch.arange(begin, end) if sources is None else sources[begin:end]
+                at = place(begin, end)
+                if self.norms is not None:
+                    self.norms[at] = root_norms(_degrees(self.graph, ids), dtype)
+                if self.is_mapped or self.layer.has_scores:
+                    x = self._rows(self.table, self.place, ids)
+                    if images is not None:
+                        images[at] = self.layer.mapped(x).cpu()
+                    self.scores[at] = self.layer.scores(x).cpu()
+                work.goes_on()
+        for rows in (images, self.scores, self.norms):
+            if rows is not None:
+                crew.spread(rows, shares, place)
         if images is not None:
             self.sent = FeatureTable(images)
 
@@ -211,17 +298,43 @@ def _needed(
     return needed
 
 
-def _ranges(graph: Graph, ids: Tensor | None, batch_nodes: int) -> Iterator[tuple[int, int]]:
+def _ranges(graph: Graph, ids: Tensor | None, batch_nodes: int) -> Iterator[Span]:
     """Ranges of `ids`, or of all nodes, of bounded numbers of nodes and of edges."""
-    ends = graph.indptr
-    if ids is not None:
-        ends = functional.pad(_degrees(graph, ids).cumsum(0), (1, 0))
+    ends = _offsets(graph, ids)
     begin, count = 0, len(ends) - 1
     while begin < count:
         within = int(torch.searchsorted(ends, ends[begin] + BATCH_EDGES, right=True)) - 1
         end = min(max(within, begin + 1), begin + batch_nodes, count)
         yield begin, end
         begin = end
+
+
+def _shares(graph: Graph, ids: Tensor | None, batch_nodes: int, parts: int) -> list[list[Span]]:
+    """The ranges of each of so many workers, who have about as many nodes and edges each."""
+    ends, spans = _offsets(graph, ids), list(_ranges(graph, ids, batch_nodes))
+    return _divided(spans, [e - b + int(ends[e] - ends[b]) for b, e in spans], parts)
+
+
+def _divided(spans: Sequence[Span], costs: Sequence[int], parts: int) -> list[list[Span]]:
+    """Spans that follow each other, in so many parts that do, of about equal costs."""
+    shares: list[list[Span]] = [[] for _ in range(parts)]
+    before, total = 0, sum(costs)
+    for span, cost in zip(spans, costs, strict=True):
+        # by its middle
+        shares[(2 * before + cost) * parts // (2 * total)].append(span)
+        before += cost
+    return shares
+
+
+def _offsets(graph: Graph, ids: Tensor | None) -> Tensor:
+    """(n + 1,) how many edges go into the nodes before each of `ids`, or of all nodes."""
+    if ids is None:
+        return graph.indptr
+    return functional.pad(_degrees(graph, ids).cumsum(0), (1, 0))
+
+
+def _to_all(parts: Sequence[Tensor], counts: Sequence[int]) -> Algorithm[list[Tensor]]:
+    return (yield AllToAll(parts, counts))
 
 
 def _columns(graph: Graph, ids: Tensor | slice) -> tuple[Tensor, Tensor]:

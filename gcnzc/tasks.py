@@ -14,10 +14,12 @@ from torch.nn import functional
 from gcnzc.config import TrainConfig
 from gcnzc.data import Dataset
 from gcnzc.decoders import Dot, HadamardMLP, LinkModel
+from gcnzc.exchange import Group, run
 from gcnzc.layerwise import inference
 from gcnzc.loader import Samples
 from gcnzc.metrics import loss_of, score, score_pairs
 from gcnzc.pairs import LinkSampler
+from gcnzc.replicas import vote
 from gcnzc.sampler import Batch
 from gcnzc.stages import build_encoder, build_sampler
 from gcnzc.table import FeatureTable
@@ -46,14 +48,30 @@ class Task(Protocol):
         """(): the mean over the minibatch."""
 
     def evaluate(
-        self, model: nn.Module, table: FeatureTable, device: torch.device, progress: Progress
+        self,
+        model: nn.Module,
+        table: FeatureTable,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
     ) -> Scores:
-        """Score the model on the validation and test parts, with all neighbours."""
+        """Score the model on the validation and test parts, with all neighbours.
+
+        The workers of `group` divide the work, and get the same scores.
+        """
 
     def outputs(
-        self, model: nn.Module, table: FeatureTable, device: torch.device, progress: Progress
+        self,
+        model: nn.Module,
+        table: FeatureTable,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
     ) -> tuple[Tensor, Scores]:
-        """What the model gives for every node, (N, columns) on the CPU, and the scores of parts."""
+        """What the model gives for every node, (N, columns) on the CPU, and the scores of parts.
+
+        For `group` see `evaluate`; the workers of one machine share what the model gives.
+        """
 
 
 class NodeTask:
@@ -92,23 +110,35 @@ class NodeTask:
         return loss_of(logits, labels)
 
     def evaluate(
-        self, model: Any, table: FeatureTable, device: torch.device, progress: Progress
+        self,
+        model: Any,
+        table: FeatureTable,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
     ) -> Scores:
         """See `Task`."""
         split, data = self.data.split, self.data
         nodes = torch.cat([split["valid"], split["test"]])
         rows = torch.arange(len(nodes))
         parts = {"valid": rows[: len(split["valid"])], "test": rows[len(split["valid"]) :]}
-        logits = inference(model, data.graph, table, device, nodes=nodes, progress=progress)
-        return score(logits, data.labels[nodes], parts, data.metric)
+        logits = inference(
+            model, data.graph, table, device, nodes=nodes, progress=progress, group=group
+        )
+        return _agreed(score(logits, data.labels[nodes], parts, data.metric), group)
 
     def outputs(
-        self, model: Any, table: FeatureTable, device: torch.device, progress: Progress
+        self,
+        model: Any,
+        table: FeatureTable,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
     ) -> tuple[Tensor, Scores]:
         """See `Task`; the training part is scored as well."""
         data = self.data
-        logits = inference(model, data.graph, table, device, progress=progress)
-        return logits, score(logits, data.labels, data.split, data.metric)
+        logits = inference(model, data.graph, table, device, progress=progress, group=group)
+        return logits, _agreed(score(logits, data.labels, data.split, data.metric), group)
 
 
 class LinkTask:
@@ -171,23 +201,41 @@ class LinkTask:
         return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
 
     def evaluate(
-        self, model: Any, table: FeatureTable, device: torch.device, progress: Progress
+        self,
+        model: Any,
+        table: FeatureTable,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
     ) -> Scores:
         """See `Task`."""
         nodes = self._judged()
         rows = inference(
-            model.encoder, self.data.graph, table, device, nodes=nodes, progress=progress
+            model.encoder,
+            self.data.graph,
+            table,
+            device,
+            nodes=nodes,
+            progress=progress,
+            group=group,
         )
         place = torch.zeros(self.data.graph.num_nodes, dtype=torch.int64)
         place[nodes] = torch.arange(len(nodes))
-        return self._scores(model, rows, place)
+        return _agreed(self._scores(model, rows, place), group)
 
     def outputs(
-        self, model: Any, table: FeatureTable, device: torch.device, progress: Progress
+        self,
+        model: Any,
+        table: FeatureTable,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
     ) -> tuple[Tensor, Scores]:
         """See `Task`; the outputs are the encoder's, which the decoder compares."""
-        rows = inference(model.encoder, self.data.graph, table, device, progress=progress)
-        return rows, self._scores(model, rows, torch.arange(len(rows)))
+        rows = inference(
+            model.encoder, self.data.graph, table, device, progress=progress, group=group
+        )
+        return rows, _agreed(self._scores(model, rows, torch.arange(len(rows))), group)
 
     def _judged(self) -> Tensor:
         """(M,) int64 ids of the nodes of all pairs that are judged, ascending."""
@@ -208,6 +256,18 @@ class LinkTask:
             for name, value in score_pairs(positives, negatives, self.metric).items():
                 result.setdefault(name, {})[part] = value
         return result
+
+
+def _agreed(scores: Scores, group: Group | None) -> Scores:
+    """The scores of worker 0, on all workers.
+
+    The rows are the same on all, but sums of them may not be, on processors of different kinds.
+    """
+    if group is None or group.world_size == 1:
+        return scores
+    values = [value for parts in scores.values() for value in parts.values()]
+    agreed = iter([run(vote(float(value)), group)[0] for value in values])
+    return {metric: {part: next(agreed) for part in parts} for metric, parts in scores.items()}
 
 
 def build_task(config: TrainConfig, data: Dataset) -> Task:

@@ -406,6 +406,8 @@ class _Run:
         self.model.train()
         steps, done = len(self.loader), self.loader.position
         with self.reporter.task(f"epoch {self.epoch + 1}/{self.config.epochs}") as advance:
+            # those of loading and evaluation are not of a step
+            self.group.take_waits()
             began = self.now()
             for step, batch in enumerate(self.loader, done):
                 ready = self.now()

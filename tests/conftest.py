@@ -1,6 +1,7 @@
 """Kernels run on the GPU if there is one, else on the CPU under Triton's interpreter."""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -41,6 +42,10 @@ def _skip(*_args: object, **_options: object) -> None:
 # CI must not go without its kernels: there the tests fail instead
 if not torch.cuda.is_available() and not _interpreter_works() and not os.environ.get("CI"):
     interpreter.GridExecutor.__call__ = _skip
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["GCNZC_CACHE"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

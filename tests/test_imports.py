@@ -23,6 +23,7 @@ ORDER = [
     "exchange",
     "flat",
     "replicas",
+    "together",
     "compress",
     "optim",
     "graph",
@@ -34,6 +35,7 @@ ORDER = [
     "table",
     "edge_split",
     "data",
+    "shared",
     "timeline",
     "sampler",
     "pairs",
@@ -59,6 +61,7 @@ ORDER = [
     "stages",
     "tasks",
     "tune",
+    "network_plan",
     "train",
     "builtin",
     "check",
@@ -91,7 +94,7 @@ DOORS = {
     "pynvml": {"gcnzc/nvml.py"},
     # a failed call of the runtime leaves its error behind; gcnzc/driver.py calls the driver
     "torch.cuda.cudart": set(),
-    "ctypes.CDLL": {"gcnzc/driver.py", "gcnzc/mappings.py"},
+    "ctypes.CDLL": {"gcnzc/driver.py", "gcnzc/mappings.py", "gcnzc/shared.py"},
 }
 SOURCES = sorted(
     path

@@ -1,11 +1,17 @@
 """Outputs for all nodes, layer by layer, against dense formulas and against blocks."""
 
+import itertools
+import os
+
 import pytest
 import torch
 from by_hand import BY_HAND, MODELS, dense, made, random_graph
+from processes import results
+from torch import Tensor
 from torch.nn import functional
 
 from gcnzc import layerwise
+from gcnzc.exchange import Group, joined
 from gcnzc.graph import Graph
 from gcnzc.layerwise import inference
 from gcnzc.sampler import Sampler
@@ -53,26 +59,37 @@ def test_inference_for_some_nodes(name, in_features):
     assert seen[-1] == (5 + len(hidden[0]) + len(hidden[1]),) * 2
 
 
+KINDS = ["half", "sparse", "rows apart", "codes"]
+
+
+def made_table(kind: str, x: Tensor) -> FeatureTable:
+    """A table of the rows `x`, of whole numbers, or of what is nearest to them."""
+    if kind == "codes":
+        return FeatureTable.quantized(x)
+    if kind == "half":
+        return FeatureTable(x.half())
+    if kind == "rows apart":
+        apart = torch.full((len(x), 3), torch.nan)
+        return FeatureTable(torch.cat([x, apart], 1)[:, : x.shape[1]])
+    at = x.nonzero(as_tuple=True)
+    offsets = torch.bincount(at[0], minlength=len(x)).cumsum(0)
+    return FeatureTable(
+        torch.sparse_csr_tensor(
+            functional.pad(offsets, (1, 0)), at[1], x[at], x.shape, check_invariants=True
+        )
+    )
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", ["half", "sparse", "rows apart", "codes"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_features", [3, 30])
 @pytest.mark.parametrize("some", [False, True])
 def test_inference_reads_any_table(name, kind, in_features, some):
     graph = random_graph()
     model = made(name, in_features, 8, 4).float()
     x = torch.randint(-2, 3, (60, in_features)).float()
-    rows = {
-        "half": x.half(),
-        "rows apart": torch.cat([x, torch.full((60, 3), torch.nan)], 1)[:, :in_features],
-    }.get(kind)
-    if kind == "sparse":
-        at = x.nonzero(as_tuple=True)
-        offsets = torch.bincount(at[0], minlength=60).cumsum(0)
-        rows = torch.sparse_csr_tensor(
-            functional.pad(offsets, (1, 0)), at[1], x[at], x.shape, check_invariants=True
-        )
-    table = FeatureTable.quantized(x) if kind == "codes" else FeatureTable(rows)
+    table = made_table(kind, x)
     # of whole numbers from -2 to 2 other kinds keep all
     x = table.gather(torch.arange(60)).float()
     nodes = torch.tensor([3, 50, 59]) if some else None
@@ -123,6 +140,80 @@ def test_inference_leaves_the_mode_as_it_was():
     assert model.training
     assert torch.equal(inference(model.eval(), graph, table), first)
     assert not model.training
+
+
+SPREAD = [
+    *itertools.product(MODELS, ["float32"], [3, 30], [False, True]),
+    *((name, kind, 30, kind in ("half", "codes")) for name in MODELS for kind in KINDS),
+]
+
+
+def outputs_of_all(group: Group | None) -> list[Tensor]:
+    """Outputs of every kind of model, table and choice of nodes, in small ranges."""
+    usual = layerwise.BATCH_EDGES, layerwise.PIECE_BYTES, torch.get_num_threads()
+    layerwise.BATCH_EDGES, layerwise.PIECE_BYTES = 60, 1000
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    graph, found = random_graph(), []
+    x = torch.randint(-2, 3, (60, 30)).float()
+    for name, kind, in_features, some in SPREAD:
+        model = made(name, in_features, 8, 4).float()
+        rows = x[:, :in_features].contiguous()
+        table = FeatureTable(rows) if kind == "float32" else made_table(kind, rows)
+        # of a few nodes alone, some workers have none
+        nodes = torch.tensor([3, 50, 59, 50]) if some else None
+        out = inference(model, graph, table, nodes=nodes, batch_nodes=7, group=group)
+        found.append(out.clone())
+    layerwise.BATCH_EDGES, layerwise.PIECE_BYTES = usual[:2]
+    torch.set_num_threads(usual[2])
+    return found
+
+
+def work_on_outputs(per_machine: int) -> tuple[list[Tensor], list[tuple[int, int]], int]:
+    """The outputs, what progress told, and the bytes sent, of a worker on such machines."""
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % per_machine)
+    steps: list[tuple[int, int]] = []
+    with joined() as group:
+        found = outputs_of_all(group)
+        graph, model = random_graph(), made("sage", 5, 4, 3)
+        table = FeatureTable(torch.randn(60, 5).double())
+        inference(
+            *(model, graph, table),
+            batch_nodes=5,
+            progress=lambda *step: steps.append(step),
+            group=group,
+        )
+        entries = group.ledger.entries
+        return found, steps, entries["AllToAll"].bytes_sent if "AllToAll" in entries else 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(("world_size", "per_machine"), [(2, 2), (3, 2)])
+def test_workers_compute_the_same_bits_as_one(world_size, per_machine, tmp_path):
+    expected = outputs_of_all(None)
+    shares = []
+    for found, steps, num_bytes in results(world_size, tmp_path, work_on_outputs, per_machine):
+        for case, mine, right in zip(SPREAD, found, expected, strict=True):
+            assert torch.equal(mine, right), case
+        assert steps[-1][0] == steps[-1][1]
+        shares.append(steps[-1][1])
+        assert (num_bytes > 0) == (per_machine < world_size)
+    # each node once in each of three layers, by one of them
+    assert sum(shares) == 180
+    assert all(shares)
+
+
+def test_shares_are_of_about_equal_costs():
+    """Spans follow each other, none is lost, and no share is over by more than one span."""
+    spans = [(i, i + 1) for i in range(50)]
+    for seed, parts in itertools.product(range(20), (1, 2, 3, 7)):
+        costs = torch.randint(1, 30, (50,), generator=torch.Generator().manual_seed(seed)).tolist()
+        shares = layerwise._divided(spans, costs, parts)
+        assert list(itertools.chain(*shares)) == spans
+        assert len(shares) == parts
+        of_share = [sum(costs[begin] for begin, _ in share) for share in shares]
+        assert all(abs(cost - sum(costs) / parts) <= max(costs) for cost in of_share)
+    assert layerwise._divided([], [], 3) == [[], [], []]
 
 
 def test_says_what_does_not_fit():
