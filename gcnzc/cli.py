@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from gcnzc import builtin, check, data, hot, launch, link, shapes, train, tune
+from gcnzc import builtin, check, data, hot, launch, link, network_plan, shapes, train, tune
 from gcnzc._version import VERSION
 from gcnzc.config import (
     CheckConfig,
@@ -28,6 +28,7 @@ from gcnzc.config import (
     LinkConfig,
     MakeConfig,
     PlanCacheConfig,
+    PlanConfig,
     PlotConfig,
     PrepareConfig,
     TrainConfig,
@@ -38,7 +39,7 @@ from gcnzc.datasets.embed import embed
 from gcnzc.edge_split import EdgeShares
 from gcnzc.exchange import Group, is_worker, joined
 from gcnzc.loader import Loader
-from gcnzc.picture import HitRates, curves, efficiencies, hit_rates
+from gcnzc.picture import HitRates, curves, efficiencies, hit_rates, step_times
 from gcnzc.progress import Quiet, Reporter
 from gcnzc.stages import choose_device
 
@@ -48,6 +49,8 @@ else:
     import tomli as tomllib
 
 FAILED, MISUSED = 1, 2
+# what may be over when workers are started again
+PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,6 +108,8 @@ def work(config: TrainConfig, reporter: Reporter) -> int:
     except (ValueError, OSError, train.Interrupted) as error:
         text = _of_the_system(error) if isinstance(error, OSError) else str(error)
         status = _complain(text, FAILED)
+        if isinstance(error, OSError) and error.errno in PASSING:
+            return status
         # all would fail in the same way again
         return 0 if launch.leave_word() else status
     return 0
@@ -279,6 +284,34 @@ def plan_cache_command(config: PlanCacheConfig, reporter: Reporter) -> None:
     _print_json(told | found)
 
 
+def plan_command(config: PlanConfig, reporter: Reporter) -> None:
+    """`gcnzc plan`."""
+    if config.data is None:
+        config = replace(config, data=builtin.prepared(reporter))
+    assert config.data is not None, "just filled in"
+    loaded = data.load(config.data)
+    model, network = network_plan.model_of(config, loaded), network_plan.network_of(config)
+    computed = network_plan.Computed(config.step_s or 0.0)
+    if config.step_s is None:
+        with reporter.task("measure steps") as advance:
+            computed = network_plan.measured(config, loaded, advance)
+    with reporter.task("run exchanges") as advance:
+        costs = network_plan.costs_of(model, config.workers, network, advance)
+    lines = [network_plan.line_of(cost, computed, network) for cost in costs]
+    usual = network_plan.usual_method(model)
+    chosen = network_plan.advice(lines, usual)
+    reporter.say(f"{loaded.name}, {config.model}:")
+    talk = network_plan.sums(model, computed, network) + network_plan.table_of(lines, usual)
+    for text in [*talk, "* what `gcnzc train` takes", chosen["why"]]:
+        reporter.say(text)
+    if config.picture is not None:
+        step_times(network_plan.drawn(costs, computed, network, loaded.name), config.picture)
+        reporter.say(f"wrote {config.picture}")
+    common = network_plan.found_by(config, computed, model)
+    for line in [*lines, chosen]:
+        _print_json(common | line)
+
+
 def plot_command(config: PlotConfig, reporter: Reporter) -> None:
     """`gcnzc plot`."""
     if not config.runs:
@@ -298,6 +331,7 @@ COMMANDS: dict[type, Callable[[Any, Reporter], None]] = {
     CheckConfig: check_command,
     LinkConfig: link_command,
     PlanCacheConfig: plan_cache_command,
+    PlanConfig: plan_command,
     PlotConfig: plot_command,
 }
 

@@ -387,6 +387,73 @@ class PlanCacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Predict what a step of training costs with several workers, and say how many to take.
+
+    Every worker has a machine like this one, and minibatches of --batch-size. Prints a JSON line
+    for each number of workers and method of exchange, and a last one with what to choose.
+    """
+
+    data: tyro.conf.Positional[Path | None] = None
+    """folder of a graph, prepared or in OGB's layout; without it a built-in graph"""
+    workers: Fanouts = (2, 4, 8)
+    """numbers of workers to look at"""
+    mbit_per_s: float = 1000.0
+    """of each machine's link, in each direction"""
+    delay_ms: float = 0.1
+    """milliseconds from one machine to another"""
+    message_us: float = 100.0
+    """microseconds that a worker spends on each message"""
+    step_s: float | None = None
+    """seconds of a step of one worker, which does not exchange; measured here if not given"""
+    steps: int = 20
+    """steps that are measured, after three"""
+    threads: int = 0
+    """threads of a worker, of the model and of the loader; 0 leaves the numbers to them"""
+    model: Literal["sage", "gcn", "gat"] = "sage"
+    """as of `gcnzc train`, like all options below but the last"""
+    task: Literal["node", "link"] = "node"
+    """foretell the classes of nodes, or which edges there are"""
+    fanouts: Fanouts = (15, 10, 5)
+    """neighbours kept, one number a layer, input layer first; -1 keeps all"""
+    batch_size: int = 1024
+    """seeds per minibatch of one worker"""
+    hidden: int = 256
+    """features between the layers; for GAT, of each head"""
+    layers: int = 3
+    """layers of the model, as many as fan-outs"""
+    heads: int = 4
+    """attention heads of GAT"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the model trains; auto takes CUDA where there is one"""
+    seed: int = 0
+    """seed of every random choice"""
+    picture: Path | None = None
+    """picture to write: seconds of a step by Mbit/s; none if not given"""
+
+    def __post_init__(self) -> None:
+        for number in self.workers:
+            _at_least(2, "workers", number)
+        _at_least(1, "steps", self.steps)
+        for name in ("delay_ms", "message_us", "threads", "seed"):
+            _at_least(0, name, getattr(self, name))
+        for name in ("mbit_per_s", "step_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(
+                    f"{_option(name)} must be above 0, got {value}\n\n"
+                    f"hint: leave {_option(name)} out for the usual value"
+                )
+        # says what is wrong with the options that both have
+        TrainConfig(
+            **{
+                name: getattr(self, name)
+                for name in ("fanouts", "batch_size", "hidden", "layers", "heads")
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlotConfig:
     """Draw the curves of one run, or of several in one picture."""
 

@@ -1,4 +1,4 @@
-"""How runs look: loss, accuracy and where the time went; how well layouts use the bus; hot sets."""
+"""How runs look: loss, accuracy, where the time went; how the bus is used; hot sets; steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +20,20 @@ UNITS = {
     2: ("C4", "of 2 B"),
     1: ("C5", "of 1 B"),
 }
-SPAN_COLOURS = {"sample": "C0", "gather": "C1", "compute": "C2", "wait": "lightgrey"}
-STAGES = {"sample_s": "sample", "gather_s": "gather", "compute_s": "compute"}
+# what is drawn later lies over what it is part of
+SPAN_COLOURS = {
+    "sample": "C0",
+    "gather": "C1",
+    "compute": "C2",
+    "wait": "lightgrey",
+    "exchange": "C3",
+}
+STAGES = {
+    "sample_s": "sample",
+    "gather_s": "gather",
+    "compute_s": "compute",
+    "exchange_s": "exchange",
+}
 
 
 def curves(runs: Sequence[Path], out: Path) -> None:
@@ -62,7 +74,7 @@ def curves(runs: Sequence[Path], out: Path) -> None:
             score.axhline(best, color="grey", linewidth=1, label="best possible")
         bottom = 0.0
         for index, (key, name) in enumerate(STAGES.items()):
-            seconds = sum(line[key] for line in lines) / len(lines)
+            seconds = sum(line.get(key, 0.0) for line in lines) / len(lines)
             shown = name if number == 0 else "_"  # matplotlib keeps such names out of the legend
             time.bar(number, seconds, 0.5, bottom, color=f"C{index}", label=shown)
             bottom += seconds
@@ -195,6 +207,53 @@ def hit_rates(rates: HitRates, out: Path) -> None:
     axis.set_title(f"{rates.data}: rows that need not cross the bus", fontsize="medium")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small", loc="upper left")
+    _save(figure, out)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """How long a step takes over links of several rates."""
+
+    data: str  # name of the graph
+    compute_s: Mapping[int, float]  # of a step without exchange, by the number of workers
+    # of each number of workers and method: Mbit/s and seconds of a step
+    curves: Mapping[int, Mapping[str, Sequence[tuple[float, float]]]]
+    measured: Mapping[int, Sequence[tuple[float, float]]]  # of training, by the number of workers
+    mbit_per_s: float | None = None  # that was asked for
+
+
+def step_times(times: StepTimes, out: Path) -> None:
+    """Draw `times` by the rate of the links, a panel a number of workers, to a picture."""
+    figure = Figure(figsize=(1.6 + 3.8 * len(times.curves), 4.4), layout="constrained")
+    panels = figure.subplots(1, len(times.curves), sharey=True, squeeze=False)[0]
+    for axis, (workers, curves) in zip(panels, times.curves.items(), strict=True):
+        for number, (method, points) in enumerate(curves.items()):
+            # those that cost the same lie on one another
+            style = ("-", "--", ":", "-.")[number % 4]
+            axis.plot(*zip(*points, strict=True), style, color=f"C{number}", label=method)
+        compute_s = times.compute_s[workers]
+        axis.axhline(compute_s, color="grey", linewidth=1, label="without exchange")
+        axis.axhline(
+            workers * compute_s,
+            color="k",
+            linestyle="--",
+            linewidth=1,
+            label="as many seeds a second as one worker",
+        )
+        if seen := times.measured.get(workers):
+            axis.plot(*zip(*seen, strict=True), "kx", markersize=8, label="measured")
+        if times.mbit_per_s is not None:
+            axis.axvline(times.mbit_per_s, color="lightgrey", linewidth=1, zorder=0)
+        axis.set_title(f"{workers} workers", fontsize="medium")
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel("Mbit/s of each link")
+        axis.grid(alpha=0.3)
+    panels[0].set_ylabel("seconds a step")
+    figure.suptitle(f"{times.data}: a step by the rate of the links, below the dashes it pays")
+    marks, labels = panels[0].get_legend_handles_labels()
+    figure.legend(marks, labels, loc="outside lower center", ncols=3, fontsize="small")
     _save(figure, out)
 
 

@@ -1,0 +1,315 @@
+"""What a step is said to cost is what the formulas say, and what the exchange itself takes."""
+
+import json
+import math
+
+import plan as bench
+import pytest
+import torch
+from tiny_graph import tiny
+from torch import nn
+
+from gcnzc import data, network_plan
+from gcnzc.cli import main
+from gcnzc.config import PlanConfig
+from gcnzc.exchange import Choices, Sum, lockstep
+from gcnzc.exchange.choices import sent_bytes
+from gcnzc.network_plan import METHODS, Computed, Cost, Network
+
+NETWORK = Network(100.0, delay_s=2e-3, message_s=5e-4)
+ALPHA_S = 2.5e-3  # a message's latency there
+# with a flag and two signals 840 elements, which 2 to 8 workers share evenly
+MODEL = nn.ParameterList([nn.Parameter(torch.zeros(837))])
+BYTES = 4 * 840
+SMALL = ["--fanouts", "4,4", "--layers", "2", "--hidden", "16", "--batch-size", "32"]
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    """A small graph in OGB's layout."""
+    folder = tmp_path_factory.mktemp("plan") / "raw"
+    sizes = ["--nodes", "1500", "--edges", "6000", "--num-features", "16", "--classes", "4"]
+    assert main(["make", str(folder), *sizes]) == 0
+    return folder
+
+
+def line(workers=4, method="averaged, ring", latency_s=0.0, serial_bytes=1e6, compute_s=0.1):
+    cost = Cost(workers, method, int(serial_bytes), latency_s, serial_bytes)
+    return network_plan.line_of(cost, Computed(compute_s), NETWORK)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "messages", "vectors"),
+    [
+        *((name, w, 2 * (w - 1), 2 * (w - 1) / w) for name in ("ring", "builtin") for w in (2, 5)),
+        *(("halving", w, 2 * math.log2(w), 2 * (w - 1) / w) for w in (2, 4, 8)),
+        *(("doubling", w, math.log2(w), math.log2(w)) for w in (2, 4, 8)),
+    ],
+)
+def test_a_cost_is_what_the_formula_says(name, workers, messages, vectors):
+    cost = network_plan.cost_of(MODEL, workers, NETWORK, f"averaged, {name}")
+    assert cost.latency_s == pytest.approx(messages * ALPHA_S, rel=1e-12)
+    assert cost.serial_bytes == pytest.approx(vectors * BYTES, rel=1e-9)
+    ask = Sum(torch.zeros(BYTES // 4))
+    assert cost.sent_bytes == max(sent_bytes(ask, rank, workers, name) for rank in range(workers))
+
+
+def test_a_worker_without_a_place_waits_twice():
+    # its values go to the one beside it, which sends two messages after that, one after the other
+    cost = network_plan.cost_of(MODEL, 3, NETWORK, "averaged, doubling")
+    assert cost.latency_s == pytest.approx(3 * NETWORK.message_s + 2 * NETWORK.delay_s, rel=1e-12)
+    assert cost.serial_bytes == pytest.approx(3 * BYTES, rel=1e-9)
+    assert cost.sent_bytes == 2 * BYTES
+
+
+@pytest.mark.parametrize("workers", [2, 3, 6, 7])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cost_at_one_rate_tells_the_others(name, workers):
+    cost = network_plan.cost_of(MODEL, workers, NETWORK, name)
+    for mbit_per_s in (0.01, 1e4):
+        network = Network(mbit_per_s, NETWORK.delay_s, NETWORK.message_s)
+        models = [network_plan._with_gradients(MODEL) for _ in range(workers)]
+        run = METHODS[name](models, network.link)
+        assert cost.seconds(network.bytes_per_s) == pytest.approx(max(run.seconds), rel=1e-9)
+        # the other way round
+        rate = cost.mbit_per_s(max(run.seconds))
+        assert rate == pytest.approx(mbit_per_s, rel=1e-4)
+
+
+def test_shares_that_are_not_even_change_little():
+    odd = nn.Linear(10, 67)
+    cost = network_plan.cost_of(odd, 7, NETWORK, "averaged, ring")
+    assert cost.serial_bytes == pytest.approx(12 / 7 * 4 * (10 * 67 + 67 + 4), rel=0.01)
+
+
+def test_gradients_of_every_dtype_are_sent():
+    model = nn.ModuleList([nn.Linear(3, 5), nn.Linear(7, 2).double()])
+    model.append(nn.Linear(50, 50).requires_grad_(False))
+    assert network_plan.gradient_bytes(model) == {"float32": 4 * 20, "float64": 8 * 16}
+    cost = network_plan.cost_of(model, 2, NETWORK, "averaged, doubling")
+    # two flags and two signals with each
+    assert cost.sent_bytes == 4 * (20 + 4) + 8 * (16 + 4)
+    assert cost.latency_s == pytest.approx(2 * ALPHA_S, rel=1e-12)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_payload_of_a_link_is_less_than_its_rate():
+    # two frames of 1448 B of payload and 66 B of headers, and the 66 B that acknowledge two others
+    share = 2 * 1448 / (2 * (1448 + 66) + 66)
+    assert Network(100.0).bytes_per_s == pytest.approx(share * 1e8 / 8, rel=1e-12)
+
+
+def test_the_figures_of_a_line_belong_together():
+    told = line(latency_s=0.01, compute_s=0.2)
+    exchange_s = 0.01 + 1e6 / NETWORK.bytes_per_s
+    assert told["exchange_s"] == pytest.approx(exchange_s)
+    assert told["step_s"] == pytest.approx(0.2 + exchange_s)
+    assert told["exchange_share"] == pytest.approx(exchange_s / (0.2 + exchange_s))
+    assert told["speed_up"] == pytest.approx(4 * 0.2 / (0.2 + exchange_s))
+    cost = Cost(4, "averaged, ring", 0, 0.01, 1e6)
+    easy = network_plan.line_of(cost, Computed(0.2), Network(told["easy_mbit_per_s"]))
+    assert easy["exchange_share"] == pytest.approx(0.1)
+    even = network_plan.line_of(cost, Computed(0.2), Network(told["even_mbit_per_s"]))
+    assert even["speed_up"] == pytest.approx(1.0)
+
+
+def test_no_rate_mends_delays():
+    told = line(latency_s=1.0, compute_s=0.2)
+    assert told["easy_mbit_per_s"] is None
+    assert told["even_mbit_per_s"] is None
+
+
+def test_one_worker_may_be_the_fastest():
+    lines = [line(2, serial_bytes=1e7), line(4, serial_bytes=2e7)]
+    chosen = network_plan.advice(lines, "averaged, ring")
+    assert (chosen["choose_workers"], chosen["choose_method"]) == (1, None)
+    assert chosen["speed_up"] == 1.0
+    assert chosen["why"].startswith("one worker is faster: 4 workers reach 0.")
+    assert (
+        f"more than {network_plan.rounded(lines[1]['even_mbit_per_s'])} Mbit/s would"
+        in chosen["why"]
+    )
+    hopeless = network_plan.advice([line(2, latency_s=1.0)], "averaged, ring")
+    assert "no bandwidth helps" in hopeless["why"]
+
+
+def test_most_workers_if_they_bring_more():
+    lines = [line(2), line(8)]
+    chosen = network_plan.advice(lines, "averaged, ring")
+    assert chosen["choose_workers"] == 8
+    assert chosen["speed_up"] == lines[1]["speed_up"]
+    easy = lines[1]["easy_mbit_per_s"]
+    assert (
+        f"most of it for bytes: {network_plan.rounded(easy)} Mbit/s would bring it to 10%"
+        in chosen["why"]
+    )
+
+
+def test_fewer_workers_that_are_as_good():
+    lines = [line(2, serial_bytes=0.0), line(8, latency_s=0.2063)]
+    assert lines[0]["speed_up"] < lines[1]["speed_up"]
+    chosen = network_plan.advice(lines, "averaged, ring")
+    assert chosen["choose_workers"] == 2
+    assert f"and 8 workers reach no more than {lines[1]['speed_up']:.2f} times" in chosen["why"]
+    assert "more bandwidth would bring little" in chosen["why"]
+
+
+def test_delays_are_told_from_bytes():
+    chosen = network_plan.advice([line(8, latency_s=0.2)], "averaged, ring")
+    assert "most of it for delays and messages" in chosen["why"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(3024.3, "3,020"), (0.30449, "0.304"), (12.0, "12"), (99999, "100,000")]
+)
+def test_figures_for_people(value, text):
+    assert network_plan.rounded(value) == text
+
+
+def test_seconds_for_people():
+    assert (network_plan.told(0.0123456), network_plan.told(1.23456)) == ("12.3 ms", "1.23 s")
+
+
+@pytest.mark.parametrize(("serial_bytes", "method"), [(1.02e6, "usual"), (2e6, "other")])
+def test_the_usual_method_unless_another_is_clearly_faster(serial_bytes, method):
+    lines = [line(method="other"), line(method="usual", serial_bytes=serial_bytes)]
+    assert network_plan.advice(lines, "usual")["choose_method"] == method
+
+
+def test_training_takes_the_method_that_is_called_usual():
+    for size in (10, 100_000):
+        model = nn.Linear(size, 1)
+        taken = Choices().of(Sum(torch.zeros(size + 1)))
+        assert network_plan.usual_method(model) == f"averaged, {taken}"
+
+
+def test_measuring_leaves_torch_alone(graph):
+    torch.manual_seed(1)
+    wanted, threads = torch.rand(3), torch.get_num_threads()
+    torch.manual_seed(1)
+    config = PlanConfig(
+        data=graph, steps=2, threads=1, fanouts=(3, 3), layers=2, hidden=8, batch_size=512
+    )
+    loaded = data.load(graph)
+    computed = network_plan.measured(config, loaded)
+    network_plan.model_of(config, loaded)
+    # more steps than there are minibatches in an epoch
+    assert computed.steps == 2
+    assert 0 < computed.seconds < 60
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_the_command(graph, tmp_path, capsys):
+    picture = tmp_path / "p.png"
+    words = ["--workers", "2,3", "--mbit-per-s", "100", "--delay-ms", "2", "--message-us", "500"]
+    words += ["--step-s", "0.05", "--picture", str(picture)]
+    capsys.readouterr()
+    assert main(["plan", str(graph), *SMALL, *words]) == 0
+    out, err = capsys.readouterr()
+    *lines, chosen = [json.loads(text) for text in out.splitlines()]
+    assert [(each["workers"], each["method"]) for each in lines] == [
+        (workers, method) for workers in (2, 3) for method in METHODS
+    ]
+    # SAGE of 16 columns: two matrices and a bias a layer
+    parameters = 2 * 16 * 16 + 16 + 2 * 16 * 4 + 4
+    for each in lines:
+        assert (each["parameters"], each["compute_s"]) == (parameters, 0.05)
+        assert each["gradient_bytes"] == {"float32": 4 * parameters}
+        assert (each["measured_steps"], each["hidden"]) == (0, 16)
+    assert chosen["choose_workers"] == 3
+    assert chosen["why"] in err
+    assert "workers  method" in err
+    assert picture.stat().st_size > 1000
+
+
+def test_the_command_measures_what_it_is_not_given(graph, capsys):
+    capsys.readouterr()
+    assert main(["plan", str(graph), *SMALL, "--workers", "2", "--steps", "3"]) == 0
+    out, err = capsys.readouterr()
+    lines = [json.loads(text) for text in out.splitlines()]
+    assert {each["measured_steps"] for each in lines} == {3}
+    assert "the median of 3 that were measured" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (["--workers", "4,1"], "--workers must be at least 2, got 1", "--workers"),
+        (["--mbit-per-s", "0"], "--mbit-per-s must be above 0, got 0", "usual value"),
+        (["--step-s", "nan"], "--step-s must be above 0, got nan", "usual value"),
+        (["--delay-ms", "-1"], "--delay-ms must be at least 0, got -1", "usual value"),
+        (["--steps", "0"], "--steps must be at least 1, got 0", "usual value"),
+        (["--fanouts", "5,5"], "2 fan-outs (5,5) for 3 layers", "--layers 2"),
+    ],
+)
+def test_options_that_make_no_sense(words, error, hint, capsys):
+    capsys.readouterr()
+    assert main(["plan", "x", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"error: {error}" in err
+    assert hint in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((0.0,), "a link of 0.0 Mbit/s"),
+        ((math.inf,), "a link of inf Mbit/s"),
+        ((1.0, -1.0), "a delay of -1.0 s"),
+        ((1.0, 0.0, math.nan), "a time of a message of nan s"),
+    ],
+)
+def test_links_that_are_none(words, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Network(*words)
+    assert "\n\nhint: " in str(error.value)
+
+
+def test_a_graph_without_features(tmp_path, capsys):
+    tiny().but(features=None).write(tmp_path / "raw")
+    assert main(["plan", str(tmp_path / "raw"), "--step-s", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "has no features to train on" in err
+
+
+def test_a_picture_has_every_method_at_the_rate_that_was_asked_for():
+    costs = network_plan.costs_of(MODEL, [2, 3], NETWORK)
+    times = network_plan.drawn(costs, Computed(0.5), NETWORK, "g")
+    assert [list(curves) for curves in times.curves.values()] == [list(METHODS)] * 2
+    for cost in costs:
+        points = times.curves[cost.workers][cost.method]
+        for rate, seconds in points:
+            assert seconds == pytest.approx(0.5 + cost.seconds(Network(rate).bytes_per_s))
+        assert any(rate == pytest.approx(NETWORK.mbit_per_s) for rate, _ in points)
+
+
+def test_the_steps_of_a_trace_that_count():
+    # of three steps an epoch, where the first ten of a run are not traced
+    lanes = {"worker 0, model": 4, "worker 1, model": 5}
+    events = [
+        {"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}}
+        for name, tid in lanes.items()
+    ]
+    for number in range(8):
+        for tid in lanes.values():
+            begin = 1e6 * (number + number * number) + tid
+            spans = {"wait": (begin - 9e5, 9e5), "compute": (begin, 1e6), "exchange": (begin, 2e5)}
+            events += [
+                {"ph": "X", "name": name, "tid": tid, "ts": ts, "dur": dur}
+                for name, (ts, dur) in spans.items()
+            ]
+    counted = list(bench._steps(events, 3))
+    # steps 11 (of epoch 3), 14 and 17, the last of their epochs
+    assert [epoch for epoch, _ in counted] == [3, 4, 5]
+    assert [step.seconds for _, step in counted] == pytest.approx([2.0, 8.0, 14.0])
+    assert [step.exchange_s for _, step in counted] == pytest.approx([0.2] * 3)
+
+
+def test_the_first_step_s_agreement_is_in_no_step():
+    once = lockstep([network_plan.Gradients(MODEL.named_parameters()).agree(2) for _ in "ab"])
+    assert once.ledgers[0].bytes_sent > 0
+    cost = network_plan.cost_of(MODEL, 2, NETWORK, "averaged, doubling")
+    assert cost.sent_bytes == BYTES
