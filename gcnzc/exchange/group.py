@@ -2,7 +2,7 @@
 
 The one door to torch.distributed. Over gloo, requests are answered by our collectives or by the
 builtin ones, as `Choices` says; tensors on a GPU go through page-locked host memory that is kept.
-Over NCCL they are answered by NCCL.
+Where each worker has a GPU of its own, requests for what lies there are answered by NCCL.
 """
 
 import os
@@ -269,7 +269,7 @@ class _Channel:
         assert not isinstance(request, Begin | End | Compute | Scratch | Send | Receive), (
             "only an exchange can be begun"
         )
-        if self.group.backend == "nccl":
+        if self.group.backend == "nccl" and _on_gpu(request):
             # it runs on a stream of its own, without a thread
             return self._nccl(request)
         if self.threads is None:
@@ -286,7 +286,7 @@ class _Channel:
         """Answer `request`, together with the other workers."""
         group = self.group
         demand(request, group.world_size)
-        if group.backend == "nccl":
+        if group.backend == "nccl" and _on_gpu(request):
             return self._nccl(request).result()
         kind = type(request).__name__
         with self.lock:
@@ -366,7 +366,7 @@ class _Channel:
         if isinstance(request, AllToAll):
             return self._all_to_all(request, over, limit_s)
         if isinstance(request, Vote):
-            value = vote_tensor(request).to(self._device())
+            value = vote_tensor(request)
             rows = value.new_empty(world)
             work = _all_gather(rows, value, **over)
             return _Finish(work, lambda: tuple(rows.tolist()), limit_s)
@@ -397,10 +397,6 @@ class _Channel:
         dtype = request.parts[0].dtype
         # a view of another dtype needs its elements aligned, as those of one dtype are
         return _Finish(work, lambda: [part.view(dtype) for part in received.split(coming)], limit_s)
-
-    def _device(self) -> torch.device:
-        is_nccl = self.group.backend == "nccl"
-        return torch.device("cuda", self.group.local_rank) if is_nccl else torch.device("cpu")
 
     def close(self) -> None:
         if self.threads is not None:
@@ -494,7 +490,12 @@ def joined(
         name = met(whole, rank, world_size, JOIN_S)
         store = PrefixStore(name, whole)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            # what lies on the host is exchanged by gloo in any case
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
         )
     except (RuntimeError, TimeoutError) as error:
         raise WorkerLost(

@@ -1,0 +1,49 @@
+"""Several machines: torchrun in network namespaces, each with a network of its own."""
+
+import json
+import sys
+from pathlib import Path
+
+import cluster
+import pytest
+
+from gcnzc import prepare
+from gcnzc.datasets.generate import Shape, make
+
+ROOT = Path(__file__).parents[1]
+REASON = cluster.can_make()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("machines")
+    make(folder / "raw", "planted", Shape(2000, 12000, 24, 4), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    return folder / "graph"
+
+
+def torchrun(graph, run, per_node, *words):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--rdzv-id", "7"]
+    launcher += ["--nproc-per-node", str(per_node), "--rdzv-backend", "c10d", "--max-restarts", "2"]
+    launcher += ["--rdzv-endpoint", "machine0:29400", "-m", "gcnzc", "train", str(graph)]
+    sizes = ["--layers", "2", "--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
+    return [*launcher, *sizes, "--out", str(run), *words]
+
+
+def test_torchrun_trains_on_two_machines(graph, tmp_path):
+    run = tmp_path / "run"
+    with cluster.Cluster(workers=2, mbit_per_s=200) as machines:
+        ran = machines.run(
+            lambda rank: torchrun(graph, run, 2, "--epochs", "3"),
+            limit_s=150,
+            environment={"PYTHONPATH": str(ROOT)},
+        )
+    assert ran.codes == [0, 0], ran.output
+    result = json.loads((run / "result.json").read_text())
+    assert (result["workers"], result["epochs"]) == (4, 3)
+    lines = [json.loads(line) for line in (run / "workers.jsonl").read_text().splitlines()]
+    assert [line["worker"] for line in lines] == [0, 1, 2, 3] * 3
+    # what crossed the network is what two of the workers, at most, sent, and headers
+    sent = max(line["bytes_sent"] for line in lines)
+    assert sum(counter.sent_bytes for counter in ran.counters) > 0.2 * sent
