@@ -136,9 +136,7 @@ class Gradients:
         self.sparse: list[nn.Parameter] = []
         self.is_known = False
 
-    def averaged(
-        self, weight: float = 1.0, asks: Sequence[bool] = ()
-    ) -> Algorithm[Flags]:
+    def averaged(self, weight: float = 1.0, asks: Sequence[bool] = ()) -> Algorithm[Flags]:
         """Set the gradients to their weighted means over the workers.
 
         Args:
