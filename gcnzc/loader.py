@@ -489,7 +489,7 @@ class Batches(Iterator[Batch]):
 
 def _thread() -> str:
     # ThreadPoolExecutor counts its threads at the end of their names
-    return f"worker {threading.current_thread().name.rsplit('_', 1)[-1]}"
+    return f"loader {threading.current_thread().name.rsplit('_', 1)[-1]}"
 
 
 def _demand_seeds(seeds: Tensor, graph: Graph, num_items: int | None) -> Tensor:

@@ -22,6 +22,8 @@ from gcnzc.exchange.requests import (
     Swap,
     Vote,
 )
+from gcnzc.exchange.timing import tuned
+from gcnzc.exchange.tuning import Tuning
 
 __all__ = [
     "Algorithm",
@@ -44,10 +46,12 @@ __all__ = [
     "Send",
     "Sum",
     "Swap",
+    "Tuning",
     "Vote",
     "WorkerLost",
     "is_worker",
     "joined",
     "lockstep",
     "run",
+    "tuned",
 ]

@@ -4,6 +4,7 @@ The answers of a request do not depend on the choice, except for the order in wh
 `builtin` is the process group's own; in one process, where there is none, it is what gloo does.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +28,13 @@ from gcnzc.exchange.requests import (
 )
 
 BUILTIN = "builtin"
-# what may answer a kind of request; the first is what small ones get where nothing was measured
+CHAIN = "chain"
+# what may answer a kind of request; the first is what small ones get where nothing was measured.
+# "chain:16384" is a chain in pieces of so many bytes
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "Sum": ("doubling", "halving", "ring", BUILTIN),
     "AllGather": ("doubling", "ring", BUILTIN),
-    "Broadcast": ("binomial", "chain", BUILTIN),
+    "Broadcast": ("binomial", CHAIN, BUILTIN),
     "ReduceScatter": ("direct",),
     "AllToAll": ("direct", BUILTIN),
     "Swap": ("direct",),
@@ -41,10 +44,10 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 _LIKE_GLOO = {"Sum": "ring", "AllGather": "ring", "Broadcast": "binomial", "AllToAll": "direct"}
 # up to so many bytes a message's time is mostly its latency: 64 KiB take 5 ms at 100 Mbit/s
 SMALL_BYTES = 16 * 1024
-_USUAL = {
+USUAL: dict[str, "Steps"] = {
     "Sum": ((SMALL_BYTES, "doubling"), (None, BUILTIN)),
     "AllGather": ((SMALL_BYTES, "doubling"), (None, BUILTIN)),
-    "Broadcast": ((SMALL_BYTES, "binomial"), (None, "chain")),
+    "Broadcast": ((SMALL_BYTES, "binomial"), (None, CHAIN)),
     "AllToAll": ((None, "direct"),),
     "ReduceScatter": ((None, "direct"),),
     "Swap": ((None, "direct"),),
@@ -55,18 +58,41 @@ Steps = tuple[tuple[int | None, str], ...]
 
 @dataclass(frozen=True)
 class Choices:
-    """For each kind of request, which algorithm serves up to how many bytes."""
+    """For each kind of request, which algorithm serves up to how many bytes.
 
-    steps: Mapping[str, Steps] = field(default_factory=lambda: dict(_USUAL))
-    """(bytes or None for any, name of the algorithm), ascending, of each kind"""
-    piece_bytes: int = collectives.PIECE_BYTES
-    """of a chain"""
+    Raises:
+        ValueError: an algorithm is not known, or steps do not serve every size.
+    """
+
+    steps: Mapping[str, Steps] = field(default_factory=dict)
+    """(bytes or None for any, name of the algorithm), ascending, of a kind; a kind that is not
+    there gets the usual ones"""
+
+    def __post_init__(self) -> None:
+        for kind, steps in self.steps.items():
+            for _, name in steps:
+                _demand_known(kind, name)
+            limits = [math.inf if limit is None else limit for limit, _ in steps]
+            if limits != sorted(set(limits)) or limits[-1:] != [math.inf]:
+                raise ValueError(
+                    f"{kind}: steps {tuple(steps)} do not serve every size\n\n"
+                    "hint: their bytes rise, and None comes last"
+                )
+            # workers send parts of different sizes, and would choose differently
+            if kind == "AllToAll" and len(steps) > 1:
+                raise ValueError(
+                    f"AllToAll: steps {tuple(steps)} tell sizes apart\n\n"
+                    "hint: one algorithm must serve all, as each worker knows only its own sizes"
+                )
 
     def of(self, request: Collective) -> str:
-        """The name of the algorithm that answers `request`; "" for one that sends nothing."""
-        size = bytes_of(request)
-        for limit, name in self.steps[kind_of(request)]:
-            if limit is None or size <= limit:
+        """The name of the algorithm that answers `request`."""
+        return self.name_of(kind_of(request), bytes_of(request))
+
+    def name_of(self, kind: str, num_bytes: int) -> str:
+        """The name of the algorithm that answers a request of this kind and size."""
+        for limit, name in self.steps.get(kind, USUAL[kind]):
+            if limit is None or num_bytes <= limit:
                 return name
         raise AssertionError("the last step of a kind has no limit")
 
@@ -77,11 +103,15 @@ class Choices:
         Raises:
             ValueError: there is no such algorithm for that kind.
         """
-        for kind, name in names.items():
-            if name not in ALGORITHMS.get(kind, ()):
-                known = ", ".join(ALGORITHMS.get(kind, ALGORITHMS))
-                raise ValueError(f"no algorithm {name!r} for {kind}\n\nhint: there are {known}")
-        return cls({**_USUAL, **{kind: ((None, name),) for kind, name in names.items()}})
+        return cls({kind: ((None, name),) for kind, name in names.items()})
+
+
+def _demand_known(kind: str, name: str) -> None:
+    plain, colon, piece = name.partition(":")
+    fits = not colon or (plain == CHAIN and piece.isdecimal() and int(piece) > 0)
+    if plain not in ALGORITHMS.get(kind, ()) or not fits:
+        known = ", ".join(ALGORITHMS.get(kind, ALGORITHMS))
+        raise ValueError(f"no algorithm {name!r} for {kind}\n\nhint: there are {known}")
 
 
 def kind_of(request: Collective) -> str:
@@ -109,6 +139,7 @@ def expand(
     name = name or choices.of(request)
     if name == BUILTIN:
         name = _LIKE_GLOO[kind]
+    name, _, piece = name.partition(":")
     if isinstance(request, Sum | Mean):
         way = getattr(collectives, f"{name}_sum")
         yield from way(request.values.view(-1), rank, world_size)
@@ -125,8 +156,9 @@ def expand(
         return (yield from collectives.direct_scatter(request.values, rank, world_size))
     if isinstance(request, Broadcast):
         flat = as_bytes(request.values)
-        if name == "chain":
-            yield from collectives.chain(flat, request.root, rank, world_size, choices.piece_bytes)
+        if name == CHAIN:
+            piece_bytes = int(piece or collectives.PIECE_BYTES)
+            yield from collectives.chain(flat, request.root, rank, world_size, piece_bytes)
         else:
             yield from collectives.binomial(flat, request.root, rank, world_size)
         return restored(request.values, flat)
@@ -172,7 +204,7 @@ def sent_bytes(request: Collective, rank: int, world_size: int, name: str) -> fl
         return 0 if request.peer == rank else size
     if isinstance(request, Broadcast):
         place = (rank - request.root) % world
-        if name == "chain":
+        if name.startswith(CHAIN):
             return size if place < world - 1 else 0
         step = 1
         while step < world and not place & step:

@@ -14,9 +14,15 @@ Communication Operations in MPICH", 2005):
 
 Sums are equal on all workers bit for bit: an element is either summed on one worker, or by the same
 pairs on all, and a + b is b + a.
+
+What will be received is expected from the begin. Over gloo a message leaves when its sender knows
+that it is expected, and to tell it takes as long as a message: so only the first round waits, and
+takes 2 α. Nothing comes too early into memory that is still read: what a worker gets in its place
+was made with what it sent from there.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,53 +33,66 @@ PIECE_BYTES = 32 * 1024  # of a chain; the best from 16 to 32 KiB at 100 Mbit/s 
 
 
 def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """Sum (n,) in place by recursive doubling: whole vectors, in few rounds."""
-    other = yield Scratch(values)
-    fold = _Fold(rank, world_size)
-    if (yield from fold.enter(values, other)):
-        step = 1
-        while step < fold.power:
-            yield from _swap(values, other, fold.worker(fold.place ^ step))
-            values += other
-            step *= 2
+    """Sum (n,) in place by recursive doubling: whole vectors, in few rounds.
+
+    It works in log2 W times the memory of the values; the other sums in no more than they take.
+    """
+    fold = yield from _folded(values, rank, world_size)
+    peers = [fold.worker(fold.place ^ step) for step in fold.steps]
+    coming = []
+    for peer in peers:
+        coming.append((yield from _expect((yield Scratch(values)), peer)))
+    yield from fold.enter(values)
+    for peer, receipt in zip(peers, coming, strict=True):
+        yield from _trade(values, peer, receipt)
+        values += receipt.into
     yield from fold.leave(values)
     return values
 
 
 def halving_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
     """Sum (n,) in place: halves are summed until a worker has one share, then doubled again."""
-    other = yield Scratch(values)
-    fold = _Fold(rank, world_size)
-    if (yield from fold.enter(values, other)):
-        begin, end, step = 0, len(values), fold.power // 2
-        done = []
-        while step:
-            middle = (begin + end) // 2
-            lower, upper = slice(begin, middle), slice(middle, end)
-            mine, theirs = (upper, lower) if fold.place & step else (lower, upper)
-            peer = fold.worker(fold.place ^ step)
-            yield from _swap(values[theirs], other[mine], peer)
-            values[mine] += other[mine]
-            done.append((mine, theirs, peer))
-            begin, end, step = mine.start, mine.stop, step // 2
-        for mine, theirs, peer in reversed(done):
-            yield from _swap(values[mine], values[theirs], peer)
+    fold = yield from _folded(values, rank, world_size)
+    halves = []
+    begin, end = 0, len(values)
+    for step in reversed(fold.steps):
+        middle = (begin + end) // 2
+        lower, upper = values[begin:middle], values[middle:end]
+        is_upper = bool(fold.place & step)
+        mine, theirs = (upper, lower) if is_upper else (lower, upper)
+        halves.append((mine, theirs, fold.worker(fold.place ^ step)))
+        begin, end = (middle, end) if is_upper else (begin, middle)
+    summed, gathered = [], []
+    for mine, _, peer in halves:
+        summed.append((yield from _expect((yield Scratch(mine)), peer)))
+    for _, theirs, peer in reversed(halves):
+        gathered.append((yield from _expect(theirs, peer)))
+    yield from fold.enter(values)
+    for (mine, theirs, peer), receipt in zip(halves, summed, strict=True):
+        yield from _trade(theirs, peer, receipt)
+        mine += receipt.into
+    for (mine, _, peer), receipt in zip(reversed(halves), gathered, strict=True):
+        yield from _trade(mine, peer, receipt)
     yield from fold.leave(values)
     return values
 
 
 def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
     """Sum (n,) in place around a ring: the fewest bytes, in the most rounds."""
-    shares = values.tensor_split(world_size)
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    other = yield Scratch(shares[0])
-    for turn in range(world_size - 1):
-        leaving, coming = shares[(rank - turn) % world_size], shares[(rank - turn - 1) % world_size]
-        yield from _pass(leaving, after, other[: len(coming)], before)
-        coming += other[: len(coming)]
-    for turn in range(world_size - 1):
-        leaving, coming = shares[(rank + 1 - turn) % world_size], shares[(rank - turn) % world_size]
-        yield from _pass(leaving, after, coming, before)
+    parts = values.tensor_split(world_size)
+    # the share that leaves in each turn; the next one's is what comes
+    shares = [parts[(rank - turn) % world_size] for turn in range(world_size)]
+    summed, gathered = [], []
+    for share in shares[1:]:
+        summed.append((yield from _expect((yield Scratch(share)), before)))
+    for share in shares[:-1]:
+        gathered.append((yield from _expect(share, before)))
+    for turn, receipt in enumerate(summed):
+        yield from _trade(shares[turn], after, receipt)
+        shares[turn + 1] += receipt.into
+    for turn, receipt in enumerate(gathered):
+        yield from _trade(shares[turn - 1], after, receipt)
     return values
 
 
@@ -96,10 +115,12 @@ def direct_exchange(
     received[rank] = parts[rank]
     pending = []
     for distance in range(1, world_size):
-        # everybody's first message goes to another worker
-        after, before = (rank + distance) % world_size, (rank - distance) % world_size
+        before = (rank - distance) % world_size
         if counts[before]:
             pending.append((yield Begin(Receive(received[before], before))))
+    for distance in range(1, world_size):
+        # everybody's first message goes to another worker
+        after = (rank + distance) % world_size
         if len(parts[after]):
             pending.append((yield Begin(Send(parts[after].contiguous(), after))))
     for each in pending:
@@ -115,12 +136,16 @@ def doubling_gather(values: Tensor, rank: int, world_size: int) -> Algorithm[Ten
     # row i is of worker rank + i until the end
     rows = values.new_empty(world_size, len(values))
     rows[0] = values
+    rounds = []
     have = 1
     while have < world_size:
         count = min(have, world_size - have)
         before, after = (rank - have) % world_size, (rank + have) % world_size
-        yield from _pass(rows[:count], before, rows[have : have + count], after)
+        receipt = yield from _expect(rows[have : have + count], after)
+        rounds.append((rows[:count], before, receipt))
         have += count
+    for leaving, to, receipt in rounds:
+        yield from _trade(leaving, to, receipt)
     return rows.roll(rank, 0)
 
 
@@ -129,9 +154,11 @@ def ring_gather(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]
     rows = values.new_empty(world_size, len(values))
     rows[rank] = values
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    for turn in range(world_size - 1):
-        leaving, coming = (rank - turn) % world_size, (rank - turn - 1) % world_size
-        yield from _pass(rows[leaving], after, rows[coming], before)
+    coming = []
+    for turn in range(1, world_size):
+        coming.append((yield from _expect(rows[(rank - turn) % world_size], before)))
+    for turn, receipt in enumerate(coming):
+        yield from _trade(rows[(rank - turn) % world_size], after, receipt)
     return rows
 
 
@@ -178,9 +205,9 @@ def swap(values: Tensor, peer: int, rank: int) -> Algorithm[Tensor]:
     """The values of `peer`, which gets this worker's."""
     if peer == rank:
         return values.clone()
-    other = torch.empty_like(values)
-    yield from _swap(values, other, peer)
-    return other
+    receipt = yield from _expect(torch.empty_like(values), peer)
+    yield from _trade(values, peer, receipt)
+    return receipt.into
 
 
 class _Fold:
@@ -191,42 +218,70 @@ class _Fold:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
-        self.power = 1 << (world_size.bit_length() - 1)
-        self.pairs = world_size - self.power
+        power = 1 << (world_size.bit_length() - 1)
+        self.pairs = world_size - power
         in_pair = rank < 2 * self.pairs
         self.is_folded = in_pair and rank % 2 == 1
         self.has_folded = in_pair and rank % 2 == 0
         self.place = rank // 2 if in_pair else rank - self.pairs
+        # bits of a place, in which a worker differs from its peers
+        self.steps = [] if self.is_folded else [1 << bit for bit in range(power.bit_length() - 1)]
+        self.receipt: _Receipt | None = None
 
     def worker(self, place: int) -> int:
         return 2 * place if place < self.pairs else place + self.pairs
 
-    def enter(self, values: Tensor, other: Tensor) -> Algorithm[bool]:
-        """Add up the pairs; whether this worker goes on."""
+    def enter(self, values: Tensor) -> Algorithm[None]:
+        """Add up the pairs."""
         if self.is_folded:
-            yield Send(values, self.rank - 1)
-        elif self.has_folded:
-            yield Receive(other, self.rank + 1)
-            values += other
-        return not self.is_folded
+            yield from _send(values, self.rank - 1)
+        elif self.receipt is not None:
+            yield from self.receipt.end()
+            values += self.receipt.into
 
     def leave(self, values: Tensor) -> Algorithm[None]:
         if self.is_folded:
-            yield Receive(values, self.rank - 1)
+            assert self.receipt is not None, "expected from the begin"
+            yield from self.receipt.end()
         elif self.has_folded:
-            yield Send(values, self.rank + 1)
+            yield from _send(values, self.rank + 1)
 
 
-def _swap(values: Tensor, into: Tensor, peer: int) -> Algorithm[None]:
-    yield from _pass(values, peer, into, peer)
+def _folded(values: Tensor, rank: int, world_size: int) -> Algorithm[_Fold]:
+    """A fold that expects what comes into it, or out of it."""
+    fold = _Fold(rank, world_size)
+    if fold.is_folded:
+        fold.receipt = yield from _expect(values, rank - 1)
+    elif fold.has_folded:
+        fold.receipt = yield from _expect((yield Scratch(values)), rank + 1)
+    return fold
 
 
-def _pass(leaving: Tensor, to: int, coming: Tensor, source: int) -> Algorithm[None]:
-    """Send and receive at once; empty messages are not sent, as both sides know their sizes."""
-    pending = []
-    if coming.numel():
-        pending.append((yield Begin(Receive(coming, source))))
-    if leaving.numel():
-        pending.append((yield Begin(Send(leaving, to))))
-    for each in pending:
-        yield End(each)
+class _Receipt:
+    """A message that is expected, and where it will lie."""
+
+    def __init__(self, into: Tensor, pending: Any) -> None:
+        self.into, self.pending = into, pending
+
+    def end(self) -> Algorithm[None]:
+        """Wait for it."""
+        if self.pending is not None:
+            yield End(self.pending)
+
+
+def _expect(into: Tensor, source: int) -> Algorithm[_Receipt]:
+    """Begin to receive. An empty message is not sent, as both sides know its size."""
+    return _Receipt(into, (yield Begin(Receive(into, source))) if into.numel() else None)
+
+
+def _send(values: Tensor, to: int) -> Algorithm[None]:
+    if values.numel():
+        yield Send(values, to)
+
+
+def _trade(leaving: Tensor, to: int, coming: _Receipt) -> Algorithm[None]:
+    """Send, and wait for what is expected."""
+    sent = (yield Begin(Send(leaving, to))) if leaving.numel() else None
+    yield from coming.end()
+    if sent is not None:
+        yield End(sent)

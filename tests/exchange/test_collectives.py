@@ -110,7 +110,7 @@ def test_moves_are_exact(dtype, world_size):
 @pytest.mark.parametrize("piece_bytes", [1, 5, 1000])
 def test_a_chain_passes_on_pieces(piece_bytes):
     values = [torch.zeros(4, 6)[:, ::2] if rank else torch.rand(4, 6)[:, ::2] for rank in range(5)]
-    choices = Choices({**Choices.always(Broadcast="chain").steps}, piece_bytes)
+    choices = Choices.always(Broadcast=f"chain:{piece_bytes}")
     found = asked(5, lambda rank: Broadcast(values[rank]), choices=choices).results
     # also into memory that is not contiguous
     assert all(torch.equal(each, values[0]) for each in found)
@@ -204,7 +204,7 @@ def test_the_clock_agrees_with_the_formulas():
     assert seconds(whole, 8, always("Sum", "ring")) == pytest.approx(
         14 * alpha + 2 * 7 / 8 * transfer
     )
-    choices = Choices(Choices.always(Broadcast="chain").steps, 1000)
+    choices = Choices.always(Broadcast="chain:1000")
     sent = seconds(lambda rank: Broadcast(torch.zeros(size // 4)), 8, choices)
     assert sent == pytest.approx((80 + 8 - 2) * 0.001 + 7 * alpha)
     votes = seconds(lambda rank: Vote(rank), 8, None)
@@ -290,6 +290,26 @@ def test_requests_that_make_no_sense(request_of_three, message):
         asked(3, lambda rank: request_of_three())
 
 
-def test_only_known_algorithms():
-    with pytest.raises(ValueError, match="hint: there are doubling, halving"):
-        Choices.always(Sum="fastest")
+@pytest.mark.parametrize("name", ["fastest", "chain:0", "chain:", "ring:5", "doubling"])
+def test_only_known_algorithms(name):
+    with pytest.raises(ValueError, match="hint: there are binomial, chain, builtin"):
+        Choices.always(Broadcast=name)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (),
+        ((8, "ring"),),
+        ((None, "ring"), (None, "ring")),
+        ((9, "ring"), (8, "ring"), (None, "ring")),
+    ],
+)
+def test_choices_serve_every_size(steps):
+    with pytest.raises(ValueError, match="hint: their bytes rise, and None comes last"):
+        Choices({"Sum": steps})
+
+
+def test_workers_cannot_choose_by_sizes_that_only_they_know():
+    with pytest.raises(ValueError, match="hint: one algorithm must serve all"):
+        Choices({"AllToAll": ((8, "direct"), (None, "builtin"))})
