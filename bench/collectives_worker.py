@@ -1,0 +1,275 @@
+"""What each worker measures for bench/collectives.py; worker 0 prints JSON lines.
+
+    python bench/collectives_worker.py '{"part": "bytes"}' '{"part": "times", "kind": "Sum", ...}'
+
+It runs on every machine, with the environment that torch.distributed reads.
+
+Letters: W workers.
+"""
+
+import hashlib
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gcnzc.exchange import (
+    Algorithm,
+    AllGather,
+    AllToAll,
+    Begin,
+    Broadcast,
+    Choices,
+    End,
+    Group,
+    Mean,
+    Receive,
+    ReduceScatter,
+    Send,
+    Sum,
+    Swap,
+    Vote,
+    joined,
+    tuned,
+)
+from gcnzc.exchange.choices import ALGORITHMS, BUILTIN, CHAIN, kind_of, sent_bytes
+from gcnzc.exchange.ledger import Entry
+from gcnzc.exchange.requests import Collective, bytes_of
+from gcnzc.exchange.timing import ask, request_of, timed
+from gcnzc.exchange.tuning import candidates
+
+TIMEOUT_S = 120.0
+LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 40, 1.0
+# up to this size also what the tuner gave up
+SMALL_BYTES = 1 << 20
+# of votes, until the scheduler has spread processes that began on one core
+WARMUP = 200
+# of one request while bytes are counted, where acknowledgements and signs of life are few beside it
+COUNTED_BYTES, COUNTED, COUNTED_VOTES = 1 << 20, 4, 200
+# Ethernet, IP, and TCP with its time stamps
+HEADER_BYTES = 14 + 20 + 32
+SETTLE_S = 0.1  # until the last acknowledgements have come
+PAIR_BYTES, RALLIES = 1 << 20, 8
+
+Line = dict[str, Any]
+
+
+def main() -> None:
+    """Measure what the command line says."""
+    torch.set_num_threads(1)
+    with joined(timeout_s=TIMEOUT_S) as group:
+        for _ in range(WARMUP):
+            group.run(ask(Vote(0)))
+        for task in sys.argv[1:]:
+            for line in measured(group, json.loads(task)):
+                if group.rank == 0:
+                    print(json.dumps(line), flush=True)
+
+
+def measured(group: Group, task: Line) -> Iterator[Line]:
+    """Lines of results, the same on every worker, for a task of bench/collectives.py."""
+    if task["part"] == "bytes":
+        for line in counted(group):
+            yield {"part": "bytes"} | line
+        return
+    alpha_s, bytes_per_s = measured_link(group)
+    link = {"alpha_s": alpha_s, "bytes_per_s": bytes_per_s}
+    kind, sizes = task["kind"], task["sizes"]
+    with tempfile.TemporaryDirectory() as folder:
+        tuning = tuned(group, Path(folder), {kind: sizes}, budget_s=task["budget_s"])
+    choices = tuning.choices
+    for size in sizes:
+        chosen = choices.name_of(kind, size)
+        tried = tuning.times[kind][size]
+        names = {*(candidates(kind, size, group.world_size) if size <= SMALL_BYTES else tried)}
+        names = sorted({*names, chosen, BUILTIN})
+        rounds = rounds_of(sum(tried.values()))
+        ways = times(group, kind, size, names, rounds)
+        for name, way in ways.items():
+            way["formula_s"] = formula_s(kind, name, size, group.world_size, alpha_s, bytes_per_s)
+        share = ways[chosen]["least_s"] / ways[BUILTIN]["least_s"]
+        case = {"part": "times", "kind": kind, "num_bytes": size, "rounds": rounds, "ways": ways}
+        yield case | link | {"tuned": chosen, "tuned_of_builtin": share}
+
+
+def measured_link(group: Group) -> tuple[float, float]:
+    """Seconds of a message that is waited for, and bytes per second, of all pairs at once."""
+    rallies_s = _least_s(group, lambda: _rally(group.rank), rounds=30)
+    alpha_s = rallies_s / (2 * RALLIES)
+    request = Swap(torch.zeros(PAIR_BYTES, dtype=torch.uint8), group.rank ^ 1)
+    # over gloo the two also tell one another that they wait
+    return alpha_s, PAIR_BYTES / (_least_s(group, lambda: ask(request), rounds=5) - 2 * alpha_s)
+
+
+def rounds_of(round_s: float) -> int:
+    """As many as take ROUNDS_S; a size that was too large for the tuner has no time, and few."""
+    wanted = ROUNDS_S / round_s if round_s else 0
+    return int(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
+
+
+def times(group: Group, kind: str, size: int, names: Sequence[str], rounds: int) -> dict[str, Line]:
+    """Each algorithm's times, taken in turns."""
+    seconds = timed(group, kind, size, names, rounds)
+    least, median = seconds.amin(0).tolist(), seconds.quantile(0.5, 0).tolist()
+    return {
+        name: {"least_s": least[i], "median_s": median[i], "equal": equal(group, kind, size, name)}
+        for i, name in enumerate(names)
+    }
+
+
+def equal(group: Group, kind: str, size: int, name: str) -> bool:
+    """Whether all workers got the same, bit for bit, of random values; or what was sent to them."""
+    request = request_of(kind, size, group.rank, group.world_size)
+    generator = torch.Generator().manual_seed(group.rank)
+    if isinstance(request, AllToAll):
+        for part in request.parts:
+            part.random_(generator=generator)
+        sent = sum(_hash(part, group.rank, to) for to, part in enumerate(request.parts))
+        got = _answer(group, kind, request, name)
+        received = sum(_hash(part, source, group.rank) for source, part in enumerate(got))
+        return sum(group.run(ask(Vote(sent - received)))) == 0
+    if isinstance(request, Sum):
+        request.values.normal_(generator=generator)
+    else:
+        request.values.random_(generator=generator)
+    return len(set(group.run(ask(Vote(_hash(_answer(group, kind, request, name))))))) == 1
+
+
+def formula_s(
+    kind: str, name: str, size: int, world_size: int, alpha_s: float, bytes_per_s: float
+) -> float | None:
+    """What gcnzc/exchange/collectives.py says; of gloo's own, what its rings say."""
+    transfer_s, others = size / bytes_per_s, world_size - 1
+    doublings = math.ceil(math.log2(world_size))
+    shares_s = others / world_size * transfer_s
+    if kind == "AllToAll":
+        return alpha_s + shares_s
+    if kind == "Sum":
+        return {
+            "doubling": doublings * (alpha_s + transfer_s),
+            "halving": 2 * doublings * alpha_s + 2 * shares_s,
+            "ring": 2 * others * alpha_s + 2 * shares_s,
+            BUILTIN: 2 * others * alpha_s + 2 * shares_s,
+        }[name]
+    if kind == "AllGather":
+        messages = doublings if name == "doubling" else others
+        return messages * alpha_s + others * transfer_s
+    if name.startswith(CHAIN):
+        piece = int(name.partition(":")[2])
+        steps = math.ceil(size / piece) + world_size - 2
+        return steps * (alpha_s + min(piece, size) / bytes_per_s)
+    return None if name == BUILTIN else doublings * (alpha_s + transfer_s)
+
+
+def counted(group: Group) -> Iterator[Line]:
+    """For each kind of request and algorithm: the ledger, the formula, and the interface."""
+    if group.watch is not None:
+        group.watch.leave()  # its signs of life are bytes too
+    for request in requests(group.rank, group.world_size):
+        kind = kind_of(request)
+        for name in ALGORITHMS[kind]:
+            times = COUNTED_VOTES if isinstance(request, Vote) else COUNTED
+            before = _counters(group, request)
+            for _ in range(times):
+                _answer(group, kind, request, name)
+            after = _counters(group, request)
+            formula = times * sent_bytes(request, group.rank, group.world_size, name)
+            told = [*(b - a for a, b in zip(before, after, strict=True)), formula]
+            everybodys = group.run(ask(AllGather(torch.tensor(told, dtype=torch.float64))))
+            sent, messages, wire, packets, formula = everybodys.sum(0).tolist()
+            yield {
+                "request": type(request).__name__,
+                "algorithm": name,
+                "requests": times,
+                "num_bytes": bytes_of(request),
+                "ledger_bytes": sent,
+                "formula_bytes": formula,
+                "same_on_each": bool((everybodys[:, 0] == everybodys[:, 4]).all()),
+                "messages": messages,
+                "wire_bytes": wire,
+                "packets": packets,
+                "wire_of_ledger": wire / sent,
+                "tcp_payload_of_ledger": (wire - HEADER_BYTES * packets) / sent,
+            }
+
+
+def requests(rank: int, world_size: int) -> list[Collective]:
+    """One of every kind, all but the vote of about COUNTED_BYTES."""
+    count = COUNTED_BYTES // 4 // world_size * world_size
+    parts = torch.zeros(count).tensor_split(world_size)
+    return [
+        Sum(torch.zeros(count)),
+        Mean(torch.zeros(count)),
+        AllGather(torch.zeros(count // world_size)),
+        ReduceScatter(torch.zeros(count)),
+        AllToAll(parts, [len(parts[rank])] * world_size),
+        Broadcast(torch.zeros(count)),
+        Swap(torch.zeros(count), rank ^ 1),
+        Vote(rank),
+    ]
+
+
+def _answer(group: Group, kind: str, request: Collective, name: str) -> Any:
+    usual = group.choices
+    group.choices = Choices.always(**{kind: name})
+    answer = group.run(ask(request))
+    group.choices = usual
+    return answer
+
+
+def _rally(rank: int) -> Algorithm[None]:
+    """Messages to and fro between two workers, each of which waits for all of them."""
+    peer, ball = rank ^ 1, torch.zeros(4)
+    pending = []
+    for _ in range(RALLIES):
+        pending.append((yield Begin(Receive(torch.empty(4), peer))))
+    for each in pending:
+        if rank % 2:
+            yield End(each)
+        yield Send(ball, peer)
+        if not rank % 2:
+            yield End(each)
+
+
+def _least_s(group: Group, make: Callable[[], Algorithm[Any]], rounds: int) -> float:
+    """Of the slowest worker, in the fastest round."""
+    seconds = []
+    for _ in range(rounds):
+        group.run(ask(Vote(0)))
+        begin = time.perf_counter()
+        group.run(make())
+        seconds.append(time.perf_counter() - begin)
+    everybodys = group.run(ask(AllGather(torch.tensor(seconds, dtype=torch.float64))))
+    return float(everybodys.amax(0).min())
+
+
+def _hash(values: torch.Tensor, *labels: int) -> int:
+    data = hashlib.sha256(memoryview(values.view(-1).view(torch.uint8).numpy()))
+    data.update(repr(labels).encode())
+    return int.from_bytes(data.digest()[:4], "big")
+
+
+def _counters(group: Group, request: Collective) -> list[float]:
+    """This worker's bytes and messages by its ledger, and bytes and packets by its interface."""
+    # all wait for all, by something that is not counted here
+    is_vote = isinstance(request, Vote)
+    group.run(ask(AllGather(torch.zeros(1)) if is_vote else Vote(0)))
+    time.sleep(SETTLE_S)
+    entry = group.ledger.entries.get(type(request).__name__, Entry())
+    fields = [0] * 16
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == os.environ["GLOO_SOCKET_IFNAME"]:
+            fields = [int(number) for number in numbers.split()]
+    return [entry.bytes_sent, entry.messages, fields[8], fields[9]]
+
+
+if __name__ == "__main__":
+    main()
