@@ -22,7 +22,7 @@ from gcnzc.replicas import vote
 from gcnzc.sampler import Sampler, demand_seeds
 from gcnzc.shared import first_workers, shared_empty
 from gcnzc.table import FeatureTable
-from gcnzc.together import place_of, together
+from gcnzc.together import together
 
 BATCH_NODES = 1 << 14  # targets at a time
 BATCH_EDGES = 1 << 20  # and their edges, unless one target has more
@@ -151,20 +151,17 @@ class _Crew:
     def _spread_pieces(
         self, rows: Tensor, pieces: Sequence[Span], place: Callable[[int, int], slice | Tensor]
     ) -> None:
-        mine, device = self.firsts[self.rank], place_of(self.group)
-        own, none = rows[place(*pieces[self.rank])].flatten().to(device), rows.new_empty(0)
+        mine = self.firsts[self.rank]
+        own, none = rows[place(*pieces[self.rank])].flatten(), rows.new_empty(0)
         # to the first workers of other machines
-        parts = [
-            own if rank == first != mine else none.to(device)
-            for rank, first in enumerate(self.firsts)
-        ]
+        parts = [own if rank == first != mine else none for rank, first in enumerate(self.firsts)]
         counts = [
             (end - begin) * rows.shape[1] if self.rank == mine != first else 0
             for (begin, end), first in zip(pieces, self.firsts, strict=True)
         ]
         for piece, part in zip(pieces, run(_to_all(parts, counts), self.group), strict=True):
             if len(part):
-                rows[place(*piece)] = part.view(-1, rows.shape[1]).cpu()
+                rows[place(*piece)] = part.view(-1, rows.shape[1])
 
 
 class _LayerOfAll:

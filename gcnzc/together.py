@@ -91,12 +91,6 @@ class Work:
             raise told if error is None else error
 
 
-def place_of(group: Group) -> torch.device:
-    """Where tensors of requests must lie."""
-    is_nccl = group.backend == "nccl"
-    return torch.device("cuda", group.local_rank) if is_nccl else torch.device("cpu")
-
-
 def _told(error: Exception | None, root: int, group: Group) -> Algorithm[Exception]:
     """The error of worker `root`, for all."""
     kind = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
@@ -105,7 +99,6 @@ def _told(error: Exception | None, root: int, group: Group) -> Algorithm[Excepti
     values = torch.zeros(lengths[root], dtype=torch.uint8)
     if group.rank == root:
         values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    values = values.to(place_of(group))
     yield Broadcast(values, root)
     told = bytes(values.tolist())
     return _KINDS[told[0]](f"worker {root}: {told[1:].decode()}")
