@@ -66,6 +66,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 TIMEOUT_S = 60.0
 # what workers wait for one another at the start: importing torch takes half a minute on busy cores
 JOIN_S = 180.0
+# what a worker waits for the store at most, which answers in microseconds if it is there
+STORE_S = 10.0
 
 
 class WorkerLost(RuntimeError):
@@ -505,6 +507,7 @@ def joined(
             f"{error}\n\nhint: do all machines reach that address? GLOO_SOCKET_IFNAME names the "
             "network to use"
         ) from error
+    whole.set_timeout(timedelta(seconds=min(STORE_S, timeout_s)))
     group = Group(rank, world_size, backend, store, choices, timeout_s)
     try:
         yield group
