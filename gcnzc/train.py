@@ -413,7 +413,7 @@ class _Run:
                 ready = self.now()
                 assert batch.x is not None, "the loader has a table"
                 assert batch.y is not None, "the loader or its sampler has labels"
-                self.group.at(self.tally.steps, f"epoch {self.epoch + 1}")
+                self.group.at(self.steps, f"training in epoch {self.epoch + 1}")
                 self.optimizer.zero_grad(set_to_none=True)
                 # a worker may have no seed when others have taken up the rest of an epoch
                 if len(batch.y):
@@ -493,6 +493,7 @@ class _Run:
         last = self.epoch + 1 == self.config.epochs
         if last or (self.epoch + 1) % self.config.evaluate_every == 0:
             begin = time.perf_counter()
+            self.group.at(self.steps, f"evaluation in epoch {self.epoch + 1}")
             with self.reporter.task(f"evaluate {self.epoch + 1}/{self.config.epochs}") as advance:
                 scores = self.task.evaluate(
                     self.model, self.table, self.device, advance, self.group
