@@ -18,7 +18,6 @@ times larger: see `gcnzc.peers`.
 Letters: N nodes, M minibatches of one half, G GPUs that split a hot set.
 """
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ from gcnzc.kernels.gather_hot import (
     mark,
     room_bytes,
 )
-from gcnzc.loader import MOST_THREADS, Loader, order
+from gcnzc.loader import Loader, order, usual_threads
 from gcnzc.sampler import Sampler
 from gcnzc.table import FeatureTable
 
@@ -805,7 +804,7 @@ def _batches_of(seeds: Tensor, batch_size: int, key: int, first_order: int) -> I
 def _drawn(sampler: Sampler, picked: Iterator[Tensor], threads: int | None) -> Iterator[Tensor]:
     """The nodes of the minibatches of these seeds, in turn, drawn by threads that work ahead."""
     if threads is None:
-        threads = min(os.cpu_count() or 1, MOST_THREADS)
+        threads = usual_threads()
     coming: deque[Future[Tensor]] = deque()
     with ThreadPoolExecutor(threads, "gcnzc-presample") as executor:
         for number, seeds in enumerate(picked):

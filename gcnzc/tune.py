@@ -40,7 +40,7 @@ from gcnzc.kernels.gather_gpu import (
     gather_rows,
 )
 from gcnzc.kernels.lanes import LAYOUTS, Layout
-from gcnzc.loader import MOST_THREADS, Loader, order
+from gcnzc.loader import Loader, order, usual_threads
 from gcnzc.plan import Choice, Plan
 from gcnzc.sampler import Sampler
 from gcnzc.stages import USUAL_HOT
@@ -252,7 +252,7 @@ def choose_loading(bench: Bench, way: Way | None, progress: Progress) -> dict[st
         progress,
     )
     threads, wild = cheapest(by_threads, int), spread(by_threads)
-    usual = min(os.cpu_count() or 1, MOST_THREADS)
+    usual = usual_threads()
     choices = {
         "threads": Choice(
             threads,
