@@ -1,7 +1,7 @@
 """What workers ask of one another, and who answers."""
 
 from gcnzc.exchange.choices import Choices
-from gcnzc.exchange.group import Group, WorkerLost, is_worker, joined, run
+from gcnzc.exchange.group import Group, WorkerLost, is_worker, joined, present, run
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.lockstep import Link, Outcome, lockstep
 from gcnzc.exchange.requests import (
@@ -52,6 +52,7 @@ __all__ = [
     "is_worker",
     "joined",
     "lockstep",
+    "present",
     "run",
     "tuned",
 ]

@@ -9,8 +9,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -264,26 +264,69 @@ class _Channel:
         self.group, self.process_group = group, process_group
         self.memory = _Memory()
         self.threads: ThreadPoolExecutor | None = None
+        self.stream: Any = None
         self.name = name
         self.lock = threading.Lock()
 
-    def begin(self, request: Request) -> Any:
-        """Answer `request` in the background."""
+    def begin(self, request: Request | Algorithm[Any]) -> Any:
+        """Answer `request`, or go through an algorithm, in the background."""
+        if isinstance(request, Generator):
+            return self._conducted(request)
         assert not isinstance(request, Begin | End | Compute | Scratch | Send | Receive), (
             "only an exchange can be begun"
         )
         if self.group.backend == "nccl" and _on_gpu(request):
             # it runs on a stream of its own, without a thread
             return self._nccl(request)
+        done = torch.cuda.current_stream().record_event() if _on_gpu(request) else None
+        return self._thread().submit(self._after, done, request)
+
+    def _thread(self) -> ThreadPoolExecutor:
         if self.threads is None:
             self.threads = ThreadPoolExecutor(1, f"gcnzc-exchange-{self.name}")
-        done = torch.cuda.current_stream().record_event() if _on_gpu(request) else None
-        return self.threads.submit(self._after, done, request)
+        return self.threads
 
     def _after(self, ready: Any, request: Collective) -> Any:
         if ready is not None:
             ready.synchronize()
         return self.answer(request)
+
+    def _conducted(self, algorithm: Algorithm[Any]) -> Any:
+        """Go through an algorithm on this channel's thread, and where there is CUDA on its stream.
+
+        Its first step sees what the caller's stream has done by now, and what follows its end on
+        that stream sees what it did.
+        """
+        if not torch.cuda.is_initialized():
+            return self._thread().submit(self._conduct, algorithm)
+        caller = torch.cuda.current_stream()
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()
+        ready, done = caller.record_event(), torch.cuda.Event()
+
+        def on_stream() -> Any:
+            with torch.cuda.stream(self.stream):
+                self.stream.wait_event(ready)
+                answer = self._conduct(algorithm)
+                done.record()
+            return answer
+
+        return _Conducted(self._thread().submit(on_stream), done)
+
+    def _conduct(self, algorithm: Algorithm[Any]) -> Any:
+        answer: Any = None
+        while True:
+            try:
+                request = algorithm.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            if isinstance(request, Scratch):
+                answer = torch.empty_like(request.values)
+            elif isinstance(request, Compute):
+                time.sleep(request.seconds)
+                answer = None
+            else:
+                answer = self.answer(request)  # type: ignore[arg-type]
 
     def answer(self, request: Collective) -> Any:
         """Answer `request`, together with the other workers."""
@@ -420,6 +463,18 @@ class _Finish:
         return self.finish()
 
 
+class _Conducted:
+    """An algorithm that is under way on a stream."""
+
+    def __init__(self, future: Future[Any], done: Any) -> None:
+        self.future, self.done = future, done
+
+    def result(self) -> Any:
+        answer = self.future.result()
+        torch.cuda.current_stream().wait_event(self.done)
+        return answer
+
+
 class _Staged:
     """A request whose tensors lie on the host, in place of one whose tensors lie on a GPU."""
 
@@ -460,6 +515,19 @@ def _down(values: Tensor, memory: _Memory) -> Tensor:
 def is_worker() -> bool:
     """Whether a launcher has started this process as one worker of several, or as the only one."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def present() -> Group:
+    """The group of the workers for which torch.distributed was initialised; alone if it was not.
+
+    For a loop that calls `torch.distributed.init_process_group` by itself. Signs of life are kept
+    in that group's own store; the group is the caller's to destroy.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Group()
+    store = PrefixStore("gcnzc", dist.distributed_c10d._get_default_store())
+    backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+    return Group(dist.get_rank(), dist.get_world_size(), backend, store)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ taken. Whoever is earliest goes on, so that the clock does not depend on who was
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,7 +208,9 @@ class _World:
             task.kind = self.counted(task.rank, request)
             task.stack.append(expand(request, task.rank, self.world_size, self.choices))
 
-    def begin(self, task: _Task, request: Request, channel: str = "") -> Any:
+    def begin(
+        self, task: _Task, request: Request | Algorithm[Any], channel: str = ""
+    ) -> _Task | _Sent | _Receipt:
         if isinstance(request, Send):
             return self.send(task, request)
         if isinstance(request, Receive):
@@ -219,9 +221,14 @@ class _World:
             "only an exchange can be begun"
         )
         before = self.last_of_channel.get((task.rank, channel))
-        algorithm = expand(request, task.rank, self.world_size, self.choices)
+        kind = ""
+        if isinstance(request, Generator):
+            algorithm = request
+        else:
+            algorithm = expand(request, task.rank, self.world_size, self.choices)
+            kind = self.counted(task.rank, request)
         begun = self.start(task.rank, (channel,), _after(before, algorithm), task.now)
-        begun.kind = self.counted(task.rank, request)
+        begun.kind = kind
         self.last_of_channel[task.rank, channel] = begun
         return begun
 

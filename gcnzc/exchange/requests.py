@@ -120,14 +120,15 @@ class Compute:
 
 @dataclass(frozen=True, eq=False)
 class Begin:
-    """The start of a request that is answered while the algorithm goes on.
+    """The start of a request, or of a whole algorithm, that goes on beside this one.
 
     The answer is something to be given to `End`. Until then tensors of the request belong to it.
     """
 
-    request: "Request"
+    request: "Request | Algorithm[Any]"
+    """an algorithm asks for collectives alone, and for memory"""
     channel: str = "background"
-    """requests of one channel are answered one after the other, those of several side by side; a
+    """what is begun on one channel is answered one after the other, that on several side by side; a
     single message needs none"""
 
 
@@ -159,6 +160,8 @@ def described(request: object) -> str:
         return f"the start of {described(request.request)}"
     if isinstance(request, End):
         return "the end of a request begun before"
+    if isinstance(request, Generator):
+        return getattr(request, "__name__", "an algorithm")
     name = type(request).__name__
     if isinstance(request, Compute):
         return f"{name} of {request.seconds:g} s"

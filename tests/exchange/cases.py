@@ -17,6 +17,7 @@ from gcnzc.exchange import (
     Mean,
     Receive,
     ReduceScatter,
+    Scratch,
     Send,
     Sum,
     Swap,
@@ -29,6 +30,13 @@ from gcnzc.exchange import (
 def values(rank, count, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1000 * rank + count)
     return torch.randn(count, generator=generator).to(dtype)
+
+
+def in_two_rounds(rank):
+    """An algorithm that is begun as a whole."""
+    held = yield Scratch(values(rank, 13))
+    rows = yield AllGather(held.copy_(values(rank, 13)))
+    return (yield Sum(rows.cumsum(0).contiguous()))
 
 
 def everything(rank, world_size):
@@ -51,8 +59,9 @@ def everything(rank, world_size):
     first = yield Begin(Mean(values(rank, 5000)))
     second = yield Begin(AllGather(values(rank, 50)), "other")
     third = yield Begin(Vote(rank))
+    fourth = yield Begin(in_two_rounds(rank), "other")
     found.append((yield Sum(values(rank, 77))))
-    for pending in (third, first, second):
+    for pending in (third, fourth, first, second):
         found.append((yield End(pending)))
     if world_size == 1:
         return found
