@@ -210,7 +210,8 @@ class Fault:
         """Exit status of the first machine, and the talk of all, of a run on four of them."""
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(WORKERS)]
         launcher += ["--rdzv-id", "7", "--rdzv-backend", "c10d", "--max-restarts", "3"]
-        launcher += ["--rdzv-endpoint", "machine0:29400", "--rdzv-conf", "join_timeout=30"]
+        launcher += ["--rdzv-endpoint", "machine0:29400"]
+        launcher += ["--rdzv-conf", "join_timeout=30,read_timeout=10"]
         launcher += ["--log-dir", str(self.run / "logs")]
         launcher += ["-m", "gcnzc", "train", str(self.graph), "--out", str(self.run)]
         with cluster.Cluster(workers=WORKERS, mbit_per_s=200) as machines:
