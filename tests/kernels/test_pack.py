@@ -1,0 +1,457 @@
+"""Signs and scales: the ways agree, nothing is lost between them, and nothing else is written.
+
+That Triton's kernels compile, with loads as wide as they should be, is looked at in a process of
+its own, since Triton chooses between compiler and interpreter when it is imported.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gcnzc.kernels import pack, pack_gpu
+from gcnzc.kernels.cut import Cut
+from gcnzc.kernels.pack import (
+    SCALES,
+    decode_signs,
+    decode_signs_reference,
+    encode_signs,
+    encode_signs_reference,
+    mean_of_signs,
+    mean_of_signs_reference,
+    scales_of,
+    settle_signs,
+    settle_signs_reference,
+)
+
+LENGTHS = [0, 1, 7, 31, 32, 33, 100, 4095, 4096, 4097, 10000, 20005]
+BLOCKS = [32, 96, 128, 4096, None]
+GUARD = 0xAB
+
+
+def cuts(lengths=LENGTHS, parts=range(1, 10), blocks=BLOCKS):
+    return [Cut(*one, 1, block) for one in itertools.product(lengths, parts) for block in blocks]
+
+
+# the interpreter takes milliseconds a program, and a block has one at least
+FEW = [
+    *cuts([0, 1, 33], [1, 3], [32]),
+    *cuts([100, 200], [2], [96, 128]),
+    *cuts([1, 4097], [3], [4096, None]),
+    *cuts([8300], [1], [4128, None]),
+    Cut(1003, 9, 1, 4096),
+]
+
+
+def name_of(cut):
+    return f"{cut.num_elements}-{cut.parts}-{cut.block}"
+
+
+def guarded_rows(cut, extra=8, num_rows=None):
+    """Rows with bytes of the caller's behind each of them, and what they lie in."""
+    num_rows, stride = num_rows or cut.parts, cut.row_bytes + extra
+    memory = torch.full(((num_rows + 2) * stride + 8,), GUARD, dtype=torch.uint8)
+    return memory[stride + 4 :].as_strided((num_rows, stride), (stride, 1), stride + 4), memory
+
+
+def guards_are_whole(cut, rows, memory):
+    inside = torch.zeros(len(memory), dtype=torch.bool)
+    inside.as_strided((len(rows), cut.row_bytes), (rows.stride(0), 1), rows.storage_offset())[:] = 1
+    return bool((memory[~inside] == GUARD).all())
+
+
+def guarded(vector):
+    """The same values amid others, and what they lie in."""
+    memory = torch.full((len(vector) + 8,), 7, dtype=vector.dtype)
+    memory[4:-4] = vector
+    return memory[4:-4], memory
+
+
+def inputs(n, with_error, actives):
+    values = torch.randn(n) * 10.0 ** torch.randint(-3, 4, (n,))
+    error = torch.randn(n) if with_error else None
+    active = {"all": None, "some": torch.rand(n) < 0.6, "none": torch.zeros(n, dtype=torch.bool)}
+    return values, error, active[actives]
+
+
+def same_bits(one, other):
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def agree(cut, rows, expected):
+    """Bits exactly, scales nearly: the order of a sum is each way's own."""
+    assert torch.equal(rows[:, : cut.code_bytes], expected[:, : cut.code_bytes])
+    if cut.row_bytes:
+        found, wanted = scales_of(rows, cut), scales_of(expected, cut)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def check_all_ways(cut, values, error, active, scale, ways, to):
+    """Each operation of `ways` against its reference, from what the references made."""
+    encode, settle, decode = ways
+    expected, _ = guarded_rows(cut)
+    encode_signs_reference(values, error, active, cut, expected, scale)
+    rows, memory = guarded_rows(cut)
+    rows, vectors = to(rows), [v if v is None else to(v) for v in (values, error, active)]
+    before = [None if v is None else v.clone() for v in vectors]
+    encode(*vectors, cut, rows, scale)
+    agree(cut, rows.cpu(), expected)
+    assert rows.is_cuda or guards_are_whole(cut, rows, memory)
+    for one, other in zip(vectors, before, strict=True):
+        assert one is None or torch.equal(one, other)
+    rows.copy_(expected)
+    wanted = values * 0 if error is None else error.clone()
+    left, memory = guarded(wanted)
+    left = to(left)
+    settle_signs_reference(values, wanted, active, cut, expected)
+    settle(vectors[0], left, vectors[2], cut, rows)
+    assert same_bits(left.cpu(), wanted)
+    assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
+    wanted = torch.empty_like(values)
+    out, memory = guarded(torch.full_like(values, float("nan")))
+    out = to(out)
+    decode_signs_reference(expected, cut, active, wanted)
+    decode(rows, cut, vectors[2], out)
+    assert same_bits(out.cpu(), wanted)
+    assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_numba_equals_the_reference(n):
+    kinds = itertools.cycle(itertools.product(SCALES, [False, True], ["all", "some", "none"]))
+    ways = encode_signs, settle_signs, decode_signs
+    for cut in cuts([n]):
+        for scale, with_error, actives in itertools.islice(kinds, 3 if n < 10000 else 1):
+            vectors = inputs(n, with_error, actives)
+            check_all_ways(cut, *vectors, scale, ways, lambda x: x)
+
+
+@pytest.mark.parametrize("cut", FEW, ids=name_of)
+def test_triton_equals_the_reference(cut, device):
+    def encode(values, error, active, cut, rows, scale):
+        if cut.row_bytes:
+            pack_gpu.encode(values, error, active, cut, rows, squares=scale == "rms")
+
+    def settle(*args):
+        if cut.num_elements:
+            pack_gpu.settle(*args)
+
+    def decode(*args):
+        if cut.num_elements:
+            pack_gpu.decode(*args)
+
+    kinds = [("rms", False, "all"), ("l1", True, "some")]
+    if cut.part < 4096:
+        kinds.append(("rms", True, "none"))
+    for scale, with_error, actives in kinds:
+        vectors = inputs(cut.num_elements, with_error, actives)
+        check_all_ways(cut, *vectors, scale, (encode, settle, decode), lambda x: x.to(device))
+
+
+def by_hand(values, active, cut, scale):
+    """Row by row and block by block, in Python's own numbers."""
+    for row, number in itertools.product(range(cut.parts), range(cut.blocks)):
+        begin = row * cut.part + number * cut.block_elements
+        end = min(begin + cut.block_elements, (row + 1) * cut.part, cut.num_elements)
+        live = [float(values[i]) for i in range(begin, end) if active is None or active[i]]
+        total = sum(x * x if scale == "rms" else abs(x) for x in live)
+        mean = total / max(1, len(live))
+        yield mean**0.5 if scale == "rms" else mean
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("actives", ["all", "some"])
+def test_the_reference_is_what_a_hand_would_write(scale, actives):
+    for cut in cuts([0, 1, 33, 300], [1, 2, 5], [32, 96, None]):
+        values, _, active = inputs(cut.num_elements, False, actives)
+        rows, memory = guarded_rows(cut)
+        encode_signs_reference(values, None, active, cut, rows, scale)
+        assert guards_are_whole(cut, rows, memory)
+        for i in range(cut.parts * cut.part):
+            live = i < cut.num_elements and (active is None or bool(active[i]))
+            byte = int(rows[i // cut.part, i % cut.part // 8])
+            assert (byte >> (i % 8)) & 1 == (live and float(values[i]) >= 0)
+        if cut.row_bytes:
+            found = scales_of(rows, cut).flatten().tolist()
+            assert found == pytest.approx(list(by_hand(values, active, cut, scale)), rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("with_error", [False, True])
+def test_nothing_is_lost(scale, with_error):
+    """What was sent and what stays are what there was, and the next error has only the rest."""
+    for cut in cuts([1, 33, 4097, 10000], [1, 3, 9], [32, 4096, None]):
+        for actives in ("all", "some", "none"):
+            values, error, active = inputs(cut.num_elements, with_error, actives)
+            rows = torch.zeros(cut.parts, cut.row_bytes, dtype=torch.uint8)
+            encode_signs(values, error, active, cut, rows, scale)
+            error = torch.zeros_like(values) if error is None else error
+            y = values + error
+            settle_signs(values, error, active, cut, rows)
+            sent = torch.full_like(values, float("nan"))
+            decode_signs(rows, cut, active, sent)
+            live = torch.ones_like(y, dtype=torch.bool) if active is None else active
+            # a difference is rounded once, and so is the sum
+            limit = 2.0**-23 * (y.abs() + sent.abs())
+            assert ((sent + error - y).abs() <= limit)[live].all()
+            assert (sent[~live] == 0).all()
+            assert (error[~live] == 0).all()
+
+
+def mean_of_workers(cut, workers):
+    rows, _ = guarded_rows(cut, num_rows=workers)
+    for row in rows.split(1):
+        vectors = inputs(cut.num_elements, False, "some")
+        encode_signs_reference(*vectors, cut, row)
+    return rows
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_means_are_equal_bit_for_bit(workers, device):
+    for whole in [*FEW, *cuts([1, 100, 10000], [1, 3], [32, 96, 4096, None])]:
+        for part in range(whole.parts):
+            cut = whole.of_part(part)
+            rows = mean_of_workers(cut, workers)
+            expected = torch.full((cut.num_elements,), float("nan"))
+            mean_of_signs_reference(rows, cut, expected)
+            out, memory = guarded(torch.full_like(expected, float("nan")))
+            mean_of_signs(rows, cut, out)
+            assert same_bits(out, expected)
+            assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
+            if cut.num_elements and whole in FEW:
+                found, memory = guarded(torch.full_like(expected, float("nan")))
+                found = found.to(device)
+                pack_gpu.mean(rows.to(device), cut, found)
+                assert same_bits(found.cpu(), expected)
+                assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
+
+
+def test_a_mean_is_the_mean_of_what_was_sent():
+    cut = Cut(1000, 1, 1, 128)
+    rows = mean_of_workers(cut, 5)
+    sent = torch.empty(5, 1000)
+    for row, one in zip(rows.split(1), sent, strict=True):
+        decode_signs(row, cut, None, one)
+    out = torch.empty(1000)
+    mean_of_signs(rows, cut, out)
+    torch.testing.assert_close(out, sent.double().mean(0).float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("block", [32, 4096, 5024, None])
+@pytest.mark.parametrize("scale", SCALES)
+def test_threads_do_not_matter(block, scale, monkeypatch):
+    # so that a small vector is worth several threads
+    monkeypatch.setattr(pack, "PART_ELEMENTS", 1)
+    n = 50_001
+    cut, results = Cut(n, 3, 1, block), []
+    values, error, active = torch.randn(n), torch.randn(n), torch.rand(n) < 0.5
+    for threads in (1, 2, 5):
+        rows = torch.zeros(3, cut.row_bytes, dtype=torch.uint8)
+        left, out, mean = error.clone(), torch.empty(n), torch.empty(cut.bounds(0)[1])
+        encode_signs(values, left, active, cut, rows, scale, threads=threads)
+        settle_signs(values, left, active, cut, rows, threads=threads)
+        decode_signs(rows, cut, active, out, threads=threads)
+        mean_of_signs(rows, cut.of_part(0), mean, threads=threads)
+        results.append((rows, left, out, mean))
+    for result in results[1:]:
+        for one, first in zip(result, results[0], strict=True):
+            assert same_bits(one, first)
+
+
+def every_encoding(values, error, active, cut, device, scale):
+    """Rows of the reference, of numba and of Triton."""
+    rows = torch.zeros(3, cut.parts, cut.row_bytes, dtype=torch.uint8)
+    encode_signs_reference(values, error, active, cut, rows[0], scale)
+    encode_signs(values, error, active, cut, rows[1], scale)
+    there = [v if v is None else v.to(device) for v in (values, error, active)]
+    on_gpu = rows[2].to(device)
+    pack_gpu.encode(*there, cut, on_gpu, squares=scale == "rms")
+    rows[2] = on_gpu.cpu()
+    return rows
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("block", [32, None])
+def test_what_is_not_finite_shows_in_its_block(scale, bad, block, device):
+    cut = Cut(150, 2, 1, block)
+    for place, in_error in ((0, False), (100, True), (149, False)):
+        values, error = torch.randn(150), torch.randn(150)
+        (error if in_error else values)[place] = bad
+        active = torch.ones(150, dtype=torch.bool)
+        row, number = place // cut.part, place % cut.part // cut.block_elements
+        for rows in every_encoding(values, error, active, cut, device, scale):
+            finite = scales_of(rows, cut).isfinite()
+            assert not finite[row, number]
+            finite[row, number] = True
+            assert finite.all()
+            bit = rows[row, place % cut.part // 8] >> (place % 8) & 1
+            assert bit == (bad > 0)
+        active[place] = False
+        for rows in every_encoding(values, error, active, cut, device, scale):
+            assert scales_of(rows, cut).isfinite().all()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("size", [1e-30, 1e30, 3e38, 1e-40])
+def test_huge_and_tiny_values_have_finite_scales(scale, size, device):
+    cut = Cut(5000, 1, 1, None)
+    values = torch.full((5000,), size)
+    for rows in every_encoding(values, None, None, cut, device, scale):
+        assert scales_of(rows, cut).item() == pytest.approx(values[0].item(), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in add:RuntimeWarning")
+def test_a_sum_beyond_float32_is_not_finite(device):
+    cut = Cut(64, 1, 1, 32)
+    values = torch.full((64,), 3e38)
+    error = torch.zeros(64)
+    error[3] = 3e38
+    for rows in every_encoding(values, error, None, cut, device, "rms"):
+        assert scales_of(rows, cut).isfinite().tolist() == [[False, True]]
+
+
+def test_zeros_are_positive_and_blocks_of_them_have_no_scale(device):
+    values = torch.tensor([0.0, -0.0] * 32)
+    cut = Cut(64, 1, 1, 32)
+    for rows in every_encoding(values, None, None, cut, device, "rms"):
+        assert (rows[:, : cut.code_bytes] == 255).all()
+        assert (scales_of(rows, cut) == 0).all()
+    error, out = torch.zeros(64), torch.full((64,), 7.0)
+    settle_signs(values, error, None, cut, rows[None, 0])
+    decode_signs(rows[None, 0], cut, None, out)
+    assert (error == 0).all()
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_types_take_the_reference(dtype):
+    cut = Cut(300, 2, 1, 64)
+    values, error = torch.randn(300, dtype=dtype), torch.randn(300, dtype=dtype)
+    y, rows = values + error, torch.zeros(2, cut.row_bytes, dtype=torch.uint8)
+    encode_signs(values, error, None, cut, rows)
+    settle_signs(values, error, None, cut, rows)
+    sent, mean = torch.empty(300, dtype=dtype), torch.empty(cut.part, dtype=dtype)
+    decode_signs(rows, cut, None, sent)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(sent + error, y, rtol=tolerance, atol=4 * tolerance)
+    mean_of_signs(rows[:1], cut.of_part(0), mean)
+    torch.testing.assert_close(mean, sent[: cut.part], rtol=tolerance, atol=tolerance)
+
+
+def test_what_does_not_fit_is_refused():
+    cut, values = Cut(100, 2, 1, 32), torch.randn(100)
+    rows = torch.zeros(2, cut.row_bytes, dtype=torch.uint8)
+    odd = torch.zeros(2 * cut.row_bytes + 8, dtype=torch.uint8)
+    refused = [
+        (values[:99], None, None, cut, rows),
+        (values.double()[::2].repeat(2), torch.zeros(100), None, cut, rows),
+        (torch.randn(200)[::2], None, None, cut, rows),
+        (values, torch.zeros(99), None, cut, rows),
+        (values, None, torch.ones(100), cut, rows),
+        (values, None, None, cut, rows[:1]),
+        (values, None, None, cut, rows[:, :-1]),
+        (values, None, None, cut, rows.float()),
+        (values, None, None, cut, odd[1 : 1 + 2 * cut.row_bytes].view(2, -1)),
+        (values, None, None, cut, odd.as_strided((2, cut.row_bytes), (cut.row_bytes + 1, 1))),
+        (values, None, None, Cut(100, 2, 4, 32), rows),
+    ]
+    for args in refused:
+        with pytest.raises(ValueError, match="hint"):
+            encode_signs(*args)
+    with pytest.raises(ValueError, match="no scale"):
+        encode_signs(values, None, None, cut, rows, "max")
+    with pytest.raises(ValueError, match="of_part"):
+        mean_of_signs(rows, cut, torch.empty(100))
+
+
+PROGRAM = """
+import json, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from gcnzc.kernels import pack_gpu
+
+cases = json.loads(sys.argv[1])
+types = dict(values="*fp32", error="*fp32", active="*u8", words="*i32", out="*fp32")
+types |= dict(totals="*fp64", counts="*i64", n="i64", part="i64", block="i32", blocks="i32")
+types |= dict(chunks="i32", stride="i32", workers="i32", share="fp32")
+made = []
+for name, constants in cases:
+    kernel = getattr(pack_gpu, name)
+    names = list(kernel.arg_names)
+    signature = {one: "constexpr" if one in constants else types[one] for one in names}
+    # what a launch knows: memory of torch's, lengths of parts and blocks, and n where it is even
+    known = {"values", "error", "active", "words", "out", "totals", "counts", "part", "block"}
+    known |= set() if constants.get("RAGGED", True) else {"n"}
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n in known}
+    numbers = {(names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(kernel, signature, numbers, attributes)
+    options = {}
+    if "WORDS" in constants:
+        options["num_warps"] = pack_gpu.num_warps(constants["WORDS"], mean=name == "_mean")
+    targets = [GPUTarget("cuda", arch, 32) for arch in (80, 90)]
+    made.append([compile(source, target, options=options).asm["ptx"] for target in targets])
+print(json.dumps(made))
+"""
+
+
+def compiled(cases, folder):
+    """PTX of each case for sm_80 and for sm_90, from one process, since its start is the most."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(cases)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def global_bytes(ptx, verb):
+    """Bytes that each instruction moves for a lane, smallest first."""
+    found = re.findall(rf"\b{verb}\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
+    return sorted(int(count or 1) * int(bits) // 8 for count, bits in found)
+
+
+WHOLE = {"RAGGED": False, "WORDS": pack_gpu.MOST_WORDS}
+ENCODE = {"HAS_ERROR": False, "HAS_ACTIVE": False, "SQUARES": True, "ALONE": True} | WHOLE
+EVERYTHING = {"HAS_ERROR": True, "HAS_ACTIVE": True}
+# A program has 4096 elements and 256 lanes: of float32 each lane has four vectors of 16 B, of bool
+# one, and of words of bits half a one, if each byte is moved once.
+FLOATS, FLAGS, BITS, SCALE = [16] * 4, [16], [4], [4]
+CASES = [
+    ("_encode", ENCODE, FLOATS, [*BITS, *SCALE]),
+    ("_encode", ENCODE | EVERYTHING, [*FLOATS, *FLOATS, *FLAGS], [*BITS, *SCALE]),
+    ("_encode", ENCODE | {"SQUARES": False, "ALONE": False}, FLOATS, [*BITS, 8, 8]),
+    ("_settle", WHOLE | {"HAS_ACTIVE": True}, [*SCALE, *FLOATS, *FLOATS, *FLAGS], FLOATS),
+    ("_decode", WHOLE | {"HAS_ACTIVE": True}, [*BITS, *SCALE, *FLAGS], FLOATS),
+    # loads are of each worker, in a loop; it has half as many lanes
+    ("_mean", WHOLE, [*BITS, *SCALE], [*FLOATS, *FLOATS]),
+    ("_add_up", {"SQUARES": True, "TOTALS": pack_gpu.TOTALS}, [8] * 16, SCALE),
+]
+
+
+def test_each_byte_is_moved_once_in_whole_vectors(tmp_path):
+    # with a last word that is not whole, and a program of a small block
+    ragged = [("_encode", ENCODE | {"RAGGED": True}), ("_decode", CASES[4][1] | {"RAGGED": True})]
+    others = [*ragged, ("_encode", ENCODE | {"WORDS": 1})]
+    made = compiled([case[:2] for case in CASES] + others, tmp_path)
+    for (name, constants, loads, stores), ptx in zip(CASES, made, strict=False):
+        for one in ptx:
+            assert global_bytes(one, "ld") == sorted(loads), (name, constants)
+            assert global_bytes(one, "st") == sorted(stores), (name, constants)
+    for one in itertools.chain(*made):
+        # nothing is kept in memory of a lane's own, and no sum has a product fused to it
+        assert ".local" not in one
+        assert "fma.rn.f32" not in one
+    # vectors are as wide as ever where words are whole
+    for encode, decode in zip(*made[len(CASES) : len(CASES) + 2], strict=True):
+        assert global_bytes(encode, "ld").count(16) == len(FLOATS)
+        assert global_bytes(decode, "st").count(16) == len(FLOATS)
