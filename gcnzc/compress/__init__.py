@@ -1,0 +1,20 @@
+"""What is sent: ways of taking the mean of a vector over the workers."""
+
+from gcnzc.compress.blocks import Blocks
+from gcnzc.compress.dense import Dense
+from gcnzc.compress.reducer import Compression, Place, Reducer
+from gcnzc.compress.rounded import Rounded
+from gcnzc.compress.sign import Sign
+from gcnzc.compress.words import WORDS, compression
+
+__all__ = [
+    "WORDS",
+    "Blocks",
+    "Compression",
+    "Dense",
+    "Place",
+    "Reducer",
+    "Rounded",
+    "Sign",
+    "compression",
+]

@@ -1,0 +1,90 @@
+"""Codes of 8 or 4 bits an element, times the scale of its block."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gcnzc.compress.rounded import Rounded
+from gcnzc.compress.two_stage import Codes
+from gcnzc.kernels import block_codes
+from gcnzc.kernels.cut import Cut
+
+FORMS = tuple(block_codes.BITS)
+# what the mean may be sent in, besides the forms
+SECOND = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# of a seed, which has the low half of a key; who rounds has the high half
+SEED_BITS = 32
+
+
+@dataclass(frozen=True)
+class Blocks(Codes):
+    """Rounded numbers in two stages; see `two_stage`, and `gcnzc.kernels.block_codes` for forms.
+
+    Raises:
+        ValueError: an option is not one of those below.
+    """
+
+    form: str
+    """one of `FORMS`: float8_e4m3fn, float8_e5m2, int8, int4 or float4_e3m0"""
+    block: int | None = 256
+    """elements that share a scale, a multiple of 32; all of a worker's part if None"""
+    stochastic: bool = False
+    """round up or down at random, so that the mean over many draws is the number itself; else to
+    the nearest"""
+    seed: int = 0
+    """of what is drawn, in [0, 2**32)"""
+    has_feedback: bool = False
+    second: str = "same"
+    """what the mean is sent in: "bfloat16", "float32" or a form; "same" as the elements"""
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"no form {self.form!r}\n\nhint: one of {', '.join(FORMS)}")
+        if self.second not in ("same", *SECOND, *FORMS):
+            known = ", ".join(("same", *SECOND, *FORMS))
+            raise ValueError(f"no second form {self.second!r}\n\nhint: one of {known}")
+        if not 0 <= self.seed < 1 << SEED_BITS:
+            raise ValueError(f"no seed {self.seed}\n\nhint: from 0 to 2**{SEED_BITS} - 1")
+        self.cut(0, 1)
+
+    @property
+    def of_means(self) -> Codes:
+        """See `Codes`."""
+        if self.second in SECOND:
+            return Rounded(SECOND[self.second], self.has_feedback)
+        return self if self.second == "same" else replace(self, form=self.second, second="same")
+
+    def cut(self, num_elements: int, parts: int) -> Cut:
+        """See `Codes`."""
+        return Cut(num_elements, parts, block_codes.BITS[self.form], self.block)
+
+    def encode(
+        self,
+        values: Tensor,
+        error: Tensor | None,
+        active: Tensor | None,
+        cut: Cut,
+        rows: Tensor,
+        draw: tuple[int, int],
+    ) -> None:
+        """See `Codes`."""
+        draws = None
+        if self.stochastic:
+            step, who = draw
+            draws = (who << SEED_BITS | self.seed, step)
+        block_codes.encode_blocks(values, error, active, cut, rows, self.form, draws)
+
+    def settle(
+        self, values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor
+    ) -> None:
+        """See `Codes`."""
+        block_codes.settle_blocks(values, error, active, cut, rows, self.form)
+
+    def mean_of(self, rows: Tensor, cut: Cut, out: Tensor) -> None:
+        """See `Codes`."""
+        block_codes.mean_of_blocks(rows, cut, out, self.form)
+
+    def decode(self, rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor) -> None:
+        """See `Codes`."""
+        block_codes.decode_blocks(rows, cut, active, out, self.form)

@@ -1,0 +1,128 @@
+"""Every way of taking means, and steps of it for workers in lockstep and in processes."""
+
+import torch
+
+from gcnzc.compress import Blocks, Dense, Place, Rounded, Sign
+from gcnzc.compress.blocks import FORMS
+from gcnzc.exchange import joined, lockstep, run
+
+DENSE = {
+    "dense": Dense(),
+    "dense bfloat16": Dense(torch.bfloat16),
+    "dense float16": Dense(torch.float16),
+}
+# whose errors are added to the next vector
+FEEDBACK = {
+    "sign": Sign(),
+    "sign of 32": Sign(block=32),
+    "sign of all": Sign(block=None),
+    "sign l1": Sign(scale="l1"),
+    "sign l1 of 32": Sign(block=32, scale="l1"),
+    "sign l1 of all": Sign(block=None, scale="l1"),
+    **{form: Blocks(form, has_feedback=True) for form in FORMS},
+    "int4 at random": Blocks("int4", 96, True, 5, has_feedback=True),
+    "float4_e3m0 at random": Blocks("float4_e3m0", stochastic=True, has_feedback=True),
+    "int4 of all": Blocks("int4", block=None, has_feedback=True),
+    "int4, then bfloat16": Blocks("int4", 32, has_feedback=True, second="bfloat16"),
+    "int8, then float32": Blocks("int8", has_feedback=True, second="float32"),
+    "float8_e5m2, then int4": Blocks("float8_e5m2", 64, True, has_feedback=True, second="int4"),
+    "rounded": Rounded(has_feedback=True),
+    "rounded float16": Rounded(torch.float16, has_feedback=True),
+}
+FORGETFUL = {
+    "sign without errors": Sign(block=32, has_feedback=False),
+    "int8 without errors": Blocks("int8", 32),
+    "int4 at random without errors": Blocks("int4", stochastic=True),
+    "int4, then float32, without errors": Blocks("int4", second="float32"),
+    "rounded without errors": Rounded(),
+    "rounded float32": Rounded(torch.float32),
+}
+WAYS = DENSE | FEEDBACK | FORGETFUL
+CODES = FEEDBACK | FORGETFUL
+# of a few kinds, for what takes long
+FEW = {
+    name: WAYS[name]
+    for name in ("dense", "sign of 32", "int8", "float4_e3m0 at random", "int4, then bfloat16")
+}
+
+
+def reducers(way, num_elements, world_size, dtype=torch.float32, device="cpu"):
+    """Of all workers."""
+    places = [Place(rank, world_size, torch.device(device), dtype) for rank in range(world_size)]
+    return [way.reducer(num_elements, place) for place in places]
+
+
+def vectors(count, world_size, step=0, dtype=torch.float32):
+    """(count,) of each worker: of several sizes, with zeros among them."""
+    generator = torch.Generator().manual_seed(100 * step + world_size)
+    found = torch.randn(world_size, count, generator=generator, dtype=torch.float64)
+    found *= torch.exp(2 * torch.randn(count, generator=generator, dtype=torch.float64))
+    found[:, ::7] = 0
+    return [row.to(dtype) for row in found]
+
+
+def masked(count, share=0.7):
+    """(count,) bool: elements that are active."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(3)) < share
+
+
+def mean_of(them, given, notes=0):
+    """One mean: vectors that the workers end with, all the same; no blame."""
+    outcome, found = attempt(them, given, notes)
+    assert outcome.results == [""] * len(them)
+    return found
+
+
+def attempt(them, given, notes=0):
+    """One mean that may fail, of copies of the vectors given: what it came to, and the copies."""
+    found = [vector.clone() for vector in given]
+    outcome = lockstep([each.mean(vector, notes) for each, vector in zip(them, found, strict=True)])
+    return outcome, found
+
+
+def errors_of(them):
+    """Copies of all that the reducers keep."""
+    return [{name: error.clone() for name, error in each.errors().items()} for each in them]
+
+
+def are_same(errors, others):
+    """Whether what is kept is the same bit for bit."""
+    return [list(each) for each in errors] == [list(each) for each in others] and all(
+        torch.equal(each[name], other[name])
+        for each, other in zip(errors, others, strict=True)
+        for name in each
+    )
+
+
+def pending(them):
+    """(n,) float64: all that was left out, as a share of the mean."""
+    total = torch.cat([each.server_error for each in them]).double()
+    for each in them:
+        total += each.worker_error.double() / len(them)
+    return total
+
+
+def steps_of(rank, world_size, lengths):
+    """What one worker's vectors become, step by step; an algorithm.
+
+    Args:
+        lengths: names of ways, for each length of vectors.
+    """
+    found = []
+    for count, names in lengths.items():
+        place = Place(rank, world_size, torch.device("cpu"), torch.float32)
+        for name in names:
+            reducer = WAYS[name].reducer(count, place)
+            for step in range(2):
+                values = vectors(count + 2, world_size, step)[rank]
+                assert (yield from reducer.mean(values, 2)) == ""
+                found.append(values)
+    return found
+
+
+def as_worker(lengths):
+    """`steps_of` as a process: what it found, and what was sent."""
+    with joined() as group:
+        before = group.ledger.bytes_sent
+        found = run(steps_of(group.rank, group.world_size, lengths), group)
+        return found, group.ledger.bytes_sent - before
