@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 import tyro
 
@@ -17,6 +17,22 @@ from gcnzc.edge_split import EdgeShares
 
 C = TypeVar("C")
 
+OneBit: TypeAlias = Literal["onebit-adam", "onebit-lamb", "zero-one-adam"]
+Local: TypeAlias = Literal["local-sgd", "diloco", "streaming-diloco", "co2"]
+OptimizerName: TypeAlias = Literal["adam", "adamw", "sgd"] | OneBit | Local
+ONE_BIT, LOCAL = get_args(OneBit), get_args(Local)
+Compress: TypeAlias = Literal[
+    "auto",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "int4",
+    "float4_e3m0",
+    "sign",
+]
 HotBy: TypeAlias = Literal["presampled", "in-degree"]
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -70,12 +86,32 @@ class TrainConfig:
     """seeds per minibatch, which are nodes or edges"""
     epochs: int = 20
     """passes over the training nodes or edges"""
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    """torch's Adam, AdamW, or SGD with momentum 0.9"""
+    optimizer: OptimizerName = "adam"
+    """torch's Adam, AdamW, or SGD with momentum 0.9, with gradients averaged over the workers at
+    every step; or one whose workers exchange less: momenta in signs, or what came of steps that
+    each took on its own"""
     lr: float = 0.003
     """step size"""
     weight_decay: float = 0.0
     """decay of the weights, as the optimizer applies it"""
+    inner: Literal["adam", "adamw", "sgd"] = "adam"
+    """of optimizers with local steps: what each worker takes them with"""
+    compress: Compress = "auto"
+    """what workers send for each element they exchange; auto takes signs for the onebit and
+    zero-one optimizers, and float32 for the others"""
+    warmup: str = "0.15"
+    """of the onebit optimizers: share of the run's steps, or how many, that exchange whole
+    gradients first; auto sees when the variance has settled. Of zero-one-adam: of those in which
+    workers agree at every step; auto makes that all"""
+    local_steps: str = "usual"
+    """of optimizers with local steps: how many from one exchange to the next; usual takes 8 for
+    local-sgd, 12 for co2 and 30 for the others; auto measures how many hide the exchange"""
+    outer_lr: float | None = None
+    """of diloco, streaming-diloco and co2: step size of what was exchanged; usual if not given"""
+    outer_momentum: float | None = None
+    """of diloco, streaming-diloco and co2: momentum of what was exchanged; usual if not given"""
+    fragments: int = 4
+    """of streaming-diloco: parts of the model that are exchanged at different steps"""
     hidden: int = 256
     """features between the layers; for GAT, of each head"""
     layers: int = 3
@@ -140,7 +176,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in (
             *("batch_size", "epochs", "hidden", "layers", "heads", "evaluate_every"),
-            *("num_negatives", "workers"),
+            *("num_negatives", "workers", "fragments"),
         ):
             _at_least(1, name, getattr(self, name))
         for name in (
@@ -176,6 +212,12 @@ class TrainConfig:
         _demand_fanouts(self.fanouts)
         if self.hot != "auto":
             hot_size(self.hot)
+        _demand_number(
+            "--warmup", self.warmup, ("auto",), "0.15 is a share of the steps, 500 steps"
+        )
+        _demand_number(
+            "--local-steps", self.local_steps, ("usual", "auto"), "30 is usual", whole=True
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -461,6 +503,18 @@ class PlotConfig:
     """folders that `gcnzc train` wrote"""
     out: Path | None = None
     """picture to write; curves.png in the first run if not given"""
+
+
+def _demand_number(
+    option: str, words: str, others: Sequence[str], hint: str, *, whole: bool = False
+) -> None:
+    """Raise a ValueError unless `words` are a number above 0, or one of some others."""
+    is_number = re.fullmatch(r"\d+" if whole else r"\d+\.?\d*|\.\d+", words) is not None
+    if words not in others and not (is_number and float(words) > 0):
+        raise ValueError(
+            f"{option} must be a {'whole ' * whole}number above 0 or {' or '.join(others)}, got "
+            f"{words!r}\n\nhint: {hint}"
+        )
 
 
 def hot_size(words: str, option: str = "--hot", whole: str = "of the rows") -> float:

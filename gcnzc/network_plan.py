@@ -12,6 +12,7 @@ Letters: W workers.
 import copy
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,12 +22,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from gcnzc.compress import Place, compression
+from gcnzc.compress.two_stage import Codes
 from gcnzc.config import PlanConfig, TrainConfig
 from gcnzc.data import Dataset
 from gcnzc.exchange import Choices, Link, Outcome, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
 from gcnzc.flat import by_kind
 from gcnzc.loader import Loader
+from gcnzc.methods import USUAL
 from gcnzc.optim.averaged import Gradients
 from gcnzc.picture import StepTimes
 from gcnzc.stages import build_optimizer, choose_device, feature_table
@@ -46,6 +50,7 @@ SHARE = 0.1  # of a step that exchange may take before its bandwidth is called t
 AS_GOOD = 0.95  # of the most seeds a second: fewer workers that reach it are as good
 SIGNALS = 2  # that `gcnzc train` sends with its gradients: to stop, and to save
 WARM_UP = 3  # steps that compile, and fill the loader's memory
+CODED = 5  # times that codes are made to be timed
 DRAWN = (0.1, 100.0, 31)  # rates of a picture: from and to these times the one asked for, how many
 # what must be the same in the run that is planned
 SAME = ("model", "task", "fanouts", "batch_size", "hidden", "layers", "heads", "device", "threads")
@@ -61,8 +66,62 @@ def averaged(models: Sequence[nn.Module], link: Link, name: str) -> Outcome:
     return lockstep([each.averaged(1.0, asks) for each in gradients], link, choices=choices)
 
 
-METHODS: dict[str, Method] = {
-    f"averaged, {name}": partial(averaged, name=name) for name in ALGORITHMS["Sum"]
+def in_codes(models: Sequence[nn.Module], link: Link, words: str) -> Outcome:
+    """A mean of all elements by `gcnzc.compress`, in codes that `words` name."""
+    sizes = [sum(p.numel() for p in model.parameters() if p.requires_grad) for model in models]
+    reducers = [
+        compression(words).reducer(
+            size, Place(rank, len(models), torch.device("cpu"), torch.float32)
+        )
+        for rank, size in enumerate(sizes)
+    ]
+    notes = 1 + SIGNALS
+    vectors = [torch.zeros(size + notes) for size in sizes]
+    return lockstep(
+        [each.mean(vector, notes) for each, vector in zip(reducers, vectors, strict=True)], link
+    )
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a method exchanges."""
+
+    parts: tuple[tuple[float, Method], ...]
+    """the share of the steps in which something is exchanged, and what"""
+    codes: str = ""
+    """what turns elements into codes in the last part's steps, if anything does"""
+    behind: float = 0.0
+    """share of the computing of all steps behind which exchanges hide"""
+
+
+def _usual(name: str) -> Method:
+    # whatever sums as `gcnzc train` does unless it is told otherwise
+    return partial(in_codes, words=name)
+
+
+def _every(method: str) -> float:
+    return 1 / USUAL[method].local_steps
+
+
+WARMUP = float(TrainConfig.warmup)  # share of the steps of a run
+# by the names of `gcnzc train --optimizer`, with the options that are usual
+METHODS: dict[str, Way] = {
+    **{
+        f"averaged, {name}": Way(((1.0, partial(averaged, name=name)),))
+        for name in ALGORITHMS["Sum"]
+    },
+    **{
+        name: Way(((WARMUP, _usual("float32")), (1 - WARMUP, _usual("sign"))), "sign")
+        for name in ("onebit-adam", "onebit-lamb")
+    },
+    "local-sgd": Way(((_every("local-sgd"), _usual("float32")),)),
+    "diloco": Way(((_every("diloco"), _usual("float32")),)),
+    "co2": Way(((_every("co2"), _usual("float32")),), behind=1.0),
+    # each fragment hides behind one step
+    "streaming-diloco": Way(
+        ((_every("streaming-diloco"), _usual("float32")),),
+        behind=TrainConfig.fragments * _every("streaming-diloco"),
+    ),
 }
 
 
@@ -112,10 +171,10 @@ class Computed:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the exchange of one step costs by one method, on links of any rate.
+    """What the exchange of a step costs by one method, on links of any rate; of all steps the mean.
 
-    Its time is `latency_s + serial_bytes / rate`: exactly so where every message waits for bytes
-    and for messages alike, as in all collectives of `gcnzc.exchange`.
+    Its time is `code_s + latency_s + serial_bytes / rate`: exactly so where every message waits for
+    bytes and for messages alike, as in all collectives of `gcnzc.exchange`.
     """
 
     workers: int
@@ -126,14 +185,29 @@ class Cost:
     """of delays and messages, whatever the rate"""
     serial_bytes: float
     """that cross the links one after another"""
+    code_s: float = 0.0
+    """of a worker, for codes"""
+    behind: float = 0.0
+    """share of the computing behind which the exchange hides"""
 
     def seconds(self, bytes_per_s: float) -> float:
-        """Of the exchange, over links of that rate."""
-        return self.latency_s + self.serial_bytes / bytes_per_s
+        """Of the exchange, over links of that rate, hidden or not."""
+        return self.code_s + self.latency_s + self.serial_bytes / bytes_per_s
 
-    def mbit_per_s(self, seconds: float) -> float | None:
-        """The rate of links over which the exchange takes that long; None if latency takes more."""
-        left_s = seconds - self.latency_s
+    def waited_s(self, bytes_per_s: float, compute_s: float) -> float:
+        """What of the exchange is not hidden behind that much computing a step."""
+        return max(0.0, self.seconds(bytes_per_s) - self.behind * compute_s)
+
+    def mbit_per_s(self, seconds: float, compute_s: float = 0.0) -> float | None:
+        """The rate of links over which the exchange is waited for that long; None if there is none.
+
+        That is where latency alone takes more.
+
+        Args:
+            seconds: above 0.
+            compute_s: of a step, behind which some of it may hide.
+        """
+        left_s = seconds + self.behind * compute_s - self.latency_s - self.code_s
         return self.serial_bytes / left_s * 8 / 1e6 / PAYLOAD if left_s > 0 else None
 
 
@@ -147,12 +221,36 @@ def cost_of(model: nn.Module, workers: int, network: Network, name: str) -> Cost
         name: of the method, in `METHODS`.
     """
     models = [_with_gradients(model) for _ in range(workers)]
-    link = network.link
-    whole = METHODS[name](models, link)
-    latency_s = max(METHODS[name](models, replace(link, bytes_per_s=math.inf)).seconds)
-    serial_bytes = (max(whole.seconds) - latency_s) * link.bytes_per_s
-    sent = max(ledger.bytes_sent for ledger in whole.ledgers)
-    return Cost(workers, name, sent, latency_s, serial_bytes)
+    link, way = network.link, METHODS[name]
+    sent = latency_s = serial_bytes = 0.0
+    for share, method in way.parts:
+        whole = method(models, link)
+        least_s = max(method(models, replace(link, bytes_per_s=math.inf)).seconds)
+        latency_s += share * least_s
+        serial_bytes += share * (max(whole.seconds) - least_s) * link.bytes_per_s
+        sent += share * max(ledger.bytes_sent for ledger in whole.ledgers)
+    code_s = way.parts[-1][0] * coding_s(model, workers, way.codes) if way.codes else 0.0
+    return Cost(workers, name, round(sent), latency_s, serial_bytes, code_s, way.behind)
+
+
+def coding_s(model: nn.Module, workers: int, words: str) -> float:
+    """What one of so many workers takes for the codes of all elements, measured here: the least."""
+    codes = compression(words)
+    assert isinstance(codes, Codes), f"{words} are codes"
+    values = torch.randn(sum(p.numel() for p in model.parameters() if p.requires_grad))
+    error, cut = torch.zeros_like(values), codes.cut(len(values), workers)
+    rows = torch.zeros(workers, cut.row_bytes, dtype=torch.uint8)
+    own = cut.of_part(0)
+    seconds = []
+    for step in range(CODED):
+        begin = time.perf_counter()
+        codes.encode(values, error, None, cut, rows, (step, 0))
+        codes.settle(values, error, None, cut, rows)
+        codes.mean_of(rows, own, values[: own.num_elements])
+        codes.encode(values[: own.num_elements], None, None, own, rows[:1], (step, workers))
+        codes.decode(rows, cut, None, values)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
 
 
 def costs_of(
@@ -182,7 +280,9 @@ def line_of(cost: Cost, computed: Computed, network: Network) -> Line:
     minibatches as large as that one's. Rates are None where latency alone takes too long.
     """
     exchange_s = cost.seconds(network.bytes_per_s)
-    step_s = computed.seconds + exchange_s
+    waited_s = cost.waited_s(network.bytes_per_s, computed.seconds)
+    step_s = computed.seconds + waited_s
+    easy_s = computed.seconds * SHARE / (1 - SHARE)
     return {
         "workers": cost.workers,
         "method": cost.method,
@@ -192,12 +292,14 @@ def line_of(cost: Cost, computed: Computed, network: Network) -> Line:
         "compute_s": computed.seconds,
         "exchange_s": exchange_s,
         "latency_s": cost.latency_s,
+        "code_s": cost.code_s,
+        "waited_s": waited_s,
         "step_s": step_s,
-        "exchange_share": exchange_s / step_s,
+        "exchange_share": waited_s / step_s,
         "sent_bytes": cost.sent_bytes,
         "speed_up": cost.workers * computed.seconds / step_s,
-        "even_mbit_per_s": cost.mbit_per_s((cost.workers - 1) * computed.seconds),
-        "easy_mbit_per_s": cost.mbit_per_s(computed.seconds * SHARE / (1 - SHARE)),
+        "even_mbit_per_s": cost.mbit_per_s((cost.workers - 1) * computed.seconds, computed.seconds),
+        "easy_mbit_per_s": cost.mbit_per_s(easy_s, computed.seconds),
     }
 
 
@@ -405,7 +507,11 @@ def drawn(costs: Sequence[Cost], computed: Computed, network: Network, name: str
     curves: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for cost in costs:
         points = [
-            (rate, computed.seconds + cost.seconds(replace(network, mbit_per_s=rate).bytes_per_s))
+            (
+                rate,
+                computed.seconds
+                + cost.waited_s(replace(network, mbit_per_s=rate).bytes_per_s, computed.seconds),
+            )
             for rate in rates
         ]
         curves.setdefault(cost.workers, {})[cost.method] = points

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gcnzc import models, plan
-from gcnzc.config import TrainConfig, hot_size
+from gcnzc.config import LOCAL, TrainConfig, hot_size
 from gcnzc.data import Dataset
 from gcnzc.hot import CachedTable, Presample, Progress, cached, presample
 from gcnzc.loader import Samples
@@ -162,14 +162,23 @@ def build_encoder(config: TrainConfig, data: Dataset, num_columns: int) -> model
 def build_optimizer(
     config: TrainConfig, model: torch.nn.Module, workers: int = 1
 ) -> torch.optim.Optimizer:
-    """The optimizer of `config` over the parameters of `model`, for one of so many workers."""
+    """The optimizer of torch over the parameters of `model`, for one of so many workers.
+
+    Of optimizers with local steps it is the inner one.
+    """
     parameters, decay = model.parameters(), config.weight_decay
-    lr = config.lr * {"none": 1.0, "linear": workers, "sqrt": workers**0.5}[config.scale_lr]
-    if config.optimizer == "sgd":
+    lr = step_size(config, workers)
+    name = config.inner if config.optimizer in LOCAL else config.optimizer
+    if name == "sgd":
         return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay)
-    if config.optimizer == "adamw":
+    if name == "adamw":
         return torch.optim.AdamW(parameters, lr, weight_decay=decay)
     return torch.optim.Adam(parameters, lr, weight_decay=decay)
+
+
+def step_size(config: TrainConfig, workers: int) -> float:
+    """Of one of so many workers."""
+    return config.lr * {"none": 1.0, "linear": workers, "sqrt": workers**0.5}[config.scale_lr]
 
 
 def build_sampler(config: TrainConfig, data: Dataset) -> Samples:

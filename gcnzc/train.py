@@ -28,13 +28,13 @@ from gcnzc.data import Dataset, load
 from gcnzc.exchange import Algorithm, AllGather, Group, Vote, run
 from gcnzc.hot import CachedTable
 from gcnzc.loader import Loader
-from gcnzc.optim import Averaged
+from gcnzc.methods import Method, build_method
+from gcnzc.optim import LocalUpdates, resized
 from gcnzc.picture import curves, timeline
 from gcnzc.progress import Quiet, Reporter
 from gcnzc.replicas import buffers_averaged, everybodys, gathered, made_alike, told, vote
 from gcnzc.shared import load_shared
 from gcnzc.stages import (
-    build_optimizer,
     cached_table,
     choose_device,
     feature_table,
@@ -44,6 +44,7 @@ from gcnzc.streams import clock_of
 from gcnzc.table import FeatureTable
 from gcnzc.tasks import Task, build_task
 from gcnzc.timeline import Seconds, Span, Stage, share_under, write_trace
+from gcnzc.worker_states import WorkerStates
 
 # options that a resumed run may be given anew: they change how long it runs, not what it computes
 FREE_ON_RESUME = {
@@ -135,8 +136,6 @@ def train(
         if group.rank:
             # dropout is not that of the other workers
             torch.manual_seed(_mixed(config.seed, group.rank))
-        inner = build_optimizer(config, model, group.world_size)
-        optimizer = Averaged(inner, group, signals=2)
         loader = Loader(
             data.graph,
             table,
@@ -152,6 +151,8 @@ def train(
             world_size=group.world_size,
             **settings.loading,
         )
+        steps = config.epochs * len(loader)
+        optimizer = build_method(config, model, group, steps, signals=2)
         this = _Run(config, folder, data, task, table, device, model, optimizer, loader, reporter)
         this.resume() if config.resume else this.start()
         return this.to_the_end(stopped)
@@ -233,7 +234,7 @@ class _Run:
         table: FeatureTable,
         device: torch.device,
         model: nn.Module,
-        optimizer: Averaged,
+        optimizer: Method,
         loader: Loader,
         reporter: Reporter,
     ) -> None:
@@ -256,6 +257,7 @@ class _Run:
         self.stages: list[Stage] = []
         self.saved_at = time.monotonic()
         self.writer = checkpoint.Writer()
+        self.worker_states = WorkerStates(folder, self.group.rank)
 
     def on_first(self, deed: Callable[[], None]) -> None:
         """Let worker 0 do it; if it fails there, all workers fail."""
@@ -305,7 +307,7 @@ class _Run:
 
     def _take_up(self, state: dict[str, Any]) -> None:
         checkpoint.match(self.model, state["model"], self.folder / CHECKPOINT)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._take_up_optimizer(state)
         self.epoch, self.in_epoch = state["epoch"], state["in_epoch"]
         self.best, self.lines = state["best"], state["lines"]
         if self.is_first:
@@ -320,6 +322,24 @@ class _Run:
         self.worker_lines = state["worker_lines"]
         where = f"in epoch {self.epoch + 1}" if self.in_epoch else f"after epoch {self.epoch}"
         self.reporter.say(f"going on with {self.folder} {where}")
+
+    def _take_up_optimizer(self, state: Mapping[str, Any]) -> None:
+        found = state["optimizer"]
+        if self.optimizer.is_shared:
+            self.optimizer.load_state_dict(found)
+            return
+        old, rank, world_size = found["workers"], self.group.rank, self.group.world_size
+        everyone = list(range(old))
+        ranks = [rank] if old == world_size else everyone
+        failure: Exception | None = None
+        try:
+            states = self.worker_states.load(found["generation"], ranks)
+        except (OSError, ValueError) as error:
+            failure = error
+        if any(run(vote(int(failure is not None)), self.group)):
+            raise failure or Followed("another worker cannot read the run")
+        own = states[0] if old == world_size else resized(states, rank, world_size)
+        self.optimizer.load_state_dict(own)
 
     def _set_random_states(self, state: Mapping[str, Any]) -> None:
         rank, world_size = self.group.rank, self.group.world_size
@@ -339,13 +359,16 @@ class _Run:
         Unless it `waits`, the file is written while training goes on, and a disk that is full is
         told and does not end the run.
         """
+        optimizer = self._save_optimizer()
+        if optimizer is None:
+            return
         states = {"rng": run(gathered(torch.get_rng_state()), self.group)}
         if self.device.type == "cuda":
             own = torch.cuda.get_rng_state(self.device)
             states["cuda_rng"] = run(gathered(own), self.group)
         state = {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "epoch": self.epoch,
             "in_epoch": self.in_epoch,
             "loader": self.loader.state_dict() if self.in_epoch else {},
@@ -367,6 +390,27 @@ class _Run:
                     f"one is due in {self.config.checkpoint_every_s:g} s"
                 )
         self.saved_at = time.monotonic()
+
+    def _save_optimizer(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of the optimizer; None if a worker could not write its state."""
+        state = self.optimizer.state_dict()
+        if self.optimizer.is_shared:
+            return state
+        is_written = self.is_first
+        try:
+            self.writer.wait()
+        except OSError:
+            is_written = False
+        run(self.worker_states.forget(is_written), self.group)
+        if wrong := run(self.worker_states.save(state), self.group):
+            self.reporter.say(
+                f"a checkpoint could not be written: {wrong}; training goes on, and the next one "
+                f"is due in {self.config.checkpoint_every_s:g} s"
+            )
+            self.saved_at = time.monotonic()
+            return None
+        generation, workers = self.worker_states.generation, self.group.world_size
+        return {"generation": generation, "workers": workers}
 
     def _write(self, path: Path, state: Mapping[str, Any]) -> None:
         # what was begun before is older, and may fail
@@ -425,8 +469,9 @@ class _Run:
                 self.optimizer.step()
                 stepped = self.now()
                 if self.optimizer.blame:
+                    who = "" if isinstance(self.optimizer, LocalUpdates) else " on all workers"
                     self.reporter.say(
-                        f"step {step + 1} of epoch {self.epoch + 1} was skipped on all workers: "
+                        f"step {step + 1} of epoch {self.epoch + 1} was skipped{who}: "
                         f"{self.optimizer.blame}"
                     )
                 if len(batch.y):
@@ -493,6 +538,10 @@ class _Run:
         last = self.epoch + 1 == self.config.epochs
         if last or (self.epoch + 1) % self.config.evaluate_every == 0:
             begin = time.perf_counter()
+            if last:
+                self.optimizer.finalize()
+            # between two exchanges workers may be apart
+            own: Any = run(self.optimizer.parameters_averaged(), self.group)
             self.group.at(self.steps, f"evaluation in epoch {self.epoch + 1}")
             with self.reporter.task(f"evaluate {self.epoch + 1}/{self.config.epochs}") as advance:
                 scores = self.task.evaluate(
@@ -504,6 +553,7 @@ class _Run:
                 weights = {name: value.clone() for name, value in self.model.state_dict().items()}
                 self.best = {"epoch": self.epoch, "valid": mine, "scores": scores, "model": weights}
                 self.on_first(lambda: checkpoint.save(self.folder / BEST, self.best))
+            run(self.optimizer.parameters_restored(own), self.group)
         self.lines.append(line)
         self.epoch, self.in_epoch = self.epoch + 1, False
         self.tally = _Tally(self.device)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import plan as bench
 import pytest
@@ -65,14 +66,15 @@ def test_a_worker_without_a_place_waits_twice():
 @pytest.mark.parametrize("workers", [2, 3, 6, 7])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_cost_at_one_rate_tells_the_others(name, workers):
-    cost = network_plan.cost_of(MODEL, workers, NETWORK, name)
+    cost = replace(network_plan.cost_of(MODEL, workers, NETWORK, name), code_s=0.0)
     for mbit_per_s in (0.01, 1e4):
         network = Network(mbit_per_s, NETWORK.delay_s, NETWORK.message_s)
         models = [network_plan._with_gradients(MODEL) for _ in range(workers)]
-        run = METHODS[name](models, network.link)
-        assert cost.seconds(network.bytes_per_s) == pytest.approx(max(run.seconds), rel=1e-9)
+        parts = [(share, run(models, network.link)) for share, run in METHODS[name].parts]
+        seconds = sum(share * max(run.seconds) for share, run in parts)
+        assert cost.seconds(network.bytes_per_s) == pytest.approx(seconds, rel=1e-9)
         # the other way round
-        rate = cost.mbit_per_s(max(run.seconds))
+        rate = cost.mbit_per_s(seconds)
         assert rate == pytest.approx(mbit_per_s, rel=1e-4)
 
 
@@ -111,6 +113,33 @@ def test_the_figures_of_a_line_belong_together():
     assert easy["exchange_share"] == pytest.approx(0.1)
     even = network_plan.line_of(cost, Computed(0.2), Network(told["even_mbit_per_s"]))
     assert even["speed_up"] == pytest.approx(1.0)
+
+
+def test_what_hides_is_not_waited_for():
+    cost = Cost(4, "co2", 0, 0.01, 1e6, code_s=0.02, behind=1.0)
+    rate = NETWORK.bytes_per_s
+    exchange_s = 0.03 + 1e6 / rate
+    assert cost.seconds(rate) == pytest.approx(exchange_s)
+    assert cost.waited_s(rate, exchange_s + 0.1) == 0
+    assert cost.waited_s(rate, exchange_s - 0.04) == pytest.approx(0.04)
+    told = network_plan.line_of(cost, Computed(exchange_s - 0.04), NETWORK)
+    assert told["step_s"] == pytest.approx(exchange_s)
+    easy = network_plan.line_of(cost, Computed(exchange_s - 0.04), Network(told["easy_mbit_per_s"]))
+    assert easy["exchange_share"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 5])
+def test_methods_send_what_they_exchange(workers):
+    model, elements = nn.ParameterList([nn.Parameter(torch.zeros(40_000))]), 40_000
+    sent = {
+        name: network_plan.cost_of(model, workers, NETWORK, name).sent_bytes for name in METHODS
+    }
+    whole = sent["averaged, ring"]
+    assert whole == pytest.approx(2 * (workers - 1) / workers * 4 * elements, rel=1e-3)
+    signs = 2 * (workers - 1) / workers * elements / 8
+    assert sent["onebit-adam"] == pytest.approx(0.15 * whole + 0.85 * signs, rel=0.35)
+    assert sent["diloco"] < whole / 15
+    assert sent["co2"] < whole / 6
 
 
 def test_no_rate_mends_delays():
@@ -282,7 +311,8 @@ def test_a_picture_has_every_method_at_the_rate_that_was_asked_for():
     for cost in costs:
         points = times.curves[cost.workers][cost.method]
         for rate, seconds in points:
-            assert seconds == pytest.approx(0.5 + cost.seconds(Network(rate).bytes_per_s))
+            waited_s = cost.waited_s(Network(rate).bytes_per_s, 0.5)
+            assert seconds == pytest.approx(0.5 + waited_s)
         assert any(rate == pytest.approx(NETWORK.mbit_per_s) for rate, _ in points)
 
 

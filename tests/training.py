@@ -9,7 +9,7 @@ import torch
 from gcnzc import checkpoint
 from gcnzc.config import TrainConfig
 from gcnzc.exchange import joined
-from gcnzc.optim import Averaged
+from gcnzc.optim import Averaged, LocalUpdates, Replicated
 from gcnzc.progress import Quiet
 from gcnzc.train import Interrupted, train
 
@@ -32,22 +32,25 @@ def train_as_worker(
 ) -> Any:
     """What a run came to on this worker, or why it stopped.
 
-    Worker 0 asks all to stop in a step, and worker 1 has a gradient that is no number in another.
+    Worker 0 asks all to stop from a step on, and worker 1 has a gradient that is no number in one.
     """
     listener = Listener()
     steps = 0
-    usual = Averaged.step
 
-    def step(self: Averaged, closure: Any = None) -> None:
-        nonlocal steps
-        steps += 1
-        if self.group.rank == 0 and steps == stop_at:
-            self.asks[0] = True
-        if self.group.rank == 1 and steps - 1 == bad_at:
-            self.param_groups[0]["params"][0].grad[0] = math.nan
-        usual(self, closure)
+    def watched(usual: Any) -> Any:
+        def step(self: Any, closure: Any = None) -> None:
+            nonlocal steps
+            steps += 1
+            if self.group.rank == 0 and stop_at is not None and steps >= stop_at:
+                self.asks[0] = True
+            if self.group.rank == 1 and steps - 1 == bad_at:
+                self.param_groups[0]["params"][0].grad[0] = math.nan
+            usual(self, closure)
 
-    Averaged.step = step
+        return step
+
+    for kind in (Averaged, Replicated, LocalUpdates):
+        kind.step = watched(kind.step)
     torch.manual_seed(0)
     with joined(timeout_s=config.timeout_s) as group:
         try:

@@ -56,6 +56,7 @@ from gcnzc.exchange.requests import (
     described,
 )
 from gcnzc.exchange.watch import Watch
+from gcnzc.streams import CudaStreams
 
 T = TypeVar("T")
 
@@ -264,6 +265,7 @@ class _Channel:
         self.group, self.process_group = group, process_group
         self.memory = _Memory()
         self.threads: ThreadPoolExecutor | None = None
+        self.streams: CudaStreams | None = None
         self.stream: Any = None
         self.name = name
         self.lock = threading.Lock()
@@ -299,19 +301,18 @@ class _Channel:
         """
         if not torch.cuda.is_initialized():
             return self._thread().submit(self._conduct, algorithm)
-        caller = torch.cuda.current_stream()
-        if self.stream is None:
-            self.stream = torch.cuda.Stream()
-        ready, done = caller.record_event(), torch.cuda.Event()
+        if self.streams is None:
+            self.streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
+            self.stream = self.streams.new()
+        stream, ready = self.stream, self.streams.current().record()
 
         def on_stream() -> Any:
-            with torch.cuda.stream(self.stream):
-                self.stream.wait_event(ready)
-                answer = self._conduct(algorithm)
-                done.record()
-            return answer
+            stream.wait(ready)
+            answers: list[Any] = []
+            stream.do(lambda: answers.append(self._conduct(algorithm)))
+            return answers[0], stream.record()
 
-        return _Conducted(self._thread().submit(on_stream), done)
+        return _Conducted(self._thread().submit(on_stream), self.streams)
 
     def _conduct(self, algorithm: Algorithm[Any]) -> Any:
         answer: Any = None
@@ -466,12 +467,12 @@ class _Finish:
 class _Conducted:
     """An algorithm that is under way on a stream."""
 
-    def __init__(self, future: Future[Any], done: Any) -> None:
-        self.future, self.done = future, done
+    def __init__(self, future: Future[Any], streams: CudaStreams) -> None:
+        self.future, self.streams = future, streams
 
     def result(self) -> Any:
-        answer = self.future.result()
-        torch.cuda.current_stream().wait_event(self.done)
+        answer, done = self.future.result()
+        self.streams.current().wait(done)
         return answer
 
 

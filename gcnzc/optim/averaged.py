@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote, run
+from gcnzc.compress import Compression, Place, Reducer
+from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote, present, run
 from gcnzc.flat import FlatVector, by_kind
 from gcnzc.replicas import demand_same
 
@@ -34,13 +35,25 @@ class Averaged(Optimizer):
             of the step size work.
         group: of all workers.
         signals: how many things, such as a wish to stop, are told with the gradients.
+        compress: how gradients of float32 and float64 are averaged; whole if None. What it leaves
+            out of one step is this worker's own, and is added to the next.
+        clip_norm: largest norm of the mean gradient, over all parameters; none if None.
     """
 
-    def __init__(self, inner: Optimizer, group: Group, signals: int = 0) -> None:
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        signals: int = 0,
+        *,
+        compress: Compression | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
-        self.inner, self.group = inner, group
+        self.inner, self.group = inner, present() if group is None else group
+        self.compress, self.clip_norm = compress, clip_norm
         self._share()
-        self.gradients = Gradients(_named(inner))
+        self.gradients = self._gradients()
         self.weight = 1.0
         """of this worker's next gradient: its seeds over the mean seeds of the workers"""
         self.asks = [False] * signals
@@ -52,6 +65,15 @@ class Averaged(Optimizer):
         self.blame = ""
         """why the last step was skipped, in words; empty if it was not"""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether a checkpoint of one worker is that of all."""
+        return self.compress is None
+
+    def _gradients(self) -> "Gradients":
+        group = self.group
+        return Gradients(_named(self.inner), self.compress, group.rank, group.world_size)
+
     def _share(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
@@ -60,12 +82,33 @@ class Averaged(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the inner optimizer, which is the same on all workers."""
-        return self.inner.state_dict()
+        """Of the inner optimizer, which is the same on all workers, if gradients are whole.
+
+        Of others it holds `inner`, and `errors` of this worker; see `gcnzc.optim.resized`.
+        """
+        inner = self.inner.state_dict()
+        if self.is_shared:
+            return inner
+        names = map(str, range(len(self.gradients.reducers)))
+        return {
+            "inner": inner,
+            "shared": {"skipped": self.skipped},
+            "local": {},
+            "shards": {},
+            "errors": dict(zip(names, self.gradients.errors(), strict=True)),
+            "rank": self.group.rank,
+            "world_size": self.group.world_size,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up the state of any number of workers."""
-        self.inner.load_state_dict(dict(state_dict))
+        """Take up the state of any number of workers if gradients are whole, else of as many."""
+        inner = state_dict
+        if not self.is_shared:
+            inner = state_dict["inner"]
+            self.skipped = state_dict["shared"]["skipped"]
+            errors = state_dict["errors"]
+            self.gradients.load_errors([errors[str(i)] for i in range(len(errors))])
+        self.inner.load_state_dict(dict(inner))
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -75,7 +118,7 @@ class Averaged(Optimizer):
             super().add_param_group(param_group)
             return
         self.inner.add_param_group(param_group)
-        self.gradients = Gradients(_named(self.inner))
+        self.gradients = self._gradients()
 
     def __repr__(self) -> str:
         return f"Averaged({self.inner!r}, workers={self.group.world_size})"
@@ -98,7 +141,7 @@ class Averaged(Optimizer):
         if self.group.world_size == 1:
             # nobody to ask: the gradients are the means
             self.heard = list(self.asks)
-            self.inner.step()
+            self._inner_step()
         else:
             run(self.algorithm(), self.group)
         return loss
@@ -110,7 +153,26 @@ class Averaged(Optimizer):
         if flags.blame:
             self.skipped += 1
         else:
-            self.inner.step()
+            self._inner_step()
+
+    def _inner_step(self) -> None:
+        if self.clip_norm is not None:
+            parameters = [p for _, p in self.gradients.named]
+            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+        self.inner.step()
+
+    def finalize(self) -> None:
+        """Nothing is left to do: workers are alike after every step."""
+
+    def parameters_averaged(self) -> Algorithm[None]:
+        """Set the parameters to their mean over the workers, which they are."""
+        return
+        yield
+
+    def parameters_restored(self, own: Tensor | None) -> Algorithm[None]:
+        """Set the parameters to what they were before `parameters_averaged`."""
+        return
+        yield
 
 
 @dataclass(frozen=True)
@@ -128,11 +190,24 @@ class Gradients:
 
     Args:
         named: names and parameters, the same on all workers.
+        compress: how gradients of float32 and float64 are averaged; whole if None.
+        rank: of this worker.
+        world_size: how many workers there are.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        compress: Compression | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self.named = [(name, p) for name, p in named if p.requires_grad]
+        self.compress, self.rank, self.world_size = compress, rank, world_size
         self.vectors: list[FlatVector] = []
+        # of each vector, None where it is exchanged whole
+        self.reducers: list[Reducer | None] = []
+        self.loaded: Sequence[Mapping[str, Tensor]] = ()
         self.sparse: list[nn.Parameter] = []
         self.is_known = False
 
@@ -145,11 +220,14 @@ class Gradients:
         """
         if not self.is_known:
             yield from self.agree(len(asks))
-        for vector in self.vectors:
+        for vector, reducer in zip(self.vectors, self.reducers, strict=True):
             vector.read_gradients(weight)
             present = [each.parameter.grad is not None for each in vector.segments]
             vector.extra.copy_(torch.tensor([*present, *asks]))
-            yield Mean(vector.values)
+            if reducer is None:
+                yield Mean(vector.values)
+            elif blame := (yield from reducer.mean(vector.values, len(vector.extra))):
+                return Flags([False] * len(asks), blame)
         bad = sum(_bad(parameter) for parameter in self.sparse)
         for parameter in self.sparse:
             yield from self.average_sparse(parameter, weight)
@@ -177,7 +255,27 @@ class Gradients:
         self.sparse = [p for (_, p), kind in zip(self.named, known, strict=True) if kind == SPARSE]
         # a flag for each parameter, and the signals
         self.vectors = [FlatVector(kind, len(kind) + signals) for kind in by_kind(dense)]
+        self.reducers = [self._reducer(vector) for vector in self.vectors]
+        self.load_errors(self.loaded)
         self.is_known = True
+
+    def _reducer(self, vector: FlatVector) -> Reducer | None:
+        dtype, device = vector.values.dtype, vector.values.device
+        if self.compress is None or dtype not in (torch.float32, torch.float64):
+            return None
+        place = Place(self.rank, self.world_size, device, dtype)
+        return self.compress.reducer(vector.num_elements, place)
+
+    def errors(self) -> list[dict[str, Tensor]]:
+        """What compression has left out, of each vector."""
+        return [{} if reducer is None else reducer.errors() for reducer in self.reducers]
+
+    def load_errors(self, errors: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take up what `errors` gave, now or at the first step."""
+        self.loaded = errors
+        for reducer, found in zip(self.reducers, errors, strict=bool(self.reducers and errors)):
+            if reducer is not None:
+                reducer.load_errors(found)
 
     def average_sparse(self, parameter: nn.Parameter, weight: float) -> Algorithm[None]:
         """Set a sparse gradient to the weighted mean, with the rows of all workers."""

@@ -1,0 +1,126 @@
+"""The optimizer that the words of a run name: how its workers exchange, with what is usual."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from gcnzc.compress import Compression, compression
+from gcnzc.config import LOCAL, ONE_BIT, TrainConfig
+from gcnzc.exchange import Group
+from gcnzc.optim import (
+    CO2,
+    Averaged,
+    DiLoCo,
+    LocalSGD,
+    LocalUpdates,
+    OneBitAdam,
+    OneBitLamb,
+    Replicated,
+    StreamingDiLoCo,
+    ZeroOneAdam,
+    ZeroOneSchedule,
+)
+from gcnzc.stages import build_optimizer, step_size
+
+Method: TypeAlias = Averaged | Replicated | LocalUpdates
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What a local method takes unless it is told otherwise."""
+
+    local_steps: int
+    outer_lr: float
+    outer_momentum: float
+
+
+# the numbers of local steps are those of short runs, whose epochs have tens to hundreds of steps
+USUAL = {
+    "local-sgd": Usual(8, 1.0, 0.0),
+    "diloco": Usual(30, 0.7, 0.9),
+    "streaming-diloco": Usual(30, 0.4, 0.9),
+    "co2": Usual(12, 1.0, 0.2),
+}
+
+
+# of 0/1 Adam: into so many parts a run is divided, after each of which the steps between agreements
+# double, up to so many
+WINDOWS, LONGEST = 4, 4
+
+
+def build_method(
+    config: TrainConfig, model: nn.Module, group: Group, steps: int, signals: int = 0
+) -> Method:
+    """The optimizer of a run, which exchanges with the other workers.
+
+    Args:
+        config: of the run.
+        model: on this worker's device.
+        group: of all workers.
+        steps: of the whole run, of which a warm-up may be a share.
+        signals: how many things are told with an exchange.
+
+    Raises:
+        ValueError: the options do not fit each other.
+    """
+    if config.optimizer in ONE_BIT:
+        return _one_bit(config, model, group, steps, signals)
+    inner = build_optimizer(config, model, group.world_size)
+    if config.optimizer not in LOCAL:
+        way = None if config.compress == "auto" else compression(config.compress)
+        return Averaged(inner, group, signals, compress=way)
+    usual = USUAL[config.optimizer]
+    options: dict[str, Any] = {"signals": signals, "compress": _way(config, "float32")}
+    options["local_steps"] = _local_steps(config, usual)
+    if config.optimizer == "local-sgd":
+        return LocalSGD(inner, group, **options)
+    options["outer_lr"] = usual.outer_lr if config.outer_lr is None else config.outer_lr
+    momentum = config.outer_momentum
+    options["outer_momentum"] = usual.outer_momentum if momentum is None else momentum
+    if config.optimizer == "diloco":
+        return DiLoCo(inner, group, **options)
+    if config.optimizer == "co2":
+        return CO2(inner, group, **options)
+    return StreamingDiLoCo(inner, group, fragments=config.fragments, **options)
+
+
+def _one_bit(
+    config: TrainConfig, model: nn.Module, group: Group, steps: int, signals: int
+) -> Method:
+    kinds: dict[str, Callable[..., Method]] = {
+        "onebit-adam": OneBitAdam,
+        "onebit-lamb": OneBitLamb,
+        "zero-one-adam": ZeroOneAdam,
+    }
+    options: dict[str, Any] = {"lr": step_size(config, group.world_size), "group": group}
+    options |= {"weight_decay": config.weight_decay, "signals": signals}
+    options["compress"] = _way(config, "sign")
+    warmup = warmup_steps(config, steps)
+    if config.optimizer == "zero-one-adam":
+        options["schedule"] = ZeroOneSchedule(
+            warmup, local_doubling=max(1, steps // WINDOWS), longest=LONGEST
+        )
+    else:
+        options["warmup"] = warmup
+    return kinds[config.optimizer](model.parameters(), **options)
+
+
+def warmup_steps(config: TrainConfig, steps: int) -> int | None:
+    """Steps with whole gradients, of so many in all; None to see when the variance has settled."""
+    if config.warmup == "auto":
+        return None
+    number = float(config.warmup)
+    return max(1, round(number * steps if number < 1 else number))
+
+
+def _way(config: TrainConfig, usual: str) -> Compression:
+    return compression(usual if config.compress == "auto" else config.compress)
+
+
+def _local_steps(config: TrainConfig, usual: Usual) -> int | str:
+    words = config.local_steps
+    if words == "usual":
+        return usual.local_steps
+    return words if words == "auto" else int(words)

@@ -1,0 +1,574 @@
+"""Local updates: workers take steps on their own, and exchange what came of them now and then.
+
+What all such optimizers have in common. One of them says what is exchanged, when, and what is done
+with it; here are the local step, means over those workers whose parameters are finite, exchanges
+that go on beside the steps, and what a checkpoint keeps.
+
+Letters: W workers, n elements of the parameters as one vector, k notes after a vector, H steps from
+one synchronisation to the next.
+"""
+
+import math
+import statistics
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gcnzc.compress import Compression, Dense, Place, Reducer
+from gcnzc.exchange import Algorithm, Begin, Broadcast, End, Group, Vote, present, run
+from gcnzc.optim.space import Space
+from gcnzc.replicas import demand_same
+
+CHANNEL = "outer"
+"""on which exchanges go on beside the steps"""
+FIRST = 10  # steps between synchronisations while they are measured
+WARM_UP, MEASURED = 5, 20  # steps
+
+
+@dataclass
+class Flight:
+    """A mean that is taken beside the steps, or that has come and waits for its turn."""
+
+    values: Tensor
+    """(elements + k,); until the end it belongs to the exchange"""
+    workers: int | None = None
+    """over how many it is taken; those that there are if None"""
+    pending: Any = None
+    """of `Begin`; None if it has ended"""
+    blame: str = ""
+    """why there is no mean, in words"""
+
+    def ended(self) -> Algorithm[None]:
+        """Wait for the end."""
+        if self.pending is not None:
+            self.blame = yield End(self.pending)
+            self.pending = None
+
+    def saved(self, name: str) -> dict[str, Any]:
+        """What a checkpoint keeps of a flight that has ended."""
+        return {
+            f"{name} values": self.values,
+            f"{name} workers": self.workers,
+            f"{name} blame": self.blame,
+        }
+
+
+@dataclass
+class Pace:
+    """How many steps lie between synchronisations: so many as were asked for, or as are measured.
+
+    Args:
+        wanted: H, or "auto": after `MEASURED` steps, so many that exchange takes `share` of the
+            time of the steps at most.
+        share: of the time of H steps that their exchange may take: 1 if it goes on beside them.
+        clock: seconds.
+    """
+
+    wanted: int | str
+    share: float = 0.05
+    clock: Callable[[], float] = time.perf_counter
+    least: int = 1
+    """what H may be at least"""
+    steps: int = 0
+    """H, as it is now"""
+    is_measuring: bool = False
+    seen: int = 0
+    left_at: float | None = None
+    steps_s: list[float] = field(default_factory=list)
+    exchanges_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.wanted != "auto" and not (isinstance(self.wanted, int) and self.wanted >= 1):
+            raise ValueError(
+                f"local_steps is {self.wanted!r}\n\nhint: a number of steps from 1 on, or 'auto'"
+            )
+        self.is_measuring = self.wanted == "auto"
+        self.steps = FIRST if isinstance(self.wanted, str) else self.wanted
+
+    def stepped(self) -> None:
+        """Say that a worker's own step is done."""
+        if self.is_measuring:
+            self.seen += 1
+            if self.left_at is not None and self.seen > WARM_UP:
+                self.steps_s.append(self.clock() - self.left_at)
+
+    def timed(self, exchange: Algorithm[Any]) -> Algorithm[Any]:
+        """Go through one exchange, and keep its seconds while these are asked for."""
+        began = self.clock() if self.is_measuring else 0.0
+        answer = yield from exchange
+        if self.is_measuring and self.seen > WARM_UP:
+            self.exchanges_s.append(self.clock() - began)
+        return answer
+
+    def chosen(self, exchanges: int = 1) -> Algorithm[None]:
+        """Choose H when enough was measured, the same on all workers.
+
+        Args:
+            exchanges: of those measured, in H steps.
+        """
+        if self.is_measuring and self.seen >= WARM_UP + MEASURED:
+            # the slowest worker's steps; and its exchange, since others wait for it in theirs
+            step_s = max((yield Vote(statistics.median(self.steps_s))))
+            exchange_s = min((yield Vote(statistics.median(self.exchanges_s))))
+            needed = exchanges * exchange_s / max(step_s, 1e-9) / self.share
+            # what the clock leaves out is no reason for a step more
+            self.steps, self.is_measuring = max(self.least, math.ceil(needed - 1e-6)), False
+        self.left_at = self.clock() if self.is_measuring else None
+
+
+class LocalUpdates(Optimizer):
+    """An optimizer of torch that steps on this worker alone, and what W workers do now and then.
+
+    The parameters of worker 0 become those of all at the start. Where a gradient is not finite,
+    this worker alone leaves out its step; where parameters are not, the mean is that of the other
+    workers, and this one takes up what they have in common.
+
+    Args:
+        inner: of the parameters, on this worker. Its groups and state are this one's, so schedulers
+            of the step size work.
+        group: of all workers; those for which torch.distributed was initialised if None.
+        signals: how many things, such as a wish to stop, are told with a synchronisation.
+        pace: how often.
+        alone: whether one worker without others does what it would do among them; else it just
+            takes the inner optimizer's steps.
+    """
+
+    is_shared = False
+    """whether a checkpoint of one worker is that of all"""
+    # torch's GradScaler leaves the unscaling, and the choice to skip, to `step`
+    _step_supports_amp_scaling = True
+
+    grad_scale: Tensor
+    """while GradScaler takes a step: what the gradients were multiplied by"""
+    found_inf: Tensor
+    """while GradScaler takes a step: more than 0 if a gradient is not finite"""
+
+    exchanges = 1
+    """in H steps, of those whose seconds the pace measures"""
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        *,
+        signals: int = 0,
+        pace: Pace,
+        alone: bool = False,
+    ) -> None:
+        self.is_made = False
+        super().__init__(inner.param_groups, inner.defaults)
+        self.is_made = True
+        self.inner, self.group = inner, present() if group is None else group
+        self._share()
+        self.space = Space(self.param_groups)
+        self.place = Place(
+            self.group.rank, self.group.world_size, self.space.device, self.space.dtype
+        )
+        self.pace = pace
+        self.is_plain = self.group.world_size == 1 and not alone
+        """whether there is nothing to do but the inner optimizer's steps"""
+        self.reducers: dict[str, Reducer] = {}
+        """by names that a checkpoint keeps"""
+        self.is_alike = False
+        """whether all workers have the same parameters now"""
+        self.is_ready = False
+        """whether they have begun with the same"""
+        self.is_counted = True
+        """whether what this worker offered last was finite"""
+        self.steps = 0
+        """taken so far, also those left out"""
+        self.since = 0
+        """steps since the last synchronisation"""
+        self.weight = 1.0
+        """of this worker's next gradient: its seeds over the mean seeds of the workers"""
+        self.asks = [False] * signals
+        """signals of this worker, told to all at the next synchronisation"""
+        self.heard = [False] * signals
+        """of each signal, whether a worker gave it; at a synchronisation, and not between them"""
+        self.skipped = 0
+        """steps that this worker left out, since a gradient was not finite"""
+        self.dropped = 0
+        """means that were not taken, or not of all workers, since parameters were not finite"""
+        self.blame = ""
+        """what was left out at the last step and why, in words; empty if nothing was"""
+
+    @abstractmethod
+    def words(self) -> str:
+        """The options, which must be the same on all workers."""
+
+    @abstractmethod
+    def started(self) -> None:
+        """Begin from the parameters as they are now, the same on all workers."""
+
+    def restarted(self) -> None:
+        """Go on from the parameters as they are now, the same on all workers, in their middle."""
+
+    @abstractmethod
+    def synchronised(self) -> Algorithm[None]:
+        """What is done every H steps."""
+
+    def landed(self) -> Algorithm[None]:
+        """End the exchanges that go on, and do what was to be done with them."""
+        return
+        yield
+
+    def drained(self) -> Algorithm[None]:
+        """End the exchanges that go on, and keep the answers until they are due."""
+        return
+        yield
+
+    def shared_state(self) -> dict[str, Any]:
+        """Tensors and numbers that are the same on all workers."""
+        return {}
+
+    def local_state(self) -> dict[str, Tensor]:
+        """Vectors (n,) of this worker besides its parameters, of which other workers take means."""
+        return {}
+
+    def shard_state(self) -> dict[str, Tensor]:
+        """This worker's parts of vectors that are shared out."""
+        return {}
+
+    def load_own(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """Take up what the three above gave; the parameters are there already."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take the inner optimizer's step, and synchronise with the other workers when it is time.
+
+        Raises:
+            WorkerLost: another worker is gone.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        run(self.algorithm(), self.group)
+        return loss
+
+    def algorithm(self) -> Algorithm[None]:
+        """What `step` does, for `lockstep`."""
+        yield from self.made_alike()
+        self.blame = ""
+        self.local_step()
+        self.steps += 1
+        if self.is_plain:
+            # nobody to tell
+            self.heard = list(self.asks)
+            return
+        self.heard = [False] * len(self.asks)
+        self.is_alike = False
+        self.pace.stepped()
+        yield from self.after_step()
+        yield from self.pace.chosen(self.exchanges)
+
+    def after_step(self) -> Algorithm[None]:
+        """What is done after every local step: `synchronised` after every H of them."""
+        self.since += 1
+        if self.since >= self.pace.steps:
+            self.since = 0
+            yield from self.synchronised()
+
+    def local_step(self) -> None:
+        """Take the inner optimizer's step, if the gradients are finite."""
+        scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        if (found_inf is not None and bool(found_inf)) or not self._gradients_are_finite():
+            self.skipped += 1
+            self.blame = f"a gradient of worker {self.group.rank} is not finite: its step left out"
+            return
+        factor = self.weight / (1.0 if scale is None else float(scale))
+        if factor != 1.0:
+            for parameter in self.space.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        self.inner.step()
+
+    def _gradients_are_finite(self) -> bool:
+        gradients = [p.grad for p in self.space.parameters if p.grad is not None]
+        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        values = [each for each in values if each.numel()]
+        if not values:
+            return True
+        # the largest magnitudes: no sum that could overflow
+        norms = torch._foreach_norm(values, math.inf)
+        return bool(torch.stack([norm.isfinite() for norm in norms]).all())
+
+    def made_alike(self) -> Algorithm[None]:
+        """Begin with the parameters of worker 0, on all workers, once.
+
+        Raises:
+            ValueError: parameters or options differ; raised on all workers.
+        """
+        if self.is_ready:
+            return
+        if self.group.world_size > 1:
+            lines = [f"{self.words()} and {len(self.asks)} signals", *self.space.layout()]
+            yield from demand_same(lines, "optimizers")
+            values = self.space.read_parameters(self.space.empty())
+            yield Broadcast(values)
+            self.space.write_parameters(values)
+        self.is_ready = self.is_alike = True
+        if not self.is_plain:
+            self.started()
+
+    @property
+    def notes(self) -> int:
+        """k, after every vector that is exchanged: whether it counts, and the signals."""
+        return 1 + len(self.asks)
+
+    def offer(self, values: Tensor) -> bool:
+        """Make a vector (elements + k,) ready for a mean: zeros, which do not count, if not finite.
+
+        Returns:
+            Whether its elements are finite.
+        """
+        end = values.numel() - self.notes
+        self.is_counted = bool(values[:end].isfinite().all())
+        if not self.is_counted:
+            values[:end] = 0
+        values[end:] = values.new_tensor([self.is_counted, *self.asks])
+        return self.is_counted
+
+    def accept(self, values: Tensor, blame: str, workers: int | None = None) -> bool:
+        """Make the mean over those that count of a mean over all, and hear the signals.
+
+        Args:
+            values: (elements + k,), offered and then averaged.
+            blame: what the reducer said.
+            workers: over which it was taken; those that there are now if None.
+
+        Returns:
+            Whether there is a mean; else nothing is to be changed, on any worker.
+        """
+        end, workers = values.numel() - self.notes, workers or self.group.world_size
+        if blame:
+            self.drop(f"a synchronisation left out: {blame}")
+            return False
+        count, *told = (round(each) for each in values[end:].tolist())
+        self.heard = [was or each > 0 for was, each in zip(self.heard, told, strict=True)]
+        if count == workers:
+            return True
+        if not count:
+            self.drop("a synchronisation left out: no worker's parameters are finite")
+            return False
+        self.drop(f"the parameters of {workers - count} of {workers} workers are not finite")
+        values[:end] *= workers / count
+        return True
+
+    def drop(self, why: str) -> None:
+        """Count a mean that was not taken of all workers, and say why."""
+        self.dropped += 1
+        self.blame = f"{self.blame}; {why}" if self.blame else why
+
+    def averaged(self, reducer: Reducer, values: Tensor) -> Algorithm[bool]:
+        """Replace a vector by its mean over those workers where it is finite.
+
+        Args:
+            reducer: of so many elements.
+            values: (elements + k,), written in place.
+
+        Returns:
+            Whether there is a mean; else nothing is to be changed, on any worker.
+        """
+        self.offer(values)
+        blame = yield from self.pace.timed(reducer.mean(values, self.notes))
+        return self.accept(values, blame)
+
+    def launched(self, reducer: Reducer, values: Tensor) -> Algorithm[Flight]:
+        """Begin to take such a mean beside the steps.
+
+        Args:
+            reducer: of so many elements, that takes no other mean until this one's end.
+            values: (elements + k,), not to be touched until then; `accept` makes a mean of it.
+        """
+        self.offer(values)
+        flight = Flight(values, self.group.world_size)
+        flight.pending = yield Begin(reducer.mean(values, self.notes), CHANNEL)
+        if self.pace.is_measuring:
+            yield from self.pace.timed(flight.ended())
+        return flight
+
+    def mean_of_parameters(self) -> Algorithm[Tensor | None]:
+        """(n,): the mean of the parameters over the workers; None if there is none."""
+        values = self.space.read_parameters(self.space.empty(self.notes))
+        self.offer(values)
+        reducer = Dense().reducer(self.space.num_elements, self.place)
+        blame = yield from reducer.mean(values, self.notes)
+        return values[: self.space.num_elements] if self.accept(values, blame) else None
+
+    def vector(self, values: Tensor | None = None) -> Tensor:
+        """(n,): a copy of a vector such as a checkpoint's, or of the parameters if None."""
+        if values is None:
+            return self.space.read_parameters(self.space.empty())
+        return values.to(self.space.device, self.space.dtype, copy=True)
+
+    def adopt(self, common: Tensor) -> None:
+        """Go on from a vector (n + any,) that is the same on all workers."""
+        self.space.write_parameters(common)
+        self.is_alike = True
+        if not self.is_counted:
+            self.forget_what_is_not_finite()
+
+    def forget_what_is_not_finite(self) -> None:
+        """Let the inner optimizer begin anew with parameters whose state is not finite."""
+        for parameter in self.space.parameters:
+            kept = self.state.get(parameter, {}).values()
+            tensors = [each for each in kept if isinstance(each, Tensor)]
+            if not all(bool(each.isfinite().all()) for each in tensors):
+                del self.state[parameter]
+
+    def parameters_averaged(self) -> Algorithm[Tensor]:
+        """Set the parameters to their mean over the workers, and return this worker's own (n,)."""
+        own = self.vector()
+        if not (self.is_plain or self.is_alike):
+            mean = yield from self.mean_of_parameters()
+            if mean is not None:
+                self.space.write_parameters(mean)
+        return own
+
+    def parameters_restored(self, own: Tensor) -> Algorithm[None]:
+        """Set the parameters to what `parameters_averaged` returned; nothing is asked."""
+        self.space.write_parameters(own)
+        return
+        yield
+
+    def finalized(self) -> Algorithm[None]:
+        """End with the same parameters on all workers: the mean of what they have."""
+        yield from self.made_alike()
+        if self.is_plain:
+            return
+        yield from self.landed()
+        if self.is_alike:
+            return
+        mean = yield from self.mean_of_parameters()
+        if mean is not None:
+            self.adopt(mean)
+            self.since = 0
+            self.restarted()
+
+    def finalize(self) -> None:
+        """See `finalized`."""
+        run(self.finalized(), self.group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker needs to go on, the tensors themselves; `resized` fits it to others.
+
+        Exchanges that go on are waited for, though what they bring is not applied before it is due.
+        It holds
+
+            inner    the inner optimizer's state
+            shared   tensors, numbers and words that are the same on all workers
+            local    vectors (n,) of this worker; `parameters` unless all have the same
+            shards   this worker's parts of vectors that are shared out
+            errors   of each reducer
+            rank, world_size
+        """
+        if self.group.backend:
+            run(self.drained(), self.group)
+        numbers = {
+            "steps": self.steps,
+            "since": self.since,
+            "local_steps": 0 if self.pace.is_measuring else self.pace.steps,
+            "is_plain": self.is_plain,
+        }
+        shared: dict[str, Any] = {"numbers": numbers}
+        local: dict[str, Tensor] = {}
+        (shared if self.is_alike else local)["parameters"] = self.vector()
+        if not self.is_plain:
+            shared |= self.shared_state()
+            local |= self.local_state()
+        return {
+            "inner": self.inner.state_dict(),
+            "shared": shared,
+            "local": local,
+            "shards": {} if self.is_plain else self.shard_state(),
+            "errors": {name: reducer.errors() for name, reducer in self.reducers.items()},
+            "rank": self.group.rank,
+            "world_size": self.group.world_size,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up this worker's own state, or what `gcnzc.optim.resized` made of that of others.
+
+        Raises:
+            ValueError: it is the state of another worker, or of another number of workers.
+        """
+        found = state_dict["rank"], state_dict["world_size"]
+        if found != (self.group.rank, self.group.world_size):
+            raise ValueError(
+                f"a state of worker {found[0]} of {found[1]}, not of worker {self.group.rank} of "
+                f"{self.group.world_size}\n\nhint: gcnzc.optim.resized makes the states of all "
+                "workers fit another number"
+            )
+        self.inner.load_state_dict(state_dict["inner"])
+        self._share()
+        shared, local = state_dict["shared"], state_dict["local"]
+        numbers = shared["numbers"]
+        self.steps, self.since = numbers["steps"], numbers["since"]
+        if self.pace.wanted == "auto" and numbers["local_steps"]:
+            self.pace.steps, self.pace.is_measuring = numbers["local_steps"], False
+        for name, reducer in self.reducers.items():
+            reducer.load_errors(state_dict["errors"].get(name, {}))
+        self.is_ready, self.is_alike = True, "parameters" in shared
+        own = (shared if self.is_alike else local)["parameters"]
+        self.space.write_parameters(self.vector(own))
+        if self.is_plain:
+            return
+        if numbers["is_plain"]:
+            # of one worker alone, without anything in common with others
+            self.started()
+        else:
+            self.load_own(shared, local, state_dict["shards"])
+
+    @property
+    def local_steps(self) -> int:
+        """H, as it is now."""
+        return self.pace.steps
+
+    def connect(self) -> None:
+        """Begin with the same parameters as the others, if they can be reached.
+
+        What a constructor ends with.
+        """
+        if self.group.backend:
+            run(self.made_alike(), self.group)
+
+    def reducer(self, name: str, compress: Compression, num_elements: int) -> Reducer:
+        """Something to take means of so many elements with, whose errors a checkpoint keeps."""
+        self.reducers[name] = compress.reducer(num_elements, self.place)
+        return self.reducers[name]
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse more parameters, since what workers have in common is already laid out.
+
+        Raises:
+            RuntimeError: always, once this is made.
+        """
+        if self.is_made:
+            raise RuntimeError(
+                f"{type(self).__name__} takes no more parameters\n\nhint: give them to the inner "
+                "optimizer before it is wrapped"
+            )
+        super().add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return f"{self.words()} of {self.inner!r}, workers={self.group.world_size}"

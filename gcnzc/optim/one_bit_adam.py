@@ -1,0 +1,327 @@
+"""1-bit Adam: signs of momenta in place of gradients, once the variance has settled.
+
+Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
+Speed" (2021, https://arxiv.org/abs/2102.02888). With a constant variance Adam's step is linear in
+the momentum, so that what compression leaves out of one step is made up for in later ones.
+
+    warm-up   g = mean_i g_i          m <- b1 m + (1 - b1) g     v <- b2 v + (1 - b2) g^2
+    freeze    V = v / (1 - b2^t)
+    after     m_i = b1 m + (1 - b1) g_i     m <- compressed mean of m_i
+    always    x <- x - lr (m / (1 - b1^t) / (sqrt(V) + eps) + weight_decay x)
+
+Beyond the paper: an element whose variance is 0 when it freezes, such as of an embedding's row that
+was never looked up, would take steps of lr times scale / eps. It is left out of scales and errors,
+and stays where it is until a worker has a gradient for it; then all take one dense step, which
+gives a variance to the elements that have a gradient in it. One whose variance is small, such as of
+a row that was looked up long ago, would take large steps; its variance is raised to a share of the
+mean of its parameter's.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.compress import Compression, Dense, Reducer, Sign
+from gcnzc.exchange import Algorithm, Group
+from gcnzc.optim.freezing import FreezeRule
+from gcnzc.optim.replicated import Replicated
+from gcnzc.optim.space import Part
+
+# what becomes of elements that have a gradient for the first time after the variance froze
+WAKE = ("join", "stay")
+
+
+class OneBitAdam(Replicated):
+    """Adam with decoupled weight decay, whose momenta are exchanged as signs after a warm-up.
+
+    With one worker it is `torch.optim.AdamW`, and during the warm-up that of the mean gradients. A
+    parameter that never had a gradient on any worker is left alone; one without a gradient at some
+    step takes part with zeros.
+
+    Args:
+        params: as torch's optimizers take them; a group's `compress=False` stays dense, with a
+            variance that moves on.
+        lr: step size.
+        betas: of the averages of gradients and of their squares.
+        eps: added to the root of the variance.
+        weight_decay: share of a parameter that is taken off it for each unit of `lr`.
+        warmup: steps before the variance freezes; None to see when it has settled.
+        warmup_range: fewest and most steps, if `warmup` is None; no limit if the most is None.
+        refresh: steps from the freeze to the first dense step that brings the variance up to date;
+            each next one is twice as far from it. 0 for none.
+        compress: how momenta are exchanged after the warm-up.
+        dense: how gradients are exchanged before.
+        bias_correction: False for steps as large as DeepSpeed's, to the bit.
+        wake: "join" or "stay": what becomes of elements that were asleep when the variance froze.
+        floor: least variance of an element after the warm-up, as a share of the mean over those of
+            its parameter that are not asleep; 0 for none, as in the paper.
+        group: of all workers; None for those of torch.distributed as it was initialised.
+        clip_norm: largest norm of the gradient.
+        signals: see `Replicated`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        warmup: int | None = None,
+        warmup_range: tuple[int, int | None] = (0, None),
+        refresh: int = 0,
+        compress: Compression | None = None,
+        dense: Compression | None = None,
+        bias_correction: bool = True,
+        wake: str = "join",
+        floor: float = 1e-4,
+        group: Group | None = None,
+        clip_norm: float | None = None,
+        signals: int = 0,
+    ) -> None:
+        if wake not in WAKE:
+            raise ValueError(f"no way {wake!r} to wake\n\nhint: {' or '.join(WAKE)}")
+        self.warmup, self.refresh, self.wake, self.floor = warmup, refresh, wake, floor
+        self.compress, self.dense = compress or Sign(), dense or Dense()
+        self.bias_correction = bias_correction
+        self.rule = FreezeRule(betas[1], *warmup_range)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, group, clip_norm=clip_norm, signals=signals)
+        space = self.space
+        self.vectors = {"momentum": space.zeros(), "variance": space.zeros()}
+        self.vectors["awake"] = torch.zeros(len(space.segments), dtype=torch.bool)
+        # `wakes`: elements that slept have a gradient; the next step is dense
+        self.numbers = {"frozen_at": 0, "next_refresh": 0, "wakes": False, "norms": []}
+        self._dense = self.reducer(self.dense, space.num_elements)
+        self._dense_part = self.reducer(self.dense, space.num_dense)
+
+    def layout(self) -> list[str]:
+        """See `Replicated`."""
+        options = f"warmup {self.warmup} {self.rule}, refresh {self.refresh}, {self.wake}"
+        options += f", floor {self.floor:g}"
+        return [*super().layout(), f"{options}, {self.compress}, {self.dense}"]
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the warm-up is over."""
+        return bool(self.numbers["frozen_at"])
+
+    @property
+    def is_dense_step(self) -> bool:
+        """Whether the next step exchanges whole gradients."""
+        if not self.is_frozen or self.numbers["wakes"]:
+            return True
+        return bool(self.refresh) and self.steps + 1 >= self.numbers["next_refresh"]
+
+    @property
+    def num_notes(self) -> int:
+        """Signals, and which parameters have a gradient, or how many elements would wake."""
+        return len(self.asks) + (len(self.space.segments) if self.is_dense_step else 1)
+
+    def advance(self, values: Tensor) -> Algorithm[str]:
+        """See `Replicated`."""
+        if self.is_dense_step:
+            return (yield from self._dense_step(values))
+        return (yield from self._compressed_step(values))
+
+    @torch.no_grad()
+    def _dense_step(self, values: Tensor) -> Algorithm[str]:
+        flags = self.notes(values)[len(self.asks) :]
+        flags.copy_(values.new_tensor(self.space.have_gradients()))
+        if blame := (yield from self.dense_mean(values)):
+            return blame
+        self.hear(values)
+        self.vectors["awake"] |= flags.cpu() > 0
+        for part in self.space.parts:
+            self._average(part, values, with_variance=not self._is_still(part))
+        if self.is_frozen:
+            self._bring_up_to_date(values)
+        self._apply(values)
+        self._consider_freezing()
+        return ""
+
+    @torch.no_grad()
+    def _compressed_step(self, values: Tensor) -> Algorithm[str]:
+        yield from self.clipped(values)
+        space, active = self.space, self.vectors.get("active")
+        dense, end = space.num_dense, space.num_elements
+        coded = values[dense:].clone()
+        momenta, notes = coded[: end - dense], coded[end - dense :]
+        notes[-1] = 0 if active is None else self._num_waking(values[dense:end][~active])
+        for part in space.parts:
+            if part.begin >= dense:
+                beta = part.group["betas"][0]
+                own = momenta[part.begin - dense : part.end - dense]
+                torch.mul(self.vectors["momentum"][part.begin : part.end], beta, out=own)
+                own.add_(values[part.begin : part.end], alpha=1 - beta)
+        if dense and (blame := (yield from self._dense_part.mean(values[:dense]))):
+            return blame
+        if blame := (yield from self.reducers["momentum"].mean(coded, self.num_notes)):
+            return blame
+        self.notes(values).copy_(notes)
+        self.hear(values)
+        self.numbers["wakes"] = self.wake == "join" and float(notes[-1]) > 0
+        for part in space.parts:
+            if part.begin < dense:
+                self._average(part, values, with_variance=True)
+        self.vectors["momentum"][dense:] = momenta
+        self._awaken_dense(values)
+        self._apply(values)
+        return ""
+
+    def _num_waking(self, gradients: Tensor) -> Tensor:
+        """How many elements have a gradient that can give them a variance."""
+        # a square that is rounded to 0 would ask for one dense step after the other
+        return (gradients.square() > torch.finfo(gradients.dtype).tiny).sum()
+
+    def _awaken_dense(self, means: Tensor) -> None:
+        """Note which dense parameters have a gradient for the first time, as all workers see it."""
+        awake = self.vectors["awake"]
+        for place, segment in enumerate(self.space.segments):
+            if segment.begin < self.space.num_dense and not awake[place]:
+                awake[place] = bool(means[segment.begin : segment.end].any())
+
+    def _average(self, part: Part, values: Tensor, *, with_variance: bool) -> None:
+        here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
+        gradient, momentum = values[here], self.vectors["momentum"][here]
+        if self.bias_correction:
+            momentum.lerp_(gradient, 1 - beta1)
+        else:
+            momentum.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        if with_variance:
+            variance = self.vectors["variance"][here]
+            variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    def _is_still(self, part: Part) -> bool:
+        """Whether the variance of a part is frozen, and without bias."""
+        return self.is_frozen and part.begin >= self.space.num_dense
+
+    def _apply(self, values: Tensor) -> None:
+        """Take the step; `values` is memory to work in."""
+        step, space = self.steps + 1, self.space
+        roots, momenta = space.views(values), space.views(self.vectors["momentum"])
+        parameters, awake = space.parameters, self.vectors["awake"].tolist()
+        for part in space.parts:
+            here, options = slice(part.begin, part.end), part.group
+            (beta1, beta2), lr = options["betas"], float(options["lr"])
+            decay, size = options["weight_decay"], -lr
+            root = torch.sqrt(self.vectors["variance"][here], out=values[here])
+            if self.bias_correction:
+                size /= 1 - beta1**step
+                if not self._is_still(part):
+                    root /= (1 - beta2**step) ** 0.5
+            root += options["eps"]
+            for place in range(part.first, part.last):
+                if awake[place]:
+                    pair = momenta[place], roots[place]
+                    self._move(parameters[place], *pair, size, lr, decay)
+
+    def _move(
+        self,
+        parameter: Tensor,
+        momentum: Tensor,
+        root: Tensor,
+        size: float,
+        lr: float,
+        decay: float,
+    ) -> None:
+        if not self.bias_correction:
+            update = (momentum / root).to(parameter.dtype)
+            if decay:
+                update += decay * parameter
+            parameter += size * update
+            return
+        parameter.mul_(1 - lr * decay)
+        if parameter.dtype == momentum.dtype:
+            parameter.addcdiv_(momentum, root, value=size)
+        else:
+            parameter += (momentum / root * size).to(parameter.dtype)
+
+    def _consider_freezing(self) -> None:
+        step = self.steps + 1
+        if self.is_frozen or self.group.world_size == 1:
+            return
+        if self.warmup is not None:
+            if step >= self.warmup:
+                self._freeze(step)
+            return
+        norm = None
+        self.rule.norms = self.numbers["norms"]
+        if self.rule.is_due(step):
+            norm = float(self.vectors["variance"][self.space.num_dense :].double().sum())
+            norm /= 1 - self.rule.beta2**step
+        if self.rule.wants(step, norm):
+            self._freeze(step)
+
+    def _freeze(self, step: int) -> None:
+        self.numbers["frozen_at"] = step
+        self.numbers["next_refresh"] = step + self.refresh
+        variance, dense = self.vectors["variance"], self.space.num_dense
+        if self.bias_correction:
+            for part in self.space.parts:
+                if part.begin >= dense:
+                    variance[part.begin : part.end] /= 1 - part.group["betas"][1] ** step
+        self._raise_small_variances()
+        self.reducers = {"momentum": self._coder()}
+        self._keep_to(variance[dense:] > 0)
+
+    def _raise_small_variances(self) -> None:
+        if not self.floor:
+            return
+        for segment in self.space.segments:
+            if segment.begin < self.space.num_dense:
+                continue
+            variance = self.vectors["variance"][segment.begin : segment.end]
+            awake = variance > 0
+            least = self.floor * variance.sum() / awake.sum().clamp(min=1)
+            variance.copy_(torch.where(awake, torch.maximum(variance, least), variance))
+
+    def _coder(self) -> Reducer:
+        return self.reducer(self.compress, self.space.num_elements - self.space.num_dense)
+
+    def _keep_to(self, active: Tensor) -> None:
+        """Let the elements that are not active sleep."""
+        self.vectors.pop("active", None)
+        if not bool(active.all()):
+            self.vectors["active"] = active
+            self.vectors["momentum"][self.space.num_dense :][~active] = 0
+        self.reducers["momentum"].keep_to(self.vectors.get("active"))
+
+    def _bring_up_to_date(self, values: Tensor) -> None:
+        """Let elements join, and refresh the variance if it is time, from mean gradients."""
+        dense, step = self.space.num_dense, self.steps + 1
+        is_refresh = bool(self.refresh) and step >= self.numbers["next_refresh"]
+        if is_refresh:
+            since = step - self.numbers["frozen_at"]
+            self.numbers["next_refresh"] = step + since
+        active = self.vectors.get("active")
+        for part in self.space.parts:
+            if part.begin < dense:
+                continue
+            gradient = values[part.begin : part.end]
+            variance, beta2 = self.vectors["variance"][part.begin : part.end], 0.0
+            square = gradient.square()
+            if is_refresh:
+                beta2 = part.group["betas"][1]
+                refreshed = variance * beta2 + square * (1 - beta2)
+            else:
+                refreshed = variance.clone()
+            if active is not None:
+                # the first gradient of an element is all that is known of its variance
+                asleep = ~active[part.begin - dense : part.end - dense]
+                refreshed[asleep] = square[asleep]
+            variance.copy_(refreshed)
+        if self.numbers["wakes"] or is_refresh:
+            self._raise_small_variances()
+            self._keep_to(self.vectors["variance"][dense:] > 0)
+        self.numbers["wakes"] = False
+
+    def take_up(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """See `Replicated`."""
+        self.reducers = {"momentum": self._coder()} if self.is_frozen else {}
+        for reducer in self.reducers.values():
+            reducer.active = self.vectors.get("active")
+        super().take_up(errors)

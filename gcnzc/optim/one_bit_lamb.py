@@ -1,0 +1,330 @@
+"""1-bit LAMB: 1-bit Adam whose step is as long, for each tensor, as the tensor can bear.
+
+Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
+Convergence Speed" (2021, https://arxiv.org/abs/2104.06069). LAMB takes a step of |x| / |u| for each
+tensor. That ratio is lost with the variance when it freezes; its average over the warm-up is kept,
+and scaled by how far a variance of the momenta that are received has moved from the frozen one.
+
+    always    u = m / (1 - b1^t) / (sqrt(V) + eps) + weight_decay x
+    warm-up   m, v, V as in 1-bit Adam     c = |x| / |u| in trust_range     C = average of c
+              x <- x - lr c u
+    freeze    w = v / (1 - b2^t)     k = (mean over the tensors of rms(m)) / rms(m)
+    after     k m <- compressed mean of k (b1 m + (1 - b1) g_i)
+              g = (m - b1 m_before) / (1 - b1)     w <- b2 w + (1 - b2) g^2
+              f = max (sqrt(V) + eps) / (sqrt(w) + eps), in factor_range, near the f before
+              x <- x - lr C f u
+
+With a weight decay f counts in the share of u that is not decay. By k all tensors are of one
+magnitude while they are compressed. Elements that never had a gradient sleep as in `one_bit_adam`;
+a tensor whose momentum is 0 at the freeze sleeps as a whole, and gets its k and C when it wakes.
+
+Letters: P parameters, n elements, d of them dense.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.compress import Compression
+from gcnzc.exchange import Algorithm, Group
+from gcnzc.optim.one_bit_adam import OneBitAdam
+from gcnzc.optim.space import Part
+
+# of k: a tensor whose momentum has all but died away must not drown the others when it comes back
+MOST_SCALING = 1e6
+
+
+class OneBitLamb(OneBitAdam):
+    """LAMB, whose momenta are exchanged as signs after a warm-up.
+
+    With one worker, and during the warm-up, it is LAMB with the mean gradient.
+
+    Args:
+        params: as torch's optimizers take them; a group's `compress=False` stays dense, with a
+            variance and trust ratios that move on.
+        lr: step size, for a trust ratio of 1.
+        betas: of the averages of gradients and of their squares.
+        eps: added to the root of the variance.
+        weight_decay: share of a parameter that is added to its update.
+        trust_range: least and largest trust ratio |x| / |u|; it is 1 where one of them is 0.
+        trust_beta: of the average of trust ratios; the warm-up should be longer than 1 / (1 -
+            trust_beta).
+        factor_range: least and largest factor by which that average is scaled.
+        factor_change: share by which the factor may change in a step.
+        warmup: steps before the variance freezes; None to see when it has settled.
+        warmup_range: fewest and most steps, if `warmup` is None; no limit if the most is None.
+        compress: how momenta are exchanged after the warm-up.
+        dense: how gradients are exchanged before.
+        bias_correction: False for steps as large as DeepSpeed's.
+        wake: "join" or "stay": what becomes of elements that were asleep when the variance froze.
+        floor: least variance of an element after the warm-up, frozen or fresh, as a share of the
+            mean over those of its parameter that are not asleep; 0 for none, as in the paper.
+        group: of all workers; None for those of torch.distributed as it was initialised.
+        clip_norm: largest norm of the gradient.
+        signals: see `Replicated`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        trust_range: tuple[float, float] = (0.01, 10.0),
+        trust_beta: float = 0.9,
+        factor_range: tuple[float, float] = (0.5, 4.0),
+        factor_change: float = 0.1,
+        warmup: int | None = None,
+        warmup_range: tuple[int, int | None] = (0, None),
+        compress: Compression | None = None,
+        dense: Compression | None = None,
+        bias_correction: bool = True,
+        wake: str = "join",
+        floor: float = 1e-4,
+        group: Group | None = None,
+        clip_norm: float | None = None,
+        signals: int = 0,
+    ) -> None:
+        for name, (least, most) in {"trust": trust_range, "factor": factor_range}.items():
+            if not 0 < least <= most:
+                raise ValueError(
+                    f"no {name}_range from {least} to {most}\n\nhint: give the least, above 0, and "
+                    "the most"
+                )
+        self.trust_range, self.trust_beta = trust_range, trust_beta
+        self.factor_range, self.factor_change = factor_range, factor_change
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            warmup=warmup,
+            warmup_range=warmup_range,
+            compress=compress,
+            dense=dense,
+            bias_correction=bias_correction,
+            wake=wake,
+            floor=floor,
+            group=group,
+            clip_norm=clip_norm,
+            signals=signals,
+        )
+        # (P,) each. `trust`: the average C, of which `trust_weight` is known; `factor`: the last f;
+        # `scaling`: k, 0 for a tensor that sleeps
+        zeros = self._of_tensors([0.0] * len(self.space.segments))
+        self.vectors |= {"trust": zeros, "trust_weight": zeros.clone()}
+        self.vectors |= {"factor": zeros + 1, "scaling": zeros.clone()}
+
+    def layout(self) -> list[str]:
+        """See `Replicated`."""
+        trust = f"trust {self.trust_range} {self.trust_beta}"
+        return [*super().layout(), f"{trust}, factor {self.factor_range} {self.factor_change}"]
+
+    @torch.no_grad()
+    def _compressed_step(self, values: Tensor) -> Algorithm[str]:
+        yield from self.clipped(values)
+        space, active = self.space, self.vectors.get("active")
+        dense, end = space.num_dense, space.num_elements
+        coded = values[dense:].clone()
+        momenta, notes = coded[: end - dense], coded[end - dense :]
+        notes[-1] = 0 if active is None else self._num_waking(values[dense:end][~active])
+        for part in self._still_parts():
+            beta = part.group["betas"][0]
+            own = momenta[part.begin - dense : part.end - dense]
+            torch.mul(self.vectors["momentum"][part.begin : part.end], beta, out=own)
+            own.add_(values[part.begin : part.end], alpha=1 - beta)
+        each, scaling = self._each(momenta), self.vectors["scaling"][self._first :]
+        torch._foreach_mul_(each, list(scaling))
+        if dense and (blame := (yield from self._dense_part.mean(values[:dense]))):
+            return blame
+        if blame := (yield from self.reducers["momentum"].mean(coded, self.num_notes)):
+            return blame
+        self.notes(values).copy_(notes)
+        self.hear(values)
+        self.numbers["wakes"] = self.wake == "join" and float(notes[-1]) > 0
+        torch._foreach_div_(each, list(scaling.where(scaling > 0, torch.inf)))
+        for part in space.parts:
+            if part.begin < dense:
+                self._average(part, values, with_variance=True)
+        for part in self._still_parts():
+            # the gradient that the new momentum stands for
+            here, beta = slice(part.begin, part.end), part.group["betas"][0]
+            gradient = torch.mul(self.vectors["momentum"][here], beta, out=values[here])
+            own = momenta[part.begin - dense : part.end - dense]
+            torch.sub(own, gradient, out=gradient).div_(1 - beta)
+        self._renew(values)
+        self.vectors["momentum"][dense:] = momenta
+        self._awaken_dense(values)
+        self._apply(values)
+        return ""
+
+    def _renew(self, gradients: Tensor) -> None:
+        """Bring the fresh variance up to date."""
+        for part in self._still_parts():
+            gradient, beta = gradients[part.begin : part.end], part.group["betas"][1]
+            self._fresh(part).mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
+
+    def _bring_up_to_date(self, values: Tensor) -> None:
+        """Let elements join, with all that depends on their variance."""
+        dense, active = self.space.num_dense, self.vectors.get("active")
+        super()._bring_up_to_date(values)
+        self._renew(values)
+        if active is not None:
+            fresh, variance = self.vectors["fresh"], self.vectors["variance"][dense:]
+            fresh.copy_(fresh.where(active, variance))
+        self._scale()
+
+    def _freeze(self, step: int) -> None:
+        dense = self.space.num_dense
+        if dense == self.space.num_elements:
+            # nothing is exchanged in codes: LAMB goes on
+            return
+        # a tensor without momentum has no scaling: it sleeps, whatever its variance
+        moves = self._norms(self._each(self.vectors["momentum"][dense:])) > 0
+        torch._foreach_mul_(self._each(self.vectors["variance"][dense:]), list(moves))
+        super()._freeze(step)
+        self.vectors["fresh"] = self.vectors["variance"][dense:].clone()
+        self._scale()
+
+    def _scale(self) -> None:
+        """Give a scaling to the tensors that have momentum, and had none."""
+        momenta = self._each(self.vectors["momentum"][self.space.num_dense :])
+        scaling = self.vectors["scaling"][self._first :]
+        roots = self._counts().sqrt().to(self.space.dtype)
+        magnitudes = (self._norms(momenta) / roots).double()
+        are_known = scaling > 0
+        are_new = ~are_known & (magnitudes > 0)
+        sent = magnitudes[are_new]
+        if bool(are_known.any()):
+            # tensors that wake take the magnitude that the others are sent with now
+            sent = (scaling * magnitudes)[are_known]
+        scaling[are_new] = (sent.mean() / magnitudes[are_new]).clamp(max=MOST_SCALING)
+
+    def _apply(self, values: Tensor) -> None:
+        """Take the step; `values` is memory to work in."""
+        space, momentum, step = self.space, self.vectors["momentum"], self.steps + 1
+        straight, work = space.views(values), space.empty()
+        updates = space.views(work)
+        for part in space.parts:
+            here, beta2 = slice(part.begin, part.end), part.group["betas"][1]
+            root = torch.sqrt(self.vectors["variance"][here], out=values[here])
+            if self.bias_correction and not self._is_still(part):
+                root /= (1 - beta2**step) ** 0.5
+            root += part.group["eps"]
+        changes = self._changes(values, work)
+        for part in space.parts:
+            here, beta1 = slice(part.begin, part.end), part.group["betas"][0]
+            torch.div(momentum[here], values[here], out=values[here])
+            if self.bias_correction:
+                values[here] /= 1 - beta1**step
+        lengths = self._norms(space.views(space.read_parameters(work)))
+        rates: list[float] = []
+        for part in space.parts:
+            here = slice(part.begin, part.end)
+            work[here].mul_(part.group["weight_decay"]).add_(values[here])
+            rates += [-float(part.group["lr"])] * (part.last - part.first)
+        ratios = self._ratios(changes, lengths, self._norms(straight), self._norms(updates))
+        torch._foreach_mul_(updates, list(self._of_tensors(rates) * ratios))
+        awake = self.vectors["awake"].tolist()
+        for parameter, update, moves in zip(space.parameters, updates, awake, strict=True):
+            if moves:
+                parameter += update.to(parameter.dtype)
+
+    def _changes(self, roots: Tensor, work: Tensor) -> Tensor:
+        """(P,): how many times the root of a tensor's fresh variance the frozen one is, at most.
+
+        0 where nothing is frozen, or all sleeps.
+        """
+        dense, active = self.space.num_dense, self.vectors.get("active")
+        changes = self._of_tensors([0.0] * len(self.space.segments))
+        if not self.is_frozen:
+            return changes
+        fresh = self.vectors["fresh"]
+        coded = work[dense:].copy_(fresh)
+        if self.floor:
+            # as the frozen one was raised: else those elements would decide for their tensors
+            sums = self._norms(self._each(fresh), 1.0)
+            least = (self.floor * sums / self._counts()).to(fresh.dtype)
+            for each, bound in zip(self._each(coded), least, strict=True):
+                each.clamp_(min=bound)
+        coded.sqrt_()
+        for part in self._still_parts():
+            here = slice(part.begin, part.end)
+            work[here] += part.group["eps"]
+            torch.div(roots[here], work[here], out=work[here])
+        if active is not None:
+            coded.masked_fill_(~active, 0)
+        # finite even if the fresh variance has died away and eps is 0
+        most = torch.finfo(work.dtype).max
+        changes[self._first :] = self._norms(self._each(coded), torch.inf).clamp(max=most)
+        return changes
+
+    def _ratios(self, changes: Tensor, lengths: Tensor, straight: Tensor, norms: Tensor) -> Tensor:
+        """(P,): the lengths of the steps, in those of updates; all arguments are (P,).
+
+        Args:
+            changes: see `_changes`.
+            lengths: of the parameters.
+            straight: lengths of the updates without decay.
+            norms: lengths of the updates.
+        """
+        average, weight = self.vectors["trust"], self.vectors["trust_weight"]
+        is_known = (lengths > 0) & (norms > 0)
+        trust = (lengths / norms).double().clamp(*self.trust_range).where(is_known, 1.0)
+        is_still = torch.zeros_like(is_known)
+        is_still[self._first :] = self.is_frozen
+        # a tensor that wakes after the freeze learns its first ratio then
+        learns = is_known & (straight > 0) & ~(is_still & (weight > 0))
+        beta = self.trust_beta
+        average.copy_((beta * average + (1 - beta) * trust).where(learns, average))
+        weight.copy_((beta * weight + (1 - beta)).where(learns, weight))
+        kept = average / weight if self.bias_correction else average
+        share = (straight / norms).double().clamp(max=1.0).where(norms > 0, 1.0)
+        factor = (changes * share + (1 - share)).where(changes > 0, 1.0).clamp(*self.factor_range)
+        last = self.vectors["factor"]
+        least, most = last * (1 - self.factor_change), last * (1 + self.factor_change)
+        last.copy_(factor.clamp(least, most))
+        return torch.where(is_still, kept.where(weight > 0, 1.0) * last, trust)
+
+    @property
+    def _first(self) -> int:
+        """Of the tensors that are exchanged in codes."""
+        dense = self.space.num_dense
+        return max((part.last for part in self.space.parts if part.begin < dense), default=0)
+
+    def _still_parts(self) -> list[Part]:
+        return [part for part in self.space.parts if part.begin >= self.space.num_dense]
+
+    def _fresh(self, part: Part) -> Tensor:
+        dense = self.space.num_dense
+        return self.vectors["fresh"][part.begin - dense : part.end - dense]
+
+    def _each(self, coded: Tensor) -> list[Tensor]:
+        """The part of each tensor in (n - d,), of those that are exchanged in codes."""
+        dense = self.space.num_dense
+        segments = self.space.segments[self._first :]
+        return [coded[each.begin - dense : each.end - dense] for each in segments]
+
+    def _counts(self) -> Tensor:
+        """How many elements of each tensor that is exchanged in codes are awake; at least 1."""
+        active = self.vectors.get("active")
+        if active is None:
+            sizes = self.space.segments[self._first :]
+            counts = self._of_tensors([each.end - each.begin for each in sizes])
+        else:
+            counts = torch.stack([each.sum() for each in self._each(active)]).double()
+        return counts.clamp(min=1)
+
+    def _of_tensors(self, numbers: Sequence[float]) -> Tensor:
+        """(P,) float64 on the device: some things of tensors."""
+        return torch.tensor(numbers, dtype=torch.float64, device=self.space.device)
+
+    def _norms(self, tensors: list[Tensor], order: float = 2.0) -> Tensor:
+        # the largest of no elements is no number
+        filled = [each if each.numel() else each.new_zeros(1) for each in tensors]
+        return torch.stack(torch._foreach_norm(filled, order))

@@ -1,0 +1,297 @@
+"""Optimizers that keep W copies of a model alike at every step: what they have in common.
+
+Their state is a few vectors over all parameters (`Space`), so that a step takes as many collectives
+whatever the number of parameters. A step is taken by all workers or by none: an element that is not
+finite on one of them makes all skip it, with their state as it was.
+
+Letters: n elements, d of them dense, W workers, k notes.
+"""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gcnzc.compress import Compression, Dense, Place, Reducer
+from gcnzc.exchange import Algorithm, Broadcast, Group, Vote, present, run
+from gcnzc.optim.space import Space
+from gcnzc.replicas import demand_same
+
+
+class Replicated(Optimizer):
+    """The base of optimizers whose `step` exchanges with the other workers.
+
+    Args:
+        params: as torch's optimizers take them. A group's `compress=False` has its gradients
+            exchanged densely at every step.
+        defaults: options of the groups.
+        group: of all workers; None for those of torch.distributed as it was initialised.
+        clip_norm: largest norm of the gradient; all workers scale theirs by the same factor.
+        signals: how many things, such as a wish to stop, are told with an exchange.
+
+    With torch's GradScaler all skip a step that overflows on one worker, whose scale alone is made
+    smaller: each worker divides its gradients by its own.
+
+    Raises:
+        ValueError: the parameters of the workers differ in shape, dtype or order.
+        WorkerLost: another worker is gone.
+    """
+
+    is_shared = False
+    """whether a checkpoint of one worker is that of all"""
+    # torch's GradScaler leaves the unscaling, and the choice to skip, to `step`
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        group: Group | None = None,
+        *,
+        clip_norm: float | None = None,
+        signals: int = 0,
+    ) -> None:
+        super().__init__(params, {"compress": True, **defaults})
+        self.group = present() if group is None else group
+        self.space = Space(self.param_groups)
+        self.clip_norm = clip_norm
+        self.weight = 1.0
+        """of this worker's next gradient: its seeds over the mean seeds of the workers"""
+        self.asks = [False] * signals
+        """signals of this worker, told to all with the next exchange"""
+        self.heard = [False] * signals
+        """of each signal, whether a worker gave it at the last step"""
+        self.steps = 0
+        """that were taken"""
+        self.skipped = 0
+        """steps that were skipped, since an element was not finite"""
+        self.blame = ""
+        """why the last step was skipped, in words; empty if it was not"""
+        self.is_alike = self.group.world_size == 1
+        self.vectors: dict[str, Tensor] = {}
+        """what is the same on all workers, (n,) each"""
+        self.numbers: dict[str, Any] = {}
+        """what is the same on all workers, besides the steps"""
+        self.reducers: dict[str, Reducer] = {}
+        """whose errors are this worker's own"""
+        self._dense = self.reducer(Dense(), self.space.num_elements)
+        if self.group.backend:
+            run(self.made_alike(), self.group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after the beginning: the vectors of a state are of all parameters at once."""
+        if hasattr(self, "space"):
+            raise ValueError(
+                f"{type(self).__name__} takes no parameters later\n\nhint: give it all groups at "
+                "the beginning; requires_grad may not change either"
+            )
+        super().add_param_group(param_group)
+
+    def reducer(self, compress: Compression, num_elements: int) -> Reducer:
+        """What takes means of so many elements for this worker."""
+        space, group = self.space, self.group
+        place = Place(group.rank, group.world_size, space.device, space.dtype)
+        return compress.reducer(num_elements, place)
+
+    def made_alike(self) -> Algorithm[None]:
+        """Give all workers the parameters of worker 0; once, before the first step."""
+        if self.is_alike:
+            return
+        yield from demand_same(self.layout(), "optimizers")
+        values = self.space.read_parameters(self.space.empty())
+        yield Broadcast(values)
+        self.space.write_parameters(values)
+        self.is_alike = True
+
+    def layout(self) -> list[str]:
+        """What must be the same on all workers."""
+        return [f"{type(self).__name__}, {len(self.asks)} signals", *self.space.layout()]
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Exchange, and change the parameters on all workers alike, or on none.
+
+        Raises:
+            WorkerLost: another worker is gone.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        run(self.algorithm(), self.group)
+        return loss
+
+    def algorithm(self) -> Algorithm[None]:
+        """What `step` does, for `lockstep`."""
+        yield from self.made_alike()
+        scale: float | Tensor = self.weight
+        if (grad_scale := getattr(self, "grad_scale", None)) is not None:
+            scale = self.weight / grad_scale.to(self.space.device, self.space.dtype)
+        values = self.space.read_gradients(self.space.empty(self.num_notes), scale)
+        self.notes(values)[: len(self.asks)] = values.new_tensor(self.asks)
+        self.blame = yield from self.advance(values)
+        if self.blame:
+            self.skipped += 1
+            self.heard = [False] * len(self.asks)
+        else:
+            self.steps += 1
+
+    @abstractmethod
+    def advance(self, values: Tensor) -> Algorithm[str]:
+        """Take a step with the gradients of this worker.
+
+        Args:
+            values: (n + k,): the gradients, and notes, which begin with the signals. May be used as
+                memory to work in.
+
+        Returns:
+            Why no worker took it, in words; empty if all did.
+        """
+
+    @property
+    def num_notes(self) -> int:
+        """k: what travels with every exchange besides elements."""
+        return len(self.asks)
+
+    def notes(self, values: Tensor) -> Tensor:
+        """(k,): the notes of a vector."""
+        return values[self.space.num_elements :]
+
+    def hear(self, values: Tensor) -> None:
+        """Take up the signals, of the notes that an exchange brought."""
+        told = self.notes(values)[: len(self.asks)].tolist()
+        self.heard = [share > 0 for share in told]
+
+    def dense_mean(self, values: Tensor) -> Algorithm[str]:
+        """Replace all gradients by their means, clipped; see `Reducer.mean`."""
+        blame = yield from self._dense.mean(values, self.num_notes)
+        if not blame and self.clip_norm is not None:
+            gradients = values[: self.space.num_elements]
+            self._clip(gradients, float(gradients.double().square().sum()))
+        return blame
+
+    def clipped(self, values: Tensor) -> Algorithm[str]:
+        """Scale the gradients of this worker by a factor that is the same on all workers.
+
+        The norm is the root of the mean over the workers of their squared norms: at least that of
+        the mean gradient, which nobody has. It costs 8 bytes to each worker.
+        """
+        if self.clip_norm is None:
+            return ""
+        gradients = values[: self.space.num_elements]
+        squares = yield Vote(float(gradients.double().square().sum()))
+        mean = sum(squares) / len(squares)
+        if mean == mean and mean != float("inf"):
+            self._clip(gradients, mean)
+        # what is not finite is found by the exchange, which names the worker
+        return ""
+
+    def _clip(self, gradients: Tensor, square: float) -> None:
+        assert self.clip_norm is not None, "asked for"
+        norm = square**0.5
+        if norm > self.clip_norm:
+            gradients *= self.clip_norm / (norm + 1e-6)
+
+    def finalize(self) -> None:
+        """Leave all workers with the same parameters, as they have after every step."""
+        run(self.finalized(), self.group)
+
+    def finalized(self) -> Algorithm[None]:
+        """What `finalize` does, for `lockstep`."""
+        yield from self.made_alike()
+
+    def parameters_averaged(self) -> Algorithm[Tensor | None]:
+        """Set the parameters to their mean over the workers, which they are if they are alike."""
+        return None
+        yield
+
+    def parameters_restored(self, own: Tensor | None) -> Algorithm[None]:
+        """Set the parameters to what `parameters_averaged` returned."""
+        return
+        yield
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory that is kept from one step to the next, besides parameters and gradients."""
+        vectors = sum(each.numel() * each.element_size() for each in self.vectors.values())
+        return vectors + sum(reducer.state_bytes for reducer in self.reducers.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker goes on from: plain tensors, numbers and words.
+
+        `shared` is the same on all workers; `errors` are this worker's own. The tensors are those
+        of the optimizer, not copies.
+        """
+        # copied: the tensors move on in place, as torch's do, but half a state must not
+        numbers = {"steps": self.steps, "skipped": self.skipped, **copy.deepcopy(self.numbers)}
+        groups, first = [], 0
+        for group in self.param_groups:
+            places = list(range(first, first := first + len(group["params"])))
+            groups.append({**group, "params": places})
+        return {
+            "param_groups": groups,
+            "shared": {"numbers": numbers, "vectors": dict(self.vectors)},
+            "local": {},
+            "shards": {},
+            "errors": {name: each.errors() for name, each in self.reducers.items()},
+            "parts": {name: list(each.part) for name, each in self.reducers.items()},
+            "layout": self.space.layout(),
+            "rank": self.group.rank,
+            "world_size": self.group.world_size,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave on this worker, or from what `resized` made of it.
+
+        Raises:
+            ValueError: it is of another worker, another number of workers or other parameters.
+        """
+        who = (self.group.rank, self.group.world_size)
+        if (state_dict["rank"], state_dict["world_size"]) != who:
+            raise ValueError(
+                f"the state of worker {state_dict['rank']} of {state_dict['world_size']} is not "
+                f"that of worker {who[0]} of {who[1]}\n\nhint: gcnzc.optim.resized makes the "
+                "states of all workers fit another number of them"
+            )
+        counts = [len(group["params"]) for group in self.param_groups]
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        if counts != saved:
+            raise ValueError(
+                f"the state is of groups of {saved} parameters, not {counts}\n\n"
+                "hint: load it into an optimizer of the same model"
+            )
+        for own, other in zip_longest(self.space.layout(), state_dict["layout"]):
+            if own != other:
+                raise ValueError(
+                    f"the state is of {other or 'nothing more'}, where this optimizer has "
+                    f"{own or 'nothing more'}\n\nhint: load it into an optimizer of the same model"
+                )
+        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in other.items() if name != "params"})
+        numbers = copy.deepcopy(dict(state_dict["shared"]["numbers"]))
+        self.steps, self.skipped = numbers.pop("steps"), numbers.pop("skipped")
+        self.numbers = numbers
+        self.vectors = {
+            name: vector.to(self.space.device, copy=True)
+            for name, vector in state_dict["shared"]["vectors"].items()
+        }
+        self.take_up(state_dict["errors"])
+
+    def take_up(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Make what depends on the state that was loaded, and load the reducers' errors."""
+        for name, reducer in self.reducers.items():
+            reducer.load_errors(errors[name])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise TypeError(
+            f"a {type(self).__name__} holds connections, and cannot be pickled\n\n"
+            "hint: save its state_dict()"
+        )

@@ -1,0 +1,146 @@
+"""Workers that train one model on shares of the rows, stepping on their own."""
+
+import copy
+import io
+
+import torch
+from optim.models import Everything, batches, loss_of
+
+from gcnzc.exchange import Group, joined, lockstep, run
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def team(world_size, make, inner=sgd, dtype=torch.float64):
+    """Models that differ, until the first step makes them alike, and their optimizers."""
+    models = []
+    for rank in range(world_size):
+        models.append(Everything().to(dtype))
+        with torch.no_grad():
+            for parameter in models[-1].parameters():
+                # frozen ones are left alone
+                parameter.add_(rank * parameter.requires_grad)
+    optimizers = [
+        make(inner(model.parameters()), Group(rank, world_size))
+        for rank, model in enumerate(models)
+    ]
+    return models, optimizers
+
+
+def gradients_of(model, optimizer, rows):
+    """What a worker's loop does before a step, with its share of the rows."""
+    rank, world_size = optimizer.group.rank, optimizer.group.world_size
+    share = rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]
+    optimizer.zero_grad()
+    loss_of(model, share).backward()
+    optimizer.weight = len(share) * world_size / len(rows)
+
+
+def taught(model, optimizer, end, begin=0, each=None):
+    """Steps of one worker; `each` is called after every one with their number."""
+    # the parameters of worker 0 come before the first gradient
+    yield from optimizer.made_alike()
+    for number, rows in enumerate(batches(end)[begin:], begin + 1):
+        gradients_of(model, optimizer, rows)
+        yield from optimizer.algorithm()
+        if each is not None:
+            yield from optimizer.drained()
+            each(number)
+
+
+def train(models, optimizers, end, begin=0):
+    pairs = zip(models, optimizers, strict=True)
+    return lockstep([taught(model, optimizer, end, begin) for model, optimizer in pairs])
+
+
+def all_equal(models):
+    first = list(models[0].parameters())
+    return all(all(map(torch.equal, model.parameters(), first)) for model in models)
+
+
+def vector_of(model):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def mean_of(models):
+    return torch.stack([vector_of(model) for model in models]).mean(dim=0)
+
+
+def saved(state):
+    """A state as a checkpoint gives it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def demand_resuming_at_every_step(make, world_size, end, **options):
+    """Training that goes on from any step's states ends as the training that went on."""
+    models, optimizers = team(world_size, make, **options)
+    states = {}
+
+    def keep(rank):
+        def each(number):
+            states[number, rank] = saved(optimizers[rank].state_dict())
+
+        return each
+
+    pairs = enumerate(zip(models, optimizers, strict=True))
+    lockstep([taught(*pair, end, each=keep(rank)) for rank, pair in pairs])
+    # the same, if nobody asks for states
+    undisturbed, others = team(world_size, make, **options)
+    train(undisturbed, others, end)
+    for model, other in zip(models, undisturbed, strict=True):
+        assert torch.equal(vector_of(model), vector_of(other))
+    for number in range(1, end):
+        again, optimizers = team(world_size, make, **options)
+        for rank, optimizer in enumerate(optimizers):
+            optimizer.load_state_dict(copy.deepcopy(states[number, rank]))
+        train(again, optimizers, end, number)
+        for model, other in zip(again, models, strict=True):
+            assert torch.equal(vector_of(model), vector_of(other)), number
+
+
+def as_worker(makers, steps):
+    """A worker's whole training with each of several optimizers, over a real process group."""
+    with joined() as group:
+        return [_trained_over(make, group, steps) for make in makers]
+
+
+def _trained_over(make, group, steps):
+    model = Everything()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(group.rank * parameter.requires_grad)
+    optimizer = make(adamw(model.parameters()), group)
+    for number, rows in enumerate(batches(steps)):
+        gradients_of(model, optimizer, rows)
+        optimizer.step()
+        if number == steps // 2:
+            state = saved(optimizer.state_dict())
+            own = run(optimizer.parameters_averaged(), group)
+            averaged = vector_of(model)
+            run(optimizer.parameters_restored(own), group)
+            optimizer.load_state_dict(state)
+    before = vector_of(model)
+    optimizer.finalize()
+    return averaged, before, vector_of(model)
+
+
+def demand_processes_as_lockstep(found, make, steps):
+    """`found` of `as_worker` on each process is what workers in one process come to."""
+    models, optimizers = team(len(found), make, adamw)
+    train(models, optimizers, steps)
+    for (_, before, _), model in zip(found, models, strict=True):
+        assert torch.equal(before, vector_of(model))
+    lockstep([optimizer.finalized() for optimizer in optimizers])
+    assert all_equal(models)
+    for averaged, _, after in found:
+        assert torch.equal(after, vector_of(models[0]))
+        assert torch.equal(averaged, found[0][0])

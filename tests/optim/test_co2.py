@@ -1,0 +1,739 @@
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from optim.local import (
+    adamw,
+    all_equal,
+    as_worker,
+    demand_processes_as_lockstep,
+    demand_resuming_at_every_step,
+    gradients_of,
+    mean_of,
+    saved,
+    sgd,
+    taught,
+    team,
+    train,
+    vector_of,
+)
+from optim.models import Everything, batches, loss_of
+from processes import results
+from torch import nn
+
+from gcnzc.compress import Dense, Sign
+from gcnzc.compress.dense import DenseReducer
+from gcnzc.exchange import Choices, Compute, Group, Link, joined, lockstep
+from gcnzc.optim.co2 import CO2
+from gcnzc.optim.diloco import DiLoCo
+from gcnzc.optim.local_updates import FIRST, MEASURED, WARM_UP
+from gcnzc.optim.states import resized
+
+HALF = Dense(torch.float16)
+LATE = {"gap": "none", "clip": None}
+AT_ONCE = {**LATE, "delay": 0}
+STEP = 0.05  # of `sgd`
+
+
+def every(steps, **options):
+    return lambda inner, group: CO2(inner, group, local_steps=steps, **options)
+
+
+def trained(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def put(model, vector):
+    # whose parameters then lie in it
+    nn.utils.vector_to_parameters(vector.clone(), trained(model))
+
+
+def own_steps(models, inner, steps):
+    """After each of the steps that workers take on their own, their parameters (W, n)."""
+    optimizers = [inner(model.parameters()) for model in models]
+    for rows in batches(steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            begin, end = (len(rows) * each // len(models) for each in (rank, rank + 1))
+            optimizer.zero_grad()
+            share = (end - begin) * len(models) / len(rows)
+            (share * loss_of(model, rows[begin:end])).backward()
+            optimizer.step()
+        yield torch.stack([nn.utils.parameters_to_vector(trained(model)) for model in models])
+
+
+def by_hand(world_size, steps, each, *, lr, momentum, gap, clip, delay, inner=sgd):
+    """What all have after each round: the equations, one after the other."""
+    models = [Everything() for _ in range(world_size)]
+    starts = [nn.utils.parameters_to_vector(trained(models[0])).detach()]
+    means, distances = [], []
+    buffer = torch.zeros_like(starts[0])
+    for number, own in enumerate(own_steps(models, inner, steps), 1):
+        if number % each:
+            continue
+        means.append(own.detach().mean(dim=0))
+        late = len(means) - 1 - delay
+        start = starts[-1]
+        if late >= 0:
+            distance = (starts[-1] - starts[late]).norm().item()
+            distances += [distance] if distance else []
+            usual = distances[0] if distances else 0.0
+            for other in distances[1:]:
+                usual = (usual + other) / 2
+            buffer = momentum * buffer + (starts[late] - means[late]) / gap(distance, usual)
+            buffer = buffer.clamp(-clip, clip)
+            start = start - lr * buffer
+        starts.append(start)
+        for model in models:
+            put(model, start)
+    return starts[1:]
+
+
+def ratio(distance, usual):
+    return 1 + distance / usual if usual else 1.0
+
+
+def root(distance, usual):
+    return math.sqrt(1 + 3 * distance + usual)
+
+
+GAPS = {"none": lambda *_: 1.0, "gap_aware": ratio, 2.5: lambda *_: 2.5, root: root}
+
+
+@pytest.mark.parametrize("gap", GAPS, ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "each", "lr", "momentum", "clip", "delay"),
+    [
+        (2, 3, 1.0, 0.2, None, 1),
+        (3, 1, 0.7, 0.5, None, 1),
+        (3, 4, 1.0, 0.2, 0.02, 1),
+        (2, 2, 1.3, 0.0, 0.05, 0),
+        (4, 3, 0.5, 0.4, None, 0),
+    ],
+)
+def test_rounds_are_as_written_by_hand(gap, world_size, each, lr, momentum, clip, delay):
+    options = {"outer_lr": lr, "outer_momentum": momentum, "clip": clip, "delay": delay}
+    models, optimizers = team(world_size, every(each, gap=gap, **options))
+    expected = by_hand(
+        world_size,
+        6 * each,
+        each,
+        lr=lr,
+        momentum=momentum,
+        gap=GAPS[gap],
+        clip=math.inf if clip is None else clip,
+        delay=delay,
+    )
+    for number, right in enumerate(expected):
+        train(models, optimizers, (number + 1) * each, number * each)
+        assert all_equal(models)
+        found = nn.utils.parameters_to_vector(trained(models[0]))
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_without_delay_gap_and_clip_it_is_slowmo(world_size):
+    make = every(4, outer_lr=0.8, outer_momentum=0.6, **AT_ONCE)
+    models, optimizers = team(world_size, make)
+    train(models, optimizers, 20)
+    # as its authors write it: the slow momentum is of steps, not of differences
+    slow = [Everything() for _ in range(world_size)]
+    start = nn.utils.parameters_to_vector(trained(slow[0])).detach()
+    momentum = torch.zeros_like(start)
+    for number, own in enumerate(own_steps(slow, sgd, 20), 1):
+        if number % 4 == 0:
+            momentum = 0.6 * momentum + (start - own.detach().mean(dim=0)) / STEP
+            start = start - 0.8 * STEP * momentum
+            for model in slow:
+                put(model, start)
+    assert all_equal(models)
+    torch.testing.assert_close(vector_of(models[0]), vector_of(slow[0]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("compress", [Dense(), HALF, Sign(block=64)], ids=["dense", "half", "sign"])
+def test_without_delay_gap_and_clip_it_is_diloco_without_nesterov(compress):
+    options = {"outer_lr": 0.8, "outer_momentum": 0.6, "compress": compress}
+    dtype = torch.float64 if compress == Dense() else torch.float32
+    models, optimizers = team(3, every(4, **options, **AT_ONCE), adamw, dtype)
+    train(models, optimizers, 16)
+
+    def slow(inner, group):
+        return DiLoCo(inner, group, local_steps=4, nesterov=False, **options)
+
+    others, theirs = team(3, slow, adamw, dtype)
+    train(others, theirs, 16)
+    tolerance = 1e-12 if compress == Dense() else 1e-5
+    torch.testing.assert_close(vector_of(models[0]), vector_of(others[0]), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sharded": True}, {"compress": HALF}, {"compress": Sign(block=64)}, {"delay": 0}],
+    ids=str,
+)
+def test_workers_are_one_after_each_round_and_apart_within(options):
+    models, optimizers = team(3, every(4, **options), adamw, torch.float32)
+    for step in range(20):
+        train(models, optimizers, step + 1, step)
+        assert all_equal(models) == (step % 4 == 3)
+    assert all(optimizer.dropped == 0 for optimizer in optimizers)
+
+
+def test_one_worker_takes_the_inner_steps_alone():
+    (model,), optimizers = team(1, every(2))
+    train([model], optimizers, 20)
+    (right,) = [Everything()]
+    for _ in own_steps([right], sgd, 20):
+        pass
+    assert torch.equal(vector_of(model), vector_of(right))
+    assert optimizers[0].state_bytes == 0
+    optimizers[0].finalize()
+    assert torch.equal(vector_of(model), vector_of(right))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_shares_are_the_whole(world_size, delay):
+    models, optimizers = team(world_size, every(3, delay=delay), adamw)
+    train(models, optimizers, 12)
+    others, theirs = team(world_size, every(3, delay=delay, sharded=True), adamw)
+    train(others, theirs, 12)
+    assert all_equal(others)
+    torch.testing.assert_close(vector_of(models[0]), vector_of(others[0]), rtol=0, atol=1e-12)
+
+
+def test_a_worker_may_have_no_share():
+    # of 32 elements at least
+    targets = torch.randn(3, 5, dtype=torch.float64)
+    found = [quadratic(3, every(2, sharded=sharded), targets, 5)(20) for sharded in (False, True)]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+    assert found[0].abs().min() > 0
+
+
+def quadratic(world_size, make, targets, size, lr=0.1):
+    """Workers that each draw their parameters to a target of their own."""
+    vectors = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for _ in range(world_size)]
+    optimizers = [
+        make(torch.optim.SGD([vector], lr=lr), Group(rank, world_size))
+        for rank, vector in enumerate(vectors)
+    ]
+
+    def steps(rank, count, each):
+        vector, optimizer = vectors[rank], optimizers[rank]
+        yield from optimizer.made_alike()
+        for _ in range(count):
+            vector.grad = vector.detach() - targets[rank]
+            yield from optimizer.algorithm()
+            each(optimizer)
+
+    def go(count, each=lambda _: None):
+        lockstep([steps(rank, count, each) for rank in range(world_size)])
+        return vectors[0].detach()
+
+    return go
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_memory_is_as_stated(delay):
+    # of a number of elements that four workers share without a remainder
+    size, world_size, signals = 1024, 4, 2
+    targets = torch.randn(world_size, size, dtype=torch.float64)
+    found = {}
+    for sharded in (False, True):
+        make = every(3, sharded=sharded, delay=delay, signals=signals)
+        seen = found[sharded] = []
+        go = quadratic(world_size, make, targets, size)
+        go(9, lambda optimizer, seen=seen: seen.append(optimizer.state_bytes // 8))
+    share = size // world_size
+    # momentum, start, start before, and a copy that is sent
+    assert max(found[True]) == (3 * share + size + 1 + signals if delay else 2 * share)
+    assert max(found[False]) == (3 * size + 1 + signals if delay else 2 * size)
+
+
+def test_the_clip_holds_every_element_of_the_momentum():
+    size, clip = 20, 0.3
+    targets = 100 * torch.randn(2, size, dtype=torch.float64)
+    go = quadratic(2, every(5, clip=clip, outer_momentum=0.5, outer_lr=2.0), targets, size)
+    found = [go(5).clone() for _ in range(6)]
+    moved = torch.stack([(b - a).abs() for a, b in itertools.pairwise(found)])
+    assert float(moved.max()) == pytest.approx(clip * 2.0, rel=1e-12)
+    # without it they move further
+    go = quadratic(2, every(5, clip=None, outer_momentum=0.5, outer_lr=2.0), targets, size)
+    found = [go(5).clone() for _ in range(6)]
+    assert float((found[-1] - found[-2]).abs().max()) > 1.0
+
+
+def test_what_is_usual_is_stable_in_long_rounds_and_much_momentum_is_not():
+    targets = torch.randn(2, 30, dtype=torch.float64)
+    best = targets.mean(dim=0)
+
+    def left(**options):
+        # a round ends where it would have ended from anywhere, but for 0.005
+        go = quadratic(2, every(24, **options), targets, 30, lr=0.2)
+        return float((go(24 * 20) - best).norm() / best.norm())
+
+    assert left() < 0.05
+    assert left(delay=0) < 1e-6
+    with pytest.warns(UserWarning, match="outer momentum of 0.9"):
+        # an error grows by the root of 1.9 in each of 18 rounds
+        assert left(outer_momentum=0.9, gap="none", clip=None) > 100
+    with pytest.warns(UserWarning, match="outer momentum of 0.9"):
+        assert left(outer_momentum=0.9, gap="none", clip=0.1) < 100
+
+
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [
+        ({}, False),
+        ({"outer_momentum": 0.5}, True),
+        ({"outer_momentum": 0.5, "local_steps": 12}, False),
+        ({"outer_momentum": 0.9, "local_steps": 4}, True),
+        ({"outer_momentum": 0.9, "delay": 0}, False),
+        ({"gap": "none"}, True),
+        ({"gap": "none", "local_steps": 4}, False),
+        ({"gap": 4.0, "outer_momentum": 0.5}, False),
+        ({"gap": root}, False),
+        ({"outer_lr": 2.0}, True),
+    ],
+    ids=str,
+)
+def test_much_late_momentum_in_long_rounds_is_warned_of(options, is_warned, recwarn):
+    inner = sgd(nn.Linear(2, 2).parameters())
+    if is_warned:
+        with pytest.warns(UserWarning, match="may make training diverge"):
+            CO2(inner, Group(0, 2), **options)
+    else:
+        CO2(inner, Group(0, 2), **options)
+        assert not recwarn.list
+    # nobody is late
+    CO2(inner, Group(0, 1), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gap": "none"},
+        {"sharded": True},
+        {"compress": HALF},
+        {"compress": Sign(block=64)},
+        {"delay": 0},
+        {"delay": 0, "sharded": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_worker_whose_parameters_are_not_finite_is_left_out(options, bad):
+    delay = options.get("delay", 1)
+    models, optimizers = team(3, every(2, **options), adamw, torch.float32)
+    train(models, optimizers, 3)
+    with torch.no_grad():
+        models[1].first.weight[0, 0] = bad
+        optimizers[1].state[models[1].rare]["exp_avg"][0] = bad
+    train(models, optimizers, 4, 3)
+    # it goes on from what all have at once, and the mean is taken when it is due
+    assert all_equal(models)
+    assert vector_of(models[0]).isfinite().all()
+    assert models[1].rare not in optimizers[1].state
+    assert models[0].rare in optimizers[0].state
+    words = "the parameters of 1 of 3 workers are not finite"
+    for step in (4, 5, 6):
+        train(models, optimizers, step, max(step - 1, 4))
+        is_due = step == (6 if delay else 4)
+        assert all((words in optimizer.blame) == is_due for optimizer in optimizers)
+        assert all(optimizer.dropped == (is_due or not delay) for optimizer in optimizers)
+    train(models, optimizers, 12, 6)
+    assert all_equal(models)
+    assert vector_of(models[0]).isfinite().all()
+    assert all(optimizer.dropped == 1 for optimizer in optimizers)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_mean_is_that_of_the_workers_that_are_left(sharded):
+    targets = [1.0, 2.0, 6.0]
+    vectors = [nn.Parameter(torch.zeros(40, dtype=torch.float64)) for _ in range(3)]
+    make = every(1, sharded=sharded, **LATE)
+    # a step goes all the way
+    optimizers = [
+        make(torch.optim.SGD([each], lr=1.0), Group(rank, 3)) for rank, each in enumerate(vectors)
+    ]
+    rounds = [
+        ([1], 0.0, 0),
+        # of 1 and 6, without the 2
+        ([], 3.5, 1),
+        # of all, from 0 as well, with a fifth of the first
+        ([0, 1, 2], 3.5 + 3.0 + 0.2 * 3.5, 1),
+        # nothing has come
+        ([], 7.2, 2),
+        # of all, from 7.2, with a fifth of the last that has come
+        ([], 7.2 - 4.2 + 0.2 * 3.7, 2),
+    ]
+    for spoilt, expected, dropped in rounds:
+        for rank, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
+            vector.grad = vector.detach() - targets[rank]
+            optimizer.inner.param_groups[0]["lr"] = math.inf if rank in spoilt else 1.0
+        lockstep([optimizer.algorithm() for optimizer in optimizers])
+        for vector in vectors:
+            right = torch.full_like(vector, expected)
+            torch.testing.assert_close(vector.detach(), right, rtol=0, atol=1e-12)
+        assert all(optimizer.dropped == dropped for optimizer in optimizers)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_mean_that_overflows_changes_nothing(sharded, delay):
+    models, optimizers = team(3, every(2, sharded=sharded, delay=delay), dtype=torch.float32)
+    train(models, optimizers, 4)
+    before = [vector_of(models[0])]
+    momenta = [optimizer.momentum.clone() for optimizer in optimizers]
+    train(models, optimizers, 5, 4)
+    with torch.no_grad():
+        for model in models:
+            model.first.bias[0] = 3e38
+    # steps of such models are not finite either, and left out
+    train(models, optimizers, 6, 5)
+    assert all(map(torch.equal, momenta, (each.momentum for each in optimizers)))
+    before.append(vector_of(models[0]))
+    # with a delay, what has not come is missed at the end of the next round
+    train(models, optimizers, 6 + 2 * delay, 6)
+    assert all_equal(models)
+    assert torch.equal(vector_of(models[0]), before[delay])
+    for optimizer in optimizers:
+        assert optimizer.dropped == 1
+        assert optimizer.blame.endswith("a synchronisation left out: the mean overflows")
+
+
+@pytest.mark.parametrize(
+    ("options", "requests"),
+    [
+        # a mean, and a vote on the distance
+        ({}, 2),
+        ({"gap": "none"}, 1),
+        ({"delay": 0}, 2),
+        ({"compress": HALF}, 2),
+        ({"compress": Sign(block=64)}, 3),
+        # notes, shares there, shares back
+        ({"sharded": True}, 3),
+    ],
+    ids=str,
+)
+def test_bytes_and_requests_are_as_stated(options, requests):
+    make = every(5, signals=2, **options)
+    models, optimizers = team(4, make, dtype=torch.float32)
+    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    pairs = zip(models, optimizers, strict=True)
+    found = lockstep(
+        [taught(model, optimizer, 15) for model, optimizer in pairs],
+        choices=Choices.always(Sum="ring", AllGather="ring"),
+    )
+    for ledger, optimizer in zip(found.ledgers, optimizers, strict=True):
+        # ring's parts differ by an element
+        assert abs(ledger.bytes_sent - 3 * optimizer.bytes_per_round) <= 3 * 6 * 4
+        assert ledger.requests == 3 * requests
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sharded": True},
+        {"compress": HALF},
+        {"compress": Sign(block=64)},
+        {"delay": 0, "sharded": True},
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_from_any_step(options):
+    dtype = torch.float32 if "compress" in options else torch.float64
+    demand_resuming_at_every_step(every(3, **options), 2, 11, inner=adamw, dtype=dtype)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
+@pytest.mark.parametrize("options", [{}, {"sharded": True}, {"compress": Sign(block=64)}], ids=str)
+def test_another_number_of_workers_goes_on_where_the_old_were(old, new, options):
+    make = every(4, **options)
+    models, optimizers = team(old, make, dtype=torch.float32)
+    # in the middle of a round, with the mean of the last one under way
+    train(models, optimizers, 10)
+    lockstep([optimizer.drained() for optimizer in optimizers])
+    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    again, others = team(new, make, dtype=torch.float32)
+    for rank, optimizer in enumerate(others):
+        optimizer.load_state_dict(resized(states, rank, new))
+    mean = mean_of(models)
+    if new == 1:
+        # nobody is left to exchange with: what the last round comes to is taken at once
+        starts = [optimizer.start for optimizer in optimizers]
+        before = torch.cat(starts if "sharded" in options else starts[:1])
+        moved = optimizers[0].flight.values[: len(before)] - before
+        assert moved.abs().max() > 0.001
+        expected = Everything().float()
+        nn.utils.vector_to_parameters(mean, expected.parameters())
+        put(expected, nn.utils.parameters_to_vector(trained(expected)).detach() + moved)
+        mean = vector_of(expected)
+    for model in again:
+        torch.testing.assert_close(vector_of(model), mean)
+    assert all_equal(again)
+    if old > 1 < new:
+        parts = [each.momentum for each in others] if "sharded" in options else [others[0].momentum]
+        whole = [each.momentum for each in optimizers]
+        whole = torch.cat(whole) if "sharded" in options else whole[0]
+        assert torch.equal(torch.cat(parts), whole)
+        # the round ends when it would have, and the next one begins where it would have
+        train(again, others, 12, 10)
+        train(models, optimizers, 12, 10)
+        assert torch.equal(vector_of(again[0]), vector_of(models[0]))
+        assert all(optimizer.dropped == 0 for optimizer in others)
+    else:
+        train(again, others, 14 if old == 1 else 12, 10)
+    assert all_equal(again)
+
+
+@pytest.mark.parametrize("steps", [8, 10])
+@pytest.mark.parametrize(
+    "options", [{}, {"sharded": True}, {"compress": HALF}, {"delay": 0}], ids=str
+)
+def test_all_end_with_the_same_bit_for_bit(steps, options):
+    models, optimizers = team(3, every(4, **options))
+    train(models, optimizers, steps)
+    lockstep([optimizer.finalized() for optimizer in optimizers])
+    assert all_equal(models)
+    after = vector_of(models[0])
+    assert all(optimizer.gap.distance == 0 for optimizer in optimizers)
+    lockstep([optimizer.finalized() for optimizer in optimizers])
+    assert torch.equal(vector_of(models[0]), after)
+    # and may go on
+    train(models, optimizers, 20, steps)
+    lockstep([optimizer.finalized() for optimizer in optimizers])
+    assert all_equal(models)
+
+
+def test_no_step_is_lost_at_the_end():
+    # plain sums of differences: each round counts once, though it comes late
+    size, targets = 10, torch.randn(3, 10, dtype=torch.float64)
+    for steps in (3, 4, 5, 8, 11):
+        vectors = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for _ in range(3)]
+        make = every(4, outer_momentum=0.0, **LATE)
+        optimizers = [
+            make(torch.optim.SGD([each], lr=0.1), Group(rank, 3))
+            for rank, each in enumerate(vectors)
+        ]
+        for _ in range(steps):
+            for rank, vector in enumerate(vectors):
+                # whatever the parameters are
+                vector.grad = targets[rank].clone()
+            lockstep([optimizer.algorithm() for optimizer in optimizers])
+        lockstep([optimizer.finalized() for optimizer in optimizers])
+        expected = -0.1 * steps * targets.mean(dim=0)
+        for vector in vectors:
+            torch.testing.assert_close(vector.detach(), expected, rtol=0, atol=1e-14)
+
+
+def test_signals_are_told_with_a_round_and_heard_with_its_mean():
+    models, optimizers = team(3, every(2, signals=2))
+    for step in range(10):
+        optimizers[2].asks = [step in (2, 3), step == 4]
+        train(models, optimizers, step + 1, step)
+        # what is asked at the end of the second round is heard at that of the third
+        expected = [step == 5, False]
+        assert all(optimizer.heard == expected for optimizer in optimizers)
+
+
+def test_the_mean_is_there_for_evaluation_and_goes_again():
+    models, optimizers = team(3, every(5))
+    undisturbed, others = team(3, every(5))
+    train(models, optimizers, 7)
+    own = [vector_of(model) for model in models]
+    mean = mean_of(models)
+    kept = lockstep([optimizer.parameters_averaged() for optimizer in optimizers]).results
+    assert all_equal(models)
+    torch.testing.assert_close(vector_of(models[0]), mean, rtol=1e-14, atol=1e-15)
+    pairs = zip(optimizers, kept, strict=True)
+    lockstep([optimizer.parameters_restored(each) for optimizer, each in pairs])
+    assert all(map(torch.equal, own, map(vector_of, models)))
+    train(models, optimizers, 15, 7)
+    train(undisturbed, others, 15)
+    assert torch.equal(vector_of(models[0]), vector_of(undisturbed[0]))
+
+
+def test_options_that_differ_or_contradict_are_told():
+    def of(rank, **options):
+        return CO2(sgd(nn.Linear(2, 2).parameters()), Group(rank, 2), **options)
+
+    for options in ({"gap": "none", "local_steps": 4}, {"gap": root}, {"clip": None}, {"delay": 0}):
+        optimizers = [of(0, local_steps=4), of(1, **{"local_steps": 4, **options})]
+        with pytest.raises(ValueError, match="optimizers of workers 0 and 1 differ"):
+            lockstep([optimizer.made_alike() for optimizer in optimizers])
+    # a function has the same name on all
+    lockstep([of(rank, gap=root).made_alike() for rank in range(2)])
+    for options, words in (
+        ({"sharded": True, "compress": HALF}, "sharded with"),
+        ({"delay": 2}, "a delay of 2 rounds"),
+        ({"clip": 0.0}, "clip is 0.0"),
+        ({"gap": "gap"}, "gap is 'gap'"),
+        ({"gap": 0}, "gap is 0"),
+        ({"local_steps": 0}, "local_steps is 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            of(0, **options)
+
+
+def test_half_precision_parameters_keep_their_dtype():
+    models, optimizers = team(2, every(2), sgd, torch.bfloat16)
+    train(models, optimizers, 6)
+    assert all_equal(models)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in models[0].parameters())
+    assert optimizers[0].start.dtype == torch.float32
+
+
+# --- beside the steps
+
+
+def waited(options, step_s, exchange_s, rounds=8, each=4):
+    """Seconds that workers wait for exchange by the virtual clock, and what they come to."""
+    models, optimizers = team(2, every(each, **options), dtype=torch.float32)
+    lockstep([optimizer.made_alike() for optimizer in optimizers])
+
+    def steps(model, optimizer):
+        for rows in batches(rounds * each):
+            yield Compute(step_s)
+            gradients_of(model, optimizer, rows)
+            yield from optimizer.algorithm()
+
+    link = Link(optimizers[0].bytes_per_round / exchange_s)
+    found = lockstep([steps(*pair) for pair in zip(models, optimizers, strict=True)], link)
+    return max(found.exchange_s), vector_of(models[0])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_exchange_that_is_shorter_than_a_round_is_hidden(sharded):
+    late, at_once = {"sharded": sharded}, {"sharded": sharded, "delay": 0}
+    whole_s, _ = waited(at_once, 1.0, 3.5)
+    assert whole_s == pytest.approx(8 * 3.5, rel=0.01)
+    # rounds of four seconds
+    found_s, parameters = waited(late, 1.0, 3.5)
+    assert found_s <= 0.05 * whole_s
+    # of a longer one only what is left is waited for
+    found_s, slow = waited(late, 1.0, 12.0)
+    assert found_s == pytest.approx(7 * (12.0 - 4.0), rel=0.01)
+    # and time changes no bit
+    assert torch.equal(parameters, slow)
+
+
+@dataclasses.dataclass(frozen=True)
+class Patient(Dense):
+    """Means that are not taken before this worker has taken steps beside them."""
+
+    def reducer(self, num_elements, place):
+        return PatientReducer(num_elements, place, self.dtype)
+
+
+class PatientReducer(DenseReducer):
+    taken = 0
+    begun = 0
+
+    def mean(self, values, notes=0):
+        self.begun += 1
+        before = values.clone()
+        for _ in range(4000):
+            if self.taken >= 3 * self.begun + 2:
+                break
+            yield Compute(0.005)
+        else:
+            raise RuntimeError("no step was taken beside the exchange")
+        # nor have the steps touched what is sent
+        assert torch.equal(values, before)
+        return (yield from super().mean(values, notes))
+
+
+def patient(steps):
+    with joined() as group:
+        model = Everything()
+        optimizer = CO2(adamw(model.parameters()), group, local_steps=3, compress=Patient())
+        for number, rows in enumerate(batches(steps), 1):
+            gradients_of(model, optimizer, rows)
+            optimizer.step()
+            optimizer.mean.taken = number
+        optimizer.mean.taken = 10**6
+        optimizer.finalize()
+        return vector_of(model), optimizer.mean.begun
+
+
+def test_steps_are_taken_while_an_exchange_goes_on(tmp_path):
+    found = results(2, tmp_path, patient, 12)
+    models, optimizers = team(2, every(3), adamw)
+    train(models, optimizers, 12)
+    lockstep([optimizer.finalized() for optimizer in optimizers])
+    for parameters, begun in found:
+        assert begun == 4
+        assert torch.equal(parameters, vector_of(models[0]))
+
+
+def every_third(inner, group):
+    return CO2(inner, group, local_steps=3)
+
+
+def every_third_in_shares(inner, group):
+    return CO2(inner, group, local_steps=3, sharded=True)
+
+
+def test_over_processes_as_in_lockstep(tmp_path):
+    makers = [every_third, every_third_in_shares]
+    found = results(3, tmp_path, as_worker, makers, 11)
+    for make, each in zip(makers, zip(*found, strict=True), strict=True):
+        demand_processes_as_lockstep(each, make, 11)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize(("delay", "expected"), [(1, 7), (0, 130)])
+def test_the_number_of_local_steps_is_measured(delay, expected):
+    clocks, seen = [Clock(), Clock()], []
+
+    def make(inner, group):
+        return CO2(inner, group, local_steps="auto", delay=delay, clock=clocks[group.rank])
+
+    models, optimizers = team(2, make)
+
+    def slow(reducer, rank):
+        mean = reducer.mean
+
+        def slower(values, notes=0):
+            clocks[rank].now += 6.5
+            return (yield from mean(values, notes))
+
+        reducer.mean = slower
+
+    def timed(rank):
+        yield from optimizers[rank].made_alike()
+        for number, rows in enumerate(batches(WARM_UP + MEASURED + 2)):
+            clocks[rank].now += 1.0
+            gradients_of(models[rank], optimizers[rank], rows)
+            yield from optimizers[rank].algorithm()
+            seen.append((number, optimizers[rank].local_steps))
+
+    for rank, optimizer in enumerate(optimizers):
+        slow(optimizer.mean, rank)
+    lockstep([timed(rank) for rank in range(2)])
+    for number, steps in seen:
+        assert steps == (FIRST if number < WARM_UP + MEASURED - 1 else expected)
+
+
+def test_momentum_is_warned_of_when_the_number_of_steps_is_known():
+    optimizer = CO2(
+        sgd(nn.Linear(2, 2).parameters()), Group(0, 2), local_steps="auto", outer_momentum=0.5
+    )
+    optimizer.warn_of_momentum()
+    optimizer.pace.steps, optimizer.pace.is_measuring = 100, False
+    with pytest.warns(UserWarning, match="100 steps late"):
+        optimizer.warn_of_momentum()
+    # once
+    optimizer.warn_of_momentum()

@@ -1,0 +1,294 @@
+import pytest
+import torch
+from optim.local import (
+    adamw,
+    all_equal,
+    demand_resuming_at_every_step,
+    mean_of,
+    saved,
+    sgd,
+    taught,
+    team,
+    train,
+    vector_of,
+)
+from optim.models import Everything, batches, loss_of
+
+from gcnzc.compress import Dense, Sign
+from gcnzc.exchange import Choices, Group, lockstep
+from gcnzc.optim.diloco import DiLoCo, Outer
+from gcnzc.optim.local_sgd import LocalSGD
+from gcnzc.optim.states import resized
+
+HALF = Dense(torch.float16)
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+def every(steps, **options):
+    return lambda inner, group: DiLoCo(inner, group, local_steps=steps, **options)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_outer_step_is_that_of_torch_bit_for_bit(momentum, nesterov):
+    parameter = torch.nn.Parameter(torch.randn(100))
+    anchor, buffer = parameter.detach().clone(), torch.zeros(100)
+    sgd = torch.optim.SGD([parameter], 0.7, momentum, nesterov=nesterov and momentum > 0)
+    for _ in range(5):
+        parameter.grad = torch.randn(100)
+        sgd.step()
+        Outer(0.7, momentum, nesterov).step(anchor, buffer, parameter.grad.clone())
+        assert torch.equal(anchor, parameter)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_an_outer_step_is_torchs_on_the_mean_of_what_workers_did(nesterov):
+    models, optimizers = team(3, every(4, nesterov=nesterov), adamw)
+    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    common = torch.nn.Parameter(vector_of(models[0]))
+    sgd = torch.optim.SGD([common], 0.7, 0.9, nesterov=nesterov)
+    for begin in (0, 4, 8):
+        # the same steps with a window that does not end
+        others, theirs = team(3, every(100), adamw)
+        for model, other, optimizer in zip(models, others, theirs, strict=True):
+            other.load_state_dict(model.state_dict())
+            optimizer.inner.load_state_dict(
+                saved(optimizers[optimizer.group.rank].inner.state_dict())
+            )
+            optimizer.is_ready = True
+            optimizer.started()
+        train(others, theirs, begin + 4, begin)
+        train(models, optimizers, begin + 4, begin)
+        common.grad = common.detach() - mean_of(others)
+        sgd.step()
+        assert all_equal(models)
+        torch.testing.assert_close(vector_of(models[0]), common.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_outer_step_of_one_after_every_step_is_data_parallelism(world_size, sharded):
+    models, optimizers = team(world_size, every(1, **PLAIN, sharded=sharded))
+    train(models, optimizers, 15)
+    expected = Everything()
+    optimizer = sgd(expected.parameters())
+    for rows in batches(15):
+        optimizer.zero_grad()
+        loss_of(expected, rows).backward()
+        optimizer.step()
+    assert all_equal(models)
+    torch.testing.assert_close(vector_of(models[0]), vector_of(expected), rtol=1e-10, atol=1e-12)
+
+
+def test_without_an_outer_optimizer_it_is_local_sgd():
+    models, optimizers = team(3, every(4, **PLAIN), adamw)
+    train(models, optimizers, 8)
+    others, theirs = team(3, lambda *of: LocalSGD(*of, local_steps=4), adamw)
+    train(others, theirs, 8)
+    torch.testing.assert_close(vector_of(models[0]), vector_of(others[0]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"compress": HALF}, {"sharded": True}])
+def test_workers_are_one_after_every_outer_step_and_at_the_end(options):
+    models, optimizers = team(3, every(4, **options), adamw, torch.float32)
+    for step in range(10):
+        train(models, optimizers, step + 1, step)
+        assert all_equal(models) == (step % 4 == 3)
+    mean = mean_of(models)
+    lockstep([optimizer.finalized() for optimizer in optimizers])
+    assert all_equal(models)
+    torch.testing.assert_close(vector_of(models[0]), mean)
+    for optimizer in optimizers:
+        common = optimizer.vector()[optimizer.begin : optimizer.end]
+        assert torch.equal(optimizer.anchor, common)
+    # and may go on, from there
+    train(models, optimizers, 14, 10)
+    assert all_equal(models)
+
+
+def test_shares_change_nothing_but_the_memory():
+    models, optimizers = team(3, every(4, sharded=True), adamw)
+    train(models, optimizers, 12)
+    others, theirs = team(3, every(4), adamw)
+    train(others, theirs, 12)
+    torch.testing.assert_close(vector_of(models[0]), vector_of(others[0]), rtol=0, atol=1e-12)
+    count = theirs[0].space.num_elements
+    assert theirs[0].state_bytes == 2 * count * 8
+    assert sum(optimizer.state_bytes for optimizer in optimizers) == 2 * count * 8
+    assert max(optimizer.state_bytes for optimizer in optimizers) <= 2 * (count // 3 + 32) * 8
+
+
+def test_shares_are_exact_where_sums_are():
+    """Whole numbers, whose sums over two and four workers lose no bit."""
+
+    def stepped(optimizer, model):
+        yield from optimizer.made_alike()
+        for step in range(4):
+            optimizer.zero_grad()
+            for place, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+                grown = torch.arange(parameter.numel()).view(parameter.shape) % 7
+                parameter.grad = (grown + place + step * optimizer.group.rank).to(parameter)
+            yield from optimizer.algorithm()
+
+    whole = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
+    for world_size in (2, 4):
+        results = []
+        for sharded in (False, True):
+            make = every(2, outer_lr=0.5, outer_momentum=0.5, sharded=sharded)
+            models, optimizers = team(world_size, make, whole)
+            for model in models:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.round_()
+            lockstep([stepped(*pair) for pair in zip(optimizers, models, strict=True)])
+            results.append(vector_of(models[0]))
+        assert torch.equal(*results)
+
+
+def test_shares_are_not_compressed():
+    with pytest.raises(ValueError, match="sharded with Dense"):
+        DiLoCo(sgd(Everything().parameters()), sharded=True, compress=HALF)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"compress": HALF}, {"sharded": True}, {"compress": Sign(block=64)}],
+    ids=["dense", "half", "sharded", "sign"],
+)
+def test_a_run_goes_on_from_any_step(options):
+    dtype = torch.float32 if "compress" in options else torch.float64
+    demand_resuming_at_every_step(every(3, **options), 2, 8, inner=adamw, dtype=dtype)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
+@pytest.mark.parametrize("options", [{}, {"sharded": True}, {"compress": Sign(block=64)}])
+def test_another_number_of_workers_goes_on(old, new, options):
+    make = every(4, **options)
+    models, optimizers = team(old, make, dtype=torch.float32)
+    train(models, optimizers, 6)
+    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    again, others = team(new, make, dtype=torch.float32)
+    for rank, optimizer in enumerate(others):
+        optimizer.load_state_dict(resized(states, rank, new))
+    assert all_equal(again)
+    torch.testing.assert_close(vector_of(again[0]), mean_of(models))
+    if min(old, new) > 1:
+        for name in ("anchor", "momentum"):
+            before = [getattr(optimizer, name) for optimizer in optimizers]
+            after = [getattr(optimizer, name) for optimizer in others]
+            if "sharded" in options:
+                before, after = [torch.cat(before)], [torch.cat(after)]
+            assert all(torch.equal(each, before[0]) for each in after)
+    train(again, others, 10 if old == 1 else 8, 6)
+    assert all_equal(again)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"compress": HALF}, {"sharded": True}])
+def test_bytes_and_requests_are_as_stated(options, world_size):
+    models, optimizers = team(world_size, every(4, **options, signals=1), dtype=torch.float32)
+    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    found = lockstep(
+        [taught(*pair, 9) for pair in zip(models, optimizers, strict=True)],
+        choices=Choices.always(Sum="ring"),
+    )
+    for ledger, optimizer in zip(found.ledgers, optimizers, strict=True):
+        assert ledger.requests == 2 * (2 if "sharded" in options else 1)
+        stated = 2 * optimizer.bytes_per_synchronisation
+        # parts of a ring differ by an element
+        slack = 0 if "sharded" in options else 2 * 2 * world_size * 4
+        assert abs(ledger.bytes_sent - stated) <= slack
+
+
+@pytest.mark.parametrize("options", [{}, {"compress": HALF}, {"sharded": True}])
+def test_a_worker_whose_parameters_are_not_finite_takes_up_the_common_ones(options):
+    models, optimizers = team(3, every(3, **PLAIN, **options), sgd, torch.float32)
+    train(models, optimizers, 2)
+    with torch.no_grad():
+        models[1].first.weight[0, 0] = float("nan")
+    train(models, optimizers, 3, 2)
+    assert all_equal(models)
+    others, theirs = team(3, every(100), sgd, torch.float32)
+    train(others, theirs, 3)
+    right, loose = mean_of([others[0], others[2]]), 1e-3 if "compress" in options else 1e-6
+    torch.testing.assert_close(vector_of(models[1]), right, rtol=loose, atol=loose)
+    for optimizer in optimizers:
+        assert optimizer.dropped == 1
+        assert optimizer.blame.endswith("the parameters of 1 of 3 workers are not finite")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_nothing_changes_where_no_worker_is_finite(sharded):
+    models, optimizers = team(2, every(2, sharded=sharded))
+    train(models, optimizers, 3)
+    kept = [(each.anchor.clone(), each.momentum.clone()) for each in optimizers]
+    with torch.no_grad():
+        for model in models:
+            model.rare[1] = float("nan")
+    train(models, optimizers, 4, 3)
+    for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
+        assert torch.equal(optimizer.anchor, anchor)
+        assert torch.equal(optimizer.momentum, momentum)
+        assert "no worker's parameters are finite" in optimizer.blame
+        assert optimizer.dropped == 1
+
+
+@pytest.mark.parametrize("options", [{"compress": HALF}, {"sharded": True}])
+def test_nothing_changes_where_a_mean_overflows(options):
+    models, optimizers = team(2, every(2, **options), sgd, torch.float32)
+    train(models, optimizers, 3)
+    kept = [(each.anchor.clone(), each.momentum.clone()) for each in optimizers]
+    with torch.no_grad():
+        for model in models:
+            # of the first share alone
+            model.table.weight[0, 0] = 3e38
+    train(models, optimizers, 4, 3)
+    for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
+        assert torch.equal(optimizer.anchor, anchor)
+        assert torch.equal(optimizer.momentum, momentum)
+        assert optimizer.blame.startswith("a synchronisation left out: ")
+        assert optimizer.dropped == 1
+
+
+def test_one_worker_takes_the_inner_steps_alone_or_outer_ones_if_asked_to():
+    (plain,), optimizers = team(1, every(2))
+    train([plain], optimizers, 6)
+    expected = Everything()
+    inner = sgd(expected.parameters())
+    for rows in batches(6):
+        inner.zero_grad()
+        loss_of(expected, rows).backward()
+        inner.step()
+    assert torch.equal(vector_of(plain), vector_of(expected))
+    results = []
+    for sharded in (False, True):
+        make = every(2, outer_lr=0.5, outer_momentum=0.0, alone=True, sharded=sharded)
+        (alone,), optimizers = team(1, make)
+        begin = vector_of(alone)
+        train([alone], optimizers, 2)
+        two, theirs = team(1, every(2))
+        train(two, theirs, 2)
+        torch.testing.assert_close(vector_of(alone), (begin + vector_of(two[0])) / 2)
+        results.append(vector_of(alone))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-14)
+
+
+def test_signals_are_heard_with_shares_too():
+    models, optimizers = team(3, every(2, sharded=True, signals=2))
+    optimizers[1].asks = [False, True]
+    for step, expected in enumerate([[False, False], [False, True]]):
+        train(models, optimizers, step + 1, step)
+        assert all(optimizer.heard == expected for optimizer in optimizers)
+
+
+def test_a_sparse_gradient_is_stepped_by_the_inner_optimizer():
+    models = [Everything(sparse=True) for _ in range(2)]
+    optimizers = [
+        DiLoCo(sgd(model.parameters()), Group(rank, 2), local_steps=2, **PLAIN)
+        for rank, model in enumerate(models)
+    ]
+    train(models, optimizers, 4)
+    assert models[0].table.weight.grad.is_sparse
+    dense, theirs = team(2, every(2, **PLAIN))
+    train(dense, theirs, 4)
+    torch.testing.assert_close(vector_of(models[0]), vector_of(dense[0]), rtol=0, atol=1e-12)

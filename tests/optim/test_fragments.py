@@ -1,0 +1,114 @@
+import pytest
+import torch
+from optim.models import Everything
+from torch import nn
+
+from gcnzc.optim.fragments import cut
+from gcnzc.optim.space import Space
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.head = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def space_of(model):
+    return Space(torch.optim.SGD(model.parameters(), lr=1.0).param_groups)
+
+
+def demand_every_element_once(space, fragments):
+    """Each fragment writes a number of its own; every element gets one, and is read back."""
+    assert sum(fragment.num_elements for fragment in fragments) == space.num_elements
+    seen = torch.zeros(space.num_elements, dtype=torch.int64)
+    for number, fragment in enumerate(fragments, 1):
+        space.write_parameters(space.zeros())
+        before = torch.arange(1, fragment.num_elements + 1).to(space.dtype)
+        fragment.write(before)
+        written = space.read_parameters(space.empty())
+        assert int((written != 0).sum()) == fragment.num_elements, fragment.name
+        seen[written != 0] += number
+        seen[written != 0] += 1000
+        assert torch.equal(fragment.read(torch.empty_like(before)), before)
+    assert bool((seen // 1000 == 1).all())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 100])
+def test_slices_cover_every_element_once_and_are_alike_in_size(count):
+    space = space_of(Everything())
+    fragments = cut(space, count)
+    assert len(fragments) == count
+    demand_every_element_once(space, fragments)
+    sizes = [fragment.num_elements for fragment in fragments]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_as_many_slices_as_elements_and_no_more():
+    space = space_of(nn.Linear(2, 2))
+    demand_every_element_once(space, cut(space, 6))
+    for count in (0, 7):
+        with pytest.raises(ValueError, match=f"{count} fragments of 6 elements"):
+            cut(space, count)
+
+
+def test_a_fragment_for_each_module():
+    model = Layers()
+    fragments = cut(space_of(model), "modules", model.named_parameters())
+    assert [(each.name, each.num_elements) for each in fragments] == [
+        ("the model", 1),
+        ("layers.0", 12),
+        ("layers.1", 12),
+        ("head.0", 8),
+        ("head.1", 4),
+    ]
+    demand_every_element_once(space_of(model), fragments)
+
+
+def test_fragments_by_names_and_the_rest():
+    model = Layers()
+    fragments = cut(space_of(model), [r"bias$", r"^layers"], model.named_parameters())
+    assert [(each.name, each.num_elements) for each in fragments] == [
+        ("bias$", 10),
+        ("^layers", 18),
+        ("the rest", 9),
+    ]
+    demand_every_element_once(space_of(model), fragments)
+    with pytest.raises(ValueError, match="no parameter for the fragment 'tail'"):
+        cut(space_of(model), ["head", "tail"], model.named_parameters())
+
+
+def test_tied_and_frozen_parameters_and_those_without_a_name():
+    model = Everything()
+    fragments = cut(space_of(model), "modules", model.named_parameters(remove_duplicate=False))
+    demand_every_element_once(space_of(model), fragments)
+    names = [fragment.name for fragment in fragments]
+    assert names.count("first") == 1
+    with pytest.raises(ValueError, match=r"(?s)no name for group 0, parameter 1.*named_parameters"):
+        cut(space_of(model), "modules")
+    with pytest.raises(ValueError, match="fragments 'layers'"):
+        cut(space_of(model), "layers", model.named_parameters())
+
+
+def test_parameters_that_do_not_lie_flat():
+    model = nn.Linear(3, 4)
+    model.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+    assert not model.weight.is_contiguous()
+    space = space_of(model)
+    fragments = cut(space, 3)
+    expected = space.read_parameters(space.empty())
+    read = [each.read(torch.empty(each.num_elements)) for each in fragments]
+    assert torch.equal(torch.cat(read), expected)
+    demand_every_element_once(space, fragments)
+
+
+def test_half_precision_is_read_exactly_and_rounded_when_written():
+    model = nn.Linear(3, 4).bfloat16()
+    space = space_of(model)
+    (fragment,) = cut(space, 1)
+    values = fragment.read(space.empty())
+    assert torch.equal(values[:12].view(4, 3), model.weight.float())
+    fragment.write(values + 1)
+    assert model.weight.dtype == torch.bfloat16
+    assert torch.equal(model.bias, (values[12:] + 1).bfloat16())

@@ -1,0 +1,723 @@
+"""1-bit LAMB against its equations, DeepSpeed's trajectory, faults and resumed runs."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from optim.oracle import fixture, followed, lengths
+from processes import results
+from torch import nn
+
+from gcnzc.compress import Dense, Sign
+from gcnzc.compress.padded_sign import PaddedSign, PaddedSignReducer
+from gcnzc.exchange import Group, joined, lockstep
+from gcnzc.optim import resized
+from gcnzc.optim.one_bit_lamb import MOST_SCALING, OneBitLamb
+
+SHAPES = [(4, 3), (5,), (17,), (6, 6)]
+
+
+def random_lists(seed, shapes=SHAPES, dtype=torch.float64, scales=None):
+    """A random tensor of each shape."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = scales or [1.0] * len(shapes)
+    return [
+        torch.randn(shape, generator=generator, dtype=dtype) * scale
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+
+
+def made(world_size, shapes=SHAPES, dtype=torch.float64, group=None, **options):
+    """Parameters and optimizers of so many workers."""
+    models = [
+        [nn.Parameter(each) for each in random_lists(0, shapes, dtype)] for _ in range(world_size)
+    ]
+    return models, [
+        OneBitLamb(
+            model if group is None else group(model), group=Group(rank, world_size), **options
+        )
+        for rank, model in enumerate(models)
+    ]
+
+
+def gradients_of(step, rank, model, scales=None):
+    """Random ones, the same for a worker's step whenever it is asked."""
+    shapes = [parameter.shape for parameter in model]
+    return random_lists(1000 * (step + 1) + rank, shapes, model[0].dtype, scales)
+
+
+def take_step(models, optimizers, step, change=None, scales=None):
+    """One step on random gradients, which `change(rank, gradients)` may change in place."""
+    for rank, model in enumerate(models):
+        gradients = gradients_of(step, rank, model, scales)
+        if change is not None:
+            change(rank, gradients)
+        for parameter, gradient in zip(model, gradients, strict=True):
+            parameter.grad = gradient
+    return lockstep([optimizer.algorithm() for optimizer in optimizers])
+
+
+def mean_of(gradients):
+    """Over the workers, of lists of gradients, with zeros where one is None."""
+    means = []
+    for each in zip(*gradients, strict=True):
+        found = [gradient for gradient in each if gradient is not None]
+        means.append(sum(found) / len(each) if found else None)
+    return means
+
+
+def are_equal(one, other):
+    return all(map(torch.equal, one, other))
+
+
+class PlainLamb:
+    """LAMB, and what 1-bit LAMB does where nothing is left out, from the equations."""
+
+    def __init__(self, parameters, lr, betas, eps, decay, trust_range, correct=True, warmup=None):
+        self.parameters = [each.detach().clone() for each in parameters]
+        self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
+        self.trust_range, self.correct, self.warmup = trust_range, correct, warmup
+        self.steps = 0
+        self.momenta = [torch.zeros_like(each) for each in parameters]
+        self.variances = [torch.zeros_like(each) for each in parameters]
+        self.fresh = []
+        self.ratios = [[] for _ in parameters]
+        self.factors = [1.0] * len(parameters)
+        self.were_seen = [False] * len(parameters)
+
+    def step(self, gradients):
+        self.steps += 1
+        is_frozen = bool(self.fresh)
+        for place, gradient in enumerate(gradients):
+            self.were_seen[place] |= gradient is not None
+            if self.were_seen[place]:
+                self.move(
+                    place, torch.zeros_like(self.momenta[place]) if gradient is None else gradient
+                )
+        if self.steps == self.warmup:
+            self.variances = [each / self.missing(self.betas[1]) for each in self.variances]
+            self.fresh = [each.clone() for each in self.variances]
+        assert is_frozen or self.steps <= (self.warmup or self.steps)
+
+    def missing(self, beta):
+        return 1 - beta**self.steps if self.correct else 1.0
+
+    def move(self, place, gradient):
+        beta1, beta2 = self.betas
+        values, momentum = self.parameters[place], self.momenta[place]
+        momentum.copy_(beta1 * momentum + (1 - beta1) * gradient)
+        moving = self.fresh[place] if self.fresh else self.variances[place]
+        moving.copy_(beta2 * moving + (1 - beta2) * gradient**2)
+        variance = self.variances[place] / (1 if self.fresh else self.missing(beta2))
+        root = variance.sqrt() + self.eps
+        straight = momentum / self.missing(beta1) / root
+        update = straight + self.decay * values
+        length, norm = float(values.norm()), float(update.norm())
+        if not self.fresh:
+            ratio = 1.0
+            if length and norm:
+                ratio = min(max(length / norm, self.trust_range[0]), self.trust_range[1])
+                self.ratios[place].append(ratio)
+            values -= self.lr * ratio * update
+            return
+        ratio, weight = 0.0, 0.0
+        for each in self.ratios[place]:
+            ratio, weight = 0.9 * ratio + 0.1 * each, 0.9 * weight + 0.1
+        share = min(1.0, float(straight.norm()) / norm)
+        factor = float((root / (self.fresh[place].sqrt() + self.eps)).max()) * share + 1 - share
+        factor = min(max(factor, 0.5), 4.0)
+        last = self.factors[place]
+        self.factors[place] = min(max(factor, 0.9 * last), 1.1 * last)
+        ratio /= weight if self.correct else 1.0
+        values -= self.lr * ratio * self.factors[place] * update
+
+
+class RefedPadding(PaddedSign):
+    """DeepSpeed's buffer of all tensors: what its padding receives is what it sends next time."""
+
+    def reducer(self, num_elements, place):
+        return RefedPaddingReducer(num_elements, place, self.lengths)
+
+
+class RefedPaddingReducer(PaddedSignReducer):
+    def __init__(self, num_elements, place, lengths):
+        super().__init__(num_elements, place, lengths)
+        padded = len(self.worker_errors[0])
+        self.padding = torch.zeros(padded - num_elements, dtype=place.dtype)
+        self.whole = PaddedSign((padded,)).reducer(padded, place)
+
+    def mean(self, values, notes=0):
+        cut = [self.num_elements, len(self.padding), notes]
+        whole = torch.cat([values[: cut[0]], self.padding, values[cut[0] :]])
+        if blame := (yield from self.whole.mean(whole, notes)):
+            return blame
+        own, self.padding, noted = whole.split(cut)
+        values.copy_(torch.cat([own, noted]))
+        return ""
+
+
+def test_it_follows_deepspeed():
+    recorded = fixture("onebitlamb")
+    hyper = recorded["hyper"]
+
+    def make(model, group):
+        return OneBitLamb(
+            model,
+            lr=hyper["lr"],
+            betas=tuple(hyper["betas"]),
+            weight_decay=hyper["weight_decay"],
+            trust_range=(hyper["min_coeff"], hyper["max_coeff"]),
+            warmup=hyper["freeze_step"],
+            compress=RefedPadding((sum(lengths(recorded)),)),
+            bias_correction=False,
+            floor=0.0,
+            group=group,
+        )
+
+    for step, optimizers, difference in followed(recorded, make):
+        # exact up to step 10; one unit in the last place of an element at step 11
+        assert difference == 0 if step < 10 else difference <= 1.2e-7, step
+        dense = [*recorded["dense_allreduce_at_step"], False]
+        assert optimizers[0].is_dense_step == dense[step + 1]
+
+
+@pytest.mark.parametrize("correct", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_one_worker_takes_the_steps_of_lamb(correct, decay):
+    options = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6}
+    (model,), (optimizer,) = made(
+        1, weight_decay=decay, trust_range=(0.5, 1.5), warmup=3, bias_correction=correct, **options
+    )
+    plain = PlainLamb(model, *options.values(), decay, (0.5, 1.5), correct)
+
+    def change(_, gradients):
+        gradients[1] = None  # never one
+        if step % 3 == 0:
+            gradients[2] = None
+
+    for step in range(20):
+        gradients = gradients_of(step, 0, model)
+        change(0, gradients)
+        plain.step(gradients)
+        take_step([model], [optimizer], step, change)
+        for found, right in zip(model, plain.parameters, strict=True):
+            torch.testing.assert_close(found.detach(), right, rtol=1e-12, atol=1e-14)
+    assert not optimizer.is_frozen
+    # the bounds bit for some steps, and not for all
+    ratios = {ratio for each in plain.ratios for ratio in each}
+    assert {0.5, 1.5} & ratios
+    assert ratios - {0.5, 1.5}
+
+
+def test_groups_and_schedules_have_their_options():
+    (model,), (optimizer,) = made(
+        1,
+        group=lambda model: [
+            {"params": model[:2]},
+            {"params": model[2:], "lr": 0.3, "weight_decay": 0.5},
+        ],
+    )
+    plain = [
+        PlainLamb(model[:2], 1e-3, (0.9, 0.999), 1e-8, 0.01, (0.01, 10.0)),
+        PlainLamb(model[2:], 0.3, (0.9, 0.999), 1e-8, 0.5, (0.01, 10.0)),
+    ]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(6):
+        gradients = gradients_of(step, 0, model)
+        for parameter, gradient in zip(model, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        scheduler.step()
+        for each, own in zip(plain, (gradients[:2], gradients[2:]), strict=True):
+            each.step(own)
+            each.lr *= 0.5
+    expected = plain[0].parameters + plain[1].parameters
+    for found, right in zip(model, expected, strict=True):
+        torch.testing.assert_close(found.detach(), right, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_warm_up_is_lamb_on_the_mean_gradient(world_size):
+    models, optimizers = made(world_size, lr=0.05, warmup=100)
+    plain = PlainLamb(models[0], 0.05, (0.9, 0.999), 1e-8, 0.01, (0.01, 10.0))
+    # minibatches of different sizes
+    weights = [1 + 0.1 * (rank - (world_size - 1) / 2) for rank in range(world_size)]
+    for step in range(12):
+        gradients = []
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.weight = weights[rank]
+            gradients.append([each * weights[rank] for each in gradients_of(step, rank, model)])
+        gradients[0][2] = None
+        plain.step(mean_of(gradients))
+        take_step(
+            models,
+            optimizers,
+            step,
+            lambda rank, own: own.__setitem__(2, None if rank == 0 else own[2]),
+        )
+    for model in models:
+        assert are_equal(model, models[0])
+    for found, right in zip(models[0], plain.parameters, strict=True):
+        torch.testing.assert_close(found.detach(), right, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("correct", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_where_nothing_is_left_out_it_follows_its_equations_after_the_freeze(correct, decay):
+    models, optimizers = made(
+        3, lr=0.02, betas=(0.8, 0.9), weight_decay=decay, warmup=5, compress=Dense(),
+        bias_correction=correct, floor=0.0,
+    )  # fmt: skip
+    plain = PlainLamb(models[0], 0.02, (0.8, 0.9), 1e-8, decay, (0.01, 10.0), correct, warmup=5)
+    factors = []
+    for step in range(30):
+        # gradients shrink, so that the fresh variance leaves the frozen one
+        scales = [0.9 ** max(0, step - 8) * scale for scale in (1.0, 1e-2, 3.0, 0.1)]
+        plain.step(
+            mean_of([gradients_of(step, rank, each, scales) for rank, each in enumerate(models)])
+        )
+        take_step(models, optimizers, step, scales=scales)
+        factors.append(optimizers[0].vectors["factor"].tolist())
+        for found, right in zip(models[0], plain.parameters, strict=True):
+            torch.testing.assert_close(found.detach(), right, rtol=1e-10, atol=1e-12)
+    assert optimizers[0].is_frozen
+    torch.testing.assert_close(factors[-1], plain.factors, rtol=1e-9, atol=0)
+    assert len({each[0] for each in factors[10:]}) > 5
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_replicas_stay_alike_in_two_collectives_a_step(world_size):
+    options = {"warmup": 3, "dtype": torch.float32}
+    shapes = [*SHAPES, (0,), (300,)]
+    models, optimizers = made(world_size, shapes=shapes, compress=Sign(), **options)
+    for step in range(10):
+        entries = take_step(models, optimizers, step).ledgers[0].entries
+        assert all(are_equal(model, models[0]) for model in models)
+        vectors = [optimizer.vectors for optimizer in optimizers]
+        for name, vector in vectors[0].items():
+            assert all(torch.equal(each[name], vector) for each in vectors), name
+        if step >= 3:
+            sent = sum(entry.bytes_sent for entry in entries.values())
+            assert {kind: entry.requests for kind, entry in entries.items()} == {
+                "AllToAll": 1,
+                "AllGather": 1,
+            }
+            assert sent == Sign().bytes_sent(optimizers[0].space.num_elements, world_size, notes=1)
+
+
+def test_a_dense_group_costs_one_collective_more_and_goes_on_as_lamb():
+    group = lambda model: [{"params": model[:2]}, {"params": model[2:], "compress": False}]  # noqa: E731
+    models, optimizers = made(2, group=group, warmup=3, compress=Sign())
+    plain = PlainLamb(models[0][2:], 1e-3, (0.9, 0.999), 1e-8, 0.01, (0.01, 10.0))
+    for step in range(10):
+        plain.step(
+            mean_of([gradients_of(step, rank, each)[2:] for rank, each in enumerate(models)])
+        )
+        entries = take_step(models, optimizers, step).ledgers[0].entries
+    assert sum(entry.requests for entry in entries.values()) == 3
+    assert optimizers[0].is_frozen
+    # the notes of the coded part are float32, the dense part is not
+    for found, right in zip(models[0][2:], plain.parameters, strict=True):
+        torch.testing.assert_close(found.detach(), right, rtol=1e-12, atol=1e-14)
+
+
+def test_without_a_coded_group_it_stays_lamb():
+    models, optimizers = made(
+        2, group=lambda model: [{"params": model, "compress": False}], warmup=2
+    )
+    plain = PlainLamb(models[0], 1e-3, (0.9, 0.999), 1e-8, 0.01, (0.01, 10.0))
+    for step in range(6):
+        plain.step(mean_of([gradients_of(step, rank, each) for rank, each in enumerate(models)]))
+        take_step(models, optimizers, step)
+    for found, right in zip(models[0], plain.parameters, strict=True):
+        torch.testing.assert_close(found.detach(), right, rtol=1e-12, atol=1e-14)
+
+
+def test_scalings_give_all_tensors_one_magnitude():
+    scales = [1e-4, 1.0, 1e-2, 1e-1]
+    models, optimizers = made(2, warmup=4, compress=Dense(), betas=(0.9, 0.9))
+    for step in range(4):
+        take_step(models, optimizers, step, scales=scales)
+    optimizer = optimizers[0]
+    momenta = optimizer.space.views(optimizer.vectors["momentum"])
+    magnitudes = torch.stack([each.square().mean().sqrt() for each in momenta])
+    assert magnitudes.max() / magnitudes.min() > 1000
+    torch.testing.assert_close(
+        optimizer.vectors["scaling"] * magnitudes, magnitudes.mean().expand(4), rtol=1e-12, atol=0
+    )
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_scalings_save_small_tensors_from_large_ones(is_scaled):
+    # signs with one scale for all: what is small drowns
+    scales = [1e-4, 1.0, 1e-2, 1e-1]
+    models, optimizers = made(2, warmup=4, compress=Sign(block=None), dtype=torch.float32)
+    for step in range(12):
+        take_step(models, optimizers, step, scales=scales)
+        if step == 3 and not is_scaled:
+            for optimizer in optimizers:
+                optimizer.vectors["scaling"].fill_(1.0)
+    momentum = optimizers[0].space.views(optimizers[0].vectors["momentum"])[0]
+    magnitude = float(momentum.square().mean().sqrt())
+    assert (magnitude < 1e-3) == is_scaled
+
+
+@pytest.mark.parametrize("step_of_fault", [1, 5])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_all_skip_a_step_that_is_not_finite_on_one(step_of_fault, bad):
+    models, optimizers = made(3, warmup=3, compress=Sign(), dtype=torch.float32)
+
+    def change(rank, gradients):
+        if rank == 1:
+            gradients[2][3] = bad
+
+    for step in range(8):
+        if step == step_of_fault:
+            before = copy.deepcopy([[list(model) for model in models], states(optimizers)])
+            take_step(models, optimizers, step, change)
+            for optimizer in optimizers:
+                assert optimizer.skipped == 1
+                assert "worker 1 has 1" in optimizer.blame
+                optimizer.skipped = 0
+            for model, values in zip(models, before[0], strict=True):
+                assert are_equal(model, values)
+            same(states(optimizers), before[1])
+        take_step(models, optimizers, step)
+    assert all(are_equal(model, models[0]) for model in models)
+    assert all(parameter.isfinite().all() for parameter in models[0])
+
+
+def states(optimizers):
+    return [optimizer.state_dict() for optimizer in optimizers]
+
+
+def same(found, right):
+    """Demand that two structures are equal to the bit."""
+    if isinstance(right, torch.Tensor):
+        assert torch.equal(found, right)
+    elif isinstance(right, dict):
+        assert found.keys() == right.keys()
+        for name in right:
+            same(found[name], right[name])
+    elif isinstance(right, list):
+        assert len(found) == len(right)
+        for one, other in zip(found, right, strict=True):
+            same(one, other)
+    else:
+        assert found == right
+
+
+def table_with(rows):
+    """A change that leaves gradients to these rows of the first tensor alone."""
+
+    def change(_, gradients):
+        kept = torch.zeros_like(gradients[0])
+        kept[rows] = gradients[0][rows]
+        gradients[0] = kept
+
+    return change
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_rows_without_a_gradient_sleep(decay):
+    options = {"weight_decay": decay, "lr": 0.01, "betas": (0.9, 0.9)}
+    models, optimizers = made(2, warmup=3, compress=Sign(), **options)
+    asleep = models[0][0].detach()[2:].clone()
+    for step in range(15):
+        # gradients grow, so that factors fall
+        scales = [3.0 if step > 3 else 1.0] * len(SHAPES)
+        take_step(models, optimizers, step, table_with(slice(0, 2)), scales)
+    now = models[0][0].detach()[2:]
+    # decay alone shrinks them, by at most lr times the largest ratio and factor a step
+    assert torch.all(now.abs() <= asleep.abs())
+    assert torch.all(now.abs() >= asleep.abs() * (1 - 0.01 * decay * 10 * 4) ** 15)
+    assert torch.equal(now, asleep) == (decay == 0)
+    assert not torch.equal(models[0][0][:2], random_lists(0)[0][:2])
+    # that of a sleeping element, eps / eps, would keep it at 1
+    assert optimizers[0].vectors["factor"][0] < 0.8
+
+
+def test_without_sleep_rows_would_explode():
+    models, optimizers = made(2, warmup=3, compress=Sign())
+    for step in range(6):
+        if step == 3:
+            for optimizer in optimizers:
+                optimizer._keep_to(torch.ones_like(optimizer.vectors["active"]))
+        take_step(models, optimizers, step, table_with(slice(0, 2)))
+    assert models[0][0].detach()[2:].abs().max() > 100
+
+
+@pytest.mark.parametrize("wake", ["join", "stay"])
+def test_rows_wake_when_they_have_a_gradient(wake):
+    models, optimizers = made(2, warmup=3, compress=Sign(), weight_decay=0.0, wake=wake, lr=0.01)
+    before = models[0][0].detach()[2:].clone()
+    for step in range(12):
+        rows = slice(0, 2) if step < 5 else slice(0, 4)
+        take_step(models, optimizers, step, table_with(rows))
+        assert all(are_equal(model, models[0]) for model in models)
+        assert ("active" not in optimizers[0].vectors) == (
+            step < 2 or (wake == "join" and step > 5)
+        )
+    moved = (models[0][0].detach()[2:] - before).abs().max()
+    if wake == "stay":
+        assert moved == 0
+    else:
+        assert 0 < moved < 1
+        # known from their first gradient alone, as the frozen variance of them is
+        assert torch.all(optimizers[0].vectors["fresh"] > 0)
+
+
+def test_an_unused_tensor_sleeps_as_a_whole_and_wakes():
+    models, optimizers = made(2, warmup=3, compress=Sign(), lr=0.01)
+    before = models[0][1].detach().clone()
+    for step in range(6):
+        take_step(models, optimizers, step, lambda _, gradients: gradients.__setitem__(1, None))
+    assert torch.equal(models[0][1], before)
+    scaling, trust = optimizers[0].vectors["scaling"], optimizers[0].vectors["trust_weight"]
+    assert scaling[1] == 0
+    assert trust[1] == 0
+    for step in range(6, 14):
+        take_step(models, optimizers, step)
+    optimizer = optimizers[0]
+    assert all(are_equal(model, models[0]) for model in models)
+    assert 0 < (models[0][1].detach() - before).abs().max() < 1
+    # a first ratio counts fully
+    vectors = optimizer.vectors
+    assert vectors["trust_weight"][1] == pytest.approx(0.1)
+    assert 0.01 <= vectors["trust"][1] / vectors["trust_weight"][1] <= 10
+    momenta = [each.square().mean().sqrt() for each in optimizer.space.views(vectors["momentum"])]
+    sent = vectors["scaling"] * torch.stack(momenta)
+    assert 0.1 < sent[1] / sent.mean() < 10
+
+
+def test_a_tensor_whose_momentum_has_died_away_sleeps_whatever_its_variance():
+    options = {"warmup": 4, "betas": (0.0, 0.9), "compress": Sign()}
+    models, optimizers = made(2, **options)
+
+    def last_is_zero(_, gradients):
+        gradients[2].zero_()
+
+    for step in range(8):
+        take_step(models, optimizers, step, last_is_zero if step >= 3 else None)
+    vectors = optimizers[0].vectors
+    assert vectors["scaling"][2] == 0
+    assert torch.all(vectors["scaling"][[0, 1, 3]] > 0)
+    assert all(parameter.isfinite().all() for parameter in models[0])
+    for step in range(8, 12):
+        take_step(models, optimizers, step)
+    assert vectors["scaling"][2] > 0
+    assert all(are_equal(model, models[0]) for model in models)
+
+
+def test_a_tensor_that_was_quiet_at_the_freeze_does_not_drown_the_others():
+    models, optimizers = made(2, warmup=4, compress=Sign())
+    quiet = [1.0, 1e-30, 1.0, 1.0]
+    for step in range(8):
+        take_step(models, optimizers, step, scales=quiet if step < 4 else None)
+    assert optimizers[0].vectors["scaling"][1] == MOST_SCALING
+    assert [optimizer.skipped for optimizer in optimizers] == [0, 0]
+    assert all(parameter.isfinite().all() for parameter in models[0])
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_factors_stay_in_range_when_gradients_die_away(eps):
+    models, optimizers = made(
+        2, warmup=3, compress=Dense(), betas=(0.5, 0.5), eps=eps, weight_decay=0.0,
+        dtype=torch.float32,
+    )  # fmt: skip
+    before = [1.0] * len(SHAPES)
+    for step in range(150):
+        take_step(models, optimizers, step, scales=[0.0] * len(SHAPES) if step > 4 else None)
+        factors = optimizers[0].vectors["factor"].tolist()
+        for factor, last in zip(factors, before, strict=True):
+            assert 0.5 <= factor <= 4
+            assert 0.9 * last * (1 - 1e-12) <= factor <= 1.1 * last * (1 + 1e-12)
+        before = factors
+    # the fresh variance is no more than 2^-140 of what it was, and the parameters are numbers
+    assert optimizers[0].vectors["fresh"].max() < 1e-37
+    assert all(parameter.isfinite().all() for parameter in models[0])
+    assert max(before) > 1
+
+
+def saved(optimizers):
+    """States as they come back from files."""
+    files = []
+    for state in states(optimizers):
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        files.append(torch.load(file, weights_only=True))
+    return files
+
+
+# rows wake at step 6: it is known after it, and the next step is dense
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 6, 7, 8, 9])
+def test_a_run_goes_on_bit_for_bit(stop):
+    options = {"warmup": 3, "compress": Sign(), "dtype": torch.float32}
+
+    def change(step):
+        return table_with(slice(0, 2) if step < 6 else slice(0, 4))
+
+    models, optimizers = made(2, **options)
+    for step in range(stop):
+        take_step(models, optimizers, step, change(step))
+    if stop == 7:
+        assert optimizers[0].numbers["wakes"]
+    files, values = saved(optimizers), copy.deepcopy(models)
+    others, resumed = made(2, **options)
+    for other, value, optimizer, file in zip(others, values, resumed, files, strict=True):
+        optimizer.load_state_dict(file)
+        for parameter, right in zip(other, value, strict=True):
+            parameter.data.copy_(right)
+    for step in range(stop, 12):
+        take_step(models, optimizers, step, change(step))
+        take_step(others, resumed, step, change(step))
+    assert are_equal(others[0], models[0])
+    same(states(resumed), states(optimizers))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_another_number_of_workers_goes_on_with_all_that_was_left_out(world_size):
+    options = {"warmup": 3, "compress": Sign(), "lr": 0.01}
+    models, optimizers = made(4, **options)
+    for step in range(8):
+        take_step(models, optimizers, step)
+    files, values = saved(optimizers), copy.deepcopy(models[0])
+    others, resumed = made(world_size, **options)
+    for rank, (other, optimizer) in enumerate(zip(others, resumed, strict=True)):
+        optimizer.load_state_dict(resized(files, rank, world_size))
+        for parameter, right in zip(other, values, strict=True):
+            parameter.data.copy_(right)
+        same(optimizer.vectors, optimizers[0].vectors)
+    if world_size > 1:
+        torch.testing.assert_close(pending(resumed), pending(optimizers), rtol=1e-12, atol=1e-15)
+        assert pending(resumed).abs().max() > 0
+    for step in range(8, 12):
+        take_step(others, resumed, step)
+        assert all(are_equal(other, others[0]) for other in others)
+    assert resumed[0].steps == 12
+
+
+def pending(optimizers):
+    """What was left out so far, of the mean over the workers."""
+    reducers = [optimizer.reducers["momentum"] for optimizer in optimizers]
+    servers = torch.cat([reducer.server_error for reducer in reducers])
+    return servers + torch.stack([reducer.worker_error for reducer in reducers]).mean(dim=0)
+
+
+def test_memory_is_counted():
+    group = lambda model: [{"params": model[:1], "compress": False}, {"params": model[1:]}]  # noqa: E731
+    models, optimizers = made(2, group=group, warmup=2, compress=Sign(), dtype=torch.float32)
+    elements, dense, tensors = 70, 12, 4
+    # momentum and variance; four float64 and a flag for each tensor
+    warm = 8 * elements + (4 * 8 + 1) * tensors
+    assert optimizers[0].state_bytes == warm
+    for step in range(3):
+        take_step(models, optimizers, step)
+    begin, end = optimizers[0].reducers["momentum"].part
+    # the fresh variance, and errors
+    assert optimizers[0].state_bytes == warm + 8 * (elements - dense) + 4 * (end - begin)
+
+
+def train_as_worker(steps):
+    with joined() as group:
+        model = [nn.Parameter(each) for each in random_lists(0, dtype=torch.float32)]
+        optimizer = OneBitLamb(model, warmup=3, compress=Sign(), group=group)
+        for step in range(steps):
+            change, gradients = table_with(slice(0, 2)), gradients_of(step, group.rank, model)
+            if step < 6:
+                change(group.rank, gradients)
+            for parameter, gradient in zip(model, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        return [each.detach() for each in model]
+
+
+def test_over_processes_as_in_lockstep(tmp_path):
+    models, optimizers = made(2, warmup=3, compress=Sign(), dtype=torch.float32)
+    for step in range(10):
+        take_step(models, optimizers, step, table_with(slice(0, 2)) if step < 6 else None)
+    for values in results(2, tmp_path, train_as_worker, 10):
+        assert are_equal(values, models[0])
+
+
+def test_parameters_of_other_dtypes_and_of_no_elements_take_part():
+    models = [
+        [
+            nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16)),
+            nn.Parameter(torch.ones(0)),
+            nn.Parameter(torch.ones(5)),
+        ]
+        for _ in range(2)
+    ]
+    optimizers = [
+        OneBitLamb(model, lr=0.1, warmup=2, compress=Sign(), group=Group(rank, 2))
+        for rank, model in enumerate(models)
+    ]
+    for step in range(5):
+        for rank, model in enumerate(models):
+            for parameter, gradient in zip(model, gradients_of(step, rank, model), strict=True):
+                parameter.grad = gradient.to(parameter.dtype)
+        lockstep([optimizer.algorithm() for optimizer in optimizers])
+    assert are_equal(*models)
+    assert models[0][0].dtype == torch.bfloat16
+    assert all(torch.all((each != 1) & each.isfinite()) for each in models[0])
+
+
+def test_it_learns_about_as_well_with_signs_as_with_whole_momenta():
+    """Noisy gradients of squares, of tensors of different magnitudes."""
+    truth, steps = random_lists(7, scales=[3.0, 1.0, 0.3, 1.0]), 200
+
+    def losses(compress):
+        generator = torch.Generator().manual_seed(1)
+        models, optimizers = made(
+            2, betas=(0.9, 0.99), weight_decay=0.0, warmup=60, compress=compress
+        )
+        history = []
+        for step in range(steps):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / steps)
+                for parameter, goal in zip(model, truth, strict=True):
+                    noise = torch.randn(goal.shape, generator=generator, dtype=goal.dtype)
+                    parameter.grad = parameter.detach() - goal + 0.3 * noise
+            lockstep([optimizer.algorithm() for optimizer in optimizers])
+            pairs = zip(models[0], truth, strict=True)
+            history.append(sum(float((x.detach() - goal).square().sum()) for x, goal in pairs))
+        return history
+
+    whole, signs = losses(Dense()), losses(Sign())
+    assert signs[60] < 0.1 * signs[0]
+    assert signs[-1] < 0.1 * signs[60]
+    assert signs[-1] < 2 * whole[-1]
+
+
+def test_an_element_of_small_variance_does_not_decide_for_its_tensor():
+    models, optimizers = made(2, warmup=3, compress=Dense(), betas=(0.5, 0.9), floor=1e-4)
+
+    def change(_, gradients):
+        for gradient in gradients:
+            gradient.fill_(1.0)
+        gradients[2][5] = 1e-5
+
+    for step in range(100):
+        take_step(models, optimizers, step, change)
+    # its frozen variance was raised, and the fresh one counts as much
+    assert optimizers[0].vectors["variance"].min() > 1e-5
+    assert optimizers[0].vectors["fresh"].min() < 1e-6
+    factors = optimizers[0].vectors["factor"]
+    torch.testing.assert_close(factors, torch.ones_like(factors), rtol=0.01, atol=0)
+
+
+def test_options_are_checked_and_the_same_on_all_workers():
+    with pytest.raises(ValueError, match=r"no trust_range from 2 to 1\n\nhint: give the least"):
+        OneBitLamb([nn.Parameter(torch.ones(2))], trust_range=(2, 1), group=Group())
+    with pytest.raises(ValueError, match="no factor_range from 0 to 1"):
+        OneBitLamb([nn.Parameter(torch.ones(2))], factor_range=(0, 1), group=Group())
+    optimizers = [
+        OneBitLamb([nn.Parameter(torch.ones(2))], trust_beta=beta, group=Group(rank, 2))
+        for rank, beta in enumerate((0.9, 0.8))
+    ]
+    with pytest.raises(ValueError, match="optimizers of workers 0 and 1 differ"):
+        lockstep([optimizer.made_alike() for optimizer in optimizers])

@@ -1,0 +1,80 @@
+import pytest
+import torch
+from torch import nn
+
+from gcnzc.optim.space import Space
+
+
+def groups():
+    torch.manual_seed(2)
+    coded, dense = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(4).bfloat16())
+    frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+    more = nn.Parameter(torch.randn(()))
+    return [
+        {"params": [coded, frozen]},
+        {"params": [dense], "compress": False},
+        {"params": [more, coded]},
+    ]
+
+
+def test_dense_parameters_come_first_and_none_comes_twice():
+    made = groups()
+    space = Space(made)
+    (coded, _), (dense,), (more, _) = (group["params"] for group in made)
+    assert [id(each) for each in space.parameters] == [id(dense), id(coded), id(more)]
+    assert (space.num_dense, space.num_elements) == (4, 11)
+    assert [(each.begin, each.end) for each in space.segments] == [(0, 4), (4, 10), (10, 11)]
+    bounds = [(part.begin, part.end, part.first, part.last) for part in space.parts]
+    assert bounds == [(0, 4, 0, 1), (4, 10, 1, 2), (10, 11, 2, 3)]
+    # options are those of the group as they are later
+    made[0]["lr"] = 3.0
+    assert space.parts[1].group["lr"] == 3.0
+    assert "group 1, parameter 0 (4,) torch.bfloat16 at 0" in space.layout()
+
+
+def test_parameters_go_into_a_vector_and_back():
+    made = groups()
+    space = Space(made)
+    before = [each.detach().clone() for each in space.parameters]
+    values = space.read_parameters(space.empty(2))
+    assert values.shape == (13,)
+    assert values.dtype == torch.float32
+    assert torch.equal(values[:4].bfloat16(), before[0])
+    assert torch.equal(values[4:10].view(2, 3), before[1])
+    space.write_parameters(values * 2)
+    assert all(map(torch.equal, space.parameters, [2 * each for each in before]))
+    space.add_to_parameters(-values)
+    assert all(map(torch.equal, space.parameters, before))
+    assert all(not each.requires_grad or each.is_leaf for each in space.parameters)
+
+
+def test_gradients_of_all_kinds_are_read():
+    table, dense, none = (nn.Parameter(torch.ones(4, 2)) for _ in range(3))
+    space = Space([{"params": [table, dense, none]}])
+    table.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (4, 2), check_invariants=True)
+    dense.grad = torch.full((4, 2), 3.0)
+    values = torch.full((25,), 7.0)
+    space.read_gradients(values, 0.5)
+    of_table, of_dense, of_none = space.views(values)
+    assert of_table.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
+    assert bool((of_dense == 1.5).all())
+    assert not bool(of_none.any())
+    # what follows the gradients is left alone
+    assert values[24] == 7
+    assert space.have_gradients() == [True, True, False]
+    assert torch.equal(space.read_gradients(space.empty(), torch.tensor([0.5])), values[:24])
+
+
+def test_one_double_makes_all_vectors_double():
+    single, double = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).double())
+    assert Space([{"params": [single]}]).dtype == torch.float32
+    assert Space([{"params": [single, double]}]).zeros().dtype == torch.float64
+
+
+def test_nothing_to_train_and_several_devices_are_told():
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    with pytest.raises(ValueError, match="no parameter of the optimizer has requires_grad"):
+        Space([{"params": [frozen]}])
+    elsewhere = nn.Parameter(torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match="on several devices: cpu, meta"):
+        Space([{"params": [nn.Parameter(torch.ones(2)), elsewhere]}])

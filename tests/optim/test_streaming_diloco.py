@@ -1,0 +1,454 @@
+import pytest
+import torch
+from optim.local import (
+    adamw,
+    all_equal,
+    as_worker,
+    demand_processes_as_lockstep,
+    demand_resuming_at_every_step,
+    mean_of,
+    saved,
+    sgd,
+    taught,
+    team,
+    train,
+    vector_of,
+)
+from optim.models import Everything, batches, loss_of
+from processes import results
+from torch import nn
+
+from gcnzc.compress import Blocks, Dense, Sign
+from gcnzc.exchange import Choices, Compute, Group, Link, lockstep
+from gcnzc.optim.diloco import DiLoCo
+from gcnzc.optim.local_sgd import LocalSGD
+from gcnzc.optim.local_updates import FIRST, MEASURED, WARM_UP
+from gcnzc.optim.states import resized
+from gcnzc.optim.streaming_diloco import StreamingDiLoCo
+
+HALF = Dense(torch.float16)
+
+
+def every(steps, **options):
+    return lambda inner, group: StreamingDiLoCo(inner, group, local_steps=steps, **options)
+
+
+def by_the_equations(start, gradient, world_size, steps, h, slices, delay, mixing, lr, momentum):
+    """Streaming DiLoCo of plain gradient descent, of lists of numbers.
+
+    Args:
+        start: of all workers.
+        gradient: of (worker, step, parameters).
+        slices: of the vector, one for each fragment.
+    """
+    x = [list(start) for _ in range(world_size)]
+    a, b = list(start), [0.0] * len(start)
+    under_way = []
+    for t in range(1, steps + 1):
+        for worker in range(world_size):
+            slope = gradient(worker, t, x[worker])
+            x[worker] = [value - 0.1 * by for value, by in zip(x[worker], slope, strict=True)]
+        for number, places in enumerate(slices):
+            first = round(number * h / len(slices))
+            if t > first and (t - first) % h == 0:
+                d = {i: sum(a[i] - x[w][i] for w in range(world_size)) / world_size for i in places}
+                under_way.append((t + delay, d))
+        for due, d in under_way:
+            if due == t:
+                for i, value in d.items():
+                    b[i] = momentum * b[i] + value
+                    a[i] -= lr * (value + momentum * b[i])
+                    for worker in range(world_size):
+                        x[worker][i] = mixing * x[worker][i] + (1 - mixing) * a[i]
+    return x
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.linspace(-1, 1, 5, dtype=torch.float64))
+        self.second = nn.Parameter(torch.linspace(2, 1, 6, dtype=torch.float64).view(2, 3))
+
+
+def slope(worker, step, x):
+    """Of another valley for each worker, which moves."""
+    return [value - (worker + 1) * 0.3 * ((step + i) % 4) for i, value in enumerate(x)]
+
+
+@pytest.mark.parametrize(
+    ("h", "parts", "delay", "mixing"),
+    [
+        (1, 1, 0, 0.0),
+        (4, 1, 0, 0.0),
+        (4, 1, 3, 0.5),
+        (5, 2, 1, 0.5),
+        (6, 3, 2, 0.0),
+        (7, 3, 5, 0.25),
+        (7, 3, 6, 1.0),
+        (3, 8, 2, 0.5),
+        (10, 11, 4, 0.75),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_it_does_what_the_equations_say(h, parts, delay, mixing, world_size):
+    models = [Two() for _ in range(world_size)]
+    make = every(h, fragments=parts, delay=delay, mixing=mixing, outer_lr=0.6, outer_momentum=0.8)
+    optimizers = [
+        make(torch.optim.SGD(model.parameters(), lr=0.1), Group(rank, world_size))
+        for rank, model in enumerate(models)
+    ]
+
+    def stepped(rank, model, optimizer):
+        for step in range(1, 31):
+            found = torch.tensor(slope(rank, step, vector_of(model).tolist()), dtype=torch.float64)
+            model.first.grad, model.second.grad = found[:5].clone(), found[5:].view(2, 3).clone()
+            yield from optimizer.algorithm()
+
+    start = vector_of(models[0]).tolist()
+    triples = zip(range(world_size), models, optimizers, strict=True)
+    lockstep([stepped(*each) for each in triples])
+    slices = [range(11 * p // parts, 11 * (p + 1) // parts) for p in range(parts)]
+    right = by_the_equations(start, slope, world_size, 30, h, slices, delay, mixing, 0.6, 0.8)
+    for model, expected in zip(models, right, strict=True):
+        expected = torch.tensor(expected, dtype=torch.float64)
+        torch.testing.assert_close(vector_of(model), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("compress", [Dense(), HALF])
+def test_one_fragment_without_delay_is_diloco_bit_for_bit(compress):
+    options = {"outer_lr": 0.7, "outer_momentum": 0.9, "compress": compress}
+    models, optimizers = team(3, every(4, fragments=1, delay=0, mixing=0.0, **options), adamw)
+    others, theirs = team(3, lambda *of: DiLoCo(*of, local_steps=4, **options), adamw)
+    train(models, optimizers, 14)
+    train(others, theirs, 14)
+    for model, other in zip(models, others, strict=True):
+        assert torch.equal(vector_of(model), vector_of(other))
+
+
+def test_after_every_step_it_is_data_parallelism():
+    options = {"delay": 0, "mixing": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0}
+    models, optimizers = team(3, every(1, fragments=1, **options))
+    train(models, optimizers, 15)
+    expected = Everything()
+    optimizer = sgd(expected.parameters())
+    for rows in batches(15):
+        optimizer.zero_grad()
+        loss_of(expected, rows).backward()
+        optimizer.step()
+    torch.testing.assert_close(vector_of(models[1]), vector_of(expected), rtol=1e-10, atol=1e-12)
+
+
+def test_anchors_are_the_same_on_all_workers_at_every_step():
+    models, optimizers = team(3, every(5, fragments=3, delay=3), adamw)
+    for step in range(16):
+        train(models, optimizers, step + 1, step)
+        assert not all_equal(models)
+        for optimizer in optimizers:
+            assert torch.equal(optimizer.anchor, optimizers[0].anchor)
+            assert torch.equal(optimizer.momentum, optimizers[0].momentum)
+
+
+def test_all_end_with_the_mean_of_what_came_back():
+    models, optimizers = team(3, every(5, fragments=3, delay=4), adamw, torch.float32)
+    train(models, optimizers, 12)
+    assert optimizers[0].flights
+
+    def landed(optimizer):
+        yield from optimizer.landed()
+
+    lockstep([landed(optimizer) for optimizer in optimizers])
+    assert not all_equal(models)
+    mean = mean_of(models)
+    lockstep([optimizer.finalized() for optimizer in optimizers])
+    assert all_equal(models)
+    torch.testing.assert_close(vector_of(models[0]), mean)
+    assert not optimizers[0].flights
+    # slices lie in the order of the vector
+    assert all(torch.equal(each.anchor, each.vector()) for each in optimizers)
+    train(models, optimizers, 20, 12)
+    lockstep([optimizer.finalized() for optimizer in optimizers])
+    assert all_equal(models)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fragments": 3, "delay": 2},
+        {"fragments": 5, "delay": 3, "compress": HALF},
+        {"fragments": 2, "delay": 3, "compress": Sign(block=64)},
+        {"fragments": 3, "delay": 2, "compress": Blocks("int4", stochastic=True)},
+    ],
+    ids=["dense", "half", "sign", "random"],
+)
+def test_a_run_goes_on_from_any_step_with_fragments_under_way(options):
+    dtype = torch.float32 if "compress" in options else torch.float64
+    demand_resuming_at_every_step(every(4, **options), 2, 11, inner=adamw, dtype=dtype)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
+@pytest.mark.parametrize("compress", [Dense(), Sign(block=64)], ids=["dense", "sign"])
+def test_another_number_of_workers_goes_on_with_fragments_under_way(old, new, compress):
+    make = every(4, fragments=3, delay=3, signals=1, compress=compress)
+    models, optimizers = team(old, make, dtype=torch.float32)
+    train(models, optimizers, 6)
+    lockstep([optimizer.drained() for optimizer in optimizers])
+    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    again, others = team(new, make, dtype=torch.float32)
+    for rank, optimizer in enumerate(others):
+        optimizer.load_state_dict(resized(states, rank, new))
+    assert all_equal(again)
+    torch.testing.assert_close(vector_of(again[0]), mean_of(models))
+    train(again, others, 10, 6)
+    # no mean counted too few or too many workers
+    assert all(optimizer.dropped == 0 for optimizer in others)
+    lockstep([optimizer.finalized() for optimizer in others])
+    assert all_equal(again)
+
+
+@pytest.mark.parametrize("compress", [Dense(), HALF, Sign(block=64)], ids=["dense", "half", "sign"])
+def test_bytes_and_requests_are_as_stated(compress):
+    world_size, parts = 4, 3
+    make = every(5, fragments=parts, delay=2, signals=2, compress=compress)
+    models, optimizers = team(world_size, make, dtype=torch.float32)
+    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    # two windows of every fragment, the second's last offset and its delay
+    found = lockstep(
+        [taught(*pair, 15) for pair in zip(models, optimizers, strict=True)],
+        choices=Choices.always(Sum="ring"),
+    )
+    optimizer = optimizers[0]
+    means = [5, 10, 15, 7, 12, 8, 13]
+    counts = [fragment.num_elements for fragment in optimizer.fragments]
+    window = optimizer.bytes_per_window
+    assert window == sum(compress.bytes_sent(count, world_size, 3) for count in counts)
+    stated = 2 * window + compress.bytes_sent(counts[0], world_size, 3)
+    for ledger in found.ledgers:
+        assert ledger.requests == len(means) * (2 if isinstance(compress, Sign) else 1)
+        # parts of a ring differ by an element
+        assert abs(ledger.bytes_sent - stated) <= len(means) * 2 * world_size * 4
+
+
+def test_memory_is_two_vectors_and_what_is_under_way():
+    models, optimizers = team(2, every(6, fragments=4, delay=4))
+    count = optimizers[0].space.num_elements
+    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    begins = {round(p * 6 / 4) + 6 * r: p for p in range(4) for r in range(1, 4)}
+    for step in range(1, 20):
+        train(models, optimizers, step, step - 1)
+        flying = [begins[each] for each in range(step - 3, step + 1) if each in begins]
+        expected = sum(optimizers[0].fragments[p].num_elements + 1 for p in flying)
+        assert optimizers[0].state_bytes == (2 * count + expected) * 8
+
+
+def test_what_is_under_way_is_a_copy():
+    # lockstep raises where a tensor is changed while it is sent
+    models, optimizers = team(3, every(4, fragments=2, delay=3), adamw)
+    train(models, optimizers, 6)
+    flights = [flight.values.clone() for _, flight in optimizers[0].flights.values()]
+    assert flights
+    with torch.no_grad():
+        for parameter in models[0].parameters():
+            parameter.fill_(5.0)
+    for before, (_, flight) in zip(flights, optimizers[0].flights.values(), strict=True):
+        assert torch.equal(before, flight.values)
+
+
+def test_a_slow_network_is_hidden_behind_the_steps():
+    step_s = 0.1
+
+    def timed(model, optimizer):
+        yield from optimizer.made_alike()
+        for rows in batches(12):
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()
+            yield Compute(step_s)
+            yield from optimizer.algorithm()
+
+    seconds = {}
+    for delay in (0, 2):
+        make = every(4, fragments=1, delay=delay)
+        models, optimizers = team(2, make, dtype=torch.float32)
+        lockstep([optimizer.made_alike() for optimizer in optimizers])
+        size = optimizers[0].space.num_elements * 4
+        found = lockstep(
+            [timed(*pair) for pair in zip(models, optimizers, strict=True)],
+            Link(bytes_per_s=size / 0.12),
+        )
+        seconds[delay] = max(found.seconds)
+    assert seconds[2] == pytest.approx(12 * step_s)
+    assert seconds[0] > 12 * step_s + 3 * 0.1
+
+
+@pytest.mark.parametrize("compress", [Dense(), HALF], ids=["dense", "half"])
+def test_a_worker_whose_parameters_are_not_finite_takes_up_the_anchor(compress):
+    make = every(4, fragments=2, delay=1, compress=compress)
+    models, optimizers = team(3, make, adamw, torch.float32)
+    train(models, optimizers, 3)
+    with torch.no_grad():
+        models[1].table.weight[0, 0] = float("nan")
+        models[1].first.weight[0, 0] = float("nan")
+        optimizers[1].state[models[1].first.bias]["exp_avg"][0] = float("nan")
+    bad = optimizers[1].fragments
+    train(models, optimizers, 7, 3)
+    # both fragments have come back by now
+    assert vector_of(models[1]).isfinite().all()
+    for number, fragment in enumerate(bad):
+        found = fragment.read(torch.empty(fragment.num_elements))
+        anchor = optimizers[0].anchor.split([each.num_elements for each in bad])[number]
+        if number == 1:
+            # taken up at this step
+            assert torch.equal(found, anchor)
+    assert all(optimizer.dropped == 2 for optimizer in optimizers)
+    # moments that are not finite begin anew
+    assert models[1].first.bias not in optimizers[1].state
+    assert models[0].first.bias in optimizers[0].state
+    train(models, optimizers, 12, 7)
+    assert all(optimizer.dropped == 2 for optimizer in optimizers)
+    assert all(vector_of(model).isfinite().all() for model in models)
+
+
+def test_a_fragment_whose_mean_overflows_changes_nothing():
+    make = every(4, fragments=2, delay=1, compress=HALF)
+    models, optimizers = team(2, make, sgd, torch.float32)
+    train(models, optimizers, 3)
+    kept = [(each.anchor.clone(), each.momentum.clone()) for each in optimizers]
+    count = optimizers[0].fragments[0].num_elements
+    with torch.no_grad():
+        models[0].unused[0] = 3e38
+    train(models, optimizers, 5, 3)
+    for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
+        assert torch.equal(optimizer.anchor, anchor)
+        assert torch.equal(optimizer.momentum, momentum)
+        assert optimizer.dropped == 1
+        assert optimizer.blame.startswith("a synchronisation left out: ")
+    train(models, optimizers, 7, 5)
+    for (anchor, _), optimizer in zip(kept, optimizers, strict=True):
+        # the other fragment is not concerned
+        assert torch.equal(optimizer.anchor[:count], anchor[:count])
+        assert not torch.equal(optimizer.anchor[count:], anchor[count:])
+        assert optimizer.dropped == 1
+
+
+def test_signals_are_heard_with_a_fragment_that_comes_back():
+    models, optimizers = team(3, every(4, fragments=2, delay=1, signals=2))
+    optimizers[1].asks = [False, True]
+    for step in range(1, 12):
+        train(models, optimizers, step, step - 1)
+        assert all(each.heard == [False, step in (5, 7, 9, 11)] for each in optimizers)
+
+
+def test_fragments_by_module():
+    def make(inner, group):
+        model = next(models)
+        return StreamingDiLoCo(
+            inner,
+            group,
+            local_steps=3,
+            fragments="modules",
+            named_parameters=model.named_parameters(),
+        )
+
+    made = [Everything() for _ in range(2)]
+    models = iter(made)
+    optimizers = [make(sgd(model.parameters()), Group(rank, 2)) for rank, model in enumerate(made)]
+    assert len(optimizers[0].fragments) == 4
+    train(made, optimizers, 8)
+    lockstep([optimizer.finalized() for optimizer in optimizers])
+    assert all_equal(made)
+
+
+def test_options_that_contradict_one_another():
+    inner = sgd(Everything().parameters())
+    for options, words in [
+        ({"local_steps": 3, "delay": 3}, "a delay of 3 steps(?s:.*)from 0 to 2"),
+        ({"local_steps": "auto", "delay": FIRST}, f"from 0 to {FIRST - 1}"),
+        ({"mixing": 1.5}, "mixing is 1.5"),
+        ({"fragments": 0}, "0 fragments"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            StreamingDiLoCo(inner, **options)
+
+
+def test_one_worker_takes_the_inner_steps_alone():
+    (model,), optimizers = team(1, every(2, delay=1))
+    train([model], optimizers, 8)
+    (other,), theirs = team(1, lambda *of: LocalSGD(*of, local_steps=2))
+    train([other], theirs, 8)
+    assert torch.equal(vector_of(model), vector_of(other))
+    assert optimizers[0].state_bytes == 0
+
+
+@pytest.mark.parametrize(("exchange_s", "expected"), [(0.5, 4), (4.0, 12), (20.0, 60)])
+def test_the_number_of_local_steps_hides_the_exchanges(exchange_s, expected):
+    now = [0.0, 0.0]
+
+    def make(inner, group):
+        clock = lambda: now[group.rank]  # noqa: E731
+        return StreamingDiLoCo(
+            inner, group, local_steps="auto", fragments=3, delay=3, clock=clock, outer_momentum=0
+        )
+
+    def slow(reducer, rank):
+        mean = reducer.mean
+
+        def slower(values, notes=0):
+            now[rank] += exchange_s
+            return (yield from mean(values, notes))
+
+        reducer.mean = slower
+
+    begun = {}
+
+    def timed(rank):
+        optimizer = optimizers[rank]
+        yield from optimizer.made_alike()
+        for number, rows in enumerate(batches(WARM_UP + MEASURED + 100), 1):
+            now[rank] += 1.0
+            optimizer.zero_grad()
+            loss_of(models[rank], rows).backward()
+            yield from optimizer.algorithm()
+            if any(due == number + 3 for due, _ in optimizer.flights.values()):
+                begun.setdefault(rank, []).append(number)
+
+    models, optimizers = team(2, make)
+    for rank, optimizer in enumerate(optimizers):
+        for reducer in optimizer.means:
+            slow(reducer, rank)
+    lockstep([timed(rank) for rank in range(2)])
+    end = WARM_UP + MEASURED
+    measured = [10, 13, 17, 20, 23]
+    later = sorted(
+        end + offset + expected * window
+        for offset in (0, round(expected / 3), round(2 * expected / 3))
+        for window in range(1, 40)
+        if end + offset + expected * window <= end + 100
+    )
+    assert begun[0] == begun[1] == measured + later
+    assert optimizers[0].local_steps == expected
+
+
+def every_third(inner, group):
+    return LocalSGD(inner, group, local_steps=3)
+
+
+def outer(inner, group):
+    return DiLoCo(inner, group, local_steps=3)
+
+
+def outer_by_shares(inner, group):
+    return DiLoCo(inner, group, local_steps=3, sharded=True)
+
+
+def streaming(inner, group):
+    return StreamingDiLoCo(inner, group, local_steps=4, fragments=3, delay=2)
+
+
+def streaming_half(inner, group):
+    return StreamingDiLoCo(inner, group, local_steps=3, fragments=5, delay=1, compress=HALF)
+
+
+def test_over_processes_as_in_lockstep(tmp_path):
+    makers = [every_third, outer, outer_by_shares, streaming, streaming_half]
+    found = results(3, tmp_path, as_worker, makers, 9)
+    for number, make in enumerate(makers):
+        demand_processes_as_lockstep([each[number] for each in found], make, 9)

@@ -1,0 +1,154 @@
+"""Runs of several workers by each method of exchange."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from processes import results
+from training import saved, train_as_worker
+
+from gcnzc import checkpoint
+from gcnzc.config import LOCAL, ONE_BIT, TrainConfig
+from gcnzc.data import prepare
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.exchange import Group
+from gcnzc.methods import build_method, warmup_steps
+from gcnzc.optim import Averaged, resized
+from gcnzc.train import train
+
+METHODS = {
+    **{name: {"optimizer": name} for name in (*ONE_BIT, *LOCAL)},
+    "int8": {"optimizer": "adam", "compress": "int8"},
+    "sign": {"optimizer": "adam", "compress": "sign"},
+}
+# that meet while a run is as short as here
+SHORT = {"local_steps": "4", "fragments": 2}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("methods")
+    make(folder / "raw", "planted", Shape(2000, 12000, 24, 4), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    return TrainConfig(
+        data=folder / "graph",
+        fanouts=(5, 5),
+        layers=2,
+        hidden=16,
+        batch_size=30,
+        epochs=3,
+        lr=0.01,
+        dropout=0.2,
+        **SHORT,
+    )
+
+
+def of(config, method):
+    return replace(config, **METHODS[method])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_worker_learns_by_each_method(method, config, tmp_path):
+    found = train(of(config, method), tmp_path / "run")
+    assert found["test_accuracy"] > 0.6
+    assert found["bytes_sent"] == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(method, config, tmp_path):
+    config = of(config, method)
+    whole = results(2, tmp_path, train_as_worker, config, tmp_path / "whole")
+    assert whole[0]["test_accuracy"] == whole[1]["test_accuracy"] > 0.6
+    # in the second epoch, which has about ten steps, when workers may be apart
+    stopped = results(2, tmp_path, train_as_worker, config, tmp_path / "cut", 15)
+    assert stopped[0] == stopped[1]
+    assert stopped[0].startswith("stopped in epoch ")
+    state = saved(tmp_path / "cut")["optimizer"]
+    assert state["workers"] == 2
+    files = sorted(path.name for path in (tmp_path / "cut" / "workers").iterdir())
+    assert f"{state['generation']:06}-0.pt" in files
+    assert len(files) <= 4
+    other = tmp_path / "other"
+    (tmp_path / "cut").rename(other)
+    copy(other, tmp_path / "cut")
+    again = results(
+        2, tmp_path, train_as_worker, replace(config, resume=tmp_path / "cut"), tmp_path / "cut"
+    )
+    assert again[0]["test_accuracy"] == whole[0]["test_accuracy"]
+    for name, value in saved(tmp_path / "whole")["model"].items():
+        assert torch.equal(saved(tmp_path / "cut")["model"][name], value), name
+    more = results(3, tmp_path, train_as_worker, replace(config, resume=other), other)
+    assert more[0]["workers"] == 3
+    assert more[0]["test_accuracy"] > 0.6
+    seeds = [line["seeds"] for line in lines(tmp_path / "whole")]
+    assert [line["seeds"] for line in lines(other)] == seeds
+
+
+def copy(source, target):
+    for path in source.rglob("*"):
+        if path.is_file():
+            there = target / path.relative_to(source)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            there.write_bytes(path.read_bytes())
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+
+
+def test_a_state_that_is_missing_is_told(config, tmp_path):
+    config = of(config, "onebit-adam")
+    run = tmp_path / "run"
+    train(config, run)
+    state = saved(run)["optimizer"]
+    path = run / "workers" / f"{state['generation']:06}-0.pt"
+    assert checkpoint.load(path)["world_size"] == 1
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="no state of worker 0"):
+        train(replace(config, epochs=4, resume=run), run)
+
+
+def test_words_make_the_optimizer_that_they_name():
+    model = torch.nn.Linear(3, 2)
+    for name in (*ONE_BIT, *LOCAL):
+        made = build_method(TrainConfig(optimizer=name), model, Group(), 100)
+        spelt = type(made).__name__.lower()
+        assert spelt.replace("one", "1").replace("zero", "0") == name.replace("-", "").replace(
+            "one", "1"
+        ).replace("zero", "0")
+        assert made.param_groups[0]["lr"] == 0.003
+    usual = build_method(TrainConfig(), model, Group(), 100)
+    assert isinstance(usual, Averaged)
+    assert usual.is_shared
+    half = build_method(TrainConfig(compress="bfloat16"), model, Group(), 100)
+    assert not half.is_shared
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"), [("0.15", 15), ("0.001", 1), ("40", 40), ("1", 1), ("auto", None)]
+)
+def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
+    assert warmup_steps(TrainConfig(warmup=words), 100) == steps
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup": "some"}, "--warmup must be a number above 0 or auto, got 'some'"),
+        ({"warmup": "0"}, "--warmup must be a number above 0"),
+        ({"local_steps": "2.5"}, "--local-steps must be a whole number above 0 or usual or auto"),
+        ({"local_steps": "0"}, "--local-steps must be a whole number above 0"),
+        ({"fragments": 0}, "--fragments must be at least 1"),
+    ],
+)
+def test_words_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        TrainConfig(**options)
+    assert "\n\nhint: " in str(error.value)
+
+
+def test_resized_is_told_of_states_that_do_not_belong_together():
+    states = [{"rank": 0, "world_size": 2}, {"rank": 0, "world_size": 2}]
+    with pytest.raises(ValueError, match="states of workers"):
+        resized(states, 0, 3)
