@@ -1,0 +1,234 @@
+"""What each way of exchanging costs in accuracy, and brings in speed on slow links.
+
+    python bench/strategies.py accuracy [GRAPH ...] [--seeds N] [--methods METHOD ...]
+    python bench/strategies.py speed [MODEL ...] [--mbit-per-s R ...] [--methods METHOD ...]
+
+`accuracy` trains with four workers, every method over the same seeds and as many samples, with the
+same step size and minibatches. How fast the links are does not change what is computed. GRAPH is
+`planted`, of ogbn-products' shape, or a folder of ../shared/data.
+
+`speed` trains each model for a few epochs with four workers, one a machine of bench/cluster.py
+(which needs root), by each method, in turns with the others, on links of each rate. Seeds a second
+are those of epochs that have their method's usual share of warm-up steps. `none` never exchanges
+before the end of the run: what others are measured against.
+
+bench/plot.py draws both: the epochs of `accuracy`, as long as `speed` found them to be.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+from cluster import Cluster
+
+from gcnzc import cli
+
+ROOT = Path(__file__).parents[1]
+ARCHIVES = ROOT.parent / "shared" / "data"
+WORKERS = 4
+LIMIT_S = 1800.0
+# by name, the options that make them
+METHODS = {
+    "adamw": "--optimizer adamw",
+    "adamw bfloat16": "--optimizer adamw --compress bfloat16",
+    "adamw int8": "--optimizer adamw --compress int8",
+    "onebit-adam": "--optimizer onebit-adam",
+    "onebit-lamb": "--optimizer onebit-lamb",
+    "zero-one-adam": "--optimizer zero-one-adam",
+    "local-sgd": "--optimizer local-sgd --inner adamw",
+    "diloco": "--optimizer diloco --inner adamw",
+    "streaming-diloco": "--optimizer streaming-diloco --inner adamw",
+    "streaming-diloco fp4": "--optimizer streaming-diloco --inner adamw --compress float4_e3m0",
+    "co2": "--optimizer co2 --inner adamw",
+}
+NONE = "none"
+# local steps without end
+APART = "--optimizer local-sgd --inner adamw --local-steps 1000000000"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a graph."""
+
+    graph: str
+    options: str
+    epochs: int
+    """of a run to its accuracy"""
+
+
+CASES = {
+    "amazon_photo": Case(
+        "amazon_photo", "--layers 2 --fanouts 10,10 --hidden 64 --batch-size 32 --lr 0.003", 12
+    ),
+    "planted": Case(
+        "planted", "--layers 2 --fanouts 10,5 --hidden 64 --batch-size 64 --lr 0.003", 6
+    ),
+    # more than 5 million parameters, most of what a step takes is exchange
+    "wide": Case(
+        "amazon_photo", "--layers 3 --fanouts 5,5,5 --hidden 1280 --batch-size 16 --lr 0.001", 2
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the part that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=["accuracy", "speed"])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, NONE], default=None)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1, help="of speed")
+    parser.add_argument("--epochs", type=int, default=2, help="of a run of speed")
+    parser.add_argument("--mbit-per-s", type=float, nargs="+", default=[10.0, 100.0, 1000.0])
+    asked = parser.parse_args(argv)
+    if unknown := [case for case in asked.cases if case not in CASES]:
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    with tempfile.TemporaryDirectory() as folder:
+        if asked.part == "accuracy":
+            for case in asked.cases or ["amazon_photo", "planted"]:
+                accuracy(Path(folder), case, asked.methods or list(METHODS), asked.seeds)
+        else:
+            methods = asked.methods or [NONE, *METHODS]
+            for case in asked.cases or list(CASES):
+                for rate in asked.mbit_per_s:
+                    speed(Path(folder), case, methods, rate, asked.rounds, asked.epochs)
+
+
+def accuracy(folder: Path, name: str, methods: Sequence[str], seeds: int) -> None:
+    """Train by each method over several seeds."""
+    case = CASES[name]
+    graph = prepared(folder, case.graph)
+    # in turns, so that a run that is cut off has compared all methods over some seeds
+    runs: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+    for seed in range(seeds):
+        for method in methods:
+            run = folder / f"{name}-{method.replace(' ', '-')}-{seed}"
+            words = f"{case.options} --epochs {case.epochs} --seed {seed} {METHODS[method]}"
+            here = [sys.executable, "-m", "gcnzc", "train", str(graph), "--out", str(run)]
+            command = [*here, "--workers", str(WORKERS), "--no-plan", *words.split()]
+            ran = subprocess.run(
+                command, env=_environment(), capture_output=True, text=True, check=False
+            )
+            if ran.returncode:
+                raise SystemExit(f"error: {' '.join(command)}\n{ran.stderr[-2000:]}")
+            runs[method].append(_read(run))
+            print(name, method, seed, runs[method][-1]["test_percent"], flush=True)
+    for method, found in runs.items():
+        tests = [each["test_percent"] for each in found]
+        harness.record(
+            "strategies",
+            {"part": "accuracy", "case": name, "method": method, "workers": WORKERS},
+            test_percent=statistics.mean(tests),
+            spread_percent=statistics.stdev(tests) if len(tests) > 1 else None,
+            tests_percent=tests,
+            # of every epoch, means over the seeds
+            valid_percent=_means([each["valid_percent"] for each in found]),
+            bytes_sent=_means([each["bytes_sent"] for each in found]),
+            epochs=case.epochs,
+            options=f"{case.options} {METHODS[method]}",
+        )
+
+
+def speed(
+    folder: Path, name: str, methods: Sequence[str], mbit_per_s: float, rounds: int, epochs: int
+) -> None:
+    """Seeds a second by each method over links of one rate."""
+    case = CASES[name]
+    graph = prepared(folder, case.graph)
+    rates: dict[str, list[float]] = {method: [] for method in methods}
+    shares: dict[str, list[float]] = {method: [] for method in methods}
+    sent: dict[str, int] = {}
+    for turn in range(rounds):
+        for method in methods:
+            run = folder / f"speed-{name}-{mbit_per_s}-{method.replace(' ', '-')}-{turn}"
+            own = METHODS.get(method, APART)
+            words = f"{case.options} --epochs {epochs} --evaluate-every {epochs} {own}"
+            here = [sys.executable, "-m", "gcnzc", "train", str(graph), "--out", str(run)]
+            command = [*here, "--no-plan", "--threads", "1", *words.split()]
+            command += ["--timeout-s", "300", "--checkpoint-every-s", "100000"]
+            with Cluster(WORKERS, mbit_per_s) as cluster:
+                ran = cluster.run(
+                    lambda _, command=command: command,  # type: ignore[misc]
+                    limit_s=LIMIT_S,
+                    environment={"PYTHONPATH": str(ROOT), **_one_thread()},
+                )
+            if any(ran.codes):
+                raise SystemExit(f"error: the workers ended with {ran.codes}")
+            lines = [json.loads(line) for line in (run / "record.jsonl").open()]
+            seeds = sum(line["seeds"] for line in lines)
+            rates[method].append(seeds / sum(line["epoch_s"] for line in lines))
+            shares[method].append(
+                sum(line["exchange_s"] for line in lines) / sum(line["epoch_s"] for line in lines)
+            )
+            sent[method] = json.loads((run / "result.json").read_text())["bytes_sent"]
+            print(name, mbit_per_s, method, f"{rates[method][-1]:.1f} seeds/s", flush=True)
+    for method in methods:
+        rate = statistics.median(rates[method])
+        against = {
+            f"of_{other}": rate / statistics.median(rates[other])
+            for other in ("adamw", NONE)
+            if other in rates
+        }
+        harness.record(
+            "strategies",
+            {"part": "speed", "case": name, "method": method, "workers": WORKERS}
+            | {"mbit_per_s": mbit_per_s},
+            seeds_per_s=rate,
+            waiting_share=statistics.median(shares[method]),
+            **against,
+            bytes_sent=sent[method],
+            epochs=epochs,
+            rounds=rounds,
+            options=f"{case.options} {METHODS.get(method, APART)}",
+        )
+
+
+def prepared(folder: Path, name: str) -> Path:
+    """The folder of a graph, made by the command line."""
+    graph = folder / name
+    if graph.exists():
+        return graph
+    source: Any = ARCHIVES / name / f"{name}.npz"
+    if name == "planted":
+        source = folder / "raw"
+        like = ["--like", "ogbn-products", "--scale", "0.01"]
+        assert cli.main(["make", str(source), "--kind", "planted", *like]) == 0
+    assert cli.main(["prepare", str(source), str(graph)]) == 0
+    return graph
+
+
+def _read(run: Path) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (run / "record.jsonl").open()]
+    result = json.loads((run / "result.json").read_text())
+    workers = [json.loads(line) for line in (run / "workers.jsonl").open()]
+    sent = [line["bytes_sent"] for line in workers if line["worker"] == 0]
+    return {
+        "test_percent": 100 * result["test_accuracy"],
+        "valid_percent": [100 * line["valid_accuracy"] for line in lines],
+        "bytes_sent": sent,
+    }
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.mean(column) for column in zip(*rows, strict=True)]
+
+
+def _one_thread() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **_one_thread()}
+
+
+if __name__ == "__main__":
+    main()
