@@ -55,7 +55,14 @@ def test_one_worker_learns_by_each_method(method, config, tmp_path):
     assert found["bytes_sent"] == 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+# one of each kind; what they save is tested step by step beside each optimizer
+OFTEN = ("onebit-adam", "co2", "sign")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
+)
 def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(method, config, tmp_path):
     config = of(config, method)
     whole = results(2, tmp_path, train_as_worker, config, tmp_path / "whole")

@@ -445,7 +445,7 @@ class CO2(LocalUpdates):
         self.gap.distance, self.gap.usual = shared["gap"]
         if self.delay:
             told = shared["told"], shared["workers"], shared["blame"]
-            self.flight = self.arrived(self.vector(shared["next"]), *told)
+            self.flight = self.silenced(self.arrived(self.vector(shared["next"]), *told))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `LocalUpdates`."""

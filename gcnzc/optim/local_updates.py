@@ -367,6 +367,12 @@ class LocalUpdates(Optimizer):
         values[:end] *= workers / count
         return True
 
+    def silenced(self, flight: Flight) -> Flight:
+        """A flight of a checkpoint, whose signals were for the run that it was taken of."""
+        signals = len(self.asks)
+        flight.values[flight.values.numel() - signals :] = 0
+        return flight
+
     def drop(self, why: str) -> None:
         """Count a mean that was not taken of all workers, and say why."""
         self.dropped += 1

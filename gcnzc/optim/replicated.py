@@ -280,7 +280,7 @@ class Replicated(Optimizer):
         self.steps, self.skipped = numbers.pop("steps"), numbers.pop("skipped")
         self.numbers = numbers
         self.vectors = {
-            name: vector.to(self.space.device, copy=True)
+            name: vector.to("cpu" if name == "awake" else self.space.device, copy=True)
             for name, vector in state_dict["shared"]["vectors"].items()
         }
         self.take_up(state_dict["errors"])

@@ -209,10 +209,12 @@ class StreamingDiLoCo(LocalUpdates):
         self.flights = {
             number: (
                 shared[f"flight {number} due"],
-                Flight(
-                    self.vector(shared[f"flight {number} values"]),
-                    shared[f"flight {number} workers"],
-                    blame=shared[f"flight {number} blame"],
+                self.silenced(
+                    Flight(
+                        self.vector(shared[f"flight {number} values"]),
+                        shared[f"flight {number} workers"],
+                        blame=shared[f"flight {number} blame"],
+                    )
                 ),
             )
             for number in range(len(self.fragments))

@@ -737,3 +737,30 @@ def test_momentum_is_warned_of_when_the_number_of_steps_is_known():
         optimizer.warn_of_momentum()
     # once
     optimizer.warn_of_momentum()
+
+
+def test_a_signal_that_was_under_way_is_not_heard_by_the_run_that_goes_on():
+    def until_saved(rank):
+        parameter = torch.nn.Parameter(torch.ones(5))
+        optimizer = CO2(torch.optim.SGD([parameter], 0.1), Group(rank, 2), local_steps=2, signals=1)
+        optimizer.asks = [rank == 0]
+        for _ in range(2):
+            parameter.grad = torch.ones(5)
+            yield from optimizer.algorithm()
+        yield from optimizer.drained()
+        return optimizer.state_dict()
+
+    def going_on(rank, state):
+        parameter = torch.nn.Parameter(torch.ones(5))
+        optimizer = CO2(torch.optim.SGD([parameter], 0.1), Group(rank, 2), local_steps=2, signals=1)
+        optimizer.load_state_dict(state)
+        heard = []
+        for _ in range(4):
+            parameter.grad = torch.ones(5)
+            yield from optimizer.algorithm()
+            heard += optimizer.heard
+        return heard
+
+    states = lockstep([until_saved(rank) for rank in range(2)]).results
+    found = lockstep([going_on(rank, state) for rank, state in enumerate(states)]).results
+    assert found == [[False] * 4] * 2
