@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gcnzc.compress import Blocks, Dense, Sign
+from gcnzc.compress import Dense, Sign, compression
 from gcnzc.exchange import AllGather, Group, Vote, joined
 from gcnzc.exchange.timing import ask
 from gcnzc.optim import Averaged, OneBitAdam, OneBitLamb, StreamingDiLoCo
@@ -87,7 +87,7 @@ def optimizer_of(task: dict[str, Any], parameters: list[Any], group: Group) -> A
         return kind(parameters, warmup=warmup, compress=Sign(), dense=half, group=group)
     assert way == "streaming-diloco float4_e3m0", f"no way {way}"
     inner = torch.optim.SGD(parameters, 1e-6)
-    fragments, codes = task["fragments"], Blocks("float4_e3m0")
+    fragments, codes = task["fragments"], compression("float4_e3m0")
     return StreamingDiLoCo(
         inner, group, local_steps=task["local_steps"], fragments=fragments, compress=codes
     )

@@ -8,6 +8,9 @@ from gcnzc.compress.reducer import Compression
 from gcnzc.compress.sign import Sign
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# elements that share a scale, where it is not 256: codes that are powers of two follow the size of
+# each element, and are as good with fewer scales
+BLOCKS = {"float4_e3m0": 1024}
 WORDS = (*DTYPES, "sign", *FORMS)
 
 
@@ -26,5 +29,5 @@ def compression(word: str) -> Compression:
     if word == "sign":
         return Sign()
     if word in FORMS:
-        return Blocks(word)
+        return Blocks(word, BLOCKS.get(word, 256))
     raise ValueError(f"no compression {word!r}\n\nhint: one of {', '.join(WORDS)}")
