@@ -208,7 +208,9 @@ class Fault:
 
     def on_machines(self) -> tuple[int, str]:
         """Exit status of the first machine, and the talk of all, of a run on four of them."""
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(WORKERS)]
+        # errors are said on stderr, and `Ran` keeps stdout
+        launcher = ["sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable]
+        launcher += ["-m", "torch.distributed.run", "--nnodes", str(WORKERS)]
         launcher += ["--rdzv-id", "7", "--rdzv-backend", "c10d", "--max-restarts", "3"]
         launcher += ["--rdzv-endpoint", "machine0:29400"]
         launcher += ["--rdzv-conf", "join_timeout=30,read_timeout=10"]

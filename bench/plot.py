@@ -28,11 +28,12 @@ def main() -> None:
             print(f"no {path}")
             continue
         lines = [json.loads(text) for text in path.read_text().splitlines()]
-        figure = Figure(figsize=(8, 4.2), layout="constrained")
-        axes = figure.subplots()
+        panels = PANELS.get(name, 1)
+        figure = Figure(figsize=(8 if panels == 1 else 4 * panels, 4.2), layout="constrained")
+        axes = figure.subplots(1, panels)
         draw(axes, lines)
         where = lines[-1]
-        axes.set_title(
+        figure.suptitle(
             f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['time'][:10]}",
             fontsize="small",
             color="grey",
@@ -157,12 +158,47 @@ def collectives(axes: Axes, lines: Sequence[Line]) -> None:
     axes.legend(fontsize="small", ncols=2)
 
 
-PICTURES_OF: dict[str, Callable[[Axes, Sequence[Line]], None]] = {
+def strategies(panels: Sequence[Axes], lines: Sequence[Line]) -> None:
+    """Accuracy on validation nodes against bytes, and against time on links of each rate.
+
+    Epochs of the accuracy runs take as long as the speed runs on such links found them to.
+    """
+    of_case = [line for line in lines if line["case"] == STRATEGIES_OF]
+    learnt = newest([line for line in of_case if line["part"] == "accuracy"], "method")
+    timed = newest([line for line in of_case if line["part"] == "speed"], "method", "mbit_per_s")
+    for number, line in enumerate(learnt):
+        style = {"color": f"C{number % 10}", "linestyle": ("-", "--")[number // 10], "marker": "."}
+        percent = line["valid_percent"]
+        panels[0].plot([sent / 1e6 for sent in line["bytes_sent"]], percent, **style)
+        for panel, rate in zip(panels[1:], RATES, strict=True):
+            speeds = [
+                each["seeds_per_s"]
+                for each in timed
+                if (each["method"], each["mbit_per_s"]) == (line["method"], rate)
+            ]
+            if speeds:
+                epoch_s = line["seeds_in_an_epoch"] / speeds[0]
+                times = [epoch_s * (epoch + 1) for epoch in range(len(percent))]
+                panel.plot(times, percent, label=line["method"], **style)
+    panels[0].set_xscale("log")
+    panels[0].set_xlabel("MB that a worker has sent")
+    panels[0].set_ylabel(f"{STRATEGIES_OF}, validation accuracy in percent")
+    for panel, rate in zip(panels[1:], RATES, strict=True):
+        panel.set_xscale("log")
+        panel.set_xlabel(f"seconds, {rate:g} Mbit/s")
+    panels[-1].legend(fontsize="x-small")
+
+
+STRATEGIES_OF, RATES = "amazon_photo", (10.0, 100.0, 1000.0)
+# pictures of more than one panel
+PANELS = {"strategies": 1 + len(RATES)}
+PICTURES_OF: dict[str, Callable[[Any, Sequence[Line]], None]] = {
     "loader": loader,
     "gather_cpu": gather_cpu,
     "aggregate_cpu": aggregate_cpu,
     "accuracy": accuracy,
     "collectives": collectives,
+    "strategies": strategies,
 }
 
 if __name__ == "__main__":

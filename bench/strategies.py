@@ -137,6 +137,7 @@ def accuracy(folder: Path, name: str, methods: Sequence[str], seeds: int) -> Non
             # of every epoch, means over the seeds
             valid_percent=_means([each["valid_percent"] for each in found]),
             bytes_sent=_means([each["bytes_sent"] for each in found]),
+            seeds_in_an_epoch=found[0]["seeds"],
             epochs=case.epochs,
             options=f"{case.options} {METHODS[method]}",
         )
@@ -224,6 +225,7 @@ def _read(run: Path) -> dict[str, Any]:
         "test_percent": 100 * result["test_accuracy"],
         "valid_percent": [100 * line["valid_accuracy"] for line in lines],
         "bytes_sent": sent,
+        "seeds": lines[0]["seeds"],
     }
 
 

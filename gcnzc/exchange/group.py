@@ -55,7 +55,7 @@ from gcnzc.exchange.requests import (
     Vote,
     described,
 )
-from gcnzc.exchange.watch import Watch
+from gcnzc.exchange.watch import STORE_S, Watch
 from gcnzc.streams import CudaStreams
 
 T = TypeVar("T")
@@ -67,8 +67,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 TIMEOUT_S = 60.0
 # what workers wait for one another at the start: importing torch takes half a minute on busy cores
 JOIN_S = 180.0
-# what a worker waits for the store at most, which answers in microseconds if it is there
-STORE_S = 10.0
 
 
 class WorkerLost(RuntimeError):

@@ -8,14 +8,21 @@ does.
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gcnzc.exchange.meeting import Store
 
+T = TypeVar("T")
+
 BEAT_S = 1.0
+# what a worker waits for the store at most, which answers in microseconds if it is there
+STORE_S = 10.0
+LAST_WORDS_S = 5.0  # until an error is printed
 # of beats missed, after which a worker counts as silent
 MISSED = 3
 
@@ -67,20 +74,29 @@ class Watch:
         return found
 
     def culprits(self) -> str:
-        """Who is missing or behind, in words; takes some seconds."""
+        """Who is missing or behind, in words; takes some seconds.
+
+        If the store does not answer, this machine may be cut off from it. A launcher of torch's
+        waits for the store for a quarter of an hour then, so it is ended from here.
+        """
         try:
-            before = self.signs()
+            before = _within(STORE_S, self.signs)
             time.sleep(MISSED * BEAT_S)
-            after = self.signs()
+            after = _within(STORE_S, self.signs)
         except RuntimeError:
-            return "the launcher does not answer either, so its machine may be gone"
+            _end_launcher(self.parent)
+            return (
+                "the first machine's launcher does not answer either: it is gone, or this machine "
+                "is cut off"
+            )
         return blamed(self.rank, self.step, range(self.world_size), before, after)
 
     def leave(self, why: str = "") -> None:
         """Stop writing; `why` tells the others, so that they do not look for this worker."""
         self.done.set()
-        self.thread.join()
-        if why:
+        self.thread.join(MISSED * BEAT_S)
+        # else it waits for a store that does not answer
+        if why and not self.thread.is_alive():
             self.left = why
             try:
                 self.write()
@@ -97,6 +113,46 @@ class Watch:
             except RuntimeError:
                 # the store went with its launcher; the exchange will tell
                 continue
+
+
+def _within(seconds: float, deed: Callable[[], T]) -> T:
+    """Do it, in a thread that is left behind if it takes longer.
+
+    Raises:
+        RuntimeError: it did, or failed. Requests to torch's store know no time limit of their own
+            where the network swallows them.
+    """
+    answers: list[T] = []
+    failures: list[RuntimeError] = []
+
+    def work() -> None:
+        try:
+            answers.append(deed())
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work, name="gcnzc-watch-signs", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answers:
+        raise failures[0] if failures else RuntimeError(f"no answer within {seconds:g} s")
+    return answers[0]
+
+
+def _end_launcher(parent: int) -> None:
+    """End this worker's launcher soon after the worker has said why, if it is one of torch's."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.getppid() != parent:
+        return
+    words = (
+        f"sleep {LAST_WORDS_S:g}; kill -TERM {parent}; sleep {LAST_WORDS_S:g}; kill -KILL {parent}"
+    )
+    subprocess.Popen(
+        ["sh", "-c", words],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def blamed(
