@@ -143,15 +143,15 @@ def _end_launcher(parent: int) -> None:
     """End this worker's launcher soon after the worker has said why, if it is one of torch's."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.getppid() != parent:
         return
-    words = (
-        f"sleep {LAST_WORDS_S:g}; kill -TERM {parent}; sleep {LAST_WORDS_S:g}; kill -KILL {parent}"
-    )
-    subprocess.Popen(
-        ["sh", "-c", words],
+    wait = f"sleep {LAST_WORDS_S:g}"
+    # by a process that outlives this one, and has no parent to wait for it
+    subprocess.run(
+        ["sh", "-c", f"({wait}; kill -TERM {parent}; {wait}; kill -KILL {parent}) &"],
         start_new_session=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        check=False,
     )
 
 
