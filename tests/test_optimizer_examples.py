@@ -20,7 +20,14 @@ def run_example(name):
         runpy.run_path(str(FOLDER / name), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+# one of each kind
+OFTEN = ("onebit_adam.py", "streaming_diloco.py", "with_ddp.py")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],
+)
 def test_an_example_learns_on_two_workers(name, tmp_path):
     assert len((FOLDER / name).read_text().splitlines()) < 30
     with workers(2, tmp_path, run_example, name) as processes:

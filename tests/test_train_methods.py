@@ -56,7 +56,7 @@ def test_one_worker_learns_by_each_method(method, config, tmp_path):
 
 
 # one of each kind; what they save is tested step by step beside each optimizer
-OFTEN = ("onebit-adam", "co2", "sign")
+OFTEN = ("onebit-adam", "co2")
 
 
 @pytest.mark.parametrize(
