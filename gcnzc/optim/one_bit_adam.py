@@ -11,10 +11,11 @@ the momentum, so that what compression leaves out of one step is made up for in 
 
 Beyond the paper: an element whose variance is 0 when it freezes, such as of an embedding's row that
 was never looked up, would take steps of lr times scale / eps. It is left out of scales and errors,
-and stays where it is until a worker has a gradient for it; then all take one dense step, which
-gives a variance to the elements that have a gradient in it. One whose variance is small, such as of
-a row that was looked up long ago, would take large steps; its variance is raised to a share of the
-mean of its parameter's.
+and stays where it is until a worker has a gradient for it; then all take a dense step, to
+which workers give all gradients that such elements had by then, and which gives these a variance.
+From one such step to the next there are 1, 2, 4, ... 256 others at least. An element whose variance
+is small, such as of a row that was looked up long ago, would take large steps; its variance is
+raised to a share of the mean of its parameter's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,8 @@ from gcnzc.optim.freezing import FreezeRule
 from gcnzc.optim.replicated import Replicated
 from gcnzc.optim.space import Part
 
+# most steps between two dense steps in which elements join; they begin at 1, and double
+MOST_JOIN_GAP = 256
 # what becomes of elements that have a gradient for the first time after the variance froze
 WAKE = ("join", "stay")
 
@@ -93,8 +96,11 @@ class OneBitAdam(Replicated):
         space = self.space
         self.vectors = {"momentum": space.zeros(), "variance": space.zeros()}
         self.vectors["awake"] = torch.zeros(len(space.segments), dtype=torch.bool)
-        # `wakes`: elements that slept have a gradient; the next step is dense
+        # `wakes`: elements that slept have a gradient; the next step from `join_from` on is dense
         self.numbers = {"frozen_at": 0, "next_refresh": 0, "wakes": False, "norms": []}
+        self.numbers |= {"join_from": 0, "join_gap": 1}
+        self.waiting: Tensor | None = None
+        """(elements that sleep,): sums of this worker's gradients since they might join last"""
         self._dense = self.reducer(self.dense, space.num_elements)
         self._dense_part = self.reducer(self.dense, space.num_dense)
 
@@ -112,7 +118,9 @@ class OneBitAdam(Replicated):
     @property
     def is_dense_step(self) -> bool:
         """Whether the next step exchanges whole gradients."""
-        if not self.is_frozen or self.numbers["wakes"]:
+        if not self.is_frozen:
+            return True
+        if self.numbers["wakes"] and self.steps + 1 >= self.numbers["join_from"]:
             return True
         return bool(self.refresh) and self.steps + 1 >= self.numbers["next_refresh"]
 
@@ -131,6 +139,10 @@ class OneBitAdam(Replicated):
     def _dense_step(self, values: Tensor) -> Algorithm[str]:
         flags = self.notes(values)[len(self.asks) :]
         flags.copy_(values.new_tensor(self.space.have_gradients()))
+        if self.waiting is not None:
+            # what woke elements since the last dense step is given to this one
+            dense, end = self.space.num_dense, self.space.num_elements
+            values[dense:end][~self.vectors["active"]] += self.waiting
         if blame := (yield from self.dense_mean(values)):
             return blame
         self.hear(values)
@@ -150,7 +162,8 @@ class OneBitAdam(Replicated):
         dense, end = space.num_dense, space.num_elements
         coded = values[dense:].clone()
         momenta, notes = coded[: end - dense], coded[end - dense :]
-        notes[-1] = 0 if active is None else self._num_waking(values[dense:end][~active])
+        asleep = None if active is None else values[dense:end][~active]
+        notes[-1] = 0 if asleep is None else self._num_waking(asleep)
         for part in space.parts:
             if part.begin >= dense:
                 beta = part.group["betas"][0]
@@ -163,7 +176,7 @@ class OneBitAdam(Replicated):
             return blame
         self.notes(values).copy_(notes)
         self.hear(values)
-        self.numbers["wakes"] = self.wake == "join" and float(notes[-1]) > 0
+        self.wait(asleep, float(notes[-1]))
         for part in space.parts:
             if part.begin < dense:
                 self._average(part, values, with_variance=True)
@@ -171,6 +184,18 @@ class OneBitAdam(Replicated):
         self._awaken_dense(values)
         self._apply(values)
         return ""
+
+    def wait(self, asleep: Tensor | None, waking: float) -> None:
+        """Keep the gradients of elements that sleep until the next step in which they may join.
+
+        Args:
+            asleep: their gradients on this worker; None if no element sleeps.
+            waking: how many would wake, on all workers.
+        """
+        if asleep is None or self.wake == "stay":
+            return
+        self.waiting = asleep if self.waiting is None else self.waiting.add_(asleep)
+        self.numbers["wakes"] |= waking > 0
 
     def _num_waking(self, gradients: Tensor) -> Tensor:
         """How many elements have a gradient that can give them a variance."""
@@ -285,6 +310,7 @@ class OneBitAdam(Replicated):
     def _keep_to(self, active: Tensor) -> None:
         """Let the elements that are not active sleep."""
         self.vectors.pop("active", None)
+        self.waiting = None
         if not bool(active.all()):
             self.vectors["active"] = active
             self.vectors["momentum"][self.space.num_dense :][~active] = 0
@@ -317,7 +343,29 @@ class OneBitAdam(Replicated):
         if self.numbers["wakes"] or is_refresh:
             self._raise_small_variances()
             self._keep_to(self.vectors["variance"][dense:] > 0)
-        self.numbers["wakes"] = False
+        if self.numbers["wakes"]:
+            # where elements wake all the time, dense steps become rare all the same
+            gap = self.numbers["join_gap"]
+            self.numbers |= {"join_from": step + gap, "join_gap": min(2 * gap, MOST_JOIN_GAP)}
+            self.numbers["wakes"] = False
+
+    @property
+    def state_bytes(self) -> int:
+        """See `Replicated`; with what is kept of elements that sleep."""
+        waiting = 0 if self.waiting is None else self.waiting.numel() * self.space.dtype.itemsize
+        return super().state_bytes + waiting
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Replicated`; `local` has the gradients of elements that sleep."""
+        local = {} if self.waiting is None else {"waiting": self.waiting}
+        return {**super().state_dict(), "local": local}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `Replicated`."""
+        super().load_state_dict(state_dict)
+        waiting = state_dict["local"].get("waiting")
+        device = self.space.device
+        self.waiting = None if waiting is None else waiting.to(device, copy=True)
 
     def take_up(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """See `Replicated`."""

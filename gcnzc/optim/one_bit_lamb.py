@@ -132,7 +132,8 @@ class OneBitLamb(OneBitAdam):
         dense, end = space.num_dense, space.num_elements
         coded = values[dense:].clone()
         momenta, notes = coded[: end - dense], coded[end - dense :]
-        notes[-1] = 0 if active is None else self._num_waking(values[dense:end][~active])
+        asleep = None if active is None else values[dense:end][~active]
+        notes[-1] = 0 if asleep is None else self._num_waking(asleep)
         for part in self._still_parts():
             beta = part.group["betas"][0]
             own = momenta[part.begin - dense : part.end - dense]
@@ -146,7 +147,7 @@ class OneBitLamb(OneBitAdam):
             return blame
         self.notes(values).copy_(notes)
         self.hear(values)
-        self.numbers["wakes"] = self.wake == "join" and float(notes[-1]) > 0
+        self.wait(asleep, float(notes[-1]))
         torch._foreach_div_(each, list(scaling.where(scaling > 0, torch.inf)))
         for part in space.parts:
             if part.begin < dense:
