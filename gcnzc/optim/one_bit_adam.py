@@ -170,6 +170,7 @@ class OneBitAdam(Replicated):
                 own = momenta[part.begin - dense : part.end - dense]
                 torch.mul(self.vectors["momentum"][part.begin : part.end], beta, out=own)
                 own.add_(values[part.begin : part.end], alpha=1 - beta)
+        self._before_exchange(momenta)
         if dense and (blame := (yield from self._dense_part.mean(values[:dense]))):
             return blame
         if blame := (yield from self.reducers["momentum"].mean(coded, self.num_notes)):
@@ -180,10 +181,17 @@ class OneBitAdam(Replicated):
         for part in space.parts:
             if part.begin < dense:
                 self._average(part, values, with_variance=True)
+        self._after_exchange(momenta, values)
         self.vectors["momentum"][dense:] = momenta
         self._awaken_dense(values)
         self._apply(values)
         return ""
+
+    def _before_exchange(self, momenta: Tensor) -> None:
+        """Change this worker's momenta (n - d,) in place to what is exchanged."""
+
+    def _after_exchange(self, momenta: Tensor, values: Tensor) -> None:
+        """Change what was exchanged (n - d,) back in place; `values` is memory to work in."""
 
     def wait(self, asleep: Tensor | None, waking: float) -> None:
         """Keep the gradients of elements that sleep until the next step in which they may join.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.compress import Compression
-from gcnzc.exchange import Algorithm, Group
+from gcnzc.exchange import Group
 from gcnzc.optim.one_bit_adam import OneBitAdam
 from gcnzc.optim.space import Part
 
@@ -125,33 +125,13 @@ class OneBitLamb(OneBitAdam):
         trust = f"trust {self.trust_range} {self.trust_beta}"
         return [*super().layout(), f"{trust}, factor {self.factor_range} {self.factor_change}"]
 
-    @torch.no_grad()
-    def _compressed_step(self, values: Tensor) -> Algorithm[str]:
-        yield from self.clipped(values)
-        space, active = self.space, self.vectors.get("active")
-        dense, end = space.num_dense, space.num_elements
-        coded = values[dense:].clone()
-        momenta, notes = coded[: end - dense], coded[end - dense :]
-        asleep = None if active is None else values[dense:end][~active]
-        notes[-1] = 0 if asleep is None else self._num_waking(asleep)
-        for part in self._still_parts():
-            beta = part.group["betas"][0]
-            own = momenta[part.begin - dense : part.end - dense]
-            torch.mul(self.vectors["momentum"][part.begin : part.end], beta, out=own)
-            own.add_(values[part.begin : part.end], alpha=1 - beta)
-        each, scaling = self._each(momenta), self.vectors["scaling"][self._first :]
-        torch._foreach_mul_(each, list(scaling))
-        if dense and (blame := (yield from self._dense_part.mean(values[:dense]))):
-            return blame
-        if blame := (yield from self.reducers["momentum"].mean(coded, self.num_notes)):
-            return blame
-        self.notes(values).copy_(notes)
-        self.hear(values)
-        self.wait(asleep, float(notes[-1]))
-        torch._foreach_div_(each, list(scaling.where(scaling > 0, torch.inf)))
-        for part in space.parts:
-            if part.begin < dense:
-                self._average(part, values, with_variance=True)
+    def _before_exchange(self, momenta: Tensor) -> None:
+        scaling = self.vectors["scaling"][self._first :]
+        torch._foreach_mul_(self._each(momenta), list(scaling))
+
+    def _after_exchange(self, momenta: Tensor, values: Tensor) -> None:
+        dense, scaling = self.space.num_dense, self.vectors["scaling"][self._first :]
+        torch._foreach_div_(self._each(momenta), list(scaling.where(scaling > 0, torch.inf)))
         for part in self._still_parts():
             # the gradient that the new momentum stands for
             here, beta = slice(part.begin, part.end), part.group["betas"][0]
@@ -159,10 +139,6 @@ class OneBitLamb(OneBitAdam):
             own = momenta[part.begin - dense : part.end - dense]
             torch.sub(own, gradient, out=gradient).div_(1 - beta)
         self._renew(values)
-        self.vectors["momentum"][dense:] = momenta
-        self._awaken_dense(values)
-        self._apply(values)
-        return ""
 
     def _renew(self, gradients: Tensor) -> None:
         """Bring the fresh variance up to date."""
