@@ -50,8 +50,12 @@ METHODS = {
     "diloco": "--optimizer diloco --inner adamw",
     "streaming-diloco": "--optimizer streaming-diloco --inner adamw",
     "streaming-diloco fp4": "--optimizer streaming-diloco --inner adamw --compress float4_e3m0",
+    "streaming-diloco auto": "--optimizer streaming-diloco --inner adamw --local-steps auto",
     "co2": "--optimizer co2 --inner adamw",
+    "co2 auto": "--optimizer co2 --inner adamw --local-steps auto",
 }
+# that choose by how fast the links are, which accuracy has not
+TIMED = ("streaming-diloco auto", "co2 auto")
 # methods that exchange whole gradients in this share of a run's steps first
 WARM, WARMUP = ("onebit-adam", "onebit-lamb"), float(TrainConfig.warmup)
 NONE = "none"
@@ -99,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if asked.part == "accuracy":
             for case in asked.cases or ["amazon_photo", "planted"]:
-                accuracy(Path(folder), case, asked.methods or list(METHODS), asked.seeds)
+                usual = [method for method in METHODS if method not in TIMED]
+                accuracy(Path(folder), case, asked.methods or usual, asked.seeds)
         else:
             methods = asked.methods or [NONE, *METHODS]
             for case in asked.cases or list(CASES):

@@ -135,6 +135,8 @@ def train_command(config: TrainConfig, reporter: Reporter, group: Group | None =
     if "hit_rate" in result:
         predicted = result["predicted_hit_rate"]
         told = "" if predicted is None else f", {predicted:.1%} predicted"
+        peers = result["peer_hit_rate"]
+        told += f", {peers:.1%} on the GPUs of other workers" if peers else ""
         reporter.say(
             f"{result['hit_rate']:.1%} of the rows were hot{told}: "
             f"{result['bytes_saved'] / 1e6:.1f} MB an epoch had no need to cross the bus"
@@ -274,7 +276,7 @@ def plan_cache_command(config: PlanCacheConfig, reporter: Reporter) -> None:
         )
         with reporter.task("measure") as advance:
             fresh = hot.needed(loader, config.batches, advance)
-    found = hot.plan(counted, loaded.table, graph.in_degrees(), fresh)
+    found = hot.plan(counted, loaded.table, graph.in_degrees(), fresh, gpus=config.gpus)
     for line in hot.lines(found):
         reporter.say(line)
     if config.out is not None:

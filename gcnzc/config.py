@@ -110,6 +110,9 @@ class TrainConfig:
     """of diloco, streaming-diloco and co2: step size of what was exchanged; usual if not given"""
     outer_momentum: float | None = None
     """of diloco, streaming-diloco and co2: momentum of what was exchanged; usual if not given"""
+    delay: str = "usual"
+    """of streaming-diloco: steps beside which an exchange goes on; usual takes 1, or auto with
+    --local-steps auto, which measures how many hide it"""
     fragments: int = 4
     """of streaming-diloco: parts of the model that are exchanged at different steps"""
     hidden: int = 256
@@ -143,6 +146,9 @@ class TrainConfig:
     takes that of the plan, or 0.2"""
     hot_by: HotBy = "presampled"
     """what makes a row hot: how often it is in minibatches drawn before training, or in-degree"""
+    hot_split: bool = False
+    """the workers of a machine, with a GPU each, split one hot set and read each other's rows; else
+    each has copies of all its rows. A share in --hot is of the set, bytes are of each GPU"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the model trains; auto takes CUDA where there is one"""
     threads: int = 0
@@ -218,6 +224,12 @@ class TrainConfig:
         _demand_number(
             "--local-steps", self.local_steps, ("usual", "auto"), "30 is usual", whole=True
         )
+        _demand_number("--delay", self.delay, ("usual", "auto"), "1 is usual", whole=True)
+        if self.delay == "auto" and self.local_steps != "auto":
+            raise ValueError(
+                f"--delay auto with --local-steps {self.local_steps}\n\n"
+                "hint: both are measured together, with --local-steps auto"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,6 +423,8 @@ class PlanCacheConfig:
     """seeds per minibatch"""
     batches: int = 100
     """minibatches that are drawn to predict from, in two halves"""
+    gpus: int = 1
+    """that split the hot set; with 1 each GPU has all of it"""
     measure: bool = False
     """also draw as many fresh minibatches, as training would, and count the hits"""
     threads: int = 0
@@ -423,6 +437,7 @@ class PlanCacheConfig:
     def __post_init__(self) -> None:
         _at_least(1, "batch_size", self.batch_size)
         _at_least(4, "batches", self.batches)
+        _at_least(1, "gpus", self.gpus)
         for name in ("threads", "seed"):
             _at_least(0, name, getattr(self, name))
         _demand_fanouts(self.fanouts)

@@ -83,6 +83,7 @@ def build_method(
         return DiLoCo(inner, group, **options)
     if config.optimizer == "co2":
         return CO2(inner, group, **options)
+    options["delay"] = _delay(config)
     return StreamingDiLoCo(inner, group, fragments=config.fragments, **options)
 
 
@@ -113,6 +114,13 @@ def warmup_steps(config: TrainConfig, steps: int) -> int | None:
         return None
     number = float(config.warmup)
     return max(1, round(number * steps if number < 1 else number))
+
+
+def _delay(config: TrainConfig) -> int | str:
+    words = config.delay
+    if words == "usual":
+        return "auto" if config.local_steps == "auto" else 1
+    return words if words == "auto" else int(words)
 
 
 def _way(config: TrainConfig, usual: str) -> Compression:

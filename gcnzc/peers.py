@@ -11,10 +11,11 @@ Letters: N rows in the table, D columns, H hot rows, G GPUs.
 """
 
 import hashlib
+import json
 import platform
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import permutations
 
@@ -47,6 +48,16 @@ class Handle:
     machine: str
     memory: bytes  # what the driver opens; empty where a CPU gathers
     offset: int  # bytes of that memory before the first copy
+
+    def to_text(self) -> str:
+        """The handle as a line of text."""
+        return json.dumps(asdict(self) | {"memory": self.memory.hex()})
+
+    @classmethod
+    def from_text(cls, text: str) -> "Handle":
+        """The handle that `to_text` made into `text`."""
+        values = json.loads(text)
+        return cls(**values | {"memory": bytes.fromhex(values["memory"])})
 
 
 @dataclass(frozen=True, eq=False)

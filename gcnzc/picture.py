@@ -27,12 +27,14 @@ SPAN_COLOURS = {
     "compute": "C2",
     "wait": "lightgrey",
     "exchange": "C3",
+    "beside": "C4",
 }
 STAGES = {
     "sample_s": "sample",
     "gather_s": "gather",
     "compute_s": "compute",
     "exchange_s": "exchange",
+    "hidden_s": "beside",
 }
 
 

@@ -11,8 +11,11 @@ from torch import Tensor
 from gcnzc import models, plan
 from gcnzc.config import LOCAL, TrainConfig, hot_size
 from gcnzc.data import Dataset
-from gcnzc.hot import CachedTable, Presample, Progress, cached, presample
+from gcnzc.exchange import Algorithm, Group, run
+from gcnzc.hot import CachedShare, CachedTable, Presample, Progress, cached, cached_share, presample
 from gcnzc.loader import Samples
+from gcnzc.peers import Handle
+from gcnzc.replicas import everybodys
 from gcnzc.sampler import Sampler
 from gcnzc.table import FeatureTable, pinned
 
@@ -68,21 +71,24 @@ def cached_table(
     data: Dataset,
     table: FeatureTable,
     device: torch.device,
+    group: Group,
     progress: Progress | None = None,
     share: float | None = None,
 ) -> CachedTable:
-    """`table` with the hot rows that `config` asks for.
+    """`table` with the hot rows that `config` asks for, which the workers of a machine may split.
 
     Args:
         config: the run's.
         data: its graph.
         table: its features, inside `gcnzc.pinned` for a GPU.
         device: that gathers.
+        group: of all workers.
         progress: of the counting, called with (done, total).
         share: of the rows to keep there, if `config` leaves it open.
 
     Raises:
         ValueError: the hot set holds no row, or the device cannot read the others on the host.
+        RuntimeError: GPUs that are to split the set cannot read each other's memory.
     """
     graph = data.graph
     ranking: Tensor | Presample = graph.in_degrees()
@@ -97,7 +103,17 @@ def cached_table(
             progress=progress,
         )
     size = (share or USUAL_HOT) if config.hot == "auto" else hot_size(config.hot)
-    return cached(table, size, ranking, device=device)
+    if not config.hot_split or group.local_world_size == 1:
+        return cached(table, size, ranking, device=device)
+    number, of = group.local_rank, group.local_world_size
+    own = cached_share(table, size, ranking, number=number, of=of, device=device)
+    return run(_joined(own, group.rank - number), group)
+
+
+def _joined(own: CachedShare, first: int) -> Algorithm[CachedTable]:
+    """The table that reads what all workers of this machine have, of whom `first` is the first."""
+    texts = yield from everybodys(own.handle.to_text())
+    return own.joined([Handle.from_text(text) for text in texts[first : first + own.handle.of]])
 
 
 @dataclass(frozen=True)

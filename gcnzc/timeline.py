@@ -20,7 +20,7 @@ from gcnzc.streams import Moment
 class Span:
     """A stage of one step."""
 
-    name: str  # sample, gather, compute, wait, exchange
+    name: str  # sample, gather, compute, wait, exchange, beside
     lane: str
     begin_s: float
     end_s: float
@@ -77,15 +77,20 @@ class Seconds:
 
 def share_under(spans: Sequence[Span], name: str, other: str) -> float:
     """The share of the seconds of `name` during which some `other` ran too; 0 of no seconds."""
-    whole = [(span.begin_s, span.end_s) for span in spans if span.name == name]
-    covers = _joined((span.begin_s, span.end_s) for span in spans if span.name == other)
-    seconds = sum(end - begin for begin, end in whole)
-    covered = sum(
-        max(0.0, min(end, last) - max(begin, first))
-        for begin, end in whole
-        for first, last in covers
+    whole = [span for span in spans if span.name == name]
+    seconds = sum(span.end_s - span.begin_s for span in whole)
+    covers = [span for span in spans if span.name == other]
+    return 1 - seconds_outside(whole, covers) / seconds if seconds else 0.0
+
+
+def seconds_outside(spans: Iterable[Span], covers: Iterable[Span]) -> float:
+    """The seconds of `spans` during which none of `covers` ran."""
+    joined = _joined((span.begin_s, span.end_s) for span in covers)
+    return sum(
+        (span.end_s - span.begin_s)
+        - sum(max(0.0, min(span.end_s, last) - max(span.begin_s, first)) for first, last in joined)
+        for span in spans
     )
-    return covered / seconds if seconds else 0.0
 
 
 def write_trace(spans: Sequence[Span], path: Path) -> None:

@@ -12,8 +12,16 @@ import math
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import astuple
 from pathlib import Path
 from types import FrameType
@@ -43,7 +51,7 @@ from gcnzc.stages import (
 from gcnzc.streams import clock_of
 from gcnzc.table import FeatureTable
 from gcnzc.tasks import Task, build_task
-from gcnzc.timeline import Seconds, Span, Stage, share_under, write_trace
+from gcnzc.timeline import Seconds, Span, Stage, seconds_outside, share_under, write_trace
 from gcnzc.worker_states import WorkerStates
 
 # options that a resumed run may be given anew: they change how long it runs, not what it computes
@@ -64,7 +72,9 @@ FREE_ON_RESUME = {
 # what workers tell each other with their gradients
 STOP, SAVE = 0, 1
 # of an epoch, told in any case
-TIMES = ("sample_s", "gather_s", "wait_s", "compute_s", "exchange_s")
+TIMES = ("sample_s", "gather_s", "wait_s", "compute_s", "exchange_s", "hidden_s")
+# waits for other workers that an exchange beside the steps may have seen
+WAITS = 1000
 # steps that are not traced: they compile, and fill the loader's memory
 WARM_UP = 10
 
@@ -126,7 +136,9 @@ def train(
         table = settings.table
         if config.features == "cached":
             with reporter.task("count how often rows are needed") as advance:
-                table = cached_table(config, data, table, device, advance, settings.hot)
+                table = cached_table(config, data, table, device, group, advance, settings.hot)
+            if isinstance(table, CachedTable) and table.gpus > 1:
+                stack.push(_leave_together(group, device))
         # dropout and initial weights draw from torch's generators; the caller's are left alone
         stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
         stopped = stack.enter_context(_stop_requests())
@@ -255,6 +267,7 @@ class _Run:
         # of the steps that are traced
         self.spans: list[Span] = []
         self.stages: list[Stage] = []
+        self.waits: deque[Span] = deque(maxlen=WAITS)
         self.saved_at = time.monotonic()
         self.writer = checkpoint.Writer()
         self.worker_states = WorkerStates(folder, self.group.rank)
@@ -449,11 +462,14 @@ class _Run:
             self.in_epoch = True
         self.model.train()
         steps, done = len(self.loader), self.loader.position
-        with self.reporter.task(f"epoch {self.epoch + 1}/{self.config.epochs}") as advance:
+        title = f"epoch {self.epoch + 1}/{self.config.epochs}"
+        with ExitStack() as stack, self.reporter.task(title) as advance:
             # those of loading and evaluation are not of a step
             self.group.take_waits()
+            # closed, so that no row is read any more when the run is left
+            batches = stack.enter_context(closing(iter(self.loader)))
             began = self.now()
-            for step, batch in enumerate(self.loader, done):
+            for step, batch in enumerate(batches, done):
                 ready = self.now()
                 assert batch.x is not None, "the loader has a table"
                 assert batch.y is not None, "the loader or its sampler has labels"
@@ -483,11 +499,19 @@ class _Run:
                     Stage("compute", "model", ready, stepped),
                 ]
                 waits = [Span("exchange", "model", *wait) for wait in self.group.take_waits()]
+                self.waits += waits
+                beside = [Span("beside", "exchange", *each) for each in self.group.take_beside()]
                 self.tally.time(batch.times, stages, waits)
+                if beside:
+                    # what of it nobody waited for
+                    hidden_s = seconds_outside(beside, self.waits)
+                    self.tally.seconds.add_seconds("hidden_s", hidden_s)
                 self.tally.bytes += len(batch.nodes) * self.table.row_bytes
                 if isinstance(self.table, CachedTable):
-                    self.tally.hits += self.table.hits(self.loader.read_in_place(batch.nodes))
-                self.trace(batch.spans + waits, stages)
+                    in_place = self.loader.read_in_place(batch.nodes)
+                    self.tally.hits += self.table.hits(in_place)
+                    self.tally.peer_hits += self.table.peer_hits(in_place)
+                self.trace(batch.spans + waits + beside, stages)
                 began = self.now()
                 advance(step + 1, steps, self.tally.shown)
                 self.obey(self.optimizer.heard)
@@ -533,6 +557,7 @@ class _Run:
         if isinstance(self.table, CachedTable):
             hits, rows = int(tally.hits), figures["payload_bytes"] // self.table.row_bytes
             line |= {"hit_rate": hits / rows, "bytes_saved": hits * self.table.row_bytes}
+            line["peer_hit_rate"] = int(tally.peer_hits) / rows
         if self.task.best_accuracy is not None:
             line["best_possible_accuracy"] = self.task.best_accuracy
         last = self.epoch + 1 == self.config.epochs
@@ -599,7 +624,8 @@ class _Run:
         epochs = len(self.lines)
 
         def mean(key: str) -> float:
-            return sum(line[key] for line in self.lines) / epochs
+            # lines from before something was measured do not have it
+            return sum(line.get(key, 0.0) for line in self.lines) / epochs
 
         data, task, config = self.data, self.task, self.config
         gathered, seconds = mean("payload_bytes"), mean("gather_s")
@@ -619,6 +645,7 @@ class _Run:
             "compute_s": mean("compute_s"),
             "wait_s": mean("wait_s"),
             "exchange_s": mean("exchange_s"),
+            "hidden_s": mean("hidden_s"),
             "seeds_per_s": len(task.seeds) / mean("epoch_s"),
             "payload_bytes": int(gathered),
             "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
@@ -628,8 +655,10 @@ class _Run:
             "seed": config.seed,
         }
         if isinstance(self.table, CachedTable):
-            hit_bytes = sum(line["hit_rate"] * line["payload_bytes"] for line in self.lines)
-            line["hit_rate"] = hit_bytes / epochs / gathered
+            for key in ("hit_rate", "peer_hit_rate"):
+                # lines from before sets were split have no hits of peers
+                hit = sum(line.get(key, 0.0) * line["payload_bytes"] for line in self.lines)
+                line[key] = hit / epochs / gathered
             line["predicted_hit_rate"] = self.table.predicted_hit_rate
             line["bytes_saved"] = int(mean("bytes_saved"))
         if task.best_accuracy is not None:
@@ -655,7 +684,9 @@ class _Tally:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.right = torch.zeros((), dtype=torch.float64, device=device)
         self.seeds = self.steps = self.bytes = 0
-        self.hits: int | Tensor = 0  # rows that were hot, of a cached table
+        # of a cached table, rows that were hot, and of them those that another worker's GPU had
+        self.hits: int | Tensor = 0
+        self.peer_hits: int | Tensor = 0
         self.seconds = Seconds(dict.fromkeys(TIMES, 0.0))
 
     def add(self, logits: Tensor, loss: Tensor, labels: Tensor) -> None:
@@ -690,7 +721,7 @@ class _Tally:
         values = rows.sum(dim=0).tolist()
         whole = _Tally(self.loss.device)
         plain = dict(zip(state, values, strict=False))
-        for name in ("seeds", "steps", "bytes", "hits"):
+        for name in ("seeds", "steps", "bytes", "hits", "peer_hits"):
             plain[name] = int(plain[name])
         plain["steps"] = max(int(steps) for steps in rows[:, list(state).index("steps")])
         whole.load_state_dict(
@@ -725,7 +756,8 @@ class _Tally:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
         own = {name: getattr(self, name) for name in ("seeds", "steps", "bytes")}
-        sums = {"loss": self.loss.item(), "right": self.right.item(), "hits": int(self.hits)}
+        sums = {"loss": self.loss.item(), "right": self.right.item()}
+        sums |= {"hits": int(self.hits), "peer_hits": int(self.peer_hits)}
         return own | sums | {"times": self.seconds.all()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -733,9 +765,9 @@ class _Tally:
         self.loss.fill_(state["loss"])
         self.right.fill_(state["right"])
         self.seeds, self.steps, self.bytes = state["seeds"], state["steps"], state["bytes"]
-        # a checkpoint from before there were hot sets has none
-        self.hits = state.get("hits", 0)
-        self.seconds = Seconds(state["times"])
+        # a checkpoint from before there were hot sets, or split ones, has none
+        self.hits, self.peer_hits = state.get("hits", 0), state.get("peer_hits", 0)
+        self.seconds = Seconds(dict.fromkeys(TIMES, 0.0) | state["times"])
 
 
 def _named(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -786,6 +818,21 @@ def _mixed(*numbers: int) -> int:
     """A seed that differs for other numbers."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def _leave_together(group: Group, device: torch.device) -> Callable[..., None]:
+    """What keeps hot rows until the last worker that reads them has done so.
+
+    A worker that fails leaves at once, and the others then fail as well.
+    """
+
+    def leave(kind: type[BaseException] | None, *what: object) -> None:
+        if kind is None or issubclass(kind, Interrupted):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            run(vote(0), group)
+
+    return leave
 
 
 def _cuda_devices(device: torch.device) -> list[int]:

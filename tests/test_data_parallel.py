@@ -199,6 +199,23 @@ def test_the_timeline_shows_every_worker_by_one_clock(config, tmp_path):
     assert (tmp_path / "run" / "timeline.png").stat().st_size > 0
 
 
+def test_workers_of_a_machine_split_a_hot_set(config, tmp_path):
+    config = replace(config, batch_size=30, features="cached", hot="0.2")
+    split = replace(config, hot_split=True)
+    found = results(2, tmp_path, train_as_worker, split, tmp_path / "split")
+    whole = results(2, tmp_path, train_as_worker, config, tmp_path / "whole")
+    for mine, its in zip(found, whole, strict=True):
+        # the same rows are hot, and about half of them are the other's
+        for key in ("hit_rate", "predicted_hit_rate", "bytes_saved", "test_accuracy"):
+            assert mine[key] == its[key]
+        assert its["peer_hit_rate"] == 0
+        assert mine["peer_hit_rate"] == pytest.approx(mine["hit_rate"] / 2, rel=0.1)
+    # of one machine with one worker there is nobody to split with
+    alone = train(replace(split, batch_size=60), tmp_path / "alone")
+    assert alone["peer_hit_rate"] == 0
+    assert alone["hit_rate"] > 0
+
+
 def test_clocks_that_differ_are_brought_together():
     def spans(rank):
         own = [Span("compute", "model", 100.0 * rank, 100.0 * rank + 1)]

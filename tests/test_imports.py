@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,18 @@ def test_no_module_is_named_like_the_standard_library():
         if path.parent.name == "gcnzc" or path.stem.startswith("__"):
             continue
         assert path.stem not in sys.stdlib_module_names, name_of(path)
+
+
+def test_every_folder_of_code_is_a_package_that_is_installed():
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = set(re.findall(r'"(gcnzc[\w.]*)"', text[text.index("packages = [") :].split("]")[0]))
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for folder in (ROOT / "gcnzc").iterdir()
+        if folder.is_dir()
+        for path in folder.glob("*.py")
+    }
+    assert listed == folders | {"gcnzc"}
 
 
 def test_the_rooms_are_links_without_init():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gcnzc.streams import clock_of
-from gcnzc.timeline import Seconds, Span, Stage, share_under, write_trace
+from gcnzc.timeline import Seconds, Span, Stage, seconds_outside, share_under, write_trace
 
 
 def spans(name, *parts, lane="a"):
@@ -33,6 +33,9 @@ def test_share_under(gathers, computes, share):
         spans("gather", *gathers) + spans("compute", *computes), "gather", "compute"
     )
     assert found == pytest.approx(share)
+    seconds = sum(end - begin for begin, end in gathers)
+    outside = seconds_outside(spans("gather", *gathers), spans("compute", *computes))
+    assert outside == pytest.approx(seconds * (1 - share))
 
 
 def test_a_trace_has_a_lane_for_each_thread(tmp_path):

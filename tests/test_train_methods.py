@@ -92,6 +92,22 @@ def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(method, co
     assert [line["seeds"] for line in lines(other)] == seeds
 
 
+def test_what_is_exchanged_beside_the_steps_is_told(config, tmp_path):
+    config = replace(config, trace=10)
+    late = results(2, tmp_path, train_as_worker, of(config, "co2"), tmp_path / "co2")
+    waited = results(2, tmp_path, train_as_worker, of(config, "diloco"), tmp_path / "diloco")
+    for mine, its in zip(late, waited, strict=True):
+        assert mine["hidden_s"] > 0
+        assert mine["exchange_s"] > 0
+        assert its["hidden_s"] == 0
+    each = (tmp_path / "co2" / "workers.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["hidden_s"] > 0 for line in each)
+    events = json.loads((tmp_path / "co2" / "timeline.json").read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    beside = {lanes[event["tid"]] for event in events if event["name"] == "beside"}
+    assert beside == {"worker 0, exchange", "worker 1, exchange"}
+
+
 def copy(source, target):
     for path in source.rglob("*"):
         if path.is_file():
@@ -147,6 +163,8 @@ def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
         ({"local_steps": "2.5"}, "--local-steps must be a whole number above 0 or usual or auto"),
         ({"local_steps": "0"}, "--local-steps must be a whole number above 0"),
         ({"fragments": 0}, "--fragments must be at least 1"),
+        ({"delay": "0"}, "--delay must be a whole number above 0"),
+        ({"delay": "auto"}, "--delay auto with --local-steps usual"),
     ],
 )
 def test_words_that_make_no_sense(options, message):

@@ -115,6 +115,8 @@ class Group:
         self.ledger = Ledger()
         # when the algorithms of this worker waited for others, by time.perf_counter
         self.waits: list[tuple[float, float]] = []
+        # and when exchanges that were begun went on beside them
+        self.beside: list[tuple[float, float]] = []
         self.watch = None
         if store is not None:
             self.watch = Watch(store, rank, world_size, socket.gethostname())
@@ -139,6 +141,14 @@ class Group:
         """When algorithms waited for others since the last call: begins and ends, in seconds."""
         waits, self.waits = self.waits, []
         return waits
+
+    def take_beside(self) -> list[tuple[float, float]]:
+        """When exchanges went on beside algorithms, of those that ended since the last call.
+
+        Begins and ends, in seconds; of NCCL's, which need no thread, nothing is known.
+        """
+        beside, self.beside = self.beside, []
+        return beside
 
     @property
     def staging_buffers(self) -> int:
@@ -289,7 +299,15 @@ class _Channel:
     def _after(self, ready: Any, request: Collective) -> Any:
         if ready is not None:
             ready.synchronize()
-        return self.answer(request)
+        return self._beside(request)
+
+    def _beside(self, request: Collective) -> Any:
+        """Answer `request` on this channel's thread."""
+        began = time.perf_counter()
+        answer = self.answer(request)
+        if self.group.world_size > 1:
+            self.group.beside.append((began, time.perf_counter()))
+        return answer
 
     def _conducted(self, algorithm: Algorithm[Any]) -> Any:
         """Go through an algorithm on this channel's thread, and where there is CUDA on its stream.
@@ -325,7 +343,7 @@ class _Channel:
                 time.sleep(request.seconds)
                 answer = None
             else:
-                answer = self.answer(request)  # type: ignore[arg-type]
+                answer = self._beside(request)  # type: ignore[arg-type]
 
     def answer(self, request: Collective) -> Any:
         """Answer `request`, together with the other workers."""

@@ -29,6 +29,8 @@ CHANNEL = "outer"
 """on which exchanges go on beside the steps"""
 FIRST = 10  # steps between synchronisations while they are measured
 WARM_UP, MEASURED = 5, 20  # steps
+HIDDEN = 0.5
+"""of the time of steps, that exchanges beside them may take; both use the same processors"""
 
 
 @dataclass
@@ -66,7 +68,8 @@ class Pace:
     Args:
         wanted: H, or "auto": after `MEASURED` steps, so many that exchange takes `share` of the
             time of the steps at most.
-        share: of the time of H steps that their exchange may take: 1 if it goes on beside them.
+        share: of the time of H steps that their exchange may take: `HIDDEN` if it goes on beside
+            them.
         clock: seconds.
     """
 
@@ -82,6 +85,8 @@ class Pace:
     left_at: float | None = None
     steps_s: list[float] = field(default_factory=list)
     exchanges_s: list[float] = field(default_factory=list)
+    steps_an_exchange: int = 1
+    """whose time, or `share` of it, one exchange takes, when it was measured"""
 
     def __post_init__(self) -> None:
         if self.wanted != "auto" and not (isinstance(self.wanted, int) and self.wanted >= 1):
@@ -116,9 +121,11 @@ class Pace:
             # the slowest worker's steps; and its exchange, since others wait for it in theirs
             step_s = max((yield Vote(statistics.median(self.steps_s))))
             exchange_s = min((yield Vote(statistics.median(self.exchanges_s))))
-            needed = exchanges * exchange_s / max(step_s, 1e-9) / self.share
+            needed = exchange_s / max(step_s, 1e-9) / self.share
             # what the clock leaves out is no reason for a step more
-            self.steps, self.is_measuring = max(self.least, math.ceil(needed - 1e-6)), False
+            self.steps = max(self.least, math.ceil(exchanges * needed - 1e-6))
+            self.steps_an_exchange = max(1, math.ceil(needed - 1e-6))
+            self.is_measuring = False
         self.left_at = self.clock() if self.is_measuring else None
 
 

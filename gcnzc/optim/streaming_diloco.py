@@ -27,7 +27,7 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.diloco import Outer
 from gcnzc.optim.fragments import Fragment, cut
-from gcnzc.optim.local_updates import FIRST, Flight, LocalUpdates, Pace
+from gcnzc.optim.local_updates import FIRST, HIDDEN, Flight, LocalUpdates, Pace
 
 
 class StreamingDiLoCo(LocalUpdates):
@@ -38,9 +38,10 @@ class StreamingDiLoCo(LocalUpdates):
     Args:
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
-        local_steps: H; or "auto", so many that the exchanges take the time of the steps at most.
+        local_steps: H; or "auto", so many that the exchanges take half the time of the steps.
         fragments: P; or "modules", or regular expressions: see `gcnzc.optim.fragments.cut`.
-        delay: D, steps from an exchange's beginning to its end; less than H.
+        delay: D, steps from an exchange's beginning to its end; less than H. Or "auto", with H
+            that is measured too: so many that an exchange takes half their time.
         mixing: how much of a worker's own parameters stays: 0 nothing, 1 everything.
         outer_lr: the outer optimizer's step size.
         outer_momentum: its momentum, Nesterov's.
@@ -61,7 +62,7 @@ class StreamingDiLoCo(LocalUpdates):
         *,
         local_steps: int | str = 100,
         fragments: int | str | Sequence[str] = 8,
-        delay: int = 1,
+        delay: int | str = 1,
         mixing: float = 0.5,
         outer_lr: float = 0.4,
         outer_momentum: float = 0.9,
@@ -71,9 +72,17 @@ class StreamingDiLoCo(LocalUpdates):
         signals: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        pace = Pace(local_steps, 1.0, clock, least=delay + 1)
+        if delay == "auto" and local_steps != "auto":
+            raise ValueError(
+                f"a delay that is measured, with {local_steps} local steps\n\n"
+                "hint: local_steps='auto' measures both"
+            )
+        self.wanted_delay = delay
+        self.delay = 1 if isinstance(delay, str) else delay
+        """D, as it is now"""
+        pace = Pace(local_steps, HIDDEN, clock, least=self.delay + 1)
         super().__init__(inner, group, signals=signals, pace=pace, alone=alone)
-        if not 0 <= delay < pace.steps:
+        if (isinstance(delay, str) and delay != "auto") or not 0 <= self.delay < pace.steps:
             raise ValueError(
                 f"a delay of {delay} steps\n\nhint: from 0 to {pace.steps - 1}, since a fragment "
                 "must be back before it leaves again"
@@ -82,7 +91,7 @@ class StreamingDiLoCo(LocalUpdates):
         if not 0 <= mixing <= 1:
             raise ValueError(f"mixing is {mixing}\n\nhint: from 0 to 1")
         self.outer = Outer(outer_lr, outer_momentum)
-        self.delay, self.mixing, self.compress = delay, mixing, compress
+        self.mixing, self.compress = mixing, compress
         self.fragments = cut(self.space, fragments, named_parameters)
         self.exchanges = len(self.fragments)
         self.means = [
@@ -104,7 +113,7 @@ class StreamingDiLoCo(LocalUpdates):
         sizes = ", ".join(str(fragment.num_elements) for fragment in self.fragments)
         return (
             f"StreamingDiLoCo(local_steps={self.pace.wanted}, fragments of {sizes}, "
-            f"delay={self.delay}, mixing={self.mixing}, outer_lr={self.outer.lr}, "
+            f"delay={self.wanted_delay}, mixing={self.mixing}, outer_lr={self.outer.lr}, "
             f"outer_momentum={self.outer.momentum}, compress={self.compress})"
         )
 
@@ -134,6 +143,8 @@ class StreamingDiLoCo(LocalUpdates):
         if self.period != self.pace.steps:
             # H was chosen after the last step
             self.origin, self.period = self.steps - 1, self.pace.steps
+            if self.wanted_delay == "auto":
+                self.delay = min(self.pace.steps_an_exchange, self.period - 1)
         for number in range(len(self.fragments)):
             if self.begins(number):
                 yield from self.leave(number)
@@ -194,7 +205,7 @@ class StreamingDiLoCo(LocalUpdates):
     def shared_state(self) -> dict[str, Any]:
         """See `LocalUpdates`; exchanges that go on must have been ended, by `drained`."""
         shared: dict[str, Any] = {"anchor": self.anchor, "momentum": self.momentum}
-        shared |= {"origin": self.origin, "period": self.period}
+        shared |= {"origin": self.origin, "period": self.period, "delay": self.delay}
         for number, (due, flight) in self.flights.items():
             assert flight.pending is None, "drained before"
             shared |= {f"flight {number} due": due, **flight.saved(f"flight {number}")}
@@ -206,6 +217,8 @@ class StreamingDiLoCo(LocalUpdates):
         """See `LocalUpdates`."""
         self.anchor, self.momentum = self.vector(shared["anchor"]), self.vector(shared["momentum"])
         self.origin, self.period = shared["origin"], shared["period"]
+        if self.wanted_delay == "auto":
+            self.delay = shared["delay"]
         self.flights = {
             number: (
                 shared[f"flight {number} due"],

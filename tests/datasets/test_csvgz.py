@@ -53,7 +53,7 @@ def test_the_same_numbers_make_the_same_file(path: Path, tmp_path: Path) -> None
     assert first.replace(b"table.csv\0", b"") == second.replace(b"table.csv.gz.again\0", b"")
 
 
-@pytest.mark.parametrize("data", [b"", gzip.compress(b"")])
+@pytest.mark.parametrize("data", [b"", gzip.compress(b"", mtime=0)])
 def test_a_file_of_nothing(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     assert csvgz.read_column(path).shape == (0,)

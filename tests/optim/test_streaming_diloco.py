@@ -362,6 +362,8 @@ def test_options_that_contradict_one_another():
     for options, words in [
         ({"local_steps": 3, "delay": 3}, "a delay of 3 steps(?s:.*)from 0 to 2"),
         ({"local_steps": "auto", "delay": FIRST}, f"from 0 to {FIRST - 1}"),
+        ({"local_steps": 3, "delay": "auto"}, "measured, with 3 local steps"),
+        ({"local_steps": 3, "delay": "some"}, "a delay of some steps"),
         ({"mixing": 1.5}, "mixing is 1.5"),
         ({"fragments": 0}, "0 fragments"),
     ]:
@@ -378,14 +380,23 @@ def test_one_worker_takes_the_inner_steps_alone():
     assert optimizers[0].state_bytes == 0
 
 
-@pytest.mark.parametrize(("exchange_s", "expected"), [(0.5, 4), (4.0, 12), (20.0, 60)])
-def test_the_number_of_local_steps_hides_the_exchanges(exchange_s, expected):
+@pytest.mark.parametrize(
+    ("exchange_s", "delay", "expected", "then"),
+    [
+        (0.5, 3, 4, 3),
+        (4.0, 3, 24, 3),
+        (20.0, 3, 120, 3),
+        (0.75, "auto", 5, 2),
+        (4.0, "auto", 24, 8),
+    ],
+)
+def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, then):
     now = [0.0, 0.0]
 
     def make(inner, group):
         clock = lambda: now[group.rank]  # noqa: E731
         return StreamingDiLoCo(
-            inner, group, local_steps="auto", fragments=3, delay=3, clock=clock, outer_momentum=0
+            inner, group, local_steps="auto", fragments=3, delay=delay, clock=clock
         )
 
     def slow(reducer, rank):
@@ -397,18 +408,21 @@ def test_the_number_of_local_steps_hides_the_exchanges(exchange_s, expected):
 
         reducer.mean = slower
 
-    begun = {}
+    begun, delays = {0: [], 1: []}, {0: [], 1: []}
 
     def timed(rank):
-        optimizer = optimizers[rank]
+        optimizer, dues = optimizers[rank], set()
         yield from optimizer.made_alike()
         for number, rows in enumerate(batches(WARM_UP + MEASURED + 100), 1):
             now[rank] += 1.0
             optimizer.zero_grad()
             loss_of(models[rank], rows).backward()
             yield from optimizer.algorithm()
-            if any(due == number + 3 for due, _ in optimizer.flights.values()):
-                begun.setdefault(rank, []).append(number)
+            for due, _ in optimizer.flights.values():
+                if due not in dues:
+                    dues.add(due)
+                    begun[rank].append(number)
+                    delays[rank].append(due - number)
 
     models, optimizers = team(2, make)
     for rank, optimizer in enumerate(optimizers):
@@ -424,6 +438,8 @@ def test_the_number_of_local_steps_hides_the_exchanges(exchange_s, expected):
         if end + offset + expected * window <= end + 100
     )
     assert begun[0] == begun[1] == measured + later
+    first = 1 if delay == "auto" else delay
+    assert delays[0] == delays[1] == [first] * len(measured) + [then] * len(later)
     assert optimizers[0].local_steps == expected
 
 
