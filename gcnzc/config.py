@@ -113,8 +113,9 @@ class TrainConfig:
     delay: str = "usual"
     """of streaming-diloco: steps beside which an exchange goes on; usual takes 1, or auto with
     --local-steps auto, which measures how many hide it"""
-    fragments: int = 4
-    """of streaming-diloco: parts of the model that are exchanged at different steps"""
+    fragments: str = "4"
+    """of streaming-diloco: parts of the model that are exchanged at different steps, as many of the
+    same size; or modules, for one of each of the model's modules"""
     hidden: int = 256
     """features between the layers; for GAT, of each head"""
     layers: int = 3
@@ -182,7 +183,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in (
             *("batch_size", "epochs", "hidden", "layers", "heads", "evaluate_every"),
-            *("num_negatives", "workers", "fragments"),
+            *("num_negatives", "workers"),
         ):
             _at_least(1, name, getattr(self, name))
         for name in (
@@ -224,6 +225,7 @@ class TrainConfig:
         _demand_number(
             "--local-steps", self.local_steps, ("usual", "auto"), "30 is usual", whole=True
         )
+        _demand_number("--fragments", self.fragments, ("modules",), "4 is usual", whole=True)
         _demand_number("--delay", self.delay, ("usual", "auto"), "1 is usual", whole=True)
         if self.delay == "auto" and self.local_steps != "auto":
             raise ValueError(

@@ -84,7 +84,10 @@ def build_method(
     if config.optimizer == "co2":
         return CO2(inner, group, **options)
     options["delay"] = _delay(config)
-    return StreamingDiLoCo(inner, group, fragments=config.fragments, **options)
+    options["fragments"] = config.fragments
+    if config.fragments != "modules":
+        options["fragments"] = int(config.fragments)
+    return StreamingDiLoCo(inner, group, named_parameters=model.named_parameters(), **options)
 
 
 def _one_bit(

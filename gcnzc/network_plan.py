@@ -120,7 +120,7 @@ METHODS: dict[str, Way] = {
     # each fragment hides behind one step
     "streaming-diloco": Way(
         ((_every("streaming-diloco"), _usual("float32")),),
-        behind=TrainConfig.fragments * _every("streaming-diloco"),
+        behind=int(TrainConfig.fragments) * _every("streaming-diloco"),
     ),
 }
 

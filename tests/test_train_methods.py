@@ -23,7 +23,7 @@ METHODS = {
     "sign": {"optimizer": "adam", "compress": "sign"},
 }
 # that meet while a run is as short as here
-SHORT = {"local_steps": "4", "fragments": 2}
+SHORT = {"local_steps": "4", "fragments": "2"}
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
         ({"warmup": "0"}, "--warmup must be a number above 0"),
         ({"local_steps": "2.5"}, "--local-steps must be a whole number above 0 or usual or auto"),
         ({"local_steps": "0"}, "--local-steps must be a whole number above 0"),
-        ({"fragments": 0}, "--fragments must be at least 1"),
+        ({"fragments": "0"}, "--fragments must be a whole number above 0 or modules, got '0'"),
         ({"delay": "0"}, "--delay must be a whole number above 0"),
         ({"delay": "auto"}, "--delay auto with --local-steps usual"),
     ],
@@ -171,6 +171,15 @@ def test_words_that_make_no_sense(options, message):
     with pytest.raises(ValueError, match=message) as error:
         TrainConfig(**options)
     assert "\n\nhint: " in str(error.value)
+
+
+def test_fragments_may_be_the_model_s_modules():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 5))
+    config = TrainConfig(optimizer="streaming-diloco", fragments="modules")
+    made = build_method(config, model, Group(), 100)
+    assert [fragment.num_elements for fragment in made.fragments] == [8, 15]
+    made = build_method(replace(config, fragments="3"), model, Group(), 100)
+    assert [fragment.num_elements for fragment in made.fragments] == [8, 8, 7]
 
 
 def test_resized_is_told_of_states_that_do_not_belong_together():

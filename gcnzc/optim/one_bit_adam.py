@@ -101,8 +101,8 @@ class OneBitAdam(Replicated):
         self.numbers |= {"join_from": 0, "join_gap": 1}
         self.waiting: Tensor | None = None
         """(elements that sleep,): sums of this worker's gradients since they might join last"""
-        self._dense = self.reducer(self.dense, space.num_elements)
-        self._dense_part = self.reducer(self.dense, space.num_dense)
+        self._dense = self.whole(self.dense, space.num_elements)
+        self._dense_part = self.whole(self.dense, space.num_dense)
 
     def layout(self) -> list[str]:
         """See `Replicated`."""

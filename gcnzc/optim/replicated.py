@@ -98,6 +98,19 @@ class Replicated(Optimizer):
         place = Place(group.rank, group.world_size, space.device, space.dtype)
         return compress.reducer(num_elements, place)
 
+    def whole(self, compress: Compression, num_elements: int) -> Reducer:
+        """The same for whole gradients, of which no checkpoint keeps errors.
+
+        Raises:
+            ValueError: it carries errors from one step to the next.
+        """
+        if getattr(compress, "has_feedback", False):
+            raise ValueError(
+                f"whole gradients by {compress}, which carries errors over, and no checkpoint keeps "
+                "them\n\nhint: `dense` takes what has no error feedback"
+            )
+        return self.reducer(compress, num_elements)
+
     def made_alike(self) -> Algorithm[None]:
         """Give all workers the parameters of worker 0; once, before the first step."""
         if self.is_alike:

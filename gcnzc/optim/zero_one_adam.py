@@ -33,7 +33,7 @@ from torch import Tensor
 
 from gcnzc.compress import Compression, Dense, Sign
 from gcnzc.exchange import Algorithm, Group, run
-from gcnzc.optim.one_bit_adam import WAKE
+from gcnzc.optim.one_bit_adam import MOST_JOIN_GAP, WAKE
 from gcnzc.optim.replicated import Replicated
 from gcnzc.optim.space import Part
 
@@ -177,14 +177,15 @@ class ZeroOneAdam(Replicated):
         self.vectors["awake"] = torch.zeros(len(space.segments), dtype=torch.bool)
         # `wakes`: sleepers have a gradient; `lengths`: of each part, the sum of lr since agreement
         self.numbers = {"refreshes": 0, "wakes": False, "lengths": [0.0] * len(space.parts)}
+        self.numbers |= {"join_from": 0, "join_gap": 1}
         self.update: Tensor | None = None
         """(c,): u_i, while workers are apart"""
         self.waiting: Tensor | None = None
         """(c,): what this worker saw of the gradients of sleepers since all exchanged theirs"""
         self.left_out = 0
         """gradients of this worker that were not finite in a step alone"""
-        self._dense = self.reducer(self.dense, space.num_elements)
-        self._dense_part = self.reducer(self.dense, space.num_dense)
+        self._dense = self.whole(self.dense, space.num_elements)
+        self._dense_part = self.whole(self.dense, space.num_dense)
         self.reducers = {"update": self.reducer(self.compress, self.num_coded)}
 
     def layout(self) -> list[str]:
@@ -242,7 +243,8 @@ class ZeroOneAdam(Replicated):
             if blame := (yield from self._agreed(coded, notes)):
                 return blame
             self.hear(values)
-            self.numbers["wakes"] = self.wake == "join" and float(notes[-1]) > 0
+            may_join = self.wake == "join" and self.steps + 2 >= self.numbers["join_from"]
+            self.numbers["wakes"] = may_join and float(notes[-1]) > 0
         for part in self.space.parts:
             if part.begin < dense:
                 self._average(part, values, with_variance=True)
@@ -311,7 +313,11 @@ class ZeroOneAdam(Replicated):
                     first *= 1 - part.group["betas"][1] ** self.numbers["refreshes"]
                 variance = self.vectors["variance"][part.begin : part.end]
                 variance[asleep] = first[asleep]
-        self.numbers["wakes"] = False
+        if self.numbers["wakes"]:
+            # where elements wake all the time, dense steps become rare all the same
+            step, gap = self.steps + 1, self.numbers["join_gap"]
+            self.numbers |= {"join_from": step + gap, "join_gap": min(2 * gap, MOST_JOIN_GAP)}
+            self.numbers["wakes"] = False
 
     def _fall_asleep(self) -> None:
         """Let elements without a variance sleep, if anything comes before the next refresh."""

@@ -401,6 +401,28 @@ def test_rows_that_are_looked_up_later(wake):
     assert not optimizer.is_dense_step
 
 
+def test_where_rows_wake_all_the_time_dense_steps_become_rare():
+    tables = [nn.Parameter(torch.zeros(64, 8)) for _ in range(2)]
+    optimizers = [
+        OneBitAdam([table], lr=0.01, warmup=5, group=Group(rank, 2))
+        for rank, table in enumerate(tables)
+    ]
+    dense = []
+    for number in range(1, 73):
+        if optimizers[0].is_dense_step:
+            dense.append(number)
+        row = 0 if number <= 5 else number % 64
+        for rank, table in enumerate(tables):
+            table.grad = None
+            (table[torch.tensor([0, 1, row if rank else 0])] - 1).square().mean().backward()
+        step(optimizers)
+    # a row each step asks for one; the sixth step is the first that sees a row asleep
+    assert dense == [1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 39, 71]
+    # and takes with it all that woke before
+    assert not bool((tables[0] == 0).any())
+    assert torch.equal(*tables)
+
+
 def test_a_gradient_too_small_for_a_variance_wakes_nobody():
     models, optimizers = small_team(2, shapes=[(40,)], warmup=2)
     for number in range(6):
@@ -790,6 +812,8 @@ def test_it_is_an_optimizer_of_torch():
         copy.deepcopy(optimizer)
     with pytest.raises(ValueError, match="join or stay"):
         OneBitAdam(model.parameters(), wake="maybe", group=Group())
+    with pytest.raises(ValueError, match="carries errors over"):
+        OneBitAdam(model.parameters(), dense=Sign(), group=Group())
 
 
 def test_a_schedulers_step_size_is_kept_in_the_state():

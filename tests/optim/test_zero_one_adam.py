@@ -549,6 +549,27 @@ def test_a_row_that_one_worker_looks_up_once_joins(when):
     assert models[0].table.abs().max() < 1.5
 
 
+def test_where_rows_wake_all_the_time_steps_with_gradients_become_rare():
+    models, optimizers = tables(2)
+    look_up(models, optimizers, range(1, 17))
+    with_gradients = []
+    for step in range(17, 81):
+        if optimizers[0].exchange == "gradient" and SHORT.exchange(step) != "gradient":
+            with_gradients.append(step)
+        row = 2 * (step % 32) + 1
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            model.loss(torch.tensor([0, 2, 4, row] if rank else [0, 2, 4])).backward()
+        lockstep([optimizer.algorithm() for optimizer in optimizers])
+    gaps = torch.tensor(with_gradients).diff().tolist()
+    assert 2 <= len(gaps) <= 6
+    assert all(later >= 2 * gap - 4 for gap, later in pairwise(gaps))
+    # all have joined that had a gradient before the last of them
+    assert bool((models[0].table[1::2] != 1).any(dim=1).all())
+    assert are_alike(models)
+    assert models[0].table.abs().max() < 1.5
+
+
 def test_a_gradient_too_small_for_a_variance_wakes_nobody():
     models, optimizers = tables(2)
     look_up(models, optimizers, range(1, 16))
