@@ -179,7 +179,7 @@ def test_fragments_may_be_the_model_s_modules():
     made = build_method(config, model, Group(), 100)
     assert [fragment.num_elements for fragment in made.fragments] == [8, 15]
     made = build_method(replace(config, fragments="3"), model, Group(), 100)
-    assert [fragment.num_elements for fragment in made.fragments] == [8, 8, 7]
+    assert [fragment.num_elements for fragment in made.fragments] == [7, 8, 8]
 
 
 def test_resized_is_told_of_states_that_do_not_belong_together():

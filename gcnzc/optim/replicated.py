@@ -106,8 +106,8 @@ class Replicated(Optimizer):
         """
         if getattr(compress, "has_feedback", False):
             raise ValueError(
-                f"whole gradients by {compress}, which carries errors over, and no checkpoint keeps "
-                "them\n\nhint: `dense` takes what has no error feedback"
+                f"whole gradients by {compress}, which carries errors over that no checkpoint "
+                "keeps\n\nhint: `dense` takes what has no error feedback"
             )
         return self.reducer(compress, num_elements)
 
