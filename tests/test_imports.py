@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,7 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
 def imports(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -121,6 +123,7 @@ def imports(path: Path) -> set[str]:
     return names
 
 
+@cache
 def attributes(path: Path) -> set[str]:
     """Dotted names that the code uses, such as torch.distributed.all_reduce."""
     return {

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import cluster
@@ -23,8 +24,9 @@ def graph(tmp_path_factory):
     return folder / "graph"
 
 
-def torchrun(graph, run, per_node, *words):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--rdzv-id", "7"]
+def torchrun(graph, run, per_node, *words, machines="2"):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", machines]
+    launcher += ["--rdzv-id", "7", "--rdzv-conf", "join_timeout=60,read_timeout=10"]
     launcher += ["--nproc-per-node", str(per_node), "--rdzv-backend", "c10d", "--max-restarts", "2"]
     launcher += ["--rdzv-endpoint", "machine0:29400", "-m", "gcnzc", "train", str(graph)]
     sizes = ["--layers", "2", "--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
@@ -47,3 +49,27 @@ def test_torchrun_trains_on_two_machines(graph, tmp_path):
     # what crossed the network is what two of the workers, at most, sent, and headers
     sent = max(line["bytes_sent"] for line in lines)
     assert sum(counter.sent_bytes for counter in ran.counters) > 0.2 * sent
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_gone_is_done_without_where_fewer_may_train(graph, tmp_path):
+    run, limit = tmp_path / "run", time.monotonic() + 200
+    words = ["--epochs", "60", "--checkpoint-every-s", "1", "--timeout-s", "10"]
+    command = torchrun(graph, run, 1, *words, machines="1:2")
+    with cluster.Cluster(workers=2, mbit_per_s=200) as machines:
+        first, _ = [
+            machines.start(rank, command, environment={"PYTHONPATH": str(ROOT)}) for rank in (0, 1)
+        ]
+        record = run / "record.jsonl"
+        while not (record.exists() and len(record.read_text().splitlines()) > 1):
+            assert time.monotonic() < limit
+            assert first.poll() is None
+            time.sleep(0.1)
+        assert len(record.read_text().splitlines()) < 50
+        machines.kill(1)
+        assert first.wait(timeout=limit - time.monotonic()) == 0
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(60))
+    # every epoch used every seed once, with two workers and with one
+    assert len({line["seeds"] for line in lines}) == 1
+    assert json.loads((run / "result.json").read_text())["workers"] == 1

@@ -42,7 +42,7 @@ for module, name, types, constants, wanted in cases:
 """
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_compiles(arch, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # compiled here and now, whatever was compiled before

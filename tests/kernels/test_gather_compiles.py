@@ -143,7 +143,7 @@ def global_bytes(ptx, verb):
     return [int(count or 1) * int(bits) // 8 for count, bits in found]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_each_lane_has_as_many_loads_in_flight_as_it_is_told(arch, tmp_path):
     for case, made in zip(SHAPED, compiled(SHAPED, arch, tmp_path), strict=True):
         loads = global_bytes(made["ptx"], "ld")
@@ -152,7 +152,7 @@ def test_each_lane_has_as_many_loads_in_flight_as_it_is_told(arch, tmp_path):
         assert len(loads) == 2 * case.vectors
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_loads_whole_vectors(arch, tmp_path):
     for case, made in zip(
         SHIFTED + CONVERTED, compiled(SHIFTED + CONVERTED, arch, tmp_path), strict=True
@@ -168,7 +168,7 @@ def test_loads_whole_vectors(arch, tmp_path):
         assert ".local" not in made["ptx"], case
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_baselines_load_what_they_say(arch, tmp_path):
     cases = [case for case, _ in NARROW]
     for (case, size), made in zip(NARROW, compiled(cases, arch, tmp_path), strict=True):
@@ -179,7 +179,7 @@ def test_baselines_load_what_they_say(arch, tmp_path):
         assert set(loads[4:]) == {size}, (case, loads)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_hot_rows_of_several_memories_are_loaded_as_widely(arch, tmp_path):
     """Each row costs one load more, of the address where its memory begins."""
     cases = [
@@ -205,7 +205,7 @@ def test_hot_rows_are_loaded_as_widely(tmp_path):
         assert ".local" not in made["ptx"]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_codes_are_loaded_as_widely(arch, tmp_path):
     """Of every type on every GPU: a scale of a row is one load more, one of columns at most 16."""
     cases = [
