@@ -20,6 +20,8 @@ FRAME_BYTES = 1514
 # Enough for a timer that is late, little for a message that is timed
 BURST_S = 1e-3
 LEAST_BURST_BYTES = 4 * FRAME_BYTES
+# as much as the kernel gives to a card that cuts it into frames by itself, and headers
+OFFLOADED_BYTES = 70_000
 # frames are lost where more wait than a link carries in this time
 QUEUE_S = 0.2
 LEAST_QUEUE_BYTES = 256 << 10
@@ -38,6 +40,7 @@ class Network:
         rates: of each machine's link, both ways, in Mbit/s; None does not limit it.
         delay_ms: from one machine to another, one way.
         slow: (sender, receiver) to Mbit/s, for pairs that are slower than their machines' links.
+        offload: whether what limits a machine's link takes up to 64 KiB at once.
 
     Raises:
         ValueError: for what cannot be set up.
@@ -46,6 +49,7 @@ class Network:
     rates: Sequence[float | None]
     delay_ms: float
     slow: Mapping[tuple[int, int], float]
+    offload: bool = False
 
     def __post_init__(self) -> None:
         workers = len(self.rates)
@@ -103,7 +107,7 @@ class Network:
                 delay = f"netem delay {self.delay_ms}ms limit 1000000"
                 lines.append(f"tc qdisc add dev {port} root handle 1: {delay}")
                 parent = "parent 1:1"
-            lines += _tbf(port, parent, self.rates[rank])
+            lines += tbf(port, parent, self.rates[rank], offload=self.offload)
             lines.append(f"ip link set dev {port} up")
         return "\n".join(lines)
 
@@ -123,7 +127,7 @@ class Network:
         slow = {receiver: rate for (sender, receiver), rate in self.slow.items() if sender == rank}
         if slow:
             return "\n".join(lines + self._htb(self.rates[rank] or MOST_MBIT_PER_S, slow))
-        return "\n".join(lines + _tbf("eth0", "root", self.rates[rank]))
+        return "\n".join(lines + tbf("eth0", "root", self.rates[rank], offload=self.offload))
 
     def _htb(self, whole: float, slow: Mapping[int, float]) -> list[str]:
         """A class for each slow link and one for all else, which borrow from the whole link's."""
@@ -140,6 +144,23 @@ class Network:
                 f" match ip dst {self.addresses[receiver]}/32 flowid 1:{number:x}",
             ]
         return lines
+
+
+def tbf(device: str, parent: str, mbit_per_s: float | None, *, offload: bool = False) -> list[str]:
+    """Lines that limit what an interface sends; none without a rate.
+
+    Args:
+        device: the interface.
+        parent: of the queueing discipline.
+        mbit_per_s: at most.
+        offload: see `Network`.
+    """
+    if mbit_per_s is None:
+        return []
+    queue = max(LEAST_QUEUE_BYTES, _bytes_in(QUEUE_S, mbit_per_s))
+    burst = max(_burst(mbit_per_s), OFFLOADED_BYTES if offload else 0)
+    limits = f"rate {_bit(mbit_per_s)} burst {burst} limit {queue}"
+    return [f"tc qdisc add dev {device} {parent} tbf {limits}"]
 
 
 def send_whole_frames() -> None:
@@ -167,14 +188,6 @@ def _bit(mbit_per_s: float) -> str:
 
 def _burst(mbit_per_s: float) -> int:
     return max(LEAST_BURST_BYTES, _bytes_in(BURST_S, mbit_per_s))
-
-
-def _tbf(device: str, parent: str, mbit_per_s: float | None) -> list[str]:
-    if mbit_per_s is None:
-        return []
-    queue = max(LEAST_QUEUE_BYTES, _bytes_in(QUEUE_S, mbit_per_s))
-    limits = f"rate {_bit(mbit_per_s)} burst {_burst(mbit_per_s)} limit {queue}"
-    return [f"tc qdisc add dev {device} {parent} tbf {limits}"]
 
 
 def _htb_rate(sure: float, most: float) -> str:

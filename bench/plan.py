@@ -28,7 +28,7 @@ from typing import Any
 
 from cluster import Cluster
 from harness import RESULTS, Timing, record
-from links import MOST_MBIT_PER_S, _tbf
+from links import MOST_MBIT_PER_S, tbf
 
 from gcnzc import data, network_plan
 from gcnzc.config import PlanConfig
@@ -251,8 +251,8 @@ def _change(cluster: Cluster, run: Path, plan: Sequence[float]) -> None:
         if plan[number] == plan[number - 1]:
             continue
         # nobody receives from two at once in this exchange, so that limits all
-        tbf = _tbf("eth0", "root", plan[number])[0].replace(" add ", " change ").split()
-        changed = [cluster.start(worker, tbf) for worker in range(cluster.workers)]
+        limit = tbf("eth0", "root", plan[number])[0].replace(" add ", " change ").split()
+        changed = [cluster.start(worker, limit) for worker in range(cluster.workers)]
         assert not any(process.wait() for process in changed), "tc changes what it has made"
 
 

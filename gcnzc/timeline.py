@@ -7,12 +7,15 @@ is later than the call that queued it; then it is a span.
 
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from gcnzc.exchange import Algorithm, Vote
+from gcnzc.replicas import everybodys
 from gcnzc.streams import Moment
 
 
@@ -114,6 +117,31 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
         for span in spans
     ]
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def everybodys_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
+    """The spans of all workers by the clock of worker 0, in lanes that are named after them.
+
+    Args:
+        own: of this worker.
+        rank: of this worker.
+    """
+    workers = len((yield Vote(rank)))
+    if workers == 1:
+        return list(own)
+    # all pass here at about the same time, whatever their clocks say
+    clocks = yield Vote(time.perf_counter())
+    texts = yield from everybodys(json.dumps([astuple(span) for span in own]))
+    return [
+        Span(
+            name,
+            f"worker {worker}, {lane}",
+            begin_s - clocks[worker] + clocks[0],
+            end_s - clocks[worker] + clocks[0],
+        )
+        for worker, text in enumerate(texts)
+        for name, lane, begin_s, end_s in json.loads(text)
+    ]
 
 
 def _joined(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -7,7 +7,6 @@ on bit for bit.
 """
 
 import hashlib
-import json
 import math
 import signal
 import threading
@@ -22,25 +21,24 @@ from contextlib import (
     nullcontext,
     suppress,
 )
-from dataclasses import astuple
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gcnzc import checkpoint, link, record
 from gcnzc.config import EvaluateConfig, TrainConfig, from_words, to_words
 from gcnzc.data import Dataset, load
-from gcnzc.exchange import Algorithm, AllGather, Group, Vote, run
+from gcnzc.exchange import Group, run
 from gcnzc.hot import CachedTable
 from gcnzc.loader import Loader
 from gcnzc.methods import Method, build_method
 from gcnzc.optim import LocalUpdates, resized
 from gcnzc.picture import curves, timeline
 from gcnzc.progress import Quiet, Reporter
-from gcnzc.replicas import buffers_averaged, everybodys, gathered, made_alike, told, vote
+from gcnzc.replicas import buffers_averaged, gathered, made_alike, told, vote
 from gcnzc.shared import load_shared
 from gcnzc.stages import (
     cached_table,
@@ -50,8 +48,16 @@ from gcnzc.stages import (
 )
 from gcnzc.streams import clock_of
 from gcnzc.table import FeatureTable
+from gcnzc.tally import Tally
 from gcnzc.tasks import Task, build_task
-from gcnzc.timeline import Seconds, Span, Stage, seconds_outside, share_under, write_trace
+from gcnzc.timeline import (
+    Span,
+    Stage,
+    everybodys_spans,
+    seconds_outside,
+    share_under,
+    write_trace,
+)
 from gcnzc.worker_states import WorkerStates
 
 # options that a resumed run may be given anew: they change how long it runs, not what it computes
@@ -71,8 +77,6 @@ FREE_ON_RESUME = {
 }
 # what workers tell each other with their gradients
 STOP, SAVE = 0, 1
-# of an epoch, told in any case
-TIMES = ("sample_s", "gather_s", "wait_s", "compute_s", "exchange_s", "hidden_s")
 # waits for other workers that an exchange beside the steps may have seen
 WAITS = 1000
 # steps that are not traced: they compile, and fill the loader's memory
@@ -258,7 +262,7 @@ class _Run:
         self.loader, self.reporter = loader, reporter
         self.epoch = 0
         self.in_epoch = False  # between the first step of an epoch and its evaluation
-        self.tally = _Tally(device)
+        self.tally = Tally(device)
         self.lines: list[dict[str, Any]] = []  # of the record, one an epoch
         self.worker_lines = 0  # of what each worker did in each epoch
         self.best: dict[str, Any] = {}
@@ -581,7 +585,7 @@ class _Run:
             run(self.optimizer.parameters_restored(own), self.group)
         self.lines.append(line)
         self.epoch, self.in_epoch = self.epoch + 1, False
-        self.tally = _Tally(self.device)
+        self.tally = Tally(self.device)
         if self.is_first:
             record.append(self.folder / RECORD, line)
         self.reporter.say(_sentence(line, self.config.epochs))
@@ -676,100 +680,6 @@ class _Run:
         return link.roof(self.device) if self.table.device != self.device else None
 
 
-class _Tally:
-    """Sums over the steps of one epoch; what a resumed epoch goes on from."""
-
-    def __init__(self, device: torch.device) -> None:
-        # float64 on the device, so that adding needs no wait for it
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.right = torch.zeros((), dtype=torch.float64, device=device)
-        self.seeds = self.steps = self.bytes = 0
-        # of a cached table, rows that were hot, and of them those that another worker's GPU had
-        self.hits: int | Tensor = 0
-        self.peer_hits: int | Tensor = 0
-        self.seconds = Seconds(dict.fromkeys(TIMES, 0.0))
-
-    def add(self, logits: Tensor, loss: Tensor, labels: Tensor) -> None:
-        """Count one minibatch."""
-        self.loss += loss.double() * len(labels)
-        if labels.ndim == 1:
-            # one logit a pair, or one a class
-            foretold = logits > 0 if logits.ndim == 1 else logits.argmax(dim=1)
-            self.right += (foretold == labels).sum()
-        self.seeds += len(labels)
-
-    def time(
-        self, times: Mapping[str, float], stages: Sequence[Stage], waits: Sequence[Span]
-    ) -> None:
-        """Add the seconds of one step: the loader's threads', and of what is measured in place.
-
-        What of the computing was waiting for other workers is taken from it.
-        """
-        for name, seconds in times.items():
-            self.seconds.add_seconds(name, seconds)
-        self.seconds.add(stages)
-        for wait in waits:
-            self.seconds.add_seconds("exchange_s", wait.end_s - wait.begin_s)
-            self.seconds.add_seconds("compute_s", wait.begin_s - wait.end_s)
-
-    def summed(self) -> Algorithm["_Tally"]:
-        """The sums of all workers, but of their steps, which are the same."""
-        state = self.state_dict()
-        times = state.pop("times")
-        mine = torch.tensor([*state.values(), *times.values()], dtype=torch.float64)
-        rows = yield AllGather(mine)
-        values = rows.sum(dim=0).tolist()
-        whole = _Tally(self.loss.device)
-        plain = dict(zip(state, values, strict=False))
-        for name in ("seeds", "steps", "bytes", "hits", "peer_hits"):
-            plain[name] = int(plain[name])
-        plain["steps"] = max(int(steps) for steps in rows[:, list(state).index("steps")])
-        whole.load_state_dict(
-            plain | {"times": dict(zip(times, values[len(state) :], strict=True))}
-        )
-        return whole
-
-    def shown(self) -> str:
-        """The figures beside the bar."""
-        times = self.seconds.all()
-        spent = sum(times[name] for name in ("wait_s", "compute_s", "exchange_s"))
-        busy, seeds = max(spent, 1e-9), max(self.seeds, 1)
-        rate = self.bytes / 1e9 / max(times["gather_s"], 1e-9)
-        return (
-            f"loss {self.loss.item() / seeds:.4f}  "
-            f"accuracy {self.right.item() / seeds:.4f}  "
-            f"{self.seeds / busy:,.0f} seeds/s  gather {rate:.1f} GB/s"
-        )
-
-    def figures(self, has_accuracy: bool, workers: int = 1) -> dict[str, Any]:
-        """The line of the record, its seconds means over the workers.
-
-        Nodes with several tasks have no accuracy.
-        """
-        line: dict[str, Any] = {"loss": self.loss.item() / self.seeds, "steps": self.steps}
-        if has_accuracy:
-            line["train_accuracy"] = self.right.item() / self.seeds
-        times = {name: seconds / workers for name, seconds in self.seconds.all().items()}
-        line["epoch_s"] = times["wait_s"] + times["compute_s"] + times["exchange_s"]
-        return line | times | {"seeds": self.seeds, "payload_bytes": self.bytes}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
-        own = {name: getattr(self, name) for name in ("seeds", "steps", "bytes")}
-        sums = {"loss": self.loss.item(), "right": self.right.item()}
-        sums |= {"hits": int(self.hits), "peer_hits": int(self.peer_hits)}
-        return own | sums | {"times": self.seconds.all()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
-        self.loss.fill_(state["loss"])
-        self.right.fill_(state["right"])
-        self.seeds, self.steps, self.bytes = state["seeds"], state["steps"], state["bytes"]
-        # a checkpoint from before there were hot sets, or split ones, has none
-        self.hits, self.peer_hits = state.get("hits", 0), state.get("peer_hits", 0)
-        self.seconds = Seconds(dict.fromkeys(TIMES, 0.0) | state["times"])
-
-
 def _named(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {
         f"{part}_{metric}": value
@@ -787,31 +697,6 @@ def _sentence(line: Mapping[str, Any], epochs: int) -> str:
     words.append(f"{line['seeds'] / line['epoch_s']:,.0f} seeds/s")
     words.append(f"waited {line['wait_s'] / line['epoch_s']:.0%} of {line['epoch_s']:.1f} s")
     return "  ".join(words)
-
-
-def everybodys_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
-    """The spans of all workers by the clock of worker 0, in lanes that are named after them.
-
-    Args:
-        own: of this worker.
-        rank: of this worker.
-    """
-    workers = len((yield Vote(rank)))
-    if workers == 1:
-        return list(own)
-    # all pass here at about the same time, whatever their clocks say
-    clocks = yield Vote(time.perf_counter())
-    texts = yield from everybodys(json.dumps([astuple(span) for span in own]))
-    return [
-        Span(
-            name,
-            f"worker {worker}, {lane}",
-            begin_s - clocks[worker] + clocks[0],
-            end_s - clocks[worker] + clocks[0],
-        )
-        for worker, text in enumerate(texts)
-        for name, lane, begin_s, end_s in json.loads(text)
-    ]
 
 
 def _mixed(*numbers: int) -> int:

@@ -142,6 +142,17 @@ def test_links_are_as_slow_as_was_asked():
 
 
 @needs_namespaces
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_card_that_cuts_frames_leaves_the_rate_as_it_is(offload):
+    with Cluster(2, 100, offload=offload) as cluster:
+        before = cluster.counters()[0]
+        found = [cluster.measure(seconds=0.3) for _ in range(3)]
+        sent = cluster.counters()[0] - before
+    assert 50 < statistics.median(each.mbit_per_s for each in found) < 105
+    assert (sent.sent_bytes / sent.sent_packets > 5000) == offload
+
+
+@needs_namespaces
 def test_senders_share_what_the_receiver_has():
     with Cluster(3, 20) as cluster:
         programs = [TAKE_FROM_TWO, GIVE, GIVE]

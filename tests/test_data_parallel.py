@@ -19,8 +19,8 @@ from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import Averaged
 from gcnzc.replicas import made_alike
-from gcnzc.timeline import Span
-from gcnzc.train import everybodys_spans, train
+from gcnzc.timeline import Span, everybodys_spans
+from gcnzc.train import train
 
 STEPS, TOTAL = 30, 48
 COUNT, COLUMNS, CLASSES = 300, 6, 4

@@ -658,12 +658,12 @@ def test_training_reports_the_hits(hot_by, folder, tmp_path):
 
 
 def test_the_tally_of_a_resumed_epoch_goes_on():
-    from gcnzc.train import _Tally
+    from gcnzc.tally import Tally
 
-    tally = _Tally(torch.device("cpu"))
+    tally = Tally(torch.device("cpu"))
     tally.hits += 5
     state = tally.state_dict()
-    other = _Tally(torch.device("cpu"))
+    other = Tally(torch.device("cpu"))
     other.load_state_dict(state)
     other.hits += 2
     assert other.state_dict()["hits"] == 7

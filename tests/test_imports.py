@@ -39,6 +39,7 @@ ORDER = [
     "data",
     "shared",
     "timeline",
+    "tally",
     "sampler",
     "pairs",
     "transfer",
