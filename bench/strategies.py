@@ -51,11 +51,15 @@ METHODS = {
     "streaming-diloco": "--optimizer streaming-diloco --inner adamw",
     "streaming-diloco fp4": "--optimizer streaming-diloco --inner adamw --compress float4_e3m0",
     "streaming-diloco auto": "--optimizer streaming-diloco --inner adamw --local-steps auto",
+    "streaming-diloco fp4 auto": (
+        "--optimizer streaming-diloco --inner adamw --compress float4_e3m0 --local-steps auto"
+    ),
     "co2": "--optimizer co2 --inner adamw",
     "co2 auto": "--optimizer co2 --inner adamw --local-steps auto",
+    "co2 48": "--optimizer co2 --inner adamw --local-steps 48",
 }
 # that choose by how fast the links are, which accuracy has not
-TIMED = ("streaming-diloco auto", "co2 auto")
+TIMED = ("streaming-diloco auto", "streaming-diloco fp4 auto", "co2 auto")
 # methods that exchange whole gradients in this share of a run's steps first
 WARM, WARMUP = ("onebit-adam", "onebit-lamb"), float(TrainConfig.warmup)
 NONE = "none"

@@ -1,6 +1,6 @@
 """How many bytes each method of exchange sends, counted by the interfaces of a cluster.
 
-    python bench/traffic.py [--workers N] [--elements N ...] [--parts stage run streaming]
+    python bench/traffic.py [--workers N] [--elements N ...] [--parts PART ...] [--ways WAY ...]
 
 Random gradients of a model of so many elements are exchanged for some steps; ratios are of the
 bytes that left the interfaces, headers and acknowledgements included, in the same run.
@@ -35,12 +35,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--elements", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--ways", nargs="+", help="only these, beside the first of each part")
     options = parser.parse_args(argv)
     tasks = [
         {"part": part, "elements": elements, **task}
         for part in options.parts
         for elements in options.elements
-        for task in tasks_of(part)
+        for number, task in enumerate(tasks_of(part))
+        if not (number and options.ways) or task["way"] in options.ways
     ]
     firsts: dict[tuple[str, int], Line] = {}
     for task, line in results(options.workers, tasks):
