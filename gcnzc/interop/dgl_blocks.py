@@ -73,7 +73,8 @@ class Blocks:
     """
 
     def __init__(self, graph: Any) -> None:
-        self.graph = graph
+        self._whole = graph
+        self.renew()
         self.columns = columns_of(graph)
         self._dgl, self._block_class = import_dgl(), block_class()
         # DGL joins the tensors of a graph by their type
@@ -81,6 +82,14 @@ class Blocks:
         ids = self.columns.edge_ids
         self._ids = None if ids is None else FeatureTable(ids.view(-1, 1))
         self._none = torch.empty(0, dtype=self.dtype)
+
+    def renew(self) -> None:
+        """Take the data that the graph has now.
+
+        Data of a graph that was cut from another is rows and their numbers until the first time it
+        is read, and DGL then changes the one after the other. So threads have columns of their own.
+        """
+        self.graph = self._whole.local_var()
 
     def edge_ids(self, edges: Tensor) -> Tensor:
         """(E,) DGL's numbers of edges, from their places in the columns, of the graph's type."""

@@ -4,7 +4,7 @@ A minibatch is what DGL's loader yields for the same sampler: input nodes, outpu
 or input nodes, pair graphs and blocks, which are DGL's own blocks and graphs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -126,12 +126,16 @@ class DataLoader(Minibatches):
         return Carrier(nodes, nodes[:0], (_nothing(nodes),), made=result)
 
     def _begin(self) -> None:
-        self._demand_names()
+        asked = self._demand_names()
+        self._blocks.renew()
         for (of_nodes, name), column in list(self._columns.items()):
             data = self._data(of_nodes)
             given = of_nodes and name in self._tables
             if not given and not (name in data and column.rows is data[name]):
                 del self._columns[of_nodes, name]
+        # here, since DGL's columns are not to be read by two threads
+        for of_nodes, name in asked:
+            self._column(of_nodes, name)
         names = _names(_block_sampler(self.graph_sampler).prefetch_node_feats)
         columns = (self._column(True, name) for name in names)
         fitting = (column for column in columns if column.table is not None)
@@ -150,9 +154,9 @@ class DataLoader(Minibatches):
         return (*parts, blocks)
 
     def _made_maker(self) -> Maker:
+        make: Callable[..., Maker] = OurEdges if self._is_edges else OurNodes
         if self.drawn_by == "dgl":
-            return Theirs(self.graph, self.graph_sampler, self.options.seed)
-        make = OurEdges if self._is_edges else OurNodes
+            make = Theirs
         return make(self._blocks, self.graph_sampler, self.options.seed)
 
     def _gathered(
@@ -177,8 +181,12 @@ class DataLoader(Minibatches):
     def _data(self, of_nodes: bool) -> Any:
         return self.graph.ndata if of_nodes else self.graph.edata
 
-    def _demand_names(self) -> None:
-        """Look at the names that are to be fetched, before any thread does."""
+    def _demand_names(self) -> list[tuple[bool, str]]:
+        """Look at the names that are to be fetched, before any thread does.
+
+        Returns:
+            Each, behind whether it is of nodes.
+        """
         inner = _block_sampler(self.graph_sampler)
         of_nodes = [*self.graph.ndata, *self._tables]
         of_edges = list(self.graph.edata)
@@ -189,8 +197,10 @@ class DataLoader(Minibatches):
         ]
         if self._is_edges:
             asked.append(("prefetch_labels", self.graph_sampler.prefetch_labels, of_edges))
+        found = []
         for what, names, there in asked:
             for name in _names(names):
+                found.append((there is of_nodes, name))
                 if name not in there:
                     kind = "node" if there is of_nodes else "edge"
                     raise ValueError(
@@ -198,6 +208,7 @@ class DataLoader(Minibatches):
                         f"{', '.join(map(repr, there)) or 'nothing'}\n\n"
                         f"hint: graph.{kind[0]}data[{name!r}] = ..."
                     )
+        return found
 
 
 def _block_sampler(graph_sampler: Any) -> Any:

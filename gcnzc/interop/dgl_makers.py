@@ -137,24 +137,24 @@ class Theirs:
     """Minibatches drawn by a DGL sampler, in the one thread that DGL draws in.
 
     Args:
-        graph: DGL's.
+        blocks: of the graph.
         graph_sampler: of any kind.
         seed: of which, with epoch and items, DGL's random numbers are made.
     """
 
-    def __init__(self, graph: Any, graph_sampler: Any, seed: int) -> None:
-        self._graph, self._graph_sampler, self._seed = graph, graph_sampler, seed
+    def __init__(self, blocks: Blocks, graph_sampler: Any, seed: int) -> None:
+        self._blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
         self._labor = _labor_of(graph_sampler)
 
     def make(self, items: Tensor, epoch: int) -> Result:
         """See `Maker`."""
-        items = items.to(self._graph.idtype)
+        items = items.to(self._blocks.dtype)
 
         def make() -> Result:
             if self._labor is not None:
                 # it has random numbers of its own, which go on from minibatch to minibatch
                 self._labor.set_seed(_word(self._seed, epoch, items))
-            return self._graph_sampler.sample(self._graph, items)
+            return self._graph_sampler.sample(self._blocks.graph, items)
 
         return drawn_by_dgl(make, self._seed, epoch, items)
 
