@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -67,6 +68,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 TIMEOUT_S = 60.0
 # what workers wait for one another at the start: importing torch takes half a minute on busy cores
 JOIN_S = 180.0
+# waits and exchanges beside them whose times are kept until somebody takes them, the last ones
+TIMES_KEPT = 10_000
 
 
 class WorkerLost(RuntimeError):
@@ -114,9 +117,9 @@ class Group:
         self.choices, self.timeout_s = choices or Choices(), timeout_s
         self.ledger = Ledger()
         # when the algorithms of this worker waited for others, by time.perf_counter
-        self.waits: list[tuple[float, float]] = []
+        self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         # and when exchanges that were begun went on beside them
-        self.beside: list[tuple[float, float]] = []
+        self.beside: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         self.watch = None
         if store is not None:
             self.watch = Watch(store, rank, world_size, socket.gethostname())
@@ -139,16 +142,14 @@ class Group:
 
     def take_waits(self) -> list[tuple[float, float]]:
         """When algorithms waited for others since the last call: begins and ends, in seconds."""
-        waits, self.waits = self.waits, []
-        return waits
+        return _taken(self.waits)
 
     def take_beside(self) -> list[tuple[float, float]]:
         """When exchanges went on beside algorithms, of those that ended since the last call.
 
         Begins and ends, in seconds; of NCCL's, which need no thread, nothing is known.
         """
-        beside, self.beside = self.beside, []
-        return beside
+        return _taken(self.beside)
 
     @property
     def staging_buffers(self) -> int:
@@ -211,6 +212,11 @@ class Group:
             channel.close()
         if self.watch is not None:
             self.watch.leave()
+
+
+def _taken(times: deque[tuple[float, float]]) -> list[tuple[float, float]]:
+    # a thread may add to them meanwhile
+    return [times.popleft() for _ in range(len(times))]
 
 
 class _Broken(Exception):
