@@ -103,6 +103,9 @@ class TrainConfig:
     """of the onebit optimizers: share of the run's steps, or how many, that exchange whole
     gradients first; auto sees when the variance has settled. Of zero-one-adam: of those in which
     workers agree at every step; auto makes that all"""
+    refresh: int = 0
+    """of onebit-adam: steps from the end of the warm-up to the first time that some whole gradients
+    bring the variance up to date; each next time is twice as far from there; 0 never does"""
     local_steps: str = "usual"
     """of optimizers with local steps: how many from one exchange to the next; usual takes 8 for
     local-sgd, 12 for co2 and 30 for the others; auto measures how many hide the exchange"""
@@ -115,7 +118,8 @@ class TrainConfig:
     --local-steps auto, which measures how many hide it"""
     fragments: str = "4"
     """of streaming-diloco: parts of the model that are exchanged at different steps, as many of the
-    same size; or modules, for one of each of the model's modules"""
+    same size; or modules, for one of each of the model's modules; or regular expressions, with
+    commas between them, for one of the parameters whose names each is the first to match"""
     hidden: int = 256
     """features between the layers; for GAT, of each head"""
     layers: int = 3
@@ -165,6 +169,9 @@ class TrainConfig:
     """seconds that workers wait for one another before they give up and start again"""
     restarts: int = 3
     """times that workers are started again, from the last checkpoint, after one was lost"""
+    tune_exchange: bool = False
+    """measure which collectives are fastest between these workers for messages as large as this
+    model's, and keep it for later runs; sums may round differently than without"""
     seed: int = 0
     """seed of every random choice"""
     checkpoint_every_s: float = 30.0
@@ -195,6 +202,7 @@ class TrainConfig:
             "checkpoint_every_s",
             "weight_decay",
             "restarts",
+            "refresh",
         ):
             _at_least(0, name, getattr(self, name))
         for name in ("dropout", "input_dropout", "attention_dropout"):
@@ -225,7 +233,7 @@ class TrainConfig:
         _demand_number(
             "--local-steps", self.local_steps, ("usual", "auto"), "30 is usual", whole=True
         )
-        _demand_number("--fragments", self.fragments, ("modules",), "4 is usual", whole=True)
+        fragments_of(self.fragments)
         _demand_number("--delay", self.delay, ("usual", "auto"), "1 is usual", whole=True)
         if self.delay == "auto" and self.local_steps != "auto":
             raise ValueError(
@@ -532,6 +540,29 @@ def _demand_number(
             f"{option} must be a {'whole ' * whole}number above 0 or {' or '.join(others)}, got "
             f"{words!r}\n\nhint: {hint}"
         )
+
+
+def fragments_of(words: str) -> int | str | list[str]:
+    """The fragments of a model that `words` say: how many, "modules", or regular expressions.
+
+    Raises:
+        ValueError: they say none of these.
+    """
+    if words == "modules":
+        return words
+    if re.fullmatch(r"[-+.\d]*", words):
+        _demand_number("--fragments", words, ("modules",), "4 is usual", whole=True)
+        return int(words)
+    patterns = words.split(",")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"--fragments: {pattern!r} is no regular expression: {error}\n\n"
+                "hint: a number, modules, or expressions such as layers.0,layers.1"
+            ) from None
+    return patterns
 
 
 def hot_size(words: str, option: str = "--hot", whole: str = "of the rows") -> float:

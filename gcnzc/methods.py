@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from gcnzc.compress import Compression, compression
-from gcnzc.config import LOCAL, ONE_BIT, TrainConfig
+from gcnzc.config import LOCAL, ONE_BIT, TrainConfig, fragments_of
 from gcnzc.exchange import Group
 from gcnzc.optim import (
     CO2,
@@ -84,9 +84,7 @@ def build_method(
     if config.optimizer == "co2":
         return CO2(inner, group, **options)
     options["delay"] = _delay(config)
-    options["fragments"] = config.fragments
-    if config.fragments != "modules":
-        options["fragments"] = int(config.fragments)
+    options["fragments"] = fragments_of(config.fragments)
     return StreamingDiLoCo(inner, group, named_parameters=model.named_parameters(), **options)
 
 
@@ -108,6 +106,8 @@ def _one_bit(
         )
     else:
         options["warmup"] = warmup
+    if config.optimizer == "onebit-adam":
+        options["refresh"] = config.refresh
     return kinds[config.optimizer](model.parameters(), **options)
 
 

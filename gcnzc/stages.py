@@ -11,15 +11,21 @@ from torch import Tensor
 from gcnzc import models, plan
 from gcnzc.config import LOCAL, TrainConfig, hot_size
 from gcnzc.data import Dataset
-from gcnzc.exchange import Algorithm, Group, run
+from gcnzc.exchange import Algorithm, Group, Tuning, run, tuned
+from gcnzc.flat import by_kind, layout
 from gcnzc.hot import CachedShare, CachedTable, Presample, Progress, cached, cached_share, presample
 from gcnzc.loader import Samples
 from gcnzc.peers import Handle
-from gcnzc.replicas import everybodys
+from gcnzc.record import cache_folder
+from gcnzc.replicas import demand_same, everybodys
 from gcnzc.sampler import Sampler
 from gcnzc.table import FeatureTable, pinned
 
 USUAL_HOT = 0.2  # of the rows; docs/hot.md has what other sizes bring
+# what the first run between some workers spends on measuring collectives
+TUNING_S = 5.0
+# gathered with every checkpoint: torch's random state, and counts
+GATHERED_BYTES = (64, 5056)
 
 
 def choose_device(asked: str, place: int = 0) -> torch.device:
@@ -195,6 +201,29 @@ def build_optimizer(
 def step_size(config: TrainConfig, workers: int) -> float:
     """Of one of so many workers."""
     return config.lr * {"none": 1.0, "linear": workers, "sqrt": workers**0.5}[config.scale_lr]
+
+
+def exchange_tuning(model: torch.nn.Module, group: Group) -> Tuning:
+    """Which collectives are fastest between these workers, at the sizes that a run of `model` asks.
+
+    What is missing of it is measured, and kept in the cache folder of worker 0.
+
+    Args:
+        model: the same on all workers, of whatever values.
+        group: of all workers; its choices stay as they are.
+
+    Raises:
+        ValueError: the workers' models differ.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    # with other sizes workers would wait for each other for ever
+    run(demand_same(layout(named), "models"), group)
+    whole = [
+        sum(tensor.numel() * tensor.element_size() for _, tensor in kind)
+        for kind in by_kind(named)  # type: ignore[arg-type]
+    ]
+    sizes = {"Sum": whole, "Broadcast": whole, "AllGather": GATHERED_BYTES, "AllToAll": whole}
+    return tuned(group, cache_folder(), sizes, budget_s=TUNING_S)
 
 
 def build_sampler(config: TrainConfig, data: Dataset) -> Samples:

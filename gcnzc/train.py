@@ -31,7 +31,7 @@ from torch import nn
 from gcnzc import checkpoint, link, record
 from gcnzc.config import EvaluateConfig, TrainConfig, from_words, to_words
 from gcnzc.data import Dataset, load
-from gcnzc.exchange import Group, run
+from gcnzc.exchange import Choices, Group, run
 from gcnzc.hot import CachedTable
 from gcnzc.loader import Loader
 from gcnzc.methods import Method, build_method
@@ -43,6 +43,7 @@ from gcnzc.shared import load_shared
 from gcnzc.stages import (
     cached_table,
     choose_device,
+    exchange_tuning,
     feature_table,
     planned,
 )
@@ -148,6 +149,11 @@ def train(
         stopped = stack.enter_context(_stop_requests())
         torch.manual_seed(config.seed)
         model = task.model().to(device)
+        if config.tune_exchange:
+            tuning = exchange_tuning(model, group)
+            group.choices = tuning.choices
+            for row in tuning.rows():
+                reporter.say(row.told())
         run(made_alike(model, group.rank), group)
         if group.rank:
             # dropout is not that of the other workers
@@ -337,6 +343,8 @@ class _Run:
             record.keep(self.folder / RECORD, len(self.lines))
             record.keep(self.folder / WORKERS, state["worker_lines"])
         self.worker_lines = state["worker_lines"]
+        if len(state["rng"]) == self.group.world_size:
+            self.group.choices = Choices(state.get("choices", {}))
         where = f"in epoch {self.epoch + 1}" if self.in_epoch else f"after epoch {self.epoch}"
         self.reporter.say(f"going on with {self.folder} {where}")
 
@@ -393,6 +401,8 @@ class _Run:
             "best": self.best,
             "lines": self.lines,
             "worker_lines": self.worker_lines,
+            # sums round as the algorithms add
+            "choices": dict(self.group.choices.steps),
             **states,
         }
         path = self.folder / CHECKPOINT

@@ -225,6 +225,36 @@ def test_clocks_that_differ_are_brought_together():
     assert lockstep([spans(0)]).results == [[Span("compute", "model", 0.0, 1.0)]]
 
 
+def test_tuned_collectives_serve_a_run_and_are_kept_with_it(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "cache"))
+    tuned = replace(config, batch_size=30, tune_exchange=True)
+    found = results(2, tmp_path, train_as_worker, tuned, tmp_path / "run")
+    (times,) = (tmp_path / "cache").glob("collectives-*.json")
+    measured = json.loads(times.read_text())["times"]
+    assert set(measured) == {"Sum", "Broadcast", "AllGather", "AllToAll"}
+    assert set(saved(tmp_path / "run")["choices"]) == set(measured)
+    # two numbers have one sum, whatever the order
+    plain = replace(tuned, tune_exchange=False)
+    usual = results(2, tmp_path, train_as_worker, plain, tmp_path / "usual")
+    for mine, its in zip(found, usual, strict=True):
+        assert mine["test_accuracy"] == its["test_accuracy"]
+    models = [saved(tmp_path / name)["model"] for name in ("run", "usual")]
+    assert all(models[0][name].equal(models[1][name]) for name in models[1])
+
+    # without its times, a run that goes on takes the algorithms that it had
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "other"))
+    results(3, tmp_path, train_as_worker, tuned, whole)
+    results(3, tmp_path, train_as_worker, tuned, cut, 7)
+    chosen = saved(cut)["choices"]
+    state = torch.load(cut / "checkpoint.pt", weights_only=True)
+    state["choices"] = dict(chosen, Sum=((None, "ring"),))
+    torch.save(state, cut / "checkpoint.pt")
+    results(3, tmp_path, train_as_worker, replace(tuned, resume=cut), cut)
+    assert saved(cut)["choices"]["Sum"] == ((None, "ring"),)
+    assert saved(whole)["choices"] == chosen
+
+
 def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(config, tmp_path):
     config = replace(config, batch_size=30, dropout=0.3)
     whole = tmp_path / "whole"

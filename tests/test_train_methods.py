@@ -163,6 +163,8 @@ def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
         ({"local_steps": "2.5"}, "--local-steps must be a whole number above 0 or usual or auto"),
         ({"local_steps": "0"}, "--local-steps must be a whole number above 0"),
         ({"fragments": "0"}, "--fragments must be a whole number above 0 or modules, got '0'"),
+        ({"fragments": "0.,a("}, r"--fragments: 'a\(' is no regular expression: missing \)"),
+        ({"refresh": -1}, "--refresh must be at least 0"),
         ({"delay": "0"}, "--delay must be a whole number above 0"),
         ({"delay": "auto"}, "--delay auto with --local-steps usual"),
     ],
@@ -173,13 +175,23 @@ def test_words_that_make_no_sense(options, message):
     assert "\n\nhint: " in str(error.value)
 
 
-def test_fragments_may_be_the_model_s_modules():
+def test_fragments_may_be_the_model_s_modules_or_be_named():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 5))
     config = TrainConfig(optimizer="streaming-diloco", fragments="modules")
     made = build_method(config, model, Group(), 100)
     assert [fragment.num_elements for fragment in made.fragments] == [8, 15]
     made = build_method(replace(config, fragments="3"), model, Group(), 100)
     assert [fragment.num_elements for fragment in made.fragments] == [7, 8, 8]
+    made = build_method(replace(config, fragments=r"^1\.,weight"), model, Group(), 100)
+    assert [fragment.num_elements for fragment in made.fragments] == [15, 6, 2]
+    with pytest.raises(ValueError, match="no parameter for the fragment 'third'"):
+        build_method(replace(config, fragments="weight,third"), model, Group(), 100)
+
+
+def test_a_refresh_is_of_1_bit_adam():
+    model = torch.nn.Linear(3, 2)
+    made = build_method(TrainConfig(optimizer="onebit-adam", refresh=40), model, Group(), 100)
+    assert (made.refresh, made.refresh_steps) == (40, 16)
 
 
 def test_resized_is_told_of_states_that_do_not_belong_together():

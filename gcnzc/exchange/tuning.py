@@ -41,6 +41,12 @@ class Row:
     builtin_s: float
     all_s: Mapping[str, float]
 
+    def told(self) -> str:
+        """In a line."""
+        beside = "" if self.chosen == BUILTIN else f", {BUILTIN} {1e3 * self.builtin_s:.2f} ms"
+        took = f"{self.chosen} {1e3 * self.seconds:.2f} ms{beside}"
+        return f"{self.kind} of {self.num_bytes:,} B: {took}"
+
 
 @dataclass(frozen=True)
 class Tuning:

@@ -52,8 +52,10 @@ class OneBitAdam(Replicated):
         weight_decay: share of a parameter that is taken off it for each unit of `lr`.
         warmup: steps before the variance freezes; None to see when it has settled.
         warmup_range: fewest and most steps, if `warmup` is None; no limit if the most is None.
-        refresh: steps from the freeze to the first dense step that brings the variance up to date;
-            each next one is twice as far from it. 0 for none.
+        refresh: steps from the freeze to the first refresh of the variance; each next one is twice
+            as far from it. 0 for none.
+        refresh_steps: dense steps of a refresh, at most `refresh`. Together they forget as much of
+            the variance as steps of Adam would have since the last one.
         compress: how momenta are exchanged after the warm-up.
         dense: how gradients are exchanged before.
         bias_correction: False for steps as large as DeepSpeed's, to the bit.
@@ -76,6 +78,7 @@ class OneBitAdam(Replicated):
         warmup: int | None = None,
         warmup_range: tuple[int, int | None] = (0, None),
         refresh: int = 0,
+        refresh_steps: int = 16,
         compress: Compression | None = None,
         dense: Compression | None = None,
         bias_correction: bool = True,
@@ -87,7 +90,12 @@ class OneBitAdam(Replicated):
     ) -> None:
         if wake not in WAKE:
             raise ValueError(f"no way {wake!r} to wake\n\nhint: {' or '.join(WAKE)}")
-        self.warmup, self.refresh, self.wake, self.floor = warmup, refresh, wake, floor
+        if refresh_steps < 1:
+            raise ValueError(
+                f"a refresh of {refresh_steps} steps\n\nhint: at least 1; refresh=0 for no refresh"
+            )
+        self.warmup, self.wake, self.floor = warmup, wake, floor
+        self.refresh, self.refresh_steps = refresh, min(refresh_steps, refresh)
         self.compress, self.dense = compress or Sign(), dense or Dense()
         self.bias_correction = bias_correction
         self.rule = FreezeRule(betas[1], *warmup_range)
@@ -97,8 +105,9 @@ class OneBitAdam(Replicated):
         self.vectors = {"momentum": space.zeros(), "variance": space.zeros()}
         self.vectors["awake"] = torch.zeros(len(space.segments), dtype=torch.bool)
         # `wakes`: elements that slept have a gradient; the next step from `join_from` on is dense
-        self.numbers = {"frozen_at": 0, "next_refresh": 0, "wakes": False, "norms": []}
-        self.numbers |= {"join_from": 0, "join_gap": 1}
+        self.numbers = {"frozen_at": 0, "wakes": False, "norms": []}
+        # `next_refresh`: the first step of it; `fresh_at`: the last step of the one before
+        self.numbers |= {"next_refresh": 0, "fresh_at": 0, "join_from": 0, "join_gap": 1}
         self.waiting: Tensor | None = None
         """(elements that sleep,): sums of this worker's gradients since they might join last"""
         self._dense = self.whole(self.dense, space.num_elements)
@@ -106,7 +115,8 @@ class OneBitAdam(Replicated):
 
     def layout(self) -> list[str]:
         """See `Replicated`."""
-        options = f"warmup {self.warmup} {self.rule}, refresh {self.refresh}, {self.wake}"
+        options = f"warmup {self.warmup} {self.rule}, {self.wake}"
+        options += f", refresh {self.refresh} {self.refresh_steps}"
         options += f", floor {self.floor:g}"
         return [*super().layout(), f"{options}, {self.compress}, {self.dense}"]
 
@@ -291,7 +301,7 @@ class OneBitAdam(Replicated):
 
     def _freeze(self, step: int) -> None:
         self.numbers["frozen_at"] = step
-        self.numbers["next_refresh"] = step + self.refresh
+        self.numbers |= {"next_refresh": step + self.refresh, "fresh_at": step}
         variance, dense = self.vectors["variance"], self.space.num_dense
         if self.bias_correction:
             for part in self.space.parts:
@@ -326,20 +336,23 @@ class OneBitAdam(Replicated):
 
     def _bring_up_to_date(self, values: Tensor) -> None:
         """Let elements join, and refresh the variance if it is time, from mean gradients."""
-        dense, step = self.space.num_dense, self.steps + 1
-        is_refresh = bool(self.refresh) and step >= self.numbers["next_refresh"]
-        if is_refresh:
-            since = step - self.numbers["frozen_at"]
-            self.numbers["next_refresh"] = step + since
+        dense, step, numbers = self.space.num_dense, self.steps + 1, self.numbers
+        is_refresh = bool(self.refresh) and step >= numbers["next_refresh"]
+        # of this refresh, and the steps from the end of the one before to its end
+        last = numbers["next_refresh"] + self.refresh_steps - 1
+        passed = last - numbers["fresh_at"]
+        if is_refresh and step == last:
+            gap = numbers["next_refresh"] - numbers["frozen_at"]
+            numbers |= {"next_refresh": numbers["next_refresh"] + gap, "fresh_at": step}
         active = self.vectors.get("active")
         for part in self.space.parts:
             if part.begin < dense:
                 continue
             gradient = values[part.begin : part.end]
-            variance, beta2 = self.vectors["variance"][part.begin : part.end], 0.0
+            variance = self.vectors["variance"][part.begin : part.end]
             square = gradient.square()
             if is_refresh:
-                beta2 = part.group["betas"][1]
+                beta2 = part.group["betas"][1] ** (passed / self.refresh_steps)
                 refreshed = variance * beta2 + square * (1 - beta2)
             else:
                 refreshed = variance.clone()

@@ -290,7 +290,7 @@ def test_compressed_steps_come_close_to_dense_ones():
 # --- faults
 
 # the number of steps before, of which the third freezes; the next one is then of this kind
-PHASES = {"warm-up": 1, "compressed": 4, "refresh": 5}
+PHASES = {"warm-up": 1, "compressed": 4, "refresh": 5, "in a refresh": 6}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -859,23 +859,46 @@ def test_it_freezes_by_itself_when_the_variance_has_settled():
     assert optimizers[0].numbers["frozen_at"] == 25
 
 
-def test_the_variance_is_refreshed_twice_as_far_each_time():
-    models, optimizers = small_team(2, warmup=4, refresh=3, betas=(0.9, 0.75))
-    dense = []
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # by the first step of each: 3, 6, 12, 24 from the freeze
+        ({"refresh": 3, "refresh_steps": 1}, [7, 10, 16, 28]),
+        ({"refresh": 3, "refresh_steps": 2}, [7, 8, 10, 11, 16, 17, 28, 29]),
+        ({"refresh": 3}, [7, 8, 9, 10, 11, 12, 16, 17, 18, 28, 29, 30]),
+    ],
+)
+def test_the_variance_is_refreshed_twice_as_far_each_time(options, expected):
+    models, optimizers = small_team(2, warmup=4, betas=(0.9, 0.99), floor=0.0, **options)
+    dense, variances = [], {}
     for number in range(1, 32):
-        if is_dense := optimizers[0].is_dense_step:
+        if optimizers[0].is_dense_step:
             dense.append(number)
         give(models, number)
-        before = optimizers[0].vectors["variance"].clone()
-        gradients = [torch.cat([p.grad.view(-1) for p in model]) for model in models]
-        mean = torch.stack(gradients).mean(dim=0)
         step(optimizers)
-        after = optimizers[0].vectors["variance"]
-        if is_dense and number > 4:
-            torch.testing.assert_close(after, before * 0.75 + mean.square() * 0.25)
-        elif number > 4:
-            assert torch.equal(after, before)
-    assert dense == [1, 2, 3, 4, 7, 10, 16, 28]
+        variances[number] = optimizers[0].vectors["variance"].clone()
+        if number > 4 and number not in expected:
+            assert torch.equal(variances[number], variances[number - 1])
+    assert dense == [1, 2, 3, 4, *expected]
+
+
+def test_a_refresh_forgets_as_much_as_all_steps_since_the_last_one():
+    models, optimizers = small_team(
+        2, warmup=2, betas=(0.9, 0.9), floor=0.0, refresh=8, refresh_steps=4
+    )
+    give(models, 0)
+    for number in range(1, 22):
+        if number in (3, 14):
+            frozen = optimizers[0].vectors["variance"].clone()
+            give(models, 0, 3.0 if number == 3 else 0.5)
+            gradients = [torch.cat([p.grad.view(-1) for p in model]) for model in models]
+            square = torch.stack(gradients).mean(dim=0).square()
+        step(optimizers)
+        if number in (13, 21):
+            # the same gradient all the time, over 11 and 8 steps
+            kept = 0.9 ** (11 if number == 13 else 8)
+            expected = kept * frozen + (1 - kept) * square
+            torch.testing.assert_close(optimizers[0].vectors["variance"], expected)
 
 
 # --- over processes
