@@ -178,7 +178,7 @@ def strategies(panels: Sequence[Axes], lines: Sequence[Line]) -> None:
             ]
             if speeds:
                 epoch_s = line["seeds_in_an_epoch"] / speeds[0]
-                times = [epoch_s * (epoch + 1) for epoch in range(len(percent))]
+                times = [epoch_s * epochs for epochs in line["evaluated_after"]]
                 panel.plot(times, percent, label=line["method"], **style)
     panels[0].set_xscale("log")
     panels[0].set_xlabel("MB that a worker has sent")

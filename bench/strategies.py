@@ -11,7 +11,8 @@ same step size and minibatches. How fast the links are does not change what is c
 (which needs root), by each method, in turns with the others, on links of each rate. The first
 epoch, in which kernels are compiled, does not count. Of methods with a warm-up it holds that: their
 seeds a second are those of a run with 15 % of its steps like `adamw`'s, and the rest like their own
-later epochs. `none` never exchanges before the end of the run: what others are measured against.
+later epochs. `none` never exchanges before the end of the run: what others are measured against,
+and what `gcnzc plan` is given to foretell the steps of the methods that it knows.
 
 bench/plot.py draws both: the epochs of `accuracy`, as long as `speed` found them to be.
 """
@@ -31,20 +32,22 @@ from typing import Any
 import harness
 from cluster import Cluster
 
-from gcnzc import cli
-from gcnzc.config import TrainConfig
+from gcnzc import cli, data, network_plan
+from gcnzc.config import PlanConfig, TrainConfig
 
 ROOT = Path(__file__).parents[1]
 ARCHIVES = ROOT.parent / "shared" / "data"
+WORKER = Path(__file__).with_name("strategies_worker.py")
 WORKERS = 4
-LIMIT_S = 1800.0
+LIMIT_S = 1800.0  # of a run
 # by name, the options that make them
 METHODS = {
     "adamw": "--optimizer adamw",
     "adamw bfloat16": "--optimizer adamw --compress bfloat16",
     "adamw int8": "--optimizer adamw --compress int8",
     "onebit-adam": "--optimizer onebit-adam",
-    "onebit-lamb": "--optimizer onebit-lamb",
+    # whose step size is a share of the weights' norm
+    "onebit-lamb": "--optimizer onebit-lamb --lr 0.006",
     "zero-one-adam": "--optimizer zero-one-adam",
     "local-sgd": "--optimizer local-sgd --inner adamw",
     "diloco": "--optimizer diloco --inner adamw",
@@ -63,6 +66,8 @@ TIMED = ("streaming-diloco auto", "streaming-diloco fp4 auto", "co2 auto")
 # methods that exchange whole gradients in this share of a run's steps first
 WARM, WARMUP = ("onebit-adam", "onebit-lamb"), float(TrainConfig.warmup)
 NONE = "none"
+# those that `gcnzc plan` foretells; its "averaged" is `adamw`
+PLANNED = ("adamw", *WARM, "local-sgd", "diloco", "streaming-diloco", "co2")
 # local steps without end
 APART = "--optimizer local-sgd --inner adamw --local-steps 1000000000"
 
@@ -75,14 +80,36 @@ class Case:
     options: str
     epochs: int
     """of a run to its accuracy"""
+    evaluate_every: int = 1
+    """epochs of such a run"""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Those of the options that a plan knows."""
+        words = self.options.split()
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        fanouts = tuple(map(int, given["--fanouts"].split(",")))
+        numbers = {name: int(given[f"--{name}"]) for name in ("layers", "hidden", "batch-size")}
+        return {"fanouts": fanouts, **{n.replace("-", "_"): each for n, each in numbers.items()}}
+
+    @property
+    def seeds_of_a_step(self) -> int:
+        """Of all workers."""
+        return WORKERS * self.config["batch_size"]
 
 
 CASES = {
     "amazon_photo": Case(
-        "amazon_photo", "--layers 2 --fanouts 10,10 --hidden 64 --batch-size 32 --lr 0.003", 12
+        "amazon_photo",
+        "--layers 2 --fanouts 10,10 --hidden 64 --batch-size 32 --lr 0.0015",
+        epochs=36,
+        evaluate_every=3,
     ),
     "planted": Case(
-        "planted", "--layers 2 --fanouts 10,5 --hidden 64 --batch-size 64 --lr 0.003", 6
+        "planted",
+        "--layers 2 --fanouts 10,5 --hidden 64 --batch-size 64 --lr 0.003",
+        epochs=60,
+        evaluate_every=5,
     ),
     # more than 5 million parameters, most of what a step takes is exchange
     "wide": Case(
@@ -119,22 +146,26 @@ def main(argv: Sequence[str] | None = None) -> None:
 def accuracy(folder: Path, name: str, methods: Sequence[str], seeds: int) -> None:
     """Train by each method over several seeds."""
     case = CASES[name]
-    graph = prepared(folder, case.graph)
-    # in turns, so that a run that is cut off has compared all methods over some seeds
-    runs: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
-    for seed in range(seeds):
-        for method in methods:
-            run = folder / f"{name}-{method.replace(' ', '-')}-{seed}"
-            words = f"{case.options} --epochs {case.epochs} --seed {seed} {METHODS[method]}"
-            here = [sys.executable, "-m", "gcnzc", "train", str(graph), "--out", str(run)]
-            command = [*here, "--workers", str(WORKERS), "--no-plan", *words.split()]
-            ran = subprocess.run(
-                command, env=_environment(), capture_output=True, text=True, check=False
-            )
-            if ran.returncode:
-                raise SystemExit(f"error: {' '.join(command)}\n{ran.stderr[-2000:]}")
-            runs[method].append(_read(run))
-            print(name, method, seed, runs[method][-1]["test_percent"], flush=True)
+    # in turns, so that what is shown meanwhile compares all methods over some seeds
+    places = {
+        (seed, method): folder / f"{name} {method} {seed}".replace(" ", "-")
+        for seed in range(seeds)
+        for method in methods
+    }
+    common = ["train", str(prepared(folder, case.graph)), "--no-plan", *case.options.split()]
+    common += ["--epochs", str(case.epochs), "--evaluate-every", str(case.evaluate_every)]
+    asked = folder / f"{name}.json"
+    asked.write_text(
+        json.dumps(
+            [
+                [*common, "--seed", str(seed), *METHODS[method].split(), "--out", str(run)]
+                for (seed, method), run in places.items()
+            ]
+        )
+    )
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", str(WORKERS), str(WORKER)]
+    subprocess.run([*launcher, str(asked)], env=_environment(), check=True, stdout=sys.stderr)
+    runs = {method: [_read(places[seed, method]) for seed in range(seeds)] for method in methods}
     for method, found in runs.items():
         tests = [each["test_percent"] for each in found]
         harness.record(
@@ -143,7 +174,8 @@ def accuracy(folder: Path, name: str, methods: Sequence[str], seeds: int) -> Non
             test_percent=statistics.mean(tests),
             spread_percent=statistics.stdev(tests) if len(tests) > 1 else None,
             tests_percent=tests,
-            # of every epoch, means over the seeds
+            # of every evaluation, means over the seeds
+            evaluated_after=found[0]["evaluated_after"],
             valid_percent=_means([each["valid_percent"] for each in found]),
             bytes_sent=_means([each["bytes_sent"] for each in found]),
             seeds_in_an_epoch=found[0]["seeds"],
@@ -158,33 +190,41 @@ def speed(
     """Seeds a second by each method over links of one rate."""
     case = CASES[name]
     graph = prepared(folder, case.graph)
+    places = {
+        (turn, method): folder / f"{name} {mbit_per_s:g} {method} {turn}".replace(" ", "-")
+        for turn in range(rounds)
+        for method in methods
+    }
+    common = ["train", str(graph), "--no-plan", "--threads", "1", *case.options.split()]
+    common += ["--timeout-s", "300", "--checkpoint-every-s", "100000"]
+    common += ["--epochs", str(epochs), "--evaluate-every", str(epochs)]
+    asked = folder / f"{name}-{mbit_per_s:g}.json"
+    asked.write_text(
+        json.dumps(
+            [
+                [*common, *METHODS.get(method, APART).split(), "--out", str(run)]
+                for (_, method), run in places.items()
+            ]
+        )
+    )
+    # the network must not take the workers' cores: they have only these
+    with Cluster(WORKERS, mbit_per_s, offload=True) as cluster:
+        ran = cluster.run(
+            lambda _: [sys.executable, str(WORKER), str(asked)],
+            limit_s=LIMIT_S * len(places),
+            environment={"PYTHONPATH": str(ROOT), **_one_thread()},
+        )
+    if any(ran.codes):
+        raise SystemExit(f"error: the workers ended with {ran.codes}")
     rates: dict[str, list[float]] = {method: [] for method in methods}
     shares: dict[str, list[float]] = {method: [] for method in methods}
     sent: dict[str, int] = {}
-    for turn in range(rounds):
-        for method in methods:
-            run = folder / f"speed-{name}-{mbit_per_s}-{method.replace(' ', '-')}-{turn}"
-            own = METHODS.get(method, APART)
-            words = f"{case.options} --epochs {epochs} --evaluate-every {epochs} {own}"
-            here = [sys.executable, "-m", "gcnzc", "train", str(graph), "--out", str(run)]
-            command = [*here, "--no-plan", "--threads", "1", *words.split()]
-            command += ["--timeout-s", "300", "--checkpoint-every-s", "100000"]
-            # the network must not take the workers' cores: they have only these
-            with Cluster(WORKERS, mbit_per_s, offload=True) as cluster:
-                ran = cluster.run(
-                    lambda _, command=command: command,  # type: ignore[misc]
-                    limit_s=LIMIT_S,
-                    environment={"PYTHONPATH": str(ROOT), **_one_thread()},
-                )
-            if any(ran.codes):
-                raise SystemExit(f"error: the workers ended with {ran.codes}")
-            lines = [json.loads(line) for line in (run / "record.jsonl").open()]
-            later = lines[1:]
-            seconds = sum(line["epoch_s"] for line in later)
-            rates[method].append(sum(line["seeds"] for line in later) / seconds)
-            shares[method].append(sum(line["exchange_s"] for line in later) / seconds)
-            sent[method] = json.loads((run / "result.json").read_text())["bytes_sent"]
-            print(name, mbit_per_s, method, f"{rates[method][-1]:.1f} seeds/s", flush=True)
+    for (_, method), run in places.items():
+        later = [json.loads(line) for line in (run / "record.jsonl").open()][1:]
+        seconds = sum(line["epoch_s"] for line in later)
+        rates[method].append(sum(line["seeds"] for line in later) / seconds)
+        shares[method].append(sum(line["exchange_s"] for line in later) / seconds)
+        sent[method] = json.loads((run / "result.json").read_text())["bytes_sent"]
     later_rates = {method: statistics.median(each) for method, each in rates.items()}
     for method in methods:
         rate = later_rates[method]
@@ -192,17 +232,23 @@ def speed(
             if "adamw" not in later_rates:
                 continue
             rate = 1 / (WARMUP / later_rates["adamw"] + (1 - WARMUP) / rate)
-        against = {
+        against: Any = {
             f"of_{other}": rate / later_rates[other]
             for other in ("adamw", NONE)
             if other in later_rates
         }
+        if method in PLANNED and NONE in later_rates:
+            step_s = predicted_step_s(case, graph, method, mbit_per_s, later_rates[NONE])
+            measured_s = case.seeds_of_a_step / rate
+            against |= {"predicted_step_s": step_s, "measured_step_s": measured_s}
         harness.record(
             "strategies",
             {"part": "speed", "case": name, "method": method, "workers": WORKERS}
             | {"mbit_per_s": mbit_per_s, "offload": True},
             seeds_per_s=rate,
             seeds_per_s_later=later_rates[method],
+            # of each turn
+            seeds_per_s_later_each=rates[method],
             waiting_share=statistics.median(shares[method]),
             **against,
             bytes_sent=sent[method],
@@ -210,6 +256,19 @@ def speed(
             rounds=rounds,
             options=f"{case.options} {METHODS.get(method, APART)}",
         )
+
+
+def predicted_step_s(
+    case: Case, graph: Path, method: str, mbit_per_s: float, seeds_per_s: float
+) -> float:
+    """What `gcnzc plan` says of a step, at so many seeds a second without exchange."""
+    config = PlanConfig(data=graph, workers=(WORKERS,), threads=1, device="cpu", **case.config)
+    model = network_plan.model_of(config, data.load(graph))
+    network = network_plan.Network(mbit_per_s, 0.0, config.message_us / 1e6)
+    name = network_plan.usual_method(model) if method == "adamw" else method
+    cost = network_plan.cost_of(model, WORKERS, network, name)
+    computed = network_plan.Computed(case.seeds_of_a_step / seeds_per_s)
+    return network_plan.line_of(cost, computed, network)["step_s"]
 
 
 def prepared(folder: Path, name: str) -> Path:
@@ -231,10 +290,12 @@ def _read(run: Path) -> dict[str, Any]:
     result = json.loads((run / "result.json").read_text())
     workers = [json.loads(line) for line in (run / "workers.jsonl").open()]
     sent = [line["bytes_sent"] for line in workers if line["worker"] == 0]
+    evaluated = [number for number, line in enumerate(lines) if "valid_accuracy" in line]
     return {
         "test_percent": 100 * result["test_accuracy"],
-        "valid_percent": [100 * line["valid_accuracy"] for line in lines],
-        "bytes_sent": sent,
+        "evaluated_after": [number + 1 for number in evaluated],
+        "valid_percent": [100 * lines[number]["valid_accuracy"] for number in evaluated],
+        "bytes_sent": [sent[number] for number in evaluated],
         "seeds": lines[0]["seeds"],
     }
 

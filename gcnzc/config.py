@@ -108,7 +108,7 @@ class TrainConfig:
     bring the variance up to date; each next time is twice as far from there; 0 never does"""
     local_steps: str = "usual"
     """of optimizers with local steps: how many from one exchange to the next; usual takes 8 for
-    local-sgd, 12 for co2 and 30 for the others; auto measures how many hide the exchange"""
+    local-sgd, and 12 for the others; auto measures how many hide the exchange"""
     outer_lr: float | None = None
     """of diloco, streaming-diloco and co2: step size of what was exchanged; usual if not given"""
     outer_momentum: float | None = None
@@ -231,7 +231,7 @@ class TrainConfig:
             "--warmup", self.warmup, ("auto",), "0.15 is a share of the steps, 500 steps"
         )
         _demand_number(
-            "--local-steps", self.local_steps, ("usual", "auto"), "30 is usual", whole=True
+            "--local-steps", self.local_steps, ("usual", "auto"), "12 is usual", whole=True
         )
         fragments_of(self.fragments)
         _demand_number("--delay", self.delay, ("usual", "auto"), "1 is usual", whole=True)

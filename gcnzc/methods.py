@@ -39,8 +39,8 @@ class Usual:
 # the numbers of local steps are those of short runs, whose epochs have tens to hundreds of steps
 USUAL = {
     "local-sgd": Usual(8, 1.0, 0.0),
-    "diloco": Usual(30, 0.7, 0.9),
-    "streaming-diloco": Usual(30, 0.4, 0.9),
+    "diloco": Usual(12, 0.4, 0.9),
+    "streaming-diloco": Usual(12, 0.4, 0.9),
     "co2": Usual(12, 1.0, 0.2),
 }
 
