@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
@@ -13,18 +13,15 @@ from gcnzc.optim import (
     CO2,
     Averaged,
     DiLoCo,
+    Exchanging,
     LocalSGD,
-    LocalUpdates,
     OneBitAdam,
     OneBitLamb,
-    Replicated,
     StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
 )
 from gcnzc.stages import build_optimizer, step_size
-
-Method: TypeAlias = Averaged | Replicated | LocalUpdates
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ WINDOWS, LONGEST = 4, 4
 
 def build_method(
     config: TrainConfig, model: nn.Module, group: Group, steps: int, signals: int = 0
-) -> Method:
+) -> Exchanging:
     """The optimizer of a run, which exchanges with the other workers.
 
     Args:
@@ -90,8 +87,8 @@ def build_method(
 
 def _one_bit(
     config: TrainConfig, model: nn.Module, group: Group, steps: int, signals: int
-) -> Method:
-    kinds: dict[str, Callable[..., Method]] = {
+) -> Exchanging:
+    kinds: dict[str, Callable[..., Exchanging]] = {
         "onebit-adam": OneBitAdam,
         "onebit-lamb": OneBitLamb,
         "zero-one-adam": ZeroOneAdam,

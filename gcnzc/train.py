@@ -34,8 +34,8 @@ from gcnzc.data import Dataset, load
 from gcnzc.exchange import Choices, Group, run
 from gcnzc.hot import CachedTable
 from gcnzc.loader import Loader
-from gcnzc.methods import Method, build_method
-from gcnzc.optim import LocalUpdates, resized
+from gcnzc.methods import build_method
+from gcnzc.optim import Exchanging, LocalUpdates, resized
 from gcnzc.picture import curves, timeline
 from gcnzc.progress import Quiet, Reporter
 from gcnzc.replicas import buffers_averaged, gathered, made_alike, told, vote
@@ -256,7 +256,7 @@ class _Run:
         table: FeatureTable,
         device: torch.device,
         model: nn.Module,
-        optimizer: Method,
+        optimizer: Exchanging,
         loader: Loader,
         reporter: Reporter,
     ) -> None:

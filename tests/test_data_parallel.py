@@ -82,7 +82,7 @@ def steps(graph, model, inner, rank, world_size):
         world_size=world_size,
         threads=1,
     )
-    optimizer = Averaged(inner(model.parameters()), Group())
+    optimizer = Averaged(inner(model.parameters()), Group(rank, world_size))
     yield from made_alike(model, rank)
     taken = 0
     while taken < STEPS:
@@ -225,34 +225,37 @@ def test_clocks_that_differ_are_brought_together():
     assert lockstep([spans(0)]).results == [[Span("compute", "model", 0.0, 1.0)]]
 
 
-def test_tuned_collectives_serve_a_run_and_are_kept_with_it(config, tmp_path, monkeypatch):
-    monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "cache"))
+def train_with_cache(cache, *words):
+    # workers are copies of a process that has its environment from before
+    os.environ["GCNZC_CACHE"] = str(cache)
+    return train_as_worker(*words)
+
+
+def test_tuned_collectives_serve_a_run_and_are_kept_with_it(config, tmp_path):
+    def trained(world_size, cache, *words):
+        return results(world_size, tmp_path, train_with_cache, tmp_path / cache, *words)
+
     tuned = replace(config, batch_size=30, tune_exchange=True)
-    found = results(2, tmp_path, train_as_worker, tuned, tmp_path / "run")
+    found = trained(2, "cache", tuned, tmp_path / "run")
     (times,) = (tmp_path / "cache").glob("collectives-*.json")
     measured = json.loads(times.read_text())["times"]
     assert set(measured) == {"Sum", "Broadcast", "AllGather", "AllToAll"}
     assert set(saved(tmp_path / "run")["choices"]) == set(measured)
     # two numbers have one sum, whatever the order
-    plain = replace(tuned, tune_exchange=False)
-    usual = results(2, tmp_path, train_as_worker, plain, tmp_path / "usual")
+    usual = trained(2, "cache", replace(tuned, tune_exchange=False), tmp_path / "usual")
     for mine, its in zip(found, usual, strict=True):
         assert mine["test_accuracy"] == its["test_accuracy"]
     models = [saved(tmp_path / name)["model"] for name in ("run", "usual")]
     assert all(models[0][name].equal(models[1][name]) for name in models[1])
 
-    # without its times, a run that goes on takes the algorithms that it had
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "other"))
-    results(3, tmp_path, train_as_worker, tuned, whole)
-    results(3, tmp_path, train_as_worker, tuned, cut, 7)
-    chosen = saved(cut)["choices"]
+    # a run that goes on takes the algorithms that it had, whatever was measured since
+    cut = tmp_path / "cut"
+    trained(2, "cache", tuned, cut, 7)
     state = torch.load(cut / "checkpoint.pt", weights_only=True)
-    state["choices"] = dict(chosen, Sum=((None, "ring"),))
+    state["choices"]["Sum"] = ((None, "ring"),)
     torch.save(state, cut / "checkpoint.pt")
-    results(3, tmp_path, train_as_worker, replace(tuned, resume=cut), cut)
-    assert saved(cut)["choices"]["Sum"] == ((None, "ring"),)
-    assert saved(whole)["choices"] == chosen
+    trained(2, "other", replace(tuned, resume=cut), cut)
+    assert saved(cut)["choices"] == state["choices"]
 
 
 def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(config, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from gcnzc import checkpoint
 from gcnzc.config import TrainConfig
 from gcnzc.exchange import joined
-from gcnzc.optim import Averaged, LocalUpdates, Replicated
+from gcnzc.optim import Exchanging
 from gcnzc.progress import Quiet
 from gcnzc.train import Interrupted, train
 
@@ -49,8 +49,7 @@ def train_as_worker(
 
         return step
 
-    for kind in (Averaged, Replicated, LocalUpdates):
-        kind.step = watched(kind.step)
+    Exchanging.step = watched(Exchanging.step)
     torch.manual_seed(0)
     with joined(timeout_s=config.timeout_s) as group:
         try:

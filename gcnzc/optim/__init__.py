@@ -4,6 +4,7 @@ from gcnzc.optim.averaged import Averaged
 from gcnzc.optim.co2 import CO2
 from gcnzc.optim.ddp import leave_local
 from gcnzc.optim.diloco import DiLoCo
+from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.local_sgd import LocalSGD
 from gcnzc.optim.local_updates import LocalUpdates
 from gcnzc.optim.one_bit_adam import OneBitAdam
@@ -17,6 +18,7 @@ __all__ = [
     "CO2",
     "Averaged",
     "DiLoCo",
+    "Exchanging",
     "LocalSGD",
     "LocalUpdates",
     "OneBitAdam",

@@ -7,23 +7,24 @@ has a gradient, and signals such as a wish to stop.
 Letters: W workers, P parameters.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Place, Reducer
-from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote, present, run
+from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote
 from gcnzc.flat import FlatVector, by_kind
+from gcnzc.optim.exchanging import Exchanging
 from gcnzc.replicas import demand_same
 
 NONE, DENSE, SPARSE = 0, 1, 2  # kinds of gradients
 
 
-class Averaged(Optimizer):
+class Averaged(Exchanging):
     """An optimizer of torch whose `step` first averages the gradients of all workers.
 
     The parameters must be the same on all workers at the start (`gcnzc.replicas.made_alike`).
@@ -49,26 +50,11 @@ class Averaged(Optimizer):
         compress: Compression | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner, self.group = inner, present() if group is None else group
-        self.compress, self.clip_norm = compress, clip_norm
+        super().__init__(inner.param_groups, inner.defaults, group, signals)
+        self.inner, self.compress, self.clip_norm = inner, compress, clip_norm
+        self.is_shared = compress is None
         self._share()
         self.gradients = self._gradients()
-        self.weight = 1.0
-        """of this worker's next gradient: its seeds over the mean seeds of the workers"""
-        self.asks = [False] * signals
-        """signals of this worker, told to all with the next gradient"""
-        self.heard = [False] * signals
-        """of each signal, whether a worker gave it at the last step"""
-        self.skipped = 0
-        """steps that were skipped, since a gradient was not finite"""
-        self.blame = ""
-        """why the last step was skipped, in words; empty if it was not"""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether a checkpoint of one worker is that of all."""
-        return self.compress is None
 
     def _gradients(self) -> "Gradients":
         group = self.group
@@ -101,9 +87,14 @@ class Averaged(Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up the state of any number of workers if gradients are whole, else of as many."""
+        """Take up the state of any number of workers if gradients are whole, else of as many.
+
+        Raises:
+            ValueError: errors are those of another worker, or of another number of workers.
+        """
         inner = state_dict
         if not self.is_shared:
+            self.demand_own(state_dict)
             inner = state_dict["inner"]
             self.skipped = state_dict["shared"]["skipped"]
             errors = state_dict["errors"]
@@ -123,31 +114,13 @@ class Averaged(Optimizer):
     def __repr__(self) -> str:
         return f"Averaged({self.inner!r}, workers={self.group.world_size})"
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Average the gradients, and take the inner optimizer's step, on all workers or on none.
-
-        Raises:
-            WorkerLost: another worker is gone.
-            ValueError: the parameters of the workers differ.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def algorithm(self) -> Algorithm[None]:
+        """See `Exchanging`: the inner optimizer's step, on all workers or on none."""
         if self.group.world_size == 1:
             # nobody to ask: the gradients are the means
             self.heard = list(self.asks)
             self._inner_step()
-        else:
-            run(self.algorithm(), self.group)
-        return loss
-
-    def algorithm(self) -> Algorithm[None]:
-        """What `step` does, for `lockstep`."""
+            return
         flags = yield from self.gradients.averaged(self.weight, self.asks)
         self.heard, self.blame = flags.heard, flags.blame
         if flags.blame:
@@ -160,19 +133,6 @@ class Averaged(Optimizer):
             parameters = [p for _, p in self.gradients.named]
             nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         self.inner.step()
-
-    def finalize(self) -> None:
-        """Nothing is left to do: workers are alike after every step."""
-
-    def parameters_averaged(self) -> Algorithm[None]:
-        """Set the parameters to their mean over the workers, which they are."""
-        return
-        yield
-
-    def parameters_restored(self, own: Tensor | None) -> Algorithm[None]:
-        """Set the parameters to what they were before `parameters_averaged`."""
-        return
-        yield
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,15 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Place, Reducer
-from gcnzc.exchange import Algorithm, Begin, Broadcast, End, Group, Vote, present, run
+from gcnzc.exchange import Algorithm, Begin, Broadcast, End, Group, Vote, run
+from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.space import Space
 from gcnzc.replicas import demand_same
 
@@ -129,7 +130,7 @@ class Pace:
         self.left_at = self.clock() if self.is_measuring else None
 
 
-class LocalUpdates(Optimizer):
+class LocalUpdates(Exchanging):
     """An optimizer of torch that steps on this worker alone, and what W workers do now and then.
 
     The parameters of worker 0 become those of all at the start. Where a gradient is not finite,
@@ -146,8 +147,6 @@ class LocalUpdates(Optimizer):
             takes the inner optimizer's steps.
     """
 
-    is_shared = False
-    """whether a checkpoint of one worker is that of all"""
     # torch's GradScaler leaves the unscaling, and the choice to skip, to `step`
     _step_supports_amp_scaling = True
 
@@ -169,9 +168,9 @@ class LocalUpdates(Optimizer):
         alone: bool = False,
     ) -> None:
         self.is_made = False
-        super().__init__(inner.param_groups, inner.defaults)
+        super().__init__(inner.param_groups, inner.defaults, group, signals)
         self.is_made = True
-        self.inner, self.group = inner, present() if group is None else group
+        self.inner = inner
         self._share()
         self.space = Space(self.param_groups)
         self.place = Place(
@@ -192,18 +191,8 @@ class LocalUpdates(Optimizer):
         """taken so far, also those left out"""
         self.since = 0
         """steps since the last synchronisation"""
-        self.weight = 1.0
-        """of this worker's next gradient: its seeds over the mean seeds of the workers"""
-        self.asks = [False] * signals
-        """signals of this worker, told to all at the next synchronisation"""
-        self.heard = [False] * signals
-        """of each signal, whether a worker gave it; at a synchronisation, and not between them"""
-        self.skipped = 0
-        """steps that this worker left out, since a gradient was not finite"""
         self.dropped = 0
         """means that were not taken, or not of all workers, since parameters were not finite"""
-        self.blame = ""
-        """what was left out at the last step and why, in words; empty if nothing was"""
 
     @abstractmethod
     def words(self) -> str:
@@ -247,25 +236,8 @@ class LocalUpdates(Optimizer):
     ) -> None:
         """Take up what the three above gave; the parameters are there already."""
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take the inner optimizer's step, and synchronise with the other workers when it is time.
-
-        Raises:
-            WorkerLost: another worker is gone.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        run(self.algorithm(), self.group)
-        return loss
-
     def algorithm(self) -> Algorithm[None]:
-        """What `step` does, for `lockstep`."""
+        """See `Exchanging`: the inner optimizer's step, and what is done now and then."""
         yield from self.made_alike()
         self.blame = ""
         self.local_step()
@@ -471,10 +443,6 @@ class LocalUpdates(Optimizer):
             self.since = 0
             self.restarted()
 
-    def finalize(self) -> None:
-        """See `finalized`."""
-        run(self.finalized(), self.group)
-
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to go on, the tensors themselves; `resized` fits it to others.
 
@@ -518,13 +486,7 @@ class LocalUpdates(Optimizer):
         Raises:
             ValueError: it is the state of another worker, or of another number of workers.
         """
-        found = state_dict["rank"], state_dict["world_size"]
-        if found != (self.group.rank, self.group.world_size):
-            raise ValueError(
-                f"a state of worker {found[0]} of {found[1]}, not of worker {self.group.rank} of "
-                f"{self.group.world_size}\n\nhint: gcnzc.optim.resized makes the states of all "
-                "workers fit another number"
-            )
+        self.demand_own(state_dict)
         self.inner.load_state_dict(state_dict["inner"])
         self._share()
         shared, local = state_dict["shared"], state_dict["local"]

@@ -9,21 +9,20 @@ Letters: n elements, d of them dense, W workers, k notes.
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
-from typing import Any, overload
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Place, Reducer
-from gcnzc.exchange import Algorithm, Broadcast, Group, Vote, present, run
+from gcnzc.exchange import Algorithm, Broadcast, Group, Vote, run
+from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.space import Space
 from gcnzc.replicas import demand_same
 
 
-class Replicated(Optimizer):
+class Replicated(Exchanging):
     """The base of optimizers whose `step` exchanges with the other workers.
 
     Args:
@@ -42,8 +41,6 @@ class Replicated(Optimizer):
         WorkerLost: another worker is gone.
     """
 
-    is_shared = False
-    """whether a checkpoint of one worker is that of all"""
     # torch's GradScaler leaves the unscaling, and the choice to skip, to `step`
     _step_supports_amp_scaling = True
 
@@ -56,22 +53,11 @@ class Replicated(Optimizer):
         clip_norm: float | None = None,
         signals: int = 0,
     ) -> None:
-        super().__init__(params, {"compress": True, **defaults})
-        self.group = present() if group is None else group
+        super().__init__(params, {"compress": True, **defaults}, group, signals)
         self.space = Space(self.param_groups)
         self.clip_norm = clip_norm
-        self.weight = 1.0
-        """of this worker's next gradient: its seeds over the mean seeds of the workers"""
-        self.asks = [False] * signals
-        """signals of this worker, told to all with the next exchange"""
-        self.heard = [False] * signals
-        """of each signal, whether a worker gave it at the last step"""
         self.steps = 0
         """that were taken"""
-        self.skipped = 0
-        """steps that were skipped, since an element was not finite"""
-        self.blame = ""
-        """why the last step was skipped, in words; empty if it was not"""
         self.is_alike = self.group.world_size == 1
         self.vectors: dict[str, Tensor] = {}
         """what is the same on all workers, (n,) each"""
@@ -125,25 +111,8 @@ class Replicated(Optimizer):
         """What must be the same on all workers."""
         return [f"{type(self).__name__}, {len(self.asks)} signals", *self.space.layout()]
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Exchange, and change the parameters on all workers alike, or on none.
-
-        Raises:
-            WorkerLost: another worker is gone.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        run(self.algorithm(), self.group)
-        return loss
-
     def algorithm(self) -> Algorithm[None]:
-        """What `step` does, for `lockstep`."""
+        """See `Exchanging`: change the parameters on all workers alike, or on none."""
         yield from self.made_alike()
         scale: float | Tensor = self.weight
         if (grad_scale := getattr(self, "grad_scale", None)) is not None:
@@ -213,23 +182,9 @@ class Replicated(Optimizer):
         if norm > self.clip_norm:
             gradients *= self.clip_norm / (norm + 1e-6)
 
-    def finalize(self) -> None:
-        """Leave all workers with the same parameters, as they have after every step."""
-        run(self.finalized(), self.group)
-
     def finalized(self) -> Algorithm[None]:
-        """What `finalize` does, for `lockstep`."""
+        """See `Exchanging`; they are alike after every step."""
         yield from self.made_alike()
-
-    def parameters_averaged(self) -> Algorithm[Tensor | None]:
-        """Set the parameters to their mean over the workers, which they are if they are alike."""
-        return None
-        yield
-
-    def parameters_restored(self, own: Tensor | None) -> Algorithm[None]:
-        """Set the parameters to what `parameters_averaged` returned."""
-        return
-        yield
 
     @property
     def state_bytes(self) -> int:
@@ -267,13 +222,7 @@ class Replicated(Optimizer):
         Raises:
             ValueError: it is of another worker, another number of workers or other parameters.
         """
-        who = (self.group.rank, self.group.world_size)
-        if (state_dict["rank"], state_dict["world_size"]) != who:
-            raise ValueError(
-                f"the state of worker {state_dict['rank']} of {state_dict['world_size']} is not "
-                f"that of worker {who[0]} of {who[1]}\n\nhint: gcnzc.optim.resized makes the "
-                "states of all workers fit another number of them"
-            )
+        self.demand_own(state_dict)
         counts = [len(group["params"]) for group in self.param_groups]
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
         if counts != saved:

@@ -50,7 +50,7 @@ def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 def train_on_shares(model, inner, rank, world_size, steps, group=None):
     """The steps of one worker, as an algorithm."""
-    optimizer = Averaged(inner, group or Group())
+    optimizer = Averaged(inner, group or Group(rank, world_size))
     yield from made_alike(model, rank)
     for rows in batches(steps):
         share = rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]

@@ -86,7 +86,10 @@ def test_over_processes_as_in_lockstep(tmp_path):
 
 def one_step(models, inner=INNER["sgd"]):
     """A step of optimizers whose gradients are there already."""
-    optimizers = [Averaged(inner(model.parameters()), Group()) for model in models]
+    optimizers = [
+        Averaged(inner(model.parameters()), Group(rank, len(models)))
+        for rank, model in enumerate(models)
+    ]
     found = lockstep([optimizer.algorithm() for optimizer in optimizers])
     return optimizers, found
 
@@ -131,14 +134,18 @@ def test_all_skip_a_step_that_is_not_finite_on_one(bad):
 
 def test_signals_of_one_are_heard_by_all():
     models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(3)]
-    optimizers = [Averaged(INNER["sgd"](model.parameters()), Group(), 2) for model in models]
+    optimizers = [
+        Averaged(INNER["sgd"](model.parameters()), Group(rank, 3), 2)
+        for rank, model in enumerate(models)
+    ]
     for asks in ([False, False], [False, True], [True, True]):
         optimizers[2].asks = asks
         lockstep([optimizer.algorithm() for optimizer in optimizers])
         assert all(optimizer.heard == asks for optimizer in optimizers)
-    optimizers[0].asks = [True, False]
-    optimizers[0].step()
-    assert optimizers[0].heard == [True, False]
+    alone = Averaged(INNER["sgd"](models[0].parameters()), Group(), 2)
+    alone.asks = [True, False]
+    alone.step()
+    assert alone.heard == [True, False]
 
 
 def test_models_that_differ_are_told_and_do_not_hang():

@@ -97,7 +97,7 @@ def test_a_run_goes_on_from_any_step(options):
 def test_a_state_is_of_one_worker():
     models, optimizers = team(2, every(3))
     train(models, optimizers, 1)
-    with pytest.raises(ValueError, match=r"(?s)worker 0 of 2, not of worker 1 of 2.*resized"):
+    with pytest.raises(ValueError, match=r"(?s)worker 0 of 2 is not .* 1 of 2.*resized"):
         optimizers[1].load_state_dict(optimizers[0].state_dict())
 
 

@@ -1,0 +1,102 @@
+"""An optimizer of torch whose steps exchange: what a training loop and a checkpoint see of it."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch.optim import Optimizer
+
+from gcnzc.exchange import Algorithm, Group, present, run
+
+
+class Exchanging(Optimizer):
+    """The base of optimizers that workers step together.
+
+    What they do together is an algorithm, which `step` runs over processes, and `lockstep` in one.
+
+    Args:
+        params: as torch's optimizers take them.
+        defaults: options of the groups.
+        group: of all workers; those for which torch.distributed was initialised if None.
+        signals: how many things, such as a wish to stop, are told with an exchange.
+    """
+
+    is_shared = False
+    """whether a checkpoint of one worker is that of all"""
+
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], group: Group | None, signals: int
+    ) -> None:
+        super().__init__(params, defaults)
+        self.group = present() if group is None else group
+        self.weight = 1.0
+        """of this worker's next gradient: its seeds over the mean seeds of the workers"""
+        self.asks = [False] * signals
+        """signals of this worker, told to all at the next exchange"""
+        self.heard = [False] * signals
+        """of each signal, whether a worker gave it; at an exchange, and not between two"""
+        self.skipped = 0
+        """steps that were left out, since a gradient was not finite"""
+        self.blame = ""
+        """what was left out at the last step and why, in words; empty if nothing was"""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take a step, and exchange with the other workers when it is time.
+
+        Raises:
+            WorkerLost: another worker is gone.
+            ValueError: the parameters of the workers differ.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        run(self.algorithm(), self.group)
+        return loss
+
+    @abstractmethod
+    def algorithm(self) -> Algorithm[None]:
+        """What `step` does, for `lockstep`."""
+
+    def finalize(self) -> None:
+        """Leave all workers with the same parameters; once, after the last step."""
+        run(self.finalized(), self.group)
+
+    def finalized(self) -> Algorithm[None]:
+        """What `finalize` does, for `lockstep`."""
+        return
+        yield
+
+    def parameters_averaged(self) -> Algorithm[Any]:
+        """Set the parameters to their mean over the workers, which they are if they are alike.
+
+        Returns:
+            What `parameters_restored` needs.
+        """
+        return
+        yield
+
+    def parameters_restored(self, own: Any) -> Algorithm[None]:
+        """Set the parameters to what they were; `own` is what `parameters_averaged` returned."""
+        return
+        yield
+
+    def demand_own(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise an error unless a state is of this worker, of as many.
+
+        Raises:
+            ValueError: it is of another worker, or of another number of workers.
+        """
+        found = state_dict["rank"], state_dict["world_size"]
+        own = self.group.rank, self.group.world_size
+        if found != own:
+            raise ValueError(
+                f"the state of worker {found[0]} of {found[1]} is not that of worker {own[0]} of "
+                f"{own[1]}\n\nhint: gcnzc.optim.resized makes the states of all workers fit "
+                "another number of them"
+            )
