@@ -102,7 +102,7 @@ CASES = {
     "amazon_photo": Case(
         "amazon_photo",
         "--layers 2 --fanouts 10,10 --hidden 64 --batch-size 32 --lr 0.0015",
-        epochs=36,
+        epochs=24,
         evaluate_every=3,
     ),
     "planted": Case(
@@ -154,6 +154,7 @@ def accuracy(folder: Path, name: str, methods: Sequence[str], seeds: int) -> Non
     }
     common = ["train", str(prepared(folder, case.graph)), "--no-plan", *case.options.split()]
     common += ["--epochs", str(case.epochs), "--evaluate-every", str(case.evaluate_every)]
+    common += ["--timeout-s", "600"]
     asked = folder / f"{name}.json"
     asked.write_text(
         json.dumps(
