@@ -103,7 +103,11 @@ class Choices:
         Raises:
             ValueError: there is no such algorithm for that kind.
         """
-        return cls({kind: ((None, name),) for kind, name in names.items()})
+        return cls().but(**names)
+
+    def but(self, **names: str) -> "Choices":
+        """These, but of some kinds one algorithm whatever the size, as for `always`."""
+        return Choices({**self.steps, **{kind: ((None, name),) for kind, name in names.items()}})
 
 
 def _demand_known(kind: str, name: str) -> None:

@@ -307,10 +307,10 @@ class _Channel:
             ready.synchronize()
         return self._beside(request)
 
-    def _beside(self, request: Collective) -> Any:
+    def _beside(self, request: Collective, choices: Choices | None = None) -> Any:
         """Answer `request` on this channel's thread."""
         began = time.perf_counter()
-        answer = self.answer(request)
+        answer = self.answer(request, choices)
         if self.group.world_size > 1:
             self.group.beside.append((began, time.perf_counter()))
         return answer
@@ -337,6 +337,9 @@ class _Channel:
         return _Conducted(self._thread().submit(on_stream), self.streams)
 
     def _conduct(self, algorithm: Algorithm[Any]) -> Any:
+        # each message of ours wakes this thread, which takes the interpreter from the steps: on
+        # busy cores that costs them more than what it saves here, where nobody waits
+        choices = self.group.choices.but(AllGather=BUILTIN, AllToAll=BUILTIN)
         answer: Any = None
         while True:
             try:
@@ -349,10 +352,10 @@ class _Channel:
                 time.sleep(request.seconds)
                 answer = None
             else:
-                answer = self._beside(request)  # type: ignore[arg-type]
+                answer = self._beside(request, choices)  # type: ignore[arg-type]
 
-    def answer(self, request: Collective) -> Any:
-        """Answer `request`, together with the other workers."""
+    def answer(self, request: Collective, choices: Choices | None = None) -> Any:
+        """Answer `request`, together with the other workers; by the group's choices if None."""
         group = self.group
         demand(request, group.world_size)
         if group.backend == "nccl" and _on_gpu(request):
@@ -361,7 +364,7 @@ class _Channel:
         with self.lock:
             group.ledger.count(kind)
             staged = _Staged(request, self.memory)
-            name = group.choices.of(staged.request)
+            name = (choices or group.choices).of(staged.request)
             if name == BUILTIN and group.world_size > 1:
                 group.ledger.add(
                     kind, round(sent_bytes(request, group.rank, group.world_size, name)), 0
