@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
@@ -180,16 +181,23 @@ def strategies(panels: Sequence[Axes], lines: Sequence[Line]) -> None:
                 epoch_s = line["seeds_in_an_epoch"] / speeds[0]
                 times = [epoch_s * epochs for epochs in line["evaluated_after"]]
                 panel.plot(times, percent, label=line["method"], **style)
-    panels[0].set_xscale("log")
     panels[0].set_xlabel("MB that a worker has sent")
     panels[0].set_ylabel(f"{STRATEGIES_OF}, validation accuracy in percent")
     for panel, rate in zip(panels[1:], RATES, strict=True):
-        panel.set_xscale("log")
         panel.set_xlabel(f"seconds, {rate:g} Mbit/s")
+    best = max(max(line["valid_percent"]) for line in learnt)
+    for panel in panels:
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.minorticks_off()
+        panel.set_ylim(best - SHOWN_PERCENT, best + 0.5)
+        panel.grid(alpha=0.3)
     panels[-1].legend(fontsize="x-small")
 
 
 STRATEGIES_OF, RATES = "amazon_photo", (10.0, 100.0, 1000.0)
+SHOWN_PERCENT = 6  # below the best accuracy, from which on methods differ
 # pictures of more than one panel
 PANELS = {"strategies": 1 + len(RATES)}
 PICTURES_OF: dict[str, Callable[[Any, Sequence[Line]], None]] = {
