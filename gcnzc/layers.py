@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
     def mapped(self, x: Tensor) -> Tensor:
         """The images of rows (n, in_features) that sources send: (n, heads * out_features)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"each kind of layer maps in its own way: {type(self).__name__}")
 
     def scores(self, x: Tensor) -> Tensor:
         """What sources send besides: (n, heads), or (n, 0) of a layer without attention."""
@@ -72,7 +72,7 @@ class Layer(nn.Module):
         self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_mapped: bool
     ) -> Tensor:
         """The outputs of the targets, from the rows that `hop.indices` point at."""
-        raise NotImplementedError
+        raise NotImplementedError(f"each kind of layer sums in its own way: {type(self).__name__}")
 
     def forward(self, block: Block, x_source: Tensor, x_target: Tensor) -> Tensor:
         """Compute the layer on a block.

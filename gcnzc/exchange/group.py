@@ -373,14 +373,14 @@ class _Channel:
                     work = self._builtin(staged.request)
                 answer = work.result()
             else:
-                answer = self._by_messages(staged.request, kind)
+                answer = self._by_messages(staged.request, kind, name)
             answer = staged.back(answer)
             self.memory.take_back()
         return answer
 
-    def _by_messages(self, request: Collective, kind: str) -> Any:
+    def _by_messages(self, request: Collective, kind: str, name: str) -> Any:
         group = self.group
-        algorithm = expand(request, group.rank, group.world_size, group.choices)
+        algorithm = expand(request, group.rank, group.world_size, group.choices, name)
         answer: Any = None
         while True:
             try:
