@@ -108,7 +108,8 @@ class TrainConfig:
     bring the variance up to date; each next time is twice as far from there; 0 never does"""
     local_steps: str = "usual"
     """of optimizers with local steps: how many from one exchange to the next; usual takes 8 for
-    local-sgd, and 12 for the others; auto measures how many hide the exchange"""
+    local-sgd, and 12 for the others; auto measures how many keep the exchange from slowing
+    the steps by much"""
     outer_lr: float | None = None
     """of diloco, streaming-diloco and co2: step size of what was exchanged; usual if not given"""
     outer_momentum: float | None = None

@@ -23,7 +23,6 @@ Letters: W workers, n elements, k notes, H steps of a round, s = elements of a w
 """
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,8 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, AllGather, Begin, Group, ReduceScatter, Sum, Vote
-from gcnzc.optim.local_updates import CHANNEL, HIDDEN, Flight, LocalUpdates, Pace
+from gcnzc.optim.local_updates import CHANNEL, Flight, LocalUpdates
+from gcnzc.optim.pace import HIDDEN, Clocks, Pace
 from gcnzc.optim.states import part_of
 
 # of the usual distance, in the next one. On least squares in rounds of 48 steps the loss ended at
@@ -109,7 +109,8 @@ class CO2(LocalUpdates):
     Args:
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
-        local_steps: H; or "auto", so many that the exchange takes half the time of the steps.
+        local_steps: H; or "auto", so many that the exchange takes half the time of the
+            steps, and a twentieth of their work (`Pace`).
         outer_lr: the outer optimizer's step size.
         outer_momentum: its momentum, m. With a delay more than the usual one is for short rounds.
         gap: what late differences are divided by: "gap_aware", "none", a number, or a function;
@@ -123,7 +124,7 @@ class CO2(LocalUpdates):
             once, which without gap and clip is SlowMo.
         signals: how many things, such as a wish to stop, are told with a round.
         target: for "auto" without delay, the share of exchange in the time of steps.
-        clock: seconds, for "auto".
+        clocks: seconds, for "auto".
 
     Raises:
         ValueError: options contradict one another, or the parameters of workers differ.
@@ -144,7 +145,7 @@ class CO2(LocalUpdates):
         delay: int = 1,
         signals: int = 0,
         target: float = 0.05,
-        clock: Callable[[], float] = time.perf_counter,
+        clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
         if sharded and compress != Dense():
             raise ValueError(
@@ -155,7 +156,7 @@ class CO2(LocalUpdates):
             raise ValueError(f"a delay of {delay} rounds\n\nhint: 1, or 0 to wait at once")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}\n\nhint: above 0, or None for no limit")
-        pace = Pace(local_steps, HIDDEN if delay else target, clock)
+        pace = Pace(local_steps, HIDDEN if delay else target, clocks)
         super().__init__(inner, group, signals=signals, pace=pace)
         self.outer_lr, self.outer_momentum, self.clip = outer_lr, outer_momentum, clip
         self.gap, self.compress, self.delay, self.is_sharded = Gap(gap), compress, delay, sharded

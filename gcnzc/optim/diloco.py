@@ -13,8 +13,7 @@ lr = 1 it is local SGD. The state of the inner optimizers stays with the workers
 Letters: W workers, n elements, k notes, s elements of a worker's share.
 """
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,8 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, AllGather, Group, ReduceScatter
-from gcnzc.optim.local_updates import LocalUpdates, Pace
+from gcnzc.optim.local_updates import LocalUpdates
+from gcnzc.optim.pace import Clocks, Pace
 from gcnzc.optim.states import part_of
 
 
@@ -60,7 +60,8 @@ class DiLoCo(LocalUpdates):
     Args:
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
-        local_steps: H; or "auto", so many that exchange takes `target` of the time of steps.
+        local_steps: H; or "auto", so many that exchange takes `target` of the time of
+            steps, and a twentieth of their work (`Pace`).
         outer_lr: the outer optimizer's step size.
         outer_momentum: its momentum.
         nesterov: whether that is Nesterov's.
@@ -70,7 +71,7 @@ class DiLoCo(LocalUpdates):
         alone: whether one worker without others takes outer steps nevertheless.
         signals: how many things, such as a wish to stop, are told with an outer step.
         target: the share of exchange for "auto".
-        clock: seconds, for "auto".
+        clocks: seconds, for "auto".
 
     Raises:
         ValueError: options contradict one another, or the parameters of workers differ.
@@ -90,14 +91,14 @@ class DiLoCo(LocalUpdates):
         alone: bool = False,
         signals: int = 0,
         target: float = 0.05,
-        clock: Callable[[], float] = time.perf_counter,
+        clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
         if sharded and compress != Dense():
             raise ValueError(
                 f"sharded with {compress}\n\nhint: shares are exchanged whole; leave out one of "
                 "the two"
             )
-        pace = Pace(local_steps, target, clock)
+        pace = Pace(local_steps, target, clocks)
         super().__init__(inner, group, signals=signals, pace=pace, alone=alone)
         self.outer = Outer(outer_lr, outer_momentum, nesterov)
         self.compress, self.is_sharded = compress, sharded

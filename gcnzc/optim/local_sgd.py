@@ -12,8 +12,7 @@ come is taken, which is small where parameters are not:
 Letters: n elements, k notes, H local steps.
 """
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,8 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
-from gcnzc.optim.local_updates import LocalUpdates, Pace
+from gcnzc.optim.local_updates import LocalUpdates
+from gcnzc.optim.pace import Clocks, Pace
 
 
 class LocalSGD(LocalUpdates):
@@ -30,11 +30,12 @@ class LocalSGD(LocalUpdates):
     Args:
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
-        local_steps: H; or "auto", so many that exchange takes `target` of the time of steps.
+        local_steps: H; or "auto", so many that exchange takes `target` of the time of
+            steps, and a twentieth of their work (`Pace`).
         compress: how means are taken.
         signals: how many things, such as a wish to stop, are told with a mean.
         target: the share of exchange for "auto".
-        clock: seconds, for "auto".
+        clocks: seconds, for "auto".
     """
 
     def __init__(
@@ -46,9 +47,9 @@ class LocalSGD(LocalUpdates):
         compress: Compression = Dense(),  # noqa: B008 - it cannot change
         signals: int = 0,
         target: float = 0.05,
-        clock: Callable[[], float] = time.perf_counter,
+        clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
-        super().__init__(inner, group, signals=signals, pace=Pace(local_steps, target, clock))
+        super().__init__(inner, group, signals=signals, pace=Pace(local_steps, target, clocks))
         self.compress = compress
         self.anchor: Tensor | None = None
         """(n,): the last mean, if means are compressed"""

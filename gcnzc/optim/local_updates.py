@@ -9,11 +9,9 @@ one synchronisation to the next.
 """
 
 import math
-import statistics
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +19,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Place, Reducer
-from gcnzc.exchange import Algorithm, Begin, Broadcast, End, Group, Vote, run
+from gcnzc.exchange import Algorithm, Begin, Broadcast, End, Group, run
 from gcnzc.optim.exchanging import Exchanging
+from gcnzc.optim.pace import Pace
 from gcnzc.optim.space import Space
 from gcnzc.replicas import demand_same
 
 CHANNEL = "outer"
 """on which exchanges go on beside the steps"""
-FIRST = 10  # steps between synchronisations while they are measured
-WARM_UP, MEASURED = 5, 20  # steps
-HIDDEN = 0.5
-"""of the time of steps, that exchanges beside them may take; both use the same processors"""
 
 
 @dataclass
@@ -60,74 +55,6 @@ class Flight:
             f"{name} workers": self.workers,
             f"{name} blame": self.blame,
         }
-
-
-@dataclass
-class Pace:
-    """How many steps lie between synchronisations: so many as were asked for, or as are measured.
-
-    Args:
-        wanted: H, or "auto": after `MEASURED` steps, so many that exchange takes `share` of the
-            time of the steps at most.
-        share: of the time of H steps that their exchange may take: `HIDDEN` if it goes on beside
-            them.
-        clock: seconds.
-    """
-
-    wanted: int | str
-    share: float = 0.05
-    clock: Callable[[], float] = time.perf_counter
-    least: int = 1
-    """what H may be at least"""
-    steps: int = 0
-    """H, as it is now"""
-    is_measuring: bool = False
-    seen: int = 0
-    left_at: float | None = None
-    steps_s: list[float] = field(default_factory=list)
-    exchanges_s: list[float] = field(default_factory=list)
-    steps_an_exchange: int = 1
-    """whose time, or `share` of it, one exchange takes, when it was measured"""
-
-    def __post_init__(self) -> None:
-        if self.wanted != "auto" and not (isinstance(self.wanted, int) and self.wanted >= 1):
-            raise ValueError(
-                f"local_steps is {self.wanted!r}\n\nhint: a number of steps from 1 on, or 'auto'"
-            )
-        self.is_measuring = self.wanted == "auto"
-        self.steps = FIRST if isinstance(self.wanted, str) else self.wanted
-
-    def stepped(self) -> None:
-        """Say that a worker's own step is done."""
-        if self.is_measuring:
-            self.seen += 1
-            if self.left_at is not None and self.seen > WARM_UP:
-                self.steps_s.append(self.clock() - self.left_at)
-
-    def timed(self, exchange: Algorithm[Any]) -> Algorithm[Any]:
-        """Go through one exchange, and keep its seconds while these are asked for."""
-        began = self.clock() if self.is_measuring else 0.0
-        answer = yield from exchange
-        if self.is_measuring and self.seen > WARM_UP:
-            self.exchanges_s.append(self.clock() - began)
-        return answer
-
-    def chosen(self, exchanges: int = 1) -> Algorithm[None]:
-        """Choose H when enough was measured, the same on all workers.
-
-        Args:
-            exchanges: of those measured, in H steps.
-        """
-        if self.is_measuring and self.seen >= WARM_UP + MEASURED:
-            # the slowest worker's steps; and its exchange, since others wait for it in theirs
-            step_s = max((yield Vote(statistics.median(self.steps_s))))
-            exchange_s = min((yield Vote(statistics.median(self.exchanges_s))))
-            needed = exchange_s / max(step_s, 1e-9) / self.share
-            # what the clock leaves out is no reason for a step more
-            self.steps = max(self.least, math.ceil(exchanges * needed - 1e-6))
-            self.steps_an_exchange = max(1, math.ceil(needed - 1e-6))
-            self.is_measuring = False
-        self.left_at = self.clock() if self.is_measuring else None
 
 
 class LocalUpdates(Exchanging):
@@ -177,6 +104,7 @@ class LocalUpdates(Exchanging):
             self.group.rank, self.group.world_size, self.space.device, self.space.dtype
         )
         self.pace = pace
+        pace.counts_work = self.space.device.type == "cpu"
         self.is_plain = self.group.world_size == 1 and not alone
         """whether there is nothing to do but the inner optimizer's steps"""
         self.reducers: dict[str, Reducer] = {}

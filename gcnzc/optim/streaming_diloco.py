@@ -15,8 +15,7 @@ steps from there.
 Letters: n elements, P fragments, H local steps, D the delay, k notes.
 """
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.diloco import Outer
 from gcnzc.optim.fragments import Fragment, cut
-from gcnzc.optim.local_updates import FIRST, HIDDEN, Flight, LocalUpdates, Pace
+from gcnzc.optim.local_updates import Flight, LocalUpdates
+from gcnzc.optim.pace import FIRST, HIDDEN, Clocks, Pace
 
 
 class StreamingDiLoCo(LocalUpdates):
@@ -38,7 +38,8 @@ class StreamingDiLoCo(LocalUpdates):
     Args:
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
-        local_steps: H; or "auto", so many that the exchanges take half the time of the steps.
+        local_steps: H; or "auto", so many that the exchanges take half the time of the
+            steps, and a twentieth of their work (`Pace`).
         fragments: P; or "modules", or regular expressions: see `gcnzc.optim.fragments.cut`.
         delay: D, steps from an exchange's beginning to its end; less than H. Or "auto", with H
             that is measured too: so many that an exchange takes half their time.
@@ -49,7 +50,7 @@ class StreamingDiLoCo(LocalUpdates):
         named_parameters: of the model, for fragments by name.
         alone: whether one worker without others takes outer steps nevertheless.
         signals: how many things, such as a wish to stop, are told with each fragment.
-        clock: seconds, for "auto".
+        clocks: seconds, for "auto".
 
     Raises:
         ValueError: options contradict one another, or the parameters of workers differ.
@@ -70,7 +71,7 @@ class StreamingDiLoCo(LocalUpdates):
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
         alone: bool = False,
         signals: int = 0,
-        clock: Callable[[], float] = time.perf_counter,
+        clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
         if delay == "auto" and local_steps != "auto":
             raise ValueError(
@@ -80,7 +81,7 @@ class StreamingDiLoCo(LocalUpdates):
         self.wanted_delay = delay
         self.delay = 1 if isinstance(delay, str) else delay
         """D, as it is now"""
-        pace = Pace(local_steps, HIDDEN, clock, least=self.delay + 1)
+        pace = Pace(local_steps, HIDDEN, clocks, least=self.delay + 1)
         super().__init__(inner, group, signals=signals, pace=pace, alone=alone)
         if (isinstance(delay, str) and delay != "auto") or not 0 <= self.delay < pace.steps:
             raise ValueError(

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from optim.local import (
+    Handed,
     adamw,
     all_equal,
     as_worker,
@@ -28,7 +29,7 @@ from gcnzc.compress.dense import DenseReducer
 from gcnzc.exchange import Choices, Compute, Group, Link, joined, lockstep
 from gcnzc.optim.co2 import CO2
 from gcnzc.optim.diloco import DiLoCo
-from gcnzc.optim.local_updates import FIRST, MEASURED, WARM_UP
+from gcnzc.optim.pace import FIRST, MEASURED, WARM_UP
 from gcnzc.optim.states import resized
 
 HALF = Dense(torch.float16)
@@ -692,22 +693,16 @@ def test_over_processes_as_in_lockstep(tmp_path):
         demand_processes_as_lockstep(each, make, 11)
 
 
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.mark.parametrize(("delay", "expected"), [(1, 13), (0, 130)])
-def test_the_number_of_local_steps_is_measured(delay, expected):
-    clocks, seen = [Clock(), Clock()], []
+@pytest.mark.parametrize(
+    ("delay", "worked_s", "expected"),
+    # of the steps' time a half or a twentieth; of their work, 2 s each, a twentieth
+    [(1, 0.0, 13), (0, 0.0, 130), (1, 1.0, 13), (1, 3.0, 30), (0, 3.0, 130), (0, 26.0, 260)],
+)
+def test_the_number_of_local_steps_is_measured(delay, worked_s, expected):
+    clocks, seen = [Handed(), Handed()], []
 
     def make(inner, group):
-        return CO2(inner, group, local_steps="auto", delay=delay, clock=clocks[group.rank])
+        return CO2(inner, group, local_steps="auto", delay=delay, clocks=clocks[group.rank])
 
     models, optimizers = team(2, make)
 
@@ -715,7 +710,8 @@ def test_the_number_of_local_steps_is_measured(delay, expected):
         mean = reducer.mean
 
         def slower(values, notes=0):
-            clocks[rank].now += 6.5
+            clocks[rank].passed_s += 6.5
+            clocks[rank].worked_s += worked_s
             return (yield from mean(values, notes))
 
         reducer.mean = slower
@@ -723,7 +719,8 @@ def test_the_number_of_local_steps_is_measured(delay, expected):
     def timed(rank):
         yield from optimizers[rank].made_alike()
         for number, rows in enumerate(batches(WARM_UP + MEASURED + 2)):
-            clocks[rank].now += 1.0
+            clocks[rank].passed_s += 1.0
+            clocks[rank].worked_s += 2.0
             gradients_of(models[rank], optimizers[rank], rows)
             yield from optimizers[rank].algorithm()
             seen.append((number, optimizers[rank].local_steps))

@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from optim.local import (
+    Handed,
     adamw,
     all_equal,
     demand_resuming_at_every_step,
@@ -20,7 +21,7 @@ from torch import nn
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Choices, Compute, Group, lockstep
 from gcnzc.optim.local_sgd import LocalSGD
-from gcnzc.optim.local_updates import FIRST, MEASURED, WARM_UP
+from gcnzc.optim.pace import FIRST, MEASURED, WARM_UP
 from gcnzc.optim.states import resized
 
 HALF = Dense(torch.float16)
@@ -259,26 +260,16 @@ def test_layouts_and_options_that_differ_are_told():
         LocalSGD(inner[0], local_steps=0)
 
 
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.mark.parametrize(
     ("exchange_s", "slowest_s", "expected"),
     [(0.5, 1.0, 10), (0.0, 1.0, 1), (2.0, 1.0, 40), (2.0, 2.0, 20)],
 )
 def test_the_number_of_local_steps_is_measured(exchange_s, slowest_s, expected):
-    clocks = [Clock(), Clock()]
+    clocks = [Handed(), Handed()]
     seen = []
 
     def make(inner, group):
-        return LocalSGD(inner, group, local_steps="auto", clock=clocks[group.rank])
+        return LocalSGD(inner, group, local_steps="auto", clocks=clocks[group.rank])
 
     models, optimizers = team(2, make)
 
@@ -286,9 +277,9 @@ def test_the_number_of_local_steps_is_measured(exchange_s, slowest_s, expected):
         mean = reducer.mean
 
         def slower(values, notes=0):
-            clocks[rank].now += exchange_s
+            clocks[rank].passed_s += exchange_s
             # who waits for the other sees more
-            clocks[rank].now += (slowest_s - 0.5) * rank
+            clocks[rank].passed_s += (slowest_s - 0.5) * rank
             return (yield from mean(values, notes))
 
         reducer.mean = slower
@@ -297,7 +288,7 @@ def test_the_number_of_local_steps_is_measured(exchange_s, slowest_s, expected):
         # of other workers than those that see most of the exchange
         yield from optimizers[rank].made_alike()
         for number, rows in enumerate(batches(WARM_UP + MEASURED + 2)):
-            clocks[rank].now += 100.0 if number < WARM_UP else (slowest_s, 0.5)[rank]
+            clocks[rank].passed_s += 100.0 if number < WARM_UP else (slowest_s, 0.5)[rank]
             optimizers[rank].zero_grad()
             loss_of(models[rank], rows).backward()
             yield from optimizers[rank].algorithm()

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from optim.local import (
+    Handed,
     adamw,
     all_equal,
     as_worker,
@@ -22,7 +23,7 @@ from gcnzc.compress import Blocks, Dense, Sign
 from gcnzc.exchange import Choices, Compute, Group, Link, lockstep
 from gcnzc.optim.diloco import DiLoCo
 from gcnzc.optim.local_sgd import LocalSGD
-from gcnzc.optim.local_updates import FIRST, MEASURED, WARM_UP
+from gcnzc.optim.pace import FIRST, MEASURED, WARM_UP
 from gcnzc.optim.states import resized
 from gcnzc.optim.streaming_diloco import StreamingDiLoCo
 
@@ -391,19 +392,23 @@ def test_one_worker_takes_the_inner_steps_alone():
     ],
 )
 def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, then):
-    now = [0.0, 0.0]
+    clocks = [Handed(), Handed()]
 
     def make(inner, group):
-        clock = lambda: now[group.rank]  # noqa: E731
         return StreamingDiLoCo(
-            inner, group, local_steps="auto", fragments=3, delay=delay, clock=clock
+            inner,
+            group,
+            local_steps="auto",
+            fragments=3,
+            delay=delay,
+            clocks=clocks[group.rank],
         )
 
     def slow(reducer, rank):
         mean = reducer.mean
 
         def slower(values, notes=0):
-            now[rank] += exchange_s
+            clocks[rank].passed_s += exchange_s
             return (yield from mean(values, notes))
 
         reducer.mean = slower
@@ -414,7 +419,7 @@ def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, t
         optimizer, dues = optimizers[rank], set()
         yield from optimizer.made_alike()
         for number, rows in enumerate(batches(WARM_UP + MEASURED + 100), 1):
-            now[rank] += 1.0
+            clocks[rank].passed_s += 1.0
             optimizer.zero_grad()
             loss_of(models[rank], rows).backward()
             yield from optimizer.algorithm()
