@@ -49,6 +49,7 @@ from gcnzc.datasets.source import (
 )
 from gcnzc.datasets.store import Prepared
 from gcnzc.edge_split import EdgeShares, split_edges, with_sorted_columns
+from gcnzc.finite import are_finite
 from gcnzc.graph import Duplicates, Graph, Loops
 from gcnzc.kernels.edges import are_edges
 from gcnzc.kernels.quantize import LARGEST, SCALE_COLUMNS, largest, quantize, scales_of
@@ -728,7 +729,7 @@ def _write_codes(
             part = slice(done, done + len(chunk))
             if form.scales is None:
                 codes = chunk.to(dtype)
-                all_finite = all_finite and bool(chunk.isfinite().all())
+                all_finite = all_finite and bool(are_finite(chunk))
                 _demand_in_range(codes, chunk, form, rows.where, done)
             elif per is None:
                 scales[part] = scales_of(largest(chunk), dtype)

@@ -26,6 +26,9 @@ from gcnzc.together import together
 
 BATCH_NODES = 1 << 14  # targets at a time
 BATCH_EDGES = 1 << 20  # and their edges, unless one target has more
+# of targets of a small graph, so that there is something for each worker; their number may not
+# depend on how many workers there are, since the outputs' bits do on what is computed at a time
+LEAST_RANGES, LEAST_NODES = 64, 64
 # that a worker sends at once to another machine; few enough for slow links to carry in time
 PIECE_BYTES = 1 << 22
 
@@ -58,7 +61,7 @@ def inference(
         device: where to compute; the rows of hidden layers stay on the host.
         nodes: (M,) int32 or int64 ids, on the host; all nodes in order if None. Hidden layers are
             computed only for the nodes that these depend on.
-        batch_nodes: targets at a time.
+        batch_nodes: targets at a time; fewer of a small graph.
         progress: called with (done, total), in nodes of all layers that this worker computes.
         group: workers that divide the nodes, all with the same arguments; this process alone if
             None.
@@ -81,6 +84,7 @@ def inference(
     if nodes is not None:
         nodes = demand_seeds(nodes, graph.num_nodes)
     device = torch.device(device)
+    batch_nodes = min(batch_nodes, max(LEAST_NODES, graph.num_nodes // LEAST_RANGES))
     needed = _needed(graph, len(model.layers), nodes, batch_nodes)
     crew = _Crew(group or Group())
     shares = [_shares(graph, targets, batch_nodes, crew.count) for targets in needed[1:]]

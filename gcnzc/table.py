@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.driver import Driver
+from gcnzc.finite import are_finite
 from gcnzc.kernels.gather import gather
 from gcnzc.kernels.gather_gpu import Way
 from gcnzc.kernels.gather_sparse import gather_sparse
@@ -84,7 +85,7 @@ class FeatureTable:
                 "torch.float8_e5m2"
             )
         exact = rows.float()
-        if not exact.isfinite().all():
+        if not are_finite(exact):
             raise ValueError(
                 f"rows that are not finite as float32 cannot be quantised to {dtype}\n\n"
                 "hint: rows.nan_to_num(), or keep them as they are"

@@ -21,6 +21,7 @@ ROOMS = {
 ORDER = [
     "_allocation",
     "_version",
+    "finite",
     "background",
     "streams",
     "exchange",

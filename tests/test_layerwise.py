@@ -203,6 +203,20 @@ def test_workers_compute_the_same_bits_as_one(world_size, per_machine, tmp_path)
     assert all(shares)
 
 
+@pytest.mark.parametrize("num_nodes", [300, 6400, 10_000])
+def test_a_small_graph_too_has_something_for_each_of_many_workers(num_nodes):
+    """What is computed at a time is a small part of it, without anybody asking for that."""
+    graph, model = random_graph(num_nodes, 4 * num_nodes), made("sage", 5, 4, 3)
+    done = [0]
+    inference(
+        *(model, graph, FeatureTable(torch.randn(num_nodes, 5).double())),
+        progress=lambda now, total: done.append(now),
+    )
+    parts = [after - before for before, after in itertools.pairwise(done)]
+    assert sum(parts) == 3 * num_nodes
+    assert max(parts) <= max(64, num_nodes / 64)
+
+
 def test_shares_are_of_about_equal_costs():
     """Spans follow each other, none is lost, and no share is over by more than one span."""
     spans = [(i, i + 1) for i in range(50)]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gcnzc.compress.reducer import Compression, Place, Reducer, culprits, num_not_finite
 from gcnzc.exchange import Algorithm, Sum, Vote
+from gcnzc.finite import are_finite
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class DenseReducer(Reducer):
             return culprits([bad]) if bad else ""
         # not the mean: thirds of notes, added up, are not whole
         sent = yield Sum(values.to(self.dtype))
-        if not bool(sent.isfinite().all()):
+        if not bool(are_finite(sent)):
             return culprits((yield Vote(bad)))
         values.copy_(sent)
         vector /= self.place.world_size

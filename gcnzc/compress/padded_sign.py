@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gcnzc.compress.reducer import Compression, Place, Reducer, culprits
+from gcnzc.compress.reducer import Compression, Place, Reducer, culprits, num_not_finite
 from gcnzc.exchange import Algorithm, AllGather, AllToAll, Vote
 
 
@@ -52,7 +52,7 @@ class PaddedSignReducer(Reducer):
 
     def mean(self, values: Tensor, notes: int = 0) -> Algorithm[str]:
         """See `Reducer`."""
-        bad = yield Vote(int((~values.isfinite()).sum()))
+        bad = yield Vote(num_not_finite(values))
         if any(bad):
             return culprits(bad)
         noted = values[self.num_elements :]

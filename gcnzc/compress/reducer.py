@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm
+from gcnzc.finite import are_finite
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,8 @@ class Reducer(ABC):
 
 def num_not_finite(values: Tensor) -> int:
     """How many elements are not."""
-    finite = values.isfinite()
     # seldom are there any, and to ask for that is quicker than to count
-    return 0 if bool(finite.all()) else int((~finite).sum())
+    return 0 if bool(are_finite(values)) else int((~values.isfinite()).sum())
 
 
 def culprits(found: Iterable[float]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.compress.two_stage import Codes
+from gcnzc.finite import are_finite
 from gcnzc.kernels.cut import Cut
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,7 +42,7 @@ class Rounded(Codes):
 
     def are_finite(self, rows: Tensor, cut: Cut) -> Tensor:
         """See `Codes`."""
-        return self._numbers(rows, cut).isfinite().all()
+        return are_finite(self._numbers(rows, cut))
 
     def encode(
         self,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gcnzc.compress.reducer import Compression, Place, Reducer, culprits, num_not_finite
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
+from gcnzc.finite import are_finite
 from gcnzc.kernels.cut import Cut
 
 
@@ -85,7 +86,7 @@ class Codes(Compression):
     def are_finite(self, rows: Tensor, cut: Cut) -> Tensor:
         """() bool: whether all that rows stand for is, which their scales show."""
         scales = rows[:, cut.code_bytes : cut.row_bytes].reshape(-1)
-        return scales.view(torch.float32).isfinite().all()
+        return are_finite(scales.view(torch.float32))
 
     def reducer(self, num_elements: int, place: Place) -> Reducer:
         """See `Compression`."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Place, Reducer
 from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote
+from gcnzc.finite import are_finite
 from gcnzc.flat import FlatVector, by_kind
 from gcnzc.optim.exchanging import Exchanging
 from gcnzc.replicas import demand_same
@@ -194,7 +195,7 @@ class Gradients:
         # the same on all workers, since the means are
         means = [vector.values for vector in self.vectors] + [_values(p) for p in self.sparse]
         blame = ""
-        if not all(bool(mean.isfinite().all()) for mean in means):
+        if not all(bool(are_finite(mean)) for mean in means):
             bad += sum(_bad(each.parameter) for vector in self.vectors for each in vector.segments)
             blame = yield from _blamed(bad)
         heard = list(asks)

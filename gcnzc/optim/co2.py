@@ -335,7 +335,7 @@ class CO2(LocalUpdates):
             momentum = difference.div_(self.gap.divisor())
             momentum.add_(self.momentum, alpha=self.outer_momentum)
             # before the clip hides what is not finite; a worker may have no share
-            largest = float(torch.linalg.vector_norm(momentum, math.inf)) if len(momentum) else 0.0
+            largest = float(momentum.abs().amax()) if len(momentum) else 0.0
             if self.clip is not None:
                 momentum.clamp_(-self.clip, self.clip)
             moved = self.outer_lr * float(torch.linalg.vector_norm(momentum))

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, AllGather, Group, ReduceScatter
+from gcnzc.finite import are_finite
 from gcnzc.optim.local_updates import LocalUpdates
 from gcnzc.optim.pace import Clocks, Pace
 from gcnzc.optim.states import part_of
@@ -166,7 +167,7 @@ class DiLoCo(LocalUpdates):
         sent[: len(anchor)] = anchor
         everyones = (yield AllGather(sent)).view(-1)[:count]
         # a sum that overflows on one worker shows on all
-        if not bool(everyones.isfinite().all()):
+        if not bool(are_finite(everyones)):
             self.drop("a synchronisation left out: the mean overflows")
             return
         self.anchor, self.momentum = anchor, momentum

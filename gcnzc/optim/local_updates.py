@@ -8,7 +8,6 @@ Letters: W workers, n elements of the parameters as one vector, k notes after a 
 one synchronisation to the next.
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Place, Reducer
 from gcnzc.exchange import Algorithm, Begin, Broadcast, End, Group, run
+from gcnzc.finite import are_finite
 from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.pace import Pace
 from gcnzc.optim.space import Space
@@ -205,12 +205,7 @@ class LocalUpdates(Exchanging):
     def _gradients_are_finite(self) -> bool:
         gradients = [p.grad for p in self.space.parameters if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        values = [each for each in values if each.numel()]
-        if not values:
-            return True
-        # the largest magnitudes: no sum that could overflow
-        norms = torch._foreach_norm(values, math.inf)
-        return bool(torch.stack([norm.isfinite() for norm in norms]).all())
+        return not values or bool(torch.stack([are_finite(each) for each in values]).all())
 
     def made_alike(self) -> Algorithm[None]:
         """Begin with the parameters of worker 0, on all workers, once.
@@ -242,7 +237,7 @@ class LocalUpdates(Exchanging):
             Whether its elements are finite.
         """
         end = values.numel() - self.notes
-        self.is_counted = bool(values[:end].isfinite().all())
+        self.is_counted = bool(are_finite(values[:end]))
         if not self.is_counted:
             values[:end] = 0
         values[end:] = values.new_tensor([self.is_counted, *self.asks])
@@ -339,7 +334,7 @@ class LocalUpdates(Exchanging):
         for parameter in self.space.parameters:
             kept = self.state.get(parameter, {}).values()
             tensors = [each for each in kept if isinstance(each, Tensor)]
-            if not all(bool(each.isfinite().all()) for each in tensors):
+            if not all(bool(are_finite(each)) for each in tensors):
                 del self.state[parameter]
 
     def parameters_averaged(self) -> Algorithm[Tensor]:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
+from gcnzc.finite import are_finite
 from gcnzc.optim.diloco import Outer
 from gcnzc.optim.fragments import Fragment, cut
 from gcnzc.optim.local_updates import Flight, LocalUpdates
@@ -171,7 +172,7 @@ class StreamingDiLoCo(LocalUpdates):
         self.outer.step(anchor, momentum, flight.values[: fragment.num_elements])
         # its memory serves for the parameters
         own = fragment.read(flight.values)[: fragment.num_elements]
-        if bool(own.isfinite().all()):
+        if bool(are_finite(own)):
             fragment.write(own.mul_(self.mixing).add_(anchor, alpha=1 - self.mixing))
         else:
             fragment.write(anchor)

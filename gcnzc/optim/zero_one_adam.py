@@ -33,6 +33,7 @@ from torch import Tensor
 
 from gcnzc.compress import Compression, Dense, Sign
 from gcnzc.exchange import Algorithm, Group, run
+from gcnzc.finite import are_finite
 from gcnzc.optim.one_bit_adam import MOST_JOIN_GAP, WAKE
 from gcnzc.optim.replicated import Replicated
 from gcnzc.optim.space import Part
@@ -357,7 +358,7 @@ class ZeroOneAdam(Replicated):
             self.vectors["anchor"] = self._read_coded()
             self.update = torch.zeros_like(gradient)
         assert self.update is not None, "made with the anchor"
-        is_finite = bool(gradient.isfinite().all())
+        is_finite = bool(are_finite(gradient))
         self.left_out += not is_finite
         if is_finite:
             self._set_aside(gradient)
