@@ -113,7 +113,10 @@ CASES = {
     ),
     # more than 5 million parameters, most of what a step takes is exchange
     "wide": Case(
-        "amazon_photo", "--layers 2 --fanouts 5,5 --hidden 3400 --batch-size 32 --lr 0.001", 2
+        "amazon_photo",
+        "--layers 2 --fanouts 5,5 --hidden 3400 --batch-size 32 --lr 0.001",
+        epochs=6,
+        evaluate_every=3,
     ),
 }
 
