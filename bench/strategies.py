@@ -115,8 +115,8 @@ CASES = {
     "wide": Case(
         "amazon_photo",
         "--layers 2 --fanouts 5,5 --hidden 3400 --batch-size 32 --lr 0.001",
-        epochs=6,
-        evaluate_every=3,
+        epochs=4,
+        evaluate_every=2,
     ),
 }
 

@@ -177,9 +177,10 @@ class OneBitAdam(Replicated):
         for part in space.parts:
             if part.begin >= dense:
                 beta = part.group["betas"][0]
-                own = momenta[part.begin - dense : part.end - dense]
-                torch.mul(self.vectors["momentum"][part.begin : part.end], beta, out=own)
-                own.add_(values[part.begin : part.end], alpha=1 - beta)
+                for here in space.tiles(part.begin, part.end):
+                    own = momenta[here.start - dense : here.stop - dense]
+                    torch.mul(self.vectors["momentum"][here], beta, out=own)
+                    own.add_(values[here], alpha=1 - beta)
         self._before_exchange(momenta)
         if dense and (blame := (yield from self._dense_part.mean(values[:dense]))):
             return blame
@@ -192,7 +193,6 @@ class OneBitAdam(Replicated):
             if part.begin < dense:
                 self._average(part, values, with_variance=True)
         self._after_exchange(momenta, values)
-        self.vectors["momentum"][dense:] = momenta
         self._awaken_dense(values)
         self._apply(values)
         return ""
@@ -201,7 +201,8 @@ class OneBitAdam(Replicated):
         """Change this worker's momenta (n - d,) in place to what is exchanged."""
 
     def _after_exchange(self, momenta: Tensor, values: Tensor) -> None:
-        """Change what was exchanged (n - d,) back in place; `values` is memory to work in."""
+        """Take up what was exchanged (n - d,), and may change; `values` is memory to work in."""
+        self.vectors["momentum"][self.space.num_dense :] = momenta
 
     def wait(self, asleep: Tensor | None, waking: float) -> None:
         """Keep the gradients of elements that sleep until the next step in which they may join.

@@ -21,7 +21,7 @@ a tensor whose momentum is 0 at the freeze sleeps as a whole, and gets its k and
 Letters: P parameters, n elements, d of them dense.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -130,15 +130,21 @@ class OneBitLamb(OneBitAdam):
         torch._foreach_mul_(self._each(momenta), list(scaling))
 
     def _after_exchange(self, momenta: Tensor, values: Tensor) -> None:
-        dense, scaling = self.space.num_dense, self.vectors["scaling"][self._first :]
-        torch._foreach_div_(self._each(momenta), list(scaling.where(scaling > 0, torch.inf)))
-        for part in self._still_parts():
-            # the gradient that the new momentum stands for
-            here, beta = slice(part.begin, part.end), part.group["betas"][0]
-            gradient = torch.mul(self.vectors["momentum"][here], beta, out=values[here])
-            own = momenta[part.begin - dense : part.end - dense]
-            torch.sub(own, gradient, out=gradient).div_(1 - beta)
-        self._renew(values)
+        space, dense, scaling = self.space, self.space.num_dense, self.vectors["scaling"]
+        momentum, fresh = self.vectors["momentum"], self.vectors["fresh"]
+        divisors = scaling.where(scaling > 0, torch.inf)
+        for part, place in self._places():
+            if not self._is_still(part):
+                continue
+            beta1, beta2 = part.group["betas"]
+            for here in space.tiles(space.segments[place].begin, space.segments[place].end):
+                there = slice(here.start - dense, here.stop - dense)
+                own = momenta[there].div_(divisors[place])
+                # the gradient that the new momentum stands for
+                gradient = torch.mul(momentum[here], beta1, out=values[here])
+                torch.sub(own, gradient, out=gradient).div_(1 - beta1)
+                fresh[there].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                momentum[here] = own
 
     def _renew(self, gradients: Tensor) -> None:
         """Bring the fresh variance up to date."""
@@ -184,73 +190,94 @@ class OneBitLamb(OneBitAdam):
 
     def _apply(self, values: Tensor) -> None:
         """Take the step; `values` is memory to work in."""
-        space, momentum, step = self.space, self.vectors["momentum"], self.steps + 1
-        straight, work = space.views(values), space.empty()
-        updates = space.views(work)
-        for part in space.parts:
-            here, beta2 = slice(part.begin, part.end), part.group["betas"][1]
-            root = torch.sqrt(self.vectors["variance"][here], out=values[here])
-            if self.bias_correction and not self._is_still(part):
-                root /= (1 - beta2**step) ** 0.5
-            root += part.group["eps"]
-        changes = self._changes(values, work)
-        for part in space.parts:
-            here, beta1 = slice(part.begin, part.end), part.group["betas"][0]
-            torch.div(momentum[here], values[here], out=values[here])
-            if self.bias_correction:
-                values[here] /= 1 - beta1**step
-        lengths = self._norms(space.views(space.read_parameters(work)))
-        rates: list[float] = []
-        for part in space.parts:
-            here = slice(part.begin, part.end)
-            work[here].mul_(part.group["weight_decay"]).add_(values[here])
-            rates += [-float(part.group["lr"])] * (part.last - part.first)
-        ratios = self._ratios(changes, lengths, self._norms(straight), self._norms(updates))
-        torch._foreach_mul_(updates, list(self._of_tensors(rates) * ratios))
-        awake = self.vectors["awake"].tolist()
-        for parameter, update, moves in zip(space.parameters, updates, awake, strict=True):
-            if moves:
-                parameter += update.to(parameter.dtype)
+        space, awake = self.space, self.vectors["awake"].tolist()
+        work = values.new_empty(space.tile_elements)
+        floors = self._floors()
+        measured = [
+            self._straighten(part, place, floors[place], values, work)
+            for part, place in self._places()
+        ]
+        rates = [-float(part.group["lr"]) for part, _ in self._places()]
+        sizes = self._of_tensors(rates) * self._ratios(*torch.stack(measured).unbind(1))
+        for part, place in self._places():
+            if not awake[place]:
+                continue
+            segment, flat = space.segments[place], _flat(space.segments[place].parameter)
+            for here in space.tiles(segment.begin, segment.end):
+                own = flat[here.start - segment.begin : here.stop - segment.begin]
+                update = work[: len(own)].copy_(own).mul_(part.group["weight_decay"])
+                update.add_(values[here]).mul_(sizes[place])
+                own += update.to(own.dtype)
+            if flat.data_ptr() != segment.parameter.data_ptr():
+                segment.parameter.copy_(flat.view_as(segment.parameter))
 
-    def _changes(self, roots: Tensor, work: Tensor) -> Tensor:
-        """(P,): how many times the root of a tensor's fresh variance the frozen one is, at most.
+    def _straighten(
+        self, part: Part, place: int, floor: Tensor, values: Tensor, work: Tensor
+    ) -> Tensor:
+        """Put a tensor's update without decay into `values`, and measure what its step depends on.
 
-        0 where nothing is frozen, or all sleeps.
+        Args:
+            part: that the tensor is of.
+            place: of the tensor.
+            floor: (), what its fresh variance is at least.
+            values: (n + k,).
+            work: (elements of a tile,), to work in.
+
+        Returns:
+            (4,) float64: how many times the root of its fresh variance the frozen one is, at most,
+            0 where nothing is frozen, or all sleeps; and the lengths of the parameter, of this
+            update, and of the update with decay.
         """
-        dense, active = self.space.num_dense, self.vectors.get("active")
-        changes = self._of_tensors([0.0] * len(self.space.segments))
-        if not self.is_frozen:
-            return changes
-        fresh = self.vectors["fresh"]
-        coded = work[dense:]
-        if self.floor:
-            # as the frozen one was raised: else those elements would decide for their tensors
-            sums = torch.stack([each.sum() for each in self._each(fresh)])
-            least = (self.floor * sums / self._counts()).to(fresh.dtype)
-            pairs = zip(self._each(fresh), self._each(coded), least, strict=True)
-            for each, raised, bound in pairs:
-                torch.clamp(each, min=bound, out=raised).sqrt_()
-        else:
-            torch.sqrt(fresh, out=coded)
-        for part in self._still_parts():
-            here = slice(part.begin, part.end)
-            work[here] += part.group["eps"]
-            torch.div(roots[here], work[here], out=work[here])
-        if active is not None:
-            coded.masked_fill_(~active, 0)
+        space, options, step = self.space, part.group, self.steps + 1
+        segment, (beta1, beta2) = space.segments[place], part.group["betas"]
+        flat, is_still = _flat(segment.parameter), self._is_still(part)
         # finite even if the fresh variance has died away and eps is 0
-        most = torch.finfo(work.dtype).max
-        # one by one, since a norm without end takes a CPU 19 times as long
-        for place, each in enumerate(self._each(coded), self._first):
-            if each.numel():
-                changes[place] = each.amax().clamp(max=most)
-        return changes
+        most = torch.finfo(space.dtype).max
+        found: list[list[Tensor]] = [[], [], [], []]
+        for here in space.tiles(segment.begin, segment.end):
+            update = torch.sqrt(self.vectors["variance"][here], out=values[here])
+            if self.bias_correction and not is_still:
+                update /= (1 - beta2**step) ** 0.5
+            update += options["eps"]
+            own = work[: len(update)]
+            if is_still:
+                change = self._change(here, update, floor, own, options["eps"])
+                found[0].append(change.amax().clamp(max=most))
+            torch.div(self.vectors["momentum"][here], update, out=update)
+            if self.bias_correction:
+                update /= 1 - beta1**step
+            found[2].append(torch.linalg.vector_norm(update))
+            own.copy_(flat[here.start - segment.begin : here.stop - segment.begin])
+            found[1].append(torch.linalg.vector_norm(own))
+            own.mul_(options["weight_decay"]).add_(update)
+            found[3].append(torch.linalg.vector_norm(own))
+        nothing = floor.new_zeros((), dtype=torch.float64)
+        change, *lengths = (torch.stack(each).double() if each else nothing for each in found)
+        # the length of lengths; one tile's own to the bit
+        return torch.stack([change.amax(), *map(torch.linalg.vector_norm, lengths)])
+
+    def _change(self, here: slice, root: Tensor, floor: Tensor, out: Tensor, eps: float) -> Tensor:
+        """How many times the root of the fresh variance the frozen one is; 0 where it sleeps."""
+        there = slice(here.start - self.space.num_dense, here.stop - self.space.num_dense)
+        # raised as the frozen one was: else the smallest elements would decide for their tensors
+        torch.clamp(self.vectors["fresh"][there], min=floor, out=out).sqrt_().add_(eps)
+        torch.div(root, out, out=out)
+        active = self.vectors.get("active")
+        return out if active is None else out.masked_fill_(~active[there], 0)
+
+    def _floors(self) -> Tensor:
+        """(P,): what elements of the fresh variance of each tensor are at least; 0 without one."""
+        floors = self._of_tensors([0.0] * len(self.space.segments))
+        if self.is_frozen and self.floor:
+            sums = torch.stack([each.sum() for each in self._each(self.vectors["fresh"])])
+            floors[self._first :] = self.floor * sums / self._counts()
+        return floors.to(self.space.dtype)
 
     def _ratios(self, changes: Tensor, lengths: Tensor, straight: Tensor, norms: Tensor) -> Tensor:
         """(P,): the lengths of the steps, in those of updates; all arguments are (P,).
 
         Args:
-            changes: see `_changes`.
+            changes: of their variances; see `_straighten`.
             lengths: of the parameters.
             straight: lengths of the updates without decay.
             norms: lengths of the updates.
@@ -278,6 +305,12 @@ class OneBitLamb(OneBitAdam):
         """Of the tensors that are exchanged in codes."""
         dense = self.space.num_dense
         return max((part.last for part in self.space.parts if part.begin < dense), default=0)
+
+    def _places(self) -> Iterator[tuple[Part, int]]:
+        """The numbers of all tensors, with the part that each is of."""
+        for part in self.space.parts:
+            for place in range(part.first, part.last):
+                yield part, place
 
     def _still_parts(self) -> list[Part]:
         return [part for part in self.space.parts if part.begin >= self.space.num_dense]
@@ -308,3 +341,8 @@ class OneBitLamb(OneBitAdam):
 
     def _norms(self, tensors: list[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(tensors))
+
+
+def _flat(parameter: Tensor) -> Tensor:
+    """(elements,): a view of the parameter if it lies in one piece, else a copy."""
+    return parameter.detach().flatten()

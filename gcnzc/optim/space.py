@@ -7,7 +7,7 @@ that notes may follow these.
 Letters: P parameters, n elements, d of them dense.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.flat import Segment
+
+TILE_ELEMENTS = 1 << 16  # some of which, of several vectors, fit into a core's cache together
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +104,20 @@ class Space:
     def views(self, values: Tensor) -> list[Tensor]:
         """The part of each parameter in a vector, in its shape."""
         return [values[each.begin : each.end].view(each.parameter.shape) for each in self.segments]
+
+    def tiles(self, begin: int, end: int) -> Iterator[slice]:
+        """Places from `begin` to `end` of a vector, so few at a time that a cache holds them.
+
+        For several operations in a row, which then read memory once. A GPU takes all at once.
+        """
+        for at in range(begin, end, self.tile_elements):
+            yield slice(at, min(at + self.tile_elements, end))
+
+    @property
+    def tile_elements(self) -> int:
+        """The most elements of a tile."""
+        most = TILE_ELEMENTS if self.device.type == "cpu" else self.num_elements
+        return max(1, min(most, self.num_elements))
 
     @torch.no_grad()
     def read_parameters(self, out: Tensor) -> Tensor:
