@@ -110,7 +110,7 @@ class CO2(LocalUpdates):
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
         local_steps: H; or "auto", so many that the exchange takes half the time of the
-            steps, and a twentieth of their work (`Pace`).
+            steps, and a fortieth of their work (`Pace`).
         outer_lr: the outer optimizer's step size.
         outer_momentum: its momentum, m. With a delay more than the usual one is for short rounds.
         gap: what late differences are divided by: "gap_aware", "none", a number, or a function;

@@ -26,6 +26,7 @@ from gcnzc.exchange import Algorithm, AllGather, Group, ReduceScatter
 from gcnzc.finite import are_finite
 from gcnzc.optim.local_updates import LocalUpdates
 from gcnzc.optim.pace import Clocks, Pace
+from gcnzc.optim.space import tiles
 from gcnzc.optim.states import part_of
 
 
@@ -44,13 +45,15 @@ class Outer:
         Args:
             anchor: where all began; written in place.
             buffer: of the momentum, written in place; of the anchor's shape, as the next.
-            difference: the anchor less the mean of where the workers came.
+            difference: the anchor less the mean of where the workers came; used as memory to work
+                in.
         """
-        if self.momentum:
-            buffer.mul_(self.momentum).add_(difference)
-            ahead = difference.add(buffer, alpha=self.momentum)
-            difference = ahead if self.nesterov else buffer
-        anchor.add_(difference, alpha=-self.lr)
+        for here in tiles(0, len(anchor), anchor.device):
+            step = difference[here]
+            if self.momentum:
+                moved = buffer[here].mul_(self.momentum).add_(step)
+                step = step.add_(moved, alpha=self.momentum) if self.nesterov else moved
+            anchor[here].add_(step, alpha=-self.lr)
 
 
 class DiLoCo(LocalUpdates):
@@ -62,7 +65,7 @@ class DiLoCo(LocalUpdates):
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
         local_steps: H; or "auto", so many that exchange takes `target` of the time of
-            steps, and a twentieth of their work (`Pace`).
+            steps, and a fortieth of their work (`Pace`).
         outer_lr: the outer optimizer's step size.
         outer_momentum: its momentum.
         nesterov: whether that is Nesterov's.
@@ -141,7 +144,7 @@ class DiLoCo(LocalUpdates):
             return
         values = self.space.read_parameters(self.space.empty(self.notes))
         difference = values[: self.space.num_elements]
-        difference.neg_().add_(self.anchor)
+        torch.sub(self.anchor, difference, out=difference)
         if (yield from self.averaged(self.mean, values)):
             self.outer.step(self.anchor, self.momentum, difference)
             self.adopt(self.anchor)

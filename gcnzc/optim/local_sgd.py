@@ -31,7 +31,7 @@ class LocalSGD(LocalUpdates):
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
         local_steps: H; or "auto", so many that exchange takes `target` of the time of
-            steps, and a twentieth of their work (`Pace`).
+            steps, and a fortieth of their work (`Pace`).
         compress: how means are taken.
         signals: how many things, such as a wish to stop, are told with a mean.
         target: the share of exchange for "auto".

@@ -191,7 +191,8 @@ class OneBitLamb(OneBitAdam):
     def _apply(self, values: Tensor) -> None:
         """Take the step; `values` is memory to work in."""
         space, awake = self.space, self.vectors["awake"].tolist()
-        work = values.new_empty(space.tile_elements)
+        longest = max((each.stop - each.start for each in self._tiles()), default=0)
+        work = values.new_empty(longest)
         floors = self._floors()
         measured = [
             self._straighten(part, place, floors[place], values, work)
@@ -311,6 +312,11 @@ class OneBitLamb(OneBitAdam):
         for part in self.space.parts:
             for place in range(part.first, part.last):
                 yield part, place
+
+    def _tiles(self) -> Iterator[slice]:
+        """Of all tensors."""
+        for segment in self.space.segments:
+            yield from self.space.tiles(segment.begin, segment.end)
 
     def _still_parts(self) -> list[Part]:
         return [part for part in self.space.parts if part.begin >= self.space.num_dense]

@@ -19,6 +19,16 @@ from gcnzc.flat import Segment
 TILE_ELEMENTS = 1 << 16  # some of which, of several vectors, fit into a core's cache together
 
 
+def tiles(begin: int, end: int, device: torch.device) -> Iterator[slice]:
+    """Places from `begin` to `end` of a vector, so few at a time that a cache holds them.
+
+    For several operations in a row, which then read memory once. A GPU takes all at once.
+    """
+    step = TILE_ELEMENTS if device.type == "cpu" else max(1, end - begin)
+    for at in range(begin, end, step):
+        yield slice(at, min(at + step, end))
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """What lies together in the vector: parameters of one group."""
@@ -106,18 +116,8 @@ class Space:
         return [values[each.begin : each.end].view(each.parameter.shape) for each in self.segments]
 
     def tiles(self, begin: int, end: int) -> Iterator[slice]:
-        """Places from `begin` to `end` of a vector, so few at a time that a cache holds them.
-
-        For several operations in a row, which then read memory once. A GPU takes all at once.
-        """
-        for at in range(begin, end, self.tile_elements):
-            yield slice(at, min(at + self.tile_elements, end))
-
-    @property
-    def tile_elements(self) -> int:
-        """The most elements of a tile."""
-        most = TILE_ELEMENTS if self.device.type == "cpu" else self.num_elements
-        return max(1, min(most, self.num_elements))
+        """See `tiles`."""
+        return tiles(begin, end, self.device)
 
     @torch.no_grad()
     def read_parameters(self, out: Tensor) -> Tensor:

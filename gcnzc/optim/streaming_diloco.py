@@ -40,7 +40,7 @@ class StreamingDiLoCo(LocalUpdates):
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
         local_steps: H; or "auto", so many that the exchanges take half the time of the
-            steps, and a twentieth of their work (`Pace`).
+            steps, and a fortieth of their work (`Pace`).
         fragments: P; or "modules", or regular expressions: see `gcnzc.optim.fragments.cut`.
         delay: D, steps from an exchange's beginning to its end; less than H. Or "auto", with H
             that is measured too: so many that an exchange takes half their time.
@@ -158,7 +158,7 @@ class StreamingDiLoCo(LocalUpdates):
         fragment = self.fragments[number]
         values = self.anchor.new_empty(fragment.num_elements + self.notes)
         difference = fragment.read(values)[: fragment.num_elements]
-        difference.neg_().add_(self._parts(self.anchor)[number])
+        torch.sub(self._parts(self.anchor)[number], difference, out=difference)
         flight = yield from self.launched(self.means[number], values)
         self.flights[number] = self.steps + self.delay, flight
 

@@ -695,8 +695,8 @@ def test_over_processes_as_in_lockstep(tmp_path):
 
 @pytest.mark.parametrize(
     ("delay", "worked_s", "expected"),
-    # of the steps' time a half or a twentieth; of their work, 2 s each, a twentieth
-    [(1, 0.0, 13), (0, 0.0, 130), (1, 1.0, 13), (1, 3.0, 30), (0, 3.0, 130), (0, 26.0, 260)],
+    # of the steps' time a half or a twentieth; of their work, 2 s each, a fortieth
+    [(1, 0.0, 13), (0, 0.0, 130), (1, 0.5, 13), (1, 3.0, 60), (0, 3.0, 130), (0, 13.0, 260)],
 )
 def test_the_number_of_local_steps_is_measured(delay, worked_s, expected):
     clocks, seen = [Handed(), Handed()], []
