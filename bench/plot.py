@@ -29,9 +29,10 @@ def main() -> None:
             print(f"no {path}")
             continue
         lines = [json.loads(text) for text in path.read_text().splitlines()]
-        panels = PANELS.get(name, 1)
-        figure = Figure(figsize=(8 if panels == 1 else 4 * panels, 4.2), layout="constrained")
-        axes = figure.subplots(1, panels)
+        rows, panels = PANELS.get(name, (1, 1))
+        width = 8 if panels == 1 else 4 * panels
+        figure = Figure(figsize=(width, 4.2 * rows), layout="constrained")
+        axes = figure.subplots(rows, panels)
         draw(axes, lines)
         where = lines[-1]
         figure.suptitle(
@@ -159,47 +160,52 @@ def collectives(axes: Axes, lines: Sequence[Line]) -> None:
     axes.legend(fontsize="small", ncols=2)
 
 
-def strategies(panels: Sequence[Axes], lines: Sequence[Line]) -> None:
-    """Accuracy on validation nodes against bytes, and against time on links of each rate.
+def strategies(panels: Any, lines: Sequence[Line]) -> None:
+    """For each graph a row: accuracy on validation nodes against bytes, and against time.
 
-    Epochs of the accuracy runs take as long as the speed runs on such links found them to.
+    Epochs of the accuracy runs take as long as the speed runs on links of each rate found them to.
     """
-    of_case = [line for line in lines if line["case"] == STRATEGIES_OF]
-    learnt = newest([line for line in of_case if line["part"] == "accuracy"], "method")
-    timed = newest([line for line in of_case if line["part"] == "speed"], "method", "mbit_per_s")
-    for number, line in enumerate(learnt):
-        style = {"color": f"C{number % 10}", "linestyle": ("-", "--")[number // 10], "marker": "."}
-        percent = line["valid_percent"]
-        panels[0].plot([sent / 1e6 for sent in line["bytes_sent"]], percent, **style)
-        for panel, rate in zip(panels[1:], RATES, strict=True):
-            speeds = [
-                each["seeds_per_s"]
-                for each in timed
-                if (each["method"], each["mbit_per_s"]) == (line["method"], rate)
-            ]
-            if speeds:
-                epoch_s = line["seeds_in_an_epoch"] / speeds[0]
-                times = [epoch_s * epochs for epochs in line["evaluated_after"]]
-                panel.plot(times, percent, label=line["method"], **style)
-    panels[0].set_xlabel("MB that a worker has sent")
-    panels[0].set_ylabel(f"{STRATEGIES_OF}, validation accuracy in percent")
-    for panel, rate in zip(panels[1:], RATES, strict=True):
-        panel.set_xlabel(f"seconds, {rate:g} Mbit/s")
-    best = max(max(line["valid_percent"]) for line in learnt)
-    for panel in panels:
-        panel.set_xscale("log")
-        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panel.xaxis.set_major_formatter("{x:g}")
-        panel.minorticks_off()
-        panel.set_ylim(best - SHOWN_PERCENT, best + 0.5)
-        panel.grid(alpha=0.3)
-    panels[-1].legend(fontsize="x-small")
+    methods = list(dict.fromkeys(line["method"] for line in lines if line["part"] == "accuracy"))
+    for row, (case, shown_percent) in zip(panels, STRATEGIES_OF.items(), strict=True):
+        of_case = [line for line in lines if line["case"] == case]
+        learnt = newest([line for line in of_case if line["part"] == "accuracy"], "method")
+        timed = newest(
+            [line for line in of_case if line["part"] == "speed"], "method", "mbit_per_s"
+        )
+        rates = {(line["method"], line["mbit_per_s"]): line["seeds_per_s"] for line in timed}
+        for line in learnt:
+            method, percent = line["method"], line["valid_percent"]
+            number = methods.index(method)
+            dashed = ("-", "--")[number // 10]
+            style = {"color": f"C{number % 10}", "linestyle": dashed, "marker": "."}
+            sent = [num_bytes / 1e6 for num_bytes in line["bytes_sent"]]
+            row[0].plot(sent, percent, label=method, **style)
+            for panel, rate in zip(row[1:], RATES, strict=True):
+                if (method, rate) in rates:
+                    epoch_s = line["seeds_in_an_epoch"] / rates[method, rate]
+                    times = [epoch_s * epochs for epochs in line["evaluated_after"]]
+                    panel.plot(times, percent, **style)
+        row[0].set_xlabel("MB that a worker has sent")
+        row[0].set_ylabel(f"{case}, validation accuracy in percent")
+        for panel, rate in zip(row[1:], RATES, strict=True):
+            panel.set_xlabel(f"seconds, {rate:g} Mbit/s")
+        best = max(max(line["valid_percent"]) for line in learnt)
+        for panel in row:
+            panel.set_xscale("log")
+            panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.xaxis.set_major_formatter("{x:g}")
+            panel.minorticks_off()
+            panel.set_ylim(best - shown_percent, best + shown_percent / 12)
+            panel.grid(alpha=0.3)
+    panels[0][0].figure.legend(
+        *panels[0][0].get_legend_handles_labels(), loc="outside right center", fontsize="small"
+    )
 
 
-STRATEGIES_OF, RATES = "amazon_photo", (10.0, 100.0, 1000.0)
-SHOWN_PERCENT = 6  # below the best accuracy, from which on methods differ
-# pictures of more than one panel
-PANELS = {"strategies": 1 + len(RATES)}
+# graphs, and how far below the best accuracy methods differ there
+STRATEGIES_OF, RATES = {"amazon_photo": 6, "planted": 3}, (10.0, 100.0, 1000.0)
+# pictures of more than one panel: rows and columns
+PANELS = {"strategies": (len(STRATEGIES_OF), 1 + len(RATES))}
 PICTURES_OF: dict[str, Callable[[Any, Sequence[Line]], None]] = {
     "loader": loader,
     "gather_cpu": gather_cpu,
