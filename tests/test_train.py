@@ -296,7 +296,8 @@ def test_some_steps_are_drawn_as_a_timeline(steps, drawn, config, tmp_path):
     for name in ("sample", "gather", "compute", "wait"):
         assert sum(span["name"] == name for span in spans) == drawn, name
     lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert lanes == {"model", "loader 0", "loader 1"}
+    # on busy cores one of the two may have come to all
+    assert {"model"} < lanes <= {"model", "loader 0", "loader 1"}
     # what one thread does lies one after the other
     for lane in {span["tid"] for span in spans}:
         ordered = sorted((s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == lane)
