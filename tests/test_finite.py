@@ -30,3 +30,10 @@ def test_parts_and_nothing_at_all():
     assert bool(are_finite(values[:, 4:]))
     assert not bool(are_finite(values[:, 3]))
     assert bool(are_finite(values[:0]))
+
+
+def test_several_at_once():
+    values = [torch.randn(5).half(), torch.randn(0), torch.randn(3, 2).double(), torch.randn(())]
+    assert bool(are_finite(*values))
+    values[2][1, 1] = float("nan")
+    assert not bool(are_finite(*values))

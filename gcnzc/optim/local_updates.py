@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -205,7 +204,7 @@ class LocalUpdates(Exchanging):
     def _gradients_are_finite(self) -> bool:
         gradients = [p.grad for p in self.space.parameters if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        return not values or bool(torch.stack([are_finite(each) for each in values]).all())
+        return not values or bool(are_finite(*values))
 
     def made_alike(self) -> Algorithm[None]:
         """Begin with the parameters of worker 0, on all workers, once.
