@@ -19,9 +19,8 @@ WARM_UP, MEASURED = 5, 20  # steps
 HIDDEN = 0.5
 """of the time of steps, that exchanges beside them may take"""
 WORKED = 0.025
-"""of the work of steps on processors, that exchanges may add: codes and messages take them too. It
-costs the steps more, since caches and the interpreter change hands: with 0.05 they were slower by a
-tenth"""
+"""of the work of steps on processors, that exchanges may add: codes and messages take them too, and
+caches and the interpreter change hands"""
 
 
 @dataclass(frozen=True)
