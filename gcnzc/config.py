@@ -108,12 +108,15 @@ class TrainConfig:
     bring the variance up to date; each next time is twice as far from there; 0 never does"""
     local_steps: str = "usual"
     """of optimizers with local steps: how many from one exchange to the next; usual takes 8 for
-    local-sgd, and 12 for the others; auto measures how many keep the exchange from slowing
+    local-sgd and co2, and 12 for the others; auto measures how many keep the exchange from slowing
     the steps by much"""
     outer_lr: float | None = None
     """of diloco, streaming-diloco and co2: step size of what was exchanged; usual if not given"""
     outer_momentum: float | None = None
     """of diloco, streaming-diloco and co2: momentum of what was exchanged; usual if not given"""
+    eager: float = 0.5
+    """of co2: the share of what its own last steps brought with which a worker goes on at once,
+    until the mean of all has come; 0, with --outer-lr 1 --outer-momentum 0.2, is as published"""
     delay: str = "usual"
     """of streaming-diloco: steps beside which an exchange goes on; usual takes 1, or auto with
     --local-steps auto, which measures how many hide it"""
@@ -212,6 +215,10 @@ class TrainConfig:
                     f"{_option(name)} must be from 0 to below 1, got {getattr(self, name)}\n\n"
                     "hint: it is the share that is dropped; 0 drops nothing"
                 )
+        if not 0 <= self.eager < 1:
+            raise ValueError(
+                f"--eager must be from 0 to below 1, got {self.eager}\n\nhint: 0.5 is usual"
+            )
         if not self.timeout_s > 0:
             raise ValueError(
                 f"--timeout-s must be above 0, got {self.timeout_s}\n\nhint: 60 is usual"

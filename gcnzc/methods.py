@@ -38,7 +38,7 @@ USUAL = {
     "local-sgd": Usual(8, 1.0, 0.0),
     "diloco": Usual(12, 0.4, 0.9),
     "streaming-diloco": Usual(12, 0.4, 0.9),
-    "co2": Usual(12, 1.0, 0.2),
+    "co2": Usual(8, 0.4, 0.7),
 }
 
 
@@ -79,7 +79,9 @@ def build_method(
     if config.optimizer == "diloco":
         return DiLoCo(inner, group, **options)
     if config.optimizer == "co2":
-        return CO2(inner, group, **options)
+        # what a gap holds back, eager workers need not wait for
+        gap = "none" if config.eager else "gap_aware"
+        return CO2(inner, group, eager=config.eager, gap=gap, **options)
     options["delay"] = _delay(config)
     options["fragments"] = fragments_of(config.fragments)
     return StreamingDiLoCo(inner, group, named_parameters=model.named_parameters(), **options)

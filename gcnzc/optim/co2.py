@@ -1,17 +1,24 @@
 """CO2: local steps in rounds, of which each is exchanged while the next one goes on.
 
-    x_i <- x_i - InnerOpt(gradient of worker i)      H times: round r, from s_r on all workers
-    d   <- mean_i (s_q - x_i) / g                    of round q = r - 1, begun at its end
+    x_i <- s_r - e d_i                               d_i of round r - 1: worker i begins round r
+    x_i <- x_i - InnerOpt(gradient of worker i)      H times
+    d_i <- how far these steps went down             exchanged beside round r + 1
+    d   <- mean_i d_i / g                            of round r - 1, whose exchange ends now
     b   <- clip(m b + d)                             every element to [-c, c]
-    s   <- s_r - lr b                                where all begin round r + 1
+    s   <- s_r - lr b                                of round r + 1
 
 after Sun et al., "CO2: efficient distributed training with full communication-computation overlap"
-(2024, https://arxiv.org/abs/2401.16265). As the mean of a round comes one round late, momentum acts
-on what is old already: with much of it, or in long rounds, training may run away. What `CO2` takes
-by default is small momentum, the gap g, and the clip c.
+(2024, https://arxiv.org/abs/2401.16265), which has e = 0. As the mean of a round comes one round
+late, momentum acts on what is old already: with much of it, or in long rounds, training may run
+away. What `CO2` takes by default is small momentum, the gap g, and the clip c.
 
-Where a round begins depends on rounds before it alone, not on the steps that go on. So the outer
-step, too, is taken beside these, and where workers keep shares, so is the gathering of its result.
+With e, a share of what a worker's own last round brought counts at once, until the mean of all that
+takes its place has come. It is after Kale et al., "Eager updates for overlapped communication and
+computation in DiLoCo" (2025, https://arxiv.org/abs/2502.12996), where the share is one of all
+workers' and goes through the outer optimizer. Rounds then need not be held back by a gap.
+
+Where s is depends on rounds that have ended alone, not on the steps that go on. So the outer step,
+too, is taken beside these, and where workers keep shares, so is the gathering of its result.
 
 Not verified against the paper, whose text could not be had: its equation (3), for which stands the
 gap of Barkai et al., "Gap-aware mitigation of gradient staleness" (2020,
@@ -101,10 +108,11 @@ class Gap:
 class CO2(LocalUpdates):
     """An optimizer that steps on this worker alone, in rounds that are exchanged one round late.
 
-    After the last step of a round all workers have the same parameters, bit for bit. Signals are
-    told at the end of a round, and heard when its mean is taken. A worker whose parameters are not
-    finite then is left out of the mean; where there is no mean at all, the next round begins where
-    this one did. One worker without others just takes the inner optimizer's steps.
+    After the last step of a round all workers have the same parameters, bit for bit, unless they
+    are eager. Signals are told at the end of a round, and heard when its mean is taken. A worker
+    whose parameters are not finite then is left out of the mean; where there is no mean at all, the
+    next round begins where this one did. One worker without others just takes the inner optimizer's
+    steps.
 
     Args:
         inner: of the parameters, on this worker; any of torch's.
@@ -122,6 +130,8 @@ class CO2(LocalUpdates):
             for means that are not compressed.
         delay: rounds from an exchange's beginning to its end: 1; or 0, so that it is waited for at
             once, which without gap and clip is SlowMo.
+        eager: e, at least 0 and below 1. More than 0 takes a vector more, goes with a delay, and
+            best with gap="none".
         signals: how many things, such as a wish to stop, are told with a round.
         target: for "auto" without delay, the share of exchange in the time of steps.
         clocks: seconds, for "auto".
@@ -143,6 +153,7 @@ class CO2(LocalUpdates):
         compress: Compression = Dense(),  # noqa: B008 - it cannot change
         sharded: bool = False,
         delay: int = 1,
+        eager: float = 0.0,
         signals: int = 0,
         target: float = 0.05,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
@@ -154,12 +165,18 @@ class CO2(LocalUpdates):
             )
         if delay not in (0, 1):
             raise ValueError(f"a delay of {delay} rounds\n\nhint: 1, or 0 to wait at once")
+        if not 0 <= eager < 1 or (eager and not delay):
+            raise ValueError(
+                f"eager is {eager}, with a delay of {delay} rounds\n\nhint: at least 0 and below "
+                "1; and 0 without delay, where nothing is late"
+            )
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}\n\nhint: above 0, or None for no limit")
         pace = Pace(local_steps, HIDDEN if delay else target, clocks)
         super().__init__(inner, group, signals=signals, pace=pace)
         self.outer_lr, self.outer_momentum, self.clip = outer_lr, outer_momentum, clip
         self.gap, self.compress, self.delay, self.is_sharded = Gap(gap), compress, delay, sharded
+        self.eager = eager
         count, world_size = self.space.num_elements, self.group.world_size
         self.share = count
         """s; the last worker's may be fewer"""
@@ -174,7 +191,9 @@ class CO2(LocalUpdates):
         self.start = self.space.zeros()[:0]
         """of elements begin to end, as the next two: where the round that goes on began"""
         self.before = self.start
-        """where the round began whose mean is taken, if workers keep shares"""
+        """where the round began whose mean is taken, if workers keep shares and are not eager"""
+        self.own = self.start
+        """(n,), where this worker began the round that goes on, if workers are eager"""
         self.momentum = self.start
         self.flight: Flight | None = None
         """(padded + k,): what of the last round is under way, and comes as where the next begins"""
@@ -187,24 +206,32 @@ class CO2(LocalUpdates):
         return (
             f"CO2(local_steps={self.pace.wanted}, outer_lr={self.outer_lr}, "
             f"outer_momentum={self.outer_momentum}, gap={self.gap}, clip={self.clip}, "
-            f"compress={self.compress}, sharded={self.is_sharded}, delay={self.delay})"
+            f"compress={self.compress}, sharded={self.is_sharded}, delay={self.delay}, "
+            f"eager={self.eager})"
         )
 
     def warn_of_momentum(self) -> None:
         """Warn once of momentum that may run away, when it is known how long rounds are.
 
-        In rounds so long that each ends where it would have ended from anywhere, an error e goes on
-        as e'' - (1 + m) e' + (m + lr / g) e = 0, which grows unless m + lr / g < 1.
+        In rounds so long that each ends where it would have ended from anywhere, with k = lr / g,
+        the workers' mean x where they begin goes on as
+
+            x''' - (1 + m - e) x'' + (k + m - e (1 + m)) x' + e m x = 0
+
+        from where it should be, which by Jury's criterion shrinks if |k + m - e (1 - m^2) - e^2 m|
+        < 1 - e^2 m^2. Without e that is k + m < 1.
         """
         if self.is_warned or self.is_plain or not self.delay or self.pace.is_measuring:
             return
         self.is_warned = True
-        steps, momentum = self.pace.steps, self.outer_momentum
-        if momentum + self.outer_lr / self.gap.steady() >= 1 and (momentum > 0.5 or steps > LONG):
+        steps, momentum, eager = self.pace.steps, self.outer_momentum, self.eager
+        pull = self.outer_lr / self.gap.steady()
+        shrunk = abs(pull + momentum - eager * (1 - momentum**2) - eager**2 * momentum)
+        if shrunk >= 1 - (eager * momentum) ** 2 and (momentum > 0.5 or steps > LONG):
             warnings.warn(
                 f"CO2: with an outer momentum of {momentum} and gap={self.gap}, means that come "
                 f"one round of {steps} steps late may make training diverge; outer_momentum=0.2 "
-                "and gap='gap_aware' are safer, or shorter rounds",
+                "with gap='gap_aware' or eager=0.5 is safer, or shorter rounds",
                 stacklevel=3,
             )
 
@@ -219,6 +246,7 @@ class CO2(LocalUpdates):
         """See `LocalUpdates`."""
         own = self.vector()
         self.start = own[self.begin : self.end].clone()
+        self.own = own.clone() if self.eager else self.start[:0]
         # the next round that is exchanged begins where the one after it will
         self.gap.moved(0.0)
         if self.delay:
@@ -267,13 +295,20 @@ class CO2(LocalUpdates):
                 it arrives.
             before: of elements begin to end: where it began.
         """
-        if self.is_sharded:
-            values[self.space.num_elements :] = 0
+        count = self.space.num_elements
+        values[count:] = 0
+        if self.eager:
+            torch.sub(self.own, values[:count], out=values[:count])
+        elif self.is_sharded:
             self.before = before
         else:
-            values[: self.padded].neg_().add_(before)
+            values[:count].neg_().add_(before)
         if not self.offer(values):
             self.forget_what_is_not_finite()
+        if self.eager:
+            self.space.read_parameters(self.own).sub_(values[:count], alpha=self.eager)
+            self.space.write_parameters(self.own)
+            self.is_alike = False
         self.flight = Flight(values, self.group.world_size)
         self.flight.pending = yield Begin(self.exchanged(values), CHANNEL)
         if self.pace.is_measuring:
@@ -368,7 +403,8 @@ class CO2(LocalUpdates):
             count = round(float(notes[0]))
             if not count:
                 return "", None
-            return "", self.before - summed[: len(self.before)] / count
+            mean = summed[: len(self.start)] / count
+            return "", mean if self.eager else self.before - mean
         blame = yield from self.mean.mean(values, self.notes)
         count = 0 if blame else round(float(notes[0]))
         if not count:
@@ -413,7 +449,8 @@ class CO2(LocalUpdates):
         """
         errors = sum(reducer.state_bytes for reducer in self.reducers.values())
         flying = 0 if self.flight is None else self.flight.values.nbytes
-        return self.start.nbytes + self.before.nbytes + self.momentum.nbytes + errors + flying
+        kept = sum(each.nbytes for each in (self.start, self.before, self.own, self.momentum))
+        return kept + errors + flying
 
     def shared_state(self) -> dict[str, Any]:
         """See `LocalUpdates`; an exchange that goes on must have been ended, by `drained`."""
@@ -432,6 +469,10 @@ class CO2(LocalUpdates):
             }
         return shared
 
+    def local_state(self) -> dict[str, Tensor]:
+        """See `LocalUpdates`."""
+        return {"own": self.own} if self.eager else {}
+
     def shard_state(self) -> dict[str, Tensor]:
         """See `LocalUpdates`."""
         return {"start": self.start, "momentum": self.momentum} if self.is_sharded else {}
@@ -443,6 +484,7 @@ class CO2(LocalUpdates):
         kept = shards if self.is_sharded else shared
         self.start, self.momentum = self.vector(kept["start"]), self.vector(kept["momentum"])
         self.before = self.start[:0]
+        self.own = self.vector(local["own"]) if self.eager else self.before
         self.gap.distance, self.gap.usual = shared["gap"]
         if self.delay:
             told = shared["told"], shared["workers"], shared["blame"]
@@ -454,5 +496,6 @@ class CO2(LocalUpdates):
         shared = state_dict["shared"]
         if self.is_plain and "next" in shared:
             # nobody is left to exchange with: what the last round came to is taken at once
-            start = (state_dict["shards"] if self.is_sharded else shared)["start"]
+            kept = state_dict["shards"] if self.is_sharded else shared
+            start = state_dict["local"]["own"] if self.eager else kept["start"]
             self.space.add_to_parameters(self.vector(shared["next"]) - self.vector(start))

@@ -34,6 +34,7 @@ from gcnzc.optim.states import resized
 
 HALF = Dense(torch.float16)
 LATE = {"gap": "none", "clip": None}
+EAGER = {"gap": "none", "eager": 0.5}
 AT_ONCE = {**LATE, "delay": 0}
 STEP = 0.05  # of `sgd`
 
@@ -64,16 +65,18 @@ def own_steps(models, inner, steps):
         yield torch.stack([nn.utils.parameters_to_vector(trained(model)) for model in models])
 
 
-def by_hand(world_size, steps, each, *, lr, momentum, gap, clip, delay, inner=sgd):
-    """What all have after each round: the equations, one after the other."""
+def by_hand(world_size, steps, each, *, lr, momentum, gap, clip, delay, eager=0.0, inner=sgd):
+    """Where the workers begin after each round (W, n): the equations, one after the other."""
     models = [Everything() for _ in range(world_size)]
     starts = [nn.utils.parameters_to_vector(trained(models[0])).detach()]
-    means, distances = [], []
+    begun = starts[0].repeat(world_size, 1)
+    means, distances, found = [], [], []
     buffer = torch.zeros_like(starts[0])
     for number, own in enumerate(own_steps(models, inner, steps), 1):
         if number % each:
             continue
-        means.append(own.detach().mean(dim=0))
+        differences = begun - own.detach()
+        means.append(differences.mean(dim=0))
         late = len(means) - 1 - delay
         start = starts[-1]
         if late >= 0:
@@ -82,13 +85,15 @@ def by_hand(world_size, steps, each, *, lr, momentum, gap, clip, delay, inner=sg
             usual = distances[0] if distances else 0.0
             for other in distances[1:]:
                 usual = (usual + other) / 2
-            buffer = momentum * buffer + (starts[late] - means[late]) / gap(distance, usual)
+            buffer = momentum * buffer + means[late] / gap(distance, usual)
             buffer = buffer.clamp(-clip, clip)
             start = start - lr * buffer
         starts.append(start)
-        for model in models:
-            put(model, start)
-    return starts[1:]
+        begun = start - eager * differences
+        for model, row in zip(models, begun, strict=True):
+            put(model, row)
+        found.append(begun)
+    return found
 
 
 def ratio(distance, usual):
@@ -112,17 +117,23 @@ GAPS = {"none": lambda *_: 1.0, "gap_aware": ratio, 2.5: lambda *_: 2.5, root: r
 
 @pytest.mark.parametrize("gap", GAPS, ids=str)
 @pytest.mark.parametrize(
-    ("world_size", "each", "lr", "momentum", "clip", "delay"),
+    ("world_size", "each", "lr", "momentum", "clip", "delay", "eager"),
     [
-        (2, 3, 1.0, 0.2, None, 1),
-        (3, 1, 0.7, 0.5, None, 1),
-        (3, 4, 1.0, 0.2, 0.02, 1),
-        (2, 2, 1.3, 0.0, 0.05, 0),
-        (4, 3, 0.5, 0.4, None, 0),
+        (2, 3, 1.0, 0.2, None, 1, 0.0),
+        (3, 1, 0.7, 0.5, None, 1, 0.0),
+        (3, 4, 1.0, 0.2, 0.02, 1, 0.0),
+        (2, 2, 1.3, 0.0, 0.05, 0, 0.0),
+        (4, 3, 0.5, 0.4, None, 0, 0.0),
+        (2, 3, 1.0, 0.0, None, 1, 0.5),
+        (3, 2, 0.4, 0.7, 0.05, 1, 0.8),
     ],
 )
-def test_rounds_are_as_written_by_hand(gap, world_size, each, lr, momentum, clip, delay):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_rounds_are_as_written_by_hand(
+    gap, world_size, each, lr, momentum, clip, delay, eager, sharded
+):
     options = {"outer_lr": lr, "outer_momentum": momentum, "clip": clip, "delay": delay}
+    options |= {"eager": eager, "sharded": sharded}
     models, optimizers = team(world_size, every(each, gap=gap, **options))
     expected = by_hand(
         world_size,
@@ -133,12 +144,14 @@ def test_rounds_are_as_written_by_hand(gap, world_size, each, lr, momentum, clip
         gap=GAPS[gap],
         clip=math.inf if clip is None else clip,
         delay=delay,
+        eager=eager,
     )
-    for number, right in enumerate(expected):
+    for number, rows in enumerate(expected):
         train(models, optimizers, (number + 1) * each, number * each)
-        assert all_equal(models)
-        found = nn.utils.parameters_to_vector(trained(models[0]))
-        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+        assert all_equal(models) == (not eager)
+        for model, right in zip(models, rows, strict=True):
+            found = nn.utils.parameters_to_vector(trained(model))
+            torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -238,26 +251,29 @@ def quadratic(world_size, make, targets, size, lr=0.1):
 
     def go(count, each=lambda _: None):
         lockstep([steps(rank, count, each) for rank in range(world_size)])
-        return vectors[0].detach()
+        # eager workers are apart
+        return torch.stack([vector.detach() for vector in vectors]).mean(dim=0)
 
     return go
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_memory_is_as_stated(delay):
+@pytest.mark.parametrize(("delay", "eager"), [(0, 0.0), (1, 0.0), (1, 0.5)])
+def test_memory_is_as_stated(delay, eager):
     # of a number of elements that four workers share without a remainder
     size, world_size, signals = 1024, 4, 2
     targets = torch.randn(world_size, size, dtype=torch.float64)
     found = {}
     for sharded in (False, True):
-        make = every(3, sharded=sharded, delay=delay, signals=signals)
+        make = every(3, sharded=sharded, delay=delay, eager=eager, signals=signals)
         seen = found[sharded] = []
         go = quadratic(world_size, make, targets, size)
         go(9, lambda optimizer, seen=seen: seen.append(optimizer.state_bytes // 8))
     share = size // world_size
-    # momentum, start, start before, and a copy that is sent
-    assert max(found[True]) == (3 * share + size + 1 + signals if delay else 2 * share)
-    assert max(found[False]) == (3 * size + 1 + signals if delay else 2 * size)
+    sent = size + 1 + signals if delay else 0
+    # momentum and start; and where this worker began, or the start before
+    own = size if eager else 0
+    assert max(found[True]) == 2 * share + (own if eager else delay * share) + sent
+    assert max(found[False]) == 2 * size + own + sent
 
 
 def test_the_clip_holds_every_element_of_the_momentum():
@@ -284,6 +300,10 @@ def test_what_is_usual_is_stable_in_long_rounds_and_much_momentum_is_not():
 
     assert left() < 0.05
     assert left(delay=0) < 1e-6
+    # no gap need hold eager workers back
+    assert left(**EAGER, outer_lr=0.5, outer_momentum=0.0) < 1e-4
+    with pytest.warns(UserWarning, match="outer momentum of 0.2"):
+        assert left(gap="none", clip=None) > 1
     with pytest.warns(UserWarning, match="outer momentum of 0.9"):
         # an error grows by the root of 1.9 in each of 18 rounds
         assert left(outer_momentum=0.9, gap="none", clip=None) > 100
@@ -304,6 +324,10 @@ def test_what_is_usual_is_stable_in_long_rounds_and_much_momentum_is_not():
         ({"gap": 4.0, "outer_momentum": 0.5}, False),
         ({"gap": root}, False),
         ({"outer_lr": 2.0}, True),
+        (EAGER, False),
+        ({**EAGER, "outer_momentum": 0.7, "outer_lr": 0.4}, False),
+        ({**EAGER, "outer_momentum": 0.9}, True),
+        ({**EAGER, "outer_lr": 2.0}, True),
     ],
     ids=str,
 )
@@ -449,6 +473,9 @@ def test_bytes_and_requests_are_as_stated(options, requests):
         {"compress": HALF},
         {"compress": Sign(block=64)},
         {"delay": 0, "sharded": True},
+        EAGER,
+        {**EAGER, "sharded": True},
+        {**EAGER, "compress": Sign(block=64)},
     ],
     ids=str,
 )
@@ -498,9 +525,50 @@ def test_another_number_of_workers_goes_on_where_the_old_were(old, new, options)
     assert all_equal(again)
 
 
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1)])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_another_number_of_eager_workers_ends_where_the_old_would_have(old, new, sharded):
+    # so that a difference counts as much whether the outer step or the only worker left takes it
+    make = every(4, sharded=sharded, outer_lr=1.0, outer_momentum=0.0, **EAGER)
+    models, optimizers = team(old, make)
+    train(models, optimizers, 10)
+    lockstep([optimizer.drained() for optimizer in optimizers])
+    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    again, others = team(new, make)
+    for rank, optimizer in enumerate(others):
+        optimizer.load_state_dict(resized(states, rank, new))
+    before = mean_of(models)
+    if new > 1:
+        torch.testing.assert_close(mean_of(again), before, rtol=0, atol=1e-12)
+    for team_of in (optimizers, others):
+        lockstep([optimizer.finalized() for optimizer in team_of])
+    assert (vector_of(models[0]) - before).abs().max() > 0.001
+    torch.testing.assert_close(vector_of(again[0]), vector_of(models[0]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_eager_worker_that_is_not_finite_begins_where_all_have_come(bad, sharded):
+    models, optimizers = team(3, every(2, sharded=sharded, **EAGER), adamw, torch.float32)
+    train(models, optimizers, 3)
+    with torch.no_grad():
+        models[1].first.weight[0, 0] = bad
+    train(models, optimizers, 4, 3)
+    common = torch.cat([each.start for each in optimizers] if sharded else [optimizers[0].start])
+    assert torch.equal(nn.utils.parameters_to_vector(trained(models[1])), common)
+    assert not torch.equal(nn.utils.parameters_to_vector(trained(models[0])), common)
+    train(models, optimizers, 12, 4)
+    assert all(vector_of(model).isfinite().all() for model in models)
+    assert all(optimizer.dropped == 1 for optimizer in optimizers)
+    lockstep([optimizer.finalized() for optimizer in optimizers])
+    assert all_equal(models)
+
+
 @pytest.mark.parametrize("steps", [8, 10])
 @pytest.mark.parametrize(
-    "options", [{}, {"sharded": True}, {"compress": HALF}, {"delay": 0}], ids=str
+    "options",
+    [{}, {"sharded": True}, {"compress": HALF}, {"delay": 0}, EAGER, {**EAGER, "sharded": True}],
+    ids=str,
 )
 def test_all_end_with_the_same_bit_for_bit(steps, options):
     models, optimizers = team(3, every(4, **options))
@@ -517,12 +585,13 @@ def test_all_end_with_the_same_bit_for_bit(steps, options):
     assert all_equal(models)
 
 
-def test_no_step_is_lost_at_the_end():
+@pytest.mark.parametrize("eager", [0.0, 0.8])
+def test_no_step_is_lost_at_the_end(eager):
     # plain sums of differences: each round counts once, though it comes late
     size, targets = 10, torch.randn(3, 10, dtype=torch.float64)
     for steps in (3, 4, 5, 8, 11):
         vectors = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for _ in range(3)]
-        make = every(4, outer_momentum=0.0, **LATE)
+        make = every(4, outer_momentum=0.0, eager=eager, **LATE)
         optimizers = [
             make(torch.optim.SGD([each], lr=0.1), Group(rank, 3))
             for rank, each in enumerate(vectors)
@@ -569,7 +638,8 @@ def test_options_that_differ_or_contradict_are_told():
     def of(rank, **options):
         return CO2(sgd(nn.Linear(2, 2).parameters()), Group(rank, 2), **options)
 
-    for options in ({"gap": "none", "local_steps": 4}, {"gap": root}, {"clip": None}, {"delay": 0}):
+    contradicting = ({"gap": "none", "local_steps": 4}, {"gap": root}, {"clip": None}, {"delay": 0})
+    for options in (*contradicting, {"eager": 0.5}):
         optimizers = [of(0, local_steps=4), of(1, **{"local_steps": 4, **options})]
         with pytest.raises(ValueError, match="optimizers of workers 0 and 1 differ"):
             lockstep([optimizer.made_alike() for optimizer in optimizers])
@@ -581,6 +651,8 @@ def test_options_that_differ_or_contradict_are_told():
         ({"clip": 0.0}, "clip is 0.0"),
         ({"gap": "gap"}, "gap is 'gap'"),
         ({"gap": 0}, "gap is 0"),
+        ({"eager": 1.0}, "eager is 1.0"),
+        ({"eager": 0.5, "delay": 0}, "eager is 0.5, with a delay of 0"),
         ({"local_steps": 0}, "local_steps is 0"),
     ):
         with pytest.raises(ValueError, match=words):
