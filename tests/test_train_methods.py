@@ -167,6 +167,7 @@ def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
         ({"refresh": -1}, "--refresh must be at least 0"),
         ({"delay": "0"}, "--delay must be a whole number above 0"),
         ({"delay": "auto"}, "--delay auto with --local-steps usual"),
+        ({"eager": 1.0}, "--eager must be from 0 to below 1, got 1.0"),
     ],
 )
 def test_words_that_make_no_sense(options, message):
@@ -186,6 +187,15 @@ def test_fragments_may_be_the_model_s_modules_or_be_named():
     assert [fragment.num_elements for fragment in made.fragments] == [15, 6, 2]
     with pytest.raises(ValueError, match="no parameter for the fragment 'third'"):
         build_method(replace(config, fragments="weight,third"), model, Group(), 100)
+
+
+def test_eager_workers_need_no_gap():
+    model = torch.nn.Linear(3, 2)
+    config = TrainConfig(optimizer="co2")
+    made = build_method(config, model, Group(), 100)
+    assert (made.eager, made.gap.rule) == (config.eager, "none")
+    made = build_method(replace(config, eager=0.0), model, Group(), 100)
+    assert (made.eager, made.gap.rule) == (0.0, "gap_aware")
 
 
 def test_a_refresh_is_of_1_bit_adam():
