@@ -1,8 +1,8 @@
 """CO2: local steps in rounds, of which each is exchanged while the next one goes on.
 
-    x_i <- s_r - e d_i                               d_i of round r - 1: worker i begins round r
+    x_i <- s_r - e d_i                               where worker i begins round r; d_i of r - 1
     x_i <- x_i - InnerOpt(gradient of worker i)      H times
-    d_i <- how far these steps went down             exchanged beside round r + 1
+    d_i <- what these steps took from x_i            exchanged beside round r + 1
     d   <- mean_i d_i / g                            of round r - 1, whose exchange ends now
     b   <- clip(m b + d)                             every element to [-c, c]
     s   <- s_r - lr b                                of round r + 1
