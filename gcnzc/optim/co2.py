@@ -491,9 +491,28 @@ class CO2(LocalUpdates):
             self.flight = self.silenced(self.arrived(self.vector(shared["next"]), *told))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `LocalUpdates`."""
-        super().load_state_dict(state_dict)
+        """See `LocalUpdates`.
+
+        Raises:
+            ValueError: it is of workers that were eager, kept shares, or were late, and these are
+                or do not, or the other way round.
+        """
         shared = state_dict["shared"]
+        if not shared["numbers"]["is_plain"]:
+            found = {
+                "eager": "own" in state_dict["local"],
+                "sharded": "momentum" in state_dict["shards"],
+                "delay": "next" in shared,
+            }
+            own = {"eager": self.eager > 0, "sharded": self.is_sharded, "delay": self.delay > 0}
+            for name, was in found.items():
+                if was != own[name]:
+                    there, here = ("with", "without") if was else ("without", "with")
+                    raise ValueError(
+                        f"the state of a CO2 {there} {name}, for one {here} it\n\n"
+                        "hint: give this one the options of the other"
+                    )
+        super().load_state_dict(state_dict)
         if self.is_plain and "next" in shared:
             # nobody is left to exchange with: what the last round came to is taken at once
             kept = state_dict["shards"] if self.is_sharded else shared

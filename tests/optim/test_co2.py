@@ -546,6 +546,30 @@ def test_another_number_of_eager_workers_ends_where_the_old_would_have(old, new,
     torch.testing.assert_close(vector_of(again[0]), vector_of(models[0]), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("of", "to", "words"),
+    [
+        (EAGER, {}, "the state of a CO2 with eager, for one without it"),
+        ({}, EAGER, "the state of a CO2 without eager, for one with it"),
+        ({"sharded": True}, {}, "with sharded, for one without"),
+        ({"delay": 0}, {}, "without delay, for one with"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("new", [1, 2])
+def test_the_state_of_other_ways_is_told_and_not_taken_up(of, to, words, new):
+    models, optimizers = team(2, every(3, **of))
+    train(models, optimizers, 4)
+    lockstep([optimizer.drained() for optimizer in optimizers])
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    again, others = team(new, every(3, **to))
+    before = vector_of(again[0])
+    with pytest.raises(ValueError, match=words) as error:
+        others[0].load_state_dict(resized(states, 0, new))
+    assert "\n\nhint: " in str(error.value)
+    assert torch.equal(vector_of(again[0]), before)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_an_eager_worker_that_is_not_finite_begins_where_all_have_come(bad, sharded):
