@@ -203,6 +203,7 @@ def _whole(path: Path) -> Iterator[None]:
     """What a broken archive raises, in words."""
     try:
         yield
+    # zipfile's NotImplementedError is of a compression or version that it does not know
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
         if "\n\nhint: " in str(error):
             raise

@@ -79,7 +79,7 @@ def build_method(
     if config.optimizer == "diloco":
         return DiLoCo(inner, group, **options)
     if config.optimizer == "co2":
-        # what a gap holds back, eager workers need not wait for
+        # late means are divided by a gap, lest training run away; those of eager workers need none
         gap = "none" if config.eager else "gap_aware"
         return CO2(inner, group, eager=config.eager, gap=gap, **options)
     options["delay"] = _delay(config)

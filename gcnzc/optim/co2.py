@@ -297,12 +297,11 @@ class CO2(LocalUpdates):
         """
         count = self.space.num_elements
         values[count:] = 0
-        if self.eager:
-            torch.sub(self.own, values[:count], out=values[:count])
-        elif self.is_sharded:
+        if self.is_sharded and not self.eager:
+            # of where it began this worker has only its share: what is exchanged is where it came
             self.before = before
         else:
-            values[:count].neg_().add_(before)
+            torch.sub(self.own if self.eager else before, values[:count], out=values[:count])
         if not self.offer(values):
             self.forget_what_is_not_finite()
         if self.eager:
