@@ -207,10 +207,13 @@ def of_deepspeed(python: Path, tasks: list[dict[str, Any]]) -> list[list[list[li
 
 def maker(task: dict[str, Any]) -> Callable[[list[nn.Parameter], Any], Any]:
     """Our optimizer that is to do as DeepSpeed's."""
-    from gcnzc.compress.padded_sign import PaddedSign
-    from gcnzc.optim.one_bit_adam import OneBitAdam
-    from gcnzc.optim.one_bit_lamb import OneBitLamb
-    from gcnzc.optim.zero_one_adam_deepspeed import DeepSpeedSchedule, ZeroOneAdamDeepSpeed
+    from deepspeed_oracles import (
+        DeepSpeedSchedule,
+        OneBitAdamDeepSpeed,
+        OneBitLambDeepSpeed,
+        PaddedSign,
+        ZeroOneAdamDeepSpeed,
+    )
 
     name, lengths = task["optimizer"], tuple(values.numel() for values in task["init"])
     own = OPTIMIZERS[name]
@@ -221,11 +224,11 @@ def maker(task: dict[str, Any]) -> Callable[[list[nn.Parameter], Any], Any]:
         )
     options = {"warmup": own["freeze_step"], "bias_correction": False, "floor": 0.0, **COMMON}
     if name == "OnebitAdam":
-        return lambda parameters, group: OneBitAdam(
+        return lambda parameters, group: OneBitAdamDeepSpeed(
             parameters, compress=PaddedSign(lengths), group=group, **options
         )
     options["trust_range"] = (own["min_coeff"], own["max_coeff"])
-    return lambda parameters, group: OneBitLamb(
+    return lambda parameters, group: OneBitLambDeepSpeed(
         parameters, compress=PaddedSign((sum(lengths),)), group=group, **options
     )
 

@@ -178,6 +178,16 @@ def test_only_the_command_line_prints():
                 assert name_of(path) == "gcnzc/cli.py", f"{name_of(path)}:{node.lineno} prints"
 
 
+def test_the_package_defines_nothing_that_only_serves_a_comparison_with_deepspeed():
+    for path in SOURCES:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        definitions = (ast.ClassDef, ast.FunctionDef)
+        names = [path.stem, *(each.name for each in nodes if isinstance(each, definitions))]
+        for name in names:
+            assert "deepspeed" not in name.lower(), f"{name_of(path)} defines {name}"
+            assert "padded_sign" not in name.lower(), f"{name_of(path)} defines {name}"
+
+
 def test_no_module_is_named_like_the_standard_library():
     # a script puts its own folder first on the path, and would hide the module of that name
     for path in [*SOURCES, *(ROOT / "bench").glob("*.py")]:

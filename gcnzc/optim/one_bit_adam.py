@@ -58,7 +58,7 @@ class OneBitAdam(Replicated):
             the variance as steps of Adam would have since the last one.
         compress: how momenta are exchanged after the warm-up.
         dense: how gradients are exchanged before.
-        bias_correction: False for steps as large as DeepSpeed's, to the bit.
+        bias_correction: False for the paper's form, with its larger first steps.
         wake: "join" or "stay": what becomes of elements that were asleep when the variance froze.
         floor: least variance of an element after the warm-up, as a share of the mean over those of
             its parameter that are not asleep; 0 for none, as in the paper.
@@ -230,11 +230,8 @@ class OneBitAdam(Replicated):
 
     def _average(self, part: Part, values: Tensor, *, with_variance: bool) -> None:
         here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
-        gradient, momentum = values[here], self.vectors["momentum"][here]
-        if self.bias_correction:
-            momentum.lerp_(gradient, 1 - beta1)
-        else:
-            momentum.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        gradient = values[here]
+        self.vectors["momentum"][here].lerp_(gradient, 1 - beta1)
         if with_variance:
             variance = self.vectors["variance"][here]
             variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -272,12 +269,6 @@ class OneBitAdam(Replicated):
         lr: float,
         decay: float,
     ) -> None:
-        if not self.bias_correction:
-            update = (momentum / root).to(parameter.dtype)
-            if decay:
-                update += decay * parameter
-            parameter += size * update
-            return
         parameter.mul_(1 - lr * decay)
         if parameter.dtype == momentum.dtype:
             parameter.addcdiv_(momentum, root, value=size)

@@ -57,7 +57,7 @@ class OneBitLamb(OneBitAdam):
         warmup_range: fewest and most steps, if `warmup` is None; no limit if the most is None.
         compress: how momenta are exchanged after the warm-up.
         dense: how gradients are exchanged before.
-        bias_correction: False for steps as large as DeepSpeed's.
+        bias_correction: False for the paper's form, with its larger first steps.
         wake: "join" or "stay": what becomes of elements that were asleep when the variance froze.
         floor: least variance of an element after the warm-up, frozen or fresh, as a share of the
             mean over those of its parameter that are not asleep; 0 for none, as in the paper.

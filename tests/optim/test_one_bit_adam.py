@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from deepspeed_oracles import OneBitAdamDeepSpeed, PaddedSign
 from optim.models import Everything, batches, loss_of
 from optim.oracle import fixture, followed, lengths
 from optim.replicas import (
@@ -16,7 +17,6 @@ from processes import results
 from torch import nn
 
 from gcnzc.compress import Dense, Place, Sign
-from gcnzc.compress.padded_sign import PaddedSign
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import OneBitAdam, resized
 from gcnzc.optim.freezing import FreezeRule
@@ -60,7 +60,7 @@ def test_it_follows_deepspeed():
     hyper = recorded["hyper"]
 
     def make(parameters, group):
-        return OneBitAdam(
+        return OneBitAdamDeepSpeed(
             parameters,
             lr=hyper["lr"],
             betas=hyper["betas"],

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from deepspeed_oracles import OneBitLambDeepSpeed, RefedPaddedSign
 from optim.oracle import fixture, followed, lengths
 from processes import results
 from torch import nn
 
 from gcnzc.compress import Dense, Sign
-from gcnzc.compress.padded_sign import PaddedSign, PaddedSignReducer
 from gcnzc.exchange import Group, joined, lockstep
 from gcnzc.optim import resized
 from gcnzc.optim.one_bit_lamb import MOST_SCALING, OneBitLamb
@@ -134,43 +134,19 @@ class PlainLamb:
         values -= self.lr * ratio * self.factors[place] * update
 
 
-class RefedPadding(PaddedSign):
-    """DeepSpeed's buffer of all tensors: what its padding receives is what it sends next time."""
-
-    def reducer(self, num_elements, place):
-        return RefedPaddingReducer(num_elements, place, self.lengths)
-
-
-class RefedPaddingReducer(PaddedSignReducer):
-    def __init__(self, num_elements, place, lengths):
-        super().__init__(num_elements, place, lengths)
-        padded = len(self.worker_errors[0])
-        self.padding = torch.zeros(padded - num_elements, dtype=place.dtype)
-        self.whole = PaddedSign((padded,)).reducer(padded, place)
-
-    def mean(self, values, notes=0):
-        cut = [self.num_elements, len(self.padding), notes]
-        whole = torch.cat([values[: cut[0]], self.padding, values[cut[0] :]])
-        if blame := (yield from self.whole.mean(whole, notes)):
-            return blame
-        own, self.padding, noted = whole.split(cut)
-        values.copy_(torch.cat([own, noted]))
-        return ""
-
-
 def test_it_follows_deepspeed():
     recorded = fixture("onebitlamb")
     hyper = recorded["hyper"]
 
     def make(model, group):
-        return OneBitLamb(
+        return OneBitLambDeepSpeed(
             model,
             lr=hyper["lr"],
             betas=tuple(hyper["betas"]),
             weight_decay=hyper["weight_decay"],
             trust_range=(hyper["min_coeff"], hyper["max_coeff"]),
             warmup=hyper["freeze_step"],
-            compress=RefedPadding((sum(lengths(recorded)),)),
+            compress=RefedPaddedSign((sum(lengths(recorded)),)),
             bias_correction=False,
             floor=0.0,
             group=group,

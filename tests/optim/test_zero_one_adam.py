@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from deepspeed_oracles import DeepSpeedSchedule, ZeroOneAdamDeepSpeed
 from optim.models import Everything, batches, loss_of
 from optim.oracle import fixture, followed
 from processes import results
@@ -16,7 +17,6 @@ from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Group, joined, lockstep, run
 from gcnzc.optim import resized
 from gcnzc.optim.zero_one_adam import ZeroOneAdam, ZeroOneSchedule
-from gcnzc.optim.zero_one_adam_deepspeed import DeepSpeedSchedule, ZeroOneAdamDeepSpeed
 
 # refreshes 1 2 3 5 7, agreements 4 6 8 9 10, then windows of 2 from 11 and of 4 from 15
 SHORT = ZeroOneSchedule(warmup=8, variance_doubling=2, local_doubling=4, longest=4)
