@@ -253,10 +253,15 @@ def words_of_program(cut: Cut) -> int:
     return min(MOST_WORDS, triton.next_power_of_2(cut.block_elements // 32))
 
 
-def num_warps(words: int, *, mean: bool = False) -> int:
-    """Of a program of so many words."""
-    # with eight warps Triton loads the bits of a mean many times over
-    return max(1, words // (2 * WARP_WORDS if mean else WARP_WORDS))
+def num_warps(kernel: Any, words: int) -> int:
+    """Warps of a program of `kernel` that processes `words` words of bits.
+
+    Triton reloads a tensor that has fewer elements than the program has lanes instead of exchanging
+    it between lanes. The kernels that read bits therefore get no more lanes than words, so that
+    each word is requested once.
+    """
+    reads_bits = kernel is _mean or kernel is _decode
+    return max(1, words // (32 if reads_bits else WARP_WORDS))
 
 
 def _chunks(cut: Cut) -> int:
@@ -267,7 +272,7 @@ def _launch(kernel: Any, cut: Cut, rows: Tensor, *args: Any, **constants: bool) 
     words = words_of_program(cut)
     lengths = cut.num_elements, cut.part, cut.block_elements
     geometry = *lengths, cut.blocks, _chunks(cut), rows.stride(0) // 4
-    warps = num_warps(words, mean=kernel is _mean)
+    warps = num_warps(kernel, words)
     options = {"RAGGED": cut.num_elements % 32 != 0, "WORDS": words, "num_warps": warps}
     grid = (cut.parts * cut.blocks * _chunks(cut),)
     with torch.cuda.device_of(rows):

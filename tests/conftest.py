@@ -44,6 +44,12 @@ if not torch.cuda.is_available() and not _interpreter_works() and not os.environ
     interpreter.GridExecutor.__call__ = _skip
 
 
+def pytest_report_header() -> str:
+    """Versions of the two packages that decide what a kernel is compiled to."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    return f"torch {torch.__version__}, Triton {triton.__version__}, {device}"
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["GCNZC_CACHE"], ignore_errors=True)
 

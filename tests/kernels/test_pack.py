@@ -393,7 +393,7 @@ for name, constants in cases:
     source = ASTSource(kernel, signature, numbers, attributes)
     options = {}
     if "WORDS" in constants:
-        options["num_warps"] = pack_gpu.num_warps(constants["WORDS"], mean=name == "_mean")
+        options["num_warps"] = pack_gpu.num_warps(kernel, constants["WORDS"])
     targets = [GPUTarget("cuda", arch, 32) for arch in (80, 90)]
     made.append([compile(source, target, options=options).asm["ptx"] for target in targets])
 print(json.dumps(made))
@@ -431,8 +431,10 @@ CASES = [
     ("_encode", ENCODE | EVERYTHING, [*FLOATS, *FLOATS, *FLAGS], [*BITS, *SCALE]),
     ("_encode", ENCODE | {"SQUARES": False, "ALONE": False}, FLOATS, [*BITS, 8, 8]),
     ("_settle", WHOLE | {"HAS_ACTIVE": True}, [*SCALE, *FLOATS, *FLOATS, *FLAGS], FLOATS),
-    ("_decode", WHOLE | {"HAS_ACTIVE": True}, [*BITS, *SCALE, *FLAGS], FLOATS),
-    # loads are of each worker, in a loop; it has half as many lanes
+    # kernels that read bits have half as many lanes, each with twice as many vectors
+    ("_decode", WHOLE | {"HAS_ACTIVE": True}, [*BITS, *SCALE, *FLAGS, *FLAGS], [*FLOATS, *FLOATS]),
+    ("_decode", WHOLE | {"HAS_ACTIVE": False}, [*BITS, *SCALE], [*FLOATS, *FLOATS]),
+    # loads are of each worker, in a loop
     ("_mean", WHOLE, [*BITS, *SCALE], [*FLOATS, *FLOATS]),
     ("_add_up", {"SQUARES": True, "TOTALS": pack_gpu.TOTALS}, [8] * 16, SCALE),
 ]
@@ -454,4 +456,4 @@ def test_each_byte_is_moved_once_in_whole_vectors(tmp_path):
     # vectors are as wide as ever where words are whole
     for encode, decode in zip(*made[len(CASES) : len(CASES) + 2], strict=True):
         assert global_bytes(encode, "ld").count(16) == len(FLOATS)
-        assert global_bytes(decode, "st").count(16) == len(FLOATS)
+        assert global_bytes(decode, "st").count(16) == 2 * len(FLOATS)
