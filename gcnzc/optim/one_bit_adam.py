@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gcnzc.compress import Compression, Dense, Reducer, Sign
 from gcnzc.exchange import Algorithm, Group
+from gcnzc.finite import are_finite
 from gcnzc.optim.freezing import FreezeRule
 from gcnzc.optim.replicated import Replicated
 from gcnzc.optim.space import Part
@@ -173,7 +174,7 @@ class OneBitAdam(Replicated):
         coded = values[dense:].clone()
         momenta, notes = coded[: end - dense], coded[end - dense :]
         asleep = None if active is None else values[dense:end][~active]
-        notes[-1] = 0 if asleep is None else self._num_waking(asleep)
+        notes[-1] = 0 if asleep is None else self._count_waking(asleep)
         for part in space.parts:
             if part.begin >= dense:
                 beta = part.group["betas"][0]
@@ -214,12 +215,18 @@ class OneBitAdam(Replicated):
         if asleep is None or self.wake == "stay":
             return
         self.waiting = asleep if self.waiting is None else self.waiting.add_(asleep)
+        self.bound_sums(self.waiting)
         self.numbers["wakes"] |= waking > 0
 
-    def _num_waking(self, gradients: Tensor) -> Tensor:
-        """How many elements have a gradient that can give them a variance."""
+    def _count_waking(self, gradients: Tensor) -> Tensor:
+        """Count the elements whose gradient can give them a variance.
+
+        NaN if a gradient is not finite. The exchange checks active elements alone, and would let it
+        into `waiting`; a note that is not finite makes all ranks skip the step.
+        """
         # a square that is rounded to 0 would ask for one dense step after the other
-        return (gradients.square() > torch.finfo(gradients.dtype).tiny).sum()
+        count = (gradients.square() > torch.finfo(gradients.dtype).tiny).sum()
+        return torch.where(are_finite(gradients), count.to(gradients.dtype), torch.nan)
 
     def _awaken_dense(self, means: Tensor) -> None:
         """Note which dense parameters have a gradient for the first time, as all workers see it."""
@@ -377,8 +384,7 @@ class OneBitAdam(Replicated):
         """See `Replicated`."""
         super().load_state_dict(state_dict)
         waiting = state_dict["local"].get("waiting")
-        device = self.space.device
-        self.waiting = None if waiting is None else waiting.to(device, copy=True)
+        self.waiting = None if waiting is None else self.restore_sums(waiting)
 
     def take_up(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """See `Replicated`."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gcnzc.compress import Compression, Dense, Place, Reducer
@@ -96,6 +97,25 @@ class Replicated(Exchanging):
                 "keeps\n\nhint: `dense` takes what has no error feedback"
             )
         return self.reducer(compress, num_elements)
+
+    def bound_sums(self, sums: Tensor) -> Tensor:
+        """Limit sums of gradients, in place, so that no dense exchange of them overflows.
+
+        Neither their mean over the ranks nor its square may: it would fail every dense step from
+        then on, since the sums are kept when a step is skipped.
+        """
+        sent = getattr(self._dense, "dtype", self.space.dtype)
+        largest = torch.finfo(sent).max / (2 * self.group.world_size)
+        largest = min(largest, torch.finfo(self.space.dtype).max ** 0.5 / 2)
+        return sums.clamp_(-largest, largest)
+
+    def restore_sums(self, saved: Tensor) -> Tensor:
+        """Copy sums of gradients out of a state; elements that are not finite become 0.
+
+        States that were saved before such gradients were refused may have some.
+        """
+        sums = saved.to(self.space.device, self.space.dtype, copy=True)
+        return self.bound_sums(sums.nan_to_num_(0.0, 0.0, 0.0))
 
     def made_alike(self) -> Algorithm[None]:
         """Give all workers the parameters of worker 0; once, before the first step."""

@@ -240,7 +240,7 @@ class ZeroOneAdam(Replicated):
             self._step_alone(coded)
         else:
             notes = self.notes(values)
-            notes[-1] = self._num_waiting(coded)
+            notes[-1] = self._count_waiting(coded)
             if blame := (yield from self._agreed(coded, notes)):
                 return blame
             self.hear(values)
@@ -485,17 +485,22 @@ class ZeroOneAdam(Replicated):
     def _set_aside(self, gradient: Tensor) -> None:
         """Keep what there is for sleepers until all exchange their gradients."""
         if self.waiting is not None:
-            active = self.vectors["active"]
-            # what is not finite would never leave
-            self.waiting += gradient.nan_to_num(0, 0, 0).masked_fill_(active, 0)
+            self.waiting += gradient.masked_fill(self.vectors["active"], 0)
+            self.bound_sums(self.waiting)
 
-    def _num_waiting(self, gradient: Tensor) -> int:
-        """Of how many sleepers this worker has a gradient, now or from before."""
-        if self.waiting is None:
-            return 0
+    def _count_waiting(self, gradient: Tensor) -> Tensor:
+        """Count the inactive elements of which this rank has a gradient, now or from before.
+
+        NaN if such a gradient is not finite. The exchange checks active elements alone; a note that
+        is not finite makes all ranks skip the step.
+        """
+        active = self.vectors.get("active")
+        if active is None:
+            return gradient.new_zeros(())
+        own = gradient.masked_fill(active, 0)
         # one whose square is 0 gives no variance
-        seen = (self.waiting + gradient).square() > 0
-        return int((seen & ~self.vectors["active"]).sum())
+        seen = (self.waiting + own).square() > 0 if self.waiting is not None else own[:0]
+        return torch.where(are_finite(own), seen.sum().to(own.dtype), torch.nan)
 
     def _have_waiting(self) -> list[bool]:
         """(P,): which parameters have sleepers with a gradient."""
@@ -596,8 +601,10 @@ class ZeroOneAdam(Replicated):
             for name, vector in local.items()
             if isinstance(vector, Tensor)
         }
-        self.waiting, self.update = own.get("waiting"), own.get("update")
-        if self.waiting is None:
+        self.update, self.waiting = own.get("update"), None
+        if "waiting" in own:
+            self.waiting = self.restore_sums(own["waiting"])
+        else:
             self._let_wait()
         if self.update is None:
             return

@@ -1,0 +1,126 @@
+"""Gradients that are not finite, on elements that are not exchanged yet."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from processes import results
+from torch import nn
+
+from gcnzc.compress import Dense
+from gcnzc.exchange import Group, joined, lockstep
+from gcnzc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
+
+WARMUP, FIRST, BAD, END = 10, 20, 12, 26
+ROW = 3  # without a gradient until step FIRST
+KINDS = {
+    "onebit-adam": lambda params, **options: OneBitAdam(params, lr=0.01, warmup=WARMUP, **options),
+    "onebit-lamb": lambda params, **options: OneBitLamb(params, lr=0.01, warmup=WARMUP, **options),
+    # agrees on an update at every step between its refreshes
+    "zero-one-adam": lambda params, **options: ZeroOneAdam(
+        params, lr=0.01, schedule=ZeroOneSchedule(variance_doubling=2), **options
+    ),
+}
+
+
+def give_gradient(table, step, rank, bad=None):
+    """A gradient of all rows but ROW, which has one from step FIRST on, and `bad` at step BAD."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    table.grad = torch.randn(table.shape, generator=generator)
+    table.grad[ROW] *= step >= FIRST
+    if bad is not None and step == BAD and rank == 0:
+        table.grad[ROW, 0] = bad
+
+
+def are_all_finite(state):
+    if isinstance(state, torch.Tensor):
+        return not state.dtype.is_floating_point or bool(state.isfinite().all())
+    values = state.values() if isinstance(state, dict) else state
+    return not isinstance(state, dict | list) or all(map(are_all_finite, values))
+
+
+def train_with_bad_gradients():
+    """What each optimizer comes to on this rank when rank 0 has one gradient that is not finite."""
+    found = {}
+    with joined() as group:
+        for (name, make), bad in itertools.product(KINDS.items(), [math.nan, math.inf]):
+            table = nn.Parameter(torch.ones(8, 4))
+            optimizer = make([table], group=group)
+            blames, states = [], True
+            for step in range(1, END + 1):
+                give_gradient(table, step, group.rank, bad)
+                optimizer.step()
+                blames.append(optimizer.blame)
+                states &= are_all_finite(optimizer.state_dict())
+            found[name, bad] = table.detach().clone(), optimizer.steps, blames, states
+    return found
+
+
+def test_one_bad_gradient_of_an_inactive_element_skips_one_step_on_all_ranks(tmp_path):
+    ranks = results(2, tmp_path, train_with_bad_gradients)
+    assert len(ranks[0]) == 2 * len(KINDS)
+    # in the order in which they were made: NaN is no key that is found again
+    for (name, found), others in zip(ranks[0].items(), ranks[1].values(), strict=True):
+        (table, *first), (other, *second) = found, others
+        assert torch.equal(table, other), name
+        assert first == second, name
+        steps, blames, states_are_finite = first
+        assert states_are_finite, name
+        assert [number for number, blame in enumerate(blames, 1) if blame] == [BAD], name
+        assert "not finite: worker 0 has 1" in blames[BAD - 1]
+        assert steps == END - 1
+        assert table.isfinite().all(), name
+        assert not torch.equal(table[ROW], torch.ones(4)), name
+
+
+def make_team(name, **options):
+    tables = [nn.Parameter(torch.ones(8, 4)) for _ in range(2)]
+    made = [
+        KINDS[name]([table], group=Group(rank, 2), **options) for rank, table in enumerate(tables)
+    ]
+    return tables, made
+
+
+def train(tables, optimizers, begin, end, scale=1.0):
+    for step in range(begin, end + 1):
+        for rank, table in enumerate(tables):
+            give_gradient(table, step, rank)
+            if scale != 1:
+                table.grad.abs_().mul_(scale)
+        lockstep([optimizer.algorithm() for optimizer in optimizers])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_state_that_an_earlier_version_spoilt_goes_on(name):
+    tables, optimizers = make_team(name)
+    train(tables, optimizers, 1, FIRST - 1)
+    # the row has had a gradient on rank 0, and waits for a dense step
+    give_gradient(tables[0], FIRST, 0)
+    tables[1].grad = None
+    lockstep([optimizer.algorithm() for optimizer in optimizers])
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    assert states[0]["local"]["waiting"].any()
+    states[0]["local"]["waiting"].view(-1)[-1] = math.nan
+    new, loaded = make_team(name)
+    for table, optimizer, old, state in zip(new, loaded, tables, states, strict=True):
+        table.data.copy_(old.data)
+        optimizer.load_state_dict(state)
+        assert are_all_finite(optimizer.state_dict())
+    train(new, loaded, FIRST + 1, END)
+    assert [optimizer.skipped for optimizer in loaded] == [0, 0]
+    assert torch.equal(*new)
+    assert not torch.equal(new[0][ROW], torch.ones(4))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_sums_that_wait_do_not_overflow_a_short_dtype(name):
+    tables, optimizers = make_team(name, dense=Dense(torch.float16))
+    train(tables, optimizers, 1, FIRST - 1)
+    for optimizer in optimizers:
+        # so that gradients add up for longer
+        optimizer.numbers["join_from"] = FIRST + 4
+    train(tables, optimizers, FIRST, FIRST + 8, scale=1e4)
+    assert [optimizer.skipped for optimizer in optimizers] == [0, 0]
+    assert not torch.equal(tables[0][ROW], torch.ones(4))
