@@ -1,0 +1,280 @@
+"""Pytest plugin: run the tests of PyG or DGL with the drop-in loaders in place of their own.
+
+    python -m pytest -p peer_plugin --peer pyg --loaders gcnzc --report FILE TESTS
+
+Before the tests are imported, `torch_geometric.loader.NeighborLoader` and `LinkNeighborLoader`, or
+`dgl.dataloading.DataLoader`, become those of gcnzc; with `--loaders own` they stay as they are.
+FILE gets one JSON line for each test: its outcome, how many loaders it constructed, and the reason
+of the outcome. PyG's tests that do not name these loaders are deselected.
+
+What else differs from a plain run of these tests:
+
+- Tests that PyG skips where pyg-lib is missing run with gcnzc's loaders, which do not need it. So
+  do the parts of tests that return early for that reason.
+- DGL's tests download Cora; a random graph with features and labels takes its place.
+- Random numbers are seeded before each test, and a process group that a test leaves open is closed.
+- A test that takes longer than `TEST_LIMIT_S` fails.
+
+Processes that a test starts with `torch.multiprocessing.spawn` swap the loaders as well.
+"""
+
+import functools
+import inspect
+import json
+import os
+import pickle
+import random
+import re
+import signal
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gcnzc
+
+TEST_LIMIT_S = 300
+# a file that grows by one byte with each loader, in whichever process it is constructed
+COUNTER = "GCNZC_PEER_LOADER_COUNTER"
+# why PyG skips tests without pyg-lib, unless it is compared with another sampler
+WITHOUT_PYG_LIB = re.compile(
+    r"No neighbor sampler installed|Package pyg_lib not found|'pyg-lib' does not support"
+)
+# names that PyG's test modules import to return early
+FLAGS = (
+    "WITH_EDGE_TIME_NEIGHBOR_SAMPLE",
+    "WITH_PYG_LIB",
+    "WITH_TORCH_SPARSE",
+    "WITH_WEIGHTED_NEIGHBOR_SAMPLE",
+)
+REJECTION = re.compile(r"does not support (?P<what>[^\n]+)\n\nhint: ")
+
+
+def swap_loaders(peer: str, loaders: str) -> None:
+    """Make a library's names refer to the loaders to test, and count what they construct.
+
+    Args:
+        peer: "pyg" or "dgl".
+        loaders: "gcnzc", or "own" for the library's.
+    """
+    holder, names, ours = _pyg() if peer == "pyg" else _dgl()
+    for name in names:
+        loader = getattr(ours if loaders == "gcnzc" else holder, name)
+        _count_constructions(loader)
+        setattr(holder, name, loader)
+    _swap_in_spawned_processes(peer, loaders)
+
+
+def rejected_feature(error: BaseException | None) -> str | None:
+    """What a loader of gcnzc said it does not support; None if the error is another one.
+
+    Args:
+        error: why a test failed; errors that it was raised from or during are looked at too.
+    """
+    package = str(Path(gcnzc.__file__).parent)
+    while error is not None:
+        found = REJECTION.search(str(error))
+        is_ours = isinstance(error, ValueError) and _raised_in(error).startswith(package)
+        # of a spawned process, whose traceback is in the text
+        is_ours = is_ours or (isinstance(error, _spawn_error()) and package in str(error))
+        if found and is_ours:
+            return found["what"]
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the plugin's options."""
+    group = parser.getgroup("drop-in loaders")
+    group.addoption("--peer", choices=("pyg", "dgl"), required=True)
+    group.addoption("--loaders", choices=("gcnzc", "own"), default="gcnzc")
+    group.addoption("--report", type=Path, required=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Swap the loaders, before any test is imported."""
+    report: Path = config.getoption("report")
+    counter = report.with_suffix(".counter")
+    counter.write_bytes(b"")
+    os.environ[COUNTER] = str(counter)
+    swap_loaders(config.getoption("peer"), config.getoption("loaders"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests of other things, and run those that PyG skips because pyg-lib is missing."""
+    if config.getoption("peer") == "pyg":
+        items[:] = [item for item in items if _names_loader(item)]
+    if config.getoption("loaders") != "gcnzc":
+        return
+    for item in items:
+        item.own_markers = [mark for mark in item.own_markers if not _needs_pyg_lib(mark)]
+        module = getattr(item, "module", None)
+        for flag in FLAGS:
+            if hasattr(module, flag):
+                setattr(module, flag, True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Limit the time of a test, seed it, and write down its outcome."""
+    outcome = SimpleNamespace(name="passed", reason="")
+    item.stash[_OUTCOME] = outcome
+    before = _loaders_constructed()
+    _seed(item.nodeid)
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    signal.alarm(TEST_LIMIT_S)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        _close_process_group()
+        line = {
+            "test": item.nodeid,
+            "outcome": outcome.name,
+            "loaders": _loaders_constructed() - before,
+            "reason": outcome.reason,
+        }
+        with item.config.getoption("report").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Tell a rejection by name from another failure."""
+    report: Any = yield
+    outcome = item.stash[_OUTCOME]
+    # the first phase that did not pass decides
+    if outcome.name == "passed" and report.outcome != "passed":
+        error = call.excinfo.value if call.excinfo else None
+        rejected = rejected_feature(error)
+        if hasattr(report, "wasxfail"):
+            outcome.name, outcome.reason = "xfailed", report.wasxfail
+        elif rejected is not None:
+            outcome.name, outcome.reason = "rejected", rejected
+        else:
+            outcome.name = report.outcome
+            outcome.reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return report
+
+
+def restore(peer: str, loaders: str, pickled: bytes) -> Any:
+    """Swap the loaders in a spawned process, before the test's own module is imported there."""
+    swap_loaders(peer, loaders)
+    return pickle.loads(pickled)
+
+
+class Spawned:
+    """A function that a spawned process finds with swapped loaders.
+
+    Args:
+        fn: of the test.
+        peer: see `swap_loaders`, as `loaders`.
+    """
+
+    def __init__(self, fn: Callable[..., Any], peer: str, loaders: str) -> None:
+        self._reduced = (restore, (peer, loaders, pickle.dumps(fn)))
+
+    def __call__(self, *args: Any) -> Any:
+        """Never called: what is unpickled is the function itself."""
+        raise AssertionError("this process did not spawn another")
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+_OUTCOME = pytest.StashKey[SimpleNamespace]()
+
+
+def _pyg() -> tuple[Any, tuple[str, ...], Any]:
+    import torch_geometric.loader
+
+    import gcnzc.interop.pyg
+
+    names = ("NeighborLoader", "LinkNeighborLoader")
+    return torch_geometric.loader, names, gcnzc.interop.pyg
+
+
+def _dgl() -> tuple[Any, tuple[str, ...], Any]:
+    import gcnzc.interop.dgl
+
+    dgl = gcnzc.interop.dgl.import_dgl()
+    dgl.data.CoraFullDataset = lambda *_, **__: [_random_graph(dgl)]
+    return dgl.dataloading, ("DataLoader",), gcnzc.interop.dgl
+
+
+def _random_graph(dgl: Any) -> Any:
+    numbers = torch.Generator().manual_seed(0)
+    num_nodes = 2000
+    ends = torch.randint(num_nodes, (2, 10 * num_nodes), generator=numbers)
+    graph = dgl.graph((ends[0], ends[1]), num_nodes=num_nodes)
+    graph.ndata["feat"] = torch.rand(num_nodes, 16, generator=numbers)
+    graph.ndata["label"] = torch.randint(7, (num_nodes,), generator=numbers)
+    return graph
+
+
+def _count_constructions(loader: type) -> None:
+    construct: Any = loader.__init__  # type: ignore[misc]
+
+    @functools.wraps(construct)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        with Path(os.environ[COUNTER]).open("ab") as file:
+            file.write(b".")
+        construct(self, *args, **kwargs)
+
+    loader.__init__ = counted  # type: ignore[misc]
+
+
+def _swap_in_spawned_processes(peer: str, loaders: str) -> None:
+    spawn = torch.multiprocessing.spawn
+
+    @functools.wraps(spawn)
+    def swapped(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return spawn(Spawned(fn, peer, loaders), *args, **kwargs)
+
+    torch.multiprocessing.spawn = swapped  # type: ignore[assignment]
+
+
+def _names_loader(item: pytest.Item) -> bool:
+    return "NeighborLoader" in inspect.getsource(getattr(item, "function", item))
+
+
+def _needs_pyg_lib(mark: pytest.Mark) -> bool:
+    reason = str(mark.kwargs.get("reason", ""))
+    return mark.name == "skipif" and WITHOUT_PYG_LIB.match(reason) is not None
+
+
+def _loaders_constructed() -> int:
+    return Path(os.environ[COUNTER]).stat().st_size
+
+
+def _seed(test: str) -> None:
+    seed = zlib.crc32(test.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _raise_timeout(signum: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"the test took longer than {TEST_LIMIT_S} s")
+
+
+def _close_process_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _raised_in(error: BaseException) -> str:
+    """The file of the statement that raised."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return "" if traceback is None else traceback.tb_frame.f_code.co_filename
+
+
+def _spawn_error() -> type[Exception]:
+    return torch.multiprocessing.ProcessRaisedException
