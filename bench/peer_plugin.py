@@ -52,7 +52,7 @@ FLAGS = (
     "WITH_TORCH_SPARSE",
     "WITH_WEIGHTED_NEIGHBOR_SAMPLE",
 )
-REJECTION = re.compile(r"does not support (?P<what>[^\n]+)\n\nhint: ")
+REJECTION = re.compile(r"does not support (?P<what>[^\n]+?)((: |, but )[^\n]*)?\n\nhint: ")
 
 
 def swap_loaders(peer: str, loaders: str) -> None:
@@ -158,7 +158,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             outcome.name, outcome.reason = "rejected", rejected
         else:
             outcome.name = report.outcome
-            outcome.reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            lines = [line for line in str(error).splitlines() if line] or [""]
+            line = lines[-1 if isinstance(error, _spawn_error()) else 0]
+            outcome.reason = f"{type(error).__name__}: {line}"[:300]
     return report
 
 

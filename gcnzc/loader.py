@@ -105,6 +105,7 @@ class Shares:
     world_size: int = 1
     drop_last: bool = False  # leave out a last step that is not full
     done: int = 0  # seeds at the beginning of the order that others have used
+    may_be_empty: bool = False  # no step at all is no error
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -118,6 +119,8 @@ class Shares:
             )
         if self.done:
             # the rest of an epoch is shared, however little it is
+            return
+        if self.may_be_empty and len(self) == 0:
             return
         if self.num_seeds < self.world_size:
             raise ValueError(
@@ -202,6 +205,8 @@ class Loader:
             the model's work, 0 beside it.
         in_degrees: give the blocks their nodes' degrees, which GCN needs, so that it need not wait
             for them.
+        may_be_empty: an epoch without batches is no error: without seeds, or with fewer than a step
+            takes and `drop_last`.
 
     Raises:
         ValueError: an argument that makes no sense, or that does not fit another.
@@ -227,11 +232,13 @@ class Loader:
         copied_share: float = 0.0,
         priority: int = 0,
         in_degrees: bool = False,
+        may_be_empty: bool = False,
     ) -> None:
         self.graph = graph
         self.table = table
         self.sampler = Sampler(graph, fanouts, seed) if sampler is None else sampler
-        self.seeds = _demand_seeds(seeds, graph, getattr(self.sampler, "num_items", None))
+        limit = getattr(self.sampler, "num_items", None)
+        self.seeds = _demand_seeds(seeds, graph, limit, may_be_empty)
         # worker threads pick them
         self.labels = None if labels is None else labels.cpu()
         self.copied_share = _demand_share(copied_share)
@@ -239,7 +246,9 @@ class Loader:
         self.shuffle = shuffle
         self.seed = seed
         self.in_degrees = in_degrees
-        self.shares = Shares(len(self.seeds), batch_size, rank, world_size, drop_last)
+        self.shares = Shares(
+            *(len(self.seeds), batch_size, rank, world_size, drop_last), may_be_empty=may_be_empty
+        )
         self.threads, self.ahead = _demand_threads(threads, ahead, self.sampler, world_size)
         _demand_rows(graph, table, labels)
         self._transfer = self._open_transfer(priority) if self.device.type == "cuda" else None
@@ -492,15 +501,17 @@ def _thread() -> str:
     return f"loader {threading.current_thread().name.rsplit('_', 1)[-1]}"
 
 
-def _demand_seeds(seeds: Tensor, graph: Graph, num_items: int | None) -> Tensor:
+def _demand_seeds(seeds: Tensor, graph: Graph, num_items: int | None, may_be_empty: bool) -> Tensor:
     if seeds.ndim != 1 or seeds.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"seeds must be one row of int32 or int64, not {seeds.dtype} of shape "
             f"{tuple(seeds.shape)}\n\nhint: a mask becomes ids with .nonzero().flatten()"
         )
-    if len(seeds) == 0:
-        raise ValueError("no seeds, so no batches\n\nhint: is the split empty?")
     seeds = seeds.cpu().long().contiguous()
+    if len(seeds) == 0:
+        if may_be_empty:
+            return seeds
+        raise ValueError("no seeds, so no batches\n\nhint: is the split empty?")
     ordered = seeds.sort().values
     limit = graph.num_nodes if num_items is None else num_items
     if ordered[0] < 0 or ordered[-1] >= limit:

@@ -22,8 +22,8 @@ def demand_graph(graph: Any) -> None:
         )
     if len(graph.ntypes) != 1 or len(graph.etypes) != 1:
         raise ValueError(
-            f"DataLoader does not support graphs with node types {graph.ntypes} and edge types "
-            f"{graph.etypes}\n\nhint: dgl.to_homogeneous(graph) makes one type of each"
+            f"DataLoader does not support graphs with several types: nodes {graph.ntypes}, edges "
+            f"{graph.etypes}\n\nhint: dgl.dataloading.DataLoader loads them"
         )
     if graph.device.type != "cpu":
         raise ValueError(
@@ -41,7 +41,8 @@ def demand_sampler(graph_sampler: Any, sampler: Any) -> None:
     loading = import_dgl().dataloading
     if sampler not in ("gcnzc", "dgl"):
         raise ValueError(
-            f"sampler={sampler!r}\n\nhint: 'gcnzc' or 'dgl'; shuffle puts indices in another order"
+            f"sampler is a {type(sampler).__name__}\n\n"
+            "hint: 'gcnzc' or 'dgl'; shuffle puts indices in another order"
         )
     inner = graph_sampler
     if isinstance(graph_sampler, loading.EdgePredictionSampler):
@@ -65,17 +66,23 @@ def demand_sampler(graph_sampler: Any, sampler: Any) -> None:
 
 
 def demand_items(indices: Any, graph: Any, is_edges: bool) -> Tensor:
-    """`indices` as int64, on the host.
+    """`indices` as int64, on the host, of the graph's one type if they are given by type.
 
     Raises:
-        ValueError: they are not ids of nodes, or of edges, all different.
+        ValueError: they are not ids of nodes, or of edges, all different; or of another type.
     """
     if isinstance(indices, Mapping):
-        raise ValueError(
-            f"DataLoader does not support indices by type: {list(indices)}\n\n"
-            "hint: a tensor of ids; there is one type of nodes and one of edges"
-        )
+        names = [*graph.etypes, *graph.canonical_etypes] if is_edges else graph.ntypes
+        if len(indices) != 1 or next(iter(indices)) not in names:
+            raise ValueError(
+                f"indices are of types {list(indices)}, but the graph has {names}\n\n"
+                "hint: a tensor of ids"
+            )
+        (indices,) = indices.values()
     items = torch.as_tensor(indices).cpu()
+    if not isinstance(indices, Tensor) and len(items) == 0:
+        # of no numbers torch makes float32
+        items = items.long()
     if items.ndim != 1 or items.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"indices are of {items.dtype} and shape {tuple(items.shape)}\n\n"

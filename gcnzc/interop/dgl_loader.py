@@ -77,11 +77,13 @@ class DataLoader(Minibatches):
     ) -> None:
         demand_graph(graph)
         demand_sampler(graph_sampler, sampler)
-        if gpu_cache is not None:
+        if gpu_cache:
             raise ValueError(
                 "DataLoader does not support gpu_cache\n\n"
                 "hint: tables={'feat': table} with a table of gcnzc.cached"
             )
+        if batch_size is None:
+            raise ValueError("DataLoader does not support batch_size=None\n\nhint: batch_size=1")
         num_workers, left = torch_options(kwargs, "DataLoader")
         if left:
             raise TypeError(f"DataLoader has no argument {', '.join(sorted(left))}")
@@ -144,6 +146,10 @@ class DataLoader(Minibatches):
 
     def _handed_over(self, batch: Carrier) -> Any:
         *parts, blocks = batch.made
+        if isinstance(self.indices, Mapping) and not self._is_edges:
+            # as DGL, which hands out what it was given
+            (name,) = self.indices
+            parts[1] = {name: parts[1]}
         if self.device.type != "cpu":
             parts = [part.to(self.device) for part in parts]
             blocks = [block.to(self.device) for block in blocks]

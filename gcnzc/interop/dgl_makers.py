@@ -71,7 +71,7 @@ class OurEdges:
         self._sampler = Sampler(blocks.columns.graph, inner.fanouts, seed, edge_ids=True)
         self._places = _inverse(blocks.columns.edge_ids)
         # DGL makes what it needs to find edges at the first time, which threads must not share
-        blocks.graph.find_edges(torch.zeros(1, dtype=blocks.dtype))
+        blocks.graph.find_edges(torch.arange(min(1, blocks.graph.num_edges()), dtype=blocks.dtype))
 
     def make(self, items: Tensor, epoch: int) -> Result:
         """See `Maker`."""
@@ -121,6 +121,8 @@ class OurEdges:
         if edges is None:
             return None
         edges = torch.from_numpy(np.unique(edges.numpy()))
+        # an id of no edge excludes nothing, as in DGL
+        edges = edges[(edges >= 0) & (edges < self._blocks.graph.num_edges())]
         _, dst = self._blocks.graph.find_edges(edges.to(self._blocks.dtype))
         found = np.searchsorted(nodes.numpy(), dst.numpy())
         locals_ = torch.from_numpy(found).clamp(max=len(nodes) - 1)

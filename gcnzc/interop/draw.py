@@ -16,7 +16,8 @@ class Draw:
 
     Args:
         graph: on the host.
-        num_neighbors: neighbours kept at each hop, that of the seeds first; -1 keeps all.
+        num_neighbors: neighbours kept at each hop, that of the seeds first; -1 keeps all. Without
+            any number only the seeds are drawn.
         seed: the key of every choice, an integer of 64 bits.
 
     Raises:
@@ -25,7 +26,9 @@ class Draw:
 
     def __init__(self, graph: Graph, num_neighbors: Sequence[int], seed: int) -> None:
         self.graph = graph
-        self.num_neighbors = demand_fanouts(num_neighbors)
+        self.num_hops = len(num_neighbors)
+        # the sampler makes one hop at least: without any, one that draws nothing
+        self.num_neighbors = demand_fanouts(num_neighbors or [0])
         split_key(seed)  # refuses what is no key
         self._seed = seed
         # one for each thread that samples at this moment; append and pop need no lock

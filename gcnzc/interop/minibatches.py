@@ -37,6 +37,7 @@ WITHOUT_EFFECT = (
     "pin_memory_device",
     "prefetch_factor",
     "timeout",
+    "worker_init_fn",
 )
 # and those that would change what is made, with what to do instead
 REFUSED = {
@@ -44,7 +45,6 @@ REFUSED = {
     "collate_fn": "change each minibatch in the loop",
     "generator": "seed=..., which orders the items and draws the neighbours",
     "sampler": "shuffle; or indices in the order that is wanted, with shuffle=False",
-    "worker_init_fn": "nothing is needed, for there are no worker processes",
 }
 
 
@@ -270,6 +270,7 @@ class Minibatches(ABC):
             threads=options.threads,
             ahead=options.ahead,
             sampler=self,
+            may_be_empty=True,
         )
 
     def _demand_open(self) -> None:

@@ -1,11 +1,13 @@
 """What of the arguments of PyG's loaders is followed, and what is refused by name."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gcnzc.interop.minibatches import Options, torch_options
+from gcnzc.interop.pyg_door import import_pyg
 from gcnzc.sampler import demand_seeds
 
 # what each argument must be, for there to be nothing to refuse
@@ -26,23 +28,35 @@ def demand_supported(who: str, **arguments: Any) -> None:
     """
     for name, value in arguments.items():
         supported = _SUPPORTED.get(name)
-        if value is not supported and value != supported:
-            raise ValueError(
-                f"{who} does not support {name}={value!r}, but only {supported!r}\n\n"
-                f"hint: torch_geometric.loader.{who} with pyg-lib"
-            )
+        is_plain = isinstance(value, bool | str)
+        if value is supported or (is_plain and value == supported):
+            continue
+        # of a tensor or a function the name says enough
+        shown = f"{name}={value!r}" if is_plain else name
+        only = "" if supported is None else f", but only {supported!r}"
+        raise ValueError(
+            f"{who} does not support {shown}{only}\n\n"
+            f"hint: torch_geometric.loader.{who} with pyg-lib"
+        )
 
 
-def demand_num_neighbors(num_neighbors: Any) -> list[int]:
-    """The numbers of neighbours of the hops.
+def demand_num_neighbors(num_neighbors: Any, who: str) -> list[int]:
+    """The numbers of neighbours of the hops, from a list or PyG's `NumNeighbors`.
 
     Raises:
         ValueError: they are no list, but a dictionary by edge type, say.
     """
+    if isinstance(num_neighbors, import_pyg().sampler.base.NumNeighbors):
+        num_neighbors = num_neighbors.values
+    if isinstance(num_neighbors, Mapping):
+        raise ValueError(
+            f"{who} does not support num_neighbors by edge type\n\n"
+            "hint: a list with one number for each hop, such as [10, 5]; there are no edge types"
+        )
     if not isinstance(num_neighbors, list | tuple):
         raise ValueError(
             f"num_neighbors is a {type(num_neighbors).__name__}\n\n"
-            "hint: a list with one number for each hop, such as [10, 5]; there are no edge types"
+            "hint: a list with one number for each hop, such as [10, 5]"
         )
     return list(num_neighbors)
 
@@ -74,9 +88,34 @@ def options_of(kwargs: dict[str, Any], who: str, **ours: Any) -> Options:
     }
     if left:
         raise TypeError(f"{who} has no argument {', '.join(sorted(left))}")
+    if theirs.get("batch_size", 1) is None:
+        raise ValueError(f"{who} does not support batch_size=None\n\nhint: batch_size=1")
     theirs["shuffle"] = bool(theirs.get("shuffle"))
     ours["threads"] = ours["threads"] or num_workers or None
     return Options(**theirs, **ours)
+
+
+def without_type(name: str, given: Any) -> Any:
+    """Nodes or edges that may come behind their type, which of a `Data` is None.
+
+    Args:
+        name: of the argument, for errors.
+        given: ids, a mask, edges, None; or a tuple of None and one of these.
+
+    Raises:
+        ValueError: the type has a name.
+    """
+    first = given[0] if isinstance(given, tuple | list) and len(given) else given
+    if isinstance(first, tuple | list) and len(first):
+        first = first[0]
+    if isinstance(first, str):
+        raise ValueError(
+            f"a loader of gcnzc does not support types, but {name} names {first!r}\n\n"
+            "hint: only ids, a mask or edges"
+        )
+    if isinstance(given, tuple | list) and len(given) == 2 and given[0] is None:
+        return given[1]
+    return given
 
 
 def demand_nodes(
@@ -87,16 +126,15 @@ def demand_nodes(
     Raises:
         ValueError: they are neither ids of nodes nor a mask of all.
     """
+    input_nodes = without_type("input_nodes", input_nodes)
     if input_nodes is None:
         input_nodes = torch.arange(num_nodes)
-    if isinstance(input_nodes, str) or (
-        isinstance(input_nodes, tuple) and input_nodes and isinstance(input_nodes[0], str)
-    ):
-        raise ValueError(
-            f"input_nodes names a node type: {input_nodes!r}\n\n"
-            "hint: ids or a mask of nodes; a loader of gcnzc has no node types"
-        )
+    if isinstance(input_nodes, Mapping):
+        raise ValueError("input_nodes is a dictionary\n\nhint: ids of nodes, or a mask of all")
     nodes = torch.as_tensor(input_nodes).cpu()
+    if not isinstance(input_nodes, Tensor) and len(nodes) == 0:
+        # of no numbers torch makes float32
+        nodes = nodes.long()
     if nodes.dtype == torch.bool:
         if nodes.shape != (num_nodes,):
             raise ValueError(

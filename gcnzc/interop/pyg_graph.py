@@ -153,21 +153,25 @@ def _demand_edges(data: Any) -> Tensor:
     Data = import_pyg().data.Data
     if not isinstance(data, Data):
         what, hint = type(data).__name__, "a torch_geometric.data.Data"
-        if what == "HeteroData":
-            what += f" of node types {data.node_types} and edge types {data.edge_types}"
-            hint = "data.to_homogeneous() makes one type of each"
+        if isinstance(data, import_pyg().data.HeteroData):
+            what = f"HeteroData: node types {data.node_types}, edge types {data.edge_types}"
+            hint = "the loader of torch_geometric.loader, with pyg-lib, for graphs with types"
         elif isinstance(data, tuple):
+            what = "a pair of stores"
             hint += "; a feature store's tables go into tables={'x': table}"
         raise ValueError(f"a loader of gcnzc does not support {what}\n\nhint: {hint}")
     edge_index = getattr(data, "edge_index", None)
     if isinstance(edge_index, import_pyg().EdgeIndex):
         edge_index = edge_index.as_tensor()
+    if edge_index is None and "adj_t" not in data:
+        # as PyG does
+        return torch.empty((2, 0), dtype=torch.int64)
     if not isinstance(edge_index, Tensor):
-        other = "adj_t" if "adj_t" in data else "no edge_index"
+        other = "adj_t" if "adj_t" in data else f"edge_index of type {type(edge_index).__name__}"
         raise ValueError(
-            f"the data has {other}, but a loader of gcnzc needs edge_index\n\n"
-            "hint: (2, E) sources and destinations; torch_geometric.utils.to_edge_index(adj_t) "
-            "gives them"
+            f"a loader of gcnzc does not support {other}\n\n"
+            "hint: edge_index of shape (2, E), sources above destinations; "
+            "torch_geometric.utils.to_edge_index(adj_t) gives them"
         )
     if edge_index.ndim != 2 or edge_index.shape[0] != 2:
         raise ValueError(

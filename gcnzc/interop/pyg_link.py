@@ -16,6 +16,7 @@ from gcnzc.interop.pyg_arguments import (
     demand_num_neighbors,
     demand_supported,
     options_of,
+    without_type,
 )
 from gcnzc.interop.pyg_door import import_pyg
 from gcnzc.interop.pyg_graph import columns_of
@@ -98,9 +99,9 @@ class LinkNeighborLoader(DataMinibatches):
         self._replaced += ("seed_time",) if self._is_triplet else ("edge_label",)
         columns = columns_of(data, is_sorted)
         self.edge_label_index = edge_label_index
+        edges = without_type("edge_label_index", edge_label_index)
         self._edges = _demand_edges(
-            columns.edge_index if edge_label_index is None else edge_label_index,
-            columns.graph.num_nodes,
+            columns.edge_index if edges is None else edges, columns.graph.num_nodes
         )
         self._labels = self._demand_labels(edge_label)
         demand_ids(self._input_id, self._edges.shape[1])
@@ -109,7 +110,7 @@ class LinkNeighborLoader(DataMinibatches):
             columns,
             self._edges,
             self._edges.shape[1],
-            demand_num_neighbors(num_neighbors),
+            demand_num_neighbors(num_neighbors, "LinkNeighborLoader"),
             transform,
             tables,
             options_of(
@@ -200,7 +201,7 @@ class LinkNeighborLoader(DataMinibatches):
                 "hint: neg_sampling='binary', or no edge_label"
             )
         # 0 is for the negatives
-        taken = self.neg_sampling is not None and int(edge_label.min()) == 0
+        taken = self.neg_sampling is not None and len(edge_label) and int(edge_label.min()) == 0
         return edge_label.cpu() + 1 if taken else edge_label.cpu()
 
 
@@ -208,7 +209,7 @@ def _demand_edges(edges: Any, num_nodes: int) -> Tensor:
     if not isinstance(edges, Tensor):
         raise ValueError(
             f"edge_label_index is a {type(edges).__name__}\n\n"
-            "hint: (2, E) of int64; a loader of gcnzc has no edge types"
+            "hint: a tensor of shape (2, E) and int64, sources above destinations"
         )
     if edges.ndim != 2 or len(edges) != 2 or edges.dtype not in (torch.int32, torch.int64):
         raise ValueError(

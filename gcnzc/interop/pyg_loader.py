@@ -97,7 +97,7 @@ class NeighborLoader(DataMinibatches):
             columns,
             self._nodes,
             len(self._nodes),
-            demand_num_neighbors(num_neighbors),
+            demand_num_neighbors(num_neighbors, "NeighborLoader"),
             transform,
             tables,
             options_of(

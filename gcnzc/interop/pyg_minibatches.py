@@ -102,11 +102,12 @@ class DataMinibatches(Minibatches):
         """The neighbourhood of `seeds`, with the attributes that `gcnzc.Loader` does not gather."""
         drawn = self._draw(seeds, epoch, self.pool)
         assert drawn.edge_ids is not None, "it was asked for"
-        nodes = list(drawn.num_nodes)
+        nodes = list(drawn.num_nodes)[: self._draw.num_hops + 1]
+        num_edges = [len(indices) for indices in drawn.indices][: self._draw.num_hops]
         places = [ids.numpy() for ids in drawn.edge_ids]
         fields |= {
             "num_sampled_nodes": [nodes[0], *(after - before for before, after in pairwise(nodes))],
-            "num_sampled_edges": [len(indices) for indices in drawn.indices],
+            "num_sampled_edges": num_edges,
             "e_id": _list_places(torch.from_numpy(np.concatenate(places)), self._columns.order),
         }
         fields |= self._attributes.on_host(drawn.nodes, lambda: fields["e_id"])

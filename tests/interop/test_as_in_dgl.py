@@ -1,0 +1,104 @@
+"""What DGL's loader does with rare arguments and empty epochs, ours does as well."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from gcnzc.interop.dgl import DataLoader, import_dgl
+
+if importlib.util.find_spec("dgl") is None:
+    pytest.skip("DGL is not installed", allow_module_level=True)
+
+dgl = import_dgl()
+loading = dgl.dataloading
+NODES, EDGES = 30, 200
+# DGL's own loader advises to
+NOT_PINNED = pytest.mark.filterwarnings("ignore:Dataloader CPU affinity")
+
+
+@pytest.fixture(scope="module")
+def graph():
+    numbers = torch.Generator().manual_seed(3)
+    src, dst = torch.randint(NODES, (2, EDGES), generator=numbers)
+    return dgl.graph((src, dst), num_nodes=NODES)
+
+
+def sampler(exclude=None, **kwargs):
+    return loading.as_edge_prediction_sampler(loading.NeighborSampler([-1]), exclude, **kwargs)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drawn_by", ["gcnzc", "dgl"])
+@pytest.mark.parametrize(
+    "items",
+    [
+        {"indices": torch.arange(3), "batch_size": 4, "drop_last": True},
+        {"indices": torch.empty(0, dtype=torch.int64)},
+        {"indices": []},
+    ],
+)
+@pytest.mark.parametrize("is_edges", [False, True])
+def test_an_epoch_without_minibatches_is_no_error(graph, items, drawn_by, shuffle, is_edges):
+    drawn = sampler() if is_edges else loading.NeighborSampler([2])
+    loader = DataLoader(graph, graph_sampler=drawn, sampler=drawn_by, shuffle=shuffle, **items)
+    assert len(loader) == 0
+    assert [list(loader) for _ in range(2)] == [[], []]
+
+
+@NOT_PINNED
+def test_a_reverse_edge_that_is_none_excludes_nothing(graph):
+    # as if every edge had a reverse behind all edges, where the graph has none
+    reverse = {"exclude": "reverse_id", "reverse_eids": torch.arange(EDGES) + EDGES}
+    ours, theirs = (
+        Loader(graph, torch.arange(EDGES), sampler(**reverse), batch_size=20)
+        for Loader in (DataLoader, loading.DataLoader)
+    )
+    assert ours.drawn_by == "gcnzc"
+    drawn, wanted = (
+        [sorted(blocks[0].edata[dgl.EID].tolist()) for _, _, blocks in loader]
+        for loader in (ours, theirs)
+    )
+    assert drawn == wanted
+
+
+def test_a_graph_without_edges_has_no_pairs():
+    graph = dgl.graph(([], []), num_nodes=4)
+    assert list(DataLoader(graph, [], sampler("self"))) == []
+
+
+@NOT_PINNED
+def test_indices_by_the_one_type_are_indices(graph):
+    ids = torch.tensor([5, 2, 9])
+    ours, theirs = (
+        next(iter(Loader(graph, {"_N": ids}, loading.NeighborSampler([-1]), batch_size=3)))
+        for Loader in (DataLoader, loading.DataLoader)
+    )
+    assert type(ours[0]) is type(theirs[0])
+    assert list(ours[1]) == list(theirs[1]) == ["_N"]
+    assert torch.equal(ours[1]["_N"], theirs[1]["_N"])
+    (pairs,) = [pairs for _, pairs, _ in DataLoader(graph, {"_E": ids}, sampler(), batch_size=3)]
+    assert pairs.edata[dgl.EID].tolist() == [5, 2, 9]
+    with pytest.raises(ValueError, match=r"of types \['paper'\], but the graph has \['_N'\]"):
+        DataLoader(graph, {"paper": ids}, loading.NeighborSampler([2]))
+
+
+def test_arguments_without_effect(graph):
+    quiet = {"gpu_cache": {}, "worker_init_fn": print, "num_workers": 2}
+    loader = DataLoader(graph, torch.arange(9), loading.NeighborSampler([2]), **quiet)
+    assert len(list(loader)) == 9
+
+
+def test_no_error_prints_a_tensor(graph):
+    ids = torch.arange(9)
+    for change in (
+        {"sampler": [ids]},
+        {"gpu_cache": {"node": ids}},
+        {"indices": {"paper": ids}},
+        {"indices": ids.float()},
+        {"graph_sampler": [ids]},
+    ):
+        given = {"graph": graph, "indices": ids, "graph_sampler": loading.NeighborSampler([2])}
+        with pytest.raises(ValueError, match="\n\nhint: ") as error:
+            DataLoader(**(given | change))
+        assert "tensor(" not in str(error.value)

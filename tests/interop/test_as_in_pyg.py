@@ -1,0 +1,152 @@
+"""What PyG's loaders do with rare arguments and empty epochs, ours do as well."""
+
+import importlib.util
+
+import pytest
+import torch
+
+if importlib.util.find_spec("torch_geometric") is None:
+    pytest.skip("PyG is not installed", allow_module_level=True)
+
+from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
+from gcnzc.interop.pyg_door import import_pyg
+
+import_pyg()
+from torch_geometric.data import Data, HeteroData  # noqa: E402
+from torch_geometric.sampler import NegativeSampling  # noqa: E402
+from torch_geometric.sampler.base import NumNeighbors  # noqa: E402
+
+NODES, EDGES = 30, 200
+NO_NODES = torch.zeros(NODES, dtype=torch.bool)
+
+
+@pytest.fixture(scope="module")
+def data():
+    numbers = torch.Generator().manual_seed(3)
+    return Data(
+        x=torch.randn(NODES, 4, generator=numbers),
+        edge_index=torch.randint(NODES, (2, EDGES), generator=numbers),
+    )
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    ("Loader", "items"),
+    [
+        (NeighborLoader, {"input_nodes": torch.arange(3), "batch_size": 4, "drop_last": True}),
+        (NeighborLoader, {"input_nodes": NO_NODES}),
+        (NeighborLoader, {"input_nodes": []}),
+        (LinkNeighborLoader, {"edge_label_index": torch.empty(2, 0, dtype=torch.int64)}),
+        (
+            LinkNeighborLoader,
+            {
+                "edge_label_index": torch.empty(2, 0, dtype=torch.int64),
+                "edge_label": torch.empty(0),
+                "neg_sampling": "binary",
+            },
+        ),
+        (LinkNeighborLoader, {"batch_size": EDGES + 1, "drop_last": True}),
+    ],
+)
+def test_an_epoch_without_minibatches_is_no_error(data, Loader, items, shuffle):
+    loader = Loader(data, [2], shuffle=shuffle, **items)
+    assert len(loader) == 0
+    # and the next epoch is as empty
+    assert [list(loader) for _ in range(2)] == [[], []]
+    other = Loader(data, [2], shuffle=shuffle, **items)
+    other.load_state_dict(loader.state_dict())
+    assert list(other) == []
+
+
+def test_data_without_edges_has_seeds_alone():
+    for data in (Data(x=torch.rand(5, 2)), Data(num_nodes=5)):
+        (batch,) = NeighborLoader(data, [3, 2], batch_size=5)
+        assert batch.n_id.tolist() == list(range(5))
+        assert batch.edge_index.shape == (2, 0)
+        pairs = torch.tensor([[4, 1], [0, 1]])
+        (batch,) = LinkNeighborLoader(data, [], pairs, batch_size=2)
+        assert batch.n_id.tolist() == [0, 1, 4]
+        assert torch.equal(batch.n_id[batch.edge_label_index], pairs)
+
+
+def test_without_hops_there_are_seeds_alone(data):
+    (batch,) = NeighborLoader(data, [], torch.tensor([7, 2]), batch_size=2)
+    assert batch.n_id.tolist() == [7, 2]
+    assert torch.equal(batch.x, data.x[[7, 2]])
+    assert (batch.num_sampled_nodes, batch.num_sampled_edges) == ([2], [])
+    assert batch.edge_index.shape == (2, 0)
+
+
+def test_num_neighbors_of_pyg_are_a_list(data):
+    plain, named = (
+        next(iter(NeighborLoader(data, numbers, batch_size=9, seed=1)))
+        for numbers in ([3, 2], NumNeighbors([3, 2]))
+    )
+    assert torch.equal(plain.e_id, named.e_id)
+    with pytest.raises(ValueError, match="does not support num_neighbors by edge type"):
+        NeighborLoader(data, NumNeighbors({("a", "to", "b"): [3]}))
+
+
+def test_items_may_come_behind_the_type_none(data):
+    mask = NO_NODES.clone()
+    mask[[4, 9]] = True
+    assert seeds(NeighborLoader(data, [2], (None, mask))) == [4, 9]
+    assert seeds(NeighborLoader(data, [2], (None, [9, 4]))) == [9, 4]
+    assert seeds(NeighborLoader(data, [2], (None, None))) == list(range(NODES))
+    pairs = data.edge_index[:, :3]
+    assert len(LinkNeighborLoader(data, [2], (None, pairs))) == 3
+    assert len(LinkNeighborLoader(data, [2], (None, None))) == EDGES
+
+
+def seeds(loader):
+    return [int(batch.n_id[0]) for batch in loader]
+
+
+def test_worker_init_fn_has_no_worker_to_initialize(data):
+    loader = NeighborLoader(data, [2], num_workers=2, worker_init_fn=print)
+    assert len(list(loader)) == NODES
+
+
+TENSOR = torch.arange(EDGES)
+
+
+@pytest.mark.parametrize(
+    ("Loader", "argument"),
+    [
+        (NeighborLoader, {"input_nodes": ("paper", TENSOR)}),
+        (NeighborLoader, {"input_nodes": {"paper": TENSOR}}),
+        (NeighborLoader, {"input_time": TENSOR}),
+        (NeighborLoader, {"input_time": TENSOR.numpy()}),
+        (NeighborLoader, {"input_id": TENSOR}),
+        (NeighborLoader, {"num_neighbors": {("a", "b"): TENSOR}}),
+        (NeighborLoader, {"num_neighbors": TENSOR}),
+        (NeighborLoader, {"subgraph_type": TENSOR}),
+        (NeighborLoader, {"replace": TENSOR}),
+        (NeighborLoader, {"time_attr": TENSOR}),
+        (LinkNeighborLoader, {"edge_label_index": (("a", "to", "b"), TENSOR)}),
+        (LinkNeighborLoader, {"edge_label_index": [TENSOR, TENSOR, TENSOR]}),
+        (LinkNeighborLoader, {"edge_label": TENSOR[:5]}),
+        (LinkNeighborLoader, {"edge_label_time": TENSOR}),
+        (LinkNeighborLoader, {"neighbor_sampler": [TENSOR]}),
+    ],
+)
+def test_no_error_prints_a_tensor(data, Loader, argument):
+    with pytest.raises(ValueError, match="\n\nhint: ") as error:
+        Loader(**({"data": data, "num_neighbors": [2]} | argument))
+    assert "tensor(" not in str(error.value)
+    assert "array(" not in str(error.value)
+    assert next(iter(argument)) in str(error.value)
+
+
+def test_the_hint_for_typed_data_is_a_loader_that_supports_it():
+    data = HeteroData({"a": {"num_nodes": 3}})
+    with pytest.raises(ValueError, match="hint: ") as error:
+        NeighborLoader(data, [2], input_nodes="a")
+    assert "to_homogeneous" not in str(error.value)
+    assert "torch_geometric.loader" in str(error.value)
+
+
+def test_negatives_of_no_edges(data):
+    none = torch.empty(2, 0, dtype=torch.int64)
+    loader = LinkNeighborLoader(data, [2], none, neg_sampling=NegativeSampling("triplet", 2))
+    assert list(loader) == []
