@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -100,6 +100,8 @@ class Group:
         store: of torch.distributed, that all workers reach; None for one alone.
         choices: which algorithms answer requests.
         timeout_s: what a request waits for at most.
+        ranks: the ranks of the members in torch.distributed's default group, ascending; None if the
+            group has all of these. `subgroup` gives them.
     """
 
     def __init__(
@@ -110,8 +112,12 @@ class Group:
         store: Any = None,
         choices: Choices | None = None,
         timeout_s: float = TIMEOUT_S,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.world_size, self.backend = rank, world_size, backend
+        self.store, self.is_part = store, ranks is not None
+        self.ranks = list(range(world_size)) if ranks is None else list(ranks)
+        self._subgroups: list[Group] = []
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0)) if store else 0
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if store else 1
         self.choices, self.timeout_s = choices or Choices(), timeout_s
@@ -130,10 +136,67 @@ class Group:
         """The channel of this name; all workers must open their channels in the same order."""
         if name not in self._channels:
             process_group = None
-            if self.world_size > 1 and name:
-                process_group = dist.new_group(timeout=timedelta(seconds=self.timeout_s))
+            timeout = timedelta(seconds=self.timeout_s)
+            if self.is_part and self.backend:
+                # the ranks outside the group take no part
+                process_group = dist.new_group(
+                    self.ranks, timeout=timeout, use_local_synchronization=True
+                )
+            elif self.world_size > 1 and name:
+                process_group = dist.new_group(timeout=timeout)
             self._channels[name] = _Channel(self, name, process_group)
         return self._channels[name]
+
+    def subgroup(self, ranks: Iterable[int]) -> "Group":
+        """The group of some ranks of this one, such as those that hold replicas of one shard.
+
+        Each of these ranks calls it, and no other rank needs to. A rank that belongs to several
+        subgroups must create them in the same order as the other members do, and all members must
+        have created equally many groups of torch.distributed before. `close` of this group closes
+        its subgroups too.
+
+        Args:
+            ranks: of the members in this group; this rank is one of them. A member's rank in the
+                subgroup is its place among them in ascending order.
+
+        Raises:
+            ValueError: this rank is not a member, or a rank is not in this group.
+            WorkerLost: not all members created the group within `timeout_s`.
+        """
+        members = sorted(set(ranks))
+        if self.rank not in members or not 0 <= members[0] <= members[-1] < self.world_size:
+            raise ValueError(
+                f"rank {self.rank} of {self.world_size} cannot be in a subgroup of ranks {members}"
+                "\n\nhint: only the ranks of a subgroup create it, each with the same ranks of the "
+                f"group, which are 0 to {self.world_size - 1}"
+            )
+        rank, world_size = members.index(self.rank), len(members)
+        if world_size == 1:
+            return Group(choices=self.choices, timeout_s=self.timeout_s)
+        made_before = sum(
+            group.ranks == [self.ranks[each] for each in members] for group in self._subgroups
+        )
+        store = self.store
+        if store is not None:
+            name = "-".join(map(str, members))
+            store = PrefixStore(f"subgroup {name} number {made_before}", store)
+        try:
+            group = Group(
+                rank,
+                world_size,
+                self.backend,
+                store,
+                self.choices,
+                self.timeout_s,
+                [self.ranks[each] for each in members],
+            )
+        except RuntimeError as error:
+            raise WorkerLost(
+                f"rank {self.rank} could not create the subgroup of ranks {members}: {error}\n\n"
+                "hint: all its ranks must create it, in the same order as other groups"
+            ) from error
+        self._subgroups.append(group)
+        return group
 
     def at(self, step: int, doing: str) -> None:
         """Say what this worker does from now on, for the messages of others that wait for it."""
@@ -207,7 +270,9 @@ class Group:
             ) from error.__cause__
 
     def close(self) -> None:
-        """End the channels' threads and the signs of life."""
+        """End the channels' threads and the signs of life, of subgroups too."""
+        for group in self._subgroups:
+            group.close()
         for channel in self._channels.values():
             channel.close()
         if self.watch is not None:
@@ -400,12 +465,12 @@ class _Channel:
     def message(self, request: Any, kind: str = "Send") -> _Work:
         """Begin to send or to receive."""
         data, over = as_bytes(request.values), self.process_group
-        limit_s = self.group.timeout_s
+        limit_s, peer = self.group.timeout_s, self.group.ranks[request.peer]
         with _network():
             if isinstance(request, Send):
                 self.group.ledger.add(kind, len(data))
-                return _Work(dist.isend(data, request.peer, over), None, data, limit_s)
-            return _Work(dist.irecv(data, request.peer, over), request.values, data, limit_s)
+                return _Work(dist.isend(data, peer, over), None, data, limit_s)
+            return _Work(dist.irecv(data, peer, over), request.values, data, limit_s)
 
     def _nccl(self, request: Collective) -> "_Finish":
         group, kind = self.group, type(request).__name__
@@ -423,7 +488,7 @@ class _Channel:
             return _Finish(work, lambda: finished(request, world), limit_s)
         if isinstance(request, Broadcast):
             flat = as_bytes(request.values)
-            work = dist.broadcast(flat, request.root, **over)
+            work = dist.broadcast(flat, self.group.ranks[request.root], **over)
             return _Finish(work, lambda: restored(request.values, flat), limit_s)
         if isinstance(request, AllGather):
             values = as_bytes(request.values)
@@ -446,10 +511,11 @@ class _Channel:
         other = torch.empty_like(request.values)
         if request.peer == self.group.rank:
             return _Finish(None, lambda: other.copy_(request.values), limit_s)
+        peer = self.group.ranks[request.peer]
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, request.values, request.peer, self.process_group),
-                dist.P2POp(dist.irecv, other, request.peer, self.process_group),
+                dist.P2POp(dist.isend, request.values, peer, self.process_group),
+                dist.P2POp(dist.irecv, other, peer, self.process_group),
             ]
         )
         return _Finish(works[-1], lambda: other, limit_s)

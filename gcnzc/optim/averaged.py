@@ -20,6 +20,7 @@ from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote
 from gcnzc.finite import are_finite
 from gcnzc.flat import FlatVector, by_kind
 from gcnzc.optim.exchanging import Exchanging
+from gcnzc.optim.validation import check_above_zero, check_inner, check_param_group
 from gcnzc.replicas import demand_same
 
 NONE, DENSE, SPARSE = 0, 1, 2  # kinds of gradients
@@ -40,6 +41,11 @@ class Averaged(Exchanging):
         compress: how gradients of float32 and float64 are averaged; whole if None. What it leaves
             out of one step is this worker's own, and is added to the next.
         clip_norm: largest norm of the mean gradient, over all parameters; none if None.
+
+    Raises:
+        TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
+            sharded, complex, or of a dtype that cannot be averaged.
+        ValueError: an option is out of range.
     """
 
     def __init__(
@@ -51,6 +57,9 @@ class Averaged(Exchanging):
         compress: Compression | None = None,
         clip_norm: float | None = None,
     ) -> None:
+        check_inner(type(self).__name__, inner)
+        if clip_norm is not None:
+            check_above_zero("clip_norm", clip_norm)
         super().__init__(inner.param_groups, inner.defaults, group, signals)
         self.inner, self.compress, self.clip_norm = inner, compress, clip_norm
         self.is_shared = compress is None
@@ -110,6 +119,11 @@ class Averaged(Exchanging):
             super().add_param_group(param_group)
             return
         self.inner.add_param_group(param_group)
+        try:
+            check_param_group(type(self).__name__, self.inner.param_groups[-1])
+        except (TypeError, ValueError):
+            self.inner.param_groups.pop()
+            raise
         self.gradients = self._gradients()
 
     def __repr__(self) -> str:

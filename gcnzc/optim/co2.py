@@ -44,6 +44,7 @@ from gcnzc.exchange import Algorithm, AllGather, Begin, Group, ReduceScatter, Su
 from gcnzc.optim.local_updates import CHANNEL, Flight, LocalUpdates
 from gcnzc.optim.pace import HIDDEN, Clocks, Pace
 from gcnzc.optim.states import part_of
+from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
 # of the usual distance, in the next one. On least squares in rounds of 48 steps the loss ended at
 # 1.2 times that of means that are not late, but at 6.6 times with a mean over all rounds: this
@@ -158,6 +159,8 @@ class CO2(LocalUpdates):
         target: float = 0.05,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
+        check_at_least_zero("outer_lr", outer_lr)
+        check_fraction("outer_momentum", outer_momentum)
         if sharded and compress != Dense():
             raise ValueError(
                 f"sharded with {compress}\n\nhint: shares are exchanged whole; leave out one of "

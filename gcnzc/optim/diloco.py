@@ -28,6 +28,7 @@ from gcnzc.optim.local_updates import LocalUpdates
 from gcnzc.optim.pace import Clocks, Pace
 from gcnzc.optim.space import tiles
 from gcnzc.optim.states import part_of
+from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class DiLoCo(LocalUpdates):
         target: float = 0.05,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
+        check_at_least_zero("outer_lr", outer_lr)
+        check_fraction("outer_momentum", outer_momentum)
         if sharded and compress != Dense():
             raise ValueError(
                 f"sharded with {compress}\n\nhint: shares are exchanged whole; leave out one of "

@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Algorithm, Group, present, run
+from gcnzc.optim.validation import check_count, check_group, check_param_group
 
 
 class Exchanging(Optimizer):
@@ -28,6 +29,9 @@ class Exchanging(Optimizer):
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], group: Group | None, signals: int
     ) -> None:
+        if group is not None:
+            check_group(group)
+        check_count("signals", signals)
         super().__init__(params, defaults)
         self.group = present() if group is None else group
         self.weight = 1.0
@@ -40,6 +44,16 @@ class Exchanging(Optimizer):
         """steps that were left out, since a gradient was not finite"""
         self.blame = ""
         """what was left out at the last step and why, in words; empty if nothing was"""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as torch's optimizers do.
+
+        Raises:
+            TypeError: a parameter is sharded, complex, or of a dtype that cannot be averaged.
+            ValueError: an option is out of its range.
+        """
+        super().add_param_group(param_group)
+        check_param_group(type(self).__name__, self.param_groups[-1])
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -22,6 +22,7 @@ from gcnzc.finite import are_finite
 from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.pace import Pace
 from gcnzc.optim.space import Space
+from gcnzc.optim.validation import check_inner
 from gcnzc.replicas import demand_same
 
 CHANNEL = "outer"
@@ -71,6 +72,11 @@ class LocalUpdates(Exchanging):
         pace: how often.
         alone: whether one worker without others does what it would do among them; else it just
             takes the inner optimizer's steps.
+
+    Raises:
+        TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
+            sharded, complex, or of a dtype that cannot be averaged.
+        ValueError: an option is out of range.
     """
 
     # torch's GradScaler leaves the unscaling, and the choice to skip, to `step`
@@ -94,6 +100,7 @@ class LocalUpdates(Exchanging):
         alone: bool = False,
     ) -> None:
         self.is_made = False
+        check_inner(type(self).__name__, inner)
         super().__init__(inner.param_groups, inner.defaults, group, signals)
         self.is_made = True
         self.inner = inner

@@ -30,6 +30,12 @@ from gcnzc.finite import are_finite
 from gcnzc.optim.freezing import FreezeRule
 from gcnzc.optim.replicated import Replicated
 from gcnzc.optim.space import Part
+from gcnzc.optim.validation import (
+    check_at_least_zero,
+    check_count,
+    check_fraction,
+    check_unsupported,
+)
 
 # most steps between two dense steps in which elements join; they begin at 1, and double
 MOST_JOIN_GAP = 256
@@ -66,6 +72,9 @@ class OneBitAdam(Replicated):
         group: of all workers; None for those of torch.distributed as it was initialised.
         clip_norm: largest norm of the gradient.
         signals: see `Replicated`.
+        maximize: whether to step along the gradient instead of against it.
+        unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
+            `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
     def __init__(
@@ -88,19 +97,31 @@ class OneBitAdam(Replicated):
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
+        maximize: bool = False,
+        **unsupported: object,
     ) -> None:
+        check_unsupported(type(self).__name__, unsupported)
         if wake not in WAKE:
             raise ValueError(f"no way {wake!r} to wake\n\nhint: {' or '.join(WAKE)}")
         if refresh_steps < 1:
             raise ValueError(
                 f"a refresh of {refresh_steps} steps\n\nhint: at least 1; refresh=0 for no refresh"
             )
+        check_at_least_zero("floor", floor)
+        check_count("refresh", refresh)
+        if warmup is not None:
+            check_count("warmup", warmup)
+        check_count("warmup_range[0]", warmup_range[0])
+        if warmup_range[1] is not None:
+            check_count("warmup_range[1]", warmup_range[1], warmup_range[0])
+        check_fraction("betas[1]", betas[1])
         self.warmup, self.wake, self.floor = warmup, wake, floor
         self.refresh, self.refresh_steps = refresh, min(refresh_steps, refresh)
         self.compress, self.dense = compress or Sign(), dense or Dense()
         self.bias_correction = bias_correction
         self.rule = FreezeRule(betas[1], *warmup_range)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults["maximize"] = maximize
         super().__init__(params, defaults, group, clip_norm=clip_norm, signals=signals)
         space = self.space
         self.vectors = {"momentum": space.zeros(), "variance": space.zeros()}

@@ -31,6 +31,7 @@ from gcnzc.compress import Compression
 from gcnzc.exchange import Group
 from gcnzc.optim.one_bit_adam import OneBitAdam
 from gcnzc.optim.space import Part
+from gcnzc.optim.validation import check_fraction, check_unsupported
 
 # of k: a tensor whose momentum has all but died away must not drown the others when it comes back
 MOST_SCALING = 1e6
@@ -64,6 +65,9 @@ class OneBitLamb(OneBitAdam):
         group: of all workers; None for those of torch.distributed as it was initialised.
         clip_norm: largest norm of the gradient.
         signals: see `Replicated`.
+        maximize: whether to step along the gradient instead of against it.
+        unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
+            `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
     def __init__(
@@ -88,13 +92,18 @@ class OneBitLamb(OneBitAdam):
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
+        maximize: bool = False,
+        **unsupported: object,
     ) -> None:
+        check_unsupported(type(self).__name__, unsupported)
         for name, (least, most) in {"trust": trust_range, "factor": factor_range}.items():
             if not 0 < least <= most:
                 raise ValueError(
                     f"no {name}_range from {least} to {most}\n\nhint: give the least, above 0, and "
                     "the most"
                 )
+        check_fraction("trust_beta", trust_beta)
+        check_fraction("factor_change", factor_change)
         self.trust_range, self.trust_beta = trust_range, trust_beta
         self.factor_range, self.factor_change = factor_range, factor_change
         super().__init__(
@@ -113,6 +122,7 @@ class OneBitLamb(OneBitAdam):
             group=group,
             clip_norm=clip_norm,
             signals=signals,
+            maximize=maximize,
         )
         # (P,) each. `trust`: the average C, of which `trust_weight` is known; `factor`: the last f;
         # `scaling`: k, 0 for a tensor that sleeps

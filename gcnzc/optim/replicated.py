@@ -20,6 +20,7 @@ from gcnzc.compress import Compression, Dense, Place, Reducer
 from gcnzc.exchange import Algorithm, Broadcast, Group, Vote, run
 from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.space import Space
+from gcnzc.optim.validation import check_above_zero, check_adam_options
 from gcnzc.replicas import demand_same
 
 
@@ -38,7 +39,9 @@ class Replicated(Exchanging):
     smaller: each worker divides its gradients by its own.
 
     Raises:
-        ValueError: the parameters of the workers differ in shape, dtype or order.
+        TypeError: a parameter is sharded, complex, or of a dtype that cannot be averaged.
+        ValueError: the parameters of the workers differ in shape, dtype or order, or an option is
+            out of range.
         WorkerLost: another worker is gone.
     """
 
@@ -54,7 +57,10 @@ class Replicated(Exchanging):
         clip_norm: float | None = None,
         signals: int = 0,
     ) -> None:
-        super().__init__(params, {"compress": True, **defaults}, group, signals)
+        if clip_norm is not None:
+            check_above_zero("clip_norm", clip_norm)
+        options = {"compress": True, "maximize": False, **defaults}
+        super().__init__(params, options, group, signals)
         self.space = Space(self.param_groups)
         self.clip_norm = clip_norm
         self.steps = 0
@@ -78,6 +84,7 @@ class Replicated(Exchanging):
                 "the beginning; requires_grad may not change either"
             )
         super().add_param_group(param_group)
+        check_adam_options(type(self).__name__, self.param_groups[-1])
 
     def reducer(self, compress: Compression, num_elements: int) -> Reducer:
         """What takes means of so many elements for this worker."""
@@ -138,6 +145,9 @@ class Replicated(Exchanging):
         if (grad_scale := getattr(self, "grad_scale", None)) is not None:
             scale = self.weight / grad_scale.to(self.space.device, self.space.dtype)
         values = self.space.read_gradients(self.space.empty(self.num_notes), scale)
+        for part in self.space.parts:
+            if part.group["maximize"]:
+                values[part.begin : part.end].neg_()
         self.notes(values)[: len(self.asks)] = values.new_tensor(self.asks)
         self.blame = yield from self.advance(values)
         if self.blame:

@@ -29,6 +29,7 @@ from gcnzc.optim.diloco import Outer
 from gcnzc.optim.fragments import Fragment, cut
 from gcnzc.optim.local_updates import Flight, LocalUpdates
 from gcnzc.optim.pace import FIRST, HIDDEN, Clocks, Pace
+from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
 
 class StreamingDiLoCo(LocalUpdates):
@@ -74,6 +75,8 @@ class StreamingDiLoCo(LocalUpdates):
         signals: int = 0,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
+        check_at_least_zero("outer_lr", outer_lr)
+        check_fraction("outer_momentum", outer_momentum)
         if delay == "auto" and local_steps != "auto":
             raise ValueError(
                 f"a delay that is measured, with {local_steps} local steps\n\n"

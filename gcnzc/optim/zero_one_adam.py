@@ -37,6 +37,7 @@ from gcnzc.finite import are_finite
 from gcnzc.optim.one_bit_adam import MOST_JOIN_GAP, WAKE
 from gcnzc.optim.replicated import Replicated
 from gcnzc.optim.space import Part
+from gcnzc.optim.validation import check_at_least_zero, check_unsupported
 
 Exchange: TypeAlias = Literal["gradient", "update", "nothing"]
 
@@ -143,6 +144,9 @@ class ZeroOneAdam(Replicated):
         group: of all workers; None for those of torch.distributed as it was initialised.
         clip_norm: largest norm of the gradient; in steps alone, of a worker's own.
         signals: see `Replicated`.
+        maximize: whether to step along the gradient instead of against it.
+        unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
+            `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
     def __init__(
@@ -162,13 +166,18 @@ class ZeroOneAdam(Replicated):
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
+        maximize: bool = False,
+        **unsupported: object,
     ) -> None:
+        check_unsupported(type(self).__name__, unsupported)
         if wake not in WAKE:
             raise ValueError(f"no way {wake!r} to wake\n\nhint: {' or '.join(WAKE)}")
+        check_at_least_zero("floor", floor)
         self.schedule, self.wake, self.floor = schedule or ZeroOneSchedule(), wake, floor
         self.compress, self.dense = compress or Sign(), dense or Dense()
         self.bias_correction = bias_correction
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults["maximize"] = maximize
         super().__init__(params, defaults, group, clip_norm=clip_norm, signals=signals)
         space = self.space
         self.num_coded = space.num_elements - space.num_dense

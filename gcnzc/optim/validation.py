@@ -1,0 +1,206 @@
+"""Checks of what optimizers are constructed with: parameters, groups of ranks and options."""
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gcnzc.exchange import Group
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+UNSUPPORTED = ("amsgrad", "capturable", "differentiable", "foreach", "fused")
+"""options of torch's Adam that the optimizers with steps of their own do not have"""
+
+
+def check_group(group: object) -> None:
+    """Demand a `Group`.
+
+    Raises:
+        TypeError: it is something else, such as a process group of torch.distributed.
+    """
+    if isinstance(group, Group):
+        return
+    raise TypeError(
+        f"group is a {type(group).__name__}, not a gcnzc.exchange.Group\n\nhint: for the ranks of "
+        "a process group of torch.distributed, give gcnzc.exchange.present().subgroup("
+        "torch.distributed.get_process_group_ranks(process_group)); for all ranks, leave group out"
+    )
+
+
+def check_parameters(optimizer: str, parameters: Iterable[Tensor]) -> None:
+    """Demand ordinary tensors, and of those that are trained real floating-point numbers.
+
+    Args:
+        optimizer: its name, for the message.
+        parameters: of one of its groups.
+
+    Raises:
+        TypeError: a parameter is a shard of FSDP, a DTensor, complex, or of another dtype that
+            cannot be averaged.
+    """
+    for place, parameter in enumerate(parameters):
+        if kind := _sharded_kind(parameter):
+            raise TypeError(
+                f"parameter {place} is a {kind}, of which {optimizer} would average shards that "
+                "belong to different elements\n\nhint: give the plain tensors of a model that is "
+                "replicated on every rank, not sharded"
+            )
+        if not parameter.requires_grad or parameter.dtype in DTYPES:
+            continue
+        hint = f"one of {', '.join(map(str, DTYPES))}"
+        if parameter.is_complex():
+            hint = (
+                "hold its real and imaginary parts in a parameter of shape (..., 2), and use "
+                "torch.view_as_complex(parameter) in forward"
+            )
+        raise TypeError(
+            f"parameter {place}, of shape {tuple(parameter.shape)}, is {parameter.dtype}, which "
+            f"{optimizer} does not support\n\nhint: {hint}"
+        )
+
+
+def check_inner(wrapper: str, inner: object) -> None:
+    """Demand an optimizer of torch that takes one step for one gradient.
+
+    Args:
+        wrapper: name of the optimizer that wraps it, for the message.
+        inner: what was given.
+
+    Raises:
+        TypeError: it is no optimizer, communicates itself, or needs a closure, as LBFGS does.
+    """
+    kind = type(inner).__name__
+    if not isinstance(inner, Optimizer):
+        raise TypeError(
+            f"{wrapper} wraps an optimizer of torch, not a {kind}\n\nhint: "
+            f"{wrapper}(torch.optim.AdamW(model.parameters()), ...)"
+        )
+    if hasattr(inner, "algorithm"):
+        raise TypeError(
+            f"{wrapper} cannot wrap a {kind}, which communicates itself\n\nhint: wrap an optimizer "
+            "of torch.optim, or use this one as it is"
+        )
+    closure = inspect.signature(type(inner).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{wrapper} cannot wrap {kind}, whose step calls a closure several times, for "
+            "gradients that no other rank has\n\nhint: wrap SGD, AdamW or another optimizer that "
+            "takes one step for one gradient"
+        )
+
+
+def check_adam_options(optimizer: str, group: Mapping[str, Any]) -> None:
+    """Check the options of a parameter group of an optimizer such as Adam.
+
+    Raises:
+        ValueError: an option is out of its range, or not supported.
+    """
+    for name in UNSUPPORTED:
+        if group.get(name):
+            raise ValueError(
+                f"{name}={group[name]!r} is not supported by {optimizer}\n\nhint: leave {name} "
+                "out, or give gcnzc.optim.Averaged an optimizer of torch that has it"
+            )
+    for name in ("lr", "eps", "weight_decay"):
+        check_at_least_zero(name, group[name])
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas is {betas!r}\n\nhint: give two numbers, such as (0.9, 0.999)")
+    for place, beta in enumerate(betas):
+        check_fraction(f"betas[{place}]", beta)
+
+
+def check_param_group(optimizer: str, group: Mapping[str, Any]) -> None:
+    """Check a parameter group of any optimizer: parameters, and the options that all understand.
+
+    torch's optimizers check their arguments, but not what a group has in place of them.
+
+    Raises:
+        TypeError: see `check_parameters`.
+        ValueError: an option is out of its range.
+    """
+    check_parameters(optimizer, group["params"])
+    for name in ("lr", "eps", "weight_decay"):
+        # Adafactor, for example, has two numbers for eps
+        if _number(group.get(name)) is not None:
+            check_at_least_zero(name, group[name])
+    betas = group.get("betas", ())
+    for place, beta in enumerate(betas if isinstance(betas, tuple | list) else ()):
+        if _number(beta) is not None:
+            check_fraction(f"betas[{place}]", beta)
+
+
+def check_unsupported(optimizer: str, options: Mapping[str, object]) -> None:
+    """Accept options of torch's Adam that are switched off, and no others.
+
+    Raises:
+        ValueError: one of `UNSUPPORTED` is switched on.
+        TypeError: the name of an option is unknown.
+    """
+    for name in options:
+        if name not in UNSUPPORTED:
+            raise TypeError(f"{optimizer} has no option {name!r}\n\nhint: see help({optimizer})")
+    off = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0, "betas": (0.0, 0.0)}
+    check_adam_options(optimizer, {**off, **options})
+
+
+def check_at_least_zero(name: str, value: object) -> None:
+    """Demand a finite number of at least 0, or a tensor of one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = _number(value)
+    if number is None or not 0 <= number < math.inf:
+        raise ValueError(f"{name} is {value!r}\n\nhint: give a finite number of at least 0")
+
+
+def check_above_zero(name: str, value: object) -> None:
+    """Demand a finite number above 0.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = _number(value)
+    if number is None or not 0 < number < math.inf:
+        raise ValueError(f"{name} is {value!r}\n\nhint: give a finite number above 0")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Demand a number in [0, 1), such as a momentum.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = _number(value)
+    if number is None or not 0 <= number < 1:
+        raise ValueError(f"{name} is {value!r}\n\nhint: give a number of at least 0 and below 1")
+
+
+def check_count(name: str, value: object, least: int = 0) -> None:
+    """Demand a whole number.
+
+    Raises:
+        ValueError: it is none, or less than `least`.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}\n\nhint: give a whole number of at least {least}")
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _sharded_kind(parameter: Tensor) -> str:
+    """The type of a parameter that is a shard, or part of one; empty for others."""
+    kind = type(parameter)
+    if kind.__module__.startswith("torch.distributed"):
+        return kind.__name__
+    is_flat = getattr(parameter, "_is_flat_param", False)
+    return "parameter of FSDP" if is_flat or hasattr(parameter, "_fsdp_flattened") else ""

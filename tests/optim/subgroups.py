@@ -1,0 +1,64 @@
+"""Four processes whose even and odd ranks are groups of their own."""
+
+import torch
+from exchange.cases import everything
+from optim.local import adamw, vector_of
+from optim.local import taught as taught_locally
+from optim.models import Everything
+from optim.replicas import taught, values_of
+from torch import distributed
+
+from gcnzc.exchange import Choices, joined, present, run
+from gcnzc.exchange.choices import ALGORITHMS, BUILTIN
+from gcnzc.optim import OneBitAdam, StreamingDiLoCo
+
+STEPS = 8
+EVEN, ODD = [0, 2], [1, 3]
+ALL_BUILTIN = {kind: BUILTIN for kind, names in ALGORITHMS.items() if BUILTIN in names}
+
+
+def model_of(members):
+    """A model of float32, which differs from one subgroup to the other."""
+    model = Everything().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(members[0])
+    return model
+
+
+def one_bit(model, group):
+    return OneBitAdam(model.parameters(), lr=0.01, warmup=4, group=group)
+
+
+def streaming(model, group):
+    options = {"local_steps": 4, "fragments": 2, "delay": 1}
+    return StreamingDiLoCo(adamw(model.parameters()), group, **options)
+
+
+def train_in_subgroups():
+    """What a process of four comes to, in the subgroup of its parity."""
+    with joined(timeout_s=60) as whole:
+        members = ODD if whole.rank % 2 else EVEN
+        group = whole.subgroup(members)
+        answers = [run(everything(group.rank, group.world_size), group)]
+        group.choices = Choices.always(**ALL_BUILTIN)
+        answers.append(run(everything(group.rank, group.world_size), group))
+        group.choices = Choices()
+        model = model_of(members)
+        run(taught(model, one_bit(model, group), STEPS), group)
+        values = [values_of(model)]
+        # the same ranks as a process group of torch, which an optimizer does not take as it is
+        made = [distributed.new_group(EVEN), distributed.new_group(ODD)]
+        raw, message = made[whole.rank % 2], ""
+        model = model_of(members)
+        try:
+            streaming(model, raw)
+        except TypeError as error:
+            message = str(error)
+        again = present().subgroup(distributed.get_process_group_ranks(raw))
+        optimizer = streaming(model, again)
+        run(taught_locally(model, optimizer, STEPS), again)
+        optimizer.finalize()
+        values.append(vector_of(model))
+        again.close()
+        return answers, values, message
