@@ -194,7 +194,13 @@ def clean_labels(raw: Array, num_nodes: int, num_classes: int | None, where: str
     values = raw if several else raw.reshape(-1)
     absent = np.isnan(values) if values.dtype.kind == "f" else np.zeros(values.shape, bool)
     lowest = 0 if several else -1
-    highest = float("inf") if num_classes is None else num_classes - 1
+    most = most_classes(num_nodes)
+    if num_classes is not None and not 0 <= num_classes <= most:
+        raise ValueError(
+            f"{where}: {num_classes:,} classes for {num_nodes:,} nodes\n\n"
+            "hint: the number of classes comes from the file beside the graph"
+        )
+    highest = (most if num_classes is None else num_classes) - 1
     with np.errstate(invalid="ignore"):
         wrong = (values < lowest) | (values > highest)
         if values.dtype.kind == "f":
@@ -202,7 +208,9 @@ def clean_labels(raw: Array, num_nodes: int, num_classes: int | None, where: str
             wrong |= np.isinf(values)
     if wrong.any():
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
-        classes = "classes count from 0" if num_classes is None else f"0 to {num_classes - 1}"
+        classes = f"0 to {highest}"
+        if num_classes is None:
+            classes = f"classes count from 0, to {highest} at most"
         raise ValueError(
             f"{where}: node {place[0]} has the label {values[place]}, which is no class "
             f"({classes})\n\nhint: NaN or -1 marks a node without a label; the number of classes "
@@ -211,6 +219,11 @@ def clean_labels(raw: Array, num_nodes: int, num_classes: int | None, where: str
     if several:
         return values.astype(np.float32 if absent.any() else np.int64)
     return np.where(absent, -1, np.nan_to_num(values)).astype(np.int64)
+
+
+def most_classes(num_nodes: int) -> int:
+    """More classes than this are a damaged number: a class needs nodes, but in small examples."""
+    return max(num_nodes, 1 << 16)
 
 
 def count_classes(labels: Array) -> int:

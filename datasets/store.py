@@ -33,9 +33,18 @@ from typing import Any
 
 import numpy as np
 
+from gcnzc.datasets.meta import (
+    AGAIN,
+    CODED_VERSION,
+    FORMAT,
+    HEADER_BYTES,
+    VERIFY,
+    VERSION,
+    checksum_of,
+    read_meta,
+)
 from gcnzc.datasets.rows import (
     CHUNK_BYTES,
-    CODES,
     Allocate,
     Array,
     Codes,
@@ -50,16 +59,6 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.datasets.source import PARTS, LinkParts
 
-FORMAT = "gcnzc-graph"
-VERSION = 1
-# of folders whose features are codes, which readers of version 1 would take for numbers
-CODED_VERSION = 2
-_KEYS = (
-    *("name", "num_classes", "metric", "best_accuracy", "features", "split", "options"),
-    *("origin", "files"),
-)
-# data begins on a page, so that it can be mapped, locked and read by a device in whole pages
-HEADER_BYTES = 4096
 # what a full disk, a used up quota and a file that may grow no further say
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -233,6 +232,7 @@ class Writer:
         coded = features is not None and features["kind"] == "codes"
         version = CODED_VERSION if coded else VERSION
         whole = {"format": FORMAT, "version": version, **meta, "files": self._files}
+        whole |= {"crc32": checksum_of(whole)}
         (self._folder / "meta.json").write_text(json.dumps(whole, indent=1) + "\n")
 
     def _write(
@@ -318,42 +318,52 @@ def is_prepared(path: Path) -> bool:
 
 
 def open_folder(folder: Path) -> Prepared:
-    """Map a prepared folder; sizes and headers are checked, contents are not.
+    """Map a prepared folder; `meta.json`, sizes and headers are checked, contents are not.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: it is of another version, or a file is not of the size or type it should be.
     """
     meta = read_meta(folder)
-    try:
-        arrays = {
-            name: _map(folder, name, entry)
-            for name, entry in meta["files"].items()
-            if "shape" in entry
-        }
-        features = csr = codes = None
-        told = meta["features"]
-        if told is not None and told["kind"] == "sparse":
-            csr = Csr(*(arrays[f"features_{part}.npy"] for part in ("indptr", "indices", "values")))
-        elif told is not None:
-            features = arrays["features.npy"][:, : told["columns"]]
-            if told["kind"] == "codes":
-                codes = _codes(folder, features, arrays.get("features_scales.npy"), told)
-                features = None
-        return Prepared(
-            folder,
-            meta,
-            arrays["indptr.npy"],
-            arrays["indices.npy"],
-            features,
-            csr,
-            codes,
-            arrays["labels.npy"],
-            {part: arrays[f"split/{part}.npy"] for part in PARTS},
-            _links(arrays, meta["links"]) if meta.get("links") else None,
+    for name, entry in meta["files"].items():
+        _check_size(folder / name, entry)
+    arrays = {
+        name: _map(folder / name, entry)
+        for name, entry in meta["files"].items()
+        if "shape" in entry
+    }
+    _check_ends(folder, arrays["indptr.npy"], len(arrays["indices.npy"]))
+    features = csr = codes = None
+    told = meta["features"]
+    if told is not None and told["kind"] == "sparse":
+        csr = Csr(*(arrays[f"features_{part}.npy"] for part in ("indptr", "indices", "values")))
+        _check_ends(folder, csr.indptr, len(csr.indices), "features_")
+    elif told is not None:
+        features = arrays["features.npy"][:, : told["columns"]]
+        if told["kind"] == "codes":
+            scales = None if told["scales"] is None else arrays["features_scales.npy"]
+            codes = Codes(features, told["dtype"], scales, told["scale_columns"])
+            features = None
+    return Prepared(
+        folder,
+        meta,
+        arrays["indptr.npy"],
+        arrays["indices.npy"],
+        features,
+        csr,
+        codes,
+        arrays["labels.npy"],
+        {part: arrays[f"split/{part}.npy"] for part in PARTS},
+        _links(arrays, meta["links"]) if meta.get("links") else None,
+    )
+
+
+def _check_ends(folder: Path, indptr: Array, count: int, front: str = "") -> None:
+    if indptr[0] != 0 or indptr[-1] != count:
+        raise ValueError(
+            f"{folder}: {front}indptr.npy goes from {indptr[0]} to {indptr[-1]}, not from 0 to "
+            f"{count}, the length of {front}indices.npy\n\n{VERIFY.format(folder)}"
         )
-    except KeyError as error:
-        raise ValueError(f"{folder / 'meta.json'} does not name {error}\n\n{_AGAIN}") from None
 
 
 def _links(arrays: dict[str, Array], told: dict[str, Any]) -> LinkParts:
@@ -365,57 +375,13 @@ def _links(arrays: dict[str, Array], told: dict[str, Any]) -> LinkParts:
     )
 
 
-def _codes(folder: Path, array: Array, scales: Array | None, told: dict[str, Any]) -> Codes:
-    dtype, per = told["dtype"], told["scale_columns"]
-    count = len(array) if per is None else -(-array.shape[1] // per)
-    if (
-        array.dtype != CODES.get(dtype)
-        or (scales is None) != (told["scales"] is None)
-        or (scales is not None and (scales.shape != (count,) or scales.dtype != np.float32))
-    ):
-        shape = None if scales is None else scales.shape
-        raise ValueError(
-            f"{folder / 'features.npy'} of type {array.dtype} and scales of shape {shape} are no "
-            f"features of type {dtype}\n\n{_AGAIN}"
-        )
-    return Codes(array, dtype, scales, per)
-
-
-_AGAIN = "hint: prepare the folder again from its source"
-
-
-def read_meta(folder: Path) -> dict[str, Any]:
-    """The `meta.json` of a prepared folder.
-
-    Raises:
-        ValueError: it cannot be read here.
-    """
-    path = folder / "meta.json"
-    try:
-        meta = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}\n\n{_AGAIN}") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise ValueError(f"{path} is not that of a prepared graph\n\n{_AGAIN}")
-    if meta.get("version") not in (VERSION, CODED_VERSION):
-        raise ValueError(
-            f"{folder} is of format version {meta.get('version')}, but this gcnzc reads version "
-            f"{VERSION} and {CODED_VERSION}\n\n{_AGAIN}, or install the gcnzc that wrote it"
-        )
-    if missing := [key for key in _KEYS if key not in meta]:
-        raise ValueError(f"{path} does not say {', '.join(missing)}\n\n{_AGAIN}")
-    return meta
-
-
-def _map(folder: Path, name: str, entry: dict[str, Any]) -> Array:
-    path = folder / name
-    _check_size(path, entry)
+def _map(path: Path, entry: dict[str, Any]) -> Array:
     shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
     with path.open("rb") as file:
         header = file.read(HEADER_BYTES)
         if header != _header(shape, dtype):
             raise ValueError(
-                f"{path} does not begin as an array of shape {shape} and type {dtype}\n\n{_AGAIN}"
+                f"{path} does not begin as an array of shape {shape} and type {dtype}\n\n{AGAIN}"
             )
         if entry["bytes"] == HEADER_BYTES:
             return np.empty(shape, dtype)
@@ -426,11 +392,11 @@ def _map(folder: Path, name: str, entry: dict[str, Any]) -> Array:
 
 def _check_size(path: Path, entry: dict[str, Any]) -> None:
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}, which meta.json names\n\n{_AGAIN}")
+        raise FileNotFoundError(f"no file {path}, which meta.json names\n\n{AGAIN}")
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise ValueError(
-            f"{path} has {size:,} bytes, but meta.json says {entry['bytes']:,}\n\n{_AGAIN}"
+            f"{path} has {size:,} bytes, but meta.json says {entry['bytes']:,}\n\n{AGAIN}"
         )
 
 
@@ -451,7 +417,7 @@ def verify(folder: Path, progress: Progress = no_progress) -> None:
         if found != entry["crc32"]:
             raise ValueError(
                 f"{folder / name} has the checksum {found}, but meta.json says "
-                f"{entry['crc32']}\n\n{_AGAIN}; the disk or a copy may be at fault"
+                f"{entry['crc32']}\n\n{AGAIN}; the disk or a copy may be at fault"
             )
         done += entry["bytes"]
         progress("verify", done, total)

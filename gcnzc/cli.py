@@ -185,6 +185,7 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
 def embed_command(config: EmbedConfig, reporter: Reporter) -> None:
     """`gcnzc embed`."""
     graph = data.load(config.source).graph
+    graph.check()
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
     with reporter.stages(f"embed {config.source}") as progress:
         rows = embed(indptr, indices, config.dims, seed=config.seed, progress=progress)

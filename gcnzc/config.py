@@ -184,6 +184,8 @@ class TrainConfig:
     """steps to draw as a timeline, after the first ten of this command; 0 draws none"""
     allow_nan: bool = False
     """train although some features are NaN or infinite"""
+    verify: bool = False
+    """first read all of a prepared folder and compare its checksums, as `gcnzc info --verify`"""
     out: Path | None = None
     """run folder; runs/DATA-MODEL-N if not given"""
     resume: Path | None = None

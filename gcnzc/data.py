@@ -32,6 +32,7 @@ from gcnzc.datasets.rows import (
     no_progress,
     normalized,
     rows_of_array,
+    rows_of_csr,
     stored_dtype,
 )
 from gcnzc.datasets.source import (
@@ -262,8 +263,11 @@ def prepare(
             opened = _open_named(str(source), dest.parent / "downloads", download, split, progress)
     else:
         opened = source
-    if isinstance(opened, Prepared) and features is None:
-        _refuse_nan(opened, allow_nan)
+    if isinstance(opened, Prepared):
+        # damage would otherwise be given a right checksum
+        _verify_prepared(opened, progress)
+        if features is None:
+            _refuse_nan(opened, allow_nan)
     rows = _rows(opened, features)
     if rows is not None and normalize_features:
         rows = normalized(rows)
@@ -342,6 +346,7 @@ def info(path: str | Path) -> dict[str, Any]:
     if isinstance(opened, Prepared):
         meta = dict(opened.meta)
         files = meta.pop("files")
+        meta.pop("crc32", None)
         meta["disk_bytes"] = sum(entry["bytes"] for entry in files.values())
         meta["feature_bytes"] = sum(
             entry["bytes"] for file, entry in files.items() if file.startswith("features")
@@ -383,14 +388,52 @@ def verify(path: str | Path, progress: Progress = no_progress) -> None:
     if opened is None:
         raise FileNotFoundError(f"no folder {path}\n\nhint: is the path right?")
     if isinstance(opened, Prepared):
-        store.verify(path, progress)
-        Graph(opened.indptr, opened.indices)
+        _verify_prepared(opened, progress)
         return
     _read(opened, _Choices(None, None, None, False), in_memory, progress)
     rows = _rows(opened, None)
     if rows is not None:
         for _ in converted(rows, stored_dtype(rows, None), False, in_memory, progress):
             pass
+
+
+def _verify_prepared(opened: Prepared, progress: Progress) -> None:
+    store.verify(opened.folder, progress)
+    num_nodes, num_classes = len(opened.labels), opened.meta["num_classes"]
+    where = str(opened.folder)
+    _graph_of(opened).check()
+    clean_labels(opened.labels, num_nodes, num_classes, where)
+    if any(len(ids) for ids in opened.split.values()):
+        clean_split(opened.split, opened.labels, where)
+    if opened.csr is not None:
+        rows_of_csr(opened.csr, opened.meta["features"]["columns"], where)
+    if opened.links is not None:
+        clean_links(opened.links, num_nodes, where)
+
+
+def _graph_of(opened: Prepared) -> Graph:
+    # reading all of it would take time; whoever reads a number of it checks that
+    return Graph(opened.indptr, opened.indices, check=False)
+
+
+def _check_split(opened: Prepared) -> None:
+    """Demand that the parts name labelled nodes, and that their labels are classes."""
+    num_nodes, num_classes = len(opened.labels), opened.meta["num_classes"]
+    hint = f"hint: `gcnzc info {opened.folder} --verify` says what is damaged"
+    for part, ids in opened.split.items():
+        outside = ids[(ids < 0) | (ids >= num_nodes)]
+        if len(outside):
+            raise ValueError(
+                f"{opened.folder}: the {part} part names the node {outside[0]}, but nodes are 0 to "
+                f"{num_nodes - 1}\n\n{hint}"
+            )
+        labels = opened.labels[ids]
+        wrong = labels[~np.isnan(labels) & ~((labels >= 0) & (labels < num_classes))]
+        if len(wrong):
+            raise ValueError(
+                f"{opened.folder}: a node of the {part} part has the label {wrong[0]}, but classes "
+                f"are 0 to {num_classes - 1}\n\n{hint}"
+            )
 
 
 def _open(path: Path, name: str | None, split: str | int | None) -> Source | Prepared | None:
@@ -523,7 +566,8 @@ def _tensors(links: LinkParts) -> Links:
 
 
 def _reread(opened: Prepared, choices: _Choices) -> _Parts:
-    graph = Graph(opened.indptr, opened.indices, check=False).rebuilt(
+    _check_split(opened)
+    graph = _graph_of(opened).rebuilt(
         bidirected=bool(choices.bidirected),
         self_loops=choices.self_loops or "keep",
         duplicates=choices.duplicates or "keep",

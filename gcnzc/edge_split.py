@@ -43,6 +43,7 @@ class EdgeShares:
 
 def with_sorted_columns(graph: Graph) -> Graph:
     """The graph with the sources of each column in ascending order; itself if they are."""
+    graph.check()
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
     if is_sorted(indptr, indices):
         return graph

@@ -30,7 +30,8 @@ class Graph:
             On the host, memory-mapped or not, as a tensor or a numpy array.
         indices: (E,), sources of edges, in [0, N); int32 below 2**31 nodes, else int64; the other
             type is copied. On the host like `indptr`.
-        check: look at every number once; False trusts them.
+        check: look at every number now. False leaves that to `check`, for files that are mapped
+            and for what is made from a checked graph; a sampler checks the numbers that it reads.
 
     Raises:
         ValueError: sizes, types, order or range are wrong.
@@ -39,10 +40,22 @@ class Graph:
     def __init__(self, indptr: Ids, indices: Ids, *, check: bool = True) -> None:
         offsets, sources = _numbers(indptr, "indptr"), _numbers(indices, "indices")
         _check_sizes(offsets, sources)
+        self._is_checked = False
         if check:
             _check_numbers(offsets, sources)
+            self._is_checked = True
         self._indptr = _tensor(offsets.astype(np.int64, copy=False))
         self._indices = _tensor(sources.astype(csc.index_dtype(len(offsets) - 1), copy=False))
+
+    def check(self) -> None:
+        """Look at every number, unless that was done: code that trusts all of them calls this.
+
+        Raises:
+            ValueError: `indptr` falls somewhere, or an index is no node.
+        """
+        if not self._is_checked:
+            _check_numbers(self._indptr.numpy(), self._indices.numpy(), csc.VERIFY)
+            self._is_checked = True
 
     @property
     def indptr(self) -> Tensor:
@@ -65,8 +78,15 @@ class Graph:
         return self._indices.shape[0]
 
     def in_degrees(self) -> Tensor:
-        """(N,) int64: the length of each column."""
-        return self._indptr.diff()
+        """(N,) int64: the length of each column.
+
+        Raises:
+            ValueError: one is negative, see `check`.
+        """
+        degrees = self._indptr.diff()
+        if not self._is_checked and len(degrees) and int(degrees.min()) < 0:
+            self.check()
+        return degrees
 
     def edges(self) -> tuple[Tensor, Tensor]:
         """(E,) sources and (E,) destinations, column by column; the sources are not copied."""
@@ -246,6 +266,7 @@ class Graph:
         """This graph with other choices, see `from_edges`; itself if there is nothing to change."""
         if not bidirected and self_loops == "keep" and duplicates == "keep":
             return self
+        self.check()
         offsets, sources = self._indptr.numpy(), self._indices.numpy()
         return _build(
             csc.columns(offsets, sources),
@@ -315,19 +336,21 @@ def _check_sizes(indptr: NDArray[np.integer], indices: NDArray[np.integer]) -> N
         )
 
 
-def _check_numbers(indptr: NDArray[np.integer], indices: NDArray[np.integer]) -> None:
+def _check_numbers(
+    indptr: NDArray[np.integer], indices: NDArray[np.integer], hint: str | None = None
+) -> None:
     num_nodes = len(indptr) - 1
     node = csc.first_descent(indptr)
     if node >= 0:
         raise ValueError(
             f"indptr falls from {indptr[node]} to {indptr[node + 1]} at node {node}\n\n"
-            "hint: it is the running sum of the numbers of in-neighbours"
+            + (hint or "hint: it is the running sum of the numbers of in-neighbours")
         )
     place = csc.first_outside(indices, num_nodes)
     if place >= 0:
         raise ValueError(
             f"indices[{place}] is {indices[place]}, but the graph has {num_nodes} nodes\n\n"
-            f"hint: nodes are numbered from 0 to {num_nodes - 1}"
+            + (hint or f"hint: nodes are numbered from 0 to {num_nodes - 1}")
         )
 
 

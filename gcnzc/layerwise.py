@@ -71,7 +71,8 @@ def inference(
         share its memory: do not write to it.
 
     Raises:
-        ValueError: the table does not fit the graph or the model, or a node is not in the graph.
+        ValueError: the table does not fit the graph or the model, a node is not in the graph, or an
+            edge leads outside it, see `Graph.check`.
         RuntimeError: there is too little memory for the workers of a machine to share.
         WorkerLost: another worker is gone.
     """
@@ -81,6 +82,7 @@ def inference(
             "hint: row i is of node i"
         )
     demand_columns(model, table.num_columns)
+    graph.check()
     if nodes is not None:
         nodes = demand_seeds(nodes, graph.num_nodes)
     device = torch.device(device)

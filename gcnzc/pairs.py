@@ -212,6 +212,7 @@ def demand_edges(edges: Tensor, num_nodes: int) -> Tensor:
 
 def _sorted(graph: Graph, order: bool) -> tuple[Graph, Tensor | None]:
     """The graph with sorted columns, and, asked for, where its edges stand in `graph`."""
+    graph.check()
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
     if is_sorted(indptr, indices):
         return graph, None

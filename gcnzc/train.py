@@ -30,7 +30,8 @@ from torch import nn
 
 from gcnzc import checkpoint, link, record
 from gcnzc.config import EvaluateConfig, TrainConfig, from_words, to_words
-from gcnzc.data import Dataset, load
+from gcnzc.data import Dataset, load, verify
+from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Choices, Group, run
 from gcnzc.hot import CachedTable
 from gcnzc.loader import Loader
@@ -59,6 +60,7 @@ from gcnzc.timeline import (
     share_under,
     write_trace,
 )
+from gcnzc.together import together
 from gcnzc.worker_states import WorkerStates
 
 # options that a resumed run may be given anew: they change how long it runs, not what it computes
@@ -68,6 +70,7 @@ FREE_ON_RESUME = {
         "epochs",
         "threads",
         "plan",
+        "verify",
         "checkpoint_every_s",
         "trace",
         "out",
@@ -132,6 +135,8 @@ def train(
     reporter, group = reporter or Quiet(), group or Group()
     if config.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
+    if config.verify:
+        _verify(config.data, group, reporter)
     data = load_shared(config.data, group, allow_nan=config.allow_nan)
     device = choose_device(config.device, group.local_rank)
     task = build_task(config, data)
@@ -178,6 +183,18 @@ def train(
         this = _Run(config, folder, data, task, table, device, model, optimizer, loader, reporter)
         this.resume() if config.resume else this.start()
         return this.to_the_end(stopped)
+
+
+def _verify(path: Path, group: Group, reporter: Reporter) -> None:
+    """Verify a prepared folder, on one worker of each machine; others are read and checked whole.
+
+    Raises:
+        FileNotFoundError, ValueError: on all workers, if a file is missing or damaged.
+    """
+    with together(group) as work:
+        if group.local_rank == 0 and is_prepared(path):
+            with reporter.stages(f"verify {path}") as progress:
+                work.meanwhile(lambda: verify(path, progress))
 
 
 def new_folder(config: TrainConfig) -> Path:

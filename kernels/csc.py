@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from gcnzc.kernels.threads import in_parts
 
 Array = NDArray[Any]
+# the remedy for numbers that no graph has
+VERIFY = "hint: `gcnzc info DATA --verify` says which file of a prepared folder is damaged"
 # one run of the edge list: its sources and destinations, made when asked for
 Segment = Callable[[], tuple[Array, Array]]
 

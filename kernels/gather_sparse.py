@@ -11,6 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from gcnzc.kernels.csc import VERIFY
 from gcnzc.kernels.threads import in_parts
 
 # fewer bytes of the result than this are not worth a thread
@@ -31,7 +32,11 @@ def _spread_rows(indptr, columns, values, ids, out, bad, begin, end):
             bad[0] = 1
             return
         out[i] = 0
-        for place in range(indptr[row], indptr[row + 1]):
+        first, last = indptr[row], indptr[row + 1]
+        if not 0 <= first <= last <= len(columns):
+            bad[0] = 1
+            return
+        for place in range(first, last):
             column = columns[place]
             if not 0 <= column < num_columns:
                 bad[0] = 1
@@ -54,9 +59,9 @@ def gather_sparse(
         (B, D), which is `out` if that was given.
 
     Raises:
-        ValueError: layout, shapes or dtypes do not fit.
-        IndexError: an id is outside [0, N), or the table names a column outside [0, D); `out` may
-            then be half written.
+        ValueError: layout, shapes or dtypes do not fit; or an offset of a row or a column is
+            outside the table, and `out` may then be half written.
+        IndexError: an id is outside [0, N); `out` may then be half written.
     """
     if table.layout != torch.sparse_csr or table.ndim != 2 or table.dtype != torch.float32:
         raise ValueError(
@@ -114,7 +119,7 @@ def _explain(table: Tensor, ids: Tensor) -> None:
         )
     columns = table.col_indices()
     wrong = columns[(columns < 0) | (columns >= num_columns)]
-    raise IndexError(
-        f"gather_sparse: the table names column {int(wrong[0])} of {num_columns}\n\n"
-        "hint: torch checks a table when it is made with check_invariants=True"
+    what = (
+        f"column {int(wrong[0])} of {num_columns}" if len(wrong) else "an entry that is not there"
     )
+    raise ValueError(f"gather_sparse: the table names {what}\n\n{VERIFY}")

@@ -20,6 +20,7 @@ from numba import int64, njit, uint32, uint64
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gcnzc.kernels.csc import VERIFY
 from gcnzc.kernels.edges import LeftOut, num_removed, position_of
 from gcnzc.kernels.memory import prefetch
 from gcnzc.kernels.philox import philox4x32, philox4x32_reference, split_key
@@ -115,8 +116,8 @@ DIRECT_NODES = 2**24
 SLOTS_PER_NODE = 2
 MAX_NODES = 2**31 - 1  # local numbers are int32
 MAX_DEGREE = 2**32 - 1  # positions are drawn from words of 32 bits
-# fields of `progress`
-HOP, DESTINATION, NODES, EDGES, NEED_INDPTR, NEED_NODES, NEED_EDGES = range(7)
+# fields of `progress`; WRONG_NODE is -1 unless the graph's numbers for a node are damaged
+HOP, DESTINATION, NODES, EDGES, WRONG_NODE, NEED_INDPTR, NEED_NODES, NEED_EDGES = range(8)
 
 
 @njit(cache=True, nogil=True)
@@ -321,6 +322,41 @@ def _pass_over(left, destination, begins, ends, taken, positions):
 
 
 @njit(cache=True, nogil=True)
+def _are_outside(numbers, end):
+    """Whether one of the numbers is below 0 or not below `end`.
+
+    A pass of its own over numbers that are in the first cache, which becomes vector code. As part
+    of the loop that reads them from the graph it costs several times as much.
+    """
+    signs = int64(0)
+    for i in range(len(numbers)):
+        signs |= numbers[i] | (end - 1 - numbers[i])
+    return signs < 0
+
+
+@njit(cache=True, nogil=True)
+def _first_wrong_source(sources, ends, end):
+    """The first destination of a lot with a source that is no node."""
+    wrong = 0
+    while 0 <= sources[wrong] < end:
+        wrong += 1
+    place = 0
+    while ends[place] <= wrong:
+        place += 1
+    return place
+
+
+@njit(cache=True, nogil=True)
+def _first_wrong_column(begins, degrees, num_edges):
+    """The first destination of a lot whose edges are not those of the graph, or -1."""
+    for i in range(len(begins)):
+        # no number of 64 bits can wrap round once the first two are known to be in range
+        if not (0 <= begins[i] <= num_edges and 0 <= degrees[i] <= num_edges - begins[i]):
+            return i
+    return -1
+
+
+@njit(cache=True, nogil=True)
 def _sample(
     indptr,
     indices,
@@ -337,7 +373,11 @@ def _sample(
     num_nodes,
     num_edges,
 ):
-    """Go on from `progress`; False if a buffer is too small, and then `progress` says which."""
+    """Go on from `progress`; False if it cannot, and then `progress` says why.
+
+    Either a buffer is too small, or the numbers of a node lead outside the graph. All are checked
+    here, where they are read first, since a graph may be a mapped file that nobody has read.
+    """
     nodes, out_indptr, out_indices, out_edge_ids = out
     hop, destination = progress[HOP], progress[DESTINATION]
     count, edges = progress[NODES], progress[EDGES]
@@ -386,6 +426,10 @@ def _sample(
                 total += degree if fanout < 0 else min(degree, fanout)
                 longest = max(longest, degree)
                 taken += 1
+            wrong = _first_wrong_column(begins[:taken], degrees[:taken], len(indices))
+            if wrong >= 0:
+                progress[WRONG_NODE], progress[NODES] = nodes[destination + wrong], count
+                return False
             if count + total > room or edges + total > len(out_indices):
                 progress[NEED_NODES], progress[NEED_EDGES] = count + total, edges + total
                 done = False
@@ -421,6 +465,10 @@ def _sample(
             sources = positions[:total]
             for i in range(total):
                 sources[i] = indices[positions[i]]
+            if _are_outside(sources, len(indptr) - 1):
+                wrong = _first_wrong_source(sources, ends, len(indptr) - 1)
+                progress[WRONG_NODE], progress[NODES] = nodes[destination + wrong], count
+                return False
             places = out_indices[edges : edges + total]
             if len(direct):
                 count = _number_directly(sources, direct, base, nodes, count, places)
@@ -530,6 +578,19 @@ def _empty(length: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(length, dtype=dtype)
 
 
+def _describe_damage(indptr: Tensor, indices: Tensor, node: int) -> str:
+    num_nodes, num_edges = len(indptr) - 1, len(indices)
+    begin, end = indptr[node : node + 2].tolist()
+    if not 0 <= begin <= end <= num_edges:
+        return (
+            f"the edges into node {node} are numbered from {begin} to {end}, but the graph has "
+            f"{num_edges} edges\n\n{VERIFY}"
+        )
+    column = indices[begin:end]
+    wrong = column[(column < 0) | (column >= num_nodes)][:4].tolist()
+    return f"node {node} has the in-neighbours {wrong} in a graph of {num_nodes} nodes\n\n{VERIFY}"
+
+
 def sample(
     indptr: Tensor,
     indices: Tensor,
@@ -548,7 +609,8 @@ def sample(
 
     Args:
         indptr: (N + 1,) int64, monotone, on the CPU.
-        indices: (E,) int32 or int64, in [0, N), on the CPU.
+        indices: (E,) int32 or int64, in [0, N), on the CPU. What is read of both is checked, since
+            they may be mapped from a damaged file.
         seeds: (S,) int64 in [0, N), not checked: one outside reads foreign memory. One that occurs
             twice is two destinations with the same neighbours; edges lead to its first place.
         fanouts: L numbers, from the seeds outward; -1 keeps all neighbours.
@@ -563,7 +625,8 @@ def sample(
         empty: gives the memory of the result.
 
     Raises:
-        ValueError: an epoch or seed out of range, or a batch of 2**31 nodes.
+        ValueError: an epoch or seed out of range, a batch of 2**31 nodes, or a neighbour or a range
+            of neighbours outside the graph.
     """
     if workspace is None:
         workspace = Workspace()
@@ -575,7 +638,8 @@ def sample(
     workspace.start(len(indptr) - 1)
     workspace.make_room(num_seeds, out.nodes.numpy(), num_seeds)
     num_nodes, num_edges = np.zeros((2, num_hops + 1), np.int64)
-    progress = np.zeros(7, np.int64)
+    progress = np.zeros(8, np.int64)
+    progress[WRONG_NODE] = -1
     num_nodes[0] = progress[NODES] = num_seeds
     key = np.array([*split_key(seed), epoch], np.uint64)
     left = None if without is None else (without.first, without.kept_before, without.removed)
@@ -596,6 +660,8 @@ def sample(
             num_nodes,
             num_edges,
         ):
+            if progress[WRONG_NODE] >= 0:
+                raise ValueError(_describe_damage(indptr, indices, int(progress[WRONG_NODE])))
             if progress[NEED_NODES] > MAX_NODES:
                 raise ValueError(
                     f"a batch of {num_seeds} seeds with fan-outs {list(fanouts)} reaches more than "

@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -392,3 +394,42 @@ def test_a_gpu_that_fails(message, error, hint, monkeypatch, capsys):
     assert told[-2].startswith(error)
     assert told[-1].startswith("hint: ")
     assert hint in told[-1]
+
+
+# each case in a process of its own, since one that reads foreign memory may be ended by a signal
+FORKS = """
+import os, sys
+from gcnzc.cli import main
+for words in sys.argv[1:]:
+    sys.stderr.write(f"case {words}\\n")
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        os._exit(main(words.split()))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_flipped_bit_in_a_graph_never_ends_a_command_by_a_signal(graph, tmp_path):
+    commands = []
+    for name, place in (("indices.npy", 4096 + 4 * 700 + 3), ("indptr.npy", 4096 + 8 * 700 + 5)):
+        damaged = tmp_path / name
+        shutil.copytree(graph, damaged)
+        data = bytearray((damaged / name).read_bytes())
+        data[place] ^= 0x40
+        (damaged / name).write_bytes(data)
+        options = " ".join(SMALL)
+        commands += [
+            f"train {damaged} {options} --out {damaged}-run",
+            f"train {damaged} {options} --verify --out {damaged}-run",
+            f"embed {damaged} {tmp_path}/embedded --dims 8",
+        ]
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, *commands], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["1"] * 6, done.stderr
+    assert done.stderr.count("\nerror: ") == done.stderr.count("\nhint: ") == 6, done.stderr
+    assert done.stderr.count("has the checksum") == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("--verify` says which file") == 4
+    assert not (tmp_path / "embedded").exists()

@@ -24,9 +24,17 @@ from gcnzc.data import (
     verify,
 )
 from gcnzc.datasets import download, store
+from gcnzc.datasets.meta import checksum_of
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.rows import in_memory
+from gcnzc.pairs import LinkSampler
 from gcnzc.table import FeatureTable
+
+
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+    """As if it had been written so; the checksum is right."""
+    whole = meta | {"crc32": checksum_of(meta)}
+    (folder / "meta.json").write_text(json.dumps(whole))
 
 
 def edges(dataset: Dataset) -> list[tuple[int, int]]:
@@ -381,8 +389,8 @@ def test_codes_are_not_taken_for_numbers(tmp_path: Path) -> None:
         assert info(folder)["version"] == 2
         meta = json.loads((folder / "meta.json").read_text())
         meta["features"]["dtype"] = other
-        (folder / "meta.json").write_text(json.dumps(meta))
-        with pytest.raises(ValueError, match=rf"are no features of type {other}\n\nhint: "):
+        write_meta(folder, meta)
+        with pytest.raises(ValueError, match=r"meta.json: features(.|\n)*\n\nhint: "):
             load(folder)
 
 
@@ -660,9 +668,101 @@ def test_a_damaged_prepared_folder_is_named(tmp_path: Path) -> None:
     # a wrong edge with a right checksum is found as well
     meta = json.loads((tmp_path / "a/meta.json").read_text())
     meta["files"]["indices.npy"]["crc32"] = store.checksum(path)
-    (tmp_path / "a/meta.json").write_text(json.dumps(meta))
+    write_meta(tmp_path / "a", meta)
     with pytest.raises(ValueError, match="hint: "):
         verify(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("num_nodes", 41, "indptr.npy has shape"),
+        ("num_nodes", "40", "num_nodes is '40', not a whole number"),
+        ("num_nodes", True, "num_nodes is True, not a whole number"),
+        ("num_edges", 199, "indices.npy has shape"),
+        ("num_classes", 2, "has the label 2, but classes are 0 to 1"),
+        ("num_classes", 2**40, "num_classes is 1099511627776, not at most 65536"),
+        ("num_tasks", 0, "num_tasks is 0"),
+        ("metric", "loss", 'metric is \'loss\', not "accuracy" or "rocauc"'),
+        ("best_accuracy", 7, "best_accuracy is 7, not a number from 0 to 1"),
+        ("features", [], "features is \\[\\], not a table"),
+        ("features.columns", -1, "features: columns is -1"),
+        ("features.columns", 6, "columns is 6, not at most 5"),
+        ("features.pitch_bytes", 10**15, "pitch_bytes is 10{15}, not 20"),
+        ("features.finite", "no", "finite is 'no', not true or false"),
+        ("features.dtype", "float16", "features.npy has shape"),
+        ("features.kind", "codes", "kind is 'codes'"),
+        ("split.train", 21, "split/train.npy has shape"),
+        ("options.bidirected", "yes", "bidirected is 'yes'"),
+        ("files.labels.npy.dtype", "|O", "dtype is '|O', not a type of numbers"),
+        ("files.indices.npy.shape", [-200], "shape is \\[-200\\]"),
+        ("files.indices.npy.bytes", 2**40, "bytes is 1099511627776, not 4896"),
+    ],
+)
+def test_meta_json_with_a_wrong_value_is_not_opened(
+    tmp_path: Path, place: str, value: Any, words: str
+) -> None:
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
+    meta = json.loads((tmp_path / "a/meta.json").read_text())
+    first, *rest = place.split(".", 1)
+    if first == "files":
+        name, key = rest[0].rsplit(".", 1)
+        meta["files"][name][key] = value
+    elif rest:
+        meta[first][rest[0]] = value
+    else:
+        meta[first] = value
+    write_meta(tmp_path / "a", meta)
+    with pytest.raises(ValueError, match=words.replace("|O", r"\|O") + "(.|\n)*\n\nhint: "):
+        load(tmp_path / "a")
+
+
+def put(path: Path, place: int, number: int, dtype: type = np.int64) -> None:
+    """Write a number into the data of a prepared folder's file."""
+    data = bytearray(path.read_bytes())
+    size = np.dtype(dtype).itemsize
+    begin = 4096 + place * size
+    data[begin : begin + size] = dtype(number).tobytes()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("file", "number", "words"),
+    [
+        ("labels.npy", 3, "has the label 3, but classes are 0 to 2"),
+        ("labels.npy", -5, "has the label -5, but classes are 0 to 2"),
+        ("split/train.npy", 40, "the train part names the node 40, but nodes are 0 to 39"),
+        ("split/train.npy", -1, "the train part names the node -1"),
+        ("indptr.npy", 1, "indptr.npy goes from 1 to 200, not from 0 to 200"),
+    ],
+)
+def test_labels_and_splits_outside_the_graph_are_refused_on_opening(
+    tmp_path: Path, file: str, number: int, words: str
+) -> None:
+    graph = tiny()
+    prepare(graph.write(tmp_path / "raw"), tmp_path / "a")
+    place = int(graph.split["train"][0]) if file == "labels.npy" else 0
+    put(tmp_path / "a" / file, place, number)
+    with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: .*--verify"):
+        load(tmp_path / "a")
+
+
+def test_damage_is_not_prepared_again_with_a_right_checksum(tmp_path: Path) -> None:
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
+    put(tmp_path / "a/features.npy", 3, 1, np.float32)
+    with pytest.raises(ValueError, match=r"features.npy has the checksum"):
+        prepare(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_edges_that_lead_outside_are_refused_by_what_reads_all_of_them(tmp_path: Path) -> None:
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
+    put(tmp_path / "a/indices.npy", 7, 2**31 - 1, np.int32)
+    with pytest.raises(ValueError, match=r"indices\[7\] is 2147483647(.|\n)*hint: .*--verify"):
+        load(tmp_path / "a", bidirected=True)
+    graph = load(tmp_path / "a").graph
+    with pytest.raises(ValueError, match="40 nodes"):
+        LinkSampler(graph, torch.tensor([[0], [1]]), [2])
 
 
 def test_what_is_there_is_kept(tmp_path: Path) -> None:

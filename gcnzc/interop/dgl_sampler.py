@@ -56,6 +56,7 @@ class DglSampler:
         self._key = split_key(seed)
         self._dgl = import_dgl()
         self._sampler = self._dgl.dataloading.NeighborSampler(list(self.fanouts))
+        graph.check()  # DGL trusts every number
         offsets, sources = graph.indptr, graph.indices.long()
         self._graph = self._dgl.graph(("csc", (offsets, sources, [])), num_nodes=graph.num_nodes)
 

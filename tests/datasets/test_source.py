@@ -48,7 +48,9 @@ def test_missing_labels_of_several_tasks_stay() -> None:
     ("raw", "num_classes", "words"),
     [
         ([0, 3, 1], 3, r"node 1 has the label 3, which is no class \(0 to 2\)"),
-        ([0, -2, 1], None, r"node 1 has the label -2, .* \(classes count from 0\)"),
+        ([0, -2, 1], None, r"node 1 has the label -2, .* \(classes count from 0, "),
+        ([0, 2**40, 1], None, "node 1 has the label 1099511627776, which is no class"),
+        ([0, 1, 1], 2**40, "1,099,511,627,776 classes for 3 nodes"),
         ([0, 0.5, 1], None, "node 1 has the label 0.5"),
         ([0, np.inf, 1], None, "node 1 has the label inf"),
         ([[0, 0], [0, 2], [0, 0]], 2, "node 1 has the label 2"),

@@ -60,7 +60,7 @@ def test_outside():
             gather_sparse(table, torch.tensor([0, outside]))
     with torch.sparse.check_sparse_tensor_invariants(False):
         wrong = torch.sparse_csr_tensor([0, 1], [7], [1.0], size=(1, 5))
-    with pytest.raises(IndexError, match="column 7 of 5"):
+    with pytest.raises(ValueError, match="column 7 of 5"):
         gather_sparse(wrong, torch.tensor([0]))
 
 

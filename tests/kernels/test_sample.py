@@ -314,3 +314,32 @@ def test_batch_of_too_many_nodes(uneven, table, monkeypatch):
 def test_epoch_out_of_range(uneven, epoch):
     with pytest.raises(ValueError, match="epoch"):
         sample(*uneven, torch.arange(9), [3], 0, epoch)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_neighbour_outside_the_graph_is_refused_and_not_read(
+    monkeypatch: pytest.MonkeyPatch, direct: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(kernel, "DIRECT_NODES", 2**24 if direct else 0)
+    indptr = torch.arange(0, 3001, 3)
+    for wrong in (1000, -1, 2**31 - 1, -(2**31)):
+        indices = torch.arange(3000, dtype=dtype) % 1000
+        indices[1234] = wrong
+        workspace = kernel.Workspace()
+        with pytest.raises(ValueError, match=rf"node 411 has the in-neighbours \[{wrong}\]"):
+            kernel.sample(indptr, indices, torch.arange(1000), [3, 2], 0, 0, workspace=workspace)
+        # the workspace is as good as new
+        indices[1234] = 0
+        seeds = torch.arange(50)
+        again = kernel.sample(indptr, indices, seeds, [3, 2], 0, 0, workspace=workspace)
+        fresh = kernel.sample(indptr, indices, seeds, [3, 2], 0, 0)
+        assert torch.equal(again.nodes, fresh.nodes)
+
+
+@pytest.mark.parametrize("wrong", [3001, -1, 2**62, -(2**63), 5])
+def test_columns_outside_the_graph_are_refused_and_not_read(wrong: int) -> None:
+    indptr, indices = torch.arange(0, 3001, 3), torch.arange(3000) % 1000
+    indptr[412] = wrong
+    with pytest.raises(ValueError, match=rf"edges into node 41[12] are .*{wrong}(.|\n)*hint: "):
+        kernel.sample(indptr, indices, torch.arange(1000), [-1], 0, 0)
