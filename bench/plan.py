@@ -211,11 +211,7 @@ def trained(
     found: dict[float, list[Step]] = {}
     for number, step in _steps(events, steps):
         found.setdefault(plan[number], []).append(step)
-    last = {
-        rate: (sent[number] - sent[number - 1]) / steps
-        for number, rate in enumerate(plan)
-        if number > 0
-    }
+    last = {rate: sent[number] / steps for number, rate in enumerate(plan) if number > 0}
     return Trained(found, last)
 
 

@@ -26,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ def speed(
         seconds = sum(line["epoch_s"] for line in later)
         rates[method].append(sum(line["seeds"] for line in later) / seconds)
         shares[method].append(sum(line["exchange_s"] for line in later) / seconds)
-        sent[method] = json.loads((run / "result.json").read_text())["bytes_sent"]
+        sent[method] = sum(_sent_by_first(run))
     later_rates = {method: statistics.median(each) for method, each in rates.items()}
     for method in methods:
         rate = later_rates[method]
@@ -289,11 +290,16 @@ def prepared(folder: Path, name: str) -> Path:
     return graph
 
 
+def _sent_by_first(run: Path) -> list[int]:
+    """The bytes that worker 0 sent in each epoch."""
+    workers = [json.loads(line) for line in (run / "workers.jsonl").open()]
+    return [line["bytes_sent"] for line in workers if line["worker"] == 0]
+
+
 def _read(run: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run / "record.jsonl").open()]
     result = json.loads((run / "result.json").read_text())
-    workers = [json.loads(line) for line in (run / "workers.jsonl").open()]
-    sent = [line["bytes_sent"] for line in workers if line["worker"] == 0]
+    sent = list(accumulate(_sent_by_first(run)))
     evaluated = [number for number, line in enumerate(lines) if "valid_accuracy" in line]
     return {
         "test_percent": 100 * result["test_accuracy"],

@@ -37,10 +37,11 @@ from gcnzc.config import (
 from gcnzc.datasets import generate
 from gcnzc.datasets.embed import embed
 from gcnzc.edge_split import EdgeShares
-from gcnzc.exchange import Group, is_worker, joined
+from gcnzc.exchange import Group, is_worker, joined, run
 from gcnzc.loader import Loader
 from gcnzc.picture import HitRates, curves, efficiencies, hit_rates, step_times
 from gcnzc.progress import Quiet, Reporter
+from gcnzc.replicas import told
 from gcnzc.stages import choose_device
 
 if sys.version_info >= (3, 11):
@@ -96,13 +97,16 @@ def work(config: TrainConfig, reporter: Reporter) -> int:
     """`gcnzc train` as one of several workers."""
     if launch.word_was_left():
         return 0
-    folder = config.resume or config.out
-    if folder is not None and launch.restarts_so_far() and train.can_resume(folder):
-        config = replace(config, resume=folder)
     backend = "gloo" if choose_device(config.device).type == "cpu" else "auto"
     try:
         with joined(backend, timeout_s=config.timeout_s) as group:
-            train_command(config, reporter if group.rank == 0 else Quiet(), group)
+            own = reporter if group.rank == 0 else Quiet()
+            if launch.cannot_be_joined():
+                own.say(
+                    "a machine that is lost cannot be replaced in this run: torchrun allows it "
+                    "where TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set on all machines"
+                )
+            train_command(config, own, group)
     except train.Followed:
         return 0 if launch.leave_word() else FAILED
     except (ValueError, OSError, train.Interrupted) as error:
@@ -115,12 +119,19 @@ def work(config: TrainConfig, reporter: Reporter) -> int:
     return 0
 
 
+def _chosen_folder(config: TrainConfig, group: Group, run_id: str | None) -> Path:
+    """The folder that worker 0 finds for a run without --out, on all workers."""
+    own = str(train.new_folder(config, run_id)).encode()
+    return Path(run(told(own, group.rank), group).decode())
+
+
 def train_command(config: TrainConfig, reporter: Reporter, group: Group | None = None) -> None:
     """`gcnzc train`."""
     if config.data is None:
         config = replace(config, data=builtin.prepared(reporter))
-    folder = config.resume or config.out or train.new_folder(config)
-    result = train.train(config, folder, reporter, group)
+    run_id = launch.run_id()
+    folder = config.resume or config.out or _chosen_folder(config, group or Group(), run_id)
+    result = train.train(config, folder, reporter, group, run_id)
     if group is not None and group.rank:
         return
     metric, best = result["metric"], result.get("best_possible_accuracy")

@@ -6,18 +6,39 @@ with their ranks before them, and all are kept in the log folder.
 """
 
 import os
+import socket
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 # where a worker leaves word that starting again would not help
 FATAL = "GCNZC_FATAL"
+# the rendezvous of a launcher whose workers are all on this machine
+LOOPBACK, LOOPBACK_ADDRESS = "gcnzc-loopback", "127.0.0.1"
+# torchrun's run id where the user gave none
+NO_RUN_ID = "none"
+# what workers on one machine find in their environment, unless the user's says otherwise
+OF_ONE_MACHINE = {
+    # connections of gloo and NCCL stay on this machine
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    # a store that is gone is reported by a message, not by C++ frames
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 
 def launch(words: Sequence[str], workers: int, logs: Path, restarts: int = 3) -> int:
@@ -34,6 +55,7 @@ def launch(words: Sequence[str], workers: int, logs: Path, restarts: int = 3) ->
         KeyboardInterrupt: this process was asked to end, as the workers then were.
     """
     logs.mkdir(parents=True, exist_ok=True)
+    rendezvous_handler_registry.register(LOOPBACK, _Loopback)
     fatal = logs / f"fatal-{os.getpid()}"
     others = dict.fromkeys(range(1, workers), Std.ALL)
     config = LaunchConfig(
@@ -42,8 +64,8 @@ def launch(words: Sequence[str], workers: int, logs: Path, restarts: int = 3) ->
         nproc_per_node=workers,
         run_id=uuid.uuid4().hex,
         role="worker",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=LOOPBACK,
+        rdzv_endpoint=LOOPBACK_ADDRESS,
         max_restarts=restarts,
         logs_specs=DefaultLogsSpecs(str(logs), tee={0: Std.NONE, **others}),
         log_line_prefix_template="[worker ${rank}] ",
@@ -85,19 +107,95 @@ def word_was_left() -> bool:
     return path is not None and Path(path).exists()
 
 
-def restarts_so_far() -> int:
-    """How often this worker was started again; 0 without a launcher."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def run_id() -> str | None:
+    """What all worker sets of one launch have in common, and no other launch has.
+
+    The launcher's run id: what the user gave torchrun as `--rdzv-id`, or the random one of
+    `gcnzc train --workers`. Where torchrun was given none, the identity of this worker's launcher,
+    which a launcher that replaces it does not share. None without a launcher.
+    """
+    given = os.environ.get("TORCHELASTIC_RUN_ID")
+    if given is None or given != NO_RUN_ID:
+        return given
+    parent = os.getppid()
+    stat = Path(f"/proc/{parent}/stat").read_text()
+    # a process number is used again, but not with the same time of start
+    started = stat[stat.rindex(")") + 1 :].split()[19]
+    return f"{socket.gethostname()}-{parent}-{started}"
+
+
+def cannot_be_joined() -> bool:
+    """Whether a machine that replaces another could not join this run.
+
+    With torch 2.13, launchers that share their store do not tell a new one where it is: the new
+    launcher and the old ones end with DistStoreError.
+    """
+    has_several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    return has_several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+class _Loopback(RendezvousHandler):
+    """The rendezvous of one launcher: for each start a new store, on the loopback interface alone.
+
+    torch's own listens on all interfaces, and unpickles what it reads there.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self.parameters = parameters
+        self.store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return LOOPBACK
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers use the launcher's store, which outlives them."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Make the store of the next attempt."""
+        with socket.socket() as listener:
+            listener.bind((LOOPBACK_ADDRESS, 0))
+            listener.listen(socket.SOMAXCONN)
+            port = listener.getsockname()[1]
+            self.store = TCPStore(
+                LOOPBACK_ADDRESS,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(LOOPBACK_ADDRESS, port))
+
+    def is_closed(self) -> bool:
+        """Never: nobody else takes part."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to tell anybody."""
+
+    def num_nodes_waiting(self) -> int:
+        """No other machine may join."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return str(self.parameters.run_id)
+
+    def shutdown(self) -> bool:
+        """Close the store."""
+        self.store = None
+        return True
 
 
 @contextmanager
 def _environment(workers: int, fatal: Path) -> Iterator[None]:
-    """What workers find in their environment: their share of the cores, unless it is given."""
-    cores = max(len(os.sched_getaffinity(0)) // workers, 1)
+    """What workers find in their environment: their share of the cores, and OF_ONE_MACHINE."""
+    cores = str(max(len(os.sched_getaffinity(0)) // workers, 1))
+    wanted = {"OMP_NUM_THREADS": cores, "NUMBA_NUM_THREADS": cores, **OF_ONE_MACHINE}
     given = {FATAL: str(fatal.absolute())}
-    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
-        if name not in os.environ:
-            given[name] = str(cores)
+    given |= {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(given)
     try:
         yield

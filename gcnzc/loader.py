@@ -397,6 +397,7 @@ class Loader:
         began_s = time.perf_counter()
         with self._sampling:
             batch = self.sampler.sample(seeds, epoch)
+        batch.items = seeds
         if self.in_degrees:
             batch.blocks = self._with_degrees(batch.blocks)
         sampled_s, thread = time.perf_counter(), _thread()

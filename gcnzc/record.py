@@ -73,8 +73,13 @@ def board(folder: Path, first_step: int) -> Iterator[Callable[[int, Mapping[str,
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write `value` to `path`, whole or not at all."""
+    write_text(path, json.dumps(dict(value), indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path`, whole or not at all."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(dict(value), indent=2) + "\n")
+    partial.write_text(text)
     os.replace(partial, path)
 
 

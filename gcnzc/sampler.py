@@ -79,6 +79,7 @@ class Batch:
     x: Tensor | None = None  # (B, D) features of `nodes`
     y: Tensor | None = None  # (S,) or (S, T) labels of the seeds; with pairs (P,) float32, 1 or 0
     pairs: Tensor | None = None  # (2, P) int64 places among the seeds: edges, or not, by `y`
+    items: Tensor | None = None  # int64, on the host: the loader's seeds that this was made from
     times: dict[str, float] = field(default_factory=dict)  # seconds of worker threads, by "..._s"
     spans: list[Span] = field(default_factory=list)  # when that was, and in which thread
     stages: list[Stage] = field(default_factory=list)  # of a GPU's streams, past or to come

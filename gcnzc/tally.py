@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,23 @@ from gcnzc.timeline import Seconds, Span, Stage
 
 # of an epoch, told in any case
 TIMES = ("sample_s", "gather_s", "wait_s", "compute_s", "exchange_s", "hidden_s")
+COUNTS = ("seeds", "steps", "bytes", "bytes_sent", "seeds_checksum", "hits", "peer_hits")
+SUMS = ("loss", "right")
+
+
+def seeds_checksum(seeds: Tensor) -> int:
+    """The sum of SplitMix64 of all seeds, modulo 2**64: which seeds they are, in any order.
+
+    Minibatches add up to the checksum of their epoch, whoever took them. A seed that is missing,
+    or used twice, changes it.
+
+    Args:
+        seeds: (S,) int64 on the host: ids of nodes, or numbers of edges in link prediction.
+    """
+    mixed = seeds.numpy().astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
 
 
 class Tally:
@@ -21,19 +39,22 @@ class Tally:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.right = torch.zeros((), dtype=torch.float64, device=device)
         self.seeds = self.steps = self.bytes = 0
+        self.bytes_sent = 0  # to other workers, for whatever
+        self.seeds_checksum = 0  # modulo 2**64
         # of a cached table, rows that were hot, and of them those that another worker's GPU had
         self.hits: int | Tensor = 0
         self.peer_hits: int | Tensor = 0
         self.seconds = Seconds(dict.fromkeys(TIMES, 0.0))
 
-    def add(self, logits: Tensor, loss: Tensor, labels: Tensor) -> None:
-        """Count one minibatch."""
+    def add(self, logits: Tensor, loss: Tensor, labels: Tensor, seeds: Tensor) -> None:
+        """Count one minibatch, of which `seeds` are the loader's, on the host."""
         self.loss += loss.double() * len(labels)
         if labels.ndim == 1:
             # one logit a pair, or one a class
             foretold = logits > 0 if logits.ndim == 1 else logits.argmax(dim=1)
             self.right += (foretold == labels).sum()
         self.seeds += len(labels)
+        self.seeds_checksum = (self.seeds_checksum + seeds_checksum(seeds)) % 2**64
 
     def time(
         self, times: Mapping[str, float], stages: Sequence[Stage], waits: Sequence[Span]
@@ -49,22 +70,22 @@ class Tally:
             self.seconds.add_seconds("exchange_s", wait.end_s - wait.begin_s)
             self.seconds.add_seconds("compute_s", wait.begin_s - wait.end_s)
 
-    def summed(self) -> Algorithm["Tally"]:
-        """The sums of all workers, but of their steps, which are the same."""
+    def of_all_workers(self) -> Algorithm[list["Tally"]]:
+        """The tallies of all workers, in the order of ranks."""
         state = self.state_dict()
-        times = state.pop("times")
-        mine = torch.tensor([*state.values(), *times.values()], dtype=torch.float64)
-        rows = yield AllGather(mine)
-        values = rows.sum(dim=0).tolist()
-        whole = Tally(self.loss.device)
-        plain = dict(zip(state, values, strict=False))
-        for name in ("seeds", "steps", "bytes", "hits", "peer_hits"):
-            plain[name] = int(plain[name])
-        plain["steps"] = max(int(steps) for steps in rows[:, list(state).index("steps")])
-        whole.load_state_dict(
-            plain | {"times": dict(zip(times, values[len(state) :], strict=True))}
-        )
-        return whole
+        # a checksum has all 64 bits, which float64 does not
+        counts = yield AllGather(torch.tensor([_signed(state[name]) for name in COUNTS]))
+        sums = [state[name] for name in SUMS]
+        times = state["times"]
+        rows = yield AllGather(torch.tensor([*sums, *times.values()], dtype=torch.float64))
+        tallies = []
+        for whole, real in zip(counts.tolist(), rows.tolist(), strict=True):
+            tally = Tally(self.loss.device)
+            values = dict(zip(COUNTS, whole, strict=True)) | dict(zip(SUMS, real, strict=False))
+            seconds = dict(zip(times, real[len(SUMS) :], strict=True))
+            tally.load_state_dict(values | {"times": seconds})
+            tallies.append(tally)
+        return tallies
 
     def shown(self) -> str:
         """The figures beside the bar."""
@@ -88,20 +109,38 @@ class Tally:
             line["train_accuracy"] = self.right.item() / self.seeds
         times = {name: seconds / workers for name, seconds in self.seconds.all().items()}
         line["epoch_s"] = times["wait_s"] + times["compute_s"] + times["exchange_s"]
-        return line | times | {"seeds": self.seeds, "payload_bytes": self.bytes}
+        line |= times | {"seeds": self.seeds, "seeds_checksum": f"{self.seeds_checksum:016x}"}
+        return line | {"payload_bytes": self.bytes, "bytes_sent": self.bytes_sent}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
-        own = {name: getattr(self, name) for name in ("seeds", "steps", "bytes")}
-        sums = {"loss": self.loss.item(), "right": self.right.item()}
-        sums |= {"hits": int(self.hits), "peer_hits": int(self.peer_hits)}
-        return own | sums | {"times": self.seconds.all()}
+        counts = {name: int(getattr(self, name)) for name in COUNTS}
+        sums = {name: getattr(self, name).item() for name in SUMS}
+        return counts | sums | {"times": self.seconds.all()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
-        self.loss.fill_(state["loss"])
-        self.right.fill_(state["right"])
-        self.seeds, self.steps, self.bytes = state["seeds"], state["steps"], state["bytes"]
-        # a checkpoint from before there were hot sets, or split ones, has none
-        self.hits, self.peer_hits = state.get("hits", 0), state.get("peer_hits", 0)
+        for name in SUMS:
+            getattr(self, name).fill_(state[name])
+        for name in COUNTS:
+            # a checkpoint from before something was counted does not have it
+            setattr(self, name, state.get(name, 0))
+        self.seeds_checksum %= 2**64
         self.seconds = Seconds(dict.fromkeys(TIMES, 0.0) | state["times"])
+
+
+def added(tallies: Sequence[Tally]) -> Tally:
+    """The sums over workers, but of their steps, which are the same."""
+    states = [tally.state_dict() for tally in tallies]
+    whole = {name: sum(state[name] for state in states) for name in (*COUNTS, *SUMS)}
+    whole["steps"] = max(state["steps"] for state in states)
+    names = states[0]["times"]
+    times = {name: sum(state["times"][name] for state in states) for name in names}
+    total = Tally(tallies[0].loss.device)
+    total.load_state_dict(whole | {"times": times})
+    return total
+
+
+def _signed(count: int) -> int:
+    """The int64 with the same 64 bits."""
+    return count - 2**64 if count >= 2**63 else count

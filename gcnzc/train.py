@@ -50,7 +50,7 @@ from gcnzc.stages import (
 )
 from gcnzc.streams import clock_of
 from gcnzc.table import FeatureTable
-from gcnzc.tally import Tally
+from gcnzc.tally import Tally, added
 from gcnzc.tasks import Task, build_task
 from gcnzc.timeline import (
     Span,
@@ -86,8 +86,9 @@ WAITS = 1000
 # steps that are not traced: they compile, and fill the loader's memory
 WARM_UP = 10
 
-CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE = (
+CONFIG, RUN_ID, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE = (
     "config.json",
+    "run_id",
     "record.jsonl",
     "workers.jsonl",
     "checkpoint.pt",
@@ -113,6 +114,7 @@ def train(
     folder: Path,
     reporter: Reporter | None = None,
     group: Group | None = None,
+    run_id: str | None = None,
 ) -> dict[str, Any]:
     """Train as `config` says, and return what the run came to.
 
@@ -122,6 +124,8 @@ def train(
             Worker 0 alone reads and writes it.
         reporter: where progress is shown; nowhere if None.
         group: of the workers that train together; this process alone if None.
+        run_id: of the launch that these workers are of. If `folder` holds the run of the same
+            launch, these workers were started again, and go on with it.
 
     Returns:
         What `gcnzc train` prints: accuracies, seconds and bytes, an epoch where they are times.
@@ -181,7 +185,7 @@ def train(
         steps = config.epochs * len(loader)
         optimizer = build_method(config, model, group, steps, signals=2)
         this = _Run(config, folder, data, task, table, device, model, optimizer, loader, reporter)
-        this.resume() if config.resume else this.start()
+        this.begin(run_id)
         return this.to_the_end(stopped)
 
 
@@ -197,18 +201,23 @@ def _verify(path: Path, group: Group, reporter: Reporter) -> None:
                 work.meanwhile(lambda: verify(path, progress))
 
 
-def new_folder(config: TrainConfig) -> Path:
-    """The first free name for a run: runs/DATA-MODEL-N."""
+def new_folder(config: TrainConfig, run_id: str | None = None) -> Path:
+    """The first name runs/DATA-MODEL-N that is free, or whose run is of the launch `run_id`."""
     name = config.data.name.removesuffix(".npz") if config.data else "run"
     number = 1
     while (folder := Path("runs") / f"{name}-{config.model}-{number}").exists():
+        if _is_of_launch(folder, run_id):
+            break
         number += 1
     return folder
 
 
-def can_resume(folder: Path) -> bool:
-    """Whether `folder` holds a run that got as far as a checkpoint."""
-    return (folder / CONFIG).is_file() and (folder / CHECKPOINT).is_file()
+def _is_of_launch(folder: Path, run_id: str | None) -> bool:
+    """Whether `folder` holds a run whose workers the launch `run_id` started last."""
+    if run_id is None or not (folder / CONFIG).is_file():
+        return False
+    path = folder / RUN_ID
+    return path.is_file() and path.read_text() == run_id
 
 
 def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[str, Any]:
@@ -289,6 +298,7 @@ class _Run:
         self.lines: list[dict[str, Any]] = []  # of the record, one an epoch
         self.worker_lines = 0  # of what each worker did in each epoch
         self.best: dict[str, Any] = {}
+        self.counted_sent = 0  # of the bytes that the ledger counts, those that a tally has
         self.steps = 0  # of this command
         self.now = clock_of(device)
         # of the steps that are traced
@@ -310,10 +320,31 @@ class _Run:
         if any(run(vote(int(error is not None)), self.group)):
             raise error or Followed("worker 0 has failed")
 
-    def start(self) -> None:
-        """Make the run folder; from then on the run can be resumed."""
-        self.on_first(self._make_folder)
-        self.save()
+    def begin(self, run_id: str | None) -> None:
+        """Start the run, or go on with the one in the folder; worker 0 says which.
+
+        From then on the run can be resumed.
+        """
+        found: list[bytes] = []
+        self.on_first(lambda: found.append(self._open_folder(run_id)))
+        data = run(told(found[0] if found else b"", self.group.rank), self.group)
+        if data:
+            self._take_up(checkpoint.from_bytes(data, self.folder / CHECKPOINT))
+        else:
+            self.save()
+
+    def _open_folder(self, run_id: str | None) -> bytes:
+        """The checkpoint to go on from; empty for a run that starts."""
+        is_resumed = bool(self.config.resume) or _is_of_launch(self.folder, run_id)
+        if not is_resumed:
+            self._make_folder()
+        if run_id is not None:
+            record.write_text(self.folder / RUN_ID, run_id)
+        if is_resumed:
+            return self._read_checkpoint()
+        # last: a folder without it holds no run
+        record.write_json(self.folder / CONFIG, to_words(self.config))
+        return b""
 
     def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -322,17 +353,6 @@ class _Run:
                 f"{self.folder} already holds a run\n\n"
                 f"hint: --resume {self.folder} goes on with it; another --out starts anew"
             )
-        record.write_json(self.folder / CONFIG, to_words(self.config))
-
-    def resume(self) -> None:
-        """Take up the run in the folder where its checkpoint left it."""
-        found: list[bytes] = []
-        self.on_first(lambda: found.append(self._read_checkpoint()))
-        data = run(told(found[0] if found else b"", self.group.rank), self.group)
-        if data:
-            self._take_up(checkpoint.from_bytes(data, self.folder / CHECKPOINT))
-        else:
-            self.save()
 
     def _read_checkpoint(self) -> bytes:
         old, new = to_words(read_config(self.folder)), to_words(self.config)
@@ -350,9 +370,8 @@ class _Run:
         self._take_up_optimizer(state)
         self.epoch, self.in_epoch = state["epoch"], state["in_epoch"]
         self.best, self.lines = state["best"], state["lines"]
-        if self.is_first:
-            # of all workers, whose sums are added up again
-            self.tally.load_state_dict(state["tally"])
+        # a checkpoint from before each worker's was kept has their sum
+        self._take_up_tally(state["tallies"] if "tallies" in state else [state["tally"]])
         if self.in_epoch:
             self.loader.load_state_dict(state["loader"])
         self._set_random_states(state)
@@ -364,6 +383,16 @@ class _Run:
             self.group.choices = Choices(state.get("choices", {}))
         where = f"in epoch {self.epoch + 1}" if self.in_epoch else f"after epoch {self.epoch}"
         self.reporter.say(f"going on with {self.folder} {where}")
+
+    def _take_up_tally(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Each worker goes on with its own; worker 0 with the sum, if their number is another."""
+        if len(states) == self.group.world_size:
+            self.tally.load_state_dict(states[self.group.rank])
+        elif self.is_first:
+            tallies = [Tally(self.device) for _ in states]
+            for tally, each in zip(tallies, states, strict=True):
+                tally.load_state_dict(each)
+            self.tally = added(tallies)
 
     def _take_up_optimizer(self, state: Mapping[str, Any]) -> None:
         found = state["optimizer"]
@@ -404,6 +433,8 @@ class _Run:
         optimizer = self._save_optimizer()
         if optimizer is None:
             return
+        self._count_sent()
+        tallies = run(self.tally.of_all_workers(), self.group)
         states = {"rng": run(gathered(torch.get_rng_state()), self.group)}
         if self.device.type == "cuda":
             own = torch.cuda.get_rng_state(self.device)
@@ -414,7 +445,7 @@ class _Run:
             "epoch": self.epoch,
             "in_epoch": self.in_epoch,
             "loader": self.loader.state_dict() if self.in_epoch else {},
-            "tally": run(self.tally.summed(), self.group).state_dict(),
+            "tallies": [tally.state_dict() for tally in tallies],
             "best": self.best,
             "lines": self.lines,
             "worker_lines": self.worker_lines,
@@ -522,7 +553,8 @@ class _Run:
                         f"{self.optimizer.blame}"
                     )
                 if len(batch.y):
-                    self.tally.add(logits.detach(), loss.detach(), batch.y)
+                    assert batch.items is not None, "the loader says which seeds it took"
+                    self.tally.add(logits.detach(), loss.detach(), batch.y, batch.items)
                 self.tally.steps += 1
                 stages = [
                     *batch.stages,
@@ -576,8 +608,10 @@ class _Run:
     def finish_epoch(self) -> None:
         """Evaluate, keep the best model, and write the line of this epoch."""
         run(buffers_averaged(self.model), self.group)
-        self._write_worker_lines()
-        tally = run(self.tally.summed(), self.group)
+        self._count_sent()
+        tallies = run(self.tally.of_all_workers(), self.group)
+        self._write_worker_lines(tallies)
+        tally = added(tallies)
         figures = tally.figures(self.task.has_accuracy, self.group.world_size)
         if not math.isfinite(figures["loss"]):
             raise ValueError(
@@ -617,20 +651,23 @@ class _Run:
             record.append(self.folder / RECORD, line)
         self.reporter.say(_sentence(line, self.config.epochs))
 
-    def _write_worker_lines(self) -> None:
+    def _count_sent(self) -> None:
+        """Add what this worker sent since the last call to the epoch's tally."""
+        sent = self.group.ledger.bytes_sent
+        self.tally.bytes_sent += sent - self.counted_sent
+        self.counted_sent = sent
+
+    def _write_worker_lines(self, tallies: Sequence[Tally]) -> None:
         """What each worker did in this epoch, a line for each."""
-        mine = {**self.tally.seconds.all(), "seeds": self.tally.seeds, "steps": self.tally.steps}
-        mine["bytes_sent"] = self.group.ledger.bytes_sent
-        rows = run(gathered(torch.tensor(list(mine.values()), dtype=torch.float64)), self.group)
-        if len(rows) == 1:
+        if len(tallies) == 1:
             return  # the record has it all
-        self.worker_lines += len(rows)
-        if self.is_first:
-            for worker, row in enumerate(rows.tolist()):
-                line = dict(zip(mine, row, strict=True))
-                record.append(
-                    self.folder / WORKERS, {"epoch": self.epoch, "worker": worker, **line}
-                )
+        self.worker_lines += len(tallies)
+        if not self.is_first:
+            return
+        for worker, tally in enumerate(tallies):
+            line = {"epoch": self.epoch, "worker": worker, **tally.seconds.all()}
+            line |= {"seeds": tally.seeds, "steps": tally.steps, "bytes_sent": tally.bytes_sent}
+            record.append(self.folder / WORKERS, line)
 
     def out_of_patience(self) -> bool:
         """Whether the last evaluations brought no better model."""
@@ -682,7 +719,7 @@ class _Run:
             "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
             "gather_roof_bytes_per_s": self._roof(),
             "workers": self.group.world_size,
-            "bytes_sent": self.group.ledger.bytes_sent,
+            "bytes_sent": sum(line.get("bytes_sent", 0) for line in self.lines),
             "seed": config.seed,
         }
         if isinstance(self.table, CachedTable):

@@ -13,12 +13,13 @@ from torch import nn
 from training import saved, train_as_worker
 
 import gcnzc
-from gcnzc import FeatureTable, Graph, Loader, models, prepare
+from gcnzc import FeatureTable, Graph, Loader, cli, models, prepare
 from gcnzc.config import TrainConfig
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import Averaged
 from gcnzc.replicas import made_alike
+from gcnzc.tally import seeds_checksum
 from gcnzc.timeline import Span, everybodys_spans
 from gcnzc.train import train
 
@@ -258,10 +259,22 @@ def test_tuned_collectives_serve_a_run_and_are_kept_with_it(config, tmp_path):
     assert saved(cut)["choices"] == state["choices"]
 
 
+def sent(run):
+    """The bytes that each worker of two sent, by epoch; the record has their sums."""
+    record, each = lines(run / "record.jsonl"), lines(run / "workers.jsonl")
+    found = [
+        [line["bytes_sent"] for line in each if line["epoch"] == epoch]
+        for epoch in range(len(record))
+    ]
+    assert [line["bytes_sent"] for line in record] == [sum(epoch) for epoch in found]
+    return found
+
+
 def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(config, tmp_path):
     config = replace(config, batch_size=30, dropout=0.3)
     whole = tmp_path / "whole"
-    results(2, tmp_path, train_as_worker, config, whole)
+    (expected_result, _) = results(2, tmp_path, train_as_worker, config, whole)
+    assert expected_result["bytes_sent"] == sum(map(sum, sent(whole)))
     for folder, after in ((tmp_path / "cut", 2), (tmp_path / "other", 3)):
         stopped = results(2, tmp_path, train_as_worker, config, folder, 7)
         assert stopped[0] == stopped[1] == "stopped in epoch 1; all is saved"
@@ -272,11 +285,52 @@ def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(config, tm
         more = replace(config, resume=folder)
         found = results(after, tmp_path, train_as_worker, more, folder)
         assert found[0]["workers"] == after
-        assert [line["seeds"] for line in lines(folder / "record.jsonl")] == [
-            line["seeds"] for line in lines(whole / "record.jsonl")
-        ]
+        expected = seeds_checksum(gcnzc.load(config.data).split["train"])
+        for line, its in zip(
+            lines(folder / "record.jsonl"), lines(whole / "record.jsonl"), strict=True
+        ):
+            assert line["seeds"] == its["seeds"]
+            # each seed once, whoever took it
+            assert line["seeds_checksum"] == its["seeds_checksum"] == f"{expected:016x}"
+        # of all epochs and workers, and not only since the run went on
+        assert found[0]["bytes_sent"] == sum(map(sum, sent(folder)))
+    for epoch, (mine, its) in enumerate(zip(sent(tmp_path / "cut"), sent(whole), strict=True)):
+        # an epoch's, and all of it: a start and a checkpoint cost about half an epoch on worker 0
+        for rank, (found_bytes, bytes_sent) in enumerate(zip(mine, its, strict=True)):
+            most = 2.0 if (epoch, rank) == (0, 0) else 1.1
+            assert 0.9 * bytes_sent < found_bytes < most * bytes_sent
+    first, second = sent(whole)
+    assert second[1] < 1.1 * first[1]
     for name, value in saved(whole)["model"].items():
         assert torch.equal(saved(tmp_path / "cut")["model"][name], value)
+
+
+def work_for(run_id, words):
+    """`gcnzc train` as a worker that a launcher starts for the first time."""
+    os.environ["TORCHELASTIC_RUN_ID"] = run_id
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    return cli.main([str(word) for word in words])
+
+
+def test_workers_of_the_same_launch_go_on_and_those_of_another_do_not(config, tmp_path):
+    run = tmp_path / "run"
+    words = ["train", config.data, "--out", run, "--layers", 2, "--fanouts", "5,5"]
+    words += ["--hidden", 16, "--batch-size", 30, "--timeout-s", 20, "--evaluate-every", 1000]
+    words += ["--checkpoint-every-s", 0.2]
+    with workers(2, tmp_path, work_for, "seven", [*words, "--epochs", 10_000]):
+        end = time.monotonic() + 60
+        while not (run / "record.jsonl").exists():
+            assert time.monotonic() < end, talk(tmp_path, 0)
+            time.sleep(0.1)
+    # all were killed; a machine that was lost is replaced by one that has restarted nothing
+    for path in (run / "config.json", run / "checkpoint.pt"):
+        assert path.exists()
+    epochs = saved(run)["epoch"] + 2
+    assert results(2, tmp_path, work_for, "seven", [*words, "--epochs", epochs]) == [0, 0]
+    assert "going on with" in talk(tmp_path, 0)
+    assert [line["epoch"] for line in lines(run / "record.jsonl")] == list(range(epochs))
+    assert results(2, tmp_path, work_for, "eight", [*words, "--epochs", epochs]) == [1, 1]
+    assert "already holds a run" in talk(tmp_path, 0)
 
 
 def test_what_fails_on_the_first_worker_fails_on_all_at_once(config, tmp_path):
@@ -312,5 +366,4 @@ def test_a_killed_worker_is_named_and_what_was_saved_is_whole(config, tmp_path):
             assert process.exitcode == 1
     talks = [talk(tmp_path, rank) for rank in (0, 1)]
     assert any("worker 2 on" in each and "gives no sign of life" in each for each in talks)
-    assert gcnzc.train.can_resume(tmp_path / "run")
     assert saved(tmp_path / "run")["epoch"] >= 0

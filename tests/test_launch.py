@@ -12,10 +12,17 @@ from pathlib import Path
 import pytest
 from training import saved
 
-from gcnzc import launch, prepare
+from gcnzc import launch, load, prepare
 from gcnzc.datasets.generate import Shape, make
+from gcnzc.tally import seeds_checksum
 
 ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    # a worker that is stopped is killed soon
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3",
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +43,7 @@ def started(graph, run, *words):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | ENVIRONMENT,
     ) as process:
         try:
             yield process
@@ -60,6 +67,27 @@ def of_this(run):
     return sorted(found)
 
 
+# of /proc/net/tcp and tcp6: 127.0.0.1, ::1 and ::ffff:127.0.0.1
+LOOPBACK = {"0100007F", f"{1 << 24:032X}", "0000000000000000FFFF00000100007F"}
+
+
+def listening(processes):
+    """The addresses on which these processes accept TCP connections, as the kernel writes them."""
+    inodes = set()
+    for process in processes:
+        for entry in Path(f"/proc/{process}/fd").iterdir():
+            name = os.readlink(entry)
+            if name.startswith("socket:["):
+                inodes.add(name[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].split(":")[0])
+    return found
+
+
 def wait_for(condition, seconds=90):
     end = time.monotonic() + seconds
     while not condition():
@@ -76,20 +104,29 @@ def test_a_lost_worker_is_replaced_and_the_run_ends_as_if_nothing_were(graph, tm
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "60")
     with started(graph, run, *words, "--evaluate-every", "100") as process:
+        # before it has imported torch, and anybody knows of it but the kernel
+        wait_for(lambda: len(of_this(run)) == 3)
+        os.kill(of_this(run)[-1], signal.SIGSTOP)
         wait_for(lambda: epochs(run) >= 2)
         os.kill(of_this(run)[-1], signal.SIGKILL)
         out, err = process.communicate(timeout=150)
         assert not of_this(run)
     assert process.returncode == 0, err
+    assert "worker 1 is stopped by a signal" in err
+    assert "worker 1 on" in err
     assert "gives no sign of life" in err
+    assert "worker 0 on" not in err
     assert "going on with" in err
     # one line, of the first worker
     line = json.loads(out)
     assert (line["workers"], line["epochs"]) == (2, 60)
     lines = (run / "record.jsonl").read_text().splitlines()
     assert len(lines) == 60
-    seeds = [json.loads(line)["seeds"] for line in lines]
-    assert len(set(seeds)) == 1
+    # every epoch used each seed once
+    seeds = load(graph).split["train"]
+    expected = (len(seeds), f"{seeds_checksum(seeds):016x}")
+    for line in map(json.loads, lines):
+        assert (line["seeds"], line["seeds_checksum"]) == expected
     # nothing but what a run keeps
     assert {path.name for path in run.iterdir()} >= {"logs", "workers.jsonl", "result.json"}
     assert not list(run.glob("*.partial"))
@@ -140,9 +177,15 @@ def test_a_launcher_that_dies_takes_its_workers_with_it(graph, tmp_path):
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
     with started(graph, run, *words) as process:
         wait_for(lambda: epochs(run) >= 1)
+        # nothing that another machine could connect to
+        addresses = listening(of_this(run))
+        assert addresses
+        assert {address for address in addresses if address not in LOOPBACK} == set()
         process.kill()
         process.wait()
         wait_for(lambda: not of_this(run), 20)
+        _, err = process.communicate()
+    assert "frame #" not in err
     assert saved(run)["epoch"] >= 0
 
 

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from gcnzc.exchange.choices import (
     BUILTIN,
@@ -56,7 +56,8 @@ from gcnzc.exchange.requests import (
     Vote,
     described,
 )
-from gcnzc.exchange.watch import STORE_S, Watch
+from gcnzc.exchange.siblings import Siblings
+from gcnzc.exchange.watch import STORE_S, Keeper, Watch
 from gcnzc.streams import CudaStreams
 
 T = TypeVar("T")
@@ -68,6 +69,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 TIMEOUT_S = 60.0
 # what workers wait for one another at the start: importing torch takes half a minute on busy cores
 JOIN_S = 180.0
+# between two attempts to reach a store that is not there yet
+CONNECT_POLL_S = 0.3
 # waits and exchanges beside them whose times are kept until somebody takes them, the last ones
 TIMES_KEPT = 10_000
 
@@ -102,6 +105,8 @@ class Group:
         timeout_s: what a request waits for at most.
         ranks: the ranks of the members in torch.distributed's default group, ascending; None if the
             group has all of these. `subgroup` gives them.
+        watch: the signs of life of all workers; made on `store` if None.
+        keeper: of the store, for messages when it does not answer; None if it is not known.
     """
 
     def __init__(
@@ -113,6 +118,8 @@ class Group:
         choices: Choices | None = None,
         timeout_s: float = TIMEOUT_S,
         ranks: Sequence[int] | None = None,
+        watch: Watch | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.rank, self.world_size, self.backend = rank, world_size, backend
         self.store, self.is_part = store, ranks is not None
@@ -126,9 +133,9 @@ class Group:
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         # and when exchanges that were begun went on beside them
         self.beside: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
-        self.watch = None
-        if store is not None:
-            self.watch = Watch(store, rank, world_size, socket.gethostname())
+        self.watch = watch
+        if store is not None and watch is None:
+            self.watch = Watch(store, rank, world_size, socket.gethostname(), keeper)
         self._channels: dict[str, _Channel] = {}
         self._own = self.channel("")
 
@@ -189,6 +196,7 @@ class Group:
                 self.choices,
                 self.timeout_s,
                 [self.ranks[each] for each in members],
+                keeper=self.watch.keeper if self.watch is not None else None,
             )
         except RuntimeError as error:
             raise WorkerLost(
@@ -643,34 +651,96 @@ def joined(
         finally:
             group.close()
         return
-    timeout = timedelta(seconds=max(JOIN_S, timeout_s))
     if backend == "auto":
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         backend = "nccl" if torch.cuda.device_count() >= local else "gloo"
-    try:
-        whole, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
-        whole.set_timeout(timeout)
-        name = met(whole, rank, world_size, JOIN_S)
-        store = PrefixStore(name, whole)
-        dist.init_process_group(
-            # what lies on the host is exchanged by gloo in any case
-            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-        )
-    except (RuntimeError, TimeoutError) as error:
-        raise WorkerLost(
-            f"worker {os.environ['RANK']} of {os.environ['WORLD_SIZE']} met no others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')} within {JOIN_S:g} s: "
-            f"{error}\n\nhint: do all machines reach that address? GLOO_SOCKET_IFNAME names the "
-            "network to use"
-        ) from error
+    whole, watch = _initialize(backend, timeout_s)
     whole.set_timeout(timedelta(seconds=min(STORE_S, timeout_s)))
-    group = Group(rank, world_size, backend, store, choices, timeout_s)
+    rank, world_size = watch.rank, watch.world_size
+    group = Group(rank, world_size, backend, watch.store, choices, timeout_s, watch=watch)
     try:
         yield group
     finally:
         group.close()
         dist.destroy_process_group()
+
+
+def _initialize(backend: str, timeout_s: float) -> tuple[TCPStore, Watch]:
+    """Initialize torch.distributed together with the other workers.
+
+    Returns:
+        The process group's store and the signs of life, on connections of their own.
+
+    Raises:
+        WorkerLost: not all workers came, or one stopped; the message names it.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    keeper, siblings = _keeper(), Siblings()
+    began, watch = time.monotonic(), None
+    try:
+        whole, signs = _connect(rank, keeper, timeout_s, siblings)
+        name = met(signs, rank, world_size, JOIN_S, timeout_s, siblings.stopped)
+        host = socket.gethostname()
+        watch = Watch(PrefixStore(name, signs), rank, world_size, host, keeper)
+        dist.init_process_group(
+            # what lies on the host is exchanged by gloo in any case
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+            store=PrefixStore(name, whole),
+            rank=rank,
+            world_size=world_size,
+            # all are there and alive, so that connecting them takes no longer than a request
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, TimeoutError) as error:
+        waited = time.monotonic() - began
+        why = str(error)
+        if watch is not None:
+            why = watch.culprits()
+            watch.leave(why)
+        raise WorkerLost(
+            f"worker {rank} of {world_size} waited {waited:.0f} s for the others at "
+            f"{keeper.address[0]}:{keeper.address[1]}: {why}\n\nhint: do all machines reach that "
+            "address? GLOO_SOCKET_IFNAME names the network to use"
+        ) from error
+    return whole, watch
+
+
+def _keeper() -> Keeper:
+    """Who keeps the store of this attempt."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return Keeper("the first machine's launcher" if _is_of_launcher() else "worker 0", address)
+
+
+def _is_of_launcher() -> bool:
+    """Whether a launcher keeps the store; else worker 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _connect(
+    rank: int, keeper: Keeper, timeout_s: float, siblings: Siblings
+) -> tuple[TCPStore, TCPStore]:
+    """Two connections to the store, which worker 0 makes unless the launcher did."""
+    end = time.monotonic() + JOIN_S
+    limit = timedelta(seconds=JOIN_S)
+    host, port = keeper.address
+    makes_it = rank == 0 and not _is_of_launcher()
+    if not makes_it:
+        while not _listens(keeper.address):
+            if stopped := siblings.stopped(timeout_s):
+                words = [f"worker {rank} is {why}" for rank, why in sorted(stopped.items())]
+                raise TimeoutError("; ".join(words))
+            if time.monotonic() > end:
+                raise TimeoutError(f"{keeper.name}, which keeps the store, is not there")
+            time.sleep(CONNECT_POLL_S)
+    whole = TCPStore(host, port, is_master=makes_it, timeout=limit, wait_for_workers=False)
+    signs = TCPStore(host, port, timeout=limit, wait_for_workers=False)
+    signs.set_timeout(timedelta(seconds=STORE_S))
+    return whole, signs
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    try:
+        with socket.create_connection(address, STORE_S):
+            return True
+    except OSError:
+        return False

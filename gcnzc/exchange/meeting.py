@@ -8,9 +8,14 @@ for the round, and the others take it when worker 0 has seen them under it.
 import json
 import time
 import uuid
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 POLL_S = 0.05
+# between two polls for each worker, so that many workers do not load the store
+POLL_S_PER_WORKER = 0.001
+# how often worker 0 writes whom it waits for, and processes of this machine are looked at
+LOOK_S = 1.0
 
 
 class Store(Protocol):
@@ -22,11 +27,43 @@ class Store(Protocol):
     def get(self, key: str) -> bytes:
         """Read; waits until the key is there."""
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Read all of them by one request; waits until they are there."""
+
     def check(self, keys: list[str]) -> bool:
         """Whether all of them are there."""
 
 
-def met(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
+def read_existing(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
+    """The values of those keys that are in the store.
+
+    Two requests if all are there; if k of n are missing, about 2 * k * log2(n) more.
+    """
+    found = _existing(store, list(keys))
+    return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
+
+
+def _existing(store: Store, keys: list[str]) -> list[str]:
+    if not keys or store.check(keys):
+        return keys
+    if len(keys) == 1:
+        return []
+    middle = len(keys) // 2
+    return _existing(store, keys[:middle]) + _existing(store, keys[middle:])
+
+
+def _nobody(seconds: float) -> Mapping[int, str]:
+    return {}
+
+
+def met(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    silent_s: float | None = None,
+    stopped: Callable[[float], Mapping[int, str]] = _nobody,
+) -> str:
     """A name for this round that all its workers know, and that no round had before.
 
     Args:
@@ -34,38 +71,124 @@ def met(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
         rank: of this worker.
         world_size: how many come.
         timeout_s: what all wait for at most.
+        silent_s: after which a worker that came, or that the kernel sees, counts as stopped;
+            `timeout_s` if None.
+        stopped: the ranks that the kernel did not let run for so many seconds, and why.
 
     Raises:
-        TimeoutError: not all came; on worker 0 the message says who.
+        TimeoutError: not all came, or one is stopped; the message names them.
     """
-    end = time.monotonic() + timeout_s
+    limits = _Limits(timeout_s, timeout_s if silent_s is None else silent_s, stopped, world_size)
     own = uuid.uuid4().hex
     if rank == 0:
-        store.set("gcnzc/round", own)
-        seen: dict[int, str] = {}
-        while len(seen) < world_size - 1:
-            for other in range(1, world_size):
-                key = f"{own}/came/{other}"
-                if other not in seen and store.check([key]):
-                    seen[other] = store.get(key).decode()
-            _wait(end, [other for other in range(1, world_size) if other not in seen])
-        store.set(f"{own}/all", json.dumps(list(seen.values())))
-        return own
-    told = ""
+        return _lead(store, own, world_size, limits)
+    return _follow(store, own, rank, limits)
+
+
+class _Limits:
+    """How long a worker waits, and for whom."""
+
+    def __init__(
+        self,
+        timeout_s: float,
+        silent_s: float,
+        stopped: Callable[[float], Mapping[int, str]],
+        world_size: int,
+    ) -> None:
+        self.end, self.silent_s, self.stopped = time.monotonic() + timeout_s, silent_s, stopped
+        self.poll_s = max(POLL_S, world_size * POLL_S_PER_WORKER)
+        self.looked_at = float("-inf")
+
+    def is_time_to_look(self) -> bool:
+        """Whether `LOOK_S` has passed since it last was."""
+        if time.monotonic() - self.looked_at < LOOK_S:
+            return False
+        self.looked_at = time.monotonic()
+        return True
+
+    def demand_running(self) -> None:
+        """Raise if the kernel says that a worker of this machine is stopped."""
+        if long := self.stopped(self.silent_s):
+            words = [f"worker {rank} is {why}" for rank, why in sorted(long.items())]
+            raise TimeoutError(f"{'; '.join(words)} and did not run for {self.silent_s:g} s")
+
+    def wait(self, missing: Sequence[int]) -> None:
+        """Wait a little, or raise if the time is over."""
+        if time.monotonic() > self.end:
+            raise TimeoutError(f"no sign of worker {', '.join(map(str, missing))}")
+        time.sleep(self.poll_s)
+
+
+def _lead(store: Store, own: str, world_size: int, limits: _Limits) -> str:
+    store.set("gcnzc/round", own)
+    seen: dict[str, str] = {}
+    keys = {f"{own}/came/{rank}": rank for rank in range(1, world_size)}
+    beat = 0
+    while missing := [key for key in keys if key not in seen]:
+        if limits.is_time_to_look():
+            beat += 1
+            ranks = [keys[key] for key in missing]
+            store.set(f"{own}/waiting", json.dumps([beat, ranks]))
+            limits.demand_running()
+        came = read_existing(store, missing)
+        seen |= {key: value.decode() for key, value in came.items()}
+        if len(seen) < len(keys):
+            limits.wait([keys[key] for key in missing if key not in seen])
+    store.set(f"{own}/all", json.dumps(list(seen.values())))
+    return own
+
+
+def _follow(store: Store, own: str, rank: int, limits: _Limits) -> str:
+    announced, first = "", _First(limits.silent_s)
     while True:
         # an earlier round's name may stand there still; nobody answers under it
         name = store.get("gcnzc/round").decode() if store.check(["gcnzc/round"]) else ""
-        if name and name != told:
+        if name and name != announced:
             store.set(f"{name}/came/{rank}", own)
-            told = name
-        key = f"{name}/all"
-        if name and store.check([key]) and own in json.loads(store.get(key)):
+            announced, first = name, _First(limits.silent_s)
+        if name and own in json.loads(
+            read_existing(store, [f"{name}/all"]).get(f"{name}/all", b"[]")
+        ):
             return name
-        _wait(end, [0])
+        if limits.is_time_to_look():
+            limits.demand_running()
+            if name:
+                first.read(read_existing(store, [f"{name}/waiting"]))
+        limits.wait([each for each in first.missing if each != rank] or [0])
 
 
-def _wait(end: float, missing: list[int]) -> None:
-    if missing and time.monotonic() > end:
-        raise TimeoutError(f"no sign of worker {', '.join(map(str, missing))}")
-    if missing:
-        time.sleep(POLL_S)
+class _First:
+    """What worker 0 wrote of the round: whom it waits for, as long as it goes on writing."""
+
+    def __init__(self, silent_s: float) -> None:
+        self.silent_s = silent_s
+        self.beats: list[int] = []
+        self.changed_at = time.monotonic()
+        self.waiting: list[int] = []
+
+    def read(self, found: Mapping[str, Any]) -> None:
+        """Take in what is there now.
+
+        Raises:
+            TimeoutError: worker 0 wrote for a while, and stopped.
+        """
+        for text in found.values():
+            beat, self.waiting = json.loads(text)
+            if beat not in self.beats:
+                self.beats.append(beat)
+                self.changed_at = time.monotonic()
+        # an earlier round's worker 0 is silent from the start
+        if self.is_alive and time.monotonic() - self.changed_at > self.silent_s:
+            raise TimeoutError(
+                f"worker 0 gives no sign of life for {self.silent_s:g} s while workers meet"
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether worker 0 wrote while this worker looked."""
+        return len(self.beats) > 1
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that worker 0 waits for; none if it does not write."""
+        return self.waiting if self.is_alive else []

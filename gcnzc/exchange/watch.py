@@ -8,14 +8,16 @@ does.
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeVar
 
-from gcnzc.exchange.meeting import Store
+from gcnzc.exchange.meeting import Store, read_existing
 
 T = TypeVar("T")
 
@@ -39,11 +41,40 @@ class Sign:
     """why it left, if it did"""
 
 
-class Watch:
-    """The signs of life of this worker, written by a thread, and those of the others."""
+@dataclass(frozen=True)
+class Keeper:
+    """Who keeps the store, and where; what is needed to say why it does not answer."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, host: str) -> None:
+    name: str
+    address: tuple[str, int]
+    """host and port of the store"""
+
+
+class _Reach(Enum):
+    """What came of connecting to the store's address."""
+
+    ANSWERS = "the kernel there accepts connections"
+    REFUSED = "the machine answers, and nothing listens there"
+    NOTHING = "no answer"
+
+
+class Watch:
+    """The signs of life of this worker, written by a thread, and those of the others.
+
+    Args:
+        store: that all workers of this attempt share, and no earlier attempt used. Best on a
+            connection of its own: a request that waits blocks the others of its connection.
+        rank: of this worker.
+        world_size: how many there are.
+        host: name of this machine.
+        keeper: of the store; None if it is not known.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, host: str, keeper: Keeper | None = None
+    ) -> None:
         self.store, self.rank, self.world_size, self.host = store, rank, world_size, host
+        self.keeper = keeper
         self.beat = 0
         self.step, self.doing, self.left = 0, "start", ""
         self.parent = os.getppid()
@@ -65,31 +96,50 @@ class Watch:
             self.store.set(f"gcnzc/alive/{self.rank}", json.dumps(sign))
 
     def signs(self) -> dict[int, Sign]:
-        """What each worker that ever wrote has written last."""
-        found = {}
-        for rank in range(self.world_size):
-            key = f"gcnzc/alive/{rank}"
-            if self.store.check([key]):
-                found[rank] = Sign(*json.loads(self.store.get(key)))
-        return found
+        """What each worker that ever wrote has written last; two requests if all did."""
+        keys = {f"gcnzc/alive/{rank}": rank for rank in range(self.world_size)}
+        found = read_existing(self.store, list(keys))
+        return {keys[key]: Sign(*json.loads(text)) for key, text in found.items()}
 
     def culprits(self) -> str:
         """Who is missing or behind, in words; takes some seconds.
 
-        If the store does not answer, this machine may be cut off from it. A launcher of torch's
-        waits for the store for a quarter of an hour then, so it is ended from here.
+        Time is counted in this worker's own signs as the store shows them, so that a slow store
+        makes nobody look silent. If the store does not answer, who keeps it is named instead.
         """
         try:
             before = _within(STORE_S, self.signs)
-            time.sleep(MISSED * BEAT_S)
-            after = _within(STORE_S, self.signs)
+            end = time.monotonic() + STORE_S
+            while True:
+                time.sleep(BEAT_S)
+                after = _within(STORE_S, self.signs)
+                if self._beats(after) - self._beats(before) >= MISSED:
+                    break
+                if time.monotonic() > end:
+                    return f"unknown: in {STORE_S:g} s the store took in no signs of life"
         except RuntimeError:
-            _end_launcher(self.parent)
-            return (
-                "the first machine's launcher does not answer either: it is gone, or this machine "
-                "is cut off"
-            )
+            return self._without_store()
         return blamed(self.rank, self.step, range(self.world_size), before, after)
+
+    def _beats(self, signs: dict[int, Sign]) -> int:
+        return signs[self.rank].beat if self.rank in signs else 0
+
+    def _without_store(self) -> str:
+        """Why the store does not answer, in words.
+
+        Where this machine is cut off, a launcher of torch's waits for the store for a quarter of an
+        hour, so it is ended from here. A store that is only slow or stopped is never a reason: the
+        kernel of its machine accepts connections all the same.
+        """
+        if self.keeper is None:
+            return "unknown: the store does not answer"
+        who, reach = self.keeper.name, _reach(self.keeper.address, STORE_S)
+        if reach is _Reach.ANSWERS:
+            return f"{who}, which keeps the store, does not answer: it is stopped, or very slow"
+        if reach is _Reach.REFUSED:
+            return f"{who}, which kept the store, is gone"
+        _end_launcher(self.parent)
+        return f"{who} does not answer either: it is gone, or this machine is cut off"
 
     def leave(self, why: str = "") -> None:
         """Stop writing; `why` tells the others, so that they do not look for this worker."""
@@ -137,6 +187,31 @@ def _within(seconds: float, deed: Callable[[], T]) -> T:
     if not answers:
         raise failures[0] if failures else RuntimeError(f"no answer within {seconds:g} s")
     return answers[0]
+
+
+def _reach(address: tuple[str, int], seconds: float) -> _Reach:
+    """What comes of connecting to an address, tried again until something answers."""
+    end = time.monotonic() + seconds
+
+    def attempt() -> _Reach:
+        try:
+            with socket.create_connection(address, max(end - time.monotonic(), 0.1)):
+                return _Reach.ANSWERS
+        except ConnectionRefusedError:
+            return _Reach.REFUSED
+        except OSError:
+            return _Reach.NOTHING
+
+    while time.monotonic() < end:
+        try:
+            # looking up a name knows no time limit
+            reach = _within(end - time.monotonic() + 1.0, attempt)
+        except RuntimeError:
+            break
+        if reach is not _Reach.NOTHING:
+            return reach
+        time.sleep(min(BEAT_S, seconds / 10))
+    return _Reach.NOTHING
 
 
 def _end_launcher(parent: int) -> None:

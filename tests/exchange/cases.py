@@ -25,6 +25,7 @@ from gcnzc.exchange import (
     joined,
     run,
 )
+from gcnzc.exchange import group as group_module
 
 
 def values(rank, count, dtype=torch.float32):
@@ -103,3 +104,17 @@ def exchange_until(what):
                     time.sleep(60)
             run(ask(Mean(torch.ones(10))), group)
             time.sleep(0.001)
+
+
+def stop_while_joining():
+    """Join, but worker 1 is stopped when the others know that it came."""
+    if os.environ["RANK"] == "1":
+        met = group_module.met
+
+        def met_and_stop(*words):
+            met(*words)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        group_module.met = met_and_stop
+    with joined(timeout_s=6):
+        pass

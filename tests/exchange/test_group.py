@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from exchange.cases import answer_everything, everything, exchange_until
+from exchange.cases import answer_everything, everything, exchange_until, stop_while_joining
 from processes import results, talk, workers
 
 from gcnzc.exchange import Choices, joined, lockstep, run
@@ -91,3 +91,17 @@ def test_a_missing_worker_is_named_in_time(what, message, tmp_path):
         assert re.search(message, each) or "left: worker 1" in each, each
         assert "step 20 for Mean of 40 bytes" in each
         assert "hint: the run goes on from its last checkpoint" in each
+
+
+def test_a_worker_that_stops_while_it_joins_is_named_in_time(tmp_path):
+    began = time.monotonic()
+    with workers(3, tmp_path, stop_while_joining) as processes:
+        for rank in (0, 2):
+            processes[rank].join(60)
+            assert processes[rank].exitcode == 1
+        assert time.monotonic() - began < 40
+    for rank in (0, 2):
+        said = talk(tmp_path, rank)
+        assert f"WorkerLost: worker {rank} of 3 waited" in said
+        assert re.search("worker 1 (never came|on .* gives no sign of life)", said), said
+        assert not re.search(r"worker [02] (never came|on \S+ gives no)", said), said

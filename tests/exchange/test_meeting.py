@@ -1,3 +1,7 @@
+import json
+import os
+import signal
+import subprocess
 import threading
 import time
 
@@ -5,6 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from gcnzc.exchange.meeting import met
+from gcnzc.exchange.siblings import Siblings
 
 
 def meet(store, ranks, world_size, timeout_s=10.0):
@@ -70,3 +75,68 @@ def test_a_round_that_failed_does_not_spoil_the_next():
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_any_number(world_size):
     assert len(set(meet(HashStore(), range(world_size), world_size).values())) == 1
+
+
+def test_all_name_who_is_missing_and_not_who_waits_for_it():
+    store, heard = HashStore(), {}
+
+    def come(rank):
+        with pytest.raises(TimeoutError) as error:
+            met(store, rank, 3, timeout_s=3.0)
+        heard[rank] = str(error.value)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard == {0: "no sign of worker 2", 1: "no sign of worker 2"}
+
+
+def test_worker_0_is_named_when_it_stops_while_workers_meet():
+    store, end = HashStore(), time.monotonic() + 3.0
+    store.set("gcnzc/round", "seven")
+
+    def lead():
+        # worker 0, until it is stopped
+        beat = 0
+        while time.monotonic() < end:
+            beat += 1
+            store.set("seven/waiting", json.dumps([beat, [2]]))
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="worker 0 gives no sign of life for 2 s"):
+        met(store, 1, 3, timeout_s=60.0, silent_s=2.0)
+    assert time.monotonic() - began < 10
+    thread.join()
+
+
+def test_a_process_that_is_stopped_before_it_comes_is_named_in_time(monkeypatch):
+    # as a worker that the launcher has started, and that was stopped while it imports torch
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    environment = os.environ | {"RANK": "2"}
+    with subprocess.Popen(["sleep", "60"], env=environment) as process:
+        store, heard = HashStore(), {}
+
+        def come(rank):
+            with pytest.raises(TimeoutError) as error:
+                met(store, rank, 3, 60.0, 2.0, Siblings().stopped)
+            heard[rank] = str(error.value)
+
+        threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        # one that only sleeps is at work for all that is known
+        time.sleep(3.0)
+        assert not heard
+        process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - began < 10
+        process.kill()
+    why = f"worker 2 is stopped by a signal (process {process.pid}) and did not run for 2 s"
+    assert heard == {0: why, 1: why}

@@ -1,80 +1,158 @@
-"""What a worker does whose machine is cut off from the store."""
+"""Who is named when the store is slow, silent or gone, and what happens to the launcher."""
 
+import json
 import os
+import socket
 import subprocess
 import threading
 import time
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore
 
 from gcnzc.exchange import watch
-from gcnzc.exchange.watch import Watch
+from gcnzc.exchange.watch import Keeper, Watch
+
+# a name that nobody has (RFC 6761)
+NOWHERE = ("machine0.invalid", 29400)
 
 
-class Deaf:
-    """A store that answers until the network swallows all requests."""
+@contextmanager
+def served():
+    """A store, and a function that connects to it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store, store.port
 
-    def __init__(self):
-        self.is_cut_off, self.never = False, threading.Event()
 
-    def set(self, key, value):
-        self.wait()
+def connected(port):
+    limit = timedelta(seconds=60)
+    return TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
 
-    def get(self, key):
-        self.wait()
-        return b'[1, 0, "start", "here", ""]'
 
-    def check(self, keys):
-        self.wait()
-        return True
+class Proxy:
+    """A port that hands on to another what it is sent, and back, each piece after `delay_s`."""
 
-    def wait(self):
-        if self.is_cut_off:
-            self.never.wait()
+    def __init__(self, port, delay_s):
+        self.target, self.delay_s, self.is_cut_off = port, delay_s, False
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.run(self.accept)
+
+    def run(self, deed, *words):
+        threading.Thread(target=deed, args=words, daemon=True).start()
+
+    def accept(self):
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self.target))
+            self.run(self.hand_on, client, server, self.delay_s)
+            self.run(self.hand_on, server, client, 0.0)
+
+    def hand_on(self, source, dest, delay_s):
+        with suppress(OSError), source, dest:
+            while data := source.recv(1 << 20):
+                time.sleep(delay_s)
+                if not self.is_cut_off:
+                    dest.sendall(data)
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    for name, seconds in (("STORE_S", 0.2), ("LAST_WORDS_S", 0.2), ("BEAT_S", 0.1)):
+    for name, seconds in (("STORE_S", 0.5), ("LAST_WORDS_S", 0.2), ("BEAT_S", 0.1)):
         monkeypatch.setattr(watch, name, seconds)
 
 
 @pytest.fixture
 def launcher(monkeypatch):
-    """A process in the place of this one's parent."""
+    """A process in the place of this one's parent, which seems to be one of torch's launchers."""
     process = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(os, "getppid", lambda: process.pid)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     yield process
     process.kill()
     process.wait()
 
 
+class Others:
+    """Workers that write signs of life directly into a store, but for some."""
+
+    def __init__(self, store, world_size, silent):
+        self.store, self.silent, self.beat = store, silent, 0
+        self.ranks, self.done = range(1, world_size), threading.Event()
+        self.write()
+        self.thread = threading.Thread(target=self.live, daemon=True)
+        self.thread.start()
+
+    def write(self):
+        self.beat += 1
+        sign = json.dumps([self.beat, 5, "training", "there", ""])
+        ranks = [rank for rank in self.ranks if rank not in self.silent or self.beat == 1]
+        self.store.multi_set([f"gcnzc/alive/{rank}" for rank in ranks], [sign] * len(ranks))
+
+    def live(self):
+        while not self.done.wait(watch.BEAT_S):
+            self.write()
+
+
+@pytest.mark.parametrize(("world_size", "delay_s"), [(64, 0.08), (1024, 0.005)])
+def test_a_slow_store_blames_only_who_is_silent_and_ends_no_launcher(world_size, delay_s, launcher):
+    with served() as (store, port):
+        proxy = Proxy(port, delay_s)
+        others = Others(store, world_size, silent={world_size - 2})
+        alive = Watch(connected(proxy.port), 0, world_size, "here")
+        alive.at(5, "training")
+        why = alive.culprits()
+        alive.leave()
+        others.done.set()
+        others.thread.join()
+    assert why == (
+        f"worker {world_size - 2} on there gives no sign of life; it was last in step 5, at "
+        "training"
+    )
+    assert launcher.poll() is None
+
+
 @pytest.mark.usefixtures("quick")
-def test_a_store_that_does_not_answer_is_told_in_time_and_ends_the_launcher(launcher, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    store = Deaf()
-    alive = Watch(store, 0, 2, "here")
-    store.is_cut_off = True
-    began = time.monotonic()
-    why = alive.culprits()
-    assert "this machine is cut off" in why
-    alive.leave(why)
-    assert time.monotonic() - began < 5
+def test_a_worker_that_is_cut_off_says_so_in_time_and_ends_its_launcher(launcher):
+    with served() as (_, port):
+        proxy = Proxy(port, 0.0)
+        alive = Watch(connected(proxy.port), 0, 2, "here", Keeper("worker 1", NOWHERE))
+        proxy.is_cut_off = True
+        began = time.monotonic()
+        why = alive.culprits()
+        assert "this machine is cut off" in why
+        alive.leave(why)
+        assert time.monotonic() - began < 8
     # by SIGTERM, when the worker has said why
     assert launcher.wait(10) == -15
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("elastic", [False, True])
-def test_a_launcher_that_answers_or_is_not_torch_s_stays(elastic, launcher, monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if elastic:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    store = Deaf()
-    alive = Watch(store, 0, 2, "here")
-    store.is_cut_off = not elastic
-    why = alive.culprits()
-    assert ("cut off" in why) != elastic
-    alive.leave()
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("silent", "worker 1, which keeps the store, does not answer: it is stopped, or very slow"),
+        ("gone", "worker 1, which kept the store, is gone"),
+        ("unknown", "unknown: the store does not answer"),
+        ("alive", "worker 1 never came"),
+    ],
+)
+def test_a_launcher_that_can_be_reached_is_never_ended(case, message, launcher):
+    with served() as (_, port):
+        proxy = Proxy(port, 0.0)
+        keeper = None if case == "unknown" else Keeper("worker 1", ("127.0.0.1", proxy.port))
+        alive = Watch(connected(proxy.port), 0, 2, "here", keeper)
+        proxy.is_cut_off = case != "alive"
+        if case == "gone":
+            # a port on which nobody listens
+            with socket.create_server(("127.0.0.1", 0)) as other:
+                alive.keeper = Keeper("worker 1", other.getsockname())
+        assert alive.culprits() == message
+        alive.leave()
     time.sleep(1)
     assert launcher.poll() is None

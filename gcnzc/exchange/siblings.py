@@ -1,0 +1,83 @@
+"""The workers of this machine as the kernel sees them, before they can write signs of life.
+
+A worker that is stopped while it still imports torch never reaches the store, so that nothing there
+tells it from one that is slow. The kernel does: the other workers are children of the same
+launcher.
+"""
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+# of /proc/PID/stat: stopped by a signal, stopped by a debugger, waiting for a device
+STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a device"}
+
+
+@dataclass(frozen=True)
+class Process:
+    """What the kernel says of a process."""
+
+    pid: int
+    parent: int
+    state: str
+    ticks: int
+    """of CPU time used so far, by all threads"""
+
+
+class Siblings:
+    """The other processes that this process's launcher started as workers."""
+
+    def __init__(self) -> None:
+        self.parent, self.own = os.getppid(), os.getpid()
+        self.found: dict[int, tuple[Process, float]] = {}
+
+    def stopped(self, seconds: float) -> dict[int, str]:
+        """The ranks of workers on this machine that did not run for so long, and why.
+
+        A process counts if at every call in these `seconds` it was stopped, or waited for a device,
+        and used no CPU time in between; call it about once a second.
+        """
+        now = time.monotonic()
+        before, self.found = self.found, {}
+        long = {}
+        for process in _children(self.parent):
+            if process.pid == self.own or process.state not in STATES:
+                continue
+            earlier, since = before.get(process.pid, (process, now))
+            if earlier.ticks != process.ticks:
+                since = now
+            self.found[process.pid] = (process, since)
+            rank = _rank(process.pid)
+            if rank is not None and now - since >= seconds:
+                long[rank] = f"{STATES[process.state]} (process {process.pid})"
+        return long
+
+
+def _children(parent: int) -> list[Process]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            # it may have ended, or belong to another user
+            with suppress(OSError):
+                process = _parsed((entry / "stat").read_text())
+                if process.parent == parent:
+                    found.append(process)
+    return found
+
+
+def _parsed(stat: str) -> Process:
+    # the program's name, in parentheses, may hold anything
+    begin, end = stat.index("("), stat.rindex(")")
+    fields = stat[end + 1 :].split()
+    return Process(int(stat[:begin]), int(fields[1]), fields[0], int(fields[11]) + int(fields[12]))
+
+
+def _rank(pid: int) -> int | None:
+    """The rank in a process's environment; None if it is no worker."""
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                return int(entry[5:])
+    return None
