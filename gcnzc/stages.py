@@ -29,7 +29,7 @@ GATHERED_BYTES = (64, 5056)
 
 
 def choose_device(asked: str, place: int = 0) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` means on this machine.
+    """The device that `auto`, `cpu` or `cuda` means on this machine; a GPU with its index.
 
     Args:
         asked: one of these.
@@ -46,10 +46,10 @@ def choose_device(asked: str, place: int = 0) -> torch.device:
             "hint: `gcnzc check` says what is missing; --device cpu trains without one"
         )
     if asked == "cuda":
-        number = place % torch.cuda.device_count()
-        if number:
-            torch.cuda.set_device(number)
-            return torch.device(asked, number)
+        # the caller's own device unless other workers of this machine take others
+        number = place % torch.cuda.device_count() if place else torch.cuda.current_device()
+        torch.cuda.set_device(number)
+        return torch.device(asked, number)
     return torch.device(asked)
 
 

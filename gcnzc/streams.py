@@ -143,7 +143,7 @@ class CudaStream:
 
     def record(self) -> "CudaEvent":
         """The place after all that is queued so far."""
-        return CudaEvent(self.stream.record_event())
+        return CudaEvent(self.stream.record_event(torch.cuda.Event(blocking=True)))
 
     def moment(self) -> "CudaMoment":
         """As `record`, with its time."""
@@ -158,7 +158,11 @@ class CudaStream:
 
 
 class CudaEvent:
-    """A place in a stream of a GPU."""
+    """A place in a stream of a GPU.
+
+    The event must be a blocking one: a thread that waits for it sleeps, whereas by default it would
+    keep a core of the loader or of the sampler busy.
+    """
 
     def __init__(self, event: "torch.cuda.Event") -> None:
         self.event = event
@@ -213,4 +217,4 @@ class _Clock:
 
 
 def _timed() -> "torch.cuda.Event":
-    return torch.cuda.Event(enable_timing=True)
+    return torch.cuda.Event(enable_timing=True, blocking=True)

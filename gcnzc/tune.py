@@ -32,8 +32,7 @@ from gcnzc.data import Dataset
 from gcnzc.graph import Graph
 from gcnzc.hot import SHARES, Presample, hot_bytes, hot_rows_of, presample
 from gcnzc.kernels.gather_gpu import (
-    MULTIPROCESSORS,
-    PROGRAMS_PER_MULTIPROCESSOR,
+    DEFAULT_PROGRAMS,
     VECTORS,
     WARPS,
     Way,
@@ -190,9 +189,8 @@ def choose_way(
             why = "no GPU, and rows that none reads"
         choices = {"layout": Choice(usual, why, "modelled" if requests else "default", figures)}
         missing = f"not measured: {_missing(device)}"
-        usual_programs = PROGRAMS_PER_MULTIPROCESSOR * MULTIPROCESSORS
         for name, value, more in (
-            ("programs", usual_programs, f"two for each of {MULTIPROCESSORS} multiprocessors"),
+            ("programs", DEFAULT_PROGRAMS, "at most two a multiprocessor"),
             ("warps", WARPS, "of each program"),
             ("vectors", VECTORS, "of 16 B that each lane has in flight"),
         ):
@@ -216,7 +214,7 @@ def choose_way(
     }
     ways = [Way(layout, programs, *shape) for shape, programs in product(SHAPES, PROGRAMS)]
     taken = in_rounds(ways, bench.gather_s, "programs", progress)
-    # warps that stay on the multiprocessors are lost to the model
+    # registers of warps that stay are not there for the model's kernels
     way = cheapest(taken, lambda one: (_warps(one), one.programs, one.vectors))
     middle = medians(taken)
     of_shape = {

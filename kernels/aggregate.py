@@ -8,6 +8,7 @@ https://arxiv.org/abs/1609.02907). The gradient is the same sum over the block t
 Letters: S sources, T targets, E edges of the block, F columns.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ AHEAD_ROWS = 16  # and no more rows than these
 LEAST_WORK = 4096  # targets and edges worth a thread
 EDGES = 8  # edges a GPU program reads at once
 BLOCK = 128  # columns of a GPU program
+VECTOR_BYTES = 16  # the widest load of a GPU's lane
 # most of a sum that is new memory is page faults; what one batch leaves, the next one takes
 empty_rows = Pool().empty
 
@@ -147,7 +149,8 @@ def sum_numba(
     return out.to(x.dtype)
 
 
-@triton.jit
+# blocks are views of one buffer, whose alignments differ between minibatches
+@triton.jit(do_not_specialize=["indptr", "indices", "a_S", "b_T"])
 def _sum_triton(
     indptr,
     indices,
@@ -155,7 +158,7 @@ def _sum_triton(
     a_S,
     b_T,
     out,
-    num_cols,
+    num_cols,  # all three in vectors of VECTOR elements
     x_stride,
     out_stride,
     HAS_A: tl.constexpr,
@@ -163,10 +166,12 @@ def _sum_triton(
     SUM: tl.constexpr,
     EDGES: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < num_cols
+    # products with VECTOR, from which the compiler knows that rows begin and end with whole vectors
+    inside = cols < num_cols * VECTOR
     first = tl.load(indptr + t).to(tl.int64)
     last = tl.load(indptr + t + 1).to(tl.int64)
     sum_EF = tl.zeros([EDGES, BLOCK], SUM)
@@ -176,14 +181,21 @@ def _sum_triton(
         # int64 before the multiply: 2**31 elements is only 8 GB of float32
         s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
         mask = there[:, None] & inside[None, :]
-        values = tl.load(x + s[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(SUM)
+        at = (s * x_stride * VECTOR)[:, None] + cols[None, :]
+        values = tl.load(x + at, mask=mask, other=0.0).to(SUM)
         if HAS_A:
             values *= tl.load(a_S + s, mask=there, other=0.0)[:, None]
         sum_EF += values
     sum_F = tl.sum(sum_EF, 0)
     if HAS_B:
         sum_F *= tl.load(b_T + t)
-    tl.store(out + t * out_stride + cols, sum_F, mask=inside)
+    tl.store(out + t * out_stride * VECTOR + cols, sum_F, mask=inside)
+
+
+def vector_elements(x: Tensor, num_cols: int) -> int:
+    """Elements of the widest vector, up to 16 B, that divides rows, their distance and address."""
+    unit = gcd(num_cols * x.itemsize, x.stride(0) * x.itemsize, x.data_ptr(), VECTOR_BYTES)
+    return unit // x.itemsize
 
 
 def sum_triton(
@@ -197,11 +209,12 @@ def sum_triton(
     a, b = (out if s is None else s.to(dtype).contiguous() for s in (a_S, b_T))
     grid = (num_targets, triton.cdiv(num_cols, BLOCK))
     has_a, has_b = a_S is not None, b_T is not None
+    vector = vector_elements(x, num_cols)
+    sizes = num_cols // vector, x.stride(0) // vector, num_cols // vector
     with torch.cuda.device_of(out):
         _sum_triton[grid](
-            indptr, indices, x, a, b, out, num_cols, x.stride(0), num_cols,
-            has_a, has_b, triton_dtype, EDGES, BLOCK,
-        )  # fmt: skip
+            indptr, indices, x, a, b, out, *sizes, has_a, has_b, triton_dtype, EDGES, BLOCK, vector
+        )
     return out
 
 

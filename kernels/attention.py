@@ -110,7 +110,8 @@ def _attention_grad(
         out_T[t * H : (t + 1) * H] = sum_H
 
 
-@triton.jit
+# blocks are views of one buffer, whose alignments differ between minibatches
+@triton.jit(do_not_specialize=["indptr", "indices"])
 def _attention_triton(
     indptr, indices, score_S, score_T, slope, weight_E, num_heads, SUM: tl.constexpr,
     HEADS: tl.constexpr, EDGES: tl.constexpr,
@@ -145,7 +146,8 @@ def _attention_triton(
                     tl.store(out, weight_EH / total_H[None, :], mask=mask)
 
 
-@triton.jit
+# blocks are views of one buffer, whose alignments differ between minibatches
+@triton.jit(do_not_specialize=["indptr", "indices"])
 def _attention_grad_triton(
     indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads,
     SUM: tl.constexpr, HEADS: tl.constexpr, EDGES: tl.constexpr,

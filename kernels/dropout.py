@@ -75,8 +75,18 @@ def _drop(x, out, level, scale, floor, key_0, key_1, begin, end):
                 out[place + i] = value * scale if kept and not value <= floor else x.dtype.type(0)
 
 
-@triton.jit
-def _drop_gpu(x, out, count, seed, level, scale, COUNTERS: tl.constexpr, RECTIFIED: tl.constexpr):
+# count and seed change from one minibatch to the next, and must not cause another compilation
+@triton.jit(do_not_specialize=["count", "seed"])
+def _drop_gpu(
+    x,
+    out,
+    count,
+    seed: tl.int64,
+    level,
+    scale,
+    COUNTERS: tl.constexpr,
+    RECTIFIED: tl.constexpr,
+):
     lot = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, COUNTERS)
     counter = lot * COUNTERS + i
@@ -130,7 +140,9 @@ def drop_triton(
     lots = triton.cdiv(x.numel(), LOT)
     with torch.cuda.device_of(x):
         level, scale = _level(share), _scale(share)
-        _drop_gpu[(lots,)](x, out, x.numel(), seed, level, scale, COUNTERS, rectified)
+        # the same 64 bits as a signed number
+        signed_seed = seed - 2**64 if seed >= 2**63 else seed
+        _drop_gpu[(lots,)](x, out, x.numel(), signed_seed, level, scale, COUNTERS, rectified)
     return out
 
 

@@ -5,14 +5,15 @@ laid over rows as `gcnzc.kernels.lanes` says: `shifted` asks for no line twice, 
 It loads whole vectors of 16 B, also where a row begins or ends inside of one; the bytes before and
 after the row lie in the same 16 B, hence on the same page, and are dropped when rows are stored.
 
-Few programs stay and take rows in turn, each with several rows in flight: the bus is filled by
-bytes on their way, and multiprocessors that only wait for it are lost to the model.
+Few programs stay and take rows in turn, each with several rows in flight: bytes in flight fill the
+bus, and registers of programs that wait for it are not there for the model's kernels.
 
 Letters: N rows in the table, D columns, B rows asked for.
 """
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,11 +27,16 @@ from gcnzc.kernels.lanes import LAYOUTS, LINE_BYTES, VECTOR_BYTES, Lanes, Layout
 
 WARPS = 8
 VECTORS = 4  # that each lane has in flight; with 8 warps a program has 16 KiB
-PROGRAMS_PER_MULTIPROCESSOR = 2
-MULTIPROCESSORS = 16  # that a gather takes at most
+# While multiprocessors are free, a device gives each its first program before it gives any a second
+# one: so many programs take a part of as many multiprocessors. The number is not measured; `gcnzc
+# check --tune` measures it for a machine.
+DEFAULT_PROGRAMS = 32
 FILL_BYTES = 1 << 26  # of hot rows that are copied at a time
 # of codes; 0 where they are integers
 EXPONENT_BITS = {torch.int8: 0, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+# Without a lock, every loader thread that finds no compiled kernel would compile one; with it, the
+# first thread compiles and the others wait for its result
+_LAUNCH = threading.Lock()
 # words that rows are cut into: bits pass through them unchanged
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -79,7 +85,20 @@ def _float8_values(codes, EXPONENT_BITS: tl.constexpr):
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), values)
 
 
-@triton.jit(do_not_specialize=["zero"])
+# Numbers and alignments that differ between minibatches must not cause another compilation; only
+# rows and results are read and written as vectors.
+@triton.jit(
+    do_not_specialize=[
+        "ids",
+        "places",
+        "outside",
+        "slots",
+        "scales",
+        "num_ids",
+        "num_rows",
+        "zero",
+    ]
+)
 def _gather_rows(
     table,
     ids,
@@ -90,7 +109,7 @@ def _gather_rows(
     hot,
     scales,
     num_ids,
-    num_rows,
+    num_rows: tl.int64,
     zero,
     STRIDE_BYTES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
@@ -140,22 +159,27 @@ def _gather_rows(
             known = (row >= 0) & (row < num_rows)
             tl.store(outside + tl.zeros_like(row), i, mask=inside & (known == 0))
             inside = inside & known
+        # 64 bits for the addresses where rows begin, 32 for what lies within a row
         start = INSET_BYTES + row * STRIDE_BYTES
-        first = start // VECTOR_BYTES
-        inset = start % VECTOR_BYTES
+        row_words = table + start // VECTOR_BYTES * VECTOR
+        # VECTOR_BYTES is a power of two, and `start` is not negative
+        inset = (start & (VECTOR_BYTES - 1)).to(tl.int32)
         if ALIGNED:
-            inset = tl.zeros_like(start)
+            inset = tl.zeros_like(slot)
         count = (inset + (ROW_BYTES + VECTOR_BYTES - 1)) // VECTOR_BYTES
-        lead = tl.zeros_like(start)
+        # bytes from a line's begin to the row's
+        behind = ((LINE_INSET_BYTES + start) & 127).to(tl.int32) // VECTOR_BYTES
+        lead = tl.zeros_like(slot)
         if FROM_LINE:
-            lead = (LINE_INSET_BYTES + start) % 128 // VECTOR_BYTES
+            lead = behind
+        # the word of a row's first vector that is its first column
+        inset_words = inset // WORD_BYTES
+        row_out = out + i * OUT_STRIDE
         if SCALED == 1:
             scale = tl.load(scales + row, mask=inside, other=0)
         if HOT_VECTORS > 0:
             place = tl.load(slots + row, mask=inside, other=-1)
             is_hot = place >= 0
-            # a hot row lies as far behind a line as the row itself, so that its lanes fit both
-            behind = (LINE_INSET_BYTES + start) % 128 // VECTOR_BYTES
             at = place
             copies = hot
             if HOT_MEMORIES > 1:
@@ -163,8 +187,9 @@ def _gather_rows(
                 address = tl.load(hot + place % HOT_MEMORIES, mask=is_hot, other=0)
                 copies = address.to(tl.pointer_type(table.dtype.element_ty))
                 # memories begin on lines, which the compiler must know to load whole vectors
-                copies = tl.multiple_of(copies, [16])[:, None]
-            first_hot = at.to(tl.int64) * HOT_VECTORS + behind
+                copies = tl.multiple_of(copies, [16])
+            # a hot row lies as far behind a line as the row itself, so that its lanes fit both
+            hot_row_words = copies + (at.to(tl.int64) * HOT_VECTORS + behind) * VECTOR
         for turn in range(PASSES):
             number = turn * LANES + lane
             vector = number - lead
@@ -175,20 +200,19 @@ def _gather_rows(
             else:
                 wanted = inside & (vector >= 0) & (vector < count)
             # masked by whole vectors, or the compiler would cut them up
-            words = table + (first + vector)[:, None] * VECTOR + part[None, :]
+            word = vector[:, None] * VECTOR + part[None, :]
+            words = row_words[:, None] + word
             if SCALAR:
                 # a number that is not known hides from the compiler that lanes could be joined
                 words += zero
             if HOT_VECTORS > 0:
-                hot_words = copies + (first_hot + vector)[:, None] * VECTOR + part[None, :]
                 cold = tl.load(words, mask=(wanted & (place < 0))[:, None], other=0)
+                hot_words = hot_row_words[:, None] + word
                 values = tl.load(hot_words, mask=(wanted & is_hot)[:, None], other=0)
                 values = tl.where(is_hot[:, None], values, cold)
             else:
                 values = tl.load(words, mask=wanted[:, None])
-            column = vector[:, None] * VECTOR + part[None, :]
-            if not ALIGNED:
-                column -= (inset // WORD_BYTES)[:, None]
+            column = word - inset_words[:, None]
             kept = wanted[:, None]
             if not ALIGNED or ROW % VECTOR != 0:
                 kept = kept & (column >= 0) & (column < ROW)
@@ -203,8 +227,7 @@ def _gather_rows(
             elif WORD_BYTES == 1 and out.dtype.element_ty.primitive_bitwidth != 8:
                 # not every device, nor the interpreter, knows the direct way
                 values = values.to(tl.float32)
-            into = out + i[:, None] * OUT_STRIDE + column
-            tl.store(into, values.to(out.dtype.element_ty), mask=kept)
+            tl.store(row_out[:, None] + column, values.to(out.dtype.element_ty), mask=kept)
 
 
 @dataclass(frozen=True)
@@ -388,7 +411,7 @@ def gather_rows(
         hot_vectors = hot.memory.shape[1] // VECTOR_BYTES
         if hot.peers is not None:
             hot_words, hot_memories = hot.peers.addresses, len(hot.peers.addresses)
-    with _on(out.device):
+    with _LAUNCH, _on(out.device):
         _gather_rows[(num_programs,)](
             words,
             ids,
@@ -466,10 +489,10 @@ def constants(
 
 
 def programs_of(device: torch.device) -> int:
-    """How many programs a gather has on a device; bench/gpu.py says why."""
+    """How many programs a gather has on a device by default: at most two a multiprocessor."""
     if device.type != "cuda":
         return 2
-    return PROGRAMS_PER_MULTIPROCESSOR * min(MULTIPROCESSORS, _multiprocessors(device))
+    return min(DEFAULT_PROGRAMS, 2 * _multiprocessors(device))
 
 
 @lru_cache

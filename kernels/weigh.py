@@ -173,7 +173,8 @@ def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Ten
     return out_E
 
 
-@triton.jit
+# blocks are views of one buffer, whose alignments differ between minibatches
+@triton.jit(do_not_specialize=["indptr", "indices", "edges"])
 def _weigh_triton(
     indptr, indices, edges, weight_E, x, out, num_heads, num_cols, row_stride, head_stride,
     out_heads, HAS_EDGES: tl.constexpr, SUM: tl.constexpr, EDGES: tl.constexpr,
@@ -203,7 +204,8 @@ def _weigh_triton(
     tl.store(out + at, tl.sum(sum_EF, 0), mask=inside)
 
 
-@triton.jit
+# blocks are views of one buffer, whose alignments differ between minibatches
+@triton.jit(do_not_specialize=["indptr", "indices"])
 def _products_triton(
     indptr, indices, x, y, out_E, num_heads, num_cols, row_stride, head_stride,
     SUM: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,

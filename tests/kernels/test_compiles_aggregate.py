@@ -11,7 +11,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import sys
+import re, sys
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -22,7 +22,7 @@ SIZES = {"num_cols": "i32", "num_heads": "i32", "out_heads": "i32", "x_stride": 
 
 def ptx(kernel, rows, ids, total, **constants):
     constants = {"EDGES": 8, "BLOCK": 128, "HEADS": 4, "SUM": total, "HAS_A": True, "HAS_B": True,
-                 "HAS_EDGES": True} | constants
+                 "HAS_EDGES": True, "VECTOR": 1} | constants
     wide = "*fp64" if total is tl.float64 else "*fp32"
     kinds = SIZES | dict.fromkeys(["indptr", "indices", "edges"], f"*{ids}")
     kinds |= dict.fromkeys(["a_S", "b_T", "weight_E", "grad_E", "out_E", "out_T"], wide)
@@ -30,7 +30,11 @@ def ptx(kernel, rows, ids, total, **constants):
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     given = {name: constants[name] for name in names if name in constants}
-    return compile(ASTSource(kernel, signature, given), GPUTarget("cuda", ARCH, 32)).asm["ptx"]
+    # torch's allocations are aligned
+    known = {(names.index(name),): [["tt.divisibility", 16]] for name in ("x", "out")
+             if name in names}
+    source = ASTSource(kernel, signature, given, known)
+    return compile(source, GPUTarget("cuda", ARCH, 32)).asm["ptx"]
 
 made = []
 for rows, total in [("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.float64)]:
@@ -47,6 +51,13 @@ for text in made:
     assert "ld.global" in text and "st.global" in text
     assert "atom." not in text and "red.global" not in text
 print(len(made), "kernels")
+
+# rows of 100 columns are not a multiple of 16 elements apart, but of whole vectors of 16 B
+for rows, vector in [("*fp32", 4), ("*bf16", 8), ("*fp64", 2)]:
+    total = tl.float64 if rows == "*fp64" else tl.float32
+    text = ptx(aggregate._sum_triton, rows, "i64", total, HAS_A=False, HAS_B=False, VECTOR=vector)
+    loads = re.findall(r"ld\\.global\\S*\\.v(\\d)\\.b(\\d+)", text)
+    assert loads and {int(n) * int(bits) // 8 for n, bits in loads} == {16}, (rows, loads)
 """
 
 

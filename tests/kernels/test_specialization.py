@@ -1,0 +1,120 @@
+"""Kernels that run in each training step are compiled in the first one only.
+
+A process of its own launches them with a driver that takes no kernel to a device, and counts how
+often Triton asks its compiler. Triton chooses between compiler and interpreter when it is imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+
+PROGRAM = """
+import collections, json, threading, time
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
+
+class Compiled:
+    packed_metadata = function = None
+    def launch_metadata(self, *args):
+        return None
+    def run(self, *args):
+        launched.append(self)
+
+launched, compiled = [], collections.Counter()
+
+def do_compile(self, key, signature, device, constexprs, options, attrs, warmup):
+    compiled[self.fn.__name__] += 1
+    # while a thread compiles, others find nothing compiled
+    time.sleep(0.05)
+    kernel = self.device_caches[device][0][key] = Compiled()
+    return kernel
+
+driver.set_active(Driver())
+JITFunction._do_compile = do_compile
+
+from gcnzc.kernels.aggregate import sum_triton
+from gcnzc.kernels.attention import attention_backward_triton, attention_triton
+from gcnzc.kernels.dropout import drop_triton
+from gcnzc.kernels.gather_gpu import gather_rows
+from gcnzc.kernels.weigh import products_triton, weigh_triton
+
+table = torch.zeros(5000, 101)
+memory = torch.zeros(8192, dtype=torch.int64)
+
+def ids_of(size, offset):
+    return memory[offset : offset + size]
+
+def step(size, offset, seed):
+    ids = ids_of(size, offset)
+    gather_rows(table, ids)
+    gather_rows(table, ids, order=ids, checked=False)
+    x = torch.zeros(size, 100)
+    drop_triton(x, 0.5, seed)
+    drop_triton(x, 0.5, seed, rectified=True)
+    indptr = torch.zeros(size + 1 + offset, dtype=torch.int64)[offset:]
+    sum_triton(indptr, ids, x, None, x[:, 0].contiguous())
+    score = torch.zeros(size, 4)
+    weight = torch.zeros(size, 4)
+    attention_triton(indptr, ids, score, score, 0.2, weight)
+    out = torch.zeros(size, 4), torch.zeros(size, 4)
+    attention_backward_triton(indptr, ids, score, score, 0.2, weight, weight, *out)
+    rows = torch.zeros(size, 4, 25)
+    weigh_triton(indptr, ids, None, weight, rows, 4)
+    weigh_triton(indptr, ids, ids, weight, rows, 4)
+    products_triton(indptr, ids, rows, rows)
+
+threads = [threading.Thread(target=gather_rows, args=(table, ids_of(100, 0))) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+together = compiled["_gather_rows"]
+step(1000, 0, 12345678901234567890)
+first = dict(compiled)
+# other sizes: one, divisible by 16 and not, more and less; views that begin anywhere; other seeds
+for size, offset, seed in [(1, 0, 1), (16, 1, 2**63), (17, 2, 16), (4096, 3, 2**31), (999, 5, 7)]:
+    step(size, offset, seed)
+print(json.dumps({"together": together, "first": first, "all": compiled, "runs": len(launched)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def counts():
+    if torch.cuda.is_available() or not triton.__version__ >= "3.3":
+        pytest.skip("this counts with parts of Triton 3.3 and later, on a machine without a GPU")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # ids are looked at by a kernel, which does not run here
+    environment.pop("GCNZC_CHECK_IDS", None)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_no_kernel_is_compiled_after_the_first_step(counts):
+    assert len(counts["first"]) == 7, "every kernel of a step was compiled"
+    assert counts["all"] == counts["first"]
+    assert counts["runs"] > 6 * len(counts["first"])
+
+
+def test_loader_threads_compile_a_kernel_once(counts):
+    assert counts["together"] == 1
