@@ -1,9 +1,9 @@
 """Signs and scales on a GPU: what `gcnzc.kernels.pack` says, in Triton.
 
-A program does up to 4096 elements of one block, so that a block of many millions has many programs;
-their sums meet in a kernel of its own. A word of 32 bits is made from, or made into, eight vectors
-of 16 B of neighbouring lanes. Every byte of the vectors is read once and written once, and a word
-of bits is asked for by its eight lanes at once.
+A program processes up to 4096 elements of one block, so that a block of many millions has many
+programs. A second kernel adds up their sums, and a third computes the scales. A word of 32 bits
+corresponds to eight vectors of 16 B of neighbouring lanes. Every byte of the vectors is read once
+and written once, and the eight lanes of a word of bits request it at once.
 
 Sums are float64, as on the CPU: a few operations an element, far fewer than an A100 or H100 does
 while it reads one.
@@ -23,6 +23,7 @@ from gcnzc.kernels.cut import Cut
 MOST_WORDS = 128  # of a program
 WARP_WORDS = 16  # a warp's share of it: 16 elements a lane, four loads of 16 B
 TOTALS = 1024  # sums of programs that are added at once
+SCALES_OF_PROGRAM = 128  # blocks whose scales one program writes
 
 
 @triton.jit
@@ -97,14 +98,6 @@ def _scale_of(words, at):
 
 
 @triton.jit
-def _write_scale(words, at, total, count, SQUARES: tl.constexpr):
-    mean = total / tl.maximum(count, 1).to(tl.float64)
-    if SQUARES:
-        mean = tl.sqrt(mean)
-    tl.store(words + at, mean.to(tl.float32).to(tl.int32, bitcast=True))
-
-
-@triton.jit
 def _encode(
     values,
     error,
@@ -121,11 +114,10 @@ def _encode(
     HAS_ERROR: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
     SQUARES: tl.constexpr,
-    ALONE: tl.constexpr,  # a block has one program, which writes its scale
     RAGGED: tl.constexpr,  # n is no multiple of 32
     WORDS: tl.constexpr,
 ):
-    row, number, first, begin, length, count = _chunk(n, part, block, blocks, chunks, WORDS)
+    row, _, first, begin, length, count = _chunk(n, part, block, blocks, chunks, WORDS)
     y = _load(values, begin, count, WORDS, RAGGED)
     if HAS_ERROR:
         y += _load(error, begin, count, WORDS, RAGGED)
@@ -141,25 +133,13 @@ def _encode(
     total = tl.sum(tl.sum(tl.where(live, size, 0.0), axis=1), axis=0)
     if HAS_ACTIVE:
         count = tl.sum(tl.sum(live.to(tl.int32), axis=1), axis=0).to(tl.int64)
-    if ALONE:
-        _write_scale(words, row * stride + part // 32 + number, total, count, SQUARES)
-    else:
-        tl.store(totals + tl.program_id(0), total)
-        tl.store(counts + tl.program_id(0), count)
+    tl.store(totals + tl.program_id(0), total)
+    tl.store(counts + tl.program_id(0), count)
 
 
 @triton.jit
-def _add_up(
-    words,
-    totals,
-    counts,
-    part,
-    blocks,
-    chunks,
-    stride,
-    SQUARES: tl.constexpr,
-    TOTALS: tl.constexpr,
-):
+def _add_up(totals, counts, block_totals, block_counts, chunks, TOTALS: tl.constexpr):
+    """Sum what the `chunks` programs of a block found."""
     block = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, TOTALS)
     total = tl.zeros([TOTALS], tl.float64)
@@ -168,8 +148,35 @@ def _add_up(
         inside = begin + place < chunks
         total += tl.load(totals + block * chunks + begin + place, mask=inside, other=0.0)
         count += tl.load(counts + block * chunks + begin + place, mask=inside, other=0)
+    tl.store(block_totals + block, tl.sum(total, axis=0))
+    tl.store(block_counts + block, tl.sum(count, axis=0))
+
+
+@triton.jit
+def _scale(
+    words,
+    totals,
+    counts,
+    num_blocks,
+    part,
+    blocks,
+    stride,
+    SQUARES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write the scale of each block from its sums.
+
+    A division and a square root of float64 take tens of instructions of a kind that most GPUs
+    execute slowly, so that a lane computes them for one block, not all lanes for the same one.
+    """
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < num_blocks
+    count = tl.load(counts + block, mask=inside, other=0)
+    mean = tl.load(totals + block, mask=inside, other=0.0) / tl.maximum(count, 1).to(tl.float64)
+    if SQUARES:
+        mean = tl.sqrt(mean)
     at = block // blocks * stride + part // 32 + block % blocks
-    _write_scale(words, at, tl.sum(total, axis=0), tl.sum(count, axis=0), SQUARES)
+    tl.store(words + at, mean.to(tl.float32).to(tl.int32, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -299,17 +306,23 @@ def encode(
 ) -> None:
     """`encode_signs_reference` of `gcnzc.kernels.pack`, for float32."""
     words, chunks, blocks = _words_of(cut, rows), _chunks(cut), cut.parts * cut.blocks
-    programs = blocks * chunks if chunks > 1 else 0
-    totals = torch.empty(programs, dtype=torch.float64, device=rows.device)
-    counts = torch.empty(programs, dtype=torch.int64, device=rows.device)
+    totals, counts = _sums(blocks * chunks, rows.device)
     vectors = values, values if error is None else error, _flags(active, values)
     has = {"HAS_ERROR": error is not None, "HAS_ACTIVE": active is not None}
-    options = has | {"SQUARES": squares, "ALONE": chunks == 1}
-    _launch(_encode, cut, rows, *vectors, words, totals, counts, **options)
-    if chunks > 1:
-        with torch.cuda.device_of(rows):
-            sizes = cut.part, cut.blocks, chunks, rows.stride(0) // 4
-            _add_up[(blocks,)](words, totals, counts, *sizes, squares, TOTALS)
+    _launch(_encode, cut, rows, *vectors, words, totals, counts, **has, SQUARES=squares)
+    with torch.cuda.device_of(rows):
+        if chunks > 1:
+            found, (totals, counts) = (totals, counts), _sums(blocks, rows.device)
+            _add_up[(blocks,)](*found, totals, counts, chunks, TOTALS)
+        sizes = blocks, cut.part, cut.blocks, rows.stride(0) // 4
+        grid = (triton.cdiv(blocks, SCALES_OF_PROGRAM),)
+        _scale[grid](words, totals, counts, *sizes, squares, SCALES_OF_PROGRAM)
+
+
+def _sums(number: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for a sum and a number of elements of each block or program."""
+    totals = torch.empty(number, dtype=torch.float64, device=device)
+    return totals, torch.empty(number, dtype=torch.int64, device=device)
 
 
 def settle(values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor) -> None:

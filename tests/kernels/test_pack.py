@@ -379,6 +379,7 @@ from gcnzc.kernels import pack_gpu
 cases = json.loads(sys.argv[1])
 types = dict(values="*fp32", error="*fp32", active="*u8", words="*i32", out="*fp32")
 types |= dict(totals="*fp64", counts="*i64", n="i64", part="i64", block="i32", blocks="i32")
+types |= dict(block_totals="*fp64", block_counts="*i64", num_blocks="i32")
 types |= dict(chunks="i32", stride="i32", workers="i32", share="fp32")
 made = []
 for name, constants in cases:
@@ -421,22 +422,24 @@ def global_bytes(ptx, verb):
 
 
 WHOLE = {"RAGGED": False, "WORDS": pack_gpu.MOST_WORDS}
-ENCODE = {"HAS_ERROR": False, "HAS_ACTIVE": False, "SQUARES": True, "ALONE": True} | WHOLE
+ENCODE = {"HAS_ERROR": False, "HAS_ACTIVE": False, "SQUARES": True} | WHOLE
 EVERYTHING = {"HAS_ERROR": True, "HAS_ACTIVE": True}
 # A program has 4096 elements and 256 lanes: of float32 each lane has four vectors of 16 B, of bool
 # one, and of words of bits half a one, if each byte is moved once.
 FLOATS, FLAGS, BITS, SCALE = [16] * 4, [16], [4], [4]
 CASES = [
-    ("_encode", ENCODE, FLOATS, [*BITS, *SCALE]),
-    ("_encode", ENCODE | EVERYTHING, [*FLOATS, *FLOATS, *FLAGS], [*BITS, *SCALE]),
-    ("_encode", ENCODE | {"SQUARES": False, "ALONE": False}, FLOATS, [*BITS, 8, 8]),
+    # a program's sum and number of elements
+    ("_encode", ENCODE, FLOATS, [*BITS, 8, 8]),
+    ("_encode", ENCODE | EVERYTHING, [*FLOATS, *FLOATS, *FLAGS], [*BITS, 8, 8]),
+    ("_encode", ENCODE | {"SQUARES": False}, FLOATS, [*BITS, 8, 8]),
     ("_settle", WHOLE | {"HAS_ACTIVE": True}, [*SCALE, *FLOATS, *FLOATS, *FLAGS], FLOATS),
     # kernels that read bits have half as many lanes, each with twice as many vectors
     ("_decode", WHOLE | {"HAS_ACTIVE": True}, [*BITS, *SCALE, *FLAGS, *FLAGS], [*FLOATS, *FLOATS]),
     ("_decode", WHOLE | {"HAS_ACTIVE": False}, [*BITS, *SCALE], [*FLOATS, *FLOATS]),
     # loads are of each worker, in a loop
     ("_mean", WHOLE, [*BITS, *SCALE], [*FLOATS, *FLOATS]),
-    ("_add_up", {"SQUARES": True, "TOTALS": pack_gpu.TOTALS}, [8] * 16, SCALE),
+    ("_add_up", {"TOTALS": pack_gpu.TOTALS}, [8] * 16, [8, 8]),
+    ("_scale", {"SQUARES": True, "BLOCKS": pack_gpu.SCALES_OF_PROGRAM}, [8, 8], SCALE),
 ]
 
 
@@ -453,6 +456,9 @@ def test_each_byte_is_moved_once_in_whole_vectors(tmp_path):
         # nothing is kept in memory of a lane's own, and no sum has a product fused to it
         assert ".local" not in one
         assert "fma.rn.f32" not in one
+    # only one lane of a block divides in float64
+    for (name, _), ptx in zip([case[:2] for case in CASES] + others, made, strict=True):
+        assert all(("div.rn.f64" in one) == (name == "_scale") for one in ptx), name
     # vectors are as wide as ever where words are whole
     for encode, decode in zip(*made[len(CASES) : len(CASES) + 2], strict=True):
         assert global_bytes(encode, "ld").count(16) == len(FLOATS)
