@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -358,7 +358,21 @@ class Loader:
         begin, self._resume_at = self._resume_at, 0
         self._position = begin
         self._iterators += 1
-        return Batches(self, self._iterators, self._epoch, begin)
+        seeds = order(self.seeds, self.seed, self._epoch) if self.shuffle else self.seeds
+        shares = self.shares
+        steps = (seeds[shares.at(step)] for step in range(begin, len(shares)))
+        return Batches(self, self._iterators, self._epoch, steps, begin)
+
+    def batches_of(self, steps: Iterable[Tensor], epoch: int) -> "Batches":
+        """Batches of given seeds, in the given order.
+
+        They do not count as progress of this loader: its epoch and its state stay what they are.
+
+        Args:
+            steps: (S,) seeds of each batch, int64 on the host; read as far ahead as batches are.
+            epoch: which, with the seed, decides the sampling; in [0, 2**32).
+        """
+        return Batches(self, NOBODY, epoch, iter(steps))
 
     def _same(self) -> dict[str, int]:
         return {
@@ -437,15 +451,16 @@ class Loader:
 
 
 class Batches(Iterator[Batch]):
-    """The batches of one epoch from one step on, in order; made by threads of its own.
+    """The batches of some steps, in order; made by threads of its own.
 
     The threads end when the batches do, with `close`, or when nobody refers to this any more.
     """
 
-    def __init__(self, loader: Loader, number: int, epoch: int, begin: int) -> None:
+    def __init__(
+        self, loader: Loader, number: int, epoch: int, steps: Iterator[Tensor], begin: int = 0
+    ) -> None:
         self._loader, self._number, self._epoch = loader, number, epoch
-        self._seeds = order(loader.seeds, loader.seed, epoch) if loader.shuffle else loader.seeds
-        self._steps = iter(range(begin, len(loader)))
+        self._steps = steps
         self._position = begin
         if loader._transfer is not None:
             # the table may still be on its way there
@@ -477,7 +492,7 @@ class Batches(Iterator[Batch]):
         """End the threads, each after the batch it is making. No more batches come after this."""
         self._number = NOBODY
         self._coming.clear()
-        self._steps = iter(range(0))
+        self._steps = iter(())
         self._executor.shutdown(wait=False, cancel_futures=True)
         # Not `wait=True`: a garbage collection may call this in one of these very threads.
         for thread in threading.enumerate():
@@ -490,11 +505,9 @@ class Batches(Iterator[Batch]):
 
     def _begin_next(self) -> None:
         # tasks refer to the loader and not to this, which may thus be dropped while they run
-        step = next(self._steps, None)
-        if step is not None:
-            loader = self._loader
-            seeds = self._seeds[loader.shares.at(step)]
-            self._coming.append(self._executor.submit(loader._make, seeds, self._epoch))
+        seeds = next(self._steps, None)
+        if seeds is not None:
+            self._coming.append(self._executor.submit(self._loader._make, seeds, self._epoch))
 
 
 def _thread() -> str:

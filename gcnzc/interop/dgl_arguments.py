@@ -32,18 +32,16 @@ def demand_graph(graph: Any) -> None:
         )
 
 
-def demand_sampler(graph_sampler: Any, sampler: Any) -> None:
-    """Refuse a DGL sampler that gives no blocks, or has edge types; and who draws, if nobody.
+def demand_sampler(graph_sampler: Any, drawn_by: Any) -> None:
+    """Refuse a DGL sampler that gives no blocks, or has edge types; and an unknown `drawn_by`.
 
     Raises:
         ValueError: it is of these.
     """
     loading = import_dgl().dataloading
-    if sampler not in ("gcnzc", "dgl"):
-        raise ValueError(
-            f"sampler is a {type(sampler).__name__}\n\n"
-            "hint: 'gcnzc' or 'dgl'; shuffle puts indices in another order"
-        )
+    if drawn_by not in ("gcnzc", "dgl"):
+        shown = repr(drawn_by) if isinstance(drawn_by, str) else f"a {type(drawn_by).__name__}"
+        raise ValueError(f"drawn_by is {shown}\n\nhint: 'gcnzc' or 'dgl'")
     inner = graph_sampler
     if isinstance(graph_sampler, loading.EdgePredictionSampler):
         inner = graph_sampler.sampler

@@ -6,18 +6,23 @@ or input nodes, pair graphs and blocks, which are DGL's own blocks and graphs.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data.distributed import DistributedSampler
 
 from gcnzc.interop.columns import Column
 from gcnzc.interop.dgl_arguments import demand_graph, demand_items, demand_sampler
 from gcnzc.interop.dgl_blocks import Blocks, fill
 from gcnzc.interop.dgl_door import demand_cuda, import_dgl
 from gcnzc.interop.dgl_makers import Maker, OurEdges, OurNodes, Theirs, is_ours
-from gcnzc.interop.minibatches import Carrier, Minibatches, Options, torch_options
+from gcnzc.interop.minibatches import (
+    Carrier,
+    Minibatches,
+    Options,
+    rank_and_world_size,
+    torch_options,
+)
 from gcnzc.sampler import Block
 from gcnzc.table import FeatureTable
 
@@ -25,8 +30,9 @@ from gcnzc.table import FeatureTable
 class DataLoader(Minibatches):
     """`dgl.dataloading.DataLoader`, with its arguments and its minibatches.
 
-    The arguments up to `gpu_cache` are DGL's, and so is `num_workers`; docs/interop.md lists what
-    of them is supported. What is not is refused by name. The others are gcnzc's.
+    The arguments up to `gpu_cache` are DGL's, and so are those of torch's `DataLoader`;
+    docs/interop.md lists what of them is supported. What is not is refused by name. The others are
+    gcnzc's.
 
     Args:
         graph: a `dgl.DGLGraph` with one type of nodes and one of edges, on the host.
@@ -35,12 +41,16 @@ class DataLoader(Minibatches):
         graph_sampler: a DGL sampler of blocks, or `as_edge_prediction_sampler` around one.
         device: where minibatches are handed out; on the host if None. A GPU, for which DGL's build
             must have CUDA, reads the first of `prefetch_node_feats` in place.
-        use_ddp: share the items out to the workers of torch's default process group.
-        ddp_seed: the seed, if `seed` is None.
+        use_ddp: share the items among the ranks of torch's default process group.
+        ddp_seed: the seed with `use_ddp`, if `seed` is None.
         use_uva: as `device="cuda"`, if that is None: features are always read in place.
-        sampler: "gcnzc" lets gcnzc draw for the samplers that it can draw for, in-neighbours
+        drawn_by: "gcnzc" lets gcnzc draw for the samplers that it can draw for, in-neighbours
             uniformly without replacement, and DGL for others; "dgl" lets DGL draw for all.
-        seed: orders the items and draws; an integer of 64 bits.
+        seed: orders the items and draws; an integer of 64 bits. If None, it is drawn from torch's
+            random numbers, or is 0 if `world_size` is above 1.
+        rank, world_size: this rank and how many there are; each takes its share. If None, without
+            `use_ddp`, this loader gives all items, and warns once if torch.distributed has several
+            ranks.
         threads: that make minibatches; `num_workers` if that is above 0, else one per core, but
             four at most; workers of one machine share its cores.
         ahead: minibatches that are begun or ready at most, besides the one that is handed out.
@@ -68,15 +78,17 @@ class DataLoader(Minibatches):
         use_uva: bool = False,
         gpu_cache: Any = None,
         *,
-        sampler: Literal["gcnzc", "dgl"] = "gcnzc",
+        drawn_by: Literal["gcnzc", "dgl"] = "gcnzc",
         seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
         threads: int | None = None,
         ahead: int | None = None,
         tables: Mapping[str, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
         demand_graph(graph)
-        demand_sampler(graph_sampler, sampler)
+        demand_sampler(graph_sampler, drawn_by)
         if gpu_cache:
             raise ValueError(
                 "DataLoader does not support gpu_cache\n\n"
@@ -84,32 +96,41 @@ class DataLoader(Minibatches):
             )
         if batch_size is None:
             raise ValueError("DataLoader does not support batch_size=None\n\nhint: batch_size=1")
-        num_workers, left = torch_options(kwargs, "DataLoader")
+        num_workers, torchs, left = torch_options(kwargs, "DataLoader")
+        if isinstance(torchs.get("sampler"), str):
+            raise ValueError(
+                f"sampler is {torchs['sampler']!r}\n\n"
+                "hint: drawn_by='dgl' lets DGL draw; sampler orders the indices"
+            )
         if left:
             raise TypeError(f"DataLoader has no argument {', '.join(sorted(left))}")
+        # by the names of the arguments, as Lightning gives them to the loader that it makes anew
         self.graph, self.indices, self.graph_sampler = graph, indices, graph_sampler
-        self.shuffle, self.use_uva = shuffle, use_uva
+        self.shuffle, self.use_uva, self.tables = shuffle, use_uva, tables
         self.use_ddp, self.ddp_seed = use_ddp, ddp_seed
-        rank, world_size = _rank_and_world_size() if use_ddp else (0, 1)
+        if use_ddp and world_size is None:
+            rank, world_size = rank_and_world_size()
         options = Options(
             batch_size=batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
-            seed=ddp_seed if seed is None else seed,
+            seed=ddp_seed if seed is None and use_ddp else seed,
             rank=rank,
             world_size=world_size,
-            threads=threads or num_workers or None,
+            num_workers=num_workers,
+            threads=threads,
             ahead=ahead,
             device=torch.device(device or ("cuda" if use_uva else "cpu")),
+            torchs=torchs,
         )
         if options.device.type == "cuda":
             demand_cuda(options.device)
-        self._tables = dict(tables or {})
+        self._tables = tables or {}
         self._blocks = Blocks(graph)
         self._is_edges = isinstance(graph_sampler, import_dgl().dataloading.EdgePredictionSampler)
         self._items = demand_items(indices, graph, self._is_edges)
         super().__init__(self._blocks.columns.graph, self._items, len(self._items), options)
-        self.drawn_by: str = "gcnzc" if sampler == "gcnzc" and is_ours(graph_sampler) else "dgl"
+        self.drawn_by: str = "gcnzc" if drawn_by == "gcnzc" and is_ours(graph_sampler) else "dgl"
         self._maker = self._made_maker()
         self._columns: dict[tuple[bool, str], Column] = {}
         self._begin()
@@ -145,25 +166,40 @@ class DataLoader(Minibatches):
         self._read_first(self._wide)
 
     def _handed_over(self, batch: Carrier) -> Any:
+        if self.device.type != "cpu":
+            *parts, blocks = batch.made
+            parts = [part.to(self.device) for part in parts]
+            batch.made = (*parts, [block.to(self.device) for block in blocks])
+        return self._finished(batch)
+
+    def _on_host(self, items: Tensor, epoch: int) -> Any:
+        self._demand_open()
+        batch = self.sample(items, epoch)
+        if self._wide is not None:
+            batch.x = self._wide.on_host(batch.nodes)
+        return self._finished(batch)
+
+    def _finished(self, batch: Carrier) -> Any:
         *parts, blocks = batch.made
         if isinstance(self.indices, Mapping) and not self._is_edges:
             # as DGL, which hands out what it was given
             (name,) = self.indices
             parts[1] = {name: parts[1]}
-        if self.device.type != "cpu":
-            parts = [part.to(self.device) for part in parts]
-            blocks = [block.to(self.device) for block in blocks]
         wide = self._wide
         if wide is not None:
             assert batch.x is not None, "the loader has its table"
             blocks[0].srcdata[wide.name] = batch.x.view(len(batch.x), *wide.shape)
         return (*parts, blocks)
 
+    def _set_seed(self, seed: int) -> None:
+        super()._set_seed(seed)
+        self._maker = self._made_maker()
+
     def _made_maker(self) -> Maker:
         make: Callable[..., Maker] = OurEdges if self._is_edges else OurNodes
         if self.drawn_by == "dgl":
             make = Theirs
-        return make(self._blocks, self.graph_sampler, self.options.seed)
+        return make(self._blocks, self.graph_sampler, self.seed)
 
     def _gathered(
         self, wide: Column | None, of_nodes: bool, name: str, ids: Tensor
@@ -232,9 +268,3 @@ def _nothing(nodes: Tensor) -> Block:
     # a batch that is sent to a GPU has blocks, and DGL moves its own
     empty = torch.empty(0, dtype=torch.int32)
     return Block(torch.zeros(1, dtype=torch.int64), empty, num_src=0, num_dst=0, nodes=nodes[:0])
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    # torch.distributed has its one door elsewhere
-    asked: DistributedSampler[Any] = DistributedSampler(cast(Any, range(1)))
-    return asked.rank, asked.num_replicas

@@ -1,34 +1,41 @@
 """What the drop-in loaders share: items become minibatches ahead of the model, epoch by epoch.
 
-Items are what a loader iterates over, nodes or edges, by their places in the list that was given.
-`gcnzc.Loader` puts them in order, shares them out to workers, counts epochs and runs the threads;
-what a minibatch is made of is said by the loaders of each library.
+Items are what a loader iterates over, nodes or edges, by their numbers in the list that was given.
+The loaders are `torch.utils.data.DataLoader`s: a sampler orders the items, a batch sampler groups
+them, and tools such as Lightning and Accelerate may put others in their place. `gcnzc.Loader` runs
+the threads; what a minibatch is made of is said by the loaders of each library.
 """
 
+import inspect
+import warnings
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import Self
 
 from gcnzc.graph import Graph
 from gcnzc.interop.columns import Column
-from gcnzc.interop.turns import Turns
+from gcnzc.interop.epochs import Epochs, Iteration, OrderedItems, ShuffledItems
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.philox import philox4x32_reference, split_key
-from gcnzc.loader import Batches, Loader
+from gcnzc.loader import Batches, Loader, Shares, usual_threads
 from gcnzc.sampler import Batch
 from gcnzc.table import FeatureTable
 
 # Arguments of torch.utils.data.DataLoader for the processes that it starts and for the memory they
-# hand over. Here threads make minibatches where they are used, so these have nothing to act upon.
+# hand over. Here threads make minibatches where they are used, so these have nothing to act upon,
+# but Accelerate's loaders, which take the place of ours, follow them.
 WITHOUT_EFFECT = (
     "in_order",
     "multiprocessing_context",
@@ -39,16 +46,19 @@ WITHOUT_EFFECT = (
     "timeout",
     "worker_init_fn",
 )
-# and those that would change what is made, with what to do instead
-REFUSED = {
-    "batch_sampler": "batch_size, shuffle and drop_last; or indices in the order that is wanted",
-    "collate_fn": "change each minibatch in the loop",
-    "generator": "seed=..., which orders the items and draws the neighbours",
-    "sampler": "shuffle; or indices in the order that is wanted, with shuffle=False",
-}
+# what decides which items make a minibatch
+ORDERING = ("sampler", "batch_sampler", "generator")
+# and what would change a minibatch, with what to do instead
+REFUSED = {"collate_fn": "change each minibatch in the loop"}
 
+# what a state must have in common with the loader that resumes it, besides the seed
+SAME = ("num_items", "shuffle", "drop_last")
+# with these as well, minibatches are the same
+SHARED = ("batch_size", "world_size")
 
 CPU = torch.device("cpu")
+
+_has_warned = False
 
 
 @dataclass(frozen=True)
@@ -58,36 +68,52 @@ class Options:
     batch_size: int = 1
     shuffle: bool = False
     drop_last: bool = False
-    seed: int = 0
-    rank: int = 0
-    world_size: int = 1
+    # None: drawn from torch's random numbers; 0 if several ranks share the items, as they must
+    # have one order
+    seed: int | None = None
+    # None: nobody said how the items are shared
+    rank: int | None = None
+    world_size: int | None = None
+    num_workers: int = 0
     threads: int | None = None
     ahead: int | None = None
     device: torch.device = CPU
+    # others of torch's DataLoader
+    torchs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_ordered_outside(self) -> bool:
+        """Whether a sampler was given that decides which items make a minibatch."""
+        return any(self.torchs.get(name) is not None for name in ("sampler", "batch_sampler"))
 
 
-def torch_options(kwargs: dict[str, Any], who: str) -> tuple[int, dict[str, Any]]:
-    """Split off what torch's DataLoader takes and a drop-in loader cannot, or need not, follow.
+def torch_options(kwargs: dict[str, Any], who: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Split off what torch's DataLoader takes besides `batch_size`, `shuffle` and `drop_last`.
 
     Args:
         kwargs: as given to a drop-in loader.
         who: its name, for errors.
 
     Returns:
-        `num_workers`, and what is left.
+        `num_workers`, other arguments of torch's, and what is left.
 
     Raises:
         ValueError: an argument of torch's that would change the minibatches, or a number of workers
             below 0.
     """
-    left = {name: value for name, value in kwargs.items() if name not in WITHOUT_EFFECT}
+    left = dict(kwargs)
     for name, instead in REFUSED.items():
         if left.pop(name, None) is not None:
             raise ValueError(f"{who} does not support {name}\n\nhint: {instead}")
     num_workers = left.pop("num_workers", 0)
     if num_workers < 0:
         raise ValueError(f"{num_workers} workers\n\nhint: num_workers=0 starts a thread per core")
-    return num_workers, left
+    # set by Lightning, when it makes a loader anew
+    left.pop("dataset", None)
+    given = {name: left.pop(name) for name in (*WITHOUT_EFFECT, *ORDERING) if name in left}
+    known = inspect.signature(DataLoader.__init__).parameters
+    # older versions of torch lack some
+    return num_workers, {name: given[name] for name in given if name in known}, left
 
 
 def generator(seed: int, epoch: int, items: Tensor) -> torch.Generator:
@@ -125,12 +151,12 @@ class Carrier(Batch):
     made: Any = None
 
 
-class Minibatches(ABC):
+class Minibatches(DataLoader[Any], ABC):
     """Minibatches of items, in the form of another library.
 
-    Iterating gives those of one epoch, and the next iteration those of the next, also if the first
-    was left early. The loader holds page-locked memory, if minibatches go to a GPU, until `close`,
-    the end of a `with`, or until nobody refers to it any more.
+    Each iteration gives the minibatches of another epoch, also if the one before was left early or
+    is still in progress. The loader holds page-locked memory, if minibatches go to a GPU, until
+    `close`, the end of a `with`, or until nobody refers to it any more.
 
     Args:
         graph: that neighbours are drawn from.
@@ -139,7 +165,7 @@ class Minibatches(ABC):
         options: how they become minibatches.
 
     Raises:
-        ValueError: as `gcnzc.Loader` does.
+        ValueError: as `gcnzc.Loader` and torch's `DataLoader` do.
     """
 
     # threads may make several minibatches at once
@@ -147,11 +173,14 @@ class Minibatches(ABC):
 
     def __init__(self, graph: Graph, items: Tensor, num_items: int, options: Options) -> None:
         self.options = options
-        self.batch_size = options.batch_size
-        self.drop_last = options.drop_last
+        self.rank, self.world_size = options.rank, options.world_size
+        self._shares = _shares_of(options, num_items)
+        self.seed = _seed_of(options)
+        split_key(self.seed)  # refuses what is no key
+        self._epochs = Epochs()
+        self._open_torchs(num_items)
         self.device = options.device
-        self.dataset = range(num_items)
-        # for `gcnzc.Loader`, which may put memory there that copies to a GPU are fast from
+        # for `gcnzc.Loader`, which may put memory into the pool that copies to a GPU are fast from
         self.num_items = num_items
         self.pool = Pool()
         self._graph = graph
@@ -159,17 +188,15 @@ class Minibatches(ABC):
         self._locks = ExitStack()
         self._unlock = weakref.finalize(self, self._locks.close)
         self._running: weakref.WeakSet[Epoch] = weakref.WeakSet()
-        self._turns = Turns(self._opened(None))
-
-    @property
-    def threads(self) -> int:
-        """Worker threads, each of which makes whole minibatches."""
-        return self._turns.loader.threads
+        threads = options.threads or options.num_workers or None
+        self.threads = threads or usual_threads(self._shares.world_size)
+        self.ahead = options.ahead
+        self._engine = self._opened(None)
 
     @property
     def epoch(self) -> int:
         """Counted from 0: the one in progress, or the next."""
-        return self._turns.loader.epoch
+        return self._epochs.present
 
     def set_epoch(self, epoch: int) -> None:
         """Begin that epoch at the next iteration: another order, other neighbours.
@@ -179,14 +206,28 @@ class Minibatches(ABC):
         Raises:
             ValueError: `epoch` is not from 0 to 2**32 - 1.
         """
-        self._turns.set_epoch(epoch)
+        self._epochs.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the loader stands, as plain integers; see `gcnzc.Loader.state_dict`."""
-        return self._turns.loader.state_dict() | {"items_crc32": self._crc32}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: plain integers, which a loader of the same items resumes.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Begin the next iteration where `state` was taken, with the same minibatches.
+        The minibatch that was handed out last counts as used. Of iterations that are in progress at
+        the same time, "interleaved" lists epoch, position and items used before of all but the
+        first.
+        """
+        first, *others = self._epochs.unfinished()
+        state: dict[str, Any] = {"epoch": first.epoch, "position": first.position}
+        state |= {"done": first.done, "seed": self.seed, "items_crc32": self._crc32}
+        state |= self._described() | self._shared()
+        if others:
+            state["interleaved"] = [[each.epoch, each.position, each.done] for each in others]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin the next iterations where `state` was taken, with the same minibatches.
+
+        A loader that was given no seed takes that of the state. With another number of workers or
+        batch size, the items of the epoch that were not used are shared anew.
 
         Raises:
             ValueError: `state` is of a loader of other items or with other options, or of none.
@@ -196,7 +237,29 @@ class Minibatches(ABC):
                 "the state is of a loader of other nodes or edges, or of none\n\n"
                 "hint: resume with the items of the run that was saved"
             )
-        self._turns.load_state_dict(dict(state))
+        missing = {"epoch", "position", "done", "seed", *SAME, *SHARED} - state.keys()
+        if missing:
+            raise ValueError(
+                f"the state of a loader lacks {', '.join(sorted(missing))}\n\n"
+                "hint: load what state_dict() of a loader gave"
+            )
+        mine = self._described()
+        if self.options.seed is not None:
+            mine["seed"] = self.options.seed
+        for name, value in mine.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the state is of a loader with {name} {state[name]}, not {value}\n\n"
+                    "hint: resume with the options of the run that was saved"
+                )
+        first = [state["epoch"], state["position"], state["done"]]
+        iterations = [
+            self._resumed(Iteration(*numbers), state)
+            for numbers in (first, *state.get("interleaved", ()))
+        ]
+        unfinished = [iteration for iteration in iterations if not iteration.is_over]
+        self._epochs.resume(unfinished or [Iteration(iterations[-1].epoch + 1)])
+        self._set_seed(state["seed"])
 
     def close(self) -> None:
         """End all iterations, and let go of page-locked memory. The loader gives no more after."""
@@ -211,9 +274,28 @@ class Minibatches(ABC):
         """Nothing: there are no worker processes, and threads run where the system puts them."""
         yield
 
+    def check_worker_number_rationality(self) -> None:
+        """Nothing: workers are threads, of which any number does no harm."""
+
+    def collate_fn(self, index: Tensor | Sequence[int]) -> Any:
+        """The minibatch of some items, on the host.
+
+        For loaders that take this one's dataset and samplers, such as Accelerate's. Neighbours
+        depend on the seed, the epoch of the sampler and the items, so that they differ from epoch
+        to epoch also where nobody counts epochs.
+
+        Args:
+            index: (S,) numbers of the items, in [0, len(self.dataset)).
+        """
+        items = torch.as_tensor(index, dtype=torch.int64)
+        numbers = generator(self.seed, self._epochs.of_sampler, items)
+        return self._on_host(items, int(torch.randint(2**32, (), generator=numbers)))
+
     def __len__(self) -> int:
         """Minibatches of an epoch, the same for every worker."""
-        return len(self._turns.loader)
+        if self.options.is_ordered_outside or self._shares.world_size == 1:
+            return super().__len__()
+        return len(self._shares)
 
     def __enter__(self) -> Self:
         return self
@@ -221,10 +303,10 @@ class Minibatches(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __iter__(self) -> "Epoch":
+    def __iter__(self) -> "Epoch":  # type: ignore[override]
         self._demand_open()
         self._begin()
-        epoch = Epoch(self, self._turns.begin())
+        epoch = Epoch(self)
         self._running.add(epoch)
         return epoch
 
@@ -233,7 +315,7 @@ class Minibatches(ABC):
         """For `gcnzc.Loader`: a minibatch of some items, on the host; many threads ask at once.
 
         Args:
-            seeds: (S,) int64 places of the items, in [0, num_items).
+            seeds: (S,) int64 numbers of the items, in [0, num_items).
             epoch: in [0, 2**32).
         """
 
@@ -245,33 +327,138 @@ class Minibatches(ABC):
     def _handed_over(self, batch: Carrier) -> Any:
         """The minibatch as the library has it, made in the caller's thread and on its stream."""
 
+    @abstractmethod
+    def _on_host(self, items: Tensor, epoch: int) -> Any:
+        """The minibatch of some items as the library has it, on the host, made at once."""
+
+    def _set_seed(self, seed: int) -> None:
+        self.seed = seed
+        if isinstance(self.sampler, ShuffledItems):
+            self.sampler.seed = seed
+
+    def _start(self, iterator: "Epoch") -> tuple[Iteration, Batches]:
+        iteration = self._epochs.begin(iterator)
+        self._warn_of_repeated_items()
+        steps = self._steps(iteration)
+        return iteration, self._engine.batches_of(steps, iteration.epoch)
+
+    def _steps(self, iteration: Iteration) -> Iterator[Tensor]:
+        begin = iteration.position
+        sampler = self.sampler
+        if self.options.is_ordered_outside:
+            iteration.num_steps = _length_of(self._index_sampler)
+            groups = islice(iter(self._index_sampler), begin, None)
+            return (torch.as_tensor(group, dtype=torch.int64) for group in groups)
+        assert isinstance(sampler, ShuffledItems | OrderedItems), "it is not another's"
+        shares = replace(self._shares, done=iteration.done)
+        iteration.num_steps = len(shares)
+        items = sampler.items(iteration.epoch)
+        return (items[shares.at(step)] for step in range(begin, len(shares)))
+
     def _read_first(self, column: Column | None) -> None:
         """Let `gcnzc.Loader` gather this column, as `batch.x`, from the next epoch on."""
         table = None if column is None else column.locked()
-        loader = self._turns.loader
-        if table is not loader.table:
-            self._turns.loader = self._opened(table)
-            self._turns.loader.load_state_dict(loader.state_dict())
+        if table is not self._engine.table:
+            self._engine = self._opened(table)
 
     def _opened(self, table: FeatureTable | None) -> Loader:
-        options = self.options
+        # which items make a batch is said here, and not by that loader
         return Loader(
             self._graph,
             table,
             torch.arange(self.num_items),
             (),
-            options.batch_size,
-            device=options.device,
-            shuffle=options.shuffle,
-            drop_last=options.drop_last,
-            seed=options.seed,
-            rank=options.rank,
-            world_size=options.world_size,
-            threads=options.threads,
-            ahead=options.ahead,
+            1,
+            device=self.device,
+            threads=self.threads,
+            ahead=self.ahead,
             sampler=self,
             may_be_empty=True,
         )
+
+    def _open_torchs(self, num_items: int) -> None:
+        options = self.options
+        given = dict(options.torchs)
+        if not options.is_ordered_outside:
+            is_shuffled = options.shuffle and num_items > 0
+            given["sampler"] = (
+                ShuffledItems(num_items, self.seed, self._epochs)
+                if is_shuffled
+                else OrderedItems(num_items, self._epochs)
+            )
+        DataLoader.__init__(
+            self,
+            cast(Dataset[Any], range(num_items)),
+            batch_size=options.batch_size,
+            # which torch refuses beside a sampler of the user's
+            shuffle=options.shuffle and options.is_ordered_outside,
+            drop_last=options.drop_last,
+            num_workers=options.num_workers,
+            collate_fn=self.collate_fn,
+            **given,
+        )
+        # the method is enough, and Lightning gives attributes to the loader that it makes anew
+        del self.__dict__["collate_fn"]
+
+    def _described(self) -> dict[str, int]:
+        """What a state must have in common with this loader, besides the seed."""
+        options = self.options
+        return {
+            "num_items": self.num_items,
+            "shuffle": int(options.shuffle),
+            "drop_last": int(options.drop_last),
+        }
+
+    def _shared(self) -> dict[str, int]:
+        return {"batch_size": self.options.batch_size, "world_size": self._shares.world_size}
+
+    def _resumed(self, iteration: Iteration, state: Mapping[str, Any]) -> Iteration:
+        """An iteration of a state, as one of this loader."""
+        mine = self._shared()
+        theirs = {name: state[name] for name in SHARED}
+        if self.options.is_ordered_outside:
+            if theirs != mine:
+                raise ValueError(
+                    f"the state is of a loader with batch size {theirs['batch_size']} and "
+                    f"{theirs['world_size']} ranks, not {mine['batch_size']} and "
+                    f"{mine['world_size']}, and a sampler orders the items\n\n"
+                    "hint: resume with the options of the run that was saved"
+                )
+            iteration.num_steps = num_steps = _length_of(self._index_sampler)
+        else:
+            before = replace(self._shares, rank=0, done=iteration.done, **theirs)
+            num_steps = len(before)
+        if iteration.position < 0 or (num_steps is not None and iteration.position > num_steps):
+            raise ValueError(
+                f"the state is at minibatch {iteration.position} of {num_steps}\n\n"
+                "hint: load what state_dict() of a loader gave"
+            )
+        if self.options.is_ordered_outside:
+            return iteration
+        if theirs != mine:
+            iteration = Iteration(iteration.epoch, 0, before.begin(iteration.position))
+        iteration.num_steps = len(replace(self._shares, done=iteration.done))
+        return iteration
+
+    def _warn_of_repeated_items(self) -> None:
+        global _has_warned
+        options = self.options
+        if _has_warned or options.is_ordered_outside or options.world_size is not None:
+            return
+        try:
+            _, world_size = rank_and_world_size()
+        except (RuntimeError, ValueError):
+            return
+        if world_size > 1:
+            _has_warned = True
+            warnings.warn(
+                f"torch.distributed has {world_size} ranks, and this loader gives all its "
+                f"{self.num_items} items to this one, since neither rank nor "
+                "world_size was given\n\n"
+                "hint: rank=dist.get_rank(), world_size=dist.get_world_size() share the items "
+                "among the ranks; rank=0, world_size=1, if these are this rank's share already",
+                stacklevel=4,
+            )
 
     def _demand_open(self) -> None:
         if not self._unlock.alive:
@@ -281,15 +468,91 @@ class Minibatches(ABC):
 
 
 class Epoch(Iterator[Any]):
-    """The minibatches of one epoch, in order."""
+    """The minibatches of one iteration, in order.
 
-    def __init__(self, owner: Minibatches, batches: Batches) -> None:
-        self._owner, self._batches = owner, batches
+    Which epoch it is, is decided when the first is requested.
+    """
+
+    def __init__(self, owner: Minibatches) -> None:
+        self._owner = owner
+        self._started: tuple[Iteration, Batches] | None = None
+        self._is_closed = False
 
     def __next__(self) -> Any:
         self._owner._demand_open()
-        return self._owner._handed_over(cast(Carrier, next(self._batches)))
+        if self._is_closed:
+            raise StopIteration
+        if self._started is None:
+            self._started = self._owner._start(self)
+        iteration, batches = self._started
+        try:
+            batch = next(batches)
+        except StopIteration:
+            iteration.is_exhausted = True
+            raise
+        iteration.position += 1
+        return self._owner._handed_over(cast(Carrier, batch))
 
     def close(self) -> None:
         """End the threads. No more minibatches come after this."""
-        self._batches.close()
+        self._is_closed = True
+        if self._started is not None:
+            self._started[1].close()
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Those of torch's default process group.
+
+    Raises:
+        RuntimeError, ValueError: there is none.
+    """
+    # torch.distributed has its one door elsewhere
+    group: DistributedSampler[Any] = DistributedSampler(cast(Any, range(1)))
+    return group.rank, group.num_replicas
+
+
+def _shares_of(options: Options, num_items: int) -> Shares:
+    rank, world_size = options.rank, options.world_size
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank {rank} and world_size {world_size}\n\nhint: give both, or neither")
+    if options.is_ordered_outside:
+        if (world_size or 1) > 1 and not _is_distributed(options.torchs):
+            raise ValueError(
+                f"rank {rank} and world_size {world_size} share the items among the ranks, but a "
+                "sampler was given as well, which decides alone\n\n"
+                "hint: torch.utils.data.DistributedSampler; or no sampler"
+            )
+        rank = world_size = None
+    rank, world_size = rank or 0, world_size or 1
+    return Shares(
+        num_items,
+        options.batch_size,
+        rank,
+        world_size,
+        options.drop_last,
+        may_be_empty=True,
+    )
+
+
+def _is_distributed(torchs: Mapping[str, Any]) -> bool:
+    """Whether the sampler shares the items among ranks itself."""
+    sampler = torchs.get("sampler") or torchs["batch_sampler"]
+    while hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    return isinstance(sampler, DistributedSampler)
+
+
+def _seed_of(options: Options) -> int:
+    if options.seed is not None:
+        return options.seed
+    if (options.world_size or 1) > 1:
+        return 0
+    number = torch.empty((), dtype=torch.int64)
+    return int(number.random_(generator=options.torchs.get("generator")))
+
+
+def _length_of(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except TypeError:
+        return None

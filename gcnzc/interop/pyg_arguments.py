@@ -80,9 +80,7 @@ def options_of(kwargs: dict[str, Any], who: str, **ours: Any) -> Options:
         ValueError: an argument of torch's that is not supported.
         TypeError: one that nobody knows.
     """
-    num_workers, left = torch_options(kwargs, who)
-    # set by Lightning, when it makes a loader anew
-    left.pop("dataset", None)
+    num_workers, torchs, left = torch_options(kwargs, who)
     theirs = {
         name: left.pop(name) for name in ("batch_size", "shuffle", "drop_last") if name in left
     }
@@ -91,8 +89,7 @@ def options_of(kwargs: dict[str, Any], who: str, **ours: Any) -> Options:
     if theirs.get("batch_size", 1) is None:
         raise ValueError(f"{who} does not support batch_size=None\n\nhint: batch_size=1")
     theirs["shuffle"] = bool(theirs.get("shuffle"))
-    ours["threads"] = ours["threads"] or num_workers or None
-    return Options(**theirs, **ours)
+    return Options(**theirs, **ours, num_workers=num_workers, torchs=torchs)
 
 
 def without_type(name: str, given: Any) -> Any:

@@ -7,7 +7,7 @@ INSTALL = "pip install 'torch-geometric>=2.6'"
 
 
 def import_pyg() -> Any:
-    """The module `torch_geometric`, with its parts `data` and `sampler`.
+    """The module `torch_geometric`, with its parts `data`, `loader` and `sampler`.
 
     What PyG warns of while it is imported is not shown.
 
@@ -20,6 +20,7 @@ def import_pyg() -> Any:
             warnings.simplefilter("ignore")
             import torch_geometric
             import torch_geometric.data
+            import torch_geometric.loader
             import torch_geometric.sampler
     except (ImportError, OSError) as error:
         raise RuntimeError(f"PyG does not import: {error}\n\nhint: {INSTALL}") from error

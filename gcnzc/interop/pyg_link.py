@@ -24,7 +24,10 @@ from gcnzc.interop.pyg_minibatches import DataMinibatches
 from gcnzc.table import FeatureTable
 
 
-class LinkNeighborLoader(DataMinibatches):
+class LinkNeighborLoader(
+    DataMinibatches,
+    import_pyg().loader.LinkNeighborLoader,  # type: ignore[misc]
+):
     """`torch_geometric.loader.LinkNeighborLoader`, with its arguments and its minibatches.
 
     Negatives are drawn uniformly, or by the weights of a `NegativeSampling`, and as in PyG they may
@@ -66,10 +69,11 @@ class LinkNeighborLoader(DataMinibatches):
         neighbor_sampler: Any = None,
         directed: bool = True,
         *,
-        seed: int = 0,
+        input_id: Tensor | None = None,
+        seed: int | None = None,
         device: torch.device | str = CPU,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         threads: int | None = None,
         ahead: int | None = None,
         tables: Mapping[str, FeatureTable] | None = None,
@@ -93,7 +97,7 @@ class LinkNeighborLoader(DataMinibatches):
         if neg_sampling_ratio:
             neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
         self.neg_sampling = NegativeSampling.cast(neg_sampling)
-        self._input_id = kwargs.pop("input_id", None)
+        self.input_id, self.is_sorted, self.edge_label = input_id, is_sorted, edge_label
         # the whole graph may have those of a split
         self._replaced += ("edge_label_index", "edge_label_time")
         self._replaced += ("seed_time",) if self._is_triplet else ("edge_label",)
@@ -104,7 +108,7 @@ class LinkNeighborLoader(DataMinibatches):
             columns.edge_index if edges is None else edges, columns.graph.num_nodes
         )
         self._labels = self._demand_labels(edge_label)
-        demand_ids(self._input_id, self._edges.shape[1])
+        demand_ids(self.input_id, self._edges.shape[1])
         super().__init__(
             data,
             columns,
@@ -137,7 +141,7 @@ class LinkNeighborLoader(DataMinibatches):
         nodes, places = sorted_places(ends)
         fields = self._triplets(places, len(seeds)) if self._is_triplet else self._pairs(places)
         fields |= {
-            "input_id": seeds if self._input_id is None else self._input_id[seeds],
+            "input_id": seeds if self.input_id is None else self.input_id[seeds],
             "batch": None,
         }
         if not self._is_triplet:
@@ -146,7 +150,7 @@ class LinkNeighborLoader(DataMinibatches):
 
     def _negatives(self, places: Tensor, epoch: int) -> list[Tensor]:
         """The ends of K negatives: sources and destinations, or destinations alone of triplets."""
-        drawn, numbers = self.neg_sampling, generator(self.options.seed, epoch, places)
+        drawn, numbers = self.neg_sampling, generator(self.seed, epoch, places)
         if drawn is None:
             return []
         count = math.ceil(len(places) * drawn.amount)

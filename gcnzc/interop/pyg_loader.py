@@ -13,17 +13,18 @@ from gcnzc.interop.pyg_arguments import (
     demand_supported,
     options_of,
 )
+from gcnzc.interop.pyg_door import import_pyg
 from gcnzc.interop.pyg_graph import columns_of
 from gcnzc.interop.pyg_minibatches import DataMinibatches
 from gcnzc.table import FeatureTable
 
 
-class NeighborLoader(DataMinibatches):
+class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # type: ignore[misc]
     """`torch_geometric.loader.NeighborLoader`, with its arguments and its minibatches.
 
-    The arguments up to `directed` are PyG's, and so are `batch_size`, `shuffle`, `drop_last`,
-    `num_workers` and `input_id`; docs/interop.md lists what of them is supported. What is not is
-    refused by name. The others are gcnzc's.
+    It is an instance of PyG's class. The arguments up to `directed` are PyG's, and so are
+    `input_id` and those of torch's `DataLoader`; docs/interop.md lists what of them is supported.
+    What is not is refused by name. The others are gcnzc's.
 
     Args:
         data: a `torch_geometric.data.Data` with `edge_index`.
@@ -31,9 +32,11 @@ class NeighborLoader(DataMinibatches):
         input_nodes: ids or a mask of the nodes to iterate over; all if None.
         transform: is given every minibatch, and what it returns is handed out.
         is_sorted: trust that `edge_index[1]` ascends.
-        seed: orders the nodes and draws the neighbours; an integer of 64 bits.
+        seed: orders the nodes and draws the neighbours; an integer of 64 bits. If None, it is drawn
+            from torch's random numbers, or is 0 if `world_size` is above 1.
         device: where minibatches are handed out; with a GPU it reads `data.x` in place.
-        rank, world_size: this worker's number and how many there are; each takes its share.
+        rank, world_size: this rank and how many there are; each takes its share. If None, this
+            loader gives all nodes, and warns once if torch.distributed has several ranks.
         threads: that make minibatches; `num_workers` if that is above 0, else one per core, but
             four at most; workers of one machine share its cores.
         ahead: minibatches that are begun or ready at most, besides the one that is handed out.
@@ -64,10 +67,11 @@ class NeighborLoader(DataMinibatches):
         neighbor_sampler: Any = None,
         directed: bool = True,
         *,
-        seed: int = 0,
+        input_id: Tensor | None = None,
+        seed: int | None = None,
         device: torch.device | str = CPU,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         threads: int | None = None,
         ahead: int | None = None,
         tables: Mapping[str, FeatureTable] | None = None,
@@ -88,9 +92,8 @@ class NeighborLoader(DataMinibatches):
             custom_cls=kwargs.pop("custom_cls", None),
         )
         self._replaced += ("batch_size", "seed_time")
-        input_id = kwargs.pop("input_id", None)
         columns = columns_of(data, is_sorted)
-        self.input_nodes = input_nodes
+        self.input_nodes, self.input_id, self.is_sorted = input_nodes, input_id, is_sorted
         self._nodes, self._ids = demand_nodes(input_nodes, input_id, columns.graph.num_nodes)
         super().__init__(
             data,

@@ -57,12 +57,12 @@ class DataMinibatches(Minibatches):
         tables: Mapping[str, FeatureTable] | None,
         options: Options,
     ) -> None:
+        # by the names of the arguments, as Lightning gives them to the loader that it makes anew
+        self.data, self.num_neighbors, self.transform = data, num_neighbors, transform
+        self.tables = tables
         super().__init__(columns.graph, items, num_items, options)
-        self.data = data
-        self.transform = transform
         self._columns = columns
-        self._draw = Draw(columns.graph, num_neighbors, options.seed)
-        self._tables = dict(tables or {})
+        self._draw = Draw(columns.graph, num_neighbors, self.seed)
         self._seen: dict[str, Any] | None = None
         self._begin()
 
@@ -72,8 +72,16 @@ class DataMinibatches(Minibatches):
         Args:
             index: (S,) in [0, len(self.dataset)).
         """
+        return self._on_host(torch.as_tensor(index, dtype=torch.int64), self.epoch)
+
+    @contextmanager
+    def enable_multithreading(self, worker_threads: Any = None) -> Iterator[None]:
+        """Nothing: there are no worker processes, whose threads it is for."""
+        yield
+
+    def _on_host(self, items: Tensor, epoch: int) -> Any:
         self._demand_open()
-        batch = self.sample(torch.as_tensor(index, dtype=torch.int64), self.epoch)
+        batch = self.sample(items, epoch)
         if "edge_index" not in batch.made:
             self._bring(batch)
         wide = self._attributes.wide
@@ -81,10 +89,9 @@ class DataMinibatches(Minibatches):
             batch.x = wide.on_host(batch.nodes)
         return self._finished(batch)
 
-    @contextmanager
-    def enable_multithreading(self, worker_threads: Any = None) -> Iterator[None]:
-        """Nothing: there are no worker processes, whose threads it is for."""
-        yield
+    def _set_seed(self, seed: int) -> None:
+        super()._set_seed(seed)
+        self._draw = Draw(self._graph, self.num_neighbors, seed)
 
     def _begin(self) -> None:
         now = self.data.to_dict()
@@ -94,7 +101,7 @@ class DataMinibatches(Minibatches):
             return
         self._seen = now
         self._attributes: Attributes = attributes_of(
-            self.data, self._graph, self._tables, self._replaced, self.device, self._locks
+            self.data, self._graph, self.tables or {}, self._replaced, self.device, self._locks
         )
         self._read_first(self._attributes.wide)
 

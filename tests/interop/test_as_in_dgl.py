@@ -41,7 +41,7 @@ def sampler(exclude=None, **kwargs):
 @pytest.mark.parametrize("is_edges", [False, True])
 def test_an_epoch_without_minibatches_is_no_error(graph, items, drawn_by, shuffle, is_edges):
     drawn = sampler() if is_edges else loading.NeighborSampler([2])
-    loader = DataLoader(graph, graph_sampler=drawn, sampler=drawn_by, shuffle=shuffle, **items)
+    loader = DataLoader(graph, graph_sampler=drawn, drawn_by=drawn_by, shuffle=shuffle, **items)
     assert len(loader) == 0
     assert [list(loader) for _ in range(2)] == [[], []]
 
@@ -92,7 +92,7 @@ def test_arguments_without_effect(graph):
 def test_no_error_prints_a_tensor(graph):
     ids = torch.arange(9)
     for change in (
-        {"sampler": [ids]},
+        {"drawn_by": [ids]},
         {"gpu_cache": {"node": ids}},
         {"indices": {"paper": ids}},
         {"indices": ids.float()},

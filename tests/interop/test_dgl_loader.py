@@ -85,7 +85,9 @@ def test_the_signature_is_dgls():
         name: theirs[name].default for name in given
     }
     more = list(ours)[len(given) :]
-    assert more == ["sampler", "seed", "threads", "ahead", "tables", "kwargs"]
+    assert more == [
+        *("drawn_by", "seed", "rank", "world_size", "threads", "ahead", "tables", "kwargs")
+    ]
     assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in more[:-1])
 
 
@@ -127,7 +129,7 @@ def test_fields_are_those_of_dgls_own_loader(graph, sampler, drawn_by):
     kwargs = {"batch_size": 50, "drop_last": False}
     theirs = loading.DataLoader(graph, torch.arange(120), sampler, **kwargs)
     for how in ("gcnzc", "dgl"):
-        loader = DataLoader(graph, torch.arange(120), sampler, **kwargs, sampler=how)
+        loader = DataLoader(graph, torch.arange(120), sampler, **kwargs, drawn_by=how)
         assert loader.drawn_by == (drawn_by if how == "gcnzc" else "dgl")
         assert len(loader) == len(theirs) == 3
         with pytest.warns(UserWarning, match="CPU affinity"):
@@ -155,7 +157,7 @@ def test_full_neighbourhoods_give_the_outputs_of_the_whole_graph(graph, how):
     for layer in layers:
         hidden = layer(graph, hidden)
     sampler = loading.MultiLayerFullNeighborSampler(2, prefetch_node_feats=["feat"])
-    loader = DataLoader(graph, torch.randperm(NODES), sampler, batch_size=100, sampler=how)
+    loader = DataLoader(graph, torch.randperm(NODES), sampler, batch_size=100, drawn_by=how)
     for _, outputs, blocks in loader:
         out = blocks[0].srcdata["feat"].double()
         for layer, block in zip(layers, blocks, strict=True):
@@ -287,7 +289,7 @@ def test_edges_are_drawn_alike_by_any_number_of_threads(graph):
     )
 
     def run(threads):
-        kwargs = {"batch_size": 8, "shuffle": True, "threads": threads}
+        kwargs = {"batch_size": 8, "shuffle": True, "threads": threads, "seed": 2}
         return [
             (pairs.edata[dgl.EID].tolist(), torch.stack(others.edges()).tolist())
             for _, pairs, others, _ in DataLoader(graph, torch.arange(60), sampler, **kwargs)
@@ -310,7 +312,7 @@ def test_edges_are_drawn_alike_by_any_number_of_threads(graph):
 )
 def test_what_dgl_draws_is_repeatable(graph, sampler):
     def make(**other):
-        kwargs = {"batch_size": 16, "shuffle": True, "seed": 9, "sampler": "dgl"} | other
+        kwargs = {"batch_size": 16, "shuffle": True, "seed": 9, "drawn_by": "dgl"} | other
         return DataLoader(graph, torch.arange(100), sampler, **kwargs)
 
     whole = make(threads=1)
@@ -337,16 +339,18 @@ def test_dgl_draws_in_one_thread_of_openmp():
 
 
 def test_an_epoch_left_early_is_not_begun_again(graph):
-    whole = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), batch_size=16)
+    kwargs = {"batch_size": 16, "seed": 7}
+    whole = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), **kwargs)
     first, second = drawn(whole), drawn(whole)
-    loader = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), batch_size=16)
+    loader = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), **kwargs)
     assert drawn(loader, 2) == first[:2]
     assert drawn(loader) == second
 
 
 def test_taking_exactly_an_epoch_leads_to_the_next(graph):
-    loader = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), batch_size=32)
-    whole = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), batch_size=32)
+    kwargs = {"batch_size": 32, "seed": 7}
+    loader = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), **kwargs)
+    whole = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), **kwargs)
     first, second = drawn(whole), drawn(whole)
     # never asks for a third
     pairs = zip(range(2), iter(loader), strict=False)
@@ -359,7 +363,8 @@ def test_workers_become_threads(graph):
     assert DataLoader(graph, torch.arange(9), sampler, num_workers=3).threads == 3
     assert DataLoader(graph, torch.arange(9), sampler, num_workers=3, threads=1).threads == 1
     quiet = {"persistent_workers": True, "pin_memory": True, "prefetch_factor": 4, "timeout": 5}
-    loader = DataLoader(graph, torch.arange(9), sampler, **quiet, worker_init_fn=None)
+    quiet |= {"num_workers": 1, "worker_init_fn": print}
+    loader = DataLoader(graph, torch.arange(9), sampler, **quiet)
     assert len(list(loader)) == 9
     with loader.enable_cpu_affinity():
         assert len(list(loader)) == 9
@@ -399,8 +404,8 @@ def test_a_graph_that_was_cut_from_another(graph):
         assert torch.equal(blocks[0].edata["weight"], part.edata["weight"][edges])
 
 
-@pytest.mark.parametrize("sampler", ["gcnzc", "dgl"])
-def test_data_may_be_read_while_minibatches_are_made(graph, sampler, monkeypatch):
+@pytest.mark.parametrize("drawn_by", ["gcnzc", "dgl"])
+def test_data_may_be_read_while_minibatches_are_made(graph, drawn_by, monkeypatch):
     part = dgl.node_subgraph(graph, torch.arange(50, NODES))
     part = dgl.node_subgraph(part, torch.arange(10, NODES - 50))
     usual = dgl.frame._LazyIndex.slice
@@ -414,7 +419,7 @@ def test_data_may_be_read_while_minibatches_are_made(graph, sampler, monkeypatch
 
     monkeypatch.setattr(dgl.frame._LazyIndex, "slice", interrupted)
     loader = DataLoader(
-        part, torch.arange(40), loading.NeighborSampler([3, 3]), batch_size=20, sampler=sampler
+        part, torch.arange(40), loading.NeighborSampler([3, 3]), batch_size=20, drawn_by=drawn_by
     )
     for _, _, blocks in loader:
         edges = blocks[0].edata[dgl.EID]
@@ -482,7 +487,7 @@ def test_workers_share_the_items(graph, monkeypatch):
     sampler = loading.NeighborSampler([3])
     taken = []
     for rank in range(2):
-        monkeypatch.setattr(dgl_loader, "_rank_and_world_size", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr(dgl_loader, "rank_and_world_size", lambda rank=rank: (rank, 2))
         kwargs = {"batch_size": 8, "shuffle": True, "use_ddp": True, "ddp_seed": 4}
         loader = DataLoader(graph, torch.arange(100), sampler, **kwargs)
         assert (loader.options.seed, len(loader)) == (4, 7)
@@ -545,10 +550,12 @@ NEIGHBORS = loading.NeighborSampler([3])
             "does not support reverse_etypes",
         ),
         ({"gpu_cache": {"node": {"feat": 9}}}, r"does not support gpu_cache(.|\n)*gcnzc\.cached"),
-        ({"sampler": torch.utils.data.SequentialSampler([1])}, "hint: 'gcnzc' or 'dgl'"),
+        ({"sampler": "dgl"}, "hint: drawn_by='dgl'"),
+        ({"drawn_by": "pyg"}, "drawn_by is 'pyg'"),
         ({"collate_fn": print}, "does not support collate_fn"),
-        ({"batch_sampler": [[1]]}, "does not support batch_sampler"),
-        ({"generator": torch.Generator()}, "does not support generator(.|\n)*seed="),
+        ({"sampler": [1], "shuffle": True}, "mutually exclusive with shuffle"),
+        ({"sampler": [1], "rank": 0, "world_size": 2}, "a sampler was given as well"),
+        ({"rank": 0}, "rank 0 and world_size None"),
         ({"num_workers": -1}, "-1 workers"),
         ({"indices": {"_U": torch.arange(3)}}, r"indices are of types \['_U'\]"),
         ({"indices": torch.ones(NODES, dtype=torch.bool)}, "torch.bool(.|\n)*nonzero"),

@@ -13,6 +13,7 @@ from queued_device import Device
 from gcnzc import FeatureTable
 from gcnzc.interop.columns import Column
 from gcnzc.interop.minibatches import (
+    ORDERING,
     REFUSED,
     WITHOUT_EFFECT,
     generator,
@@ -34,13 +35,14 @@ def test_every_argument_of_torchs_loader_is_spoken_for():
 
     theirs = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
     ours = {"self", "dataset", "batch_size", "shuffle", "drop_last", "num_workers"}
-    assert theirs == ours | (theirs & {*WITHOUT_EFFECT, *REFUSED})
+    assert theirs == ours | (theirs & {*WITHOUT_EFFECT, *ORDERING, *REFUSED})
     assert not set(WITHOUT_EFFECT) & set(REFUSED)
 
 
 def test_torchs_arguments_are_split_off():
     given = {"num_workers": 2, "pin_memory": True, "collate_fn": None, "mine": 5, "shuffle": True}
-    assert torch_options(given, "Loader") == (2, {"mine": 5, "shuffle": True})
+    expected = (2, {"pin_memory": True}, {"mine": 5, "shuffle": True})
+    assert torch_options(given, "Loader") == expected
     for name in REFUSED:
         with pytest.raises(ValueError, match=rf"Loader does not support {name}\n\nhint: "):
             torch_options({name: 1}, "Loader")
@@ -120,7 +122,7 @@ def test_columns_that_are_none(rows, message):
 
 def through(loader, device):
     """Let a loader send its minibatches through the streams of a device, as to a GPU."""
-    inner = loader._turns.loader
+    inner = loader._engine
     inner._transfer = Transfer(device, inner.table, 0.5, most=inner.ahead + 1)
     inner._host = loader.pool = inner._transfer.host
     return loader
@@ -139,7 +141,7 @@ def test_data_comes_through_streams_as_it_is():
         edge_attr=torch.randn(3000, 2),
     )
     for Loader in (NeighborLoader, LinkNeighborLoader):
-        kwargs = {"batch_size": 500, "shuffle": True, "threads": 2}
+        kwargs = {"batch_size": 500, "shuffle": True, "threads": 2, "seed": 5}
         device = Device("eager")
         loader = through(Loader(data, [4, 3], **kwargs), device)
         # of which alone the loader knows that minibatches go elsewhere

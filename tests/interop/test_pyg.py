@@ -100,7 +100,17 @@ def test_the_signature_is_pygs(ours, theirs):
         assert (found[name].default, found[name].kind) == (wanted[name].default, wanted[name].kind)
     more = list(found)[len(given) :]
     assert more == [
-        *("seed", "device", "rank", "world_size", "threads", "ahead", "tables", "kwargs")
+        *(
+            "input_id",
+            "seed",
+            "device",
+            "rank",
+            "world_size",
+            "threads",
+            "ahead",
+            "tables",
+            "kwargs",
+        )
     ]
     assert all(found[name].kind is inspect.Parameter.KEYWORD_ONLY for name in more[:-1])
 
@@ -134,11 +144,11 @@ def test_sorted_edges(data, is_sorted):
 def test_edges_of_other_types(data):
     data = copy.copy(data)
     plain = data.edge_index
-    expected = [batch.e_id for batch in NeighborLoader(data, [3, 2], batch_size=100)]
+    expected = [batch.e_id for batch in NeighborLoader(data, [3, 2], batch_size=100, seed=0)]
     sized = pyg.EdgeIndex(plain, sparse_size=(NODES, NODES))
     for edges in (plain.int(), sized, plain.T.clone().T):
         data.edge_index = edges
-        loader = NeighborLoader(data, [3, 2], batch_size=100)
+        loader = NeighborLoader(data, [3, 2], batch_size=100, seed=0)
         for batch, wanted in zip(loader, expected, strict=True):
             assert type(batch.edge_index) is torch.Tensor
             assert batch.edge_index.dtype == torch.int64
@@ -442,7 +452,8 @@ def test_loaders_of_one_graph_share_its_columns(data):
 def test_workers_become_threads(data):
     assert NeighborLoader(data, [2], num_workers=3).threads == 3
     assert LinkNeighborLoader(data, [2], num_workers=3, threads=1).threads == 1
-    quiet = {"persistent_workers": True, "pin_memory": True, "filter_per_worker": True}
+    quiet = {"num_workers": 1, "persistent_workers": True, "pin_memory": True}
+    quiet |= {"filter_per_worker": True, "worker_init_fn": print}
     loader = NeighborLoader(data, [2], batch_size=100, **quiet)
     with loader.enable_cpu_affinity(loader_cores=[0]), loader.enable_multithreading():
         assert len(list(loader)) == 3
@@ -494,9 +505,10 @@ EDGE = torch.tensor([[0], [1]])
         ({"neighbor_sampler": object()}, "neighbor_sampler"),
         ({"custom_cls": Data}, "custom_cls"),
         ({"collate_fn": print}, "does not support collate_fn"),
-        ({"sampler": [1]}, "does not support sampler(.|\n)*shuffle=False"),
-        ({"batch_sampler": [[1]]}, "does not support batch_sampler"),
-        ({"generator": torch.Generator()}, "does not support generator"),
+        ({"sampler": [1], "shuffle": True}, "mutually exclusive with shuffle"),
+        ({"batch_sampler": [[1]], "batch_size": 5}, "mutually exclusive"),
+        ({"sampler": [1], "rank": 0, "world_size": 2}, "a sampler was given as well"),
+        ({"rank": 0}, "rank 0 and world_size None"),
         ({"batch_size": 0}, "batch size 0"),
         ({"batch_size": None}, "does not support batch_size=None"),
         ({"device": "meta"}, "device meta"),

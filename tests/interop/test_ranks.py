@@ -1,0 +1,120 @@
+"""Drop-in loaders in several ranks: under Lightning, under Accelerate, and by themselves."""
+
+import importlib.util
+import os
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from processes import results
+
+for name in ("torch_geometric", "dgl", "lightning"):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed", allow_module_level=True)
+
+ITEMS, BATCH_SIZE, EPOCHS, RANKS = 24, 4, 2, 2
+
+
+def make_loaders(**kwargs):
+    """A loader of every kind, each of which iterates over ITEMS items."""
+    from torch_geometric.data import Data
+
+    from gcnzc.interop.dgl import DataLoader, import_dgl
+    from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
+
+    edges = torch.randint(ITEMS, (2, 200), generator=torch.Generator().manual_seed(3))
+    data = Data(x=torch.arange(ITEMS).view(-1, 1).float(), edge_index=edges)
+    dgl = import_dgl()
+    graph, sampler = dgl.graph(tuple(edges), num_nodes=ITEMS), dgl.dataloading.NeighborSampler([2])
+    kwargs = {"batch_size": BATCH_SIZE, "shuffle": True} | kwargs
+    return {
+        "nodes": NeighborLoader(data, [2, 2], **kwargs),
+        "links": LinkNeighborLoader(data, [2], edges[:, :ITEMS], **kwargs),
+        "dgl": DataLoader(graph, torch.arange(ITEMS), sampler, **kwargs),
+    }
+
+
+def items_of(name, batch):
+    return batch[1].tolist() if name == "dgl" else batch.input_id.tolist()
+
+
+def drawn(name, batch):
+    """Neighbours, which differ from epoch to epoch."""
+    return batch[0].tolist() if name == "dgl" else batch.n_id.tolist()
+
+
+def train_with_lightning(folder):
+    """Which items each fit's epochs and a prediction gave, by the kind of loader."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "lightning"
+    warnings.simplefilter("ignore")
+    # ranks may well draw different random numbers
+    torch.manual_seed(int(os.environ["RANK"]))
+    from gcnzc.interop.lightning import import_lightning
+
+    lightning = import_lightning()
+
+    class Model(lightning.LightningModule):
+        def __init__(self, has_loaders=False):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.has_loaders = has_loaders
+            self.seen = []
+
+        def train_dataloader(self):
+            return make_loaders() if self.has_loaders else None
+
+        def training_step(self, batch, index):
+            assert all(batch[name] is not None for name in ("nodes", "links", "dgl"))
+            self.seen += [
+                (self.current_epoch, name, items_of(name, batch[name]), drawn(name, batch[name]))
+                for name in batch
+            ]
+            return self.weight.sum()
+
+        def predict_step(self, batch, index):
+            return batch.input_id.tolist()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def trainer():
+        return lightning.Trainer(
+            accelerator="cpu",
+            strategy="ddp",
+            devices=RANKS,
+            max_epochs=EPOCHS,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+
+    found = {}
+    # Lightning makes a loader anew from its attributes, or from the arguments that a hook gave
+    found["given"] = given = Model()
+    trainer().fit(given, make_loaders())
+    found["in a hook"] = hook = Model(has_loaders=True)
+    trainer().fit(hook)
+    predicted = trainer().predict(Model(), make_loaders(shuffle=False)["nodes"])
+    seen = {how: model.seen for how, model in found.items()}
+    return seen, [item for part in predicted for item in part]
+
+
+def test_lightning_gives_each_rank_its_share(tmp_path):
+    found = results(RANKS, tmp_path, train_with_lightning, tmp_path)
+    for how in ("given", "in a hook"):
+        for name in ("nodes", "links", "dgl"):
+            epochs = []
+            for epoch in range(EPOCHS):
+                shares = [
+                    [items for at, kind, items, _ in seen[how] if (at, kind) == (epoch, name)]
+                    for seen, _ in found
+                ]
+                assert [[len(part) for part in share] for share in shares] == [[4, 4, 4]] * RANKS
+                epochs.append([item for share in shares for part in share for item in part])
+            assert [sorted(epoch) for epoch in epochs] == [list(range(ITEMS))] * EPOCHS, (how, name)
+            assert epochs[0] != epochs[1]
+    predicted = Counter(item for _, items in found for item in items)
+    assert predicted == Counter(range(ITEMS))
