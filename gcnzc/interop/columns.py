@@ -2,7 +2,8 @@
 
 A column is a tensor of any rank with one row per node or edge, or a `gcnzc.FeatureTable`. One wide
 column of the nodes is gathered by `gcnzc.Loader`, for a GPU by the GPU itself; the others by the
-threads that make the minibatch, on the host.
+threads that make the minibatch, on the host. Rows that lie on a GPU are gathered there, when the
+minibatch is handed out.
 """
 
 from contextlib import ExitStack
@@ -22,13 +23,13 @@ class Column:
 
     Args:
         name: the attribute's, for what is said of it.
-        rows: (N, ...) on the host, or on `device`; or a table of features.
+        rows: (N, ...) on the host or a GPU; or a table of features.
         num_rows: how many there must be.
         device: where minibatches are handed out.
         locks: keeps what is page-locked for a GPU until it is closed.
 
     Raises:
-        ValueError: the rows are not one per node or edge, lie elsewhere, or want a gradient.
+        ValueError: the rows are not one per node or edge, or want a gradient.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Column:
         locks: ExitStack,
     ) -> None:
         self.name = name
+        self._is_table = isinstance(rows, FeatureTable)
         self.rows = rows.rows if isinstance(rows, FeatureTable) else rows
         self._device, self._locks, self._is_locked = device, locks, device.type != "cuda"
         self._demand_rows(num_rows)
@@ -49,6 +51,17 @@ class Column:
     def shape(self) -> tuple[int, ...]:
         """Of one row."""
         return tuple(self.rows.shape[1:])
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether threads can gather the rows beside the model."""
+        return self.rows.device.type == "cpu"
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether `gcnzc.Loader` can gather the rows before the minibatch is handed out."""
+        can = self.is_on_host or self.rows.device == self._device
+        return can and self.table is not None and self.rows.ndim > 1
 
     def locked(self) -> FeatureTable | None:
         """The rows where a GPU can read them, if minibatches go to one and it can."""
@@ -62,18 +75,23 @@ class Column:
 
         Args:
             ids: (B,) int64 on the host, in range.
-
-        Raises:
-            ValueError: the rows are on a GPU, where only the wide column of the nodes may lie.
         """
-        if self.rows.is_cuda:
-            raise ValueError(
-                f"{self.name} lies on {self.rows.device}, but minibatches of it are gathered on "
-                f"the host\n\nhint: {self.name}.cpu()"
-            )
         if self.table is None:
             return self.rows.index_select(0, ids)
         return gathered(self.table, ids, threads=1).view(len(ids), *self.shape)
+
+    def in_place(self, ids: Tensor) -> Tensor:
+        """(B, ...) the rows of `ids`, gathered where they lie.
+
+        Args:
+            ids: (B,) int64 on any device, in range.
+        """
+        if self.is_on_host:
+            return self.on_host(ids)
+        ids = ids.to(self.rows.device)
+        if self._is_table and self.table is not None:
+            return self.table.gather(ids).view(len(ids), *self.shape)
+        return self.rows.index_select(0, ids)
 
     def _demand_rows(self, num_rows: int) -> None:
         rows = self.rows
@@ -92,11 +110,6 @@ class Column:
                 f"{self.name} wants a gradient, which minibatches do not carry back\n\n"
                 f"hint: {self.name}.detach(), or a torch.nn.Embedding that the model indexes by "
                 "the minibatch's node ids"
-            )
-        if rows.device.type != "cpu" and rows.device != self._device:
-            raise ValueError(
-                f"{self.name} lies on {rows.device}, but minibatches on {self._device}\n\n"
-                f"hint: device='{rows.device}', or {self.name}.cpu()"
             )
 
 

@@ -161,8 +161,7 @@ class DataLoader(Minibatches):
             self._column(of_nodes, name)
         names = _names(_block_sampler(self.graph_sampler).prefetch_node_feats)
         columns = (self._column(True, name) for name in names)
-        fitting = (column for column in columns if column.table is not None)
-        self._wide = next((column for column in fitting if column.rows.ndim > 1), None)
+        self._wide = next((column for column in columns if column.is_prefetched), None)
         self._read_first(self._wide)
 
     def _handed_over(self, batch: Carrier) -> Any:
@@ -176,7 +175,7 @@ class DataLoader(Minibatches):
         self._demand_open()
         batch = self.sample(items, epoch)
         if self._wide is not None:
-            batch.x = self._wide.on_host(batch.nodes)
+            batch.x = self._wide.in_place(batch.nodes)
         return self._finished(batch)
 
     def _finished(self, batch: Carrier) -> Any:
@@ -199,7 +198,7 @@ class DataLoader(Minibatches):
         make: Callable[..., Maker] = OurEdges if self._is_edges else OurNodes
         if self.drawn_by == "dgl":
             make = Theirs
-        return make(self._blocks, self.graph_sampler, self.seed)
+        return make(self._blocks, self.graph_sampler, self._seed)
 
     def _gathered(
         self, wide: Column | None, of_nodes: bool, name: str, ids: Tensor
@@ -207,7 +206,7 @@ class DataLoader(Minibatches):
         # the sources of the outermost block are what `gcnzc.Loader` gathers rows of
         if wide is not None and of_nodes and name == wide.name:
             return None
-        return self._column(of_nodes, name).on_host(ids)
+        return self._column(of_nodes, name).in_place(ids)
 
     def _column(self, of_nodes: bool, name: str) -> Column:
         found = self._columns.get((of_nodes, name))

@@ -173,10 +173,11 @@ class Minibatches(DataLoader[Any], ABC):
 
     def __init__(self, graph: Graph, items: Tensor, num_items: int, options: Options) -> None:
         self.options = options
-        self.rank, self.world_size = options.rank, options.world_size
+        # as they were given, for the loader that Lightning makes anew
+        self.seed, self.rank, self.world_size = options.seed, options.rank, options.world_size
         self._shares = _shares_of(options, num_items)
-        self.seed = _seed_of(options)
-        split_key(self.seed)  # refuses what is no key
+        self._seed = _seed_of(options)
+        split_key(self._seed)  # refuses what is no key
         self._epochs = Epochs()
         self._open_torchs(num_items)
         self.device = options.device
@@ -217,7 +218,7 @@ class Minibatches(DataLoader[Any], ABC):
         """
         first, *others = self._epochs.unfinished()
         state: dict[str, Any] = {"epoch": first.epoch, "position": first.position}
-        state |= {"done": first.done, "seed": self.seed, "items_crc32": self._crc32}
+        state |= {"done": first.done, "seed": self._seed, "items_crc32": self._crc32}
         state |= self._described() | self._shared()
         if others:
             state["interleaved"] = [[each.epoch, each.position, each.done] for each in others]
@@ -288,7 +289,7 @@ class Minibatches(DataLoader[Any], ABC):
             index: (S,) numbers of the items, in [0, len(self.dataset)).
         """
         items = torch.as_tensor(index, dtype=torch.int64)
-        numbers = generator(self.seed, self._epochs.of_sampler, items)
+        numbers = generator(self._seed, self._epochs.of_sampler, items)
         return self._on_host(items, int(torch.randint(2**32, (), generator=numbers)))
 
     def __len__(self) -> int:
@@ -332,7 +333,7 @@ class Minibatches(DataLoader[Any], ABC):
         """The minibatch of some items as the library has it, on the host, made at once."""
 
     def _set_seed(self, seed: int) -> None:
-        self.seed = seed
+        self._seed = seed
         if isinstance(self.sampler, ShuffledItems):
             self.sampler.seed = seed
 
@@ -382,7 +383,7 @@ class Minibatches(DataLoader[Any], ABC):
         if not options.is_ordered_outside:
             is_shuffled = options.shuffle and num_items > 0
             given["sampler"] = (
-                ShuffledItems(num_items, self.seed, self._epochs)
+                ShuffledItems(num_items, self._seed, self._epochs)
                 if is_shuffled
                 else OrderedItems(num_items, self._epochs)
             )

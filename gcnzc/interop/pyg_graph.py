@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,11 +47,12 @@ def columns_of(data: Any, is_sorted: bool) -> Columns:
     num_nodes = data.num_nodes
     key = (
         *(edge_index.data_ptr(), edge_index._version, edge_index.stride(), edge_index.shape),
-        *(num_nodes, is_sorted),
+        *(edge_index.device, num_nodes, is_sorted),
     )
     found = _known.get(key)
     if found is None:
-        src, dst = edge_index
+        # neighbours are drawn on the host
+        src, dst = edge_index.cpu()
         graph = Graph.from_edges(src, dst, num_nodes)
         places = None
         if not is_sorted and bool((dst[1:] < dst[:-1]).any()):
@@ -73,17 +74,34 @@ class Attributes:
     # cut along another dimension than the first
     odd: list[tuple[str, Tensor, int, bool]] = field(default_factory=list)
 
-    def on_host(self, nodes: Tensor, edges: Callable[[], Tensor]) -> dict[str, Tensor]:
-        """All but the wide column, cut to a minibatch.
+    def on_host(self, nodes: Tensor, edges: Tensor) -> dict[str, Tensor]:
+        """What lies on the host, but the wide column, cut to a minibatch there.
 
         Args:
-            nodes: (B,) ids.
-            edges: gives (E,) places in `edge_index`, and is called if an attribute needs them.
+            nodes: (B,) ids, on the host.
+            edges: (E,) places in `edge_index`, on the host.
         """
-        found = {name: column.on_host(nodes) for name, column in self.nodes.items()}
-        found |= {name: column.on_host(edges()) for name, column in self.edges.items()}
+        return self._cut(nodes, edges, are_on_host=True)
+
+    def on_gpus(self, nodes: Tensor, edges: Tensor) -> dict[str, Tensor]:
+        """What lies on a GPU, but the wide column, cut to a minibatch where it lies.
+
+        Args:
+            nodes: (B,) ids, on any device.
+            edges: (E,) places in `edge_index`, on any device.
+        """
+        return self._cut(nodes, edges, are_on_host=False)
+
+    def _cut(self, nodes: Tensor, edges: Tensor, are_on_host: bool) -> dict[str, Tensor]:
+        found = {}
+        for columns, ids in ((self.nodes, nodes), (self.edges, edges)):
+            for name, column in columns.items():
+                if column.is_on_host == are_on_host:
+                    found[name] = column.in_place(ids)
         for name, value, dim, is_nodes in self.odd:
-            found[name] = value.index_select(dim, nodes if is_nodes else edges())
+            if (value.device.type == "cpu") == are_on_host:
+                ids = nodes if is_nodes else edges
+                found[name] = value.index_select(dim, ids.to(value.device))
         return found
 
 
@@ -133,7 +151,7 @@ def attributes_of(
 
 def _wide(nodes: dict[str, Column], tables: Tables) -> Column | None:
     for name in (*tables, "x"):
-        if name in nodes and nodes[name].table is not None and nodes[name].rows.ndim > 1:
+        if name in nodes and nodes[name].is_prefetched:
             return nodes[name]
     return None
 

@@ -150,7 +150,7 @@ class LinkNeighborLoader(
 
     def _negatives(self, places: Tensor, epoch: int) -> list[Tensor]:
         """The ends of K negatives: sources and destinations, or destinations alone of triplets."""
-        drawn, numbers = self.neg_sampling, generator(self.seed, epoch, places)
+        drawn, numbers = self.neg_sampling, generator(self._seed, epoch, places)
         if drawn is None:
             return []
         count = math.ceil(len(places) * drawn.amount)

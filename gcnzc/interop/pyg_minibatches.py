@@ -62,7 +62,7 @@ class DataMinibatches(Minibatches):
         self.tables = tables
         super().__init__(columns.graph, items, num_items, options)
         self._columns = columns
-        self._draw = Draw(columns.graph, num_neighbors, self.seed)
+        self._draw = Draw(columns.graph, num_neighbors, self._seed)
         self._seen: dict[str, Any] | None = None
         self._begin()
 
@@ -86,7 +86,7 @@ class DataMinibatches(Minibatches):
             self._bring(batch)
         wide = self._attributes.wide
         if wide is not None:
-            batch.x = wide.on_host(batch.nodes)
+            batch.x = wide.in_place(batch.nodes)
         return self._finished(batch)
 
     def _set_seed(self, seed: int) -> None:
@@ -117,7 +117,7 @@ class DataMinibatches(Minibatches):
             "num_sampled_edges": num_edges,
             "e_id": _list_places(torch.from_numpy(np.concatenate(places)), self._columns.order),
         }
-        fields |= self._attributes.on_host(drawn.nodes, lambda: fields["e_id"])
+        fields |= self._attributes.on_host(drawn.nodes, fields["e_id"])
         blocks = _blocks(drawn)
         if self.device.type == "cpu":
             # a GPU makes it of less than half the bytes
@@ -145,6 +145,7 @@ class DataMinibatches(Minibatches):
         if found.has_num_nodes:
             data.num_nodes = len(batch.nodes)
         fields = {"n_id": batch.nodes, **batch.made}
+        fields |= found.on_gpus(batch.nodes, fields["e_id"])
         for name, value in fields.items():
             data[name] = value
         return data if self.transform is None else self.transform(data)

@@ -112,7 +112,6 @@ def test_columns_of_tables_and_sparse_rows():
         (torch.tensor(1.0), r"x has shape \(\)"),
         (torch.ones(9, 2, requires_grad=True), r"x wants a gradient(.|\n)*x\.detach"),
         (torch.eye(9).to_sparse_coo(), "x is of torch.sparse_coo"),
-        (torch.ones(9, 2, device="meta"), "x lies on meta, but minibatches on cpu"),
     ],
 )
 def test_columns_that_are_none(rows, message):

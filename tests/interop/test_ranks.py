@@ -118,3 +118,68 @@ def test_lightning_gives_each_rank_its_share(tmp_path):
             assert epochs[0] != epochs[1]
     predicted = Counter(item for _, items in found for item in items)
     assert predicted == Counter(range(ITEMS))
+
+
+def load_without_ranks():
+    """The warnings of iterations over loaders of all kinds, without and with ranks given."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    warned = []
+    try:
+        for kwargs in (
+            {},
+            {},
+            {"rank": 0, "world_size": 1},
+            {"rank": dist.get_rank(), "world_size": 2},
+        ):
+            for name, loader in make_loaders(**kwargs).items():
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    items = [item for batch in loader for item in items_of(name, batch)]
+                warned += [str(each.message) for each in caught if "ranks" in str(each.message)]
+                assert len(items) == ITEMS // kwargs.get("world_size", 1)
+    finally:
+        dist.destroy_process_group()
+    return warned
+
+
+def test_a_loader_that_repeats_all_items_in_each_rank_warns_once(tmp_path):
+    for warned in results(RANKS, tmp_path, load_without_ranks):
+        (message,) = warned
+        assert "torch.distributed has 2 ranks, and this loader gives all its 24 items" in message
+        assert "hint: rank=dist.get_rank(), world_size=dist.get_world_size()" in message
+
+
+def train_with_accelerate(num_workers):
+    """The items that each rank and epoch gave, by the kind of loader."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(int(os.environ["RANK"]))
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator.num_processes == RANKS
+    found = {}
+    for name, loader in make_loaders(num_workers=num_workers).items():
+        prepared = accelerator.prepare(loader)
+        found[name] = [
+            [(items_of(name, batch), drawn(name, batch)) for batch in prepared]
+            for _ in range(EPOCHS)
+        ]
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_accelerate_gives_each_rank_its_share(tmp_path, num_workers):
+    pytest.importorskip("accelerate")
+    found = results(RANKS, tmp_path, train_with_accelerate, num_workers)
+    for name in ("nodes", "links", "dgl"):
+        epochs = [
+            [[items for items, _ in rank[name][epoch]] for rank in found] for epoch in range(EPOCHS)
+        ]
+        for epoch in epochs:
+            assert [[len(part) for part in share] for share in epoch] == [[4, 4, 4]] * RANKS
+            taken = [item for share in epoch for part in share for item in part]
+            assert sorted(taken) == list(range(ITEMS)), name
+        assert epochs[0] != epochs[1]

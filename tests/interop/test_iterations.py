@@ -1,0 +1,208 @@
+"""Every iteration is an epoch of its own; seeds come from torch; attributes may lie on a GPU."""
+
+import importlib.util
+from itertools import islice
+
+import pytest
+import torch
+
+if importlib.util.find_spec("torch_geometric") is None:
+    pytest.skip("PyG is not installed", allow_module_level=True)
+
+from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
+from gcnzc.interop.pyg_door import import_pyg
+
+pyg = import_pyg()
+ITEMS = 20
+
+
+def make_data():
+    numbers = torch.Generator().manual_seed(4)
+    return pyg.data.Data(
+        x=torch.randn(ITEMS, 3, generator=numbers),
+        y=torch.arange(ITEMS),
+        edge_index=torch.randint(ITEMS, (2, 150), generator=numbers),
+        edge_attr=torch.randn(150, 2, generator=numbers),
+        two_index=torch.randint(9, (2, 150), generator=numbers),
+    )
+
+
+def make(**kwargs):
+    return NeighborLoader(
+        make_data(), [2, 2], **({"batch_size": 5, "shuffle": True, "threads": 1} | kwargs)
+    )
+
+
+def drawn(batch):
+    return batch.input_id.tolist(), batch.n_id.tolist()
+
+
+def epochs_of(loader, count):
+    return [[drawn(batch) for batch in loader] for _ in range(count)]
+
+
+def test_loaders_are_those_of_torch_and_pyg():
+    node, link = make(), LinkNeighborLoader(make_data(), [2])
+    for loader in (node, link):
+        assert isinstance(loader, torch.utils.data.DataLoader)
+    assert isinstance(node, pyg.loader.NeighborLoader)
+    assert isinstance(link, pyg.loader.LinkNeighborLoader)
+    dgl = pytest.importorskip("gcnzc.interop.dgl")
+    assert issubclass(dgl.DataLoader, torch.utils.data.DataLoader)
+
+
+def test_interleaved_iterators_are_epochs_of_their_own():
+    first, second, third = epochs_of(make(seed=1), 3)
+    loader = make(seed=1)
+    pairs = [(drawn(a), drawn(b)) for a, b in zip(loader, loader, strict=True)]
+    assert pairs == list(zip(first, second, strict=True))
+    # made at once, and used later, one after another
+    loader = make(seed=1)
+    iterators = [iter(loader) for _ in range(3)]
+    assert [[drawn(batch) for batch in each] for each in iterators] == [first, second, third]
+    # an iterator that nobody used takes no epoch
+    loader = make(seed=1)
+    iter(loader)
+    assert epochs_of(loader, 1) == [first]
+
+
+@pytest.mark.parametrize("taken", [1, 3, 4])
+def test_interleaved_iterators_are_resumed(taken):
+    first, second, third = epochs_of(make(seed=1), 3)
+    loader = make(seed=1)
+    list(islice(zip(loader, loader, strict=True), taken))
+    resumed = make(seed=1)
+    resumed.load_state_dict(loader.state_dict())
+    if taken < len(first):
+        pairs = [(drawn(a), drawn(b)) for a, b in zip(resumed, resumed, strict=True)]
+        assert pairs == list(zip(first[taken:], second[taken:], strict=True))
+    assert epochs_of(resumed, 1) == [third]
+
+
+def test_an_iteration_left_early_is_resumed_but_not_continued():
+    first, second = epochs_of(make(seed=1), 2)
+    loader = make(seed=1)
+    for _ in islice(loader, 2):
+        pass
+    resumed = make(seed=1)
+    resumed.load_state_dict(loader.state_dict())
+    assert epochs_of(resumed, 1) == [first[2:]]
+    assert epochs_of(loader, 1) == [second]
+
+
+def test_the_seed_comes_from_torch_unless_it_is_given():
+    def epoch(torch_seed, **kwargs):
+        torch.manual_seed(torch_seed)
+        return epochs_of(make(**kwargs), 1)
+
+    assert epoch(1) == epoch(1) != epoch(2)
+    assert epoch(1, seed=5) == epoch(2, seed=5)
+    assert epoch(1, generator=torch.Generator().manual_seed(3)) == epoch(
+        2, generator=torch.Generator().manual_seed(3)
+    )
+    # two loaders of one script differ, and a seed that is given takes no random number of torch's
+    assert epochs_of(make(), 1) != epochs_of(make(), 1)
+    state = torch.get_rng_state()
+    make(seed=5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_state_has_the_seed():
+    torch.manual_seed(1)
+    loader = make()
+    first, second = epochs_of(loader, 2)
+    loader.set_epoch(0)
+    list(islice(loader, 1))
+    torch.manual_seed(2)
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert epochs_of(resumed, 2) == [first[1:], second]
+    with pytest.raises(ValueError, match=f"with seed {loader.state_dict()['seed']}, not 8"):
+        make(seed=8).load_state_dict(loader.state_dict())
+
+
+def test_ranks_without_a_seed_have_one_order():
+    taken = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        loader = make(rank=rank, world_size=2)
+        taken += [item for batch in loader for item in batch.input_id.tolist()]
+    assert sorted(taken) == list(range(ITEMS))
+
+
+def test_a_sampler_orders_the_items():
+    loader = make(shuffle=False, sampler=[3, 1, 2, 7, 7, 9], batch_size=4)
+    assert [batch.input_id.tolist() for batch in loader] == [[3, 1, 2, 7], [7, 9]]
+    groups = [[5, 6], [1], [2, 3, 4]]
+    loader = NeighborLoader(make_data(), [2], batch_sampler=groups)
+    assert len(loader) == 3
+    assert [batch.input_id.tolist() for batch in loader] == groups
+    next(iter(loader))
+    state = loader.state_dict()
+    resumed = NeighborLoader(make_data(), [2], batch_sampler=groups)
+    resumed.load_state_dict(state)
+    assert [batch.input_id.tolist() for batch in resumed] == groups[1:]
+
+
+def test_torchs_loader_makes_minibatches_of_ours():
+    # as Accelerate does, which replaces the loader but keeps what it is made of
+    ours = make(seed=1)
+    torchs = torch.utils.data.DataLoader(
+        ours.dataset, batch_sampler=ours.batch_sampler, collate_fn=ours.collate_fn
+    )
+    epochs = epochs_of(torchs, 2)
+    for epoch in epochs:
+        assert sorted(item for items, _ in epoch for item in items) == list(range(ITEMS))
+    assert epochs[0] != epochs[1]
+    # neighbours differ as well where nobody counts epochs, as in workers that persist
+    fixed = [list(range(k, k + 5)) for k in range(0, ITEMS, 5)]
+    assert ours.collate_fn([1, 2]).n_id.tolist() == ours.collate_fn([1, 2]).n_id.tolist()
+    assert any(
+        ours.collate_fn(items).edge_index.tolist()
+        != ours.collate_fn(items[::-1]).edge_index.tolist()
+        for items in fixed
+    )
+
+
+class OnGpu(torch.Tensor):
+    """Stands for a tensor of a GPU: it does not mix with tensors of the host."""
+
+    device = torch.device("cuda", 0)
+    is_cuda = True
+
+    @classmethod
+    def of(cls, tensor):
+        return torch.Tensor._make_subclass(cls, tensor)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        flat = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if any(type(arg) is not cls and arg.ndim for arg in flat):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        found = super().__torch_function__(function, types, args, kwargs)
+        return found.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else found
+
+
+class Copies(torch.overrides.TorchFunctionMode):
+    """Takes tensors of the host to the stand-in for a GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        is_copy = function is torch.Tensor.to and args[1:] == (OnGpu.device,)
+        return OnGpu.of(args[0]) if is_copy else function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
+def test_attributes_on_a_gpu_stay_there(Loader):
+    data, plain = make_data(), make_data()
+    names = ("x", "y", "edge_attr", "two_index")
+    for name in (*names, "edge_index"):
+        data[name] = OnGpu.of(plain[name])
+    kwargs = {"batch_size": 5, "seed": 3}
+    with Copies():
+        found = list(Loader(data, [2, 2], **kwargs))
+    for batch, wanted in zip(found, Loader(plain, [2, 2], **kwargs), strict=True):
+        assert batch.to_dict().keys() == wanted.to_dict().keys()
+        for name, value in batch.to_dict().items():
+            if isinstance(value, torch.Tensor):
+                assert (type(value) is OnGpu) == (name in names), name
+                assert torch.equal(value.as_subclass(torch.Tensor), wanted[name]), name
