@@ -13,11 +13,17 @@ Each run trains on a small planted graph, and one thing happens to it at a momen
     link down       four machines of one worker each, and one's cable is pulled for ever: the run
                     must end with an error that names it
     link flaps      the same, plugged in again after two seconds
+    replace agent   SIGKILL of one of two launchers (torchrun) of a worker each, and a new one
+    fewer agents    the same, and no new one: the run goes on with one worker
+    more agents     one launcher with a worker, and a second one that joins
 
-A run passes if it ends with a whole record, in which every epoch used every seed once, and with the
-model that it tells of; or, where the machine does not come back, with an error in time that names
-the worker. Nothing may remain: no process, no file in /dev/shm, none in the temporary folder, no
-partial file. One line is recorded for each run. Needs root, for the small disk and for the network.
+A run passes if it ends with a whole record, in which every epoch used every seed once (by number
+and by checksum), and with the model that it tells of; or, where the machine does not come back,
+with an error in time that names the worker. Nothing may remain: no process, no file in /dev/shm,
+none in the temporary folder, no partial file. One line is recorded for each run.
+
+Needs root: for the network, and for namespaces of its own, with which the kernel ends all processes
+and mounts however this program ends.
 """
 
 import argparse
@@ -39,17 +45,25 @@ from typing import Any
 
 import cluster
 import harness
+from launchers import launchers, wait_for
 
 from gcnzc import checkpoint, cli, load
+from gcnzc.tally import seeds_checksum
 
 ROOT = Path(__file__).parents[1]
 KINDS = (
     *("kill worker", "kill launcher", "pause worker", "stop worker"),
     *("nan", "disk full", "link down", "link flaps"),
+    *("replace agent", "fewer agents", "more agents"),
 )
+# set in the environment of the program inside of its namespaces
+INSIDE = "GCNZC_FAULTS_INSIDE"
+NAMESPACES = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 WORKERS, TIMEOUT_S, LIMIT_S = 4, 8, 240
-OPTIONS = "--layers 2 --fanouts 5,5 --hidden 16 --batch-size 20 --epochs 60 --evaluate-every 20"
+OPTIONS = "--layers 2 --fanouts 5,5 --hidden 16 --batch-size 20 --evaluate-every 20"
 EVERYWHERE = f"{OPTIONS} --checkpoint-every-s 0.5 --timeout-s {TIMEOUT_S}"
+# a launcher needs as long as hundreds of epochs to start
+EPOCHS, EPOCHS_OF_AGENTS = 60, 600
 NAMED = re.compile(r"worker \d on \S+ (gives no sign of life|is alive)|worker \d never came")
 
 # one step of worker 1 gets a gradient that is no number
@@ -75,6 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     asked = parser.parse_args(argv)
+    if INSIDE not in os.environ:
+        words = sys.argv[1:] if argv is None else argv
+        command = ["unshare", *NAMESPACES, sys.executable, __file__, *words]
+        os.execvpe("unshare", command, os.environ | {INSIDE: "1"})
     chance = random.Random(asked.seed)
     failed = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -111,10 +129,14 @@ class Fault:
     ) -> None:
         self.graph, self.run, self.kind, self.after_s = graph, run, kind, after_s
         self.victim, self.step = chance.randrange(1, WORKERS), chance.randrange(1, 400)
+        self.has_agents = kind.split()[-1] in ("agent", "agents")
+        self.num_epochs = EPOCHS_OF_AGENTS if self.has_agents else EPOCHS
+        self.options = [*EVERYWHERE.split(), "--epochs", str(self.num_epochs)]
         self.shared_before = set(os.listdir("/dev/shm"))
         self.temporary = run.with_suffix(".temporary")
         self.temporary.mkdir()
-        self.seeds = len(load(graph).split["train"])
+        seeds = load(graph).split["train"]
+        self.seeds = len(seeds), f"{seeds_checksum(seeds):016x}"
 
     def ended(self) -> dict[str, Any]:
         """How it ended, and whether that is well."""
@@ -123,6 +145,8 @@ class Fault:
         with disk:
             if self.kind.startswith("link"):
                 code, talk = self.on_machines()
+            elif self.has_agents:
+                code, talk = self.with_agents()
             else:
                 code, talk = self.here()
             wrong = self.wrong(code, talk)
@@ -147,7 +171,7 @@ class Fault:
 
     def here(self) -> tuple[int, str]:
         """Exit status and talk of a run on this machine."""
-        words = [str(self.graph), "--out", str(self.run), *EVERYWHERE.split()]
+        words = [str(self.graph), "--out", str(self.run), *self.options]
         code, talk = self.started(self.command(*words, "--workers", str(WORKERS)), strike=True)
         if self.kind == "kill launcher":
             self.wait(lambda: not self.processes(), 20)
@@ -206,6 +230,26 @@ class Fault:
             time.sleep(2.0)
             block.unlink()
 
+    def with_agents(self) -> tuple[int, str]:
+        """Exit status of the first of two launchers on this machine, and the talk of both."""
+        machines = "2" if self.kind == "replace agent" else "1:2"
+        end = time.monotonic() + LIMIT_S
+        with launchers(self.graph, self.run, machines, self.options, self.environment()) as found:
+            first = found.start()
+            second = None if self.kind == "more agents" else found.start()
+            wait_for(lambda: self.epochs() >= 1 or first.poll() is not None, LIMIT_S)
+            time.sleep(self.after_s)
+            if second is not None:
+                second.kill()
+                second.wait()
+            if self.kind != "fewer agents":
+                found.start()
+            try:
+                code = first.wait(max(end - time.monotonic(), 1.0))
+            except subprocess.TimeoutExpired:
+                return 1, found.output() + "\nfaults: it hung"
+            return code, found.output()
+
     def on_machines(self) -> tuple[int, str]:
         """Exit status of the first machine, and the talk of all, of a run on four of them."""
         # errors are said on stderr, and `Ran` keeps stdout
@@ -221,9 +265,10 @@ class Fault:
             thread = threading.Thread(
                 target=lambda: done.append(
                     machines.run(
-                        lambda rank: [*launcher, *EVERYWHERE.split()],
+                        lambda rank: [*launcher, *self.options],
                         limit_s=LIMIT_S,
-                        environment=self.environment(),
+                        environment=self.environment()
+                        | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
                     )
                 )
             )
@@ -249,11 +294,12 @@ class Fault:
                 return ""
             return f"exit status {code}: {talk[-1500:]}"
         lines = [json.loads(line) for line in (self.run / "record.jsonl").read_text().splitlines()]
-        if [line["epoch"] for line in lines] != list(range(60)):
+        if [line["epoch"] for line in lines] != list(range(self.num_epochs)):
             return "the record is not whole"
         # a step that is skipped has used its seeds, and changed nothing
-        if any(line["seeds"] != self.seeds for line in lines):
-            return f"seeds {[line['seeds'] for line in lines]} of {self.seeds}"
+        used = [(line["seeds"], line["seeds_checksum"]) for line in lines]
+        if any(each != self.seeds for each in used):
+            return f"seeds {used}, not {self.seeds}"
         if cli.main(["evaluate", str(self.run)]) != 0:
             return "the model cannot be evaluated"
         result = json.loads((self.run / "result.json").read_text())

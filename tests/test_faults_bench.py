@@ -1,0 +1,60 @@
+"""The benchmark of faults leaves nothing behind, even if it is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import cluster
+import pytest
+
+ROOT = Path(__file__).parents[1]
+REASON = cluster.can_make()
+
+
+def mounted_under(folder, process):
+    """Whether a process sees a mount in `folder`."""
+    with suppress(OSError):
+        return str(folder) in Path(f"/proc/{process}/mounts").read_text()
+    return False
+
+
+def processes_of(folder):
+    """The processes with `folder` in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and str(folder) in (entry / "cmdline").read_text():
+                found.append(entry.name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_no_mount_and_no_process_remains_when_it_is_killed(tmp_path):
+    command = [sys.executable, str(ROOT / "bench" / "faults.py"), "--faults", "1"]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([*command, "--kinds", "disk full"], env=environment) as process:
+        end = time.monotonic() + 120
+        # until a run has begun on the small disk
+        while not any(mounted_under(tmp_path, each) for each in processes_of(tmp_path)):
+            assert time.monotonic() < end
+            assert process.poll() is None
+            time.sleep(0.1)
+        # as its time limit does in the end
+        process.send_signal(signal.SIGKILL)
+    try:
+        end = time.monotonic() + 10
+        while processes_of(tmp_path) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not processes_of(tmp_path)
+        assert not mounted_under(tmp_path, "self")
+    finally:
+        for each in processes_of(tmp_path):
+            os.kill(int(each), signal.SIGKILL)
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            if str(tmp_path) in line:
+                subprocess.run(["umount", "-l", line.split()[1]], check=False)
