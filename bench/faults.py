@@ -63,7 +63,7 @@ WORKERS, TIMEOUT_S, LIMIT_S = 4, 8, 240
 OPTIONS = "--layers 2 --fanouts 5,5 --hidden 16 --batch-size 20 --evaluate-every 20"
 EVERYWHERE = f"{OPTIONS} --checkpoint-every-s 0.5 --timeout-s {TIMEOUT_S}"
 # a launcher needs as long as hundreds of epochs to start
-EPOCHS, EPOCHS_OF_AGENTS = 60, 600
+EPOCHS, EPOCHS_OF_AGENTS = 60, 400
 NAMED = re.compile(r"worker \d on \S+ (gives no sign of life|is alive)|worker \d never came")
 
 # one step of worker 1 gets a gradient that is no number

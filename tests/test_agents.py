@@ -65,7 +65,7 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_when_a_launcher_is_replaced(gra
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_fewer_launchers_and_with_more(graph, tmp_path):
-    with start(graph, tmp_path / "run", "1:2", 600) as found:
+    with start(graph, tmp_path / "run", "1:2", 400) as found:
         first, second = found.start(), found.start()
         wait_for_epochs(found, 2)
         second.kill()
@@ -73,7 +73,7 @@ def test_a_run_goes_on_with_fewer_launchers_and_with_more(graph, tmp_path):
         wait_for_epochs(found, 5)
         found.start()
         assert first.wait(timeout=240) == 0, found.output()
-        demand_whole(found, graph, 600)
+        demand_whole(found, graph, 400)
         # one worker alone has no lines of its own
         lines = (found.run / "workers.jsonl").read_text().splitlines()
-        assert len(lines) < 2 * 600
+        assert len(lines) < 2 * 400

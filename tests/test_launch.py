@@ -197,3 +197,28 @@ def test_words_left_by_a_worker(tmp_path, monkeypatch):
     assert not launch.word_was_left()
     assert launch.leave_word()
     assert launch.word_was_left()
+
+
+def test_the_run_id_is_the_user_s_or_else_tells_launchers_apart(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launch.run_id() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "products")
+    assert launch.run_id() == "products"
+    # what torchrun writes where the user gave none
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    own = launch.run_id()
+    assert own == launch.run_id()
+    with subprocess.Popen(["sleep", "60"]) as other:
+        monkeypatch.setattr(os, "getppid", lambda: other.pid)
+        assert launch.run_id() not in (own, "none", None)
+        other.kill()
+
+
+@pytest.mark.parametrize(
+    ("machines", "shared", "cannot"),
+    [("1", "True", False), ("2", "True", True), ("2", "False", False)],
+)
+def test_a_store_that_a_new_machine_cannot_find_is_noticed(machines, shared, cannot, monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    assert launch.cannot_be_joined() == cannot
