@@ -62,8 +62,8 @@ NAMESPACES = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 WORKERS, TIMEOUT_S, LIMIT_S = 4, 8, 240
 OPTIONS = "--layers 2 --fanouts 5,5 --hidden 16 --batch-size 20 --evaluate-every 20"
 EVERYWHERE = f"{OPTIONS} --checkpoint-every-s 0.5 --timeout-s {TIMEOUT_S}"
-# a launcher needs as long as hundreds of epochs to start
-EPOCHS, EPOCHS_OF_AGENTS = 60, 400
+# a launcher needs as long as hundreds of epochs to start, and those that are there do not wait
+EPOCHS, EPOCHS_UNTIL_JOINED = 60, 400
 NAMED = re.compile(r"worker \d on \S+ (gives no sign of life|is alive)|worker \d never came")
 
 # one step of worker 1 gets a gradient that is no number
@@ -130,7 +130,7 @@ class Fault:
         self.graph, self.run, self.kind, self.after_s = graph, run, kind, after_s
         self.victim, self.step = chance.randrange(1, WORKERS), chance.randrange(1, 400)
         self.has_agents = kind.split()[-1] in ("agent", "agents")
-        self.num_epochs = EPOCHS_OF_AGENTS if self.has_agents else EPOCHS
+        self.num_epochs = EPOCHS_UNTIL_JOINED if kind == "more agents" else EPOCHS
         self.options = [*EVERYWHERE.split(), "--epochs", str(self.num_epochs)]
         self.shared_before = set(os.listdir("/dev/shm"))
         self.temporary = run.with_suffix(".temporary")
