@@ -45,6 +45,7 @@ from typing import Any
 
 import cluster
 import harness
+import namespaces
 from launchers import launchers, wait_for
 
 from gcnzc import checkpoint, cli, load
@@ -90,9 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     asked = parser.parse_args(argv)
     if INSIDE not in os.environ:
-        words = sys.argv[1:] if argv is None else argv
-        command = ["unshare", *NAMESPACES, sys.executable, __file__, *words]
-        os.execvpe("unshare", command, os.environ | {INSIDE: "1"})
+        return inside(sys.argv[1:] if argv is None else argv)
     chance = random.Random(asked.seed)
     failed = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -110,6 +109,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed += not ended["passed"]
     print(f"{asked.faults - failed} of {asked.faults} runs ended as they should", flush=True)
     return 1 if failed else 0
+
+
+def inside(words: Sequence[str]) -> int:
+    """Run this program in namespaces that end with this process; its exit status."""
+    command = ["unshare", *NAMESPACES, sys.executable, __file__, *words]
+    # unshare itself ignores SIGTERM, which a time limit sends
+    with subprocess.Popen(
+        command, env=os.environ | {INSIDE: "1"}, preexec_fn=namespaces.die_with_parent
+    ) as process:
+        return process.wait()
 
 
 def made(folder: Path) -> Path:

@@ -10,6 +10,7 @@ and its mounts are gone. There are no names in /run/netns, no files, and nothing
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ T = TypeVar("T")
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "rm", "env", "sh", "sleep", "cat")
 NAMESPACES = ("--net", "--pid", "--uts", "--ipc", "--mount")
 CLONE_NEWNET = 0x40000000  # of the kernel's sched.h
+PR_SET_PDEATHSIG = 1  # of its prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # what a cluster needs of the kernel, tried where it leaves nothing
@@ -164,6 +166,11 @@ def call_in(pid: int, fn: Callable[[], T]) -> T:
     # a thread joins for itself alone, and ends with the pool
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(joined).result()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def processes_in(pid: int) -> list[int]:

@@ -34,7 +34,8 @@ def processes_of(folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_no_mount_and_no_process_remains_when_it_is_killed(tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_mount_and_no_process_remains_when_it_is_ended(how, tmp_path):
     command = [sys.executable, str(ROOT / "bench" / "faults.py"), "--faults", "1"]
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([*command, "--kinds", "disk full"], env=environment) as process:
@@ -44,8 +45,8 @@ def test_no_mount_and_no_process_remains_when_it_is_killed(tmp_path):
             assert time.monotonic() < end
             assert process.poll() is None
             time.sleep(0.1)
-        # as its time limit does in the end
-        process.send_signal(signal.SIGKILL)
+        # as a time limit does
+        process.send_signal(how)
     try:
         end = time.monotonic() + 10
         while processes_of(tmp_path) and time.monotonic() < end:
