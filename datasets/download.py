@@ -4,7 +4,8 @@ Names, addresses and versions are read from the table that the installed `ogb` p
 without importing it: an import takes seconds and looks for updates. Nothing is ever asked.
 
     FOLDER/arxiv.zip.partial        what has come so far; arxiv.zip once it is whole
-    FOLDER/ogbn_arxiv_v1/           unpacked; the zip is then removed
+    FOLDER/arxiv.zip.downloaded     size and time of a zip that was downloaded, not put there
+    FOLDER/ogbn_arxiv_v1/           unpacked; a zip that was downloaded is then removed
 """
 
 import csv
@@ -95,9 +96,11 @@ def lookup(name: str) -> Remote:
 def fetch(remote: Remote, folder: Path, progress: Progress = no_progress) -> Path:
     """The unpacked folder of a set, downloaded into `folder` if it is not there.
 
+    An archive that the user put into `folder` is unpacked instead, and stays there.
+
     Raises:
-        RuntimeError: there is no network, it broke off, what came is no zip, the disk is full, or
-            another process is at it.
+        RuntimeError: there is no network, it broke off, the archive is no zip or holds no data set,
+            the disk is full, or another process is at it.
     """
     unpacked = folder / remote.folder_name
     if unpacked.is_dir():
@@ -106,9 +109,31 @@ def fetch(remote: Remote, folder: Path, progress: Progress = no_progress) -> Pat
     archive = folder / remote.url.rpartition("/")[2]
     if not archive.exists():
         _download(remote.url, archive, progress)
-    _unpack(archive, remote, unpacked, progress)
-    archive.unlink()
+    _unpack(archive, unpacked, progress)
+    if _is_downloaded(archive):
+        _remove(archive)
     return unpacked
+
+
+def _receipt(archive: Path) -> Path:
+    """Beside an archive that was downloaded here: its size and time."""
+    return archive.with_name(archive.name + ".downloaded")
+
+
+def _stamp_of(archive: Path) -> str:
+    found = archive.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def _is_downloaded(archive: Path) -> bool:
+    """Whether this module wrote the archive; else the user put it there."""
+    receipt = _receipt(archive)
+    return receipt.is_file() and receipt.read_text() == _stamp_of(archive)
+
+
+def _remove(archive: Path) -> None:
+    _receipt(archive).unlink()
+    archive.unlink()
 
 
 def _download(url: str, target: Path, progress: Progress) -> None:
@@ -136,6 +161,7 @@ def _download(url: str, target: Path, progress: Progress) -> None:
                 ) from error
         os.fsync(file.fileno())
         partial.rename(target)
+        _receipt(target).write_text(_stamp_of(target))
         _notes(partial).unlink(missing_ok=True)
 
 
@@ -219,7 +245,7 @@ def _no_room(partial: Path, needed: str) -> str:
     )
 
 
-def _unpack(archive: Path, remote: Remote, dest: Path, progress: Progress) -> None:
+def _unpack(archive: Path, dest: Path, progress: Progress) -> None:
     try:
         with zipfile.ZipFile(archive) as opened:
             members = [member for member in opened.infolist() if not member.is_dir()]
@@ -237,9 +263,14 @@ def _unpack(archive: Path, remote: Remote, dest: Path, progress: Progress) -> No
                             file.write(block)
                             done += len(block)
                             progress("unpack", done, total)
+                missing = [name for name in ("raw", "split") if not (folder / name).is_dir()]
+                if missing:
+                    raise zipfile.BadZipFile(f"it has no folder {' nor '.join(missing)}")
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        archive.unlink()
+        remedy = "remove it, and the same command downloads it; or put a whole one there"
+        if _is_downloaded(archive):
+            _remove(archive)
+            remedy = "it has been removed; the same command downloads it again"
         raise RuntimeError(
-            f"{archive} is no whole zip archive: {error}\n\n"
-            "hint: it has been removed; the same command downloads it again"
+            f"{archive} is no whole archive of the data set: {error}\n\nhint: {remedy}"
         ) from error

@@ -1,16 +1,21 @@
 """The `gcnzc` command: words in, data on stdout, talk on stderr.
 
 Every subcommand is a class of `gcnzc.config`. A user's mistake is one `error:` and one `hint:`
-line; the exit status is 0, 1 for what failed, or 2 for what was misused.
+line; the exit status is 0, 1 for what failed, or 2 for what was misused. `--debug`, anywhere among
+the words, adds the traceback.
 """
 
 import contextlib
 import errno
 import io
 import json
+import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -38,6 +43,7 @@ from gcnzc.datasets import generate
 from gcnzc.datasets.embed import embed
 from gcnzc.edge_split import EdgeShares
 from gcnzc.exchange import Group, is_worker, joined, run
+from gcnzc.kernels.compilation import report_compilation
 from gcnzc.loader import Loader
 from gcnzc.picture import HitRates, curves, efficiencies, hit_rates, step_times
 from gcnzc.progress import Quiet, Reporter
@@ -50,33 +56,42 @@ else:
     import tomli as tomllib
 
 FAILED, MISUSED = 1, 2
+DEBUG = "--debug"
+UNKNOWN_REMEDY = f"{DEBUG} shows the traceback, which helps to report this"
+# parts of the messages of numpy's and torch's allocators
+NO_MEMORY = ("can't allocate memory", "DefaultCPUAllocator", "not enough memory")
 # what may be over when workers are started again
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    words = [word for word in given if word != DEBUG]
     if words in (["--version"], ["-V"]):
         print(f"gcnzc {VERSION}")
         return 0
-    reporter = Reporter()
     try:
-        config = _parse(words)
-        if isinstance(config, TrainConfig) and is_worker():
-            return work(config, reporter)
-        if isinstance(config, TrainConfig) and config.workers > 1:
-            return start_workers(config, words, reporter)
-        if config is not None:
+        return _run(words, len(words) < len(given))
+    except _OutputClosed:
+        return FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        if len(words) < len(given):
+            traceback.print_exc()
+        return _complain(_message_of(error), MISUSED if isinstance(error, _Misuse) else FAILED)
+
+
+def _run(words: Sequence[str], is_debug: bool) -> int:
+    """Run the command that `words` spell and return its exit status."""
+    reporter = Reporter()
+    config = _parse(words)
+    if isinstance(config, TrainConfig) and is_worker():
+        return work(config, reporter, is_debug)
+    if isinstance(config, TrainConfig) and config.workers > 1:
+        return start_workers(config, [*words, DEBUG] if is_debug else words, reporter)
+    if config is not None:
+        with _terminable(), report_compilation(reporter.say):
             COMMANDS[type(config)](config, reporter)
-    except _Misuse as error:
-        return _complain(str(error), MISUSED)
-    except (ValueError, RuntimeError, train.Interrupted) as error:
-        return _complain(_of_the_gpu(str(error)), FAILED)
-    except OSError as error:
-        return _complain(_of_the_system(error), FAILED)
-    except KeyboardInterrupt:
-        return _complain("interrupted\n\nhint: nothing half written is left behind", FAILED)
     return 0
 
 
@@ -93,7 +108,7 @@ def start_workers(config: TrainConfig, words: Sequence[str], reporter: Reporter)
     return launch.launch(own, config.workers, folder / "logs", config.restarts)
 
 
-def work(config: TrainConfig, reporter: Reporter) -> int:
+def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int:
     """`gcnzc train` as one of several workers."""
     if launch.word_was_left():
         return 0
@@ -109,9 +124,10 @@ def work(config: TrainConfig, reporter: Reporter) -> int:
             train_command(config, own, group)
     except train.Followed:
         return 0 if launch.leave_word() else FAILED
-    except (ValueError, OSError, train.Interrupted) as error:
-        text = _of_the_system(error) if isinstance(error, OSError) else str(error)
-        status = _complain(text, FAILED)
+    except (ValueError, OSError, OverflowError, train.Interrupted) as error:
+        if is_debug:
+            traceback.print_exc()
+        status = _complain(_message_of(error), FAILED)
         if isinstance(error, OSError) and error.errno in PASSING:
             return status
         # all would fail in the same way again
@@ -321,9 +337,7 @@ def plan_command(config: PlanConfig, reporter: Reporter) -> None:
     if config.picture is not None:
         step_times(network_plan.drawn(costs, computed, network, loaded.name), config.picture)
         reporter.say(f"wrote {config.picture}")
-    common = network_plan.found_by(config, computed, model)
-    for line in [*lines, chosen]:
-        _print_json(common | line)
+    _print_json(network_plan.found_by(config, computed, model) | {"costs": lines, "choice": chosen})
 
 
 def plot_command(config: PlotConfig, reporter: Reporter) -> None:
@@ -332,7 +346,7 @@ def plot_command(config: PlotConfig, reporter: Reporter) -> None:
         raise _Misuse("no run to plot\n\nhint: gcnzc plot runs/NAME")
     out = config.out or config.runs[0] / train.CURVES
     curves(config.runs, out)
-    print(out)
+    _print_json({"runs": [str(run) for run in config.runs], "picture": str(out)})
 
 
 COMMANDS: dict[type, Callable[[Any, Reporter], None]] = {
@@ -354,6 +368,31 @@ class _Misuse(Exception):
     """The words of the command line make no command."""
 
 
+class _OutputClosed(Exception):
+    """Nobody reads this command's stdout any more."""
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came; raised where the program was, so that partial files are removed."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _parse(words: Sequence[str]) -> Any:
     """The config that `words` spell, or None when they asked for help and got it."""
     default = _defaults(words)
@@ -369,7 +408,8 @@ def _parse(words: Sequence[str]) -> Any:
             return tyro.cli(
                 choices,
                 prog="gcnzc",
-                description="Train graph neural networks whose features are larger than the GPU.",
+                description="Train graph neural networks whose features are larger than the GPU. "
+                "With --debug, errors come with a traceback.",
                 args=list(words),
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
             )
@@ -442,15 +482,42 @@ def _plain(framed: str, words: Sequence[str]) -> str:
 
 def _complain(text: str, status: int) -> int:
     wrong, _, remedy = text.partition("\n\n")
-    remedy = remedy.removeprefix("hint:").strip() or "`gcnzc --help` lists the commands"
-    print(f"error: {' '.join(wrong.split())}", file=sys.stderr)
-    print(f"hint: {' '.join(remedy.split())}", file=sys.stderr)
+    remedy = remedy.removeprefix("hint:").strip() or UNKNOWN_REMEDY
+    with contextlib.suppress(BrokenPipeError):
+        print(f"error: {' '.join(wrong.split())}", file=sys.stderr)
+        print(f"hint: {' '.join(remedy.split())}", file=sys.stderr, flush=True)
     return status
 
 
-def _of_the_gpu(text: str) -> str:
-    if "\n\nhint:" in text or not text.startswith("CUDA"):
+def _message_of(error: BaseException) -> str:
+    """What is wrong, and after an empty line the hint."""
+    text = str(error)
+    if isinstance(error, KeyboardInterrupt):
+        how = "terminated" if isinstance(error, _Terminated) else "interrupted"
+        return f"{how}\n\nhint: nothing half written is left behind"
+    if "\n\nhint:" in text:
         return text
+    if isinstance(error, MemoryError) or any(sign in text for sign in NO_MEMORY):
+        return _out_of_memory(text)
+    if isinstance(error, OSError):
+        return _of_the_system(error)
+    if text.startswith("CUDA"):
+        return _of_the_gpu(text)
+    if isinstance(error, ValueError | RuntimeError | train.Interrupted | _Misuse) and text:
+        return text
+    return f"unexpected {type(error).__name__}: {text}"
+
+
+def _out_of_memory(text: str) -> str:
+    detail = text.splitlines()[0] if text else "an allocation failed"
+    return (
+        f"not enough memory: {detail}\n\n"
+        "hint: a smaller --batch-size, --hidden or --threads needs less; the features of a folder "
+        "that `gcnzc prepare` made need not fit into memory"
+    )
+
+
+def _of_the_gpu(text: str) -> str:
     wrong = text.splitlines()[0]
     if wrong.startswith("CUDA out of memory"):
         return f"{wrong}\n\nhint: a smaller --batch-size or --hidden, or --features host"
@@ -462,9 +529,7 @@ def _of_the_gpu(text: str) -> str:
 
 def _of_the_system(error: OSError) -> str:
     text = str(error)
-    if "\n\nhint:" in text:
-        return text
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = error.filename or "the disk"
         return f"no space left on {where}\n\nhint: free some, or write to another disk"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -473,8 +538,12 @@ def _of_the_system(error: OSError) -> str:
 
 
 def _print_json(line: Mapping[str, Any]) -> None:
-    print(json.dumps(line, default=str))
-    sys.stdout.flush()
+    try:
+        print(json.dumps(line, default=str), flush=True)
+    except BrokenPipeError:
+        # the interpreter flushes stdout once more when it ends, and would report the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise _OutputClosed from None
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ Each class is one subcommand of `gcnzc`: a field is an option, and the string un
 
 import dataclasses
 import json
+import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +36,11 @@ Compress: TypeAlias = Literal[
     "sign",
 ]
 HotBy: TypeAlias = Literal["presampled", "in-degree"]
+# more would only exhaust the machine; the largest servers have some hundred cores
+MOST_THREADS = MOST_WORKERS = 1024
+# fan-outs are int32 in the samplers of PyG and DGL, too
+MOST_NEIGHBOURS = 2**31 - 1
+PICTURES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -194,6 +201,9 @@ class TrainConfig:
     """TOML file of these options; those on the command line win"""
 
     def __post_init__(self) -> None:
+        _demand_finite(self)
+        _at_most(MOST_THREADS, "threads", self.threads)
+        _at_most(MOST_WORKERS, "workers", self.workers)
         for name in (
             *("batch_size", "epochs", "hidden", "layers", "heads", "evaluate_every"),
             *("num_negatives", "workers"),
@@ -276,6 +286,7 @@ class MakeConfig:
     """seed of every random choice"""
 
     def __post_init__(self) -> None:
+        _demand_finite(self)
         for name in ("nodes", "edges", "num_features", "classes"):
             _at_least(1, name, getattr(self, name))
         _at_least(0, "seed", self.seed)
@@ -331,6 +342,7 @@ class PrepareConfig:
     """accept features that are NaN or infinite"""
 
     def __post_init__(self) -> None:
+        _demand_finite(self)
         _at_least(0, "seed", self.seed)
         # says what is wrong with them
         EdgeShares(self.valid_edges, self.test_edges)
@@ -373,6 +385,9 @@ class EvaluateConfig:
     predictions: Path | None = None
     """also write the logits of every node to this .npy"""
 
+    def __post_init__(self) -> None:
+        _demand_writable("predictions", self.predictions)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
@@ -399,6 +414,7 @@ class CheckConfig:
     """size of the table whose reading is measured"""
 
     def __post_init__(self) -> None:
+        _demand_finite(self)
         for name in ("batch_size", "row_bytes", "megabytes"):
             _at_least(1, name, getattr(self, name))
         _at_least(0, "compute_ms", self.compute_ms)
@@ -425,6 +441,7 @@ class LinkConfig:
 
     def __post_init__(self) -> None:
         _at_least(16, "megabytes", self.megabytes)
+        _demand_picture("out", self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -460,15 +477,17 @@ class PlanCacheConfig:
         _at_least(1, "gpus", self.gpus)
         for name in ("threads", "seed"):
             _at_least(0, name, getattr(self, name))
+        _at_most(MOST_THREADS, "threads", self.threads)
         _demand_fanouts(self.fanouts)
+        _demand_picture("out", self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Predict what a step of training costs with several workers, and say how many to take.
 
-    Every worker has a machine like this one, and minibatches of --batch-size. Prints a JSON line
-    for each number of workers and method of exchange, and a last one with what to choose.
+    Every worker has a machine like this one, and minibatches of --batch-size. Prints one JSON line:
+    the costs of each number of workers and method of exchange, and what to choose.
     """
 
     data: tyro.conf.Positional[Path | None] = None
@@ -509,8 +528,12 @@ class PlanConfig:
     """picture to write: seconds of a step by Mbit/s; none if not given"""
 
     def __post_init__(self) -> None:
+        _demand_finite(self)
         for number in self.workers:
             _at_least(2, "workers", number)
+            _at_most(MOST_WORKERS, "workers", number)
+        _at_most(MOST_THREADS, "threads", self.threads)
+        _demand_picture("picture", self.picture)
         _at_least(1, "steps", self.steps)
         for name in ("delay_ms", "message_us", "threads", "seed"):
             _at_least(0, name, getattr(self, name))
@@ -538,6 +561,9 @@ class PlotConfig:
     """folders that `gcnzc train` wrote"""
     out: Path | None = None
     """picture to write; curves.png in the first run if not given"""
+
+    def __post_init__(self) -> None:
+        _demand_picture("out", self.out)
 
 
 def _demand_number(
@@ -654,8 +680,61 @@ def _at_least(least: int, name: str, value: float) -> None:
         )
 
 
+def _at_most(most: int, name: str, value: int) -> None:
+    if value > most:
+        raise ValueError(
+            f"{_option(name)} must be at most {most}, got {value}\n\n"
+            f"hint: leave {_option(name)} out for the default"
+        )
+
+
+def _demand_finite(config: Any) -> None:
+    """Raise a ValueError if a number among the options is NaN or infinite."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(
+                f"{_option(field.name)} must be finite, got {value}\n\n"
+                f"hint: leave {_option(field.name)} out for the default"
+            )
+
+
+def _demand_writable(name: str, path: Path | None) -> None:
+    """Raise a ValueError unless a file can be written to `path`, or there is none to write."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(
+            f"{_option(name)}: {path} is a folder\n\nhint: name a file, such as {path / 'x'}"
+        )
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"{_option(name)}: there is no folder {folder}\n\nhint: mkdir -p {folder} makes it"
+        )
+    if not os.access(folder, os.W_OK):
+        raise ValueError(
+            f"{_option(name)}: this user may not write to {folder}\n\nhint: choose another folder"
+        )
+
+
+def _demand_picture(name: str, path: Path | None) -> None:
+    """Raise a ValueError unless a picture can be written to `path`, or there is none to write."""
+    if path is not None and not path.is_dir() and path.suffix.lower() not in PICTURES:
+        raise ValueError(
+            f"{_option(name)}: no picture can be written as {path.name!r}\n\n"
+            f"hint: a name that ends in {', '.join(PICTURES)}"
+        )
+    _demand_writable(name, path)
+
+
 def _demand_fanouts(fanouts: Sequence[int]) -> None:
     for number in fanouts:
+        if number > MOST_NEIGHBOURS:
+            raise ValueError(
+                f"a fan-out must be at most {MOST_NEIGHBOURS}, got {number}\n\n"
+                "hint: -1 keeps all neighbours"
+            )
         if number < 1 and number != -1:
             raise ValueError(
                 f"a fan-out must be at least 1, or -1 for all neighbours, got {number}\n\n"

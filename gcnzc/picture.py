@@ -65,11 +65,11 @@ def curves(runs: Sequence[Path], out: Path) -> None:
         colour = f"C{number}"
         loss.plot(epochs, [line["loss"] for line in lines], colour, label=f"{prefix}training")
         metric = lines[0]["metric"]
-        dashes = {"train": ":", "valid": "-", "test": "--"}
+        dashes = {"minibatch": ":", "valid": "-", "test": "--"}
         for part, style in dashes.items():
             seen = [line for line in lines if f"{part}_{metric}" in line]
             values = [line[f"{part}_{metric}"] for line in seen]
-            shown = prefix + part
+            shown = prefix + ("minibatches, with dropout" if part == "minibatch" else part)
             score.plot([line["epoch"] + 1 for line in seen], values, colour + style, label=shown)
         best = lines[0].get("best_possible_accuracy")
         if best is not None and metric == "accuracy" and number == 0:

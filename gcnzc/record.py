@@ -12,6 +12,7 @@ from typing import Any
 import numba
 import numpy
 import torch
+import triton
 
 from gcnzc._version import VERSION
 
@@ -121,6 +122,7 @@ def machine() -> dict[str, Any]:
         "gcnzc": VERSION,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": triton.__version__,
         "numba": numba.__version__,
         "numpy": numpy.__version__,
         "cpu": cpu_name(),

@@ -95,7 +95,7 @@ class Tally:
         rate = self.bytes / 1e9 / max(times["gather_s"], 1e-9)
         return (
             f"loss {self.loss.item() / seeds:.4f}  "
-            f"accuracy {self.right.item() / seeds:.4f}  "
+            f"minibatch accuracy {self.right.item() / seeds:.4f}  "
             f"{self.seeds / busy:,.0f} seeds/s  gather {rate:.1f} GB/s"
         )
 
@@ -106,7 +106,9 @@ class Tally:
         """
         line: dict[str, Any] = {"loss": self.loss.item() / self.seeds, "steps": self.steps}
         if has_accuracy:
-            line["train_accuracy"] = self.right.item() / self.seeds
+            # with dropout, and of weights that change from one minibatch to the next; evaluation
+            # measures train_accuracy with neither
+            line["minibatch_accuracy"] = self.right.item() / self.seeds
         times = {name: seconds / workers for name, seconds in self.seconds.all().items()}
         line["epoch_s"] = times["wait_s"] + times["compute_s"] + times["exchange_s"]
         line |= times | {"seeds": self.seeds, "seeds_checksum": f"{self.seeds_checksum:016x}"}

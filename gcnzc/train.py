@@ -8,6 +8,7 @@ on bit for bit.
 
 import hashlib
 import math
+import resource
 import signal
 import threading
 import time
@@ -136,6 +137,7 @@ def train(
         WorkerLost: another worker is gone; the run can be resumed.
         Followed: worker 0 failed, and raised why.
     """
+    began = time.perf_counter()
     reporter, group = reporter or Quiet(), group or Group()
     if config.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
@@ -184,7 +186,8 @@ def train(
         )
         steps = config.epochs * len(loader)
         optimizer = build_method(config, model, group, steps, signals=2)
-        this = _Run(config, folder, data, task, table, device, model, optimizer, loader, reporter)
+        parts = data, task, table, device, model, optimizer, loader, reporter
+        this = _Run(config, folder, *parts, began)
         this.begin(run_id)
         return this.to_the_end(stopped)
 
@@ -285,6 +288,7 @@ class _Run:
         optimizer: Exchanging,
         loader: Loader,
         reporter: Reporter,
+        began: float,
     ) -> None:
         self.config, self.folder, self.data, self.task = config, folder, data, task
         self.table = table
@@ -292,6 +296,7 @@ class _Run:
         self.group = optimizer.group
         self.is_first = self.group.rank == 0
         self.loader, self.reporter = loader, reporter
+        self.began = began  # by time.perf_counter
         self.epoch = 0
         self.in_epoch = False  # between the first step of an epoch and its evaluation
         self.tally = Tally(device)
@@ -721,6 +726,13 @@ class _Run:
             "workers": self.group.world_size,
             "bytes_sent": sum(line.get("bytes_sent", 0) for line in self.lines),
             "seed": config.seed,
+            "device": str(self.device),
+            "options": _options(config),
+            # of this command, which may have resumed the run
+            "total_s": time.perf_counter() - self.began,
+            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_gpu_memory_bytes": _peak_gpu_memory_bytes(self.device),
+            **record.machine(),
         }
         if isinstance(self.table, CachedTable):
             for key in ("hit_rate", "peer_hit_rate"):
@@ -735,13 +747,23 @@ class _Run:
         self.draw_trace()
         if not self.is_first:
             return line
-        record.write_json(self.folder / RESULT, line | record.machine())
+        record.write_json(self.folder / RESULT, line)
         curves([self.folder], self.folder / CURVES)
         return line
 
     def _roof(self) -> float | None:
         """What no gather of this run passes, where a GPU reads the host's memory."""
         return link.roof(self.device) if self.table.device != self.device else None
+
+
+def _options(config: TrainConfig) -> dict[str, Any]:
+    """The options of a run that are neither paths nor those of how long it may take."""
+    left_out = ("data", "out", "resume", "config", "timeout_s", "restarts", "checkpoint_every_s")
+    return {name: value for name, value in to_words(config).items() if name not in left_out}
+
+
+def _peak_gpu_memory_bytes(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def _named(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -755,7 +777,7 @@ def _named(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 def _sentence(line: Mapping[str, Any], epochs: int) -> str:
     metric = line["metric"]
     words = [f"epoch {line['epoch'] + 1}/{epochs}", f"loss {line['loss']:.4f}"]
-    for part in ("train", "valid", "test"):
+    for part in ("minibatch", "valid", "test"):
         if f"{part}_{metric}" in line:
             words.append(f"{part} {line[f'{part}_{metric}']:.4f}")
     words.append(f"{line['seeds'] / line['epoch_s']:,.0f} seeds/s")

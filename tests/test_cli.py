@@ -199,7 +199,7 @@ def test_info_verifies(graph, tmp_path, capsys):
 def test_plot_of_two_runs(run, tmp_path, capsys):
     capsys.readouterr()
     assert main(["plot", str(run), str(run), "--out", str(tmp_path / "p.png")]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "p.png")
+    assert json.loads(capsys.readouterr().out)["picture"] == str(tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 

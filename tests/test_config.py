@@ -41,7 +41,7 @@ def test_words_of_the_wrong_kind(words, message):
         ({"epochs": -3}, "--epochs must be at least 1, got -3"),
         ({"dropout": 1.0}, "--dropout must be from 0 to below 1, got 1.0"),
         ({"lr": 0.0}, "--lr must be above 0, got 0.0"),
-        ({"lr": float("nan")}, "--lr must be above 0, got nan"),
+        ({"lr": float("nan")}, "--lr must be finite, got nan"),
         ({"fanouts": (5, 5)}, r"2 fan-outs \(5,5\) for 3 layers"),
         ({"fanouts": (5, 0, 5)}, "a fan-out must be at least 1, or -1 for all neighbours, got 0"),
         ({"seed": -1}, "--seed must be at least 0, got -1"),

@@ -12,7 +12,7 @@ from gcnzc.picture import curves
 LINE = {
     "metric": "accuracy",
     "loss": 1.0,
-    "train_accuracy": 0.5,
+    "minibatch_accuracy": 0.5,
     "sample_s": 1.0,
     "gather_s": 0.5,
     "compute_s": 2.0,

@@ -208,11 +208,37 @@ def test_what_is_no_zip_is_removed(site: Site, tmp_path: Path) -> None:
     flipped = good.replace(b"Release note", b"release note")
     for bad in (b"<html>moved</html>", half, flipped):
         site.data = bad
-        with pytest.raises(RuntimeError, match=r"tiny.zip is no whole zip.*\n\nhint: it has been"):
+        with pytest.raises(RuntimeError, match=r"tiny.zip is no whole arch.*\n\nhint: it has been"):
             fetch(site.remote, here)
         assert names(here) == []
     site.data = good
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
+
+
+def test_an_archive_of_something_else_is_not_taken_for_the_set(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "other" / "raw").mkdir(parents=True)
+    (tmp_path / "other" / "raw" / "edge.csv.gz").write_bytes(b"")
+    good, site.data = site.data, zipped(tmp_path / "other")
+    here = tmp_path / "downloads"
+    with pytest.raises(RuntimeError, match=r"it has no folder split\n\nhint: it has been removed"):
+        fetch(site.remote, here)
+    assert names(here) == []
+    site.data = good
+    assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
+
+
+def test_what_the_user_put_there_is_used_and_never_removed(site: Site, tmp_path: Path) -> None:
+    here = tmp_path / "downloads"
+    here.mkdir()
+    archive = here / "tiny.zip"
+    archive.write_bytes(site.data[:100])
+    with pytest.raises(RuntimeError, match=r"no whole archive.*\n\nhint: remove it"):
+        fetch(site.remote, here)
+    assert archive.read_bytes() == site.data[:100]
+    archive.write_bytes(site.data)
+    assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
+    assert archive.read_bytes() == site.data
+    assert site.asked == []
 
 
 @pytest.mark.parametrize("top", ["/", "tiny/../../", ""])

@@ -1,0 +1,215 @@
+"""Every failure is answered with an `error:` and a `hint:` line, and leaves nothing behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from numba import njit
+
+from gcnzc import cli
+from gcnzc.cli import main
+from gcnzc.config import InfoConfig
+from gcnzc.kernels import compilation
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
+SMALL += ["--batch-size", "32", "--lr", "0.01"]
+
+
+def start(*words, **options) -> subprocess.Popen:
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-m", "gcnzc", *map(str, words)],
+        env=os.environ | {"PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("errors")
+    sizes = ["--nodes", "1500", "--edges", "6000", "--num-features", "16", "--classes", "4"]
+    assert main(["make", str(folder / "raw"), *sizes]) == 0
+    assert main(["prepare", str(folder / "raw"), str(folder / "prepared")]) == 0
+    return folder / "prepared"
+
+
+@pytest.fixture(scope="module")
+def run(graph) -> Path:
+    folder = graph.parent / "run"
+    assert main(["train", str(graph), *SMALL, "--out", str(folder)]) == 0
+    return folder
+
+
+def answer_of(capsys, words, status) -> str:
+    """The one error and the one hint that a command prints."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = [line for line in err.splitlines() if line.startswith(("error: ", "hint: "))]
+    assert [line.split(":")[0] for line in lines] == ["error", "hint"], err
+    assert "Traceback" not in err
+    return "\n".join(lines)
+
+
+def test_memory_that_is_not_there_is_said_with_a_remedy(graph, tmp_path, capsys):
+    # an array of numpy's, then a tensor of torch's
+    text = answer_of(capsys, ["make", tmp_path / "x", "--nodes", 10**15], 1)
+    assert "error: not enough memory: " in text
+    assert "--batch-size" in text
+    assert list(tmp_path.iterdir()) == []
+    words = [*SMALL, "--hidden", 10**13, "--out", tmp_path / "run"]
+    assert "error: not enough memory: " in answer_of(capsys, ["train", graph, *words], 1)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), OverflowError("too large"), IndexError(), ZeroDivisionError("by zero")]
+)
+def test_what_nobody_foresaw_is_an_answer_too(graph, monkeypatch, capsys, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, InfoConfig, fail)
+    text = answer_of(capsys, ["info", graph], 1)
+    assert text.startswith(f"error: unexpected {type(error).__name__}:")
+    assert "hint: --debug shows the traceback" in text
+
+
+@pytest.mark.parametrize("words", [["--debug", "info"], ["info", "--debug"]])
+def test_debug_shows_the_traceback(words, tmp_path, capsys):
+    assert main([*words, str(tmp_path / "missing")]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert re.search("^error: .*missing", err, re.MULTILINE)
+
+
+def test_a_huge_fan_out_is_rejected(graph, capsys):
+    words = [*SMALL, "--fanouts", "99999999999999999999,5"]
+    assert "a fan-out must be at most" in answer_of(capsys, ["train", graph, *words], 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--outer-lr", "nan"], "--outer-lr must be finite, got nan"),
+        (["--lr", "inf"], "--lr must be finite, got inf"),
+        (["--checkpoint-every-s", "inf"], "--checkpoint-every-s must be finite"),
+        (["--threads", "100000"], "--threads must be at most 1024, got 100000"),
+        (["--workers", "100000"], "--workers must be at most 1024, got 100000"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_rejected(graph, tmp_path, capsys, words, wrong):
+    given = ["train", graph, *SMALL, "--out", tmp_path / "run", *words]
+    assert wrong in answer_of(capsys, given, 2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_outputs_are_checked_before_the_work(run, graph, tmp_path, capsys, monkeypatch):
+    for command in cli.COMMANDS:
+        monkeypatch.setitem(cli.COMMANDS, command, lambda *_: pytest.fail("the work began"))
+    missing = tmp_path / "missing"
+    for words, wrong in (
+        (["plot", run, "--out", tmp_path], f"--out: {tmp_path} is a folder"),
+        (["plot", run, "--out", missing / "x.png"], f"--out: there is no folder {missing}"),
+        (["plot", run, "--out", tmp_path / "x.txt"], "--out: no picture can be written as"),
+        (["evaluate", run, "--predictions", missing / "x.npy"], f"there is no folder {missing}"),
+        (["evaluate", run, "--predictions", tmp_path], f"{tmp_path} is a folder"),
+        (["plan-cache", graph, "--out", tmp_path], "is a folder"),
+        (["link", "--out", missing / "x.png"], "there is no folder"),
+        (["plan", graph, "--picture", tmp_path / "x"], "no picture can be written"),
+    ):
+        assert wrong in answer_of(capsys, words, 2), words
+
+
+def test_a_pipe_that_closes_is_no_error(graph):
+    process = start("info", graph, stdout=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1
+
+
+def test_sigterm_while_preparing_leaves_nothing_behind(tmp_path):
+    sizes = ["--nodes", "10000", "--edges", "20000", "--num-features", "100"]
+    assert main(["make", str(tmp_path / "raw"), *sizes]) == 0
+    process = start("prepare", tmp_path / "raw", tmp_path / "prepared", stdout=subprocess.PIPE)
+    while len(list(tmp_path.iterdir())) == 1:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: terminated" in err
+    assert "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
+    """Those that measure are called where their own tests have small sizes for them."""
+    plan = ["--workers", "2", "--step-s", "0.01", *SMALL[2:-2]]
+    for words in (
+        ["make", tmp_path / "m", "--nodes", 100, "--edges", 300, "--num-features", 4],
+        ["prepare", tmp_path / "m", tmp_path / "p"],
+        ["embed", graph, tmp_path / "e", "--dims", 4],
+        ["info", graph],
+        ["evaluate", run],
+        ["plot", run, "--out", tmp_path / "x.png"],
+        ["plan", graph, *plan],
+        ["plan-cache", graph, "--fanouts", "3,3", "--batches", 4, "--batch-size", 64],
+    ):
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 0, words
+        out = capsys.readouterr().out
+        assert out.count("\n") == 1, words
+        assert isinstance(json.loads(out), dict), words
+
+
+def test_the_result_of_a_run_says_how_it_was_made(run):
+    line = json.loads((run / "result.json").read_text())
+    assert line["device"] == "cpu"
+    assert {"gcnzc", "python", "torch", "triton", "numba", "numpy", "cpu", "cores"} <= set(line)
+    assert line["options"]["fanouts"] == [4, 4]
+    assert line["options"]["optimizer"] == "adam"
+    assert not {"out", "data", "resume"} & set(line["options"])
+    assert line["epochs"] * line["epoch_s"] < line["total_s"] < 600
+    assert 50e6 < line["peak_memory_bytes"] < 50e9
+    assert line["peak_gpu_memory_bytes"] is None
+
+
+def test_accuracy_under_dropout_has_a_name_of_its_own(run, capsys):
+    lines = [json.loads(text) for text in (run / "record.jsonl").read_text().splitlines()]
+    assert all("minibatch_accuracy" in line and "train_accuracy" not in line for line in lines)
+    capsys.readouterr()
+    assert main(["evaluate", str(run)]) == 0
+    assert "minibatch_accuracy" not in json.loads(capsys.readouterr().out)
+
+
+def test_a_long_compilation_is_reported_once(graph, monkeypatch, capsys):
+    def compile_anew(*_):
+        for function in (lambda x: x + 1, lambda x: x + 2, lambda x: x + 3):
+            njit(function)(1)
+
+    monkeypatch.setitem(cli.COMMANDS, InfoConfig, compile_anew)
+    for least_s, reports in ((0.0, 1), (1000.0, 0)):
+        monkeypatch.setattr(compilation, "REPORT_S", least_s)
+        capsys.readouterr()
+        assert main(["info", str(graph)]) == 0
+        assert capsys.readouterr().err.count("compiling kernels for this machine") == reports
+
+
+def test_compiled_kernels_are_not_reported(graph, monkeypatch, capsys):
+    compiled = njit(lambda x: x + 1)
+    compiled(1)
+    monkeypatch.setitem(cli.COMMANDS, InfoConfig, lambda *_: compiled(1))
+    monkeypatch.setattr(compilation, "REPORT_S", 0.0)
+    assert main(["info", str(graph)]) == 0
+    assert "compiling" not in capsys.readouterr().err
