@@ -170,6 +170,15 @@ class Minibatches(DataLoader[Any], ABC):
 
     # threads may make several minibatches at once
     thread_safe = True
+    # attributes that a copy takes over, since they may be replaced between epochs
+    _replaceable: tuple[str, ...] = ()
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keep the arguments, of which a copy is constructed."""
+        loader = super().__new__(cls)
+        loader._arguments = args, kwargs
+        return loader
 
     def __init__(self, graph: Graph, items: Tensor, num_items: int, options: Options) -> None:
         self.options = options
@@ -298,6 +307,14 @@ class Minibatches(DataLoader[Any], ABC):
             return super().__len__()
         return len(self._shares)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy by pickle or deepcopy: a loader of the same arguments goes on where this one stands.
+
+        Threads, page-locked memory and iterators stay here.
+        """
+        replaced = {name: getattr(self, name) for name in self._replaceable}
+        return _construct, (type(self), *self._arguments, replaced, self.state_dict())
+
     def __enter__(self) -> Self:
         return self
 
@@ -310,6 +327,10 @@ class Minibatches(DataLoader[Any], ABC):
         epoch = Epoch(self)
         self._running.add(epoch)
         return epoch
+
+    def _get_iterator(self) -> Any:
+        # torch's would start worker processes
+        return iter(self)
 
     @abstractmethod
     def sample(self, seeds: Tensor, epoch: int) -> Carrier:
@@ -499,6 +520,20 @@ class Epoch(Iterator[Any]):
         self._is_closed = True
         if self._started is not None:
             self._started[1].close()
+
+
+def _construct(
+    cls: type[Minibatches],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    replaced: dict[str, Any],
+    state: dict[str, Any],
+) -> Minibatches:
+    loader = cls(*args, **kwargs)
+    for name, value in replaced.items():
+        setattr(loader, name, value)
+    loader.load_state_dict(state)
+    return loader
 
 
 def rank_and_world_size() -> tuple[int, int]:

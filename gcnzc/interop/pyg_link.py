@@ -20,7 +20,7 @@ from gcnzc.interop.pyg_arguments import (
 )
 from gcnzc.interop.pyg_door import import_pyg
 from gcnzc.interop.pyg_graph import columns_of
-from gcnzc.interop.pyg_minibatches import DataMinibatches
+from gcnzc.interop.pyg_minibatches import DataMinibatches, NeighborCounts
 from gcnzc.table import FeatureTable
 
 
@@ -98,6 +98,7 @@ class LinkNeighborLoader(
             neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
         self.neg_sampling = NegativeSampling.cast(neg_sampling)
         self.input_id, self.is_sorted, self.edge_label = input_id, is_sorted, edge_label
+        self.filter_per_worker = filter_per_worker
         # the whole graph may have those of a split
         self._replaced += ("edge_label_index", "edge_label_time")
         self._replaced += ("seed_time",) if self._is_triplet else ("edge_label",)
@@ -128,6 +129,17 @@ class LinkNeighborLoader(
                 ahead=ahead,
             ),
         )
+
+    @property
+    def input_data(self) -> Any:
+        """The edges to iterate over, as PyG's `EdgeSamplerInput`."""
+        src, dst = self._edges
+        return import_pyg().sampler.EdgeSamplerInput(self.input_id, src, dst, self._labels)
+
+    @property
+    def link_sampler(self) -> NeighborCounts:
+        """Has `num_neighbors`."""
+        return NeighborCounts(self.num_neighbors)
 
     @property
     def _is_triplet(self) -> bool:

@@ -15,7 +15,7 @@ from gcnzc.interop.pyg_arguments import (
 )
 from gcnzc.interop.pyg_door import import_pyg
 from gcnzc.interop.pyg_graph import columns_of
-from gcnzc.interop.pyg_minibatches import DataMinibatches
+from gcnzc.interop.pyg_minibatches import DataMinibatches, NeighborCounts
 from gcnzc.table import FeatureTable
 
 
@@ -94,6 +94,7 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
         self._replaced += ("batch_size", "seed_time")
         columns = columns_of(data, is_sorted)
         self.input_nodes, self.input_id, self.is_sorted = input_nodes, input_id, is_sorted
+        self.filter_per_worker = filter_per_worker
         self._nodes, self._ids = demand_nodes(input_nodes, input_id, columns.graph.num_nodes)
         super().__init__(
             data,
@@ -114,6 +115,16 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
                 ahead=ahead,
             ),
         )
+
+    @property
+    def input_data(self) -> Any:
+        """The nodes to iterate over, as PyG's `NodeSamplerInput`."""
+        return import_pyg().sampler.NodeSamplerInput(self._ids, self._nodes)
+
+    @property
+    def node_sampler(self) -> NeighborCounts:
+        """Has `num_neighbors`, for code such as `BasicGNN.inference`."""
+        return NeighborCounts(self.num_neighbors)
 
     def sample(self, seeds: Tensor, epoch: int) -> Carrier:
         """For `gcnzc.Loader`: a minibatch of the input nodes at the places `seeds`, on the host."""

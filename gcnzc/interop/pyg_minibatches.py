@@ -18,6 +18,7 @@ from torch import Tensor
 from gcnzc.interop.columns import Column
 from gcnzc.interop.draw import Draw
 from gcnzc.interop.minibatches import Carrier, Minibatches, Options
+from gcnzc.interop.pyg_door import import_pyg
 from gcnzc.interop.pyg_graph import Attributes, Columns, attributes_of
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.coo import edges
@@ -44,6 +45,7 @@ class DataMinibatches(Minibatches):
         options: how items become minibatches.
     """
 
+    _replaceable = ("data", "transform")
     _replaced: tuple[str, ...] = ("batch", "input_id", "num_sampled_nodes", "num_sampled_edges")
 
     def __init__(
@@ -73,6 +75,13 @@ class DataMinibatches(Minibatches):
             index: (S,) in [0, len(self.dataset)).
         """
         return self._on_host(torch.as_tensor(index, dtype=torch.int64), self.epoch)
+
+    def filter_fn(self, out: Any) -> Any:
+        """`out`, a minibatch that `collate_fn` made whole.
+
+        PyG's loaders join neighbourhoods with attributes here.
+        """
+        return out
 
     @contextmanager
     def enable_multithreading(self, worker_threads: Any = None) -> Iterator[None]:
@@ -149,6 +158,17 @@ class DataMinibatches(Minibatches):
         for name, value in fields.items():
             data[name] = value
         return data if self.transform is None else self.transform(data)
+
+
+class NeighborCounts:
+    """What code for PyG's loaders reads of their sampler.
+
+    Args:
+        num_neighbors: kept at each hop, that of the seeds first.
+    """
+
+    def __init__(self, num_neighbors: Sequence[int]) -> None:
+        self.num_neighbors = import_pyg().sampler.base.NumNeighbors(list(num_neighbors))
 
 
 def edge_index_of(blocks: Sequence[Block]) -> Tensor:

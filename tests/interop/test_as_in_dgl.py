@@ -1,6 +1,8 @@
 """What DGL's loader does with rare arguments and empty epochs, ours does as well."""
 
+import copy
 import importlib.util
+import pickle
 
 import pytest
 import torch
@@ -102,3 +104,16 @@ def test_no_error_prints_a_tensor(graph):
         with pytest.raises(ValueError, match="\n\nhint: ") as error:
             DataLoader(**(given | change))
         assert "tensor(" not in str(error.value)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("is_edges", [False, True])
+def test_a_copy_goes_on_where_the_loader_stands(graph, copied, is_edges):
+    drawn = sampler("self") if is_edges else loading.NeighborSampler([3, 2])
+    loader = DataLoader(graph, torch.arange(NODES), drawn, batch_size=8, shuffle=True)
+    iterator = iter(loader)
+    next(iterator)
+    other = copied(loader)
+    for (*_, mine), (*_, theirs) in zip(list(iterator), other, strict=True):
+        for block, copy_of_block in zip(mine, theirs, strict=True):
+            assert torch.equal(block.edata[dgl.EID], copy_of_block.edata[dgl.EID])

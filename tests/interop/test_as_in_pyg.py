@@ -1,6 +1,8 @@
 """What PyG's loaders do with rare arguments and empty epochs, ours do as well."""
 
+import copy
 import importlib.util
+import pickle
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ if importlib.util.find_spec("torch_geometric") is None:
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
 from gcnzc.interop.pyg_door import import_pyg
 
-import_pyg()
+pyg = import_pyg()
+import torch_geometric.nn  # noqa: E402, F401
 from torch_geometric.data import Data, HeteroData  # noqa: E402
 from torch_geometric.sampler import NegativeSampling  # noqa: E402
 from torch_geometric.sampler.base import NumNeighbors  # noqa: E402
@@ -150,3 +153,104 @@ def test_negatives_of_no_edges(data):
     none = torch.empty(2, 0, dtype=torch.int64)
     loader = LinkNeighborLoader(data, [2], none, neg_sampling=NegativeSampling("triplet", 2))
     assert list(loader) == []
+
+
+def test_layerwise_inference_takes_the_loader(data):
+    model = pyg.nn.GraphSAGE(4, hidden_channels=8, num_layers=2, out_channels=3).eval()
+    loader = NeighborLoader(data, [-1], batch_size=7)
+    with torch.no_grad():
+        expected = model(data.x, data.edge_index)
+    for cache in (False, True):
+        found = model.inference(loader, cache=cache)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("filter_per_worker", [None, True, False])
+def test_a_zip_loader_takes_the_loaders(data, filter_per_worker):
+    parts = [
+        NeighborLoader(data, [2], input_nodes=torch.arange(12)),
+        LinkNeighborLoader(data, [2], data.edge_index[:, 40:50]),
+    ]
+    loader = pyg.loader.ZipLoader(parts, batch_size=4, filter_per_worker=filter_per_worker)
+    assert repr(loader) == "ZipLoader(loaders=[NeighborLoader(), LinkNeighborLoader()])"
+    found = list(loader)
+    assert [len(pair) for pair in found] == [2, 2, 2]
+    nodes = torch.cat([of_nodes.n_id[: of_nodes.batch_size] for of_nodes, _ in found])
+    assert nodes.tolist() == list(range(10))
+    pairs = [of_links.n_id[of_links.edge_label_index] for _, of_links in found]
+    assert torch.equal(torch.cat(pairs, dim=1), data.edge_index[:, 40:50])
+    assert all(torch.equal(of_nodes.x, data.x[of_nodes.n_id]) for of_nodes, _ in found)
+
+
+def test_the_two_halves_of_a_minibatch_make_a_whole(data):
+    loader = NeighborLoader(data, [2], input_nodes=torch.arange(9, 20))
+    batch = loader.filter_fn(loader.collate_fn([3, 1]))
+    assert batch.n_id[:2].tolist() == [12, 10]
+    assert batch.batch_size == 2
+    assert torch.equal(batch.x, data.x[batch.n_id])
+
+
+def test_attributes_are_those_of_pygs_loaders(data):
+    kwargs = {"batch_size": 5, "num_workers": 2, "pin_memory": True, "drop_last": True}
+    mask = NO_NODES.clone()
+    mask[[3, 8]] = True
+    loader = NeighborLoader(data, [3, 2], mask, **kwargs)
+    assert isinstance(loader, pyg.loader.NeighborLoader)
+    assert repr(loader) == "NeighborLoader()"
+    assert {name: getattr(loader, name) for name in kwargs} == kwargs
+    assert loader.input_data.node.tolist() == [3, 8]
+    assert loader.input_data[torch.tensor([1])].input_id.tolist() == [8]
+    assert loader.node_sampler.num_neighbors.get_values() == [3, 2]
+    assert len(loader.node_sampler.num_neighbors) == 2
+    links = LinkNeighborLoader(data, [3], data.edge_index[:, :9], torch.arange(9), **kwargs)
+    assert repr(links) == "LinkNeighborLoader()"
+    assert torch.equal(links.input_data.row, data.edge_index[0, :9])
+    assert torch.equal(links.input_data.col, data.edge_index[1, :9])
+    assert links.input_data[[4, 2]].label.tolist() == [4, 2]
+    assert links.link_sampler.num_neighbors.get_values() == [3]
+
+
+def test_a_sampler_with_repetitions_orders_the_items(data):
+    drawn = [5, 5, 2, 9, 2, 5]
+    loader = NeighborLoader(data, [-1], batch_size=4, sampler=drawn)
+    assert len(loader) == 2
+    found = [batch.n_id[: batch.batch_size].tolist() for batch in loader]
+    assert found == [[5, 5, 2, 9], [2, 5]]
+
+
+def rename(batch):
+    batch.renamed = True
+    return batch
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
+def test_a_copy_goes_on_where_the_loader_stands(data, Loader, copied):
+    loader = Loader(data, [3, 2], batch_size=8, shuffle=True)
+    iterator = iter(loader)
+    next(iterator)
+    loader.transform = rename
+    other = copied(loader)
+    assert type(other) is Loader
+    rest = list(iterator)
+    for mine, theirs in zip(rest, other, strict=True):
+        assert torch.equal(mine.n_id, theirs.n_id)
+        assert torch.equal(mine.e_id, theirs.e_id)
+        assert torch.equal(mine.x, theirs.x)
+        assert theirs.renamed
+    # and is a loader of its own
+    other.close()
+    assert len(list(loader)) == len(loader)
+
+
+class Halved(NeighborLoader):
+    """A user's loader, with arguments of its own."""
+
+    def __init__(self, data, share):
+        super().__init__(data, [2], torch.arange(int(NODES * share)), batch_size=4)
+
+
+def test_a_copy_of_a_subclass_is_of_the_subclass(data):
+    other = copy.deepcopy(Halved(data, share=0.5))
+    assert type(other) is Halved
+    assert len(other.dataset) == NODES // 2
