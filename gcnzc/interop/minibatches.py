@@ -290,15 +290,18 @@ class Minibatches(DataLoader[Any], ABC):
     def collate_fn(self, index: Tensor | Sequence[int]) -> Any:
         """The minibatch of some items, on the host.
 
-        For loaders that take this one's dataset and samplers, such as Accelerate's. Neighbours
-        depend on the seed, the epoch of the sampler and the items, so that they differ from epoch
-        to epoch also where nobody counts epochs.
+        For loaders that take this one's dataset or samplers, such as Accelerate's and PyG's
+        `ZipLoader`. If no seed was given, neighbours depend on torch's random numbers, as in PyG,
+        so that they differ from epoch to epoch also where nobody counts epochs. With a seed they
+        depend on the seed, the epoch of the sampler and the items.
 
         Args:
             index: (S,) numbers of the items, in [0, len(self.dataset)).
         """
         items = torch.as_tensor(index, dtype=torch.int64)
-        numbers = generator(self._seed, self._epochs.of_sampler, items)
+        numbers = None
+        if self.options.seed is not None:
+            numbers = generator(self._seed, self._epochs.of_sampler, items)
         return self._on_host(items, int(torch.randint(2**32, (), generator=numbers)))
 
     def __len__(self) -> int:

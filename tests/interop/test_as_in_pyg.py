@@ -182,6 +182,17 @@ def test_a_zip_loader_takes_the_loaders(data, filter_per_worker):
     assert all(torch.equal(of_nodes.x, data.x[of_nodes.n_id]) for of_nodes, _ in found)
 
 
+def test_a_zip_loader_draws_anew_in_each_epoch(data):
+    def epochs():
+        torch.manual_seed(4)
+        loader = pyg.loader.ZipLoader([NeighborLoader(data, [2, 2])], batch_size=NODES)
+        return [next(iter(loader))[0].e_id.tolist() for _ in range(2)]
+
+    first, second = epochs()
+    assert first != second
+    assert epochs() == [first, second]
+
+
 def test_the_two_halves_of_a_minibatch_make_a_whole(data):
     loader = NeighborLoader(data, [2], input_nodes=torch.arange(9, 20))
     batch = loader.filter_fn(loader.collate_fn([3, 1]))
