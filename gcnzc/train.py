@@ -473,7 +473,7 @@ class _Run:
 
     def _save_optimizer(self) -> dict[str, Any] | None:
         """What a checkpoint keeps of the optimizer; None if a worker could not write its state."""
-        state = self.optimizer.state_dict()
+        state = self.optimizer.snapshot()
         if self.optimizer.is_shared:
             return state
         is_written = self.is_first

@@ -139,6 +139,15 @@ class Group:
         self._channels: dict[str, _Channel] = {}
         self._own = self.channel("")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
+        """The group itself: what is copied communicates through the same connections."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., "Group"], tuple[Any, ...]]:
+        """Pickle who is in the group; see `_unpickle_group`."""
+        members = self.ranks if self.is_part else None
+        return _unpickle_group, (self.rank, self.world_size, members, bool(self.backend))
+
     def channel(self, name: str) -> "_Channel":
         """The channel of this name; all workers must open their channels in the same order."""
         if name not in self._channels:
@@ -244,6 +253,12 @@ class Group:
             answer = self._answer(request)
 
     def _answer(self, request: Request) -> Any:
+        if self.world_size > 1 and not self.backend:
+            raise RuntimeError(
+                f"rank {self.rank} of {self.world_size} is not connected, so it cannot answer "
+                f"{described(request)}\n\nhint: initialise torch.distributed before an optimizer "
+                "is unpickled, or load its state_dict() into a new one"
+            )
         if isinstance(request, Compute):
             return time.sleep(request.seconds)
         if isinstance(request, Begin):
@@ -285,6 +300,25 @@ class Group:
             channel.close()
         if self.watch is not None:
             self.watch.leave()
+
+
+def _unpickle_group(
+    rank: int, world_size: int, members: Sequence[int] | None, was_connected: bool
+) -> Group:
+    """The same ranks of torch.distributed's default group, or an unconnected group of as many.
+
+    Args:
+        rank: of this process in the group.
+        world_size: of the group.
+        members: its ranks in the default group; all if None.
+        was_connected: whether it was over processes.
+    """
+    if was_connected and dist.is_initialized():
+        ranks = list(range(world_size)) if members is None else list(members)
+        has_all = members is not None or dist.get_world_size() == world_size
+        if has_all and ranks[rank] == dist.get_rank():
+            return present() if members is None else present().subgroup(members)
+    return Group(rank, world_size)
 
 
 def _taken(times: deque[tuple[float, float]]) -> list[tuple[float, float]]:

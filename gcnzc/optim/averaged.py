@@ -20,6 +20,8 @@ from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote
 from gcnzc.finite import are_finite
 from gcnzc.flat import FlatVector, by_kind
 from gcnzc.optim.exchanging import Exchanging
+from gcnzc.optim.group_options import option_lines
+from gcnzc.optim.states import check_is_inner
 from gcnzc.optim.validation import check_above_zero, check_inner, check_param_group
 from gcnzc.replicas import demand_same
 
@@ -72,42 +74,56 @@ class Averaged(Exchanging):
 
     def _share(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        if not self.is_shared:
+            self.fill_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the inner optimizer, which is the same on all workers, if gradients are whole.
+        """See `Exchanging`; that of the inner optimizer if gradients are whole."""
+        return self.inner.state_dict() if self.is_shared else super().state_dict()
 
-        Of others it holds `inner`, and `errors` of this worker; see `gcnzc.optim.resized`.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `Exchanging`; takes that of the inner optimizer if gradients are whole."""
+        if self.is_shared:
+            self.restore(state_dict)
+        else:
+            super().load_state_dict(state_dict)
+
+    def snapshot(self) -> dict[str, Any]:
+        """See `Exchanging`: `inner`, and `errors` of this worker.
+
+        Only the inner optimizer's state, the same on all workers, if gradients are whole.
         """
         inner = self.inner.state_dict()
         if self.is_shared:
             return inner
-        names = map(str, range(len(self.gradients.reducers)))
         return {
             "inner": inner,
             "shared": {"skipped": self.skipped},
             "local": {},
             "shards": {},
-            "errors": dict(zip(names, self.gradients.errors(), strict=True)),
+            "errors": {str(i): each for i, each in enumerate(self.gradients.errors())},
             "rank": self.group.rank,
             "world_size": self.group.world_size,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take up the state of any number of workers if gradients are whole, else of as many.
 
         Raises:
             ValueError: errors are those of another worker, or of another number of workers.
         """
-        inner = state_dict
-        if not self.is_shared:
-            self.demand_own(state_dict)
-            inner = state_dict["inner"]
-            self.skipped = state_dict["shared"]["skipped"]
-            errors = state_dict["errors"]
+        inner = snapshot
+        if self.is_shared:
+            check_is_inner(snapshot)
+        else:
+            self.demand_own(snapshot)
+            inner = snapshot["inner"]
+            self.skipped = snapshot["shared"]["skipped"]
+            errors = snapshot["errors"]
             self.gradients.load_errors([errors[str(i)] for i in range(len(errors))])
         self.inner.load_state_dict(dict(inner))
         self._share()
@@ -136,8 +152,16 @@ class Averaged(Exchanging):
             self.heard = list(self.asks)
             self._inner_step()
             return
-        flags = yield from self.gradients.averaged(self.weight, self.asks)
-        self.heard, self.blame = flags.heard, flags.blame
+        groups, world_size = self.param_groups, self.group.world_size
+        if not self.gradients.is_known:
+            # bits may take some steps to differ: the options are compared whole at the start
+            yield from self.gradients.agree(1 + len(self.asks), option_lines(groups, with_gpu=True))
+        asks = [self.options.bit(groups), *self.asks]
+        flags = yield from self.gradients.averaged(self.weight, asks)
+        bits, *shares = flags.shares
+        self.heard, self.blame = [share > 0 for share in shares], flags.blame
+        self.options.receive(bits * world_size, world_size)
+        yield from self.options.compare(groups)
         if flags.blame:
             self.skipped += 1
         else:
@@ -154,8 +178,8 @@ class Averaged(Exchanging):
 class Flags:
     """What all workers know after an exchange of gradients."""
 
-    heard: list[bool]
-    """of each signal, whether a worker gave it"""
+    shares: list[float]
+    """of each signal, its mean over the workers"""
     blame: str
     """whose gradient is not finite, in words; empty if all are"""
 
@@ -186,7 +210,7 @@ class Gradients:
         self.sparse: list[nn.Parameter] = []
         self.is_known = False
 
-    def averaged(self, weight: float = 1.0, asks: Sequence[bool] = ()) -> Algorithm[Flags]:
+    def averaged(self, weight: float = 1.0, asks: Sequence[float] = ()) -> Algorithm[Flags]:
         """Set the gradients to their weighted means over the workers.
 
         Args:
@@ -202,7 +226,7 @@ class Gradients:
             if reducer is None:
                 yield Mean(vector.values)
             elif blame := (yield from reducer.mean(vector.values, len(vector.extra))):
-                return Flags([False] * len(asks), blame)
+                return Flags([0.0] * len(asks), blame)
         bad = sum(_bad(parameter) for parameter in self.sparse)
         for parameter in self.sparse:
             yield from self.average_sparse(parameter, weight)
@@ -212,18 +236,24 @@ class Gradients:
         if not all(bool(are_finite(mean)) for mean in means):
             bad += sum(_bad(each.parameter) for vector in self.vectors for each in vector.segments)
             blame = yield from _blamed(bad)
-        heard = list(asks)
-        for vector in self.vectors:
-            told = [share > 0 for share in vector.extra.tolist()]
-            vector.write_gradients(told[: len(vector.segments)])
-            heard = told[len(vector.segments) :]
-        return Flags(heard, blame)
+        shares = [float(each) for each in asks]
+        for vector, reducer in zip(self.vectors, self.reducers, strict=True):
+            told = vector.extra.tolist()
+            vector.write_gradients([each > 0 for each in told[: len(vector.segments)]])
+            # a reducer gives sums of notes
+            among = 1 if reducer is None else self.world_size
+            shares = [each / among for each in told[len(vector.segments) :]]
+        return Flags(shares, blame)
 
-    def agree(self, signals: int) -> Algorithm[None]:
-        """Agree on which gradients are sparse, once, at the first step."""
-        yield from demand_same(
-            [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.named], "parameters"
-        )
+    def agree(self, signals: int, options: Sequence[str] = ()) -> Algorithm[None]:
+        """Agree on which gradients are sparse, once, at the first step.
+
+        Args:
+            signals: how many travel with every exchange.
+            options: lines that must be the same on all workers.
+        """
+        lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.named]
+        yield from demand_same([*lines, *options], "parameters")
         kinds = torch.tensor([_kind(p) for _, p in self.named], dtype=torch.uint8)
         known = (yield AllGather(kinds)).amax(dim=0).tolist()
         dense = [pair for pair, kind in zip(self.named, known, strict=True) if kind != SPARSE]
@@ -242,7 +272,9 @@ class Gradients:
         return self.compress.reducer(vector.num_elements, place)
 
     def errors(self) -> list[dict[str, Tensor]]:
-        """What compression has left out, of each vector."""
+        """What compression has left out, of each vector; before the first step, what was loaded."""
+        if not self.is_known:
+            return [dict(each) for each in self.loaded]
         return [{} if reducer is None else reducer.errors() for reducer in self.reducers]
 
     def load_errors(self, errors: Sequence[Mapping[str, Tensor]]) -> None:

@@ -255,7 +255,7 @@ class CO2(LocalUpdates):
         if self.delay:
             # the second round begins where the first one did, as if all had said so
             workers = self.group.world_size
-            self.flight = self.arrived(own, [workers] + [0] * len(self.asks), workers)
+            self.flight = self.arrived(own, [workers], workers)
 
     def arrived(
         self, start: Tensor, told: Sequence[float], workers: int, blame: str = ""
@@ -264,13 +264,13 @@ class CO2(LocalUpdates):
 
         Args:
             start: (n,), where the next round begins.
-            told: (k,), the sums of the workers' notes.
+            told: the sums of the workers' first notes; those of others are 0.
             workers: how many these were.
             blame: why there was no mean, in words.
         """
         values = self.room()
         values[: len(start)] = start
-        values[self.padded :] = values.new_tensor(told)
+        values[self.padded : self.padded + len(told)] = values.new_tensor(told)
         return Flight(values, workers, blame=blame)
 
     def room(self) -> Tensor:
@@ -489,21 +489,22 @@ class CO2(LocalUpdates):
         self.own = self.vector(local["own"]) if self.eager else self.before
         self.gap.distance, self.gap.usual = shared["gap"]
         if self.delay:
-            told = shared["told"], shared["workers"], shared["blame"]
-            self.flight = self.silenced(self.arrived(self.vector(shared["next"]), *told))
+            # signals were for the run that the state was taken of
+            told = shared["told"][:1], shared["workers"], shared["blame"]
+            self.flight = self.arrived(self.vector(shared["next"]), *told)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
         """See `LocalUpdates`.
 
         Raises:
             ValueError: it is of workers that were eager, kept shares, or were late, and these are
                 or do not, or the other way round.
         """
-        shared = state_dict["shared"]
+        shared = snapshot["shared"]
         if not shared["numbers"]["is_plain"]:
             found = {
-                "eager": "own" in state_dict["local"],
-                "sharded": "momentum" in state_dict["shards"],
+                "eager": "own" in snapshot["local"],
+                "sharded": "momentum" in snapshot["shards"],
                 "delay": "next" in shared,
             }
             own = {"eager": self.eager > 0, "sharded": self.is_sharded, "delay": self.delay > 0}
@@ -514,9 +515,9 @@ class CO2(LocalUpdates):
                         f"the state of a CO2 {there} {name}, for one {here} it\n\n"
                         "hint: give this one the options of the other"
                     )
-        super().load_state_dict(state_dict)
+        super().restore(snapshot)
         if self.is_plain and "next" in shared:
             # nobody is left to exchange with: what the last round came to is taken at once
-            kept = state_dict["shards"] if self.is_sharded else shared
-            start = state_dict["local"]["own"] if self.eager else kept["start"]
+            kept = snapshot["shards"] if self.is_sharded else shared
+            start = snapshot["local"]["own"] if self.eager else kept["start"]
             self.space.add_to_parameters(self.vector(shared["next"]) - self.vector(start))

@@ -8,6 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Algorithm, Group, present, run
+from gcnzc.optim.group_options import OptionComparison
+from gcnzc.optim.states import packed, unpacked
 from gcnzc.optim.validation import check_count, check_group, check_param_group
 
 
@@ -42,6 +44,7 @@ class Exchanging(Optimizer):
         """of each signal, whether a worker gave it; at an exchange, and not between two"""
         self.skipped = 0
         """steps that were left out, since a gradient was not finite"""
+        self.options = OptionComparison()
         self.blame = ""
         """what was left out at the last step and why, in words; empty if nothing was"""
 
@@ -55,6 +58,19 @@ class Exchanging(Optimizer):
         super().add_param_group(param_group)
         check_param_group(type(self).__name__, self.param_groups[-1])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy and a pickle have: all but hooks, as of torch's optimizers.
+
+        A copy communicates through the same group, and an unpickled optimizer through
+        torch.distributed, if it is initialised for as many ranks with this one among them.
+        """
+        return {
+            name: value
+            for name, value in vars(self).items()
+            # a scheduler wraps the step of the optimizer that it belongs to
+            if name != "step" and not name.startswith(("_optimizer_", "_zero_grad"))
+        }
+
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -64,7 +80,7 @@ class Exchanging(Optimizer):
 
         Raises:
             WorkerLost: another worker is gone.
-            ValueError: the parameters of the workers differ.
+            ValueError: the parameters of the workers differ, or the options of their groups.
         """
         loss = None
         if closure is not None:
@@ -72,6 +88,49 @@ class Exchanging(Optimizer):
                 loss = closure()
         run(self.algorithm(), self.group)
         return loss
+
+    def fill_state(self) -> None:
+        """Give `state` an entry for each parameter.
+
+        Where it is empty torch.distributed.checkpoint takes a step, to have the state initialised.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state.setdefault(parameter, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank goes on from, in the layout of torch's optimizers.
+
+        `state` has the step of each parameter, and for the first that is trained two entries of
+        bytes: what all ranks have in common, and this rank's own, such as what compression has left
+        out. The name of the latter has the rank, so that torch.distributed.checkpoint, which saves
+        equal names of several ranks once, saves that of each.
+        """
+        return packed(type(self).__name__, self.snapshot(), self.param_groups)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict` of this rank, a `snapshot`, or what `resized` made of these.
+
+        Raises:
+            ValueError: it is of another rank, number of ranks or kind of optimizer, or of other
+                parameters.
+        """
+        self.restore(unpacked(type(self).__name__, state_dict, self.group.rank))
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Any]:
+        """What this rank goes on from: plain tensors, which are the optimizer's, and numbers.
+
+        `shared` is the same on all ranks; `local`, `shards` and `errors` are this rank's own.
+        """
+
+    @abstractmethod
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Go on from a `snapshot` of this rank.
+
+        Raises:
+            ValueError: it is of another rank, another number of ranks or other parameters.
+        """
 
     @abstractmethod
     def algorithm(self) -> Algorithm[None]:

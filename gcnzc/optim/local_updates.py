@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from gcnzc.compress import Compression, Dense, Place, Reducer
 from gcnzc.exchange import Algorithm, Begin, Broadcast, End, Group, run
 from gcnzc.finite import are_finite
 from gcnzc.optim.exchanging import Exchanging
+from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.pace import Pace
 from gcnzc.optim.space import Space
 from gcnzc.optim.validation import check_inner
@@ -185,6 +187,7 @@ class LocalUpdates(Exchanging):
         self.pace.stepped()
         yield from self.after_step()
         yield from self.pace.chosen(self.exchanges)
+        yield from self.options.compare(self.param_groups)
 
     def after_step(self) -> Algorithm[None]:
         """What is done after every local step: `synchronised` after every H of them."""
@@ -223,6 +226,7 @@ class LocalUpdates(Exchanging):
             return
         if self.group.world_size > 1:
             lines = [f"{self.words()} and {len(self.asks)} signals", *self.space.layout()]
+            lines += option_lines(self.param_groups, with_gpu=True)
             yield from demand_same(lines, "optimizers")
             values = self.space.read_parameters(self.space.empty())
             yield Broadcast(values)
@@ -233,8 +237,8 @@ class LocalUpdates(Exchanging):
 
     @property
     def notes(self) -> int:
-        """k, after every vector that is exchanged: whether it counts, and the signals."""
-        return 1 + len(self.asks)
+        """k, after every vector: whether it counts, a bit of the options' hash, and the signals."""
+        return 2 + len(self.asks)
 
     def offer(self, values: Tensor) -> bool:
         """Make a vector (elements + k,) ready for a mean: zeros, which do not count, if not finite.
@@ -246,7 +250,8 @@ class LocalUpdates(Exchanging):
         self.is_counted = bool(are_finite(values[:end]))
         if not self.is_counted:
             values[:end] = 0
-        values[end:] = values.new_tensor([self.is_counted, *self.asks])
+        bit = self.options.bit(self.param_groups)
+        values[end:] = values.new_tensor([self.is_counted, bit, *self.asks])
         return self.is_counted
 
     def accept(self, values: Tensor, blame: str, workers: int | None = None) -> bool:
@@ -264,7 +269,8 @@ class LocalUpdates(Exchanging):
         if blame:
             self.drop(f"a synchronisation left out: {blame}")
             return False
-        count, *told = (round(each) for each in values[end:].tolist())
+        count, bits, *told = (round(each) for each in values[end:].tolist())
+        self.options.receive(bits, workers)
         self.heard = [was or each > 0 for was, each in zip(self.heard, told, strict=True)]
         if count == workers:
             return True
@@ -275,10 +281,16 @@ class LocalUpdates(Exchanging):
         values[:end] *= workers / count
         return True
 
-    def silenced(self, flight: Flight) -> Flight:
-        """A flight of a checkpoint, whose signals were for the run that it was taken of."""
-        signals = len(self.asks)
-        flight.values[flight.values.numel() - signals :] = 0
+    def silenced(self, flight: Flight, num_elements: int) -> Flight:
+        """A flight of a checkpoint, without what its notes said to the run that it was taken of.
+
+        Args:
+            flight: with values (num_elements + k,), or fewer notes of an older version.
+            num_elements: of its vector.
+        """
+        notes = flight.values.new_zeros(self.notes)
+        notes[0] = flight.values[num_elements]
+        flight.values = torch.cat([flight.values[:num_elements], notes])
         return flight
 
     def drop(self, why: str) -> None:
@@ -372,7 +384,13 @@ class LocalUpdates(Exchanging):
             self.since = 0
             self.restarted()
 
-    def state_dict(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
+        """See `Exchanging`; exchanges that go on are waited for, as in `snapshot`."""
+        if self.group.backend:
+            run(self.drained(), self.group)
+        return super().__getstate__()
+
+    def snapshot(self) -> dict[str, Any]:
         """What this worker needs to go on, the tensors themselves; `resized` fits it to others.
 
         Exchanges that go on are waited for, though what they bring is not applied before it is due.
@@ -409,22 +427,22 @@ class LocalUpdates(Exchanging):
             "world_size": self.group.world_size,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take up this worker's own state, or what `gcnzc.optim.resized` made of that of others.
 
         Raises:
             ValueError: it is the state of another worker, or of another number of workers.
         """
-        self.demand_own(state_dict)
-        self.inner.load_state_dict(state_dict["inner"])
+        self.demand_own(snapshot)
+        self.inner.load_state_dict(snapshot["inner"])
         self._share()
-        shared, local = state_dict["shared"], state_dict["local"]
+        shared, local = snapshot["shared"], snapshot["local"]
         numbers = shared["numbers"]
         self.steps, self.since = numbers["steps"], numbers["since"]
         if self.pace.wanted == "auto" and numbers["local_steps"]:
             self.pace.steps, self.pace.is_measuring = numbers["local_steps"], False
         for name, reducer in self.reducers.items():
-            reducer.load_errors(state_dict["errors"].get(name, {}))
+            reducer.load_errors(snapshot["errors"].get(name, {}))
         self.is_ready, self.is_alike = True, "parameters" in shared
         own = (shared if self.is_alike else local)["parameters"]
         self.space.write_parameters(self.vector(own))
@@ -434,7 +452,7 @@ class LocalUpdates(Exchanging):
             # of one worker alone, without anything in common with others
             self.started()
         else:
-            self.load_own(shared, local, state_dict["shards"])
+            self.load_own(shared, local, snapshot["shards"])
 
     @property
     def local_steps(self) -> int:
@@ -456,6 +474,7 @@ class LocalUpdates(Exchanging):
 
     def _share(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.fill_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""

@@ -159,7 +159,7 @@ class OneBitAdam(Replicated):
     @property
     def num_notes(self) -> int:
         """Signals, and which parameters have a gradient, or how many elements would wake."""
-        return len(self.asks) + (len(self.space.segments) if self.is_dense_step else 1)
+        return self.num_common_notes + (len(self.space.segments) if self.is_dense_step else 1)
 
     def advance(self, values: Tensor) -> Algorithm[str]:
         """See `Replicated`."""
@@ -169,7 +169,7 @@ class OneBitAdam(Replicated):
 
     @torch.no_grad()
     def _dense_step(self, values: Tensor) -> Algorithm[str]:
-        flags = self.notes(values)[len(self.asks) :]
+        flags = self.notes(values)[self.num_common_notes :]
         flags.copy_(values.new_tensor(self.space.have_gradients()))
         if self.waiting is not None:
             # what woke elements since the last dense step is given to this one
@@ -396,15 +396,15 @@ class OneBitAdam(Replicated):
         waiting = 0 if self.waiting is None else self.waiting.numel() * self.space.dtype.itemsize
         return super().state_bytes + waiting
 
-    def state_dict(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """See `Replicated`; `local` has the gradients of elements that sleep."""
         local = {} if self.waiting is None else {"waiting": self.waiting}
-        return {**super().state_dict(), "local": local}
+        return {**super().snapshot(), "local": local}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
         """See `Replicated`."""
-        super().load_state_dict(state_dict)
-        waiting = state_dict["local"].get("waiting")
+        super().restore(snapshot)
+        waiting = snapshot["local"].get("waiting")
         self.waiting = None if waiting is None else self.restore_sums(waiting)
 
     def take_up(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from gcnzc.compress import Compression, Dense, Place, Reducer
 from gcnzc.exchange import Algorithm, Broadcast, Group, Vote, run
 from gcnzc.optim.exchanging import Exchanging
+from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.space import Space
 from gcnzc.optim.validation import check_above_zero, check_adam_options
 from gcnzc.replicas import demand_same
@@ -61,6 +62,7 @@ class Replicated(Exchanging):
             check_above_zero("clip_norm", clip_norm)
         options = {"compress": True, "maximize": False, **defaults}
         super().__init__(params, options, group, signals)
+        self.fill_state()
         self.space = Space(self.param_groups)
         self.clip_norm = clip_norm
         self.steps = 0
@@ -136,7 +138,8 @@ class Replicated(Exchanging):
 
     def layout(self) -> list[str]:
         """What must be the same on all workers."""
-        return [f"{type(self).__name__}, {len(self.asks)} signals", *self.space.layout()]
+        options = option_lines(self.param_groups, with_gpu=True)
+        return [f"{type(self).__name__}, {len(self.asks)} signals", *self.space.layout(), *options]
 
     def algorithm(self) -> Algorithm[None]:
         """See `Exchanging`: change the parameters on all workers alike, or on none."""
@@ -148,21 +151,23 @@ class Replicated(Exchanging):
         for part in self.space.parts:
             if part.group["maximize"]:
                 values[part.begin : part.end].neg_()
-        self.notes(values)[: len(self.asks)] = values.new_tensor(self.asks)
+        common = [self.options.bit(self.param_groups), *self.asks]
+        self.notes(values)[: self.num_common_notes] = values.new_tensor(common)
         self.blame = yield from self.advance(values)
         if self.blame:
             self.skipped += 1
             self.heard = [False] * len(self.asks)
         else:
             self.steps += 1
+        yield from self.options.compare(self.param_groups)
 
     @abstractmethod
     def advance(self, values: Tensor) -> Algorithm[str]:
         """Take a step with the gradients of this worker.
 
         Args:
-            values: (n + k,): the gradients, and notes, which begin with the signals. May be used as
-                memory to work in.
+            values: (n + k,): the gradients, and notes, which begin with the common ones. May be
+                used as memory to work in.
 
         Returns:
             Why no worker took it, in words; empty if all did.
@@ -171,16 +176,22 @@ class Replicated(Exchanging):
     @property
     def num_notes(self) -> int:
         """k: what travels with every exchange besides elements."""
-        return len(self.asks)
+        return self.num_common_notes
+
+    @property
+    def num_common_notes(self) -> int:
+        """How many notes all exchanges begin with: a bit of the options' hash, and the signals."""
+        return 1 + len(self.asks)
 
     def notes(self, values: Tensor) -> Tensor:
         """(k,): the notes of a vector."""
         return values[self.space.num_elements :]
 
     def hear(self, values: Tensor) -> None:
-        """Take up the signals, of the notes that an exchange brought."""
-        told = self.notes(values)[: len(self.asks)].tolist()
-        self.heard = [share > 0 for share in told]
+        """Take up the common notes that an exchange brought."""
+        bits, *signals = self.notes(values)[: self.num_common_notes].tolist()
+        self.options.receive(bits, self.group.world_size)
+        self.heard = [share > 0 for share in signals]
 
     def dense_mean(self, values: Tensor) -> Algorithm[str]:
         """Replace all gradients by their means, clipped; see `Reducer.mean`."""
@@ -222,7 +233,7 @@ class Replicated(Exchanging):
         vectors = sum(each.numel() * each.element_size() for each in self.vectors.values())
         return vectors + sum(reducer.state_bytes for reducer in self.reducers.values())
 
-    def state_dict(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """What this worker goes on from: plain tensors, numbers and words.
 
         `shared` is the same on all workers; `errors` are this worker's own. The tensors are those
@@ -246,44 +257,38 @@ class Replicated(Exchanging):
             "world_size": self.group.world_size,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this worker, or from what `resized` made of it.
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Go on from what `snapshot` gave on this worker, or from what `resized` made of it.
 
         Raises:
             ValueError: it is of another worker, another number of workers or other parameters.
         """
-        self.demand_own(state_dict)
+        self.demand_own(snapshot)
         counts = [len(group["params"]) for group in self.param_groups]
-        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        saved = [len(group["params"]) for group in snapshot["param_groups"]]
         if counts != saved:
             raise ValueError(
                 f"the state is of groups of {saved} parameters, not {counts}\n\n"
                 "hint: load it into an optimizer of the same model"
             )
-        for own, other in zip_longest(self.space.layout(), state_dict["layout"]):
+        for own, other in zip_longest(self.space.layout(), snapshot["layout"]):
             if own != other:
                 raise ValueError(
                     f"the state is of {other or 'nothing more'}, where this optimizer has "
                     f"{own or 'nothing more'}\n\nhint: load it into an optimizer of the same model"
                 )
-        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        for group, other in zip(self.param_groups, snapshot["param_groups"], strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
-        numbers = copy.deepcopy(dict(state_dict["shared"]["numbers"]))
+        numbers = copy.deepcopy(dict(snapshot["shared"]["numbers"]))
         self.steps, self.skipped = numbers.pop("steps"), numbers.pop("skipped")
         self.numbers = numbers
         self.vectors = {
             name: vector.to("cpu" if name == "awake" else self.space.device, copy=True)
-            for name, vector in state_dict["shared"]["vectors"].items()
+            for name, vector in snapshot["shared"]["vectors"].items()
         }
-        self.take_up(state_dict["errors"])
+        self.take_up(snapshot["errors"])
 
     def take_up(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Make what depends on the state that was loaded, and load the reducers' errors."""
         for name, reducer in self.reducers.items():
             reducer.load_errors(errors[name])
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        raise TypeError(
-            f"a {type(self).__name__} holds connections, and cannot be pickled\n\n"
-            "hint: save its state_dict()"
-        )

@@ -5,18 +5,130 @@ workers' errors is added to the servers', whose parts are cut anew. Where worker
 between two synchronisations, each new one begins at their mean.
 """
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+COMMON = "of all ranks"
+"""name of the entry of a packed state that is the same on all ranks"""
+OWN = "of rank {rank} of {world_size}"
+COMMON_KEYS = ("optimizer", "shared", "layout")
+
+
+def packed(
+    optimizer: str, snapshot: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A snapshot in the layout of torch's state dicts.
+
+    Args:
+        optimizer: the name of its type.
+        snapshot: of the optimizer on this rank.
+        groups: its param_groups.
+
+    Returns:
+        `param_groups`, with numbers in place of parameters, and `state`, of trained parameters.
+    """
+    numbered: list[dict[str, Any]] = []
+    state: dict[int, dict[str, Any]] = {}
+    step = snapshot["shared"].get("numbers", {}).get("steps", 0)
+    first = 0
+    for group in groups:
+        parameters = group["params"]
+        for number, parameter in enumerate(parameters, first):
+            if parameter.requires_grad:
+                state[number] = {"step": step}
+        numbers = list(range(first, first := first + len(parameters)))
+        numbered.append({**group, "params": numbers})
+    common = {name: value for name, value in snapshot.items() if name in COMMON_KEYS}
+    own = {name: value for name, value in snapshot.items() if name not in COMMON_KEYS}
+    place = OWN.format(rank=snapshot["rank"], world_size=snapshot["world_size"])
+    holder = state.setdefault(min(state, default=0), {})
+    holder[COMMON] = _to_bytes({"optimizer": optimizer, **common})
+    holder[place] = _to_bytes(own)
+    return {"state": state, "param_groups": numbered}
+
+
+def unpacked(
+    optimizer: str, state_dict: Mapping[str, Any], rank: int | None = None
+) -> dict[str, Any]:
+    """The snapshot in a state dict; a snapshot, such as of an older version, as it is.
+
+    Args:
+        optimizer: the name of the type that is to be restored; any if empty.
+        state_dict: what `packed` returned, whose parameters may have names in place of numbers.
+        rank: whose own state is wanted, if there are several; None for the only one.
+
+    Raises:
+        ValueError: it is of another type of optimizer.
+    """
+    if "rank" in state_dict and "shared" in state_dict:
+        return dict(state_dict)
+    entries = state_dict.get("state", {}).values()
+    holder = next((entry for entry in entries if COMMON in entry), None)
+    if holder is None:
+        raise ValueError(
+            f"{_described(state_dict)}, not the state of {optimizer or 'an optimizer of gcnzc'}\n\n"
+            "hint: load it into the optimizer that it is of; that of an inner optimizer is loaded "
+            "with inner.load_state_dict before it is wrapped"
+        )
+    found = {name: value for name, value in holder.items() if name not in (COMMON, "step")}
+    wanted = [name for name in found if name.startswith(f"of rank {rank} of ")]
+    snapshot = {**_from_bytes(holder[COMMON]), **_from_bytes(found[next(iter([*wanted, *found]))])}
+    kind = snapshot.pop("optimizer")
+    if optimizer and kind != optimizer:
+        raise ValueError(
+            f"the state of {kind}, not of {optimizer}\n\nhint: load it into the optimizer that it "
+            "is of"
+        )
+    # options of groups are those of the state dict, where they may have been changed
+    groups = snapshot.get("inner", snapshot)
+    for group, other in zip(groups["param_groups"], state_dict["param_groups"], strict=True):
+        group.update({name: value for name, value in other.items() if name != "params"})
+    return snapshot
+
+
+def check_is_inner(state_dict: Mapping[str, Any]) -> None:
+    """Demand the state of an optimizer of torch.
+
+    Raises:
+        ValueError: it is one of an optimizer that compresses or takes local steps.
+    """
+    entries = state_dict.get("state", {}).values()
+    if "rank" in state_dict or any(COMMON in entry for entry in entries):
+        raise ValueError(
+            "the state of an optimizer with a state of its own on each rank, not of the inner "
+            "optimizer\n\nhint: load it into an optimizer with the same options, such as `compress`"
+        )
+
+
+def _described(state_dict: Mapping[str, Any]) -> str:
+    entries: Iterable[Any] = state_dict.get("state", {}).values()
+    names = sorted({name for entry in entries if isinstance(entry, Mapping) for name in entry})
+    if names:
+        return f"the state of an optimizer of torch, with {', '.join(map(str, names))}"
+    return f"a state with {', '.join(map(str, state_dict)) or 'nothing'}"
+
+
+def _to_bytes(values: Mapping[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(dict(values), file)
+    return file.getvalue()
+
+
+def _from_bytes(data: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return found
 
 
 def resized(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """What a worker of another number of workers goes on from.
 
     Args:
-        states: `state_dict()` of all old workers, in the order of ranks, at the same step.
+        states: `state_dict()` or `snapshot()` of all old workers, in the order of ranks, at the
+            same step.
         rank: of the new worker.
         world_size: how many new ones there are; if as many as before, its own state is given.
 
@@ -26,6 +138,7 @@ def resized(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> 
     Raises:
         ValueError: states are missing, or of different steps.
     """
+    states = [unpacked("", state) for state in states]
     ranks = [state["rank"] for state in states]
     if ranks != list(range(len(states))) or any(
         state["world_size"] != len(states) for state in states

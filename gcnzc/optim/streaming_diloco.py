@@ -232,10 +232,11 @@ class StreamingDiLoCo(LocalUpdates):
                         self.vector(shared[f"flight {number} values"]),
                         shared[f"flight {number} workers"],
                         blame=shared[f"flight {number} blame"],
-                    )
+                    ),
+                    fragment.num_elements,
                 ),
             )
-            for number in range(len(self.fragments))
+            for number, fragment in enumerate(self.fragments)
             if f"flight {number} due" in shared
         }
 

@@ -221,7 +221,7 @@ class ZeroOneAdam(Replicated):
     def num_notes(self) -> int:
         """Signals, and which parameters have a gradient, or how many elements would wake."""
         more = {"gradient": len(self.space.segments), "update": 1, "nothing": 0}
-        return len(self.asks) + more[self.exchange]
+        return self.num_common_notes + more[self.exchange]
 
     def algorithm(self) -> Algorithm[None]:
         """See `Replicated`."""
@@ -267,7 +267,7 @@ class ZeroOneAdam(Replicated):
         """Take a step with the mean of the gradients; the variance moves if it is time."""
         space, numbers = self.space, self.numbers
         coded = values[space.num_dense : space.num_elements]
-        flags = self.notes(values)[len(self.asks) :]
+        flags = self.notes(values)[self.num_common_notes :]
         flags.copy_(values.new_tensor(self.space.have_gradients()))
         if self.waiting is not None:
             coded += self.waiting
@@ -583,13 +583,13 @@ class ZeroOneAdam(Replicated):
         own = [each for each in (self.update, self.waiting) if each is not None]
         return super().state_bytes + sum(each.numel() * each.element_size() for each in own)
 
-    def state_dict(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """See `Replicated`. `local` has what differs while workers are apart.
 
-        A worker's parameters follow from it, and are set by `load_state_dict`: they are where all
+        A worker's parameters follow from it, and are set by `restore`: they are where all
         last agreed, less its own update.
         """
-        state = super().state_dict()
+        state = super().snapshot()
         local: dict[str, Any] = {"left_out": self.left_out}
         if self.waiting is not None:
             local["waiting"] = self.waiting
@@ -600,10 +600,10 @@ class ZeroOneAdam(Replicated):
         return {**state, "local": local}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
         """See `Replicated`; one worker alone ends what several were in the middle of."""
-        super().load_state_dict(state_dict)
-        local, device = state_dict["local"], self.space.device
+        super().restore(snapshot)
+        local, device = snapshot["local"], self.space.device
         self.left_out = local["left_out"]
         own = {
             name: vector.to(device, copy=True)

@@ -132,7 +132,7 @@ def test_bytes_and_requests_are_as_stated(compress):
     count = optimizers[0].space.num_elements
     for ledger in found.ledgers:
         # ring's parts differ by an element
-        stated = 3 * compress.bytes_sent(count, 4, 3)
+        stated = 3 * compress.bytes_sent(count, 4, 4)
         assert abs(ledger.bytes_sent - stated) <= 3 * 6 * 4
         assert ledger.requests == 3 * (2 if isinstance(compress, Sign) else 1)
 

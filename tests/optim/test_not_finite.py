@@ -53,7 +53,7 @@ def train_with_bad_gradients():
                 give_gradient(table, step, group.rank, bad)
                 optimizer.step()
                 blames.append(optimizer.blame)
-                states &= are_all_finite(optimizer.state_dict())
+                states &= are_all_finite(optimizer.snapshot())
             found[name, bad] = table.detach().clone(), optimizer.steps, blames, states
     return found
 
@@ -100,14 +100,14 @@ def test_a_state_that_an_earlier_version_spoilt_goes_on(name):
     give_gradient(tables[0], FIRST, 0)
     tables[1].grad = None
     lockstep([optimizer.algorithm() for optimizer in optimizers])
-    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    states = [copy.deepcopy(optimizer.snapshot()) for optimizer in optimizers]
     assert states[0]["local"]["waiting"].any()
     states[0]["local"]["waiting"].view(-1)[-1] = math.nan
     new, loaded = make_team(name)
     for table, optimizer, old, state in zip(new, loaded, tables, states, strict=True):
         table.data.copy_(old.data)
         optimizer.load_state_dict(state)
-        assert are_all_finite(optimizer.state_dict())
+        assert are_all_finite(optimizer.snapshot())
     train(new, loaded, FIRST + 1, END)
     assert [optimizer.skipped for optimizer in loaded] == [0, 0]
     assert torch.equal(*new)

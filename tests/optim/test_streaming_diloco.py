@@ -221,8 +221,8 @@ def test_bytes_and_requests_are_as_stated(compress):
     means = [5, 10, 15, 7, 12, 8, 13]
     counts = [fragment.num_elements for fragment in optimizer.fragments]
     window = optimizer.bytes_per_window
-    assert window == sum(compress.bytes_sent(count, world_size, 3) for count in counts)
-    stated = 2 * window + compress.bytes_sent(counts[0], world_size, 3)
+    assert window == sum(compress.bytes_sent(count, world_size, 4) for count in counts)
+    stated = 2 * window + compress.bytes_sent(counts[0], world_size, 4)
     for ledger in found.ledgers:
         assert ledger.requests == len(means) * (2 if isinstance(compress, Sign) else 1)
         # parts of a ring differ by an element
@@ -237,7 +237,7 @@ def test_memory_is_two_vectors_and_what_is_under_way():
     for step in range(1, 20):
         train(models, optimizers, step, step - 1)
         flying = [begins[each] for each in range(step - 3, step + 1) if each in begins]
-        expected = sum(optimizers[0].fragments[p].num_elements + 1 for p in flying)
+        expected = sum(optimizers[0].fragments[p].num_elements + 2 for p in flying)
         assert optimizers[0].state_bytes == (2 * count + expected) * 8
 
 

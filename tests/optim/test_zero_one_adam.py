@@ -154,7 +154,7 @@ def test_traffic_of_the_bert_schedule():
     assert f"{bits:.3f}" == "0.618"
     # the same of what is really sent, scales and all
     whole = Dense(torch.float16).bytes_sent(n, world_size)
-    signs = Sign().bytes_sent(n, world_size, 1)
+    signs = Sign().bytes_sent(n, world_size, 2)
     sent = counts["gradient"] * whole + counts["update"] * signs
     both_ways = 2 * (world_size - 1) / world_size
     assert sent * 8 / (n * steps * both_ways) <= 0.63
@@ -329,7 +329,7 @@ def test_workers_are_the_same_to_the_bit_whenever_they_agree(world_size):
             continue
         assert requests == {"AllToAll": 1, "AllGather": 1}
         sent = [ledger.bytes_sent for ledger in outcome.ledgers]
-        assert sent == [Sign().bytes_sent(n, world_size, 1)] * world_size
+        assert sent == [Sign().bytes_sent(n, world_size, 2)] * world_size
     assert were_apart > 10
 
 
@@ -390,7 +390,7 @@ def test_finalize_leaves_all_with_the_same(compress):
 
 
 def state_of(optimizer):
-    state = copy.deepcopy(optimizer.state_dict())
+    state = copy.deepcopy(optimizer.snapshot())
     state["shared"]["numbers"].pop("skipped")
     return state
 
@@ -626,7 +626,7 @@ def test_it_resumes_to_the_bit_at_every_step(world_size):
         one_step(models, optimizers, step)
     for model, right in zip(models, whole, strict=True):
         assert torch.equal(vector(model), vector(right))
-    assert same(optimizers[-1].state_dict(), last[-1].state_dict())
+    assert same(optimizers[-1].snapshot(), last[-1].snapshot())
 
 
 def test_parameters_follow_from_the_state_in_the_middle():

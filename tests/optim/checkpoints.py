@@ -1,0 +1,120 @@
+"""Optimizers saved by torch.distributed.checkpoint, copied and pickled, on two processes."""
+
+import copy
+import pickle
+
+import torch
+from optim.models import Everything, batches
+from optim.replicas import gradients_of
+from optim.schedulers import MAKERS
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from gcnzc.compress import Sign
+from gcnzc.exchange import joined
+from gcnzc.optim import Averaged
+
+# in the middle of windows of local steps, and with exchanges that go on
+SAVED, END = 7, 10
+ALL = {
+    **MAKERS,
+    "Averaged, sign": lambda model, group: Averaged(
+        torch.optim.AdamW(model.parameters(), lr=0.01), group, compress=Sign(block=32)
+    ),
+}
+# one of each kind of state
+COPIED = ("Averaged, sign", "OneBitAdam", "ZeroOneAdam", "StreamingDiLoCo", "CO2")
+
+
+def trained_model():
+    """Whose trained parameters all have gradients: torch saves no state of one without."""
+    model = Everything().float()
+    model.unused.requires_grad_(False)
+    return model
+
+
+def train(model, optimizer, begin, end):
+    for rows in batches(end)[begin:]:
+        gradients_of(model, optimizer, rows)
+        optimizer.step()
+
+
+def bits_of(model, optimizer):
+    """All that a step may change on this rank, as text with all digits."""
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    return repr(_plain([parameters, optimizer.snapshot()]))
+
+
+def _plain(value):
+    """Lists of numbers in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return sorted((str(name), _plain(each)) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+def errors_of(optimizer):
+    return _plain(optimizer.snapshot().get("errors", {}))
+
+
+def save_and_load(folder):
+    """Whether this rank goes on bit for bit, and its errors at the checkpoint and after loading."""
+    found = {}
+    with joined(timeout_s=60) as group:
+        for number, (name, make) in enumerate(ALL.items()):
+            model = trained_model()
+            optimizer = make(model, group)
+            train(model, optimizer, 0, SAVED)
+            place = folder / str(number)
+            state = {
+                "model": model.state_dict(),
+                "optimizer": get_optimizer_state_dict(model, optimizer),
+            }
+            checkpoint.save(state, checkpoint_id=place)
+            saved = errors_of(optimizer)
+
+            again = trained_model()
+            other = make(again, group)
+            template = {
+                "model": again.state_dict(),
+                "optimizer": get_optimizer_state_dict(again, other),
+            }
+            checkpoint.load(template, checkpoint_id=place)
+            again.load_state_dict(template["model"])
+            set_optimizer_state_dict(again, other, template["optimizer"])
+            loaded = errors_of(other)
+            train(model, optimizer, SAVED, END)
+            train(again, other, SAVED, END)
+            # the notes of exchanges that go on are not those of the run that was saved
+            optimizer.finalize()
+            other.finalize()
+            found[name] = bits_of(model, optimizer) == bits_of(again, other), saved, loaded
+    return found
+
+
+def copy_and_pickle():
+    """For each optimizer, whether a copy and an unpickled one go on as it does."""
+    found = {}
+    with joined(timeout_s=60) as group:
+        for name in COPIED:
+            model = Everything().float()
+            optimizer = ALL[name](model, group)
+            torch.optim.lr_scheduler.StepLR(optimizer, 100)
+            train(model, optimizer, 0, SAVED)
+            pairs = [
+                (model, optimizer),
+                copy.deepcopy((model, optimizer)),
+                pickle.loads(pickle.dumps((model, optimizer))),
+            ]
+            for pair in pairs:
+                train(*pair, SAVED, END)
+            first, *others = (bits_of(*pair) for pair in pairs)
+            found[name] = [first == other for other in others]
+            pairs[2][1].group.close()
+    return found

@@ -1,0 +1,85 @@
+"""State dicts in torch's layout, torch.distributed.checkpoint, copies and pickles."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from optim.checkpoints import ALL, COPIED, copy_and_pickle, save_and_load
+from processes import results
+from torch import nn
+
+from gcnzc.exchange import Group
+from gcnzc.optim import Averaged, DiLoCo, OneBitAdam, OneBitLamb, ZeroOneAdam
+
+
+def test_each_rank_goes_on_bit_for_bit_from_a_distributed_checkpoint(tmp_path):
+    found = results(2, tmp_path, save_and_load, tmp_path)
+    for name in ALL:
+        for is_same, saved, loaded in (each[name] for each in found):
+            assert is_same, name
+            assert saved == loaded, name
+    # what compression has left out is each rank's own
+    for name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam", "Averaged, sign"):
+        assert found[0][name][1] != found[1][name][1], name
+
+
+def test_copies_and_unpickled_optimizers_go_on_as_the_first(tmp_path):
+    found = results(2, tmp_path, copy_and_pickle)
+    for name in COPIED:
+        assert found[0][name] == found[1][name] == [True, True], name
+
+
+def test_what_is_unpickled_without_the_other_ranks_says_so_at_its_step():
+    group = pickle.loads(pickle.dumps(Group(1, 2, "")))
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = pickle.loads(pickle.dumps(OneBitAdam([parameter], group=group)))
+    assert (optimizer.group.rank, optimizer.group.world_size) == (1, 2)
+    with pytest.raises(RuntimeError, match="rank 1 of 2 is not connected"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_state_dicts_have_the_layout_of_torchs(name):
+    model = nn.Linear(3, 2)
+    optimizer = ALL[name](model, Group())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert set(state) == {"state", "param_groups"}
+    assert [group["params"] for group in state["param_groups"]] == [[0, 1]]
+    assert set(state["state"]) == {0, 1}
+    again = copy.deepcopy(model)
+    other = ALL[name](again, Group())
+    # a step size that is changed in the state is that of the optimizer
+    state["param_groups"][0]["lr"] = 0.5
+    other.load_state_dict(state)
+    assert other.param_groups[0]["lr"] == 0.5
+    optimizer.param_groups[0]["lr"] = 0.5
+    for each, its in ((model, optimizer), (again, other)):
+        its.zero_grad()
+        each(torch.ones(3)).sum().backward()
+        its.step()
+    assert torch.equal(again.weight, model.weight)
+
+
+@pytest.mark.parametrize("make", [OneBitAdam, OneBitLamb, ZeroOneAdam])
+def test_the_state_of_another_optimizer_is_refused_by_name(make):
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    adamw = torch.optim.AdamW([parameter])
+    adamw.step()
+    optimizer = make([parameter], group=Group())
+    with pytest.raises(
+        ValueError, match=r"of torch, with exp_avg, exp_avg_sq, step, not the state"
+    ):
+        optimizer.load_state_dict(adamw.state_dict())
+    other = next(each for each in (OneBitAdam, ZeroOneAdam) if each is not make)
+    state = other([parameter], group=Group()).state_dict()
+    with pytest.raises(ValueError, match=f"the state of {other.__name__}, not of {make.__name__}"):
+        optimizer.load_state_dict(state)
+    wrapper = DiLoCo(torch.optim.AdamW([parameter]), Group())
+    with pytest.raises(ValueError, match="before it is wrapped"):
+        wrapper.load_state_dict(adamw.state_dict())
+    with pytest.raises(ValueError, match="not of the inner optimizer"):
+        Averaged(torch.optim.AdamW([parameter]), Group()).load_state_dict(state)
