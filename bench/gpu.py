@@ -42,7 +42,7 @@ from gcnzc.kernels import gather_gpu
 from gcnzc.kernels.gather import gather_numba
 from gcnzc.kernels.gather_gpu import gather_rows, read_dense
 from gcnzc.kernels.lanes import LAYOUTS, LINE_BYTES
-from gcnzc.table import pinned
+from gcnzc.table import copy_into, copy_to, pinned
 from gcnzc.wire import traffic
 
 GIB = 1 << 30
@@ -101,7 +101,7 @@ class Bench:
                 len(source),
                 lambda: read_dense(source, out, programs=16 * few),
             ),
-            "copy engine": (len(source), lambda: out.copy_(source, non_blocking=True)),
+            "copy engine": (len(source), partial(copy_into, out, source, non_blocking=True)),
         }
 
 
@@ -190,7 +190,7 @@ def measure_others(bench: Bench, memory: Tensor, row_bytes: int) -> None:
     """Zero-copy by number of ids, beside what a user would run instead."""
     rows = rows_of(memory, row_bytes, row_bytes, torch.float32)
     small = rows[: max(1, len(rows) // 8)]
-    on_gpu = small.to(bench.device)
+    on_gpu = copy_to(small, bench.device)
     for num_ids in bench.scale.num_ids:
         ids = torch.randint(len(small), (num_ids,), device=bench.device)
         host_ids, num_bytes = ids.cpu(), num_ids * row_bytes

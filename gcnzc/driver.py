@@ -114,8 +114,8 @@ class Driver:
         """Page-lock a range of host memory for all GPUs; the driver's error code, 0 if it did.
 
         Args:
-            address: of the first byte, on a page's border.
-            num_bytes: a multiple of the page size.
+            address: of the first byte; it need not be on a page's border.
+            num_bytes: 1 or more.
             read_only: the range is mapped read-only, which the driver is told if it wants to know.
         """
         flags = PORTABLE | DEVICE_MAP

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, product
 from typing import Any, TypeAlias
 
@@ -21,7 +22,7 @@ from gcnzc.kernels.lanes import LAYOUTS, LINE_BYTES, Layout
 from gcnzc.picture import Efficiencies
 from gcnzc.progress import Advance
 from gcnzc.shapes import WIDEST, Curves, Line, Shape, modelled, roofs, sweep
-from gcnzc.table import pinned
+from gcnzc.table import copy_into, pinned
 
 ROUNDS = 9
 COPY_BYTES = (1 << 26, 1 << 29)
@@ -107,7 +108,7 @@ def measured_link(where: Gpu, memory: Tensor) -> Line:
         to, source = out[:num_bytes], memory[:num_bytes]
         copies[str(num_bytes)] = (
             num_bytes,
-            lambda to=to, source=source: to.copy_(source, non_blocking=True),  # type: ignore[misc]
+            partial(copy_into, to, source, non_blocking=True),
         )
     copy_rates = bytes_per_s(copies, where.seconds)
     dense_rates = bytes_per_s(dense, where.seconds)

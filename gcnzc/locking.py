@@ -1,13 +1,24 @@
-"""Page-lock ranges of host memory in place: in segments, once however often, and let go of again.
+"""Page-lock ranges of host memory in place: once however often, and let go of again.
 
-Pages are locked whole. A table begins and ends within a page that it may share with another table,
-so those two pages are segments of their own: neither table keeps more of the other locked than
-that. In between, a segment is as long as the driver takes: registrations of 512 GiB and more fail
-on present drivers (https://github.com/vllm-project/vllm/issues/51080), and some of 32 GiB on busy
-machines (https://github.com/sgl-project/sglang/pull/39744).
+The driver keeps each registration as the range of bytes that was asked for, and refuses another one
+that overlaps it, but not one beside it on the same page: driver 590.48.01, probed in
+https://github.com/lupinemachines/lupine/pull/878; NVIDIA's cuDSS relies on it. CUDA copies between
+host and device only what lies wholly inside one registration or outside of all: "Memory regions
+spanning over allocations that are both registered and not registered with CUDA are not supported
+and will return CUDA_ERROR_INVALID_VALUE" (memory management, CUDA driver API); across two
+registrations it fails as well (https://github.com/sgl-project/sglang/pull/36798). Therefore:
 
-A GPU sees locked memory where the host does, which is demanded of every segment. A row that crosses
-from one into the next therefore lies in one piece for the GPU too.
+- A table is one registration of its own bytes, rounded to the 16 B that a GPU's thread loads at
+  once, and not of whole pages: a tensor that shares a page with it is copied as any other.
+- Bytes that are registered already, here or by others, are left out, and so is what lies on a page
+  of another table if the driver counts whole pages.
+- A registration is as long as the driver takes: 512 GiB and more fail on present drivers
+  (https://github.com/vllm-project/vllm/issues/51080), and some of 32 GiB on busy machines
+  (https://github.com/sgl-project/sglang/pull/39744).
+- `Ledger.stretches` says where a copy of what spans several registrations must be split.
+
+A GPU sees locked memory where the host does, which is demanded of every registration. A row that
+crosses from one into the next therefore lies in one piece for the GPU too.
 
 The limit of `ulimit -l` is not held against a table beforehand: Linux counts towards it what
 mlock(2) locks, but NVIDIA's kernel module takes pages without asking for it
@@ -21,7 +32,7 @@ import os
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,10 +47,18 @@ from gcnzc.mappings import PAGE_BYTES, available_bytes, lock_limit_bytes, needed
 SEGMENT_BYTES = 16 << 30
 # as small as the pages that a GPU likes best
 SMALLEST_BYTES = 2 << 20
+# what a thread of a GPU loads at once: a row's first and last load may reach beyond the row, up to
+# such a border. No two allocations of malloc(3) have such a piece in common.
+GRANULE_BYTES = 16
 # what a smaller segment may mend
 _TOO_LARGE = {cuda.INVALID_VALUE, cuda.OUT_OF_MEMORY, cuda.OPERATING_SYSTEM}
 # what another kind of memory may mend
-_UNSUITABLE = {cuda.INVALID_VALUE, cuda.NOT_PERMITTED, cuda.NOT_SUPPORTED}
+_UNSUITABLE = {
+    cuda.INVALID_VALUE,
+    cuda.OPERATING_SYSTEM,
+    cuda.NOT_PERMITTED,
+    cuda.NOT_SUPPORTED,
+}
 
 _log = logging.getLogger("gcnzc")
 
@@ -48,7 +67,7 @@ class Locks(Protocol):
     """What locking needs of a driver: `gcnzc.driver.Driver`, which says what each call does."""
 
     def lock(self, address: int, num_bytes: int, read_only: bool = False) -> int:
-        """Lock whole pages; 0 or an error code."""
+        """Lock a range of bytes; 0 or an error code."""
 
     def unlock(self, address: int) -> int:
         """Let go of what was locked from there on; 0 or an error code."""
@@ -83,6 +102,12 @@ class _Segment:
     end: int
     # `with`s that need it; none if it is about to be let go of, or could not be
     count: int = 0
+    # what keeps the memory mapped for as long as it is registered
+    owner: object = None
+
+    @property
+    def range(self) -> tuple[int, int]:
+        return self.begin, self.end
 
 
 class Ledger:
@@ -104,7 +129,7 @@ class Ledger:
     ) -> None:
         self.driver = driver
         self._segment_bytes, self._smallest_bytes = segment_bytes, smallest_bytes
-        # by ascending address; no two have a page in common
+        # by ascending address; no two overlap
         self._segments: list[_Segment] = []
         self._mutex = threading.Lock()
         self._process = os.getpid()
@@ -125,7 +150,9 @@ class Ledger:
         self._readers[device] = False
 
     @contextmanager
-    def locked(self, address: int, num_bytes: int, read_only: bool = False) -> Iterator[None]:
+    def locked(
+        self, address: int, num_bytes: int, read_only: bool = False, owner: object = None
+    ) -> Iterator[None]:
         """Keep a range of memory page-locked, for GPUs to read, for the length of a `with`.
 
         What is locked already, here or by others, is not locked again. What others locked, such as
@@ -135,6 +162,8 @@ class Ledger:
             address: of the first byte; mapped for as long as the `with` lasts.
             num_bytes: from there on; with 0 nothing is done.
             read_only: the range is mapped read-only.
+            owner: of the memory. It is referred to while any of the range is registered, which may
+                be longer than the `with`: others may need a part of it.
 
         Raises:
             Refused: the driver would not; nothing is left locked.
@@ -142,11 +171,12 @@ class Ledger:
                 after it was tried for all of them. If an exception ends the `with`, it is the one
                 that is raised, and this is a note on it.
         """
-        process, held = os.getpid(), list[_Segment]()
+        # each once, in the order of addresses
+        process, held = os.getpid(), dict[_Segment, None]()
         try:
             with self._mutex_of_this_process():
                 demand_memory(address, num_bytes)
-                self._take(address, num_bytes, read_only, held)
+                self._take(address, num_bytes, read_only, owner, held)
             yield
         except BaseException as error:
             if os.getpid() == process:
@@ -179,43 +209,91 @@ class Ledger:
             self._mutex = threading.Lock()
         return self._mutex
 
-    def _take(self, address: int, num_bytes: int, read_only: bool, held: list[_Segment]) -> None:
-        """Lock what is not locked yet, and add to `held` what to let go of."""
-        at, longest = 0, self._segment_bytes
-        for begin, end in _pieces(address, num_bytes):
-            at = max(at, begin)
-            while at < end:
-                after = bisect_right(self._segments, at, key=lambda segment: segment.begin)
-                before = self._segments[after - 1] if after > 0 else None
-                if before is not None and at < before.end:
-                    if before.count == 0:
-                        self._let_go_at_last(before)
-                        continue
-                    held.append(before)
-                    before.count += 1
-                    at = before.end
+    def stretches(self, address: int, num_bytes: int) -> list[tuple[int, int]]:
+        """Begin and end of the parts of a range that CUDA copies at a time, in order.
+
+        Args:
+            address: of the first byte.
+            num_bytes: from there on.
+        """
+        begin, end = address, address + num_bytes
+        cuts = {begin, end}
+        with self._mutex_of_this_process():
+            near = [
+                segment
+                for segment in self._segments
+                if segment.begin < _up(end) and _down(begin) < segment.end
+            ]
+            for segment in near:
+                cuts |= {*segment.range, *(self._registered(segment.begin) or ())}
+            # between the registrations of this ledger there may be some of others
+            for at, stop in pairwise(sorted(cuts)) if near else ():
+                while at < stop and (registered := self._registered(at)) is not None:
+                    at = registered[1]
+                    cuts.add(at)
+        return list(pairwise(cut for cut in sorted(cuts) if begin <= cut <= end))
+
+    def _take(
+        self,
+        address: int,
+        num_bytes: int,
+        read_only: bool,
+        owner: object,
+        held: dict[_Segment, None],
+    ) -> None:
+        """Register what is not registered yet, and add to `held` what to let go of."""
+        if num_bytes == 0:
+            return
+        at, end = _down(address, GRANULE_BYTES), _up(address + num_bytes, GRANULE_BYTES)
+        longest = self._segment_bytes
+        while at < end:
+            after = bisect_right(self._segments, at, key=lambda segment: segment.begin)
+            before = self._segments[after - 1] if after > 0 else None
+            if before is not None and at < before.end:
+                if before.count == 0:
+                    self._let_go_at_last(before)
                     continue
-                # the page may begin before the table and before what others locked of it
-                inside = max(at, address)
-                foreign = self.driver.locked_range(inside)
-                if foreign is not None:
-                    self._demand_same_address(inside)
-                    at = max(at + PAGE_BYTES, _up(foreign[1]))
-                    continue
-                stop = self._segments[after].begin if after < len(self._segments) else end
-                segment = _Segment(at, min(at + longest, stop, end), 1)
-                # before it is locked, so that it is let go of even if Ctrl-C comes in between
-                self._segments.insert(after, segment)
-                held.append(segment)
-                code, longest = self._lock(segment, read_only, longest)
-                if code != 0:
-                    held.remove(segment)
-                    self._segments.remove(segment)
-                # a page that others locked from its middle on may do as well
-                if code not in (0, cuda.ALREADY_LOCKED):
-                    raise Refused(self._refusal(segment, num_bytes, code), code in _UNSUITABLE)
+                self._hold(before, held)
+                at = before.end
+                continue
+            # what others registered need not begin on such a border
+            inside = at if self._registered(at) is not None else max(at, address)
+            registered = self._registered(inside)
+            if registered is not None:
                 self._demand_same_address(inside)
-                at = segment.end
+                # with pages of another table, if the driver counts whole ones
+                for segment in self._segments:
+                    shares = segment.begin < registered[1] and registered[0] < segment.end
+                    if shares and segment.count:
+                        self._hold(segment, held)
+                at = registered[1]
+                continue
+            stop = self._segments[after].begin if after < len(self._segments) else end
+            # between pages, if not where the range ends
+            segment = _Segment(at, min(_down(at + longest), stop, end), 1, owner)
+            # before it is locked, so that it is let go of even if Ctrl-C comes in between
+            self._segments.insert(after, segment)
+            held[segment] = None
+            code, longest = self._lock(segment, read_only, longest)
+            if code != 0:
+                del held[segment]
+                self._segments.remove(segment)
+                raise Refused(self._refusal(segment, num_bytes, code), code in _UNSUITABLE)
+            self._demand_same_address(at)
+            at = segment.end
+
+    def _registered(self, at: int) -> tuple[int, int] | None:
+        """The registration around an address, by whomever; its page if the driver does not tell."""
+        found = self.driver.locked_range(at)
+        if found is None or found[1] - found[0] > 1:
+            return found
+        return _down(at), _up(at + 1)
+
+    def _hold(self, segment: _Segment, held: dict[_Segment, None]) -> None:
+        """Keep what is registered already."""
+        if segment not in held:
+            segment.count += 1
+            held[segment] = None
 
     def _lock(self, segment: _Segment, read_only: bool, longest: int) -> tuple[int, int]:
         """Lock a segment, made shorter until the driver takes it.
@@ -226,12 +304,12 @@ class Ledger:
         while True:
             size = segment.end - segment.begin
             code = self.driver.lock(segment.begin, size, read_only)
-            if code == cuda.ALREADY_LOCKED and size > PAGE_BYTES:
+            if code == cuda.ALREADY_LOCKED and size > 1:
                 # others locked something further on, up to which this is to reach
-                segment.end = segment.begin + _half(size, PAGE_BYTES)
+                segment.end = segment.begin + size // 2
             elif code in _TOO_LARGE and size > self._smallest_bytes:
-                longest = _half(size, self._smallest_bytes)
-                segment.end = segment.begin + longest
+                longest = max(self._smallest_bytes, _down(size // 2))
+                segment.end = _down(segment.begin + longest)
             else:
                 return code, longest
 
@@ -254,7 +332,7 @@ class Ledger:
                 is_unsuitable=False,
             )
 
-    def _leave(self, held: list[_Segment]) -> list[str]:
+    def _leave(self, held: Iterable[_Segment]) -> list[str]:
         """Let go of what nobody else holds; what went wrong."""
         troubles: list[str] = []
         with self._mutex:
@@ -321,24 +399,12 @@ def demand_memory(address: int, num_bytes: int) -> None:
         )
 
 
-def _pieces(address: int, num_bytes: int) -> list[tuple[int, int]]:
-    """The pages of a range: the first and the last by themselves if others may share them."""
-    if num_bytes == 0:
-        return []
-    ends = address, address + num_bytes
-    return list(pairwise(sorted({*map(_down, ends), *map(_up, ends)})))
+def _down(address: int, unit: int = PAGE_BYTES) -> int:
+    return address // unit * unit
 
 
-def _down(address: int) -> int:
-    return address // PAGE_BYTES * PAGE_BYTES
-
-
-def _up(address: int) -> int:
-    return -(-address // PAGE_BYTES) * PAGE_BYTES
-
-
-def _half(size: int, smallest: int) -> int:
-    return max(smallest, _down(size // 2))
+def _up(address: int, unit: int = PAGE_BYTES) -> int:
+    return -(-address // unit) * unit
 
 
 def _note(error: BaseException, text: str) -> None:

@@ -26,7 +26,7 @@ from gcnzc.compress import Place, compression
 from gcnzc.compress.two_stage import Codes
 from gcnzc.config import PlanConfig, TrainConfig
 from gcnzc.data import Dataset
-from gcnzc.exchange import Choices, Link, Outcome, lockstep
+from gcnzc.exchange import Choices, Group, Link, Outcome, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
 from gcnzc.flat import by_kind
 from gcnzc.loader import Loader
@@ -375,7 +375,7 @@ def measured(config: PlanConfig, data: Dataset, advance: Progress | None = None)
     with (
         _threads(config.threads),
         torch.random.fork_rng(range(torch.cuda.device_count())),
-        feature_table(data, options.features, device) as table,
+        feature_table(data, options.features, device, Group()) as table,
     ):
         torch.manual_seed(config.seed)
         model = task.model().to(device)
@@ -426,7 +426,7 @@ def model_of(config: PlanConfig, data: Dataset) -> nn.Module:
     Raises:
         ValueError: the graph has no features, or nothing to learn.
     """
-    with feature_table(data, "host", torch.device("cpu")), torch.random.fork_rng([]):
+    with feature_table(data, "host", torch.device("cpu"), Group()), torch.random.fork_rng([]):
         return build_task(run_config(config), data).model()
 
 

@@ -7,13 +7,14 @@ moment: the kernel frees the memory with the last process that maps it.
 
 import ctypes
 import io
+import logging
 import math
 import mmap
 import os
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
@@ -27,12 +28,15 @@ from gcnzc.datasets.rows import Allocate, Array
 from gcnzc.exchange import Group, run
 from gcnzc.mappings import available_bytes
 from gcnzc.replicas import vote
+from gcnzc.table import FeatureTable, needs_copy
 from gcnzc.together import together
 
 T = TypeVar("T")
 
 # of the kernel's linux/memfd.h
 _MFD_CLOEXEC = 1
+
+_log = logging.getLogger("gcnzc")
 
 
 def load_shared(path: str | Path, group: Group, *, allow_nan: bool = False) -> Dataset:
@@ -91,6 +95,41 @@ def shared(make: Callable[[Allocate], T], group: Group) -> T:
             value = _Unpickler(memory(handle), handle.pid, memory).load()
         # all have it open now, so its makers may close it
         return value
+
+
+def share_copy(table: FeatureTable, group: Group) -> FeatureTable:
+    """`table`, or one copy of it for each machine whose driver does not lock it in place.
+
+    That is a table that is mapped read-only, as a prepared folder's is, and `gcnzc.pinned` would
+    copy it on each worker by itself.
+
+    Args:
+        table: the same on all workers.
+        group: of all workers.
+
+    Raises:
+        RuntimeError: CUDA will not lock a single page, or there is too little memory; on all
+            workers if on one.
+        WorkerLost: another worker is gone.
+    """
+    if group.world_size == 1:
+        return table
+    with together(group):
+        needs = int(needs_copy(table))
+    firsts, needing = first_workers(group), run(vote(needs), group)
+    if not any(needing):
+        return table
+    own = firsts[group.rank]
+    is_copied = any(need for need, first in zip(needing, firsts, strict=True) if first == own)
+    if is_copied and group.local_rank == 0:
+        _log.warning(
+            "the driver will not lock features that are mapped read-only: copying %s bytes into "
+            "memory that the workers of this machine share",
+            f"{table.nbytes:,}",
+        )
+    # all workers take part, also those of machines that need none
+    rows = shared(lambda _: table.rows if is_copied else None, group)
+    return table if rows is None else replace(table, rows=rows)
 
 
 def shared_empty(shape: Sequence[int], dtype: torch.dtype, group: Group) -> Tensor:

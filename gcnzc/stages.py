@@ -19,6 +19,7 @@ from gcnzc.peers import Handle
 from gcnzc.record import cache_folder
 from gcnzc.replicas import demand_same, everybodys
 from gcnzc.sampler import Sampler
+from gcnzc.shared import share_copy
 from gcnzc.table import FeatureTable, pinned
 
 USUAL_HOT = 0.2  # of the rows; docs/hot.md has what other sizes bring
@@ -54,11 +55,20 @@ def choose_device(asked: str, place: int = 0) -> torch.device:
 
 
 @contextmanager
-def feature_table(data: Dataset, where: str, device: torch.device) -> Iterator[FeatureTable]:
+def feature_table(
+    data: Dataset, where: str, device: torch.device, group: Group
+) -> Iterator[FeatureTable]:
     """The features of `data` on the host, page-locked where there is CUDA, or on the device.
+
+    Args:
+        data: the same on all workers.
+        where: `device`, or anything else for the host.
+        device: that reads them.
+        group: of all workers, those of a machine share a copy where the driver demands one.
 
     Raises:
         ValueError: the graph has no features.
+        RuntimeError, WorkerLost: as `gcnzc.pinned` and `gcnzc.shared.share_copy` do.
     """
     if data.table is None:
         raise ValueError(
@@ -68,7 +78,7 @@ def feature_table(data: Dataset, where: str, device: torch.device) -> Iterator[F
     if where == "device" or data.table.is_sparse:
         yield data.table.to(device)
     else:
-        with pinned(data.table) as table:
+        with pinned(share_copy(data.table, group)) as table:
             yield table
 
 

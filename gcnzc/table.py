@@ -20,7 +20,7 @@ from gcnzc.kernels.gather_gpu import Way
 from gcnzc.kernels.gather_sparse import gather_sparse
 from gcnzc.kernels.quantize import LARGEST, largest, quantize, scales_of
 from gcnzc.locking import Ledger, Refused, demand_memory
-from gcnzc.mappings import mappings
+from gcnzc.mappings import PAGE_BYTES, Mapping, mappings
 
 # of a table that is copied, at a time
 COPY_BYTES = 1 << 26
@@ -261,7 +261,7 @@ class FeatureTable:
         Args:
             device: the host, a GPU, or "cuda" for the current one.
         """
-        rows = self.rows.to(device)
+        rows = copy_to(self.rows, device)
         if rows is self.rows:
             return self
         scales = None if self.scales is None else self.scales.to(device)
@@ -276,11 +276,16 @@ def pinned(rows: Tensor | FeatureTable) -> Iterator[FeatureTable]:
     exception is a file that is mapped read-only, if the driver will not lock it: it is copied once
     into shared memory, which processes that are forked later share, and the logger "gcnzc" says
     so. Such a copy is what the yielded table holds, for as long as anything refers to it.
+    `gcnzc.shared.share_copy` makes one for all workers of a machine.
 
     On a machine without CUDA the same code runs, and nothing is locked. Rows that are locked
     already, lie on a GPU, or are of no bytes are left as they are. Rows that are pinned twice, or
     are parts of one tensor, are locked once, until the last `with` ends. In a process that is
     forked inside the `with` nothing is let go of.
+
+    Only the rows' own bytes are locked, so that CUDA copies what lies beside them as any other
+    memory. It refuses to copy what is locked in part, such as a tensor of which the rows are a
+    view; `copy_to` splits such a copy.
 
     Where the driver gives GPUs no way to host memory, or under WSL not to as much of it, the table
     is yielded unlocked, the logger says so, and `can_read_host` is False from then on.
@@ -340,21 +345,95 @@ def can_read_host(device: torch.device | str) -> bool:
     return ledger is not None and ledger.is_read_by(index)
 
 
+def needs_copy(table: FeatureTable) -> bool:
+    """Whether `pinned` will copy the rows, because the driver locks no memory that is read-only.
+
+    One page of the rows is locked to see. Workers of one machine can then make one copy for all,
+    see `gcnzc.shared.share_copy`.
+
+    Raises:
+        RuntimeError: CUDA will not lock a single page.
+    """
+    if not torch.cuda.is_available() or table.device.type != "cpu" or table.is_sparse:
+        return False
+    ledger, rows = _ledger(), table.rows
+    if ledger is None or rows.numel() == 0 or not _read_only(rows):
+        return False
+    if not ledger.is_read_by(torch.cuda.current_device()):
+        return False
+    try:
+        with ledger.locked(rows.data_ptr(), min(_num_bytes(rows), PAGE_BYTES), read_only=True):
+            return False
+    except Refused as refusal:
+        if not refusal.is_unsuitable:
+            raise
+        return True
+
+
+def copy_to(rows: Tensor, device: torch.device | str) -> Tensor:
+    """`rows.to(device)`, also of rows that `pinned` has locked in several registrations.
+
+    CUDA copies no range of host memory that begins in one registration and ends in another.
+    """
+    device = torch.device(device)
+    if device.type == rows.device.type or len(_stretches(rows)) < 2:
+        return rows.to(device)
+    return copy_into(torch.empty_like(rows, device=device), rows)
+
+
+def copy_into(out: Tensor, source: Tensor, *, non_blocking: bool = False) -> Tensor:
+    """`out.copy_(source)`, in parts where CUDA would refuse the whole, as `copy_to` says.
+
+    Args:
+        out: of the shape and dtype of `source`, on any device.
+        source: on any device.
+        non_blocking: queue the copy and do not wait, as for `Tensor.copy_`.
+    """
+    stretches = _stretches(source)
+    if len(stretches) < 2 or not out.is_contiguous() or out.dtype != source.dtype:
+        return out.copy_(source, non_blocking=non_blocking)
+    begin = source.data_ptr()
+    there, here = (tensor.view(-1).view(torch.uint8) for tensor in (out, source))
+    for first, last in stretches:
+        part = slice(first - begin, last - begin)
+        there[part].copy_(here[part], non_blocking=non_blocking)
+    return out
+
+
+def _stretches(source: Tensor) -> list[tuple[int, int]]:
+    """What of `source` can be copied at a time; none if torch copies it to other memory first."""
+    if source.device.type != "cpu" or source.layout != torch.strided or not source.is_contiguous():
+        return []
+    if source.numel() == 0 or not torch.cuda.is_available() or (ledger := _ledger()) is None:
+        return []
+    return ledger.stretches(source.data_ptr(), source.nbytes)
+
+
 @contextmanager
 def _locked(rows: Tensor, ledger: Ledger) -> Iterator[Tensor]:
     """`rows`, or a copy of them, locked."""
-    address, num_bytes = rows.data_ptr(), _span(rows) * rows.element_size()
-    read_only = [part for part in mappings(address, num_bytes) if not part.writable]
+    address, num_bytes = rows.data_ptr(), _num_bytes(rows)
+    read_only = _read_only(rows)
     with ExitStack() as locks:
         try:
-            locks.enter_context(ledger.locked(address, num_bytes, read_only=bool(read_only)))
+            locks.enter_context(ledger.locked(address, num_bytes, bool(read_only), rows))
         except Refused as refusal:
             if not read_only or not refusal.is_unsuitable:
                 raise
             flat = _shared_copy(rows, read_only[0].path or "the table")
-            locks.enter_context(ledger.locked(flat.data_ptr(), num_bytes))
+            locks.enter_context(ledger.locked(flat.data_ptr(), num_bytes, owner=flat))
             rows = flat.view(rows.dtype).as_strided(rows.shape, rows.stride())
         yield rows
+
+
+def _read_only(rows: Tensor) -> list[Mapping]:
+    """Those mappings under `rows` that cannot be written."""
+    return [part for part in mappings(rows.data_ptr(), _num_bytes(rows)) if not part.writable]
+
+
+def _num_bytes(rows: Tensor) -> int:
+    """From the first byte to the last: rows that are a view lie apart."""
+    return _span(rows) * rows.element_size()
 
 
 def _shared_copy(rows: Tensor, name: str) -> Tensor:

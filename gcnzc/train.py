@@ -147,7 +147,7 @@ def train(
     device = choose_device(config.device, group.local_rank)
     task = build_task(config, data)
     with ExitStack() as stack:
-        table = stack.enter_context(feature_table(data, config.features, device))
+        table = stack.enter_context(feature_table(data, config.features, device, group))
         settings = planned(config, table, device, reporter.say)
         table = settings.table
         if config.features == "cached":
@@ -248,7 +248,10 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     model = task.model().to(device)
     checkpoint.match(model, best["model"], config.run / BEST)
     begin = time.perf_counter()
-    with feature_table(data, trained.features, device) as table, reporter.task("evaluate") as bar:
+    with (
+        feature_table(data, trained.features, device, Group()) as table,
+        reporter.task("evaluate") as bar,
+    ):
         outputs, scores = task.outputs(model, table, device, bar)
     if config.predictions is not None:
         record.write_array(config.predictions, outputs.numpy())

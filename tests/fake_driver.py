@@ -5,6 +5,7 @@ import threading
 import time
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from gcnzc import driver as cuda
 from gcnzc.mappings import PAGE_BYTES
@@ -13,9 +14,12 @@ LOST = 719
 
 
 class FakeDriver:
-    """Keeps the locked ranges as CUDA does: whole pages, no two of which overlap.
+    """Keeps the registered ranges of host memory as CUDA does: no two overlap, to the byte.
+
+    Driver 590.48.01 was probed so (https://github.com/lupinemachines/lupine/pull/878).
 
     Args:
+        whole_pages: it registers every page that a range touches, and no page twice.
         largest: bytes of a range that it takes at most.
         codes: what the n-th call to `lock` answers, counted from 0; others are answered honestly.
         read_only_code: what it answers for memory that is mapped read-only.
@@ -34,11 +38,13 @@ class FakeDriver:
         offset=0,
         tells=True,
         pause_s=None,
+        whole_pages=False,
     ):
+        self.whole_pages = whole_pages
         self.largest, self.codes, self.read_only_code = largest, codes or {}, read_only_code
         self.maps, self.offset, self.tells = maps, offset, tells
         self.ranges = {}
-        # ranges of others: exact bytes, and page-locked whole
+        # ranges of others
         self.foreign = {}
         self.calls = []
         # how often it was asked what is locked
@@ -67,17 +73,14 @@ class FakeDriver:
     def _lock(self, address, num_bytes, read_only):
         count = len(self.named("lock"))
         self.calls.append(("lock", address, num_bytes, read_only))
-        assert address % PAGE_BYTES == 0
-        assert num_bytes % PAGE_BYTES == 0
         assert num_bytes > 0
         if count in self.codes:
             return self.codes[count]
         if read_only and self.read_only_code:
             return self.read_only_code
-        whole = [(a - a % PAGE_BYTES, b + -b % PAGE_BYTES) for a, b in self.foreign.items()]
-        for begin, end in [*self.ranges.items(), *whole]:
-            if begin < address + num_bytes and address < end:
-                return cuda.ALREADY_LOCKED
+        first, last = self._counted(address, address + num_bytes)
+        if any(begin < last and first < end for begin, end in self.registered()):
+            return cuda.ALREADY_LOCKED
         if self.largest is not None and num_bytes > self.largest:
             return cuda.OUT_OF_MEMORY
         self.ranges[address] = address + num_bytes
@@ -88,11 +91,39 @@ class FakeDriver:
             self.calls.append(("unlock", address))
             if address in self.unlock_codes:
                 return self.unlock_codes[address]
-            return 0 if self.ranges.pop(address, None) else 713
+            if self.ranges.pop(address, None):
+                return 0
+            # as https://github.com/lupinemachines/lupine/issues/437 found
+            inside = any(begin <= address < end for begin, end in self.registered())
+            return cuda.INVALID_VALUE if inside else 713
+
+    def _counted(self, begin, end):
+        if self.whole_pages:
+            return begin - begin % PAGE_BYTES, end + -end % PAGE_BYTES
+        return begin, end
+
+    def registered(self):
+        """Begin and end of what is registered, as the driver counts it."""
+        both = [*self.ranges.items(), *self.foreign.items()]
+        return [self._counted(begin, end) for begin, end in both]
+
+    def demand_copyable(self, address, num_bytes):
+        """Raise what a copy of the range to or from a GPU raises.
+
+        "Memory regions requested must be either entirely registered with CUDA, or in the case of
+        host pageable transfers, not registered at all. Memory regions spanning over allocations
+        that are both registered and not registered with CUDA are not supported and will return
+        CUDA_ERROR_INVALID_VALUE." (CUDA driver API, memory management, notes on cuMemcpy.) Two
+        registrations do not do as one: https://github.com/sgl-project/sglang/pull/36798.
+        """
+        first, last = address, address + num_bytes
+        for begin, end in self.registered():
+            if begin < last and first < end and not begin <= first < last <= end:
+                raise RuntimeError("CUDA error: invalid argument")
 
     def locked_range(self, address):
         self.asked += 1
-        for begin, end in [*self.ranges.items(), *self.foreign.items()]:
+        for begin, end in self.registered():
             if begin <= address < end:
                 return (begin, end) if self.tells else (address, address + 1)
         return None
@@ -120,12 +151,68 @@ class FakeDriver:
     def is_covered(self, address, num_bytes):
         """Whether every byte is page-locked."""
         at = address
-        while at < address + num_bytes:
-            found = self.locked_range(at)
-            if found is None:
-                return False
-            at = found[1] if self.tells else at + 1
-        return True
+        for begin, end in sorted(self.registered()):
+            if begin <= at < end:
+                at = end
+        return at >= address + num_bytes
+
+
+class FakeGpu(TorchFunctionMode):
+    """A GPU for as much of it as copies need: "cuda" is host memory, reached by the driver's rule.
+
+    It is `with` this mode that `Tensor.to`, `Tensor.cuda`, `Tensor.copy_` and torch's functions
+    that make tensors know such a device; what they copy to or from it is checked first.
+    """
+
+    def __init__(self, driver):
+        super().__init__()
+        self.driver = driver
+        # storages that lie on the GPU, so that their addresses are not used again
+        self.memory = {}
+        # of each copy, what the driver was given
+        self.copied = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "cuda":
+            return self._put(args[0])
+        if name == "to" and any(map(_is_cuda, (*args[1:], *kwargs.values()))):
+            return self._put(args[0])
+        if name == "copy_":
+            self._check(args[0], args[1])
+        there = _is_cuda(kwargs.get("device"))
+        if there:
+            kwargs["device"] = "cpu"
+        made = func(*args, **kwargs)
+        return self._own(made) if there else made
+
+    def _put(self, source):
+        self._check(None, source)
+        return self._own(source.clone())
+
+    def _own(self, tensor):
+        storage = tensor.untyped_storage()
+        self.memory[storage.data_ptr()] = storage
+        return tensor
+
+    def is_there(self, tensor):
+        """Whether the tensor lies on the GPU."""
+        return tensor is None or tensor.untyped_storage().data_ptr() in self.memory
+
+    def _check(self, out, source):
+        if self.is_there(out) == self.is_there(source) and out is not None:
+            return
+        here = source if self.is_there(out) else out
+        span = sum((n - 1) * step for n, step in zip(here.shape, here.stride(), strict=True)) + 1
+        # torch brings together what lies apart, in memory of its own, before it copies
+        if 0 < here.numel() == span:
+            self.copied.append((here.data_ptr(), here.nbytes))
+            self.driver.demand_copyable(*self.copied[-1])
+
+
+def _is_cuda(device):
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
 class FakePeers:

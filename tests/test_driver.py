@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import inspect
+import itertools
 import mmap
 import re
 import threading
@@ -14,6 +15,7 @@ import torch
 from gcnzc import driver as cuda
 from gcnzc.driver import Driver
 from gcnzc.mappings import PAGE_BYTES as PAGE
+from gcnzc.table import FeatureTable
 
 # an address and a size that do not fit into 32 bits
 ADDRESS, BYTES = 0x7F12_3456_7000, 48 << 30
@@ -356,6 +358,32 @@ def test_lock_and_unlock_on_a_gpu(device):
     assert driver.unlock(address) != 0
     # nothing is left behind that torch would raise
     assert torch.ones(3, device=device).sum().item() == 3
+
+
+@pytest.mark.gpu
+def test_registrations_are_of_bytes_on_a_gpu(device):
+    driver = Driver()
+    memory = torch.frombuffer(mmap.mmap(-1, 8 * PAGE), dtype=torch.uint8).random_()
+    at = memory.data_ptr()
+    cuts = [64, 2 * PAGE + 160, 4 * PAGE + 32]
+    parts = list(itertools.pairwise(cuts))
+    try:
+        for begin, end in parts:
+            assert driver.lock(at + begin, end - begin) == 0
+            assert driver.locked_range(at + begin) == (at + begin, at + end)
+            assert driver.device_address(at + end - 1) == at + end - 1
+        # each registration, and what shares a page with one
+        for begin, end in [*parts, (0, 64), (cuts[-1], 8 * PAGE)]:
+            assert torch.equal(memory[begin:end].to(device).cpu(), memory[begin:end])
+        # the page that both were on stays with the second
+        assert driver.unlock(at + cuts[0]) == 0
+        assert driver.device_address(at + cuts[1]) == at + cuts[1]
+        rows = memory[cuts[1] : cuts[2]].view(-1, 16)
+        ids = torch.arange(len(rows), device=device)
+        assert torch.equal(FeatureTable(rows).gather(ids).cpu(), rows)
+    finally:
+        for begin in cuts[:-1]:
+            driver.unlock(at + begin)
 
 
 @pytest.mark.gpu

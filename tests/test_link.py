@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 import torch
 import wire as bench_wire
+from fake_driver import FakeDriver, FakeGpu
 from PIL import Image
 from tiny_graph import tiny
 
 from gcnzc import data, link, nvml, shapes
+from gcnzc import table as tables
 from gcnzc.datasets import catalog
 from gcnzc.kernels.lanes import LAYOUTS
+from gcnzc.locking import Ledger
+from gcnzc.mappings import PAGE_BYTES as PAGE
 from gcnzc.picture import Efficiencies, efficiencies
 from gcnzc.table import FeatureTable
 from gcnzc.wire import table_traffic, traffic
@@ -121,6 +125,24 @@ def test_the_link(machine):
     assert found["pcie_lanes"] == 16
     # the counters were read during enough work
     assert machine.busy >= 5 * (link.ROUNDS + 1) + int(link.BUSY_S * 1e9 / (1 << 17))
+
+
+def test_the_link_of_a_driver_that_locks_little_at_a_time(machine, monkeypatch):
+    driver = FakeDriver(largest=8 * PAGE)
+    ledger = Ledger(driver, smallest_bytes=PAGE)
+    monkeypatch.setattr(tables, "_ledger", lambda: ledger)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(link, "programs_of", lambda device: 2)
+    monkeypatch.setattr(
+        link, "read_dense", lambda source, out, programs: setattr(machine, "took_s", 1e-3)
+    )
+    with FakeGpu(driver) as gpu, link._locked(1 << 17) as memory:
+        assert len(driver.ranges) > 3
+        where = link.Gpu(torch.device("cuda"), machine.seconds, machine.pcie)
+        found = link.measured_link(where, memory)
+    assert found["copies"].keys() == {str(1 << 17)}
+    assert sum(num_bytes for _, num_bytes in gpu.copied) == (link.ROUNDS + 1) * (1 << 17)
 
 
 def test_a_chase_reads_no_line_again(machine):

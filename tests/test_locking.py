@@ -1,6 +1,8 @@
 """What is locked is exactly what is in use, whatever is refused, interrupted, shared or forked."""
 
 import contextlib
+import gc
+import itertools
 import math
 import mmap
 import os
@@ -8,6 +10,7 @@ import random
 import sys
 import threading
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -26,8 +29,14 @@ def ledger_of(driver, segment_pages=16, smallest_pages=2):
     return Ledger(driver, segment_pages * PAGE, smallest_pages * PAGE)
 
 
-def pages_of(ranges):
-    return {page for a, b in ranges.items() for page in range(a // PAGE, b // PAGE)}
+def merged(ranges):
+    """The ranges, those that meet as one."""
+    found = []
+    for begin, end in sorted(ranges.items()):
+        if found and found[-1][1] == begin:
+            begin, _ = found.pop()
+        found.append((begin, end))
+    return found
 
 
 def notes(error):
@@ -36,27 +45,57 @@ def notes(error):
 
 @pytest.mark.parametrize("offset", [0, 1, 64, PAGE - 1])
 @pytest.mark.parametrize("num_bytes", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 100 * PAGE - 3])
-def test_segments_are_the_pages_of_the_range(offset, num_bytes):
+def test_a_range_is_one_registration_as_long_as_one_may_be(offset, num_bytes):
     driver = FakeDriver()
     begin, end = BASE + offset, BASE + offset + num_bytes
     with ledger_of(driver).locked(begin, num_bytes):
-        assert min(driver.ranges) == BASE
-        assert max(driver.ranges.values()) == -(-end // PAGE) * PAGE
+        # whole vectors of 16 B, and none of the rest of its pages
+        assert min(driver.ranges) == begin // 16 * 16
+        assert max(driver.ranges.values()) == -(-end // 16) * 16
         assert driver.is_covered(begin, num_bytes)
         assert max(b - a for a, b in driver.ranges.items()) <= 16 * PAGE
-        # no more calls than it takes
-        middle = (end // PAGE) - -(-begin // PAGE)
-        assert len(driver.ranges) <= 2 + -(-max(middle, 0) // 16)
+        assert len(driver.ranges) == -(-(end - BASE) // (16 * PAGE))
+        if len(driver.ranges) == 1:
+            driver.demand_copyable(begin, num_bytes)
     assert driver.ranges == {}
 
 
-def test_pages_that_are_filled_in_part_are_segments_of_their_own():
+def test_registrations_of_a_long_range_meet_between_pages():
     driver = FakeDriver()
-    with ledger_of(driver).locked(BASE + 8, 4 * PAGE):
-        ranges = [((a - BASE) // PAGE, (b - BASE) // PAGE) for a, b in driver.ranges.items()]
-        assert ranges == [(0, 1), (1, 4), (4, 5)]
-    with ledger_of(driver).locked(BASE, 4 * PAGE):
-        assert driver.ranges == {BASE: BASE + 4 * PAGE}
+    with ledger_of(driver).locked(BASE + 64, 40 * PAGE):
+        ranges = [(a - BASE, b - BASE) for a, b in driver.ranges.items()]
+        cuts = [64, 16 * PAGE, 32 * PAGE, 40 * PAGE + 64]
+        assert ranges == list(itertools.pairwise(cuts))
+
+
+# of the neighbour, from the table's first byte and from its last
+@pytest.mark.parametrize("whole_pages", [False, True])
+@pytest.mark.parametrize("segment_pages", [1, 16])
+def test_copies_of_a_table_are_split_where_cuda_would_refuse_them(whole_pages, segment_pages):
+    driver = FakeDriver(whole_pages=whole_pages)
+    ledger = ledger_of(driver, segment_pages, 1)
+    driver.foreign[BASE + 3 * PAGE] = BASE + 5 * PAGE
+    first, second = (BASE + 100, 8 * PAGE), (BASE + 100 + 8 * PAGE, 3 * PAGE)
+    with ledger.locked(*first), ledger.locked(*second):
+        # each table, parts of it, and a tensor that holds them and what lies around
+        for begin, end in [(0, 8), (8, 11), (0, 11), (2.5, 2.75), (1.5, 10), (-2, 13)]:
+            address, num_bytes = BASE + 100 + int(begin * PAGE), int((end - begin) * PAGE)
+            parts = ledger.stretches(address, num_bytes)
+            assert [parts[0][0], parts[-1][1]] == [address, address + num_bytes]
+            assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
+            for first_byte, last_byte in parts:
+                driver.demand_copyable(first_byte, last_byte - first_byte)
+        with pytest.raises(RuntimeError, match="invalid argument"):
+            driver.demand_copyable(BASE + 100, 11 * PAGE)
+    assert ledger.stretches(BASE, 20 * PAGE) == [(BASE, BASE + 20 * PAGE)]
+
+
+def test_what_shares_a_page_with_a_table_is_copied_as_any_other():
+    driver = FakeDriver()
+    table, before, behind = (1000, 5 * PAGE), (100, 900), (1000 + 5 * PAGE, 2 * PAGE)
+    with ledger_of(driver).locked(BASE + table[0] + 8, table[1] - 16):
+        for begin, num_bytes in (before, behind):
+            driver.demand_copyable(BASE + begin, num_bytes)
 
 
 def test_no_bytes_are_nothing_to_do():
@@ -113,7 +152,7 @@ def test_the_limit_alone_refuses_nothing(monkeypatch):
         assert driver.is_covered(BASE, 9 * PAGE)
 
 
-@pytest.mark.parametrize("nth", range(8))
+@pytest.mark.parametrize("nth", range(7))
 @pytest.mark.parametrize("code", [cuda.NOT_SUPPORTED, LOST])
 def test_after_a_failure_in_the_middle_nothing_is_locked(nth, code):
     driver = FakeDriver(codes={nth: code})
@@ -202,19 +241,31 @@ def test_between_what_is_locked_one_call_is_enough():
     assert driver.ranges == {}
 
 
-def test_two_tables_that_share_a_page_keep_no_more_than_it():
-    driver = FakeDriver()
+@pytest.mark.parametrize("whole_pages", [False, True])
+def test_two_tables_that_share_a_page(whole_pages):
+    class Memory:
+        pass
+
+    driver = FakeDriver(whole_pages=whole_pages)
     ledger = ledger_of(driver)
+    memory = Memory()
+    exists = weakref.ref(memory)
     shared = BASE + 10 * PAGE
-    one, other = ledger.locked(BASE, 10 * PAGE + 100), ledger.locked(shared + 100, 5 * PAGE)
+    one = ledger.locked(BASE, 10 * PAGE + 96, owner=memory)
+    other = ledger.locked(shared + 96, 5 * PAGE)
     one.__enter__()
     other.__enter__()
+    del memory
     one.__exit__(None, None, None)
-    # memory of the first may be given to anything now
-    assert min(driver.ranges) == shared
-    assert driver.is_covered(shared + 100, 5 * PAGE)
+    del one
+    gc.collect()
+    # the driver that gave the page to the first keeps it, and then nothing else may get the memory
+    assert (exists() is not None) == whole_pages
+    assert min(driver.ranges) == (BASE if whole_pages else shared + 96)
+    assert driver.is_covered(shared + 96, 5 * PAGE)
     other.__exit__(None, None, None)
     assert driver.ranges == {}
+    assert exists() is None
 
 
 # in pages from BASE
@@ -228,10 +279,11 @@ def test_what_others_locked_is_left_to_them(begin, end, tells):
     # what they locked without regard to pages is the table itself
     address = BASE + int(begin * PAGE) if 0 < begin < 1 else BASE
     with ledger_of(driver).locked(address, BASE + 40 * PAGE - address):
-        locked = {page for a, b in driver.ranges.items() for page in range(a, b, PAGE)}
-        theirs = range(int(begin), math.ceil(end))
-        expected = {BASE + page * PAGE for page in range(40) if page not in theirs}
-        assert locked == expected
+        last = BASE + math.ceil(end * PAGE if tells else math.ceil(end) * PAGE)
+        theirs = range(BASE + math.floor(begin * PAGE), last)
+        expected = [(address, theirs.start), (theirs.stop, BASE + 40 * PAGE)]
+        expected = [(a // 16 * 16, b) for a, b in expected if a < b]
+        assert merged(driver.ranges) == expected
     assert driver.ranges == {}
     assert len(driver.foreign) == 1
 
@@ -243,14 +295,12 @@ def test_what_others_locked_is_not_walked_page_by_page():
         assert driver.asked < 10
 
 
-def test_a_page_that_others_locked_from_its_middle_on_must_be_seen_by_gpus():
+def test_what_others_locked_from_the_middle_of_a_page_on_is_left_to_them():
     driver = FakeDriver()
     driver.foreign[BASE + 2 * PAGE + 8] = BASE + 3 * PAGE
-    with (
-        pytest.raises(Refused, match=rf"(?s)memory at {BASE + 2 * PAGE:#x} nowhere.*hint: "),
-        ledger_of(driver).locked(BASE, 5 * PAGE),
-    ):
-        pytest.fail("nothing is locked here")
+    with ledger_of(driver).locked(BASE, 5 * PAGE):
+        ours = [(BASE, BASE + 2 * PAGE + 8), (BASE + 3 * PAGE, BASE + 5 * PAGE)]
+        assert merged(driver.ranges) == ours
     assert driver.ranges == {}
 
 
@@ -471,6 +521,7 @@ def test_any_order_of_any_ranges_with_any_failures(seed):
         largest=generator.choice([None, 3 * PAGE, 7 * PAGE]),
         codes={generator.randrange(60): generator.choice(codes) for _ in range(4)},
         tells=generator.random() < 0.5,
+        whole_pages=generator.random() < 0.3,
     )
     if generator.random() < 0.5:
         begin = BASE + generator.randrange(40) * PAGE
@@ -484,21 +535,20 @@ def test_any_order_of_any_ranges_with_any_failures(seed):
         else:
             address = BASE + generator.randrange(40 * PAGE)
             num_bytes = generator.randrange(12 * PAGE)
-            lock, before = ledger.locked(address, num_bytes), pages_of(driver.ranges)
+            lock, before = ledger.locked(address, num_bytes), dict(driver.ranges)
             with contextlib.suppress(Refused):
                 lock.__enter__()
                 held.append((lock, address, num_bytes))
-            new = pages_of(driver.ranges) - before
-            assert new <= set(range(address // PAGE, (address + num_bytes - 1) // PAGE + 1))
-        # what is held is locked, and nothing if nothing is held
-        needed = set()
+            for begin, end in driver.ranges.items() - before.items():
+                assert address - 16 < begin < end < address + num_bytes + 16
+        # what is held is locked and can be copied, and nothing is locked if nothing is held
         for _, address, num_bytes in held:
-            pages = range(address // PAGE, -(-(address + num_bytes) // PAGE))
-            needed.update(pages if num_bytes else ())
-        locked = pages_of(driver.ranges)
-        assert needed <= locked | pages_of(driver.foreign)
+            assert driver.is_covered(address, num_bytes)
+            if driver.tells and num_bytes:
+                for begin, end in ledger.stretches(address, num_bytes):
+                    driver.demand_copyable(begin, end - begin)
         if not held:
-            assert locked == set()
+            assert driver.ranges == {}
     for lock, *_ in held:
         lock.__exit__(None, None, None)
     assert driver.ranges == {}

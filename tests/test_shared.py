@@ -1,5 +1,6 @@
 """Memory that workers of one machine share, over real processes, of one machine and as of two."""
 
+import logging
 import os
 import re
 import signal
@@ -7,18 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_driver import FakeDriver
 from processes import results, talk, workers
 from tiny_graph import tiny
 
+from gcnzc import driver as cuda
 from gcnzc import shared as module
+from gcnzc import table as tables
 from gcnzc import tasks
 from gcnzc.config import TrainConfig
 from gcnzc.data import load, prepare
 from gcnzc.edge_split import EdgeShares
 from gcnzc.exchange import joined, run
+from gcnzc.locking import Ledger
 from gcnzc.mappings import mappings
 from gcnzc.replicas import vote
 from gcnzc.shared import first_workers, load_shared, shared, shared_empty
+from gcnzc.stages import feature_table
 from gcnzc.table import FeatureTable
 from gcnzc.tasks import build_task
 from gcnzc.together import together
@@ -344,3 +350,53 @@ def test_three_workers_use_as_much_memory_as_one(tmp_path):
         for name, num_bytes in grown.items():
             # the features are 32 MB
             assert 30e6 < num_bytes < 1.1 * alone[name]
+
+
+def pin_prepared(folder, codes):
+    """Where the features of a prepared folder are, by what the driver says to read-only memory."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: 0
+    said = []
+    logging.getLogger("gcnzc").addHandler(CallHandler(said.append))
+    with joined() as group:
+        data = load_shared(folder, group)
+        return [(*pin_once(data, group, code), said.copy()) for code in codes]
+
+
+def pin_once(data, group, code):
+    driver = FakeDriver(read_only_code=code)
+    ledger = Ledger(driver)
+    tables._ledger = lambda: ledger
+    with feature_table(data, "host", torch.device("cuda"), group) as table:
+        assert driver.is_covered(table.rows.data_ptr(), table.nbytes)
+        assert torch.equal(table.rows, data.table.rows)
+        run(vote(0), group)
+        if group.rank == 0 and table.rows is not data.table.rows:
+            table.rows[2, 1] = 77
+        run(vote(0), group)
+        found = lies_in(table.rows), table.rows[2, 1].item()
+        run(vote(0), group)
+    assert driver.ranges == {}
+    return found
+
+
+class CallHandler(logging.Handler):
+    def __init__(self, deed):
+        super().__init__()
+        self.deed = deed
+
+    def emit(self, record):
+        self.deed(record.getMessage())
+
+
+def test_workers_of_a_machine_share_the_copy_of_what_the_driver_does_not_lock(tmp_path):
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "graph")
+    codes = [0, cuda.OPERATING_SYSTEM]
+    first, second = results(2, tmp_path, pin_prepared, tmp_path / "graph", codes)
+    in_place, copied = zip(first, second, strict=True)
+    assert [place for place, *_ in copied] == [{"/memfd:gcnzc (deleted)"}] * 2
+    assert [seen for _, seen, _ in copied] == [77, 77]
+    assert in_place[0][:2] == in_place[1][:2]
+    assert in_place[0][0] != copied[0][0]
+    # one worker says that there is a copy
+    assert [len(said) for *_, said in (*in_place, *copied)] == [0, 0, 1, 0]

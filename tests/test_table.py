@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fake_driver import FakeDriver
+from fake_driver import FakeDriver, FakeGpu
 
 import gcnzc
 from gcnzc import hot, locking
@@ -23,21 +23,24 @@ from gcnzc.kernels.gather import gather_reference
 from gcnzc.kernels.gather_gpu import Way, hot_rows
 from gcnzc.locking import Ledger
 from gcnzc.mappings import PAGE_BYTES as PAGE
-from gcnzc.table import FeatureTable, can_read_host, pinned
+from gcnzc.table import FeatureTable, can_read_host, copy_into, copy_to, pinned
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A machine that has CUDA, for as much of it as `pinned` asks about."""
+    """A machine that has CUDA, for as much of it as `pinned` and copies ask about."""
 
-    def has(driver):
+    def has(driver, segment_pages=16):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        ledger = None if driver is None else Ledger(driver, 16 * PAGE, PAGE)
+        ledger = None if driver is None else Ledger(driver, segment_pages * PAGE, PAGE)
         monkeypatch.setattr(module, "_ledger", lambda: ledger)
+        if driver is not None:
+            copies.enter_context(FakeGpu(driver))
         return driver
 
-    return has
+    with contextlib.ExitStack() as copies:
+        yield has
 
 
 @pytest.fixture
@@ -278,9 +281,60 @@ def test_pinned_locks_a_view_from_its_first_to_its_last_byte(cuda, view):
         assert table.rows is rows
         address, num_bytes = span_of(rows)
         assert driver.is_covered(address, num_bytes)
-        assert min(driver.ranges) == address // PAGE * PAGE
-        assert max(driver.ranges.values()) == -(-(address + num_bytes) // PAGE) * PAGE
+        assert min(driver.ranges) == address // 16 * 16
+        assert max(driver.ranges.values()) == -(-(address + num_bytes) // 16) * 16
     assert driver.ranges == {}
+
+
+@pytest.mark.parametrize("whole_pages", [False, True])
+@pytest.mark.parametrize("segment_pages", [1, 16, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_locked_table_is_copied_to_a_gpu(cuda, whole_pages, segment_pages, dtype):
+    cuda(FakeDriver(whole_pages=whole_pages), segment_pages)
+    rows = torch.randint(-99, 99, (3000, 33)).to(dtype)
+    halves = FeatureTable(rows[:1501]), FeatureTable(rows[1501:])
+    with pinned(halves[1]) as second, pinned(halves[0]) as first:
+        # each table, a part of one, and what holds both
+        for table in (first, second, FeatureTable(first.rows[700:900]), FeatureTable(rows)):
+            there = table.to("cuda")
+            assert torch.equal(there.rows, table.rows)
+            assert there.rows.data_ptr() != table.rows.data_ptr()
+        with pinned(rows) as both:
+            assert torch.equal(both.to("cuda").rows, rows)
+    assert torch.equal(FeatureTable(rows).to("cuda").rows, rows)
+
+
+def test_a_locked_table_is_one_copy_for_torch_itself(cuda):
+    cuda(FakeDriver())
+    # wherever a table begins on its page
+    memory = torch.arange(40_000.0)
+    for offset in range(0, 1024, 112):
+        rows = memory[offset : offset + 5 * 1024].view(-1, 5)
+        with pinned(rows):
+            assert torch.equal(rows.to("cuda"), rows)
+
+
+def test_neighbours_of_a_locked_table_are_copied_by_torch_itself(cuda):
+    cuda(FakeDriver())
+    memory = torch.arange(40_000.0)
+    # as small tensors lie that share pages
+    before, rows, behind = memory.split([1200, 4 * 1300, len(memory) - 1200 - 4 * 1300])
+    with pinned(rows.view(-1, 4)):
+        for tensor in (before, behind, behind[:500]):
+            assert torch.equal(tensor.to("cuda"), tensor)
+        # what holds the table is not a neighbour
+        with pytest.raises(RuntimeError, match="invalid argument"):
+            memory.to("cuda")
+        assert torch.equal(copy_to(memory, "cuda"), memory)
+        there = torch.empty_like(memory, device="cuda")
+        assert torch.equal(copy_into(there, memory, non_blocking=True), memory)
+
+
+def test_rows_apart_are_copied_to_a_gpu(cuda):
+    cuda(FakeDriver(), 1)
+    rows = torch.arange(40_000.0).view(400, 100)[:, 3:60]
+    with pinned(rows) as table:
+        assert torch.equal(table.to("cuda").rows, rows)
 
 
 def test_pinned_unlocks_after_an_error(cuda):
@@ -380,7 +434,7 @@ def test_memory_that_may_be_written_is_not_locked_as_read_only(cuda):
         assert {call[3] for call in driver.named("lock")} == {False}
 
 
-@pytest.mark.parametrize("code", [1, 800, 801])
+@pytest.mark.parametrize("code", [1, 304, 800, 801])
 @pytest.mark.parametrize(
     "view", [lambda rows: rows, lambda rows: rows[3:4000, 5:21], lambda rows: rows[::2, :1]]
 )
@@ -480,7 +534,13 @@ def test_a_copy_mends_neither_memory_nor_gpu(cuda, stored, code, caplog):
 
 @pytest.mark.parametrize(
     "driver",
-    [None, FakeDriver(maps=False), FakeDriver(offset=1 << 40), FakeDriver(codes={0: 801})],
+    [
+        None,
+        FakeDriver(maps=False),
+        FakeDriver(offset=1 << 40),
+        FakeDriver(codes={0: 801}),
+        FakeDriver(codes={0: 304}),
+    ],
 )
 def test_a_driver_that_shows_gpus_no_host_memory(cuda, driver, caplog):
     cuda(driver)
