@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # processes that run tests, one a core; they take a gigabyte each
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all lint gpu-session clean
 
 demo: $(READY)  ## train on the built-in graph
 	$(BIN)/gcnzc train --epochs 3
@@ -22,6 +22,9 @@ lint: $(READY)  ## format, lint and types, as CI does
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy gcnzc
+
+gpu-session: $(READY)  ## ten minutes on a GPU: what works there, into a folder under runs/
+	$(BIN)/python bench/gpu_session.py
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -2,6 +2,7 @@
 
     python bench/gpu.py all                       everything, recorded in results/gpu_*.jsonl
     python bench/gpu.py gather --results FOLDER   one part, recorded elsewhere
+    python bench/gpu.py link gather --quick       fewer widths and rounds, in about a minute
     python bench/gpu.py all --small               tiny, on any machine, and not recorded
 
 `link` measures the link itself; `gather` layouts, widths, dtypes, numbers of ids and of programs;
@@ -70,6 +71,7 @@ class Scale:
 
 
 SMALL = Scale(1 << 20, 1 << 14, 2, (4, 132, 400, 1204), (100, 1000), (1, 4), (1 / 1024,))
+QUICK = Scale(2 * GIB, 1 << 25, 3, (400, 512, 2408, 5732), (10_000, 100_000), (8, 32, 132), (1, 2))
 
 
 class Bench:
@@ -425,13 +427,16 @@ def main() -> None:
     every = [*PARTS, *epochs.parts(random_bytes, small=False)]
     parser.add_argument("parts", nargs="+", choices=[*every, "all"])
     parser.add_argument("--results", type=Path, help="a folder for the lines")
-    parser.add_argument("--small", action="store_true")
+    scales = parser.add_mutually_exclusive_group()
+    scales.add_argument("--small", action="store_true")
+    scales.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if options.results:
         harness.RESULTS = options.results
     if not (torch.cuda.is_available() or options.small):
         parser.exit(1, "error: no CUDA device here\n\nhint: --small shows that it runs\n")
-    bench = Bench(SMALL if options.small else Scale(), recorded=not options.small)
+    scale = SMALL if options.small else QUICK if options.quick else Scale()
+    bench = Bench(scale, recorded=not options.small)
     for name, part in (PARTS | epochs.parts(random_bytes, small=options.small)).items():
         if name in options.parts or "all" in options.parts:
             began_s = time.perf_counter()

@@ -155,11 +155,18 @@ class Driver:
     def can_map_host_memory(self, device: int) -> bool:
         """Whether GPU number `device` says that it reads host memory that is locked in place."""
         wanted = (CAN_MAP_HOST_MEMORY, HOST_REGISTER_SUPPORTED)
-        return all(self._attribute(attribute, device) for attribute in wanted)
+        return all(self.attribute(attribute, device) for attribute in wanted)
 
     def locks_read_only(self, device: int) -> bool:
         """Whether GPU number `device` says that memory that is mapped read-only can be locked."""
-        return self._attribute(READ_ONLY_HOST_REGISTER_SUPPORTED, device) != 0
+        return self.attribute(READ_ONLY_HOST_REGISTER_SUPPORTED, device) != 0
+
+    def attribute(self, attribute: int, device: int) -> int:
+        """What cuDeviceGetAttribute says of GPU number `device`; 0 where the driver knows none."""
+        handle, value = _INT(), _INT()
+        self._call("cuDeviceGet", ctypes.byref(handle), device)
+        code = self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, handle)
+        return value.value if code == 0 else 0
 
     def allocate(self, device: int, num_bytes: int) -> tuple[int, Tensor | None]:
         """Memory of a GPU that others can open, which not all memory of torch's allocator is.
@@ -269,12 +276,6 @@ class Driver:
             # a call of the runtime, which is what makes the device's context this thread's
             torch.cuda.synchronize(device)
             return int(getattr(self._library, name)(*arguments))
-
-    def _attribute(self, attribute: int, device: int) -> int:
-        handle, value = _INT(), _INT()
-        self._call("cuDeviceGet", ctypes.byref(handle), device)
-        code = self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, handle)
-        return value.value if code == 0 else 0
 
     def _is_used(self, device: int) -> bool:
         handle, flags, active = _INT(), _UINT(), _INT()

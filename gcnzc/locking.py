@@ -47,8 +47,9 @@ from gcnzc.mappings import PAGE_BYTES, available_bytes, lock_limit_bytes, needed
 SEGMENT_BYTES = 16 << 30
 # as small as the pages that a GPU likes best
 SMALLEST_BYTES = 2 << 20
-# what a thread of a GPU loads at once: a row's first and last load may reach beyond the row, up to
-# such a border. No two allocations of malloc(3) have such a piece in common.
+# What a thread of a GPU loads at once: a row's first and last load may reach beyond the row, up to
+# such a border, and the pointer of a gather lies on one, which the driver must know. No two
+# allocations of malloc(3) have such a piece in common.
 GRANULE_BYTES = 16
 # what a smaller segment may mend
 _TOO_LARGE = {cuda.INVALID_VALUE, cuda.OUT_OF_MEMORY, cuda.OPERATING_SYSTEM}
