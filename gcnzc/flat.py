@@ -68,7 +68,7 @@ class FlatVector:
         torch._foreach_copy_([each.parameter for each in self.segments], self.views())
 
     @torch.no_grad()
-    def read_gradients(self, scale: float = 1.0) -> Tensor:
+    def read_gradients(self, scale: float | Tensor = 1.0) -> Tensor:
         """Copy the gradients, times `scale`, into the vector; one that is missing is zeros.
 
         A sparse gradient is made dense.
@@ -85,8 +85,8 @@ class FlatVector:
                 into.append(view)
         if present:
             torch._foreach_copy_(into, present)
-        if scale != 1.0:
-            self.values[: self.num_elements] *= scale
+        if isinstance(scale, Tensor) or scale != 1.0:
+            self.values[: self.num_elements] *= on(scale, self.values.device)
         return self.values
 
     @torch.no_grad()
@@ -104,6 +104,11 @@ class FlatVector:
                 parameter.grad = view.clone()
             else:
                 parameter.grad.copy_(view)
+
+
+def on(number: float | Tensor, device: torch.device) -> float | Tensor:
+    """A number, or a tensor () moved to a device."""
+    return number.to(device) if isinstance(number, Tensor) else number
 
 
 def by_kind(

@@ -67,9 +67,10 @@ def build_method(
     inner = build_optimizer(config, model, group.world_size)
     if config.optimizer not in LOCAL:
         way = None if config.compress == "auto" else compression(config.compress)
-        return Averaged(inner, group, signals, compress=way)
+        return Averaged(inner, group, signals, compress=way, module=model)
     usual = USUAL[config.optimizer]
-    options: dict[str, Any] = {"signals": signals, "compress": _way(config, "float32")}
+    options: dict[str, Any] = {"signals": signals, "module": model}
+    options["compress"] = _way(config, "float32")
     options["local_steps"] = _local_steps(config, usual)
     if config.optimizer == "local-sgd":
         return LocalSGD(inner, group, **options)
@@ -96,7 +97,7 @@ def _one_bit(
         "zero-one-adam": ZeroOneAdam,
     }
     options: dict[str, Any] = {"lr": step_size(config, group.world_size), "group": group}
-    options |= {"weight_decay": config.weight_decay, "signals": signals}
+    options |= {"weight_decay": config.weight_decay, "signals": signals, "module": model}
     options["compress"] = _way(config, "sign")
     warmup = warmup_steps(config, steps)
     if config.optimizer == "zero-one-adam":

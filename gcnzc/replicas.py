@@ -26,6 +26,15 @@ def made_alike(model: nn.Module, rank: int) -> Algorithm[None]:
     """
     tensors = _tensors(model)
     yield from demand_same(layout(tensors), "models")
+    yield from broadcast(tensors)
+
+
+def broadcast(tensors: Sequence[tuple[str, Tensor]]) -> Algorithm[None]:
+    """Give all ranks the values of rank 0, in a broadcast for each dtype and device.
+
+    Args:
+        tensors: with their names; of the same shapes and dtypes, in the same order, on all ranks.
+    """
     for kind in by_kind(tensors):  # type: ignore[arg-type]
         yield from _broadcast([tensor for _, tensor in kind])
 
@@ -87,17 +96,25 @@ def vote(value: int | float) -> Algorithm[tuple[Any, ...]]:
     return (yield Vote(value))
 
 
-def buffers_averaged(model: nn.Module) -> Algorithm[None]:
-    """Set floating-point buffers, such as BatchNorm's, to their means over the workers.
+def synchronise_buffers(model: nn.Module) -> Algorithm[None]:
+    """Give all ranks the same buffers.
 
-    Counters have counted the same steps on all workers, and stay.
+    Those of a floating-point dtype, such as BatchNorm's averages, become their means over the ranks
+    where they are finite: one whose activations overflowed does not spoil those of the others.
+    Others, such as counters, become those of rank 0.
     """
-    floating = [b for b in model.buffers() if b.dtype.is_floating_point]
-    for kind in by_kind((str(i), b) for i, b in enumerate(floating)):  # type: ignore[misc]
+    buffers = list(model.named_buffers())
+    floating = [pair for pair in buffers if pair[1].dtype.is_floating_point]
+    for kind in by_kind(floating):  # type: ignore[arg-type]
         tensors = [tensor for _, tensor in kind]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        yield Mean(flat)
-        _write(flat, tensors)
+        is_finite = flat.isfinite()
+        sums = torch.cat([flat.masked_fill(~is_finite, 0), is_finite.to(flat.dtype)])
+        yield Mean(sums)
+        # 0 / 0 where no rank has one
+        mean, share = sums.chunk(2)
+        _write(mean / share, tensors)
+    yield from broadcast([pair for pair in buffers if not pair[1].dtype.is_floating_point])
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

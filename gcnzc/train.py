@@ -40,7 +40,7 @@ from gcnzc.methods import build_method
 from gcnzc.optim import Exchanging, LocalUpdates, resized
 from gcnzc.picture import curves, timeline
 from gcnzc.progress import Quiet, Reporter
-from gcnzc.replicas import buffers_averaged, gathered, made_alike, told, vote
+from gcnzc.replicas import gathered, synchronise_buffers, told, vote
 from gcnzc.shared import load_shared
 from gcnzc.stages import (
     cached_table,
@@ -165,7 +165,6 @@ def train(
             group.choices = tuning.choices
             for row in tuning.rows():
                 reporter.say(row.told())
-        run(made_alike(model, group.rank), group)
         if group.rank:
             # dropout is not that of the other workers
             torch.manual_seed(_mixed(config.seed, group.rank))
@@ -615,7 +614,10 @@ class _Run:
 
     def finish_epoch(self) -> None:
         """Evaluate, keep the best model, and write the line of this epoch."""
-        run(buffers_averaged(self.model), self.group)
+        last = self.epoch + 1 == self.config.epochs
+        if not last:
+            # the last time it is part of `finalize`
+            run(synchronise_buffers(self.model), self.group)
         self._count_sent()
         tallies = run(self.tally.of_all_workers(), self.group)
         self._write_worker_lines(tallies)
@@ -633,7 +635,6 @@ class _Run:
             line["peer_hit_rate"] = int(tally.peer_hits) / rows
         if self.task.best_accuracy is not None:
             line["best_possible_accuracy"] = self.task.best_accuracy
-        last = self.epoch + 1 == self.config.epochs
         if last or (self.epoch + 1) % self.config.evaluate_every == 0:
             begin = time.perf_counter()
             if last:

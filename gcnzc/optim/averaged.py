@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Place, Reducer
 from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote
 from gcnzc.finite import are_finite
-from gcnzc.flat import FlatVector, by_kind
+from gcnzc.flat import FlatVector, by_kind, layout, on
 from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.states import check_is_inner
 from gcnzc.optim.validation import check_above_zero, check_inner, check_param_group
-from gcnzc.replicas import demand_same
+from gcnzc.replicas import broadcast, demand_same
 
 NONE, DENSE, SPARSE = 0, 1, 2  # kinds of gradients
 
@@ -31,9 +31,12 @@ NONE, DENSE, SPARSE = 0, 1, 2  # kinds of gradients
 class Averaged(Exchanging):
     """An optimizer of torch whose `step` first averages the gradients of all workers.
 
-    The parameters must be the same on all workers at the start (`gcnzc.replicas.made_alike`).
-    Parameters without a gradient on some workers take part with zeros; one without on all is left
-    alone, as by the inner optimizer. Sparse gradients stay sparse, and are exchanged as such.
+    The parameters of rank 0 become those of all at the start. Parameters without a gradient on some
+    workers take part with zeros; one without on all is left alone, as by the inner optimizer.
+    Sparse gradients stay sparse, and are exchanged as such. Parameters may be frozen, unfrozen and
+    added between two steps, on all ranks alike; what compression has left out so far is then lost.
+
+    With torch's GradScaler all ranks skip a step that overflows on one, and all lower their scales.
 
     Args:
         inner: of the parameters, on this worker. Its groups and state are this one's, so schedulers
@@ -43,6 +46,7 @@ class Averaged(Exchanging):
         compress: how gradients of float32 and float64 are averaged; whole if None. What it leaves
             out of one step is this worker's own, and is added to the next.
         clip_norm: largest norm of the mean gradient, over all parameters; none if None.
+        module: see `Exchanging`.
 
     Raises:
         TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
@@ -58,19 +62,39 @@ class Averaged(Exchanging):
         *,
         compress: Compression | None = None,
         clip_norm: float | None = None,
+        module: nn.Module | None = None,
     ) -> None:
         check_inner(type(self).__name__, inner)
         if clip_norm is not None:
             check_above_zero("clip_norm", clip_norm)
-        super().__init__(inner.param_groups, inner.defaults, group, signals)
+        super().__init__(inner.param_groups, inner.defaults, group, signals, module)
         self.inner, self.compress, self.clip_norm = inner, compress, clip_norm
         self.is_shared = compress is None
         self._share()
-        self.gradients = self._gradients()
+        self.sent: set[int] = set()
+        """ids of the tensors that are as on rank 0"""
+        self._lay_out()
+        self.connect()
 
-    def _gradients(self) -> "Gradients":
-        group = self.group
-        return Gradients(_named(self.inner), self.compress, group.rank, group.world_size)
+    def _lay_out(self) -> None:
+        """Begin anew with the parameters, and which of them are frozen, as they are now."""
+        rank, world_size = self.group.rank, self.group.world_size
+        self.is_trainable = self.trainable()
+        self.gradients = Gradients(self.named_parameters(), self.compress, rank, world_size)
+        self.is_alike = world_size == 1
+
+    def made_alike(self) -> Algorithm[None]:
+        """See `Exchanging`; again for parameters that were added."""
+        if self.is_alike:
+            return
+        tensors = [pair for pair in self.tensors() if id(pair[1]) not in self.sent]
+        yield from demand_same(layout(tensors), "parameters")
+        yield from broadcast(tensors)
+        self._mark_alike()
+
+    def _mark_alike(self) -> None:
+        self.sent |= {id(tensor) for _, tensor in self.tensors()}
+        self.is_alike = True
 
     def _share(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -127,6 +151,8 @@ class Averaged(Exchanging):
             self.gradients.load_errors([errors[str(i)] for i in range(len(errors))])
         self.inner.load_state_dict(dict(inner))
         self._share()
+        # it is loaded where ranks have begun, and may have buffers of their own by now
+        self._mark_alike()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on all workers alike, before the next step."""
@@ -140,24 +166,28 @@ class Averaged(Exchanging):
         except (TypeError, ValueError):
             self.inner.param_groups.pop()
             raise
-        self.gradients = self._gradients()
+        self._lay_out()
+        self.connect()
 
     def __repr__(self) -> str:
         return f"Averaged({self.inner!r}, workers={self.group.world_size})"
 
     def algorithm(self) -> Algorithm[None]:
         """See `Exchanging`: the inner optimizer's step, on all workers or on none."""
+        if self.trainable() != self.is_trainable:
+            self._lay_out()
+        yield from self.made_alike()
         if self.group.world_size == 1:
             # nobody to ask: the gradients are the means
             self.heard = list(self.asks)
-            self._inner_step()
+            self._step_alone()
             return
         groups, world_size = self.param_groups, self.group.world_size
         if not self.gradients.is_known:
             # bits may take some steps to differ: the options are compared whole at the start
             yield from self.gradients.agree(1 + len(self.asks), option_lines(groups, with_gpu=True))
         asks = [self.options.bit(groups), *self.asks]
-        flags = yield from self.gradients.averaged(self.weight, asks)
+        flags = yield from self.gradients.averaged(self.gradient_factor(), asks)
         bits, *shares = flags.shares
         self.heard, self.blame = [share > 0 for share in shares], flags.blame
         self.options.receive(bits * world_size, world_size)
@@ -166,6 +196,15 @@ class Averaged(Exchanging):
             self.skipped += 1
         else:
             self._inner_step()
+
+    def _step_alone(self) -> None:
+        self.blame = ""
+        if self.has_overflowed:
+            self.skipped += 1
+            self.blame = "a gradient is not finite"
+            return
+        self.scale_gradients(parameter for _, parameter in self.gradients.named)
+        self._inner_step()
 
     def _inner_step(self) -> None:
         if self.clip_norm is not None:
@@ -210,17 +249,19 @@ class Gradients:
         self.sparse: list[nn.Parameter] = []
         self.is_known = False
 
-    def averaged(self, weight: float = 1.0, asks: Sequence[float] = ()) -> Algorithm[Flags]:
+    def averaged(
+        self, factor: float | Tensor = 1.0, asks: Sequence[float] = ()
+    ) -> Algorithm[Flags]:
         """Set the gradients to their weighted means over the workers.
 
         Args:
-            weight: of this worker; 1 on the mean over the workers.
+            factor: of this rank's gradients, 1 on the mean over the ranks; NaN to skip the step.
             asks: signals of this worker, as many as on all others.
         """
         if not self.is_known:
             yield from self.agree(len(asks))
         for vector, reducer in zip(self.vectors, self.reducers, strict=True):
-            vector.read_gradients(weight)
+            vector.read_gradients(factor)
             present = [each.parameter.grad is not None for each in vector.segments]
             vector.extra.copy_(torch.tensor([*present, *asks]))
             if reducer is None:
@@ -229,13 +270,14 @@ class Gradients:
                 return Flags([0.0] * len(asks), blame)
         bad = sum(_bad(parameter) for parameter in self.sparse)
         for parameter in self.sparse:
-            yield from self.average_sparse(parameter, weight)
+            yield from self.average_sparse(parameter, factor)
         # the same on all workers, since the means are
         means = [vector.values for vector in self.vectors] + [_values(p) for p in self.sparse]
         blame = ""
         if not all(bool(are_finite(mean)) for mean in means):
             bad += sum(_bad(each.parameter) for vector in self.vectors for each in vector.segments)
-            blame = yield from _blamed(bad)
+            # GradScaler may have found one that was clipped since
+            blame = yield from _blamed(bad or int(factor != factor))
         shares = [float(each) for each in asks]
         for vector, reducer in zip(self.vectors, self.reducers, strict=True):
             told = vector.extra.tolist()
@@ -284,7 +326,7 @@ class Gradients:
             if reducer is not None:
                 reducer.load_errors(found)
 
-    def average_sparse(self, parameter: nn.Parameter, weight: float) -> Algorithm[None]:
+    def average_sparse(self, parameter: nn.Parameter, factor: float | Tensor) -> Algorithm[None]:
         """Set a sparse gradient to the weighted mean, with the rows of all workers."""
         gradient = parameter.grad
         columns = parameter.shape[1:]
@@ -293,7 +335,7 @@ class Gradients:
         if gradient is not None:
             gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
             gradient = gradient.coalesce()
-            rows, values = gradient.indices()[0], gradient.values() * weight
+            rows, values = gradient.indices()[0], gradient.values() * on(factor, parameter.device)
         counts = yield Vote(len(rows))
         if not sum(counts):
             return
@@ -334,9 +376,3 @@ def _kind(parameter: nn.Parameter) -> int:
     if parameter.grad is None:
         return NONE
     return SPARSE if parameter.grad.is_sparse else DENSE
-
-
-def _named(optimizer: Optimizer) -> Iterable[tuple[str, nn.Parameter]]:
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            yield f"group {number}, parameter {place}", parameter

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
@@ -134,6 +134,7 @@ class CO2(LocalUpdates):
         eager: e, at least 0 and below 1. More than 0 takes a vector more, goes with a delay, and
             best with gap="none".
         signals: how many things, such as a wish to stop, are told with a round.
+        module: see `Exchanging`.
         target: for "auto" without delay, the share of exchange in the time of steps.
         clocks: seconds, for "auto".
 
@@ -156,6 +157,7 @@ class CO2(LocalUpdates):
         delay: int = 1,
         eager: float = 0.0,
         signals: int = 0,
+        module: nn.Module | None = None,
         target: float = 0.05,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
@@ -176,7 +178,7 @@ class CO2(LocalUpdates):
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}\n\nhint: above 0, or None for no limit")
         pace = Pace(local_steps, HIDDEN if delay else target, clocks)
-        super().__init__(inner, group, signals=signals, pace=pace)
+        super().__init__(inner, group, signals=signals, pace=pace, module=module)
         self.outer_lr, self.outer_momentum, self.clip = outer_lr, outer_momentum, clip
         self.gap, self.compress, self.delay, self.is_sharded = Gap(gap), compress, delay, sharded
         self.eager = eager

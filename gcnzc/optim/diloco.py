@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
@@ -75,6 +75,7 @@ class DiLoCo(LocalUpdates):
             for means that are not compressed.
         alone: whether one worker without others takes outer steps nevertheless.
         signals: how many things, such as a wish to stop, are told with an outer step.
+        module: see `Exchanging`.
         target: the share of exchange for "auto".
         clocks: seconds, for "auto".
 
@@ -95,6 +96,7 @@ class DiLoCo(LocalUpdates):
         sharded: bool = False,
         alone: bool = False,
         signals: int = 0,
+        module: nn.Module | None = None,
         target: float = 0.05,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
@@ -106,7 +108,7 @@ class DiLoCo(LocalUpdates):
                 "the two"
             )
         pace = Pace(local_steps, target, clocks)
-        super().__init__(inner, group, signals=signals, pace=pace, alone=alone)
+        super().__init__(inner, group, signals=signals, pace=pace, alone=alone, module=module)
         self.outer = Outer(outer_lr, outer_momentum, nesterov)
         self.compress, self.is_sharded = compress, sharded
         count, world_size = self.space.num_elements, self.group.world_size

@@ -1,16 +1,19 @@
 """An optimizer of torch whose steps exchange: what a training loop and a checkpoint see of it."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Algorithm, Group, present, run
 from gcnzc.optim.group_options import OptionComparison
+from gcnzc.optim.scaling import report_overflow
 from gcnzc.optim.states import packed, unpacked
 from gcnzc.optim.validation import check_count, check_group, check_param_group
+from gcnzc.replicas import synchronise_buffers
 
 
 class Exchanging(Optimizer):
@@ -23,19 +26,35 @@ class Exchanging(Optimizer):
         defaults: options of the groups.
         group: of all workers; those for which torch.distributed was initialised if None.
         signals: how many things, such as a wish to stop, are told with an exchange.
+        module: the model. Its buffers, and parameters that are not in `params`, are then broadcast
+            from rank 0 at the start too, and `finalize` leaves its buffers equal on all ranks.
     """
 
     is_shared = False
     """whether a checkpoint of one worker is that of all"""
 
+    # torch's GradScaler leaves the unscaling, and the choice to skip, to `step`
+    _step_supports_amp_scaling = True
+
+    grad_scale: Tensor | None
+    """while GradScaler takes a step: what the gradients are multiplied by; None if unscaled"""
+    found_inf: Tensor
+    """while GradScaler takes a step: more than 0 if it has found a gradient that is not finite"""
+
     def __init__(
-        self, params: Iterable[Any], defaults: dict[str, Any], group: Group | None, signals: int
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        group: Group | None,
+        signals: int,
+        module: nn.Module | None = None,
     ) -> None:
         if group is not None:
             check_group(group)
         check_count("signals", signals)
         super().__init__(params, defaults)
         self.group = present() if group is None else group
+        self.module = module
         self.weight = 1.0
         """of this worker's next gradient: its seeds over the mean seeds of the workers"""
         self.asks = [False] * signals
@@ -86,7 +105,10 @@ class Exchanging(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        skipped = self.skipped
         run(self.algorithm(), self.group)
+        if self.skipped > skipped and hasattr(self, "found_inf"):
+            report_overflow(self)
         return loss
 
     def fill_state(self) -> None:
@@ -136,12 +158,112 @@ class Exchanging(Optimizer):
     def algorithm(self) -> Algorithm[None]:
         """What `step` does, for `lockstep`."""
 
+    @property
+    def has_overflowed(self) -> bool:
+        """Whether a GradScaler that takes the step has found a gradient that is not finite."""
+        return bool(getattr(self, "found_inf", False))
+
+    def gradient_factor(self) -> float | Tensor:
+        """The factor by which this rank's gradients enter the mean over the ranks.
+
+        Its weight, divided by the scale of a GradScaler that takes the step: then () float64 on the
+        device of that. NaN if it has found a gradient that is not finite, even if it was clipped
+        since, so that all ranks skip the step.
+        """
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is None and found_inf is None:
+            return self.weight
+        if not isinstance(found_inf, Tensor):
+            # a rank without any gradient has the number 0
+            found_inf = torch.zeros(())
+        if scale is None:
+            scale = torch.ones_like(found_inf)
+        factor = self.weight / scale.double()
+        return factor.masked_fill(found_inf.to(factor.device) > 0, torch.nan)
+
+    def scale_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Multiply gradients, in place, by this rank's weight over the scale of a GradScaler."""
+        scale = getattr(self, "grad_scale", None)
+        factor = self.weight / (1.0 if scale is None else float(scale))
+        for parameter in parameters if factor != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    @abstractmethod
+    def made_alike(self) -> Algorithm[None]:
+        """Begin with the parameters and buffers of rank 0, on all ranks, once.
+
+        Raises:
+            ValueError: parameters, buffers or options differ; raised on all ranks.
+        """
+
+    def connect(self) -> None:
+        """Begin with the same parameters as the other ranks, if they can be reached.
+
+        What a constructor ends with.
+        """
+        if self.group.backend:
+            run(self.made_alike(), self.group)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Names and tensors that begin as on rank 0: all parameters, and the module's buffers."""
+        named: list[tuple[str, Tensor]] = list(self.named_parameters())
+        if self.module is not None:
+            named += [*self.module.named_parameters(), *self.module.named_buffers()]
+        unique: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in named:
+            # a parameter of a group is one of the module, too
+            unique.setdefault(id(tensor), (name, tensor))
+        return list(unique.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all groups, frozen ones included, named by their places."""
+        for number, group in enumerate(self.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                yield f"group {number}, parameter {place}", parameter
+
+    def trainable(self) -> list[bool]:
+        """Which parameters of all groups have requires_grad now, in their order."""
+        return [parameter.requires_grad for _, parameter in self.named_parameters()]
+
+    def demand_trainable(self, expected: Sequence[bool]) -> None:
+        """Raise an error unless the same parameters have requires_grad as at the start.
+
+        Raises:
+            ValueError: they do not.
+        """
+        found = self.trainable()
+        if found == expected:
+            return
+        names = [name for name, _ in self.named_parameters()]
+        place = next(
+            (i for i, pair in enumerate(zip(expected, found, strict=False)) if pair[0] != pair[1]),
+            min(len(expected), len(found)),
+        )
+        was = f"requires_grad={expected[place]}" if place < len(expected) else "no such parameter"
+        raise ValueError(
+            f"{names[place]} has requires_grad={found[place]}, and there was {was} when "
+            f"{type(self).__name__} was made\n\nhint: its vectors are laid out once; set "
+            "requires_grad and add parameters first, on all ranks, and then make the optimizer, or "
+            "a new one"
+        )
+
     def finalize(self) -> None:
-        """Leave all workers with the same parameters; once, after the last step."""
+        """Leave all ranks with the same parameters and buffers; once, after the last step.
+
+        Buffers are those of `module`: floating-point ones, such as BatchNorm's, become their means.
+        """
         run(self.finalized(), self.group)
 
     def finalized(self) -> Algorithm[None]:
         """What `finalize` does, for `lockstep`."""
+        yield from self.made_alike()
+        yield from self.finish()
+        if self.module is not None and self.group.world_size > 1:
+            yield from synchronise_buffers(self.module)
+
+    def finish(self) -> Algorithm[None]:
+        """What leaves all ranks with the same parameters."""
         return
         yield
 

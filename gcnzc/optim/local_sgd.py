@@ -15,7 +15,7 @@ Letters: n elements, k notes, H local steps.
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
@@ -34,6 +34,7 @@ class LocalSGD(LocalUpdates):
             steps, and a fortieth of their work (`Pace`).
         compress: how means are taken.
         signals: how many things, such as a wish to stop, are told with a mean.
+        module: see `Exchanging`.
         target: the share of exchange for "auto".
         clocks: seconds, for "auto".
     """
@@ -46,10 +47,12 @@ class LocalSGD(LocalUpdates):
         local_steps: int | str,
         compress: Compression = Dense(),  # noqa: B008 - it cannot change
         signals: int = 0,
+        module: nn.Module | None = None,
         target: float = 0.05,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
-        super().__init__(inner, group, signals=signals, pace=Pace(local_steps, target, clocks))
+        pace = Pace(local_steps, target, clocks)
+        super().__init__(inner, group, signals=signals, pace=pace, module=module)
         self.compress = compress
         self.anchor: Tensor | None = None
         """(n,): the last mean, if means are compressed"""

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Place, Reducer
-from gcnzc.exchange import Algorithm, Begin, Broadcast, End, Group, run
+from gcnzc.exchange import Algorithm, Begin, End, Group, run
 from gcnzc.finite import are_finite
+from gcnzc.flat import layout
 from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.pace import Pace
 from gcnzc.optim.space import Space
 from gcnzc.optim.validation import check_inner
-from gcnzc.replicas import demand_same
+from gcnzc.replicas import broadcast, demand_same
 
 CHANNEL = "outer"
 """on which exchanges go on beside the steps"""
@@ -74,20 +75,16 @@ class LocalUpdates(Exchanging):
         pace: how often.
         alone: whether one worker without others does what it would do among them; else it just
             takes the inner optimizer's steps.
+        module: see `Exchanging`.
+
+    With torch's GradScaler each rank has its own scale, by which its gradients are divided: a rank
+    whose gradients overflow leaves out its own local step, and the others take theirs.
 
     Raises:
         TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
             sharded, complex, or of a dtype that cannot be averaged.
         ValueError: an option is out of range.
     """
-
-    # torch's GradScaler leaves the unscaling, and the choice to skip, to `step`
-    _step_supports_amp_scaling = True
-
-    grad_scale: Tensor
-    """while GradScaler takes a step: what the gradients were multiplied by"""
-    found_inf: Tensor
-    """while GradScaler takes a step: more than 0 if a gradient is not finite"""
 
     exchanges = 1
     """in H steps, of those whose seconds the pace measures"""
@@ -100,14 +97,17 @@ class LocalUpdates(Exchanging):
         signals: int = 0,
         pace: Pace,
         alone: bool = False,
+        module: nn.Module | None = None,
     ) -> None:
         self.is_made = False
         check_inner(type(self).__name__, inner)
-        super().__init__(inner.param_groups, inner.defaults, group, signals)
+        super().__init__(inner.param_groups, inner.defaults, group, signals, module)
         self.is_made = True
         self.inner = inner
         self._share()
         self.space = Space(self.param_groups)
+        self.is_trainable = self.trainable()
+        """of all parameters, at the start"""
         self.place = Place(
             self.group.rank, self.group.world_size, self.space.device, self.space.dtype
         )
@@ -174,6 +174,7 @@ class LocalUpdates(Exchanging):
 
     def algorithm(self) -> Algorithm[None]:
         """See `Exchanging`: the inner optimizer's step, and what is done now and then."""
+        self.demand_trainable(self.is_trainable)
         yield from self.made_alike()
         self.blame = ""
         self.local_step()
@@ -198,17 +199,11 @@ class LocalUpdates(Exchanging):
 
     def local_step(self) -> None:
         """Take the inner optimizer's step, if the gradients are finite."""
-        scale = getattr(self, "grad_scale", None)
-        found_inf = getattr(self, "found_inf", None)
-        if (found_inf is not None and bool(found_inf)) or not self._gradients_are_finite():
+        if self.has_overflowed or not self._gradients_are_finite():
             self.skipped += 1
             self.blame = f"a gradient of worker {self.group.rank} is not finite: its step left out"
             return
-        factor = self.weight / (1.0 if scale is None else float(scale))
-        if factor != 1.0:
-            for parameter in self.space.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        self.scale_gradients(self.space.parameters)
         self.inner.step()
 
     def _gradients_are_finite(self) -> bool:
@@ -217,20 +212,15 @@ class LocalUpdates(Exchanging):
         return not values or bool(are_finite(*values))
 
     def made_alike(self) -> Algorithm[None]:
-        """Begin with the parameters of worker 0, on all workers, once.
-
-        Raises:
-            ValueError: parameters or options differ; raised on all workers.
-        """
+        """See `Exchanging`."""
         if self.is_ready:
             return
         if self.group.world_size > 1:
+            tensors = self.tensors()
             lines = [f"{self.words()} and {len(self.asks)} signals", *self.space.layout()]
             lines += option_lines(self.param_groups, with_gpu=True)
-            yield from demand_same(lines, "optimizers")
-            values = self.space.read_parameters(self.space.empty())
-            yield Broadcast(values)
-            self.space.write_parameters(values)
+            yield from demand_same([*lines, *layout(tensors)], "optimizers")
+            yield from broadcast(tensors)
         self.is_ready = self.is_alike = True
         if not self.is_plain:
             self.started()
@@ -370,9 +360,8 @@ class LocalUpdates(Exchanging):
         return
         yield
 
-    def finalized(self) -> Algorithm[None]:
-        """End with the same parameters on all workers: the mean of what they have."""
-        yield from self.made_alike()
+    def finish(self) -> Algorithm[None]:
+        """See `Exchanging`: the mean of what the ranks have."""
         if self.is_plain:
             return
         yield from self.landed()
@@ -458,14 +447,6 @@ class LocalUpdates(Exchanging):
     def local_steps(self) -> int:
         """H, as it is now."""
         return self.pace.steps
-
-    def connect(self) -> None:
-        """Begin with the same parameters as the others, if they can be reached.
-
-        What a constructor ends with.
-        """
-        if self.group.backend:
-            run(self.made_alike(), self.group)
 
     def reducer(self, name: str, compress: Compression, num_elements: int) -> Reducer:
         """Something to take means of so many elements with, whose errors a checkpoint keeps."""

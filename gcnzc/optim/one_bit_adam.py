@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense, Reducer, Sign
 from gcnzc.exchange import Algorithm, Group
@@ -72,6 +72,7 @@ class OneBitAdam(Replicated):
         group: of all workers; None for those of torch.distributed as it was initialised.
         clip_norm: largest norm of the gradient.
         signals: see `Replicated`.
+        module: see `Exchanging`.
         maximize: whether to step along the gradient instead of against it.
         unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
             `foreach`, `fused`, `capturable`, `differentiable`.
@@ -97,6 +98,7 @@ class OneBitAdam(Replicated):
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
+        module: nn.Module | None = None,
         maximize: bool = False,
         **unsupported: object,
     ) -> None:
@@ -122,7 +124,9 @@ class OneBitAdam(Replicated):
         self.rule = FreezeRule(betas[1], *warmup_range)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults["maximize"] = maximize
-        super().__init__(params, defaults, group, clip_norm=clip_norm, signals=signals)
+        super().__init__(
+            params, defaults, group, clip_norm=clip_norm, signals=signals, module=module
+        )
         space = self.space
         self.vectors = {"momentum": space.zeros(), "variance": space.zeros()}
         self.vectors["awake"] = torch.zeros(len(space.segments), dtype=torch.bool)

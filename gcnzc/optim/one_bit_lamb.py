@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcnzc.compress import Compression
 from gcnzc.exchange import Group
@@ -65,6 +65,7 @@ class OneBitLamb(OneBitAdam):
         group: of all workers; None for those of torch.distributed as it was initialised.
         clip_norm: largest norm of the gradient.
         signals: see `Replicated`.
+        module: see `Exchanging`.
         maximize: whether to step along the gradient instead of against it.
         unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
             `foreach`, `fused`, `capturable`, `differentiable`.
@@ -92,6 +93,7 @@ class OneBitLamb(OneBitAdam):
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
+        module: nn.Module | None = None,
         maximize: bool = False,
         **unsupported: object,
     ) -> None:
@@ -123,6 +125,7 @@ class OneBitLamb(OneBitAdam):
             clip_norm=clip_norm,
             signals=signals,
             maximize=maximize,
+            module=module,
         )
         # (P,) each. `trust`: the average C, of which `trust_weight` is known; `factor`: the last f;
         # `scaling`: k, 0 for a tensor that sleeps

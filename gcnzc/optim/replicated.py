@@ -14,15 +14,16 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense, Place, Reducer
-from gcnzc.exchange import Algorithm, Broadcast, Group, Vote, run
+from gcnzc.exchange import Algorithm, Group, Vote
+from gcnzc.flat import layout
 from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.space import Space
 from gcnzc.optim.validation import check_above_zero, check_adam_options
-from gcnzc.replicas import demand_same
+from gcnzc.replicas import broadcast, demand_same
 
 
 class Replicated(Exchanging):
@@ -35,9 +36,9 @@ class Replicated(Exchanging):
         group: of all workers; None for those of torch.distributed as it was initialised.
         clip_norm: largest norm of the gradient; all workers scale theirs by the same factor.
         signals: how many things, such as a wish to stop, are told with an exchange.
+        module: see `Exchanging`.
 
-    With torch's GradScaler all skip a step that overflows on one worker, whose scale alone is made
-    smaller: each worker divides its gradients by its own.
+    With torch's GradScaler all ranks skip a step that overflows on one, and all lower their scales.
 
     Raises:
         TypeError: a parameter is sharded, complex, or of a dtype that cannot be averaged.
@@ -45,9 +46,6 @@ class Replicated(Exchanging):
             out of range.
         WorkerLost: another worker is gone.
     """
-
-    # torch's GradScaler leaves the unscaling, and the choice to skip, to `step`
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -57,13 +55,16 @@ class Replicated(Exchanging):
         *,
         clip_norm: float | None = None,
         signals: int = 0,
+        module: nn.Module | None = None,
     ) -> None:
         if clip_norm is not None:
             check_above_zero("clip_norm", clip_norm)
         options = {"compress": True, "maximize": False, **defaults}
-        super().__init__(params, options, group, signals)
+        super().__init__(params, options, group, signals, module)
         self.fill_state()
         self.space = Space(self.param_groups)
+        self.is_trainable = self.trainable()
+        """of all parameters, at the start"""
         self.clip_norm = clip_norm
         self.steps = 0
         """that were taken"""
@@ -75,8 +76,7 @@ class Replicated(Exchanging):
         self.reducers: dict[str, Reducer] = {}
         """whose errors are this worker's own"""
         self._dense = self.reducer(Dense(), self.space.num_elements)
-        if self.group.backend:
-            run(self.made_alike(), self.group)
+        self.connect()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not after the beginning: the vectors of a state are of all parameters at once."""
@@ -127,13 +127,12 @@ class Replicated(Exchanging):
         return self.bound_sums(sums.nan_to_num_(0.0, 0.0, 0.0))
 
     def made_alike(self) -> Algorithm[None]:
-        """Give all workers the parameters of worker 0; once, before the first step."""
+        """See `Exchanging`."""
         if self.is_alike:
             return
-        yield from demand_same(self.layout(), "optimizers")
-        values = self.space.read_parameters(self.space.empty())
-        yield Broadcast(values)
-        self.space.write_parameters(values)
+        tensors = self.tensors()
+        yield from demand_same([*self.layout(), *layout(tensors)], "optimizers")
+        yield from broadcast(tensors)
         self.is_alike = True
 
     def layout(self) -> list[str]:
@@ -143,11 +142,10 @@ class Replicated(Exchanging):
 
     def algorithm(self) -> Algorithm[None]:
         """See `Exchanging`: change the parameters on all workers alike, or on none."""
+        self.demand_trainable(self.is_trainable)
         yield from self.made_alike()
-        scale: float | Tensor = self.weight
-        if (grad_scale := getattr(self, "grad_scale", None)) is not None:
-            scale = self.weight / grad_scale.to(self.space.device, self.space.dtype)
-        values = self.space.read_gradients(self.space.empty(self.num_notes), scale)
+        values = self.space.empty(self.num_notes)
+        self.space.read_gradients(values, self.gradient_factor())
         for part in self.space.parts:
             if part.group["maximize"]:
                 values[part.begin : part.end].neg_()
@@ -222,10 +220,6 @@ class Replicated(Exchanging):
         norm = square**0.5
         if norm > self.clip_norm:
             gradients *= self.clip_norm / (norm + 1e-6)
-
-    def finalized(self) -> Algorithm[None]:
-        """See `Exchanging`; they are alike after every step."""
-        yield from self.made_alike()
 
     @property
     def state_bytes(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.flat import Segment
+from gcnzc.flat import Segment, on
 
 TILE_ELEMENTS = 1 << 16  # some of which, of several vectors, fit into a core's cache together
 
@@ -157,7 +157,7 @@ class Space:
         if present:
             torch._foreach_copy_(into, present)
         if isinstance(scale, Tensor) or scale != 1.0:
-            out[: self.num_elements] *= scale
+            out[: self.num_elements] *= on(scale, out.device)
         return out
 
     def have_gradients(self) -> list[bool]:

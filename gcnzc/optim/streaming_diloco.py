@@ -52,6 +52,7 @@ class StreamingDiLoCo(LocalUpdates):
         named_parameters: of the model, for fragments by name.
         alone: whether one worker without others takes outer steps nevertheless.
         signals: how many things, such as a wish to stop, are told with each fragment.
+        module: see `Exchanging`.
         clocks: seconds, for "auto".
 
     Raises:
@@ -73,6 +74,7 @@ class StreamingDiLoCo(LocalUpdates):
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
         alone: bool = False,
         signals: int = 0,
+        module: nn.Module | None = None,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
         check_at_least_zero("outer_lr", outer_lr)
@@ -86,7 +88,7 @@ class StreamingDiLoCo(LocalUpdates):
         self.delay = 1 if isinstance(delay, str) else delay
         """D, as it is now"""
         pace = Pace(local_steps, HIDDEN, clocks, least=self.delay + 1)
-        super().__init__(inner, group, signals=signals, pace=pace, alone=alone)
+        super().__init__(inner, group, signals=signals, pace=pace, alone=alone, module=module)
         if (isinstance(delay, str) and delay != "auto") or not 0 <= self.delay < pace.steps:
             raise ValueError(
                 f"a delay of {delay} steps\n\nhint: from 0 to {pace.steps - 1}, since a fragment "

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense, Sign
 from gcnzc.exchange import Algorithm, Group, run
@@ -144,6 +144,7 @@ class ZeroOneAdam(Replicated):
         group: of all workers; None for those of torch.distributed as it was initialised.
         clip_norm: largest norm of the gradient; in steps alone, of a worker's own.
         signals: see `Replicated`.
+        module: see `Exchanging`.
         maximize: whether to step along the gradient instead of against it.
         unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
             `foreach`, `fused`, `capturable`, `differentiable`.
@@ -166,6 +167,7 @@ class ZeroOneAdam(Replicated):
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
+        module: nn.Module | None = None,
         maximize: bool = False,
         **unsupported: object,
     ) -> None:
@@ -178,7 +180,9 @@ class ZeroOneAdam(Replicated):
         self.bias_correction = bias_correction
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults["maximize"] = maximize
-        super().__init__(params, defaults, group, clip_norm=clip_norm, signals=signals)
+        super().__init__(
+            params, defaults, group, clip_norm=clip_norm, signals=signals, module=module
+        )
         space = self.space
         self.num_coded = space.num_elements - space.num_dense
         # while workers are apart, the coded momenta are this worker's own, and `anchor` (c,) is
@@ -548,9 +552,8 @@ class ZeroOneAdam(Replicated):
     # --- in the middle, and at the end
 
     @torch.no_grad()
-    def finalized(self) -> Algorithm[None]:
-        """See `Replicated`: workers agree, without a step more."""
-        yield from self.made_alike()
+    def finish(self) -> Algorithm[None]:
+        """See `Exchanging`: workers agree, without a step more."""
         if self.is_apart:
             self.blame = yield from self._agreed(None, self.space.empty()[:0])
 

@@ -5,7 +5,6 @@ from torch import nn
 
 from gcnzc.exchange import Group, joined, run
 from gcnzc.optim import Averaged
-from gcnzc.replicas import made_alike
 
 ROWS, COLUMNS = 200, 5
 
@@ -51,7 +50,6 @@ def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 def train_on_shares(model, inner, rank, world_size, steps, group=None):
     """The steps of one worker, as an algorithm."""
     optimizer = Averaged(inner, group or Group(rank, world_size))
-    yield from made_alike(model, rank)
     for rows in batches(steps):
         share = rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]
         optimizer.zero_grad()

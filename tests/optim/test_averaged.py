@@ -9,7 +9,7 @@ from torch import nn
 from gcnzc.exchange import Choices, Group, Link, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
 from gcnzc.optim import Averaged
-from gcnzc.replicas import buffers_averaged, everybodys, made_alike, told
+from gcnzc.replicas import everybodys, made_alike, synchronise_buffers, told
 
 WORLDS = [1, 2, 3, 4, 8]
 STEPS = 30
@@ -122,11 +122,12 @@ def test_a_parameter_without_a_gradient_on_all_workers_is_left_alone():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_all_skip_a_step_that_is_not_finite_on_one(bad):
     models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(3)]
-    before = copy.deepcopy([list(model.parameters()) for model in models])
+    # with which all begin
+    first = copy.deepcopy(list(models[0].parameters()))
     models[1].weight.grad[0, 1] = bad
     optimizers, _ = one_step(models, INNER["adam"])
-    for model, values, optimizer in zip(models, before, optimizers, strict=True):
-        assert all(map(torch.equal, model.parameters(), values))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        assert all(map(torch.equal, model.parameters(), first))
         assert not optimizer.state
         assert optimizer.skipped == 1
         assert optimizer.blame == "elements of the gradient that are not finite: worker 1 has 1"
@@ -174,7 +175,7 @@ def test_buffers_become_their_means():
     for rank, model in enumerate(models):
         model.running_mean += rank
         model.num_batches_tracked += 5
-    lockstep([buffers_averaged(model) for model in models])
+    lockstep([synchronise_buffers(model) for model in models])
     for model in models:
         assert torch.equal(model.running_mean, torch.ones(2))
         assert torch.equal(model.running_var, torch.ones(2))

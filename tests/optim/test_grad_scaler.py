@@ -1,0 +1,143 @@
+"""torch's GradScaler with every optimizer, over processes of which one overflows."""
+
+import pytest
+import torch
+from processes import results
+from torch import nn
+
+from gcnzc.compress import Blocks
+from gcnzc.exchange import Group, joined
+from gcnzc.optim import (
+    CO2,
+    Averaged,
+    DiLoCo,
+    LocalSGD,
+    OneBitAdam,
+    OneBitLamb,
+    StreamingDiLoCo,
+    ZeroOneAdam,
+)
+
+STEPS, SCALE = 10, 1024.0
+# of the loss on rank 1, and of a gradient on rank 0 that is clipped to a finite value before `step`
+OVERFLOWS, CLIPPED = 5, 7
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+EVERY_STEP = {
+    "averaged": lambda model, group: Averaged(adam(model), group),
+    "averaged int8": lambda model, group: Averaged(adam(model), group, compress=Blocks("int8")),
+    "onebit-adam": lambda model, group: OneBitAdam(model.parameters(), warmup=3, group=group),
+    "onebit-lamb": lambda model, group: OneBitLamb(model.parameters(), warmup=3, group=group),
+    "zero-one-adam": lambda model, group: ZeroOneAdam(model.parameters(), group=group),
+}
+LOCAL = {
+    "local-sgd": lambda model, group: LocalSGD(adam(model), group, local_steps=4),
+    "diloco": lambda model, group: DiLoCo(adam(model), group, local_steps=4),
+    "streaming-diloco": lambda model, group: StreamingDiLoCo(
+        adam(model), group, local_steps=4, fragments=2
+    ),
+    "co2": lambda model, group: CO2(adam(model), group, local_steps=4),
+}
+
+
+def values_of(model):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def train_scaled(make, group, unscales):
+    """What a loop with a GradScaler sees after each step, and the parameters at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = make(model, group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    seen = []
+    for step in range(1, STEPS + 1):
+        generator = torch.Generator().manual_seed(10 * step + group.rank)
+        loss = model(torch.randn(16, 6, generator=generator)).square().mean()
+        if step == OVERFLOWS and group.rank == 1:
+            loss = loss * torch.inf
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if unscales:
+            if step == CLIPPED and group.rank == 0:
+                model[0].weight.grad[0, 0] = torch.inf
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((optimizer.skipped, scaler.get_scale(), values_of(model)))
+    optimizer.finalize()
+    return seen, values_of(model)
+
+
+def train_all():
+    with joined() as group:
+        return {
+            (name, unscales): train_scaled(make, group, unscales)
+            for name, make in (EVERY_STEP | LOCAL).items()
+            for unscales in (False, True)
+        }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return results(2, tmp_path_factory.mktemp("scaled"), train_all)
+
+
+def skips_by(step, unscales):
+    """How many steps are skipped until then."""
+    return (step >= OVERFLOWS) + (unscales and step >= CLIPPED)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("name", EVERY_STEP)
+def test_all_ranks_skip_the_step_and_lower_their_scales(ranks, name, unscales):
+    (first, _), (second, _) = (rank[name, unscales] for rank in ranks)
+    before = None
+    for step, (own, other) in enumerate(zip(first, second, strict=True), 1):
+        expected = skips_by(step, unscales)
+        assert (own[0], other[0]) == (expected, expected), step
+        # the same on both ranks, and half for each overflow
+        assert own[1] == other[1] == SCALE / 2**expected, step
+        assert torch.equal(own[2], other[2]), step
+        is_skipped = expected > skips_by(step - 1, unscales)
+        assert before is None or torch.equal(own[2], before) == is_skipped, step
+        before = own[2]
+    assert before.isfinite().all()
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("name", LOCAL)
+def test_with_local_steps_the_rank_that_overflows_skips_its_own(ranks, name, unscales):
+    (first, mine), (second, theirs) = (rank[name, unscales] for rank in ranks)
+    assert [(skipped, scale) for skipped, scale, _ in (first[-1], second[-1])] == [
+        (int(unscales), SCALE / 2**unscales),
+        (1, SCALE / 2),
+    ]
+    assert torch.equal(mine, theirs)
+    assert mine.isfinite().all()
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_one_worker_takes_the_steps_of_its_inner_optimizer(unscales):
+    class Plain(torch.optim.Adam):
+        """An optimizer of torch, whose overflows GradScaler handles."""
+
+        skipped = 0
+
+        def finalize(self):
+            """Nothing is left to do."""
+
+    def plain(model, group):
+        return Plain(model.parameters(), lr=0.01)
+
+    expected, _ = train_scaled(plain, Group(), unscales)
+    found, _ = train_scaled(EVERY_STEP["averaged"], Group(), unscales)
+    for own, right in zip(found, expected, strict=True):
+        assert own[1] == right[1]
+        assert torch.equal(own[2], right[2])
+    assert found[-1][0] == int(unscales)
