@@ -10,7 +10,7 @@ with joined() as group:
     torch.manual_seed(0)
     teacher, model = nn.Linear(20, 4), nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer = DiLoCo(inner, group, local_steps=30)
+    optimizer = DiLoCo(inner, group, local_steps=30, module=model)
     torch.manual_seed(group.rank)  # every worker has rows of its own
     for _ in range(400):
         rows = torch.randn(64, 20)

@@ -9,7 +9,7 @@ from gcnzc.optim import ZeroOneAdam
 with joined() as group:
     torch.manual_seed(0)
     teacher, model = nn.Linear(20, 4), nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
-    optimizer = ZeroOneAdam(model.parameters(), lr=0.01, group=group)
+    optimizer = ZeroOneAdam(model.parameters(), lr=0.01, group=group, module=model)
     torch.manual_seed(group.rank)  # every worker has rows of its own
     for _ in range(400):
         rows = torch.randn(64, 20)

@@ -280,6 +280,8 @@ class Replicated(Exchanging):
             name: vector.to("cpu" if name == "awake" else self.space.device, copy=True)
             for name, vector in snapshot["shared"]["vectors"].items()
         }
+        # it is loaded where ranks have begun, and may have buffers of their own by now
+        self.is_alike = True
         self.take_up(snapshot["errors"])
 
     def take_up(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:

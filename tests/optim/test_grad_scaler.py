@@ -2,46 +2,15 @@
 
 import pytest
 import torch
+from optim.kinds import EVERY_STEP, KINDS, LOCAL
 from processes import results
 from torch import nn
 
-from gcnzc.compress import Blocks
 from gcnzc.exchange import Group, joined
-from gcnzc.optim import (
-    CO2,
-    Averaged,
-    DiLoCo,
-    LocalSGD,
-    OneBitAdam,
-    OneBitLamb,
-    StreamingDiLoCo,
-    ZeroOneAdam,
-)
 
 STEPS, SCALE = 10, 1024.0
 # of the loss on rank 1, and of a gradient on rank 0 that is clipped to a finite value before `step`
 OVERFLOWS, CLIPPED = 5, 7
-
-
-def adam(model):
-    return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-EVERY_STEP = {
-    "averaged": lambda model, group: Averaged(adam(model), group),
-    "averaged int8": lambda model, group: Averaged(adam(model), group, compress=Blocks("int8")),
-    "onebit-adam": lambda model, group: OneBitAdam(model.parameters(), warmup=3, group=group),
-    "onebit-lamb": lambda model, group: OneBitLamb(model.parameters(), warmup=3, group=group),
-    "zero-one-adam": lambda model, group: ZeroOneAdam(model.parameters(), group=group),
-}
-LOCAL = {
-    "local-sgd": lambda model, group: LocalSGD(adam(model), group, local_steps=4),
-    "diloco": lambda model, group: DiLoCo(adam(model), group, local_steps=4),
-    "streaming-diloco": lambda model, group: StreamingDiLoCo(
-        adam(model), group, local_steps=4, fragments=2
-    ),
-    "co2": lambda model, group: CO2(adam(model), group, local_steps=4),
-}
 
 
 def values_of(model):
@@ -78,7 +47,7 @@ def train_all():
     with joined() as group:
         return {
             (name, unscales): train_scaled(make, group, unscales)
-            for name, make in (EVERY_STEP | LOCAL).items()
+            for name, make in KINDS.items()
             for unscales in (False, True)
         }
 
