@@ -1,4 +1,4 @@
-"""Copies of one model on W workers: alike at the start, and kept alike.
+"""Copies of one model on W ranks: in sync at the start, and kept in sync.
 
 Algorithms for `run` and `lockstep`; they know nothing of graphs.
 """
@@ -10,23 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Algorithm, AllGather, AllToAll, Broadcast, Mean, Vote
-from gcnzc.flat import by_kind, hash_of, layout
-
-
-def made_alike(model: nn.Module, rank: int) -> Algorithm[None]:
-    """Give all workers the parameters and buffers of worker 0, in few broadcasts.
-
-    Args:
-        model: on this worker; frozen parameters are sent as well.
-        rank: of this worker.
-
-    Raises:
-        ValueError: the models differ in names, shapes, dtypes, devices or what is frozen; raised on
-            all workers, and names the first difference.
-    """
-    tensors = _tensors(model)
-    yield from demand_same(layout(tensors), "models")
-    yield from broadcast(tensors)
+from gcnzc.flat import by_kind, hash_of
 
 
 def broadcast(tensors: Sequence[tuple[str, Tensor]]) -> Algorithm[None]:
@@ -115,10 +99,6 @@ def synchronise_buffers(model: nn.Module) -> Algorithm[None]:
         mean, share = sums.chunk(2)
         _write(mean / share, tensors)
     yield from broadcast([pair for pair in buffers if not pair[1].dtype.is_floating_point])
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _broadcast(tensors: Sequence[Tensor]) -> Algorithm[None]:

@@ -18,7 +18,6 @@ from gcnzc.config import TrainConfig
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import Averaged
-from gcnzc.replicas import made_alike
 from gcnzc.tally import seeds_checksum
 from gcnzc.timeline import Span, everybodys_spans
 from gcnzc.train import train
@@ -84,7 +83,7 @@ def steps(graph, model, inner, rank, world_size):
         threads=1,
     )
     optimizer = Averaged(inner(model.parameters()), Group(rank, world_size))
-    yield from made_alike(model, rank)
+    yield from optimizer.made_alike()
     taken = 0
     while taken < STEPS:
         for step, batch in enumerate(loader):

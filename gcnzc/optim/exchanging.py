@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, overload
 
 import torch
@@ -235,14 +236,12 @@ class Exchanging(Optimizer):
         found = self.trainable()
         if found == expected:
             return
+        pairs = enumerate(zip_longest(found, expected))
+        place, (now, before) = next(each for each in pairs if each[1][0] != each[1][1])
         names = [name for name, _ in self.named_parameters()]
-        place = next(
-            (i for i, pair in enumerate(zip(expected, found, strict=False)) if pair[0] != pair[1]),
-            min(len(expected), len(found)),
-        )
-        was = f"requires_grad={expected[place]}" if place < len(expected) else "no such parameter"
+        name = names[place] if place < len(names) else f"parameter {place} of all groups"
         raise ValueError(
-            f"{names[place]} has requires_grad={found[place]}, and there was {was} when "
+            f"{name}: {_describe_trainable(now)} now, but {_describe_trainable(before)} when "
             f"{type(self).__name__} was made\n\nhint: its vectors are laid out once; set "
             "requires_grad and add parameters first, on all ranks, and then make the optimizer, or "
             "a new one"
@@ -295,3 +294,7 @@ class Exchanging(Optimizer):
                 f"{own[1]}\n\nhint: gcnzc.optim.resized makes the states of all workers fit "
                 "another number of them"
             )
+
+
+def _describe_trainable(flag: bool | None) -> str:
+    return "no such parameter" if flag is None else f"requires_grad={flag}"

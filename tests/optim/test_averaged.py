@@ -9,7 +9,7 @@ from torch import nn
 from gcnzc.exchange import Choices, Group, Link, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
 from gcnzc.optim import Averaged
-from gcnzc.replicas import everybodys, made_alike, synchronise_buffers, told
+from gcnzc.replicas import everybodys, synchronise_buffers, told
 
 WORLDS = [1, 2, 3, 4, 8]
 STEPS = 30
@@ -149,13 +149,24 @@ def test_signals_of_one_are_heard_by_all():
     assert alone.heard == [True, False]
 
 
+def begin(models):
+    """What making the optimizers does, of workers that are not connected."""
+    optimizers = [
+        Averaged(INNER["sgd"](model.parameters()), Group(rank, len(models)), module=model)
+        for rank, model in enumerate(models)
+    ]
+    return lockstep([optimizer.made_alike() for optimizer in optimizers])
+
+
 def test_models_that_differ_are_told_and_do_not_hang():
     models = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)]
     with pytest.raises(ValueError, match=r"workers 0 and 2 differ: at 0, .*\(2, 2\).*\(3, 2\)"):
-        lockstep([made_alike(model, rank) for rank, model in enumerate(models)])
+        begin(models)
     models = [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
-    with pytest.raises(ValueError, match=r"at 1, worker 0 has 'bias .* worker 1 has nothing more"):
-        lockstep([made_alike(model, rank) for rank, model in enumerate(models)])
+    with pytest.raises(
+        ValueError, match=r"at 1, worker 0 has .* 1 \(2,\).* worker 1 has nothing more"
+    ):
+        begin(models)
     models = [with_gradients(nn.Linear(2, 2), 1.0), with_gradients(nn.Linear(2, 3), 1.0)]
     with pytest.raises(ValueError, match="the parameters of workers 0 and 1 differ"):
         one_step(models)
@@ -191,7 +202,7 @@ def test_all_begin_alike():
         models[-1][1].running_mean += rank
         models[-1][1].num_batches_tracked += rank
     first = copy.deepcopy(models[0].state_dict())
-    lockstep([made_alike(model, rank) for rank, model in enumerate(models)])
+    begin(models)
     for model in models:
         assert all(map(torch.equal, model.state_dict().values(), first.values()))
 
