@@ -121,7 +121,8 @@ def machine() -> dict[str, Any]:
     return {
         "gcnzc": VERSION,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        # a plain string, which torch.load reads with weights_only
+        "torch": str(torch.__version__),
         "triton": triton.__version__,
         "numba": numba.__version__,
         "numpy": numpy.__version__,
