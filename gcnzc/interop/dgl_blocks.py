@@ -205,4 +205,8 @@ def _column_class() -> Any:
 
         data = property(_gathered, Column.data.fset)
 
+        def __reduce__(self: Any) -> tuple[Any, tuple[Any, ...]]:
+            # a worker process sends its rows alone, in a column of DGL's
+            return Column, (self.data, self.scheme)
+
     return GatheredColumn

@@ -27,6 +27,13 @@ from gcnzc.sampler import Block
 from gcnzc.table import FeatureTable
 
 
+class _Dgl:
+    """Imports DGL where it is unpickled: `import dgl` alone fails beside a current torch."""
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return import_dgl, ()
+
+
 class DataLoader(Minibatches):
     """`dgl.dataloading.DataLoader`, with its arguments and its minibatches.
 
@@ -60,6 +67,8 @@ class DataLoader(Minibatches):
         ValueError: what is not supported, named; or what makes no sense.
         RuntimeError: there is no DGL; or minibatches are to go to a GPU, for which it has no CUDA.
     """
+
+    _library = _Dgl()
 
     def __init__(
         self,

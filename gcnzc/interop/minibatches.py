@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import Self
 
@@ -172,6 +172,8 @@ class Minibatches(DataLoader[Any], ABC):
     thread_safe = True
     # attributes that a copy takes over, since they may be replaced between epochs
     _replaceable: tuple[str, ...] = ()
+    # stands before the arguments in a pickle: where it is unpickled, it imports what these need
+    _library: Any = None
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -301,7 +303,10 @@ class Minibatches(DataLoader[Any], ABC):
         items = torch.as_tensor(index, dtype=torch.int64)
         numbers = None
         if self.options.seed is not None:
-            numbers = generator(self._seed, self._epochs.of_sampler, items)
+            # a worker process has a copy of this loader from before the sampler's epoch began
+            is_copy = get_worker_info() is not None
+            epoch = self._epochs.present if is_copy else self._epochs.of_sampler
+            numbers = generator(self._seed, epoch, items)
         return self._on_host(items, int(torch.randint(2**32, (), generator=numbers)))
 
     def __len__(self) -> int:
@@ -316,7 +321,13 @@ class Minibatches(DataLoader[Any], ABC):
         Threads, page-locked memory and iterators stay here.
         """
         replaced = {name: getattr(self, name) for name in self._replaceable}
-        return _construct, (type(self), *self._arguments, replaced, self.state_dict())
+        return _construct, (
+            self._library,
+            type(self),
+            *self._arguments,
+            replaced,
+            self.state_dict(),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -526,6 +537,7 @@ class Epoch(Iterator[Any]):
 
 
 def _construct(
+    _library: Any,
     cls: type[Minibatches],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

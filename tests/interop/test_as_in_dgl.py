@@ -117,3 +117,30 @@ def test_a_copy_goes_on_where_the_loader_stands(graph, copied, is_edges):
     for (*_, mine), (*_, theirs) in zip(list(iterator), other, strict=True):
         for block, copy_of_block in zip(mine, theirs, strict=True):
             assert torch.equal(block.edata[dgl.EID], copy_of_block.edata[dgl.EID])
+
+
+def test_worker_processes_make_the_minibatches_of_the_process_that_starts_them(graph):
+    # as under Accelerate with num_workers; the worker starts without DGL
+    graph = graph.clone()
+    graph.ndata["feat"] = torch.arange(2 * NODES).view(NODES, 2)
+    drawn = loading.NeighborSampler([3, 2], prefetch_node_feats=["feat"])
+    loader = DataLoader(graph, torch.arange(NODES), drawn, batch_size=8, shuffle=True, seed=1)
+
+    def made(epoch, **kwargs):
+        loader.set_epoch(epoch)
+        batches = torch.utils.data.DataLoader(
+            loader.dataset,
+            batch_sampler=loader.batch_sampler,
+            collate_fn=loader.collate_fn,
+            **kwargs,
+        )
+        found = []
+        for nodes, outputs, blocks in batches:
+            assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][nodes])
+            edges = [block.edata[dgl.EID].tolist() for block in blocks]
+            found.append((nodes.tolist(), outputs.tolist(), edges))
+        return found
+
+    first, second = made(0), made(1)
+    assert first != second
+    assert made(1, num_workers=1, multiprocessing_context="forkserver") == second

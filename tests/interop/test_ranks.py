@@ -13,8 +13,11 @@ for name in ("torch_geometric", "dgl", "lightning"):
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)
 
+HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 ITEMS, BATCH_SIZE, EPOCHS, RANKS = 24, 4, 2, 2
-# each rank imports DGL, PyG and Lightning, which takes long where machines are busy
+# within the second epoch, of three steps
+SAVED_STEP = 4
+# each rank imports DGL, PyG and Lightning, and may be the first to compile numba's functions
 TIMEOUT_S = 300
 
 
@@ -48,10 +51,6 @@ def drawn(name, batch):
 
 def train_with_lightning(folder):
     """Which items each fit's epochs and a prediction gave, by the kind of loader."""
-    os.environ["TORCHELASTIC_RUN_ID"] = "lightning"
-    warnings.simplefilter("ignore")
-    # ranks may well draw different random numbers
-    torch.manual_seed(int(os.environ["RANK"]))
     from gcnzc.interop.lightning import import_lightning
 
     lightning = import_lightning()
@@ -80,8 +79,14 @@ def train_with_lightning(folder):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    def trainer():
+    class Save(lightning.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == SAVED_STEP:
+                trainer.save_checkpoint(folder / "within.ckpt")
+
+    def trainer(*callbacks):
         return lightning.Trainer(
+            callbacks=list(callbacks),
             accelerator="cpu",
             strategy="ddp",
             devices=RANKS,
@@ -96,7 +101,9 @@ def train_with_lightning(folder):
     found = {}
     # Lightning makes a loader anew from its attributes, or from the arguments that a hook gave
     found["given"] = given = Model()
-    trainer().fit(given, make_loaders())
+    trainer(Save()).fit(given, make_loaders(seed=7))
+    found["resumed"] = resumed = Model()
+    trainer().fit(resumed, make_loaders(seed=7), ckpt_path=folder / "within.ckpt")
     found["in a hook"] = hook = Model(has_loaders=True)
     trainer().fit(hook)
     predicted = trainer().predict(Model(), make_loaders(shuffle=False)["nodes"])
@@ -104,8 +111,8 @@ def train_with_lightning(folder):
     return seen, [item for part in predicted for item in part]
 
 
-def test_lightning_gives_each_rank_its_share(tmp_path):
-    found = results(RANKS, tmp_path, train_with_lightning, tmp_path, timeout=TIMEOUT_S)
+def test_lightning_gives_each_rank_its_share(found):
+    found = [of_rank["lightning"] for of_rank in found]
     for how in ("given", "in a hook"):
         for name in ("nodes", "links", "dgl"):
             epochs = []
@@ -118,6 +125,8 @@ def test_lightning_gives_each_rank_its_share(tmp_path):
                 epochs.append([item for share in shares for part in share for item in part])
             assert [sorted(epoch) for epoch in epochs] == [list(range(ITEMS))] * EPOCHS, (how, name)
             assert epochs[0] != epochs[1]
+    for seen, _ in found:
+        assert seen["resumed"] == seen["given"][SAVED_STEP * 3 :]
     predicted = Counter(item for _, items in found for item in items)
     assert predicted == Counter(range(ITEMS))
 
@@ -126,55 +135,76 @@ def load_without_ranks():
     """The warnings of iterations over loaders of all kinds, without and with ranks given."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
     warned = []
-    try:
-        for kwargs in (
-            {},
-            {},
-            {"rank": 0, "world_size": 1},
-            {"rank": dist.get_rank(), "world_size": 2},
-        ):
-            for name, loader in make_loaders(**kwargs).items():
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
-                    items = [item for batch in loader for item in items_of(name, batch)]
-                warned += [str(each.message) for each in caught if "ranks" in str(each.message)]
-                assert len(items) == ITEMS // kwargs.get("world_size", 1)
-    finally:
-        dist.destroy_process_group()
+    for kwargs in (
+        {},
+        {},
+        {"rank": 0, "world_size": 1},
+        {"rank": dist.get_rank(), "world_size": 2},
+    ):
+        for name, loader in make_loaders(**kwargs).items():
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                items = [item for batch in loader for item in items_of(name, batch)]
+            warned += [str(each.message) for each in caught if "ranks" in str(each.message)]
+            assert len(items) == ITEMS // kwargs.get("world_size", 1)
     return warned
 
 
-def test_a_loader_that_repeats_all_items_in_each_rank_warns_once(tmp_path):
-    for warned in results(RANKS, tmp_path, load_without_ranks, timeout=TIMEOUT_S):
-        (message,) = warned
+def test_a_loader_that_repeats_all_items_in_each_rank_warns_once(found):
+    for of_rank in found:
+        (message,) = of_rank["warned"]
         assert "torch.distributed has 2 ranks, and this loader gives all its 24 items" in message
         assert "hint: rank=dist.get_rank(), world_size=dist.get_world_size()" in message
 
 
-def train_with_accelerate():
+def train_with_accelerate(num_workers=0):
     """The items that each rank and epoch gave, by the kind of loader."""
-    warnings.simplefilter("ignore")
-    torch.manual_seed(int(os.environ["RANK"]))
     import accelerate
 
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.num_processes == RANKS
     found = {}
-    for name, loader in make_loaders().items():
+    for name, loader in make_loaders(num_workers=num_workers).items():
         prepared = accelerator.prepare(loader)
         found[name] = [
             [(items_of(name, batch), drawn(name, batch)) for batch in prepared]
             for _ in range(EPOCHS)
         ]
-    accelerator.end_training()
     return found
 
 
-def test_accelerate_gives_each_rank_its_share(tmp_path):
-    pytest.importorskip("accelerate")
-    found = results(RANKS, tmp_path, train_with_accelerate, timeout=TIMEOUT_S)
+def use_loaders(folder):
+    """What one rank gets, without a trainer and under each that is installed."""
+    import torch.distributed as dist
+
+    os.environ["TORCHELASTIC_RUN_ID"] = "ranks"
+    dist.init_process_group("gloo")
+    # ranks may well draw different random numbers
+    torch.manual_seed(dist.get_rank())
+    found = {"warned": load_without_ranks()}
+    warnings.simplefilter("ignore")
+    found["lightning"] = train_with_lightning(folder)
+    if HAS_ACCELERATE:
+        found["accelerate"] = train_with_accelerate()
+    return found
+
+
+def use_accelerate_with_workers():
+    warnings.simplefilter("ignore")
+    torch.manual_seed(int(os.environ["RANK"]))
+    return {"accelerate": train_with_accelerate(num_workers=1)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each rank found: one launch for all tests, since to import the libraries takes long."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return results(RANKS, folder, use_loaders, folder, timeout=TIMEOUT_S)
+
+
+def demand_shares_of_accelerate(found):
+    found = [of_rank["accelerate"] for of_rank in found]
     for name in ("nodes", "links", "dgl"):
         epochs = [
             [[items for items, _ in rank[name][epoch]] for rank in found] for epoch in range(EPOCHS)
@@ -184,3 +214,16 @@ def test_accelerate_gives_each_rank_its_share(tmp_path):
             taken = [item for share in epoch for part in share for item in part]
             assert sorted(taken) == list(range(ITEMS)), name
         assert epochs[0] != epochs[1]
+
+
+@pytest.mark.skipif(not HAS_ACCELERATE, reason="Accelerate is not installed")
+def test_accelerate_gives_each_rank_its_share(found):
+    demand_shares_of_accelerate(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_ACCELERATE, reason="Accelerate is not installed")
+def test_accelerate_with_worker_processes_gives_each_rank_its_share(tmp_path):
+    demand_shares_of_accelerate(
+        results(RANKS, tmp_path, use_accelerate_with_workers, timeout=TIMEOUT_S)
+    )
