@@ -58,7 +58,7 @@ else:
 FAILED, MISUSED = 1, 2
 DEBUG = "--debug"
 UNKNOWN_REMEDY = f"{DEBUG} shows the traceback, which helps to report this"
-# parts of the messages of numpy's and torch's allocators
+# parts of the error messages of numpy's and torch's allocators
 NO_MEMORY = ("can't allocate memory", "DefaultCPUAllocator", "not enough memory")
 # what may be over when workers are started again
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
@@ -136,7 +136,7 @@ def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int
 
 
 def _chosen_folder(config: TrainConfig, group: Group, run_id: str | None) -> Path:
-    """The folder that worker 0 finds for a run without --out, on all workers."""
+    """Choose the folder of a run without --out; all workers return the choice of worker 0."""
     own = str(train.new_folder(config, run_id)).encode()
     return Path(run(told(own, group.rank), group).decode())
 
@@ -369,11 +369,11 @@ class _Misuse(Exception):
 
 
 class _OutputClosed(Exception):
-    """Nobody reads this command's stdout any more."""
+    """The reader of this command's stdout has closed the pipe."""
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM came; raised where the program was, so that partial files are removed."""
+    """SIGTERM was received; raised as an exception so that partial files are removed."""
 
 
 @contextlib.contextmanager
@@ -490,7 +490,7 @@ def _complain(text: str, status: int) -> int:
 
 
 def _message_of(error: BaseException) -> str:
-    """What is wrong, and after an empty line the hint."""
+    """Return the message of an error, and after an empty line its hint."""
     text = str(error)
     if isinstance(error, KeyboardInterrupt):
         how = "terminated" if isinstance(error, _Terminated) else "interrupted"
@@ -541,7 +541,7 @@ def _print_json(line: Mapping[str, Any]) -> None:
     try:
         print(json.dumps(line, default=str), flush=True)
     except BrokenPipeError:
-        # the interpreter flushes stdout once more when it ends, and would report the pipe
+        # the interpreter flushes stdout when it exits, and would report the closed pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise _OutputClosed from None
 

@@ -29,9 +29,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 FATAL = "GCNZC_FATAL"
 # the rendezvous of a launcher whose workers are all on this machine
 LOOPBACK, LOOPBACK_ADDRESS = "gcnzc-loopback", "127.0.0.1"
-# torchrun's run id where the user gave none
+# torchrun's run id if the user gave none
 NO_RUN_ID = "none"
-# what workers on one machine find in their environment, unless the user's says otherwise
+# the environment of workers on one machine; variables that the user has set take precedence
 OF_ONE_MACHINE = {
     # connections of gloo and NCCL stay on this machine
     "GLOO_SOCKET_IFNAME": "lo",
@@ -108,36 +108,36 @@ def word_was_left() -> bool:
 
 
 def run_id() -> str | None:
-    """What all worker sets of one launch have in common, and no other launch has.
+    """Return the id of this launch, which is the same after every restart of its workers.
 
-    The launcher's run id: what the user gave torchrun as `--rdzv-id`, or the random one of
-    `gcnzc train --workers`. Where torchrun was given none, the identity of this worker's launcher,
-    which a launcher that replaces it does not share. None without a launcher.
+    It is the launcher's run id: the `--rdzv-id` of torchrun, or a random one for
+    `gcnzc train --workers`. Without `--rdzv-id` it identifies the launcher process of this worker,
+    so it changes if that launcher is replaced. None without a launcher.
     """
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     if given is None or given != NO_RUN_ID:
         return given
     parent = os.getppid()
     stat = Path(f"/proc/{parent}/stat").read_text()
-    # a process number is used again, but not with the same time of start
+    # a process id may be reused, but not with the same start time
     started = stat[stat.rindex(")") + 1 :].split()[19]
     return f"{socket.gethostname()}-{parent}-{started}"
 
 
 def cannot_be_joined() -> bool:
-    """Whether a machine that replaces another could not join this run.
+    """Whether no new machine can join this run, not even to replace another.
 
-    With torch 2.13, launchers that share their store do not tell a new one where it is: the new
-    launcher and the old ones end with DistStoreError.
+    With torch 2.13, launchers that share their store do not send its address to a new launcher: the
+    new launcher and the old ones end with DistStoreError.
     """
     has_several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     return has_several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class _Loopback(RendezvousHandler):
-    """The rendezvous of one launcher: for each start a new store, on the loopback interface alone.
+    """The rendezvous of a single launcher: a new store on the loopback interface for each start.
 
-    torch's own listens on all interfaces, and unpickles what it reads there.
+    torch's own rendezvous listens on all interfaces, and unpickles the values that it reads.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -150,7 +150,7 @@ class _Loopback(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers use the launcher's store, which outlives them."""
+        """Return True: workers use the launcher's store, which outlives them."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -169,14 +169,14 @@ class _Loopback(RendezvousHandler):
         return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(LOOPBACK_ADDRESS, port))
 
     def is_closed(self) -> bool:
-        """Never: nobody else takes part."""
+        """Return False: there is no other launcher."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to tell anybody."""
+        """Do nothing: there is no other launcher."""
 
     def num_nodes_waiting(self) -> int:
-        """No other machine may join."""
+        """Return 0: no other machine may join."""
         return 0
 
     def get_run_id(self) -> str:
@@ -191,7 +191,7 @@ class _Loopback(RendezvousHandler):
 
 @contextmanager
 def _environment(workers: int, fatal: Path) -> Iterator[None]:
-    """What workers find in their environment: their share of the cores, and OF_ONE_MACHINE."""
+    """Set the environment of workers: their share of the cores, and OF_ONE_MACHINE."""
     cores = str(max(len(os.sched_getaffinity(0)) // workers, 1))
     wanted = {"OMP_NUM_THREADS": cores, "NUMBA_NUM_THREADS": cores, **OF_ONE_MACHINE}
     given = {FATAL: str(fatal.absolute())}

@@ -98,10 +98,10 @@ def shared(make: Callable[[Allocate], T], group: Group) -> T:
 
 
 def share_copy(table: FeatureTable, group: Group) -> FeatureTable:
-    """`table`, or one copy of it for each machine whose driver does not lock it in place.
+    """Return `table`, or one copy per machine where the driver cannot lock it in place.
 
-    That is a table that is mapped read-only, as a prepared folder's is, and `gcnzc.pinned` would
-    copy it on each worker by itself.
+    Some drivers do not lock memory that is mapped read-only, as a prepared folder is. Without this
+    function `gcnzc.pinned` would make a copy on each worker.
 
     Args:
         table: the same on all workers.
@@ -127,7 +127,7 @@ def share_copy(table: FeatureTable, group: Group) -> FeatureTable:
             "memory that the workers of this machine share",
             f"{table.nbytes:,}",
         )
-    # all workers take part, also those of machines that need none
+    # a collective call, also for workers of machines that need no copy
     rows = shared(lambda _: table.rows if is_copied else None, group)
     return table if rows is None else replace(table, rows=rows)
 

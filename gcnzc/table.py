@@ -346,7 +346,7 @@ def can_read_host(device: torch.device | str) -> bool:
 
 
 def needs_copy(table: FeatureTable) -> bool:
-    """Whether `pinned` will copy the rows, because the driver locks no memory that is read-only.
+    """Whether `pinned` will copy the rows because the driver does not lock read-only memory.
 
     One page of the rows is locked to see. Workers of one machine can then make one copy for all,
     see `gcnzc.shared.share_copy`.
@@ -371,7 +371,7 @@ def needs_copy(table: FeatureTable) -> bool:
 
 
 def copy_to(rows: Tensor, device: torch.device | str) -> Tensor:
-    """`rows.to(device)`, also of rows that `pinned` has locked in several registrations.
+    """Return `rows.to(device)`, also if `pinned` has locked the rows in several registrations.
 
     CUDA copies no range of host memory that begins in one registration and ends in another.
     """

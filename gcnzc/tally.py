@@ -17,10 +17,10 @@ SUMS = ("loss", "right")
 
 
 def seeds_checksum(seeds: Tensor) -> int:
-    """The sum of SplitMix64 of all seeds, modulo 2**64: which seeds they are, in any order.
+    """Return the sum of SplitMix64 of all seeds, modulo 2**64, whatever their order.
 
-    Minibatches add up to the checksum of their epoch, whoever took them. A seed that is missing,
-    or used twice, changes it.
+    The checksums of minibatches add up to that of their epoch, whichever rank used them. A seed
+    that is missing or used twice changes the checksum.
 
     Args:
         seeds: (S,) int64 on the host: ids of nodes, or numbers of edges in link prediction.
@@ -39,7 +39,7 @@ class Tally:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.right = torch.zeros((), dtype=torch.float64, device=device)
         self.seeds = self.steps = self.bytes = 0
-        self.bytes_sent = 0  # to other workers, for whatever
+        self.bytes_sent = 0  # payload of all messages to other workers
         self.seeds_checksum = 0  # modulo 2**64
         # of a cached table, rows that were hot, and of them those that another worker's GPU had
         self.hits: int | Tensor = 0
@@ -47,7 +47,7 @@ class Tally:
         self.seconds = Seconds(dict.fromkeys(TIMES, 0.0))
 
     def add(self, logits: Tensor, loss: Tensor, labels: Tensor, seeds: Tensor) -> None:
-        """Count one minibatch, of which `seeds` are the loader's, on the host."""
+        """Add one minibatch; `seeds` are those of the loader, on the host."""
         self.loss += loss.double() * len(labels)
         if labels.ndim == 1:
             # one logit a pair, or one a class
@@ -73,7 +73,7 @@ class Tally:
     def of_all_workers(self) -> Algorithm[list["Tally"]]:
         """The tallies of all workers, in the order of ranks."""
         state = self.state_dict()
-        # a checksum has all 64 bits, which float64 does not
+        # float64 cannot hold the 64 bits of a checksum
         counts = yield AllGather(torch.tensor([_signed(state[name]) for name in COUNTS]))
         sums = [state[name] for name in SUMS]
         times = state["times"]
@@ -132,7 +132,7 @@ class Tally:
 
 
 def added(tallies: Sequence[Tally]) -> Tally:
-    """The sums over workers, but of their steps, which are the same."""
+    """Sum the tallies of workers; `steps`, which all have in common, is not summed."""
     states = [tally.state_dict() for tally in tallies]
     whole = {name: sum(state[name] for state in states) for name in (*COUNTS, *SUMS)}
     whole["steps"] = max(state["steps"] for state in states)

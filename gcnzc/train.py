@@ -125,8 +125,8 @@ def train(
             Worker 0 alone reads and writes it.
         reporter: where progress is shown; nowhere if None.
         group: of the workers that train together; this process alone if None.
-        run_id: of the launch that these workers are of. If `folder` holds the run of the same
-            launch, these workers were started again, and go on with it.
+        run_id: of the launch that started these workers. If `folder` holds a run of the same
+            launch, these workers were restarted, and resume that run.
 
     Returns:
         What `gcnzc train` prints: accuracies, seconds and bytes, an epoch where they are times.
@@ -192,7 +192,7 @@ def train(
 
 
 def _verify(path: Path, group: Group, reporter: Reporter) -> None:
-    """Verify a prepared folder, on one worker of each machine; others are read and checked whole.
+    """Verify a prepared folder, on one worker of each machine; other data is checked on reading.
 
     Raises:
         FileNotFoundError, ValueError: on all workers, if a file is missing or damaged.
@@ -204,7 +204,7 @@ def _verify(path: Path, group: Group, reporter: Reporter) -> None:
 
 
 def new_folder(config: TrainConfig, run_id: str | None = None) -> Path:
-    """The first name runs/DATA-MODEL-N that is free, or whose run is of the launch `run_id`."""
+    """The first runs/DATA-MODEL-N that is free, or that holds a run of the launch `run_id`."""
     name = config.data.name.removesuffix(".npz") if config.data else "run"
     number = 1
     while (folder := Path("runs") / f"{name}-{config.model}-{number}").exists():
@@ -215,7 +215,7 @@ def new_folder(config: TrainConfig, run_id: str | None = None) -> Path:
 
 
 def _is_of_launch(folder: Path, run_id: str | None) -> bool:
-    """Whether `folder` holds a run whose workers the launch `run_id` started last."""
+    """Whether the run in `folder` was last started by the launch `run_id`."""
     if run_id is None or not (folder / CONFIG).is_file():
         return False
     path = folder / RUN_ID
@@ -392,7 +392,7 @@ class _Run:
         self.reporter.say(f"going on with {self.folder} {where}")
 
     def _take_up_tally(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Each worker goes on with its own; worker 0 with the sum, if their number is another."""
+        """Load each worker's tally; if the number of workers changed, worker 0 loads the sum."""
         if len(states) == self.group.world_size:
             self.tally.load_state_dict(states[self.group.rank])
         elif self.is_first:
@@ -761,7 +761,7 @@ class _Run:
 
 
 def _options(config: TrainConfig) -> dict[str, Any]:
-    """The options of a run that are neither paths nor those of how long it may take."""
+    """The options of a run, except paths and time limits."""
     left_out = ("data", "out", "resume", "config", "timeout_s", "restarts", "checkpoint_every_s")
     return {name: value for name, value in to_words(config).items() if name not in left_out}
 

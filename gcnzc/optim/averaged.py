@@ -31,10 +31,11 @@ NONE, DENSE, SPARSE = 0, 1, 2  # kinds of gradients
 class Averaged(Exchanging):
     """An optimizer of torch whose `step` first averages the gradients of all workers.
 
-    The parameters of rank 0 become those of all at the start. Parameters without a gradient on some
-    workers take part with zeros; one without on all is left alone, as by the inner optimizer.
-    Sparse gradients stay sparse, and are exchanged as such. Parameters may be frozen, unfrozen and
-    added between two steps, on all ranks alike; what compression has left out so far is then lost.
+    Rank 0's parameters are broadcast at the start. A missing gradient counts as zeros if another
+    rank has one; a parameter without a gradient on any rank is left to the inner optimizer, which
+    skips it. Sparse gradients stay sparse, also while they are exchanged. Parameters may be frozen,
+    unfrozen and added between two steps, in the same way on all ranks; this resets the errors of
+    compression.
 
     With torch's GradScaler all ranks skip a step that overflows on one, and all lower their scales.
 
@@ -77,14 +78,14 @@ class Averaged(Exchanging):
         self.connect()
 
     def _lay_out(self) -> None:
-        """Begin anew with the parameters, and which of them are frozen, as they are now."""
+        """Lay out the gradients for the current parameters and their `requires_grad`."""
         rank, world_size = self.group.rank, self.group.world_size
         self.is_trainable = self.trainable()
         self.gradients = Gradients(self.named_parameters(), self.compress, rank, world_size)
         self.is_alike = world_size == 1
 
     def made_alike(self) -> Algorithm[None]:
-        """See `Exchanging`; again for parameters that were added."""
+        """See `Exchanging`; runs again for parameters that were added."""
         if self.is_alike:
             return
         tensors = [pair for pair in self.tensors() if id(pair[1]) not in self.sent]
@@ -151,7 +152,7 @@ class Averaged(Exchanging):
             self.gradients.load_errors([errors[str(i)] for i in range(len(errors))])
         self.inner.load_state_dict(dict(inner))
         self._share()
-        # it is loaded where ranks have begun, and may have buffers of their own by now
+        # no broadcast after this: buffers differ between ranks in the middle of a run
         self._mark_alike()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -184,7 +185,7 @@ class Averaged(Exchanging):
             return
         groups, world_size = self.param_groups, self.group.world_size
         if not self.gradients.is_known:
-            # bits may take some steps to differ: the options are compared whole at the start
+            # bits of different options may be equal, so the first step compares the options
             yield from self.gradients.agree(1 + len(self.asks), option_lines(groups, with_gpu=True))
         asks = [self.options.bit(groups), *self.asks]
         flags = yield from self.gradients.averaged(self.gradient_factor(), asks)
@@ -276,13 +277,13 @@ class Gradients:
         blame = ""
         if not all(bool(are_finite(mean)) for mean in means):
             bad += sum(_bad(each.parameter) for vector in self.vectors for each in vector.segments)
-            # GradScaler may have found one that was clipped since
+            # GradScaler may have found a gradient that was clipped later
             blame = yield from _blamed(bad or int(factor != factor))
         shares = [float(each) for each in asks]
         for vector, reducer in zip(self.vectors, self.reducers, strict=True):
             told = vector.extra.tolist()
             vector.write_gradients([each > 0 for each in told[: len(vector.segments)]])
-            # a reducer gives sums of notes
+            # a reducer returns the sums of notes, and Mean their means
             among = 1 if reducer is None else self.world_size
             shares = [each / among for each in told[len(vector.segments) :]]
         return Flags(shares, blame)
@@ -314,7 +315,7 @@ class Gradients:
         return self.compress.reducer(vector.num_elements, place)
 
     def errors(self) -> list[dict[str, Tensor]]:
-        """What compression has left out, of each vector; before the first step, what was loaded."""
+        """The compression errors of each vector; before the first step, those that were loaded."""
         if not self.is_known:
             return [dict(each) for each in self.loaded]
         return [{} if reducer is None else reducer.errors() for reducer in self.reducers]

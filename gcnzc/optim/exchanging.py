@@ -1,4 +1,4 @@
-"""An optimizer of torch whose steps exchange: what a training loop and a checkpoint see of it."""
+"""The base class of optimizers whose `step` communicates with the other ranks."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,29 +18,29 @@ from gcnzc.replicas import synchronise_buffers
 
 
 class Exchanging(Optimizer):
-    """The base of optimizers that workers step together.
+    """The base class of optimizers whose `step` communicates with the other ranks.
 
-    What they do together is an algorithm, which `step` runs over processes, and `lockstep` in one.
+    The communication is an algorithm: `step` runs it over processes, `lockstep` in one process.
 
     Args:
         params: as torch's optimizers take them.
         defaults: options of the groups.
         group: of all workers; those for which torch.distributed was initialised if None.
         signals: how many things, such as a wish to stop, are told with an exchange.
-        module: the model. Its buffers, and parameters that are not in `params`, are then broadcast
-            from rank 0 at the start too, and `finalize` leaves its buffers equal on all ranks.
+        module: the model. If given, its buffers and the parameters that are not in `params` are
+            broadcast from rank 0 at the start too, and `finalize` makes its buffers equal.
     """
 
     is_shared = False
     """whether a checkpoint of one worker is that of all"""
 
-    # torch's GradScaler leaves the unscaling, and the choice to skip, to `step`
+    # torch's GradScaler then lets `step` divide by the scale and decide whether to skip
     _step_supports_amp_scaling = True
 
     grad_scale: Tensor | None
-    """while GradScaler takes a step: what the gradients are multiplied by; None if unscaled"""
+    """the scale of the gradients, set by GradScaler during `step`; None if they are unscaled"""
     found_inf: Tensor
-    """while GradScaler takes a step: more than 0 if it has found a gradient that is not finite"""
+    """set by GradScaler during `step`: above 0 if it found a gradient that is not finite"""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Exchanging(Optimizer):
         self.heard = [False] * signals
         """of each signal, whether a worker gave it; at an exchange, and not between two"""
         self.skipped = 0
-        """steps that were left out, since a gradient was not finite"""
+        """number of steps that were skipped because a gradient was not finite"""
         self.options = OptionComparison()
         self.blame = ""
         """what was left out at the last step and why, in words; empty if nothing was"""
@@ -79,15 +79,15 @@ class Exchanging(Optimizer):
         check_param_group(type(self).__name__, self.param_groups[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy and a pickle have: all but hooks, as of torch's optimizers.
+        """Return the attributes that are copied and pickled: all except hooks.
 
-        A copy communicates through the same group, and an unpickled optimizer through
-        torch.distributed, if it is initialised for as many ranks with this one among them.
+        A copy communicates through the same group. An unpickled optimizer communicates through
+        torch.distributed if that is initialised with the same ranks; else its steps fail.
         """
         return {
             name: value
             for name, value in vars(self).items()
-            # a scheduler wraps the step of the optimizer that it belongs to
+            # a scheduler replaces the `step` of its own optimizer by a wrapper
             if name != "step" and not name.startswith(("_optimizer_", "_zero_grad"))
         }
 
@@ -100,7 +100,7 @@ class Exchanging(Optimizer):
 
         Raises:
             WorkerLost: another worker is gone.
-            ValueError: the parameters of the workers differ, or the options of their groups.
+            ValueError: parameters, or the options of their groups, differ between ranks.
         """
         loss = None
         if closure is not None:
@@ -113,43 +113,42 @@ class Exchanging(Optimizer):
         return loss
 
     def fill_state(self) -> None:
-        """Give `state` an entry for each parameter.
+        """Add an empty entry to `state` for each parameter.
 
-        Where it is empty torch.distributed.checkpoint takes a step, to have the state initialised.
+        torch.distributed.checkpoint takes a step to initialise a state without entries.
         """
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state.setdefault(parameter, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank goes on from, in the layout of torch's optimizers.
+        """Return the state of this rank in the layout of torch's optimizers.
 
-        `state` has the step of each parameter, and for the first that is trained two entries of
-        bytes: what all ranks have in common, and this rank's own, such as what compression has left
-        out. The name of the latter has the rank, so that torch.distributed.checkpoint, which saves
-        equal names of several ranks once, saves that of each.
+        `state` has the step count of each trained parameter. The first of them has two more
+        entries, as bytes: the state that is the same on all ranks, and the state of this rank, such
+        as its compression errors. The name of the second contains the rank, because
+        torch.distributed.checkpoint saves an entry that several ranks have only once.
         """
         return packed(type(self).__name__, self.snapshot(), self.param_groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict` of this rank, a `snapshot`, or what `resized` made of these.
+        """Load a `state_dict` or `snapshot` of this rank, or a result of `resized`.
 
         Raises:
-            ValueError: it is of another rank, number of ranks or kind of optimizer, or of other
-                parameters.
+            ValueError: it is of another rank, number of ranks, type of optimizer, or model.
         """
         self.restore(unpacked(type(self).__name__, state_dict, self.group.rank))
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
-        """What this rank goes on from: plain tensors, which are the optimizer's, and numbers.
+        """Return the state of this rank as plain tensors, which are not copied, and numbers.
 
         `shared` is the same on all ranks; `local`, `shards` and `errors` are this rank's own.
         """
 
     @abstractmethod
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on from a `snapshot` of this rank.
+        """Load a `snapshot` of this rank.
 
         Raises:
             ValueError: it is of another rank, another number of ranks or other parameters.
@@ -161,21 +160,21 @@ class Exchanging(Optimizer):
 
     @property
     def has_overflowed(self) -> bool:
-        """Whether a GradScaler that takes the step has found a gradient that is not finite."""
+        """Whether GradScaler has found a gradient of this step that is not finite."""
         return bool(getattr(self, "found_inf", False))
 
     def gradient_factor(self) -> float | Tensor:
-        """The factor by which this rank's gradients enter the mean over the ranks.
+        """Return the factor of this rank's gradients in the mean over the ranks.
 
-        Its weight, divided by the scale of a GradScaler that takes the step: then () float64 on the
-        device of that. NaN if it has found a gradient that is not finite, even if it was clipped
-        since, so that all ranks skip the step.
+        This is the rank's weight. With GradScaler it is a tensor () of float64 on the device of the
+        scale: the weight divided by the scale, or NaN if GradScaler found a gradient that is not
+        finite. NaN makes all ranks skip the step, even if the gradient was clipped later.
         """
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is None and found_inf is None:
             return self.weight
         if not isinstance(found_inf, Tensor):
-            # a rank without any gradient has the number 0
+            # GradScaler sets the number 0 on a rank without gradients
             found_inf = torch.zeros(())
         if scale is None:
             scale = torch.ones_like(found_inf)
@@ -183,7 +182,7 @@ class Exchanging(Optimizer):
         return factor.masked_fill(found_inf.to(factor.device) > 0, torch.nan)
 
     def scale_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Multiply gradients, in place, by this rank's weight over the scale of a GradScaler."""
+        """Multiply gradients in place by this rank's weight divided by GradScaler's scale."""
         scale = getattr(self, "grad_scale", None)
         factor = self.weight / (1.0 if scale is None else float(scale))
         for parameter in parameters if factor != 1.0 else ():
@@ -192,46 +191,46 @@ class Exchanging(Optimizer):
 
     @abstractmethod
     def made_alike(self) -> Algorithm[None]:
-        """Begin with the parameters and buffers of rank 0, on all ranks, once.
+        """Broadcast the parameters and buffers of rank 0, once, before the first step.
 
         Raises:
-            ValueError: parameters, buffers or options differ; raised on all ranks.
+            ValueError: shapes, dtypes or options differ between ranks; raised on all ranks.
         """
 
     def connect(self) -> None:
-        """Begin with the same parameters as the other ranks, if they can be reached.
+        """Run `made_alike` if the group is connected.
 
-        What a constructor ends with.
+        Every constructor ends with this call.
         """
         if self.group.backend:
             run(self.made_alike(), self.group)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Names and tensors that begin as on rank 0: all parameters, and the module's buffers."""
+        """The names and tensors to broadcast: all parameters, and the module's buffers."""
         named: list[tuple[str, Tensor]] = list(self.named_parameters())
         if self.module is not None:
             named += [*self.module.named_parameters(), *self.module.named_buffers()]
         unique: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named:
-            # a parameter of a group is one of the module, too
+            # the parameters of groups are among those of the module
             unique.setdefault(id(tensor), (name, tensor))
         return list(unique.values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all groups, frozen ones included, named by their places."""
+        """The parameters of all groups, including frozen ones, named by their positions."""
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group["params"]):
                 yield f"group {number}, parameter {place}", parameter
 
     def trainable(self) -> list[bool]:
-        """Which parameters of all groups have requires_grad now, in their order."""
+        """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
         return [parameter.requires_grad for _, parameter in self.named_parameters()]
 
     def demand_trainable(self, expected: Sequence[bool]) -> None:
-        """Raise an error unless the same parameters have requires_grad as at the start.
+        """Check that the parameters have the same `requires_grad` as at construction.
 
         Raises:
-            ValueError: they do not.
+            ValueError: a parameter was frozen, unfrozen, added or removed.
         """
         found = self.trainable()
         if found == expected:
@@ -248,9 +247,9 @@ class Exchanging(Optimizer):
         )
 
     def finalize(self) -> None:
-        """Leave all ranks with the same parameters and buffers; once, after the last step.
+        """Make parameters and buffers equal on all ranks; call it once, after the last step.
 
-        Buffers are those of `module`: floating-point ones, such as BatchNorm's, become their means.
+        Floating-point buffers of `module`, such as BatchNorm's, become their means over the ranks.
         """
         run(self.finalized(), self.group)
 
@@ -262,7 +261,7 @@ class Exchanging(Optimizer):
             yield from synchronise_buffers(self.module)
 
     def finish(self) -> Algorithm[None]:
-        """What leaves all ranks with the same parameters."""
+        """Make the parameters equal on all ranks."""
         return
         yield
 

@@ -1,9 +1,10 @@
-"""Whether the options of parameter groups, such as the learning rate, are the same on all ranks.
+"""Compare the options of parameter groups, such as the learning rate, across ranks.
 
 A scheduler that follows a rank's own loss gives each rank its own learning rate, and the replicas
-drift apart. So with every exchange of an optimizer travels one bit of a hash of these options,
-another bit each time: ranks whose options are the same always send the same bit, and others differ
-in every second exchange. Where bits differ, the options themselves are exchanged, and compared.
+go out of sync. Therefore every exchange of an optimizer also sends one bit of a hash of the options
+and of the number of the exchange. Ranks with equal options always send equal bits; ranks with
+different options send different bits in about half of the exchanges. If bits differ, the ranks
+exchange the options themselves and compare them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,9 @@ from gcnzc.exchange import Algorithm
 from gcnzc.flat import hash_of
 from gcnzc.replicas import everybodys
 
-# how a step is computed, which depends on a rank's device and not on the method
+# these choose an implementation for the rank's device and do not change the method
 NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-# exchanges from one look at options on a GPU to the next, since reading them waits for it
+# options on a GPU are read once in so many exchanges, because reading them synchronises with it
 GPU_INTERVAL = 100
 
 
@@ -26,25 +27,26 @@ class OptionComparison:
 
     def __init__(self) -> None:
         self.count = 0
-        """of bits so far, the same on all ranks"""
+        """number of bits sent so far; equal on all ranks"""
         self.is_due = False
-        """whether bits have differed since the last comparison, the same on all ranks"""
+        """whether bits have differed since the last comparison; equal on all ranks"""
 
     def bit(self, groups: Sequence[Mapping[str, Any]]) -> float:
-        """0 or 1, to be sent with the next exchange."""
+        """Return the bit, 0 or 1, to send with the next exchange."""
         self.count += 1
         lines = option_lines(groups, with_gpu=self.count % GPU_INTERVAL == 0)
         return float(hash_of([str(self.count), *lines]) & 1)
 
     def receive(self, total: float, ranks: int) -> None:
-        """Take the sum of the bits of so many ranks."""
+        """Take in the sum of the bits of `ranks` ranks."""
         self.is_due |= total not in (0, ranks)
 
     def compare(self, groups: Sequence[Mapping[str, Any]]) -> Algorithm[None]:
-        """Compare the options where bits have differed; without a request where they have not.
+        """Compare the options if bits have differed; otherwise communicate nothing.
 
         Raises:
-            ValueError: an option differs; raised on all ranks, and names it and both values.
+            ValueError: an option differs between ranks. It is raised on all ranks; the message has
+                the name of the option and both values.
         """
         if not self.is_due:
             return
@@ -67,7 +69,7 @@ def option_lines(groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> list
 
     Args:
         groups: of an optimizer.
-        with_gpu: whether to read tensors on a GPU, which waits for it.
+        with_gpu: whether to read tensors on a GPU, which synchronises with it.
     """
     return [
         f"{name} of parameter group {number}\t{_text(group[name], with_gpu=with_gpu)}"
@@ -90,5 +92,5 @@ def _text(value: Any, *, with_gpu: bool) -> str:
         return f"({', '.join(_text(each, with_gpu=with_gpu) for each in value)})"
     if isinstance(value, Tensor):
         return repr(value.item()) if with_gpu or value.device.type == "cpu" else "on a GPU"
-    # a whole number may stand for the same float
+    # an int and a float of the same value are equal
     return repr(float(value) if isinstance(value, int) and not isinstance(value, bool) else value)

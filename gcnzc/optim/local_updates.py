@@ -77,8 +77,8 @@ class LocalUpdates(Exchanging):
             takes the inner optimizer's steps.
         module: see `Exchanging`.
 
-    With torch's GradScaler each rank has its own scale, by which its gradients are divided: a rank
-    whose gradients overflow leaves out its own local step, and the others take theirs.
+    With torch's GradScaler each rank has its own scale. A rank whose gradients overflow skips its
+    local step; the other ranks take theirs.
 
     Raises:
         TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
@@ -107,7 +107,7 @@ class LocalUpdates(Exchanging):
         self._share()
         self.space = Space(self.param_groups)
         self.is_trainable = self.trainable()
-        """of all parameters, at the start"""
+        """`requires_grad` of all parameters at construction"""
         self.place = Place(
             self.group.rank, self.group.world_size, self.space.device, self.space.dtype
         )
@@ -374,7 +374,7 @@ class LocalUpdates(Exchanging):
             self.restarted()
 
     def __getstate__(self) -> dict[str, Any]:
-        """See `Exchanging`; exchanges that go on are waited for, as in `snapshot`."""
+        """See `Exchanging`; waits for pending exchanges, as `snapshot` does."""
         if self.group.backend:
             run(self.drained(), self.group)
         return super().__getstate__()

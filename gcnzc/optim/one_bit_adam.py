@@ -246,8 +246,8 @@ class OneBitAdam(Replicated):
     def _count_waking(self, gradients: Tensor) -> Tensor:
         """Count the elements whose gradient can give them a variance.
 
-        NaN if a gradient is not finite. The exchange checks active elements alone, and would let it
-        into `waiting`; a note that is not finite makes all ranks skip the step.
+        NaN if a gradient is not finite. The exchange checks only active elements; this note makes
+        all ranks skip the step before such a gradient is added to `waiting`.
         """
         # a square that is rounded to 0 would ask for one dense step after the other
         count = (gradients.square() > torch.finfo(gradients.dtype).tiny).sum()

@@ -64,7 +64,7 @@ class Replicated(Exchanging):
         self.fill_state()
         self.space = Space(self.param_groups)
         self.is_trainable = self.trainable()
-        """of all parameters, at the start"""
+        """`requires_grad` of all parameters at construction"""
         self.clip_norm = clip_norm
         self.steps = 0
         """that were taken"""
@@ -108,10 +108,10 @@ class Replicated(Exchanging):
         return self.reducer(compress, num_elements)
 
     def bound_sums(self, sums: Tensor) -> Tensor:
-        """Limit sums of gradients, in place, so that no dense exchange of them overflows.
+        """Clamp sums of gradients in place so that a dense exchange of them cannot overflow.
 
-        Neither their mean over the ranks nor its square may: it would fail every dense step from
-        then on, since the sums are kept when a step is skipped.
+        Sums are kept when a step is skipped. If their mean over the ranks or its square overflowed,
+        all later dense steps would be skipped.
         """
         sent = getattr(self._dense, "dtype", self.space.dtype)
         largest = torch.finfo(sent).max / (2 * self.group.world_size)
@@ -119,9 +119,9 @@ class Replicated(Exchanging):
         return sums.clamp_(-largest, largest)
 
     def restore_sums(self, saved: Tensor) -> Tensor:
-        """Copy sums of gradients out of a state; elements that are not finite become 0.
+        """Copy sums of gradients from a state; elements that are not finite become 0.
 
-        States that were saved before such gradients were refused may have some.
+        Older versions saved states with such elements.
         """
         sums = saved.to(self.space.device, self.space.dtype, copy=True)
         return self.bound_sums(sums.nan_to_num_(0.0, 0.0, 0.0))
@@ -178,7 +178,7 @@ class Replicated(Exchanging):
 
     @property
     def num_common_notes(self) -> int:
-        """How many notes all exchanges begin with: a bit of the options' hash, and the signals."""
+        """The number of notes at the start of every exchange: a bit of the options, and signals."""
         return 1 + len(self.asks)
 
     def notes(self, values: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class Replicated(Exchanging):
         return values[self.space.num_elements :]
 
     def hear(self, values: Tensor) -> None:
-        """Take up the common notes that an exchange brought."""
+        """Read the common notes after an exchange."""
         bits, *signals = self.notes(values)[: self.num_common_notes].tolist()
         self.options.receive(bits, self.group.world_size)
         self.heard = [share > 0 for share in signals]
@@ -280,7 +280,7 @@ class Replicated(Exchanging):
             name: vector.to("cpu" if name == "awake" else self.space.device, copy=True)
             for name, vector in snapshot["shared"]["vectors"].items()
         }
-        # it is loaded where ranks have begun, and may have buffers of their own by now
+        # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_alike = True
         self.take_up(snapshot["errors"])
 

@@ -1,4 +1,4 @@
-"""What `torch.amp.GradScaler` must know of a step that all ranks have skipped."""
+"""Report to `torch.amp.GradScaler` that all ranks skipped a step."""
 
 import inspect
 
@@ -11,11 +11,11 @@ _STEP = inspect.unwrap(GradScaler.step).__code__
 def report_overflow(optimizer: Optimizer) -> None:
     """Record an overflow in the GradScaler that is taking this optimizer's step, if there is one.
 
-    A GradScaler lowers its scale where it has found an overflow itself, on its own rank. All ranks
-    have skipped the step, so all must lower it, or their scales go apart. GradScaler gives the
-    optimizer only copies of what it has found, and itself only with a warning that this will end;
-    so it is looked up among the callers. Where torch is changed so that it is not found there, the
-    scales may differ; the gradients are right even so, as each rank divides them by its own scale.
+    A GradScaler lowers its scale only after an overflow on its own rank. All ranks have skipped the
+    step, so all must lower their scales, or the scales diverge. GradScaler gives the optimizer only
+    copies of its flags, and a reference to itself only with a deprecation warning. This function
+    therefore looks it up in the call stack. With a version of torch where it is not found there,
+    the scales may differ; gradients remain correct, because each rank divides by its own scale.
 
     Args:
         optimizer: whose `step` is being called.

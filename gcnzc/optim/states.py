@@ -21,15 +21,15 @@ COMMON_KEYS = ("optimizer", "shared", "layout")
 def packed(
     optimizer: str, snapshot: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A snapshot in the layout of torch's state dicts.
+    """Convert a snapshot into the layout of torch's state dicts.
 
     Args:
-        optimizer: the name of its type.
+        optimizer: the name of the optimizer's type.
         snapshot: of the optimizer on this rank.
         groups: its param_groups.
 
     Returns:
-        `param_groups`, with numbers in place of parameters, and `state`, of trained parameters.
+        `param_groups` with numbers in place of parameters, and `state` of the trained parameters.
     """
     numbered: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
@@ -54,12 +54,12 @@ def packed(
 def unpacked(
     optimizer: str, state_dict: Mapping[str, Any], rank: int | None = None
 ) -> dict[str, Any]:
-    """The snapshot in a state dict; a snapshot, such as of an older version, as it is.
+    """Extract the snapshot of a state dict; a snapshot, as older versions saved, is returned.
 
     Args:
-        optimizer: the name of the type that is to be restored; any if empty.
-        state_dict: what `packed` returned, whose parameters may have names in place of numbers.
-        rank: whose own state is wanted, if there are several; None for the only one.
+        optimizer: the name of the optimizer type to restore; any if empty.
+        state_dict: a result of `packed`; parameters may have names in place of numbers.
+        rank: whose own state to extract; None if there is only one.
 
     Raises:
         ValueError: it is of another type of optimizer.
@@ -83,7 +83,7 @@ def unpacked(
             f"the state of {kind}, not of {optimizer}\n\nhint: load it into the optimizer that it "
             "is of"
         )
-    # options of groups are those of the state dict, where they may have been changed
+    # options may have been changed in the `param_groups` of the state dict
     groups = snapshot.get("inner", snapshot)
     for group, other in zip(groups["param_groups"], state_dict["param_groups"], strict=True):
         group.update({name: value for name, value in other.items() if name != "params"})
@@ -91,10 +91,10 @@ def unpacked(
 
 
 def check_is_inner(state_dict: Mapping[str, Any]) -> None:
-    """Demand the state of an optimizer of torch.
+    """Check that a state dict is that of an optimizer of torch.
 
     Raises:
-        ValueError: it is one of an optimizer that compresses or takes local steps.
+        ValueError: it belongs to an optimizer that compresses or takes local steps.
     """
     entries = state_dict.get("state", {}).values()
     if "rank" in state_dict or any(COMMON in entry for entry in entries):

@@ -1,4 +1,4 @@
-"""Checks of what optimizers are constructed with: parameters, groups of ranks and options."""
+"""Check the arguments of optimizers: parameters, groups of ranks and options."""
 
 import inspect
 import math
@@ -13,11 +13,11 @@ from gcnzc.exchange import Group
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 UNSUPPORTED = ("amsgrad", "capturable", "differentiable", "foreach", "fused")
-"""options of torch's Adam that the optimizers with steps of their own do not have"""
+"""options of torch's Adam that OneBitAdam, OneBitLamb and ZeroOneAdam do not support"""
 
 
 def check_group(group: object) -> None:
-    """Demand a `Group`.
+    """Check that `group` is a `Group`.
 
     Raises:
         TypeError: it is something else, such as a process group of torch.distributed.
@@ -32,7 +32,7 @@ def check_group(group: object) -> None:
 
 
 def check_parameters(optimizer: str, parameters: Iterable[Tensor]) -> None:
-    """Demand ordinary tensors, and of those that are trained real floating-point numbers.
+    """Check that parameters are plain tensors, and that trained ones are real floating-point.
 
     Args:
         optimizer: its name, for the message.
@@ -64,11 +64,11 @@ def check_parameters(optimizer: str, parameters: Iterable[Tensor]) -> None:
 
 
 def check_inner(wrapper: str, inner: object) -> None:
-    """Demand an optimizer of torch that takes one step for one gradient.
+    """Check that `inner` is an optimizer of torch that takes one step for one gradient.
 
     Args:
         wrapper: name of the optimizer that wraps it, for the message.
-        inner: what was given.
+        inner: the object to check.
 
     Raises:
         TypeError: it is no optimizer, communicates itself, or needs a closure, as LBFGS does.
@@ -115,9 +115,9 @@ def check_adam_options(optimizer: str, group: Mapping[str, Any]) -> None:
 
 
 def check_param_group(optimizer: str, group: Mapping[str, Any]) -> None:
-    """Check a parameter group of any optimizer: parameters, and the options that all understand.
+    """Check the parameters of a group and the options that all optimizers have.
 
-    torch's optimizers check their arguments, but not what a group has in place of them.
+    torch's optimizers check their arguments, but not the options that a group overrides.
 
     Raises:
         TypeError: see `check_parameters`.
@@ -135,10 +135,10 @@ def check_param_group(optimizer: str, group: Mapping[str, Any]) -> None:
 
 
 def check_unsupported(optimizer: str, options: Mapping[str, object]) -> None:
-    """Accept options of torch's Adam that are switched off, and no others.
+    """Check that the only additional options are those of `UNSUPPORTED`, and that they are off.
 
     Raises:
-        ValueError: one of `UNSUPPORTED` is switched on.
+        ValueError: one of `UNSUPPORTED` is on.
         TypeError: the name of an option is unknown.
     """
     for name in options:
@@ -149,10 +149,10 @@ def check_unsupported(optimizer: str, options: Mapping[str, object]) -> None:
 
 
 def check_at_least_zero(name: str, value: object) -> None:
-    """Demand a finite number of at least 0, or a tensor of one.
+    """Check that `value` is a finite number of at least 0, or a tensor of one such number.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     number = _number(value)
     if number is None or not 0 <= number < math.inf:
@@ -160,10 +160,10 @@ def check_at_least_zero(name: str, value: object) -> None:
 
 
 def check_above_zero(name: str, value: object) -> None:
-    """Demand a finite number above 0.
+    """Check that `value` is a finite number above 0.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     number = _number(value)
     if number is None or not 0 < number < math.inf:
@@ -171,10 +171,10 @@ def check_above_zero(name: str, value: object) -> None:
 
 
 def check_fraction(name: str, value: object) -> None:
-    """Demand a number in [0, 1), such as a momentum.
+    """Check that `value` is a number in [0, 1), such as a momentum.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     number = _number(value)
     if number is None or not 0 <= number < 1:
@@ -182,10 +182,10 @@ def check_fraction(name: str, value: object) -> None:
 
 
 def check_count(name: str, value: object, least: int = 0) -> None:
-    """Demand a whole number.
+    """Check that `value` is a whole number of at least `least`.
 
     Raises:
-        ValueError: it is none, or less than `least`.
+        ValueError: it is not.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {value!r}\n\nhint: give a whole number of at least {least}")
@@ -198,7 +198,7 @@ def _number(value: object) -> float | None:
 
 
 def _sharded_kind(parameter: Tensor) -> str:
-    """The type of a parameter that is a shard, or part of one; empty for others."""
+    """The name of the type of a sharded parameter; empty for other parameters."""
     kind = type(parameter)
     if kind.__module__.startswith("torch.distributed"):
         return kind.__name__

@@ -504,8 +504,8 @@ class ZeroOneAdam(Replicated):
     def _count_waiting(self, gradient: Tensor) -> Tensor:
         """Count the inactive elements of which this rank has a gradient, now or from before.
 
-        NaN if such a gradient is not finite. The exchange checks active elements alone; a note that
-        is not finite makes all ranks skip the step.
+        NaN if such a gradient is not finite. The exchange checks only active elements; this note
+        makes all ranks skip the step.
         """
         active = self.vectors.get("active")
         if active is None:

@@ -66,6 +66,6 @@ def _trained(make, group):
             optimizer.step()
         except ValueError as error:
             return str(error), step
-        # of rank 0 it falls all the time, and of rank 1 never
+        # the loss of rank 0 decreases in every step, that of rank 1 never
         scheduler.step(1.0 if group.rank else 1 / (1 + step))
     return "", 60

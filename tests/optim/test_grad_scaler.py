@@ -1,4 +1,4 @@
-"""torch's GradScaler with every optimizer, over processes of which one overflows."""
+"""torch's GradScaler with every optimizer, over two processes, of which one overflows."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from gcnzc.exchange import Group, joined
 
 STEPS, SCALE = 10, 1024.0
-# of the loss on rank 1, and of a gradient on rank 0 that is clipped to a finite value before `step`
+# steps: the loss of rank 1 overflows; a gradient of rank 0 does, and is clipped before `step`
 OVERFLOWS, CLIPPED = 5, 7
 
 

@@ -25,7 +25,7 @@ def test_a_scheduler_that_follows_each_ranks_own_loss_ends_in_an_error_on_all_ra
         own, other = map(float, values.groups())
         assert own == 0.01, name
         assert other < 0.01, name
-        # steps from 3 on differ; bits of a hash do so in every second exchange
+        # learning rates differ from step 3 on, and bits in about half of the exchanges
         assert 3 <= step < 40, name
 
 
@@ -43,7 +43,7 @@ def test_options_that_differ_from_the_start_are_named_before_the_first_step(name
 
 
 def without_bits(snapshot):
-    """The same as a version wrote it that did not compare options."""
+    """The snapshot in the format of a version that did not compare options."""
     shared = dict(snapshot["shared"])
     for name, value in shared.items():
         if name.startswith("flight") and name.endswith("values"):

@@ -1,4 +1,4 @@
-"""Ranks begin and end with the same parameters and buffers, over processes with other seeds."""
+"""Processes with different seeds begin and end with the same parameters and buffers."""
 
 import copy
 
@@ -16,7 +16,7 @@ STEPS = 10
 
 
 class Model(nn.Module):
-    """With BatchNorm, other buffers, and a frozen layer; all but the table differ with the seed."""
+    """With BatchNorm, other buffers and a frozen layer; their values depend on the seed."""
 
     def __init__(self, seed):
         super().__init__()
@@ -56,7 +56,7 @@ def train_with_module(make, group, has_module):
 
 
 def unfreeze(make, group):
-    """The error of the step after a layer was unfrozen, or what became of that layer."""
+    """The error of a step after a layer is unfrozen, or that layer before and after training."""
     model = Model(group.rank)
     optimizer = make(model, group)
     take_steps(model, optimizer, 0, 2)
