@@ -1,8 +1,13 @@
-"""Save what a run is, so that it goes on bit for bit: whole or not at all."""
+"""Save what a run is, so that it goes on bit for bit: whole or not at all.
 
+A file is the zip archive that `torch.save` writes, whose comment holds the SHA-256 of all bytes
+before the digest. `torch.load` reads such a file like any other. Torch itself checks neither this
+nor the archive's CRCs, and a few wrong bits in a weight would go unnoticed.
+"""
+
+import hashlib
 import io
 import os
-import pickle
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# the last record of a zip archive: its mark, 16 bytes, the length of the comment, the comment
+END_MARK, END_BYTES = b"PK\5\6", 22
+LABEL = b"gcnzc sha256 "
+RESTORE = "hint: restore the file from a copy, or train again without --resume"
+SEAL_BYTES = len(LABEL) + 2 * hashlib.sha256().digest_size
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
@@ -26,14 +37,43 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:
-    """The bytes of a file that `load` reads: a copy of `state` as it is now."""
+    """A copy of `state` as it is now, as the bytes of an archive that `write` takes."""
     file = io.BytesIO()
     torch.save(dict(state), file)
     return file.getvalue()
 
 
+def _sealed(data: bytes) -> tuple[memoryview, bytes]:
+    """The bytes of an archive, and what follows them so that it has its checksum as a comment."""
+    body, label = memoryview(data)[:-2], SEAL_BYTES.to_bytes(2, "little") + LABEL
+    digest = hashlib.sha256(body)
+    digest.update(label)
+    return body, label + digest.hexdigest().encode()
+
+
+def _demand_seal(data: bytes, path: Path) -> None:
+    """Compare the checksum; files of older versions have none, and no comment.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    end = data[-END_BYTES:]
+    if end.startswith(END_MARK) and end.endswith(b"\0\0"):
+        return
+    size = max(len(data) - SEAL_BYTES + len(LABEL), 0)
+    if data[size:] != hashlib.sha256(memoryview(data)[:size]).hexdigest().encode():
+        raise ValueError(
+            f"{path} is damaged, or not a checkpoint of gcnzc: its SHA-256 is not the one that it "
+            f"ends with\n\n{RESTORE}"
+        )
+
+
 def write(path: Path, data: bytes) -> None:
-    """Write `data` to `path`, so that at any moment `path` holds the old bytes or the new ones.
+    """Write an archive, so that at any moment `path` holds the old bytes or the new ones.
+
+    Args:
+        path: file to write; its folder exists.
+        data: from `to_bytes`; its checksum is added.
 
     Raises:
         OSError: the disk is full or may not be written. What was at `path` is still there.
@@ -41,7 +81,8 @@ def write(path: Path, data: bytes) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(data)
+            for part in _sealed(data):
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -80,8 +121,12 @@ class Writer:
             writing.result()
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, needed: Mapping[str, type] | None = None) -> dict[str, Any]:
     """The state that `save` wrote, with its tensors on the CPU; nothing is unpickled but data.
+
+    Args:
+        path: of the file.
+        needed: what the state must have: keys, and the types of their values.
 
     Raises:
         FileNotFoundError: there is none.
@@ -91,20 +136,42 @@ def load(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"no checkpoint {path}\n\nhint: `gcnzc train` writes one; was this folder made by it?"
         )
-    return from_bytes(path.read_bytes(), path)
+    return from_bytes(path.read_bytes(), path, needed)
 
 
-def from_bytes(data: bytes, path: Path) -> dict[str, Any]:
+def from_bytes(data: bytes, path: Path, needed: Mapping[str, type] | None = None) -> dict[str, Any]:
     """The state in the bytes of a file that `save` wrote at `path`; see `load`."""
+    _demand_seal(data, path)
     try:
-        state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    # a file that another program wrote may fail in any way
+    except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{path} is not a checkpoint of gcnzc, or is damaged: {reason}\n\n"
-            "hint: start again without --resume"
+            f"{path} is not a checkpoint of gcnzc, or is damaged: {reason}\n\n{RESTORE}"
         ) from error
+    if not isinstance(state, dict):
+        raise ValueError(_not_ours(path, f"it holds a {type(state).__name__}, not a dict"))
+    demand_keys(state, needed or {}, path)
     return state
+
+
+def demand_keys(state: Mapping[str, Any], needed: Mapping[str, type], path: Path) -> None:
+    """Demand keys, and the types of their values, of a state that was read from `path`.
+
+    Raises:
+        ValueError: one is not there, or is of another type.
+    """
+    for key, kind in needed.items():
+        if key not in state:
+            raise ValueError(_not_ours(path, f"it has no {key}"))
+        if not isinstance(state[key], kind):
+            found = type(state[key]).__name__
+            raise ValueError(_not_ours(path, f"{key} is a {found}, not a {kind.__name__}"))
+
+
+def _not_ours(path: Path, what: str) -> str:
+    return f"{path} is not a checkpoint of gcnzc: {what}\n\n{RESTORE}"
 
 
 def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> None:
@@ -114,6 +181,8 @@ def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> 
         ValueError: names or shapes differ; the first difference is named.
     """
     own = model.state_dict()
+    if any(not isinstance(value, Tensor) for value in saved.values()):
+        raise ValueError(_not_ours(source, "the model has values that are no tensors"))
     for name in [*own, *saved]:
         here = tuple(own[name].shape) if name in own else "absent"
         there = tuple(saved[name].shape) if name in saved else "absent"

@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged: {error}\n\nhint: was it edited? Start the run again"
         ) from error

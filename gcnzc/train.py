@@ -100,6 +100,19 @@ CONFIG, RUN_ID, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE,
     "timeline.json",
     "timeline.png",
 )
+# what checkpoint.pt and best.pt hold at least
+CHECKPOINT_KEYS: Mapping[str, type] = {
+    "model": dict,
+    "optimizer": dict,
+    "epoch": int,
+    "in_epoch": bool,
+    "loader": dict,
+    "best": dict,
+    "lines": list,
+    "worker_lines": int,
+    "rng": torch.Tensor,
+}
+BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "model": dict}
 
 
 class Interrupted(Exception):
@@ -239,11 +252,11 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     reporter = reporter or Quiet()
     trained = read_config(config.run)
     source = config.data or trained.data
-    assert source is not None, "a run's config names its data"
+    assert source is not None, "read_config has checked"
     data = load(source, allow_nan=trained.allow_nan)
     device = choose_device(config.device)
     task = build_task(trained, data)
-    best = checkpoint.load(config.run / BEST)
+    best = checkpoint.load(config.run / BEST, BEST_KEYS)
     model = task.model().to(device)
     checkpoint.match(model, best["model"], config.run / BEST)
     begin = time.perf_counter()
@@ -269,10 +282,18 @@ def read_config(run: Path) -> TrainConfig:
 
     Raises:
         FileNotFoundError: there is no run.
+        ValueError: the options are damaged, or those of something else.
     """
-    if not (run / CONFIG).is_file():
+    path = run / CONFIG
+    if not path.is_file():
         raise FileNotFoundError(f"no run in {run}\n\nhint: `gcnzc train --out {run}` starts one")
-    return from_words(TrainConfig, record.read_json(run / CONFIG), str(run / CONFIG))
+    values = record.read_json(path)
+    if not isinstance(values, dict) or not isinstance(values.get("data"), str):
+        raise ValueError(
+            f"{path} names no data, so it does not hold the options of a run\n\n"
+            f"hint: was it edited? `gcnzc train --out FOLDER` starts a new run"
+        )
+    return from_words(TrainConfig, values, str(path))
 
 
 class _Run:
@@ -336,7 +357,14 @@ class _Run:
         self.on_first(lambda: found.append(self._open_folder(run_id)))
         data = run(told(found[0] if found else b"", self.group.rank), self.group)
         if data:
-            self._take_up(checkpoint.from_bytes(data, self.folder / CHECKPOINT))
+            path = self.folder / CHECKPOINT
+            try:
+                self._take_up(checkpoint.from_bytes(data, path, CHECKPOINT_KEYS))
+            except (KeyError, TypeError, AttributeError, IndexError) as error:
+                raise ValueError(
+                    f"{path} does not fit this run: {type(error).__name__} {error}\n\n"
+                    f"{checkpoint.RESTORE}"
+                ) from error
         else:
             self.save()
 
@@ -361,23 +389,57 @@ class _Run:
                 f"hint: --resume {self.folder} goes on with it; another --out starts anew"
             )
 
-    def _read_checkpoint(self) -> bytes:
-        old, new = to_words(read_config(self.folder)), to_words(self.config)
-        for name in old:
-            if old[name] != new[name] and name not in FREE_ON_RESUME:
+    def _demand_options(self, options: Mapping[str, Any] | None) -> None:
+        """Demand the options of the run that goes on; checkpoints of older versions have none."""
+        given = to_words(self.config)
+        for name, value in (options or {}).items():
+            if name in given and given[name] != value and name not in FREE_ON_RESUME:
                 raise ValueError(
-                    f"the run in {self.folder} has {name} {old[name]!r}, not {new[name]!r}\n\n"
+                    f"the run in {self.folder} has {name} {value!r}, not {given[name]!r}\n\n"
                     "hint: a resumed run keeps its options; start another with --out"
                 )
+
+    def _demand_progress(self, state: Mapping[str, Any]) -> None:
+        """Demand that what a checkpoint says of the epochs fits together."""
+        path, epoch, lines = self.folder / CHECKPOINT, state["epoch"], state["lines"]
+        # a checkpoint from before each worker's was kept has their sum
+        checkpoint.demand_keys(
+            state, {"tallies": list} if "tallies" in state else {"tally": dict}, path
+        )
+        if state["best"]:
+            checkpoint.demand_keys(state["best"], BEST_KEYS, path)
+        is_whole = epoch == len(lines) and all(isinstance(line, dict) for line in lines)
+        if not is_whole or state["worker_lines"] < 0:
+            raise ValueError(
+                f"{path} is after epoch {epoch}, but has the record of {len(lines)} epochs\n\n"
+                f"{checkpoint.RESTORE}"
+            )
+
+    def _read_checkpoint(self) -> bytes:
+        self._demand_options(to_words(read_config(self.folder)))
         path = self.folder / CHECKPOINT
-        return path.read_bytes() if path.exists() else b""
+        if path.exists():
+            data = path.read_bytes()
+            if not data:
+                raise ValueError(f"{path} is damaged: it is empty\n\n{checkpoint.RESTORE}")
+            return data
+        # a run that was killed before its first checkpoint has nothing to lose
+        for name in (RECORD, BEST):
+            if (self.folder / name).exists():
+                raise ValueError(
+                    f"the run in {self.folder} has {name}, but its checkpoint {path} is gone\n\n"
+                    "hint: put the checkpoint back; or start another run, with --out"
+                )
+        self.reporter.say(f"{self.folder} has no checkpoint yet: its run starts over")
+        return b""
 
     def _take_up(self, state: dict[str, Any]) -> None:
+        self._demand_options(state.get("options"))
+        self._demand_progress(state)
         checkpoint.match(self.model, state["model"], self.folder / CHECKPOINT)
         self._take_up_optimizer(state)
         self.epoch, self.in_epoch = state["epoch"], state["in_epoch"]
         self.best, self.lines = state["best"], state["lines"]
-        # a checkpoint from before each worker's was kept has their sum
         self._take_up_tally(state["tallies"] if "tallies" in state else [state["tally"]])
         if self.in_epoch:
             self.loader.load_state_dict(state["loader"])
@@ -456,6 +518,7 @@ class _Run:
             "best": self.best,
             "lines": self.lines,
             "worker_lines": self.worker_lines,
+            "options": to_words(self.config),
             # sums round as the algorithms add
             "choices": dict(self.group.choices.steps),
             **states,

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 import torch
@@ -38,6 +39,45 @@ def test_damaged(tmp_path, kept):
     (tmp_path / "c.pt").write_bytes(whole[:kept])
     with pytest.raises(ValueError, match=r"damaged(.|\n)*hint: "):
         checkpoint.load(tmp_path / "c.pt")
+
+
+def test_every_byte_is_covered_by_the_checksum(tmp_path):
+    path = tmp_path / "c.pt"
+    checkpoint.save(path, {"weights": torch.randn(40), "step": 7})
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 3):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"damaged(.|\n)*hint: "):
+            checkpoint.load(path)
+
+
+def test_torch_reads_a_checkpoint_and_one_that_torch_wrote_is_read(tmp_path):
+    weights = torch.randn(40)
+    checkpoint.save(tmp_path / "ours.pt", {"weights": weights})
+    torch.save({"weights": weights}, tmp_path / "older.pt")
+    for state in (
+        torch.load(tmp_path / "ours.pt", weights_only=True),
+        torch.load(tmp_path / "ours.pt", weights_only=True, mmap=True),
+        checkpoint.load(tmp_path / "older.pt"),
+    ):
+        assert torch.equal(state["weights"], weights)
+    assert zipfile.ZipFile(tmp_path / "ours.pt").testzip() is None
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"x": 1}, "it has no step"),
+        ({"step": "7"}, "step is a str, not a int"),
+        ([1], "holds a list, not a dict"),
+    ],
+)
+def test_the_file_of_another_program_is_named_so(tmp_path, state, words):
+    torch.save(state, tmp_path / "c.pt")
+    with pytest.raises(ValueError, match=f"not a checkpoint of gcnzc: .*{words}\n\nhint: "):
+        checkpoint.load(tmp_path / "c.pt", {"step": int})
 
 
 def test_missing(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from gcnzc import train, tune
 from gcnzc.cli import main
@@ -325,9 +326,66 @@ def test_a_checkpoint_of_another_model(run, tmp_path, capsys):
     config = json.loads((run / "config.json").read_text()) | {"hidden": 8}
     (tmp_path / "r" / "config.json").write_text(json.dumps(config))
     error, _ = said(capsys, ["train", "--resume", tmp_path / "r", "--epochs", "3"], 1)
-    assert "checkpoint of another model" in error
+    assert "has hidden 16, not 8" in error
     error, _ = said(capsys, ["evaluate", tmp_path / "r"], 1)
     assert "checkpoint of another model" in error
+
+
+def test_flipped_bits_in_a_run_are_found(run, tmp_path, capsys):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    weights = torch.load(run / "best.pt", weights_only=True)["model"]
+    first = next(iter(weights.values())).numpy().tobytes()
+    for name in ("best.pt", "checkpoint.pt"):
+        data = bytearray((damaged / name).read_bytes())
+        begin = data.index(first) if name == "best.pt" else len(data) // 2
+        for place in range(begin, begin + 100, 2):
+            data[place] ^= 0x10
+        (damaged / name).write_bytes(data)
+    error, hint = said(capsys, ["evaluate", damaged], 1)
+    assert "best.pt is damaged" in error
+    error, hint = said(capsys, ["train", "--resume", damaged, "--epochs", "3"], 1)
+    assert "checkpoint.pt is damaged" in error
+    assert "restore the file" in hint
+
+
+def test_files_of_another_program_in_a_run_are_refused(run, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    for name in ("best.pt", "checkpoint.pt"):
+        torch.save({"x": 1}, other / name)
+    assert "it has no epoch" in said(capsys, ["evaluate", other], 1)[0]
+    assert "it has no model" in said(capsys, ["train", "--resume", other], 1)[0]
+    for text in ("{}", "[]", "3", "[" * 100_000, '{"data": 7}', "\xff"):
+        (other / "config.json").write_text(text, encoding="latin-1")
+        for words in (["evaluate", other], ["train", "--resume", other]):
+            assert "config.json" in said(capsys, words, 1)[0]
+
+
+def test_a_run_without_its_checkpoint_is_not_started_over_in_silence(run, tmp_path, capsys):
+    lost = tmp_path / "lost"
+    shutil.copytree(run, lost)
+    (lost / "checkpoint.pt").write_bytes(b"")
+    error, _ = said(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
+    assert "checkpoint.pt is damaged: it is empty" in error
+    (lost / "checkpoint.pt").unlink()
+    error, _ = said(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
+    assert "has record.jsonl, but its checkpoint" in error
+    # it was killed before its first checkpoint: there is nothing to lose
+    for path in lost.iterdir():
+        if path.is_file() and path.name != "config.json":
+            path.unlink()
+    assert main(["train", "--resume", str(lost), "--epochs", "1"]) == 0
+    assert "has no checkpoint yet: its run starts over" in capsys.readouterr().err
+
+
+def test_options_that_were_edited_in_a_run_are_found(run, tmp_path, capsys):
+    edited = tmp_path / "edited"
+    shutil.copytree(run, edited)
+    options = json.loads((edited / "config.json").read_text())
+    (edited / "config.json").write_text(json.dumps(options | {"lr": 0.02}))
+    error, _ = said(capsys, ["train", "--resume", edited, "--epochs", "3"], 1)
+    assert "has lr 0.01, not 0.02" in error
 
 
 def test_no_run_to_resume(tmp_path, capsys):
