@@ -6,6 +6,11 @@ is held against it at the end.
 Letters: N rows, D columns, E edges.
 """
 
+import errno
+import lzma
+import math
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -26,6 +31,17 @@ from gcnzc.datasets.rows import (
     in_memory,
 )
 from gcnzc.datasets.source import check_ends, node_dtype
+
+# of deflate; see https://zlib.net/zlib_tech.html
+MOST_COMPRESSED = 1032
+# what zipfile, its codecs and numpy's parser of headers raise for bytes that are not theirs
+_BROKEN = (
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError),
+    *(tokenize.TokenError, SyntaxError, RecursionError),
+    *(ValueError, TypeError, KeyError, OverflowError),
+    # of a compression or version that zipfile does not know, and of an encrypted member
+    *(NotImplementedError, RuntimeError),
+)
 
 
 class Archive:
@@ -74,6 +90,7 @@ class Member:
                 f"{path}: the array {key} is of type {self.dtype}\n\n"
                 "hint: only plain numbers are read; Python objects would have to be unpickled"
             )
+        self._check_size()
 
     @property
     def where(self) -> str:
@@ -83,7 +100,7 @@ class Member:
     @property
     def size(self) -> int:
         """How many elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @contextmanager
     def _open(self) -> Iterator[IO[bytes]]:
@@ -100,7 +117,28 @@ class Member:
                 else np.lib.format.read_array_header_2_0
             )
             self.shape, self.fortran, self.dtype = read(stream)
+            self._info, self._header_bytes = archive.getinfo(self.key + ".npy"), stream.tell()
             yield stream
+
+    def _check_size(self) -> None:
+        """Demand that the member can be as large as its header says, before memory is made."""
+        info = self._info
+        wanted = self._header_bytes + self.size * self.dtype.itemsize
+        most = info.compress_size * (
+            1 if info.compress_type == zipfile.ZIP_STORED else MOST_COMPRESSED
+        )
+        most += 1024  # a few bytes of rounding
+        if min(self.shape, default=0) < 0 or info.file_size != wanted:
+            raise ValueError(
+                f"{self.where} has {info.file_size:,} bytes, but shape {self.shape} and type "
+                f"{self.dtype} take {wanted:,}\n\nhint: the archive is broken; get it again"
+            )
+        is_known = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        if is_known and info.file_size > most:
+            raise ValueError(
+                f"{self.where} cannot have {info.file_size:,} bytes, as {info.compress_size:,} "
+                "compressed bytes hold less\n\nhint: the archive is broken; get it again"
+            )
 
     def flat(self, step: int | None = None) -> Iterator[Array]:
         """All elements in the order of the file, `step` at a time.
@@ -108,7 +146,7 @@ class Member:
         Each array is overwritten by the next one.
         """
         if step is None:
-            step = max(1, CHUNK_BYTES // self.dtype.itemsize)
+            step = max(1, CHUNK_BYTES // max(1, self.dtype.itemsize))
         left = self.size
         buffer = np.empty(min(step, left), self.dtype)
         with self._open() as stream:
@@ -118,11 +156,7 @@ class Member:
                 left -= len(part)
                 yield part
             # reading past the last byte is what makes zipfile compare its checksum
-            if stream.read(1):
-                raise ValueError(
-                    f"{self.where} is longer than its shape {self.shape} says\n\n"
-                    "hint: the archive is broken; get it again"
-                )
+            stream.read(1)
 
     def array(self, allocate: Allocate) -> Array:
         """The whole array, in what `allocate` gives."""
@@ -203,9 +237,10 @@ def _whole(path: Path) -> Iterator[None]:
     """What a broken archive raises, in words."""
     try:
         yield
-    # zipfile's NotImplementedError is of a compression or version that it does not know
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
-        if "\n\nhint: " in str(error):
+    except (*_BROKEN, OSError) as error:
+        # the disk's own faults have a number; a wrong offset in the archive has EINVAL
+        is_of_disk = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
+        if is_of_disk or "\n\nhint: " in str(error):
             raise
         raise ValueError(
             f"{path} is no whole .npz archive: {error}\n\n"

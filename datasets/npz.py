@@ -46,9 +46,14 @@ class NpzGraph:
                     f"hint: it has {', '.join(self._archive.keys) or 'nothing'}; an archive has at "
                     "least edge_index, node_label and train_idx, valid_idx, test_idx"
                 )
-        self.num_nodes = self._archive.member("node_label").shape[0]
+        self.num_nodes = self._length("node_label")
         self._edges = self._archive.member("edge_index")
-        self.num_edges = self._edges.shape[-1]
+        self.num_edges = self._edges.shape[-1] if self._edges.shape else 0
+        if self.num_edges == 0:
+            raise ValueError(
+                f"{path} has no edges: edge_index has shape {self._edges.shape}\n\n"
+                "hint: edges are (2, edges) integers: sources, then destinations"
+            )
         known = catalog.find(self.name, None if name else (self.num_nodes, self.num_edges))
         self._known = known
         self.num_classes = known.num_classes if known else None
@@ -73,7 +78,7 @@ class NpzGraph:
             return Usual(True, "remove", f"{self._known.name} is trained in both directions")
         if "add_inverse_edge" not in self._archive:
             return None
-        once = bool(self._archive.array("add_inverse_edge"))
+        once = self._truth("add_inverse_edge")
         return Usual(once, "keep", f"add_inverse_edge is {once}")
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
@@ -98,6 +103,29 @@ class NpzGraph:
             part: self._archive.array(f"{front}{part}_idx") for part in ("train", "valid", "test")
         }
 
+    def _length(self, key: str) -> int:
+        """Of the first dimension of an array."""
+        shape = self._archive.member(key).shape
+        if not shape:
+            raise ValueError(
+                f"{self.path} has a single number as {key}\n\nhint: it has one entry for each node"
+            )
+        return int(shape[0])
+
+    def _truth(self, key: str) -> bool:
+        """An array of one element that says yes or no: a bool, 0 or 1, or a word."""
+        found = self._archive.array(key)
+        word = str(found.reshape(-1)[0]).lower() if found.size == 1 else ""
+        if found.dtype.kind == "S":
+            word = word.removeprefix("b").strip("'")
+        for answer, words in ((True, ("true", "yes", "1")), (False, ("false", "no", "0"))):
+            if word in words:
+                return answer
+        raise ValueError(
+            f"{self.path}: {key} is {found.tolist()!r:.100}, which is neither true nor false\n\n"
+            "hint: true or false, yes or no, 1 or 0"
+        )
+
     def _splits(self) -> list[str]:
         names = []
         if "train_idx" in self._archive:
@@ -105,7 +133,7 @@ class NpzGraph:
         if "made_train_idx" in self._archive:
             names.append("made")
         if "train_masks" in self._archive:
-            count = self._archive.member("train_masks").shape[0]
+            count = self._length("train_masks")
             names += [str(number) for number in range(count)]
         return names
 
@@ -119,7 +147,19 @@ class NpzGraph:
             self._archive.array("feat_indices"),
             self._archive.array("feat_data"),
         )
-        num_columns = int(self._archive.array("feat_shape")[1])
+        shape = self._archive.array("feat_shape").tolist()
+        if not (
+            isinstance(shape, list)
+            and len(shape) == 2
+            and all(type(size) is int for size in shape)
+            and shape[0] == self.num_nodes == len(csr.indptr) - 1
+        ):
+            raise ValueError(
+                f"{self.path}: feat_shape is {shape!r:.100} and feat_indptr has the shape "
+                f"{csr.indptr.shape}, for {self.num_nodes:,} nodes\n\nhint: feat_shape is (nodes, "
+                "columns), and feat_indptr has one more number than there are nodes"
+            )
+        num_columns = shape[1]
         return rows_of_csr(csr, num_columns, f"{self.path} (feat_data)")
 
 

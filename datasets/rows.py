@@ -20,6 +20,8 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 # a few chunks are alive at once in a pipeline of four steps; larger ones read no faster, smaller
 # ones read csv with thousands of columns at half the speed
 CHUNK_BYTES = 1 << 24
+# a row with more is a damaged number
+MOST_COLUMNS = 1 << 24
 
 
 # types that numpy lacks, or that stand for something else with a scale; a file has integers as wide
@@ -121,7 +123,22 @@ def rows_of_csr(csr: Csr, num_columns: int, where: str) -> Rows:
         ValueError: offsets fall, or positions are outside the columns.
     """
     num_rows = len(csr.indptr) - 1
-    lengths = np.diff(csr.indptr)
+    if any(part.ndim != 1 for part in (csr.indptr, csr.indices, csr.values)) or any(
+        part.dtype.kind not in "iu" for part in (csr.indptr, csr.indices)
+    ):
+        raise ValueError(
+            f"{where}: the parts of sparse rows have the shapes {csr.indptr.shape}, "
+            f"{csr.indices.shape} and {csr.values.shape} and the types {csr.indptr.dtype}, "
+            f"{csr.indices.dtype} and {csr.values.dtype}\n\n"
+            "hint: offsets and positions are vectors of integers, values are one of numbers"
+        )
+    if not 0 <= num_columns <= MOST_COLUMNS:
+        raise ValueError(
+            f"{where}: rows of {num_columns:,} columns\n\n"
+            f"hint: the shape that is stored beside the values is (rows, columns), with at most "
+            f"{MOST_COLUMNS:,} columns"
+        )
+    lengths: Array = np.diff(csr.indptr.astype(np.int64))
     if (
         num_rows < 0
         or csr.indptr[0] != 0

@@ -341,8 +341,8 @@ def open_folder(folder: Path) -> Prepared:
     elif told is not None:
         features = arrays["features.npy"][:, : told["columns"]]
         if told["kind"] == "codes":
-            scales = None if told["scales"] is None else arrays["features_scales.npy"]
-            codes = Codes(features, told["dtype"], scales, told["scale_columns"])
+            scales = None if told.get("scales") is None else arrays["features_scales.npy"]
+            codes = Codes(features, told["dtype"], scales, told.get("scale_columns"))
             features = None
     return Prepared(
         folder,

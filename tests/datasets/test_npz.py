@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +49,63 @@ def test_sparse_features_are_made_dense(
     parts["feat_indptr"][3] = 1000
     with pytest.raises(ValueError, match="offsets of the sparse rows do not rise"):
         NpzGraph(graph.but(features=None).write_npz(tmp_path / "c.npz", **parts))
+
+
+@pytest.mark.parametrize(
+    ("value", "once"),
+    [
+        *[("False", False), ("no", False), (b"no", False), (0, False), (False, False)],
+        *[("True", True), ("yes", True), (b"True", True), (1, True), ([True], True), (1.0, None)],
+    ],
+)
+def test_add_inverse_edge_is_read_as_yes_or_no(tmp_path: Path, value: Any, once: Any) -> None:
+    path = tiny().write_npz(tmp_path / "a.npz", add_inverse_edge=np.array(value))
+    if once is None:
+        with pytest.raises(ValueError, match=r"add_inverse_edge is 1.0, which is neither"):
+            NpzGraph(path).usual()
+        return
+    usual = NpzGraph(path).usual()
+    assert usual is not None
+    assert usual.bidirected == once
+
+
+@pytest.mark.parametrize(
+    "value", ["maybe", 2, [True, False], np.empty(0, bool), np.nan], ids=lambda value: repr(value)
+)
+def test_add_inverse_edge_that_is_neither_yes_nor_no(tmp_path: Path, value: Any) -> None:
+    path = tiny().write_npz(tmp_path / "a.npz", add_inverse_edge=np.array(value))
+    with pytest.raises(ValueError, match=r"neither true nor false\n\nhint: "):
+        NpzGraph(path).usual()
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"feat_shape": np.array([41, 9])}, r"feat_shape is \[41, 9\] .* for 40 nodes"),
+        ({"feat_shape": np.array([40])}, r"feat_shape is \[40\]"),
+        ({"feat_shape": np.array([40, 9.5])}, r"feat_shape is \[40.0, 9.5\]"),
+        ({"feat_shape": np.array([40, 2**40])}, "rows of 1,099,511,627,776 columns"),
+        ({"feat_shape": np.array([40, -1])}, "rows of -1 columns"),
+        ({"feat_indptr": np.zeros(40, np.int64)}, "feat_indptr has the shape"),
+        ({"feat_indices": np.zeros((0, 2), np.int64)}, "the parts of sparse rows"),
+        ({"feat_indptr": np.zeros(41)}, "the parts of sparse rows"),
+        ({"edge_index": np.empty((2, 0), np.int64)}, r"no edges: edge_index has shape \(2, 0\)"),
+        ({"edge_index": np.array(3)}, "no edges"),
+        ({"node_label": np.array(3)}, "a single number as node_label"),
+    ],
+)
+def test_arrays_that_do_not_fit_each_other(
+    tmp_path: Path, parts: dict[str, Any], words: str
+) -> None:
+    whole = {
+        "feat_data": np.empty(0, np.float32),
+        "feat_indices": np.empty(0, np.int64),
+        "feat_indptr": np.zeros(41, np.int64),
+        "feat_shape": np.array([40, 9]),
+    }
+    path = tiny().but(features=None).write_npz(tmp_path / "a.npz", **(whole | parts))
+    with pytest.raises(ValueError, match=words + r"(.|\n)*\n\nhint: "):
+        NpzGraph(path)
 
 
 def test_splits_are_chosen_by_name_or_number(tmp_path: Path) -> None:
