@@ -3,6 +3,7 @@
 Each class is one subcommand of `gcnzc`: a field is an option, and the string under it its help.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -11,7 +12,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 
@@ -636,15 +648,20 @@ def from_words(kind: type[C], values: Mapping[str, Any], source: str) -> C:
     Raises:
         ValueError: an option is unknown or a value is of the wrong type.
     """
-    defaults: dict[str, Any] = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    given = {}
+    hints, given = get_type_hints(kind), {}
     for key, value in values.items():
         name = key.replace("-", "_")
-        if name not in defaults:
+        if name not in hints:
             raise ValueError(
                 f"{source}: no option named {key}\n\nhint: `gcnzc train --help` lists the options"
             )
-        given[name] = _typed(defaults[name], value, f"{source}: {key}")
+        try:
+            given[name] = _converted(hints[name], value)
+        except (TypeError, OverflowError):
+            raise ValueError(
+                f"{source}: {key} cannot be {value!r:.100}\n\n"
+                f"hint: the default is {getattr(kind, name, None)!r}"
+            ) from None
     return kind(**given)
 
 
@@ -653,19 +670,31 @@ def to_words(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def _typed(into: dataclasses.Field, value: Any, where: str) -> Any:
-    default = into.default
-    if isinstance(value, list):
-        return tuple(value)
-    if isinstance(default, bool) != isinstance(value, bool):
-        raise ValueError(f"{where} cannot be {value!r}\n\nhint: the default is {default!r}")
-    if isinstance(default, float) and isinstance(value, int):
+def _converted(hint: Any, value: Any) -> Any:
+    """A value of TOML or JSON as an option of type `hint` holds it.
+
+    Raises:
+        TypeError: it is of another type, or not one of the choices.
+        OverflowError: it is too large for a float.
+    """
+    origin, choices = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        for choice in choices:
+            with contextlib.suppress(TypeError):
+                return _converted(choice, value)
+    elif origin is Literal:
+        # 1 and True are equal
+        if any(value == choice and type(value) is type(choice) for choice in choices):
+            return value
+    elif origin is tuple and isinstance(value, list):
+        return tuple(_converted(choices[0], item) for item in value)
+    elif hint is Path and isinstance(value, str):
+        return Path(value)
+    elif hint is float and type(value) in (int, float):
         return float(value)
-    if default is None or isinstance(default, Path):
-        return Path(value) if isinstance(value, str) else value
-    if not isinstance(value, type(default)):
-        raise ValueError(f"{where} cannot be {value!r}\n\nhint: the default is {default!r}")
-    return value
+    elif type(value) is hint:
+        return value
+    raise TypeError(f"{value!r} is not of type {hint}")
 
 
 def _option(name: str) -> str:

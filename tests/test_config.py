@@ -27,6 +27,14 @@ def test_words_may_use_dashes_and_leave_things_out():
         ({"batch_size": "7"}, r"f\.toml: batch_size cannot be '7'"),
         ({"batch_norm": 1}, r"batch_norm cannot be 1"),
         ({"epochs": True}, r"epochs cannot be True"),
+        ({"seed": [1, 2]}, r"seed cannot be \[1, 2\]"),
+        ({"seed": 1.5}, r"seed cannot be 1.5"),
+        ({"fanouts": [3, "2", 1]}, r"fanouts cannot be \[3, '2', 1\]"),
+        ({"fanouts": 3}, r"fanouts cannot be 3"),
+        ({"model": "mlp"}, r"model cannot be 'mlp'"),
+        ({"outer_lr": "x"}, r"outer_lr cannot be 'x'"),
+        ({"out": 3}, r"out cannot be 3"),
+        ({"lr": 10**400}, r"lr cannot be 10000"),
     ],
 )
 def test_words_of_the_wrong_kind(words, message):
