@@ -418,15 +418,10 @@ def _graph_of(opened: Prepared) -> Graph:
 
 def _check_split(opened: Prepared) -> None:
     """Demand that the parts name labelled nodes, and that their labels are classes."""
-    num_nodes, num_classes = len(opened.labels), opened.meta["num_classes"]
+    num_classes = opened.meta["num_classes"]
     hint = f"hint: `gcnzc info {opened.folder} --verify` says what is damaged"
     for part, ids in opened.split.items():
-        outside = ids[(ids < 0) | (ids >= num_nodes)]
-        if len(outside):
-            raise ValueError(
-                f"{opened.folder}: the {part} part names the node {outside[0]}, but nodes are 0 to "
-                f"{num_nodes - 1}\n\n{hint}"
-            )
+        _demand_nodes(opened, ids, f"the {part} part names")
         labels = opened.labels[ids]
         wrong = labels[~np.isnan(labels) & ~((labels >= 0) & (labels < num_classes))]
         if len(wrong):
@@ -434,6 +429,27 @@ def _check_split(opened: Prepared) -> None:
                 f"{opened.folder}: a node of the {part} part has the label {wrong[0]}, but classes "
                 f"are 0 to {num_classes - 1}\n\n{hint}"
             )
+
+
+def _check_links(opened: Prepared) -> None:
+    """Demand that held-out edges and negatives are between nodes."""
+    if opened.links is None:
+        return
+    for part, ends in opened.links.edges.items():
+        _demand_nodes(opened, ends, f"the {part} edges have")
+    for part, ends in opened.links.negatives.items():
+        _demand_nodes(opened, ends, f"the {part} negatives have")
+
+
+def _demand_nodes(opened: Prepared, ids: Array, what: str) -> None:
+    num_nodes = len(opened.labels)
+    if ids.size == 0 or (ids.min() >= 0 and ids.max() < num_nodes):
+        return
+    outside = ids[(ids < 0) | (ids >= num_nodes)]
+    raise ValueError(
+        f"{opened.folder}: {what} the node {outside[0]}, but nodes are 0 to {num_nodes - 1}\n\n"
+        f"hint: `gcnzc info {opened.folder} --verify` says what is damaged"
+    )
 
 
 def _open(path: Path, name: str | None, split: str | int | None) -> Source | Prepared | None:
@@ -567,6 +583,7 @@ def _tensors(links: LinkParts) -> Links:
 
 def _reread(opened: Prepared, choices: _Choices) -> _Parts:
     _check_split(opened)
+    _check_links(opened)
     graph = _graph_of(opened).rebuilt(
         bidirected=bool(choices.bidirected),
         self_loops=choices.self_loops or "keep",

@@ -27,6 +27,7 @@ from gcnzc.datasets import download, store
 from gcnzc.datasets.meta import checksum_of
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.rows import in_memory
+from gcnzc.edge_split import EdgeShares
 from gcnzc.pairs import LinkSampler
 from gcnzc.table import FeatureTable
 
@@ -743,6 +744,24 @@ def test_labels_and_splits_outside_the_graph_are_refused_on_opening(
     prepare(graph.write(tmp_path / "raw"), tmp_path / "a")
     place = int(graph.split["train"][0]) if file == "labels.npy" else 0
     put(tmp_path / "a" / file, place, number)
+    with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: .*--verify"):
+        load(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("file", "number", "words"),
+    [
+        ("links/train.npy", 40, "the train edges have the node 40, but nodes are 0 to 39"),
+        ("links/test.npy", -1, "the test edges have the node -1"),
+        ("links/valid_negatives.npy", 8388675, "the valid negatives have the node 8388675"),
+    ],
+)
+def test_held_out_edges_outside_the_graph_are_refused_on_opening(
+    tmp_path: Path, file: str, number: int, words: str
+) -> None:
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a", edge_split=EdgeShares(0.1, 0.1))
+    meta = json.loads((tmp_path / "a/meta.json").read_text())
+    put(tmp_path / "a" / file, 0, number, np.dtype(meta["files"][file]["dtype"]).type)
     with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: .*--verify"):
         load(tmp_path / "a")
 
