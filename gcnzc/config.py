@@ -52,6 +52,8 @@ HotBy: TypeAlias = Literal["presampled", "in-degree"]
 MOST_THREADS = MOST_WORKERS = 1024
 # fan-outs are int32 in the samplers of PyG and DGL, too
 MOST_NEIGHBOURS = 2**31 - 1
+# thirty years; timers count nanoseconds in 64 bits
+MOST_SECONDS = 10**9
 PICTURES = (".png", ".svg", ".pdf")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -213,7 +215,7 @@ class TrainConfig:
     """TOML file of these options; those on the command line win"""
 
     def __post_init__(self) -> None:
-        _demand_finite(self)
+        _demand_numbers(self)
         _at_most(MOST_THREADS, "threads", self.threads)
         _at_most(MOST_WORKERS, "workers", self.workers)
         for name in (
@@ -243,9 +245,17 @@ class TrainConfig:
             raise ValueError(
                 f"--eager must be from 0 to below 1, got {self.eager}\n\nhint: 0.5 is usual"
             )
-        if not self.timeout_s > 0:
+        if not 0 < self.timeout_s <= MOST_SECONDS:
             raise ValueError(
-                f"--timeout-s must be above 0, got {self.timeout_s}\n\nhint: 60 is usual"
+                f"--timeout-s must be above 0 and at most {MOST_SECONDS:,}, got {self.timeout_s}"
+                "\n\nhint: the default is 60"
+            )
+        if self.outer_lr is not None:
+            _at_least(0, "outer_lr", self.outer_lr)
+        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
+            raise ValueError(
+                f"--outer-momentum must be from 0 to below 1, got {self.outer_momentum}\n\n"
+                "hint: leave --outer-momentum out for the default"
             )
         if not self.lr > 0:
             raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: 0.003 is usual")
@@ -298,7 +308,7 @@ class MakeConfig:
     """seed of every random choice"""
 
     def __post_init__(self) -> None:
-        _demand_finite(self)
+        _demand_numbers(self)
         for name in ("nodes", "edges", "num_features", "classes"):
             _at_least(1, name, getattr(self, name))
         _at_least(0, "seed", self.seed)
@@ -354,7 +364,7 @@ class PrepareConfig:
     """accept features that are NaN or infinite"""
 
     def __post_init__(self) -> None:
-        _demand_finite(self)
+        _demand_numbers(self)
         _at_least(0, "seed", self.seed)
         # says what is wrong with them
         EdgeShares(self.valid_edges, self.test_edges)
@@ -426,7 +436,7 @@ class CheckConfig:
     """size of the table whose reading is measured"""
 
     def __post_init__(self) -> None:
-        _demand_finite(self)
+        _demand_numbers(self)
         for name in ("batch_size", "row_bytes", "megabytes"):
             _at_least(1, name, getattr(self, name))
         _at_least(0, "compute_ms", self.compute_ms)
@@ -540,7 +550,7 @@ class PlanConfig:
     """picture to write: seconds of a step by Mbit/s; none if not given"""
 
     def __post_init__(self) -> None:
-        _demand_finite(self)
+        _demand_numbers(self)
         for number in self.workers:
             _at_least(2, "workers", number)
             _at_most(MOST_WORKERS, "workers", number)
@@ -717,8 +727,8 @@ def _at_most(most: int, name: str, value: int) -> None:
         )
 
 
-def _demand_finite(config: Any) -> None:
-    """Raise a ValueError if a number among the options is NaN or infinite."""
+def _demand_numbers(config: Any) -> None:
+    """Raise a ValueError if a number among the options is NaN, infinite or above 64 bits."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -726,6 +736,8 @@ def _demand_finite(config: Any) -> None:
                 f"{_option(field.name)} must be finite, got {value}\n\n"
                 f"hint: leave {_option(field.name)} out for the default"
             )
+        if isinstance(value, int):
+            _at_most(2**63 - 1, field.name, value)
 
 
 def _demand_writable(name: str, path: Path | None) -> None:
