@@ -80,25 +80,38 @@ def vote(value: int | float) -> Algorithm[tuple[Any, ...]]:
     return (yield Vote(value))
 
 
-def synchronise_buffers(model: nn.Module) -> Algorithm[None]:
-    """Give all ranks the same buffers.
+def dense_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Names and buffers of a model, without sparse ones such as a fixed adjacency matrix."""
+    return [pair for pair in model.named_buffers() if pair[1].layout == torch.strided]
 
-    Those of a floating-point dtype, such as BatchNorm's averages, become their means over the ranks
-    where they are finite: one whose activations overflowed does not spoil those of the others.
-    Others, such as counters, become those of rank 0.
+
+def synchronise_buffers(model: nn.Module) -> Algorithm[None]:
+    """Give all ranks the same buffers; sparse ones stay as they are.
+
+    An element of a floating-point buffer, such as BatchNorm's averages, becomes its mean over the
+    ranks where it is finite: one whose activations overflowed does not spoil those of the others.
+    An element that is equal on all ranks, or finite on none, keeps rank 0's value bit for bit.
+    Other buffers, such as counters, become those of rank 0.
     """
-    buffers = list(model.named_buffers())
+    buffers = dense_buffers(model)
     floating = [pair for pair in buffers if pair[1].dtype.is_floating_point]
-    for kind in by_kind(floating):  # type: ignore[arg-type]
-        tensors = [tensor for _, tensor in kind]
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        is_finite = flat.isfinite()
-        sums = torch.cat([flat.masked_fill(~is_finite, 0), is_finite.to(flat.dtype)])
+    own = [tensor.detach().clone() for _, tensor in floating]
+    yield from broadcast(buffers)
+    for kind in by_kind([(name, mine) for (name, _), mine in zip(floating, own, strict=True)]):  # type: ignore[misc]
+        names = {name for name, _ in kind}
+        tensors = [tensor for name, tensor in floating if name in names]
+        first, mine = (
+            torch.cat([each.reshape(-1) for each in part])
+            for part in (tensors, [each for _, each in kind])
+        )
+        base = first.masked_fill(~first.isfinite(), 0)
+        is_finite = mine.isfinite()
+        # differences, since the rounded mean of equal values may not be the value
+        difference = torch.where(is_finite, mine - base, 0)
+        sums = torch.cat([difference, is_finite.to(mine.dtype)])
         yield Mean(sums)
-        # 0 / 0 where no rank has one
         mean, share = sums.chunk(2)
-        _write(mean / share, tensors)
-    yield from broadcast([pair for pair in buffers if not pair[1].dtype.is_floating_point])
+        _write(torch.where(share > 0, base + mean / share, first), tensors)
 
 
 def _broadcast(tensors: Sequence[Tensor]) -> Algorithm[None]:

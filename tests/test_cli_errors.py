@@ -144,8 +144,12 @@ def test_sigterm_while_preparing_leaves_nothing_behind(tmp_path):
     process = start("prepare", tmp_path / "raw", tmp_path / "prepared", stdout=subprocess.PIPE)
     while len(list(tmp_path.iterdir())) == 1:
         assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
+        time.sleep(0.001)
+    # stopped, so that it cannot finish before the signal
+    process.send_signal(signal.SIGSTOP)
+    assert not (tmp_path / "prepared").exists()
     process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "error: terminated" in err

@@ -176,6 +176,8 @@ class Averaged(Exchanging):
     def algorithm(self) -> Algorithm[None]:
         """See `Exchanging`: the inner optimizer's step, on all workers or on none."""
         if self.trainable() != self.is_trainable:
+            for group in self.param_groups:
+                check_param_group(type(self).__name__, group)
             self._lay_out()
         yield from self.made_alike()
         if self.group.world_size == 1:
@@ -280,6 +282,11 @@ class Gradients:
             # GradScaler may have found a gradient that was clipped later
             blame = yield from _blamed(bad or int(factor != factor))
         shares = [float(each) for each in asks]
+        if self.sparse and not self.vectors:
+            # sparse gradients have no room for signals
+            signals = torch.tensor(shares, dtype=torch.float32, device=self.sparse[0].device)
+            yield Mean(signals)
+            shares = signals.tolist()
         for vector, reducer in zip(self.vectors, self.reducers, strict=True):
             told = vector.extra.tolist()
             vector.write_gradients([each > 0 for each in told[: len(vector.segments)]])

@@ -14,7 +14,7 @@ from gcnzc.optim.group_options import OptionComparison
 from gcnzc.optim.scaling import report_overflow
 from gcnzc.optim.states import packed, unpacked
 from gcnzc.optim.validation import check_count, check_group, check_param_group
-from gcnzc.replicas import synchronise_buffers
+from gcnzc.replicas import dense_buffers, synchronise_buffers
 
 
 class Exchanging(Optimizer):
@@ -209,7 +209,7 @@ class Exchanging(Optimizer):
         """The names and tensors to broadcast: all parameters, and the module's buffers."""
         named: list[tuple[str, Tensor]] = list(self.named_parameters())
         if self.module is not None:
-            named += [*self.module.named_parameters(), *self.module.named_buffers()]
+            named += [*self.module.named_parameters(), *dense_buffers(self.module)]
         unique: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named:
             # the parameters of groups are among those of the module

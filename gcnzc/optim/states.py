@@ -76,6 +76,11 @@ def unpacked(
         )
     found = {name: value for name, value in holder.items() if name not in (COMMON, "step")}
     wanted = [name for name in found if name.startswith(f"of rank {rank} of ")]
+    if not found:
+        raise ValueError(
+            "the state has what all ranks have in common, but no rank's own state\n\n"
+            "hint: load the state dict that `state_dict` returned on this rank, whole"
+        )
     snapshot = {**_from_bytes(holder[COMMON]), **_from_bytes(found[next(iter([*wanted, *found]))])}
     kind = snapshot.pop("optimizer")
     if optimizer and kind != optimizer:

@@ -255,3 +255,24 @@ def test_it_is_an_optimizer():
     optimizer.zero_grad()
     assert extra.grad is None
     assert optimizer.step(lambda: (model.weight.sum() ** 2).backward() or 3.0) == 3.0
+
+
+def test_signals_and_options_travel_with_sparse_gradients_alone():
+    optimizers = []
+    for rank in range(2):
+        table = nn.Embedding(5, 2, sparse=True)
+        inner = torch.optim.SGD(table.parameters(), lr=0.1)
+        optimizers.append((table, Averaged(inner, Group(rank, 2), signals=2)))
+    optimizers[1][1].asks = [False, True]
+
+    def take(steps):
+        for _ in range(steps):
+            for table, optimizer in optimizers:
+                table(torch.tensor([optimizer.group.rank])).sum().backward()
+            lockstep([optimizer.algorithm() for _, optimizer in optimizers])
+
+    take(1)
+    assert [optimizer.heard for _, optimizer in optimizers] == [[False, True]] * 2
+    optimizers[1][1].param_groups[0]["lr"] = 0.2
+    with pytest.raises(ValueError, match=r"lr of parameter group 0 differs between ranks"):
+        take(20)

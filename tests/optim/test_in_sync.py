@@ -181,6 +181,22 @@ def test_buffers_of_a_rank_that_overflowed_are_left_out_of_the_mean():
         torch.testing.assert_close(model.running_var, torch.ones(2))
 
 
+def test_constant_buffers_keep_their_bits():
+    """A causal mask has infinities; the rounded mean of three equal numbers may be another one."""
+    mask = torch.full((4, 4), -torch.inf).triu(1)
+    scales = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    models = [nn.Module() for _ in range(3)]
+    for model in models:
+        model.register_buffer("mask", mask.clone())
+        model.register_buffer("scales", scales.clone())
+        model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    lockstep([synchronise_buffers(model) for model in models])
+    for model in models:
+        assert torch.equal(model.mask, mask)
+        assert torch.equal(model.scales, scales)
+        assert torch.equal(model.adjacency.to_dense(), torch.eye(3))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_buffers_of_a_run_that_is_resumed_stay_as_they_are(name):
     models = [Model(rank) for rank in range(2)]
