@@ -27,6 +27,9 @@ class Store(Protocol):
     def get(self, key: str) -> bytes:
         """Read; waits until the key is there."""
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 at first, and return it."""
+
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Read all of them by one request; waits until they are there."""
 
@@ -121,19 +124,24 @@ class _Limits:
 
 def _lead(store: Store, own: str, world_size: int, limits: _Limits) -> str:
     store.set("gcnzc/round", own)
-    seen: dict[str, str] = {}
-    keys = {f"{own}/came/{rank}": rank for rank in range(1, world_size)}
-    beat = 0
-    while missing := [key for key in keys if key not in seen]:
+    seen: dict[int, str] = {}
+    count, unread, beat = 0, set[str](), 0
+    while len(seen) < world_size - 1:
+        missing = [rank for rank in range(1, world_size) if rank not in seen]
         if limits.is_time_to_look():
             beat += 1
-            ranks = [keys[key] for key in missing]
-            store.set(f"{own}/waiting", json.dumps([beat, ranks]))
+            store.set(f"{own}/waiting", json.dumps([beat, missing]))
             limits.demand_running()
-        came = read_existing(store, missing)
-        seen |= {key: value.decode() for key, value in came.items()}
-        if len(seen) < len(keys):
-            limits.wait([keys[key] for key in missing if key not in seen])
+        # numbered, so that a poll costs three requests however many workers are missing
+        arrived = store.add(f"{own}/arrivals", 0)
+        unread |= {f"{own}/arrival/{number}" for number in range(count + 1, arrived + 1)}
+        count = arrived
+        for key, value in read_existing(store, sorted(unread)).items():
+            rank, name = json.loads(value)
+            seen[rank] = name
+            unread.discard(key)
+        if len(seen) < world_size - 1:
+            limits.wait([rank for rank in missing if rank not in seen])
     store.set(f"{own}/all", json.dumps(list(seen.values())))
     return own
 
@@ -144,7 +152,8 @@ def _follow(store: Store, own: str, rank: int, limits: _Limits) -> str:
         # an earlier round's name may stand there still; nobody answers under it
         name = store.get("gcnzc/round").decode() if store.check(["gcnzc/round"]) else ""
         if name and name != announced:
-            store.set(f"{name}/came/{rank}", own)
+            number = store.add(f"{name}/arrivals", 1)
+            store.set(f"{name}/arrival/{number}", json.dumps([rank, own]))
             announced, first = name, _First(limits.silent_s)
         if name and own in json.loads(
             read_existing(store, [f"{name}/all"]).get(f"{name}/all", b"[]")

@@ -8,6 +8,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
+from gcnzc.exchange import meeting
 from gcnzc.exchange.meeting import met
 from gcnzc.exchange.siblings import Siblings
 
@@ -140,3 +141,26 @@ def test_a_process_that_is_stopped_before_it_comes_is_named_in_time(monkeypatch)
         process.kill()
     why = f"worker 2 is stopped by a signal (process {process.pid}) and did not run for 2 s"
     assert heard == {0: why, 1: why}
+
+
+class CountingStore:
+    """A store that counts requests, as a slow network would make felt."""
+
+    def __init__(self):
+        self.store, self.requests = HashStore(), 0
+
+    def __getattr__(self, name):
+        def request(*args):
+            self.requests += 1
+            return getattr(self.store, name)(*args)
+
+        return request
+
+
+def test_waiting_for_a_thousand_workers_costs_a_few_requests_a_poll(monkeypatch):
+    monkeypatch.setattr(meeting, "POLL_S_PER_WORKER", 0.0)
+    monkeypatch.setattr(meeting, "POLL_S", 0.02)
+    store = CountingStore()
+    with pytest.raises(TimeoutError, match=r"no sign of worker 1, 2, 3, "):
+        met(store, 0, 1024, timeout_s=0.5)
+    assert store.requests < 3 * 0.5 / 0.02 + 10
