@@ -1,0 +1,26 @@
+"""Commands reject damaged files and wrong options with an error and a hint."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+FUZZ = Path(__file__).parents[1] / "bench" / "fuzz.py"
+
+
+def test_no_bad_input_ends_a_command_in_another_way_than_with_an_error_and_a_hint(tmp_path):
+    # in a process of its own: it forks, which one with threads must not
+    done = subprocess.run(
+        [sys.executable, str(FUZZ), "--seed", "0", "--report", str(tmp_path / "report.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    kinds = json.loads((tmp_path / "report.json").read_text())
+    assert len(kinds) == 7
+    assert sum(sum(outcomes.values()) for outcomes in kinds.values()) >= 200
+    # most inputs are bad, and are rejected
+    assert sum(outcomes["rejected"] for outcomes in kinds.values()) >= 180
+    assert not any(outcomes["failed"] for outcomes in kinds.values())
