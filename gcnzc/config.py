@@ -28,6 +28,7 @@ from typing import (
 import tyro
 
 from gcnzc.edge_split import EdgeShares
+from gcnzc.optim.defaults import EAGER, FRAGMENTS, REFRESH, WARMUP
 
 C = TypeVar("C")
 
@@ -120,11 +121,11 @@ class TrainConfig:
     compress: Compress = "auto"
     """what workers send for each element they exchange; auto takes signs for the onebit and
     zero-one optimizers, and float32 for the others"""
-    warmup: str = "0.15"
+    warmup: str = f"{WARMUP.share:g}"
     """of the onebit optimizers: share of the run's steps, or how many, that exchange whole
-    gradients first; auto sees when the variance has settled. Of zero-one-adam: of those in which
-    workers agree at every step; auto makes that all"""
-    refresh: int = 0
+    gradients first; auto sees when the variance has settled, and takes a quarter at most. Of
+    zero-one-adam: of those in which workers agree at every step; auto makes that all"""
+    refresh: int = REFRESH
     """of onebit-adam: steps from the end of the warm-up to the first time that some whole gradients
     bring the variance up to date; each next time is twice as far from there; 0 never does"""
     local_steps: str = "usual"
@@ -135,13 +136,13 @@ class TrainConfig:
     """of diloco, streaming-diloco and co2: step size of what was exchanged; usual if not given"""
     outer_momentum: float | None = None
     """of diloco, streaming-diloco and co2: momentum of what was exchanged; usual if not given"""
-    eager: float = 0.5
+    eager: float = EAGER
     """of co2: the share of what its own last steps brought with which a worker goes on at once,
     until the mean of all has come; 0, with --outer-lr 1 --outer-momentum 0.2, is as published"""
     delay: str = "usual"
     """of streaming-diloco: steps beside which an exchange goes on; usual takes 1, or auto with
     --local-steps auto, which measures how many hide it"""
-    fragments: str = "4"
+    fragments: str = str(FRAGMENTS)
     """of streaming-diloco: parts of the model that are exchanged at different steps, as many of the
     same size; or modules, for one of each of the model's modules; or regular expressions, with
     commas between them, for one of the parameters whose names each is the first to match"""

@@ -1,12 +1,11 @@
 """The optimizer that the words of a run name: how its workers exchange, with what is usual."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from gcnzc.compress import Compression, compression
+from gcnzc.compress import compression
 from gcnzc.config import LOCAL, ONE_BIT, TrainConfig, fragments_of
 from gcnzc.exchange import Group
 from gcnzc.optim import (
@@ -21,30 +20,9 @@ from gcnzc.optim import (
     ZeroOneAdam,
     ZeroOneSchedule,
 )
+from gcnzc.optim.defaults import DELAY
+from gcnzc.optim.defaults import LOCAL as LOCAL_DEFAULTS
 from gcnzc.stages import build_optimizer, step_size
-
-
-@dataclass(frozen=True)
-class Usual:
-    """What a local method takes unless it is told otherwise."""
-
-    local_steps: int
-    outer_lr: float
-    outer_momentum: float
-
-
-# the numbers of local steps are those of short runs, whose epochs have tens to hundreds of steps
-USUAL = {
-    "local-sgd": Usual(8, 1.0, 0.0),
-    "diloco": Usual(12, 0.4, 0.9),
-    "streaming-diloco": Usual(12, 0.4, 0.9),
-    "co2": Usual(8, 0.4, 0.7),
-}
-
-
-# of 0/1 Adam: into so many parts a run is divided, after each of which the steps between agreements
-# double, up to so many
-WINDOWS, LONGEST = 4, 4
 
 
 def build_method(
@@ -66,23 +44,24 @@ def build_method(
         return _one_bit(config, model, group, steps, signals)
     inner = build_optimizer(config, model, group.world_size)
     if config.optimizer not in LOCAL:
-        way = None if config.compress == "auto" else compression(config.compress)
-        return Averaged(inner, group, signals, compress=way, module=model)
-    usual = USUAL[config.optimizer]
-    options: dict[str, Any] = {"signals": signals, "module": model}
-    options["compress"] = _way(config, "float32")
-    options["local_steps"] = _local_steps(config, usual)
+        return Averaged(inner, group, signals, module=model, **_compress(config))
+    options: dict[str, Any] = {
+        "signals": signals,
+        "total_steps": steps,
+        "module": model,
+        **_compress(config),
+    }
+    options["local_steps"] = _local_steps(config)
     if config.optimizer == "local-sgd":
         return LocalSGD(inner, group, **options)
+    usual = LOCAL_DEFAULTS[config.optimizer]
     options["outer_lr"] = usual.outer_lr if config.outer_lr is None else config.outer_lr
     momentum = config.outer_momentum
     options["outer_momentum"] = usual.outer_momentum if momentum is None else momentum
     if config.optimizer == "diloco":
         return DiLoCo(inner, group, **options)
     if config.optimizer == "co2":
-        # late means are divided by a gap, lest training run away; those of eager workers need none
-        gap = "none" if config.eager else "gap_aware"
-        return CO2(inner, group, eager=config.eager, gap=gap, **options)
+        return CO2(inner, group, eager=config.eager, **options)
     options["delay"] = _delay(config)
     options["fragments"] = fragments_of(config.fragments)
     return StreamingDiLoCo(inner, group, named_parameters=model.named_parameters(), **options)
@@ -98,12 +77,10 @@ def _one_bit(
     }
     options: dict[str, Any] = {"lr": step_size(config, group.world_size), "group": group}
     options |= {"weight_decay": config.weight_decay, "signals": signals, "module": model}
-    options["compress"] = _way(config, "sign")
+    options |= {"total_steps": steps, **_compress(config)}
     warmup = warmup_steps(config, steps)
     if config.optimizer == "zero-one-adam":
-        options["schedule"] = ZeroOneSchedule(
-            warmup, local_doubling=max(1, steps // WINDOWS), longest=LONGEST
-        )
+        options["schedule"] = ZeroOneSchedule.for_run(steps, warmup)
     else:
         options["warmup"] = warmup
     if config.optimizer == "onebit-adam":
@@ -122,16 +99,17 @@ def warmup_steps(config: TrainConfig, steps: int) -> int | None:
 def _delay(config: TrainConfig) -> int | str:
     words = config.delay
     if words == "usual":
-        return "auto" if config.local_steps == "auto" else 1
+        return "auto" if config.local_steps == "auto" else DELAY
     return words if words == "auto" else int(words)
 
 
-def _way(config: TrainConfig, usual: str) -> Compression:
-    return compression(usual if config.compress == "auto" else config.compress)
+def _compress(config: TrainConfig) -> dict[str, Any]:
+    """The option of that name, unless the class's default is asked for."""
+    return {} if config.compress == "auto" else {"compress": compression(config.compress)}
 
 
-def _local_steps(config: TrainConfig, usual: Usual) -> int | str:
+def _local_steps(config: TrainConfig) -> int | str:
     words = config.local_steps
     if words == "usual":
-        return usual.local_steps
+        return LOCAL_DEFAULTS[config.optimizer].local_steps
     return words if words == "auto" else int(words)

@@ -30,8 +30,8 @@ from gcnzc.exchange import Choices, Group, Link, Outcome, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
 from gcnzc.flat import by_kind
 from gcnzc.loader import Loader
-from gcnzc.methods import USUAL
 from gcnzc.optim.averaged import Gradients
+from gcnzc.optim.defaults import LOCAL
 from gcnzc.picture import StepTimes
 from gcnzc.stages import build_optimizer, choose_device, feature_table
 from gcnzc.streams import clock_of
@@ -100,7 +100,7 @@ def _usual(name: str) -> Method:
 
 
 def _every(method: str) -> float:
-    return 1 / USUAL[method].local_steps
+    return 1 / LOCAL[method].local_steps
 
 
 WARMUP = float(TrainConfig.warmup)  # share of the steps of a run

@@ -15,8 +15,8 @@ from gcnzc.cli import main
 from gcnzc.config import PlanConfig
 from gcnzc.exchange import Choices, Sum, lockstep
 from gcnzc.exchange.choices import sent_bytes
-from gcnzc.methods import USUAL
 from gcnzc.network_plan import METHODS, Computed, Cost, Network
+from gcnzc.optim.defaults import LOCAL
 
 NETWORK = Network(100.0, delay_s=2e-3, message_s=5e-4)
 ALPHA_S = 2.5e-3  # a message's latency there
@@ -140,7 +140,7 @@ def test_methods_send_what_they_exchange(workers):
     signs = 2 * (workers - 1) / workers * elements / 8
     assert sent["onebit-adam"] == pytest.approx(0.15 * whole + 0.85 * signs, rel=0.35)
     for name in ("local-sgd", "diloco", "streaming-diloco", "co2"):
-        assert sent[name] == pytest.approx(whole / USUAL[name].local_steps, rel=0.05)
+        assert sent[name] == pytest.approx(whole / LOCAL[name].local_steps, rel=0.05)
 
 
 def test_no_rate_mends_delays():

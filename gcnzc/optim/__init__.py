@@ -4,7 +4,7 @@ from gcnzc.optim.averaged import Averaged
 from gcnzc.optim.co2 import CO2
 from gcnzc.optim.ddp import leave_local
 from gcnzc.optim.diloco import DiLoCo
-from gcnzc.optim.exchanging import Exchanging
+from gcnzc.optim.exchanging import Exchanging, LatePhaseWarning
 from gcnzc.optim.local_sgd import LocalSGD
 from gcnzc.optim.local_updates import LocalUpdates
 from gcnzc.optim.one_bit_adam import OneBitAdam
@@ -19,6 +19,7 @@ __all__ = [
     "Averaged",
     "DiLoCo",
     "Exchanging",
+    "LatePhaseWarning",
     "LocalSGD",
     "LocalUpdates",
     "OneBitAdam",

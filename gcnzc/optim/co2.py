@@ -10,7 +10,7 @@
 after Sun et al., "CO2: efficient distributed training with full communication-computation overlap"
 (2024, https://arxiv.org/abs/2401.16265), which has e = 0. As the mean of a round comes one round
 late, momentum acts on what is old already: with much of it, or in long rounds, training may run
-away. What `CO2` takes by default is small momentum, the gap g, and the clip c.
+away. Small momentum, the gap g and the clip c prevent that.
 
 With e, a share of what a worker's own last round brought counts at once, until the mean of all that
 takes its place has come. It is after Kale et al., "Eager updates for overlapped communication and
@@ -41,6 +41,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, AllGather, Begin, Group, ReduceScatter, Sum, Vote
+from gcnzc.optim import defaults
 from gcnzc.optim.local_updates import CHANNEL, Flight, LocalUpdates
 from gcnzc.optim.pace import HIDDEN, Clocks, Pace
 from gcnzc.optim.states import part_of
@@ -123,7 +124,7 @@ class CO2(LocalUpdates):
         outer_lr: the outer optimizer's step size.
         outer_momentum: its momentum, m. With a delay more than the usual one is for short rounds.
         gap: what late differences are divided by: "gap_aware", "none", a number, or a function;
-            see `Gap`.
+            see `Gap`. If None, "none" for eager ranks and "gap_aware" for others.
         clip: c, what an element of the momentum is at most, in units of the parameters; no limit
             if None.
         compress: how means are taken.
@@ -132,8 +133,11 @@ class CO2(LocalUpdates):
         delay: rounds from an exchange's beginning to its end: 1; or 0, so that it is waited for at
             once, which without gap and clip is SlowMo.
         eager: e, at least 0 and below 1. More than 0 takes a vector more, goes with a delay, and
-            best with gap="none".
+            best with gap="none". If None, 0.5 with a delay and 0 without; CO2 as published is
+            eager=0, outer_lr=1, outer_momentum=0.2.
         signals: how many things, such as a wish to stop, are told with a round.
+        total_steps: of the run, for a warning if the first exchange comes late in it; None if that
+            is not known.
         module: see `Exchanging`.
         target: for "auto" without delay, the share of exchange in the time of steps.
         clocks: seconds, for "auto".
@@ -147,16 +151,17 @@ class CO2(LocalUpdates):
         inner: Optimizer,
         group: Group | None = None,
         *,
-        local_steps: int | str = 48,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.2,
-        gap: str | float | Callable[[float, float], float] = "gap_aware",
+        local_steps: int | str = defaults.CO2.local_steps,
+        outer_lr: float = defaults.CO2.outer_lr,
+        outer_momentum: float = defaults.CO2.outer_momentum,
+        gap: str | float | Callable[[float, float], float] | None = None,
         clip: float | None = 1.0,
         compress: Compression = Dense(),  # noqa: B008 - it cannot change
         sharded: bool = False,
         delay: int = 1,
-        eager: float = 0.0,
+        eager: float | None = None,
         signals: int = 0,
+        total_steps: int | None = None,
         module: nn.Module | None = None,
         target: float = 0.05,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
@@ -170,6 +175,8 @@ class CO2(LocalUpdates):
             )
         if delay not in (0, 1):
             raise ValueError(f"a delay of {delay} rounds\n\nhint: 1, or 0 to wait at once")
+        if eager is None:
+            eager = defaults.EAGER if delay else 0.0
         if not 0 <= eager < 1 or (eager and not delay):
             raise ValueError(
                 f"eager is {eager}, with a delay of {delay} rounds\n\nhint: at least 0 and below "
@@ -177,8 +184,14 @@ class CO2(LocalUpdates):
             )
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}\n\nhint: above 0, or None for no limit")
+        if gap is None:
+            # late means are divided by a gap so that training does not diverge; eager ranks do not
+            # need one
+            gap = "none" if eager else "gap_aware"
         pace = Pace(local_steps, HIDDEN if delay else target, clocks)
-        super().__init__(inner, group, signals=signals, pace=pace, module=module)
+        super().__init__(
+            inner, group, signals=signals, total_steps=total_steps, pace=pace, module=module
+        )
         self.outer_lr, self.outer_momentum, self.clip = outer_lr, outer_momentum, clip
         self.gap, self.compress, self.delay, self.is_sharded = Gap(gap), compress, delay, sharded
         self.eager = eager

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, AllGather, Group, ReduceScatter
 from gcnzc.finite import are_finite
+from gcnzc.optim.defaults import DILOCO
 from gcnzc.optim.local_updates import LocalUpdates
 from gcnzc.optim.pace import Clocks, Pace
 from gcnzc.optim.space import tiles
@@ -75,6 +76,8 @@ class DiLoCo(LocalUpdates):
             for means that are not compressed.
         alone: whether one worker without others takes outer steps nevertheless.
         signals: how many things, such as a wish to stop, are told with an outer step.
+        total_steps: of the run, for a warning if the first exchange comes late in it; None if that
+            is not known.
         module: see `Exchanging`.
         target: the share of exchange for "auto".
         clocks: seconds, for "auto".
@@ -88,14 +91,15 @@ class DiLoCo(LocalUpdates):
         inner: Optimizer,
         group: Group | None = None,
         *,
-        local_steps: int | str = 500,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        local_steps: int | str = DILOCO.local_steps,
+        outer_lr: float = DILOCO.outer_lr,
+        outer_momentum: float = DILOCO.outer_momentum,
         nesterov: bool = True,
         compress: Compression = Dense(),  # noqa: B008 - it cannot change
         sharded: bool = False,
         alone: bool = False,
         signals: int = 0,
+        total_steps: int | None = None,
         module: nn.Module | None = None,
         target: float = 0.05,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
@@ -108,7 +112,15 @@ class DiLoCo(LocalUpdates):
                 "the two"
             )
         pace = Pace(local_steps, target, clocks)
-        super().__init__(inner, group, signals=signals, pace=pace, alone=alone, module=module)
+        super().__init__(
+            inner,
+            group,
+            signals=signals,
+            total_steps=total_steps,
+            pace=pace,
+            module=module,
+            alone=alone,
+        )
         self.outer = Outer(outer_lr, outer_momentum, nesterov)
         self.compress, self.is_sharded = compress, sharded
         count, world_size = self.space.num_elements, self.group.world_size

@@ -1,5 +1,6 @@
 """The base class of optimizers whose `step` communicates with the other ranks."""
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -10,11 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Algorithm, Group, present, run
+from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
 from gcnzc.optim.group_options import OptionComparison
 from gcnzc.optim.scaling import report_overflow
 from gcnzc.optim.states import packed, unpacked
 from gcnzc.optim.validation import check_count, check_group, check_param_group
 from gcnzc.replicas import dense_buffers, synchronise_buffers
+
+
+class LatePhaseWarning(UserWarning):
+    """A method's phase, such as compression or local steps, begins late in the run or never."""
 
 
 class Exchanging(Optimizer):
@@ -29,6 +35,7 @@ class Exchanging(Optimizer):
         signals: how many things, such as a wish to stop, are told with an exchange.
         module: the model. If given, its buffers and the parameters that are not in `params` are
             broadcast from rank 0 at the start too, and `finalize` makes its buffers equal.
+        total_steps: of the run; None if that is not known.
     """
 
     is_shared = False
@@ -49,12 +56,16 @@ class Exchanging(Optimizer):
         group: Group | None,
         signals: int,
         module: nn.Module | None = None,
+        total_steps: int | None = None,
     ) -> None:
         if group is not None:
             check_group(group)
         check_count("signals", signals)
+        if total_steps is not None:
+            check_count("total_steps", total_steps, 1)
         super().__init__(params, defaults)
         self.group = present() if group is None else group
+        self.total_steps = total_steps
         self.module = module
         self.weight = 1.0
         """of this worker's next gradient: its seeds over the mean seeds of the workers"""
@@ -245,6 +256,30 @@ class Exchanging(Optimizer):
             "requires_grad and add parameters first, on all ranks, and then make the optimizer, or "
             "a new one"
         )
+
+    def late_phase(self) -> str:
+        """The phase that has not begun after the last step; empty if all have."""
+        return ""
+
+    def warn_of_late_phase(self, steps: int) -> None:
+        """Warn on rank 0, at one step of the run, if a phase has not begun.
+
+        Args:
+            steps: that were taken so far.
+        """
+        total = self.total_steps
+        limit = LATE_STEPS if total is None else max(1, round(LATE_SHARE * total))
+        if steps != limit or self.group.rank or self.group.world_size == 1:
+            return
+        if phase := self.late_phase():
+            length = "" if total is None else f" of {total}"
+            warnings.warn(
+                f"{type(self).__name__}: no {phase} in the first {steps} steps{length}\n\nhint: a "
+                "shorter warm-up or fewer local steps let it begin sooner; silence this with "
+                "warnings.simplefilter('ignore', gcnzc.optim.LatePhaseWarning)",
+                LatePhaseWarning,
+                stacklevel=2,
+            )
 
     def finalize(self) -> None:
         """Make parameters and buffers equal on all ranks; call it once, after the last step.

@@ -19,7 +19,7 @@ class FreezeRule:
     least: int = 0
     """steps before the first look: those in which the step size grows"""
     most: int | None = None
-    """steps after which to freeze in any case"""
+    """steps after which to freeze in any case; None for no limit"""
     tolerance: float = 0.04
     """how far the ratio may be from 1"""
     patience: int = 2

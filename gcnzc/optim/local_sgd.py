@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
+from gcnzc.optim.defaults import LOCAL_SGD
 from gcnzc.optim.local_updates import LocalUpdates
 from gcnzc.optim.pace import Clocks, Pace
 
@@ -34,6 +35,8 @@ class LocalSGD(LocalUpdates):
             steps, and a fortieth of their work (`Pace`).
         compress: how means are taken.
         signals: how many things, such as a wish to stop, are told with a mean.
+        total_steps: of the run, for a warning if the first exchange comes late in it; None if that
+            is not known.
         module: see `Exchanging`.
         target: the share of exchange for "auto".
         clocks: seconds, for "auto".
@@ -44,15 +47,18 @@ class LocalSGD(LocalUpdates):
         inner: Optimizer,
         group: Group | None = None,
         *,
-        local_steps: int | str,
+        local_steps: int | str = LOCAL_SGD.local_steps,
         compress: Compression = Dense(),  # noqa: B008 - it cannot change
         signals: int = 0,
+        total_steps: int | None = None,
         module: nn.Module | None = None,
         target: float = 0.05,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
         pace = Pace(local_steps, target, clocks)
-        super().__init__(inner, group, signals=signals, pace=pace, module=module)
+        super().__init__(
+            inner, group, signals=signals, total_steps=total_steps, pace=pace, module=module
+        )
         self.compress = compress
         self.anchor: Tensor | None = None
         """(n,): the last mean, if means are compressed"""

@@ -72,6 +72,7 @@ class LocalUpdates(Exchanging):
             of the step size work.
         group: of all workers; those for which torch.distributed was initialised if None.
         signals: how many things, such as a wish to stop, are told with a synchronisation.
+        total_steps: of the run; None if that is not known.
         pace: how often.
         alone: whether one worker without others does what it would do among them; else it just
             takes the inner optimizer's steps.
@@ -95,13 +96,14 @@ class LocalUpdates(Exchanging):
         group: Group | None = None,
         *,
         signals: int = 0,
+        total_steps: int | None = None,
         pace: Pace,
         alone: bool = False,
         module: nn.Module | None = None,
     ) -> None:
         self.is_made = False
         check_inner(type(self).__name__, inner)
-        super().__init__(inner.param_groups, inner.defaults, group, signals, module)
+        super().__init__(inner.param_groups, inner.defaults, group, signals, module, total_steps)
         self.is_made = True
         self.inner = inner
         self._share()
@@ -189,6 +191,11 @@ class LocalUpdates(Exchanging):
         yield from self.after_step()
         yield from self.pace.chosen(self.exchanges)
         yield from self.options.compare(self.param_groups)
+        self.warn_of_late_phase(self.steps)
+
+    def late_phase(self) -> str:
+        """See `Exchanging`."""
+        return "exchange" if self.steps < self.pace.steps else ""
 
     def after_step(self) -> Algorithm[None]:
         """What is done after every local step: `synchronised` after every H of them."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from gcnzc.compress import Compression, Dense, Reducer, Sign
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.finite import are_finite
+from gcnzc.optim.defaults import REFRESH, WARMUP
 from gcnzc.optim.freezing import FreezeRule
 from gcnzc.optim.replicated import Replicated
 from gcnzc.optim.space import Part
@@ -57,8 +58,10 @@ class OneBitAdam(Replicated):
         betas: of the averages of gradients and of their squares.
         eps: added to the root of the variance.
         weight_decay: share of a parameter that is taken off it for each unit of `lr`.
-        warmup: steps before the variance freezes; None to see when it has settled.
-        warmup_range: fewest and most steps, if `warmup` is None; no limit if the most is None.
+        warmup: steps before the variance freezes; None to see when it has settled. "default" takes
+            0.15 of `total_steps`, or 100 steps if these are not known.
+        warmup_range: fewest and most steps, if `warmup` is None. If the most is None, the warm-up
+            ends after 5 / (1 - beta2) steps and a quarter of `total_steps` at the latest.
         refresh: steps from the freeze to the first refresh of the variance; each next one is twice
             as far from it. 0 for none.
         refresh_steps: dense steps of a refresh, at most `refresh`. Together they forget as much of
@@ -72,6 +75,8 @@ class OneBitAdam(Replicated):
         group: of all workers; None for those of torch.distributed as it was initialised.
         clip_norm: largest norm of the gradient.
         signals: see `Replicated`.
+        total_steps: of the run, of which the warm-up is a share; None if that is not known. One of
+            rank 0's warnings, `LatePhaseWarning`, says that compression begins late in it.
         module: see `Exchanging`.
         maximize: whether to step along the gradient instead of against it.
         unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
@@ -86,9 +91,9 @@ class OneBitAdam(Replicated):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         *,
-        warmup: int | None = None,
+        warmup: int | str | None = "default",
         warmup_range: tuple[int, int | None] = (0, None),
-        refresh: int = 0,
+        refresh: int = REFRESH,
         refresh_steps: int = 16,
         compress: Compression | None = None,
         dense: Compression | None = None,
@@ -98,6 +103,7 @@ class OneBitAdam(Replicated):
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
+        total_steps: int | None = None,
         module: nn.Module | None = None,
         maximize: bool = False,
         **unsupported: object,
@@ -111,21 +117,40 @@ class OneBitAdam(Replicated):
             )
         check_at_least_zero("floor", floor)
         check_count("refresh", refresh)
-        if warmup is not None:
+        if isinstance(warmup, str):
+            if warmup != "default":
+                raise ValueError(
+                    f"warmup is {warmup!r}\n\nhint: a number of steps, 'default', or None to see "
+                    "when the variance has settled"
+                )
+            warmup = WARMUP.warmup_steps(total_steps)
+        elif warmup is not None:
             check_count("warmup", warmup)
         check_count("warmup_range[0]", warmup_range[0])
         if warmup_range[1] is not None:
             check_count("warmup_range[1]", warmup_range[1], warmup_range[0])
         check_fraction("betas[1]", betas[1])
-        self.warmup, self.wake, self.floor = warmup, wake, floor
+        self.wake, self.floor = wake, floor
+        self.warmup: int | None = warmup
         self.refresh, self.refresh_steps = refresh, min(refresh_steps, refresh)
         self.compress, self.dense = compress or Sign(), dense or Dense()
         self.bias_correction = bias_correction
-        self.rule = FreezeRule(betas[1], *warmup_range)
+        self.rule = FreezeRule(betas[1], warmup_range[0])
+        most = warmup_range[1]
+        if most is None:
+            # a variance that never settles must not prevent compression
+            most = WARMUP.most_auto_steps(self.rule.interval, total_steps)
+        self.rule.most = max(most, warmup_range[0])
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults["maximize"] = maximize
         super().__init__(
-            params, defaults, group, clip_norm=clip_norm, signals=signals, module=module
+            params,
+            defaults,
+            group,
+            clip_norm=clip_norm,
+            signals=signals,
+            total_steps=total_steps,
+            module=module,
         )
         space = self.space
         self.vectors = {"momentum": space.zeros(), "variance": space.zeros()}
@@ -150,6 +175,10 @@ class OneBitAdam(Replicated):
     def is_frozen(self) -> bool:
         """Whether the warm-up is over."""
         return bool(self.numbers["frozen_at"])
+
+    def late_phase(self) -> str:
+        """See `Exchanging`."""
+        return "" if self.is_frozen else "compression"
 
     @property
     def is_dense_step(self) -> bool:

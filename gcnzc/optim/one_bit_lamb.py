@@ -54,8 +54,10 @@ class OneBitLamb(OneBitAdam):
             trust_beta).
         factor_range: least and largest factor by which that average is scaled.
         factor_change: share by which the factor may change in a step.
-        warmup: steps before the variance freezes; None to see when it has settled.
-        warmup_range: fewest and most steps, if `warmup` is None; no limit if the most is None.
+        warmup: steps before the variance freezes; None to see when it has settled. "default" takes
+            0.15 of `total_steps`, or 100 steps if these are not known.
+        warmup_range: fewest and most steps, if `warmup` is None. If the most is None, the warm-up
+            ends after 5 / (1 - beta2) steps and a quarter of `total_steps` at the latest.
         compress: how momenta are exchanged after the warm-up.
         dense: how gradients are exchanged before.
         bias_correction: False for the paper's form, with its larger first steps.
@@ -65,6 +67,8 @@ class OneBitLamb(OneBitAdam):
         group: of all workers; None for those of torch.distributed as it was initialised.
         clip_norm: largest norm of the gradient.
         signals: see `Replicated`.
+        total_steps: of the run, of which the warm-up is a share; None if that is not known. One of
+            rank 0's warnings, `LatePhaseWarning`, says that compression begins late in it.
         module: see `Exchanging`.
         maximize: whether to step along the gradient instead of against it.
         unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
@@ -83,7 +87,7 @@ class OneBitLamb(OneBitAdam):
         trust_beta: float = 0.9,
         factor_range: tuple[float, float] = (0.5, 4.0),
         factor_change: float = 0.1,
-        warmup: int | None = None,
+        warmup: int | str | None = "default",
         warmup_range: tuple[int, int | None] = (0, None),
         compress: Compression | None = None,
         dense: Compression | None = None,
@@ -93,6 +97,7 @@ class OneBitLamb(OneBitAdam):
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
+        total_steps: int | None = None,
         module: nn.Module | None = None,
         maximize: bool = False,
         **unsupported: object,
@@ -124,6 +129,7 @@ class OneBitLamb(OneBitAdam):
             group=group,
             clip_norm=clip_norm,
             signals=signals,
+            total_steps=total_steps,
             maximize=maximize,
             module=module,
         )

@@ -36,6 +36,7 @@ class Replicated(Exchanging):
         group: of all workers; None for those of torch.distributed as it was initialised.
         clip_norm: largest norm of the gradient; all workers scale theirs by the same factor.
         signals: how many things, such as a wish to stop, are told with an exchange.
+        total_steps: of the run; None if that is not known.
         module: see `Exchanging`.
 
     With torch's GradScaler all ranks skip a step that overflows on one, and all lower their scales.
@@ -55,12 +56,13 @@ class Replicated(Exchanging):
         *,
         clip_norm: float | None = None,
         signals: int = 0,
+        total_steps: int | None = None,
         module: nn.Module | None = None,
     ) -> None:
         if clip_norm is not None:
             check_above_zero("clip_norm", clip_norm)
         options = {"compress": True, "maximize": False, **defaults}
-        super().__init__(params, options, group, signals, module)
+        super().__init__(params, options, group, signals, module, total_steps)
         self.fill_state()
         self.space = Space(self.param_groups)
         self.is_trainable = self.trainable()
@@ -157,6 +159,7 @@ class Replicated(Exchanging):
             self.heard = [False] * len(self.asks)
         else:
             self.steps += 1
+            self.warn_of_late_phase(self.steps)
         yield from self.options.compare(self.param_groups)
 
     @abstractmethod

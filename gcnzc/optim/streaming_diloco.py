@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.finite import are_finite
+from gcnzc.optim.defaults import DELAY, FRAGMENTS, STREAMING_DILOCO
 from gcnzc.optim.diloco import Outer
 from gcnzc.optim.fragments import Fragment, cut
 from gcnzc.optim.local_updates import Flight, LocalUpdates
@@ -52,6 +53,8 @@ class StreamingDiLoCo(LocalUpdates):
         named_parameters: of the model, for fragments by name.
         alone: whether one worker without others takes outer steps nevertheless.
         signals: how many things, such as a wish to stop, are told with each fragment.
+        total_steps: of the run, for a warning if the first exchange comes late in it; None if that
+            is not known.
         module: see `Exchanging`.
         clocks: seconds, for "auto".
 
@@ -64,16 +67,17 @@ class StreamingDiLoCo(LocalUpdates):
         inner: Optimizer,
         group: Group | None = None,
         *,
-        local_steps: int | str = 100,
-        fragments: int | str | Sequence[str] = 8,
-        delay: int | str = 1,
+        local_steps: int | str = STREAMING_DILOCO.local_steps,
+        fragments: int | str | Sequence[str] = FRAGMENTS,
+        delay: int | str = DELAY,
         mixing: float = 0.5,
-        outer_lr: float = 0.4,
-        outer_momentum: float = 0.9,
+        outer_lr: float = STREAMING_DILOCO.outer_lr,
+        outer_momentum: float = STREAMING_DILOCO.outer_momentum,
         compress: Compression = Dense(),  # noqa: B008 - it cannot change
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
         alone: bool = False,
         signals: int = 0,
+        total_steps: int | None = None,
         module: nn.Module | None = None,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
@@ -88,7 +92,15 @@ class StreamingDiLoCo(LocalUpdates):
         self.delay = 1 if isinstance(delay, str) else delay
         """D, as it is now"""
         pace = Pace(local_steps, HIDDEN, clocks, least=self.delay + 1)
-        super().__init__(inner, group, signals=signals, pace=pace, alone=alone, module=module)
+        super().__init__(
+            inner,
+            group,
+            signals=signals,
+            total_steps=total_steps,
+            pace=pace,
+            module=module,
+            alone=alone,
+        )
         if (isinstance(delay, str) and delay != "auto") or not 0 <= self.delay < pace.steps:
             raise ValueError(
                 f"a delay of {delay} steps\n\nhint: from 0 to {pace.steps - 1}, since a fragment "

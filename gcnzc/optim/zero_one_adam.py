@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from gcnzc.compress import Compression, Dense, Sign
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.finite import are_finite
+from gcnzc.optim.defaults import WARMUP, ZERO_ONE
 from gcnzc.optim.one_bit_adam import MOST_JOIN_GAP, WAKE
 from gcnzc.optim.replicated import Replicated
 from gcnzc.optim.space import Part
@@ -46,13 +47,13 @@ Exchange: TypeAlias = Literal["gradient", "update", "nothing"]
 class ZeroOneSchedule:
     """What is exchanged at which step. Steps count from 1; nothing depends on what was before."""
 
-    warmup: int | None = None
+    warmup: int | None = WARMUP.steps
     """steps in which workers agree every time, as long as the step size grows; None for all"""
-    variance_doubling: int = 16
+    variance_doubling: int = ZERO_ONE.variance_doubling
     """refreshes of the variance after which the steps between them double"""
-    local_doubling: int = 32_678
+    local_doubling: int = ZERO_ONE.local_doubling
     """steps after the warm-up after which the steps between agreements double"""
-    longest: int = 16
+    longest: int = ZERO_ONE.longest
     """most steps between agreements: a power of two"""
     step_size: Callable[[int], float] | None = None
     """of a step: the steps between agreements then double as it halves, whatever `local_doubling`;
@@ -73,6 +74,21 @@ class ZeroOneSchedule:
             )
         if self.longest < 1 or self.longest & (self.longest - 1):
             raise ValueError(f"at most {self.longest} steps alone\n\nhint: a power of two")
+
+    @classmethod
+    def for_run(
+        cls, total_steps: int | None = None, warmup: int | str | None = "default"
+    ) -> "ZeroOneSchedule":
+        """The default schedule.
+
+        Args:
+            total_steps: of the run: of it the warm-up takes 0.15, and after each quarter the steps
+                between agreements double. None if that is not known.
+            warmup: steps, if not "default"; None for no local steps.
+        """
+        if isinstance(warmup, str):
+            warmup = WARMUP.warmup_steps(total_steps)
+        return cls(warmup, local_doubling=ZERO_ONE.local_doubling_steps(total_steps))
 
     def exchange(self, step: int) -> Exchange:
         """What workers tell one another at a step."""
@@ -132,7 +148,7 @@ class ZeroOneAdam(Replicated):
         betas: of the averages of gradients and of their squares.
         eps: added to the root of the variance.
         weight_decay: share of a parameter that is taken off it for each unit of `lr`.
-        schedule: what is exchanged when.
+        schedule: what is exchanged when; `ZeroOneSchedule.for_run(total_steps)` if None.
         compress: how updates are exchanged.
         dense: how gradients are exchanged.
         bias_correction: False for the paper's form, with its larger first steps.
@@ -144,6 +160,7 @@ class ZeroOneAdam(Replicated):
         group: of all workers; None for those of torch.distributed as it was initialised.
         clip_norm: largest norm of the gradient; in steps alone, of a worker's own.
         signals: see `Replicated`.
+        total_steps: of the run, on which the default schedule depends; None if that is not known.
         module: see `Exchanging`.
         maximize: whether to step along the gradient instead of against it.
         unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
@@ -167,6 +184,7 @@ class ZeroOneAdam(Replicated):
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
+        total_steps: int | None = None,
         module: nn.Module | None = None,
         maximize: bool = False,
         **unsupported: object,
@@ -175,13 +193,20 @@ class ZeroOneAdam(Replicated):
         if wake not in WAKE:
             raise ValueError(f"no way {wake!r} to wake\n\nhint: {' or '.join(WAKE)}")
         check_at_least_zero("floor", floor)
-        self.schedule, self.wake, self.floor = schedule or ZeroOneSchedule(), wake, floor
+        self.schedule = ZeroOneSchedule.for_run(total_steps) if schedule is None else schedule
+        self.wake, self.floor = wake, floor
         self.compress, self.dense = compress or Sign(), dense or Dense()
         self.bias_correction = bias_correction
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults["maximize"] = maximize
         super().__init__(
-            params, defaults, group, clip_norm=clip_norm, signals=signals, module=module
+            params,
+            defaults,
+            group,
+            clip_norm=clip_norm,
+            signals=signals,
+            total_steps=total_steps,
+            module=module,
         )
         space = self.space
         self.num_coded = space.num_elements - space.num_dense
@@ -212,6 +237,13 @@ class ZeroOneAdam(Replicated):
     def is_apart(self) -> bool:
         """Whether workers have taken steps alone since they last agreed."""
         return "anchor" in self.vectors
+
+    def late_phase(self) -> str:
+        """See `Exchanging`; a schedule may also have no local steps."""
+        schedule = self.schedule
+        has_local_steps = schedule.warmup is not None and schedule.longest > 1
+        is_late = has_local_steps and schedule.local_interval(self.steps) == 1
+        return "local steps" if is_late else ""
 
     @property
     def exchange(self) -> Exchange:

@@ -38,10 +38,12 @@ LATE = {"gap": "none", "clip": None}
 EAGER = {"gap": "none", "eager": 0.5}
 AT_ONCE = {**LATE, "delay": 0}
 STEP = 0.05  # of `sgd`
+# as in the paper, with the gap and without eager ranks
+PUBLISHED = {"outer_lr": 1.0, "outer_momentum": 0.2, "eager": 0.0, "gap": "gap_aware"}
 
 
 def every(steps, **options):
-    return lambda inner, group: CO2(inner, group, local_steps=steps, **options)
+    return lambda inner, group: CO2(inner, group, local_steps=steps, **{**PUBLISHED, **options})
 
 
 def trained(model):
@@ -334,6 +336,7 @@ def test_what_is_usual_is_stable_in_long_rounds_and_much_momentum_is_not():
 )
 def test_much_late_momentum_in_long_rounds_is_warned_of(options, is_warned, recwarn):
     inner = sgd(nn.Linear(2, 2).parameters())
+    options = {"local_steps": 48, **PUBLISHED, **options}
     if is_warned:
         with pytest.warns(UserWarning, match="may make training diverge"):
             CO2(inner, Group(0, 2), **options)
@@ -665,6 +668,7 @@ def test_the_mean_is_there_for_evaluation_and_goes_again():
 
 def test_options_that_differ_or_contradict_are_told():
     def of(rank, **options):
+        options = {**PUBLISHED, **options}
         return CO2(sgd(nn.Linear(2, 2).parameters()), Group(rank, 2), **options)
 
     contradicting = ({"gap": "none", "local_steps": 4}, {"gap": root}, {"clip": None}, {"delay": 0})
@@ -759,7 +763,7 @@ class PatientReducer(DenseReducer):
 def patient(steps):
     with joined() as group:
         model = Everything()
-        optimizer = CO2(adamw(model.parameters()), group, local_steps=3, compress=Patient())
+        optimizer = every(3, compress=Patient())(adamw(model.parameters()), group)
         for number, rows in enumerate(batches(steps), 1):
             gradients_of(model, optimizer, rows)
             optimizer.step()
@@ -780,11 +784,11 @@ def test_steps_are_taken_while_an_exchange_goes_on(tmp_path):
 
 
 def every_third(inner, group):
-    return CO2(inner, group, local_steps=3)
+    return every(3)(inner, group)
 
 
 def every_third_in_shares(inner, group):
-    return CO2(inner, group, local_steps=3, sharded=True)
+    return every(3, sharded=True)(inner, group)
 
 
 def test_over_processes_as_in_lockstep(tmp_path):
@@ -834,9 +838,8 @@ def test_the_number_of_local_steps_is_measured(delay, worked_s, expected):
 
 
 def test_momentum_is_warned_of_when_the_number_of_steps_is_known():
-    optimizer = CO2(
-        sgd(nn.Linear(2, 2).parameters()), Group(0, 2), local_steps="auto", outer_momentum=0.5
-    )
+    make = every("auto", outer_momentum=0.5)
+    optimizer = make(sgd(nn.Linear(2, 2).parameters()), Group(0, 2))
     optimizer.warn_of_momentum()
     optimizer.pace.steps, optimizer.pace.is_measuring = 100, False
     with pytest.warns(UserWarning, match="100 steps late"):

@@ -21,11 +21,12 @@ from gcnzc.optim.local_sgd import LocalSGD
 from gcnzc.optim.states import resized
 
 HALF = Dense(torch.float16)
+OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
 
 def every(steps, **options):
-    return lambda inner, group: DiLoCo(inner, group, local_steps=steps, **options)
+    return lambda inner, group: DiLoCo(inner, group, local_steps=steps, **{**OUTER, **options})
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -20,7 +20,7 @@ KINDS = {
     "onebit-lamb": lambda params, **options: OneBitLamb(params, lr=0.01, warmup=WARMUP, **options),
     # agrees on an update at every step between its refreshes
     "zero-one-adam": lambda params, **options: ZeroOneAdam(
-        params, lr=0.01, schedule=ZeroOneSchedule(variance_doubling=2), **options
+        params, lr=0.01, schedule=ZeroOneSchedule(None, variance_doubling=2), **options
     ),
 }
 

@@ -693,7 +693,7 @@ def test_a_state_of_others_is_refused():
 
 
 def test_a_state_in_memory_does_not_move_on():
-    models, optimizers = small_team(2, betas=(0.9, 0.5))
+    models, optimizers = small_team(2, warmup=None, betas=(0.9, 0.5))
     for number in range(3):
         give(models, number)
         step(optimizers)
@@ -839,7 +839,7 @@ def test_signals_of_one_are_heard_by_all():
 
 
 def test_it_freezes_by_itself_when_the_variance_has_settled():
-    models, optimizers = small_team(2, betas=(0.9, 0.9), warmup_range=(40, None))
+    models, optimizers = small_team(2, betas=(0.9, 0.9), warmup=None, warmup_range=(40, 1000))
     frozen_at = 0
     for number in range(200):
         give(models, number)
@@ -850,7 +850,7 @@ def test_it_freezes_by_itself_when_the_variance_has_settled():
     # at the third look at the soonest
     assert frozen_at >= 60
     assert frozen_at % FreezeRule(0.9).interval == 0
-    models, optimizers = small_team(2, betas=(0.9, 0.9), warmup_range=(0, 25))
+    models, optimizers = small_team(2, betas=(0.9, 0.9), warmup=None, warmup_range=(0, 25))
     for number in range(25):
         assert not optimizers[0].is_frozen
         # it grows all the time

@@ -21,7 +21,7 @@ from gcnzc.optim.zero_one_adam import ZeroOneAdam, ZeroOneSchedule
 # refreshes 1 2 3 5 7, agreements 4 6 8 9 10, then windows of 2 from 11 and of 4 from 15
 SHORT = ZeroOneSchedule(warmup=8, variance_doubling=2, local_doubling=4, longest=4)
 # every step exchanges gradients
-ALWAYS = ZeroOneSchedule(variance_doubling=10**9)
+ALWAYS = ZeroOneSchedule(None, variance_doubling=10**9)
 ROWS, COLUMNS = 12, 5
 
 
@@ -90,7 +90,7 @@ def saved(state):
 
 
 def test_intervals_between_refreshes_double():
-    schedule = ZeroOneSchedule(variance_doubling=2)
+    schedule = ZeroOneSchedule(None, variance_doubling=2)
     found = [step for step in range(1, 40) if schedule.refreshes(step)]
     # k_0 = 1, and k_(j + 1) - k_j = 2 ** (j // 2)
     expected = [1]
@@ -144,7 +144,7 @@ def test_a_schedule_that_cannot_be_is_refused(options, message):
 
 def test_traffic_of_the_bert_schedule():
     steps, n, world_size = 118_000, 10**8, 16
-    schedule = ZeroOneSchedule(warmup=12_500)
+    schedule = ZeroOneSchedule(warmup=12_500, local_doubling=32_678, longest=16)
     kinds = [schedule.exchange(step) for step in range(1, steps + 1)]
     counts = {kind: kinds.count(kind) for kind in ("gradient", "update", "nothing")}
     assert counts["gradient"] == 153
@@ -245,7 +245,7 @@ OPTIONS = {"lr": 0.02, "betas": (0.85, 0.98), "eps": 1e-6, "weight_decay": 0.2}
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_without_compression_it_is_adam_with_that_variance(world_size):
     # no steps alone: the warm-up does not end
-    schedule = ZeroOneSchedule(variance_doubling=2)
+    schedule = ZeroOneSchedule(None, variance_doubling=2)
     options = {**OPTIONS, "schedule": schedule, "compress": Dense(), "floor": 0.0}
     models, optimizers = made(world_size, **options)
     train(models, optimizers, 30)
