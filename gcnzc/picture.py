@@ -260,6 +260,5 @@ def step_times(times: StepTimes, out: Path) -> None:
 
 
 def _save(figure: Figure, out: Path) -> None:
-    partial = out.with_name(f".{out.stem}.partial{out.suffix}")
-    figure.savefig(partial, dpi=120)
-    partial.replace(out)
+    with record.replacing(out) as partial:
+        figure.savefig(partial, dpi=120)

@@ -1,5 +1,6 @@
 """What is kept of a run: one JSON line an epoch, with the machine and the versions it came from."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -40,9 +41,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def keep(path: Path, num_lines: int) -> None:
     """Cut `path` down to its first `num_lines` lines, all at once."""
     lines = read(path)[:num_lines]
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    os.replace(partial, path)
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 @contextmanager
@@ -79,9 +78,45 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path`, whole or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(text)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` at the end; removed if that fails.
+
+    It has the ending of `path`, by which some libraries choose a format.
+    """
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process, until the end of the `with` or of the process.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is training in {folder}\n\n"
+                "hint: wait for it, or end it first; `fuser` on the folder says which it is"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def cache_folder() -> Path:
@@ -110,10 +145,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_array(path: Path, array: numpy.ndarray) -> None:
     """Write `array` to `path` as .npy, whole or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         numpy.save(file, array)
-    os.replace(partial, path)
 
 
 def machine() -> dict[str, Any]:

@@ -200,7 +200,7 @@ def train(
         optimizer = build_method(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter
         this = _Run(config, folder, *parts, began)
-        this.begin(run_id)
+        this.begin(run_id, stack)
         return this.to_the_end(stopped)
 
 
@@ -348,13 +348,13 @@ class _Run:
         if any(run(vote(int(error is not None)), self.group)):
             raise error or Followed("worker 0 has failed")
 
-    def begin(self, run_id: str | None) -> None:
+    def begin(self, run_id: str | None, stack: ExitStack) -> None:
         """Start the run, or go on with the one in the folder; worker 0 says which.
 
-        From then on the run can be resumed.
+        From then on the run can be resumed. Worker 0 holds the folder until `stack` ends.
         """
         found: list[bytes] = []
-        self.on_first(lambda: found.append(self._open_folder(run_id)))
+        self.on_first(lambda: found.append(self._open_folder(run_id, stack)))
         data = run(told(found[0] if found else b"", self.group.rank), self.group)
         if data:
             path = self.folder / CHECKPOINT
@@ -368,11 +368,12 @@ class _Run:
         else:
             self.save()
 
-    def _open_folder(self, run_id: str | None) -> bytes:
+    def _open_folder(self, run_id: str | None, stack: ExitStack) -> bytes:
         """The checkpoint to go on from; empty for a run that starts."""
         is_resumed = bool(self.config.resume) or _is_of_launch(self.folder, run_id)
         if not is_resumed:
             self._make_folder()
+        stack.enter_context(record.locked_folder(self.folder))
         if run_id is not None:
             record.write_text(self.folder / RUN_ID, run_id)
         if is_resumed:
@@ -387,6 +388,10 @@ class _Run:
             raise ValueError(
                 f"{self.folder} already holds a run\n\n"
                 f"hint: --resume {self.folder} goes on with it; another --out starts anew"
+            )
+        if is_prepared(self.folder):
+            raise ValueError(
+                f"{self.folder} holds a prepared graph\n\nhint: a run needs a folder of its own"
             )
 
     def _demand_options(self, options: Mapping[str, Any] | None) -> None:

@@ -9,10 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from numba import njit
 
-from gcnzc import cli
+from gcnzc import cli, record
 from gcnzc.cli import main
 from gcnzc.config import InfoConfig
 from gcnzc.kernels import compilation
@@ -217,3 +218,32 @@ def test_compiled_kernels_are_not_reported(graph, monkeypatch, capsys):
     monkeypatch.setattr(compilation, "REPORT_S", 0.0)
     assert main(["info", str(graph)]) == 0
     assert "compiling" not in capsys.readouterr().err
+
+
+def test_two_processes_do_not_train_in_one_folder(run, capsys):
+    with record.locked_folder(run):
+        text = answer_of(capsys, ["train", "--resume", run, "--epochs", "3"], 1)
+    assert f"error: another process is training in {run}" in text
+    assert main(["train", "--resume", str(run), "--epochs", "3"]) == 0
+
+
+def test_a_run_does_not_go_into_the_folder_of_a_graph(graph, capsys):
+    before = sorted(graph.iterdir())
+    text = answer_of(capsys, ["train", graph, *SMALL, "--out", graph], 1)
+    assert f"error: {graph} holds a prepared graph" in text
+    assert sorted(graph.iterdir()) == before
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    for write in (
+        lambda path: record.write_text(path, "x"),
+        lambda path: record.write_array(path, np.ones(3)),
+        lambda path: record.keep(path, 0),
+    ):
+        with pytest.raises(OSError, match="No space"):
+            write(tmp_path / "x.npy")
+        assert list(tmp_path.iterdir()) == []
