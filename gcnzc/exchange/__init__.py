@@ -1,5 +1,6 @@
 """What workers ask of one another, and who answers."""
 
+from gcnzc.exchange.agreement import RequestMismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.group import Group, WorkerLost, is_worker, joined, present, run
 from gcnzc.exchange.ledger import Ledger
@@ -42,6 +43,7 @@ __all__ = [
     "Receive",
     "ReduceScatter",
     "Request",
+    "RequestMismatch",
     "Scratch",
     "Send",
     "Sum",

@@ -201,6 +201,18 @@ def binomial(values: Tensor, root: int, rank: int, world_size: int) -> Algorithm
     return values
 
 
+def barrier(rank: int, world_size: int) -> Algorithm[None]:
+    """Wait until all workers have come here, in rounds that double whom each has heard of."""
+    rounds, distance = [], 1
+    while distance < world_size:
+        before, after = (rank - distance) % world_size, (rank + distance) % world_size
+        token = torch.zeros(1, dtype=torch.uint8)
+        rounds.append((after, (yield from _expect(token, before))))
+        distance *= 2
+    for after, receipt in rounds:
+        yield from _trade(torch.zeros(1, dtype=torch.uint8), after, receipt)
+
+
 def swap(values: Tensor, peer: int, rank: int) -> Algorithm[Tensor]:
     """The values of `peer`, which gets this worker's."""
     if peer == rank:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,6 +23,17 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
+from gcnzc.exchange.agreement import (
+    Header,
+    Need,
+    RequestLog,
+    StallMonitor,
+    Wait,
+    channel_sequence,
+    message_sequence,
+    message_tag,
+    mismatch,
+)
 from gcnzc.exchange.choices import (
     BUILTIN,
     Choices,
@@ -34,6 +45,7 @@ from gcnzc.exchange.choices import (
     sent_bytes,
     vote_tensor,
 )
+from gcnzc.exchange.collectives import barrier
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.meeting import met
 from gcnzc.exchange.requests import (
@@ -46,6 +58,7 @@ from gcnzc.exchange.requests import (
     Compute,
     End,
     Mean,
+    Message,
     Receive,
     ReduceScatter,
     Request,
@@ -71,6 +84,8 @@ TIMEOUT_S = 60.0
 JOIN_S = 180.0
 # between two attempts to reach a store that is not there yet
 CONNECT_POLL_S = 0.3
+# of the message that ends a rank's waits; no header has it
+ABORT_TAG = 2**31 - 1
 # waits and exchanges beside them whose times are kept until somebody takes them, the last ones
 TIMES_KEPT = 10_000
 
@@ -89,6 +104,7 @@ def run(algorithm: Algorithm[T], group: "Group") -> T:
 
     Raises:
         WorkerLost: another worker did not answer in time, or is gone; the message names it.
+        RequestMismatch: the ranks made different requests; raised on all of them.
     """
     return group.run(algorithm)
 
@@ -133,11 +149,14 @@ class Group:
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         # and when exchanges that were begun went on beside them
         self.beside: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
-        self.watch = watch
-        if store is not None and watch is None:
-            self.watch = Watch(store, rank, world_size, socket.gethostname(), keeper)
+        self.log = RequestLog(rank)
         self._channels: dict[str, _Channel] = {}
         self._own = self.channel("")
+        self.watch, self.stalls = watch, None
+        if store is not None:
+            if watch is None:
+                self.watch = Watch(store, rank, world_size, socket.gethostname(), keeper)
+            self.stalls = StallMonitor(store, self.log, self._find_busy, self._abort)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
         """The group itself: what is copied communicates through the same connections."""
@@ -153,6 +172,9 @@ class Group:
         if name not in self._channels:
             process_group = None
             timeout = timedelta(seconds=self.timeout_s)
+            if name and self.world_size > 1:
+                # a rank that opens none would leave the others in a wait that nothing can end
+                self._own.agree(f"the opening of channel {name}")
             if self.is_part and self.backend:
                 # the ranks outside the group take no part
                 process_group = dist.new_group(
@@ -215,6 +237,14 @@ class Group:
         self._subgroups.append(group)
         return group
 
+    def _find_busy(self) -> list[str]:
+        return [each.sequence for each in list(self._channels.values()) if each.is_busy]
+
+    def _abort(self) -> None:
+        """End all waits of this rank for messages, and so those of its peers."""
+        for channel in list(self._channels.values()):
+            channel.abort()
+
     def at(self, step: int, doing: str) -> None:
         """Say what this worker does from now on, for the messages of others that wait for it."""
         if self.watch is not None:
@@ -263,19 +293,28 @@ class Group:
             return time.sleep(request.seconds)
         if isinstance(request, Begin):
             if isinstance(request.request, Send | Receive):
-                return self._own.message(request.request)
-            return self.channel(request.channel).begin(request.request)
+                return self._own.begin_message(request.request)
+            channel = self._channels.get(request.channel) or self._explained(
+                lambda: self.channel(request.channel), request, self._own.find_need
+            )
+            return channel.begin(request.request)
         if isinstance(request, End):
-            return self._explained(request.pending.result, request)
+            pending = request.pending
+            return self._explained(pending.result, request, pending.find_need)
         if isinstance(request, Scratch):
             return torch.empty_like(request.values)
         if isinstance(request, Send | Receive):
-            return self._explained(self._own.message(request).result, request)
-        return self._explained(lambda: self._own.answer(request), request)
+            work = self._own.begin_message(request)
+            return self._explained(work.result, request, work.find_need)
+        return self._explained(lambda: self._own.answer(request), request, self._own.find_need)
 
-    def _explained(self, deed: Callable[[], Any], request: Request) -> Any:
+    def _explained(
+        self, deed: Callable[[], Any], request: Request, find_need: Callable[[], Need | None]
+    ) -> Any:
         """Do it; if the network fails, say who is to blame."""
         began = time.perf_counter()
+        if self.stalls is not None:
+            self.stalls.wait = Wait(began, request, find_need)
         try:
             answer = deed()
             if self.world_size > 1:
@@ -283,6 +322,10 @@ class Group:
             return answer
         except _Broken as error:
             assert self.watch is not None, "only several workers have a network"
+            assert self.stalls is not None, "as is what compares requests"
+            if reason := self.stalls.find_reason():
+                self.watch.leave(f"the ranks' requests do not match: {reason}")
+                raise mismatch(reason) from error.__cause__
             waited, who = time.perf_counter() - began, self.watch.culprits()
             self.watch.leave(who)
             raise WorkerLost(
@@ -291,6 +334,9 @@ class Group:
                 "hint: the run goes on from its last checkpoint when it is started again with "
                 f"--resume; the time limit is {self.timeout_s:g} s"
             ) from error.__cause__
+        finally:
+            if self.stalls is not None:
+                self.stalls.wait = None
 
     def close(self) -> None:
         """End the channels' threads and the signs of life, of subgroups too."""
@@ -298,6 +344,8 @@ class Group:
             group.close()
         for channel in self._channels.values():
             channel.close()
+        if self.stalls is not None:
+            self.stalls.close()
         if self.watch is not None:
             self.watch.leave()
 
@@ -341,16 +389,30 @@ def _network() -> Iterator[None]:
 class _Work:
     """A message that is under way."""
 
-    def __init__(self, work: Any, answer: Any, keep: Any, timeout_s: float) -> None:
+    def __init__(
+        self, work: Any, finish: Callable[[], Any], keep: Any, need: Need, limit_s: float | None
+    ) -> None:
         # `keep`: memory that must last until the end
-        self.work, self.answer, self.keep = work, answer, keep
-        self.timeout = timedelta(seconds=timeout_s)
+        self.work, self.finish, self.keep, self.need = work, finish, keep, need
+        self.limit_s = limit_s
+
+    def find_need(self) -> Need | None:
+        return self.need
 
     def result(self) -> Any:
-        with _network():
+        _wait(self.work, self.limit_s)
+        return self.finish()
+
+
+def _wait(work: Any, limit_s: float | None) -> None:
+    """Wait for work of torch.distributed; None for NCCL's, which has the process group's limit."""
+    with _network():
+        if limit_s is None:
+            # with a limit of its own the host would poll until the device is done
+            work.wait()
+        else:
             # gloo's messages know no other limit; one that fires ends the connection for good
-            self.work.wait(self.timeout)
-        return self.answer
+            work.wait(timedelta(seconds=limit_s))
 
 
 class _Memory:
@@ -361,16 +423,24 @@ class _Memory:
         self.lent: list[tuple[Any, Tensor]] = []
         self.made = 0
 
-    def lend(self, values: Tensor, *, pinned: bool = False) -> Tensor:
-        """(n,) of the size and dtype of `values`, on the host, until `take_back`."""
+    def lend(self, values: Tensor, *, pinned: bool = False, is_kept: bool = False) -> Tensor:
+        """(n,) of the size and dtype of `values`, on the host, until `take_back`.
+
+        One that `is_kept` is lent until `give_back`.
+        """
         key = (values.numel(), values.dtype, pinned)
         free = self.free.setdefault(key, [])
         if not free:
             self.made += 1
             free.append(torch.empty(values.numel(), dtype=values.dtype, pin_memory=pinned))
         buffer = free.pop()
-        self.lent.append((key, buffer))
+        if not is_kept:
+            self.lent.append((key, buffer))
         return buffer
+
+    def give_back(self, buffer: Tensor, *, pinned: bool) -> None:
+        """End the loan of a buffer that was kept."""
+        self.free[buffer.numel(), buffer.dtype, pinned].append(buffer)
 
     def take_back(self) -> None:
         """End all loans."""
@@ -388,8 +458,21 @@ class _Channel:
         self.threads: ThreadPoolExecutor | None = None
         self.streams: CudaStreams | None = None
         self.stream: Any = None
+        self.sequence = channel_sequence(name)
         self.name = name
         self.lock = threading.Lock()
+        self.header = Header(0, 0, "")  # of the request that is being answered
+        self.need: Need | None = None
+        self.begun = self.ended = 0  # by this channel's thread
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its thread answers requests now."""
+        return self.begun > self.ended
+
+    def find_need(self) -> Need | None:
+        """The message that its request waits for."""
+        return self.need
 
     def begin(self, request: Request | Algorithm[Any]) -> Any:
         """Answer `request`, or go through an algorithm, in the background."""
@@ -402,12 +485,21 @@ class _Channel:
             # it runs on a stream of its own, without a thread
             return self._nccl(request)
         done = torch.cuda.current_stream().record_event() if _on_gpu(request) else None
-        return self._thread().submit(self._after, done, request)
+        return _Background(self._submit(lambda: self._after(done, request)), self)
 
-    def _thread(self) -> ThreadPoolExecutor:
+    def _submit(self, deed: Callable[[], T]) -> "Future[T]":
+        """Do it on this channel's thread."""
         if self.threads is None:
             self.threads = ThreadPoolExecutor(1, f"gcnzc-exchange-{self.name}")
-        return self.threads
+
+        def work() -> T:
+            try:
+                return deed()
+            finally:
+                self.ended += 1
+
+        self.begun += 1
+        return self.threads.submit(work)
 
     def _after(self, ready: Any, request: Collective) -> Any:
         if ready is not None:
@@ -429,7 +521,7 @@ class _Channel:
         that stream sees what it did.
         """
         if not torch.cuda.is_initialized():
-            return self._thread().submit(self._conduct, algorithm)
+            return _Background(self._submit(lambda: self._conduct(algorithm)), self)
         if self.streams is None:
             self.streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
             self.stream = self.streams.new()
@@ -441,7 +533,7 @@ class _Channel:
             stream.do(lambda: answers.append(self._conduct(algorithm)))
             return answers[0], stream.record()
 
-        return _Conducted(self._thread().submit(on_stream), self.streams)
+        return _Conducted(self._submit(on_stream), self)
 
     def _conduct(self, algorithm: Algorithm[Any]) -> Any:
         # each message of ours wakes this thread, which takes the interpreter from the steps: on
@@ -466,13 +558,19 @@ class _Channel:
         group = self.group
         demand(request, group.world_size)
         if group.backend == "nccl" and _on_gpu(request):
+            if not self.name:
+                # others' order is that of threads; messages that follow have it in their headers
+                group.log.record_collective(self.name, request)
             return self._nccl(request).result()
         kind = type(request).__name__
         with self.lock:
             group.ledger.count(kind)
+            self.header = group.log.record_collective(self.name, request)
             staged = _Staged(request, self.memory)
             name = (choices or group.choices).of(staged.request)
             if name == BUILTIN and group.world_size > 1:
+                # gloo's collectives have no header of ours, and end a process whose sizes differ
+                self._by_messages(barrier(group.rank, group.world_size), "")
                 group.ledger.add(
                     kind, round(sent_bytes(request, group.rank, group.world_size, name)), 0
                 )
@@ -480,14 +578,22 @@ class _Channel:
                     work = self._builtin(staged.request)
                 answer = work.result()
             else:
-                answer = self._by_messages(staged.request, kind, name)
+                algorithm = expand(
+                    staged.request, group.rank, group.world_size, group.choices, name
+                )
+                answer = self._by_messages(algorithm, kind)
             answer = staged.back(answer)
             self.memory.take_back()
         return answer
 
-    def _by_messages(self, request: Collective, kind: str, name: str) -> Any:
-        group = self.group
-        algorithm = expand(request, group.rank, group.world_size, group.choices, name)
+    def agree(self, words: str) -> None:
+        """Wait until all ranks have come to the same, which has no messages of its own."""
+        with self.lock:
+            self.header = self.group.log.record(self.sequence, words)
+            self._by_messages(barrier(self.group.rank, self.group.world_size), "")
+
+    def _by_messages(self, algorithm: Algorithm[Any], kind: str) -> Any:
+        """Go through a collective's messages, which count as of `kind`, or not at all."""
         answer: Any = None
         while True:
             try:
@@ -498,21 +604,59 @@ class _Channel:
             if isinstance(step, Scratch):
                 answer = self.memory.lend(step.values)
             elif isinstance(step, Begin):
-                answer = self.message(step.request, kind)
-            elif isinstance(step, End):
-                answer = step.pending.result()
+                answer = self._message(step.request, self.sequence, self.header, kind)  # type: ignore[arg-type]
             else:
-                answer = self.message(step, kind).result()
+                work = (
+                    step.pending
+                    if isinstance(step, End)
+                    else self._message(step, self.sequence, self.header, kind)  # type: ignore[arg-type]
+                )
+                self.need = work.need
+                answer = work.result()
+                self.need = None
 
-    def message(self, request: Any, kind: str = "Send") -> _Work:
+    def begin_message(self, request: Message) -> _Work:
+        """Begin a message that is a request of its own."""
+        group, values = self.group, request.values
+        header = group.log.record_message(request)
+        sequence = message_sequence(request, group.rank)
+        if group.backend == "nccl" or not _on_gpu(request):
+            return self._message(request, sequence, header, "Send")
+        host = self.memory.lend(values, pinned=True, is_kept=True)
+        if isinstance(request, Send):
+            host.view(values.shape).copy_(values)
+        work = self._message(replace(request, values=host), sequence, header, "Send")
+
+        def finish() -> Tensor | None:
+            answer = None if isinstance(request, Send) else values.copy_(host.view(values.shape))
+            self.memory.give_back(host, pinned=True)
+            return answer
+
+        work.finish = finish
+        return work
+
+    def _message(self, request: Message, sequence: str, header: Header, kind: str) -> _Work:
         """Begin to send or to receive."""
-        data, over = as_bytes(request.values), self.process_group
-        limit_s, peer = self.group.timeout_s, self.group.ranks[request.peer]
+        data, over, values = as_bytes(request.values), self.process_group, request.values
+        tag = message_tag(header, len(data))
+        need = Need(request.peer, sequence, header.number)
+        limit_s, peer = self._limit_s(request), self.group.ranks[request.peer]
         with _network():
             if isinstance(request, Send):
-                self.group.ledger.add(kind, len(data))
-                return _Work(dist.isend(data, peer, over), None, data, limit_s)
-            return _Work(dist.irecv(data, peer, over), request.values, data, limit_s)
+                if kind:
+                    self.group.ledger.add(kind, len(data))
+                work = dist.isend(data, peer, over, tag)
+                return _Work(work, lambda: None, data, need, limit_s)
+            work = dist.irecv(data, peer, over, tag)
+            return _Work(work, lambda: values, data, need, limit_s)
+
+    def abort(self) -> None:
+        """End all waits over this channel's connections."""
+        peer = self.group.ranks[(self.group.rank + 1) % self.group.world_size]
+        with suppress(RuntimeError):
+            # gloo closes all connections when a wait's time is over; it has no other call for that
+            work: Any = dist.irecv(torch.empty(1), peer, self.process_group, ABORT_TAG)
+            work.wait(timedelta(milliseconds=1))
 
     def _nccl(self, request: Collective) -> "_Finish":
         group, kind = self.group, type(request).__name__
@@ -524,7 +668,7 @@ class _Channel:
     def _builtin(self, request: Collective) -> "_Finish":
         """Begin the process group's own collective."""
         over, world = {"group": self.process_group, "async_op": True}, self.group.world_size
-        limit_s = self.group.timeout_s
+        limit_s = self._limit_s(request)
         if isinstance(request, Sum | Mean):
             work = dist.all_reduce(request.values.view(-1), **over)
             return _Finish(work, lambda: finished(request, world), limit_s)
@@ -562,11 +706,19 @@ class _Channel:
         )
         return _Finish(works[-1], lambda: other, limit_s)
 
-    def _all_to_all(self, request: AllToAll, over: dict[str, Any], limit_s: float) -> "_Finish":
+    def _limit_s(self, request: Collective | Message) -> float | None:
+        """What a wait for it takes at most, in seconds; None where NCCL has its own limit."""
+        is_nccl = self.group.backend == "nccl" and _on_gpu(request)
+        return None if is_nccl else self.group.timeout_s
+
+    def _all_to_all(
+        self, request: AllToAll, over: dict[str, Any], limit_s: float | None
+    ) -> "_Finish":
         parts, size = [as_bytes(part) for part in request.parts], request.parts[0].element_size()
         counts = request.counts
         if counts is None:
-            lengths = torch.tensor([len(part) for part in request.parts], device=parts[0].device)
+            # on the host, and so over gloo: nobody waits for a device
+            lengths = torch.tensor([len(part) for part in request.parts])
             told = torch.empty_like(lengths)
             dist.all_to_all_single(told, lengths, group=self.process_group)
             counts = told.tolist()
@@ -586,22 +738,34 @@ class _Channel:
 class _Finish:
     """A collective that is under way, and what makes its answer."""
 
-    def __init__(self, work: Any, finish: Callable[[], Any], timeout_s: float) -> None:
-        self.work, self.finish = work, finish
-        self.timeout = timedelta(seconds=timeout_s)
+    def __init__(self, work: Any, finish: Callable[[], Any], limit_s: float | None) -> None:
+        self.work, self.finish, self.limit_s = work, finish, limit_s
+
+    def find_need(self) -> None:
+        """Nothing that is known: all ranks have agreed on it, or NCCL answers it."""
 
     def result(self) -> Any:
         if self.work is not None:
-            with _network():
-                self.work.wait(self.timeout)
+            _wait(self.work, self.limit_s)
         return self.finish()
+
+
+class _Background:
+    """A request, or an algorithm, that is answered on a channel's thread."""
+
+    def __init__(self, future: Future[Any], channel: _Channel) -> None:
+        self.future, self.find_need = future, channel.find_need
+
+    def result(self) -> Any:
+        return self.future.result()
 
 
 class _Conducted:
     """An algorithm that is under way on a stream."""
 
-    def __init__(self, future: Future[Any], streams: CudaStreams) -> None:
-        self.future, self.streams = future, streams
+    def __init__(self, future: Future[Any], channel: _Channel) -> None:
+        assert channel.streams is not None, "made before an algorithm goes on there"
+        self.future, self.streams, self.find_need = future, channel.streams, channel.find_need
 
     def result(self) -> Any:
         answer, done = self.future.result()
@@ -690,6 +854,9 @@ def joined(
         backend = "nccl" if torch.cuda.device_count() >= local else "gloo"
     whole, watch = _initialize(backend, timeout_s)
     whole.set_timeout(timedelta(seconds=min(STORE_S, timeout_s)))
+    if backend == "nccl":
+        # the limit of its collectives, whose waits have none of their own
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     rank, world_size = watch.rank, watch.world_size
     group = Group(rank, world_size, backend, watch.store, choices, timeout_s, watch=watch)
     try:

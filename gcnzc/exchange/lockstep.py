@@ -15,6 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcnzc.exchange.agreement import (
+    Header,
+    RequestLog,
+    channel_sequence,
+    find_difference,
+    message_sequence,
+    mismatch,
+)
 from gcnzc.exchange.choices import Choices, as_bytes, expand
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.requests import (
@@ -70,8 +78,9 @@ def lockstep(
         choices: which algorithm answers a request; the usual ones if None.
 
     Raises:
-        RuntimeError: workers wait for one another for ever, or a tensor was changed while it was
-            being sent.
+        RequestMismatch: ranks make different requests, or wait for one another in a cycle; what
+            processes would report, too.
+        RuntimeError: a tensor was changed while it was being sent.
     """
     return _World(algorithms, link or Link(), links or {}, choices or Choices()).run()
 
@@ -97,16 +106,19 @@ class _Mailbox:
     """Messages from one worker to another, in order."""
 
     messages: deque[tuple[Tensor, float]] = field(default_factory=deque)  # and when each arrives
-    waiting: list[_Task] = field(default_factory=list)
-    promised: int = 0  # receptions that were begun
+    waiting: list[_Task] = field(default_factory=list)  # for a message, or to be received
+    promised: list[float] = field(default_factory=list)  # when receptions were begun
+    sent: int = 0
     taken: int = 0
 
 
 @dataclass
 class _Sent:
-    values: Tensor
+    request: Send
     copy: Tensor
     left_at: float
+    mailbox: _Mailbox
+    number: int
 
 
 @dataclass
@@ -127,6 +139,7 @@ class _World:
         self.world_size = len(algorithms)
         self.link, self.links, self.choices = link, links, choices
         self.ledgers = [Ledger() for _ in algorithms]
+        self.logs = [RequestLog(rank) for rank in range(self.world_size)]
         # when what leaves a worker, or goes to one other, may follow
         self.free_at: dict[Any, float] = {}
         self.mailboxes: dict[Any, _Mailbox] = {}
@@ -141,11 +154,8 @@ class _World:
             _, _, task = heapq.heappop(self.ready)
             self.advance(task)
         if stuck := [task for task in self.tasks if not task.is_done]:
-            raise RuntimeError(
-                "workers wait for one another for ever:\n  "
-                + "\n  ".join(_waiting(task) for task in stuck)
-                + "\n\nhint: every worker must ask the same, in the same order"
-            )
+            waits = "; ".join(_waiting(task) for task in stuck)
+            raise mismatch(f"{waits}, and none of them can go on")
         return Outcome(
             [task.answer for task in self.mains],
             [task.now for task in self.mains],
@@ -205,8 +215,9 @@ class _World:
         elif isinstance(request, End):
             self.end(task, request.pending)
         else:
+            channel = task.channel[0] if task.channel else ""
             task.kind = self.counted(task.rank, request)
-            task.stack.append(expand(request, task.rank, self.world_size, self.choices))
+            task.stack.append(self.expanded(task.rank, channel, request))
 
     def begin(
         self, task: _Task, request: Request | Algorithm[Any], channel: str = ""
@@ -214,9 +225,12 @@ class _World:
         if isinstance(request, Send):
             return self.send(task, request)
         if isinstance(request, Receive):
-            mailbox = self.mailbox(request.peer, task.rank, task.channel)
-            mailbox.promised += 1
-            return _Receipt(request, mailbox, mailbox.promised)
+            if not task.kind:
+                self.check_message(task.rank, request)
+            mailbox = self.mailbox(request.peer, task.rank, task)
+            mailbox.promised.append(task.now)
+            self.wake(mailbox, task.now)
+            return _Receipt(request, mailbox, len(mailbox.promised))
         assert not isinstance(request, Begin | End | Compute | Scratch), (
             "only an exchange can be begun"
         )
@@ -225,12 +239,36 @@ class _World:
         if isinstance(request, Generator):
             algorithm = request
         else:
-            algorithm = expand(request, task.rank, self.world_size, self.choices)
+            algorithm = self.expanded(task.rank, channel, request)
             kind = self.counted(task.rank, request)
         begun = self.start(task.rank, (channel,), _after(before, algorithm), task.now)
         begun.kind = kind
         self.last_of_channel[task.rank, channel] = begun
         return begun
+
+    def expanded(self, rank: int, channel: str, request: Collective) -> Algorithm[Any]:
+        """The messages of a request, when its turn comes, once other ranks' requests fit it."""
+        header = self.logs[rank].record_collective(channel, request)
+        self.check(rank, channel_sequence(channel), header, range(self.world_size))
+        return (yield from expand(request, rank, self.world_size, self.choices))
+
+    def check_message(self, rank: int, message: Send | Receive) -> None:
+        header = self.logs[rank].record_message(message)
+        self.check(rank, message_sequence(message, rank), header, [message.peer])
+
+    def check(self, rank: int, sequence: str, header: Header, peers: Sequence[int]) -> None:
+        """Raise a RequestMismatch if a request differs from that of a peer that made it before."""
+        for peer in peers:
+            other = self.logs[peer].find(sequence, header.number)
+            if other is not None and peer != rank:
+                difference = find_difference((peer, rank), sequence, other, header)
+                if difference:
+                    raise mismatch(difference)
+
+    def wake(self, mailbox: _Mailbox, at: float) -> None:
+        for other in mailbox.waiting:
+            self.push(other, at)
+        mailbox.waiting.clear()
 
     def counted(self, rank: int, request: Collective) -> str:
         kind = type(request).__name__
@@ -238,6 +276,8 @@ class _World:
         return kind
 
     def send(self, task: _Task, request: Send) -> _Sent:
+        if not task.kind:
+            self.check_message(task.rank, request)
         copy = as_bytes(request.values).clone()
         num_bytes, pair = len(copy), (task.rank, request.peer)
         narrow = self.links.get(pair, Link())
@@ -246,16 +286,17 @@ class _World:
         through = max(begins, self.free_at.get(pair, 0.0)) + num_bytes / narrow.bytes_per_s
         self.free_at[task.rank], self.free_at[pair] = left_at, through
         arrives = max(left_at, through) + self.link.delay_s + narrow.delay_s
-        mailbox = self.mailbox(*pair, task.channel)
+        mailbox = self.mailbox(*pair, task)
         mailbox.messages.append((copy, arrives))
-        for other in mailbox.waiting:
-            self.push(other, arrives)
-        mailbox.waiting.clear()
+        mailbox.sent += 1
+        self.wake(mailbox, arrives)
         self.ledgers[task.rank].add(task.kind or "Send", num_bytes)
-        return _Sent(request.values, copy, left_at)
+        return _Sent(request, copy, left_at, mailbox, mailbox.sent)
 
-    def mailbox(self, sender: int, receiver: int, channel: tuple[Any, ...]) -> _Mailbox:
-        return self.mailboxes.setdefault((sender, receiver, channel), _Mailbox())
+    def mailbox(self, sender: int, receiver: int, task: _Task) -> _Mailbox:
+        # a collective's message never meets one that is a request of its own
+        key = sender, receiver, task.channel, bool(task.kind)
+        return self.mailboxes.setdefault(key, _Mailbox())
 
     def end(self, task: _Task, pending: Any) -> None:
         """Take the answer of what was begun, or wait for it."""
@@ -266,12 +307,18 @@ class _World:
                 return
             task.now, task.answer = max(task.now, pending.now), pending.answer
         elif isinstance(pending, _Sent):
-            if not torch.equal(as_bytes(pending.values), pending.copy):
+            if len(pending.mailbox.promised) < pending.number:
+                # as over gloo, a message leaves when its peer has begun to receive it
+                task.waits_for = pending
+                pending.mailbox.waiting.append(task)
+                return
+            if not torch.equal(as_bytes(pending.request.values), pending.copy):
                 raise RuntimeError(
                     f"worker {task.rank} changed a tensor while it was being sent\n\n"
                     "hint: a tensor that was given to Begin is free again after End"
                 )
-            task.now = max(task.now, pending.left_at)
+            begun_at = pending.mailbox.promised[pending.number - 1]
+            task.now = max(task.now, pending.left_at, begun_at)
         else:
             self.receive(task, pending)
 
@@ -286,10 +333,9 @@ class _World:
         values, arrives = mailbox.messages.popleft()
         into = as_bytes(receipt.request.values)
         if len(into) != len(values):
-            raise RuntimeError(
-                f"worker {task.rank} expected {len(into)} bytes from worker "
-                f"{receipt.request.peer}, and {len(values)} came\n\n"
-                "hint: every worker must ask the same, in the same order"
+            raise mismatch(
+                f"rank {task.rank} expects {len(into)} bytes from rank {receipt.request.peer}, "
+                f"and {len(values)} came"
             )
         into.copy_(values)
         task.now, task.answer = max(task.now, arrives), receipt.request.values
@@ -304,6 +350,6 @@ def _after(before: _Task | None, algorithm: Algorithm[Any]) -> Algorithm[Any]:
 
 def _waiting(task: _Task) -> str:
     within = f" in {task.kind}" if task.kind else ""
-    if isinstance(task.waits_for, _Receipt):
-        return f"worker {task.rank} waits for {described(task.waits_for.request)}{within}"
-    return f"worker {task.rank} waits for a request that it began{within}"
+    if isinstance(task.waits_for, _Receipt | _Sent):
+        return f"rank {task.rank} waits for {described(task.waits_for.request)}{within}"
+    return f"rank {task.rank} waits for a request that it began{within}"

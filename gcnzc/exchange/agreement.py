@@ -1,0 +1,375 @@
+"""Whether all ranks make the same requests in the same order, and what is reported if they do not.
+
+Each message has a header: the kind, dtype and size of its request, and the round, which is the
+number of the request and a checksum of all requests before it. Over gloo the header travels as the
+message's tag, which gloo sends in any case, so it costs no byte and no round trip. Messages whose
+headers differ never meet: nothing is read with the wrong size or dtype, and both sides wait. A rank
+that waits for longer than `STALL_S` compares its last requests with those of the rank it waits for,
+through the store. The comparison proves a mismatch or finds none: a slow rank is never accused.
+"""
+
+import json
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gcnzc.exchange.meeting import Store
+from gcnzc.exchange.requests import (
+    AllToAll,
+    Broadcast,
+    Collective,
+    Message,
+    Request,
+    Send,
+    Swap,
+    Vote,
+    described,
+)
+
+# a wait of a rank that is longer is compared with what other ranks wait for
+STALL_S = 0.5
+# from one look at the other ranks to the next, at first and at most
+LOOK_S, MOST_LOOK_S = 0.25, 5.0
+# what a rank whose connection broke waits for the reason that another rank gave
+REASON_S = 1.5
+# requests of each sequence whose headers are kept for comparison
+HEADERS_KEPT = 32
+_VERDICT_KEY = "gcnzc/mismatch"
+
+
+class RequestMismatch(RuntimeError):
+    """Ranks made different requests, or wait for one another in a cycle; raised on all of them."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """A request of a rank, as other ranks compare it with theirs."""
+
+    number: int
+    """of the request in its sequence, from 1"""
+    digest: int
+    """32 bits: a checksum of this header and of all before it in the sequence"""
+    words: str
+    sent: dict[int, str] = field(default_factory=dict)
+    """what each peer gets, where that differs from peer to peer"""
+    expected: dict[int, str] = field(default_factory=dict)
+    """what comes from each peer"""
+
+
+class Need(NamedTuple):
+    """What a rank waits for: that a peer makes a request, and its message comes."""
+
+    peer: int
+    sequence: str
+    number: int
+
+
+class RequestLog:
+    """The requests that one rank made, as sequences in which all ranks must agree.
+
+    Collectives of a channel are one sequence, named as the channel is. Messages from one rank to
+    another are a sequence of these two.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.sequences: dict[str, deque[Header]] = {}
+
+    def count(self, sequence: str) -> int:
+        """How many requests were made."""
+        headers = self.sequences.get(sequence)
+        return headers[-1].number if headers else 0
+
+    def find(self, sequence: str, number: int) -> Header | None:
+        """The header of a request; None before it is made, and when it is not kept any more."""
+        headers = self.sequences.get(sequence)
+        if not headers or not headers[0].number <= number <= headers[-1].number:
+            return None
+        return headers[number - headers[0].number]
+
+    def record(
+        self,
+        sequence: str,
+        words: str,
+        sent: dict[int, str] | None = None,
+        expected: dict[int, str] | None = None,
+    ) -> Header:
+        """Add a request to a sequence, and return its header."""
+        headers = self.sequences.setdefault(sequence, deque(maxlen=HEADERS_KEPT))
+        before = headers[-1] if headers else Header(0, 0, "")
+        digest = zlib.crc32(words.encode(), before.digest)
+        header = Header(before.number + 1, digest, words, sent or {}, expected or {})
+        headers.append(header)
+        return header
+
+    def record_collective(self, channel: str, request: Collective) -> Header:
+        """Add a collective to the sequence of its channel."""
+        return self.record(channel_sequence(channel), *describe_collective(request))
+
+    def record_message(self, message: Message) -> Header:
+        """Add a message to the sequence of its two ranks."""
+        return self.record(message_sequence(message, self.rank), describe_values(message.values))
+
+
+def channel_sequence(channel: str) -> str:
+    """The name of the sequence of a channel's collectives."""
+    return f"channel {channel or 'default'}"
+
+
+def message_sequence(message: Message, rank: int) -> str:
+    """The name of the sequence that a message of `rank` belongs to."""
+    pair = (rank, message.peer) if isinstance(message, Send) else (message.peer, rank)
+    return f"messages from rank {pair[0]} to rank {pair[1]}"
+
+
+def message_tag(header: Header, num_bytes: int) -> int:
+    """The tag, 31 bits, of a message of so many bytes that belongs to a request."""
+    return zlib.crc32(num_bytes.to_bytes(8, "little"), header.digest) & 0x7FFFFFFF
+
+
+def describe_values(values: Tensor) -> str:
+    """The size and dtype of a tensor, in words."""
+    return f"{values.numel()} {str(values.dtype).removeprefix('torch.')}"
+
+
+def describe_collective(request: Collective) -> tuple[str, dict[int, str], dict[int, str]]:
+    """What must be the same on all ranks, and what each peer is sent and what it must send."""
+    if isinstance(request, Vote):
+        return f"Vote of {'float64' if isinstance(request.value, float) else 'int64'}", {}, {}
+    if isinstance(request, Swap):
+        # pairs of ranks may differ in size and dtype
+        part = {request.peer: describe_values(request.values)}
+        return "Swap", part, part
+    if isinstance(request, AllToAll):
+        dtype = str(request.parts[0].dtype).removeprefix("torch.")
+        words = f"AllToAll of {dtype}, counts {'not given' if request.counts is None else 'given'}"
+        sent = {rank: f"{part.numel()} {dtype}" for rank, part in enumerate(request.parts)}
+        expected = {rank: f"{count} {dtype}" for rank, count in enumerate(request.counts or ())}
+        return words, sent, expected
+    words = f"{type(request).__name__} of {describe_values(request.values)}"
+    return words + (f" from rank {request.root}" if isinstance(request, Broadcast) else ""), {}, {}
+
+
+def find_difference(ranks: tuple[int, int], sequence: str, one: Header, other: Header) -> str:
+    """How two ranks' requests of the same number differ, in words; empty if they do not."""
+    first, second = ranks
+    if one.words != other.words:
+        return (
+            f"request {one.number} of {sequence}: rank {first} requests {one.words}, rank {second} "
+            f"requests {other.words}"
+        )
+    if one.digest != other.digest:
+        return f"requests before number {one.number} of {sequence} differ on ranks {ranks}"
+    for sender, its, receiver, theirs in (
+        (first, one.sent, second, other.expected),
+        (second, other.sent, first, one.expected),
+    ):
+        leaves, comes = its.get(receiver, "nothing"), theirs.get(sender, "nothing")
+        if theirs and leaves != comes:
+            return (
+                f"request {one.number} of {sequence}, {one.words}: rank {sender} sends {leaves} to "
+                f"rank {receiver}, which expects {comes}"
+            )
+    return ""
+
+
+def mismatch(what: str) -> RequestMismatch:
+    """The error of ranks whose requests differ."""
+    return RequestMismatch(
+        f"the ranks' requests do not match: {what}\n\n"
+        "hint: every rank must make the same requests in the same order, with the same sizes and "
+        "dtypes; a Send needs a Receive that its peer begins at the same time"
+    )
+
+
+class Wait(NamedTuple):
+    """A wait of the thread that makes a rank's requests."""
+
+    began_s: float
+    """by `time.perf_counter`"""
+    request: Request
+    find_need: Callable[[], Need | None]
+
+
+class StallMonitor:
+    """A thread that compares this rank's requests with those of others when it waits for long.
+
+    Args:
+        store: that all ranks reach.
+        log: of this rank's requests.
+        find_busy: the sequences whose next requests are made by another thread than the one that
+            waits.
+        abort: ends all waits of this rank for messages with an error.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        log: RequestLog,
+        find_busy: Callable[[], list[str]],
+        abort: Callable[[], None],
+    ) -> None:
+        self.store, self.log, self.find_busy, self.abort = store, log, find_busy, abort
+        self.wait: Wait | None = None
+        """set and cleared by the thread that makes requests"""
+        self.verdict = ""
+        """how requests differ, once that is known"""
+        self._looks = 0
+        self._cycle: dict[int, _Record] = {}
+        self._wanted, self._looked = threading.Event(), threading.Event()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="gcnzc-stalls", daemon=True)
+        self._thread.start()
+
+    def find_reason(self) -> str:
+        """How requests differ, after this rank's connections broke; empty if that is not why."""
+        if not self.verdict:
+            self._looked.clear()
+            self._wanted.set()
+            self._looked.wait(REASON_S)
+        return self.verdict
+
+    def close(self) -> None:
+        """End the thread."""
+        self._done.set()
+        self._wanted.set()
+
+    def _watch(self) -> None:
+        pause_s = LOOK_S
+        while not self._done.is_set() and not self.verdict:
+            is_wanted = self._wanted.wait(pause_s)
+            self._wanted.clear()
+            wait = self.wait
+            if wait is not None and time.perf_counter() - wait.began_s < STALL_S:
+                wait = None
+            # many ranks that wait for a slow one for long must not overload the store
+            pause_s = LOOK_S if wait is None else min(1.5 * pause_s, MOST_LOOK_S)
+            if not self._done.is_set() and (wait is not None or is_wanted):
+                self._look(wait)
+            if is_wanted:
+                self._looked.set()
+
+    def _look(self, wait: Wait | None) -> None:
+        try:
+            if self.store.check([_VERDICT_KEY]):
+                self.verdict = self.store.get(_VERDICT_KEY).decode()
+            elif wait is not None and (need := wait.find_need()) is not None:
+                verdict = self._follow(self._publish(wait, need))
+                if verdict:
+                    # before the others' connections break, so that they find it
+                    self.store.set(_VERDICT_KEY, verdict)
+                    self.verdict = verdict
+        except RuntimeError:
+            return  # the store is gone or slow: the wait's own limit ends it
+        if self.verdict:
+            self.abort()
+
+    def _publish(self, wait: Wait, need: Need) -> "_Record":
+        """Write what this rank waits for, and its last requests."""
+        self._looks += 1
+        # lists, since other threads add to what is copied here
+        sequences = {name: list(each) for name, each in list(self.log.sequences.items())}
+        own = _Record(
+            self._looks, wait.began_s, described(wait.request), need, self.find_busy(), sequences
+        )
+        self.store.set(f"gcnzc/waits/{self.log.rank}", own.to_json())
+        return own
+
+    def _read(self, rank: int) -> "_Record | None":
+        key = f"gcnzc/waits/{rank}"
+        return _Record.from_json(self.store.get(key)) if self.store.check([key]) else None
+
+    def _follow(self, own: "_Record") -> str:
+        """Go from this rank to the one that it waits for, and on, until a mismatch is proved.
+
+        Returns:
+            How requests differ, in words; empty if that is not known, or not the case.
+        """
+        rank, path = self.log.rank, {self.log.rank: own}
+        while True:
+            record = path[rank]
+            peer, sequence, number = record.need
+            theirs = path.get(peer) or self._read(peer)
+            if theirs is None:
+                return ""
+            if difference := _find_difference((rank, peer), record, theirs):
+                return difference
+            if theirs.has_made(sequence, number) or sequence in theirs.busy:
+                return ""
+            if peer in path:
+                ranks = list(path)
+                return self._confirm({each: path[each] for each in ranks[ranks.index(peer) :]})
+            path[peer], rank = theirs, peer
+
+    def _confirm(self, cycle: "dict[int, _Record]") -> str:
+        """Say who waits for whom, once all ranks of a cycle waited at the same time.
+
+        What is read may be out of date. When each rank has published twice more, and waits for the
+        same still, then all of them waited when the cycle was seen first.
+        """
+        first = self._cycle
+        if {rank: each.began_s for rank, each in first.items()} != {
+            rank: each.began_s for rank, each in cycle.items()
+        }:
+            self._cycle = cycle
+            return ""
+        if any(each.look < first[rank].look + 2 for rank, each in cycle.items()):
+            return ""
+        waits = "; ".join(f"rank {rank} waits for {each.words}" for rank, each in cycle.items())
+        return f"{waits}, and none of them can go on"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a rank that waits publishes."""
+
+    look: int
+    """how often it has published"""
+    began_s: float
+    words: str
+    need: Need
+    busy: list[str]
+    sequences: dict[str, list[Header]]
+
+    def has_made(self, sequence: str, number: int) -> bool:
+        headers = self.sequences.get(sequence, [])
+        return any(each.number >= number for each in headers[-1:])
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "_Record":
+        fields = json.loads(text)
+        fields["need"] = Need(*fields["need"])
+        fields["sequences"] = {
+            name: [_header(**each) for each in headers]
+            for name, headers in fields["sequences"].items()
+        }
+        return cls(**fields)
+
+
+def _header(
+    number: int, digest: int, words: str, sent: dict[str, str], expected: dict[str, str]
+) -> Header:
+    # JSON has no numbers as keys
+    by_rank = ({int(rank): each for rank, each in part.items()} for part in (sent, expected))
+    return Header(number, digest, words, *by_rank)
+
+
+def _find_difference(ranks: tuple[int, int], own: _Record, theirs: _Record) -> str:
+    """The first difference of two ranks' requests, in words; empty if there is none."""
+    for name, headers in own.sequences.items():
+        others = {each.number: each for each in theirs.sequences.get(name, ())}
+        for each in headers:
+            if each.number in others and (
+                difference := find_difference(ranks, name, each, others[each.number])
+            ):
+                return difference
+    return ""

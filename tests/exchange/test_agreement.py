@@ -1,0 +1,178 @@
+"""Programs whose requests do not match: the same are reported in lockstep and by processes."""
+
+import re
+import time
+
+import pytest
+import torch
+from processes import results
+
+from gcnzc.exchange import (
+    AllToAll,
+    Begin,
+    Broadcast,
+    Compute,
+    End,
+    Mean,
+    Receive,
+    RequestMismatch,
+    Send,
+    Sum,
+    Swap,
+    Vote,
+    joined,
+    lockstep,
+    run,
+)
+
+
+def do(*requests):
+    """A program that makes its requests one after the other."""
+    answers = []
+    for request in requests:
+        answers.append((yield request))
+    return answers
+
+
+def beside(rank):
+    """A program whose second request is begun beside it on one rank, and not on the other."""
+    yield End((yield Begin(Vote(0))))
+    request = Mean(floats(2))
+    return (yield End((yield Begin(request)))) if rank else (yield request)
+
+
+def floats(count):
+    return torch.ones(count)
+
+
+LARGE = 8_000  # elements of float32 that torch's own collectives reduce
+# (programs of ranks 0 and 1, what is reported)
+MISMATCHES = {
+    "both send first": (
+        lambda rank: do(Send(floats(2), 1 - rank), Receive(floats(2), 1 - rank)),
+        "rank . waits for Send of 8 bytes with worker .*none of them can go on",
+    ),
+    "both receive first": (
+        lambda rank: do(Receive(floats(2), 1 - rank), Send(floats(2), 1 - rank)),
+        "rank . waits for Receive of 8 bytes with worker .*none of them can go on",
+    ),
+    "a send of 3 for a receive of 2": (
+        lambda rank: do(Receive(floats(2), 0) if rank else Send(floats(3), 1)),
+        "requests [23] float32, rank . requests [23] float32",
+    ),
+    "a send of 2 for a receive of 3": (
+        lambda rank: do(Receive(floats(3), 0) if rank else Send(floats(2), 1)),
+        "requests [23] float32, rank . requests [23] float32",
+    ),
+    "a send of another dtype": (
+        lambda rank: do(Receive(floats(2).int(), 0) if rank else Send(floats(2), 1)),
+        "requests 2 (int|float)32, rank . requests 2 (int|float)32",
+    ),
+    "a send for a sum": (
+        lambda rank: do(Sum(floats(2)) if rank else Send(floats(2), 1)),
+        "rank . waits for Receive of 8 bytes|waits for S(um|end) of 8 bytes",
+    ),
+    "a sum for a mean": (
+        lambda rank: do((Mean if rank else Sum)(floats(2))),
+        "requests (Sum|Mean) of 2 float32, rank . requests (Sum|Mean) of 2 float32",
+    ),
+    "a large sum for a mean": (
+        lambda rank: do((Mean if rank else Sum)(floats(LARGE))),
+        "requests (Sum|Mean) of 8000 float32",
+    ),
+    "large sums of different sizes": (
+        lambda rank: do(Sum(floats(LARGE + 1000 * rank))),
+        "requests Sum of [89]000 float32, rank . requests Sum of [89]000",
+    ),
+    "large sums of different dtypes": (
+        lambda rank: do(Sum(floats(LARGE).int() if rank else floats(LARGE))),
+        "requests Sum of 8000 (int|float)32, rank . requests Sum of 8000",
+    ),
+    "a vote of a float": (
+        lambda rank: do(Vote(1.0 if rank else 1)),
+        "requests Vote of (int|float)64, rank . requests Vote of (int|float)64",
+    ),
+    "a broadcast from another rank": (
+        lambda rank: do(Broadcast(floats(2), rank)),
+        "requests Broadcast of 2 float32 from rank .",
+    ),
+    "a swap of another size": (
+        lambda rank: do(Swap(floats(2 + rank), 1 - rank)),
+        "rank . sends [23] float32 to rank ., which expects [23] float32",
+    ),
+    "another count than is sent": (
+        lambda rank: do(AllToAll([floats(3)] * 2, [3 + rank, 3])),
+        "sends 3 float32 to rank 1, which expects 4 float32",
+    ),
+    "a rank one round ahead": (
+        lambda rank: do(*([Vote(1)] * (3 - rank)), Swap(floats(2), 1 - rank)),
+        "request 3 of channel default: rank . requests",
+    ),
+    "in the background and not": (
+        beside,
+        "rank . waits for .*none of them can go on",
+    ),
+}
+
+
+def report(make, timeout_s):
+    """What a program of this process comes to, in words, and how long that took."""
+    with joined(timeout_s=timeout_s) as group:
+        began = time.monotonic()
+        try:
+            return str(run(make(group.rank), group)), time.monotonic() - began
+        except (RequestMismatch, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - began
+
+
+def report_all(names, timeout_s):
+    return [report(MISMATCHES[name][0], timeout_s) for name in names]
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_lockstep_reports_requests_that_do_not_match(name):
+    make, words = MISMATCHES[name]
+    with pytest.raises(RequestMismatch, match=words):
+        lockstep([make(rank) for rank in range(2)])
+
+
+def test_processes_report_requests_that_do_not_match_on_all_ranks_at_once(tmp_path):
+    names = list(MISMATCHES)
+    found = results(2, tmp_path, report_all, names, 60)
+    for name, *reports in zip(names, *found, strict=True):
+        for words, seconds in reports:
+            assert words.startswith("RequestMismatch: the ranks' requests do not match"), name
+            assert re.search(MISMATCHES[name][1], words), (name, words)
+            assert "hint: every rank must make the same requests in the same order" in words
+            assert seconds < 15, (name, seconds)
+
+
+def around(rank):
+    """A program that sends to the next rank before it receives from the one before."""
+    return do(Send(floats(2), (rank + 1) % 3), Receive(floats(2), (rank - 1) % 3))
+
+
+def late(rank):
+    """A program in which all wait for rank 1 for longer than a wait is left alone."""
+    for _ in range(2):
+        yield Compute(2.0 * (rank == 1))
+        yield Sum(floats(2))
+        yield Swap(floats(2), [1, 0, 2][rank])
+        if rank == 1:
+            yield Compute(1.0)
+        if rank < 2:
+            yield Receive(floats(2), 1) if rank == 0 else Send(floats(2), 0)
+    return "all is well"
+
+
+def report_three(timeout_s):
+    differs = report(lambda rank: do(Sum(floats(2 + (rank == 1)))), timeout_s)
+    return differs, report(around, timeout_s), report(late, timeout_s)
+
+
+def test_all_ranks_report_what_two_of_them_do_and_a_late_rank_is_waited_for(tmp_path):
+    for differs, cycle, well in results(3, tmp_path, report_three, 60):
+        assert "requests Sum of 3 float32" in differs[0]
+        assert re.search("rank . waits for Send of 8 bytes with worker .; rank", cycle[0])
+        assert max(differs[1], cycle[1]) < 15
+        assert well[0] == "all is well"
