@@ -35,7 +35,7 @@ def attend_reference(
 def with_self_loops_reference(
     indptr: Tensor, indices: Tensor, own: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What `with_self_loops` must equal; it is also what runs on a GPU."""
+    """What `with_self_loops` must equal, on a device but for its padding."""
     targets = torch.arange(len(own), device=indices.device)
     target_of = torch.repeat_interleave(targets, indptr.diff(), output_size=len(indices))
     others = indices != own[target_of]
@@ -61,19 +61,45 @@ def _with_self_loops(indptr, indices, own, out_indptr, out_indices):
         out_indptr[t + 1] = place
 
 
-def with_self_loops(indptr: Tensor, indices: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+def with_self_loops_torch(
+    indptr: Tensor, indices: Tensor, own: Tensor, num_sources: int
+) -> tuple[Tensor, Tensor]:
+    """`with_self_loops` by operations of torch, none of which makes the host wait for a device.
+
+    Only the device knows how many loops the block has, so the indices have room for E + T edges.
+    """
+    num_edges, num_targets = len(indices), len(own)
+    edges = torch.arange(num_edges, device=indices.device, dtype=indptr.dtype)
+    target_of = torch.searchsorted(indptr[1:].contiguous(), edges, right=True)
+    is_loop = indices == own.index_select(0, target_of)
+    kept_before = torch.nn.functional.pad(torch.cumsum(~is_loop, 0), (1, 0))
+    targets = torch.arange(num_targets + 1, device=indices.device)
+    out_indptr = kept_before.index_select(0, indptr) + targets
+    # one loop follows the kept edges of each target before; the block's own loops become padding
+    loops_before = edges - kept_before[:-1]
+    place = torch.where(is_loop, out_indptr[-1] + loops_before, kept_before[:-1] + target_of)
+    out_indices = indices.new_empty(num_edges + num_targets)
+    out_indices.scatter_(0, place, indices.masked_fill(is_loop, num_sources))
+    return out_indptr, out_indices.scatter_(0, out_indptr[1:] - 1, own)
+
+
+def with_self_loops(
+    indptr: Tensor, indices: Tensor, own: Tensor, num_sources: int
+) -> tuple[Tensor, Tensor]:
     """Return the block with exactly one self loop a target, behind its other edges.
 
     Args:
         indptr: (T + 1,) int32 or int64.
         indices: (E,) int32 or int64 sources.
         own: (T,) of the dtype of `indices`: each target's place among the sources.
+        num_sources: S.
 
     Returns:
-        indptr, int64, and indices of the dtype of `indices`.
+        indptr, int64, and indices of the dtype of `indices`. On a device the indices have E + T
+        elements; those behind the last target's edges are S, which is no source.
     """
     if indices.device.type != "cpu":
-        return with_self_loops_reference(indptr, indices, own)
+        return with_self_loops_torch(indptr, indices, own, num_sources)
     out_indptr = torch.empty(len(indptr), dtype=torch.int64)
     out_indices = indices.new_empty(len(indices) + len(own))
     _with_self_loops(*(array.numpy() for array in (indptr, indices, own, out_indptr, out_indices)))
@@ -120,6 +146,6 @@ def attend(
     if self_loops:
         if own is None:
             own = torch.arange(len(indptr) - 1, dtype=indices.dtype, device=indices.device)
-        indptr, indices = with_self_loops(indptr, indices, own.to(indices.dtype))
+        indptr, indices = with_self_loops(indptr, indices, own.to(indices.dtype), len(x))
     weight = attention(indptr, indices, score_source, score_target, negative_slope)
     return weigh(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)

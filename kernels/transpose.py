@@ -33,14 +33,11 @@ def transpose_reference(indptr: Tensor, indices: Tensor, num_sources: int) -> Tr
     """What `transpose` must equal; it is also what runs on a GPU."""
     in_order, edges = torch.sort(indices, stable=True)
     bounds = torch.arange(num_sources + 1, device=indices.device, dtype=indices.dtype)
-    target_of = torch.repeat_interleave(
-        torch.arange(len(indptr) - 1, device=indices.device, dtype=indices.dtype),
-        indptr.diff(),
-        output_size=len(indices),
-    )
+    # not by repeating targets: edges behind those of the last target have none
+    target_of = torch.searchsorted(indptr[1:].contiguous(), edges.to(indptr.dtype), right=True)
     return Transposed(
         torch.searchsorted(in_order, bounds).to(indptr.dtype),
-        target_of[edges],
+        target_of.to(indices.dtype),
         edges.to(indptr.dtype),
     )
 
@@ -74,7 +71,8 @@ def transpose(indptr: Tensor, indices: Tensor, num_sources: int) -> Transposed:
 
     Args:
         indptr: (T + 1,) int32 or int64.
-        indices: (E,) int32 or int64 in [0, S), not checked.
+        indices: (E,) int32 or int64 in [0, S), not checked. Those behind the last target's edges
+            are S, and in no source's out-edges.
         num_sources: S.
 
     Returns:

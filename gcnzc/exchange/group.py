@@ -432,7 +432,7 @@ class _Memory:
         free = self.free.setdefault(key, [])
         if not free:
             self.made += 1
-            free.append(torch.empty(values.numel(), dtype=values.dtype, pin_memory=pinned))
+            free.append(_host_memory(values, pinned=pinned))
         buffer = free.pop()
         if not is_kept:
             self.lent.append((key, buffer))
@@ -447,6 +447,14 @@ class _Memory:
         for key, buffer in self.lent:
             self.free[key].append(buffer)
         self.lent.clear()
+
+
+def _host_memory(values: Tensor, *, pinned: bool) -> Tensor:
+    """(n,) like `values`: page-locked, or ordinary, from which copies wait, if none can be had."""
+    try:
+        return torch.empty(values.numel(), dtype=values.dtype, pin_memory=pinned)
+    except RuntimeError:
+        return torch.empty(values.numel(), dtype=values.dtype)
 
 
 class _Channel:

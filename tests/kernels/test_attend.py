@@ -3,12 +3,14 @@
 import pytest
 import torch
 from blocks import random_block
+from simulated_device import Reads
 
 from gcnzc.kernels.attend import (
     attend,
     attend_reference,
     with_self_loops,
     with_self_loops_reference,
+    with_self_loops_torch,
 )
 from gcnzc.kernels.attention import (
     attention,
@@ -18,7 +20,7 @@ from gcnzc.kernels.attention import (
     attention_reference,
     attention_triton,
 )
-from gcnzc.kernels.transpose import transpose
+from gcnzc.kernels.transpose import transpose, transpose_reference
 from gcnzc.kernels.weigh import (
     products_numba,
     products_triton,
@@ -160,14 +162,36 @@ def test_dropout_keeps_the_mean_and_follows_the_seed():
 def test_self_loops_are_there_once(pointers, ids):
     indptr, indices = random_block(12, 10, 9, pointers=pointers, ids=ids)
     own = torch.randperm(12)[:10].to(ids)
-    found = with_self_loops(indptr, indices, own)
+    found = with_self_loops(indptr, indices, own, 12)
     expected = with_self_loops_reference(indptr, indices, own)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+    padded_indptr, padded = with_self_loops_torch(indptr, indices, own, 12)
+    assert torch.equal(padded_indptr, expected[0])
+    assert padded.dtype == ids
+    assert torch.equal(padded[: len(expected[1])], expected[1])
+    # no source, so that no sum over sources has them
+    assert (padded[len(expected[1]) :] == 12).all()
+    assert len(padded) == len(indices) + len(own)
     for t in range(10):
         column = indices[indptr[t] : indptr[t + 1]].tolist()
         looped = found[1][found[0][t] : found[0][t + 1]].tolist()
         assert looped == [s for s in column if s != own[t]] + [own[t]]
+
+
+def test_the_host_waits_for_no_device_to_give_targets_their_loops(monkeypatch):
+    indptr, indices = random_block(70, 50, 9)
+    leaves = inputs((4, 4, 3))
+    expected = both(attend_reference, indptr, indices, leaves)
+    # as on a device: the loops by operations of torch, and edges by sources too
+    monkeypatch.setattr("gcnzc.kernels.attend.with_self_loops", with_self_loops_torch)
+    monkeypatch.setattr("gcnzc.kernels.weigh.transpose", transpose_reference)
+    monkeypatch.setattr("gcnzc.kernels.attention.transpose", transpose_reference)
+    with Reads(everywhere=True):
+        found = both(attend, indptr, indices, leaves)
+        assert not Reads.seen
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("num_sources", "num_targets"), [(0, 0), (5, 0), (5, 3)])

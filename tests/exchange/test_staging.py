@@ -1,0 +1,102 @@
+"""Requests for tensors of a device over gloo, which knows the host's memory alone."""
+
+import torch
+from processes import results
+from simulated_device import OnDevice, Reads
+
+from gcnzc.exchange import (
+    AllGather,
+    AllToAll,
+    Begin,
+    Broadcast,
+    End,
+    Group,
+    Mean,
+    Receive,
+    ReduceScatter,
+    Send,
+    Sum,
+    Swap,
+    group,
+    joined,
+    run,
+)
+
+
+def exchange_on_device(rank):
+    def filled(value, *shape):
+        return OnDevice(torch.full(shape, float(value)))
+
+    peer = 1 - rank
+    for _ in range(2):
+        coming, arriving = filled(-1, 2, 3), filled(-1, 5)
+        if rank:
+            answer = yield Receive(coming, 0)
+            yield Send(filled(7, 4), 0)
+        else:
+            yield Send(filled(5, 2, 3), 1)
+            answer = yield Receive(filled(-1, 4), 1)
+        receipt = yield Begin(Receive(arriving, peer))
+        # of the same size, while the other is under way
+        mean = yield Mean(filled(rank, 5))
+        message = yield Begin(Send(filled(10 + rank, 5), peer))
+        late = yield End(receipt)
+        yield End(message)
+        swapped = yield Swap(filled(20 + rank, 3), peer)
+        gathered = yield AllGather(filled(rank, 2))
+        shared = yield Broadcast(filled(rank, 2), 1)
+    return [answer, late, arriving, mean, swapped, gathered, shared]
+
+
+@torch.no_grad()
+def answers():
+    with Reads(), joined(timeout_s=20) as workers:
+        found = run(exchange_on_device(workers.rank), workers)
+        return [type(each) is OnDevice for each in found], [each.inner for each in found]
+
+
+def test_messages_and_swaps_of_a_device_go_through_host_memory_over_gloo(tmp_path):
+    for rank, (are_on_device, found) in enumerate(results(2, tmp_path, answers)):
+        assert all(are_on_device)
+        received = torch.full((2, 3), 5.0) if rank else torch.full((4,), 7.0)
+        late = torch.full((5,), 11.0 - rank)
+        expected = [
+            *(received, late, late, torch.full((5,), 0.5), torch.full((3,), 21.0 - rank)),
+            *(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.ones(2)),
+        ]
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+class Work:
+    """What a process group of NCCL answers with, as far as this test goes."""
+
+    def __init__(self):
+        self.limits = []
+
+    def wait(self, *limits):
+        self.limits.append(limits)
+
+
+@torch.no_grad()
+def test_the_host_does_not_wait_for_what_nccl_exchanges(monkeypatch):
+    work, peers = Work(), Group()
+    peers.backend, peers.world_size, peers.ranks = "nccl", 2, [0, 1]
+    for name in ("all_reduce", "broadcast", "isend", "irecv", "all_to_all_single"):
+        monkeypatch.setattr(group.dist, name, lambda *args, **options: work)
+    monkeypatch.setattr(group, "_all_gather", lambda *args, **options: work)
+    monkeypatch.setattr(group, "_reduce_scatter", lambda *args, **options: work)
+    rows = OnDevice(torch.ones(4))
+    requests = [
+        *(Sum(rows), Mean(rows), AllGather(rows), Broadcast(rows), ReduceScatter(rows)),
+        *(AllToAll([rows, rows], [4, 4]), Send(rows, 1), Receive(rows, 1)),
+    ]
+
+    def asked():
+        yield from requests
+
+    with Reads():
+        run(asked(), peers)
+        assert not Reads.seen
+    # a limit of its own would have the host poll; the process group has one
+    assert work.limits == [()] * len(requests)

@@ -1,0 +1,93 @@
+"""Tensors of a simulated device: their memory is the host's, and their device is "cuda".
+
+Whatever reads their values on the host is a synchronisation: on a GPU the host would wait there for
+all that is queued. `Reads` counts these. There is no autograd on such a device.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = torch.device("cuda", 0)
+aten = torch.ops.aten
+# the shape of what they return depends on values, so that the host waits for these
+DATA_DEPENDENT = {
+    *(aten.nonzero.default, aten.masked_select.default, aten._local_scalar_dense.default),
+    *(aten.is_nonzero.default, aten.equal.default, aten.repeat_interleave.Tensor),
+    *(aten._unique2.default, aten.unique_consecutive.default, aten.bincount.default),
+}
+INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+
+
+def waits_for_device(func, args, kwargs):
+    """Whether the host must know values of a device's tensors for this operation."""
+    if func in DATA_DEPENDENT:
+        # what the output's size is may be told
+        return kwargs.get("output_size") is None
+    if func in INDEXED:
+        # a mask is turned into places, of which there are as many as it says
+        return any(each is not None and each.dtype == torch.bool for each in args[1])
+    return False
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the simulated device; `inner` has its values."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=DEVICE,
+        )
+        tensor.inner = inner
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        to_host = kwargs.get("device") is not None and kwargs["device"].type == "cpu"
+        if func is aten.copy_.default:
+            to_host = not isinstance(args[0], cls)
+        if to_host or waits_for_device(func, args, kwargs):
+            Reads.seen.append(str(func))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        inner_args, inner_kwargs = pytree.tree_map_only(cls, lambda t: t.inner, (args, kwargs))
+        out = func(*inner_args, **inner_kwargs)
+        if to_host:
+            return args[0] if func is aten.copy_.default else out
+        if func is aten.copy_.default:
+            return args[0]
+        return pytree.tree_map_only(torch.Tensor, cls, out)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what waits for the device while it is entered, and makes tensors there.
+
+    With `everywhere` all tensors count as the device's.
+    """
+
+    seen: ClassVar[list[str]] = []
+
+    def __init__(self, everywhere=False):
+        super().__init__()
+        self.everywhere = everywhere
+
+    def __enter__(self):
+        Reads.seen.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda" and OnDevice not in types:
+            return OnDevice(func(*args, **{**kwargs, "device": torch.device("cpu")}))
+        if self.everywhere and waits_for_device(func, args, kwargs):
+            Reads.seen.append(str(func))
+        return func(*args, **kwargs)
