@@ -7,6 +7,7 @@ all that is queued. `Reads` counts these. There is no autograd on such a device.
 from typing import ClassVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +25,7 @@ INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 def waits_for_device(func, args, kwargs):
     """Whether the host must know values of a device's tensors for this operation."""
     if func in DATA_DEPENDENT:
-        # what the output's size is may be told
+        # the size of the output may be given
         return kwargs.get("output_size") is None
     if func in INDEXED:
         # a mask is turned into places, of which there are as many as it says
@@ -67,6 +68,37 @@ class OnDevice(torch.Tensor):
         return pytree.tree_map_only(torch.Tensor, cls, out)
 
 
+class Factories(TorchFunctionMode):
+    """Makes new tensors on the simulated device, where torch would look for a real one."""
+
+    INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+    NAMES = (torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor, torch.arange)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func in self.NAMES and device is not None and torch.device(device).type == "cuda":
+            return OnDevice(func(*args, **{**kwargs, "device": "cpu"}))
+        if func in self.INDEXING and isinstance(args[0], OnDevice):
+            # torch would choose the device to work on, which is not there
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in places):
+                Reads.seen.append("mask")
+            inner = pytree.tree_map_only(OnDevice, lambda t: t.inner, args)
+            found = func(*inner)
+            return found if found is None else OnDevice(found)
+        if func is torch.Tensor.tolist and isinstance(args[0], OnDevice):
+            Reads.seen.append("tolist")
+            return args[0].inner.tolist()
+        if func is torch.Tensor.copy_ and any(isinstance(each, OnDevice) for each in args):
+            into, source = pytree.tree_map_only(OnDevice, lambda t: t.inner, args[:2])
+            if not isinstance(args[0], OnDevice):
+                Reads.seen.append("copy_")
+            into.copy_(source)
+            return args[0]
+        return func(*args, **kwargs)
+
+
 class Reads(TorchDispatchMode):
     """Counts what waits for the device while it is entered, and makes tensors there.
 
@@ -81,13 +113,16 @@ class Reads(TorchDispatchMode):
 
     def __enter__(self):
         Reads.seen.clear()
+        self.factories = Factories()
+        self.factories.__enter__()
         return super().__enter__()
 
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.factories.__exit__(*error)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda" and OnDevice not in types:
-            return OnDevice(func(*args, **{**kwargs, "device": torch.device("cpu")}))
+        kwargs = kwargs or {}
         if self.everywhere and waits_for_device(func, args, kwargs):
             Reads.seen.append(str(func))
         return func(*args, **kwargs)

@@ -9,6 +9,7 @@ Letters: W workers, P parameters.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -276,8 +277,9 @@ class Gradients:
             yield from self.average_sparse(parameter, factor)
         # the same on all workers, since the means are
         means = [vector.values for vector in self.vectors] + [_values(p) for p in self.sparse]
+        is_finite, notes = _read(means, self.vectors)
         blame = ""
-        if not all(bool(are_finite(mean)) for mean in means):
+        if not is_finite:
             bad += sum(_bad(each.parameter) for vector in self.vectors for each in vector.segments)
             # GradScaler may have found a gradient that was clipped later
             blame = yield from _blamed(bad or int(factor != factor))
@@ -287,8 +289,7 @@ class Gradients:
             signals = torch.tensor(shares, dtype=torch.float32, device=self.sparse[0].device)
             yield Mean(signals)
             shares = signals.tolist()
-        for vector, reducer in zip(self.vectors, self.reducers, strict=True):
-            told = vector.extra.tolist()
+        for vector, reducer, told in zip(self.vectors, self.reducers, notes, strict=True):
             vector.write_gradients([each > 0 for each in told[: len(vector.segments)]])
             # a reducer returns the sums of notes, and Mean their means
             among = 1 if reducer is None else self.world_size
@@ -358,6 +359,27 @@ class Gradients:
             parameter.shape,
             check_invariants=False,
         ).coalesce()
+
+
+def _read(means: Sequence[Tensor], vectors: Sequence[FlatVector]) -> tuple[bool, list[list[float]]]:
+    """Whether all means are finite, and each vector's `extra`.
+
+    The host waits for a device once, whatever the number of vectors.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for mean in means:
+        by_device.setdefault(mean.device, []).append(are_finite(mean)[None])
+    for vector in vectors:
+        by_device[vector.values.device].append(vector.extra)
+    found = {
+        device: iter(torch.cat([each.double() for each in values]).tolist())
+        for device, values in by_device.items()
+    }
+    of_means = [next(found[mean.device]) > 0 for mean in means]
+    of_vectors = [
+        list(islice(found[vector.values.device], len(vector.extra))) for vector in vectors
+    ]
+    return all(of_means), of_vectors
 
 
 def _blamed(bad: int) -> Algorithm[str]:
