@@ -40,6 +40,8 @@ LOOK_S, MOST_LOOK_S = 0.25, 5.0
 REASON_S = 1.5
 # requests of each sequence whose headers are kept for comparison
 HEADERS_KEPT = 32
+# of the message that ends a rank's waits; no header has it
+ABORT_TAG = 2**31 - 1
 _VERDICT_KEY = "gcnzc/mismatch"
 
 
@@ -129,8 +131,8 @@ def message_sequence(message: Message, rank: int) -> str:
 
 
 def message_tag(header: Header, num_bytes: int) -> int:
-    """The tag, 31 bits, of a message of so many bytes that belongs to a request."""
-    return zlib.crc32(num_bytes.to_bytes(8, "little"), header.digest) & 0x7FFFFFFF
+    """The tag, below `ABORT_TAG`, of a message of so many bytes that belongs to a request."""
+    return zlib.crc32(num_bytes.to_bytes(8, "little"), header.digest) % ABORT_TAG
 
 
 def describe_values(values: Tensor) -> str:

@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gcnzc.exchange.agreement import (
+    ABORT_TAG,
     Header,
     Need,
     RequestLog,
@@ -84,8 +85,6 @@ TIMEOUT_S = 60.0
 JOIN_S = 180.0
 # between two attempts to reach a store that is not there yet
 CONNECT_POLL_S = 0.3
-# of the message that ends a rank's waits; no header has it
-ABORT_TAG = 2**31 - 1
 # waits and exchanges beside them whose times are kept until somebody takes them, the last ones
 TIMES_KEPT = 10_000
 
