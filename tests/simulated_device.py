@@ -90,6 +90,8 @@ class Factories(TorchFunctionMode):
         if func is torch.Tensor.tolist and isinstance(args[0], OnDevice):
             Reads.seen.append("tolist")
             return args[0].inner.tolist()
+        if func is torch.Tensor.to and not isinstance(args[0], OnDevice) and args[1] == DEVICE:
+            return OnDevice(args[0].clone())
         if func is torch.Tensor.copy_ and any(isinstance(each, OnDevice) for each in args):
             into, source = pytree.tree_map_only(OnDevice, lambda t: t.inner, args[:2])
             if not isinstance(args[0], OnDevice):

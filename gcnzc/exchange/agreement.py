@@ -6,6 +6,11 @@ message's tag, which gloo sends in any case, so it costs no byte and no round tr
 headers differ never meet: nothing is read with the wrong size or dtype, and both sides wait. A rank
 that waits for longer than `STALL_S` compares its last requests with those of the rank it waits for,
 through the store. The comparison proves a mismatch or finds none: a slow rank is never accused.
+
+The collectives of torch.distributed have no headers; a barrier comes before those that follow a
+request that they have not followed before. Their limit: if ranks differ where each of them has made
+both requests in this order before, torch's collective begins on both. It may not end, which is
+reported too; fail; or give a wrong result, which the next message with a header shows.
 """
 
 import json
@@ -70,6 +75,8 @@ class Need(NamedTuple):
     peer: int
     sequence: str
     number: int
+    of_all: bool = False
+    """whether all ranks must make the request, of which `peer` is one"""
 
 
 class RequestLog:
@@ -296,7 +303,7 @@ class StallMonitor:
         rank, path = self.log.rank, {self.log.rank: own}
         while True:
             record = path[rank]
-            peer, sequence, number = record.need
+            peer, sequence, number = _find_peer(record.need, path), *record.need[1:3]
             theirs = path.get(peer) or self._read(peer)
             if theirs is None:
                 return ""
@@ -363,6 +370,16 @@ def _header(
     # JSON has no numbers as keys
     by_rank = ({int(rank): each for rank, each in part.items()} for part in (sent, expected))
     return Header(number, digest, words, *by_rank)
+
+
+def _find_peer(need: Need, path: dict[int, _Record]) -> int:
+    """The rank that a rank waits for: of all ranks one that waits for it in turn, if there is."""
+    missing = (
+        rank
+        for rank, record in path.items()
+        if not record.has_made(need.sequence, need.number) and need.sequence not in record.busy
+    )
+    return next(missing, need.peer) if need.of_all else need.peer
 
 
 def _find_difference(ranks: tuple[int, int], own: _Record, theirs: _Record) -> str:

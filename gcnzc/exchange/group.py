@@ -85,6 +85,8 @@ TIMEOUT_S = 60.0
 JOIN_S = 180.0
 # between two attempts to reach a store that is not there yet
 CONNECT_POLL_S = 0.3
+# pairs of requests that a channel remembers
+PAIRS_KEPT = 4096
 # waits and exchanges beside them whose times are kept until somebody takes them, the last ones
 TIMES_KEPT = 10_000
 
@@ -469,6 +471,7 @@ class _Channel:
         self.name = name
         self.lock = threading.Lock()
         self.header = Header(0, 0, "")  # of the request that is being answered
+        self.pairs: set[tuple[str, str]] = set()  # of requests that followed each other
         self.need: Need | None = None
         self.begun = self.ended = 0  # by this channel's thread
 
@@ -572,18 +575,15 @@ class _Channel:
         kind = type(request).__name__
         with self.lock:
             group.ledger.count(kind)
+            before = self.header.words
             self.header = group.log.record_collective(self.name, request)
+            is_new_pair = self._add_pair(before, self.header.words)
             staged = _Staged(request, self.memory)
             name = (choices or group.choices).of(staged.request)
             if name == BUILTIN and group.world_size > 1:
-                # gloo's collectives have no header of ours, and end a process whose sizes differ
-                self._by_messages(barrier(group.rank, group.world_size), "")
-                group.ledger.add(
-                    kind, round(sent_bytes(request, group.rank, group.world_size, name)), 0
-                )
-                with _network():
-                    work = self._builtin(staged.request)
-                answer = work.result()
+                sent = round(sent_bytes(request, group.rank, group.world_size, name))
+                group.ledger.add(kind, sent, 0)
+                answer = self._by_builtin(staged.request, is_new_pair=is_new_pair)
             else:
                 algorithm = expand(
                     staged.request, group.rank, group.world_size, group.choices, name
@@ -591,6 +591,35 @@ class _Channel:
                 answer = self._by_messages(algorithm, kind)
             answer = staged.back(answer)
             self.memory.take_back()
+        return answer
+
+    def _add_pair(self, before: str, words: str) -> bool:
+        """Whether a request follows one that it has not followed on this channel yet."""
+        if len(self.pairs) >= PAIRS_KEPT:
+            self.pairs.clear()
+        count = len(self.pairs)
+        self.pairs.add((before, words))
+        return len(self.pairs) > count
+
+    def _by_builtin(self, request: Collective, *, is_new_pair: bool) -> Any:
+        """Answer `request` by the process group's own collective, whose messages have no headers.
+
+        A barrier, whose messages have headers, comes first where ranks could differ for the first
+        time: where a request follows one that it has not followed before on this channel. While one
+        rank waits in a barrier and another in a collective, both are compared. Ranks that differ
+        where each has made both requests in this order before begin gloo's collectives, which may
+        end a process or add up what does not belong together: the next message with a header shows
+        that at the latest.
+        """
+        group, header = self.group, self.header
+        if is_new_pair:
+            self._by_messages(barrier(group.rank, group.world_size), "")
+        peer = (group.rank + 1) % group.world_size
+        self.need = Need(peer, self.sequence, header.number, of_all=True)
+        with _network():
+            work = self._builtin(request)
+        answer = work.result()
+        self.need = None
         return answer
 
     def agree(self, words: str) -> None:

@@ -5,9 +5,11 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import results
 
 from gcnzc.exchange import (
+    AllGather,
     AllToAll,
     Begin,
     Broadcast,
@@ -46,6 +48,12 @@ def floats(count):
 
 
 LARGE = 8_000  # elements of float32 that torch's own collectives reduce
+
+
+def large():
+    return Sum(floats(LARGE))
+
+
 # (programs of ranks 0 and 1, what is reported)
 MISMATCHES = {
     "both send first": (
@@ -108,6 +116,14 @@ MISMATCHES = {
         lambda rank: do(*([Vote(1)] * (3 - rank)), Swap(floats(2), 1 - rank)),
         "request 3 of channel default: rank . requests",
     ),
+    "a large mean after large sums": (
+        lambda rank: do(large(), large(), (Mean if rank else Sum)(floats(LARGE))),
+        "requests (Sum|Mean) of 8000 float32, rank . requests (Sum|Mean) of 8000 float32",
+    ),
+    "a receive after large sums": (
+        lambda rank: do(large(), large(), Receive(floats(2), 0) if rank else large()),
+        "rank . waits for (Receive of 8|Sum of 32000) bytes.*none of them can go on",
+    ),
     "in the background and not": (
         beside,
         "rank . waits for .*none of them can go on",
@@ -165,14 +181,51 @@ def late(rank):
     return "all is well"
 
 
+def vote_early(rank):
+    """A program in which two ranks are in a collective of torch's that the third does not make."""
+    return do(large(), large(), Vote(1) if rank == 2 else large())
+
+
 def report_three(timeout_s):
     differs = report(lambda rank: do(Sum(floats(2 + (rank == 1)))), timeout_s)
-    return differs, report(around, timeout_s), report(late, timeout_s)
+    return differs, *(report(make, timeout_s) for make in (vote_early, around, late))
 
 
 def test_all_ranks_report_what_two_of_them_do_and_a_late_rank_is_waited_for(tmp_path):
-    for differs, cycle, well in results(3, tmp_path, report_three, 60):
+    for differs, early, cycle, well in results(3, tmp_path, report_three, 60):
         assert "requests Sum of 3 float32" in differs[0]
         assert re.search("rank . waits for Send of 8 bytes with worker .; rank", cycle[0])
-        assert max(differs[1], cycle[1]) < 15
+        assert re.search("requests (Sum of 8000 float32|Vote of int64), rank .", early[0])
+        assert max(differs[1], early[1], cycle[1]) < 15
         assert well[0] == "all is well"
+
+
+def count_messages():
+    """How many messages each step of a program sends beside torch's own collectives."""
+    sent, send = [], dist.isend
+
+    def count(*args):
+        sent.append(args)
+        return send(*args)
+
+    def steps():
+        counts = []
+        for _ in range(4):
+            before = len(sent)
+            total = yield large()
+            yield AllGather(floats(LARGE))
+            yield End((yield Begin(large())))
+            yield Sum(floats(2 * LARGE))
+            assert float(total[0]) == 2
+            counts.append(len(sent) - before)
+        return counts
+
+    dist.isend = count
+    with joined(timeout_s=20) as group:
+        return run(steps(), group)
+
+
+def test_ranks_check_that_they_agree_before_collectives_only_where_they_could_differ(tmp_path):
+    for counts in results(2, tmp_path, count_messages):
+        assert counts[0] > 0
+        assert counts[2:] == [0, 0], "messages in steps that repeat the ones before"
