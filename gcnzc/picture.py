@@ -60,6 +60,11 @@ def curves(runs: Sequence[Path], out: Path) -> None:
             raise FileNotFoundError(
                 f"no epochs in {run / 'record.jsonl'}\n\nhint: `gcnzc train --out {run}` makes it"
             )
+        if any(not {"epoch", "loss", "metric"} <= line.keys() for line in lines):
+            raise ValueError(
+                f"{run / 'record.jsonl'} is damaged\n\n"
+                f"hint: `gcnzc train --resume {run}` writes it again from the checkpoint"
+            )
         prefix = f"{run.name} " if len(runs) > 1 else ""
         epochs = [line["epoch"] + 1 for line in lines]
         colour = f"C{number}"

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,22 +26,29 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of `path`, without one that was cut off by a crash; none if there is no file."""
+    """The lines of `path` up to one that is cut off or damaged; none if there is no file."""
     if not path.is_file():
         return []
-    lines = []
-    for text in path.read_text().splitlines():
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text(errors="replace").splitlines():
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except json.JSONDecodeError:
             break
+        if not isinstance(line, dict):
+            break
+        lines.append(line)
     return lines
 
 
 def keep(path: Path, num_lines: int) -> None:
     """Cut `path` down to its first `num_lines` lines, all at once."""
-    lines = read(path)[:num_lines]
-    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+    rewrite(path, read(path)[:num_lines])
+
+
+def rewrite(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Let `path` have these lines and no others, all at once."""
+    write_text(path, "".join(json.dumps(dict(line)) + "\n" for line in lines))
 
 
 @contextmanager
@@ -133,10 +140,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not JSON.
+        ValueError: the file is not a JSON object.
     """
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"a JSON {type(found).__name__}, not an object")
+        return found
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged: {error}\n\nhint: was it edited? Start the run again"

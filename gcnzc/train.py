@@ -450,7 +450,8 @@ class _Run:
             self.loader.load_state_dict(state["loader"])
         self._set_random_states(state)
         if self.is_first:
-            record.keep(self.folder / RECORD, len(self.lines))
+            # the checkpoint has all lines, also where the file was damaged since
+            record.rewrite(self.folder / RECORD, self.lines)
             record.keep(self.folder / WORKERS, state["worker_lines"])
         self.worker_lines = state["worker_lines"]
         if len(state["rng"]) == self.group.world_size:

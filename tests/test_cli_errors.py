@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -247,3 +248,23 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space"):
             write(tmp_path / "x.npy")
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["", "[1, 2]\n", '{"epoh": 0}\n', "\xff\xfe"])
+def test_a_damaged_record_is_said_and_written_again(run, tmp_path, capsys, damage):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    (folder / "record.jsonl").write_bytes(damage.encode("latin-1"))
+    text = answer_of(capsys, ["plot", folder], 1)
+    assert "record.jsonl" in text
+    assert "unexpected" not in text
+    assert main(["train", "--resume", str(folder), "--epochs", "4"]) == 0
+    lines = [json.loads(text) for text in (folder / "record.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_options_that_are_no_object_are_damage(run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    (folder / "config.json").write_text("[1, 2]")
+    assert "config.json is damaged" in answer_of(capsys, ["evaluate", folder], 1)
