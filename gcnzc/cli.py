@@ -37,6 +37,8 @@ from gcnzc.config import (
     PlotConfig,
     PrepareConfig,
     TrainConfig,
+    demand_picture,
+    demand_writable,
     from_words,
 )
 from gcnzc.datasets import generate
@@ -90,6 +92,7 @@ def _run(words: Sequence[str], is_debug: bool) -> int:
     if isinstance(config, TrainConfig) and config.workers > 1:
         return start_workers(config, [*words, DEBUG] if is_debug else words, reporter)
     if config is not None:
+        _demand_outputs(config)
         with _terminable(), report_compilation(reporter.say):
             COMMANDS[type(config)](config, reporter)
     return 0
@@ -419,6 +422,22 @@ def _parse(words: Sequence[str]) -> Any:
         raise _Misuse(_plain(talk.getvalue(), words)) from None
     except ValueError as error:
         # a config's own check
+        raise _Misuse(str(error)) from None
+
+
+def _demand_outputs(config: Any) -> None:
+    """Raise before the work if its result could not be written.
+
+    Not in the configs themselves: the parser breaks the lines of their messages, and so long paths.
+    """
+    try:
+        if isinstance(config, EvaluateConfig):
+            demand_writable("predictions", config.predictions)
+        elif isinstance(config, PlanConfig):
+            demand_picture("picture", config.picture)
+        elif isinstance(config, LinkConfig | PlanCacheConfig | PlotConfig):
+            demand_picture("out", config.out)
+    except ValueError as error:
         raise _Misuse(str(error)) from None
 
 

@@ -408,9 +408,6 @@ class EvaluateConfig:
     predictions: Path | None = None
     """also write the logits of every node to this .npy"""
 
-    def __post_init__(self) -> None:
-        _demand_writable("predictions", self.predictions)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
@@ -464,7 +461,6 @@ class LinkConfig:
 
     def __post_init__(self) -> None:
         _at_least(16, "megabytes", self.megabytes)
-        _demand_picture("out", self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -502,7 +498,6 @@ class PlanCacheConfig:
             _at_least(0, name, getattr(self, name))
         _at_most(MOST_THREADS, "threads", self.threads)
         _demand_fanouts(self.fanouts)
-        _demand_picture("out", self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -556,7 +551,6 @@ class PlanConfig:
             _at_least(2, "workers", number)
             _at_most(MOST_WORKERS, "workers", number)
         _at_most(MOST_THREADS, "threads", self.threads)
-        _demand_picture("picture", self.picture)
         _at_least(1, "steps", self.steps)
         for name in ("delay_ms", "message_us", "threads", "seed"):
             _at_least(0, name, getattr(self, name))
@@ -584,9 +578,6 @@ class PlotConfig:
     """folders that `gcnzc train` wrote"""
     out: Path | None = None
     """picture to write; curves.png in the first run if not given"""
-
-    def __post_init__(self) -> None:
-        _demand_picture("out", self.out)
 
 
 def _demand_number(
@@ -741,7 +732,7 @@ def _demand_numbers(config: Any) -> None:
             _at_most(2**63 - 1, field.name, value)
 
 
-def _demand_writable(name: str, path: Path | None) -> None:
+def demand_writable(name: str, path: Path | None) -> None:
     """Raise a ValueError unless a file can be written to `path`, or there is none to write."""
     if path is None:
         return
@@ -760,14 +751,14 @@ def _demand_writable(name: str, path: Path | None) -> None:
         )
 
 
-def _demand_picture(name: str, path: Path | None) -> None:
+def demand_picture(name: str, path: Path | None) -> None:
     """Raise a ValueError unless a picture can be written to `path`, or there is none to write."""
     if path is not None and not path.is_dir() and path.suffix.lower() not in PICTURES:
         raise ValueError(
             f"{_option(name)}: no picture can be written as {path.name!r}\n\n"
             f"hint: a name that ends in {', '.join(PICTURES)}"
         )
-    _demand_writable(name, path)
+    demand_writable(name, path)
 
 
 def _demand_fanouts(fanouts: Sequence[int]) -> None:
