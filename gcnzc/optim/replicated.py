@@ -39,7 +39,9 @@ class Replicated(Exchanging):
         total_steps: of the run; None if that is not known.
         module: see `Exchanging`.
 
-    With torch's GradScaler all ranks skip a step that overflows on one, and all lower their scales.
+    With torch's GradScaler, all ranks skip an exchanged step that overflows on one rank, and all
+    lower their scales. In a step without an exchange, as 0/1 Adam has, only that rank skips, and
+    its scale may then differ from those of the others.
 
     Raises:
         TypeError: a parameter is sharded, complex, or of a dtype that cannot be averaged.
