@@ -196,7 +196,8 @@ class Group:
 
         Args:
             ranks: of the members in this group; this rank is one of them. A member's rank in the
-                subgroup is its place among them in ascending order.
+                subgroup is its place among them in ascending order, and its `local_rank` its place
+                among those on its machine.
 
         Raises:
             ValueError: this rank is not a member, or a rank is not in this group.
@@ -236,7 +237,20 @@ class Group:
                 "hint: all its ranks must create it, in the same order as other groups"
             ) from error
         self._subgroups.append(group)
+        if self.backend:
+            # a launcher's LOCAL_RANK counts all workers of the machine
+            group._count_local(first=self.rank - self.local_rank)
         return group
+
+    def _count_local(self, first: int) -> None:
+        """Set this rank's place among the members on its machine, together with all members.
+
+        Args:
+            first: of the ranks of this machine in the group that this is a subgroup of.
+        """
+        firsts = self.run(_vote(first))
+        members = [rank for rank, each in enumerate(firsts) if each == first]
+        self.local_rank, self.local_world_size = members.index(self.rank), len(members)
 
     def _find_busy(self) -> list[str]:
         return [each.sequence for each in list(self._channels.values()) if each.is_busy]
@@ -368,6 +382,11 @@ def _unpickle_group(
         if has_all and ranks[rank] == dist.get_rank():
             return present() if members is None else present().subgroup(members)
     return Group(rank, world_size)
+
+
+def _vote(value: int) -> Algorithm[tuple[int, ...]]:
+    answer: tuple[int, ...] = yield Vote(value)
+    return answer
 
 
 def _taken(times: deque[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -11,6 +11,7 @@ from torch import distributed
 from gcnzc.exchange import Choices, joined, present, run
 from gcnzc.exchange.choices import ALGORITHMS, BUILTIN
 from gcnzc.optim import OneBitAdam, StreamingDiLoCo
+from gcnzc.shared import first_workers, shared
 
 STEPS = 8
 EVEN, ODD = [0, 2], [1, 3]
@@ -33,6 +34,12 @@ def one_bit(model, group):
 def streaming(model, group):
     options = {"local_steps": 4, "fragments": 2, "delay": 1}
     return StreamingDiLoCo(adamw(model.parameters()), group, **options)
+
+
+def share_in(group):
+    """A group's first workers, the local places, and what its first worker shares."""
+    value = shared(lambda _: torch.full((3,), float(group.ranks[group.rank])), group)
+    return first_workers(group), (group.local_rank, group.local_world_size), value
 
 
 def train_in_subgroups():
@@ -61,4 +68,8 @@ def train_in_subgroups():
         optimizer.finalize()
         values.append(vector_of(model))
         again.close()
-        return answers, values, message
+        places = [share_in(group)]
+        # as if the ranks were on two machines, with one member on each
+        whole.local_rank, whole.local_world_size = whole.rank % 2, 2
+        places.append(share_in(whole.subgroup(members)))
+        return answers, values, message, places

@@ -38,13 +38,17 @@ def test_two_subgroups_of_four_processes_train_by_themselves(tmp_path):
         lockstep([taught_locally(*pair, STEPS) for pair in pairs])
         lockstep([optimizer.finalized() for optimizer in optimizers])
         for rank, member in enumerate(members):
-            answers, values, message = found[member]
+            answers, values, message, (near, apart) = found[member]
             for each in answers:
                 assert all(map(same, each, right[rank]))
             assert torch.equal(values[0], expected)
             assert torch.equal(values[1], vector_of(models[0]))
             assert "ProcessGroup" in message
             assert "subgroup" in message
+            assert near[:2] == ((0, 0), (rank, 2))
+            assert near[2].tolist() == [members[0]] * 3
+            assert apart[:2] == ((0, 1), (0, 1))
+            assert apart[2].tolist() == [member] * 3
     assert not torch.equal(found[0][1][0], found[1][1][0])
 
 
