@@ -1,7 +1,7 @@
 """Several launchers (torchrun) of one run on this machine, as one on each of several machines.
 
 They have one worker each, and their rendezvous is on the loopback interface. The first launcher
-keeps it; each of the others may be lost and replaced.
+keeps it, unless this process does; every other launcher may be lost and replaced.
 """
 
 import json
@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 # a launcher that is lost is noticed after three intervals
 SETTINGS = "join_timeout=120,read_timeout=10,keep_alive_interval=1,last_call_timeout=5"
@@ -34,6 +36,9 @@ class Launchers:
         machines: how many launchers take part, as torchrun's `--nnodes`: "2", or "1:2".
         options: of `gcnzc train`.
         environment: added to this process's.
+        run_id: torchrun's `--rdzv-id`; not given if None.
+        keeps_rendezvous: whether this process keeps the rendezvous, so that the first launcher may
+            be lost too.
     """
 
     def __init__(
@@ -43,14 +48,22 @@ class Launchers:
         machines: str,
         options: Sequence[str],
         environment: Mapping[str, str],
+        run_id: str | None = "7",
+        *,
+        keeps_rendezvous: bool = False,
     ) -> None:
         self.run = run
         self.environment = {**os.environ, **ENVIRONMENT, **environment}
-        self.port = _free_port()
+        self.rendezvous = None
+        if keeps_rendezvous:
+            self.rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port = self.rendezvous.port if self.rendezvous is not None else _free_port()
+        settings = f"{SETTINGS},is_host=false" if keeps_rendezvous else SETTINGS
         self.started: list[subprocess.Popen[bytes]] = []
         self.command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", machines]
-        self.command += ["--rdzv-id", "7", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
-        self.command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-conf", SETTINGS]
+        self.command += [] if run_id is None else ["--rdzv-id", run_id]
+        self.command += ["--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
+        self.command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-conf", settings]
         self.command += ["--log-dir", str(run.with_name(f"{run.name}.logs"))]
         self.command += ["--max-restarts", "3", "-m", "gcnzc", "train", str(graph)]
         self.command += ["--out", str(run), *options]
@@ -98,9 +111,14 @@ def launchers(
     machines: str,
     options: Sequence[str],
     environment: Mapping[str, str],
+    run_id: str | None = "7",
+    *,
+    keeps_rendezvous: bool = False,
 ) -> Iterator[Launchers]:
     """`Launchers`, all of which are ended with the `with`."""
-    found = Launchers(graph, run, machines, options, environment)
+    found = Launchers(
+        graph, run, machines, options, environment, run_id, keeps_rendezvous=keeps_rendezvous
+    )
     try:
         yield found
     finally:

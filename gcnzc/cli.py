@@ -49,8 +49,10 @@ from gcnzc.kernels.compilation import report_compilation
 from gcnzc.loader import Loader
 from gcnzc.picture import HitRates, curves, efficiencies, hit_rates, step_times
 from gcnzc.progress import Quiet, Reporter
+from gcnzc.record import Launch
 from gcnzc.replicas import told
 from gcnzc.stages import choose_device
+from gcnzc.together import together
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -138,19 +140,40 @@ def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int
     return 0
 
 
-def _chosen_folder(config: TrainConfig, group: Group, run_id: str | None) -> Path:
-    """Choose the folder of a run without --out; all workers return the choice of worker 0."""
-    own = str(train.new_folder(config, run_id)).encode()
-    return Path(run(told(own, group.rank), group).decode())
+def _find_data_and_launch(
+    config: TrainConfig, reporter: Reporter, group: Group
+) -> tuple[Path, Launch | None]:
+    """Return the graph's folder, which may have to be made first, and the launch of all workers.
+
+    An error on one worker ends all of them at once.
+    """
+
+    def find_data() -> Path:
+        return builtin.prepared(reporter) if config.data is None else config.data
+
+    with together(group) as work:
+        # one process alone has nobody to inform, and must be able to clean up when it is ended
+        path = work.meanwhile(find_data) if group.world_size > 1 else find_data()
+        own = launch.own_launch()
+    return path, run(launch.agree_on_launch(own), group)
+
+
+def _choose_folder(config: TrainConfig, group: Group, started_by: Launch | None) -> Path:
+    """Choose the folder of a run without --out on worker 0, and return it on all workers."""
+    chosen = b""
+    with together(group):
+        if group.rank == 0:
+            chosen = str(train.new_folder(config, started_by)).encode()
+    return Path(run(told(chosen, group.rank), group).decode())
 
 
 def train_command(config: TrainConfig, reporter: Reporter, group: Group | None = None) -> None:
     """`gcnzc train`."""
-    if config.data is None:
-        config = replace(config, data=builtin.prepared(reporter))
-    run_id = launch.run_id()
-    folder = config.resume or config.out or _chosen_folder(config, group or Group(), run_id)
-    result = train.train(config, folder, reporter, group, run_id)
+    everybody = group or Group()
+    path, started_by = _find_data_and_launch(config, reporter, everybody)
+    config = replace(config, data=path)
+    folder = config.resume or config.out or _choose_folder(config, everybody, started_by)
+    result = train.train(config, folder, reporter, group, started_by)
     if group is not None and group.rank:
         return
     metric, best = result["metric"], result.get("best_possible_accuracy")

@@ -25,6 +25,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from gcnzc.exchange import Algorithm
+from gcnzc.record import Launch
+from gcnzc.replicas import everybodys
+
 # where a worker leaves word that starting again would not help
 FATAL = "GCNZC_FATAL"
 # the rendezvous of a launcher whose workers are all on this machine
@@ -107,21 +111,43 @@ def word_was_left() -> bool:
     return path is not None and Path(path).exists()
 
 
-def run_id() -> str | None:
-    """Return the id of this launch, which is the same after every restart of its workers.
+def own_launch() -> Launch | None:
+    """Return what started this worker, as far as it knows by itself; None without a launcher.
 
-    It is the launcher's run id: the `--rdzv-id` of torchrun, or a random one for
-    `gcnzc train --workers`. Without `--rdzv-id` it identifies the launcher process of this worker,
-    so it changes if that launcher is replaced. None without a launcher.
+    A launch is known by its run id: the `--rdzv-id` of torchrun, or a random one for
+    `gcnzc train --workers`. Without `--rdzv-id` it is known by its launchers, one on each machine;
+    `agree_on_launch` adds those of the other workers.
     """
     given = os.environ.get("TORCHELASTIC_RUN_ID")
-    if given is None or given != NO_RUN_ID:
-        return given
+    if given is None:
+        return None
+    if given != NO_RUN_ID:
+        return Launch(given)
+    return Launch(None, frozenset([_launcher()]))
+
+
+def agree_on_launch(own: Launch | None) -> Algorithm[Launch | None]:
+    """Return the launch of all workers of a group, the same on all.
+
+    Args:
+        own: what each worker knows; see `own_launch`.
+    """
+    launchers = own.launchers if own is not None else frozenset()
+    texts = yield from everybodys("\n".join(sorted(launchers)))
+    if own is None or own.run_id is not None:
+        return own
+    return Launch(None, frozenset(line for text in texts for line in text.splitlines()))
+
+
+def _launcher() -> str:
+    """The name of the process that started this one, which no other process has or will have."""
     parent = os.getppid()
     stat = Path(f"/proc/{parent}/stat").read_text()
     # a process id may be reused, but not with the same start time
     started = stat[stat.rindex(")") + 1 :].split()[19]
-    return f"{socket.gethostname()}-{parent}-{started}"
+    # which is counted from the start of the machine
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}/{boot}/{parent}/{started}"
 
 
 def cannot_be_joined() -> bool:

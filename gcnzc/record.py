@@ -6,7 +6,8 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,47 @@ import torch
 import triton
 
 from gcnzc._version import VERSION
+
+LAUNCH = "launch.json"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What started the workers of a run: a launcher, or one on each of several machines."""
+
+    run_id: str | None = None
+    """that the user gave to all launchers; None if they have no id in common"""
+    launchers: frozenset[str] = frozenset()
+    """the launchers, each by a name that no other process has; empty if there is a run id"""
+
+    def has_started(self, folder: Path) -> bool:
+        """Whether this launch was the last one that started the run in `folder`.
+
+        Launchers without a run id belong to a launch if one of them has started its workers before:
+        others may have been replaced, and worker 0 may have moved from one to another.
+        """
+        earlier = self._read(folder)
+        if earlier is None:
+            return False
+        if self.run_id is not None:
+            return earlier.run_id == self.run_id
+        return not earlier.launchers.isdisjoint(self.launchers)
+
+    def write(self, folder: Path) -> None:
+        """Store this launch in `folder`, with all launchers that have belonged to it."""
+        known = self.launchers
+        if self.has_started(folder):
+            earlier = self._read(folder)
+            known |= earlier.launchers if earlier is not None else frozenset()
+        write_json(folder / LAUNCH, {"run_id": self.run_id, "launchers": sorted(known)})
+
+    @staticmethod
+    def _read(folder: Path) -> "Launch | None":
+        # a damaged file belongs to no launch
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+            found = read_json(folder / LAUNCH)
+            return Launch(found["run_id"], frozenset(found["launchers"]))
+        return None
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:

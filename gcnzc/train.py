@@ -87,9 +87,8 @@ WAITS = 1000
 # steps that are not traced: they compile, and fill the loader's memory
 WARM_UP = 10
 
-CONFIG, RUN_ID, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE = (
+CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE = (
     "config.json",
-    "run_id",
     "record.jsonl",
     "workers.jsonl",
     "checkpoint.pt",
@@ -128,7 +127,7 @@ def train(
     folder: Path,
     reporter: Reporter | None = None,
     group: Group | None = None,
-    run_id: str | None = None,
+    launch: record.Launch | None = None,
 ) -> dict[str, Any]:
     """Train as `config` says, and return what the run came to.
 
@@ -138,7 +137,7 @@ def train(
             Worker 0 alone reads and writes it.
         reporter: where progress is shown; nowhere if None.
         group: of the workers that train together; this process alone if None.
-        run_id: of the launch that started these workers. If `folder` holds a run of the same
+        launch: that started these workers, the same on all. If `folder` holds a run of this
             launch, these workers were restarted, and resume that run.
 
     Returns:
@@ -200,7 +199,7 @@ def train(
         optimizer = build_method(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter
         this = _Run(config, folder, *parts, began)
-        this.begin(run_id, stack)
+        this.begin(launch, stack)
         return this.to_the_end(stopped)
 
 
@@ -216,23 +215,20 @@ def _verify(path: Path, group: Group, reporter: Reporter) -> None:
                 work.meanwhile(lambda: verify(path, progress))
 
 
-def new_folder(config: TrainConfig, run_id: str | None = None) -> Path:
-    """The first runs/DATA-MODEL-N that is free, or that holds a run of the launch `run_id`."""
+def new_folder(config: TrainConfig, launch: record.Launch | None = None) -> Path:
+    """The first runs/DATA-MODEL-N that is free, or that holds a run of this launch."""
     name = config.data.name.removesuffix(".npz") if config.data else "run"
     number = 1
     while (folder := Path("runs") / f"{name}-{config.model}-{number}").exists():
-        if _is_of_launch(folder, run_id):
+        if _is_of_launch(folder, launch):
             break
         number += 1
     return folder
 
 
-def _is_of_launch(folder: Path, run_id: str | None) -> bool:
-    """Whether the run in `folder` was last started by the launch `run_id`."""
-    if run_id is None or not (folder / CONFIG).is_file():
-        return False
-    path = folder / RUN_ID
-    return path.is_file() and path.read_text() == run_id
+def _is_of_launch(folder: Path, launch: record.Launch | None) -> bool:
+    """Whether `folder` holds a run that was last started by this launch."""
+    return launch is not None and (folder / CONFIG).is_file() and launch.has_started(folder)
 
 
 def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[str, Any]:
@@ -348,13 +344,13 @@ class _Run:
         if any(run(vote(int(error is not None)), self.group)):
             raise error or Followed("worker 0 has failed")
 
-    def begin(self, run_id: str | None, stack: ExitStack) -> None:
+    def begin(self, launch: record.Launch | None, stack: ExitStack) -> None:
         """Start the run, or go on with the one in the folder; worker 0 says which.
 
         From then on the run can be resumed. Worker 0 holds the folder until `stack` ends.
         """
         found: list[bytes] = []
-        self.on_first(lambda: found.append(self._open_folder(run_id, stack)))
+        self.on_first(lambda: found.append(self._open_folder(launch, stack)))
         data = run(told(found[0] if found else b"", self.group.rank), self.group)
         if data:
             path = self.folder / CHECKPOINT
@@ -368,22 +364,25 @@ class _Run:
         else:
             self.save()
 
-    def _open_folder(self, run_id: str | None, stack: ExitStack) -> bytes:
+    def _open_folder(self, launch: record.Launch | None, stack: ExitStack) -> bytes:
         """The checkpoint to go on from; empty for a run that starts."""
-        is_resumed = bool(self.config.resume) or _is_of_launch(self.folder, run_id)
-        if not is_resumed:
-            self._make_folder()
+        if not self.config.resume:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        # before anything is decided: of two launches that start at the same time, one has it
         stack.enter_context(record.locked_folder(self.folder))
-        if run_id is not None:
-            record.write_text(self.folder / RUN_ID, run_id)
+        is_resumed = bool(self.config.resume) or _is_of_launch(self.folder, launch)
+        if not is_resumed:
+            self._demand_free_folder()
+        if launch is not None:
+            launch.write(self.folder)
         if is_resumed:
             return self._read_checkpoint()
         # last: a folder without it holds no run
         record.write_json(self.folder / CONFIG, to_words(self.config))
         return b""
 
-    def _make_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _demand_free_folder(self) -> None:
+        """Demand that the folder holds neither a run nor a prepared graph."""
         if (self.folder / CONFIG).exists():
             raise ValueError(
                 f"{self.folder} already holds a run\n\n"

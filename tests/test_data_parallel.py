@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 from training import saved, train_as_worker
 
 import gcnzc
-from gcnzc import FeatureTable, Graph, Loader, cli, models, prepare
+from gcnzc import FeatureTable, Graph, Loader, builtin, cli, launch, models, prepare
+from gcnzc import train as trainer
 from gcnzc.config import TrainConfig
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep
@@ -304,8 +306,10 @@ def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(config, tm
         assert torch.equal(saved(tmp_path / "cut")["model"][name], value)
 
 
-def work_for(run_id, words):
+def work_for(run_id, words, launchers=None):
     """`gcnzc train` as a worker that a launcher starts for the first time."""
+    if launchers is not None:
+        launch._launcher = lambda: launchers[int(os.environ["RANK"])]
     os.environ["TORCHELASTIC_RUN_ID"] = run_id
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     return cli.main([str(word) for word in words])
@@ -317,10 +321,7 @@ def test_workers_of_the_same_launch_go_on_and_those_of_another_do_not(config, tm
     words += ["--hidden", 16, "--batch-size", 30, "--timeout-s", 20, "--evaluate-every", 1000]
     words += ["--checkpoint-every-s", 0.2]
     with workers(2, tmp_path, work_for, "seven", [*words, "--epochs", 10_000]):
-        end = time.monotonic() + 60
-        while not (run / "record.jsonl").exists():
-            assert time.monotonic() < end, talk(tmp_path, 0)
-            time.sleep(0.1)
+        wait_for_record(run, tmp_path)
     # all were killed; a machine that was lost is replaced by one that has restarted nothing
     for path in (run / "config.json", run / "checkpoint.pt"):
         assert path.exists()
@@ -330,6 +331,70 @@ def test_workers_of_the_same_launch_go_on_and_those_of_another_do_not(config, tm
     assert [line["epoch"] for line in lines(run / "record.jsonl")] == list(range(epochs))
     assert results(2, tmp_path, work_for, "eight", [*words, "--epochs", epochs]) == [1, 1]
     assert "already holds a run" in talk(tmp_path, 0)
+
+
+def test_a_run_without_an_id_belongs_to_all_launchers_that_started_its_workers(config, tmp_path):
+    run = tmp_path / "run"
+    words = ["train", config.data, "--out", run, "--layers", 2, "--fanouts", "5,5"]
+    words += ["--hidden", 16, "--batch-size", 30, "--timeout-s", 20, "--evaluate-every", 1000]
+    words += ["--checkpoint-every-s", 0.2]
+    many = [*words, "--epochs", 10_000]
+    with workers(2, tmp_path, work_for, "none", many, ["first", "second"]):
+        wait_for_record(run, tmp_path)
+    epochs = saved(run)["epoch"] + 2
+    words += ["--epochs", epochs]
+    # worker 0 has another launcher, and worker 1 a new one
+    assert results(2, tmp_path, work_for, "none", words, ["second", "third"]) == [0, 0]
+    assert "going on with" in talk(tmp_path, 0)
+    assert [line["epoch"] for line in lines(run / "record.jsonl")] == list(range(epochs))
+    assert results(2, tmp_path, work_for, "none", words, ["fourth", "fifth"]) == [1, 1]
+    assert "already holds a run" in talk(tmp_path, 0)
+
+
+def wait_for_record(run, tmp_path):
+    """Wait until workers have written an epoch's line into the record."""
+    end = time.monotonic() + 150
+    while not (run / "record.jsonl").exists():
+        assert time.monotonic() < end, talk(tmp_path, 0)
+        time.sleep(0.1)
+
+
+def choose_folder_with_errors(folder, words):
+    """`gcnzc train` without --out, three times; something fails on rank 1, 0 and 1."""
+    os.chdir(folder)
+    rank, usual = int(os.environ["RANK"]), (trainer.new_folder, builtin.prepared)
+    outcomes = []
+    for name, data, culprit in (("folder", words[1:2], 1), ("folder", words[1:2], 0), ("", [], 1)):
+
+        def fail(*_):
+            raise OSError("the disk is broken")
+
+        def find(reporter):
+            return fail() if rank == 1 else Path(words[1])
+
+        trainer.new_folder, builtin.prepared = usual
+        if name and rank == culprit:
+            trainer.new_folder = fail
+        if not name:
+            builtin.prepared = find
+        began = time.monotonic()
+        status = cli.main(["train", *map(str, [*data, *words[2:]])])
+        outcomes.append((status, time.monotonic() - began))
+    return outcomes
+
+
+def test_worker_0_chooses_the_folder_and_an_error_of_any_worker_reaches_all(config, tmp_path):
+    words = ["train", config.data, "--layers", 2, "--fanouts", "5,5", "--hidden", 16]
+    words += ["--batch-size", 30, "--epochs", 1, "--timeout-s", 30]
+    found = results(2, tmp_path, choose_folder_with_errors, tmp_path, words)
+    for outcomes in found:
+        # worker 1 chooses nothing
+        assert [status for status, _ in outcomes] == [0, 1, 1]
+        assert max(seconds for _, seconds in outcomes[1:]) < 20
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["graph-sage-1"]
+    first, second = talk(tmp_path, 0), talk(tmp_path, 1)
+    assert "error: worker 0: the disk is broken" in second
+    assert "error: worker 1: the disk is broken" in first
 
 
 def test_what_fails_on_the_first_worker_fails_on_all_at_once(config, tmp_path):
@@ -356,9 +421,7 @@ def test_a_gradient_that_is_no_number_is_skipped_by_all_and_told(config, tmp_pat
 def test_a_killed_worker_is_named_and_what_was_saved_is_whole(config, tmp_path):
     config = replace(config, epochs=10_000, checkpoint_every_s=0.2, timeout_s=5)
     with workers(3, tmp_path, train_as_worker, config, tmp_path / "run") as processes:
-        end = time.monotonic() + 60
-        while not (tmp_path / "run" / "record.jsonl").exists() and time.monotonic() < end:
-            time.sleep(0.1)
+        wait_for_record(tmp_path / "run", tmp_path)
         os.kill(processes[2].pid, signal.SIGKILL)
         for process in processes[:2]:
             process.join(60)

@@ -14,6 +14,8 @@ from training import saved
 
 from gcnzc import launch, load, prepare
 from gcnzc.datasets.generate import Shape, make
+from gcnzc.exchange import lockstep
+from gcnzc.record import Launch
 from gcnzc.tally import seeds_checksum
 
 ROOT = Path(__file__).parents[1]
@@ -199,19 +201,41 @@ def test_words_left_by_a_worker(tmp_path, monkeypatch):
     assert launch.word_was_left()
 
 
-def test_the_run_id_is_the_user_s_or_else_tells_launchers_apart(monkeypatch):
+def test_a_launch_is_known_by_the_run_id_or_else_by_all_its_launchers(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert launch.run_id() is None
+    assert launch.own_launch() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "products")
-    assert launch.run_id() == "products"
+    assert launch.own_launch() == Launch("products")
     # what torchrun writes where the user gave none
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    own = launch.run_id()
-    assert own == launch.run_id()
+    own = launch.own_launch()
+    assert own == launch.own_launch()
     with subprocess.Popen(["sleep", "60"]) as other:
         monkeypatch.setattr(os, "getppid", lambda: other.pid)
-        assert launch.run_id() not in (own, "none", None)
+        others = launch.own_launch()
         other.kill()
+    assert own.run_id is None
+    assert own.launchers.isdisjoint(others.launchers)
+    agreed = lockstep([launch.agree_on_launch(each) for each in (own, others, own)]).results
+    assert agreed == [Launch(None, own.launchers | others.launchers)] * 3
+    for each in (None, Launch("products")):
+        assert lockstep([launch.agree_on_launch(each)] * 1).results == [each]
+
+
+def test_a_run_belongs_to_the_launch_that_started_it_last(tmp_path):
+    assert not Launch("seven").has_started(tmp_path)
+    Launch("seven").write(tmp_path)
+    assert Launch("seven").has_started(tmp_path)
+    assert not Launch("eight").has_started(tmp_path)
+    assert not Launch(None, frozenset("a")).has_started(tmp_path)
+    Launch(None, frozenset("ab")).write(tmp_path)
+    assert not Launch("seven").has_started(tmp_path)
+    # launchers are replaced one after the other; one that was cut off for a while comes back
+    Launch(None, frozenset("bc")).write(tmp_path)
+    for names, has_started in (("cd", True), ("a", True), ("de", False)):
+        assert Launch(None, frozenset(names)).has_started(tmp_path) == has_started
+    (tmp_path / "launch.json").write_text("{")
+    assert not Launch(None, frozenset("a")).has_started(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,6 +88,8 @@ JOIN_S = 180.0
 CONNECT_POLL_S = 0.3
 # pairs of requests that a channel remembers
 PAIRS_KEPT = 4096
+# requests of a channel, one of which carries a header at least
+CHECK_EVERY = 64
 # waits and exchanges beside them whose times are kept until somebody takes them, the last ones
 TIMES_KEPT = 10_000
 
@@ -142,6 +145,7 @@ class Group:
         self.store, self.is_part = store, ranks is not None
         self.ranks = list(range(world_size)) if ranks is None else list(ranks)
         self._subgroups: list[Group] = []
+        self.is_closed = False
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0)) if store else 0
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if store else 1
         self.choices, self.timeout_s = choices or Choices(), timeout_s
@@ -176,13 +180,14 @@ class Group:
             if name and self.world_size > 1:
                 # a rank that opens none would leave the others in a wait that nothing can end
                 self._own.agree(f"the opening of channel {name}")
-            if self.is_part and self.backend:
-                # the ranks outside the group take no part
-                process_group = dist.new_group(
-                    self.ranks, timeout=timeout, use_local_synchronization=True
-                )
-            elif self.world_size > 1 and name:
-                process_group = dist.new_group(timeout=timeout)
+            with _network():
+                if self.is_part and self.backend:
+                    # the ranks outside the group take no part
+                    process_group = dist.new_group(
+                        self.ranks, timeout=timeout, use_local_synchronization=True
+                    )
+                elif self.world_size > 1 and name:
+                    process_group = dist.new_group(timeout=timeout)
             self._channels[name] = _Channel(self, name, process_group)
         return self._channels[name]
 
@@ -231,11 +236,12 @@ class Group:
                 [self.ranks[each] for each in members],
                 keeper=self.watch.keeper if self.watch is not None else None,
             )
-        except RuntimeError as error:
+        except (_Broken, RuntimeError) as error:
+            cause = error.__cause__ if isinstance(error, _Broken) else error
             raise WorkerLost(
-                f"rank {self.rank} could not create the subgroup of ranks {members}: {error}\n\n"
+                f"rank {self.rank} could not create the subgroup of ranks {members}: {cause}\n\n"
                 "hint: all its ranks must create it, in the same order as other groups"
-            ) from error
+            ) from cause
         self._subgroups.append(group)
         if self.backend:
             # a launcher's LOCAL_RANK counts all workers of the machine
@@ -341,11 +347,12 @@ class Group:
             if reason := self.stalls.find_reason():
                 self.watch.leave(f"the ranks' requests do not match: {reason}")
                 raise mismatch(reason) from error.__cause__
-            waited, who = time.perf_counter() - began, self.watch.culprits()
-            self.watch.leave(who)
+            waited = time.perf_counter() - began
+            why = _explain(self.watch, error.__cause__)
+            self.watch.leave(why)
             raise WorkerLost(
                 f"worker {self.rank} waited {waited:.0f} s in step {self.watch.step} for "
-                f"{described(request)}: {who}\n\n"
+                f"{described(request)}: {why}\n\n"
                 "hint: the run goes on from its last checkpoint when it is started again with "
                 f"--resume; the time limit is {self.timeout_s:g} s"
             ) from error.__cause__
@@ -355,6 +362,7 @@ class Group:
 
     def close(self) -> None:
         """End the channels' threads and the signs of life, of subgroups too."""
+        self.is_closed = True
         for group in self._subgroups:
             group.close()
         for channel in self._channels.values():
@@ -396,6 +404,12 @@ def _taken(times: deque[tuple[float, float]]) -> list[tuple[float, float]]:
 
 class _Broken(Exception):
     """The network failed; the cause is torch's error."""
+
+
+def _explain(watch: Watch, error: BaseException | None) -> str:
+    """Who is missing, and the first line of torch's error, which C++ frames may follow."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{watch.culprits()} (torch.distributed reports: {lines[0]})"
 
 
 @contextmanager
@@ -596,13 +610,14 @@ class _Channel:
             group.ledger.count(kind)
             before = self.header.words
             self.header = group.log.record_collective(self.name, request)
-            is_new_pair = self._add_pair(before, self.header.words)
+            is_checked = self._add_pair(before, self.header.words)
+            is_checked |= self.header.number % CHECK_EVERY == 0
             staged = _Staged(request, self.memory)
             name = (choices or group.choices).of(staged.request)
             if name == BUILTIN and group.world_size > 1:
                 sent = round(sent_bytes(request, group.rank, group.world_size, name))
                 group.ledger.add(kind, sent, 0)
-                answer = self._by_builtin(staged.request, is_new_pair=is_new_pair)
+                answer = self._by_builtin(staged.request, is_checked=is_checked)
             else:
                 algorithm = expand(
                     staged.request, group.rank, group.world_size, group.choices, name
@@ -620,18 +635,18 @@ class _Channel:
         self.pairs.add((before, words))
         return len(self.pairs) > count
 
-    def _by_builtin(self, request: Collective, *, is_new_pair: bool) -> Any:
+    def _by_builtin(self, request: Collective, *, is_checked: bool) -> Any:
         """Answer `request` by the process group's own collective, whose messages have no headers.
 
-        A barrier, whose messages have headers, comes first where ranks could differ for the first
-        time: where a request follows one that it has not followed before on this channel. While one
-        rank waits in a barrier and another in a collective, both are compared. Ranks that differ
-        where each has made both requests in this order before begin gloo's collectives, which may
-        end a process or add up what does not belong together: the next message with a header shows
-        that at the latest.
+        If it is checked, a barrier, whose messages have headers, comes first. That is where ranks
+        could differ for the first time, since a request follows one that it has not followed before
+        on this channel, and for one of `CHECK_EVERY` requests. While one rank waits in a barrier
+        and another in a collective, both are compared. Ranks that differ elsewhere begin gloo's
+        collectives, which may end a process or add up what does not belong together; fewer than
+        `CHECK_EVERY` requests later, a header shows that.
         """
         group, header = self.group, self.header
-        if is_new_pair:
+        if is_checked:
             self._by_messages(barrier(group.rank, group.world_size), "")
         peer = (group.rank + 1) % group.world_size
         self.need = Need(peer, self.sequence, header.number, of_all=True)
@@ -873,14 +888,46 @@ def is_worker() -> bool:
 def present() -> Group:
     """The group of the workers for which torch.distributed was initialised; alone if it was not.
 
-    For a loop that calls `torch.distributed.init_process_group` by itself. Signs of life are kept
-    in that group's own store; the group is the caller's to destroy.
+    For a loop that calls `torch.distributed.init_process_group` by itself. It is the same object at
+    every call, until it is closed; `torch.distributed.destroy_process_group` closes it. Signs of
+    life are kept in the process group's own store.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Group()
-    store = PrefixStore("gcnzc", dist.distributed_c10d._get_default_store())
-    backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
-    return Group(dist.get_rank(), dist.get_world_size(), backend, store)
+    return _present.find()
+
+
+class _Present:
+    """The group over torch.distributed's default process group, as long as there is one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.group: Group | None = None
+        self.process_group: weakref.ref[Any] | None = None
+        self.count = 0  # of the groups that this process made
+
+    def find(self) -> Group:
+        process_group = dist.group.WORLD
+        with self.lock:
+            before = self.process_group() if self.process_group is not None else None
+            if self.group is None or self.group.is_closed or before is not process_group:
+                if self.group is not None:
+                    self.group.close()
+                self.group, self.process_group = self._make(), weakref.ref(process_group)
+                # its threads would go on writing to a store that may be gone
+                weakref.finalize(process_group, self.group.close).atexit = False
+            return self.group
+
+    def _make(self) -> Group:
+        self.count += 1
+        store = dist.distributed_c10d._get_default_store()
+        # what an earlier group wrote into the same store is not read
+        store = PrefixStore(f"gcnzc {self.count}", store)
+        backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+        return Group(dist.get_rank(), dist.get_world_size(), backend, store)
+
+
+_present = _Present()
 
 
 @contextmanager
@@ -913,11 +960,14 @@ def joined(
         # the limit of its collectives, whose waits have none of their own
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     rank, world_size = watch.rank, watch.world_size
-    group = Group(rank, world_size, backend, watch.store, choices, timeout_s, watch=watch)
     try:
-        yield group
+        group = Group(rank, world_size, backend, watch.store, choices, timeout_s, watch=watch)
+        try:
+            yield group
+        finally:
+            group.close()
     finally:
-        group.close()
+        watch.leave()
         dist.destroy_process_group()
 
 
@@ -935,7 +985,7 @@ def _initialize(backend: str, timeout_s: float) -> tuple[TCPStore, Watch]:
     began, watch = time.monotonic(), None
     try:
         whole, signs = _connect(rank, keeper, timeout_s, siblings)
-        name = met(signs, rank, world_size, JOIN_S, timeout_s, siblings.stopped)
+        name = met(signs, rank, world_size, JOIN_S, timeout_s, siblings.demand_running)
         host = socket.gethostname()
         watch = Watch(PrefixStore(name, signs), rank, world_size, host, keeper)
         dist.init_process_group(
@@ -951,13 +1001,18 @@ def _initialize(backend: str, timeout_s: float) -> tuple[TCPStore, Watch]:
         waited = time.monotonic() - began
         why = str(error)
         if watch is not None:
-            why = watch.culprits()
+            why = _explain(watch, error)
             watch.leave(why)
         raise WorkerLost(
             f"worker {rank} of {world_size} waited {waited:.0f} s for the others at "
             f"{keeper.address[0]}:{keeper.address[1]}: {why}\n\nhint: do all machines reach that "
             "address? GLOO_SOCKET_IFNAME names the network to use"
         ) from error
+    except BaseException as error:
+        # such as Ctrl-C, or options that torch does not take
+        if watch is not None:
+            watch.leave(f"{type(error).__name__}: {error}")
+        raise
     return whole, watch
 
 
@@ -982,9 +1037,7 @@ def _connect(
     makes_it = rank == 0 and not _is_of_launcher()
     if not makes_it:
         while not _listens(keeper.address):
-            if stopped := siblings.stopped(timeout_s):
-                words = [f"worker {rank} is {why}" for rank, why in sorted(stopped.items())]
-                raise TimeoutError("; ".join(words))
+            siblings.demand_running(timeout_s)
             if time.monotonic() > end:
                 raise TimeoutError(f"{keeper.name}, which keeps the store, is not there")
             time.sleep(CONNECT_POLL_S)

@@ -55,8 +55,8 @@ def _existing(store: Store, keys: list[str]) -> list[str]:
     return _existing(store, keys[:middle]) + _existing(store, keys[middle:])
 
 
-def _nobody(seconds: float) -> Mapping[int, str]:
-    return {}
+def _demand_nothing(seconds: float) -> None:
+    """Of workers that no kernel can see from here."""
 
 
 def met(
@@ -65,7 +65,7 @@ def met(
     world_size: int,
     timeout_s: float,
     silent_s: float | None = None,
-    stopped: Callable[[float], Mapping[int, str]] = _nobody,
+    demand_running: Callable[[float], None] = _demand_nothing,
 ) -> str:
     """A name for this round that all its workers know, and that no round had before.
 
@@ -76,12 +76,13 @@ def met(
         timeout_s: what all wait for at most.
         silent_s: after which a worker that came, or that the kernel sees, counts as stopped;
             `timeout_s` if None.
-        stopped: the ranks that the kernel did not let run for so many seconds, and why.
+        demand_running: raises TimeoutError if a worker was stopped for so many seconds.
 
     Raises:
         TimeoutError: not all came, or one is stopped; the message names them.
     """
-    limits = _Limits(timeout_s, timeout_s if silent_s is None else silent_s, stopped, world_size)
+    silent_s = timeout_s if silent_s is None else silent_s
+    limits = _Limits(timeout_s, silent_s, demand_running, world_size)
     own = uuid.uuid4().hex
     if rank == 0:
         return _lead(store, own, world_size, limits)
@@ -95,10 +96,11 @@ class _Limits:
         self,
         timeout_s: float,
         silent_s: float,
-        stopped: Callable[[float], Mapping[int, str]],
+        demand_running: Callable[[float], None],
         world_size: int,
     ) -> None:
-        self.end, self.silent_s, self.stopped = time.monotonic() + timeout_s, silent_s, stopped
+        self.end, self.silent_s = time.monotonic() + timeout_s, silent_s
+        self.demand_running = lambda: demand_running(silent_s)
         self.poll_s = max(POLL_S, world_size * POLL_S_PER_WORKER)
         self.looked_at = float("-inf")
 
@@ -108,12 +110,6 @@ class _Limits:
             return False
         self.looked_at = time.monotonic()
         return True
-
-    def demand_running(self) -> None:
-        """Raise if the kernel says that a worker of this machine is stopped."""
-        if long := self.stopped(self.silent_s):
-            words = [f"worker {rank} is {why}" for rank, why in sorted(long.items())]
-            raise TimeoutError(f"{'; '.join(words)} and did not run for {self.silent_s:g} s")
 
     def wait(self, missing: Sequence[int]) -> None:
         """Wait a little, or raise if the time is over."""

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# of /proc/PID/stat: stopped by a signal, stopped by a debugger, waiting for a device
-STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a device"}
+# of /proc/PID/stat; a process that waits for a device or a network file system (D) is not stopped
+STATES = {"T": "stopped by a signal", "t": "stopped by a debugger"}
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,19 @@ class Siblings:
         self.parent, self.own = os.getppid(), os.getpid()
         self.found: dict[int, tuple[Process, float]] = {}
 
-    def stopped(self, seconds: float) -> dict[int, str]:
-        """The ranks of workers on this machine that did not run for so long, and why.
+    def demand_running(self, seconds: float) -> None:
+        """Demand that no worker of this machine is stopped; call it about once a second.
 
-        A process counts if at every call in these `seconds` it was stopped, or waited for a device,
-        and used no CPU time in between; call it about once a second.
+        Raises:
+            TimeoutError: one was stopped at every call in these `seconds`, and used no CPU time in
+                between; the message names it.
         """
+        if stopped := self._find_stopped(seconds):
+            words = [f"worker {rank} is {why}" for rank, why in sorted(stopped.items())]
+            raise TimeoutError(f"{'; '.join(words)} and did not run for {seconds:g} s")
+
+    def _find_stopped(self, seconds: float) -> dict[int, str]:
+        """The ranks of workers that were stopped for so long, and why."""
         now = time.monotonic()
         before, self.found = self.found, {}
         long = {}

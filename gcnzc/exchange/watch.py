@@ -78,6 +78,7 @@ class Watch:
         self.beat = 0
         self.step, self.doing, self.left = 0, "start", ""
         self.parent = os.getppid()
+        self.has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
         self.done = threading.Event()
         self.lock = threading.Lock()
         self.write()
@@ -138,7 +139,8 @@ class Watch:
             return f"{who}, which keeps the store, does not answer: it is stopped, or very slow"
         if reach is _Reach.REFUSED:
             return f"{who}, which kept the store, is gone"
-        _end_launcher(self.parent)
+        if self.has_launcher:
+            _end_launcher(self.parent)
         return f"{who} does not answer either: it is gone, or this machine is cut off"
 
     def leave(self, why: str = "") -> None:
@@ -155,7 +157,7 @@ class Watch:
 
     def _live(self) -> None:
         while not self.done.wait(BEAT_S):
-            if os.getppid() != self.parent:
+            if self.has_launcher and os.getppid() != self.parent:
                 # nobody would end this worker, or start it again: what is saved is whole
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
@@ -215,8 +217,8 @@ def _reach(address: tuple[str, int], seconds: float) -> _Reach:
 
 
 def _end_launcher(parent: int) -> None:
-    """End this worker's launcher soon after the worker has said why, if it is one of torch's."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.getppid() != parent:
+    """End this worker's launcher, one of torch's, soon after the worker has said why."""
+    if os.getppid() != parent:
         return
     wait = f"sleep {LAST_WORDS_S:g}"
     # by a process that outlives this one, and has no parent to wait for it

@@ -54,6 +54,15 @@ def large():
     return Sum(floats(LARGE))
 
 
+def sums(count):
+    return [large() for _ in range(count)]
+
+
+def seen():
+    """Large requests of two kinds, in which each kind follows itself and the other."""
+    return [kind(floats(LARGE)) for kind in (Sum, Sum, Mean, Mean, Sum)]
+
+
 # (programs of ranks 0 and 1, what is reported)
 MISMATCHES = {
     "both send first": (
@@ -123,6 +132,11 @@ MISMATCHES = {
     "a receive after large sums": (
         lambda rank: do(large(), large(), Receive(floats(2), 0) if rank else large()),
         "rank . waits for (Receive of 8|Sum of 32000) bytes.*none of them can go on",
+    ),
+    # each pair was made before, so that no check comes first; the next is 64 requests later at most
+    "a large mean for a sum where both have followed a sum before": (
+        lambda rank: do(*seen(), (Mean if rank else Sum)(floats(LARGE)), *sums(64)),
+        "requests (Sum|Mean) of 8000 float32, rank . requests (Sum|Mean) of 8000 float32",
     ),
     "in the background and not": (
         beside,

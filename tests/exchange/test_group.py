@@ -1,13 +1,28 @@
 import dataclasses
+import os
 import re
+import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from exchange.cases import answer_everything, everything, exchange_until, stop_while_joining
 from processes import results, talk, workers
 
-from gcnzc.exchange import Choices, joined, lockstep, run
+from gcnzc.exchange import (
+    Begin,
+    Choices,
+    End,
+    Mean,
+    Sum,
+    Vote,
+    WorkerLost,
+    joined,
+    lockstep,
+    present,
+    run,
+)
 from gcnzc.exchange.choices import ALGORITHMS, BUILTIN
 
 OURS = [
@@ -105,3 +120,102 @@ def test_a_worker_that_stops_while_it_joins_is_named_in_time(tmp_path):
         assert f"WorkerLost: worker {rank} of 3 waited" in said
         assert re.search("worker 1 (never came|on .* gives no sign of life)", said), said
         assert not re.search(r"worker [02] (never came|on \S+ gives no)", said), said
+
+
+def ask(request):
+    return (yield request)
+
+
+def begin(request):
+    return (yield End((yield Begin(request))))
+
+
+def count_watches():
+    return sum(thread.name == "gcnzc-watch" for thread in threading.enumerate())
+
+
+def fail_to_connect():
+    """What is said where rank 1 cannot make a process group, and where it cannot join."""
+    rank, new_group = int(os.environ["RANK"]), dist.new_group
+
+    def fail(*_, **__):
+        raise RuntimeError("too many open sockets")
+
+    messages, watches = [], []
+    with joined(timeout_s=4) as group:
+        if rank == 1:
+            dist.new_group = fail
+        for deed in (
+            lambda: run(begin(Vote(0)), group),
+            lambda: group.subgroup([0, 1]),
+        ):
+            try:
+                deed()
+            except (WorkerLost, RuntimeError) as error:
+                messages.append(f"{type(error).__name__}: {error}")
+            watches.append(count_watches())
+        dist.new_group = new_group
+    if rank == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+    try:
+        with joined(timeout_s=4):
+            pass
+    except WorkerLost as error:
+        messages.append(f"{type(error).__name__}: {error}")
+    return messages, watches, count_watches()
+
+
+def test_a_group_that_cannot_be_made_says_why_on_all_ranks_and_leaves_no_thread(tmp_path):
+    for messages, watches, watches_later in results(2, tmp_path, fail_to_connect):
+        beside, part, joining = messages
+        assert re.match("WorkerLost: worker . waited .*too many open sockets", beside), beside
+        assert re.match("WorkerLost: rank . could not create the subgroup of ranks", part), part
+        # gloo's words
+        assert re.match("WorkerLost: worker . of 2 waited .*nowhere0", joining), joining
+        assert (watches, watches_later) == ([0, 0], 0)
+
+
+def sum_or_mean(rank):
+    return ask((Mean if rank else Sum)(torch.ones(2)))
+
+
+def late(rank):
+    """A request for which rank 0 waits for so long that it looks what rank 1 does."""
+    time.sleep(1.5 * rank)
+    return ask(Sum(torch.ones(2)))
+
+
+def find_present_group():
+    """Whether `present` gives the same group, and how many threads write signs of life."""
+    with joined(timeout_s=20) as whole:
+        rank, counts = whole.rank, [count_watches()]
+        group = present()
+        is_same = present() is group and present() is group
+        counts.append(count_watches())
+        # each subgroup has an exchange of its own, whatever became of the one before
+        first, error = group.subgroup([0, 1]), ""
+        try:
+            run(sum_or_mean(rank), first)
+        except RuntimeError as mismatch:
+            error = str(mismatch)
+        first.close()
+        total = run(late(rank), present().subgroup([0, 1])).tolist()
+        group.close()
+        is_new = present() is not group
+        total += run(late(rank), present()).tolist()
+        counts.append(count_watches())
+    # the process group is destroyed
+    counts.append(count_watches())
+    with joined(timeout_s=20):
+        total += run(late(rank), present()).tolist()
+        counts.append(count_watches())
+    return is_same, is_new, counts, error, total
+
+
+def test_the_present_group_is_one_as_long_as_the_process_group_is(tmp_path):
+    for is_same, is_new, counts, error, total in results(2, tmp_path, find_present_group):
+        assert (is_same, is_new) == (True, True)
+        # of `joined`, and of `present`
+        assert counts == [1, 2, 2, 0, 2]
+        assert "requests (Sum|Mean) of 2 float32" in error or "do not match" in error
+        assert total == [2.0] * 6

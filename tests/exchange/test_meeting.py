@@ -2,8 +2,10 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -124,7 +126,7 @@ def test_a_process_that_is_stopped_before_it_comes_is_named_in_time(monkeypatch)
 
         def come(rank):
             with pytest.raises(TimeoutError) as error:
-                met(store, rank, 3, 60.0, 2.0, Siblings().stopped)
+                met(store, rank, 3, 60.0, 2.0, Siblings().demand_running)
             heard[rank] = str(error.value)
 
         threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
@@ -141,6 +143,34 @@ def test_a_process_that_is_stopped_before_it_comes_is_named_in_time(monkeypatch)
         process.kill()
     why = f"worker 2 is stopped by a signal (process {process.pid}) and did not run for 2 s"
     assert heard == {0: why, 1: why}
+
+
+# a process that waits in its own kernel call, as for a device, until its child ends
+WAITING = """
+import ctypes, platform, time
+CLONE_VFORK, SIGCHLD, CLONE = 0x4000, 17, {"x86_64": 56, "aarch64": 220}[platform.machine()]
+if ctypes.CDLL(None).syscall(CLONE, CLONE_VFORK | SIGCHLD, 0, 0, 0, 0) == 0:
+    time.sleep(60)
+"""
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def test_a_process_that_waits_for_a_device_does_not_count_as_stopped(monkeypatch):
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    environment = os.environ | {"RANK": "2"}
+    command = [sys.executable, "-I", "-S", "-c", WAITING]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+        end = time.monotonic() + 60
+        while state_of(process.pid) != "D":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        siblings = Siblings()
+        for _ in range(3):
+            siblings.demand_running(0.0)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class CountingStore:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from gcnzc.exchange import watch
 from gcnzc.exchange.watch import Keeper, Watch
@@ -63,7 +63,8 @@ class Proxy:
 
 @pytest.fixture
 def quick(monkeypatch):
-    for name, seconds in (("STORE_S", 0.5), ("LAST_WORDS_S", 0.2), ("BEAT_S", 0.1)):
+    # STORE_S is only waited for in full where the store does not answer
+    for name, seconds in (("STORE_S", 2.0), ("LAST_WORDS_S", 0.2), ("BEAT_S", 0.1)):
         monkeypatch.setattr(watch, name, seconds)
 
 
@@ -127,32 +128,76 @@ def test_a_worker_that_is_cut_off_says_so_in_time_and_ends_its_launcher(launcher
         why = alive.culprits()
         assert "this machine is cut off" in why
         alive.leave(why)
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 20
     # by SIGTERM, when the worker has said why
-    assert launcher.wait(10) == -15
+    assert launcher.wait(30) == -15
+
+
+CASES = {
+    "silent": "worker 1, which keeps the store, does not answer: it is stopped, or very slow",
+    "gone": "worker 1, which kept the store, is gone",
+    "unknown": "unknown: the store does not answer",
+}
+
+
+@contextmanager
+def closed():
+    """The address of a port on which nobody listens, and that nobody else can take."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("silent", "worker 1, which keeps the store, does not answer: it is stopped, or very slow"),
-        ("gone", "worker 1, which kept the store, is gone"),
-        ("unknown", "unknown: the store does not answer"),
-        ("alive", "worker 1 never came"),
-    ],
-)
-def test_a_launcher_that_can_be_reached_is_never_ended(case, message, launcher):
-    with served() as (_, port):
-        proxy = Proxy(port, 0.0)
-        keeper = None if case == "unknown" else Keeper("worker 1", ("127.0.0.1", proxy.port))
-        alive = Watch(connected(proxy.port), 0, 2, "here", keeper)
-        proxy.is_cut_off = case != "alive"
-        if case == "gone":
-            # a port on which nobody listens
-            with socket.create_server(("127.0.0.1", 0)) as other:
-                alive.keeper = Keeper("worker 1", other.getsockname())
-        assert alive.culprits() == message
-        alive.leave()
+def test_a_launcher_that_can_be_reached_is_never_ended(launcher):
+    found, threads = {}, []
+    with served() as (_, port), closed() as nobody:
+        proxies = {case: Proxy(port, 0.0) for case in CASES}
+        keepers = {
+            "silent": Keeper("worker 1", ("127.0.0.1", proxies["silent"].port)),
+            "gone": Keeper("worker 1", nobody),
+        }
+
+        def ask(case):
+            alive = Watch(connected(proxies[case].port), 0, 2, "here", keepers.get(case))
+            proxies[case].is_cut_off = True
+            found[case] = alive.culprits()
+            alive.leave()
+
+        # all at once, since each waits
+        for case in CASES:
+            threads.append(threading.Thread(target=ask, args=(case,)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+    assert found == CASES
     time.sleep(1)
     assert launcher.poll() is None
+
+
+def test_a_worker_that_never_came_is_named(monkeypatch):
+    monkeypatch.setattr(watch, "BEAT_S", 0.1)
+    with served() as (_, port):
+        alive = Watch(connected(port), 0, 2, "here", Keeper("worker 1", ("127.0.0.1", port)))
+        assert alive.culprits() == "worker 1 never came"
+        alive.leave()
+
+
+@pytest.mark.parametrize("has_launcher", [True, False])
+def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launcher, monkeypatch):
+    if has_launcher:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    else:
+        # a shell, say, that started a script in the background
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(watch, "BEAT_S", 0.05)
+    killed = threading.Event()
+    monkeypatch.setattr(os, "kill", lambda *_: killed.set())
+    alive = Watch(HashStore(), 0, 2, "here")
+    parent = os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: parent + 1)
+    before = alive.beat
+    while alive.beat < before + 3 and not killed.is_set():
+        time.sleep(0.05)
+    alive.leave()
+    assert killed.is_set() == has_launcher
