@@ -8,10 +8,10 @@ that waits for longer than `STALL_S` compares its last requests with those of th
 through the store. The comparison proves a mismatch or finds none: a slow rank is never accused.
 
 The collectives of torch.distributed have no headers; a barrier comes before those that follow a
-request that they have not followed before, and before one of 64 at least. Their limit: if ranks
+request that they have not followed before, and before one of 128 at least. Their limit: if ranks
 differ where each of them has made both requests in this order before, torch's collective begins on
 both. It may not end, which is reported too; fail; or give a wrong result, which the next message
-with a header shows: at most 63 requests later.
+with a header shows: at most 127 requests later.
 """
 
 import json
@@ -46,7 +46,7 @@ LOOK_S, MOST_LOOK_S = 0.25, 5.0
 REASON_S = 1.5
 # requests of each sequence whose headers are kept for comparison; those between two checks of
 # torch's collectives are fewer
-HEADERS_KEPT = 96
+HEADERS_KEPT = 160
 # of the message that ends a rank's waits; no header has it
 ABORT_TAG = 2**31 - 1
 _VERDICT_KEY = "gcnzc/mismatch"

@@ -88,8 +88,9 @@ JOIN_S = 180.0
 CONNECT_POLL_S = 0.3
 # pairs of requests that a channel remembers
 PAIRS_KEPT = 4096
-# requests of a channel, one of which carries a header at least
-CHECK_EVERY = 64
+# requests of a channel, of which one at least carries a header; the barrier for that takes about as
+# long as a short collective of torch's
+CHECK_EVERY = 128
 # waits and exchanges beside them whose times are kept until somebody takes them, the last ones
 TIMES_KEPT = 10_000
 
