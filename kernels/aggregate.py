@@ -193,9 +193,16 @@ def _sum_triton(
 
 
 def vector_elements(x: Tensor, num_cols: int) -> int:
-    """Elements of the widest vector, up to 16 B, that divides rows, their distance and address."""
-    unit = gcd(num_cols * x.itemsize, x.stride(0) * x.itemsize, x.data_ptr(), VECTOR_BYTES)
-    return unit // x.itemsize
+    """Elements of the widest vector, up to 16 B, that divides rows, their distances and address.
+
+    Args:
+        x: (S, F), or (S, H, F) with a row for each head; the last axis is contiguous.
+        num_cols: F.
+    """
+    # an axis of one element has no distance
+    strides = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    distances = [step * x.itemsize for step in (num_cols, *strides)]
+    return gcd(*distances, x.data_ptr(), VECTOR_BYTES) // x.itemsize
 
 
 def sum_triton(

@@ -7,6 +7,7 @@ turned round; that of a weight is the product of two rows.
 Letters: S sources, T targets, E edges of the block, H heads, F columns a head.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from gcnzc.kernels.aggregate import (
     prefetch_row,
     rows_ahead,
     sum_dtype,
+    vector_elements,
 )
 from gcnzc.kernels.rows import add_rows, product
 from gcnzc.kernels.threads import in_parts
@@ -176,14 +178,16 @@ def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Ten
 # blocks are views of one buffer, whose alignments differ between minibatches
 @triton.jit(do_not_specialize=["indptr", "indices", "edges"])
 def _weigh_triton(
-    indptr, indices, edges, weight_E, x, out, num_heads, num_cols, row_stride, head_stride,
+    indptr, indices, edges, weight_E, x, out, num_heads,
+    num_cols, row_stride, head_stride,  # all three in vectors of VECTOR elements
     out_heads, HAS_EDGES: tl.constexpr, SUM: tl.constexpr, EDGES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     out_head = tl.program_id(1)
     cols = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < num_cols
+    # products with VECTOR, from which the compiler knows that rows begin and end with whole vectors
+    inside = cols < num_cols * VECTOR
     first = tl.load(indptr + t).to(tl.int64)
     last = tl.load(indptr + t + 1).to(tl.int64)
     sum_EF = tl.zeros([EDGES, BLOCK], SUM)
@@ -198,17 +202,19 @@ def _weigh_triton(
         # heads that are added up, or the one of this program
         for h in range(out_head, num_heads, out_heads):
             weight = tl.load(weight_E + edge * num_heads + h, mask=there, other=0.0)
-            at = s[:, None] * row_stride + h * head_stride + cols[None, :]
+            begins = (s * row_stride + h * head_stride) * VECTOR
+            at = begins[:, None] + cols[None, :]
             sum_EF += weight[:, None] * tl.load(x + at, mask=mask, other=0.0)
-    at = (t * out_heads + out_head) * num_cols + cols
+    at = (t * out_heads + out_head) * num_cols * VECTOR + cols
     tl.store(out + at, tl.sum(sum_EF, 0), mask=inside)
 
 
 # blocks are views of one buffer, whose alignments differ between minibatches
 @triton.jit(do_not_specialize=["indptr", "indices"])
 def _products_triton(
-    indptr, indices, x, y, out_E, num_heads, num_cols, row_stride, head_stride,
-    SUM: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
+    indptr, indices, x, y, out_E, num_heads,
+    num_cols, row_stride, head_stride,  # all three in vectors of VECTOR elements
+    SUM: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -219,13 +225,14 @@ def _products_triton(
         there = edge < last
         s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
         sum_E = tl.zeros([EDGES], SUM)
-        for start in range(0, num_cols, BLOCK):
+        begins = (s * row_stride + h * head_stride) * VECTOR
+        y_begin = (t * num_heads + h) * num_cols * VECTOR
+        for start in range(0, num_cols * VECTOR, BLOCK):
             cols = start + tl.arange(0, BLOCK)
-            inside = cols < num_cols
+            inside = cols < num_cols * VECTOR
             mask = there[:, None] & inside[None, :]
-            at = s[:, None] * row_stride + h * head_stride + cols[None, :]
-            x_EF = tl.load(x + at, mask=mask, other=0.0)
-            y_F = tl.load(y + (t * num_heads + h) * num_cols + cols, mask=inside, other=0.0)
+            x_EF = tl.load(x + begins[:, None] + cols[None, :], mask=mask, other=0.0)
+            y_F = tl.load(y + y_begin + cols, mask=inside, other=0.0)
             sum_E += tl.sum(x_EF * y_F[None, :], 1)
         tl.store(out_E + edge * num_heads + h, sum_E, mask=there)
 
@@ -244,11 +251,12 @@ def weigh_triton(
     out = x.new_empty(num_targets, out_heads, num_cols)
     head_stride = x.stride(1) if x.shape[1] > 1 else 0
     grid = (num_targets, out_heads, triton.cdiv(num_cols, BLOCK))
+    vector = vector_elements(x, num_cols)
+    sizes = num_cols // vector, x.stride(0) // vector, head_stride // vector
     with torch.cuda.device_of(out):
         _weigh_triton[grid](
             indptr, indices, indptr if edges is None else edges, weight_E, x, out, num_heads,
-            num_cols, x.stride(0), head_stride, out_heads,
-            edges is not None, sum_dtype(x)[1], EDGES, BLOCK,
+            *sizes, out_heads, edges is not None, sum_dtype(x)[1], EDGES, BLOCK, vector,
         )  # fmt: skip
     return out
 
@@ -259,10 +267,12 @@ def products_triton(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Te
     x = by_rows(x)
     out_E = x.new_empty(len(indices), num_heads)
     head_stride = x.stride(1) if x.shape[1] > 1 else 0
+    vector = gcd(vector_elements(x, num_cols), vector_elements(y, num_cols))
+    sizes = num_cols // vector, x.stride(0) // vector, head_stride // vector
     with torch.cuda.device_of(out_E):
         _products_triton[(num_targets, num_heads)](
-            indptr, indices, x, y, out_E, num_heads, num_cols, x.stride(0), head_stride,
-            sum_dtype(x)[1], EDGES, BLOCK,
+            indptr, indices, x, y, out_E, num_heads, *sizes,
+            sum_dtype(x)[1], EDGES, BLOCK, vector,
         )  # fmt: skip
     return out_E
 

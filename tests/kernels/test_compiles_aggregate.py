@@ -31,7 +31,7 @@ def ptx(kernel, rows, ids, total, **constants):
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     given = {name: constants[name] for name in names if name in constants}
     # torch's allocations are aligned
-    known = {(names.index(name),): [["tt.divisibility", 16]] for name in ("x", "out")
+    known = {(names.index(name),): [["tt.divisibility", 16]] for name in ("x", "y", "out")
              if name in names}
     source = ASTSource(kernel, signature, given, known)
     return compile(source, GPUTarget("cuda", ARCH, 32)).asm["ptx"]
@@ -53,11 +53,26 @@ for text in made:
 print(len(made), "kernels")
 
 # rows of 100 columns are not a multiple of 16 elements apart, but of whole vectors of 16 B
+def check_vectors(text, *context):
+    loads = re.findall(r"ld\\.global\\S*\\.v(\\d)\\.b(\\d+)", text)
+    assert loads and {int(n) * int(bits) // 8 for n, bits in loads} == {16}, (*context, loads)
+    return len(loads)
+
 for rows, vector in [("*fp32", 4), ("*bf16", 8), ("*fp64", 2)]:
     total = tl.float64 if rows == "*fp64" else tl.float32
     text = ptx(aggregate._sum_triton, rows, "i64", total, HAS_A=False, HAS_B=False, VECTOR=vector)
-    loads = re.findall(r"ld\\.global\\S*\\.v(\\d)\\.b(\\d+)", text)
-    assert loads and {int(n) * int(bits) // 8 for n, bits in loads} == {16}, (rows, loads)
+    check_vectors(text, rows)
+    if rows == "*bf16":
+        # rows with weights are widened before
+        continue
+    # vectors of a lane: 8 edges and 128 columns among 128 lanes
+    lanes = 8 * 128 // 128 // vector
+    for has_edges in (False, True):
+        text = ptx(weigh._weigh_triton, rows, "i64", total, HAS_EDGES=has_edges, VECTOR=vector)
+        assert check_vectors(text, rows, has_edges) == lanes
+    text = ptx(weigh._products_triton, rows, "i64", total, VECTOR=vector)
+    # of the sources' rows; lanes side by side share a target's
+    assert check_vectors(text, rows) == lanes
 """
 
 
