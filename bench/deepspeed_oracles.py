@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.compress import Compression, Place, Reducer
-from gcnzc.compress.reducer import culprits, num_not_finite
+from gcnzc.compress.reducer import count_not_finite, culprits
 from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Vote
 from gcnzc.optim import OneBitAdam, OneBitLamb, Replicated
 from gcnzc.optim.space import Part
@@ -75,12 +75,13 @@ class PaddedSignReducer(Reducer):
 
     def mean(self, values: Tensor, notes: int = 0) -> Algorithm[str]:
         """See `Reducer`."""
-        bad = yield Vote(num_not_finite(values))
+        bad = yield Vote(int(count_not_finite(values)))
         if any(bad):
             return culprits(bad)
         noted = values[self.num_elements :]
         if notes:
             noted.copy_((yield AllGather(noted.clone())).sum(dim=0))
+        self.note_sums = noted.tolist()
         begin = 0
         for place, length in enumerate(self.lengths):
             here = values[begin : begin + length]
@@ -142,6 +143,7 @@ class RefedPaddedSignReducer(PaddedSignReducer):
             return blame
         own, self.padding, noted = whole.split(sizes)
         values.copy_(torch.cat([own, noted]))
+        self.note_sums = noted.tolist()
         return ""
 
 

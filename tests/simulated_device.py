@@ -1,7 +1,8 @@
 """Tensors of a simulated device: their memory is the host's, and their device is "cuda".
 
 Whatever reads their values on the host is a synchronisation: on a GPU the host would wait there for
-all that is queued. `Reads` counts these. There is no autograd on such a device.
+all that is queued. It also waits where it copies something to the device, unless `non_blocking` is
+given. `Reads` counts both. There is no autograd on such a device.
 """
 
 from typing import ClassVar
@@ -72,30 +73,52 @@ class Factories(TorchFunctionMode):
     """Makes new tensors on the simulated device, where torch would look for a real one."""
 
     INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+    READERS = (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__float__)
+    READERS += (torch.Tensor.__int__, torch.Tensor.__bool__)
+    # in these, too, torch would look for the device
+    GUARDED = (torch.Tensor.__invert__, torch.Tensor.where, torch.where)
+    GUARDED += (torch.Tensor.contiguous, torch.Tensor.nonzero)
     NAMES = (torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor, torch.arange)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if func in self.NAMES and device is not None and torch.device(device).type == "cuda":
+            if func is torch.tensor:
+                Reads.seen.append("tensor to the device")
             return OnDevice(func(*args, **{**kwargs, "device": "cpu"}))
         if func in self.INDEXING and isinstance(args[0], OnDevice):
             # torch would choose the device to work on, which is not there
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in places):
                 Reads.seen.append("mask")
+            if any(type(each) is torch.Tensor and each.dim() for each in args[2:]):
+                Reads.seen.append("setitem to the device")
             inner = pytree.tree_map_only(OnDevice, lambda t: t.inner, args)
             found = func(*inner)
             return found if found is None else OnDevice(found)
-        if func is torch.Tensor.tolist and isinstance(args[0], OnDevice):
-            Reads.seen.append("tolist")
-            return args[0].inner.tolist()
+        if func in self.READERS and isinstance(args[0], OnDevice):
+            Reads.seen.append(func.__name__)
+            return func(args[0].inner)
+        if func in self.GUARDED and any(isinstance(each, OnDevice) for each in args):
+            if func is torch.Tensor.nonzero:
+                Reads.seen.append("nonzero")
+            return OnDevice(func(*pytree.tree_map_only(OnDevice, lambda t: t.inner, args)))
+        if func is torch.Tensor.to and isinstance(args[0], OnDevice) and args[1] == DEVICE:
+            return args[0]
+        if func is torch.Tensor.new_tensor and isinstance(args[0], OnDevice):
+            Reads.seen.append("new_tensor to the device")
+            return OnDevice(args[0].inner.new_tensor(*args[1:], **kwargs))
         if func is torch.Tensor.to and not isinstance(args[0], OnDevice) and args[1] == DEVICE:
+            if not kwargs.get("non_blocking"):
+                Reads.seen.append("to the device")
             return OnDevice(args[0].clone())
         if func is torch.Tensor.copy_ and any(isinstance(each, OnDevice) for each in args):
             into, source = pytree.tree_map_only(OnDevice, lambda t: t.inner, args[:2])
             if not isinstance(args[0], OnDevice):
                 Reads.seen.append("copy_")
+            elif not isinstance(args[1], OnDevice) and not kwargs.get("non_blocking"):
+                Reads.seen.append("copy_ to the device")
             into.copy_(source)
             return args[0]
         return func(*args, **kwargs)

@@ -22,6 +22,7 @@ ORDER = [
     "_allocation",
     "_version",
     "finite",
+    "scalars",
     "background",
     "streams",
     "exchange",

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gcnzc.compress.reducer import Compression, Place, Reducer, culprits, num_not_finite
+from gcnzc.compress.reducer import Compression, Place, Reducer, count_not_finite, culprits
 from gcnzc.exchange import Algorithm, Sum, Vote
 from gcnzc.finite import are_finite
+from gcnzc.scalars import read_scalars
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,16 @@ class DenseReducer(Reducer):
         vector = values[: self.num_elements]
         self.clear_inactive(vector)
         # counted now, since the sum may take their place
-        bad = num_not_finite(values)
+        bad = count_not_finite(values)
         if self.place.world_size == 1:
-            return culprits([bad]) if bad else ""
+            found, self.note_sums = read_scalars(bad, values[self.num_elements :])
+            return culprits(found) if any(found) else ""
         # not the mean: thirds of notes, added up, are not whole
         sent = yield Sum(values.to(self.dtype))
-        if not bool(are_finite(sent)):
-            return culprits((yield Vote(bad)))
+        (is_finite,), sums = read_scalars(are_finite(sent), sent[self.num_elements :])
+        if not is_finite:
+            return culprits((yield Vote(int(bad))))
+        self.note_sums = sums
         values.copy_(sent)
         vector /= self.place.world_size
         return ""

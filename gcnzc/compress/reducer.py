@@ -8,7 +8,7 @@ Letters: n elements of the vector, W workers, k notes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,8 @@ class Reducer(ABC):
     """(n,) on the device: what this worker has not sent yet"""
     server_error: Tensor | None = None
     """(elements of this worker's part,): what it has not passed on yet"""
+    note_sums: Sequence[float] = ()
+    """(k,): the sums of the last mean's notes, which `mean` reads together with its checks"""
 
     def __init__(self, num_elements: int, place: Place) -> None:
         self.num_elements, self.place = num_elements, place
@@ -67,7 +69,7 @@ class Reducer(ABC):
             values: (n + k,), contiguous, on the device. Written in place, equal on all workers.
                 Elements that are not active become 0, whatever they were.
             notes: k, the last elements: small numbers for all, whose sums over the workers are
-                written there, exact to float32.
+                written there, exact to float32, and to `note_sums`.
 
         Returns:
             Why there is no mean, in words, if elements are not finite: the same on all workers, the
@@ -83,10 +85,11 @@ class Reducer(ABC):
         if active is None:
             return
         if self.worker_error is not None:
-            self.worker_error[~active] = 0
+            self.worker_error.masked_fill_(~active, 0)
         if self.server_error is not None:
             begin = self.part[0]
-            self.server_error[~active[begin : begin + len(self.server_error)]] = 0
+            end = begin + len(self.server_error)
+            self.server_error.masked_fill_(~active[begin:end], 0)
 
     def clear_inactive(self, vector: Tensor) -> None:
         """Set the elements of a vector (n,) that are not active to 0."""
@@ -135,10 +138,12 @@ class Reducer(ABC):
         return sum(error.numel() * error.element_size() for error in self.errors().values())
 
 
-def num_not_finite(values: Tensor) -> int:
-    """How many elements are not."""
-    # seldom are there any, and to ask for that is quicker than to count
-    return 0 if bool(are_finite(values)) else int((~values.isfinite()).sum())
+def count_not_finite(values: Tensor) -> Tensor:
+    """() int64 on the device: how many elements are not finite. Nothing is read from a GPU."""
+    if values.device.type == "cpu" and bool(are_finite(values)):
+        # the check is faster than the count, and nearly always enough
+        return torch.zeros((), dtype=torch.int64)
+    return (~values.isfinite()).sum()
 
 
 def culprits(found: Iterable[float]) -> str:

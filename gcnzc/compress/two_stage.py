@@ -11,7 +11,8 @@ x_i. It takes two collectives, an all-to-all and an all-gather, whatever the vec
 scales of blocks, and notes, travel in them.
 
 What is not finite shows in a scale, and with its codes every worker tells every other how many of
-its elements are not. Errors change last, once all have seen that every part's mean is finite too.
+its elements are not. Both stages run in any case; then all ranks read these numbers, and whether
+every part's mean is finite, at once. Errors change last, and only if all is finite.
 
 Letters: n elements, W workers, k notes.
 """
@@ -21,10 +22,11 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from gcnzc.compress.reducer import Compression, Place, Reducer, culprits, num_not_finite
+from gcnzc.compress.reducer import Compression, Place, Reducer, count_not_finite, culprits
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
 from gcnzc.finite import are_finite
 from gcnzc.kernels.cut import Cut
+from gcnzc.scalars import read_scalars
 
 
 class Codes(Compression):
@@ -137,8 +139,8 @@ class TwoStageReducer(Reducer):
         vector, noted = values[: self.num_elements], values[self.num_elements :]
         if self.place.world_size == 1:
             self.clear_inactive(vector)
-            found = num_not_finite(values)
-            return culprits([found]) if found else ""
+            found, self.note_sums = read_scalars(count_not_finite(values), noted)
+            return culprits(found) if any(found) else ""
         codes, cut, last_codes, last_cut = self.codes, self.cut, self.last_codes, self.last_cut
         world_size, rank, step = self.place.world_size, self.place.rank, self.means
         code_bytes = codes.row_bytes(cut)
@@ -150,8 +152,7 @@ class TwoStageReducer(Reducer):
         received = torch.stack((yield AllToAll(list(rows), [row_bytes] * world_size)))
         told = received[:, code_bytes:].contiguous().view(torch.float32)
         bad = told[:, 0] + (~told.isfinite()).sum(dim=1)
-        if bool(bad.any()):
-            return culprits(bad.tolist())
+        sums = told[:, 1:].sum(dim=0)
         begin, end = self.part
         active = None if self.active is None else self.active[begin:end]
         share, own = vector.new_empty(end - begin), last_cut.of_part(rank)
@@ -160,9 +161,13 @@ class TwoStageReducer(Reducer):
         who = world_size + rank
         last_codes.encode(share, self.server_error, active, own, row, (step, who))
         everyones = yield AllGather(row[0])
-        if not bool(last_codes.are_finite(everyones, last_cut)):
-            return culprits([])
-        noted.copy_(told[:, 1:].sum(dim=0))
+        # read only now, so that the host waits for a device once
+        is_finite = last_codes.are_finite(everyones, last_cut)
+        counts, (are_means_finite,), note_sums = read_scalars(bad, is_finite, sums)
+        if any(counts) or not are_means_finite:
+            return culprits(counts)
+        noted.copy_(sums)
+        self.note_sums = note_sums
         if self.worker_error is not None and self.server_error is not None:
             codes.settle(vector, self.worker_error, self.active, cut, rows)
             last_codes.settle(share, self.server_error, active, own, row)
@@ -171,9 +176,12 @@ class TwoStageReducer(Reducer):
         return ""
 
     def _bad(self, vector: Tensor, rows: Tensor) -> Tensor:
-        """(1,): how many elements of this worker are not finite."""
-        if bool(self.codes.are_finite(rows, self.cut)):
-            return torch.zeros(1, device=rows.device)
-        active = vector if self.active is None else vector[self.active]
+        """(1,): how many elements of this worker are not finite. Nothing is read from a GPU."""
+        is_finite = self.codes.are_finite(rows, self.cut)
+        if rows.device.type == "cpu" and bool(is_finite):
+            return torch.zeros(1)
+        bad = ~vector.isfinite()
+        if self.active is not None:
+            bad &= self.active
         # with its error, or in a shorter dtype, an element may not be finite though it is by itself
-        return torch.full((1,), float(max(1, num_not_finite(active))), device=rows.device)
+        return bad.sum().clamp(min=1).float().where(~is_finite, 0.0)[None]

@@ -9,7 +9,6 @@ Letters: W workers, P parameters.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.states import check_is_inner
 from gcnzc.optim.validation import check_above_zero, check_inner, check_param_group
 from gcnzc.replicas import broadcast, demand_same
+from gcnzc.scalars import read_scalars, scalars_like
 
 NONE, DENSE, SPARSE = 0, 1, 2  # kinds of gradients
 
@@ -267,34 +267,53 @@ class Gradients:
         for vector, reducer in zip(self.vectors, self.reducers, strict=True):
             vector.read_gradients(factor)
             present = [each.parameter.grad is not None for each in vector.segments]
-            vector.extra.copy_(torch.tensor([*present, *asks]))
+            vector.extra.copy_(scalars_like([*present, *asks], vector.extra))
             if reducer is None:
                 yield Mean(vector.values)
             elif blame := (yield from reducer.mean(vector.values, len(vector.extra))):
                 return Flags([0.0] * len(asks), blame)
-        bad = sum(_bad(parameter) for parameter in self.sparse)
+        bad = [_count_bad(parameter) for parameter in self.sparse]
         for parameter in self.sparse:
             yield from self.average_sparse(parameter, factor)
-        # the same on all workers, since the means are
-        means = [vector.values for vector in self.vectors] + [_values(p) for p in self.sparse]
-        is_finite, notes = _read(means, self.vectors)
-        blame = ""
-        if not is_finite:
-            bad += sum(_bad(each.parameter) for vector in self.vectors for each in vector.segments)
-            # GradScaler may have found a gradient that was clipped later
-            blame = yield from _blamed(bad or int(factor != factor))
         shares = [float(each) for each in asks]
+        signals = torch.empty(0)
         if self.sparse and not self.vectors:
             # sparse gradients have no room for signals
-            signals = torch.tensor(shares, dtype=torch.float32, device=self.sparse[0].device)
+            signals = torch.zeros(len(shares), device=self.sparse[0].device)
+            signals.copy_(scalars_like(shares, signals))
             yield Mean(signals)
-            shares = signals.tolist()
+        notes, signal_means, is_finite = self._read(signals)
+        blame = ""
+        if not is_finite:
+            parameters = [each.parameter for vector in self.vectors for each in vector.segments]
+            # GradScaler may have found a gradient that was clipped later
+            scale = factor if isinstance(factor, Tensor) else torch.tensor(factor)
+            *found, (is_skipped,) = read_scalars(*map(_count_bad, parameters), *bad, scale.isnan())
+            blame = yield from _blamed(int(sum(count for (count,) in found) or is_skipped))
+        shares = signal_means or shares
         for vector, reducer, told in zip(self.vectors, self.reducers, notes, strict=True):
             vector.write_gradients([each > 0 for each in told[: len(vector.segments)]])
             # a reducer returns the sums of notes, and Mean their means
             among = 1 if reducer is None else self.world_size
             shares = [each / among for each in told[len(vector.segments) :]]
         return Flags(shares, blame)
+
+    def _read(self, signals: Tensor) -> tuple[list[Sequence[float]], list[float], bool]:
+        """Read what all ranks know after an exchange; the host waits for a device once.
+
+        Args:
+            signals: their means, if they were sent by themselves.
+
+        Returns:
+            Each vector's extra elements, the signals, and whether all means are finite.
+        """
+        # a reducer has checked and read its own
+        whole = [v for v, r in zip(self.vectors, self.reducers, strict=True) if r is None]
+        means = [each.values for each in whole] + [_values(each) for each in self.sparse]
+        found = read_scalars(signals, *map(are_finite, means), *(each.extra for each in whole))
+        flags, extras = found[1 : 1 + len(means)], iter(found[1 + len(means) :])
+        notes = [next(extras) if each is None else each.note_sums for each in self.reducers]
+        return notes, found[0], all(flag > 0 for (flag,) in flags)
 
     def agree(self, signals: int, options: Sequence[str] = ()) -> Algorithm[None]:
         """Agree on which gradients are sparse, once, at the first step.
@@ -361,27 +380,6 @@ class Gradients:
         ).coalesce()
 
 
-def _read(means: Sequence[Tensor], vectors: Sequence[FlatVector]) -> tuple[bool, list[list[float]]]:
-    """Whether all means are finite, and each vector's `extra`.
-
-    The host waits for a device once, whatever the number of vectors.
-    """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for mean in means:
-        by_device.setdefault(mean.device, []).append(are_finite(mean)[None])
-    for vector in vectors:
-        by_device[vector.values.device].append(vector.extra)
-    found = {
-        device: iter(torch.cat([each.double() for each in values]).tolist())
-        for device, values in by_device.items()
-    }
-    of_means = [next(found[mean.device]) > 0 for mean in means]
-    of_vectors = [
-        list(islice(found[vector.values.device], len(vector.extra))) for vector in vectors
-    ]
-    return all(of_means), of_vectors
-
-
 def _blamed(bad: int) -> Algorithm[str]:
     """Whose gradients are not finite, in words; asked only when their mean is not."""
     found = yield Vote(bad)
@@ -391,8 +389,8 @@ def _blamed(bad: int) -> Algorithm[str]:
     return f"elements of the gradient that are not finite: {', '.join(words)}"
 
 
-def _bad(parameter: nn.Parameter) -> int:
-    return int((~_values(parameter).isfinite()).sum())
+def _count_bad(parameter: nn.Parameter) -> Tensor:
+    return (~_values(parameter).isfinite()).sum()
 
 
 def _values(parameter: nn.Parameter) -> Tensor:

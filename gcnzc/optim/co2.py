@@ -46,6 +46,7 @@ from gcnzc.optim.local_updates import CHANNEL, Flight, LocalUpdates
 from gcnzc.optim.pace import HIDDEN, Clocks, Pace
 from gcnzc.optim.states import part_of
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
+from gcnzc.scalars import scalars_like
 
 # of the usual distance, in the next one. On least squares in rounds of 48 steps the loss ended at
 # 1.2 times that of means that are not late, but at 6.6 times with a mean over all rounds: this
@@ -285,7 +286,7 @@ class CO2(LocalUpdates):
         """
         values = self.room()
         values[: len(start)] = start
-        values[self.padded : self.padded + len(told)] = values.new_tensor(told)
+        values[self.padded : self.padded + len(told)] = scalars_like(told, values)
         return Flight(values, workers, blame=blame)
 
     def room(self) -> Tensor:
@@ -320,7 +321,8 @@ class CO2(LocalUpdates):
             self.before = before
         else:
             torch.sub(self.own if self.eager else before, values[:count], out=values[:count])
-        if not self.offer(values):
+        self.offer(values)
+        if not self.is_counted:
             self.forget_what_is_not_finite()
         if self.eager:
             self.space.read_parameters(self.own).sub_(values[:count], alpha=self.eager)

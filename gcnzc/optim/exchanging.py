@@ -186,7 +186,7 @@ class Exchanging(Optimizer):
             return self.weight
         if not isinstance(found_inf, Tensor):
             # GradScaler sets the number 0 on a rank without gradients
-            found_inf = torch.zeros(())
+            found_inf = torch.zeros((), device=None if scale is None else scale.device)
         if scale is None:
             scale = torch.ones_like(found_inf)
         factor = self.weight / scale.double()
@@ -195,8 +195,12 @@ class Exchanging(Optimizer):
     def scale_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Multiply gradients in place by this rank's weight divided by GradScaler's scale."""
         scale = getattr(self, "grad_scale", None)
-        factor = self.weight / (1.0 if scale is None else float(scale))
-        for parameter in parameters if factor != 1.0 else ():
+        factor: float | Tensor = self.weight
+        if scale is not None:
+            # the scale on a GPU stays there: the host would wait to read it
+            factor = self.weight / (float(scale) if scale.device.type == "cpu" else scale.double())
+        is_needed = isinstance(factor, Tensor) or factor != 1.0
+        for parameter in parameters if is_needed else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 

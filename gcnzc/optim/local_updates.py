@@ -9,7 +9,7 @@ one synchronisation to the next.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from gcnzc.optim.pace import Pace
 from gcnzc.optim.space import Space
 from gcnzc.optim.validation import check_inner
 from gcnzc.replicas import broadcast, demand_same
+from gcnzc.scalars import read_scalars, scalars_like
 
 CHANNEL = "outer"
 """on which exchanges go on beside the steps"""
@@ -123,8 +124,8 @@ class LocalUpdates(Exchanging):
         """whether all workers have the same parameters now"""
         self.is_ready = False
         """whether they have begun with the same"""
-        self.is_counted = True
-        """whether what this worker offered last was finite"""
+        self.is_counted: bool | Tensor = True
+        """whether what this worker offered last was finite; () on the device until it is known"""
         self.steps = 0
         """taken so far, also those left out"""
         self.since = 0
@@ -206,17 +207,22 @@ class LocalUpdates(Exchanging):
 
     def local_step(self) -> None:
         """Take the inner optimizer's step, if the gradients are finite."""
-        if self.has_overflowed or not self._gradients_are_finite():
+        if not self._can_step():
             self.skipped += 1
             self.blame = f"a gradient of worker {self.group.rank} is not finite: its step left out"
             return
         self.scale_gradients(self.space.parameters)
         self.inner.step()
 
-    def _gradients_are_finite(self) -> bool:
+    def _can_step(self) -> bool:
+        """Whether the gradients are finite, and GradScaler has found nothing else."""
         gradients = [p.grad for p in self.space.parameters if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        return not values or bool(are_finite(*values))
+        flags = [are_finite(*values)] if values else []
+        found_inf = getattr(self, "found_inf", None)
+        if isinstance(found_inf, Tensor):
+            flags.append(found_inf == 0)
+        return not flags or all(flag > 0 for (flag,) in read_scalars(*flags))
 
     def made_alike(self) -> Algorithm[None]:
         """See `Exchanging`."""
@@ -237,27 +243,33 @@ class LocalUpdates(Exchanging):
         """k, after every vector: whether it counts, a bit of the options' hash, and the signals."""
         return 2 + len(self.asks)
 
-    def offer(self, values: Tensor) -> bool:
+    def offer(self, values: Tensor) -> None:
         """Make a vector (elements + k,) ready for a mean: zeros, which do not count, if not finite.
 
-        Returns:
-            Whether its elements are finite.
+        `is_counted` says which; nothing is read from a GPU.
         """
         end = values.numel() - self.notes
-        self.is_counted = bool(are_finite(values[:end]))
-        if not self.is_counted:
-            values[:end] = 0
+        self.is_counted = are_finite(values[:end])
+        if values.device.type != "cpu" or not bool(self.is_counted):
+            values[:end].masked_fill_(~self.is_counted, 0)
         bit = self.options.bit(self.param_groups)
-        values[end:] = values.new_tensor([self.is_counted, bit, *self.asks])
-        return self.is_counted
+        values[end:] = scalars_like([0, bit, *self.asks], values)
+        values[end] = self.is_counted
 
-    def accept(self, values: Tensor, blame: str, workers: int | None = None) -> bool:
+    def accept(
+        self,
+        values: Tensor,
+        blame: str,
+        workers: int | None = None,
+        sums: Sequence[float] | None = None,
+    ) -> bool:
         """Make the mean over those that count of a mean over all, and hear the signals.
 
         Args:
             values: (elements + k,), offered and then averaged.
             blame: what the reducer said.
             workers: over which it was taken; those that there are now if None.
+            sums: of the notes, if they have been read; None to read them from `values`.
 
         Returns:
             Whether there is a mean; else nothing is to be changed, on any worker.
@@ -266,10 +278,11 @@ class LocalUpdates(Exchanging):
         if blame:
             self.drop(f"a synchronisation left out: {blame}")
             return False
-        count, bits, *told = (round(each) for each in values[end:].tolist())
+        count, bits, *told = (round(each) for each in sums or values[end:].tolist())
         self.options.receive(bits, workers)
         self.heard = [was or each > 0 for was, each in zip(self.heard, told, strict=True)]
         if count == workers:
+            self.is_counted = True
             return True
         if not count:
             self.drop("a synchronisation left out: no worker's parameters are finite")
@@ -307,7 +320,7 @@ class LocalUpdates(Exchanging):
         """
         self.offer(values)
         blame = yield from self.pace.timed(reducer.mean(values, self.notes))
-        return self.accept(values, blame)
+        return self.accept(values, blame, sums=reducer.note_sums)
 
     def launched(self, reducer: Reducer, values: Tensor) -> Algorithm[Flight]:
         """Begin to take such a mean beside the steps.
@@ -329,7 +342,8 @@ class LocalUpdates(Exchanging):
         self.offer(values)
         reducer = Dense().reducer(self.space.num_elements, self.place)
         blame = yield from reducer.mean(values, self.notes)
-        return values[: self.space.num_elements] if self.accept(values, blame) else None
+        has_mean = self.accept(values, blame, sums=reducer.note_sums)
+        return values[: self.space.num_elements] if has_mean else None
 
     def vector(self, values: Tensor | None = None) -> Tensor:
         """(n,): a copy of a vector such as a checkpoint's, or of the parameters if None."""

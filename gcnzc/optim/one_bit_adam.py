@@ -37,6 +37,7 @@ from gcnzc.optim.validation import (
     check_fraction,
     check_unsupported,
 )
+from gcnzc.scalars import read_scalars, scalars_like
 
 # most steps between two dense steps in which elements join; they begin at 1, and double
 MOST_JOIN_GAP = 256
@@ -161,6 +162,7 @@ class OneBitAdam(Replicated):
         self.numbers |= {"next_refresh": 0, "fresh_at": 0, "join_from": 0, "join_gap": 1}
         self.waiting: Tensor | None = None
         """(elements that sleep,): sums of this worker's gradients since they might join last"""
+        self._inactive: Tensor | None = None
         self._dense = self.whole(self.dense, space.num_elements)
         self._dense_part = self.whole(self.dense, space.num_dense)
 
@@ -203,15 +205,16 @@ class OneBitAdam(Replicated):
     @torch.no_grad()
     def _dense_step(self, values: Tensor) -> Algorithm[str]:
         flags = self.notes(values)[self.num_common_notes :]
-        flags.copy_(values.new_tensor(self.space.have_gradients()))
+        flags.copy_(scalars_like(self.space.have_gradients(), values))
         if self.waiting is not None:
             # what woke elements since the last dense step is given to this one
             dense, end = self.space.num_dense, self.space.num_elements
-            values[dense:end][~self.vectors["active"]] += self.waiting
+            values[dense:end].index_add_(0, self._find_inactive(), self.waiting)
         if blame := (yield from self.dense_mean(values)):
             return blame
-        self.hear(values)
-        self.vectors["awake"] |= flags.cpu() > 0
+        sums = self._dense.note_sums
+        self.hear(sums)
+        self.vectors["awake"] |= torch.tensor(sums[self.num_common_notes :]) > 0
         for part in self.space.parts:
             self._average(part, values, with_variance=not self._is_still(part))
         if self.is_frozen:
@@ -227,7 +230,7 @@ class OneBitAdam(Replicated):
         dense, end = space.num_dense, space.num_elements
         coded = values[dense:].clone()
         momenta, notes = coded[: end - dense], coded[end - dense :]
-        asleep = None if active is None else values[dense:end][~active]
+        asleep = None if active is None else values[dense:end][self._find_inactive()]
         notes[-1] = 0 if asleep is None else self._count_waking(asleep)
         for part in space.parts:
             if part.begin >= dense:
@@ -241,9 +244,9 @@ class OneBitAdam(Replicated):
             return blame
         if blame := (yield from self.reducers["momentum"].mean(coded, self.num_notes)):
             return blame
-        self.notes(values).copy_(notes)
-        self.hear(values)
-        self.wait(asleep, float(notes[-1]))
+        sums = self.reducers["momentum"].note_sums
+        self.hear(sums)
+        self.wait(asleep, sums[-1])
         for part in space.parts:
             if part.begin < dense:
                 self._average(part, values, with_variance=True)
@@ -285,9 +288,14 @@ class OneBitAdam(Replicated):
     def _awaken_dense(self, means: Tensor) -> None:
         """Note which dense parameters have a gradient for the first time, as all workers see it."""
         awake = self.vectors["awake"]
-        for place, segment in enumerate(self.space.segments):
-            if segment.begin < self.space.num_dense and not awake[place]:
-                awake[place] = bool(means[segment.begin : segment.end].any())
+        asleep = {
+            place: means[segment.begin : segment.end].any()
+            for place, segment in enumerate(self.space.segments)
+            if segment.begin < self.space.num_dense and not awake[place]
+        }
+        if asleep:
+            for place, (has_gradient,) in zip(asleep, read_scalars(*asleep.values()), strict=True):
+                awake[place] = has_gradient > 0
 
     def _average(self, part: Part, values: Tensor, *, with_variance: bool) -> None:
         here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
@@ -364,6 +372,16 @@ class OneBitAdam(Replicated):
         self.reducers = {"momentum": self._coder()}
         self._keep_to(variance[dense:] > 0)
 
+    def _find_inactive(self) -> Tensor:
+        """(elements that sleep,) int64: where they lie in (n - d,).
+
+        Kept as long as the same elements are inactive: the host waits for a GPU to find them.
+        """
+        if self._inactive is None:
+            # of a state that was loaded
+            self._inactive = (~self.vectors["active"]).nonzero().flatten()
+        return self._inactive
+
     def _raise_small_variances(self) -> None:
         if not self.floor:
             return
@@ -381,10 +399,12 @@ class OneBitAdam(Replicated):
     def _keep_to(self, active: Tensor) -> None:
         """Let the elements that are not active sleep."""
         self.vectors.pop("active", None)
-        self.waiting = None
-        if not bool(active.all()):
+        self.waiting = self._inactive = None
+        inactive = (~active).nonzero().flatten()
+        if len(inactive):
+            self._inactive = inactive
             self.vectors["active"] = active
-            self.vectors["momentum"][self.space.num_dense :][~active] = 0
+            self.vectors["momentum"][self.space.num_dense :].masked_fill_(~active, 0)
         self.reducers["momentum"].keep_to(self.vectors.get("active"))
 
     def _bring_up_to_date(self, values: Tensor) -> None:
@@ -412,7 +432,7 @@ class OneBitAdam(Replicated):
             if active is not None:
                 # the first gradient of an element is all that is known of its variance
                 asleep = ~active[part.begin - dense : part.end - dense]
-                refreshed[asleep] = square[asleep]
+                refreshed = torch.where(asleep, square, refreshed)
             variance.copy_(refreshed)
         if self.numbers["wakes"] or is_refresh:
             self._raise_small_variances()
@@ -426,8 +446,8 @@ class OneBitAdam(Replicated):
     @property
     def state_bytes(self) -> int:
         """See `Replicated`; with what is kept of elements that sleep."""
-        waiting = 0 if self.waiting is None else self.waiting.numel() * self.space.dtype.itemsize
-        return super().state_bytes + waiting
+        kept = [each for each in (self.waiting, self._inactive) if each is not None]
+        return super().state_bytes + sum(each.nbytes for each in kept)
 
     def snapshot(self) -> dict[str, Any]:
         """See `Replicated`; `local` has the gradients of elements that sleep."""
@@ -437,6 +457,7 @@ class OneBitAdam(Replicated):
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """See `Replicated`."""
         super().restore(snapshot)
+        self._inactive = None
         waiting = snapshot["local"].get("waiting")
         self.waiting = None if waiting is None else self.restore_sums(waiting)
 

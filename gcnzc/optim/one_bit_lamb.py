@@ -198,14 +198,16 @@ class OneBitLamb(OneBitAdam):
         momenta = self._each(self.vectors["momentum"][self.space.num_dense :])
         scaling = self.vectors["scaling"][self._first :]
         roots = self._counts().sqrt().to(self.space.dtype)
-        magnitudes = (self._norms(momenta) / roots).double()
-        are_known = scaling > 0
+        # on the host, which waits for a GPU once
+        known, magnitudes = torch.stack([scaling, (self._norms(momenta) / roots).double()]).cpu()
+        are_known = known > 0
         are_new = ~are_known & (magnitudes > 0)
         sent = magnitudes[are_new]
         if bool(are_known.any()):
             # tensors that wake take the magnitude that the others are sent with now
-            sent = (scaling * magnitudes)[are_known]
-        scaling[are_new] = (sent.mean() / magnitudes[are_new]).clamp(max=MOST_SCALING)
+            sent = (known * magnitudes)[are_known]
+        known[are_new] = (sent.mean() / magnitudes[are_new]).clamp(max=MOST_SCALING)
+        scaling.copy_(known, non_blocking=True)
 
     def _apply(self, values: Tensor) -> None:
         """Take the step; `values` is memory to work in."""
@@ -362,7 +364,9 @@ class OneBitLamb(OneBitAdam):
 
     def _of_tensors(self, numbers: Sequence[float]) -> Tensor:
         """(P,) float64 on the device: some things of tensors."""
-        return torch.tensor(numbers, dtype=torch.float64, device=self.space.device)
+        # an ordinary copy would make the host wait for the device
+        on_host = torch.tensor(numbers, dtype=torch.float64)
+        return on_host.to(self.space.device, non_blocking=True)
 
     def _norms(self, tensors: list[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(tensors))

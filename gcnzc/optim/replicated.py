@@ -9,7 +9,7 @@ Letters: n elements, d of them dense, W workers, k notes.
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense, Place, Reducer
-from gcnzc.exchange import Algorithm, Group, Vote
+from gcnzc.exchange import Algorithm, AllGather, Group
 from gcnzc.flat import layout
 from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.space import Space
 from gcnzc.optim.validation import check_above_zero, check_adam_options
 from gcnzc.replicas import broadcast, demand_same
+from gcnzc.scalars import scalars_like
 
 
 class Replicated(Exchanging):
@@ -154,7 +155,7 @@ class Replicated(Exchanging):
             if part.group["maximize"]:
                 values[part.begin : part.end].neg_()
         common = [self.options.bit(self.param_groups), *self.asks]
-        self.notes(values)[: self.num_common_notes] = values.new_tensor(common)
+        self.notes(values)[: self.num_common_notes] = scalars_like(common, values)
         self.blame = yield from self.advance(values)
         if self.blame:
             self.skipped += 1
@@ -190,9 +191,9 @@ class Replicated(Exchanging):
         """(k,): the notes of a vector."""
         return values[self.space.num_elements :]
 
-    def hear(self, values: Tensor) -> None:
-        """Read the common notes after an exchange."""
-        bits, *signals = self.notes(values)[: self.num_common_notes].tolist()
+    def hear(self, sums: Sequence[float]) -> None:
+        """Take in the sums of the common notes, the first of `sums`, after an exchange."""
+        bits, *signals = sums[: self.num_common_notes]
         self.options.receive(bits, self.group.world_size)
         self.heard = [share > 0 for share in signals]
 
@@ -201,7 +202,7 @@ class Replicated(Exchanging):
         blame = yield from self._dense.mean(values, self.num_notes)
         if not blame and self.clip_norm is not None:
             gradients = values[: self.space.num_elements]
-            self._clip(gradients, float(gradients.double().square().sum()))
+            self._clip(gradients, gradients.double().square().sum())
         return blame
 
     def clipped(self, values: Tensor) -> Algorithm[str]:
@@ -213,18 +214,26 @@ class Replicated(Exchanging):
         if self.clip_norm is None:
             return ""
         gradients = values[: self.space.num_elements]
-        squares = yield Vote(float(gradients.double().square().sum()))
-        mean = sum(squares) / len(squares)
-        if mean == mean and mean != float("inf"):
-            self._clip(gradients, mean)
+        squares = yield AllGather(gradients.double().square().sum()[None])
         # what is not finite is found by the exchange, which names the worker
+        self._clip_finite(gradients, sum(squares.unbind()) / len(squares))
         return ""
 
-    def _clip(self, gradients: Tensor, square: float) -> None:
+    def _clip_finite(self, gradients: Tensor, square: Tensor) -> None:
+        """Scale gradients to `clip_norm`, unless their squared norm (1,) or () is not finite."""
+        self._clip(gradients, square.where(square.isfinite(), 0.0).reshape(()))
+
+    def _clip(self, gradients: Tensor, square: Tensor) -> None:
+        """Scale gradients in place, whose squared norm is () float64, to a norm of `clip_norm`."""
         assert self.clip_norm is not None, "asked for"
-        norm = square**0.5
-        if norm > self.clip_norm:
-            gradients *= self.clip_norm / (norm + 1e-6)
+        if square.device.type == "cpu":
+            norm = float(square) ** 0.5
+            if norm > self.clip_norm:
+                gradients *= self.clip_norm / (norm + 1e-6)
+            return
+        # the norm on a GPU stays there: the host would wait to read it
+        norms = square.sqrt()
+        gradients *= (self.clip_norm / (norms + 1e-6)).where(norms > self.clip_norm, 1.0)
 
     @property
     def state_bytes(self) -> int:

@@ -39,6 +39,7 @@ from gcnzc.optim.one_bit_adam import MOST_JOIN_GAP, WAKE
 from gcnzc.optim.replicated import Replicated
 from gcnzc.optim.space import Part
 from gcnzc.optim.validation import check_at_least_zero, check_unsupported
+from gcnzc.scalars import scalars_like
 
 Exchange: TypeAlias = Literal["gradient", "update", "nothing"]
 
@@ -288,9 +289,10 @@ class ZeroOneAdam(Replicated):
             notes[-1] = self._count_waiting(coded)
             if blame := (yield from self._agreed(coded, notes)):
                 return blame
-            self.hear(values)
+            sums = self.reducers["update"].note_sums
+            self.hear(sums)
             may_join = self.wake == "join" and self.steps + 2 >= self.numbers["join_from"]
-            self.numbers["wakes"] = may_join and float(notes[-1]) > 0
+            self.numbers["wakes"] = may_join and sums[-1] > 0
         for part in self.space.parts:
             if part.begin < dense:
                 self._average(part, values, with_variance=True)
@@ -304,14 +306,15 @@ class ZeroOneAdam(Replicated):
         space, numbers = self.space, self.numbers
         coded = values[space.num_dense : space.num_elements]
         flags = self.notes(values)[self.num_common_notes :]
-        flags.copy_(values.new_tensor(self.space.have_gradients()))
+        flags.copy_(scalars_like(self.space.have_gradients(), values))
         if self.waiting is not None:
             coded += self.waiting
-            flags += values.new_tensor(self._have_waiting())
+            flags += self._have_waiting()
         if blame := (yield from self.dense_mean(values)):
             return blame
-        self.hear(values)
-        self.vectors["awake"] |= flags.cpu() > 0
+        sums = self._dense.note_sums
+        self.hear(sums)
+        self.vectors["awake"] |= torch.tensor(sums[self.num_common_notes :]) > 0
         is_due = self.schedule.refreshes(self.steps + 1)
         numbers["refreshes"] += is_due
         for part in space.parts:
@@ -358,7 +361,7 @@ class ZeroOneAdam(Replicated):
                 if self.bias_correction:
                     first *= 1 - part.group["betas"][1] ** self.numbers["refreshes"]
                 variance = self.vectors["variance"][part.begin : part.end]
-                variance[asleep] = first[asleep]
+                variance.copy_(torch.where(asleep, first, variance))
         if self.numbers["wakes"]:
             # where elements wake all the time, dense steps become rare all the same
             step, gap = self.steps + 1, self.numbers["join_gap"]
@@ -376,7 +379,7 @@ class ZeroOneAdam(Replicated):
             self._raise_small_variances(active)
         if stands and not bool(active.all()):
             self.vectors["active"] = active
-            self.vectors["momentum"][dense:][~active] = 0
+            self.vectors["momentum"][dense:].masked_fill_(~active, 0)
             self._let_wait()
         self.reducers["update"].keep_to(self.vectors.get("active"))
 
@@ -416,16 +419,14 @@ class ZeroOneAdam(Replicated):
         """Scale the gradients of this worker by their own norm, without asking others."""
         if self.clip_norm is not None:
             gradients = values[: self.space.num_elements]
-            square = float(gradients.double().square().sum())
-            if math.isfinite(square):
-                self._clip(gradients, square)
+            self._clip_finite(gradients, gradients.double().square().sum())
 
     def _agreed(self, gradient: Tensor | None, notes: Tensor) -> Algorithm[str]:
         """Agree on what was done since the last time, and on a step more.
 
         Args:
             gradient: (c,) of this worker; None for no step more.
-            notes: (k,), of which the sums over the workers are written there.
+            notes: (k,) of this rank; the reducer's `note_sums` are their sums over the ranks.
 
         Returns:
             Why nothing was changed, in words; empty if all agree.
@@ -439,7 +440,6 @@ class ZeroOneAdam(Replicated):
             self._go_on(momentum, sent[:count], gradient)
         if blame := (yield from self.reducers["update"].mean(sent, len(notes))):
             return blame
-        notes.copy_(sent[count:])
         update, anchor = sent[:count], self.vectors.pop("anchor", None)
         if anchor is None:
             anchor = self._read_coded()
@@ -476,7 +476,7 @@ class ZeroOneAdam(Replicated):
             if gradient is not None:
                 momentum[here].lerp_(gradient[here], 1 - part.group["betas"][0])
                 if "active" in self.vectors:
-                    momentum[here][~self.vectors["active"][here]] = 0
+                    momentum[here].masked_fill_(~self.vectors["active"][here], 0)
             update[here].mul_(kept).add_(momentum[here], alpha=size)
 
     def _count_step(self) -> None:
@@ -547,14 +547,21 @@ class ZeroOneAdam(Replicated):
         seen = (self.waiting + own).square() > 0 if self.waiting is not None else own[:0]
         return torch.where(are_finite(own), seen.sum().to(own.dtype), torch.nan)
 
-    def _have_waiting(self) -> list[bool]:
-        """(P,): which parameters have sleepers with a gradient."""
+    def _have_waiting(self) -> Tensor:
+        """(P,) bool: which parameters have sleepers with a gradient."""
         assert self.waiting is not None, "asked for where there are sleepers"
-        dense = self.space.num_dense
-        return [
-            each.begin >= dense and bool(self.waiting[each.begin - dense : each.end - dense].any())
-            for each in self.space.segments
-        ]
+        dense, none = self.space.num_dense, self.waiting[:0]
+        # of no elements none is above 0
+        return torch.stack(
+            [
+                (
+                    none
+                    if each.begin < dense
+                    else self.waiting[each.begin - dense : each.end - dense]
+                ).any()
+                for each in self.space.segments
+            ]
+        )
 
     # --- the coded parameters in vectors of their own
 

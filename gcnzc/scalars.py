@@ -1,0 +1,35 @@
+"""Small numbers between the host and a device, with as few waits for the device as possible.
+
+On a GPU the host waits for all queued work wherever it reads a value, and also where it copies
+numbers there with an ordinary copy.
+"""
+
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+
+def read_scalars(*tensors: Tensor) -> list[list[float]]:
+    """Read the elements of several small tensors; the host waits once for each of their devices.
+
+    Args:
+        tensors: of any shapes and dtypes whose values float64 holds.
+
+    Returns:
+        For each tensor the list of its elements.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for each in tensors:
+        by_device.setdefault(each.device, []).append(each.reshape(-1).double())
+    found = {device: iter(torch.cat(parts).tolist()) for device, parts in by_device.items()}
+    return [list(islice(found[each.device], each.numel())) for each in tensors]
+
+
+def scalars_like(numbers: Sequence[float], tensor: Tensor) -> Tensor:
+    """Return numbers as a tensor (len(numbers),) of the dtype and device of another tensor.
+
+    The host does not wait for the device.
+    """
+    return torch.tensor(numbers, dtype=tensor.dtype).to(tensor.device, non_blocking=True)
