@@ -19,6 +19,8 @@ from torch.distributed import TCPStore
 
 # a launcher that is lost is noticed after three intervals
 SETTINGS = "join_timeout=120,read_timeout=10,keep_alive_interval=1,last_call_timeout=5"
+# what workers take at most to start again, on busy cores
+STILL_S = 180.0
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -89,6 +91,22 @@ class Launchers:
         if not path.exists():
             return []
         return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def wait(self, launcher: "subprocess.Popen[bytes]", still_s: float = STILL_S) -> int | None:
+        """Wait until a launcher ends, however long that takes while the run goes on.
+
+        Returns:
+            Its exit status; None if the record did not grow for `still_s`.
+        """
+        path, before, end = self.run / "record.jsonl", 0, time.monotonic() + still_s
+        while launcher.poll() is None:
+            size = path.stat().st_size if path.exists() else 0
+            if size != before:
+                before, end = size, time.monotonic() + still_s
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.1)
+        return launcher.returncode
 
     def close(self) -> None:
         """End all launchers and workers."""

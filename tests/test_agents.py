@@ -58,7 +58,7 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_when_a_launcher_is_replaced(gra
         second.kill()
         second.wait()
         found.start()
-        assert first.wait(timeout=240) == 0, found.output()
+        assert found.wait(first) == 0, found.output()
         assert found.output().count("going on with") >= 2
         demand_whole(found, graph, 120)
 
@@ -72,7 +72,7 @@ def test_a_run_goes_on_with_fewer_launchers_and_with_more(graph, tmp_path):
         second.wait()
         wait_for_epochs(found, 5)
         found.start()
-        assert first.wait(timeout=240) == 0, found.output()
+        assert found.wait(first) == 0, found.output()
         demand_whole(found, graph, 400)
         # one worker alone has no lines of its own
         lines = (found.run / "workers.jsonl").read_text().splitlines()
@@ -89,12 +89,12 @@ def test_a_run_without_an_id_goes_on_when_worker_0_moves_to_another_launcher(gra
         lost.kill()
         lost.wait()
         found.start()
-        assert kept.wait(timeout=240) == 0, found.output()
+        assert found.wait(kept) == 0, found.output()
         assert "going on with" in found.output()
         demand_whole(found, graph, 120)
     # launchers of which none has started this run before
     with start(graph, tmp_path / "run", "1", 120, None) as found:
-        assert found.start().wait(timeout=120) != 0
+        assert found.start().wait(timeout=240) != 0
         assert "already holds a run" in found.output()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import cluster
 import pytest
+from launchers import Launchers
 
 ROOT = Path(__file__).parents[1]
 REASON = cluster.can_make()
@@ -59,3 +60,11 @@ def test_no_mount_and_no_process_remains_when_it_is_ended(how, tmp_path):
         for line in Path("/proc/self/mounts").read_text().splitlines():
             if str(tmp_path) in line:
                 subprocess.run(["umount", "-l", line.split()[1]], check=False)
+
+
+@pytest.mark.parametrize(("grows", "code"), [(True, 0), (False, None)])
+def test_a_run_hangs_if_its_record_does_not_grow_however_long_it_takes(grows, code, tmp_path):
+    found = Launchers(tmp_path, tmp_path, "2", [], {})
+    script = "for i in $(seq 15); do sleep 0.1; " + f"echo >> {tmp_path}/record.jsonl; " * grows
+    with subprocess.Popen(["bash", "-c", f"{script}done"]) as launcher:
+        assert found.wait(launcher, still_s=1.0) == code
