@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gcnzc.arguments import as_ids, check_choice, check_flag, check_integer, describe
 from gcnzc.kernels import csc
 
-Ids: TypeAlias = Tensor | NDArray[np.integer]
+Ids: TypeAlias = Tensor | NDArray[np.integer] | Sequence[int]
 Loops: TypeAlias = Literal["keep", "add", "remove"]
 Duplicates: TypeAlias = Literal["keep", "remove"]
 
@@ -27,17 +28,19 @@ class Graph:
 
     Args:
         indptr: (N + 1,), where each column starts in `indices`; int64, or int32 and then copied.
-            On the host, memory-mapped or not, as a tensor or a numpy array.
+            On the host, memory-mapped or not, as a tensor, a numpy array or a list.
         indices: (E,), sources of edges, in [0, N); int32 below 2**31 nodes, else int64; the other
             type is copied. On the host like `indptr`.
         check: look at every number now. False leaves that to `check`, for files that are mapped
             and for what is made from a checked graph; a sampler checks the numbers that it reads.
 
     Raises:
-        ValueError: sizes, types, order or range are wrong.
+        TypeError: an argument of another type.
+        ValueError: sizes, dtypes, order or range are wrong.
     """
 
     def __init__(self, indptr: Ids, indices: Ids, *, check: bool = True) -> None:
+        check = check_flag("check", check)
         offsets, sources = _numbers(indptr, "indptr"), _numbers(indices, "indices")
         _check_sizes(offsets, sources)
         self._is_checked = False
@@ -122,6 +125,7 @@ class Graph:
         Raises:
             ValueError: an edge has an end that is no node, or sizes, types or choices are wrong.
         """
+        bidirected = check_flag("bidirected", bidirected)
         source, target = _numbers(src, "src"), _numbers(dst, "dst")
         if source.shape != target.shape:
             raise ValueError(
@@ -169,6 +173,7 @@ class Graph:
         Such is scipy's adjacency matrix with `A[source, destination]`. For the choices see
         `from_edges`; the edges of a column come in the order of their sources.
         """
+        bidirected = check_flag("bidirected", bidirected)
         rows = cls(indptr, indices)
         offsets, targets = rows.indptr.numpy(), rows.indices.numpy()
         return _build(
@@ -193,12 +198,16 @@ class Graph:
         For the choices see `from_edges`.
 
         Raises:
+            TypeError: it is no such graph.
             ValueError: there are more types.
         """
+        if not hasattr(graph, "canonical_etypes"):
+            raise TypeError(f"graph is {describe(graph)}\n\nhint: a dgl.DGLGraph")
         if len(graph.ntypes) != 1 or len(graph.etypes) != 1:
             raise ValueError(
                 f"from_dgl: the graph has node types {graph.ntypes} and edge types "
-                f"{graph.etypes}\n\nhint: dgl.to_homogeneous(graph) makes one of each"
+                f"{graph.etypes}\n\nhint: gcnzc.Graph has no types; graph[etype] of an edge type "
+                "whose ends are of one node type is a graph without them"
             )
         src, dst = graph.edges(order="eid")
         return cls.from_edges(
@@ -225,10 +234,22 @@ class Graph:
         destinations. For the choices see `from_edges`.
 
         Raises:
-            ValueError: it has neither.
+            ValueError: it has neither, or several types of nodes and edges.
         """
+        if isinstance(getattr(data, "edge_types", None), list):
+            raise ValueError(
+                f"from_pyg: {type(data).__name__} has node types {data.node_types} and edge types "
+                f"{data.edge_types}\n\nhint: gcnzc.Graph has no types; "
+                "Graph.from_edges(*data[edge_type].edge_index, num_nodes) is of one edge type, if "
+                "its ends are of one node type"
+            )
         edge_index = getattr(data, "edge_index", None)
         if edge_index is not None:
+            if not isinstance(edge_index, Tensor) or edge_index.ndim != 2 or len(edge_index) != 2:
+                raise ValueError(
+                    f"data.edge_index is {describe(edge_index)}\n\n"
+                    "hint: a tensor of shape (2, E), sources above destinations"
+                )
             src, dst = edge_index.cpu()
             return cls.from_edges(
                 src,
@@ -241,8 +262,8 @@ class Graph:
         adjacency = getattr(data, "adj_t", None)
         if adjacency is None:
             raise ValueError(
-                f"from_pyg: {type(data).__name__} has no edge_index and no adj_t\n\n"
-                "hint: of a HeteroData, pass data.to_homogeneous()"
+                f"data is {describe(data)}, which has no edge_index and no adj_t\n\n"
+                "hint: a torch_geometric.data.Data with edge_index of shape (2, E)"
             )
         if isinstance(adjacency, Tensor):
             indptr, indices = adjacency.crow_indices(), adjacency.col_indices()
@@ -264,6 +285,7 @@ class Graph:
         duplicates: Duplicates = "keep",
     ) -> "Graph":
         """This graph with other choices, see `from_edges`; itself if there is nothing to change."""
+        bidirected = check_flag("bidirected", bidirected)
         if not bidirected and self_loops == "keep" and duplicates == "keep":
             return self
         self.check()
@@ -284,10 +306,9 @@ def _build(
     self_loops: Loops,
     duplicates: Duplicates,
 ) -> Graph:
-    _demand_choice("self_loops", self_loops, ("keep", "add", "remove"))
-    _demand_choice("duplicates", duplicates, ("keep", "remove"))
-    if num_nodes < 0:
-        raise ValueError(f"num_nodes is {num_nodes}\n\nhint: give the number of nodes")
+    check_choice("self_loops", self_loops, ("keep", "add", "remove"))
+    check_choice("duplicates", duplicates, ("keep", "remove"))
+    num_nodes = check_integer("num_nodes", num_nodes, 0, hint="the number of nodes")
     listed = [*forward, *backward]
     added = csc.loops(num_nodes) if self_loops == "add" else []
     indptr, indices = csc.csc(
@@ -298,11 +319,6 @@ def _build(
     return Graph(indptr, indices, check=False)
 
 
-def _demand_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}\n\nhint: one of {', '.join(choices)}")
-
-
 def _numbers(ids: Ids, name: str) -> NDArray[np.integer]:
     if isinstance(ids, Tensor):
         if ids.device.type != "cpu":
@@ -310,6 +326,8 @@ def _numbers(ids: Ids, name: str) -> NDArray[np.integer]:
                 f"{name} is on {ids.device}\n\nhint: a graph lies on the host; pass {name}.cpu()"
             )
         ids = ids.detach().numpy()
+    elif not isinstance(ids, np.ndarray):
+        return as_ids(name, ids, "one dimension of int32 or int64").numpy()
     # a view as a plain array: np.memmap's own slices cost microseconds each
     array = np.asarray(ids)
     if array.ndim != 1 or array.dtype not in (np.int32, np.int64):

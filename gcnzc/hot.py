@@ -32,6 +32,16 @@ import torch
 from torch import Tensor
 
 from gcnzc import peers
+from gcnzc.arguments import (
+    THREADS_LIMIT,
+    IdsLike,
+    check_callable,
+    check_device,
+    check_integer,
+    check_kind,
+    check_seed,
+    describe,
+)
 from gcnzc.graph import Graph
 from gcnzc.kernels.gather_gpu import HotRows, hot_rows
 from gcnzc.kernels.gather_hot import (
@@ -43,7 +53,7 @@ from gcnzc.kernels.gather_hot import (
     room_bytes,
 )
 from gcnzc.loader import Loader, order, usual_threads
-from gcnzc.sampler import Sampler
+from gcnzc.sampler import Sampler, check_graph, check_seeds
 from gcnzc.table import FeatureTable
 
 BATCHES = 100  # that are counted before training; bench/hot.py says what more would bring
@@ -326,7 +336,7 @@ class Presample:
 
 def presample(
     graph: Graph,
-    seeds: Tensor,
+    seeds: IdsLike,
     fanouts: Sequence[int],
     batch_size: int = 1024,
     *,
@@ -343,7 +353,7 @@ def presample(
 
     Args:
         graph: on the host.
-        seeds: (S,) ids of the run's training nodes.
+        seeds: (S,) ids of the run's training nodes: a tensor, an array or a list.
         fanouts: of the run, as `gcnzc.Sampler` takes them.
         batch_size: seeds of a minibatch.
         seed: of the run.
@@ -352,18 +362,19 @@ def presample(
         progress: called with (done, total), in minibatches.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: too few batches, no seeds, or what `gcnzc.Sampler` refuses.
     """
-    if batches < 4:
-        raise ValueError(
-            f"{batches} minibatches are too few to count in\n\nhint: 4 at least, 100 is usual"
-        )
-    if len(seeds) == 0 or batch_size < 1:
-        raise ValueError(
-            f"{len(seeds)} seeds in batches of {batch_size}: there is nothing to draw\n\n"
-            "hint: is the training split empty?"
-        )
-    key = (seed ^ OTHER) % 2**64
+    check_graph(graph)
+    batches = check_integer("batches", batches, 4, hint="4 at least; the default is 100")
+    batch_size = check_integer("batch_size", batch_size, 1)
+    if threads is not None:
+        threads = check_integer("threads", threads, 1, THREADS_LIMIT, "None takes the default")
+    check_callable("progress", progress)
+    seeds = check_seeds("seeds", seeds, graph.num_nodes)
+    if len(seeds) == 0:
+        raise ValueError("seeds is empty: nothing to draw\n\nhint: is the training split empty?")
+    key = (check_seed("seed", seed) ^ OTHER) % 2**64
     sampler, each = Sampler(graph, fanouts, key), batches // 2
     halves = tuple(torch.zeros(graph.num_nodes, dtype=torch.int32) for _ in range(2))
     # orders of the seeds that the halves do not share: a seed is used once in each
@@ -413,7 +424,11 @@ def cached(
             two types or beside `device`.
         RuntimeError: a GPU has too little memory, or cannot read the memory of another.
     """
-    places = [_place(device)] if devices is None else [_place(each) for each in devices]
+    if devices is not None:
+        check_kind("devices", devices, (list, tuple), "a list of devices, or None")
+        if not devices:
+            raise ValueError("devices is []\n\nhint: a list of devices, or None")
+    places = [_place(device)] if devices is None else [_place(each, "devices") for each in devices]
     _demand_apart(places, device, devices)
     for place in places:
         _demand_host(table, place)
@@ -484,9 +499,11 @@ def cached_share(
         ValueError: as `cached`, or there is no such number.
         RuntimeError: the GPU has too little memory, or the driver shares none.
     """
+    number = check_integer("number", number, 0, hint="shares are numbered from 0")
+    of = check_integer("of", of, 1, hint="the number of processes on this machine")
     place = _place(device)
     _demand_host(table, place)
-    chosen = _hot_set(table, size, ranking, max(1, of))
+    chosen = _hot_set(table, size, ranking, of)
     handle = peers.handle_of(chosen.hot, table.num_rows, table.row_bytes, number, of)
     if place.type != "cuda":
         return CachedShare(handle, table, chosen, None)
@@ -505,11 +522,16 @@ class _HotSet:
 
 
 def _hot_set(table: FeatureTable, size: float, ranking: Tensor | Presample, gpus: int) -> _HotSet:
+    check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
+    hint = "what gcnzc.presample gave, or one score a row, such as graph.in_degrees()"
+    check_kind("ranking", ranking, (Presample, Tensor), hint)
     scores = ranking.scores if isinstance(ranking, Presample) else ranking
+    if scores.isnan().any():
+        raise ValueError(f"ranking is {describe(ranking)} with NaN\n\nhint: {hint}")
     if scores.shape != (table.num_rows,):
         raise ValueError(
-            f"a ranking of shape {tuple(scores.shape)} for a table of {table.num_rows} rows\n\n"
-            "hint: one score a row is needed; is the ranking that of another graph?"
+            f"ranking: a ranking of shape {tuple(scores.shape)} for a table of {table.num_rows} "
+            "rows\n\nhint: one score a row is needed; is the ranking that of another graph?"
         )
     num_hot = hot_rows_of(table, size, gpus)
     hot = ranked(scores)[:num_hot]
@@ -550,15 +572,18 @@ def hot_rows_of(table: FeatureTable, size: float, gpus: int = 1) -> int:
     if isinstance(size, float):
         if not 0 < size <= 1:
             raise ValueError(
-                f"a hot set of a share {size} of the rows: it must be above 0, and 1 at most\n\n"
+                f"size is a share {size} of the rows: it must be above 0, and 1 at most\n\n"
                 "hint: 0.2 is a fifth of the rows; bytes are an integer"
             )
         return min(table.num_rows, max(1, round(size * table.num_rows)))
+    size = check_integer(
+        "size", size, hint="bytes as an integer, or a share of the rows as a float"
+    )
     least = hot_bytes(table, min(1, table.num_rows))
     if size < least:
         raise ValueError(
-            f"{size} bytes hold no hot row: the first takes {least} bytes, {SLOT_BYTES} for each "
-            f"of {table.num_rows} rows among them\n\n"
+            f"size: {size} bytes hold no hot row: the first takes {least} bytes, {SLOT_BYTES} for "
+            f"each of {table.num_rows} rows among them\n\n"
             "hint: a larger size; or a share of the rows, such as 0.2"
         )
     each = hot_bytes(table, 1) - hot_bytes(table, 0)
@@ -756,10 +781,10 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     return told
 
 
-def _place(device: torch.device | str | None) -> torch.device:
+def _place(device: torch.device | str | None, name: str = "device") -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = check_device(name, device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
@@ -781,6 +806,7 @@ def _demand_apart(
 
 
 def _demand_host(table: FeatureTable, device: torch.device) -> None:
+    check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
     if table.device.type != "cpu":
         raise ValueError(
             f"all rows of this table lie on {table.device}, so none needs a copy there\n\n"

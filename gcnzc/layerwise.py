@@ -14,12 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gcnzc.arguments import (
+    IdsLike,
+    check_callable,
+    check_device,
+    check_integer,
+    check_kind,
+)
 from gcnzc.exchange import Algorithm, AllToAll, Group, run
 from gcnzc.graph import Graph
 from gcnzc.layers import Hop, Layer, root_norms
 from gcnzc.models import Model, demand_columns, dtype_of
 from gcnzc.replicas import vote
-from gcnzc.sampler import Sampler, demand_seeds
+from gcnzc.sampler import Sampler, check_graph, check_seeds
 from gcnzc.shared import first_workers, shared_empty
 from gcnzc.table import FeatureTable
 from gcnzc.together import together
@@ -42,7 +49,7 @@ def inference(
     table: FeatureTable,
     device: torch.device | str = "cpu",
     *,
-    nodes: Tensor | None = None,
+    nodes: IdsLike | None = None,
     batch_nodes: int = BATCH_NODES,
     progress: Progress | None = None,
     group: Group | None = None,
@@ -59,8 +66,8 @@ def inference(
         graph: of N nodes.
         table: (N, in_features), on the host or on `device`.
         device: where to compute; the rows of hidden layers stay on the host.
-        nodes: (M,) int32 or int64 ids, on the host; all nodes in order if None. Hidden layers are
-            computed only for the nodes that these depend on.
+        nodes: (M,) int32 or int64 ids, on the host: a tensor, an array or a list; all nodes in
+            order if None. Hidden layers are computed only for the nodes that these depend on.
         batch_nodes: targets at a time; fewer of a small graph.
         progress: called with (done, total), in nodes of all layers that this worker computes.
         group: workers that divide the nodes, all with the same arguments; this process alone if
@@ -71,21 +78,29 @@ def inference(
         share its memory: do not write to it.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: the table does not fit the graph or the model, a node is not in the graph, or an
             edge leads outside it, see `Graph.check`.
         RuntimeError: there is too little memory for the workers of a machine to share.
         WorkerLost: another worker is gone.
     """
+    check_kind("model", model, Model, "gcnzc.models.SAGE, GCN or GAT")
+    check_graph(graph)
+    check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
+    if group is not None:
+        check_kind("group", group, Group, "gcnzc.exchange.present(), or None")
     if table.num_rows != graph.num_nodes:
         raise ValueError(
-            f"{table.num_rows} rows of features for a graph of {graph.num_nodes} nodes\n\n"
-            "hint: row i is of node i"
+            f"the table has {table.num_rows} rows of features for a graph of {graph.num_nodes} "
+            "nodes\n\nhint: row i is of node i"
         )
     demand_columns(model, table.num_columns)
     graph.check()
     if nodes is not None:
-        nodes = demand_seeds(nodes, graph.num_nodes)
-    device = torch.device(device)
+        nodes = check_seeds("nodes", nodes, graph.num_nodes)
+    device = check_device("device", device)
+    batch_nodes = check_integer("batch_nodes", batch_nodes, 1)
+    check_callable("progress", progress)
     batch_nodes = min(batch_nodes, max(LEAST_NODES, graph.num_nodes // LEAST_RANGES))
     needed = _needed(graph, len(model.layers), nodes, batch_nodes)
     crew = _Crew(group or Group())

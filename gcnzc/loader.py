@@ -11,21 +11,35 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from gcnzc.arguments import (
+    THREADS_LIMIT,
+    IdsLike,
+    as_ids,
+    check_device,
+    check_epoch,
+    check_flag,
+    check_integer,
+    check_kind,
+    check_number,
+    check_seed,
+    describe,
+)
 from gcnzc.background import step_back
 from gcnzc.graph import Graph
 from gcnzc.kernels.buffers import Pool
-from gcnzc.sampler import Batch, Block, Sampler
+from gcnzc.sampler import Batch, Block, Sampler, check_graph, check_range
 from gcnzc.streams import CudaStreams
 from gcnzc.table import FeatureTable, can_read_host
 from gcnzc.timeline import Span
@@ -36,10 +50,12 @@ JOIN_S = 30.0
 # Each thread holds a batch of up to hundreds of megabytes. Without a model two threads on two cores
 # make 1.6 times as many batches as one, and three no more; beside a model any number does.
 MOST_THREADS = 4
-# what a state must have in common with the loader that takes it up
-SAME = ("seed", "num_seeds", "shuffle", "drop_last", "seeds_crc32")
 # with these as well, the batches are the same
 SHARED = ("batch_size", "world_size")
+# what states of all versions have
+REQUIRED = {"seed", "num_seeds", "num_items", "shuffle", "drop_last", "seeds_crc32", "items_crc32"}
+# batches are begun by a loop over these many
+AHEAD_LIMIT = 2**16
 
 # the number of an iterator whose progress no longer counts
 NOBODY = -1
@@ -52,8 +68,9 @@ class Samples(Protocol):
 
     If it has an attribute `thread_safe` that is False, one thread at a time samples. If it has
     `num_items`, its seeds are numbers below that, of edges say, and not ids of nodes. If it has
-    `pool`, of `gcnzc.kernels.buffers`, a loader for a GPU puts there where batches should lie. A
-    batch that comes with labels keeps them.
+    `pool`, of `gcnzc.kernels.buffers`, a loader for a GPU puts there where batches should lie. If
+    it has `settings`, a dict of plain values, the state of a loader has these values, and only a
+    loader whose sampler has the same ones resumes it. A batch that comes with labels keeps them.
     """
 
     def sample(self, seeds: Tensor, epoch: int) -> Batch:
@@ -96,6 +113,7 @@ class Shares:
     seeds than workers takes some from the step before it, so that no worker goes without.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: there are too few seeds, or rank, world size or batch size make no sense.
     """
 
@@ -108,14 +126,19 @@ class Shares:
     may_be_empty: bool = False  # no step at all is no error
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
+        ranks = "ranks are counted from 0 to world_size - 1"
+        checked = {
+            "batch_size": check_integer("batch_size", self.batch_size, 1),
+            "world_size": check_integer("world_size", self.world_size, 1),
+            "rank": check_integer("rank", self.rank, 0, hint=ranks),
+            "drop_last": check_flag("drop_last", self.drop_last),
+        }
+        for name, value in checked.items():
+            # numbers of numpy become Python's, which any checkpoint takes
+            object.__setattr__(self, name, value)
+        if self.rank >= self.world_size:
             raise ValueError(
-                f"batch size {self.batch_size}: it must be 1 or more\n\nhint: 1024 is usual"
-            )
-        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ValueError(
-                f"rank {self.rank} of a world of {self.world_size} workers\n\n"
-                "hint: ranks are counted from 0 to world_size - 1"
+                f"rank is {self.rank} with a world_size of {self.world_size}\n\nhint: {ranks}"
             )
         if self.done:
             # the rest of an epoch is shared, however little it is
@@ -129,8 +152,8 @@ class Shares:
             )
         if self.drop_last and self.num_seeds < self._step_seeds:
             raise ValueError(
-                f"{self.num_seeds} seeds do not fill one step of {self.world_size} batches of "
-                f"{self.batch_size}, and drop_last leaves out the rest\n\n"
+                f"{self.num_seeds} seeds do not fill one step of {self.world_size} batches with a "
+                f"batch_size of {self.batch_size}, and drop_last leaves out the rest\n\n"
                 "hint: drop_last=False, or a smaller batch_size"
             )
         left = self.num_seeds % self._step_seeds
@@ -140,6 +163,10 @@ class Shares:
                 "left for the last step, in which every worker needs one\n\n"
                 "hint: drop_last=True, or batch_size=2"
             )
+
+    def resumed(self, done: int, batch_size: int, world_size: int) -> "Shares":
+        """The shares of rank 0 in a run of other sizes, after `done` seeds were used by others."""
+        return replace(self, rank=0, done=done, batch_size=batch_size, world_size=world_size)
 
     @property
     def _step_seeds(self) -> int:
@@ -185,14 +212,15 @@ class Loader:
         table: rows of features, one per node; None leaves `batch.x` out. For a GPU they lie there,
             or inside `gcnzc.pinned`; if `gcnzc.table.can_read_host` is False of it, or if they are
             sparse, anywhere on the host, and worker threads gather what is then copied.
-        seeds: (S,) ids of nodes, all different; or what else the sampler takes.
+        seeds: (S,) ids of nodes, all different, as a tensor, an array or a list; or what else the
+            sampler takes.
         fanouts: as `gcnzc.Sampler` takes them; unused if `sampler` is given.
         batch_size: seeds of a batch of one worker.
-        labels: (N,) or (N, T), one row per node; None leaves `batch.y` out.
+        labels: (N,) or (N, T), one row per node, a tensor or an array; None leaves `batch.y` out.
         device: where batches are handed out.
         shuffle: take the seeds of an epoch as `order` puts them, not as they are.
         drop_last: leave out a last step that is not full.
-        seed: of the order and, unless `sampler` is given, of the sampling.
+        seed: of the order and, unless `sampler` is given, of the sampling; an integer of 64 bits.
         rank, world_size: this worker's number and how many there are; `Shares` says who takes what.
         threads: worker threads, each of which makes whole batches; as `usual_threads` says if None.
         ahead: batches that are begun or ready at most, besides the one that is handed out; one more
@@ -209,6 +237,7 @@ class Loader:
             takes and `drop_last`.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: an argument that makes no sense, or that does not fit another.
     """
 
@@ -216,10 +245,10 @@ class Loader:
         self,
         graph: Graph,
         table: FeatureTable | None,
-        seeds: Tensor,
+        seeds: IdsLike,
         fanouts: Sequence[int],
         batch_size: int,
-        labels: Tensor | None = None,
+        labels: Tensor | NDArray[Any] | None = None,
         device: torch.device | str = "cpu",
         shuffle: bool = True,
         drop_last: bool = False,
@@ -234,23 +263,28 @@ class Loader:
         in_degrees: bool = False,
         may_be_empty: bool = False,
     ) -> None:
+        check_graph(graph)
+        if table is not None:
+            check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows), or None")
         self.graph = graph
         self.table = table
-        self.sampler = Sampler(graph, fanouts, seed) if sampler is None else sampler
+        self.seed = check_seed("seed", seed)
+        self.sampler = Sampler(graph, fanouts, seed) if sampler is None else _checked(sampler)
         limit = getattr(self.sampler, "num_items", None)
+        may_be_empty = check_flag("may_be_empty", may_be_empty)
         self.seeds = _demand_seeds(seeds, graph, limit, may_be_empty)
         # worker threads pick them
-        self.labels = None if labels is None else labels.cpu()
+        self.labels = _demand_labels(graph, labels)
+        _demand_rows(graph, table)
         self.copied_share = _demand_share(copied_share)
-        self.device = _demand_device(torch.device(device), table, copied_share)
-        self.shuffle = shuffle
-        self.seed = seed
-        self.in_degrees = in_degrees
+        self.device = _demand_device(check_device("device", device), table, copied_share)
+        self.shuffle = check_flag("shuffle", shuffle)
+        self.in_degrees = check_flag("in_degrees", in_degrees)
         self.shares = Shares(
             *(len(self.seeds), batch_size, rank, world_size, drop_last), may_be_empty=may_be_empty
         )
         self.threads, self.ahead = _demand_threads(threads, ahead, self.sampler, world_size)
-        _demand_rows(graph, table, labels)
+        priority = check_integer("priority", priority, most=0, hint="-1 or 0")
         self._transfer = self._open_transfer(priority) if self.device.type == "cuda" else None
         self._host = Pool() if self._transfer is None else self._transfer.host
         safe = getattr(self.sampler, "thread_safe", True)
@@ -284,12 +318,10 @@ class Loader:
                 on where that state says.
 
         Raises:
+            TypeError: `epoch` is no integer.
             ValueError: `epoch` is out of range.
         """
-        if not 0 <= epoch < 2**32:
-            raise ValueError(
-                f"epoch {epoch}: it must be 0 or more, and below 2**32\n\nhint: count from 0"
-            )
+        epoch = check_epoch("epoch", epoch)
         if epoch != self._epoch:
             self._epoch = epoch
             self._position = self._resume_at = 0
@@ -297,8 +329,8 @@ class Loader:
             # an iterator of the epoch before no longer counts
             self._iterators += 1
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the loader stands: plain integers, which another loader of the same kind takes up.
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: plain values, which another loader of the same kind resumes.
 
         The batch that was handed out last counts as used: a loader that takes up the state begins
         with the one after it. With several iterators, the one that was begun last counts.
@@ -307,43 +339,23 @@ class Loader:
         shared = {name: getattr(self.shares, name) for name in SHARED}
         return {"epoch": self._epoch} | done | shared | self._same()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the next iteration where `state` was taken, with the same batches bit for bit.
 
         With another number of workers or batch size, the seeds of the epoch that were not used are
         shared anew: none is lost or used twice.
 
         Raises:
-            ValueError: `state` is of a loader with another seed, number of seeds, order, or other
-                seeds; or is no state of a loader.
+            TypeError: `state` is no mapping, or a value of it is of another type.
+            ValueError: `state` is of a loader with other seeds, order, fan-outs or other settings
+                of the sampler; or is no state of a loader.
         """
-        missing = {"epoch", "position", "done", *SAME, *SHARED} - state.keys()
-        if missing:
-            raise ValueError(
-                f"the state of a loader lacks {', '.join(sorted(missing))}\n\n"
-                "hint: load what state_dict() of a loader gave"
-            )
-        for name, mine in self._same().items():
-            if state[name] != mine:
-                raise ValueError(
-                    f"the state is of a loader with {name} {state[name]}, not {mine}\n\n"
-                    "hint: resume with the options of the run that was saved"
-                )
-        shared = {name: state[name] for name in SHARED}
-        before = replace(
-            self.shares,
-            rank=0,
-            done=state["done"],
-            batch_size=state["batch_size"],
-            world_size=state["world_size"],
-        )
-        if not 0 <= state["position"] <= len(before):
-            raise ValueError(
-                f"the state is at batch {state['position']} of {len(before)}\n\n"
-                "hint: load what state_dict() of a loader gave"
-            )
-        self.set_epoch(state["epoch"])
-        done, position = state["done"], state["position"]
+        numbers = check_state(state, self._same(), len(self.seeds))
+        shared = {name: numbers[name] for name in SHARED}
+        done, position = numbers["done"], numbers["position"]
+        before = self.shares.resumed(done, **shared)
+        check_position(position, len(before))
+        self.set_epoch(numbers["epoch"])
         if shared != {name: getattr(self.shares, name) for name in SHARED}:
             done, position = before.begin(position), 0
         self.shares = replace(self.shares, done=done)
@@ -374,13 +386,15 @@ class Loader:
         """
         return Batches(self, NOBODY, epoch, iter(steps))
 
-    def _same(self) -> dict[str, int]:
+    def _same(self) -> dict[str, Any]:
+        """What a state must have in common with this loader."""
         return {
             "seed": self.seed,
             "num_seeds": len(self.seeds),
             "shuffle": int(self.shuffle),
             "drop_last": int(self.shares.drop_last),
             "seeds_crc32": zlib.crc32(self.seeds.numpy().data),
+            **getattr(self.sampler, "settings", {}),
         }
 
     def _handed_out(self, iterator: int, position: int) -> None:
@@ -515,42 +529,104 @@ def _thread() -> str:
     return f"loader {threading.current_thread().name.rsplit('_', 1)[-1]}"
 
 
-def _demand_seeds(seeds: Tensor, graph: Graph, num_items: int | None, may_be_empty: bool) -> Tensor:
-    if seeds.ndim != 1 or seeds.dtype not in (torch.int32, torch.int64):
+def check_state(
+    state: Mapping[str, Any], same: Mapping[str, Any], num_items: int
+) -> dict[str, int]:
+    """Check what a loader is to resume.
+
+    Args:
+        state: of a loader.
+        same: what the state must have in common with the loader that resumes it. States of older
+            versions lack settings of samplers, which are then not compared.
+        num_items: seeds of the loader that resumes it.
+
+    Returns:
+        epoch, position, done, batch_size and world_size, as integers in their ranges; `position`
+        may still be beyond the epoch's end, see `check_position`.
+
+    Raises:
+        TypeError: the state is no mapping, or one of the numbers no integer.
+        ValueError: something is missing, out of range, or not the same.
+    """
+    hint = "load what state_dict() of a loader gave"
+    check_kind("state", state, Mapping, hint)
+    needed = {"epoch", "position", "done", *SHARED, *(same.keys() & REQUIRED)}
+    if missing := needed - state.keys():
+        raise ValueError(f"the state lacks {', '.join(sorted(missing))}\n\nhint: {hint}")
+    for name, mine in same.items():
+        if name in state and not _is_equal(state[name], mine):
+            raise ValueError(
+                f"the state is of a loader with {name} {describe(state[name])}, not "
+                f"{describe(mine)}\n\nhint: resume with the options of the run that was saved"
+            )
+    return {
+        "epoch": check_epoch("state['epoch']", state["epoch"]),
+        "position": check_integer("state['position']", state["position"], 0, hint=hint),
+        "done": check_integer("state['done']", state["done"], 0, num_items, hint),
+        "batch_size": check_integer("state['batch_size']", state["batch_size"], 1, hint=hint),
+        "world_size": check_integer("state['world_size']", state["world_size"], 1, hint=hint),
+    }
+
+
+def check_position(position: int, num_steps: int | None) -> None:
+    """Check that a state is not beyond the end of its epoch; None is an end that nobody knows.
+
+    Raises:
+        ValueError: it is.
+    """
+    if num_steps is not None and position > num_steps:
         raise ValueError(
-            f"seeds must be one row of int32 or int64, not {seeds.dtype} of shape "
-            f"{tuple(seeds.shape)}\n\nhint: a mask becomes ids with .nonzero().flatten()"
+            f"state['position'] is {position}, but the epoch has {num_steps} batches\n\n"
+            "hint: load what state_dict() of a loader gave"
         )
-    seeds = seeds.cpu().long().contiguous()
-    if len(seeds) == 0:
+
+
+def _is_equal(value: object, mine: object) -> bool:
+    """Whether a value of a state is ours; a tuple may have become a list, and a bool an int."""
+    if isinstance(mine, list):
+        return isinstance(value, list | tuple) and list(value) == mine
+    return isinstance(value, int | str | np.integer) and bool(value == mine)
+
+
+def _checked(sampler: Samples) -> Samples:
+    if not callable(getattr(sampler, "sample", None)):
+        raise TypeError(
+            f"sampler is {describe(sampler)}, which has no method sample(seeds, epoch)\n\n"
+            "hint: gcnzc.Sampler, gcnzc.LinkSampler or DglSampler; None takes the fan-outs"
+        )
+    return sampler
+
+
+def _demand_seeds(
+    seeds: IdsLike, graph: Graph, num_items: int | None, may_be_empty: bool
+) -> Tensor:
+    found = as_ids("seeds", seeds, "a mask becomes ids by .nonzero().flatten()")
+    found = found.cpu().contiguous()
+    if len(found) == 0:
         if may_be_empty:
-            return seeds
-        raise ValueError("no seeds, so no batches\n\nhint: is the split empty?")
-    ordered = seeds.sort().values
-    limit = graph.num_nodes if num_items is None else num_items
-    if ordered[0] < 0 or ordered[-1] >= limit:
-        nodes = "the graph has {} nodes\n\nhint: seeds are ids of nodes, counted from 0"
-        items = "the sampler has {} items\n\nhint: seeds are what this sampler counts from 0"
-        raise ValueError(
-            f"seeds reach from {int(ordered[0])} to {int(ordered[-1])}, but "
-            + (nodes if num_items is None else items).format(limit)
-        )
+            return found
+        raise ValueError("seeds is empty: no seeds, so no batches\n\nhint: is the split empty?")
+    if num_items is None:
+        check_range("seeds", found, graph.num_nodes, "the graph has {} nodes", "ids of nodes")
+    else:
+        check_range("seeds", found, num_items, "the sampler has {} items", "its items")
+    ordered = found.sort().values
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(twice) > 0:
         raise ValueError(
-            f"seed {int(twice[0])} occurs twice ({len(twice)} seeds too many)\n\n"
+            f"seeds: seed {int(twice[0])} occurs twice ({len(twice)} seeds too many)\n\n"
             "hint: seeds.unique()"
         )
-    return seeds
+    return found
 
 
 def _demand_share(copied_share: float) -> float:
-    if not 0 <= copied_share <= 1:
-        raise ValueError(
-            f"copied_share {copied_share}: it is a share of a batch's rows, from 0 to 1\n\n"
-            "hint: 0 lets the GPU read all rows by itself"
-        )
-    return copied_share
+    return check_number(
+        "copied_share",
+        copied_share,
+        lambda share: 0 <= share <= 1,
+        "it is a share of a batch's rows, from 0 to 1; 0 lets the GPU read all rows by itself",
+    )
 
 
 def _demand_device(
@@ -601,28 +677,39 @@ def _is_sent(device: torch.device, table: FeatureTable | None) -> bool:
 def _demand_threads(
     threads: int | None, ahead: int | None, sampler: Samples, world_size: int
 ) -> tuple[int, int]:
+    hint = "None takes the default"
     if threads is None:
         threads = usual_threads(world_size)
+    threads = check_integer("threads", threads, 1, THREADS_LIMIT, hint)
     if not getattr(sampler, "thread_safe", True):
-        threads = min(threads, 1)
+        threads = 1
     if ahead is None:
         ahead = threads + 1
-    if threads < 1 or ahead < 1:
-        raise ValueError(
-            f"{threads} worker threads, {ahead} batches ahead: both must be 1 or more\n\n"
-            "hint: leave them away"
-        )
-    return threads, ahead
+    return threads, check_integer("ahead", ahead, 1, AHEAD_LIMIT, hint)
 
 
-def _demand_rows(graph: Graph, table: FeatureTable | None, labels: Tensor | None) -> None:
+def _demand_rows(graph: Graph, table: FeatureTable | None) -> None:
     if table is not None and table.num_rows != graph.num_nodes:
         raise ValueError(
             f"the table has {table.num_rows} rows, but the graph {graph.num_nodes} nodes\n\n"
             "hint: one row of features per node is needed"
         )
-    if labels is not None and (labels.ndim == 0 or len(labels) != graph.num_nodes):
+
+
+def _demand_labels(graph: Graph, labels: Tensor | NDArray[Any] | None) -> Tensor | None:
+    if labels is None:
+        return None
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "biuf":
+        # torch warns of memory that may not be written
+        labels = torch.from_numpy(np.require(labels, requirements=["C", "W"]))
+    if not isinstance(labels, Tensor):
+        raise TypeError(
+            f"labels is {describe(labels)}\n\n"
+            "hint: a tensor or an array of one row per node, or None"
+        )
+    if labels.ndim == 0 or len(labels) != graph.num_nodes:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} for a graph of {graph.num_nodes} nodes\n\n"
             "hint: one row of labels per node is needed, of any number for nodes without a label"
         )
+    return labels.cpu()

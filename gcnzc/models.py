@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gcnzc.arguments import check_flag, check_integer, check_number
 from gcnzc.kernels.dropout import dropout, relu_dropout_
 from gcnzc.layers import GATLayer, GCNLayer, Layer, SAGELayer, draw_seed
 from gcnzc.sampler import Block
@@ -39,8 +40,9 @@ class Model(nn.Module):
         batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        for name, share in (("dropout", dropout), ("input_dropout", input_dropout)):
-            _demand_share(name, share)
+        dropout = _checked_share("dropout", dropout)
+        input_dropout = _checked_share("input_dropout", input_dropout)
+        batch_norm = check_flag("batch_norm", batch_norm)
         self.layers = nn.ModuleList(layers)
         hidden = widths[:-1] if batch_norm else []
         self.norms = nn.ModuleList(nn.BatchNorm1d(width) for width in hidden)
@@ -111,7 +113,8 @@ class SAGE(Model):
         batch_norm: normalise the columns between layers.
 
     Raises:
-        ValueError: no layers, or a dropout outside [0, 1).
+        TypeError: an argument of another type.
+        ValueError: no layers or columns, or a dropout outside [0, 1).
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class SAGE(Model):
         input_dropout: float = 0.0,
         batch_norm: bool = False,
     ) -> None:
-        widths = _widths(hidden, num_classes, num_layers)
+        in_features, widths = _widths(in_features, hidden, num_classes, num_layers)
         super().__init__(
             [SAGELayer(*ends) for ends in pairwise([in_features, *widths])],
             widths,
@@ -153,7 +156,7 @@ class GCN(Model):
         input_dropout: float = 0.0,
         batch_norm: bool = False,
     ) -> None:
-        widths = _widths(hidden, num_classes, num_layers)
+        in_features, widths = _widths(in_features, hidden, num_classes, num_layers)
         super().__init__(
             [GCNLayer(*ends) for ends in pairwise([in_features, *widths])],
             widths,
@@ -184,7 +187,8 @@ class GAT(Model):
         skip: add a linear map of each layer's input to its output.
 
     Raises:
-        ValueError: no layers, no heads, or a dropout outside [0, 1).
+        TypeError: an argument of another type.
+        ValueError: no layers, columns or heads, or a dropout outside [0, 1).
     """
 
     def __init__(
@@ -201,11 +205,13 @@ class GAT(Model):
         attention_dropout: float = 0.0,
         skip: bool = True,
     ) -> None:
+        heads = check_integer("heads", heads, 1)
+        hidden = check_integer("hidden", hidden, 1)
         last_heads = heads if output_heads is None else output_heads
-        if min(heads, last_heads) < 1:
-            raise ValueError(f"{heads} heads and {last_heads} output heads; one or more are needed")
-        _demand_share("attention_dropout", attention_dropout)
-        widths = _widths(hidden * heads, num_classes, num_layers)
+        last_heads = check_integer("output_heads", last_heads, 1, hint="None takes heads")
+        attention_dropout = _checked_share("attention_dropout", attention_dropout)
+        skip = check_flag("skip", skip)
+        in_features, widths = _widths(in_features, hidden * heads, num_classes, num_layers)
         layers = [
             GATLayer(
                 before,
@@ -228,15 +234,21 @@ def _elu_dropout_(x: Tensor, share: float, seed: int) -> Tensor:
     return dropout(x, share, seed) if share else x
 
 
-def _widths(hidden: int, num_classes: int, num_layers: int) -> list[int]:
-    if num_layers < 1:
-        raise ValueError(f"a model of {num_layers} layers\n\nhint: one or more are needed")
-    return [hidden] * (num_layers - 1) + [num_classes]
+def _widths(
+    in_features: int, hidden: int, num_classes: int, num_layers: int
+) -> tuple[int, list[int]]:
+    """The columns that the first layer takes, and those that each layer gives."""
+    num_layers = check_integer("num_layers", num_layers, 1)
+    hidden = check_integer("hidden", hidden, 1)
+    num_classes = check_integer("num_classes", num_classes, 1)
+    in_features = check_integer("in_features", in_features, 1, hint="the columns of the features")
+    return in_features, [hidden] * (num_layers - 1) + [num_classes]
 
 
-def _demand_share(name: str, share: float) -> None:
-    if not 0 <= share < 1:
-        raise ValueError(f"{name} is {share}\n\nhint: it is a share, from 0 to below 1")
+def _checked_share(name: str, share: float) -> float:
+    return check_number(
+        name, share, lambda value: 0 <= value < 1, "it is a share, from 0 to below 1"
+    )
 
 
 def dtype_of(model: Model) -> torch.dtype:

@@ -10,17 +10,28 @@ Letters: E target edges, S seeds, P pairs of a batch, K negatives for each edge.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gcnzc.arguments import (
+    IdsLike,
+    as_ids,
+    check_choice,
+    check_epoch,
+    check_flag,
+    check_integer,
+    check_kind,
+    check_seed,
+    describe,
+)
 from gcnzc.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.edges import LeftOut, is_sorted, left_out, sorted_columns
 from gcnzc.kernels.negatives import in_batch, negatives
-from gcnzc.sampler import Batch, Block, Sampler
+from gcnzc.sampler import Batch, Block, Sampler, check_graph, check_range
 
 Negatives: TypeAlias = Literal["uniform", "both", "in-batch"]
 Exclude: TypeAlias = Literal["none", "self", "reverse"]
@@ -55,6 +66,7 @@ class LinkSampler:
         edge_ids: also give each block's edges' positions in `graph.indices`.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: edges that are none, or an argument that makes no sense.
     """
 
@@ -72,25 +84,27 @@ class LinkSampler:
         seed: int = 0,
         edge_ids: bool = False,
     ) -> None:
-        _demand_choice("negatives", negatives, ("uniform", "both", "in-batch"))
-        _demand_choice("exclude", exclude, ("none", "self", "reverse"))
-        if not 0 <= num_negatives <= MOST_NEGATIVES:
-            raise ValueError(
-                f"{num_negatives} negatives for each edge\n\nhint: 1 is usual; 0 draws none"
-            )
+        check_graph(graph)
+        check_choice("negatives", negatives, ("uniform", "both", "in-batch"))
+        check_choice("exclude", exclude, ("none", "self", "reverse"))
         self.graph = graph
         self.edges = demand_edges(edges, graph.num_nodes)
         self.negatives = negatives
-        self.num_negatives = num_negatives
-        self.strict = strict
+        self.num_negatives = check_integer(
+            "num_negatives", num_negatives, 0, MOST_NEGATIVES, "1 is the default; 0 draws none"
+        )
+        self.strict = check_flag("strict", strict)
         self.exclude = exclude
-        self.seed = seed
+        self.seed = check_seed("seed", seed)
+        edge_ids = check_flag("edge_ids", edge_ids)
+        if known is not None:
+            check_kind("known", known, Graph, "a gcnzc.Graph of the same nodes, or None")
         self._sorted, self._order = _sorted(graph, edge_ids and exclude != "none")
         if known is None or known is graph:
             self._known = self._sorted
         elif known.num_nodes != graph.num_nodes:
             raise ValueError(
-                f"known edges of a graph of {known.num_nodes} nodes, not {graph.num_nodes}\n\n"
+                f"known is a graph of {known.num_nodes} nodes, not {graph.num_nodes}\n\n"
                 "hint: both graphs number the same nodes"
             )
         else:
@@ -110,6 +124,12 @@ class LinkSampler:
         return self.edges.shape[1]
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What decides which pairs and neighbours are drawn, by name, for a loader's state."""
+        names = ("negatives", "num_negatives", "strict", "exclude")
+        return self._sampler.settings | {name: getattr(self, name) for name in names}
+
+    @property
     def pool(self) -> Pool:
         """Lends the memory of the neighbourhoods, as that of `gcnzc.Sampler`."""
         return self._sampler.pool
@@ -118,11 +138,11 @@ class LinkSampler:
     def pool(self, pool: Pool) -> None:
         self._sampler.pool = pool
 
-    def sample(self, seeds: Tensor, epoch: int) -> Batch:
+    def sample(self, seeds: IdsLike, epoch: int) -> Batch:
         """The pairs of some edges, and the neighbourhood of their ends.
 
         Args:
-            seeds: int32 or int64 numbers of target edges, on the host.
+            seeds: (S,) numbers of target edges, on the host: a tensor, an array or a list.
             epoch: in [0, 2**32); other epochs draw other negatives and neighbours.
 
         Returns:
@@ -132,10 +152,12 @@ class LinkSampler:
             occur, ascending.
 
         Raises:
+            TypeError: seeds or epoch are of another type.
             ValueError: a number that is not an edge's, an epoch out of range, or an edge for which
                 `strict` leaves no negative.
         """
         begin_s = time.perf_counter()
+        epoch = check_epoch("epoch", epoch)
         items = _demand_items(seeds, self.num_items)
         positives = self.edges[:, items]
         others = self._negatives(positives, items, epoch)
@@ -190,8 +212,12 @@ def demand_edges(edges: Tensor, num_nodes: int) -> Tensor:
     """`edges` as (2, E) int64, contiguous, on the host.
 
     Raises:
-        ValueError: another shape or type, none at all, or an end that is no node.
+        TypeError: no tensor.
+        ValueError: another shape or dtype, none at all, or an end that is no node.
     """
+    if isinstance(edges, np.ndarray):
+        edges = torch.from_numpy(edges.copy())
+    check_kind("edges", edges, Tensor, "(2, E) of int32 or int64, sources above destinations")
     if edges.ndim != 2 or len(edges) != 2 or edges.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"edges of shape {tuple(edges.shape)} and type {edges.dtype}\n\n"
@@ -221,22 +247,10 @@ def _sorted(graph: Graph, order: bool) -> tuple[Graph, Tensor | None]:
     return Graph(np.asarray(indptr), sources, check=False), found
 
 
-def _demand_items(seeds: Tensor, num_items: int) -> Tensor:
-    if seeds.ndim != 1 or seeds.dtype not in (torch.int32, torch.int64) or seeds.is_cuda:
-        raise ValueError(
-            f"numbers of edges of shape {tuple(seeds.shape)}, {seeds.dtype}, on {seeds.device}: "
-            "a vector of int32 or int64 on the host is needed"
-        )
-    if len(seeds):
-        least, greatest = (int(bound) for bound in seeds.aminmax())
-        if least < 0 or greatest >= num_items:
-            raise ValueError(
-                f"numbers of edges reach from {least} to {greatest}, but there are {num_items} "
-                "target edges\n\nhint: a LinkSampler's seeds are torch.arange(sampler.num_items)"
-            )
-    return seeds.long()
-
-
-def _demand_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}\n\nhint: one of {', '.join(choices)}")
+def _demand_items(seeds: IdsLike, num_items: int) -> Tensor:
+    items = as_ids("seeds", seeds, "a LinkSampler's seeds are numbers of its target edges")
+    if items.device.type != "cpu":
+        raise ValueError(f"seeds is {describe(seeds)} on {items.device}\n\nhint: seeds.cpu()")
+    what = "numbers of edges, torch.arange(sampler.num_items) for all of them"
+    check_range("seeds", items, num_items, "there are {} target edges", what)
+    return items

@@ -4,15 +4,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gcnzc.arguments import (
+    IdsLike,
+    as_ids,
+    check_epoch,
+    check_fanouts,
+    check_flag,
+    check_kind,
+    check_seed,
+    describe,
+)
 from gcnzc.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.edges import LeftOut
-from gcnzc.kernels.philox import split_key
-from gcnzc.kernels.sample import ALL, MAX_DEGREE, Workspace
+from gcnzc.kernels.sample import MAX_DEGREE, Workspace
 from gcnzc.kernels.sample import sample as draw
 from gcnzc.timeline import Span, Stage
 
@@ -104,29 +114,36 @@ class Sampler:
             which copies to a GPU are fast.
 
     Raises:
-        ValueError: no fan-outs, one below -1, a seed of more than 64 bits, or a graph with a node
-            of 2**32 neighbours.
+        TypeError: an argument of another type.
+        ValueError: no fan-outs, one below -1 or above 2**31 - 1, a seed of more than 64 bits, or a
+            graph with a node of 2**32 neighbours.
     """
 
     def __init__(
         self, graph: Graph, fanouts: Sequence[int], seed: int = 0, edge_ids: bool = False
     ) -> None:
+        check_graph(graph)
         self.graph = graph
-        self.fanouts = demand_fanouts(fanouts)
-        split_key(seed)  # refuses what is no key
+        self.fanouts = check_fanouts("fanouts", fanouts)
+        self.seed = check_seed("seed", seed)
+        self.edge_ids = check_flag("edge_ids", edge_ids)
         _demand_degrees(graph)
-        self.seed = seed
-        self.edge_ids = edge_ids
         self.pool = Pool()
         # one for each thread that samples at this moment; append and pop need no lock
         self._idle: list[Workspace] = []
 
-    def sample(self, seeds: Tensor, epoch: int, without: LeftOut | None = None) -> Batch:
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides which neighbours are drawn, by name, for the state of a loader."""
+        return {"fanouts": list(self.fanouts), "sampler_seed": self.seed}
+
+    def sample(self, seeds: IdsLike, epoch: int, without: LeftOut | None = None) -> Batch:
         """The neighbourhood of `seeds`, without features and labels.
 
         Args:
-            seeds: (S,) int64 or int32 ids, on the host. One that occurs twice is computed twice,
-                with the same neighbours, as in DGL; edges lead to its first place.
+            seeds: (S,) int64 or int32 ids, on the host: a tensor, an array or a list. One that
+                occurs twice is computed twice, with the same neighbours, as in DGL; edges lead to
+                its first place.
             epoch: in [0, 2**32); other epochs draw other neighbours.
             without: edges of the seeds' columns that are never drawn, see `gcnzc.kernels.edges`;
                 the seeds are then all different.
@@ -135,10 +152,12 @@ class Sampler:
             The batch, in memory that is used again once nothing refers to it.
 
         Raises:
+            TypeError: seeds or epoch are of another type.
             ValueError: a seed that is not a node, or an epoch out of range.
         """
         begin = time.perf_counter()
-        seeds = demand_seeds(seeds, self.graph.num_nodes)
+        epoch = check_epoch("epoch", epoch)
+        seeds = check_seeds("seeds", seeds, self.graph.num_nodes)
         workspace = self._idle.pop() if self._idle else Workspace()
         drawn = draw(
             self.graph.indptr,
@@ -169,40 +188,55 @@ class Sampler:
         return Batch(drawn.nodes, drawn.nodes[: len(seeds)], blocks, times={"sample_s": seconds})
 
 
-def demand_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
-    """`fanouts` as a tuple of integers.
+def check_graph(graph: object) -> None:
+    """Check that `graph` is a `gcnzc.Graph`.
 
     Raises:
-        ValueError: there are none, or one is below -1.
+        TypeError: it is not.
     """
-    numbers = tuple(int(fanout) for fanout in fanouts)
-    if not numbers or min(numbers) < ALL:
-        raise ValueError(
-            f"fan-outs {list(fanouts)}: one or more numbers from -1 are needed\n\n"
-            "hint: one number a layer, input layer first, such as 15,10,5; -1 keeps all neighbours"
-        )
-    return numbers
+    check_kind(
+        "graph",
+        graph,
+        Graph,
+        "Graph.from_edges, from_csc, from_csr, from_dgl or from_pyg makes one",
+    )
 
 
-def demand_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
-    """`seeds` as int64.
+def check_seeds(name: str, seeds: IdsLike, num_nodes: int) -> Tensor:
+    """Return ids of nodes, a tensor, an array or a list, as an int64 vector on the host.
 
     Raises:
-        ValueError: not a vector of int32 or int64 on the host, or a seed outside the graph.
+        TypeError: they are nothing of these.
+        ValueError: not a vector of int32 or int64 on the host, or one outside the graph.
     """
-    if seeds.ndim != 1 or seeds.dtype not in (torch.int32, torch.int64) or seeds.is_cuda:
+    ids = as_ids(name, seeds, "ids of nodes; a mask becomes ids by .nonzero().flatten()")
+    if ids.device.type != "cpu":
+        raise ValueError(f"{name} is {describe(seeds)} on {ids.device}\n\nhint: {name}.cpu()")
+    check_range(name, ids, num_nodes, "the graph has {} nodes", "ids of nodes")
+    return ids
+
+
+def check_range(name: str, ids: Tensor, count: int, has: str, what: str) -> None:
+    """Check that numbers are from 0 to below `count`.
+
+    Args:
+        name: of the argument.
+        ids: on the host.
+        count: how many there are.
+        has: what says so, with {} for the count.
+        what: the numbers are.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if len(ids) == 0:
+        return
+    least, greatest = (int(bound) for bound in ids.aminmax())
+    if least < 0 or greatest >= count:
         raise ValueError(
-            f"seeds of shape {tuple(seeds.shape)}, {seeds.dtype}, on {seeds.device}: "
-            "a vector of int32 or int64 on the host is needed"
+            f"{name} reach from {least} to {greatest}, but {has.format(count)}\n\n"
+            f"hint: {name} are {what}, counted from 0"
         )
-    if len(seeds):
-        least, greatest = (int(bound) for bound in seeds.aminmax())
-        if least < 0 or greatest >= num_nodes:
-            raise ValueError(
-                f"seeds reach from {least} to {greatest}, but the graph has {num_nodes} nodes\n\n"
-                "hint: seeds are ids of nodes, counted from 0"
-            )
-    return seeds.long()
 
 
 def _demand_degrees(graph: Graph) -> None:

@@ -67,12 +67,13 @@ def feature_table(
         group: of all workers, those of a machine share a copy where the driver demands one.
 
     Raises:
-        ValueError: the graph has no features.
+        ValueError: the graph has no features, or features of no columns.
         RuntimeError, WorkerLost: as `gcnzc.pinned` and `gcnzc.shared.share_copy` do.
     """
-    if data.table is None:
+    if data.table is None or data.table.num_columns == 0:
+        found = "no features" if data.table is None else "features of 0 columns, nothing"
         raise ValueError(
-            f"{data.name} has no features to train on\n\n"
+            f"{data.name} has {found} to train on\n\n"
             f"hint: `gcnzc embed {data.folder} DEST` makes some from its edges"
         )
     if where == "device" or data.table.is_sparse:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gcnzc.arguments import THREADS_LIMIT, check_device, check_integer, check_kind, describe
 from gcnzc.driver import Driver
 from gcnzc.finite import are_finite
 from gcnzc.kernels.gather import gather
@@ -50,7 +52,9 @@ class FeatureTable:
             if None. It changes no bit of what is gathered.
 
     Raises:
-        ValueError: `rows` is no such table, or wants a gradient; or `scales` do not fit it.
+        TypeError: `scale_columns` or `way` are of another type.
+        ValueError: `rows` is no such table, or wants a gradient; or `scales` do not fit it, or are
+            not finite.
     """
 
     rows: Tensor
@@ -75,9 +79,11 @@ class FeatureTable:
             ValueError: `rows`, `dtype` or `scale_columns` are not of these.
         """
         plain = FeatureTable(rows)
+        if scale_columns is not None:
+            check_integer("scale_columns", scale_columns, 1, hint="None for a scale a row")
+        check_kind("dtype", dtype, torch.dtype, "torch.int8")
         floating = rows.is_floating_point() and rows.device.type == "cpu" and not plain.is_sparse
-        wrong = scale_columns is not None and scale_columns < 1
-        if dtype not in LARGEST or not floating or not plain.num_columns or wrong:
+        if dtype not in LARGEST or not floating or not plain.num_columns:
             raise ValueError(
                 f"rows of {rows.dtype} and shape {tuple(rows.shape)} on {rows.device} cannot be "
                 f"quantised to {dtype}, with scale_columns {scale_columns}\n\n"
@@ -96,11 +102,13 @@ class FeatureTable:
     def __post_init__(self) -> None:
         rows = self.rows
         if not isinstance(rows, Tensor) or rows.ndim != 2:
-            what = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+            what = "an ndarray" if isinstance(rows, np.ndarray) else describe(rows)
             raise ValueError(
-                f"a table of features has two dimensions, not {what}\n\n"
+                f"rows is {what}, but a table of features is a tensor of two dimensions\n\n"
                 "hint: torch.from_numpy(array), and .view(-1, 1) for one feature per node"
             )
+        if self.way is not None:
+            check_kind("way", self.way, Way, "None takes the default")
         if rows.requires_grad:
             raise ValueError(
                 f"a table of features of shape {tuple(rows.shape)} wants a gradient, which gathers "
@@ -125,8 +133,12 @@ class FeatureTable:
         scales, per = self.scales, self.scale_columns
         if scales is None and per is None:
             return
-        count = self.num_rows if per is None else -(-self.num_columns // max(per, 1))
-        coded = self.rows.dtype in LARGEST and not self.is_sparse and (per is None or per > 0)
+        if per is not None:
+            check_integer("scale_columns", per, 1, hint="None for a scale a row")
+        if scales is not None:
+            check_kind("scales", scales, Tensor, "float32, one for each row, or None")
+        count = self.num_rows if per is None else -(-self.num_columns // per)
+        coded = self.rows.dtype in LARGEST and not self.is_sparse
         if (
             scales is None
             or not coded
@@ -138,6 +150,11 @@ class FeatureTable:
             raise ValueError(
                 f"rows of {self.rows.dtype} and shape {tuple(self.rows.shape)} cannot be scaled by "
                 f"{told}, with scale_columns {per}\n\n"
+                "hint: FeatureTable.quantized(rows) makes codes and their scales"
+            )
+        if scales.device.type != "meta" and not are_finite(scales.cpu().view(1, -1)):
+            raise ValueError(
+                f"scales is {describe(scales)} with values that are NaN or infinite\n\n"
                 "hint: FeatureTable.quantized(rows) makes codes and their scales"
             )
 
@@ -210,8 +227,10 @@ class FeatureTable:
             threads: how many share the work on the host; `torch.get_num_threads()` if None.
 
         Raises:
+            TypeError: `ids` or `out` are no tensors, or `threads` is no integer.
             ValueError, IndexError: as `gcnzc.kernels.gather.gather` does.
         """
+        check_gather(ids, out, threads)
         if self.is_sparse:
             return gather_sparse(self.rows, ids, out, threads=threads)
         return gather(
@@ -235,8 +254,9 @@ class FeatureTable:
             threads: as for `gather`.
 
         Raises:
-            ValueError, IndexError: as `gather` does.
+            TypeError, ValueError, IndexError: as `gather` does.
         """
+        check_gather(ids, out, threads)
         if self.is_sparse:
             return gather_sparse(self.rows, ids, out, threads=threads)
         return gather(self.rows, ids, out, threads=threads)
@@ -261,11 +281,25 @@ class FeatureTable:
         Args:
             device: the host, a GPU, or "cuda" for the current one.
         """
-        rows = copy_to(self.rows, device)
+        rows = copy_to(self.rows, check_device("device", device))
         if rows is self.rows:
             return self
         scales = None if self.scales is None else self.scales.to(device)
         return replace(self, rows=rows, scales=scales)
+
+
+def check_gather(ids: object, out: object, threads: object) -> None:
+    """Check the types of what a table is asked to gather.
+
+    Raises:
+        TypeError: `ids` or `out` are no tensors, or `threads` is no integer.
+        ValueError: `threads` is out of range.
+    """
+    check_kind("ids", ids, Tensor, "torch.as_tensor(ids)")
+    if out is not None:
+        check_kind("out", out, Tensor, "torch.empty of the rows' shape, or None")
+    if threads is not None:
+        check_integer("threads", threads, 1, THREADS_LIMIT, "None takes torch.get_num_threads()")
 
 
 @contextmanager

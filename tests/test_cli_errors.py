@@ -86,6 +86,17 @@ def test_what_nobody_foresaw_is_an_answer_too(graph, monkeypatch, capsys, error)
     assert "hint: --debug shows the traceback" in text
 
 
+def test_features_without_columns_are_rejected(graph, tmp_path, capsys):
+    np.save(tmp_path / "none.npy", np.zeros((1500, 0), np.float32))
+    words = ["--features", tmp_path / "none.npy"]
+    raw = graph.parent / "raw"
+    assert main(["prepare", str(raw), str(tmp_path / "empty"), *map(str, words)]) == 0
+    words = ["train", tmp_path / "empty", *SMALL, "--out", tmp_path / "run"]
+    text = answer_of(capsys, words, 1)
+    assert "error: raw has features of 0 columns, nothing to train on" in text
+    assert "hint: `gcnzc embed" in text
+
+
 @pytest.mark.parametrize("words", [["--debug", "info"], ["info", "--debug"]])
 def test_debug_shows_the_traceback(words, tmp_path, capsys):
     assert main([*words, str(tmp_path / "missing")]) == 1

@@ -23,6 +23,7 @@ ORDER = [
     "_version",
     "finite",
     "scalars",
+    "arguments",
     "background",
     "streams",
     "exchange",

@@ -168,7 +168,6 @@ def test_no_codes():
         (torch.ones(4).double(), None),
         (torch.ones(8)[::2], None),
         (torch.ones(4), 2),
-        (torch.ones(6), 0),
     ):
         with pytest.raises(ValueError, match=r"cannot be scaled by (.|\n)*\n\nhint: "):
             FeatureTable(codes, scales, per)
@@ -177,12 +176,20 @@ def test_no_codes():
     for rows, dtype, per in (
         (codes, torch.int8, None),
         (codes.float(), torch.float16, None),
-        (codes.float(), torch.int8, 0),
         (torch.ones(3, 0), torch.int8, None),
         (torch.ones(3, 4, device="meta"), torch.int8, None),
     ):
         with pytest.raises(ValueError, match=r"cannot be quantised to (.|\n)*\n\nhint: "):
             FeatureTable.quantized(rows, dtype, scale_columns=per)
+    for per in (0, -2, 1.5, True):
+        with pytest.raises((TypeError, ValueError), match=rf"scale_columns is {per}\b"):
+            FeatureTable(codes, torch.ones(6), per)
+        with pytest.raises((TypeError, ValueError), match=rf"scale_columns is {per}\b"):
+            FeatureTable.quantized(codes.float(), scale_columns=per)
+    for value in (torch.nan, torch.inf):
+        for scales, per in ((torch.full((4,), value), None), (torch.full((3,), value), 2)):
+            with pytest.raises(ValueError, match=r"scales .* NaN or infinite\n\nhint: "):
+                FeatureTable(codes, scales, per)
     for value in (torch.nan, torch.inf, 1e39):
         rows = torch.full((3, 4), value, dtype=torch.float64)
         with pytest.raises(ValueError, match=r"not finite as float32 (.|\n)*\n\nhint: "):
@@ -220,8 +227,8 @@ def test_rows_are_not_copied():
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (torch.zeros(5), r"two dimensions, not \(5,\)"),
-        (torch.zeros(5, 2).numpy(), "not ndarray"),
+        (torch.zeros(5), r"shape \(5,\), but a table of features is a tensor of two dimensions"),
+        (torch.zeros(5, 2).numpy(), "rows is an ndarray"),
         (torch.zeros(5, 2, requires_grad=True), "wants a gradient"),
         (torch.zeros(5, 4).t(), "contiguous rows"),
         (torch.zeros(5, 4).to_sparse(), "dense with contiguous rows, or CSR"),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcnzc.arguments import as_ids, describe
 from gcnzc.interop.dgl_door import import_dgl
 
 
@@ -18,7 +19,7 @@ def demand_graph(graph: Any) -> None:
     dgl = import_dgl()
     if not isinstance(graph, dgl.DGLGraph):
         raise ValueError(
-            f"DataLoader does not support {type(graph).__name__}\n\nhint: a dgl.DGLGraph"
+            f"graph: DataLoader does not support {describe(graph)}\n\nhint: a dgl.DGLGraph"
         )
     if len(graph.ntypes) != 1 or len(graph.etypes) != 1:
         raise ValueError(
@@ -39,9 +40,8 @@ def demand_sampler(graph_sampler: Any, drawn_by: Any) -> None:
         ValueError: it is of these.
     """
     loading = import_dgl().dataloading
-    if drawn_by not in ("gcnzc", "dgl"):
-        shown = repr(drawn_by) if isinstance(drawn_by, str) else f"a {type(drawn_by).__name__}"
-        raise ValueError(f"drawn_by is {shown}\n\nhint: 'gcnzc' or 'dgl'")
+    if not isinstance(drawn_by, str) or drawn_by not in ("gcnzc", "dgl"):
+        raise ValueError(f"drawn_by is {describe(drawn_by)}\n\nhint: 'gcnzc' or 'dgl'")
     inner = graph_sampler
     if isinstance(graph_sampler, loading.EdgePredictionSampler):
         inner = graph_sampler.sampler
@@ -52,7 +52,7 @@ def demand_sampler(graph_sampler: Any, drawn_by: Any) -> None:
             )
     if not isinstance(inner, loading.BlockSampler):
         raise ValueError(
-            f"DataLoader does not support {type(inner).__name__}\n\n"
+            f"graph_sampler: DataLoader does not support {describe(inner)}\n\n"
             "hint: NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler, another sampler "
             "of blocks, or as_edge_prediction_sampler around one"
         )
@@ -73,19 +73,11 @@ def demand_items(indices: Any, graph: Any, is_edges: bool) -> Tensor:
         names = [*graph.etypes, *graph.canonical_etypes] if is_edges else graph.ntypes
         if len(indices) != 1 or next(iter(indices)) not in names:
             raise ValueError(
-                f"indices are of types {list(indices)}, but the graph has {names}\n\n"
-                "hint: a tensor of ids"
+                f"indices is a dict: indices are of types {list(indices)}, but the graph has "
+                f"{names}\n\nhint: a tensor of ids"
             )
         (indices,) = indices.values()
-    items = torch.as_tensor(indices).cpu()
-    if not isinstance(indices, Tensor) and len(items) == 0:
-        # of no numbers torch makes float32
-        items = items.long()
-    if items.ndim != 1 or items.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"indices are of {items.dtype} and shape {tuple(items.shape)}\n\n"
-            "hint: one row of int64 ids; a mask becomes ids with .nonzero().flatten()"
-        )
+    items = as_ids("indices", indices, "a mask becomes ids with .nonzero().flatten()").cpu()
     count, kind = (graph.num_edges(), "edges") if is_edges else (graph.num_nodes(), "nodes")
     if len(items):
         ordered = items.sort().values
@@ -100,4 +92,4 @@ def demand_items(indices: Any, graph: Any, is_edges: bool) -> Tensor:
                 f"index {int(twice[0])} occurs twice ({len(twice)} too many)\n\n"
                 "hint: indices.unique()"
             )
-    return items.long()
+    return items

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gcnzc.arguments import check_device, check_flag, check_seed
 from gcnzc.interop.columns import Column
 from gcnzc.interop.dgl_arguments import demand_graph, demand_items, demand_sampler
 from gcnzc.interop.dgl_blocks import Blocks, fill
@@ -20,6 +21,7 @@ from gcnzc.interop.minibatches import (
     Carrier,
     Minibatches,
     Options,
+    check_tables,
     rank_and_world_size,
     torch_options,
 )
@@ -64,6 +66,7 @@ class DataLoader(Minibatches):
         tables: of features, in the place of the graph's node data of those names.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: what is not supported, named; or what makes no sense.
         RuntimeError: there is no DGL; or minibatches are to go to a GPU, for which it has no CUDA.
     """
@@ -98,6 +101,14 @@ class DataLoader(Minibatches):
     ) -> None:
         demand_graph(graph)
         demand_sampler(graph_sampler, drawn_by)
+        use_ddp, use_uva = check_flag("use_ddp", use_ddp), check_flag("use_uva", use_uva)
+        ddp_seed = check_seed("ddp_seed", ddp_seed)
+        check_tables(tables)
+        if kwargs.pop("collate_fn", None) is not None:
+            # DGL's loader does not take it either
+            raise ValueError(
+                "DataLoader does not support collate_fn\n\nhint: change each minibatch in the loop"
+            )
         if gpu_cache:
             raise ValueError(
                 "DataLoader does not support gpu_cache\n\n"
@@ -129,7 +140,9 @@ class DataLoader(Minibatches):
             num_workers=num_workers,
             threads=threads,
             ahead=ahead,
-            device=torch.device(device or ("cuda" if use_uva else "cpu")),
+            device=check_device(
+                "device", ("cuda" if use_uva else "cpu") if device is None else device
+            ),
             torchs=torchs,
         )
         if options.device.type == "cuda":
@@ -198,6 +211,13 @@ class DataLoader(Minibatches):
             assert batch.x is not None, "the loader has its table"
             blocks[0].srcdata[wide.name] = batch.x.view(len(batch.x), *wide.shape)
         return (*parts, blocks)
+
+    def _settings(self) -> dict[str, Any]:
+        fanouts = getattr(_block_sampler(self.graph_sampler), "fanouts", ())
+        # by edge type they may be dictionaries
+        are_plain = all(isinstance(fanout, int) for fanout in fanouts)
+        settings: dict[str, Any] = {"fanouts": list(fanouts)} if fanouts and are_plain else {}
+        return settings | {"graph_sampler": type(self.graph_sampler).__name__}
 
     def _set_seed(self, seed: int) -> None:
         super()._set_seed(seed)

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from gcnzc.arguments import IdsLike, check_epoch, check_fanouts, check_seed
 from gcnzc.background import step_back
 from gcnzc.graph import Graph
 from gcnzc.interop.dgl_door import import_dgl
 from gcnzc.kernels.philox import philox4x32_reference, split_key
-from gcnzc.sampler import Batch, Block, demand_fanouts, demand_seeds
+from gcnzc.sampler import Batch, Block, check_graph, check_seeds
 
 
 @lru_cache(maxsize=1)
@@ -50,17 +51,23 @@ class DglSampler:
     """
 
     def __init__(self, graph: Graph, fanouts: Sequence[int], seed: int = 0) -> None:
+        check_graph(graph)
         self.graph = graph
-        self.fanouts = demand_fanouts(fanouts)
-        self.seed = seed
-        self._key = split_key(seed)
+        self.fanouts = check_fanouts("fanouts", fanouts)
+        self.seed = check_seed("seed", seed)
+        self._key = split_key(self.seed)
         self._dgl = import_dgl()
         self._sampler = self._dgl.dataloading.NeighborSampler(list(self.fanouts))
         graph.check()  # DGL trusts every number
         offsets, sources = graph.indptr, graph.indices.long()
         self._graph = self._dgl.graph(("csc", (offsets, sources, [])), num_nodes=graph.num_nodes)
 
-    def sample(self, seeds: Tensor, epoch: int) -> Batch:
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides which neighbours are drawn, by name, for the state of a loader."""
+        return {"fanouts": list(self.fanouts), "sampler_seed": self.seed, "drawn_by": "dgl"}
+
+    def sample(self, seeds: IdsLike, epoch: int) -> Batch:
         """The neighbourhood of `seeds`, without features and labels.
 
         Args:
@@ -71,11 +78,10 @@ class DglSampler:
             ValueError: a seed that is not a node, or that occurs twice, which DGL would give wrong
                 blocks for; or an epoch out of range.
         """
-        seeds = demand_seeds(seeds, self.graph.num_nodes)
+        seeds = check_seeds("seeds", seeds, self.graph.num_nodes)
+        epoch = check_epoch("epoch", epoch)
         if len(seeds.unique()) < len(seeds):
             raise ValueError("a seed occurs twice in a batch\n\nhint: seeds.unique()")
-        if not 0 <= epoch < 2**32:
-            raise ValueError(f"epoch {epoch} is outside 0 to 2**32 - 1")
         return drawing_thread(os.getpid()).submit(self._sample, seeds, epoch).result()
 
     def _sample(self, seeds: Tensor, epoch: int) -> Batch:

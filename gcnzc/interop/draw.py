@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from gcnzc.arguments import check_fanouts, check_seed
 from gcnzc.graph import Graph
 from gcnzc.kernels.buffers import Pool
-from gcnzc.kernels.philox import split_key
 from gcnzc.kernels.sample import Sample, Workspace, sample
-from gcnzc.sampler import demand_fanouts, demand_seeds
+from gcnzc.sampler import check_seeds
 
 
 class Draw:
@@ -28,9 +28,8 @@ class Draw:
         self.graph = graph
         self.num_hops = len(num_neighbors)
         # the sampler makes one hop at least: without any, one that draws nothing
-        self.num_neighbors = demand_fanouts(num_neighbors or [0])
-        split_key(seed)  # refuses what is no key
-        self._seed = seed
+        self.num_neighbors = check_fanouts("num_neighbors", num_neighbors or [0])
+        self._seed = check_seed("seed", seed)
         # one for each thread that samples at this moment; append and pop need no lock
         self._idle: list[Workspace] = []
 
@@ -49,7 +48,7 @@ class Draw:
         drawn = sample(
             self.graph.indptr,
             self.graph.indices,
-            demand_seeds(seeds, self.graph.num_nodes),
+            check_seeds("seeds", seeds, self.graph.num_nodes),
             self.num_neighbors,
             self._seed,
             epoch,

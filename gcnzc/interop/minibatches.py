@@ -24,12 +24,21 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import Self
 
+from gcnzc.arguments import THREADS_LIMIT, check_flag, check_integer, check_kind, check_seed
 from gcnzc.graph import Graph
 from gcnzc.interop.columns import Column
 from gcnzc.interop.epochs import Epochs, Iteration, OrderedItems, ShuffledItems
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.philox import philox4x32_reference, split_key
-from gcnzc.loader import Batches, Loader, Shares, usual_threads
+from gcnzc.loader import (
+    SHARED,
+    Batches,
+    Loader,
+    Shares,
+    check_position,
+    check_state,
+    usual_threads,
+)
 from gcnzc.sampler import Batch
 from gcnzc.table import FeatureTable
 
@@ -48,13 +57,6 @@ WITHOUT_EFFECT = (
 )
 # what decides which items make a minibatch
 ORDERING = ("sampler", "batch_sampler", "generator")
-# and what would change a minibatch, with what to do instead
-REFUSED = {"collate_fn": "change each minibatch in the loop"}
-
-# what a state must have in common with the loader that resumes it, besides the seed
-SAME = ("num_items", "shuffle", "drop_last")
-# with these as well, minibatches are the same
-SHARED = ("batch_size", "world_size")
 
 CPU = torch.device("cpu")
 
@@ -81,6 +83,29 @@ class Options:
     # others of torch's DataLoader
     torchs: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Check the types and ranges that do not depend on the items.
+
+        Raises:
+            TypeError, ValueError: the message names the argument.
+        """
+        checked: dict[str, Any] = {
+            "shuffle": check_flag("shuffle", self.shuffle),
+            "drop_last": check_flag("drop_last", self.drop_last),
+        }
+        if self.seed is not None:
+            checked["seed"] = check_seed("seed", self.seed)
+        if self.rank is not None:
+            checked["rank"] = check_integer("rank", self.rank, 0)
+        if self.world_size is not None:
+            checked["world_size"] = check_integer("world_size", self.world_size, 1)
+        if self.threads is not None:
+            checked["threads"] = check_integer("threads", self.threads, 1, THREADS_LIMIT)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.torchs.get("generator") is not None:
+            check_kind("generator", self.torchs["generator"], torch.Generator, "torch.Generator()")
+
     @property
     def is_ordered_outside(self) -> bool:
         """Whether a sampler was given that decides which items make a minibatch."""
@@ -98,22 +123,33 @@ def torch_options(kwargs: dict[str, Any], who: str) -> tuple[int, dict[str, Any]
         `num_workers`, other arguments of torch's, and what is left.
 
     Raises:
-        ValueError: an argument of torch's that would change the minibatches, or a number of workers
-            below 0.
+        TypeError: a number of workers that is no integer.
+        ValueError: a number of workers below 0.
     """
     left = dict(kwargs)
-    for name, instead in REFUSED.items():
-        if left.pop(name, None) is not None:
-            raise ValueError(f"{who} does not support {name}\n\nhint: {instead}")
-    num_workers = left.pop("num_workers", 0)
-    if num_workers < 0:
-        raise ValueError(f"{num_workers} workers\n\nhint: num_workers=0 starts a thread per core")
+    num_workers = check_integer(
+        "num_workers", left.pop("num_workers", 0), 0, THREADS_LIMIT, "0 starts a thread per core"
+    )
     # set by Lightning, when it makes a loader anew
     left.pop("dataset", None)
     given = {name: left.pop(name) for name in (*WITHOUT_EFFECT, *ORDERING) if name in left}
     known = inspect.signature(DataLoader.__init__).parameters
     # older versions of torch lack some
     return num_workers, {name: given[name] for name in given if name in known}, left
+
+
+def check_tables(tables: Any) -> None:
+    """Check that tables are None, or tables of features by name.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    if tables is None:
+        return
+    hint = "tables={'x': gcnzc.FeatureTable(rows)}"
+    check_kind("tables", tables, Mapping, hint)
+    for name, table in tables.items():
+        check_kind(f"tables[{name!r}]", table, FeatureTable, hint)
 
 
 def generator(seed: int, epoch: int, items: Tensor) -> torch.Generator:
@@ -188,7 +224,6 @@ class Minibatches(DataLoader[Any], ABC):
         self.seed, self.rank, self.world_size = options.seed, options.rank, options.world_size
         self._shares = _shares_of(options, num_items)
         self._seed = _seed_of(options)
-        split_key(self._seed)  # refuses what is no key
         self._epochs = Epochs()
         self._open_torchs(num_items)
         self.device = options.device
@@ -200,8 +235,9 @@ class Minibatches(DataLoader[Any], ABC):
         self._locks = ExitStack()
         self._unlock = weakref.finalize(self, self._locks.close)
         self._running: weakref.WeakSet[Epoch] = weakref.WeakSet()
-        threads = options.threads or options.num_workers or None
-        self.threads = threads or usual_threads(self._shares.world_size)
+        self.threads = options.threads
+        if options.threads is None:
+            self.threads = options.num_workers or usual_threads(self._shares.world_size)
         self.ahead = options.ahead
         self._engine = self._opened(None)
 
@@ -242,36 +278,31 @@ class Minibatches(DataLoader[Any], ABC):
         batch size, the items of the epoch that were not used are shared anew.
 
         Raises:
+            TypeError: `state` is no mapping, or a value of it is of another type.
             ValueError: `state` is of a loader of other items or with other options, or of none.
         """
+        check_kind("state", state, Mapping, "load what state_dict() of a loader gave")
         if state.get("items_crc32") != self._crc32:
             raise ValueError(
                 "the state is of a loader of other nodes or edges, or of none\n\n"
                 "hint: resume with the items of the run that was saved"
             )
-        missing = {"epoch", "position", "done", "seed", *SAME, *SHARED} - state.keys()
-        if missing:
-            raise ValueError(
-                f"the state of a loader lacks {', '.join(sorted(missing))}\n\n"
-                "hint: load what state_dict() of a loader gave"
-            )
         mine = self._described()
         if self.options.seed is not None:
             mine["seed"] = self.options.seed
-        for name, value in mine.items():
-            if state[name] != value:
-                raise ValueError(
-                    f"the state is of a loader with {name} {state[name]}, not {value}\n\n"
-                    "hint: resume with the options of the run that was saved"
-                )
-        first = [state["epoch"], state["position"], state["done"]]
-        iterations = [
-            self._resumed(Iteration(*numbers), state)
-            for numbers in (first, *state.get("interleaved", ()))
+        interleaved = [
+            dict(zip(("epoch", "position", "done"), numbers, strict=True))
+            for numbers in _interleaved(state)
         ]
+        checked = [
+            check_state({**state, **numbers}, mine, self.num_items)
+            for numbers in ({}, *interleaved)
+        ]
+        seed = check_seed("state['seed']", state.get("seed"))
+        iterations = [self._resumed(numbers) for numbers in checked]
         unfinished = [iteration for iteration in iterations if not iteration.is_over]
         self._epochs.resume(unfinished or [Iteration(iterations[-1].epoch + 1)])
-        self._set_seed(state["seed"])
+        self._set_seed(seed)
 
     def close(self) -> None:
         """End all iterations, and let go of page-locked memory. The loader gives no more after."""
@@ -425,7 +456,7 @@ class Minibatches(DataLoader[Any], ABC):
         DataLoader.__init__(
             self,
             cast(Dataset[Any], range(num_items)),
-            batch_size=options.batch_size,
+            batch_size=self._shares.batch_size,
             # which torch refuses beside a sampler of the user's
             shuffle=options.shuffle and options.is_ordered_outside,
             drop_last=options.drop_last,
@@ -436,22 +467,28 @@ class Minibatches(DataLoader[Any], ABC):
         # the method is enough, and Lightning gives attributes to the loader that it makes anew
         del self.__dict__["collate_fn"]
 
-    def _described(self) -> dict[str, int]:
+    def _described(self) -> dict[str, Any]:
         """What a state must have in common with this loader, besides the seed."""
         options = self.options
         return {
             "num_items": self.num_items,
             "shuffle": int(options.shuffle),
             "drop_last": int(options.drop_last),
+            **self._settings(),
         }
 
-    def _shared(self) -> dict[str, int]:
-        return {"batch_size": self.options.batch_size, "world_size": self._shares.world_size}
+    def _settings(self) -> dict[str, Any]:
+        """What decides which neighbours are drawn, by name, as plain values."""
+        return {}
 
-    def _resumed(self, iteration: Iteration, state: Mapping[str, Any]) -> Iteration:
+    def _shared(self) -> dict[str, int]:
+        return {name: getattr(self._shares, name) for name in SHARED}
+
+    def _resumed(self, numbers: Mapping[str, int]) -> Iteration:
         """An iteration of a state, as one of this loader."""
+        iteration = Iteration(numbers["epoch"], numbers["position"], numbers["done"])
         mine = self._shared()
-        theirs = {name: state[name] for name in SHARED}
+        theirs = {name: numbers[name] for name in SHARED}
         if self.options.is_ordered_outside:
             if theirs != mine:
                 raise ValueError(
@@ -462,13 +499,9 @@ class Minibatches(DataLoader[Any], ABC):
                 )
             iteration.num_steps = num_steps = _length_of(self._index_sampler)
         else:
-            before = replace(self._shares, rank=0, done=iteration.done, **theirs)
+            before = self._shares.resumed(iteration.done, **theirs)
             num_steps = len(before)
-        if iteration.position < 0 or (num_steps is not None and iteration.position > num_steps):
-            raise ValueError(
-                f"the state is at minibatch {iteration.position} of {num_steps}\n\n"
-                "hint: load what state_dict() of a loader gave"
-            )
+        check_position(iteration.position, num_steps)
         if self.options.is_ordered_outside:
             return iteration
         if theirs != mine:
@@ -574,7 +607,7 @@ def _shares_of(options: Options, num_items: int) -> Shares:
                 "hint: torch.utils.data.DistributedSampler; or no sampler"
             )
         rank = world_size = None
-    rank, world_size = rank or 0, world_size or 1
+    rank, world_size = rank or 0, 1 if world_size is None else world_size
     return Shares(
         num_items,
         options.batch_size,
@@ -583,6 +616,20 @@ def _shares_of(options: Options, num_items: int) -> Shares:
         options.drop_last,
         may_be_empty=True,
     )
+
+
+def _interleaved(state: Mapping[str, Any]) -> list[Any]:
+    """Epoch, position and items used before of the other iterations of a state."""
+    found = state.get("interleaved", ())
+    lists = isinstance(found, list | tuple) and all(
+        isinstance(each, list | tuple) for each in found
+    )
+    if not lists or any(len(each) != 3 for each in found):
+        raise ValueError(
+            "state['interleaved'] is not a list of lists of three integers\n\n"
+            "hint: load what state_dict() of a loader gave"
+        )
+    return list(found)
 
 
 def _is_distributed(torchs: Mapping[str, Any]) -> bool:

@@ -3,12 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.interop.minibatches import Options, torch_options
+from gcnzc.arguments import (
+    as_ids,
+    check_callable,
+    check_device,
+    check_fanouts,
+    check_flag,
+    check_kind,
+    describe,
+)
+from gcnzc.interop.minibatches import Options, check_tables, torch_options
 from gcnzc.interop.pyg_door import import_pyg
-from gcnzc.sampler import demand_seeds
+from gcnzc.sampler import check_seeds
 
 # what each argument must be, for there to be nothing to refuse
 _SUPPORTED = {
@@ -44,21 +54,23 @@ def demand_num_neighbors(num_neighbors: Any, who: str) -> list[int]:
     """The numbers of neighbours of the hops, from a list or PyG's `NumNeighbors`.
 
     Raises:
-        ValueError: they are no list, but a dictionary by edge type, say.
+        TypeError: they are no list of integers.
+        ValueError: they are by edge type, or one is below -1.
     """
     if isinstance(num_neighbors, import_pyg().sampler.base.NumNeighbors):
         num_neighbors = num_neighbors.values
     if isinstance(num_neighbors, Mapping):
         raise ValueError(
-            f"{who} does not support num_neighbors by edge type\n\n"
+            f"num_neighbors is a dict: {who} does not support num_neighbors by edge type\n\n"
             "hint: a list with one number for each hop, such as [10, 5]; there are no edge types"
         )
-    if not isinstance(num_neighbors, list | tuple):
-        raise ValueError(
-            f"num_neighbors is a {type(num_neighbors).__name__}\n\n"
-            "hint: a list with one number for each hop, such as [10, 5]"
-        )
-    return list(num_neighbors)
+    check_kind(
+        "num_neighbors",
+        num_neighbors,
+        (list, tuple),
+        "a list with one number for each hop, such as [10, 5]",
+    )
+    return list(check_fanouts("num_neighbors", num_neighbors)) if num_neighbors else []
 
 
 def demand_ids(input_id: Tensor | None, num_items: int) -> None:
@@ -67,19 +79,38 @@ def demand_ids(input_id: Tensor | None, num_items: int) -> None:
     Raises:
         ValueError: there is not one for each.
     """
-    if input_id is not None and len(input_id) != num_items:
+    if input_id is None:
+        return
+    check_kind("input_id", input_id, Tensor, "a tensor with a number for each item, or None")
+    if input_id.ndim == 0 or len(input_id) != num_items:
         raise ValueError(
-            f"{len(input_id)} numbers in input_id for {num_items} items\n\nhint: one for each"
+            f"input_id is {describe(input_id)} for {num_items} items\n\nhint: one for each"
         )
 
 
-def options_of(kwargs: dict[str, Any], who: str, **ours: Any) -> Options:
+def check_common(transform: Any, is_sorted: Any, filter_per_worker: Any, tables: Any) -> None:
+    """Check arguments that both loaders have.
+
+    Raises:
+        TypeError: one is of another type.
+    """
+    check_callable("transform", transform)
+    check_flag("is_sorted", is_sorted)
+    if filter_per_worker is not None:
+        check_flag("filter_per_worker", filter_per_worker)
+    check_tables(tables)
+
+
+def options_of(kwargs: dict[str, Any], who: str, device: Any, **ours: Any) -> Options:
     """What PyG's loaders hand on to torch's, and gcnzc's own arguments.
 
     Raises:
-        ValueError: an argument of torch's that is not supported.
-        TypeError: one that nobody knows.
+        TypeError: an argument that nobody knows, or of another type.
+        ValueError: one that makes no sense.
     """
+    kwargs = dict(kwargs)
+    # minibatches are made by the loader's own, as in PyG, which drops this one too
+    kwargs.pop("collate_fn", None)
     num_workers, torchs, left = torch_options(kwargs, who)
     theirs = {
         name: left.pop(name) for name in ("batch_size", "shuffle", "drop_last") if name in left
@@ -88,8 +119,10 @@ def options_of(kwargs: dict[str, Any], who: str, **ours: Any) -> Options:
         raise TypeError(f"{who} has no argument {', '.join(sorted(left))}")
     if theirs.get("batch_size", 1) is None:
         raise ValueError(f"{who} does not support batch_size=None\n\nhint: batch_size=1")
-    theirs["shuffle"] = bool(theirs.get("shuffle"))
-    return Options(**theirs, **ours, num_workers=num_workers, torchs=torchs)
+    if theirs.get("shuffle") is None:
+        theirs["shuffle"] = False
+    device = check_device("device", device)
+    return Options(**theirs, **ours, device=device, num_workers=num_workers, torchs=torchs)
 
 
 def without_type(name: str, given: Any) -> Any:
@@ -126,13 +159,9 @@ def demand_nodes(
     input_nodes = without_type("input_nodes", input_nodes)
     if input_nodes is None:
         input_nodes = torch.arange(num_nodes)
-    if isinstance(input_nodes, Mapping):
-        raise ValueError("input_nodes is a dictionary\n\nhint: ids of nodes, or a mask of all")
-    nodes = torch.as_tensor(input_nodes).cpu()
-    if not isinstance(input_nodes, Tensor) and len(nodes) == 0:
-        # of no numbers torch makes float32
-        nodes = nodes.long()
-    if nodes.dtype == torch.bool:
+    mask = _as_mask(input_nodes)
+    if mask is not None:
+        nodes = mask
         if nodes.shape != (num_nodes,):
             raise ValueError(
                 f"input_nodes is a mask of shape {tuple(nodes.shape)} for {num_nodes} nodes\n\n"
@@ -140,10 +169,17 @@ def demand_nodes(
             )
         nodes = nodes.nonzero().flatten()
         input_id = nodes if input_id is None else input_id
-    if nodes.ndim != 1 or nodes.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"input_nodes is of {nodes.dtype} and shape {tuple(nodes.shape)}\n\n"
-            "hint: one row of int64 ids, or a mask of all nodes"
-        )
+    else:
+        nodes = as_ids("input_nodes", input_nodes, "ids of nodes, or a mask of all nodes").cpu()
     demand_ids(input_id, len(nodes))
-    return demand_seeds(nodes, num_nodes), input_id
+    return check_seeds("input_nodes", nodes, num_nodes), input_id
+
+
+def _as_mask(given: Any) -> Tensor | None:
+    """Truth values, given as a tensor, an array or a list; None if `given` is something else."""
+    if isinstance(given, Tensor):
+        return given.cpu() if given.dtype == torch.bool else None
+    if isinstance(given, np.ndarray):
+        return torch.from_numpy(given.copy()) if given.dtype == bool else None
+    is_list = isinstance(given, list | tuple) and len(given) > 0
+    return torch.tensor(given) if is_list and all(isinstance(x, bool) for x in given) else None

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gcnzc.arguments import describe
 from gcnzc.graph import Graph
 from gcnzc.interop.columns import Column
 from gcnzc.interop.pyg_door import import_pyg
@@ -170,14 +171,14 @@ def _demand_tensor(name: str, value: Any) -> Tensor:
 def _demand_edges(data: Any) -> Tensor:
     Data = import_pyg().data.Data
     if not isinstance(data, Data):
-        what, hint = type(data).__name__, "a torch_geometric.data.Data"
+        what, hint = describe(data), "a torch_geometric.data.Data"
         if isinstance(data, import_pyg().data.HeteroData):
             what = f"HeteroData: node types {data.node_types}, edge types {data.edge_types}"
             hint = "the loader of torch_geometric.loader, with pyg-lib, for graphs with types"
         elif isinstance(data, tuple):
             what = "a pair of stores"
             hint += "; a feature store's tables go into tables={'x': table}"
-        raise ValueError(f"a loader of gcnzc does not support {what}\n\nhint: {hint}")
+        raise ValueError(f"data: a loader of gcnzc does not support {what}\n\nhint: {hint}")
     edge_index = getattr(data, "edge_index", None)
     if isinstance(edge_index, import_pyg().EdgeIndex):
         edge_index = edge_index.as_tensor()

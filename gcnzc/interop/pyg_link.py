@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcnzc.arguments import check_kind, check_number, describe
 from gcnzc.interop.minibatches import CPU, Carrier, generator, sorted_places
 from gcnzc.interop.pyg_arguments import (
+    check_common,
     demand_ids,
     demand_num_neighbors,
     demand_supported,
@@ -22,6 +24,9 @@ from gcnzc.interop.pyg_door import import_pyg
 from gcnzc.interop.pyg_graph import columns_of
 from gcnzc.interop.pyg_minibatches import DataMinibatches, NeighborCounts
 from gcnzc.table import FeatureTable
+
+# negatives for each edge
+MOST = 2**31
 
 
 class LinkNeighborLoader(
@@ -43,6 +48,7 @@ class LinkNeighborLoader(
         neg_sampling_ratio: negatives for each edge, an older way to say "binary" of it.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: what is not supported, named; or what makes no sense.
         RuntimeError: there is no PyG.
     """
@@ -93,10 +99,8 @@ class LinkNeighborLoader(
             directed=directed,
             custom_cls=kwargs.pop("custom_cls", None),
         )
-        NegativeSampling = import_pyg().sampler.NegativeSampling
-        if neg_sampling_ratio:
-            neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
-        self.neg_sampling = NegativeSampling.cast(neg_sampling)
+        check_common(transform, is_sorted, filter_per_worker, tables)
+        self.neg_sampling = _negative_sampling(neg_sampling, neg_sampling_ratio)
         self.input_id, self.is_sorted, self.edge_label = input_id, is_sorted, edge_label
         self.filter_per_worker = filter_per_worker
         # the whole graph may have those of a split
@@ -122,7 +126,7 @@ class LinkNeighborLoader(
                 kwargs,
                 "LinkNeighborLoader",
                 seed=seed,
-                device=torch.device(device),
+                device=device,
                 rank=rank,
                 world_size=world_size,
                 threads=threads,
@@ -206,9 +210,10 @@ class LinkNeighborLoader(
     def _demand_labels(self, edge_label: Tensor | None) -> Tensor | None:
         if edge_label is None:
             return None
-        if len(edge_label) != self._edges.shape[1]:
+        check_kind("edge_label", edge_label, Tensor, "a tensor with a label for each edge")
+        if edge_label.ndim == 0 or len(edge_label) != self._edges.shape[1]:
             raise ValueError(
-                f"edge_label has {len(edge_label)} rows for {self._edges.shape[1]} edges\n\n"
+                f"edge_label is {describe(edge_label)} for {self._edges.shape[1]} edges\n\n"
                 "hint: one label for each edge of edge_label_index"
             )
         if self._is_triplet:
@@ -221,12 +226,24 @@ class LinkNeighborLoader(
         return edge_label.cpu() + 1 if taken else edge_label.cpu()
 
 
-def _demand_edges(edges: Any, num_nodes: int) -> Tensor:
-    if not isinstance(edges, Tensor):
+def _negative_sampling(given: Any, ratio: Any) -> Any:
+    """PyG's `NegativeSampling` of two arguments, of which the second is the older one."""
+    kind = import_pyg().sampler.NegativeSampling
+    if ratio is not None:
+        hint = "negatives for each edge, 0 or more"
+        ratio = check_number("neg_sampling_ratio", ratio, lambda ratio: 0 <= ratio < MOST, hint)
+    try:
+        return kind("binary", ratio) if ratio else kind.cast(given)
+    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ValueError(
-            f"edge_label_index is a {type(edges).__name__}\n\n"
-            "hint: a tensor of shape (2, E) and int64, sources above destinations"
-        )
+            f"neg_sampling is {describe(given)}: {error or type(error).__name__}\n\n"
+            "hint: 'binary', 'triplet', or a torch_geometric.sampler.NegativeSampling"
+        ) from error
+
+
+def _demand_edges(edges: Any, num_nodes: int) -> Tensor:
+    hint = "a tensor of shape (2, E) and int64, sources above destinations"
+    check_kind("edge_label_index", edges, Tensor, hint)
     if edges.ndim != 2 or len(edges) != 2 or edges.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"edge_label_index is of {edges.dtype} and shape {tuple(edges.shape)}\n\n"

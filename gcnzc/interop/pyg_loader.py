@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gcnzc.interop.minibatches import CPU, Carrier
 from gcnzc.interop.pyg_arguments import (
+    check_common,
     demand_nodes,
     demand_num_neighbors,
     demand_supported,
@@ -44,6 +45,7 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
             are page-locked, quantised or cached by the caller.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: what is not supported, named; or what makes no sense.
         RuntimeError: there is no PyG.
     """
@@ -91,6 +93,7 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
             directed=directed,
             custom_cls=kwargs.pop("custom_cls", None),
         )
+        check_common(transform, is_sorted, filter_per_worker, tables)
         self._replaced += ("batch_size", "seed_time")
         columns = columns_of(data, is_sorted)
         self.input_nodes, self.input_id, self.is_sorted = input_nodes, input_id, is_sorted
@@ -108,7 +111,7 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
                 kwargs,
                 "NeighborLoader",
                 seed=seed,
-                device=torch.device(device),
+                device=device,
                 rank=rank,
                 world_size=world_size,
                 threads=threads,

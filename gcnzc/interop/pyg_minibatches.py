@@ -88,6 +88,9 @@ class DataMinibatches(Minibatches):
         """Nothing: there are no worker processes, whose threads it is for."""
         yield
 
+    def _settings(self) -> dict[str, Any]:
+        return {"num_neighbors": list(self.num_neighbors)}
+
     def _on_host(self, items: Tensor, epoch: int) -> Any:
         self._demand_open()
         batch = self.sample(items, epoch)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gcnzc.arguments import check_kind
 from gcnzc.interop.pyg_door import import_pyg
 from gcnzc.table import FeatureTable
 
@@ -28,6 +29,7 @@ class TableStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-defined]
     """
 
     def __init__(self, tables: Mapping[Any, FeatureTable]) -> None:
+        check_kind("tables", tables, Mapping, "{'x': gcnzc.FeatureTable(rows)}")
         super().__init__()
         self.__dict__["_tables"] = {}
         for key, table in tables.items():

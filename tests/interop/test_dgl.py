@@ -234,7 +234,7 @@ def test_bad_requests(cora, seeds, epoch, message):
 
 @needs_dgl
 def test_bad_fanouts(cora):
-    with pytest.raises(ValueError, match="fan-outs"):
+    with pytest.raises(ValueError, match="fanouts"):
         DglSampler(cora, [-2])
     with pytest.raises(ValueError, match="64 bits"):
         DglSampler(cora, [2], seed=2**64)

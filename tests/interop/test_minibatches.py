@@ -14,7 +14,6 @@ from gcnzc import FeatureTable
 from gcnzc.interop.columns import Column
 from gcnzc.interop.minibatches import (
     ORDERING,
-    REFUSED,
     WITHOUT_EFFECT,
     generator,
     sorted_places,
@@ -35,17 +34,13 @@ def test_every_argument_of_torchs_loader_is_spoken_for():
 
     theirs = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
     ours = {"self", "dataset", "batch_size", "shuffle", "drop_last", "num_workers"}
-    assert theirs == ours | (theirs & {*WITHOUT_EFFECT, *ORDERING, *REFUSED})
-    assert not set(WITHOUT_EFFECT) & set(REFUSED)
+    assert theirs == ours | (theirs & {*WITHOUT_EFFECT, *ORDERING, "collate_fn"})
 
 
 def test_torchs_arguments_are_split_off():
-    given = {"num_workers": 2, "pin_memory": True, "collate_fn": None, "mine": 5, "shuffle": True}
+    given = {"num_workers": 2, "pin_memory": True, "mine": 5, "shuffle": True}
     expected = (2, {"pin_memory": True}, {"mine": 5, "shuffle": True})
     assert torch_options(given, "Loader") == expected
-    for name in REFUSED:
-        with pytest.raises(ValueError, match=rf"Loader does not support {name}\n\nhint: "):
-            torch_options({name: 1}, "Loader")
 
 
 def test_random_numbers_depend_on_seed_epoch_and_items():

@@ -491,7 +491,7 @@ EDGE = torch.tensor([[0], [1]])
         ({"data": Data(edge_index=EDGE, names=["a", "b"], num_nodes=2)}, "data.names is a list"),
         ({"tables": {"x": FeatureTable(torch.rand(3, 2))}}, r"x has shape \(3, 2\), but 300 rows"),
         ({"num_neighbors": {("a", "to", "b"): [2]}}, "num_neighbors by edge type"),
-        ({"num_neighbors": 5}, "num_neighbors is a int"),
+        ({"num_neighbors": 5}, "num_neighbors is 5, not a list or tuple"),
         ({"num_neighbors": [-2]}, "fan-outs"),
         ({"replace": True}, "does not support replace=True, but only False"),
         ({"subgraph_type": "induced"}, "subgraph_type='induced', but only 'directional'"),
@@ -504,19 +504,18 @@ EDGE = torch.tensor([[0], [1]])
         ({"transform_sampler_output": print}, "transform_sampler_output"),
         ({"neighbor_sampler": object()}, "neighbor_sampler"),
         ({"custom_cls": Data}, "custom_cls"),
-        ({"collate_fn": print}, "does not support collate_fn"),
         ({"sampler": [1], "shuffle": True}, "mutually exclusive with shuffle"),
         ({"batch_sampler": [[1]], "batch_size": 5}, "mutually exclusive"),
         ({"sampler": [1], "rank": 0, "world_size": 2}, "a sampler was given as well"),
         ({"rank": 0}, "rank 0 and world_size None"),
-        ({"batch_size": 0}, "batch size 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": None}, "does not support batch_size=None"),
         ({"device": "meta"}, "device meta"),
         ({"seed": 2**64}, "64 bits"),
     ],
 )
 def test_what_is_not_supported_is_named(data, Loader, change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Loader(**({"data": data, "num_neighbors": [2]} | change))
 
 
@@ -528,12 +527,12 @@ def test_what_is_not_supported_is_named(data, Loader, change, message):
         ({"input_nodes": torch.ones(5, dtype=torch.bool)}, r"mask of shape \(5,\) for 300 nodes"),
         ({"input_nodes": torch.rand(5)}, "torch.float32"),
         ({"input_nodes": torch.ones(2, 2).long()}, r"shape \(2, 2\)"),
-        ({"input_id": torch.arange(3)}, "3 numbers in input_id for 300 items"),
+        ({"input_id": torch.arange(3)}, "input_id is .* for 300 items"),
         ({"input_time": torch.arange(NODES)}, "does not support input_time"),
     ],
 )
 def test_nodes_that_make_no_sense(data, change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         NeighborLoader(data, [2], **change)
 
 
@@ -545,20 +544,20 @@ def test_nodes_out_of_range(data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"edge_label_index": [0]}, "edge_label_index is a list"),
+        ({"edge_label_index": [0]}, r"edge_label_index is \[0\]"),
         ({"edge_label_index": torch.rand(2, 3)}, "torch.float32"),
         ({"edge_label_index": torch.ones(3, 2).long()}, r"shape \(3, 2\)"),
         ({"edge_label_index": EDGE + 299}, "from 299 to 300, but the data has 300 nodes"),
         ({"edge_label_index": ("a", "to", "b")}, "edge_label_index names 'a'"),
         ({"edge_label_index": (("a", "to", "b"), EDGE)}, "edge_label_index names 'a'"),
-        ({"edge_label": torch.ones(5)}, "edge_label has 5 rows for 3000 edges"),
+        ({"edge_label": torch.ones(5)}, "edge_label is .* for 3000 edges"),
         ({"edge_label": torch.ones(EDGES), "neg_sampling": "triplet"}, "edge_label with triplets"),
-        ({"input_id": torch.arange(3)}, "3 numbers in input_id for 3000 items"),
+        ({"input_id": torch.arange(3)}, "input_id is .* for 3000 items"),
         ({"edge_label_time": torch.ones(EDGES)}, "does not support edge_label_time"),
     ],
 )
 def test_links_that_make_no_sense(data, change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         LinkNeighborLoader(data, [2], **change)
 
 

@@ -81,5 +81,5 @@ def test_a_loaded_state_goes_on(loader, epochs, taken, tries):
 
 
 def test_bad_epochs(loader):
-    with pytest.raises(ValueError, match="epoch -1"):
+    with pytest.raises(ValueError, match="epoch is -1"):
         Turns(loader).set_epoch(-1)
