@@ -60,8 +60,10 @@ class Gap:
     """What a late difference is divided by: more, the further all have moved on since.
 
     Args:
-        rule: "none" for 1; a number; "gap_aware" for 1 + distance / the usual distance; or what
-            makes a divisor of these two, which are 0 until all have moved.
+        rule: "none" for 1; a number; "gap_aware" for 1 + distance / average distance; or a function
+            of these two, which returns the divisor. Both are 0 until the parameters have moved.
+            The average is exponential: half the last average and half the new distance, from
+            the first distance that is not 0.
     """
 
     rule: str | float | Callable[[float, float], float]
@@ -359,7 +361,10 @@ class CO2(LocalUpdates):
             view.copy_(own)
 
     def landed(self) -> Algorithm[None]:
-        """See `LocalUpdates`; an unfinished round is exchanged as a whole one."""
+        """See `LocalUpdates`. With a delay an unfinished round is exchanged as a whole one.
+
+        Without a delay there is nothing to do: `finalize` takes the plain mean of the parameters.
+        """
         if not self.delay:
             return
         if self.since:

@@ -14,9 +14,11 @@ and scaled by how far a variance of the momenta that are received has moved from
               f = max (sqrt(V) + eps) / (sqrt(w) + eps), in factor_range, near the f before
               x <- x - lr C f u
 
-With a weight decay f counts in the share of u that is not decay. By k all tensors are of one
-magnitude while they are compressed. Elements that never had a gradient sleep as in `one_bit_adam`;
-a tensor whose momentum is 0 at the freeze sleeps as a whole, and gets its k and C when it wakes.
+C is an exponential average with trust_beta over the n steps in which c is not 1. At the freeze it
+is divided by 1 - trust_beta^n, unless bias_correction is off. With a weight decay f counts in the
+share of u that is not decay. By k all tensors are of one magnitude while they are compressed.
+Elements that never had a gradient sleep as in `one_bit_adam`; a tensor whose momentum is 0 at the
+freeze sleeps as a whole, and gets its k and C when it wakes.
 
 Letters: P parameters, n elements, d of them dense.
 """

@@ -9,13 +9,14 @@ also take steps that nobody hears of. The variance V only moves when all agree, 
               x <- x - lr m / (sqrt(V) + eps)
     alone     m_i <- b1 m_i + (1 - b1) g_i     u_i <- u_i + lr m_i
               x_i = a - u_i / (sqrt(V) + eps)
-    agreed    as alone, and then         u <- compressed mean of u_i     m <- u / sum of lr
+    agreed    as alone, and then         u <- compressed mean of u_i     m <- u / s
               x <- a - u / (sqrt(V) + eps)
 
-where a is x as all last had it: parameters are the same on all workers, to the bit, whenever they
-agree. Beside the paper, m and V are corrected for their bias, weight decay is decoupled (of a and
-u alike, so that x is the same), and the step before a refresh is one of agreement, so that one mean
-of gradients serves both m and V.
+where s is the sum of lr since the last agreement, each lr divided by 1 - b1^t, and s multiplied by
+1 - lr weight_decay in every step, as u is; and where a is x as all last had it: parameters are the
+same on all workers, to the bit, whenever they agree. Beside the paper, m and V are corrected for
+their bias, weight decay is decoupled (of a and u alike, so that x is the same), and the step before
+a refresh is one of agreement, so that one mean of gradients serves both m and V.
 
 As in `OneBitAdam`, an element whose variance is 0 sleeps: it is left out of scales and errors, and
 stays where it is until all have its gradient. What workers see of it until then is kept for that.
