@@ -4,29 +4,27 @@ import copy
 import pickle
 
 import torch
+from optim.kinds import KINDS
 from optim.models import Everything, batches
 from optim.replicas import gradients_of
-from optim.schedulers import MAKERS
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
-from gcnzc.compress import Sign
 from gcnzc.exchange import joined
-from gcnzc.optim import Averaged
 
 # in the middle of windows of local steps, and with exchanges that go on
-SAVED, END = 7, 10
-ALL = {
-    **MAKERS,
-    "Averaged, sign": lambda model, group: Averaged(
-        torch.optim.AdamW(model.parameters(), lr=0.01), group, compress=Sign(block=32)
-    ),
-}
+SAVED, END = 6, 10
 # one of each kind of state
-COPIED = ("Averaged, sign", "OneBitAdam", "ZeroOneAdam", "StreamingDiLoCo", "CO2")
+COPIED = (
+    "averaged sign",
+    "onebit-adam",
+    "zero-one-adam local steps",
+    "streaming-diloco",
+    "co2",
+)
 
 
 def trained_model():
@@ -67,7 +65,7 @@ def save_and_load(folder):
     """Whether this rank goes on bit for bit, and its errors at the checkpoint and after loading."""
     found = {}
     with joined(timeout_s=60) as group:
-        for number, (name, make) in enumerate(ALL.items()):
+        for number, (name, make) in enumerate(KINDS.items()):
             model = trained_model()
             optimizer = make(model, group)
             train(model, optimizer, 0, SAVED)
@@ -104,7 +102,7 @@ def copy_and_pickle():
     with joined(timeout_s=60) as group:
         for name in COPIED:
             model = Everything().float()
-            optimizer = ALL[name](model, group)
+            optimizer = KINDS[name](model, group)
             torch.optim.lr_scheduler.StepLR(optimizer, 100)
             train(model, optimizer, 0, SAVED)
             pairs = [

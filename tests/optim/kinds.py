@@ -2,7 +2,7 @@
 
 import torch
 
-from gcnzc.compress import Blocks
+from gcnzc.compress import Blocks, Sign
 from gcnzc.optim import (
     CO2,
     Averaged,
@@ -12,39 +12,58 @@ from gcnzc.optim import (
     OneBitLamb,
     StreamingDiLoCo,
     ZeroOneAdam,
+    ZeroOneSchedule,
 )
 
+LR = 0.01
+# steps 5, 6 and 7 are local, then three of four
+WITH_LOCAL_STEPS = ZeroOneSchedule(warmup=3, local_doubling=1, longest=4)
 
-def adam(model):
-    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=LR)
+
+
+def averaged(compress=None):
+    return lambda model, group, **options: Averaged(
+        adamw(model), group, compress=compress, **options
+    )
+
+
+def replicated(kind, **own):
+    return lambda model, group, **options: kind(
+        model.parameters(), LR, group=group, **own, **options
+    )
+
+
+def local(kind, **own):
+    return lambda model, group, **options: kind(
+        adamw(model), group, local_steps=4, **own, **options
+    )
 
 
 AVERAGED = {
-    "averaged": lambda model, group, **options: Averaged(adam(model), group, **options),
-    "averaged int8": lambda model, group, **options: Averaged(
-        adam(model), group, compress=Blocks("int8"), **options
-    ),
+    "averaged": averaged(),
+    "averaged int8": averaged(Blocks("int8")),
+    "averaged sign": averaged(Sign(block=32)),
 }
 REPLICATED = {
-    "onebit-adam": lambda model, group, **options: OneBitAdam(
-        model.parameters(), warmup=3, group=group, **options
-    ),
-    "onebit-lamb": lambda model, group, **options: OneBitLamb(
-        model.parameters(), warmup=3, group=group, **options
-    ),
-    "zero-one-adam": lambda model, group, **options: ZeroOneAdam(
-        model.parameters(), group=group, **options
-    ),
+    "onebit-adam": replicated(OneBitAdam, warmup=3),
+    "onebit-adam warm-up": replicated(OneBitAdam, warmup=1000),
+    "onebit-lamb": replicated(OneBitLamb, warmup=3),
+    "zero-one-adam": replicated(ZeroOneAdam),
 }
+ZERO_ONE_LOCAL = {"zero-one-adam local steps": replicated(ZeroOneAdam, schedule=WITH_LOCAL_STEPS)}
 LOCAL = {
-    "local-sgd": lambda model, group, **options: LocalSGD(
-        adam(model), group, local_steps=4, **options
-    ),
-    "diloco": lambda model, group, **options: DiLoCo(adam(model), group, local_steps=4, **options),
-    "streaming-diloco": lambda model, group, **options: StreamingDiLoCo(
-        adam(model), group, local_steps=4, fragments=2, **options
-    ),
-    "co2": lambda model, group, **options: CO2(adam(model), group, local_steps=4, **options),
+    "local-sgd": local(LocalSGD),
+    "diloco": local(DiLoCo),
+    "diloco sharded": local(DiLoCo, sharded=True),
+    "streaming-diloco": local(StreamingDiLoCo, fragments=2),
+    "co2": local(CO2),
+    "co2 sharded": local(CO2, sharded=True),
 }
 EVERY_STEP = AVERAGED | REPLICATED
-KINDS = EVERY_STEP | LOCAL
+"""whose ranks exchange in every step"""
+FIXED_LAYOUT = REPLICATED | ZERO_ONE_LOCAL | LOCAL
+"""which refuse parameters that are frozen or unfrozen later"""
+KINDS = AVERAGED | FIXED_LAYOUT

@@ -5,9 +5,10 @@ import re
 
 import pytest
 import torch
+from optim.kinds import KINDS, LR
 from optim.local import train, vector_of
 from optim.models import Everything, batches, loss_of
-from optim.schedulers import MAKERS, train_by_own_losses
+from optim.schedulers import train_by_own_losses
 from processes import results
 
 from gcnzc.exchange import Group, lockstep
@@ -23,16 +24,16 @@ def test_a_scheduler_that_follows_each_ranks_own_loss_ends_in_an_error_on_all_ra
         )
         assert values, (name, message)
         own, other = map(float, values.groups())
-        assert own == 0.01, name
-        assert other < 0.01, name
+        assert own == LR, name
+        assert other < LR, name
         # learning rates differ from step 3 on, and bits in about half of the exchanges
         assert 3 <= step < 40, name
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_options_that_differ_from_the_start_are_named_before_the_first_step(name):
     models = [Everything().float() for _ in range(2)]
-    optimizers = [MAKERS[name](model, Group(rank, 2)) for rank, model in enumerate(models)]
+    optimizers = [KINDS[name](model, Group(rank, 2)) for rank, model in enumerate(models)]
     optimizers[1].param_groups[0]["weight_decay"] = 0.5
     for model in models:
         loss_of(model, batches(1)[0]).backward()
@@ -54,12 +55,12 @@ def without_bits(snapshot):
     return {**snapshot, "shared": shared}
 
 
-@pytest.mark.parametrize("name", ["StreamingDiLoCo", "CO2"])
+@pytest.mark.parametrize("name", ["streaming-diloco", "co2"])
 def test_exchanges_that_go_on_in_states_of_older_versions_still_end(name):
     def team():
         models = [Everything().float() for _ in range(2)]
         pairs = enumerate(models)
-        return models, [MAKERS[name](model, Group(rank, 2)) for rank, model in pairs]
+        return models, [KINDS[name](model, Group(rank, 2)) for rank, model in pairs]
 
     models, optimizers = team()
     train(models, optimizers, 4)
