@@ -63,7 +63,7 @@ def averaged(models: Sequence[nn.Module], link: Link, name: str) -> Outcome:
     lockstep([each.agree(SIGNALS) for each in gradients])
     asks = [False] * SIGNALS
     choices = Choices.always(Sum=name)
-    return lockstep([each.averaged(1.0, asks) for each in gradients], link, choices=choices)
+    return lockstep([each.exchanged(1.0, asks) for each in gradients], link, choices=choices)
 
 
 def in_codes(models: Sequence[nn.Module], link: Link, words: str) -> Outcome:

@@ -85,7 +85,7 @@ def steps(graph, model, inner, rank, world_size):
         threads=1,
     )
     optimizer = Averaged(inner(model.parameters()), Group(rank, world_size))
-    yield from optimizer.made_alike()
+    yield from optimizer.broadcast_model()
     taken = 0
     while taken < STEPS:
         for step, batch in enumerate(loader):

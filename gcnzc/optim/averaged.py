@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Place, Reducer
 from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote
 from gcnzc.finite import are_finite
-from gcnzc.flat import FlatVector, by_kind, layout, on
+from gcnzc.flat import FlatVector, by_kind, on
 from gcnzc.optim.exchanging import Exchanging
-from gcnzc.optim.group_options import option_lines
+from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.states import check_is_inner
-from gcnzc.optim.validation import check_above_zero, check_inner, check_param_group
-from gcnzc.replicas import broadcast, demand_same
+from gcnzc.optim.validation import check_above_zero, check_inner
+from gcnzc.replicas import demand_same
 from gcnzc.scalars import read_scalars, scalars_like
 
 NONE, DENSE, SPARSE = 0, 1, 2  # kinds of gradients
@@ -73,30 +73,28 @@ class Averaged(Exchanging):
         self.inner, self.compress, self.clip_norm = inner, compress, clip_norm
         self.is_shared = compress is None
         self._share()
-        self.sent: set[int] = set()
-        """ids of the tensors that are as on rank 0"""
+        self.broadcast_names: set[str] = set()
+        """names of the tensors that were broadcast; tensors of a copy have other ids"""
         self._lay_out()
         self.connect()
 
     def _lay_out(self) -> None:
         """Lay out the gradients for the current parameters and their `requires_grad`."""
+        for group in self.param_groups:
+            self.check_param_group(group)
         rank, world_size = self.group.rank, self.group.world_size
         self.is_trainable = self.trainable()
         self.gradients = Gradients(self.named_parameters(), self.compress, rank, world_size)
-        self.is_alike = world_size == 1
+        # parameters may have been added
+        self.is_broadcast = False
 
-    def made_alike(self) -> Algorithm[None]:
-        """See `Exchanging`; runs again for parameters that were added."""
-        if self.is_alike:
-            return
-        tensors = [pair for pair in self.tensors() if id(pair[1]) not in self.sent]
-        yield from demand_same(layout(tensors), "parameters")
-        yield from broadcast(tensors)
-        self._mark_alike()
+    def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
+        """See `Exchanging`: those that were not broadcast before."""
+        return [pair for pair in self.tensors() if pair[0] not in self.broadcast_names]
 
-    def _mark_alike(self) -> None:
-        self.sent |= {id(tensor) for _, tensor in self.tensors()}
-        self.is_alike = True
+    def on_broadcast(self) -> None:
+        """See `Exchanging`."""
+        self.broadcast_names |= {name for name, _ in self.tensors()}
 
     def _share(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -115,6 +113,7 @@ class Averaged(Exchanging):
         """See `Exchanging`; takes that of the inner optimizer if gradients are whole."""
         if self.is_shared:
             self.restore(state_dict)
+            self.mark_loaded()
         else:
             super().load_state_dict(state_dict)
 
@@ -128,7 +127,7 @@ class Averaged(Exchanging):
             return inner
         return {
             "inner": inner,
-            "shared": {"skipped": self.skipped},
+            "shared": {"skipped": self.skipped, "numbers": {"steps": self.steps}},
             "local": {},
             "shards": {},
             "errors": {str(i): each for i, each in enumerate(self.gradients.errors())},
@@ -153,8 +152,17 @@ class Averaged(Exchanging):
             self.gradients.load_errors([errors[str(i)] for i in range(len(errors))])
         self.inner.load_state_dict(dict(inner))
         self._share()
+        self.steps = self._steps_of(snapshot)
         # no broadcast after this: buffers differ between ranks in the middle of a run
-        self._mark_alike()
+        self.is_broadcast = True
+        self.on_broadcast()
+
+    def _steps_of(self, snapshot: Mapping[str, Any]) -> int:
+        """The steps of a state; if it has no number of them, as of SGD, those taken so far."""
+        if "numbers" in snapshot.get("shared", {}):
+            return int(snapshot["shared"]["numbers"]["steps"])
+        counts = [int(each["step"]) for each in self.state.values() if "step" in each]
+        return max(counts, default=self.steps)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on all workers alike, before the next step."""
@@ -164,11 +172,10 @@ class Averaged(Exchanging):
             return
         self.inner.add_param_group(param_group)
         try:
-            check_param_group(type(self).__name__, self.inner.param_groups[-1])
+            self._lay_out()
         except (TypeError, ValueError):
             self.inner.param_groups.pop()
             raise
-        self._lay_out()
         self.connect()
 
     def __repr__(self) -> str:
@@ -176,30 +183,47 @@ class Averaged(Exchanging):
 
     def algorithm(self) -> Algorithm[None]:
         """See `Exchanging`: the inner optimizer's step, on all workers or on none."""
-        if self.trainable() != self.is_trainable:
-            for group in self.param_groups:
-                check_param_group(type(self).__name__, group)
-            self._lay_out()
-        yield from self.made_alike()
+        if not self.gradients.is_known or self.group.world_size == 1:
+            # before the first exchange `agree` compares the layouts
+            self._follow_changes()
+        yield from self.broadcast_model()
         if self.group.world_size == 1:
             # nobody to ask: the gradients are the means
             self.heard = list(self.asks)
             self._step_alone()
             return
-        groups, world_size = self.param_groups, self.group.world_size
-        if not self.gradients.is_known:
-            # bits of different options may be equal, so the first step compares the options
-            yield from self.gradients.agree(1 + len(self.asks), option_lines(groups, with_gpu=True))
-        asks = [self.options.bit(groups), *self.asks]
-        flags = yield from self.gradients.averaged(self.gradient_factor(), asks)
-        bits, *shares = flags.shares
-        self.heard, self.blame = [share > 0 for share in shares], flags.blame
-        self.options.receive(bits * world_size, world_size)
-        yield from self.options.compare(groups)
+        flags = yield from self._exchanged()
+        if (yield from self.compare()) and self._follow_changes():
+            # all ranks have changed the same parameters, and no gradient was written yet
+            yield from self.broadcast_model()
+            flags = yield from self._exchanged()
+        self.blame = flags.blame
         if flags.blame:
             self.skipped += 1
         else:
+            self.gradients.write(flags)
             self._inner_step()
+
+    def _follow_changes(self) -> bool:
+        """Lay out the gradients anew if `requires_grad` or the parameters have changed."""
+        is_changed = self.trainable() != self.is_trainable
+        if is_changed:
+            self._lay_out()
+        return is_changed
+
+    def _exchanged(self) -> Algorithm["Flags"]:
+        """Exchange the gradients, the signals and the bit that compares the ranks."""
+        world_size = self.group.world_size
+        if not self.gradients.is_known:
+            # bits of different options may be equal, so the first step compares the options
+            lines = option_lines(self.param_groups, with_gpu=True)
+            lines += trained_lines(self.param_groups)
+            yield from self.gradients.agree(self.num_common_notes, lines)
+        flags = yield from self.gradients.exchanged(self.gradient_factor(), self.common_notes())
+        bits, *shares = flags.shares
+        self.heard = [share > 0 for share in shares]
+        self.comparison.receive(bits * world_size, world_size)
+        return flags
 
     def _step_alone(self) -> None:
         self.blame = ""
@@ -215,6 +239,7 @@ class Averaged(Exchanging):
             parameters = [p for _, p in self.gradients.named]
             nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         self.inner.step()
+        self.steps += 1
 
 
 @dataclass(frozen=True)
@@ -225,6 +250,10 @@ class Flags:
     """of each signal, its mean over the workers"""
     blame: str
     """whose gradient is not finite, in words; empty if all are"""
+    present: list[list[bool]]
+    """of each vector's parameters, whether a worker has a gradient"""
+    sparse: list[Tensor | None]
+    """the means of sparse gradients; None if no worker has one"""
 
 
 class Gradients:
@@ -253,10 +282,10 @@ class Gradients:
         self.sparse: list[nn.Parameter] = []
         self.is_known = False
 
-    def averaged(
+    def exchanged(
         self, factor: float | Tensor = 1.0, asks: Sequence[float] = ()
     ) -> Algorithm[Flags]:
-        """Set the gradients to their weighted means over the workers.
+        """Take the weighted means of the gradients over the workers, for `write`.
 
         Args:
             factor: of this rank's gradients, 1 on the mean over the ranks; NaN to skip the step.
@@ -271,10 +300,11 @@ class Gradients:
             if reducer is None:
                 yield Mean(vector.values)
             elif blame := (yield from reducer.mean(vector.values, len(vector.extra))):
-                return Flags([0.0] * len(asks), blame)
+                return Flags([0.0] * len(asks), blame, [], [])
         bad = [_count_bad(parameter) for parameter in self.sparse]
+        sparse = []
         for parameter in self.sparse:
-            yield from self.average_sparse(parameter, factor)
+            sparse.append((yield from self.mean_of_sparse(parameter, factor)))
         shares = [float(each) for each in asks]
         signals = torch.empty(0)
         if self.sparse and not self.vectors:
@@ -282,7 +312,7 @@ class Gradients:
             signals = torch.zeros(len(shares), device=self.sparse[0].device)
             signals.copy_(scalars_like(shares, signals))
             yield Mean(signals)
-        notes, signal_means, is_finite = self._read(signals)
+        notes, signal_means, is_finite = self._read(signals, sparse)
         blame = ""
         if not is_finite:
             parameters = [each.parameter for vector in self.vectors for each in vector.segments]
@@ -291,25 +321,38 @@ class Gradients:
             *found, (is_skipped,) = read_scalars(*map(_count_bad, parameters), *bad, scale.isnan())
             blame = yield from _blamed(int(sum(count for (count,) in found) or is_skipped))
         shares = signal_means or shares
+        flags = []
         for vector, reducer, told in zip(self.vectors, self.reducers, notes, strict=True):
-            vector.write_gradients([each > 0 for each in told[: len(vector.segments)]])
+            flags.append([each > 0 for each in told[: len(vector.segments)]])
             # a reducer returns the sums of notes, and Mean their means
             among = 1 if reducer is None else self.world_size
             shares = [each / among for each in told[len(vector.segments) :]]
-        return Flags(shares, blame)
+        return Flags(shares, blame, flags, sparse)
 
-    def _read(self, signals: Tensor) -> tuple[list[Sequence[float]], list[float], bool]:
+    def write(self, flags: Flags) -> None:
+        """Set the gradients to the means that were taken last."""
+        for vector, present in zip(self.vectors, flags.present, strict=True):
+            vector.write_gradients(present)
+        for parameter, mean in zip(self.sparse, flags.sparse, strict=True):
+            if mean is not None:
+                parameter.grad = mean
+
+    def _read(
+        self, signals: Tensor, sparse: Sequence[Tensor | None]
+    ) -> tuple[list[Sequence[float]], list[float], bool]:
         """Read what all ranks know after an exchange; the host waits for a device once.
 
         Args:
             signals: their means, if they were sent by themselves.
+            sparse: the means of sparse gradients.
 
         Returns:
             Each vector's extra elements, the signals, and whether all means are finite.
         """
         # a reducer has checked and read its own
         whole = [v for v, r in zip(self.vectors, self.reducers, strict=True) if r is None]
-        means = [each.values for each in whole] + [_values(each) for each in self.sparse]
+        means = [each.values for each in whole]
+        means += [each.values() for each in sparse if each is not None]
         found = read_scalars(signals, *map(are_finite, means), *(each.extra for each in whole))
         flags, extras = found[1 : 1 + len(means)], iter(found[1 + len(means) :])
         notes = [next(extras) if each is None else each.note_sums for each in self.reducers]
@@ -354,8 +397,10 @@ class Gradients:
             if reducer is not None:
                 reducer.load_errors(found)
 
-    def average_sparse(self, parameter: nn.Parameter, factor: float | Tensor) -> Algorithm[None]:
-        """Set a sparse gradient to the weighted mean, with the rows of all workers."""
+    def mean_of_sparse(
+        self, parameter: nn.Parameter, factor: float | Tensor
+    ) -> Algorithm[Tensor | None]:
+        """The weighted mean of a sparse gradient, with the rows of all workers; None without."""
         gradient = parameter.grad
         columns = parameter.shape[1:]
         rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
@@ -366,13 +411,13 @@ class Gradients:
             rows, values = gradient.indices()[0], gradient.values() * on(factor, parameter.device)
         counts = yield Vote(len(rows))
         if not sum(counts):
-            return
+            return None
         width = columns.numel()
         everywhere = len(counts)
         all_rows = yield AllToAll([rows] * everywhere, counts)
         flat = values.reshape(-1)
         all_values = yield AllToAll([flat] * everywhere, [count * width for count in counts])
-        parameter.grad = torch.sparse_coo_tensor(
+        return torch.sparse_coo_tensor(
             torch.cat(all_rows)[None],
             torch.cat(all_values).view(-1, *columns) / everywhere,
             parameter.shape,

@@ -329,7 +329,7 @@ class CO2(LocalUpdates):
         if self.eager:
             self.space.read_parameters(self.own).sub_(values[:count], alpha=self.eager)
             self.space.write_parameters(self.own)
-            self.is_alike = False
+            self.is_in_sync = False
         self.flight = Flight(values, self.group.world_size)
         self.flight.pending = yield Begin(self.exchanged(values), CHANNEL)
         if self.pace.is_measuring:
@@ -349,7 +349,7 @@ class CO2(LocalUpdates):
         self.start = values[self.begin : self.end].clone()
         self.before = self.start[:0]
         self.swap(values)
-        self.is_alike = True
+        self.is_in_sync = True
         return values
 
     @torch.no_grad()

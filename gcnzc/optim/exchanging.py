@@ -2,21 +2,31 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group, present, run
+from gcnzc.exchange import Algorithm, Group, RequestMismatch, present, run
+from gcnzc.flat import layout
 from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
-from gcnzc.optim.group_options import OptionComparison
+from gcnzc.optim.group_options import (
+    LOADED,
+    STEPS,
+    Comparison,
+    find_difference_by_store,
+    option_lines,
+    trained_lines,
+)
 from gcnzc.optim.scaling import report_overflow
 from gcnzc.optim.states import packed, unpacked
 from gcnzc.optim.validation import check_count, check_group, check_param_group
-from gcnzc.replicas import dense_buffers, synchronise_buffers
+from gcnzc.replicas import broadcast, demand_same, dense_buffers, synchronise_buffers
+
+T = TypeVar("T")
 
 
 class LatePhaseWarning(UserWarning):
@@ -75,7 +85,15 @@ class Exchanging(Optimizer):
         """of each signal, whether a worker gave it; at an exchange, and not between two"""
         self.skipped = 0
         """number of steps that were skipped because a gradient was not finite"""
-        self.options = OptionComparison()
+        self.steps = 0
+        """number of steps taken, as the subclass counts them; equal on all ranks"""
+        self.loaded = "none"
+        """the state that was loaded last, in words; equal on all ranks"""
+        self.comparison = Comparison()
+        self.is_trainable: list[bool] = []
+        """`requires_grad` of all parameters when they were laid out"""
+        self.is_broadcast = False
+        """whether the model was broadcast, or a state loaded in its place"""
         self.blame = ""
         """what was left out at the last step and why, in words; empty if nothing was"""
 
@@ -87,7 +105,11 @@ class Exchanging(Optimizer):
             ValueError: an option is out of its range.
         """
         super().add_param_group(param_group)
-        check_param_group(type(self).__name__, self.param_groups[-1])
+        self.check_param_group(self.param_groups[-1])
+
+    def check_param_group(self, group: Mapping[str, Any]) -> None:
+        """Check the parameters and options of a group; see `add_param_group`."""
+        check_param_group(type(self).__name__, group)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that are copied and pickled: all except hooks.
@@ -111,17 +133,53 @@ class Exchanging(Optimizer):
 
         Raises:
             WorkerLost: another worker is gone.
-            ValueError: parameters, or the options of their groups, differ between ranks.
+            ValueError: the ranks' numbers of steps, loaded states, trained parameters or options of
+                parameter groups differ; raised on all ranks, after the next exchange.
+            RequestMismatch: they differ so that the ranks' requests do not match; raised on all.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         skipped = self.skipped
-        run(self.algorithm(), self.group)
+        self._run(self.algorithm())
         if self.skipped > skipped and hasattr(self, "found_inf"):
             report_overflow(self)
         return loss
+
+    def _run(self, algorithm: Algorithm[T]) -> T:
+        """Run an algorithm; if the ranks' requests do not match, find out what differs."""
+        try:
+            return run(algorithm, self.group)
+        except RequestMismatch as error:
+            difference = find_difference_by_store(self.compared_lines(), self.group)
+            if not difference:
+                raise
+            raise RequestMismatch(difference) from error
+
+    def hashed_lines(self, with_gpu: bool) -> list[str]:
+        """The lines of which every exchange sends one bit of a hash; see `Comparison`."""
+        options = option_lines(self.param_groups, with_gpu=with_gpu)
+        return [f"{STEPS}\t{self.steps}", f"{LOADED}\t{self.loaded}", *options]
+
+    def compared_lines(self) -> list[str]:
+        """The lines that must be the same on all ranks; see `Comparison`."""
+        return [*self.hashed_lines(with_gpu=True), *trained_lines(self.param_groups)]
+
+    def compare(self) -> Algorithm[bool]:
+        """Compare the lines of all ranks if that is due; see `Comparison.compare`."""
+        return (yield from self.comparison.compare(self.compared_lines))
+
+    def common_notes(self) -> list[float]:
+        """Numbers that every exchange sends: a bit of the hash of the lines, and the signals."""
+        if self.trainable() != self.is_trainable:
+            self.comparison.is_requested = True
+        return [self.comparison.bit(self.hashed_lines), *self.asks]
+
+    @property
+    def num_common_notes(self) -> int:
+        """The length of `common_notes`."""
+        return 1 + len(self.asks)
 
     def fill_state(self) -> None:
         """Add an empty entry to `state` for each parameter.
@@ -149,6 +207,12 @@ class Exchanging(Optimizer):
             ValueError: it is of another rank, number of ranks, type of optimizer, or model.
         """
         self.restore(unpacked(type(self).__name__, state_dict, self.group.rank))
+        self.mark_loaded()
+
+    def mark_loaded(self) -> None:
+        """Request a comparison with the other ranks, which must have loaded a state too."""
+        self.loaded = f"of step {self.steps}"
+        self.comparison.is_requested = True
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
@@ -204,21 +268,39 @@ class Exchanging(Optimizer):
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    @abstractmethod
-    def made_alike(self) -> Algorithm[None]:
+    def broadcast_model(self) -> Algorithm[None]:
         """Broadcast the parameters and buffers of rank 0, once, before the first step.
 
         Raises:
             ValueError: shapes, dtypes or options differ between ranks; raised on all ranks.
         """
+        if self.is_broadcast:
+            return
+        if self.group.world_size > 1:
+            tensors = self.tensors_to_broadcast()
+            yield from demand_same([*self.layout(), *layout(tensors)], "optimizers")
+            yield from broadcast(tensors)
+        self.is_broadcast = True
+        self.on_broadcast()
+
+    def on_broadcast(self) -> None:
+        """Start from the parameters as they are now, equal on all ranks."""
+
+    def layout(self) -> list[str]:
+        """Lines that must be the same on all ranks before the broadcast, besides the tensors'."""
+        return []
+
+    def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
+        """The names and tensors that `broadcast_model` broadcasts."""
+        return self.tensors()
 
     def connect(self) -> None:
-        """Run `made_alike` if the group is connected.
+        """Run `broadcast_model` if the group is connected.
 
         Every constructor ends with this call.
         """
         if self.group.backend:
-            run(self.made_alike(), self.group)
+            run(self.broadcast_model(), self.group)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """The names and tensors to broadcast: all parameters, and the module's buffers."""
@@ -239,15 +321,17 @@ class Exchanging(Optimizer):
 
     def trainable(self) -> list[bool]:
         """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
-        return [parameter.requires_grad for _, parameter in self.named_parameters()]
+        return [each.requires_grad for group in self.param_groups for each in group["params"]]
 
-    def demand_trainable(self, expected: Sequence[bool]) -> None:
-        """Check that the parameters have the same `requires_grad` as at construction.
+    def demand_trainable(self) -> None:
+        """Check that the parameters have the same `requires_grad` as when they were laid out.
+
+        With several ranks it is called after a comparison, so that all ranks raise the error.
 
         Raises:
             ValueError: a parameter was frozen, unfrozen, added or removed.
         """
-        found = self.trainable()
+        found, expected = self.trainable(), self.is_trainable
         if found == expected:
             return
         pairs = enumerate(zip_longest(found, expected))
@@ -290,11 +374,11 @@ class Exchanging(Optimizer):
 
         Floating-point buffers of `module`, such as BatchNorm's, become their means over the ranks.
         """
-        run(self.finalized(), self.group)
+        self._run(self.finalized())
 
     def finalized(self) -> Algorithm[None]:
         """What `finalize` does, for `lockstep`."""
-        yield from self.made_alike()
+        yield from self.broadcast_model()
         yield from self.finish()
         if self.module is not None and self.group.world_size > 1:
             yield from synchronise_buffers(self.module)

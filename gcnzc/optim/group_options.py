@@ -1,18 +1,24 @@
-"""Compare the options of parameter groups, such as the learning rate, across ranks.
+"""Compare what must be the same on all ranks: options, `requires_grad`, steps and loaded states.
 
 A scheduler that follows a rank's own loss gives each rank its own learning rate, and the replicas
 go out of sync. Therefore every exchange of an optimizer also sends one bit of a hash of the options
 and of the number of the exchange. Ranks with equal options always send equal bits; ranks with
 different options send different bits in about half of the exchanges. If bits differ, the ranks
 exchange the options themselves and compare them.
+
+A rank that has loaded a state, or whose parameters were frozen or unfrozen, sends a value that is
+neither 0 nor 1, so that all ranks compare after this exchange.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 
-from gcnzc.exchange import Algorithm
+from gcnzc.exchange import Algorithm, Group
 from gcnzc.flat import hash_of
 from gcnzc.replicas import everybodys
 
@@ -20,48 +26,128 @@ from gcnzc.replicas import everybodys
 NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 # options on a GPU are read once in so many exchanges, because reading them synchronises with it
 GPU_INTERVAL = 100
+# what a rank whose connections are broken waits for the lines of the others
+STORE_WAIT_S, STORE_POLL_S = 5.0, 0.05
+STEPS, LOADED, TRAINED = "number of steps", "loaded state", "requires_grad of"
+_HINTS = {
+    STEPS: "call step() equally often on all ranks, and load the states of one checkpoint on all",
+    LOADED: "load the states of one checkpoint on all ranks, before the same step",
+    TRAINED: "add, freeze and unfreeze parameters on all ranks, before the same step",
+}
+_OPTION_HINT = "change options by what all ranks know, such as the step or the mean of their losses"
 
 
-class OptionComparison:
-    """Compares the options of an optimizer's groups with those of the other ranks."""
+class Comparison:
+    """Compares lines of an optimizer, each a name, a tab and a value, with those of other ranks."""
 
     def __init__(self) -> None:
         self.count = 0
         """number of bits sent so far; equal on all ranks"""
         self.is_due = False
         """whether bits have differed since the last comparison; equal on all ranks"""
+        self.is_requested = False
+        """whether this rank requests a comparison at the next exchange"""
 
-    def bit(self, groups: Sequence[Mapping[str, Any]]) -> float:
-        """Return the bit, 0 or 1, to send with the next exchange."""
+    def bit(self, lines: Callable[[bool], list[str]]) -> float:
+        """Return what to send with the next exchange: a bit, 0 or 1, or a request to compare.
+
+        Args:
+            lines: returns those of which the bit is a hash; its argument is whether to read tensors
+                on a GPU, which synchronises with it.
+        """
         self.count += 1
-        lines = option_lines(groups, with_gpu=self.count % GPU_INTERVAL == 0)
-        return float(hash_of([str(self.count), *lines]) & 1)
+        if self.is_requested:
+            # the sum over the ranks is then neither 0 nor their number
+            return 0.5
+        found = lines(self.count % GPU_INTERVAL == 0)
+        return float(hash_of([str(self.count), *found]) & 1)
 
     def receive(self, total: float, ranks: int) -> None:
-        """Take in the sum of the bits of `ranks` ranks."""
-        self.is_due |= total not in (0, ranks)
+        """Take in the sum of what `ranks` ranks sent."""
+        self.is_due |= ranks > 1 and total not in (0, ranks)
 
-    def compare(self, groups: Sequence[Mapping[str, Any]]) -> Algorithm[None]:
-        """Compare the options if bits have differed; otherwise communicate nothing.
+    def compare(self, lines: Callable[[], list[str]]) -> Algorithm[bool]:
+        """Compare the lines if bits have differed; otherwise communicate nothing.
+
+        Args:
+            lines: returns all that must be the same on all ranks.
+
+        Returns:
+            Whether they were compared, and were equal.
 
         Raises:
-            ValueError: an option differs between ranks. It is raised on all ranks; the message has
-                the name of the option and both values.
+            ValueError: a line differs between ranks. It is raised on all ranks; the message has the
+                name and both values.
         """
         if not self.is_due:
-            return
-        self.is_due = False
-        texts = yield from everybodys("\n".join(option_lines(groups, with_gpu=True)))
-        first, *others = (dict(line.split("\t") for line in text.splitlines()) for text in texts)
-        for rank, other in enumerate(others, 1):
-            for name in {**first, **other}:
-                one, two = first.get(name, "not set"), other.get(name, "not set")
-                if one != two:
-                    raise ValueError(
-                        f"{name} differs between ranks: {one} on rank 0, {two} on rank {rank}\n\n"
-                        "hint: change options by what all ranks know, such as the step or the mean "
-                        "of their losses"
-                    )
+            return False
+        self.is_due = self.is_requested = False
+        texts = yield from everybodys("\n".join(lines()))
+        if difference := find_difference(dict(enumerate(texts))):
+            raise ValueError(difference)
+        return True
+
+
+def find_difference(texts: Mapping[int, str]) -> str:
+    """Return an error message for the first line that differs between ranks; empty if none does.
+
+    Args:
+        texts: by rank, the lines, joined.
+    """
+    parsed = {
+        rank: dict(line.split("\t") for line in text.splitlines()) for rank, text in texts.items()
+    }
+    if len(parsed) < 2:
+        return ""
+    first, *others = sorted(parsed)
+    for rank in others:
+        for name in {**parsed[first], **parsed[rank]}:
+            one, two = (parsed[each].get(name, "not set") for each in (first, rank))
+            if one != two:
+                hints = (hint for start, hint in _HINTS.items() if name.startswith(start))
+                return (
+                    f"{name} differs between ranks: {one} on rank {first}, {two} on rank {rank}"
+                    f"\n\nhint: {next(hints, _OPTION_HINT)}"
+                )
+    return ""
+
+
+def find_difference_by_store(lines: Sequence[str], group: Group) -> str:
+    """Compare lines through the group's store, after its connections are broken.
+
+    All ranks call it at about the same time.
+
+    Returns:
+        See `find_difference`; empty too if no other rank's lines come within `STORE_WAIT_S`.
+    """
+    texts = {group.rank: "\n".join(lines)}
+    end = time.monotonic() + STORE_WAIT_S
+    # a store that is gone raises RuntimeError
+    with suppress(RuntimeError):
+        group.store.set(f"gcnzc/compared/{group.rank}", texts[group.rank])
+        while len(texts) < group.world_size and time.monotonic() < end:
+            for rank in set(range(group.world_size)) - set(texts):
+                key = f"gcnzc/compared/{rank}"
+                if group.store.check([key]):
+                    texts[rank] = group.store.get(key).decode()
+            time.sleep(STORE_POLL_S)
+    return find_difference(texts)
+
+
+def trained_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each group: which of its parameters have `requires_grad`."""
+    lines = []
+    for number, group in enumerate(groups):
+        flags = [bool(parameter.requires_grad) for parameter in group["params"]]
+        frozen, place = [], 0
+        for is_trained, run in groupby(flags):
+            last = place + len(list(run)) - 1
+            if not is_trained:
+                frozen.append(str(place) if place == last else f"{place}-{last}")
+            place = last + 1
+        found = f"False for parameters {', '.join(frozen)}" if frozen else "True for all parameters"
+        lines.append(f"{TRAINED} parameter group {number}\t{found}, of {len(flags)}")
+    return lines
 
 
 def option_lines(groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> list[str]:

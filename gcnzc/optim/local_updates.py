@@ -20,13 +20,11 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Dense, Place, Reducer
 from gcnzc.exchange import Algorithm, Begin, End, Group, run
 from gcnzc.finite import are_finite
-from gcnzc.flat import layout
 from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.pace import Pace
 from gcnzc.optim.space import Space
 from gcnzc.optim.validation import check_inner
-from gcnzc.replicas import broadcast, demand_same
 from gcnzc.scalars import read_scalars, scalars_like
 
 CHANNEL = "outer"
@@ -110,7 +108,6 @@ class LocalUpdates(Exchanging):
         self._share()
         self.space = Space(self.param_groups)
         self.is_trainable = self.trainable()
-        """`requires_grad` of all parameters at construction"""
         self.place = Place(
             self.group.rank, self.group.world_size, self.space.device, self.space.dtype
         )
@@ -120,14 +117,10 @@ class LocalUpdates(Exchanging):
         """whether there is nothing to do but the inner optimizer's steps"""
         self.reducers: dict[str, Reducer] = {}
         """by names that a checkpoint keeps"""
-        self.is_alike = False
-        """whether all workers have the same parameters now"""
-        self.is_ready = False
-        """whether they have begun with the same"""
+        self.is_in_sync = False
+        """whether all ranks have the same parameters now"""
         self.is_counted: bool | Tensor = True
         """whether what this worker offered last was finite; () on the device until it is known"""
-        self.steps = 0
-        """taken so far, also those left out"""
         self.since = 0
         """steps since the last synchronisation"""
         self.dropped = 0
@@ -177,8 +170,9 @@ class LocalUpdates(Exchanging):
 
     def algorithm(self) -> Algorithm[None]:
         """See `Exchanging`: the inner optimizer's step, and what is done now and then."""
-        self.demand_trainable(self.is_trainable)
-        yield from self.made_alike()
+        if self.group.world_size == 1:
+            self.demand_trainable()
+        yield from self.broadcast_model()
         self.blame = ""
         self.local_step()
         self.steps += 1
@@ -187,11 +181,12 @@ class LocalUpdates(Exchanging):
             self.heard = list(self.asks)
             return
         self.heard = [False] * len(self.asks)
-        self.is_alike = False
+        self.is_in_sync = False
         self.pace.stepped()
         yield from self.after_step()
         yield from self.pace.chosen(self.exchanges)
-        yield from self.options.compare(self.param_groups)
+        if (yield from self.compare()):
+            self.demand_trainable()
         self.warn_of_late_phase(self.steps)
 
     def late_phase(self) -> str:
@@ -224,24 +219,21 @@ class LocalUpdates(Exchanging):
             flags.append(found_inf == 0)
         return not flags or all(flag > 0 for (flag,) in read_scalars(*flags))
 
-    def made_alike(self) -> Algorithm[None]:
+    def layout(self) -> list[str]:
         """See `Exchanging`."""
-        if self.is_ready:
-            return
-        if self.group.world_size > 1:
-            tensors = self.tensors()
-            lines = [f"{self.words()} and {len(self.asks)} signals", *self.space.layout()]
-            lines += option_lines(self.param_groups, with_gpu=True)
-            yield from demand_same([*lines, *layout(tensors)], "optimizers")
-            yield from broadcast(tensors)
-        self.is_ready = self.is_alike = True
+        options = option_lines(self.param_groups, with_gpu=True)
+        return [f"{self.words()} and {len(self.asks)} signals", *self.space.layout(), *options]
+
+    def on_broadcast(self) -> None:
+        """See `Exchanging`."""
+        self.is_in_sync = True
         if not self.is_plain:
             self.started()
 
     @property
     def notes(self) -> int:
-        """k, after every vector: whether it counts, a bit of the options' hash, and the signals."""
-        return 2 + len(self.asks)
+        """k, after every vector: whether it counts, and the common notes."""
+        return 1 + self.num_common_notes
 
     def offer(self, values: Tensor) -> None:
         """Make a vector (elements + k,) ready for a mean: zeros, which do not count, if not finite.
@@ -252,8 +244,7 @@ class LocalUpdates(Exchanging):
         self.is_counted = are_finite(values[:end])
         if values.device.type != "cpu" or not bool(self.is_counted):
             values[:end].masked_fill_(~self.is_counted, 0)
-        bit = self.options.bit(self.param_groups)
-        values[end:] = scalars_like([0, bit, *self.asks], values)
+        values[end:] = scalars_like([0, *self.common_notes()], values)
         values[end] = self.is_counted
 
     def accept(
@@ -278,9 +269,10 @@ class LocalUpdates(Exchanging):
         if blame:
             self.drop(f"a synchronisation left out: {blame}")
             return False
-        count, bits, *told = (round(each) for each in sums or values[end:].tolist())
-        self.options.receive(bits, workers)
-        self.heard = [was or each > 0 for was, each in zip(self.heard, told, strict=True)]
+        count, bits, *signals = sums or values[end:].tolist()
+        count = round(count)
+        self.comparison.receive(bits, workers)
+        self.heard = [was or round(each) > 0 for was, each in zip(self.heard, signals, strict=True)]
         if count == workers:
             self.is_counted = True
             return True
@@ -354,7 +346,7 @@ class LocalUpdates(Exchanging):
     def adopt(self, common: Tensor) -> None:
         """Go on from a vector (n + any,) that is the same on all workers."""
         self.space.write_parameters(common)
-        self.is_alike = True
+        self.is_in_sync = True
         if not self.is_counted:
             self.forget_what_is_not_finite()
 
@@ -369,7 +361,7 @@ class LocalUpdates(Exchanging):
     def parameters_averaged(self) -> Algorithm[Tensor]:
         """Set the parameters to their mean over the workers, and return this worker's own (n,)."""
         own = self.vector()
-        if not (self.is_plain or self.is_alike):
+        if not (self.is_plain or self.is_in_sync):
             mean = yield from self.mean_of_parameters()
             if mean is not None:
                 self.space.write_parameters(mean)
@@ -386,13 +378,13 @@ class LocalUpdates(Exchanging):
         if self.is_plain:
             return
         yield from self.landed()
-        if self.is_alike:
-            return
-        mean = yield from self.mean_of_parameters()
-        if mean is not None:
-            self.adopt(mean)
-            self.since = 0
-            self.restarted()
+        if not self.is_in_sync:
+            mean = yield from self.mean_of_parameters()
+            if mean is not None:
+                self.adopt(mean)
+                self.since = 0
+                self.restarted()
+        yield from self.compare()
 
     def __getstate__(self) -> dict[str, Any]:
         """See `Exchanging`; waits for pending exchanges, as `snapshot` does."""
@@ -423,7 +415,7 @@ class LocalUpdates(Exchanging):
         }
         shared: dict[str, Any] = {"numbers": numbers}
         local: dict[str, Tensor] = {}
-        (shared if self.is_alike else local)["parameters"] = self.vector()
+        (shared if self.is_in_sync else local)["parameters"] = self.vector()
         if not self.is_plain:
             shared |= self.shared_state()
             local |= self.local_state()
@@ -453,8 +445,8 @@ class LocalUpdates(Exchanging):
             self.pace.steps, self.pace.is_measuring = numbers["local_steps"], False
         for name, reducer in self.reducers.items():
             reducer.load_errors(snapshot["errors"].get(name, {}))
-        self.is_ready, self.is_alike = True, "parameters" in shared
-        own = (shared if self.is_alike else local)["parameters"]
+        self.is_broadcast, self.is_in_sync = True, "parameters" in shared
+        own = (shared if self.is_in_sync else local)["parameters"]
         self.space.write_parameters(self.vector(own))
         if self.is_plain:
             return

@@ -18,12 +18,10 @@ from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense, Place, Reducer
 from gcnzc.exchange import Algorithm, AllGather, Group
-from gcnzc.flat import layout
 from gcnzc.optim.exchanging import Exchanging
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.space import Space
-from gcnzc.optim.validation import check_above_zero, check_adam_options
-from gcnzc.replicas import broadcast, demand_same
+from gcnzc.optim.validation import check_above_zero, check_adam_options, check_parameters
 from gcnzc.scalars import scalars_like
 
 
@@ -69,11 +67,7 @@ class Replicated(Exchanging):
         self.fill_state()
         self.space = Space(self.param_groups)
         self.is_trainable = self.trainable()
-        """`requires_grad` of all parameters at construction"""
         self.clip_norm = clip_norm
-        self.steps = 0
-        """that were taken"""
-        self.is_alike = self.group.world_size == 1
         self.vectors: dict[str, Tensor] = {}
         """what is the same on all workers, (n,) each"""
         self.numbers: dict[str, Any] = {}
@@ -91,7 +85,11 @@ class Replicated(Exchanging):
                 "the beginning; requires_grad may not change either"
             )
         super().add_param_group(param_group)
-        check_adam_options(type(self).__name__, self.param_groups[-1])
+
+    def check_param_group(self, group: Mapping[str, Any]) -> None:
+        """See `Exchanging`."""
+        check_parameters(type(self).__name__, group["params"])
+        check_adam_options(type(self).__name__, group)
 
     def reducer(self, compress: Compression, num_elements: int) -> Reducer:
         """What takes means of so many elements for this worker."""
@@ -131,31 +129,23 @@ class Replicated(Exchanging):
         sums = saved.to(self.space.device, self.space.dtype, copy=True)
         return self.bound_sums(sums.nan_to_num_(0.0, 0.0, 0.0))
 
-    def made_alike(self) -> Algorithm[None]:
-        """See `Exchanging`."""
-        if self.is_alike:
-            return
-        tensors = self.tensors()
-        yield from demand_same([*self.layout(), *layout(tensors)], "optimizers")
-        yield from broadcast(tensors)
-        self.is_alike = True
-
     def layout(self) -> list[str]:
-        """What must be the same on all workers."""
+        """See `Exchanging`."""
         options = option_lines(self.param_groups, with_gpu=True)
         return [f"{type(self).__name__}, {len(self.asks)} signals", *self.space.layout(), *options]
 
     def algorithm(self) -> Algorithm[None]:
         """See `Exchanging`: change the parameters on all workers alike, or on none."""
-        self.demand_trainable(self.is_trainable)
-        yield from self.made_alike()
+        if self.group.world_size == 1:
+            self.demand_trainable()
+        yield from self.broadcast_model()
         values = self.space.empty(self.num_notes)
         self.space.read_gradients(values, self.gradient_factor())
         for part in self.space.parts:
             if part.group["maximize"]:
                 values[part.begin : part.end].neg_()
-        common = [self.options.bit(self.param_groups), *self.asks]
-        self.notes(values)[: self.num_common_notes] = scalars_like(common, values)
+        common = scalars_like(self.common_notes(), values)
+        self.notes(values)[: self.num_common_notes] = common
         self.blame = yield from self.advance(values)
         if self.blame:
             self.skipped += 1
@@ -163,7 +153,8 @@ class Replicated(Exchanging):
         else:
             self.steps += 1
             self.warn_of_late_phase(self.steps)
-        yield from self.options.compare(self.param_groups)
+        if (yield from self.compare()):
+            self.demand_trainable()
 
     @abstractmethod
     def advance(self, values: Tensor) -> Algorithm[str]:
@@ -182,11 +173,6 @@ class Replicated(Exchanging):
         """k: what travels with every exchange besides elements."""
         return self.num_common_notes
 
-    @property
-    def num_common_notes(self) -> int:
-        """The number of notes at the start of every exchange: a bit of the options, and signals."""
-        return 1 + len(self.asks)
-
     def notes(self, values: Tensor) -> Tensor:
         """(k,): the notes of a vector."""
         return values[self.space.num_elements :]
@@ -194,7 +180,7 @@ class Replicated(Exchanging):
     def hear(self, sums: Sequence[float]) -> None:
         """Take in the sums of the common notes, the first of `sums`, after an exchange."""
         bits, *signals = sums[: self.num_common_notes]
-        self.options.receive(bits, self.group.world_size)
+        self.comparison.receive(bits, self.group.world_size)
         self.heard = [share > 0 for share in signals]
 
     def dense_mean(self, values: Tensor) -> Algorithm[str]:
@@ -295,7 +281,7 @@ class Replicated(Exchanging):
             for name, vector in snapshot["shared"]["vectors"].items()
         }
         # no broadcast after this: buffers differ between ranks in the middle of a run
-        self.is_alike = True
+        self.is_broadcast = True
         self.take_up(snapshot["errors"])
 
     def take_up(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:

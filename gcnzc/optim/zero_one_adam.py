@@ -661,7 +661,6 @@ class ZeroOneAdam(Replicated):
         if self.update is None:
             return
         self.vectors["momentum"] = torch.cat([self.vectors["momentum"], own["momentum"]])
-        self.is_alike = True
         self._place(self.vectors["anchor"], self.update, out=torch.empty_like(self.update))
         if self.group.world_size == 1:
             run(self.finalized(), self.group)

@@ -57,7 +57,7 @@ def gradients_of(model, optimizer, rows):
 def taught(model, optimizer, end, begin=0, each=None):
     """Steps of one worker; `each` is called after every one with their number."""
     # the parameters of worker 0 come before the first gradient
-    yield from optimizer.made_alike()
+    yield from optimizer.broadcast_model()
     for number, rows in enumerate(batches(end)[begin:], begin + 1):
         gradients_of(model, optimizer, rows)
         yield from optimizer.algorithm()

@@ -155,7 +155,7 @@ def begin(models):
         Averaged(INNER["sgd"](model.parameters()), Group(rank, len(models)), module=model)
         for rank, model in enumerate(models)
     ]
-    return lockstep([optimizer.made_alike() for optimizer in optimizers])
+    return lockstep([optimizer.broadcast_model() for optimizer in optimizers])
 
 
 def test_models_that_differ_are_told_and_do_not_hang():
@@ -168,7 +168,7 @@ def test_models_that_differ_are_told_and_do_not_hang():
     ):
         begin(models)
     models = [with_gradients(nn.Linear(2, 2), 1.0), with_gradients(nn.Linear(2, 3), 1.0)]
-    with pytest.raises(ValueError, match="the parameters of workers 0 and 1 differ"):
+    with pytest.raises(ValueError, match="the optimizers of workers 0 and 1 differ"):
         one_step(models)
 
 

@@ -246,7 +246,7 @@ def quadratic(world_size, make, targets, size, lr=0.1):
 
     def steps(rank, count, each):
         vector, optimizer = vectors[rank], optimizers[rank]
-        yield from optimizer.made_alike()
+        yield from optimizer.broadcast_model()
         for _ in range(count):
             vector.grad = vector.detach() - targets[rank]
             yield from optimizer.algorithm()
@@ -405,7 +405,7 @@ def test_the_mean_is_that_of_the_workers_that_are_left(sharded):
         # of all, from 7.2, with a fifth of the last that has come
         ([], 7.2 - 4.2 + 0.2 * 3.7, 2),
     ]
-    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     for spoilt, expected, dropped in rounds:
         for rank, vector in enumerate(vectors):
             vector.grad = vector.detach() - targets[rank]
@@ -461,7 +461,7 @@ def test_a_mean_that_overflows_changes_nothing(sharded, delay):
 def test_bytes_and_requests_are_as_stated(options, requests):
     make = every(5, signals=2, **options)
     models, optimizers = team(4, make, dtype=torch.float32)
-    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     pairs = zip(models, optimizers, strict=True)
     found = lockstep(
         [taught(model, optimizer, 15) for model, optimizer in pairs],
@@ -675,9 +675,9 @@ def test_options_that_differ_or_contradict_are_told():
     for options in (*contradicting, {"eager": 0.5}):
         optimizers = [of(0, local_steps=4), of(1, **{"local_steps": 4, **options})]
         with pytest.raises(ValueError, match="optimizers of workers 0 and 1 differ"):
-            lockstep([optimizer.made_alike() for optimizer in optimizers])
+            lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     # a function has the same name on all
-    lockstep([of(rank, gap=root).made_alike() for rank in range(2)])
+    lockstep([of(rank, gap=root).broadcast_model() for rank in range(2)])
     for options, words in (
         ({"sharded": True, "compress": HALF}, "sharded with"),
         ({"delay": 2}, "a delay of 2 rounds"),
@@ -706,7 +706,7 @@ def test_half_precision_parameters_keep_their_dtype():
 def waited(options, step_s, exchange_s, rounds=8, each=4):
     """Seconds that workers wait for exchange by the virtual clock, and what they come to."""
     models, optimizers = team(2, every(each, **options), dtype=torch.float32)
-    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
 
     def steps(model, optimizer):
         for rows in batches(rounds * each):
@@ -822,7 +822,7 @@ def test_the_number_of_local_steps_is_measured(delay, worked_s, expected):
         reducer.mean = slower
 
     def timed(rank):
-        yield from optimizers[rank].made_alike()
+        yield from optimizers[rank].broadcast_model()
         for number, rows in enumerate(batches(WARM_UP + MEASURED + 2)):
             clocks[rank].passed_s += 1.0
             clocks[rank].worked_s += 2.0

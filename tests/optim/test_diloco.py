@@ -45,7 +45,7 @@ def test_the_outer_step_is_that_of_torch_bit_for_bit(momentum, nesterov):
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_an_outer_step_is_torchs_on_the_mean_of_what_workers_did(nesterov):
     models, optimizers = team(3, every(4, nesterov=nesterov), adamw)
-    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     common = torch.nn.Parameter(vector_of(models[0]))
     sgd = torch.optim.SGD([common], 0.7, 0.9, nesterov=nesterov)
     for begin in (0, 4, 8):
@@ -56,7 +56,7 @@ def test_an_outer_step_is_torchs_on_the_mean_of_what_workers_did(nesterov):
             optimizer.inner.load_state_dict(
                 saved(optimizers[optimizer.group.rank].inner.state_dict())
             )
-            optimizer.is_ready = True
+            optimizer.is_broadcast = True
             optimizer.started()
         train(others, theirs, begin + 4, begin)
         train(models, optimizers, begin + 4, begin)
@@ -123,7 +123,7 @@ def test_shares_are_exact_where_sums_are():
     """Whole numbers, whose sums over two and four workers lose no bit."""
 
     def stepped(optimizer, model):
-        yield from optimizer.made_alike()
+        yield from optimizer.broadcast_model()
         for step in range(4):
             optimizer.zero_grad()
             for place, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
@@ -188,7 +188,7 @@ def test_another_number_of_workers_goes_on(old, new, options):
 @pytest.mark.parametrize("options", [{}, {"compress": HALF}, {"sharded": True}])
 def test_bytes_and_requests_are_as_stated(options, world_size):
     models, optimizers = team(world_size, every(4, **options, signals=1), dtype=torch.float32)
-    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     found = lockstep(
         [taught(*pair, 9) for pair in zip(models, optimizers, strict=True)],
         choices=Choices.always(Sum="ring"),

@@ -123,7 +123,7 @@ def test_another_number_of_workers_begins_at_the_mean_of_the_old(old, new, compr
 @pytest.mark.parametrize("compress", [Dense(), HALF, Sign(block=64)], ids=["dense", "half", "sign"])
 def test_bytes_and_requests_are_as_stated(compress):
     models, optimizers = team(4, every(5, compress=compress, signals=2), dtype=torch.float32)
-    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     pairs = zip(models, optimizers, strict=True)
     found = lockstep(
         [taught(model, optimizer, 15) for model, optimizer in pairs],
@@ -140,7 +140,7 @@ def test_bytes_and_requests_are_as_stated(compress):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_costs_one_worker_its_step(bad):
     models, optimizers = team(3, every(2))
-    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     before = vector_of(models[0])
     for model in models:
         for parameter in trained(model):
@@ -249,13 +249,13 @@ def test_layouts_and_options_that_differ_are_told():
     inner = [sgd(nn.Linear(2, size).parameters()) for size in (2, 3)]
     optimizers = [LocalSGD(each, Group(rank, 2), local_steps=2) for rank, each in enumerate(inner)]
     with pytest.raises(ValueError, match=r"worker 0 has 'group 0, parameter 0 \(2, 2\)"):
-        lockstep([optimizer.made_alike() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     inner = [sgd(nn.Linear(2, 2).parameters()) for _ in range(2)]
     optimizers = [
         LocalSGD(each, Group(rank, 2), local_steps=2 + rank) for rank, each in enumerate(inner)
     ]
     with pytest.raises(ValueError, match=r"local_steps=2.*local_steps=3"):
-        lockstep([optimizer.made_alike() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     with pytest.raises(ValueError, match="local_steps is 0"):
         LocalSGD(inner[0], local_steps=0)
 
@@ -286,7 +286,7 @@ def test_the_number_of_local_steps_is_measured(exchange_s, slowest_s, expected):
 
     def timed(rank):
         # of other workers than those that see most of the exchange
-        yield from optimizers[rank].made_alike()
+        yield from optimizers[rank].broadcast_model()
         for number, rows in enumerate(batches(WARM_UP + MEASURED + 2)):
             clocks[rank].passed_s += 100.0 if number < WARM_UP else (slowest_s, 0.5)[rank]
             optimizers[rank].zero_grad()

@@ -485,7 +485,7 @@ def test_workers_begin_with_the_parameters_of_the_first():
     for rank, model in enumerate(models):
         model[0].data.add_(rank)
     first = models[0][0].detach().clone()
-    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     assert all(torch.equal(model[0], first) for model in models)
 
 

@@ -211,7 +211,7 @@ def test_bytes_and_requests_are_as_stated(compress):
     world_size, parts = 4, 3
     make = every(5, fragments=parts, delay=2, signals=2, compress=compress)
     models, optimizers = team(world_size, make, dtype=torch.float32)
-    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     # two windows of every fragment, the second's last offset and its delay
     found = lockstep(
         [taught(*pair, 15) for pair in zip(models, optimizers, strict=True)],
@@ -232,7 +232,7 @@ def test_bytes_and_requests_are_as_stated(compress):
 def test_memory_is_two_vectors_and_what_is_under_way():
     models, optimizers = team(2, every(6, fragments=4, delay=4))
     count = optimizers[0].space.num_elements
-    lockstep([optimizer.made_alike() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     begins = {round(p * 6 / 4) + 6 * r: p for p in range(4) for r in range(1, 4)}
     for step in range(1, 20):
         train(models, optimizers, step, step - 1)
@@ -258,7 +258,7 @@ def test_a_slow_network_is_hidden_behind_the_steps():
     step_s = 0.1
 
     def timed(model, optimizer):
-        yield from optimizer.made_alike()
+        yield from optimizer.broadcast_model()
         for rows in batches(12):
             optimizer.zero_grad()
             loss_of(model, rows).backward()
@@ -269,7 +269,7 @@ def test_a_slow_network_is_hidden_behind_the_steps():
     for delay in (0, 2):
         make = every(4, fragments=1, delay=delay)
         models, optimizers = team(2, make, dtype=torch.float32)
-        lockstep([optimizer.made_alike() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
         size = optimizers[0].space.num_elements * 4
         found = lockstep(
             [timed(*pair) for pair in zip(models, optimizers, strict=True)],
@@ -417,7 +417,7 @@ def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, t
 
     def timed(rank):
         optimizer, dues = optimizers[rank], set()
-        yield from optimizer.made_alike()
+        yield from optimizer.broadcast_model()
         for number, rows in enumerate(batches(WARM_UP + MEASURED + 100), 1):
             clocks[rank].passed_s += 1.0
             optimizer.zero_grad()

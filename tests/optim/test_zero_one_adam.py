@@ -410,7 +410,7 @@ def test_where_something_is_exchanged_all_skip_what_is_not_finite_on_one(step, v
     train(models, optimizers, step - 1)
     assert optimizers[0].exchange != "nothing"
     if step == 1:
-        lockstep([optimizer.made_alike() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     before, own = [state_of(each) for each in optimizers], [vector(model) for model in models]
     differentiate(models, step)
     models[1].first.grad[2, 3] = value
@@ -639,7 +639,7 @@ def test_parameters_follow_from_the_state_in_the_middle():
         other.load_state_dict(models[0].state_dict())
         optimizer.load_state_dict(saved(before.state_dict()))
     # who is apart is not made alike
-    lockstep([optimizer.made_alike() for optimizer in fresh])
+    lockstep([optimizer.broadcast_model() for optimizer in fresh])
     for model, other in zip(models, others, strict=True):
         assert torch.equal(vector(model), vector(other))
     assert fresh[0].state_bytes == optimizers[0].state_bytes
