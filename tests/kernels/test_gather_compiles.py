@@ -262,3 +262,7 @@ def test_gathers_of_unaligned_rows_leave_registers_for_a_second_program(arch, tm
     used = [registers(one["ptx"], arch, tmp_path) for one in made]
     assert used[0] <= 105, used
     assert used[1] <= (125 if arch >= 90 else 128), used
+    # what lanes need to store other words than they load goes through shared memory
+    barriers = [len(re.findall(r"\bbar(?:rier)?\.(?:cta\.)?sync", one["ptx"])) for one in made]
+    assert barriers[0] <= 10, barriers
+    assert barriers[1] <= 14, barriers
