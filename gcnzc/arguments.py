@@ -24,7 +24,7 @@ SHOWN = 100
 
 
 def describe(value: object) -> str:
-    """What a message says of a value: the value if that is short, otherwise what it is."""
+    """Describe a value for an error message: its repr if that is short, otherwise its type."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
     if isinstance(value, np.ndarray):
@@ -129,8 +129,8 @@ def check_number(
     Args:
         name: of the argument.
         value: of the argument.
-        is_valid: whether a number may be given; NaN compares False with all.
-        hint: which numbers may.
+        is_valid: whether a number is valid; any comparison with NaN is False.
+        hint: the valid numbers, for the error message.
 
     Raises:
         TypeError: it is no number.
@@ -146,10 +146,10 @@ def check_number(
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return a truth value; 0 and 1 are taken for one, and nothing else is.
+    """Return a bool as a Python bool; the integers 0 and 1 are accepted too.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is anything else.
     """
     if isinstance(value, bool | np.bool_ | int | np.integer) and value in (0, 1):
         return bool(value)
@@ -167,7 +167,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_fanouts(name: str, value: Any) -> tuple[int, ...]:
-    """Return the numbers of neighbours that layers keep, as a tuple of int.
+    """Return fan-outs, the numbers of neighbours sampled for each layer, as a tuple of int.
 
     Raises:
         TypeError: they are not a sequence of integers.
@@ -186,11 +186,11 @@ def check_fanouts(name: str, value: Any) -> tuple[int, ...]:
 
 
 def check_device(name: str, value: Any) -> torch.device:
-    """Return a device, given as one, by its name, or as the number of a GPU.
+    """Return a `torch.device`, given as a device, its name, or the index of a GPU.
 
     Raises:
-        TypeError: it is nothing of these.
-        ValueError: torch knows no device of that name.
+        TypeError: it is none of these.
+        ValueError: torch has no device of that name.
     """
     hint = "'cpu', 'cuda', or 'cuda:1'"
     if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
@@ -202,13 +202,18 @@ def check_device(name: str, value: Any) -> torch.device:
 
 
 def as_ids(name: str, value: Any, hint: str) -> Tensor:
-    """Return numbers of nodes or edges, a tensor, an array or a list, as an int64 vector.
+    """Return ids of nodes or edges, given as a tensor, an array or a list, as an int64 tensor (N,).
 
-    A tensor stays on its device, and is not copied if it is of int64.
+    A tensor stays on its device, and is not copied if its dtype is int64.
+
+    Args:
+        name: of the argument.
+        value: of the argument, with dtype int32 or int64.
+        hint: what to give instead, for the error message.
 
     Raises:
-        TypeError: it is nothing of these.
-        ValueError: they are not integers, or not in one dimension.
+        TypeError: it is none of these.
+        ValueError: its dtype is another one, or it does not have one dimension.
     """
     ids = value
     if not isinstance(value, Tensor | np.ndarray):
@@ -225,7 +230,7 @@ def as_ids(name: str, value: Any, hint: str) -> Tensor:
     is_integer = (
         ids.dtype in (torch.int32, torch.int64)
         if isinstance(ids, Tensor)
-        # in any order of bytes
+        # in any byte order
         else ids.dtype.kind == "i" and ids.dtype.itemsize in (4, 8)
     )
     if not is_integer or ids.ndim != 1:
@@ -234,5 +239,5 @@ def as_ids(name: str, value: Any, hint: str) -> Tensor:
         )
     if isinstance(ids, Tensor):
         return ids.long()
-    # a copy, since memory that may not be written is not torch's to have
+    # a copy, since torch does not support read-only memory
     return torch.from_numpy(ids.astype(np.int64))

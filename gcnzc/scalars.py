@@ -1,7 +1,7 @@
-"""Small numbers between the host and a device, with as few waits for the device as possible.
+"""Copy scalars between the host and a device, with as few synchronisations as possible.
 
-On a GPU the host waits for all queued work wherever it reads a value, and also where it copies
-numbers there with an ordinary copy.
+The host waits for all queued work of a GPU whenever it reads a value, and also when it copies
+numbers to the GPU from pageable memory without `non_blocking`.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 def read_scalars(*tensors: Tensor) -> list[list[float]]:
-    """Read the elements of several small tensors; the host waits once for each of their devices.
+    """Read the elements of several small tensors, with one synchronisation for each device.
 
     Args:
-        tensors: of any shapes and dtypes whose values float64 holds.
+        tensors: of any shape and device, and of any dtype that float64 represents exactly.
 
     Returns:
-        For each tensor the list of its elements.
+        For each tensor, the list of its elements.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for each in tensors:

@@ -1,8 +1,8 @@
-"""Data parallelism: every worker's step is the step of one worker on all their minibatches.
+"""Synchronous data parallelism: average the gradients of all ranks in every step.
 
-The gradients of all workers are averaged, weighted by their shares of the minibatch, before an
-optimizer of torch takes its step. In the same vector travel a flag for each parameter, whether it
-has a gradient, and signals such as a wish to stop.
+Gradients are weighted by the ranks' shares of the global minibatch, so a step equals that of one
+rank on all minibatches. The averaged vector also has a flag for each parameter, whether it has a
+gradient, and signals such as a request to stop.
 
 Letters: W workers, P parameters.
 """
@@ -26,28 +26,29 @@ from gcnzc.optim.validation import check_above_zero, check_inner
 from gcnzc.replicas import demand_same
 from gcnzc.scalars import read_scalars, scalars_like
 
-NONE, DENSE, SPARSE = 0, 1, 2  # kinds of gradients
+NONE, DENSE, SPARSE = 0, 1, 2  # layouts of gradients
 
 
 class Averaged(Exchanging):
-    """An optimizer of torch whose `step` first averages the gradients of all workers.
+    """Wraps an optimizer of torch and averages the gradients of all ranks before its `step`.
 
     Rank 0's parameters are broadcast at the start. A missing gradient counts as zeros if another
-    rank has one; a parameter without a gradient on any rank is left to the inner optimizer, which
-    skips it. Sparse gradients stay sparse, also while they are exchanged. Parameters may be frozen,
-    unfrozen and added between two steps, in the same way on all ranks; this resets the errors of
-    compression.
+    rank has one. If no rank has a gradient of a parameter, the inner optimizer skips the parameter.
+    Sparse gradients stay sparse, also while they are exchanged. Parameters may be frozen, unfrozen
+    and added between two steps, in the same way on all ranks; this resets the compression errors.
 
-    With torch's GradScaler all ranks skip a step that overflows on one, and all lower their scales.
+    With torch's GradScaler, if a step overflows on one rank, all ranks skip it and lower their
+    scales.
 
     Args:
-        inner: of the parameters, on this worker. Its groups and state are this one's, so schedulers
-            of the step size work.
-        group: of all workers.
-        signals: how many things, such as a wish to stop, are told with the gradients.
-        compress: how gradients of float32 and float64 are averaged; whole if None. What it leaves
-            out of one step is this worker's own, and is added to the next.
-        clip_norm: largest norm of the mean gradient, over all parameters; none if None.
+        inner: the optimizer of this rank's parameters. The wrapper shares its parameter groups and
+            state, so learning rate schedulers work.
+        group: the ranks that communicate; see `Exchanging`.
+        signals: the number of flags, such as a request to stop, that are exchanged with the
+            gradients.
+        compress: compression of float32 and float64 gradients; None averages them uncompressed.
+            Each rank adds its compression error to its next gradient (error feedback).
+        clip_norm: the maximum norm of the mean gradient over all parameters; None does not clip.
         module: see `Exchanging`.
 
     Raises:
@@ -102,15 +103,15 @@ class Averaged(Exchanging):
             self.fill_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Reset the gradients of all parameters."""
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Exchanging`; that of the inner optimizer if gradients are whole."""
+        """See `Exchanging`; without compression, the state dict of the inner optimizer."""
         return self.inner.state_dict() if self.is_shared else super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `Exchanging`; takes that of the inner optimizer if gradients are whole."""
+        """See `Exchanging`; without compression, takes a state dict of the inner optimizer."""
         if self.is_shared:
             self.restore(state_dict)
             self.mark_loaded()
@@ -118,9 +119,9 @@ class Averaged(Exchanging):
             super().load_state_dict(state_dict)
 
     def snapshot(self) -> dict[str, Any]:
-        """See `Exchanging`: `inner`, and `errors` of this worker.
+        """See `Exchanging`: `inner`, and the compression `errors` of this rank.
 
-        Only the inner optimizer's state, the same on all workers, if gradients are whole.
+        Without compression, it is the state dict of the inner optimizer, the same on all ranks.
         """
         inner = self.inner.state_dict()
         if self.is_shared:
@@ -136,10 +137,10 @@ class Averaged(Exchanging):
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take up the state of any number of workers if gradients are whole, else of as many.
+        """Load a snapshot; with compression, one of this rank and the same number of ranks.
 
         Raises:
-            ValueError: errors are those of another worker, or of another number of workers.
+            ValueError: the compression errors are of another rank, or of another number of ranks.
         """
         inner = snapshot
         if self.is_shared:
@@ -158,16 +159,16 @@ class Averaged(Exchanging):
         self.on_broadcast()
 
     def _steps_of(self, snapshot: Mapping[str, Any]) -> int:
-        """The steps of a state; if it has no number of them, as of SGD, those taken so far."""
+        """Return the step count of a state; if it has none, as with SGD, the current count."""
         if "numbers" in snapshot.get("shared", {}):
             return int(snapshot["shared"]["numbers"]["steps"])
         counts = [int(each["step"]) for each in self.state.values() if "step" in each]
         return max(counts, default=self.steps)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on all workers alike, before the next step."""
+        """Add a parameter group; call it on all ranks before the same step."""
         if not hasattr(self, "gradients"):
-            # of torch's own initialisation
+            # the constructor of torch's Optimizer calls this
             super().add_param_group(param_group)
             return
         self.inner.add_param_group(param_group)
@@ -182,13 +183,13 @@ class Averaged(Exchanging):
         return f"Averaged({self.inner!r}, workers={self.group.world_size})"
 
     def algorithm(self) -> Algorithm[None]:
-        """See `Exchanging`: the inner optimizer's step, on all workers or on none."""
+        """See `Exchanging`: the inner optimizer's step, on all ranks or on none."""
         if not self.gradients.is_known or self.group.world_size == 1:
             # before the first exchange `agree` compares the layouts
             self._follow_changes()
         yield from self.broadcast_model()
         if self.group.world_size == 1:
-            # nobody to ask: the gradients are the means
+            # with one rank, the gradients are the means
             self.heard = list(self.asks)
             self._step_alone()
             return
@@ -244,26 +245,26 @@ class Averaged(Exchanging):
 
 @dataclass(frozen=True)
 class Flags:
-    """What all workers know after an exchange of gradients."""
+    """The result of an exchange of gradients, the same on all ranks."""
 
     shares: list[float]
-    """of each signal, its mean over the workers"""
+    """for each signal, its mean over the ranks"""
     blame: str
-    """whose gradient is not finite, in words; empty if all are"""
+    """why the step must be skipped: the ranks with non-finite gradients; empty if it must not"""
     present: list[list[bool]]
-    """of each vector's parameters, whether a worker has a gradient"""
+    """for each vector, for each of its parameters, whether any rank has a gradient"""
     sparse: list[Tensor | None]
-    """the means of sparse gradients; None if no worker has one"""
+    """the means of sparse gradients; None if no rank has one"""
 
 
 class Gradients:
-    """The gradients of some parameters, which W workers average.
+    """Averages the gradients of some parameters over W ranks.
 
     Args:
-        named: names and parameters, the same on all workers.
-        compress: how gradients of float32 and float64 are averaged; whole if None.
-        rank: of this worker.
-        world_size: how many workers there are.
+        named: names and parameters, the same on all ranks; frozen parameters are ignored.
+        compress: compression of float32 and float64 gradients; None averages them uncompressed.
+        rank: this rank.
+        world_size: the number of ranks.
     """
 
     def __init__(
@@ -276,7 +277,7 @@ class Gradients:
         self.named = [(name, p) for name, p in named if p.requires_grad]
         self.compress, self.rank, self.world_size = compress, rank, world_size
         self.vectors: list[FlatVector] = []
-        # of each vector, None where it is exchanged whole
+        # for each vector; None if it is exchanged uncompressed
         self.reducers: list[Reducer | None] = []
         self.loaded: Sequence[Mapping[str, Tensor]] = ()
         self.sparse: list[nn.Parameter] = []
@@ -285,11 +286,12 @@ class Gradients:
     def exchanged(
         self, factor: float | Tensor = 1.0, asks: Sequence[float] = ()
     ) -> Algorithm[Flags]:
-        """Take the weighted means of the gradients over the workers, for `write`.
+        """Compute the weighted means of the gradients over the ranks, for `write`.
 
         Args:
-            factor: of this rank's gradients, 1 on the mean over the ranks; NaN to skip the step.
-            asks: signals of this worker, as many as on all others.
+            factor: factor of this rank's gradients, whose mean over the ranks is 1; NaN makes all
+                ranks skip the step.
+            asks: this rank's signals; their number is the same on all ranks.
         """
         if not self.is_known:
             yield from self.agree(len(asks))
@@ -308,7 +310,7 @@ class Gradients:
         shares = [float(each) for each in asks]
         signals = torch.empty(0)
         if self.sparse and not self.vectors:
-            # sparse gradients have no room for signals
+            # without dense gradients there is no vector to append the signals to
             signals = torch.zeros(len(shares), device=self.sparse[0].device)
             signals.copy_(scalars_like(shares, signals))
             yield Mean(signals)
@@ -330,7 +332,7 @@ class Gradients:
         return Flags(shares, blame, flags, sparse)
 
     def write(self, flags: Flags) -> None:
-        """Set the gradients to the means that were taken last."""
+        """Write the means that `exchanged` computed last into the gradients."""
         for vector, present in zip(self.vectors, flags.present, strict=True):
             vector.write_gradients(present)
         for parameter, mean in zip(self.sparse, flags.sparse, strict=True):
@@ -340,16 +342,16 @@ class Gradients:
     def _read(
         self, signals: Tensor, sparse: Sequence[Tensor | None]
     ) -> tuple[list[Sequence[float]], list[float], bool]:
-        """Read what all ranks know after an exchange; the host waits for a device once.
+        """Read the results of an exchange on the host, with one synchronisation for each device.
 
         Args:
-            signals: their means, if they were sent by themselves.
+            signals: their means, if they were exchanged separately; else empty.
             sparse: the means of sparse gradients.
 
         Returns:
-            Each vector's extra elements, the signals, and whether all means are finite.
+            The extra elements of each vector, `signals`, and whether all means are finite.
         """
-        # a reducer has checked and read its own
+        # a reducer has checked its vector and read the extra elements already
         whole = [v for v, r in zip(self.vectors, self.reducers, strict=True) if r is None]
         means = [each.values for each in whole]
         means += [each.values() for each in sparse if each is not None]
@@ -359,11 +361,14 @@ class Gradients:
         return notes, found[0], all(flag > 0 for (flag,) in flags)
 
     def agree(self, signals: int, options: Sequence[str] = ()) -> Algorithm[None]:
-        """Agree on which gradients are sparse, once, at the first step.
+        """Determine which gradients are sparse, together with the other ranks, at the first step.
 
         Args:
-            signals: how many travel with every exchange.
-            options: lines that must be the same on all workers.
+            signals: the number of signals in every exchange.
+            options: lines that must be the same on all ranks.
+
+        Raises:
+            ValueError: parameters or options differ between ranks; raised on all ranks.
         """
         lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.named]
         yield from demand_same([*lines, *options], "parameters")
@@ -385,13 +390,13 @@ class Gradients:
         return self.compress.reducer(vector.num_elements, place)
 
     def errors(self) -> list[dict[str, Tensor]]:
-        """The compression errors of each vector; before the first step, those that were loaded."""
+        """Return the compression errors of each vector; before the first step, the loaded ones."""
         if not self.is_known:
             return [dict(each) for each in self.loaded]
         return [{} if reducer is None else reducer.errors() for reducer in self.reducers]
 
     def load_errors(self, errors: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take up what `errors` gave, now or at the first step."""
+        """Load a result of `errors`; before the first step, it is applied in that step."""
         self.loaded = errors
         for reducer, found in zip(self.reducers, errors, strict=bool(self.reducers and errors)):
             if reducer is not None:
@@ -400,7 +405,10 @@ class Gradients:
     def mean_of_sparse(
         self, parameter: nn.Parameter, factor: float | Tensor
     ) -> Algorithm[Tensor | None]:
-        """The weighted mean of a sparse gradient, with the rows of all workers; None without."""
+        """Return the weighted mean of a sparse gradient over the ranks; None if no rank has one.
+
+        It is a coalesced sparse tensor with the rows of all ranks.
+        """
         gradient = parameter.grad
         columns = parameter.shape[1:]
         rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
@@ -426,7 +434,7 @@ class Gradients:
 
 
 def _blamed(bad: int) -> Algorithm[str]:
-    """Whose gradients are not finite, in words; asked only when their mean is not."""
+    """Return why a step is skipped: the ranks' numbers of gradient elements that are not finite."""
     found = yield Vote(bad)
     words = [f"worker {rank} has {count:,}" for rank, count in enumerate(found) if count]
     if not words:

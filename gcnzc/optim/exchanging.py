@@ -39,19 +39,21 @@ class Exchanging(Optimizer):
     The communication is an algorithm: `step` runs it over processes, `lockstep` in one process.
 
     Args:
-        params: as torch's optimizers take them.
-        defaults: options of the groups.
-        group: of all workers; those for which torch.distributed was initialised if None.
-        signals: how many things, such as a wish to stop, are told with an exchange.
-        module: the model. If given, its buffers and the parameters that are not in `params` are
-            broadcast from rank 0 at the start too, and `finalize` makes its buffers equal.
-        total_steps: of the run; None if that is not known.
+        params: an iterable of parameters or parameter groups, as for torch's optimizers.
+        defaults: default options of the parameter groups.
+        group: the ranks that communicate; those of torch.distributed's default process group if
+            None.
+        signals: the number of flags, such as a request to stop, that each exchange combines over
+            the ranks.
+        module: the model. If given, its buffers and its parameters that are not in `params` are
+            also broadcast from rank 0 at the start, and `finalize` makes its buffers equal.
+        total_steps: the number of steps of the run; None if it is not known.
     """
 
     is_shared = False
-    """whether a checkpoint of one worker is that of all"""
+    """whether the state is the same on all ranks, so that one checkpoint serves all"""
 
-    # torch's GradScaler then lets `step` divide by the scale and decide whether to skip
+    # torch's GradScaler then leaves the division by the scale and the skipping to `step`
     _step_supports_amp_scaling = True
 
     grad_scale: Tensor | None
@@ -78,24 +80,24 @@ class Exchanging(Optimizer):
         self.total_steps = total_steps
         self.module = module
         self.weight = 1.0
-        """of this worker's next gradient: its seeds over the mean seeds of the workers"""
+        """weight of this rank's next gradient: its number of seeds over the mean of the ranks"""
         self.asks = [False] * signals
-        """signals of this worker, told to all at the next exchange"""
+        """signals that this rank sends with the next exchange"""
         self.heard = [False] * signals
-        """of each signal, whether a worker gave it; at an exchange, and not between two"""
+        """for each signal, whether a rank sent it with this step's exchange; else False"""
         self.skipped = 0
         """number of steps that were skipped because a gradient was not finite"""
         self.steps = 0
         """number of steps taken, as the subclass counts them; equal on all ranks"""
         self.loaded = "none"
-        """the state that was loaded last, in words; equal on all ranks"""
+        """description of the state that was loaded last; equal on all ranks"""
         self.comparison = Comparison()
         self.is_trainable: list[bool] = []
         """`requires_grad` of all parameters when they were laid out"""
         self.is_broadcast = False
-        """whether the model was broadcast, or a state loaded in its place"""
+        """whether the model was broadcast, or a state was loaded instead"""
         self.blame = ""
-        """what was left out at the last step and why, in words; empty if nothing was"""
+        """why the last step or synchronisation was skipped; empty if it was not"""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do.
@@ -129,13 +131,20 @@ class Exchanging(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step, and exchange with the other workers when it is time.
+        """Take an optimizer step, and communicate with the other ranks if an exchange is due.
+
+        Args:
+            closure: evaluates the model again and returns the loss; called once if given.
+
+        Returns:
+            The closure's loss; None without a closure.
 
         Raises:
-            WorkerLost: another worker is gone.
-            ValueError: the ranks' numbers of steps, loaded states, trained parameters or options of
-                parameter groups differ; raised on all ranks, after the next exchange.
-            RequestMismatch: they differ so that the ranks' requests do not match; raised on all.
+            WorkerLost: another rank did not respond in time, or its process has ended.
+            ValueError: the number of steps, the loaded state, the trained parameters or an option
+                of a parameter group differs between ranks; raised on all ranks, after the next
+                exchange.
+            RequestMismatch: such a difference makes the ranks' requests differ; raised on all.
         """
         loss = None
         if closure is not None:
@@ -148,7 +157,7 @@ class Exchanging(Optimizer):
         return loss
 
     def _run(self, algorithm: Algorithm[T]) -> T:
-        """Run an algorithm; if the ranks' requests do not match, find out what differs."""
+        """Run an algorithm; if the ranks' requests do not match, report what differs."""
         try:
             return run(algorithm, self.group)
         except RequestMismatch as error:
@@ -158,20 +167,20 @@ class Exchanging(Optimizer):
             raise RequestMismatch(difference) from error
 
     def hashed_lines(self, with_gpu: bool) -> list[str]:
-        """The lines of which every exchange sends one bit of a hash; see `Comparison`."""
+        """Return the lines for the hash bit of every exchange; see `Comparison`."""
         options = option_lines(self.param_groups, with_gpu=with_gpu)
         return [f"{STEPS}\t{self.steps}", f"{LOADED}\t{self.loaded}", *options]
 
     def compared_lines(self) -> list[str]:
-        """The lines that must be the same on all ranks; see `Comparison`."""
+        """Return the lines that must be the same on all ranks; see `Comparison`."""
         return [*self.hashed_lines(with_gpu=True), *trained_lines(self.param_groups)]
 
     def compare(self) -> Algorithm[bool]:
-        """Compare the lines of all ranks if that is due; see `Comparison.compare`."""
+        """Compare the lines of all ranks if a comparison is due; see `Comparison.compare`."""
         return (yield from self.comparison.compare(self.compared_lines))
 
     def common_notes(self) -> list[float]:
-        """Numbers that every exchange sends: a bit of the hash of the lines, and the signals."""
+        """Return the numbers that every exchange sends: the hash bit, and the signals."""
         if self.trainable() != self.is_trainable:
             self.comparison.is_requested = True
         return [self.comparison.bit(self.hashed_lines), *self.asks]
@@ -184,7 +193,7 @@ class Exchanging(Optimizer):
     def fill_state(self) -> None:
         """Add an empty entry to `state` for each parameter.
 
-        torch.distributed.checkpoint takes a step to initialise a state without entries.
+        Otherwise torch.distributed.checkpoint would call `step` to initialise the state.
         """
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -231,7 +240,7 @@ class Exchanging(Optimizer):
 
     @abstractmethod
     def algorithm(self) -> Algorithm[None]:
-        """What `step` does, for `lockstep`."""
+        """The communication and computation of `step`, for `lockstep`."""
 
     @property
     def has_overflowed(self) -> bool:
@@ -284,10 +293,10 @@ class Exchanging(Optimizer):
         self.on_broadcast()
 
     def on_broadcast(self) -> None:
-        """Start from the parameters as they are now, equal on all ranks."""
+        """Initialise from the current parameters, which are equal on all ranks."""
 
     def layout(self) -> list[str]:
-        """Lines that must be the same on all ranks before the broadcast, besides the tensors'."""
+        """Return lines, besides those of the tensors, that must agree before the broadcast."""
         return []
 
     def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
@@ -346,7 +355,7 @@ class Exchanging(Optimizer):
         )
 
     def late_phase(self) -> str:
-        """The phase that has not begun after the last step; empty if all have."""
+        """Return the name of a phase that has not begun by the last step; empty if all have."""
         return ""
 
     def warn_of_late_phase(self, steps: int) -> None:
@@ -377,7 +386,7 @@ class Exchanging(Optimizer):
         self._run(self.finalized())
 
     def finalized(self) -> Algorithm[None]:
-        """What `finalize` does, for `lockstep`."""
+        """The communication and computation of `finalize`, for `lockstep`."""
         yield from self.broadcast_model()
         yield from self.finish()
         if self.module is not None and self.group.world_size > 1:
@@ -389,24 +398,24 @@ class Exchanging(Optimizer):
         yield
 
     def parameters_averaged(self) -> Algorithm[Any]:
-        """Set the parameters to their mean over the workers, which they are if they are alike.
+        """Set the parameters to their mean over the ranks; does nothing if they are in sync.
 
         Returns:
-            What `parameters_restored` needs.
+            The argument of `parameters_restored`.
         """
         return
         yield
 
     def parameters_restored(self, own: Any) -> Algorithm[None]:
-        """Set the parameters to what they were; `own` is what `parameters_averaged` returned."""
+        """Restore the parameters from before `parameters_averaged`, which returned `own`."""
         return
         yield
 
     def demand_own(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise an error unless a state is of this worker, of as many.
+        """Check that a state is of this rank, with the same number of ranks.
 
         Raises:
-            ValueError: it is of another worker, or of another number of workers.
+            ValueError: it is of another rank, or of another number of ranks.
         """
         found = state_dict["rank"], state_dict["world_size"]
         own = self.group.rank, self.group.world_size

@@ -26,7 +26,7 @@ from gcnzc.replicas import everybodys
 NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 # options on a GPU are read once in so many exchanges, because reading them synchronises with it
 GPU_INTERVAL = 100
-# what a rank whose connections are broken waits for the lines of the others
+# how long a rank whose connections are broken waits for the others' lines, and its poll interval
 STORE_WAIT_S, STORE_POLL_S = 5.0, 0.05
 STEPS, LOADED, TRAINED = "number of steps", "loaded state", "requires_grad of"
 _HINTS = {
@@ -38,7 +38,10 @@ _OPTION_HINT = "change options by what all ranks know, such as the step or the m
 
 
 class Comparison:
-    """Compares lines of an optimizer, each a name, a tab and a value, with those of other ranks."""
+    """Compares the lines of an optimizer between ranks.
+
+    A line is a name, a tab and a value.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -49,11 +52,13 @@ class Comparison:
         """whether this rank requests a comparison at the next exchange"""
 
     def bit(self, lines: Callable[[bool], list[str]]) -> float:
-        """Return what to send with the next exchange: a bit, 0 or 1, or a request to compare.
+        """Return the number to send with the next exchange: a hash bit, or a comparison request.
+
+        The bit is 0 or 1. The request is 0.5.
 
         Args:
-            lines: returns those of which the bit is a hash; its argument is whether to read tensors
-                on a GPU, which synchronises with it.
+            lines: returns the lines to hash. Its argument is whether to read tensors on a GPU,
+                which synchronises with it.
         """
         self.count += 1
         if self.is_requested:
@@ -63,7 +68,7 @@ class Comparison:
         return float(hash_of([str(self.count), *found]) & 1)
 
     def receive(self, total: float, ranks: int) -> None:
-        """Take in the sum of what `ranks` ranks sent."""
+        """Update `is_due` with the sum of the numbers that `ranks` ranks sent."""
         self.is_due |= ranks > 1 and total not in (0, ranks)
 
     def compare(self, lines: Callable[[], list[str]]) -> Algorithm[bool]:
@@ -73,10 +78,10 @@ class Comparison:
             lines: returns all that must be the same on all ranks.
 
         Returns:
-            Whether they were compared, and were equal.
+            True if the lines were compared and are equal, False if they were not compared.
 
         Raises:
-            ValueError: a line differs between ranks. It is raised on all ranks; the message has the
+            ValueError: a line differs between ranks; raised on all ranks. The message has the
                 name and both values.
         """
         if not self.is_due:
@@ -92,7 +97,7 @@ def find_difference(texts: Mapping[int, str]) -> str:
     """Return an error message for the first line that differs between ranks; empty if none does.
 
     Args:
-        texts: by rank, the lines, joined.
+        texts: for each rank, its lines, joined by newlines.
     """
     parsed = {
         rank: dict(line.split("\t") for line in text.splitlines()) for rank, text in texts.items()
@@ -113,12 +118,12 @@ def find_difference(texts: Mapping[int, str]) -> str:
 
 
 def find_difference_by_store(lines: Sequence[str], group: Group) -> str:
-    """Compare lines through the group's store, after its connections are broken.
+    """Compare lines through the group's store, after the connections of the group have failed.
 
     All ranks call it at about the same time.
 
     Returns:
-        See `find_difference`; empty too if no other rank's lines come within `STORE_WAIT_S`.
+        See `find_difference`; also empty if no other rank writes its lines within `STORE_WAIT_S`.
     """
     texts = {group.rank: "\n".join(lines)}
     end = time.monotonic() + STORE_WAIT_S
@@ -135,7 +140,7 @@ def find_difference_by_store(lines: Sequence[str], group: Group) -> str:
 
 
 def trained_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line for each group: which of its parameters have `requires_grad`."""
+    """Return a line for each parameter group: which of its parameters have `requires_grad`."""
     lines = []
     for number, group in enumerate(groups):
         flags = [bool(parameter.requires_grad) for parameter in group["params"]]
@@ -151,10 +156,10 @@ def trained_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def option_lines(groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> list[str]:
-    """A line for each option that must be the same on all ranks: its name, a tab and its value.
+    """Return a line for each option that must be the same on all ranks.
 
     Args:
-        groups: of an optimizer.
+        groups: the parameter groups of an optimizer.
         with_gpu: whether to read tensors on a GPU, which synchronises with it.
     """
     return [

@@ -71,7 +71,7 @@ def check_inner(wrapper: str, inner: object) -> None:
         inner: the object to check.
 
     Raises:
-        TypeError: it is no optimizer, communicates itself, or needs a closure, as LBFGS does.
+        TypeError: it is not an optimizer, communicates itself, or needs a closure, as LBFGS does.
     """
     kind = type(inner).__name__
     if not isinstance(inner, Optimizer):
@@ -94,7 +94,7 @@ def check_inner(wrapper: str, inner: object) -> None:
 
 
 def check_adam_options(optimizer: str, group: Mapping[str, Any]) -> None:
-    """Check the options of a parameter group of an optimizer such as Adam.
+    """Check the options of a parameter group of an Adam-like optimizer.
 
     Raises:
         ValueError: an option is out of its range, or not supported.
@@ -115,7 +115,7 @@ def check_adam_options(optimizer: str, group: Mapping[str, Any]) -> None:
 
 
 def check_param_group(optimizer: str, group: Mapping[str, Any]) -> None:
-    """Check the parameters of a group and the options that all optimizers have.
+    """Check the parameters of a group, and `lr`, `eps`, `weight_decay` and `betas` if it has them.
 
     torch's optimizers check their arguments, but not the options that a group overrides.
 
@@ -135,7 +135,7 @@ def check_param_group(optimizer: str, group: Mapping[str, Any]) -> None:
 
 
 def check_unsupported(optimizer: str, options: Mapping[str, object]) -> None:
-    """Check that the only additional options are those of `UNSUPPORTED`, and that they are off.
+    """Check that all additional options are in `UNSUPPORTED`, and are off.
 
     Raises:
         ValueError: one of `UNSUPPORTED` is on.
@@ -198,7 +198,7 @@ def _number(value: object) -> float | None:
 
 
 def _sharded_kind(parameter: Tensor) -> str:
-    """The name of the type of a sharded parameter; empty for other parameters."""
+    """Return the type name of a sharded parameter; empty for other parameters."""
     kind = type(parameter)
     if kind.__module__.startswith("torch.distributed"):
         return kind.__name__
