@@ -1,17 +1,18 @@
-"""Whether all ranks make the same requests in the same order, and what is reported if they do not.
+"""Check that all ranks make the same requests in the same order, and report mismatches.
 
 Each message has a header: the kind, dtype and size of its request, and the round, which is the
-number of the request and a checksum of all requests before it. Over gloo the header travels as the
-message's tag, which gloo sends in any case, so it costs no byte and no round trip. Messages whose
-headers differ never meet: nothing is read with the wrong size or dtype, and both sides wait. A rank
-that waits for longer than `STALL_S` compares its last requests with those of the rank it waits for,
-through the store. The comparison proves a mismatch or finds none: a slow rank is never accused.
+number of the request and a checksum of all requests before it. Over gloo a hash of the header is
+the message's tag, which gloo sends in any case, so it costs no byte and no round trip. gloo does
+not match messages with different tags: nothing is read with the wrong size or dtype, and both sides
+wait. A rank that waits for longer than `STALL_S` compares its last requests with those of the rank
+it waits for, through the store. The comparison proves a mismatch or finds none, so a slow rank is
+never reported as a mismatch.
 
-The collectives of torch.distributed have no headers; a barrier comes before those that follow a
-request that they have not followed before, and before one of 128 at least. Their limit: if ranks
-differ where each of them has made both requests in this order before, torch's collective begins on
-both. It may not end, which is reported too; fail; or give a wrong result, which the next message
-with a header shows: at most 127 requests later.
+The collectives of torch.distributed have no headers. A barrier with headers precedes a collective
+that follows the previous request for the first time, and at least one of 128 requests. Limit: if
+ranks differ at two requests that each of them has made in this order before, torch's collective
+begins on both. It may hang, which is reported too; fail; or give a wrong result, which the next
+message with a header shows, at most 127 requests later.
 """
 
 import json
@@ -38,16 +39,16 @@ from gcnzc.exchange.requests import (
     described,
 )
 
-# a wait of a rank that is longer is compared with what other ranks wait for
+# a rank that waits for longer compares its requests with those of other ranks
 STALL_S = 0.5
-# from one look at the other ranks to the next, at first and at most
+# interval of these comparisons, at first and at most
 LOOK_S, MOST_LOOK_S = 0.25, 5.0
-# what a rank whose connection broke waits for the reason that another rank gave
+# how long a rank whose connection broke waits for the reason, which another rank writes
 REASON_S = 1.5
 # requests of each sequence whose headers are kept for comparison; those between two checks of
 # torch's collectives are fewer
 HEADERS_KEPT = 160
-# of the message that ends a rank's waits; no header has it
+# tag of the message that ends a rank's waits; no header has this tag
 ABORT_TAG = 2**31 - 1
 _VERDICT_KEY = "gcnzc/mismatch"
 
@@ -58,34 +59,35 @@ class RequestMismatch(RuntimeError):
 
 @dataclass(frozen=True)
 class Header:
-    """A request of a rank, as other ranks compare it with theirs."""
+    """The description of a request, which ranks compare."""
 
     number: int
     """of the request in its sequence, from 1"""
     digest: int
-    """32 bits: a checksum of this header and of all before it in the sequence"""
+    """32-bit checksum of this header and of all before it in the sequence"""
     words: str
+    """kind, dtype and size, which must be the same on all ranks"""
     sent: dict[int, str] = field(default_factory=dict)
-    """what each peer gets, where that differs from peer to peer"""
+    """size and dtype sent to each peer, if they differ between peers"""
     expected: dict[int, str] = field(default_factory=dict)
-    """what comes from each peer"""
+    """size and dtype expected from each peer"""
 
 
 class Need(NamedTuple):
-    """What a rank waits for: that a peer makes a request, and its message comes."""
+    """The request of a peer that a rank waits for."""
 
     peer: int
     sequence: str
     number: int
     of_all: bool = False
-    """whether all ranks must make the request, of which `peer` is one"""
+    """whether the rank waits for this request of all ranks; `peer` is one of them"""
 
 
 class RequestLog:
-    """The requests that one rank made, as sequences in which all ranks must agree.
+    """The requests that one rank has made, as sequences that must be the same on all ranks.
 
-    Collectives of a channel are one sequence, named as the channel is. Messages from one rank to
-    another are a sequence of these two.
+    The collectives of a channel are one sequence. The messages from one rank to another are one
+    sequence.
     """
 
     def __init__(self, rank: int) -> None:
@@ -93,12 +95,12 @@ class RequestLog:
         self.sequences: dict[str, deque[Header]] = {}
 
     def count(self, sequence: str) -> int:
-        """How many requests were made."""
+        """Return the number of requests in a sequence."""
         headers = self.sequences.get(sequence)
         return headers[-1].number if headers else 0
 
     def find(self, sequence: str, number: int) -> Header | None:
-        """The header of a request; None before it is made, and when it is not kept any more."""
+        """Return the header of a request; None if it is not made yet or no longer kept."""
         headers = self.sequences.get(sequence)
         if not headers or not headers[0].number <= number <= headers[-1].number:
             return None
@@ -150,7 +152,12 @@ def describe_values(values: Tensor) -> str:
 
 
 def describe_collective(request: Collective) -> tuple[str, dict[int, str], dict[int, str]]:
-    """What must be the same on all ranks, and what each peer is sent and what it must send."""
+    """Describe a collective.
+
+    Returns:
+        The description that must be the same on all ranks, and by peer the size and dtype sent to
+        it and expected from it.
+    """
     if isinstance(request, Vote):
         return f"Vote of {'float64' if isinstance(request.value, float) else 'int64'}", {}, {}
     if isinstance(request, Swap):
@@ -168,7 +175,7 @@ def describe_collective(request: Collective) -> tuple[str, dict[int, str], dict[
 
 
 def find_difference(ranks: tuple[int, int], sequence: str, one: Header, other: Header) -> str:
-    """How two ranks' requests of the same number differ, in words; empty if they do not."""
+    """Describe how two ranks' requests of the same number differ; empty if they do not."""
     first, second = ranks
     if one.words != other.words:
         return (
@@ -209,13 +216,13 @@ class Wait(NamedTuple):
 
 
 class StallMonitor:
-    """A thread that compares this rank's requests with those of others when it waits for long.
+    """A thread that compares this rank's requests with those of other ranks during long waits.
 
     Args:
-        store: that all ranks reach.
-        log: of this rank's requests.
-        find_busy: the sequences whose next requests are made by another thread than the one that
-            waits.
+        store: shared by all ranks.
+        log: this rank's requests.
+        find_busy: returns the sequences whose next requests another thread than the waiting one
+            makes.
         abort: ends all waits of this rank for messages with an error.
     """
 
@@ -230,7 +237,7 @@ class StallMonitor:
         self.wait: Wait | None = None
         """set and cleared by the thread that makes requests"""
         self.verdict = ""
-        """how requests differ, once that is known"""
+        """how the ranks' requests differ; empty until a mismatch is found"""
         self._looks = 0
         self._cycle: dict[int, _Record] = {}
         self._wanted, self._looked = threading.Event(), threading.Event()
@@ -239,7 +246,10 @@ class StallMonitor:
         self._thread.start()
 
     def find_reason(self) -> str:
-        """How requests differ, after this rank's connections broke; empty if that is not why."""
+        """Return how requests differ, after this rank's connections broke.
+
+        Waits for at most `REASON_S`. Empty if no mismatch was found.
+        """
         if not self.verdict:
             self._looked.clear()
             self._wanted.set()
@@ -259,7 +269,7 @@ class StallMonitor:
             wait = self.wait
             if wait is not None and time.perf_counter() - wait.began_s < STALL_S:
                 wait = None
-            # many ranks that wait for a slow one for long must not overload the store
+            # the interval grows, so that many waiting ranks do not overload the store
             pause_s = LOOK_S if wait is None else min(1.5 * pause_s, MOST_LOOK_S)
             if not self._done.is_set() and (wait is not None or is_wanted):
                 self._look(wait)
@@ -273,18 +283,18 @@ class StallMonitor:
             elif wait is not None and (need := wait.find_need()) is not None:
                 verdict = self._follow(self._publish(wait, need))
                 if verdict:
-                    # before the others' connections break, so that they find it
+                    # write it before the others' connections break, so that they can read it
                     self.store.set(_VERDICT_KEY, verdict)
                     self.verdict = verdict
         except RuntimeError:
-            return  # the store is gone or slow: the wait's own limit ends it
+            return  # the store is gone or slow: the time limit of the wait ends it
         if self.verdict:
             self.abort()
 
     def _publish(self, wait: Wait, need: Need) -> "_Record":
-        """Write what this rank waits for, and its last requests."""
+        """Write what this rank waits for, and its last requests, to the store."""
         self._looks += 1
-        # lists, since other threads add to what is copied here
+        # copies, since other threads append to the originals
         sequences = {name: list(each) for name, each in list(self.log.sequences.items())}
         own = _Record(
             self._looks, wait.began_s, described(wait.request), need, self.find_busy(), sequences
@@ -297,10 +307,10 @@ class StallMonitor:
         return _Record.from_json(self.store.get(key)) if self.store.check([key]) else None
 
     def _follow(self, own: "_Record") -> str:
-        """Go from this rank to the one that it waits for, and on, until a mismatch is proved.
+        """Follow the chain of waiting ranks from this one, and compare each two that are adjacent.
 
         Returns:
-            How requests differ, in words; empty if that is not known, or not the case.
+            How requests differ, or the cycle of waits; empty if no mismatch is proved.
         """
         rank, path = self.log.rank, {self.log.rank: own}
         while True:
@@ -319,10 +329,10 @@ class StallMonitor:
             path[peer], rank = theirs, peer
 
     def _confirm(self, cycle: "dict[int, _Record]") -> str:
-        """Say who waits for whom, once all ranks of a cycle waited at the same time.
+        """Describe a cycle of waits, once all its ranks have waited at the same time.
 
-        What is read may be out of date. When each rank has published twice more, and waits for the
-        same still, then all of them waited when the cycle was seen first.
+        Records may be out of date. If each rank has published twice more and is still in the same
+        wait, all of them were waiting when the cycle was first seen.
         """
         first = self._cycle
         if {rank: each.began_s for rank, each in first.items()} != {
@@ -338,10 +348,10 @@ class StallMonitor:
 
 @dataclass(frozen=True)
 class _Record:
-    """What a rank that waits publishes."""
+    """The record that a waiting rank writes to the store."""
 
     look: int
-    """how often it has published"""
+    """how many records the rank has written"""
     began_s: float
     words: str
     need: Need
@@ -369,13 +379,13 @@ class _Record:
 def _header(
     number: int, digest: int, words: str, sent: dict[str, str], expected: dict[str, str]
 ) -> Header:
-    # JSON has no numbers as keys
+    # JSON turns integer keys into strings
     by_rank = ({int(rank): each for rank, each in part.items()} for part in (sent, expected))
     return Header(number, digest, words, *by_rank)
 
 
 def _find_peer(need: Need, path: dict[int, _Record]) -> int:
-    """The rank that a rank waits for: of all ranks one that waits for it in turn, if there is."""
+    """Return the rank that a rank waits for; if it waits for all, one on the path if possible."""
     missing = (
         rank
         for rank, record in path.items()
@@ -385,7 +395,7 @@ def _find_peer(need: Need, path: dict[int, _Record]) -> int:
 
 
 def _find_difference(ranks: tuple[int, int], own: _Record, theirs: _Record) -> str:
-    """The first difference of two ranks' requests, in words; empty if there is none."""
+    """Describe the first difference of two ranks' requests; empty if there is none."""
     for name, headers in own.sequences.items():
         others = {each.number: each for each in theirs.sequences.get(name, ())}
         for each in headers:

@@ -1,8 +1,7 @@
-"""The workers of this machine as the kernel sees them, before they can write signs of life.
+"""Detect stopped workers of this machine from /proc, before they write heartbeats.
 
-A worker that is stopped while it still imports torch never reaches the store, so that nothing there
-tells it from one that is slow. The kernel does: the other workers are children of the same
-launcher.
+A worker that is stopped while it imports torch never connects to the store, so the store cannot
+distinguish it from a slow one. /proc can: the other workers are children of the same launcher.
 """
 
 import os
@@ -11,19 +10,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# of /proc/PID/stat; a process that waits for a device or a network file system (D) is not stopped
+# states in /proc/PID/stat; D, a process that waits for a device or a file system, is not stopped
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger"}
 
 
 @dataclass(frozen=True)
 class Process:
-    """What the kernel says of a process."""
+    """A process, as described by /proc/PID/stat."""
 
     pid: int
     parent: int
     state: str
     ticks: int
-    """of CPU time used so far, by all threads"""
+    """clock ticks of CPU time used so far, by all threads"""
 
 
 class Siblings:
@@ -34,18 +33,18 @@ class Siblings:
         self.found: dict[int, tuple[Process, float]] = {}
 
     def demand_running(self, seconds: float) -> None:
-        """Demand that no worker of this machine is stopped; call it about once a second.
+        """Check that no worker of this machine is stopped; call it about once a second.
 
         Raises:
-            TimeoutError: one was stopped at every call in these `seconds`, and used no CPU time in
-                between; the message names it.
+            TimeoutError: a worker was stopped at every call during the last `seconds`, and used no
+                CPU time in between; the message names it.
         """
         if stopped := self._find_stopped(seconds):
             words = [f"worker {rank} is {why}" for rank, why in sorted(stopped.items())]
             raise TimeoutError(f"{'; '.join(words)} and did not run for {seconds:g} s")
 
     def _find_stopped(self, seconds: float) -> dict[int, str]:
-        """The ranks of workers that were stopped for so long, and why."""
+        """Return the ranks of workers that were stopped for `seconds`, each with the reason."""
         now = time.monotonic()
         before, self.found = self.found, {}
         long = {}
@@ -66,7 +65,7 @@ def _children(parent: int) -> list[Process]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            # it may have ended, or belong to another user
+            # the process may have ended, or belong to another user
             with suppress(OSError):
                 process = _parsed((entry / "stat").read_text())
                 if process.parent == parent:
@@ -75,14 +74,14 @@ def _children(parent: int) -> list[Process]:
 
 
 def _parsed(stat: str) -> Process:
-    # the program's name, in parentheses, may hold anything
+    # the program's name, in parentheses, may contain spaces and parentheses
     begin, end = stat.index("("), stat.rindex(")")
     fields = stat[end + 1 :].split()
     return Process(int(stat[:begin]), int(fields[1]), fields[0], int(fields[11]) + int(fields[12]))
 
 
 def _rank(pid: int) -> int | None:
-    """The rank in a process's environment; None if it is no worker."""
+    """Return RANK of a process's environment; None if it is not a worker."""
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(b"RANK="):

@@ -1,11 +1,11 @@
-"""Local updates: workers take steps on their own, and exchange what came of them now and then.
+"""The base class of optimizers with local updates: local steps, and a synchronisation every H.
 
-What all such optimizers have in common. One of them says what is exchanged, when, and what is done
-with it; here are the local step, means over those workers whose parameters are finite, exchanges
-that go on beside the steps, and what a checkpoint keeps.
+It has the local step, means over the workers whose parameters are finite, exchanges that overlap
+with compute, and checkpoints. A subclass defines what is exchanged, when, and how the result is
+applied.
 
-Letters: W workers, n elements of the parameters as one vector, k notes after a vector, H steps from
-one synchronisation to the next.
+Letters: W workers, n elements of the parameters as one vector, k notes appended to a vector, H
+steps from one synchronisation to the next.
 """
 
 from abc import abstractmethod
@@ -28,30 +28,30 @@ from gcnzc.optim.validation import check_inner
 from gcnzc.scalars import read_scalars, scalars_like
 
 CHANNEL = "outer"
-"""on which exchanges go on beside the steps"""
+"""the channel of exchanges that overlap with compute"""
 
 
 @dataclass
 class Flight:
-    """A mean that is taken beside the steps, or that has come and waits for its turn."""
+    """A pending reduction, or a finished one whose result has not been applied yet."""
 
     values: Tensor
-    """(elements + k,); until the end it belongs to the exchange"""
+    """(elements + k,); must not be used until the reduction has finished"""
     workers: int | None = None
-    """over how many it is taken; those that there are if None"""
+    """the number of workers in the mean; the current number if None"""
     pending: Any = None
-    """of `Begin`; None if it has ended"""
+    """the result of `Begin`; None if the reduction has finished"""
     blame: str = ""
-    """why there is no mean, in words"""
+    """why there is no mean; empty if there is one"""
 
     def ended(self) -> Algorithm[None]:
-        """Wait for the end."""
+        """Wait until the reduction has finished."""
         if self.pending is not None:
             self.blame = yield End(self.pending)
             self.pending = None
 
     def saved(self, name: str) -> dict[str, Any]:
-        """What a checkpoint keeps of a flight that has ended."""
+        """Return the state of a finished reduction for a checkpoint."""
         return {
             f"{name} values": self.values,
             f"{name} workers": self.workers,
@@ -60,21 +60,22 @@ class Flight:
 
 
 class LocalUpdates(Exchanging):
-    """An optimizer of torch that steps on this worker alone, and what W workers do now and then.
+    """The base class of optimizers that take local steps and synchronise every H of them.
 
-    The parameters of worker 0 become those of all at the start. Where a gradient is not finite,
-    this worker alone leaves out its step; where parameters are not, the mean is that of the other
-    workers, and this one takes up what they have in common.
+    Rank 0's parameters are broadcast at the start. If a gradient of a worker is not finite, only
+    that worker skips its local step. If parameters of a worker are not finite, the mean is taken
+    over the other workers, and that worker continues from their mean.
 
     Args:
-        inner: of the parameters, on this worker. Its groups and state are this one's, so schedulers
-            of the step size work.
-        group: of all workers; those for which torch.distributed was initialised if None.
-        signals: how many things, such as a wish to stop, are told with a synchronisation.
-        total_steps: of the run; None if that is not known.
-        pace: how often.
-        alone: whether one worker without others does what it would do among them; else it just
-            takes the inner optimizer's steps.
+        inner: the optimizer that takes the local steps. The wrapper shares its parameter groups and
+            state, so learning rate schedulers work.
+        group: the ranks that communicate; see `Exchanging`.
+        signals: the number of flags, such as a request to stop, that each synchronisation combines
+            over the ranks.
+        total_steps: the number of steps of the run; None if it is not known.
+        pace: the interval of synchronisations.
+        alone: whether a single worker runs the whole method; if False, it only takes the inner
+            optimizer's steps.
         module: see `Exchanging`.
 
     With torch's GradScaler each rank has its own scale. A rank whose gradients overflow skips its
@@ -87,7 +88,7 @@ class LocalUpdates(Exchanging):
     """
 
     exchanges = 1
-    """in H steps, of those whose seconds the pace measures"""
+    """the number of exchanges in H steps, of those whose time `pace` measures"""
 
     def __init__(
         self,
@@ -114,62 +115,65 @@ class LocalUpdates(Exchanging):
         self.pace = pace
         pace.counts_work = self.space.device.type == "cpu"
         self.is_plain = self.group.world_size == 1 and not alone
-        """whether there is nothing to do but the inner optimizer's steps"""
+        """whether this optimizer only takes the inner optimizer's steps"""
         self.reducers: dict[str, Reducer] = {}
-        """by names that a checkpoint keeps"""
+        """by name; checkpoints have the same names"""
         self.is_in_sync = False
         """whether all ranks have the same parameters now"""
         self.is_counted: bool | Tensor = True
-        """whether what this worker offered last was finite; () on the device until it is known"""
+        """whether this worker's last contribution was finite; a tensor () until it is read"""
         self.since = 0
         """steps since the last synchronisation"""
         self.dropped = 0
-        """means that were not taken, or not of all workers, since parameters were not finite"""
+        """number of means without some or all workers, whose parameters were not finite"""
 
     @abstractmethod
     def words(self) -> str:
-        """The options, which must be the same on all workers."""
+        """Return the options, which must be the same on all workers, as text."""
 
     @abstractmethod
     def started(self) -> None:
-        """Begin from the parameters as they are now, the same on all workers."""
+        """Initialise the method from the current parameters, which are equal on all ranks."""
 
     def restarted(self) -> None:
-        """Go on from the parameters as they are now, the same on all workers, in their middle."""
+        """Continue in the middle of a run from the current parameters, equal on all ranks."""
 
     @abstractmethod
     def synchronised(self) -> Algorithm[None]:
-        """What is done every H steps."""
+        """Synchronise the workers; called every H steps."""
 
     def landed(self) -> Algorithm[None]:
-        """End the exchanges that go on, and do what was to be done with them."""
+        """Wait for the pending exchanges, and apply their results."""
         return
         yield
 
     def drained(self) -> Algorithm[None]:
-        """End the exchanges that go on, and keep the answers until they are due."""
+        """Wait for the pending exchanges, and keep their results until they are due."""
         return
         yield
 
     def shared_state(self) -> dict[str, Any]:
-        """Tensors and numbers that are the same on all workers."""
+        """Return the tensors and numbers that are the same on all workers."""
         return {}
 
     def local_state(self) -> dict[str, Tensor]:
-        """Vectors (n,) of this worker besides its parameters, of which other workers take means."""
+        """Return the vectors (n,) of this worker besides its parameters.
+
+        With another number of workers, their means are loaded.
+        """
         return {}
 
     def shard_state(self) -> dict[str, Tensor]:
-        """This worker's parts of vectors that are shared out."""
+        """Return this worker's slices of sharded vectors."""
         return {}
 
     def load_own(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
-        """Take up what the three above gave; the parameters are there already."""
+        """Load the three states above; the parameters are loaded already."""
 
     def algorithm(self) -> Algorithm[None]:
-        """See `Exchanging`: the inner optimizer's step, and what is done now and then."""
+        """See `Exchanging`: the inner optimizer's step, and every H steps a synchronisation."""
         if self.group.world_size == 1:
             self.demand_trainable()
         yield from self.broadcast_model()
@@ -177,7 +181,7 @@ class LocalUpdates(Exchanging):
         self.local_step()
         self.steps += 1
         if self.is_plain:
-            # nobody to tell
+            # there are no other ranks
             self.heard = list(self.asks)
             return
         self.heard = [False] * len(self.asks)
@@ -194,7 +198,7 @@ class LocalUpdates(Exchanging):
         return "exchange" if self.steps < self.pace.steps else ""
 
     def after_step(self) -> Algorithm[None]:
-        """What is done after every local step: `synchronised` after every H of them."""
+        """Run `synchronised` after every H local steps; called after each local step."""
         self.since += 1
         if self.since >= self.pace.steps:
             self.since = 0
@@ -210,7 +214,7 @@ class LocalUpdates(Exchanging):
         self.inner.step()
 
     def _can_step(self) -> bool:
-        """Whether the gradients are finite, and GradScaler has found nothing else."""
+        """Whether the gradients are finite, and GradScaler has found no overflow."""
         gradients = [p.grad for p in self.space.parameters if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         flags = [are_finite(*values)] if values else []
@@ -232,13 +236,13 @@ class LocalUpdates(Exchanging):
 
     @property
     def notes(self) -> int:
-        """k, after every vector: whether it counts, and the common notes."""
+        """k, the number of notes after a vector: whether it is finite, and the common notes."""
         return 1 + self.num_common_notes
 
     def offer(self, values: Tensor) -> None:
-        """Make a vector (elements + k,) ready for a mean: zeros, which do not count, if not finite.
+        """Prepare a vector (elements + k,) for a mean: write its notes; zero it if not finite.
 
-        `is_counted` says which; nothing is read from a GPU.
+        Sets `is_counted`. Does not synchronise with a GPU.
         """
         end = values.numel() - self.notes
         self.is_counted = are_finite(values[:end])
@@ -254,16 +258,16 @@ class LocalUpdates(Exchanging):
         workers: int | None = None,
         sums: Sequence[float] | None = None,
     ) -> bool:
-        """Make the mean over those that count of a mean over all, and hear the signals.
+        """Convert a mean over all workers to one over those that are finite; read the signals.
 
         Args:
-            values: (elements + k,), offered and then averaged.
-            blame: what the reducer said.
-            workers: over which it was taken; those that there are now if None.
-            sums: of the notes, if they have been read; None to read them from `values`.
+            values: (elements + k,), after `offer` and the reduction; scaled in place.
+            blame: the error of the reducer; empty if it succeeded.
+            workers: the number of workers in the mean; the current number if None.
+            sums: the sums of the notes if they have been read; None to read them from `values`.
 
         Returns:
-            Whether there is a mean; else nothing is to be changed, on any worker.
+            Whether there is a mean. If not, no rank may change its parameters.
         """
         end, workers = values.numel() - self.notes, workers or self.group.world_size
         if blame:
@@ -284,11 +288,11 @@ class LocalUpdates(Exchanging):
         return True
 
     def silenced(self, flight: Flight, num_elements: int) -> Flight:
-        """A flight of a checkpoint, without what its notes said to the run that it was taken of.
+        """Clear the notes of a reduction from a checkpoint, which belong to the earlier run.
 
         Args:
-            flight: with values (num_elements + k,), or fewer notes of an older version.
-            num_elements: of its vector.
+            flight: with values (num_elements + k,), or with the fewer notes of an older version.
+            num_elements: the number of elements of its vector.
         """
         notes = flight.values.new_zeros(self.notes)
         notes[0] = flight.values[num_elements]
@@ -296,30 +300,33 @@ class LocalUpdates(Exchanging):
         return flight
 
     def drop(self, why: str) -> None:
-        """Count a mean that was not taken of all workers, and say why."""
+        """Count a mean that does not include all workers, and append the reason to `blame`."""
         self.dropped += 1
         self.blame = f"{self.blame}; {why}" if self.blame else why
 
     def averaged(self, reducer: Reducer, values: Tensor) -> Algorithm[bool]:
-        """Replace a vector by its mean over those workers where it is finite.
+        """Replace a vector by its mean over the workers whose vector is finite.
 
         Args:
-            reducer: of so many elements.
+            reducer: for the vector's number of elements.
             values: (elements + k,), written in place.
 
         Returns:
-            Whether there is a mean; else nothing is to be changed, on any worker.
+            Whether there is a mean. If not, no rank may change its parameters.
         """
         self.offer(values)
         blame = yield from self.pace.timed(reducer.mean(values, self.notes))
         return self.accept(values, blame, sums=reducer.note_sums)
 
     def launched(self, reducer: Reducer, values: Tensor) -> Algorithm[Flight]:
-        """Begin to take such a mean beside the steps.
+        """Start a mean as `averaged` takes it, overlapped with compute.
 
         Args:
-            reducer: of so many elements, that takes no other mean until this one's end.
-            values: (elements + k,), not to be touched until then; `accept` makes a mean of it.
+            reducer: for the vector's number of elements; not to be used until the mean is finished.
+            values: (elements + k,); not to be used until then. `accept` completes the mean.
+
+        Returns:
+            The pending reduction.
         """
         self.offer(values)
         flight = Flight(values, self.group.world_size)
@@ -329,7 +336,7 @@ class LocalUpdates(Exchanging):
         return flight
 
     def mean_of_parameters(self) -> Algorithm[Tensor | None]:
-        """(n,): the mean of the parameters over the workers; None if there is none."""
+        """Return the mean (n,) of the parameters over the workers; None if there is none."""
         values = self.space.read_parameters(self.space.empty(self.notes))
         self.offer(values)
         reducer = Dense().reducer(self.space.num_elements, self.place)
@@ -338,20 +345,20 @@ class LocalUpdates(Exchanging):
         return values[: self.space.num_elements] if has_mean else None
 
     def vector(self, values: Tensor | None = None) -> Tensor:
-        """(n,): a copy of a vector such as a checkpoint's, or of the parameters if None."""
+        """Return a copy (n,) of `values` on the parameters' device; of the parameters if None."""
         if values is None:
             return self.space.read_parameters(self.space.empty())
         return values.to(self.space.device, self.space.dtype, copy=True)
 
     def adopt(self, common: Tensor) -> None:
-        """Go on from a vector (n + any,) that is the same on all workers."""
+        """Set the parameters to the first n elements of a vector that is equal on all workers."""
         self.space.write_parameters(common)
         self.is_in_sync = True
         if not self.is_counted:
             self.forget_what_is_not_finite()
 
     def forget_what_is_not_finite(self) -> None:
-        """Let the inner optimizer begin anew with parameters whose state is not finite."""
+        """Delete the inner optimizer's state of parameters for which it is not finite."""
         for parameter in self.space.parameters:
             kept = self.state.get(parameter, {}).values()
             tensors = [each for each in kept if isinstance(each, Tensor)]
@@ -368,13 +375,13 @@ class LocalUpdates(Exchanging):
         return own
 
     def parameters_restored(self, own: Tensor) -> Algorithm[None]:
-        """Set the parameters to what `parameters_averaged` returned; nothing is asked."""
+        """Set the parameters to the result of `parameters_averaged`; does not communicate."""
         self.space.write_parameters(own)
         return
         yield
 
     def finish(self) -> Algorithm[None]:
-        """See `Exchanging`: the mean of what the ranks have."""
+        """See `Exchanging`: set the parameters to their mean over the ranks."""
         if self.is_plain:
             return
         yield from self.landed()
@@ -393,16 +400,16 @@ class LocalUpdates(Exchanging):
         return super().__getstate__()
 
     def snapshot(self) -> dict[str, Any]:
-        """What this worker needs to go on, the tensors themselves; `resized` fits it to others.
+        """Return the state of this worker; the tensors are not copied.
 
-        Exchanges that go on are waited for, though what they bring is not applied before it is due.
-        It holds
+        It waits for pending exchanges, whose results are applied when they are due.
+        `gcnzc.optim.resized` converts the states for another number of workers. The keys are
 
             inner    the inner optimizer's state
-            shared   tensors, numbers and words that are the same on all workers
-            local    vectors (n,) of this worker; `parameters` unless all have the same
-            shards   this worker's parts of vectors that are shared out
-            errors   of each reducer
+            shared   tensors, numbers and strings that are the same on all workers
+            local    vectors (n,) of this worker; has `parameters` unless they are in sync
+            shards   this worker's slices of sharded vectors
+            errors   the compression errors of each reducer
             rank, world_size
         """
         if self.group.backend:
@@ -430,7 +437,7 @@ class LocalUpdates(Exchanging):
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take up this worker's own state, or what `gcnzc.optim.resized` made of that of others.
+        """Load a `snapshot` of this worker, or a result of `gcnzc.optim.resized`.
 
         Raises:
             ValueError: it is the state of another worker, or of another number of workers.
@@ -451,18 +458,18 @@ class LocalUpdates(Exchanging):
         if self.is_plain:
             return
         if numbers["is_plain"]:
-            # of one worker alone, without anything in common with others
+            # a state of a single worker has no state of the method
             self.started()
         else:
             self.load_own(shared, local, snapshot["shards"])
 
     @property
     def local_steps(self) -> int:
-        """H, as it is now."""
+        """H, the current number of steps from one synchronisation to the next."""
         return self.pace.steps
 
     def reducer(self, name: str, compress: Compression, num_elements: int) -> Reducer:
-        """Something to take means of so many elements with, whose errors a checkpoint keeps."""
+        """Make a reducer for vectors of `num_elements`; checkpoints have its compression errors."""
         self.reducers[name] = compress.reducer(num_elements, self.place)
         return self.reducers[name]
 
@@ -471,14 +478,14 @@ class LocalUpdates(Exchanging):
         self.fill_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Reset the gradients of all parameters."""
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse more parameters, since what workers have in common is already laid out.
+        """Not supported after construction, because the flat vectors are laid out already.
 
         Raises:
-            RuntimeError: always, once this is made.
+            RuntimeError: the optimizer is constructed already.
         """
         if self.is_made:
             raise RuntimeError(
