@@ -1,8 +1,8 @@
-"""The workers of a run as processes: who they are, and `run`, which answers their requests.
+"""Groups of worker processes, and `run`, which executes distributed algorithms on them.
 
-The one door to torch.distributed. Over gloo, requests are answered by our collectives or by the
-builtin ones, as `Choices` says; tensors on a GPU go through page-locked host memory that is kept.
-Where each worker has a GPU of its own, requests for what lies there are answered by NCCL.
+Only this module communicates through torch.distributed. Over gloo, `Choices` selects gcnzc's
+collectives or gloo's own; tensors on a GPU are copied through reused page-locked buffers. If each
+worker has a GPU of its own, NCCL executes the requests with tensors on GPUs.
 """
 
 import os
@@ -77,57 +77,57 @@ from gcnzc.streams import CudaStreams
 
 T = TypeVar("T")
 
-# torch 2.13 names them anew, and warns of the old names
+# torch 2.13 renames these functions, and warns about the old names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# what a request waits for at most, unless the user says otherwise
+# default time limit of a request
 TIMEOUT_S = 60.0
-# what workers wait for one another at the start: importing torch takes half a minute on busy cores
+# time limit of the rendezvous at the start: importing torch takes half a minute on busy cores
 JOIN_S = 180.0
-# between two attempts to reach a store that is not there yet
+# interval of attempts to connect to a store that is not running yet
 CONNECT_POLL_S = 0.3
-# pairs of requests that a channel remembers
+# pairs of successive requests that a channel stores
 PAIRS_KEPT = 4096
-# requests of a channel, of which one at least carries a header; the barrier for that takes about as
-# long as a short collective of torch's
+# at least one of so many requests of a channel has a header; the barrier for that takes about as
+# long as a short collective of torch
 CHECK_EVERY = 128
-# waits and exchanges beside them whose times are kept until somebody takes them, the last ones
+# number of the last waits and overlapped exchanges whose times are kept until they are taken
 TIMES_KEPT = 10_000
 
 
 class WorkerLost(RuntimeError):
-    """An exchange failed, because a worker or the network is gone, or a worker is far behind."""
+    """An exchange failed, because a worker or the network failed, or a worker is far behind."""
 
 
 def run(algorithm: Algorithm[T], group: "Group") -> T:
-    """Answer an algorithm's requests together with the other workers, and return its result.
+    """Run a distributed algorithm together with the other workers, and return its result.
 
     Args:
         algorithm: the same on every worker.
-        group: of all workers. Tensors of requests lie on the host or on this worker's GPU, and are
-            ready on its current stream, as the answers are.
+        group: the workers. Tensors of requests lie on the host or on this worker's GPU. They must
+            be ready on its current stream, on which the results are ready too.
 
     Raises:
-        WorkerLost: another worker did not answer in time, or is gone; the message names it.
+        WorkerLost: another worker did not respond in time, or has ended; the message names it.
         RequestMismatch: the ranks made different requests; raised on all of them.
     """
     return group.run(algorithm)
 
 
 class Group:
-    """The workers of a run, of which this process is one.
+    """A group of workers that communicate, of which this process is one.
 
     Args:
-        rank: of this worker, in [0, world_size).
-        world_size: how many there are.
-        backend: "gloo" or "nccl"; "" for one worker alone, which asks nobody.
-        store: of torch.distributed, that all workers reach; None for one alone.
-        choices: which algorithms answer requests.
-        timeout_s: what a request waits for at most.
-        ranks: the ranks of the members in torch.distributed's default group, ascending; None if the
-            group has all of these. `subgroup` gives them.
-        watch: the signs of life of all workers; made on `store` if None.
-        keeper: of the store, for messages when it does not answer; None if it is not known.
+        rank: this worker, in [0, world_size).
+        world_size: the number of workers.
+        backend: "gloo" or "nccl"; "" for a single worker, which does not communicate.
+        store: a store of torch.distributed that all workers share; None for a single worker.
+        choices: the collective algorithm for each kind of request.
+        timeout_s: time limit of a request, in seconds.
+        ranks: the members' ranks in torch.distributed's default group, ascending; None if the group
+            has all of these. `subgroup` sets them.
+        watch: the heartbeats of all workers; made on `store` if None.
+        keeper: the process that hosts the store, for error messages; None if it is not known.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class Group:
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if store else 1
         self.choices, self.timeout_s = choices or Choices(), timeout_s
         self.ledger = Ledger()
-        # when the algorithms of this worker waited for others, by time.perf_counter
+        # begin and end of waits of this worker's algorithms, by time.perf_counter
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
-        # and when exchanges that were begun went on beside them
+        # begin and end of exchanges that overlapped with them
         self.beside: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         self.log = RequestLog(rank)
         self._channels: dict[str, _Channel] = {}
@@ -165,25 +165,25 @@ class Group:
             self.stalls = StallMonitor(store, self.log, self._find_busy, self._abort)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
-        """The group itself: what is copied communicates through the same connections."""
+        """Return the group itself, so that a copied optimizer uses the same connections."""
         return self
 
     def __reduce__(self) -> tuple[Callable[..., "Group"], tuple[Any, ...]]:
-        """Pickle who is in the group; see `_unpickle_group`."""
+        """Pickle the ranks of the group; see `_unpickle_group`."""
         members = self.ranks if self.is_part else None
         return _unpickle_group, (self.rank, self.world_size, members, bool(self.backend))
 
     def channel(self, name: str) -> "_Channel":
-        """The channel of this name; all workers must open their channels in the same order."""
+        """Return the channel of a name; all workers must open their channels in the same order."""
         if name not in self._channels:
             process_group = None
             timeout = timedelta(seconds=self.timeout_s)
             if name and self.world_size > 1:
-                # a rank that opens none would leave the others in a wait that nothing can end
+                # otherwise, if a rank does not open the channel, the others would wait forever
                 self._own.agree(f"the opening of channel {name}")
             with _network():
                 if self.is_part and self.backend:
-                    # the ranks outside the group take no part
+                    # ranks outside the group do not call this
                     process_group = dist.new_group(
                         self.ranks, timeout=timeout, use_local_synchronization=True
                     )
@@ -193,17 +193,17 @@ class Group:
         return self._channels[name]
 
     def subgroup(self, ranks: Iterable[int]) -> "Group":
-        """The group of some ranks of this one, such as those that hold replicas of one shard.
+        """Create a group of some ranks of this one, such as those with replicas of one shard.
 
-        Each of these ranks calls it, and no other rank needs to. A rank that belongs to several
-        subgroups must create them in the same order as the other members do, and all members must
-        have created equally many groups of torch.distributed before. `close` of this group closes
-        its subgroups too.
+        Each member calls it; other ranks need not. A rank that belongs to several subgroups must
+        create them in the same order as the other members do, and all members must have created
+        the same number of groups of torch.distributed before. `close` of this group closes its
+        subgroups too.
 
         Args:
-            ranks: of the members in this group; this rank is one of them. A member's rank in the
-                subgroup is its place among them in ascending order, and its `local_rank` its place
-                among those on its machine.
+            ranks: the members' ranks in this group, this rank among them. A member's rank in the
+                subgroup is its position among them in ascending order, and its `local_rank` its
+                position among those on its machine.
 
         Raises:
             ValueError: this rank is not a member, or a rank is not in this group.
@@ -250,10 +250,10 @@ class Group:
         return group
 
     def _count_local(self, first: int) -> None:
-        """Set this rank's place among the members on its machine, together with all members.
+        """Set `local_rank` and `local_world_size`; all members call it.
 
         Args:
-            first: of the ranks of this machine in the group that this is a subgroup of.
+            first: the first rank of this machine in the parent group.
         """
         firsts = self.run(_vote(first))
         members = [rank for rank, each in enumerate(firsts) if each == first]
@@ -263,33 +263,37 @@ class Group:
         return [each.sequence for each in list(self._channels.values()) if each.is_busy]
 
     def _abort(self) -> None:
-        """End all waits of this rank for messages, and so those of its peers."""
+        """End all waits of this rank for messages, and thereby those of its peers."""
         for channel in list(self._channels.values()):
             channel.abort()
 
     def at(self, step: int, doing: str) -> None:
-        """Say what this worker does from now on, for the messages of others that wait for it."""
+        """Set this worker's step and activity for the error messages of other workers."""
         if self.watch is not None:
             self.watch.at(step, doing)
 
     def take_waits(self) -> list[tuple[float, float]]:
-        """When algorithms waited for others since the last call: begins and ends, in seconds."""
+        """Return begin and end of each wait for other workers since the last call, in seconds.
+
+        Times are those of `time.perf_counter`.
+        """
         return _taken(self.waits)
 
     def take_beside(self) -> list[tuple[float, float]]:
-        """When exchanges went on beside algorithms, of those that ended since the last call.
+        """Return begin and end of each overlapped exchange that ended since the last call.
 
-        Begins and ends, in seconds; of NCCL's, which need no thread, nothing is known.
+        Times are those of `time.perf_counter`, in seconds. Exchanges over NCCL, which need no
+        thread, are not included.
         """
         return _taken(self.beside)
 
     @property
     def staging_buffers(self) -> int:
-        """How many buffers were made so far to work in and to stage tensors of a GPU."""
+        """The number of scratch and staging buffers that were allocated so far."""
         return sum(channel.memory.made for channel in self._channels.values())
 
     def forget_buffers(self) -> None:
-        """Free the buffers that no request uses now."""
+        """Free the buffers that no request uses."""
         for channel in self._channels.values():
             for buffers in channel.memory.free.values():
                 buffers.clear()
@@ -333,7 +337,7 @@ class Group:
     def _explained(
         self, deed: Callable[[], Any], request: Request, find_need: Callable[[], Need | None]
     ) -> Any:
-        """Do it; if the network fails, say who is to blame."""
+        """Execute a request; if the network fails, raise an error that names the cause."""
         began = time.perf_counter()
         if self.stalls is not None:
             self.stalls.wait = Wait(began, request, find_need)
@@ -362,7 +366,7 @@ class Group:
                 self.stalls.wait = None
 
     def close(self) -> None:
-        """End the channels' threads and the signs of life, of subgroups too."""
+        """End the channels' threads and the heartbeats, also of subgroups."""
         self.is_closed = True
         for group in self._subgroups:
             group.close()
@@ -377,13 +381,13 @@ class Group:
 def _unpickle_group(
     rank: int, world_size: int, members: Sequence[int] | None, was_connected: bool
 ) -> Group:
-    """The same ranks of torch.distributed's default group, or an unconnected group of as many.
+    """Return the group of the same ranks of torch.distributed, or an unconnected group.
 
     Args:
-        rank: of this process in the group.
-        world_size: of the group.
-        members: its ranks in the default group; all if None.
-        was_connected: whether it was over processes.
+        rank: this process's rank in the group.
+        world_size: the number of ranks in the group.
+        members: their ranks in torch.distributed's default group; all if None.
+        was_connected: whether the pickled group had a backend.
     """
     if was_connected and dist.is_initialized():
         ranks = list(range(world_size)) if members is None else list(members)
@@ -399,7 +403,7 @@ def _vote(value: int) -> Algorithm[tuple[int, ...]]:
 
 
 def _taken(times: deque[tuple[float, float]]) -> list[tuple[float, float]]:
-    # a thread may add to them meanwhile
+    # another thread may append to the deque meanwhile
     return [times.popleft() for _ in range(len(times))]
 
 
@@ -408,7 +412,7 @@ class _Broken(Exception):
 
 
 def _explain(watch: Watch, error: BaseException | None) -> str:
-    """Who is missing, and the first line of torch's error, which C++ frames may follow."""
+    """Describe the missing workers, with the first line of torch's error; C++ frames may follow."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"{watch.culprits()} (torch.distributed reports: {lines[0]})"
 
@@ -422,12 +426,12 @@ def _network() -> Iterator[None]:
 
 
 class _Work:
-    """A message that is under way."""
+    """A pending message."""
 
     def __init__(
         self, work: Any, finish: Callable[[], Any], keep: Any, need: Need, limit_s: float | None
     ) -> None:
-        # `keep`: memory that must last until the end
+        # `keep`: memory that must not be freed until the message is finished
         self.work, self.finish, self.keep, self.need = work, finish, keep, need
         self.limit_s = limit_s
 
@@ -443,10 +447,10 @@ def _wait(work: Any, limit_s: float | None) -> None:
     """Wait for work of torch.distributed; None for NCCL's, which has the process group's limit."""
     with _network():
         if limit_s is None:
-            # with a limit of its own the host would poll until the device is done
+            # with a time limit, the host would poll until the device is done
             work.wait()
         else:
-            # gloo's messages know no other limit; one that fires ends the connection for good
+            # gloo's messages have no other time limit; after a timeout the connection is closed
             work.wait(timedelta(seconds=limit_s))
 
 
@@ -459,9 +463,9 @@ class _Memory:
         self.made = 0
 
     def lend(self, values: Tensor, *, pinned: bool = False, is_kept: bool = False) -> Tensor:
-        """(n,) of the size and dtype of `values`, on the host, until `take_back`.
+        """Return a host buffer (n,) with the size and dtype of `values`, lent until `take_back`.
 
-        One that `is_kept` is lent until `give_back`.
+        With `is_kept`, it is lent until `give_back`.
         """
         key = (values.numel(), values.dtype, pinned)
         free = self.free.setdefault(key, [])
@@ -474,18 +478,18 @@ class _Memory:
         return buffer
 
     def give_back(self, buffer: Tensor, *, pinned: bool) -> None:
-        """End the loan of a buffer that was kept."""
+        """Return a buffer that was lent with `is_kept`."""
         self.free[buffer.numel(), buffer.dtype, pinned].append(buffer)
 
     def take_back(self) -> None:
-        """End all loans."""
+        """Take back all lent buffers, except those with `is_kept`."""
         for key, buffer in self.lent:
             self.free[key].append(buffer)
         self.lent.clear()
 
 
 def _host_memory(values: Tensor, *, pinned: bool) -> Tensor:
-    """(n,) like `values`: page-locked, or ordinary, from which copies wait, if none can be had."""
+    """Allocate (n,) like `values`, page-locked if possible; copies of pageable memory block."""
     try:
         return torch.empty(values.numel(), dtype=values.dtype, pin_memory=pinned)
     except RuntimeError:
@@ -493,7 +497,7 @@ def _host_memory(values: Tensor, *, pinned: bool) -> Tensor:
 
 
 class _Channel:
-    """Requests that are answered one after the other, over a process group of their own."""
+    """Executes requests one after the other, over a process group of its own."""
 
     def __init__(self, group: Group, name: str, process_group: Any) -> None:
         self.group, self.process_group = group, process_group
@@ -504,22 +508,22 @@ class _Channel:
         self.sequence = channel_sequence(name)
         self.name = name
         self.lock = threading.Lock()
-        self.header = Header(0, 0, "")  # of the request that is being answered
-        self.pairs: set[tuple[str, str]] = set()  # of requests that followed each other
+        self.header = Header(0, 0, "")  # of the current request
+        self.pairs: set[tuple[str, str]] = set()  # of successive requests
         self.need: Need | None = None
-        self.begun = self.ended = 0  # by this channel's thread
+        self.begun = self.ended = 0  # number of tasks of this channel's thread
 
     @property
     def is_busy(self) -> bool:
-        """Whether its thread answers requests now."""
+        """Whether its thread has unfinished tasks."""
         return self.begun > self.ended
 
     def find_need(self) -> Need | None:
-        """The message that its request waits for."""
+        """Return the request of a peer that the current request waits for."""
         return self.need
 
     def begin(self, request: Request | Algorithm[Any]) -> Any:
-        """Answer `request`, or go through an algorithm, in the background."""
+        """Start a request, or an algorithm, in the background."""
         if isinstance(request, Generator):
             return self._conducted(request)
         assert not isinstance(request, Begin | End | Compute | Scratch | Send | Receive), (
@@ -532,7 +536,7 @@ class _Channel:
         return _Background(self._submit(lambda: self._after(done, request)), self)
 
     def _submit(self, deed: Callable[[], T]) -> "Future[T]":
-        """Do it on this channel's thread."""
+        """Run a function on this channel's thread."""
         if self.threads is None:
             self.threads = ThreadPoolExecutor(1, f"gcnzc-exchange-{self.name}")
 
@@ -551,7 +555,7 @@ class _Channel:
         return self._beside(request)
 
     def _beside(self, request: Collective, choices: Choices | None = None) -> Any:
-        """Answer `request` on this channel's thread."""
+        """Execute `request` on this channel's thread, and record its time."""
         began = time.perf_counter()
         answer = self.answer(request, choices)
         if self.group.world_size > 1:
@@ -559,10 +563,10 @@ class _Channel:
         return answer
 
     def _conducted(self, algorithm: Algorithm[Any]) -> Any:
-        """Go through an algorithm on this channel's thread, and where there is CUDA on its stream.
+        """Run an algorithm on this channel's thread, and with CUDA on this channel's stream.
 
-        Its first step sees what the caller's stream has done by now, and what follows its end on
-        that stream sees what it did.
+        The stream first waits for the work queued on the caller's stream. The result's stream waits
+        for the work of the algorithm.
         """
         if not torch.cuda.is_initialized():
             return _Background(self._submit(lambda: self._conduct(algorithm)), self)
@@ -580,8 +584,8 @@ class _Channel:
         return _Conducted(self._submit(on_stream), self)
 
     def _conduct(self, algorithm: Algorithm[Any]) -> Any:
-        # each message of ours wakes this thread, which takes the interpreter from the steps: on
-        # busy cores that costs them more than what it saves here, where nobody waits
+        # each message of gcnzc's collectives resumes this thread, which takes the GIL from the
+        # training thread; on busy cores that costs more than these collectives save here
         choices = self.group.choices.but(AllGather=BUILTIN, AllToAll=BUILTIN)
         answer: Any = None
         while True:
@@ -598,12 +602,13 @@ class _Channel:
                 answer = self._beside(request, choices)  # type: ignore[arg-type]
 
     def answer(self, request: Collective, choices: Choices | None = None) -> Any:
-        """Answer `request`, together with the other workers; by the group's choices if None."""
+        """Execute `request` together with the other workers; None uses the group's choices."""
         group = self.group
         demand(request, group.world_size)
         if group.backend == "nccl" and _on_gpu(request):
             if not self.name:
-                # others' order is that of threads; messages that follow have it in their headers
+                # other channels record no NCCL requests, since the order of threads may differ;
+                # the digest of this one is part of later headers
                 group.log.record_collective(self.name, request)
             return self._nccl(request).result()
         kind = type(request).__name__
@@ -629,7 +634,7 @@ class _Channel:
         return answer
 
     def _add_pair(self, before: str, words: str) -> bool:
-        """Whether a request follows one that it has not followed on this channel yet."""
+        """Whether these two requests follow each other for the first time on this channel."""
         if len(self.pairs) >= PAIRS_KEPT:
             self.pairs.clear()
         count = len(self.pairs)
@@ -637,14 +642,13 @@ class _Channel:
         return len(self.pairs) > count
 
     def _by_builtin(self, request: Collective, *, is_checked: bool) -> Any:
-        """Answer `request` by the process group's own collective, whose messages have no headers.
+        """Execute `request` with the process group's own collective, which has no headers.
 
-        If it is checked, a barrier, whose messages have headers, comes first. That is where ranks
-        could differ for the first time, since a request follows one that it has not followed before
-        on this channel, and for one of `CHECK_EVERY` requests. While one rank waits in a barrier
-        and another in a collective, both are compared. Ranks that differ elsewhere begin gloo's
-        collectives, which may end a process or add up what does not belong together; fewer than
-        `CHECK_EVERY` requests later, a header shows that.
+        If `is_checked`, a barrier, whose messages have headers, precedes it: if the request follows
+        the previous one for the first time on this channel, and for one of `CHECK_EVERY` requests.
+        If one rank waits in the barrier and another in a collective, their requests are compared.
+        A mismatch elsewhere starts different gloo collectives, which may end a process or compute a
+        wrong result; a header shows it fewer than `CHECK_EVERY` requests later.
         """
         group, header = self.group, self.header
         if is_checked:
@@ -658,13 +662,13 @@ class _Channel:
         return answer
 
     def agree(self, words: str) -> None:
-        """Wait until all ranks have come to the same, which has no messages of its own."""
+        """Wait until all ranks have made the same call, described by `words`, with a barrier."""
         with self.lock:
             self.header = self.group.log.record(self.sequence, words)
             self._by_messages(barrier(self.group.rank, self.group.world_size), "")
 
     def _by_messages(self, algorithm: Algorithm[Any], kind: str) -> Any:
-        """Go through a collective's messages, which count as of `kind`, or not at all."""
+        """Run a collective by its messages; the ledger counts them as `kind` unless it is empty."""
         answer: Any = None
         while True:
             try:
@@ -687,7 +691,7 @@ class _Channel:
                 self.need = None
 
     def begin_message(self, request: Message) -> _Work:
-        """Begin a message that is a request of its own."""
+        """Start a `Send` or `Receive` of the algorithm itself, not of a collective."""
         group, values = self.group, request.values
         header = group.log.record_message(request)
         sequence = message_sequence(request, group.rank)
@@ -707,7 +711,7 @@ class _Channel:
         return work
 
     def _message(self, request: Message, sequence: str, header: Header, kind: str) -> _Work:
-        """Begin to send or to receive."""
+        """Start to send or to receive a message."""
         data, over, values = as_bytes(request.values), self.process_group, request.values
         tag = message_tag(header, len(data))
         need = Need(request.peer, sequence, header.number)
@@ -725,7 +729,7 @@ class _Channel:
         """End all waits over this channel's connections."""
         peer = self.group.ranks[(self.group.rank + 1) % self.group.world_size]
         with suppress(RuntimeError):
-            # gloo closes all connections when a wait's time is over; it has no other call for that
+            # gloo closes all connections when a wait times out, and has no other call to do so
             work: Any = dist.irecv(torch.empty(1), peer, self.process_group, ABORT_TAG)
             work.wait(timedelta(milliseconds=1))
 
@@ -737,7 +741,7 @@ class _Channel:
         return self._builtin(request)
 
     def _builtin(self, request: Collective) -> "_Finish":
-        """Begin the process group's own collective."""
+        """Start the process group's own collective."""
         over, world = {"group": self.process_group, "async_op": True}, self.group.world_size
         limit_s = self._limit_s(request)
         if isinstance(request, Sum | Mean):
@@ -778,7 +782,7 @@ class _Channel:
         return _Finish(works[-1], lambda: other, limit_s)
 
     def _limit_s(self, request: Collective | Message) -> float | None:
-        """What a wait for it takes at most, in seconds; None where NCCL has its own limit."""
+        """Return the time limit of a wait in seconds; None for NCCL, which has its own limit."""
         is_nccl = self.group.backend == "nccl" and _on_gpu(request)
         return None if is_nccl else self.group.timeout_s
 
@@ -788,7 +792,7 @@ class _Channel:
         parts, size = [as_bytes(part) for part in request.parts], request.parts[0].element_size()
         counts = request.counts
         if counts is None:
-            # on the host, and so over gloo: nobody waits for a device
+            # on the host, and so over gloo, without a device synchronisation
             lengths = torch.tensor([len(part) for part in request.parts])
             told = torch.empty_like(lengths)
             dist.all_to_all_single(told, lengths, group=self.process_group)
@@ -798,7 +802,7 @@ class _Channel:
         received = parts[0].new_empty(sum(coming))
         work = dist.all_to_all_single(received, torch.cat(parts), coming, leaving, **over)
         dtype = request.parts[0].dtype
-        # a view of another dtype needs its elements aligned, as those of one dtype are
+        # the parts have one dtype, so they are aligned for the view
         return _Finish(work, lambda: [part.view(dtype) for part in received.split(coming)], limit_s)
 
     def close(self) -> None:
@@ -807,13 +811,13 @@ class _Channel:
 
 
 class _Finish:
-    """A collective that is under way, and what makes its answer."""
+    """A pending collective, and the function that makes its result."""
 
     def __init__(self, work: Any, finish: Callable[[], Any], limit_s: float | None) -> None:
         self.work, self.finish, self.limit_s = work, finish, limit_s
 
     def find_need(self) -> None:
-        """Nothing that is known: all ranks have agreed on it, or NCCL answers it."""
+        """Return None: all ranks have agreed on the request, or NCCL executes it."""
 
     def result(self) -> Any:
         if self.work is not None:
@@ -822,7 +826,7 @@ class _Finish:
 
 
 class _Background:
-    """A request, or an algorithm, that is answered on a channel's thread."""
+    """A request or an algorithm that runs on a channel's thread."""
 
     def __init__(self, future: Future[Any], channel: _Channel) -> None:
         self.future, self.find_need = future, channel.find_need
@@ -832,7 +836,7 @@ class _Background:
 
 
 class _Conducted:
-    """An algorithm that is under way on a stream."""
+    """An algorithm that runs on a channel's thread and CUDA stream."""
 
     def __init__(self, future: Future[Any], channel: _Channel) -> None:
         assert channel.streams is not None, "made before an algorithm goes on there"
@@ -845,7 +849,7 @@ class _Conducted:
 
 
 class _Staged:
-    """A request whose tensors lie on the host, in place of one whose tensors lie on a GPU."""
+    """A request with its GPU tensors copied to the host."""
 
     def __init__(self, request: Collective, memory: _Memory) -> None:
         self.given = self.request = request
@@ -858,7 +862,7 @@ class _Staged:
             self.request = replace(request, values=_down(request.values, memory))
 
     def back(self, answer: Any) -> Any:
-        """The answer, where the request's tensors lie."""
+        """Return the result on the device of the request's tensors."""
         if self.request is self.given:
             return answer
         if isinstance(self.given, AllToAll):
@@ -877,21 +881,21 @@ def _on_gpu(request: Any) -> bool:
 
 
 def _down(values: Tensor, memory: _Memory) -> Tensor:
-    """A copy of `values` in page-locked memory; waits for what makes them."""
+    """Copy `values` to page-locked memory; waits until they are computed and copied."""
     return memory.lend(values, pinned=True).view(values.shape).copy_(values)
 
 
 def is_worker() -> bool:
-    """Whether a launcher has started this process as one worker of several, or as the only one."""
+    """Whether a launcher such as torchrun has started this process as a worker."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
 
 
 def present() -> Group:
-    """The group of the workers for which torch.distributed was initialised; alone if it was not.
+    """Return the group of torch.distributed's default process group; a single worker without one.
 
-    For a loop that calls `torch.distributed.init_process_group` by itself. It is the same object at
-    every call, until it is closed; `torch.distributed.destroy_process_group` closes it. Signs of
-    life are kept in the process group's own store.
+    For scripts that call `torch.distributed.init_process_group` themselves. With several ranks, all
+    calls return the same object until it is closed, as by
+    `torch.distributed.destroy_process_group`. Heartbeats are written to the process group's store.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Group()
@@ -899,7 +903,7 @@ def present() -> Group:
 
 
 class _Present:
-    """The group over torch.distributed's default process group, as long as there is one."""
+    """Makes and caches the group of torch.distributed's default process group."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -915,14 +919,14 @@ class _Present:
                 if self.group is not None:
                     self.group.close()
                 self.group, self.process_group = self._make(), weakref.ref(process_group)
-                # its threads would go on writing to a store that may be gone
+                # otherwise its threads would still write to a store that may be gone
                 weakref.finalize(process_group, self.group.close).atexit = False
             return self.group
 
     def _make(self) -> Group:
         self.count += 1
         store = dist.distributed_c10d._get_default_store()
-        # what an earlier group wrote into the same store is not read
+        # a prefix separates the keys from those of an earlier group in the same store
         store = PrefixStore(f"gcnzc {self.count}", store)
         backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
         return Group(dist.get_rank(), dist.get_world_size(), backend, store)
@@ -935,15 +939,21 @@ _present = _Present()
 def joined(
     backend: str = "gloo", choices: Choices | None = None, timeout_s: float = TIMEOUT_S
 ) -> Iterator[Group]:
-    """The group of the workers that a launcher such as torchrun started; alone without one.
+    """Initialise torch.distributed, and yield the group of the workers that a launcher started.
+
+    Without a launcher such as torchrun, it yields a group of one worker.
 
     Args:
-        backend: "gloo"; "nccl" where each worker has a GPU of its own; or "auto", which is that.
-        choices: which algorithms answer requests.
-        timeout_s: what each request waits for at most.
+        backend: "gloo"; "nccl" if each worker has a GPU of its own; "auto" selects "nccl" in that
+            case, else "gloo".
+        choices: the collective algorithm for each kind of request.
+        timeout_s: time limit of each request, in seconds.
+
+    Yields:
+        The group, which is closed at the end of the `with`.
 
     Raises:
-        WorkerLost: not all workers came within JOIN_S.
+        WorkerLost: not all workers connected within `JOIN_S` seconds, or one is stopped.
     """
     if not is_worker() or int(os.environ["WORLD_SIZE"]) == 1:
         group = Group(choices=choices, timeout_s=timeout_s)
@@ -976,10 +986,10 @@ def _initialize(backend: str, timeout_s: float) -> tuple[TCPStore, Watch]:
     """Initialize torch.distributed together with the other workers.
 
     Returns:
-        The process group's store and the signs of life, on connections of their own.
+        The process group's store and the heartbeats, each on its own connection.
 
     Raises:
-        WorkerLost: not all workers came, or one stopped; the message names it.
+        WorkerLost: workers are missing or stopped; the message names them.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     keeper, siblings = _keeper(), Siblings()
@@ -990,12 +1000,12 @@ def _initialize(backend: str, timeout_s: float) -> tuple[TCPStore, Watch]:
         host = socket.gethostname()
         watch = Watch(PrefixStore(name, signs), rank, world_size, host, keeper)
         dist.init_process_group(
-            # what lies on the host is exchanged by gloo in any case
+            # gloo exchanges tensors on the host with either backend
             "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
             store=PrefixStore(name, whole),
             rank=rank,
             world_size=world_size,
-            # all are there and alive, so that connecting them takes no longer than a request
+            # all workers have registered, so connecting takes no longer than a request
             timeout=timedelta(seconds=timeout_s),
         )
     except (RuntimeError, TimeoutError) as error:
@@ -1010,7 +1020,7 @@ def _initialize(backend: str, timeout_s: float) -> tuple[TCPStore, Watch]:
             "address? GLOO_SOCKET_IFNAME names the network to use"
         ) from error
     except BaseException as error:
-        # such as Ctrl-C, or options that torch does not take
+        # such as Ctrl-C, or options that torch rejects
         if watch is not None:
             watch.leave(f"{type(error).__name__}: {error}")
         raise
@@ -1018,20 +1028,20 @@ def _initialize(backend: str, timeout_s: float) -> tuple[TCPStore, Watch]:
 
 
 def _keeper() -> Keeper:
-    """Who keeps the store of this attempt."""
+    """Return the process that hosts the store of this attempt."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return Keeper("the first machine's launcher" if _is_of_launcher() else "worker 0", address)
 
 
 def _is_of_launcher() -> bool:
-    """Whether a launcher keeps the store; else worker 0 does."""
+    """Whether a launcher hosts the store; otherwise worker 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _connect(
     rank: int, keeper: Keeper, timeout_s: float, siblings: Siblings
 ) -> tuple[TCPStore, TCPStore]:
-    """Two connections to the store, which worker 0 makes unless the launcher did."""
+    """Open two connections to the store; worker 0 creates it unless the launcher did."""
     end = time.monotonic() + JOIN_S
     limit = timedelta(seconds=JOIN_S)
     host, port = keeper.address

@@ -1,8 +1,9 @@
-"""How workers that were started again meet on a store that remembers those before them.
+"""Rendezvous of restarted workers on a store that still has keys of earlier attempts.
 
-torch's elastic agents keep one store for all attempts, with the addresses of workers that are gone
-still in it, and agents on several machines do not count attempts alike. So worker 0 draws a name
-for the round, and the others take it when worker 0 has seen them under it.
+torch's elastic agents keep one store for all attempts, with the addresses of ended workers still in
+it, and agents on several machines may number attempts differently. Therefore worker 0 draws a
+random name for each round, which prefixes all keys of the round. The other workers register under
+it, and use it once worker 0 has confirmed them.
 """
 
 import json
@@ -12,35 +13,35 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 POLL_S = 0.05
-# between two polls for each worker, so that many workers do not load the store
+# poll interval for each worker, so that many workers do not overload the store
 POLL_S_PER_WORKER = 0.001
-# how often worker 0 writes whom it waits for, and processes of this machine are looked at
+# interval at which worker 0 writes the missing ranks, and all check the processes of their machine
 LOOK_S = 1.0
 
 
 class Store(Protocol):
-    """What is used of torch's stores."""
+    """The methods of torch's stores that this package uses."""
 
     def set(self, key: str, value: str) -> object:
-        """Write."""
+        """Write a key."""
 
     def get(self, key: str) -> bytes:
-        """Read; waits until the key is there."""
+        """Read a key; waits until it exists."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 at first, and return it."""
+        """Add to a counter, which starts at 0, and return the result."""
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Read all of them by one request; waits until they are there."""
+        """Read all keys with one request; waits until they exist."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of them are there."""
+        """Whether all keys exist."""
 
 
 def read_existing(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
-    """The values of those keys that are in the store.
+    """Return the values of the keys that exist.
 
-    Two requests if all are there; if k of n are missing, about 2 * k * log2(n) more.
+    Takes two requests if all exist; if k of n are missing, about 2 * k * log2(n) more.
     """
     found = _existing(store, list(keys))
     return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
@@ -56,7 +57,7 @@ def _existing(store: Store, keys: list[str]) -> list[str]:
 
 
 def _demand_nothing(seconds: float) -> None:
-    """Of workers that no kernel can see from here."""
+    """Check nothing; the default where the processes of the other workers are not visible."""
 
 
 def met(
@@ -67,19 +68,19 @@ def met(
     silent_s: float | None = None,
     demand_running: Callable[[float], None] = _demand_nothing,
 ) -> str:
-    """A name for this round that all its workers know, and that no round had before.
+    """Wait for all workers of this round, and return the round's unique name, the same on all.
 
     Args:
-        store: that all workers reach.
-        rank: of this worker.
-        world_size: how many come.
-        timeout_s: what all wait for at most.
-        silent_s: after which a worker that came, or that the kernel sees, counts as stopped;
-            `timeout_s` if None.
+        store: shared by all workers.
+        rank: this worker.
+        world_size: the number of workers.
+        timeout_s: how long to wait for all workers, in seconds.
+        silent_s: after how many seconds without a sign worker 0, or a worker whose process is
+            visible, counts as stopped; `timeout_s` if None.
         demand_running: raises TimeoutError if a worker was stopped for so many seconds.
 
     Raises:
-        TimeoutError: not all came, or one is stopped; the message names them.
+        TimeoutError: workers are missing or stopped; the message names them.
     """
     silent_s = timeout_s if silent_s is None else silent_s
     limits = _Limits(timeout_s, silent_s, demand_running, world_size)
@@ -90,7 +91,7 @@ def met(
 
 
 class _Limits:
-    """How long a worker waits, and for whom."""
+    """The time limits and poll interval of a rendezvous."""
 
     def __init__(
         self,
@@ -105,14 +106,18 @@ class _Limits:
         self.looked_at = float("-inf")
 
     def is_time_to_look(self) -> bool:
-        """Whether `LOOK_S` has passed since it last was."""
+        """Whether `LOOK_S` has passed since the last call that returned True."""
         if time.monotonic() - self.looked_at < LOOK_S:
             return False
         self.looked_at = time.monotonic()
         return True
 
     def wait(self, missing: Sequence[int]) -> None:
-        """Wait a little, or raise if the time is over."""
+        """Sleep for the poll interval.
+
+        Raises:
+            TimeoutError: the time limit has passed.
+        """
         if time.monotonic() > self.end:
             raise TimeoutError(f"no sign of worker {', '.join(map(str, missing))}")
         time.sleep(self.poll_s)
@@ -128,7 +133,7 @@ def _lead(store: Store, own: str, world_size: int, limits: _Limits) -> str:
             beat += 1
             store.set(f"{own}/waiting", json.dumps([beat, missing]))
             limits.demand_running()
-        # numbered, so that a poll costs three requests however many workers are missing
+        # arrivals are numbered, so that a poll takes three requests for any number of workers
         arrived = store.add(f"{own}/arrivals", 0)
         unread |= {f"{own}/arrival/{number}" for number in range(count + 1, arrived + 1)}
         count = arrived
@@ -145,7 +150,7 @@ def _lead(store: Store, own: str, world_size: int, limits: _Limits) -> str:
 def _follow(store: Store, own: str, rank: int, limits: _Limits) -> str:
     announced, first = "", _First(limits.silent_s)
     while True:
-        # an earlier round's name may stand there still; nobody answers under it
+        # the name may be that of an earlier round, which gets no confirmation
         name = store.get("gcnzc/round").decode() if store.check(["gcnzc/round"]) else ""
         if name and name != announced:
             number = store.add(f"{name}/arrivals", 1)
@@ -163,7 +168,7 @@ def _follow(store: Store, own: str, rank: int, limits: _Limits) -> str:
 
 
 class _First:
-    """What worker 0 wrote of the round: whom it waits for, as long as it goes on writing."""
+    """The ranks that worker 0 waits for, and whether worker 0 is still running."""
 
     def __init__(self, silent_s: float) -> None:
         self.silent_s = silent_s
@@ -172,17 +177,17 @@ class _First:
         self.waiting: list[int] = []
 
     def read(self, found: Mapping[str, Any]) -> None:
-        """Take in what is there now.
+        """Update from the values read from the store.
 
         Raises:
-            TimeoutError: worker 0 wrote for a while, and stopped.
+            TimeoutError: worker 0 has written, and then stopped for `silent_s`.
         """
         for text in found.values():
             beat, self.waiting = json.loads(text)
             if beat not in self.beats:
                 self.beats.append(beat)
                 self.changed_at = time.monotonic()
-        # an earlier round's worker 0 is silent from the start
+        # worker 0 of an earlier round never writes again, and is no error
         if self.is_alive and time.monotonic() - self.changed_at > self.silent_s:
             raise TimeoutError(
                 f"worker 0 gives no sign of life for {self.silent_s:g} s while workers meet"
@@ -190,10 +195,10 @@ class _First:
 
     @property
     def is_alive(self) -> bool:
-        """Whether worker 0 wrote while this worker looked."""
+        """Whether worker 0 has written at least twice since this worker registered."""
         return len(self.beats) > 1
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that worker 0 waits for; none if it does not write."""
+        """The ranks that worker 0 waits for; empty unless `is_alive`."""
         return self.waiting if self.is_alive else []

@@ -1,8 +1,8 @@
-"""Who is missing, and what it was doing: signs of life of all workers, on a common store.
+"""Heartbeats of all workers on a shared store, which identify the worker that an exchange lacks.
 
-A worker that stops answering leaves the others with an error of their sockets, which names nobody.
-So each worker writes every second what it is at, and one whose exchange failed looks who still
-does.
+If a worker stops responding, the others get a socket error that does not name it. Therefore each
+worker writes its step and activity to the store every second. A worker whose exchange failed reads
+the heartbeats, and reports the workers that have stopped writing.
 """
 
 import json
@@ -22,28 +22,28 @@ from gcnzc.exchange.meeting import Store, read_existing
 T = TypeVar("T")
 
 BEAT_S = 1.0
-# what a worker waits for the store at most, which answers in microseconds if it is there
+# time limit of store requests, which take microseconds if the store is reachable
 STORE_S = 10.0
-LAST_WORDS_S = 5.0  # until an error is printed
-# of beats missed, after which a worker counts as silent
+LAST_WORDS_S = 5.0  # time for a worker to print its error before its launcher is ended
+# number of missed heartbeats after which a worker counts as stopped
 MISSED = 3
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a worker wrote last."""
+    """A worker's last heartbeat."""
 
     beat: int
     step: int
     doing: str
     host: str
     left: str = ""
-    """why it left, if it did"""
+    """why the worker ended; empty if it did not report that"""
 
 
 @dataclass(frozen=True)
 class Keeper:
-    """Who keeps the store, and where; what is needed to say why it does not answer."""
+    """The process that hosts the store, for error messages if the store does not respond."""
 
     name: str
     address: tuple[str, int]
@@ -51,7 +51,7 @@ class Keeper:
 
 
 class _Reach(Enum):
-    """What came of connecting to the store's address."""
+    """The result of connecting to the store's address."""
 
     ANSWERS = "the kernel there accepts connections"
     REFUSED = "the machine answers, and nothing listens there"
@@ -59,15 +59,16 @@ class _Reach(Enum):
 
 
 class Watch:
-    """The signs of life of this worker, written by a thread, and those of the others.
+    """Writes the heartbeats of this worker in a thread, and reads those of the others.
 
     Args:
-        store: that all workers of this attempt share, and no earlier attempt used. Best on a
-            connection of its own: a request that waits blocks the others of its connection.
-        rank: of this worker.
-        world_size: how many there are.
-        host: name of this machine.
-        keeper: of the store; None if it is not known.
+        store: shared by all workers of this attempt, and not used by an earlier attempt. It should
+            have its own connection, because a request that waits blocks the others of its
+            connection.
+        rank: this worker.
+        world_size: the number of workers.
+        host: the name of this machine.
+        keeper: the process that hosts the store; None if it is not known.
     """
 
     def __init__(
@@ -86,27 +87,30 @@ class Watch:
         self.thread.start()
 
     def at(self, step: int, doing: str) -> None:
-        """Say what this worker does from now on; costs nothing, as it is written every second."""
+        """Set the step and activity of the next heartbeats; does not access the store."""
         self.step, self.doing = step, doing
 
     def write(self) -> None:
-        """Write this worker's sign."""
+        """Write one heartbeat of this worker."""
         with self.lock:
             self.beat += 1
             sign = (self.beat, self.step, self.doing, self.host, self.left)
             self.store.set(f"gcnzc/alive/{self.rank}", json.dumps(sign))
 
     def signs(self) -> dict[int, Sign]:
-        """What each worker that ever wrote has written last; two requests if all did."""
+        """Return the last heartbeat of each worker that has written one.
+
+        Takes two requests to the store if all workers have.
+        """
         keys = {f"gcnzc/alive/{rank}": rank for rank in range(self.world_size)}
         found = read_existing(self.store, list(keys))
         return {keys[key]: Sign(*json.loads(text)) for key, text in found.items()}
 
     def culprits(self) -> str:
-        """Who is missing or behind, in words; takes some seconds.
+        """Describe which workers have stopped or are behind; takes some seconds.
 
-        Time is counted in this worker's own signs as the store shows them, so that a slow store
-        makes nobody look silent. If the store does not answer, who keeps it is named instead.
+        Time is counted by this worker's own heartbeats in the store, so that a slow store does not
+        make workers look stopped. If the store does not respond, the result names its host instead.
         """
         try:
             before = _within(STORE_S, self.signs)
@@ -126,11 +130,11 @@ class Watch:
         return signs[self.rank].beat if self.rank in signs else 0
 
     def _without_store(self) -> str:
-        """Why the store does not answer, in words.
+        """Describe why the store does not respond.
 
-        Where this machine is cut off, a launcher of torch's waits for the store for a quarter of an
-        hour, so it is ended from here. A store that is only slow or stopped is never a reason: the
-        kernel of its machine accepts connections all the same.
+        If nothing at the store's address responds, this ends the launcher, which would otherwise
+        wait for the store for a quarter of an hour. A store that is only slow or stopped does not
+        end the launcher, because the kernel of its machine still accepts connections.
         """
         if self.keeper is None:
             return "unknown: the store does not answer"
@@ -144,35 +148,38 @@ class Watch:
         return f"{who} does not answer either: it is gone, or this machine is cut off"
 
     def leave(self, why: str = "") -> None:
-        """Stop writing; `why` tells the others, so that they do not look for this worker."""
+        """Stop the heartbeats; if `why` is given, write it as the reason for the other workers."""
         self.done.set()
         self.thread.join(MISSED * BEAT_S)
-        # else it waits for a store that does not answer
+        # a thread that is still alive waits for a store that does not respond
         if why and not self.thread.is_alive():
             self.left = why
             try:
                 self.write()
             except RuntimeError:
-                return  # the store went first
+                return  # the store is gone already
 
     def _live(self) -> None:
         while not self.done.wait(BEAT_S):
             if self.has_launcher and os.getppid() != self.parent:
-                # nobody would end this worker, or start it again: what is saved is whole
+                # the launcher is gone, so nothing would end or restart this worker; files are
+                # replaced atomically, so a kill leaves no partial ones in their place
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 self.write()
             except RuntimeError:
-                # the store went with its launcher; the exchange will tell
+                # the store is gone with its launcher; the next exchange reports that
                 continue
 
 
 def _within(seconds: float, deed: Callable[[], T]) -> T:
-    """Do it, in a thread that is left behind if it takes longer.
+    """Run a function in a thread with a time limit, and return its result.
+
+    Requests to torch's store have no time limit of their own if the network drops their packets.
+    After the limit the thread goes on.
 
     Raises:
-        RuntimeError: it did, or failed. Requests to torch's store know no time limit of their own
-            where the network swallows them.
+        RuntimeError: it took longer, or raised this error.
     """
     answers: list[T] = []
     failures: list[RuntimeError] = []
@@ -192,7 +199,7 @@ def _within(seconds: float, deed: Callable[[], T]) -> T:
 
 
 def _reach(address: tuple[str, int], seconds: float) -> _Reach:
-    """What comes of connecting to an address, tried again until something answers."""
+    """Connect to an address, and retry until there is a response or `seconds` have passed."""
     end = time.monotonic() + seconds
 
     def attempt() -> _Reach:
@@ -206,7 +213,7 @@ def _reach(address: tuple[str, int], seconds: float) -> _Reach:
 
     while time.monotonic() < end:
         try:
-            # looking up a name knows no time limit
+            # a name lookup has no time limit
             reach = _within(end - time.monotonic() + 1.0, attempt)
         except RuntimeError:
             break
@@ -217,11 +224,11 @@ def _reach(address: tuple[str, int], seconds: float) -> _Reach:
 
 
 def _end_launcher(parent: int) -> None:
-    """End this worker's launcher, one of torch's, soon after the worker has said why."""
+    """End this worker's launcher after `LAST_WORDS_S`, so that the worker can print its error."""
     if os.getppid() != parent:
         return
     wait = f"sleep {LAST_WORDS_S:g}"
-    # by a process that outlives this one, and has no parent to wait for it
+    # in a separate process, which outlives this one and is no child of it
     subprocess.run(
         ["sh", "-c", f"({wait}; kill -TERM {parent}; {wait}; kill -KILL {parent}) &"],
         start_new_session=True,
@@ -239,13 +246,13 @@ def blamed(
     before: dict[int, Sign],
     after: dict[int, Sign],
 ) -> str:
-    """Who is to blame that an exchange of worker `rank` in step `step` failed, in words.
+    """Describe which workers made an exchange of worker `rank` in step `step` fail.
 
     Args:
-        rank: who asks.
-        step: that it is in.
-        ranks: of all workers.
-        before, after: signs of life, read some beats apart.
+        rank: the worker whose exchange failed.
+        step: its step.
+        ranks: the ranks of all workers.
+        before, after: heartbeats by rank, read some intervals apart.
     """
     lines, told = [], []
     for other in ranks:
@@ -264,5 +271,5 @@ def blamed(
             )
         elif sign.step < step:
             lines.append(f"{where} is alive and still in step {sign.step}, at {sign.doing}")
-    # those who left did so for the same reason, or for a better one
+    # workers that reported their end are named only if no worker is missing or behind
     return "; ".join(lines or told) or "all other workers are alive, so the network may be broken"
