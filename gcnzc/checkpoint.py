@@ -1,8 +1,8 @@
-"""Save what a run is, so that it goes on bit for bit: whole or not at all.
+"""Save and load checkpoints atomically, with a SHA-256, for bit-for-bit resuming.
 
-A file is the zip archive that `torch.save` writes, whose comment holds the SHA-256 of all bytes
-before the digest. `torch.load` reads such a file like any other. Torch itself checks neither this
-nor the archive's CRCs, and a few wrong bits in a weight would go unnoticed.
+A file is the zip archive that `torch.save` writes, whose comment has the SHA-256 of all bytes
+before the digest. `torch.load` can read the file too. Torch checks neither the digest nor the
+archive's CRCs, so it would not notice a few wrong bits in a weight.
 """
 
 import hashlib
@@ -37,14 +37,14 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:
-    """A copy of `state` as it is now, as the bytes of an archive that `write` takes."""
+    """Serialise the current `state` to the bytes of an archive, for `write`."""
     file = io.BytesIO()
     torch.save(dict(state), file)
     return file.getvalue()
 
 
 def _sealed(data: bytes) -> tuple[memoryview, bytes]:
-    """The bytes of an archive, and what follows them so that it has its checksum as a comment."""
+    """Return an archive up to the length of its comment, and the rest with the checksum."""
     body, label = memoryview(data)[:-2], SEAL_BYTES.to_bytes(2, "little") + LABEL
     digest = hashlib.sha256(body)
     digest.update(label)
@@ -52,10 +52,10 @@ def _sealed(data: bytes) -> tuple[memoryview, bytes]:
 
 
 def _demand_seal(data: bytes, path: Path) -> None:
-    """Compare the checksum; files of older versions have none, and no comment.
+    """Verify the checksum; files of older versions have none, and no comment.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: the checksum does not match.
     """
     end = data[-END_BYTES:]
     if end.startswith(END_MARK) and end.endswith(b"\0\0"):
@@ -92,9 +92,9 @@ def write(path: Path, data: bytes) -> None:
 
 
 class Writer:
-    """Writes files one after the other, while training goes on.
+    """Writes files one after the other in a background thread.
 
-    A state is copied at once, so that it may change while its copy is written.
+    A state is copied first, so it may change while the copy is written.
     """
 
     def __init__(self) -> None:
@@ -102,19 +102,19 @@ class Writer:
         self._writing: Future[None] | None = None
 
     def begin(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Begin to write `state` to `path`, as `save` does, after what was begun before.
+        """Wait for the previous file, then start to write `state` to `path`, as `save` does.
 
         Raises:
-            OSError: what was begun before could not be written. This state is not written.
+            OSError: the previous file could not be written. This state is not written.
         """
         self.wait()
         self._writing = self._thread.submit(write, path, to_bytes(state))
 
     def wait(self) -> None:
-        """Wait until all is written.
+        """Wait until the last file is written.
 
         Raises:
-            OSError: it could not be.
+            OSError: it could not be written.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -122,14 +122,14 @@ class Writer:
 
 
 def load(path: Path, needed: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """The state that `save` wrote, with its tensors on the CPU; nothing is unpickled but data.
+    """Load a state that `save` wrote, with its tensors on the CPU and `weights_only=True`.
 
     Args:
-        path: of the file.
-        needed: what the state must have: keys, and the types of their values.
+        path: the file.
+        needed: required keys, with the types of their values.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         ValueError: the file is not a checkpoint, or is damaged.
     """
     if not path.is_file():
@@ -157,10 +157,10 @@ def from_bytes(data: bytes, path: Path, needed: Mapping[str, type] | None = None
 
 
 def demand_keys(state: Mapping[str, Any], needed: Mapping[str, type], path: Path) -> None:
-    """Demand keys, and the types of their values, of a state that was read from `path`.
+    """Check that a state from `path` has the required keys, with values of the given types.
 
     Raises:
-        ValueError: one is not there, or is of another type.
+        ValueError: a key is missing, or its value has another type.
     """
     for key, kind in needed.items():
         if key not in state:
@@ -175,7 +175,7 @@ def _not_ours(path: Path, what: str) -> str:
 
 
 def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> None:
-    """Load `saved` into `model`, or say how they differ.
+    """Load the state dict `saved` into `model`.
 
     Raises:
         ValueError: names or shapes differ; the first difference is named.

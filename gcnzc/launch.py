@@ -1,8 +1,8 @@
-"""Start several workers on this machine, and start them again when one is lost.
+"""Launch several workers on this machine, and restart them if one is lost.
 
-torch's elastic agent does it, as torchrun does on many machines: this file is the door to it. The
-first worker speaks on this process's own stdout and stderr; the lines of the others come on stderr,
-with their ranks before them, and all are kept in the log folder.
+It uses torch's elastic agent, as torchrun does for several machines. The output of worker 0 goes to
+stdout and stderr of this process. The output of the others goes to stderr, each line with a rank
+prefix. The log folder has the output of all workers.
 """
 
 import os
@@ -29,7 +29,7 @@ from gcnzc.exchange import Algorithm
 from gcnzc.record import Launch
 from gcnzc.replicas import everybodys
 
-# where a worker leaves word that starting again would not help
+# environment variable: the file by which a worker reports that a restart would not help
 FATAL = "GCNZC_FATAL"
 # the rendezvous of a launcher whose workers are all on this machine
 LOOPBACK, LOOPBACK_ADDRESS = "gcnzc-loopback", "127.0.0.1"
@@ -46,17 +46,20 @@ OF_ONE_MACHINE = {
 
 
 def launch(words: Sequence[str], workers: int, logs: Path, restarts: int = 3) -> int:
-    """Run `python -m gcnzc WORDS` as so many workers, and return the exit status of all.
+    """Run `python -m gcnzc WORDS` in several worker processes, and return their exit status.
 
     Args:
-        words: of the command line.
-        workers: on this machine; they share its cores.
-        logs: folder for what the workers say, one inside it for each start.
-        restarts: how often all are started again, after one was lost.
+        words: the arguments of the command line.
+        workers: the number of workers on this machine; they share its cores.
+        logs: folder for the workers' output, with a subfolder for each start.
+        restarts: how often all workers are restarted after one was lost.
+
+    Returns:
+        0, or 1 if a worker reported a failure that a restart cannot fix.
 
     Raises:
-        RuntimeError: a worker was lost more often than that.
-        KeyboardInterrupt: this process was asked to end, as the workers then were.
+        RuntimeError: workers were lost more often than `restarts`.
+        KeyboardInterrupt: this process received a signal to end, and has ended the workers.
     """
     logs.mkdir(parents=True, exist_ok=True)
     rendezvous_handler_registry.register(LOOPBACK, _Loopback)
@@ -93,10 +96,10 @@ def launch(words: Sequence[str], workers: int, logs: Path, restarts: int = 3) ->
 
 
 def leave_word() -> bool:
-    """Say that this worker failed in a way that starting again does not mend.
+    """Report to the launcher that this worker failed in a way that a restart cannot fix.
 
     Returns:
-        Whether somebody reads it; the worker should then end as if all were well.
+        Whether the launcher reads it; the worker should then end with exit status 0.
     """
     path = os.environ.get(FATAL)
     if path is None:
@@ -106,7 +109,7 @@ def leave_word() -> bool:
 
 
 def word_was_left() -> bool:
-    """Whether a worker has said so."""
+    """Whether a worker has called `leave_word`."""
     path = os.environ.get(FATAL)
     return path is not None and Path(path).exists()
 
@@ -140,7 +143,7 @@ def agree_on_launch(own: Launch | None) -> Algorithm[Launch | None]:
 
 
 def _launcher() -> str:
-    """The name of the process that started this one, which no other process has or will have."""
+    """Return a unique name of this process's parent: host, boot id, process id and start time."""
     parent = os.getppid()
     stat = Path(f"/proc/{parent}/stat").read_text()
     # a process id may be reused, but not with the same start time

@@ -1,4 +1,4 @@
-"""What is kept of a run: one JSON line an epoch, with the machine and the versions it came from."""
+"""Read and write the records of a run: JSON lines, launch, lock, machine and versions."""
 
 import fcntl
 import importlib.util
@@ -23,12 +23,12 @@ LAUNCH = "launch.json"
 
 @dataclass(frozen=True)
 class Launch:
-    """What started the workers of a run: a launcher, or one on each of several machines."""
+    """The launch of a run's workers, by a launcher on each machine."""
 
     run_id: str | None = None
-    """that the user gave to all launchers; None if they have no id in common"""
+    """the id that all launchers have in common; None if there is none"""
     launchers: frozenset[str] = frozenset()
-    """the launchers, each by a name that no other process has; empty if there is a run id"""
+    """unique names of the launchers; empty if there is a run id"""
 
     def has_started(self, folder: Path) -> bool:
         """Whether this launch was the last one that started the run in `folder`.
@@ -61,14 +61,14 @@ class Launch:
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
-    """Add one JSON line to the file `path`, whole: a line is written by one call."""
+    """Append one JSON line to the file `path`, with a single write."""
     data = (json.dumps(dict(line)) + "\n").encode()
     with path.open("ab", buffering=0) as file:
         file.write(data)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of `path` up to one that is cut off or damaged; none if there is no file."""
+    """Return the lines of `path` before the first damaged one; none if there is no file."""
     if not path.is_file():
         return []
     lines: list[dict[str, Any]] = []
@@ -84,25 +84,25 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def keep(path: Path, num_lines: int) -> None:
-    """Cut `path` down to its first `num_lines` lines, all at once."""
+    """Truncate `path` to its first `num_lines` lines, atomically."""
     rewrite(path, read(path)[:num_lines])
 
 
 def rewrite(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Let `path` have these lines and no others, all at once."""
+    """Replace the contents of `path` by these lines, atomically."""
     write_text(path, "".join(json.dumps(dict(line)) + "\n" for line in lines))
 
 
 @contextmanager
 def board(folder: Path, first_step: int) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
-    """Write the numbers of lines for TensorBoard too, where it is installed.
+    """Write numbers to TensorBoard event files, if TensorBoard is installed.
 
     Args:
-        folder: of the event files.
-        first_step: what an earlier process wrote from this step on is struck out.
+        folder: the folder of the event files.
+        first_step: events of earlier processes from this step on are purged.
 
     Yields:
-        What takes a step and its line; it does nothing where there is no TensorBoard.
+        A function of a step and its line; it does nothing without TensorBoard.
     """
     if importlib.util.find_spec("tensorboard") is None:
         yield lambda step, line: None
@@ -121,21 +121,21 @@ def board(folder: Path, first_step: int) -> Iterator[Callable[[int, Mapping[str,
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` to `path`, whole or not at all."""
+    """Write `value` as JSON to `path`, atomically."""
     write_text(path, json.dumps(dict(value), indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path`, whole or not at all."""
+    """Write `text` to `path`, atomically."""
     with replacing(path) as partial:
         partial.write_text(text)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` at the end; removed if that fails.
+    """Yield a temporary file that replaces `path` at the end, or is removed after an error.
 
-    It has the ending of `path`, by which some libraries choose a format.
+    It has the suffix of `path`, from which some libraries choose a format.
     """
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     try:
@@ -147,10 +147,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process, until the end of the `with` or of the process.
+    """Lock a folder until the end of the `with` or of the process.
+
+    File systems without locks are accepted, without a lock.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: another process has locked it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -169,16 +171,16 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept for this user; it need not be there.
+    """Return the user's cache folder, which need not exist.
 
-    GCNZC_CACHE in the environment says which folder it is, or XDG_CACHE_HOME in which.
+    It is GCNZC_CACHE of the environment, or the folder gcnzc in XDG_CACHE_HOME or ~/.cache.
     """
     own = os.environ.get("GCNZC_CACHE")
     return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gcnzc")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote.
+    """Read a JSON object that `write_json` wrote.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -196,13 +198,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_array(path: Path, array: numpy.ndarray) -> None:
-    """Write `array` to `path` as .npy, whole or not at all."""
+    """Write `array` to `path` as .npy, atomically."""
     with replacing(path) as partial, partial.open("wb") as file:
         numpy.save(file, array)
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what a figure was made."""
+    """Return the versions of gcnzc and its dependencies, the CPU, its cores and the GPU."""
     return {
         "gcnzc": VERSION,
         "python": platform.python_version(),
@@ -218,7 +220,7 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's own name, or its architecture where it has none to tell."""
+    """Return the model name of the CPU, or its architecture if there is none."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,8 +1,8 @@
 """Epochs of a drop-in loader, and the samplers that order its items.
 
 Every iteration over a loader is an epoch of its own, also while others are in progress. The
-samplers are torch's `RandomSampler` and `SequentialSampler`, so that Lightning and Accelerate
-recognise them and put samplers of their own in their place.
+samplers are subclasses of torch's `RandomSampler` and `SequentialSampler`, so that Lightning and
+Accelerate recognise them and replace them by their own samplers.
 """
 
 import weakref
@@ -21,31 +21,31 @@ MAX_EPOCHS = 2**32
 
 @dataclass(eq=False)
 class Iteration:
-    """How far one iteration over a loader is."""
+    """The progress of one iteration over a loader."""
 
     epoch: int
-    position: int = 0  # minibatches that were handed out, or skipped on resuming
-    done: int = 0  # items at the beginning of the epoch's order that came in other minibatches
+    position: int = 0  # minibatches that were yielded, or skipped on resuming
+    done: int = 0  # items of the epoch used before with another batch or world size
     num_steps: int | None = None  # minibatches of the epoch; None if its sampler has no length
     is_exhausted: bool = False
 
     @property
     def is_over(self) -> bool:
-        """Whether every minibatch was handed out."""
+        """Whether every minibatch was yielded."""
         return self.is_exhausted or self.position == self.num_steps
 
 
 class Epochs:
-    """Which epoch each iteration over a loader is, and how far those in progress are.
+    """Assigns epochs to the iterations over a loader, and tracks those in progress.
 
-    An iteration gets its epoch when its first minibatch is requested, so that an iterator that
-    nobody uses takes none.
+    An iteration gets its epoch when its first minibatch is requested, so an unused iterator does
+    not advance the epoch.
     """
 
     def __init__(self) -> None:
-        # the epoch of the next iteration, unless an iteration is to be resumed
+        # the epoch of the next iteration, unless that resumes an earlier one
         self.next = 0
-        # the epoch of the last iteration over a sampler alone, by another loader than its own
+        # the epoch of the last direct iteration over a sampler, as another loader does
         self.of_sampler = 0
         self._resumed: deque[Iteration] = deque()
         self._begun: list[tuple[weakref.ref[object], Iteration]] = []
@@ -56,10 +56,10 @@ class Epochs:
         return self.unfinished()[-1].epoch
 
     def begin(self, iterator: object) -> Iteration:
-        """Begin the next iteration, or resume the first of those that a state has left.
+        """Begin the next iteration, or resume the first remaining one of a loaded state.
 
         Args:
-            iterator: iterates; as long as it lives, its iteration belongs to the loader's state.
+            iterator: the iterator; while it exists, the loader's state includes the iteration.
         """
         iteration = self._resumed.popleft() if self._resumed else Iteration(self.advance())
         living = [(ref, other) for ref, other in self._begun if ref() is not None]
@@ -68,17 +68,17 @@ class Epochs:
         return iteration
 
     def advance(self) -> int:
-        """Take the next epoch.
+        """Return the next epoch, and advance.
 
         Raises:
-            ValueError: there are no more.
+            ValueError: the epoch would be 2**32 or above.
         """
         _demand_epoch(self.next)
         self.next += 1
         return self.next - 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that epoch: from its start, or where a loaded state left it.
+        """Set the epoch of the next iteration; if a loaded state is in that epoch, resume it.
 
         Raises:
             ValueError: `epoch` is not from 0 to 2**32 - 1.
@@ -91,31 +91,32 @@ class Epochs:
         self.next = epoch
 
     def unfinished(self) -> list[Iteration]:
-        """The iterations that a state consists of: one at least, in the order in which they began.
+        """Return the iterations of a state, at least one, in the order in which they began.
 
-        They are those in progress, those yet to be resumed, or else the next one. One whose
-        iterator was dropped is in progress until another begins.
+        These are the iterations in progress and those that are still to be resumed, or else the
+        next one. An iteration whose iterator was deleted is in progress until another begins.
         """
         begun = [iteration for _, iteration in self._begun if not iteration.is_over]
         return [*begun, *self._resumed] or [Iteration(self.next)]
 
     def resume(self, iterations: list[Iteration]) -> None:
-        """Let the next iterations go on where these are."""
+        """Let the next iterations resume these."""
         self._begun.clear()
         self._resumed = deque(iterations)
         self.next = iterations[-1].epoch + 1
 
 
 class ShuffledItems(RandomSampler):
-    """All items of a loader, in another order each epoch.
+    """Samples all items of a loader, in another order each epoch.
 
-    Iterating over it alone, as Accelerate's loaders do, takes an epoch. If somebody sets
-    `generator`, as Accelerate does to have one order on all ranks, that decides the order.
+    Direct iteration over the sampler, as by Accelerate's loaders, advances the epoch. If
+    `generator` is set, as Accelerate does to have the same order on all ranks, it decides the
+    order.
 
     Args:
-        num_items: at least 1.
-        seed: of the order.
-        epochs: of the loader.
+        num_items: the number of items, at least 1.
+        seed: the seed of the order.
+        epochs: the epochs of the loader.
     """
 
     def __init__(self, num_items: int, seed: int, epochs: Epochs) -> None:
@@ -128,7 +129,7 @@ class ShuffledItems(RandomSampler):
         self._epochs.set_epoch(epoch)
 
     def items(self, epoch: int) -> Tensor:
-        """(N,) int64 numbers of the items, in the order of an epoch."""
+        """Return the indices of the items in the order of an epoch, (N,) int64 on the host."""
         return order(torch.arange(len(self)), self.seed, epoch)
 
     def __iter__(self) -> Iterator[int]:
@@ -139,11 +140,11 @@ class ShuffledItems(RandomSampler):
 
 
 class OrderedItems(SequentialSampler):
-    """All items of a loader, in the order in which they were given.
+    """Samples all items of a loader in the order in which they were given.
 
     Args:
-        num_items: how many there are.
-        epochs: of the loader.
+        num_items: the number of items.
+        epochs: the epochs of the loader.
     """
 
     def __init__(self, num_items: int, epochs: Epochs) -> None:
@@ -155,7 +156,7 @@ class OrderedItems(SequentialSampler):
         self._epochs.set_epoch(epoch)
 
     def items(self, epoch: int) -> Tensor:
-        """(N,) int64 numbers of the items."""
+        """Return the indices of the items, (N,) int64 on the host."""
         return torch.arange(len(self))
 
     def __iter__(self) -> Iterator[int]:

@@ -1,9 +1,9 @@
-"""What the drop-in loaders share: items become minibatches ahead of the model, epoch by epoch.
+"""The base class of the drop-in loaders, with prefetched minibatches.
 
-Items are what a loader iterates over, nodes or edges, by their numbers in the list that was given.
-The loaders are `torch.utils.data.DataLoader`s: a sampler orders the items, a batch sampler groups
-them, and tools such as Lightning and Accelerate may put others in their place. `gcnzc.Loader` runs
-the threads; what a minibatch is made of is said by the loaders of each library.
+Items are the nodes or edges that a loader iterates over, as indices into the given list. The
+loaders are `torch.utils.data.DataLoader`s: a sampler orders the items, a batch sampler groups them,
+and tools such as Lightning and Accelerate may replace both samplers. `gcnzc.Loader` runs the
+threads; the subclasses for each library make the minibatches.
 """
 
 import inspect
@@ -42,9 +42,9 @@ from gcnzc.loader import (
 from gcnzc.sampler import Batch
 from gcnzc.table import FeatureTable
 
-# Arguments of torch.utils.data.DataLoader for the processes that it starts and for the memory they
-# hand over. Here threads make minibatches where they are used, so these have nothing to act upon,
-# but Accelerate's loaders, which take the place of ours, follow them.
+# Arguments of torch.utils.data.DataLoader about its worker processes and the memory of their
+# results. They have no effect here, since threads make the minibatches in the training process.
+# Accelerate's loaders, which replace these loaders, use them.
 WITHOUT_EFFECT = (
     "in_order",
     "multiprocessing_context",
@@ -55,7 +55,7 @@ WITHOUT_EFFECT = (
     "timeout",
     "worker_init_fn",
 )
-# what decides which items make a minibatch
+# arguments that decide which items a minibatch has
 ORDERING = ("sampler", "batch_sampler", "generator")
 
 CPU = torch.device("cpu")
@@ -65,22 +65,22 @@ _has_warned = False
 
 @dataclass(frozen=True)
 class Options:
-    """How items become minibatches; `gcnzc.Loader` says more."""
+    """The options of a drop-in loader; see `gcnzc.Loader`."""
 
     batch_size: int = 1
     shuffle: bool = False
     drop_last: bool = False
-    # None: drawn from torch's random numbers; 0 if several ranks share the items, as they must
-    # have one order
+    # None: drawn from torch's random numbers, or 0 if several ranks share the items, since all
+    # need the same order
     seed: int | None = None
-    # None: nobody said how the items are shared
+    # None: not given
     rank: int | None = None
     world_size: int | None = None
     num_workers: int = 0
     threads: int | None = None
     ahead: int | None = None
     device: torch.device = CPU
-    # others of torch's DataLoader
+    # other arguments of torch's DataLoader
     torchs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -108,29 +108,29 @@ class Options:
 
     @property
     def is_ordered_outside(self) -> bool:
-        """Whether a sampler was given that decides which items make a minibatch."""
+        """Whether `sampler` or `batch_sampler` was given, which then orders the items."""
         return any(self.torchs.get(name) is not None for name in ("sampler", "batch_sampler"))
 
 
 def torch_options(kwargs: dict[str, Any], who: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Split off what torch's DataLoader takes besides `batch_size`, `shuffle` and `drop_last`.
+    """Separate torch's DataLoader arguments, except `batch_size`, `shuffle` and `drop_last`.
 
     Args:
-        kwargs: as given to a drop-in loader.
-        who: its name, for errors.
+        kwargs: keyword arguments of a drop-in loader.
+        who: the name of the loader.
 
     Returns:
-        `num_workers`, other arguments of torch's, and what is left.
+        `num_workers`, the other arguments of torch's DataLoader, and the remaining arguments.
 
     Raises:
-        TypeError: a number of workers that is no integer.
-        ValueError: a number of workers below 0.
+        TypeError: `num_workers` is not an integer.
+        ValueError: `num_workers` is below 0 or too large.
     """
     left = dict(kwargs)
     num_workers = check_integer(
         "num_workers", left.pop("num_workers", 0), 0, THREADS_LIMIT, "0 starts a thread per core"
     )
-    # set by Lightning, when it makes a loader anew
+    # set by Lightning when it reconstructs a loader
     left.pop("dataset", None)
     given = {name: left.pop(name) for name in (*WITHOUT_EFFECT, *ORDERING) if name in left}
     known = inspect.signature(DataLoader.__init__).parameters
@@ -139,10 +139,10 @@ def torch_options(kwargs: dict[str, Any], who: str) -> tuple[int, dict[str, Any]
 
 
 def check_tables(tables: Any) -> None:
-    """Check that tables are None, or tables of features by name.
+    """Check that `tables` is None or a mapping from names to `FeatureTable`s.
 
     Raises:
-        TypeError: they are something else.
+        TypeError: it is not.
     """
     if tables is None:
         return
@@ -153,10 +153,10 @@ def check_tables(tables: Any) -> None:
 
 
 def generator(seed: int, epoch: int, items: Tensor) -> torch.Generator:
-    """Random numbers for a minibatch: the same for the same seed, epoch and items.
+    """Return a random generator for a minibatch, which depends on seed, epoch and items only.
 
     Args:
-        seed: the key of every choice, an integer of 64 bits.
+        seed: an integer of 64 bits.
         epoch: in [0, 2**32).
         items: (S,) on the host.
     """
@@ -166,15 +166,15 @@ def generator(seed: int, epoch: int, items: Tensor) -> torch.Generator:
 
 
 def sorted_places(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids that occur, ascending, and the place of each of `ids` among them: `Tensor.unique`.
+    """Return the sorted unique ids and the inverse indices, as `Tensor.unique` does.
 
-    By NumPy, whose sort is several times as quick in one thread.
+    It uses NumPy, whose sort is several times as fast in one thread.
 
     Args:
         ids: (S,) int64 on the host.
 
     Returns:
-        (U,) int64 and (S,) int64.
+        The unique ids (U,) and the inverse indices (S,), both int64 on the host.
     """
     found, places = np.unique(ids.numpy(), return_inverse=True)
     return torch.from_numpy(found), torch.from_numpy(places)
@@ -182,52 +182,52 @@ def sorted_places(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Carrier(Batch):
-    """A batch of `gcnzc.Loader`, with what else a minibatch of another library is made of."""
+    """A batch of `gcnzc.Loader`, with the other parts of the library's minibatch in `made`."""
 
     made: Any = None
 
 
 class Minibatches(DataLoader[Any], ABC):
-    """Minibatches of items, in the form of another library.
+    """The base class of drop-in loaders, which yield minibatches of another library.
 
-    Each iteration gives the minibatches of another epoch, also if the one before was left early or
-    is still in progress. The loader holds page-locked memory, if minibatches go to a GPU, until
-    `close`, the end of a `with`, or until nobody refers to it any more.
+    Each iteration yields the minibatches of another epoch, also if the previous one was stopped
+    early or is still in progress. If minibatches go to a GPU, the loader holds page-locked memory
+    until `close`, the end of a `with`, or the end of its last reference.
 
     Args:
-        graph: that neighbours are drawn from.
-        items: what is iterated over, nodes or edges.
-        num_items: how many there are.
-        options: how they become minibatches.
+        graph: the graph whose neighbours are sampled.
+        items: the nodes or edges to iterate over.
+        num_items: the number of items.
+        options: see `Options`.
 
     Raises:
-        ValueError: as `gcnzc.Loader` and torch's `DataLoader` do.
+        ValueError: see `gcnzc.Loader` and torch's `DataLoader`.
     """
 
-    # threads may make several minibatches at once
+    # several threads may call `sample` at the same time
     thread_safe = True
-    # attributes that a copy takes over, since they may be replaced between epochs
+    # attributes that are copied with the loader, since they may be replaced between epochs
     _replaceable: tuple[str, ...] = ()
-    # stands before the arguments in a pickle: where it is unpickled, it imports what these need
+    # precedes the arguments in a pickle, so that unpickling first imports the library they need
     _library: Any = None
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the arguments, of which a copy is constructed."""
+        """Store the arguments, with which copies are constructed."""
         loader = super().__new__(cls)
         loader._arguments = args, kwargs
         return loader
 
     def __init__(self, graph: Graph, items: Tensor, num_items: int, options: Options) -> None:
         self.options = options
-        # as they were given, for the loader that Lightning makes anew
+        # as they were given, for the loader that Lightning reconstructs
         self.seed, self.rank, self.world_size = options.seed, options.rank, options.world_size
         self._shares = _shares_of(options, num_items)
         self._seed = _seed_of(options)
         self._epochs = Epochs()
         self._open_torchs(num_items)
         self.device = options.device
-        # for `gcnzc.Loader`, which may put memory into the pool that copies to a GPU are fast from
+        # for `gcnzc.Loader`, which may add page-locked memory to the pool for copies to a GPU
         self.num_items = num_items
         self.pool = Pool()
         self._graph = graph
@@ -243,13 +243,13 @@ class Minibatches(DataLoader[Any], ABC):
 
     @property
     def epoch(self) -> int:
-        """Counted from 0: the one in progress, or the next."""
+        """The epoch in progress, or the next one; counted from 0."""
         return self._epochs.present
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin that epoch at the next iteration: another order, other neighbours.
+        """Set the epoch of the next iteration, which decides its order and its neighbours.
 
-        The present one, if a state was just loaded, goes on where that state says.
+        If a state of this epoch was just loaded, the next iteration resumes at its position.
 
         Raises:
             ValueError: `epoch` is not from 0 to 2**32 - 1.
@@ -257,10 +257,10 @@ class Minibatches(DataLoader[Any], ABC):
         self._epochs.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: plain integers, which a loader of the same items resumes.
+        """Return the loader's position as plain values, from which an equal loader can resume.
 
-        The minibatch that was handed out last counts as used. Of iterations that are in progress at
-        the same time, "interleaved" lists epoch, position and items used before of all but the
+        The minibatch that was yielded last counts as used. If several iterations are in progress,
+        "interleaved" lists the epoch, position and number of items used before, of all but the
         first.
         """
         first, *others = self._epochs.unfinished()
@@ -272,14 +272,14 @@ class Minibatches(DataLoader[Any], ABC):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next iterations where `state` was taken, with the same minibatches.
+        """Resume the iterations of `state`, with the same minibatches.
 
-        A loader that was given no seed takes that of the state. With another number of workers or
-        batch size, the items of the epoch that were not used are shared anew.
+        A loader that was given no seed uses that of the state. With another number of ranks or
+        batch size, the unused items of the epoch are shared anew.
 
         Raises:
-            TypeError: `state` is no mapping, or a value of it is of another type.
-            ValueError: `state` is of a loader of other items or with other options, or of none.
+            TypeError: `state` is not a mapping, or one of its values has another type.
+            ValueError: `state` is of a loader with other items or options, or not of a loader.
         """
         check_kind("state", state, Mapping, "load what state_dict() of a loader gave")
         if state.get("items_crc32") != self._crc32:
@@ -305,7 +305,7 @@ class Minibatches(DataLoader[Any], ABC):
         self._set_seed(seed)
 
     def close(self) -> None:
-        """End all iterations, and let go of page-locked memory. The loader gives no more after."""
+        """End all iterations, and free page-locked memory; the loader cannot be used afterwards."""
         for epoch in list(self._running):
             epoch.close()
         self._unlock()
@@ -314,22 +314,22 @@ class Minibatches(DataLoader[Any], ABC):
     def enable_cpu_affinity(
         self, loader_cores: Any = None, compute_cores: Any = None, verbose: bool = True
     ) -> Iterator[None]:
-        """Nothing: there are no worker processes, and threads run where the system puts them."""
+        """Do nothing: there are no worker processes, and threads have no CPU affinity."""
         yield
 
     def check_worker_number_rationality(self) -> None:
-        """Nothing: workers are threads, of which any number does no harm."""
+        """Do nothing: workers are threads, of which any number is valid."""
 
     def collate_fn(self, index: Tensor | Sequence[int]) -> Any:
-        """The minibatch of some items, on the host.
+        """Return the minibatch of some items, on the host.
 
-        For loaders that take this one's dataset or samplers, such as Accelerate's and PyG's
-        `ZipLoader`. If no seed was given, neighbours depend on torch's random numbers, as in PyG,
-        so that they differ from epoch to epoch also where nobody counts epochs. With a seed they
-        depend on the seed, the epoch of the sampler and the items.
+        For loaders that use this loader's dataset or samplers, such as Accelerate's and PyG's
+        `ZipLoader`. Without `seed`, neighbours depend on torch's random numbers, as in PyG, so that
+        they differ between epochs even if the other loader does not set the epoch. With `seed`,
+        they depend on the seed, the epoch of the sampler and the items.
 
         Args:
-            index: (S,) numbers of the items, in [0, len(self.dataset)).
+            index: (S,) indices of the items, in [0, len(self.dataset)).
         """
         items = torch.as_tensor(index, dtype=torch.int64)
         numbers = None
@@ -341,15 +341,15 @@ class Minibatches(DataLoader[Any], ABC):
         return self._on_host(items, int(torch.randint(2**32, (), generator=numbers)))
 
     def __len__(self) -> int:
-        """Minibatches of an epoch, the same for every worker."""
+        """Return the number of minibatches of an epoch, the same on every rank."""
         if self.options.is_ordered_outside or self._shares.world_size == 1:
             return super().__len__()
         return len(self._shares)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy by pickle or deepcopy: a loader of the same arguments goes on where this one stands.
+        """Support pickle and deepcopy: the copy has the same arguments and the same position.
 
-        Threads, page-locked memory and iterators stay here.
+        Threads, page-locked memory and iterators are not copied.
         """
         replaced = {name: getattr(self, name) for name in self._replaceable}
         return _construct, (
@@ -537,9 +537,9 @@ class Minibatches(DataLoader[Any], ABC):
 
 
 class Epoch(Iterator[Any]):
-    """The minibatches of one iteration, in order.
+    """Iterator over the minibatches of one epoch, in order.
 
-    Which epoch it is, is decided when the first is requested.
+    The request for the first minibatch determines the epoch.
     """
 
     def __init__(self, owner: Minibatches) -> None:
@@ -563,7 +563,7 @@ class Epoch(Iterator[Any]):
         return self._owner._handed_over(cast(Carrier, batch))
 
     def close(self) -> None:
-        """End the threads. No more minibatches come after this."""
+        """End the threads; the iterator yields no more minibatches."""
         self._is_closed = True
         if self._started is not None:
             self._started[1].close()
@@ -585,12 +585,12 @@ def _construct(
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Those of torch's default process group.
+    """Return rank and world size of torch's default process group.
 
     Raises:
         RuntimeError, ValueError: there is none.
     """
-    # torch.distributed has its one door elsewhere
+    # only gcnzc.exchange.group communicates through torch.distributed
     group: DistributedSampler[Any] = DistributedSampler(cast(Any, range(1)))
     return group.rank, group.num_replicas
 
