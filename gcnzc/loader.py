@@ -1,9 +1,8 @@
-"""Order of seeds, then batches with their features, made ahead of the model.
+"""Mini-batch loader: shuffles the seeds, and prefetches batches with their features.
 
-The one place with worker threads. A worker thread makes whole batches: it samples, gathers and
-picks labels, all in compiled code that runs beside the model; for a GPU it hands the batch to
-`transfer`, which queues copies and gather there. Batches come out in order, so nothing depends on
-the number of threads.
+Worker threads make whole batches: they sample, gather features and select labels, all in compiled
+code that runs in parallel to the model. For a GPU, `transfer` queues the copies and the gather
+there. Batches are yielded in order, so they do not depend on the number of threads.
 """
 
 import os
@@ -123,7 +122,7 @@ class Shares:
     world_size: int = 1
     drop_last: bool = False  # leave out a last step that is not full
     done: int = 0  # seeds at the beginning of the order that others have used
-    may_be_empty: bool = False  # no step at all is no error
+    may_be_empty: bool = False  # accept an epoch without steps
 
     def __post_init__(self) -> None:
         ranks = "ranks are counted from 0 to world_size - 1"
@@ -134,7 +133,7 @@ class Shares:
             "drop_last": check_flag("drop_last", self.drop_last),
         }
         for name, value in checked.items():
-            # numbers of numpy become Python's, which any checkpoint takes
+            # NumPy's numbers become Python's, which any checkpoint format can store
             object.__setattr__(self, name, value)
         if self.rank >= self.world_size:
             raise ValueError(
@@ -165,7 +164,7 @@ class Shares:
             )
 
     def resumed(self, done: int, batch_size: int, world_size: int) -> "Shares":
-        """The shares of rank 0 in a run of other sizes, after `done` seeds were used by others."""
+        """Return rank 0's shares with other sizes, after `done` seeds of the epoch were used."""
         return replace(self, rank=0, done=done, batch_size=batch_size, world_size=world_size)
 
     @property
@@ -302,7 +301,7 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Counted from 0: the one in progress, or the next."""
+        """The epoch in progress, or the next one; counted from 0."""
         return self._epoch
 
     @property
@@ -330,7 +329,7 @@ class Loader:
             self._iterators += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: plain values, which another loader of the same kind resumes.
+        """Return the loader's position as plain values, from which an equal loader can resume.
 
         The batch that was handed out last counts as used: a loader that takes up the state begins
         with the one after it. With several iterators, the one that was begun last counts.
@@ -387,7 +386,7 @@ class Loader:
         return Batches(self, NOBODY, epoch, iter(steps))
 
     def _same(self) -> dict[str, Any]:
-        """What a state must have in common with this loader."""
+        """Return the settings that a state must have in common with this loader."""
         return {
             "seed": self.seed,
             "num_seeds": len(self.seeds),
@@ -532,7 +531,7 @@ def _thread() -> str:
 def check_state(
     state: Mapping[str, Any], same: Mapping[str, Any], num_items: int
 ) -> dict[str, int]:
-    """Check what a loader is to resume.
+    """Check the state that a loader is to resume.
 
     Args:
         state: of a loader.
@@ -569,7 +568,7 @@ def check_state(
 
 
 def check_position(position: int, num_steps: int | None) -> None:
-    """Check that a state is not beyond the end of its epoch; None is an end that nobody knows.
+    """Check that a state's position is within its epoch; not checked if `num_steps` is None.
 
     Raises:
         ValueError: it is.
@@ -582,7 +581,7 @@ def check_position(position: int, num_steps: int | None) -> None:
 
 
 def _is_equal(value: object, mine: object) -> bool:
-    """Whether a value of a state is ours; a tuple may have become a list, and a bool an int."""
+    """Whether two settings are equal; a tuple may have become a list, and a bool an int."""
     if isinstance(mine, list):
         return isinstance(value, list | tuple) and list(value) == mine
     return isinstance(value, int | str | np.integer) and bool(value == mine)

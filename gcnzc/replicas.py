@@ -1,6 +1,6 @@
-"""Copies of one model on W ranks: in sync at the start, and kept in sync.
+"""Keep the replicas of a model on W ranks in sync: broadcasts, buffers and consistency checks.
 
-Algorithms for `run` and `lockstep`; they know nothing of graphs.
+These are algorithms for `run` and `lockstep`, independent of graphs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,20 +14,25 @@ from gcnzc.flat import by_kind, hash_of
 
 
 def broadcast(tensors: Sequence[tuple[str, Tensor]]) -> Algorithm[None]:
-    """Give all ranks the values of rank 0, in a broadcast for each dtype and device.
+    """Broadcast tensors from rank 0, with one collective for each dtype and device.
 
     Args:
-        tensors: with their names; of the same shapes and dtypes, in the same order, on all ranks.
+        tensors: names and tensors, which are overwritten; with the same shapes and dtypes, in the
+            same order, on all ranks.
     """
     for kind in by_kind(tensors):  # type: ignore[arg-type]
         yield from _broadcast([tensor for _, tensor in kind])
 
 
 def demand_same(lines: Sequence[str], what: str) -> Algorithm[None]:
-    """Raise the same error on all workers if their `lines` differ; costs 8 bytes if not.
+    """Check that `lines` are equal on all ranks; if they are, each rank sends only a hash (8 B).
+
+    Args:
+        lines: of this rank.
+        what: what the lines describe, for the error message.
 
     Raises:
-        ValueError: they differ; the message shows the first line that does.
+        ValueError: they differ; raised on all ranks. The message has the first different line.
     """
     hashes = yield Vote(hash_of(lines))
     if len(set(hashes)) == 1:
@@ -52,16 +57,16 @@ def demand_same(lines: Sequence[str], what: str) -> Algorithm[None]:
 
 
 def everybodys(text: str) -> Algorithm[list[str]]:
-    """The texts of all workers, in the order of ranks."""
+    """All-gather a string: return the texts of all workers, in the order of ranks."""
     lengths = yield Vote(len(data := text.encode()))
-    # a message of no bytes has no memory
+    # frombuffer needs at least one byte
     values = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
     texts = yield AllToAll([values] * len(lengths), lengths)
     return [bytes(each.numpy()).decode() for each in texts]
 
 
 def told(data: bytes, rank: int) -> Algorithm[bytes]:
-    """The bytes of worker 0, on all workers; what others give is left aside."""
+    """Broadcast the bytes of worker 0 to all workers; the `data` of others is ignored."""
     lengths = yield Vote(len(data))
     values = torch.empty(lengths[0], dtype=torch.uint8)
     if rank == 0 and data:
@@ -71,12 +76,12 @@ def told(data: bytes, rank: int) -> Algorithm[bytes]:
 
 
 def gathered(values: Tensor) -> Algorithm[Tensor]:
-    """(n,) of every worker, as (W, n)."""
+    """All-gather a tensor (n,): return (W, n), in the order of ranks."""
     return (yield AllGather(values))
 
 
 def vote(value: int | float) -> Algorithm[tuple[Any, ...]]:
-    """The numbers of all workers, in the order of ranks."""
+    """All-gather a number: return the numbers of all workers, in the order of ranks."""
     return (yield Vote(value))
 
 
@@ -86,12 +91,12 @@ def dense_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def synchronise_buffers(model: nn.Module) -> Algorithm[None]:
-    """Give all ranks the same buffers; sparse ones stay as they are.
+    """Make the buffers of a model equal on all ranks; sparse buffers are not changed.
 
-    An element of a floating-point buffer, such as BatchNorm's averages, becomes its mean over the
-    ranks where it is finite: one whose activations overflowed does not spoil those of the others.
-    An element that is equal on all ranks, or finite on none, keeps rank 0's value bit for bit.
-    Other buffers, such as counters, become those of rank 0.
+    An element of a floating-point buffer, such as the running statistics of BatchNorm, becomes its
+    mean over the ranks on which it is finite, so that an overflow on one rank does not affect the
+    others. An element that is equal on all ranks, or finite on none, becomes rank 0's value bit for
+    bit. Other buffers, such as counters, become those of rank 0.
     """
     buffers = dense_buffers(model)
     floating = [pair for pair in buffers if pair[1].dtype.is_floating_point]

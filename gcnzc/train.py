@@ -1,9 +1,9 @@
-"""Train one model on one graph: the one file that knows every stage.
+"""Train a model on a graph; this module combines all stages of a run.
 
-`train` reads top to bottom: data, table, model, loader; then epochs of steps, each epoch followed
-by an evaluation with all neighbours; then the test of the model that was best on the validation
-nodes. Everything that a later step depends on is in the checkpoint, so a run that was killed goes
-on bit for bit.
+`train` makes the data, table, model and loader. It then trains epochs, each followed by an
+evaluation with all neighbours, and finally tests the model that was best on the validation split.
+The checkpoint has everything that later steps depend on, so a run that was killed resumes bit for
+bit.
 """
 
 import hashlib
@@ -115,11 +115,11 @@ BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "
 
 
 class Interrupted(Exception):
-    """The user asked a run to stop; all of it is saved."""
+    """The user stopped the run; its state is saved."""
 
 
 class Followed(Exception):
-    """Another worker has failed, and says why; this one ends with it."""
+    """Another worker has failed and reports the error; this worker ends too."""
 
 
 def train(
@@ -129,25 +129,25 @@ def train(
     group: Group | None = None,
     launch: record.Launch | None = None,
 ) -> dict[str, Any]:
-    """Train as `config` says, and return what the run came to.
+    """Train a model with the options of `config`, and return the result of the run.
 
     Args:
-        config: with `data` given.
-        folder: run folder; made if need be. With `config.resume` it holds the run to go on with.
-            Worker 0 alone reads and writes it.
-        reporter: where progress is shown; nowhere if None.
-        group: of the workers that train together; this process alone if None.
-        launch: that started these workers, the same on all. If `folder` holds a run of this
-            launch, these workers were restarted, and resume that run.
+        config: the options; `data` must be set.
+        folder: the run folder, created if needed. With `config.resume` it has the run to resume.
+            Only worker 0 reads and writes it.
+        reporter: shows the progress; None shows nothing.
+        group: the workers that train together; this process alone if None.
+        launch: the launch of these workers, the same on all. If `folder` has a run of this launch,
+            these workers were restarted, and resume that run.
 
     Returns:
-        What `gcnzc train` prints: accuracies, seconds and bytes, an epoch where they are times.
+        The result that `gcnzc train` prints: accuracies, bytes, and seconds per epoch.
 
     Raises:
-        ValueError: the data, the options or the checkpoint do not fit each other.
-        Interrupted: SIGINT or SIGTERM came; the run was saved first.
-        WorkerLost: another worker is gone; the run can be resumed.
-        Followed: worker 0 failed, and raised why.
+        ValueError: the data, the options or the checkpoint do not match.
+        Interrupted: the process received SIGINT or SIGTERM; the run was saved first.
+        WorkerLost: another worker has ended or does not respond; the run can be resumed.
+        Followed: worker 0 failed, and raises the error.
     """
     began = time.perf_counter()
     reporter, group = reporter or Quiet(), group or Group()
@@ -204,7 +204,7 @@ def train(
 
 
 def _verify(path: Path, group: Group, reporter: Reporter) -> None:
-    """Verify a prepared folder, on one worker of each machine; other data is checked on reading.
+    """Verify a prepared folder on one worker of each machine; other data is checked when read.
 
     Raises:
         FileNotFoundError, ValueError: on all workers, if a file is missing or damaged.
@@ -216,7 +216,7 @@ def _verify(path: Path, group: Group, reporter: Reporter) -> None:
 
 
 def new_folder(config: TrainConfig, launch: record.Launch | None = None) -> Path:
-    """The first runs/DATA-MODEL-N that is free, or that holds a run of this launch."""
+    """Return the first runs/DATA-MODEL-N that does not exist, or that has a run of this launch."""
     name = config.data.name.removesuffix(".npz") if config.data else "run"
     number = 1
     while (folder := Path("runs") / f"{name}-{config.model}-{number}").exists():
@@ -227,7 +227,7 @@ def new_folder(config: TrainConfig, launch: record.Launch | None = None) -> Path
 
 
 def _is_of_launch(folder: Path, launch: record.Launch | None) -> bool:
-    """Whether `folder` holds a run that was last started by this launch."""
+    """Whether `folder` has a run that this launch started last."""
     return launch is not None and (folder / CONFIG).is_file() and launch.has_started(folder)
 
 
@@ -274,11 +274,11 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
 
 
 def read_config(run: Path) -> TrainConfig:
-    """The options that the run in folder `run` was started with.
+    """Read the options with which the run in folder `run` was started.
 
     Raises:
         FileNotFoundError: there is no run.
-        ValueError: the options are damaged, or those of something else.
+        ValueError: the file is damaged, or does not have the options of a run.
     """
     path = run / CONFIG
     if not path.is_file():
@@ -293,7 +293,7 @@ def read_config(run: Path) -> TrainConfig:
 
 
 class _Run:
-    """One run: its stages, how far it is, and its folder."""
+    """A run: its parts, its progress and its folder."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class _Run:
         self.lines: list[dict[str, Any]] = []  # of the record, one an epoch
         self.worker_lines = 0  # of what each worker did in each epoch
         self.best: dict[str, Any] = {}
-        self.counted_sent = 0  # of the bytes that the ledger counts, those that a tally has
+        self.counted_sent = 0  # bytes of the ledger that were already added to a tally
         self.steps = 0  # of this command
         self.now = clock_of(device)
         # of the steps that are traced
@@ -334,7 +334,7 @@ class _Run:
         self.worker_states = WorkerStates(folder, self.group.rank)
 
     def on_first(self, deed: Callable[[], None]) -> None:
-        """Let worker 0 do it; if it fails there, all workers fail."""
+        """Call a function on worker 0; if it raises an error, all workers raise one."""
         error: Exception | None = None
         if self.is_first:
             try:
@@ -345,9 +345,9 @@ class _Run:
             raise error or Followed("worker 0 has failed")
 
     def begin(self, launch: record.Launch | None, stack: ExitStack) -> None:
-        """Start the run, or go on with the one in the folder; worker 0 says which.
+        """Start a run, or resume the one in the folder; worker 0 decides.
 
-        From then on the run can be resumed. Worker 0 holds the folder until `stack` ends.
+        From then on the run can be resumed. Worker 0 locks the folder until `stack` ends.
         """
         found: list[bytes] = []
         self.on_first(lambda: found.append(self._open_folder(launch, stack)))
@@ -365,7 +365,7 @@ class _Run:
             self.save()
 
     def _open_folder(self, launch: record.Launch | None, stack: ExitStack) -> bytes:
-        """The checkpoint to go on from; empty for a run that starts."""
+        """Return the bytes of the checkpoint to resume from; empty for a new run."""
         if not self.config.resume:
             self.folder.mkdir(parents=True, exist_ok=True)
         # before anything is decided: of two launches that start at the same time, one has it
@@ -382,7 +382,7 @@ class _Run:
         return b""
 
     def _demand_free_folder(self) -> None:
-        """Demand that the folder holds neither a run nor a prepared graph."""
+        """Check that the folder has neither a run nor a prepared graph."""
         if (self.folder / CONFIG).exists():
             raise ValueError(
                 f"{self.folder} already holds a run\n\n"
@@ -394,7 +394,7 @@ class _Run:
             )
 
     def _demand_options(self, options: Mapping[str, Any] | None) -> None:
-        """Demand the options of the run that goes on; checkpoints of older versions have none."""
+        """Check the options against those of the resumed run; old checkpoints have none."""
         given = to_words(self.config)
         for name, value in (options or {}).items():
             if name in given and given[name] != value and name not in FREE_ON_RESUME:
@@ -404,7 +404,7 @@ class _Run:
                 )
 
     def _demand_progress(self, state: Mapping[str, Any]) -> None:
-        """Demand that what a checkpoint says of the epochs fits together."""
+        """Check that a checkpoint's epoch, record and tallies are consistent."""
         path, epoch, lines = self.folder / CHECKPOINT, state["epoch"], state["lines"]
         # a checkpoint from before each worker's was kept has their sum
         checkpoint.demand_keys(
@@ -501,8 +501,8 @@ class _Run:
     def save(self, *, waits: bool = True) -> None:
         """Write the checkpoint, on all workers together.
 
-        Unless it `waits`, the file is written while training goes on, and a disk that is full is
-        told and does not end the run.
+        Without `waits`, the file is written in the background, and a full disk is reported and does
+        not end the run.
         """
         optimizer = self._save_optimizer()
         if optimizer is None:
@@ -729,7 +729,7 @@ class _Run:
         self.reporter.say(_sentence(line, self.config.epochs))
 
     def _count_sent(self) -> None:
-        """Add what this worker sent since the last call to the epoch's tally."""
+        """Add the bytes that this worker sent since the last call to the epoch's tally."""
         sent = self.group.ledger.bytes_sent
         self.tally.bytes_sent += sent - self.counted_sent
         self.counted_sent = sent

@@ -1,8 +1,8 @@
-"""W workers in one process: their requests answered in lockstep, under a virtual clock.
+"""Simulate W workers in one process, in lockstep, with a virtual clock.
 
-The same algorithms that run over processes run here, without a network and without threads: a test
-sees all workers at once, every byte is counted, and a clock tells how long the links would have
-taken. Whoever is earliest goes on, so that the clock does not depend on who was asked first.
+The algorithms are the same as over processes, without a network and without threads. A test has
+access to all workers, every byte is counted, and the clock predicts the time on given network
+links. The worker with the earliest time runs next, so the clock does not depend on their order.
 """
 
 import heapq
@@ -41,25 +41,25 @@ from gcnzc.exchange.requests import (
 
 @dataclass(frozen=True)
 class Link:
-    """What leaves a worker, or goes from one worker to one other."""
+    """The network link of a worker's outgoing messages, or from one worker to another."""
 
     bytes_per_s: float = float("inf")
     delay_s: float = 0.0
-    """from the last byte's leaving to its arrival"""
+    """latency, from the departure of the last byte to its arrival"""
     message_s: float = 0.0
-    """of the sender's time, for each message"""
+    """overhead of the sender for each message"""
 
 
 @dataclass
 class Outcome:
-    """What W algorithms came to."""
+    """The result of `lockstep`; lists are in the order of ranks."""
 
     results: list[Any]
-    """what each returned"""
+    """return values of the algorithms"""
     seconds: list[float]
-    """when each was done, by the virtual clock"""
+    """end of each algorithm, by the virtual clock"""
     exchange_s: list[float]
-    """how long each waited for others: all of its time that was not `Compute`"""
+    """seconds that each worker waited for others: all its time except `Compute`"""
     ledgers: list[Ledger]
 
 
@@ -69,17 +69,20 @@ def lockstep(
     links: Mapping[tuple[int, int], Link] | None = None,
     choices: Choices | None = None,
 ) -> Outcome:
-    """Run the algorithms of W workers, each answering the others.
+    """Run the algorithms of W workers in one process.
 
     Args:
         algorithms: one for each worker, in the order of ranks.
-        link: out of every worker; without limits if None.
-        links: from one worker to another, which limit what goes there besides `link`.
-        choices: which algorithm answers a request; the usual ones if None.
+        link: the outgoing link of every worker; None has no limits.
+        links: by sender and receiver, links that limit their messages in addition to `link`.
+        choices: the collective algorithm for each kind of request; None uses the defaults.
+
+    Returns:
+        Results, times and ledgers of all workers.
 
     Raises:
-        RequestMismatch: ranks make different requests, or wait for one another in a cycle; what
-            processes would report, too.
+        RequestMismatch: ranks make different requests, or wait for one another in a cycle, as over
+            processes.
         RuntimeError: a tensor was changed while it was being sent.
     """
     return _World(algorithms, link or Link(), links or {}, choices or Choices()).run()

@@ -8,31 +8,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WarmupDefaults:
-    """Steps with whole gradients, before momenta or updates are compressed."""
+    """The length of the warm-up, whose gradients are not compressed."""
 
     share: float = 0.15
-    """of the run, where its length is known"""
+    """share of `total_steps`, if they are known"""
     steps: int = 100
-    """where it is not known"""
+    """number of steps if `total_steps` are not known"""
     auto_share: float = 0.25
-    """of the run, after which an automatic warm-up ends at the latest; where that is known"""
+    """limit of an automatic warm-up as a share of `total_steps`, if they are known"""
     auto_intervals: int = 5
-    """the same in units of 1 / (1 - beta2) steps, whether the length is known or not"""
+    """limit of an automatic warm-up in units of 1 / (1 - beta2) steps, in any case"""
 
     def warmup_steps(self, total_steps: int | None) -> int:
-        """Steps of the warm-up.
+        """Return the number of steps of the warm-up.
 
         Args:
-            total_steps: of the run; None if that is not known.
+            total_steps: the number of steps of the run; None if it is not known.
         """
         return self.steps if total_steps is None else max(1, round(self.share * total_steps))
 
     def most_auto_steps(self, interval: int, total_steps: int | None) -> int:
-        """Most steps of a warm-up that ends when the variance has settled.
+        """Return the largest number of steps of a warm-up that ends when the variance is stable.
 
         Args:
-            interval: steps between two looks at the variance.
-            total_steps: of the run; None if that is not known.
+            interval: steps between two checks of the variance, 1 / (1 - beta2).
+            total_steps: the number of steps of the run; None if it is not known.
         """
         most = self.auto_intervals * interval
         return (
@@ -45,26 +45,26 @@ class ZeroOneDefaults:
     """The schedule of 0/1 Adam after its warm-up."""
 
     longest: int = 4
-    """most steps between agreements"""
+    """largest number of steps between synchronisations"""
     variance_doubling: int = 16
-    """refreshes of the variance after which the steps between them double"""
+    """number of variance updates after which the interval between them doubles"""
     windows: int = 4
-    """parts of a run of known length; the steps between agreements double after each"""
+    """number of parts of `total_steps`; the synchronisation interval doubles after each"""
     local_doubling: int = 100
-    """steps after which they double, where the length is not known"""
+    """steps after which the interval doubles, if `total_steps` are not known"""
 
     def local_doubling_steps(self, total_steps: int | None) -> int:
-        """Steps after which the steps between agreements double.
+        """Return the number of steps after which the synchronisation interval doubles.
 
         Args:
-            total_steps: of the run; None if that is not known.
+            total_steps: the number of steps of the run; None if it is not known.
         """
         return self.local_doubling if total_steps is None else max(1, total_steps // self.windows)
 
 
 @dataclass(frozen=True)
 class LocalDefaults:
-    """How often ranks with local steps exchange, and the outer optimizer."""
+    """Options of optimizers with local steps: sync interval and outer optimizer."""
 
     local_steps: int
     outer_lr: float = 1.0
@@ -80,10 +80,10 @@ DILOCO = LocalDefaults(12, 0.4, 0.9)
 STREAMING_DILOCO = LocalDefaults(12, 0.4, 0.9)
 FRAGMENTS = 4
 DELAY = 1
-"""steps beside which an exchange of Streaming DiLoCo goes on"""
+"""number of steps with which an exchange of Streaming DiLoCo overlaps"""
 CO2 = LocalDefaults(8, 0.4, 0.7)
 EAGER = 0.5
-"""share of its own last round with which a rank of CO2 goes on at once"""
+"""share of its own last update that a rank of CO2 applies before the mean is available"""
 LOCAL = {
     "local-sgd": LOCAL_SGD,
     "diloco": DILOCO,
@@ -93,6 +93,6 @@ LOCAL = {
 """by the names of the command line"""
 
 LATE_SHARE = 0.5
-"""of a run of known length, after which a phase that has not begun causes a warning"""
+"""share of `total_steps` after which a phase that has not begun causes a warning"""
 LATE_STEPS = 1000
-"""the same where the length is not known"""
+"""the same in steps, if `total_steps` are not known"""

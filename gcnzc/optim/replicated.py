@@ -178,7 +178,7 @@ class Replicated(Exchanging):
         return values[self.space.num_elements :]
 
     def hear(self, sums: Sequence[float]) -> None:
-        """Take in the sums of the common notes, the first of `sums`, after an exchange."""
+        """Update signals and comparison from the sums of the common notes, the first of `sums`."""
         bits, *signals = sums[: self.num_common_notes]
         self.comparison.receive(bits, self.group.world_size)
         self.heard = [share > 0 for share in signals]
