@@ -100,6 +100,29 @@ def available_bytes(
     return left
 
 
+def total_bytes(proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many bytes this process could have if no other had any: memory and swap.
+
+    Control groups limit it, those of version 2 and, where they are mounted, of version 1.
+    """
+    lines = (proc / "meminfo").read_text().splitlines()
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if ":" in line}
+    total = sizes["MemTotal"] + sizes.get("SwapTotal", 0)
+    for folder in _groups(proc, control_groups):
+        memory = _number(folder / "memory.max")
+        # without limit unless the file has a number
+        swap = _number(folder / "memory.swap.max")
+        if memory is not None:
+            total = min(total, memory + (sizes.get("SwapTotal", 0) if swap is None else swap))
+    # the root of version 1, which a container sees as its own
+    for name in ("memory.memsw.limit_in_bytes", "memory.limit_in_bytes"):
+        limit = _number(control_groups / "memory" / name)
+        if limit is not None:
+            swap_bytes = 0 if "memsw" in name else sizes.get("SwapTotal", 0)
+            total = min(total, limit + swap_bytes)
+    return total
+
+
 def lock_limit_bytes() -> int | None:
     """How many bytes this process may lock by mlock(2), `ulimit -l`; None if that is unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -30,6 +30,7 @@ from gcnzc.exchange import Choices, Group, Link, Outcome, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
 from gcnzc.flat import by_kind
 from gcnzc.loader import Loader
+from gcnzc.memory import check_memory, footprint_of
 from gcnzc.optim.averaged import Gradients
 from gcnzc.optim.defaults import LOCAL
 from gcnzc.picture import StepTimes
@@ -426,8 +427,15 @@ def model_of(config: PlanConfig, data: Dataset) -> nn.Module:
     Raises:
         ValueError: the graph has no features, or nothing to learn.
     """
-    with feature_table(data, "host", torch.device("cpu"), Group()), torch.random.fork_rng([]):
-        return build_task(run_config(config), data).model()
+    with (
+        feature_table(data, "host", torch.device("cpu"), Group()) as table,
+        torch.random.fork_rng([]),
+    ):
+        planned = run_config(config)
+        task = build_task(planned, data)
+        sizes = (data.graph.num_nodes, table.num_columns, len(task.seeds))
+        check_memory(footprint_of(planned, task.model, *sizes), torch.device("cpu"), Group())
+        return task.model()
 
 
 def network_of(config: PlanConfig) -> Network:

@@ -407,10 +407,19 @@ def needs_copy(table: FeatureTable) -> bool:
 def copy_to(rows: Tensor, device: torch.device | str) -> Tensor:
     """Return `rows.to(device)`, also if `pinned` has locked the rows in several registrations.
 
-    CUDA copies no range of host memory that begins in one registration and ends in another.
+    CUDA copies no range of host memory that begins in one registration and ends in another. Rows
+    that lie apart, which torch first copies side by side on the host, are copied in parts.
     """
     device = torch.device(device)
-    if device.type == rows.device.type or len(_stretches(rows)) < 2:
+    if device.type == rows.device.type:
+        return rows.to(device)
+    if rows.layout == torch.strided and not rows.is_contiguous() and rows.ndim == 2:
+        out = torch.empty(rows.shape, dtype=rows.dtype, device=device)
+        step = max(1, COPY_BYTES // max(1, rows[:1].nbytes))
+        for begin in range(0, len(rows), step):
+            out[begin : begin + step].copy_(rows[begin : begin + step])
+        return out
+    if len(_stretches(rows)) < 2:
         return rows.to(device)
     return copy_into(torch.empty_like(rows, device=device), rows)
 

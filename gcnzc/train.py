@@ -36,6 +36,7 @@ from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Choices, Group, run
 from gcnzc.hot import CachedTable
 from gcnzc.loader import Loader
+from gcnzc.memory import check_memory, footprint_of
 from gcnzc.methods import build_method
 from gcnzc.optim import Exchanging, LocalUpdates, resized
 from gcnzc.picture import curves, timeline
@@ -145,6 +146,7 @@ def train(
 
     Raises:
         ValueError: the data, the options or the checkpoint do not match.
+        RuntimeError: the run needs more memory than the machine has.
         Interrupted: the process received SIGINT or SIGTERM; the run was saved first.
         WorkerLost: another worker has ended or does not respond; the run can be resumed.
         Followed: worker 0 failed, and raises the error.
@@ -158,6 +160,9 @@ def train(
     data = load_shared(config.data, group, allow_nan=config.allow_nan)
     device = choose_device(config.device, group.local_rank)
     task = build_task(config, data)
+    if data.table is not None and data.table.num_columns > 0:
+        sizes = (data.graph.num_nodes, data.table.num_columns, len(task.seeds))
+        check_memory(footprint_of(config, task.model, *sizes), device, group)
     with ExitStack() as stack:
         table = stack.enter_context(feature_table(data, config.features, device, group))
         settings = planned(config, table, device, reporter.say)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from gcnzc import cli, record
+from gcnzc import cli, record, stages, train
 from gcnzc.cli import main
 from gcnzc.config import InfoConfig
 from gcnzc.kernels import compilation
@@ -84,6 +84,25 @@ def test_what_nobody_foresaw_is_an_answer_too(graph, monkeypatch, capsys, error)
     text = answer_of(capsys, ["info", graph], 1)
     assert text.startswith(f"error: unexpected {type(error).__name__}:")
     assert "hint: --debug shows the traceback" in text
+
+
+@pytest.mark.parametrize("hidden", [99_999_999, 10**13])
+def test_a_model_that_does_not_fit_is_rejected_before_any_work(
+    graph, tmp_path, capsys, monkeypatch, hidden
+):
+    monkeypatch.setattr(stages, "build_optimizer", lambda *_: pytest.fail("the work began"))
+    monkeypatch.setattr(train, "feature_table", lambda *_: pytest.fail("the work began"))
+    words = ["train", graph, *SMALL, "--out", tmp_path / "run", "--hidden", hidden]
+    text = answer_of(capsys, words, 1)
+    assert re.search("error: not enough memory: this run needs ", text)
+    assert "hint: a smaller --hidden" in text
+    if hidden < 10**9:
+        assert re.search(r"at least [\d.,]+ .B, but this machine has [\d.,]+ .B", text)
+        assert re.search(r"[\d.,]+ .B for weights, gradients and the optimizer's state", text)
+    assert not (tmp_path / "run").exists()
+    assert "not enough memory" in answer_of(
+        capsys, ["plan", graph, *SMALL[2:6], "--hidden", hidden], 1
+    )
 
 
 def test_features_without_columns_are_rejected(graph, tmp_path, capsys):

@@ -65,6 +65,7 @@ ORDER = [
     "plan",
     "link",
     "stages",
+    "memory",
     "methods",
     "tasks",
     "tune",

@@ -344,6 +344,30 @@ def test_rows_apart_are_copied_to_a_gpu(cuda):
         assert torch.equal(table.to("cuda").rows, rows)
 
 
+class Staged(torch.overrides.TorchFunctionMode):
+    """Records how many bytes of rows that lie apart torch copies at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        source = {torch.Tensor.to: args[:1], torch.Tensor.copy_: args[1:2]}.get(function, ())
+        self.sizes += [each.nbytes for each in source if not each.is_contiguous()]
+        return function(*args, **(kwargs or {}))
+
+
+def test_padded_rows_are_not_copied_whole_on_the_host(cuda, monkeypatch):
+    cuda(FakeDriver())
+    monkeypatch.setattr(module, "COPY_BYTES", 4096)
+    rows = torch.arange(40_000.0).view(400, 100)[:, :60]
+    with Staged() as staged:
+        there = FeatureTable(rows).to("cuda").rows
+    assert torch.equal(there, rows)
+    assert sum(staged.sizes) == rows.nbytes
+    assert max(staged.sizes) <= 4096
+
+
 def test_pinned_unlocks_after_an_error(cuda):
     driver = cuda(FakeDriver())
     with pytest.raises(KeyError), pinned(torch.zeros(3, 2)):

@@ -1,0 +1,61 @@
+"""What a run needs of memory at least."""
+
+import pytest
+import torch
+
+from gcnzc import memory, models
+from gcnzc.config import TrainConfig
+from gcnzc.exchange import Group
+from gcnzc.mappings import total_bytes
+from gcnzc.memory import check_memory, footprint_of
+
+CPU = torch.device("cpu")
+
+
+def found_of(optimizer="adam", **options):
+    config = TrainConfig(layers=2, fanouts=(2, 2), optimizer=optimizer, **options)
+    return footprint_of(config, lambda: models.SAGE(10, 7, 3, 2), 1000, 10, 200)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"), [("adam", 4), ("sgd", 3), ("onebit-adam", 4), ("co2", 4)]
+)
+def test_weights_gradients_and_states_are_counted(optimizer, copies):
+    weights = sum(p.numel() for p in models.SAGE(10, 7, 3, 2).parameters())
+    assert found_of(optimizer).training == copies * weights * 4
+
+
+def test_no_more_seeds_are_counted_than_there_are():
+    assert found_of(batch_size=50).minibatch == 50 * (10 + 7 + 3) * 4
+    assert found_of(batch_size=2**62).minibatch == 200 * (10 + 7 + 3) * 4
+
+
+def test_no_random_number_is_drawn():
+    before = torch.get_rng_state()
+    found_of()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_is_refused_only_beyond_what_the_machine_has(monkeypatch):
+    found = found_of()
+    needs = found.training + found.minibatch + found.evaluation
+    monkeypatch.setattr(memory, "total_bytes", lambda: needs)
+    check_memory(found, CPU, Group())
+    monkeypatch.setattr(memory, "total_bytes", lambda: needs - 1)
+    with pytest.raises(RuntimeError, match=r"not enough memory(.|\n)*hint: "):
+        check_memory(found, CPU, Group())
+
+
+def test_limits_of_control_groups_count(tmp_path):
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 1000 kB\nSwapTotal: 100 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/mine\n")
+    (groups / "mine").mkdir(parents=True)
+    assert total_bytes(proc, groups) == 1100 * 1024
+    (groups / "mine" / "memory.max").write_text("5000\n")
+    (groups / "mine" / "memory.swap.max").write_text("70\n")
+    assert total_bytes(proc, groups) == 5070
+    (groups / "memory").mkdir()
+    (groups / "memory" / "memory.memsw.limit_in_bytes").write_text("4000\n")
+    assert total_bytes(proc, groups) == 4000
