@@ -8,6 +8,7 @@ archive's CRCs, so it would not notice a few wrong bits in a weight.
 import hashlib
 import io
 import os
+import pickle
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 # the last record of a zip archive: its mark, 16 bytes, the length of the comment, the comment
 END_MARK, END_BYTES = b"PK\5\6", 22
 LABEL = b"gcnzc sha256 "
-RESTORE = "hint: restore the file from a copy, or train again without --resume"
+RESTORE = "hint: restore the file from a copy, or start another run with --out"
 SEAL_BYTES = len(LABEL) + 2 * hashlib.sha256().digest_size
 
 
@@ -146,7 +147,11 @@ def from_bytes(data: bytes, path: Path, needed: Mapping[str, type] | None = None
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     # a file that another program wrote may fail in any way
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError):
+            # torch's own message advises to unpickle anything
+            reason = "it holds other objects than tensors, numbers and text"
+        else:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{path} is not a checkpoint of gcnzc, or is damaged: {reason}\n\n{RESTORE}"
         ) from error

@@ -1,7 +1,7 @@
 """What a run needs of memory at least, compared with what the machine has, before any work.
 
 The figures are lower bounds, so that no run is refused that would fit: what the loader, temporary
-tensors, and checkpoints take is not counted, nor what neighbours add to a minibatch.
+tensors, evaluation and checkpoints take is not counted, nor what neighbours add to a minibatch.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,12 @@ class Footprint:
 
     training: int  # of each worker: weights, gradients, and the optimizer's state
     minibatch: int  # of each worker: features of the seeds, and the outputs of all layers for them
-    evaluation: int  # of each machine, on the host: rows of all nodes of two layers
 
     def describe(self) -> str:
         """The parts, for a message."""
         return (
             f"{_shown(self.training)} for weights, gradients and the optimizer's state, "
-            f"{_shown(self.minibatch)} for a minibatch, {_shown(self.evaluation)} for the hidden "
-            "rows of all nodes in evaluation"
+            f"{_shown(self.minibatch)} for a minibatch"
         )
 
 
@@ -66,12 +64,9 @@ def footprint_of(
     states = 1 if inner == "sgd" else 2
     widths = next(part.widths for part in model.modules() if isinstance(part, Model))
     seeds = min(config.batch_size, num_seeds, num_nodes)
-    # rows of one layer are made from those of the layer before; features are mapped files
-    pairs = zip((0, *widths), widths, strict=False)
     return Footprint(
         training=weights * (2 + states),
         minibatch=seeds * (num_columns + sum(widths)) * item,
-        evaluation=num_nodes * max(before + after for before, after in pairs) * item,
     )
 
 
@@ -93,7 +88,7 @@ def check_memory(found: Footprint, device: torch.device, group: Group) -> None:
             if of_worker > gpu:
                 raise RuntimeError(_refusal(found.describe(), of_worker, f"{device} has", gpu))
             of_worker = 0
-        needs = of_worker * group.local_world_size + found.evaluation
+        needs = of_worker * group.local_world_size
         if needs > has:
             raise RuntimeError(_refusal(found.describe(), needs, "this machine has", has))
 

@@ -38,7 +38,7 @@ def test_no_random_number_is_drawn():
 
 def test_a_run_is_refused_only_beyond_what_the_machine_has(monkeypatch):
     found = found_of()
-    needs = found.training + found.minibatch + found.evaluation
+    needs = found.training + found.minibatch
     monkeypatch.setattr(memory, "total_bytes", lambda: needs)
     check_memory(found, CPU, Group())
     monkeypatch.setattr(memory, "total_bytes", lambda: needs - 1)
