@@ -216,9 +216,24 @@ def clean_labels(raw: Array, num_nodes: int, num_classes: int | None, where: str
             f"({classes})\n\nhint: NaN or -1 marks a node without a label; the number of classes "
             "comes from the file beside the graph or from its name"
         )
+    if several and _is_one_hot(values):
+        raise ValueError(
+            f"{where}: each row of the {raw.shape[1]} columns of labels has one 1, as if they were "
+            "one-hot classes\n\nhint: give the class of each node, labels.argmax(axis=1); each "
+            "column is a task of its own"
+        )
     if several:
         return values.astype(np.float32 if absent.any() else np.int64)
     return np.where(absent, -1, np.nan_to_num(values)).astype(np.int64)
+
+
+def _is_one_hot(labels: Array) -> bool:
+    return bool(((labels == 0) | (labels == 1)).all() and (labels.sum(axis=1) == 1).all())
+
+
+def metric_of(labels: Array, metric: Metric) -> Metric:
+    """Return the metric of cleaned labels: several tasks have no accuracy, but a ROC AUC each."""
+    return "rocauc" if labels.ndim == 2 and metric == "accuracy" else metric
 
 
 def most_classes(num_nodes: int) -> int:

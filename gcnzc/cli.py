@@ -21,6 +21,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
 
 from gcnzc import builtin, check, data, hot, launch, link, network_plan, shapes, train, tune
@@ -45,6 +46,7 @@ from gcnzc.datasets import generate
 from gcnzc.datasets.embed import embed
 from gcnzc.edge_split import EdgeShares
 from gcnzc.exchange import Group, is_worker, joined, run
+from gcnzc.graph import Graph
 from gcnzc.kernels.compilation import report_compilation
 from gcnzc.loader import Loader
 from gcnzc.picture import HitRates, curves, efficiencies, hit_rates, step_times
@@ -232,7 +234,25 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
             progress=progress,
         )
     reporter.say(f"wrote {config.dest}")
+    loaded = data.load(config.dest, allow_nan=True)
+    if config.bidirected == "as-usual" and _is_mostly_one_way(loaded.graph):
+        reporter.say(
+            "most edges lack their reverse: the graph is taken as directed; --bidirected yes adds "
+            "the reverse of each edge"
+        )
     _print_json(data.info(config.dest))
+
+
+def _is_mostly_one_way(graph: Graph) -> bool:
+    """Whether most of up to 1,000 edges, evenly apart, have no reverse."""
+    places = torch.arange(0, graph.num_edges, max(1, graph.num_edges // 1000))
+    sources = graph.indices[places].tolist()
+    targets = (torch.searchsorted(graph.indptr, places, right=True) - 1).tolist()
+    found = 0
+    for source, target in zip(sources, targets, strict=True):
+        begin, end = graph.indptr[source : source + 2].tolist()
+        found += bool((graph.indices[begin:end] == target).any())
+    return found < len(places) / 2
 
 
 def embed_command(config: EmbedConfig, reporter: Reporter) -> None:

@@ -63,7 +63,9 @@ def _integers(words: Sequence[str]) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in words[0].split(","))
     except ValueError:
-        raise ValueError(f"{words[0]!r} is not a list of whole numbers such as 15,10,5") from None
+        raise ValueError(
+            f"{words[0]!r} is not a list of whole numbers with commas between them, such as 15,10"
+        ) from None
 
 
 Fanouts = Annotated[

@@ -46,6 +46,7 @@ from gcnzc.datasets.source import (
     count_classes,
     guess,
     has_label,
+    metric_of,
     node_dtype,
 )
 from gcnzc.datasets.store import Prepared
@@ -539,7 +540,7 @@ def _read(
     progress("graph", opened.num_edges, opened.num_edges)
     told = {
         "name": opened.name,
-        "metric": opened.metric,
+        "metric": metric_of(labels, opened.metric),
         "best_accuracy": opened.best_accuracy,
         "split": {
             "name": opened.split_name,

@@ -85,6 +85,13 @@ class NodeTask:
         if len(data.split["train"]) == 0:
             hint = "--task link foretells its edges" if data.links else "is the split empty?"
             raise ValueError(f"{data.name} has no labelled nodes to train on\n\nhint: {hint}")
+        if data.labels.ndim == 2 and data.metric == "accuracy":
+            raise ValueError(
+                f"{data.name} has {data.labels.shape[1]} columns of labels, and accuracy as "
+                "metric\n\n"
+                "hint: prepare the folder again, for ROC AUC; one-hot labels become classes with "
+                "labels.argmax(axis=1)"
+            )
         self.config, self.data = config, data
         self.metric: str = data.metric
         self.seeds = data.split["train"]

@@ -287,7 +287,10 @@ def read_config(run: Path) -> TrainConfig:
     """
     path = run / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(f"no run in {run}\n\nhint: `gcnzc train --out {run}` starts one")
+        raise FileNotFoundError(
+            f"no run in {run}: it has no {CONFIG}\n\n"
+            "hint: give the folder that `gcnzc train` wrote, runs/DATA-MODEL-N or that of --out"
+        )
     values = record.read_json(path)
     if not isinstance(values, dict) or not isinstance(values.get("data"), str):
         raise ValueError(

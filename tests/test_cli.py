@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_graph import tiny
 
 from gcnzc import train, tune
 from gcnzc.cli import main
@@ -56,6 +57,14 @@ def said(capsys, words, status) -> tuple[str, str]:
     lines = [line for line in err.splitlines() if line.startswith(("error: ", "hint: "))]
     assert [line.split(":")[0] for line in lines] == ["error", "hint"], err
     return lines[0], lines[1]
+
+
+def test_prepare_says_that_edges_lack_their_reverse(tmp_path, capsys):
+    archive = tiny().write_npz(tmp_path / "mine.npz")
+    for choice, expected in (("as-usual", True), ("yes", False), ("no", False)):
+        dest = tmp_path / choice
+        assert main(["prepare", str(archive), str(dest), "--bidirected", choice]) == 0
+        assert ("most edges lack their reverse" in capsys.readouterr().err) == expected
 
 
 def test_training_prints_one_line_and_fills_the_run_folder(graph, tmp_path, capsys):

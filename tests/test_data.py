@@ -548,6 +548,19 @@ def test_several_tasks(tmp_path: Path) -> None:
     assert info(tmp_path / "a")["num_tasks"] == 6
 
 
+def test_several_tasks_are_judged_by_roc_auc(tmp_path: Path) -> None:
+    labels = np.random.default_rng(0).integers(2, size=(40, 6))
+    prepare(tiny().but(labels=labels).write_npz(tmp_path / "mine.npz"), tmp_path / "a")
+    assert load(tmp_path / "a").metric == "rocauc"
+
+
+def test_one_hot_labels_are_rejected(tmp_path: Path) -> None:
+    labels = np.eye(5, dtype=np.int64)[np.arange(40) % 5]
+    raw = tiny().but(labels=labels).write_npz(tmp_path / "mine.npz")
+    with pytest.raises(ValueError, match=r"one-hot(.|\n)*hint: .*argmax"):
+        prepare(raw, tmp_path / "a")
+
+
 def test_one_of_several_splits(tmp_path: Path) -> None:
     masks = np.zeros((2, 40), bool)
     masks[:, :3] = True

@@ -18,7 +18,7 @@ _pyg = import_pyg()
 
 
 class TableStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-defined]
-    """Tables by group and name: `store["paper", "x", ids]` gathers rows.
+    """Tables by node type and name: `store["paper", "x", ids]` gathers rows.
 
     Args:
         tables: by name, all of the nodes of one type, whose name is None, as PyG has it for graphs
