@@ -8,8 +8,8 @@ All ways are called in turns, on blocks that were used before, so that what a wa
 once (DGL its other formats, we the block turned round) is not counted. "gcnzc, new blocks" counts
 it: so blocks are met in training.
 
-`--edge-cost` measures instead what `gcnzc.layers.EDGE_COST` says: what a column of an edge costs,
-forward and backward, in multiplications of a linear map.
+`--edge-cost` measures instead what `gcnzc.models.layers.EDGE_COST` says: what a column of an edge
+costs, forward and backward, in multiplications of a linear map.
 """
 
 import argparse
@@ -22,11 +22,12 @@ import torch
 from harness import record, side_by_side
 from torch import Tensor
 
-from gcnzc.graph import Graph
+from gcnzc.graph.graph import Graph
 from gcnzc.interop.dgl import import_dgl
 from gcnzc.kernels.aggregate import aggregate
-from gcnzc.kernels.attend import attend
-from gcnzc.sampler import Block, Sampler
+from gcnzc.kernels.aggregate.gat import attend
+from gcnzc.sampling.batch import Block
+from gcnzc.sampling.neighbor import Sampler
 
 NUM_NODES, NUM_EDGES = 1_000_000, 20_000_000
 FANOUTS, BATCH_SIZE = [15, 10, 5], 1024

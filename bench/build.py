@@ -33,7 +33,7 @@ import torch
 from harness import Timing, measure, record
 
 from gcnzc.datasets.generate import Shape, make, planted, rmat
-from gcnzc.graph import Graph
+from gcnzc.graph.graph import Graph
 
 CALLS = 3
 

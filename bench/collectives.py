@@ -23,7 +23,7 @@ from typing import Any
 from cluster import Cluster
 from harness import record
 
-from gcnzc.exchange.tuning import KINDS
+from gcnzc.exchange.tuner import KINDS
 
 WORKER = Path(__file__).with_name("collectives_worker.py")
 # Mbit/s, and milliseconds from one machine to another

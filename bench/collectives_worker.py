@@ -41,9 +41,9 @@ from gcnzc.exchange import (
 )
 from gcnzc.exchange.choices import ALGORITHMS, BUILTIN, CHAIN, kind_of, sent_bytes
 from gcnzc.exchange.ledger import Entry
+from gcnzc.exchange.measure import ask, request_of, timed
 from gcnzc.exchange.requests import Collective, bytes_of
-from gcnzc.exchange.timing import ask, request_of, timed
-from gcnzc.exchange.tuning import candidates
+from gcnzc.exchange.tuner import candidates
 
 TIMEOUT_S = 120.0
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 40, 1.0

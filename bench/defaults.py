@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcnzc import Sampler
-from gcnzc.data import load, prepare
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Algorithm, Group, lockstep
-from gcnzc.models import SAGE
+from gcnzc.graph.load import load
+from gcnzc.graph.prepare import prepare
+from gcnzc.models.gnn import SAGE
 from gcnzc.optim import (
     CO2,
     Averaged,

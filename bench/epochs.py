@@ -28,14 +28,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import gcnzc
-from gcnzc import link
-from gcnzc.hot import cached
-from gcnzc.loader import Loader
-from gcnzc.sampler import Batch
-from gcnzc.streams import CudaStreams, clock_of
-from gcnzc.table import FeatureTable
-from gcnzc.timeline import Span, Stage, share_under
-from gcnzc.transfer import Transfer
+from gcnzc.features.cache import cached
+from gcnzc.features.table import FeatureTable
+from gcnzc.loader.loader import Loader
+from gcnzc.loader.transfer import Transfer
+from gcnzc.sampling.batch import Batch
+from gcnzc.system.spans import Span, Stage
+from gcnzc.system.streams import CudaStreams, clock_of
+from gcnzc.train.tracing import share_under
+from gcnzc.tune import pcie_bench
 
 CLASSES = 47
 HOT_SHARE = 0.2
@@ -68,7 +69,7 @@ SMALL = (Shape("small", 900, 9000, 12, 600, 2, 1, batch_size=20, fanouts=(3, 2),
 class Bench(Protocol):
     """What these parts need of `bench/gpu.py`."""
 
-    where: link.Gpu
+    where: pcie_bench.Gpu
     device: torch.device
     recorded: bool
 
@@ -358,7 +359,7 @@ def measure_two_engines(
     """
     if bench.device.type != "cuda":
         return
-    roofs = link.bytes_per_s(dense(memory), bench.where.seconds, 5)
+    roofs = pcie_bench.bytes_per_s(dense(memory), bench.where.seconds, 5)
     for row_bytes in ROW_BYTES:
         table = FeatureTable(memory[: len(memory) // row_bytes * row_bytes].view(-1, row_bytes))
         table = FeatureTable(table.rows.view(torch.float32))

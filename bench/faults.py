@@ -48,8 +48,9 @@ import harness
 import namespaces
 from launchers import launchers, wait_for
 
-from gcnzc import checkpoint, cli, load
-from gcnzc.tally import seeds_checksum
+from gcnzc import cli, load
+from gcnzc.train import checkpoint
+from gcnzc.train.epoch_stats import seeds_checksum
 
 ROOT = Path(__file__).parents[1]
 KINDS = (

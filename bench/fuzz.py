@@ -49,10 +49,12 @@ import harness
 import numpy as np
 import torch
 
-from gcnzc import checkpoint, cli, data
-from gcnzc.config import TrainConfig
+from gcnzc import cli
 from gcnzc.datasets import ogb
 from gcnzc.datasets.meta import checksum_of
+from gcnzc.graph import load
+from gcnzc.train import checkpoint
+from gcnzc.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "commands.md"
@@ -191,7 +193,7 @@ class Bench:
             if left := set(self.work.iterdir()) - before:
                 raise Failure(f"a failed prepare left {left}")
             return REJECTED, error
-        if data.info(dest)["num_nodes"] and crcs(dest) == crcs(self.base / right):
+        if load.info(dest)["num_nodes"] and crcs(dest) == crcs(self.base / right):
             return ACCEPTED, "the same arrays are read"
         return ACCEPTED, ""
 
@@ -623,7 +625,7 @@ def make_base(base: Path) -> None:
     for command in commands:
         if error := bench.command(command):
             raise Failure(f"{command}: {error}")
-    loaded = data.load(base / "dense")
+    loaded = load.load(base / "dense")
     assert loaded.features is not None
     np.savez(
         base / "graph.npz",

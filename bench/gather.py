@@ -29,8 +29,8 @@ import torch
 from harness import record, side_by_side
 from torch import Tensor
 
+from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather import gather
-from gcnzc.table import FeatureTable
 
 TABLE_BYTES = 2 << 30
 COPY_BYTES = 128 << 20

@@ -38,13 +38,13 @@ if "--small" in sys.argv:
 import epochs
 from bulk import bulk_gather
 
-from gcnzc import link
-from gcnzc.kernels import gather_gpu
-from gcnzc.kernels.gather import gather_numba
-from gcnzc.kernels.gather_gpu import gather_rows, read_dense
-from gcnzc.kernels.lanes import LAYOUTS, LINE_BYTES
-from gcnzc.table import copy_into, copy_to, pinned
-from gcnzc.wire import traffic
+from gcnzc.features.pcie_traffic import traffic
+from gcnzc.features.table import copy_into, copy_to, pinned
+from gcnzc.kernels.gather import cached_rows, gather_numba, gpu
+from gcnzc.kernels.gather.bench_reads import read_dense
+from gcnzc.kernels.gather.gpu import gather_rows
+from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
+from gcnzc.tune import pcie_bench
 
 GIB = 1 << 30
 ROUNDS = 11
@@ -78,7 +78,9 @@ class Bench:
     """The device, the table's memory, and where lines go."""
 
     def __init__(self, scale: Scale, recorded: bool) -> None:
-        self.where = link.gpu() or link.Gpu(torch.device("cpu"), _wall_seconds, lambda _: {})
+        self.where = pcie_bench.gpu() or pcie_bench.Gpu(
+            torch.device("cpu"), _wall_seconds, lambda _: {}
+        )
         self.device, self.scale, self.recorded = self.where.device, scale, recorded
 
     def record(self, part: str, case: dict[str, object], **derived: object) -> None:
@@ -90,13 +92,13 @@ class Bench:
 
     def rates(self, ways: dict[str, tuple[int, Callable[[], object]]]) -> dict[str, float]:
         """Bytes a second of each way, taking turns."""
-        return link.bytes_per_s(ways, self.where.seconds, self.scale.rounds)
+        return pcie_bench.bytes_per_s(ways, self.where.seconds, self.scale.rounds)
 
     def dense(self, memory: Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
         """The roofs: a dense read by threads, on few and on many multiprocessors, and a copy."""
         source = memory[: max(self.scale.payload_bytes, LINE_BYTES)]
         out = torch.empty_like(source, device=self.device)
-        few = gather_gpu.programs_of(self.device)
+        few = gpu.programs_of(self.device)
         return {
             "dense read": (len(source), lambda: read_dense(source, out)),
             "dense read, all multiprocessors": (
@@ -149,7 +151,7 @@ def demand_equal(found: Tensor, rows: Tensor, ids: Tensor, what: str) -> None:
 def measure_link(bench: Bench) -> None:
     """The rates of the link, and of each layout at some widths."""
     with random_bytes(max(bench.scale.payload_bytes * 8, 1 << 18)) as memory:
-        bench.record("link", {"what": "link"}, **link.measured_link(bench.where, memory))
+        bench.record("link", {"what": "link"}, **pcie_bench.measured_link(bench.where, memory))
 
 
 def measure_gather(bench: Bench) -> None:
@@ -236,10 +238,10 @@ def measure_programs(bench: Bench, memory: Tensor, row_bytes: int) -> None:
     num_ids = max(1, bench.scale.payload_bytes // row_bytes)
     ids = torch.randint(len(rows), (num_ids,), device=bench.device)
     out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
-    chosen = gather_gpu.WARPS, gather_gpu.VECTORS
+    chosen = gpu.WARPS, gpu.VECTORS
     try:
         for warps, vectors in ((4, 4), (8, 2), (8, 4), (8, 8), (16, 4)):
-            gather_gpu.WARPS, gather_gpu.VECTORS = warps, vectors
+            gpu.WARPS, gpu.VECTORS = warps, vectors
             ways = bench.dense(memory) | {
                 str(programs): (
                     num_ids * row_bytes,
@@ -250,7 +252,7 @@ def measure_programs(bench: Bench, memory: Tensor, row_bytes: int) -> None:
             case = {"row_bytes": row_bytes, "warps": warps, "vectors": vectors}
             record_shares(bench, "gather_programs", case, ways)
     finally:
-        gather_gpu.WARPS, gather_gpu.VECTORS = chosen
+        gpu.WARPS, gpu.VECTORS = chosen
 
 
 def measure_dtypes(bench: Bench, memory: Tensor, columns: int) -> None:
@@ -327,7 +329,7 @@ def measure_cache(bench: Bench) -> None:
             num_ids = max(1, bench.scale.payload_bytes // row_bytes)
             # as many hot rows as are asked for, so that copies are no likelier to be in a cache
             chosen = torch.randperm(len(rows))[: min(num_ids, len(rows) // 2)]
-            hot = gather_gpu.hot_rows(rows, chosen, bench.device)
+            hot = cached_rows.hot_rows(rows, chosen, bench.device)
             cold = (hot.slots < 0).nonzero().flatten()
             out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
             for hit_rate in (0.0, 0.2, 0.5, 0.8, 1.0):

@@ -243,7 +243,7 @@ def compile_kernels(options: argparse.Namespace) -> None:
 
 
 def _compile_gathers(rows: Any, ids: Any, layout: Any) -> None:
-    from gcnzc.kernels.gather_gpu import gather_rows
+    from gcnzc.kernels.gather.gpu import gather_rows
 
     # a pointer to the host is no obstacle: nothing is launched
     out = rows.new_empty((len(ids), rows.shape[1])).to(ids.device)
@@ -273,8 +273,8 @@ def gather_wide_rows(options: argparse.Namespace) -> None:
     """Gather rows of `COLUMNS` columns from page-locked memory, and hold them against torch's."""
     import torch
 
-    from gcnzc.kernels.gather_gpu import gather_rows
-    from gcnzc.table import pinned
+    from gcnzc.features.table import pinned
+    from gcnzc.kernels.gather.gpu import gather_rows
 
     device = torch.device("cpu" if options.rehearse else "cuda")
     num_rows, num_ids = (50, 9) if options.rehearse else (20_000, 5000)
@@ -308,7 +308,7 @@ def probe(options: argparse.Namespace) -> None:
     """Ask the driver what it is, and find out what it does with registrations of host memory."""
     import torch
 
-    from gcnzc.driver import Driver
+    from gcnzc.system.cuda_driver import Driver
 
     findings: dict[str, Any] = {}
     if options.rehearse:
@@ -355,7 +355,7 @@ def registration_rules(driver: Any) -> dict[str, Any]:
     """What a driver does with registrations: error codes, ranges as it tells of them, and copies.
 
     Args:
-        driver: `gcnzc.driver.Driver`, or one that is made up.
+        driver: `gcnzc.system.cuda_driver.Driver`, or one that is made up.
     """
     import mmap
 

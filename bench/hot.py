@@ -19,12 +19,17 @@ import harness
 import torch
 from torch import Tensor
 
-from gcnzc import data, hot
+from gcnzc.cli.plots import HitRates, hit_rates
+from gcnzc.cli.reports import cache
 from gcnzc.datasets.generate import Shape, make
-from gcnzc.graph import Graph
-from gcnzc.loader import Loader
-from gcnzc.picture import HitRates, hit_rates
-from gcnzc.table import FeatureTable
+from gcnzc.features import access_counts
+from gcnzc.features import cache as features_cache
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph import load
+from gcnzc.graph.graph import Graph
+from gcnzc.loader import presampling
+from gcnzc.loader.loader import Loader
+from gcnzc.tune import cache_forecast
 
 HERE = Path(__file__).parent
 MADE = {"planted": Shape(200_000, 2_000_000, 4, 10), "rmat": Shape(200_000, 2_000_000, 4, 10)}
@@ -58,12 +63,12 @@ def graphs(real: Path) -> Iterator[tuple[str, Graph, Tensor]]:
     for name, shape in MADE.items():
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder) / name, name, shape)
-            loaded = data.load(Path(folder) / name)
+            loaded = load.load(Path(folder) / name)
         yield name, loaded.graph, loaded.split["train"]
     for name in REAL:
         path = real / name / f"{name}.npz"
         if path.exists():
-            loaded = data.load(path, allow_nan=True)
+            loaded = load.load(path, allow_nan=True)
             yield name, loaded.graph, loaded.split["train"]
 
 
@@ -78,17 +83,17 @@ def compare(
     """One line for each ranking and size, and for each number of counted minibatches."""
     loader = Loader(graph, None, seeds, fanouts, batch_size)
     measured = max(len(loader), LEAST_MEASURED)
-    fresh, degrees = hot.needed(loader, measured), graph.in_degrees()
+    fresh, degrees = presampling.needed(loader, measured), graph.in_degrees()
     # rates do not depend on what the rows hold
     table = FeatureTable(torch.empty(graph.num_nodes, 1))
     draw = {"graph": name, "fanouts": ",".join(map(str, fanouts)), "batch_size": batch_size}
-    for batches in (*COUNTED, hot.BATCHES):
+    for batches in (*COUNTED, presampling.BATCHES):
         begin = time.perf_counter()
-        counted = hot.presample(graph, seeds, fanouts, batch_size, batches=batches)
+        counted = presampling.presample(graph, seeds, fanouts, batch_size, batches=batches)
         seconds = time.perf_counter() - begin
-        found = hot.plan(counted, table, degrees, fresh, SHARES)
+        found = cache_forecast.plan(counted, table, degrees, fresh, SHARES)
         for line in found["sizes"]:
-            for ranking in hot.RANKINGS:
+            for ranking in access_counts.RANKINGS:
                 figures = line[ranking]
                 rates = {key: figures[f"{key}_hit_rate"] for key in ("predicted", "measured")}
                 harness.record(
@@ -102,9 +107,9 @@ def compare(
                     nodes_per_batch=counted.nodes_per_batch,
                 )
     if pictures is not None and name == DRAWN and (fanouts, batch_size) == DRAWS[-1]:
-        found = hot.plan(counted, table, degrees, fresh)
+        found = cache_forecast.plan(counted, table, degrees, fresh)
         title = f"{name}, fan-outs {draw['fanouts']}, {batch_size} seeds"
-        hit_rates(HitRates(title, *hot.drawn(found)), pictures / "hot.png")
+        hit_rates(HitRates(title, *cache.drawn(found)), pictures / "hot.png")
 
 
 def cost() -> None:
@@ -112,7 +117,7 @@ def cost() -> None:
     shuffler, chosen = random.Random(0), torch.Generator().manual_seed(0)
     for columns, dtype in TABLES:
         table = FeatureTable(torch.ones(TABLE_ROWS, columns, dtype=dtype))
-        cached = hot.cached(table, 0.2, torch.rand(TABLE_ROWS), device="cpu")
+        cached = features_cache.cached(table, 0.2, torch.rand(TABLE_ROWS), device="cpu")
         out = torch.empty(BATCH_ROWS, columns, dtype=dtype)
         ways = {"plain": table, "cached": cached}
         taken: dict[str, list[float]] = {way: [] for way in ways}

@@ -25,7 +25,7 @@ import harness
 import numpy as np
 import torch
 
-from gcnzc.graph import Graph
+from gcnzc.graph.graph import Graph
 
 HERE = Path(__file__).parent
 NODES, EDGES, COLUMNS, SEED = 10**6, 2 * 10**7, 100, 0

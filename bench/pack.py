@@ -32,8 +32,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from harness import record, side_by_side
 
-from gcnzc.kernels.cut import Cut
-from gcnzc.kernels.pack import decode_signs, encode_signs, mean_of_signs, settle_signs
+from gcnzc.kernels.codec.cut import Cut
+from gcnzc.kernels.codec.signs import decode_signs, encode_signs, mean_of_signs, settle_signs
 
 WORKERS = 4
 BLOCKS = (4096, 128, None)

@@ -30,11 +30,14 @@ from cluster import Cluster
 from harness import RESULTS, Timing, record
 from links import MOST_MBIT_PER_S, tbf
 
-from gcnzc import data, network_plan
-from gcnzc.config import PlanConfig
-from gcnzc.picture import StepTimes, step_times
-from gcnzc.train import TRACE
-from gcnzc.train import WARM_UP as WARM_UP_STEPS
+from gcnzc.cli.commands import plan as commands_plan
+from gcnzc.cli.commands.plan import PlanConfig
+from gcnzc.cli.plots import StepTimes, step_times
+from gcnzc.cli.reports import network as reports_network
+from gcnzc.graph import load
+from gcnzc.optim import cost as optim_cost
+from gcnzc.train.run import WARM_UP as WARM_UP_STEPS
+from gcnzc.train.run_folder import TRACE
 
 WARM_UP, ROUNDS = 200, 1000  # of messages
 # each worker sends to the other, and waits for what that one sent
@@ -116,18 +119,18 @@ def config_of(options: argparse.Namespace, workers: int) -> PlanConfig:
 def compare(options: argparse.Namespace, workers: int) -> None:
     """Train over each link in turns, and record what was predicted beside what was measured."""
     config = config_of(options, workers)
-    loaded = data.load(options.data)
+    loaded = load.load(options.data)
     # without limits before and after, as other work comes and goes
     rates = [NO_LIMIT, *options.mbit_per_s] * options.cycles + [NO_LIMIT]
     found = trained(config, workers, len(loaded.split["train"]), rates, options.limit_s)
     seconds = {rate: [step.seconds for step in each] for rate, each in found.steps.items()}
-    computed = network_plan.Computed(_fast(seconds[NO_LIMIT]))
-    model = network_plan.model_of(config, loaded)
-    usual = network_plan.usual_method(model)
+    computed = optim_cost.Computed(_fast(seconds[NO_LIMIT]))
+    model = commands_plan.model_of(config, loaded)
+    usual = optim_cost.usual_method(model)
     for rate in options.mbit_per_s:
-        network = network_plan.Network(rate, config.delay_ms / 1e3, config.message_us / 1e6)
-        cost = network_plan.cost_of(model, workers, network, usual)
-        line = network_plan.line_of(cost, computed, network)
+        network = optim_cost.Network(rate, config.delay_ms / 1e3, config.message_us / 1e6)
+        cost = optim_cost.cost_of(model, workers, network, usual)
+        line = reports_network.line_of(cost, computed, network)
         measured_s = _fast(seconds[rate])
         record(
             "plan",
@@ -160,7 +163,7 @@ def compare(options: argparse.Namespace, workers: int) -> None:
 
 def draw(options: argparse.Namespace) -> None:
     """Draw what is predicted, and what was recorded last of such training, to a picture."""
-    loaded = data.load(options.data)
+    loaded = load.load(options.data)
     compute_s, curves, measured = {}, {}, {}
     for workers in options.workers:
         config = config_of(options, workers)
@@ -171,10 +174,10 @@ def draw(options: argparse.Namespace) -> None:
             if same.items() <= line.items() and "counted_steps" in line
         ]
         points = {line["mbit_per_s"]: line["measured_step_s"] for line in lines}
-        computed = network_plan.Computed(lines[-1]["crowded_compute_s"])
-        network = replace(network_plan.network_of(config), mbit_per_s=100.0)
-        costs = network_plan.costs_of(network_plan.model_of(config, loaded), [workers], network)
-        times = network_plan.drawn(costs, computed, network, loaded.name)
+        computed = optim_cost.Computed(lines[-1]["crowded_compute_s"])
+        network = replace(commands_plan.network_of(config), mbit_per_s=100.0)
+        costs = optim_cost.costs_of(commands_plan.model_of(config, loaded), [workers], network)
+        times = reports_network.drawn(costs, computed, network, loaded.name)
         compute_s |= times.compute_s
         curves |= times.curves
         measured[workers] = sorted(points.items())

@@ -22,7 +22,7 @@ import accuracy
 import harness
 import torch
 
-from gcnzc import data
+from gcnzc.graph import load
 
 GRAPHS = ("cora", "citeseer", "amazon_photo")
 # of `gcnzc prepare`, and by how many points of accuracy a form may differ from float32, if stated
@@ -109,7 +109,7 @@ def measure(
     mean, limit = statistics.mean(tests), FORMS[form][1]
     differences = [one - other for one, other in zip(tests, exact or tests, strict=True)]
     difference = statistics.mean(differences)
-    about = data.info(stored)["features"]
+    about = load.info(stored)["features"]
     return harness.record(
         "quantize",
         {"graph": recipe.graph, "model": results[0]["model"], "form": form},
@@ -132,7 +132,7 @@ def measure(
 
 def relative_error(made: Path, stored: Path) -> float:
     """The L2 norm of what two prepared folders' features differ by, beside that of the first's."""
-    exact, found = data.load(made).table, data.load(stored).table
+    exact, found = load.load(made).table, load.load(stored).table
     assert exact is not None, "a graph with a recipe has features"
     assert found is not None, "and so has what is prepared of it"
     off = size = 0.0

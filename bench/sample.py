@@ -2,8 +2,9 @@
 
     python bench/sample.py [ROUNDS]
 
-The two tables from ids to local numbers, one slot a node and hashed (`kernels/sample.py`), on
-graphs of 1 M to 111 M nodes, the size of ogbn-papers100M. Of the larger graphs only 1 M nodes
+The two tables from ids to local numbers, one slot a node and hashed
+(`kernels/sample/__init__.py`), on graphs
+of 1 M to 111 M nodes, the size of ogbn-papers100M. Of the larger graphs only 1 M nodes
 have edges, 20 M by a power law, so that batches are alike: 1024 seeds with fan-outs 15,10,5. All
 ways take turns, on the same seeds.
 """
@@ -16,7 +17,7 @@ import torch
 from harness import record, side_by_side
 from loader import BATCH_SIZE, HERE, made
 
-from gcnzc.kernels import sample as kernel
+from gcnzc.kernels import sample
 from gcnzc.kernels.buffers import Pool
 
 FANOUTS = [5, 10, 15]  # from the seeds outward
@@ -47,15 +48,15 @@ def measure(
     num_nodes: int, graph: tuple[torch.Tensor, torch.Tensor], seeds: torch.Tensor, rounds: int
 ) -> None:
     """Time both tables on one graph."""
-    workspaces = {"direct": kernel.Workspace(), "hashed": kernel.Workspace()}
+    workspaces = {"direct": sample.Workspace(), "hashed": sample.Workspace()}
     pool, counts = Pool(), dict.fromkeys(workspaces, 0)
-    kept = kernel.DIRECT_NODES
+    kept = sample.DIRECT_NODES
 
     def batch(table: str) -> None:
-        kernel.DIRECT_NODES = num_nodes if table == "direct" else 0
+        sample.DIRECT_NODES = num_nodes if table == "direct" else 0
         at = counts[table] % (len(seeds) // BATCH_SIZE)
         counts[table] += 1
-        kernel.sample(
+        sample.sample(
             *graph,
             seeds[at * BATCH_SIZE : (at + 1) * BATCH_SIZE],
             FANOUTS,
@@ -66,7 +67,7 @@ def measure(
         )
 
     timings = side_by_side({table: partial(batch, table) for table in workspaces}, rounds)
-    kernel.DIRECT_NODES = kept
+    sample.DIRECT_NODES = kept
     for table, timing in timings.items():
         space = workspaces[table]
         table_bytes = space.direct.nbytes + (space.hashed.nbytes if table == "hashed" else 0)

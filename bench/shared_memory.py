@@ -22,13 +22,14 @@ from pathlib import Path
 import torch
 from harness import record
 
-from gcnzc.data import Dataset, prepare
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, joined, run
-from gcnzc.layerwise import inference
-from gcnzc.models import SAGE
-from gcnzc.replicas import vote
-from gcnzc.shared import load_shared
+from gcnzc.exchange.sync import vote
+from gcnzc.graph.dataset import Dataset
+from gcnzc.graph.prepare import prepare
+from gcnzc.models.gnn import SAGE
+from gcnzc.train.inference import inference
+from gcnzc.train.shared_data import load_shared
 
 NUM_FEATURES, HIDDEN, CLASSES = 512, 64, 16
 ALLOWED = 0.1  # more than one worker uses

@@ -33,8 +33,13 @@ from typing import Any
 import harness
 from cluster import Cluster
 
-from gcnzc import cli, data, network_plan
-from gcnzc.config import PlanConfig, TrainConfig
+from gcnzc import cli
+from gcnzc.cli.commands import plan
+from gcnzc.cli.commands.plan import PlanConfig
+from gcnzc.cli.reports import network as reports_network
+from gcnzc.graph import load
+from gcnzc.optim import cost as optim_cost
+from gcnzc.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 ARCHIVES = ROOT.parent / "shared" / "data"
@@ -268,12 +273,12 @@ def predicted_step_s(
 ) -> float:
     """What `gcnzc plan` says of a step, at so many seeds a second without exchange."""
     config = PlanConfig(data=graph, workers=(WORKERS,), threads=1, device="cpu", **case.config)
-    model = network_plan.model_of(config, data.load(graph))
-    network = network_plan.Network(mbit_per_s, 0.0, config.message_us / 1e6)
-    name = network_plan.usual_method(model) if method == "adamw" else method
-    cost = network_plan.cost_of(model, WORKERS, network, name)
-    computed = network_plan.Computed(case.seeds_of_a_step / seeds_per_s)
-    return network_plan.line_of(cost, computed, network)["step_s"]
+    model = plan.model_of(config, load.load(graph))
+    network = optim_cost.Network(mbit_per_s, 0.0, config.message_us / 1e6)
+    name = optim_cost.usual_method(model) if method == "adamw" else method
+    cost = optim_cost.cost_of(model, WORKERS, network, name)
+    computed = optim_cost.Computed(case.seeds_of_a_step / seeds_per_s)
+    return reports_network.line_of(cost, computed, network)["step_s"]
 
 
 def prepared(folder: Path, name: str) -> Path:

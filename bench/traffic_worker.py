@@ -17,7 +17,7 @@ import torch
 
 from gcnzc.compress import Dense, Sign, compression
 from gcnzc.exchange import AllGather, Group, Vote, joined
-from gcnzc.exchange.timing import ask
+from gcnzc.exchange.measure import ask
 from gcnzc.optim import Averaged, OneBitAdam, OneBitLamb, StreamingDiLoCo
 
 SETTLE_S = 0.1  # until the last acknowledgements have come

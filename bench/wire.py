@@ -11,10 +11,10 @@ from typing import Any
 
 from harness import record
 
-from gcnzc.kernels.lanes import LAYOUTS, Layout
-from gcnzc.nvml import LANE_BYTES_PER_S
-from gcnzc.shapes import Shape, modelled
-from gcnzc.wire import ceiling, traffic
+from gcnzc.features.pcie_traffic import ceiling, traffic
+from gcnzc.kernels.gather.lanes import LAYOUTS, Layout
+from gcnzc.system.nvml import LANE_BYTES_PER_S
+from gcnzc.tune.table_shapes import Shape, modelled
 
 # columns and types; MAG240M is stored as float16 (Hu et al., OGB-LSC, 2021), IGB is that of Khatua
 # et al. (2023), PubMed that of Sen et al. (2008), and the others are in datasets/catalog.py

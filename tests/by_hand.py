@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gcnzc import models
-from gcnzc.graph import Graph
+from gcnzc.graph.graph import Graph
+from gcnzc.models import gnn
 
 MODELS = {
-    "sage": lambda *sizes, **options: models.SAGE(*sizes, batch_norm=True, **options),
-    "gcn": models.GCN,
-    "gat": lambda *sizes, **options: models.GAT(*sizes, heads=3, **options),
+    "sage": lambda *sizes, **options: gnn.SAGE(*sizes, batch_norm=True, **options),
+    "gcn": gnn.GCN,
+    "gat": lambda *sizes, **options: gnn.GAT(*sizes, heads=3, **options),
 }
 
 
@@ -33,7 +33,7 @@ def dense(graph: Graph) -> Tensor:
     return matrix.index_put((dst.long(), src.long()), torch.ones(()).double(), accumulate=True)
 
 
-def made(name: str, *sizes: int, **options) -> models.Model:
+def made(name: str, *sizes: int, **options) -> gnn.Model:
     """A model in float64 whose parameters, biases and running statistics too, are all at random."""
     model = MODELS[name](*sizes, **options).double()
     with torch.no_grad():
@@ -43,7 +43,7 @@ def made(name: str, *sizes: int, **options) -> models.Model:
     return model
 
 
-def sage_by_hand(model: models.SAGE, adjacency: Tensor, x: Tensor) -> Tensor:
+def sage_by_hand(model: gnn.SAGE, adjacency: Tensor, x: Tensor) -> Tensor:
     mean = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
     for index, layer in enumerate(model.layers):
         x = mean @ x @ layer.neighbours.weight.T + layer.neighbours.bias + x @ layer.own.weight.T
@@ -54,7 +54,7 @@ def sage_by_hand(model: models.SAGE, adjacency: Tensor, x: Tensor) -> Tensor:
     return x
 
 
-def gcn_by_hand(model: models.GCN, adjacency: Tensor, x: Tensor) -> Tensor:
+def gcn_by_hand(model: gnn.GCN, adjacency: Tensor, x: Tensor) -> Tensor:
     looped = adjacency + torch.eye(len(x)).double()
     root = looped.sum(1).pow(-0.5)
     propagate = root[:, None] * looped * root[None, :]
@@ -64,7 +64,7 @@ def gcn_by_hand(model: models.GCN, adjacency: Tensor, x: Tensor) -> Tensor:
     return x
 
 
-def gat_by_hand(model: models.GAT, adjacency: Tensor, x: Tensor) -> Tensor:
+def gat_by_hand(model: gnn.GAT, adjacency: Tensor, x: Tensor) -> Tensor:
     looped = adjacency + torch.eye(len(x)).double()
     for index, layer in enumerate(model.layers):
         outs = []

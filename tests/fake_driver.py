@@ -7,8 +7,8 @@ import time
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gcnzc import driver as cuda
-from gcnzc.mappings import PAGE_BYTES
+from gcnzc.system import cuda_driver as cuda
+from gcnzc.system.host_memory import PAGE_BYTES
 
 LOST = 719
 

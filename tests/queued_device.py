@@ -21,7 +21,7 @@ POISON = 0xFF  # of floating point NaN, of integers -1
 
 
 class Device:
-    """See the module. Implements `gcnzc.streams.Streams`.
+    """See the module. Implements `gcnzc.system.streams.Streams`.
 
     Args:
         schedule: "eager" does work when it is queued, "lazy" when somebody waits for it;

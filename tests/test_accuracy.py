@@ -6,7 +6,7 @@ import accuracy
 import harness
 import pytest
 
-from gcnzc import cli
+from gcnzc.cli import parser
 
 QUICK = "--model sage --layers 1 --fanouts 4 --hidden 8 --lr 0.05 --batch-size 256 --epochs"
 
@@ -20,12 +20,12 @@ def results(tmp_path, monkeypatch):
 @pytest.mark.parametrize("recipe", accuracy.RECIPES, ids=lambda recipe: recipe.graph)
 def test_recipes_are_options_of_train(recipe):
     assert recipe.graph in accuracy.MADE_BY
-    assert cli._parse(["train", "data", *recipe.options.split()]).epochs >= 1
+    assert parser.parse(["train", "data", *recipe.options.split()]).epochs >= 1
 
 
 @pytest.mark.parametrize("graph", accuracy.MADE_BY)
 def test_graphs_are_made_by_commands_and_used(graph):
-    assert cli._parse(accuracy.MADE_BY[graph].split()) is not None
+    assert parser.parse(accuracy.MADE_BY[graph].split()) is not None
     assert any(recipe.graph == graph for recipe in accuracy.RECIPES)
 
 

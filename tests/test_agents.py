@@ -10,7 +10,7 @@ from launchers import launchers, wait_for, workers_of
 
 from gcnzc import load, prepare
 from gcnzc.datasets.generate import Shape, make
-from gcnzc.tally import seeds_checksum
+from gcnzc.train.epoch_stats import seeds_checksum
 
 OPTIONS = "--layers 2 --fanouts 5,5 --hidden 16 --batch-size 30 --evaluate-every 1000"
 OPTIONS += " --checkpoint-every-s 0.3 --timeout-s 10"

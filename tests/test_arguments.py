@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import gcnzc
-from gcnzc import FeatureTable, Graph, LinkSampler, Loader, Sampler, models
-from gcnzc.arguments import describe
+from gcnzc import FeatureTable, Graph, LinkSampler, Loader, Sampler
+from gcnzc.models import gnn
+from gcnzc.system.arguments import describe
 
 NAN, HUGE = float("nan"), 2**70
 
@@ -200,7 +201,7 @@ CASES = {
     ),
     "inference": (
         gcnzc.inference,
-        {"model": models.SAGE(2, 3, 2, 2), "graph": GRAPH, "table": TABLE},
+        {"model": gnn.SAGE(2, 3, 2, 2), "graph": GRAPH, "table": TABLE},
         {
             "model": (),
             "graph": (),
@@ -212,10 +213,10 @@ CASES = {
             "group": OPTIONAL,
         },
     ),
-    "SAGE": (models.SAGE, MODEL, {**MODEL_KINDS, "batch_norm": FLAG}),
-    "GCN": (models.GCN, MODEL, {**MODEL_KINDS, "batch_norm": FLAG}),
+    "SAGE": (gnn.SAGE, MODEL, {**MODEL_KINDS, "batch_norm": FLAG}),
+    "GCN": (gnn.GCN, MODEL, {**MODEL_KINDS, "batch_norm": FLAG}),
     "GAT": (
-        models.GAT,
+        gnn.GAT,
         MODEL,
         {
             **MODEL_KINDS,
@@ -277,7 +278,7 @@ def names(text, name, value):
 
 def pyg_cases():
     from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore
-    from gcnzc.interop.pyg_door import import_pyg
+    from gcnzc.interop.pyg.importing import import_pyg
 
     data = import_pyg().data.Data(x=TABLE.rows, edge_index=EDGE)
     common = {"is_sorted": FLAG, "transform": OPTIONAL, "tables": (None, {}), "seed": (None, -5)}

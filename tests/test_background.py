@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from gcnzc.background import step_back
+from gcnzc.system.threads import step_back
 
 needs_classes = pytest.mark.skipif(
     not hasattr(os, "SCHED_BATCH"), reason="the system has no classes of threads"

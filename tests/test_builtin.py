@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gcnzc import builtin, data
-from gcnzc.progress import Quiet
+from gcnzc.cli import builtin_graph
+from gcnzc.graph import load
+from gcnzc.train.progress import Quiet
 
 
 @pytest.fixture
@@ -23,14 +24,14 @@ def found(cache: Path) -> set[str]:
 
 
 def test_made_once_and_then_opened(cache):
-    place = builtin.prepared(Quiet())
-    assert place == cache / "gcnzc" / builtin.NAME
+    place = builtin_graph.prepared(Quiet())
+    assert place == cache / "gcnzc" / builtin_graph.NAME
     made = (place / "meta.json").stat().st_mtime_ns
-    assert builtin.prepared(Quiet()) == place
+    assert builtin_graph.prepared(Quiet()) == place
     assert (place / "meta.json").stat().st_mtime_ns == made
-    assert found(cache) == {builtin.NAME}
-    graph = data.load(place)
-    assert graph.name == builtin.NAME
+    assert found(cache) == {builtin_graph.NAME}
+    graph = load.load(place)
+    assert graph.name == builtin_graph.NAME
     # ogbn-arxiv's numbers
     assert (graph.graph.num_nodes, graph.num_classes) == (169_343, 40)
     assert graph.graph.num_edges == 2 * 1_166_243
@@ -42,16 +43,20 @@ def test_made_once_and_then_opened(cache):
 
 def test_a_cache_of_one_s_own(cache, monkeypatch):
     monkeypatch.setenv("GCNZC_CACHE", str(cache / "mine"))
-    assert builtin.folder() == cache / "mine" / builtin.NAME
+    assert builtin_graph.folder() == cache / "mine" / builtin_graph.NAME
 
 
 def test_two_at_once(cache):
-    program = "from gcnzc import builtin, progress; print(builtin.prepared(progress.Quiet()))"
+    program = (
+        "from gcnzc.cli.builtin_graph import prepared\n"
+        "from gcnzc.train.progress import Quiet\n"
+        "print(prepared(Quiet()))"
+    )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     options = {"env": environment, "stdout": subprocess.PIPE, "text": True}
     both = [subprocess.Popen([sys.executable, "-c", program], **options) for _ in range(2)]
     places = [process.communicate()[0].strip() for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert places == [str(builtin.folder())] * 2
-    data.verify(builtin.folder())
-    assert found(cache) == {builtin.NAME}
+    assert places == [str(builtin_graph.folder())] * 2
+    load.verify(builtin_graph.folder())
+    assert found(cache) == {builtin_graph.NAME}

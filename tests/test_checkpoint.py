@@ -10,7 +10,7 @@ import zipfile
 import pytest
 import torch
 
-from gcnzc import checkpoint
+from gcnzc.train import checkpoint
 
 
 def test_what_is_saved_is_loaded(tmp_path):
@@ -99,7 +99,7 @@ def test_another_model_is_named_by_its_first_difference(tmp_path):
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from gcnzc import checkpoint
+from gcnzc.train import checkpoint
 step = 0
 while True:
     weights = torch.full((300_000,), float(step))
@@ -127,7 +127,7 @@ def test_full_disk_keeps_the_old_one(tmp_path):
     program = (
         "import resource, torch, sys, signal\n"
         "from pathlib import Path\n"
-        "from gcnzc import checkpoint\n"
+        "from gcnzc.train import checkpoint\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n"

@@ -13,8 +13,9 @@ import pytest
 import torch
 from tiny_graph import tiny
 
-from gcnzc import train, tune
 from gcnzc.cli import main
+from gcnzc.train import run as train_run
+from gcnzc.tune import choose, machine, search
 
 SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
 SMALL += ["--batch-size", "32", "--lr", "0.01"]
@@ -103,9 +104,9 @@ def test_evaluating_a_run_finds_what_training_found(run, tmp_path, capsys):
 
 def test_a_plan_is_measured_kept_shown_and_used(graph, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tune, "LEAST_S", 0.001)
-    monkeypatch.setattr(tune, "NOISY", float("inf"))
-    monkeypatch.setattr(tune, "ROUNDS", (2, 2))
+    monkeypatch.setattr(machine, "LEAST_S", 0.001)
+    monkeypatch.setattr(choose, "NOISY", float("inf"))
+    monkeypatch.setattr(search, "ROUNDS", (2, 2))
     little = ["--megabytes", "1"]
     capsys.readouterr()
     assert main(["check", *little]) == 0
@@ -161,8 +162,8 @@ def test_a_busy_machine_is_told_of(monkeypatch, capsys):
 def test_a_plan_for_no_graph_where_nothing_can_be_kept(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(tune, "USUAL_BYTES", 1 << 18)
-    monkeypatch.setattr(tune, "LEAST_S", 0.001)
+    monkeypatch.setattr(machine, "USUAL_BYTES", 1 << 18)
+    monkeypatch.setattr(machine, "LEAST_S", 0.001)
     capsys.readouterr()
     words = ["check", "--tune", "--row-bytes", "100", "--fanouts", "2", "--megabytes", "1"]
     assert main(words) == 0
@@ -221,7 +222,7 @@ def test_check_measures(capsys):
 
 
 def test_link_of_a_graph(graph, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gcnzc.link.gpu", lambda: None)
+    monkeypatch.setattr("gcnzc.tune.pcie_bench.gpu", lambda: None)
     capsys.readouterr()
     out = tmp_path / "link.png"
     assert main(["link", str(graph), "--out", str(out), "--split-bytes", "64"]) == 0
@@ -239,7 +240,7 @@ def test_link_of_a_graph(graph, tmp_path, capsys, monkeypatch):
 
 
 def test_link_of_public_graphs(capsys, monkeypatch):
-    monkeypatch.setattr("gcnzc.link.gpu", lambda: None)
+    monkeypatch.setattr("gcnzc.tune.pcie_bench.gpu", lambda: None)
     capsys.readouterr()
     assert main(["link"]) == 0
     told, talk = capsys.readouterr()
@@ -455,7 +456,7 @@ def test_a_gpu_that_fails(message, error, hint, monkeypatch, capsys):
     def fail(*_):
         raise RuntimeError(message)
 
-    monkeypatch.setattr(train, "train", fail)
+    monkeypatch.setattr(train_run, "train", fail)
     assert main(["train", "anywhere"]) == 1
     told = capsys.readouterr().err.splitlines()
     assert told[-2].startswith(error)

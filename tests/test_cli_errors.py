@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from numba import njit
 
-from gcnzc import cli, record, stages, train
-from gcnzc.cli import main
-from gcnzc.config import InfoConfig
+from gcnzc.cli import commands, main
+from gcnzc.cli.commands.data import InfoConfig
 from gcnzc.kernels import compilation
+from gcnzc.system import files
+from gcnzc.train import optimizers, record
+from gcnzc.train import run as train_run
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
@@ -80,7 +82,7 @@ def test_what_nobody_foresaw_is_an_answer_too(graph, monkeypatch, capsys, error)
     def fail(*_):
         raise error
 
-    monkeypatch.setitem(cli.COMMANDS, InfoConfig, fail)
+    monkeypatch.setitem(commands.COMMANDS, InfoConfig, fail)
     text = answer_of(capsys, ["info", graph], 1)
     assert text.startswith(f"error: unexpected {type(error).__name__}:")
     assert "hint: --debug shows the traceback" in text
@@ -90,8 +92,8 @@ def test_what_nobody_foresaw_is_an_answer_too(graph, monkeypatch, capsys, error)
 def test_a_model_that_does_not_fit_is_rejected_before_any_work(
     graph, tmp_path, capsys, monkeypatch, hidden
 ):
-    monkeypatch.setattr(stages, "build_optimizer", lambda *_: pytest.fail("the work began"))
-    monkeypatch.setattr(train, "feature_table", lambda *_: pytest.fail("the work began"))
+    monkeypatch.setattr(optimizers, "build_optimizer", lambda *_: pytest.fail("the work began"))
+    monkeypatch.setattr(train_run, "feature_table", lambda *_: pytest.fail("the work began"))
     words = ["train", graph, *SMALL, "--out", tmp_path / "run", "--hidden", hidden]
     text = answer_of(capsys, words, 1)
     assert re.search("error: not enough memory: this run needs ", text)
@@ -146,8 +148,8 @@ def test_numbers_that_make_no_sense_are_rejected(graph, tmp_path, capsys, words,
 
 
 def test_outputs_are_checked_before_the_work(run, graph, tmp_path, capsys, monkeypatch):
-    for command in cli.COMMANDS:
-        monkeypatch.setitem(cli.COMMANDS, command, lambda *_: pytest.fail("the work began"))
+    for command in commands.COMMANDS:
+        monkeypatch.setitem(commands.COMMANDS, command, lambda *_: pytest.fail("the work began"))
     missing = tmp_path / "missing"
     for words, wrong in (
         (["plot", run, "--out", tmp_path], f"--out: {tmp_path} is a folder"),
@@ -234,7 +236,7 @@ def test_a_long_compilation_is_reported_once(graph, monkeypatch, capsys):
         for function in (lambda x: x + 1, lambda x: x + 2, lambda x: x + 3):
             njit(function)(1)
 
-    monkeypatch.setitem(cli.COMMANDS, InfoConfig, compile_anew)
+    monkeypatch.setitem(commands.COMMANDS, InfoConfig, compile_anew)
     for least_s, reports in ((0.0, 1), (1000.0, 0)):
         monkeypatch.setattr(compilation, "REPORT_S", least_s)
         capsys.readouterr()
@@ -245,14 +247,14 @@ def test_a_long_compilation_is_reported_once(graph, monkeypatch, capsys):
 def test_compiled_kernels_are_not_reported(graph, monkeypatch, capsys):
     compiled = njit(lambda x: x + 1)
     compiled(1)
-    monkeypatch.setitem(cli.COMMANDS, InfoConfig, lambda *_: compiled(1))
+    monkeypatch.setitem(commands.COMMANDS, InfoConfig, lambda *_: compiled(1))
     monkeypatch.setattr(compilation, "REPORT_S", 0.0)
     assert main(["info", str(graph)]) == 0
     assert "compiling" not in capsys.readouterr().err
 
 
 def test_two_processes_do_not_train_in_one_folder(run, capsys):
-    with record.locked_folder(run):
+    with files.locked_folder(run):
         text = answer_of(capsys, ["train", "--resume", run, "--epochs", "3"], 1)
     assert f"error: another process is training in {run}" in text
     assert main(["train", "--resume", str(run), "--epochs", "3"]) == 0
@@ -271,8 +273,8 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", fail)
     for write in (
-        lambda path: record.write_text(path, "x"),
-        lambda path: record.write_array(path, np.ones(3)),
+        lambda path: files.write_text(path, "x"),
+        lambda path: files.write_array(path, np.ones(3)),
         lambda path: record.keep(path, 0),
     ):
         with pytest.raises(OSError, match="No space"):

@@ -9,7 +9,7 @@ import pytest
 from collectives_worker import formula_s
 
 from gcnzc.exchange import Choices, Link, lockstep
-from gcnzc.exchange.timing import ask, request_of
+from gcnzc.exchange.measure import ask, request_of
 
 ALPHA_S, BYTES_PER_S, WORKERS = 1e-3, 1e7, 8
 

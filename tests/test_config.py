@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gcnzc.config import MakeConfig, TrainConfig, from_words, to_words
+from gcnzc.cli.commands.data import MakeConfig
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.options import from_words, to_words
 
 
 def test_a_config_survives_json():

@@ -13,23 +13,17 @@ import pytest
 import torch
 from tiny_graph import Tiny, tiny
 
-from gcnzc.data import (
-    SCALED,
-    Dataset,
-    FeatureDtype,
-    ScaleKind,
-    info,
-    load,
-    prepare,
-    verify,
-)
 from gcnzc.datasets import download, store
 from gcnzc.datasets.meta import checksum_of
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.rows import in_memory
-from gcnzc.edge_split import EdgeShares
-from gcnzc.pairs import LinkSampler
-from gcnzc.table import FeatureTable
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.dataset import Dataset
+from gcnzc.graph.edge_split import EdgeShares
+from gcnzc.graph.load import info, load, verify
+from gcnzc.graph.prepare import prepare
+from gcnzc.graph.stored_features import SCALED, FeatureDtype, ScaleKind
+from gcnzc.sampling.link import LinkSampler
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
@@ -856,7 +850,7 @@ import gzip, json, re, sys, threading, time
 from pathlib import Path
 import numpy as np
 import torch
-from gcnzc.data import load, prepare
+from gcnzc import load, prepare
 from gcnzc.datasets import ogb
 from gcnzc.datasets.rows import Rows
 
@@ -947,7 +941,7 @@ def test_memory_does_not_grow_with_a_large_table(tmp_path: Path, form: str, mega
 KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
-from gcnzc.data import prepare
+from gcnzc import prepare
 
 raw, dest = Path(sys.argv[1]), Path(sys.argv[2])
 

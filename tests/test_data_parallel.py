@@ -14,15 +14,18 @@ from torch import nn
 from training import saved, train_as_worker
 
 import gcnzc
-from gcnzc import FeatureTable, Graph, Loader, builtin, cli, launch, models, prepare
-from gcnzc import train as trainer
-from gcnzc.config import TrainConfig
+from gcnzc import FeatureTable, Graph, Loader, cli, prepare
+from gcnzc.cli import builtin_graph, launch
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep
+from gcnzc.models import gnn
 from gcnzc.optim import Averaged
-from gcnzc.tally import seeds_checksum
-from gcnzc.timeline import Span, everybodys_spans
-from gcnzc.train import train
+from gcnzc.system.spans import Span
+from gcnzc.train import run_folder
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.epoch_stats import seeds_checksum
+from gcnzc.train.run import train
+from gcnzc.train.tracing import everybodys_spans
 
 STEPS, TOTAL = 30, 48
 COUNT, COLUMNS, CLASSES = 300, 6, 4
@@ -102,7 +105,7 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("kind", [models.SAGE, models.GCN, models.GAT])
+@pytest.mark.parametrize("kind", [gnn.SAGE, gnn.GCN, gnn.GAT])
 @pytest.mark.parametrize("inner", INNER)
 def test_shares_equal_the_whole(kind, inner, graph):
     # the embedding is sparse where the optimizer takes that
@@ -129,9 +132,9 @@ def test_shares_equal_the_whole(kind, inner, graph):
 
 def test_a_sparse_embedding_of_nodes(graph):
     plain = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
-    expected = build(models.SAGE, sparse=True)
+    expected = build(gnn.SAGE, sparse=True)
     lockstep([steps(graph, expected, plain, 0, 1)])
-    replicas = [build(models.SAGE, sparse=True) for _ in range(3)]
+    replicas = [build(gnn.SAGE, sparse=True) for _ in range(3)]
     lockstep([steps(graph, model, plain, rank, 3) for rank, model in enumerate(replicas)])
     for model in replicas:
         for found, right in zip(model.parameters(), expected.parameters(), strict=True):
@@ -362,7 +365,7 @@ def wait_for_record(run, tmp_path):
 def choose_folder_with_errors(folder, words):
     """`gcnzc train` without --out, three times; something fails on rank 1, 0 and 1."""
     os.chdir(folder)
-    rank, usual = int(os.environ["RANK"]), (trainer.new_folder, builtin.prepared)
+    rank, usual = int(os.environ["RANK"]), (run_folder.new_folder, builtin_graph.prepared)
     outcomes = []
     for name, data, culprit in (("folder", words[1:2], 1), ("folder", words[1:2], 0), ("", [], 1)):
 
@@ -372,11 +375,11 @@ def choose_folder_with_errors(folder, words):
         def find(reporter):
             return fail() if rank == 1 else Path(words[1])
 
-        trainer.new_folder, builtin.prepared = usual
+        run_folder.new_folder, builtin_graph.prepared = usual
         if name and rank == culprit:
-            trainer.new_folder = fail
+            run_folder.new_folder = fail
         if not name:
-            builtin.prepared = find
+            builtin_graph.prepared = find
         began = time.monotonic()
         status = cli.main(["train", *map(str, [*data, *words[2:]])])
         outcomes.append((status, time.monotonic() - began))

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from gcnzc import decoders
-from gcnzc.decoders import Dot, HadamardMLP, LinkModel
-from gcnzc.graph import Graph
-from gcnzc.layerwise import inference
-from gcnzc.models import SAGE
-from gcnzc.pairs import LinkSampler
-from gcnzc.table import FeatureTable
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.models import link
+from gcnzc.models.gnn import SAGE
+from gcnzc.models.link import Dot, HadamardMLP, LinkModel
+from gcnzc.sampling.link import LinkSampler
+from gcnzc.train.inference import inference
 
 
 @pytest.fixture(params=["dot", "mlp"])
@@ -49,7 +49,7 @@ def test_a_batch_s_logits_are_those_of_its_seeds(model):
 
 @pytest.mark.parametrize("at_once", [1, 7, 10**6])
 def test_scores_in_parts(at_once, model, monkeypatch):
-    monkeypatch.setattr(decoders, "PAIRS", at_once)
+    monkeypatch.setattr(link, "PAIRS", at_once)
     rows = torch.randn(20, 8)
     sources, targets = torch.randint(0, 20, (2, 13))
     model.train()

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc import driver as cuda
-from gcnzc.driver import Driver
-from gcnzc.mappings import PAGE_BYTES as PAGE
-from gcnzc.table import FeatureTable
+from gcnzc.features.table import FeatureTable
+from gcnzc.system import cuda_driver as cuda
+from gcnzc.system.cuda_driver import Driver
+from gcnzc.system.host_memory import PAGE_BYTES as PAGE
 
 # an address and a size that do not fit into 32 bits
 ADDRESS, BYTES = 0x7F12_3456_7000, 48 << 30

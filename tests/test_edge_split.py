@@ -6,9 +6,9 @@ import torch
 from tiny_graph import tiny
 
 from gcnzc import load, prepare
-from gcnzc.data import info, verify
-from gcnzc.edge_split import EdgeShares, split_edges, with_sorted_columns
-from gcnzc.graph import Graph
+from gcnzc.graph.edge_split import EdgeShares, split_edges, with_sorted_columns
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.load import info, verify
 
 PARTS = ("train", "valid", "test")
 

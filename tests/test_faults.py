@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcnzc import data as graphs
+from gcnzc.graph import load
 
 TIMES = {"sample_s", "gather_s", "compute_s", "wait_s", "epoch_s", "evaluate_s"}
 OPTIONS = ["--epochs", "4", "--batch-size", "64", "--fanouts", "5,5", "--layers", "2"]
@@ -134,10 +134,10 @@ def test_killed_while_preparing(kills, graph, tmp_path):
         else:
             seconds = min(seconds, took)
         if dest.exists():
-            graphs.verify(dest)
+            load.verify(dest)
             for path in sorted(dest.rglob("*"), reverse=True):
                 path.unlink() if path.is_file() else path.rmdir()
             dest.rmdir()
     finish("prepare", source, dest)
-    graphs.verify(dest)
+    load.verify(dest)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["prepared", "whole"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gcnzc.finite import are_finite
+from gcnzc.kernels.finite import are_finite
 
 WRONG = [float("nan"), float("inf"), -float("inf")]
 

@@ -1,7 +1,8 @@
 import torch
 from torch import nn
 
-from gcnzc.flat import FlatVector, by_kind, hash_of, layout
+from gcnzc.exchange.layout import by_kind, hash_of, layout
+from gcnzc.optim.flat import FlatVector
 
 
 def model():

@@ -6,7 +6,7 @@ import pytest
 import scipy.sparse
 import torch
 
-from gcnzc.graph import Graph
+from gcnzc.graph.graph import Graph
 from gcnzc.interop.dgl import import_dgl
 
 RNG = np.random.default_rng(0)
@@ -263,7 +263,7 @@ def test_from_pyg_without_edges():
 
 
 def test_from_pyg_of_several_types():
-    pyg = pytest.importorskip("gcnzc.interop.pyg_door").import_pyg()
+    pyg = pytest.importorskip("gcnzc.interop.pyg.importing").import_pyg()
     data = pyg.data.HeteroData()
     data["a"].x, data["b"].x = torch.zeros(2, 1), torch.zeros(3, 1)
     data["a", "to", "b"].edge_index = torch.tensor([[0, 1], [1, 2]])

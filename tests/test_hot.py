@@ -16,16 +16,22 @@ from test_cli import said
 from tiny_graph import tiny
 
 import gcnzc
-from gcnzc import hot, peers, record
 from gcnzc.cli import main
-from gcnzc.config import EvaluateConfig, TrainConfig, hot_size
+from gcnzc.cli.reports import cache as reports_cache
 from gcnzc.datasets.generate import Shape, make
-from gcnzc.graph import Graph
-from gcnzc.kernels.gather_gpu import hot_rows
-from gcnzc.loader import Loader
-from gcnzc.sampler import Sampler
-from gcnzc.table import FeatureTable, pinned
-from gcnzc.train import evaluate, train
+from gcnzc.features import access_counts, cache, cache_counters, peer_memory
+from gcnzc.features.table import FeatureTable, pinned
+from gcnzc.graph.graph import Graph
+from gcnzc.kernels.gather.cached_rows import hot_rows
+from gcnzc.loader import presampling
+from gcnzc.loader.loader import Loader
+from gcnzc.sampling.neighbor import Sampler
+from gcnzc.train import record
+from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.evaluation import evaluate
+from gcnzc.train.options import hot_size
+from gcnzc.train.run import train
+from gcnzc.tune import cache_forecast
 
 SHARES = [0.01, 0.05, 0.2]
 REAL = ["amazon_computers", "tolokers", "ogbn_arxiv_structure"]
@@ -66,18 +72,18 @@ def sizes_of(graph):
 
 def check_prediction(graph, seeds, fanouts, batch_size, batches=100):
     """By both rankings, at every size; what is measured is what a run's table counts."""
-    counted = hot.presample(graph, seeds, fanouts, batch_size, batches=batches)
+    counted = presampling.presample(graph, seeds, fanouts, batch_size, batches=batches)
     sizes, degrees = sizes_of(graph), graph.in_degrees()
     loader = Loader(graph, None, seeds, fanouts, batch_size)
-    fresh = hot.needed(loader, max(20, len(loader)))
+    fresh = presampling.needed(loader, max(20, len(loader)))
     found = {
         "presampled": (
             counted.hit_rates(sizes),
-            hot.hit_rates_of(hot.ranked(counted.scores), fresh, sizes),
+            access_counts.hit_rates_of(access_counts.ranked(counted.scores), fresh, sizes),
         ),
         "in-degree": (
             counted.hit_rates_by(degrees, sizes),
-            hot.hit_rates_of(hot.ranked(degrees), fresh, sizes),
+            access_counts.hit_rates_of(access_counts.ranked(degrees), fresh, sizes),
         ),
     }
     for name, (predicted, measured) in found.items():
@@ -106,20 +112,20 @@ def test_few_minibatches_promise_no_more_than_they_keep(kind, graphs):
     graph, seeds = graphs(kind)
     found = check_prediction(graph, seeds, [5, 5], 64, batches=20)
     # the minibatches that choose a set look well on it: they would promise far too much
-    counted = hot.presample(graph, seeds, [5, 5], 64, batches=20)
+    counted = presampling.presample(graph, seeds, [5, 5], 64, batches=20)
     counts = counted.halves[0] + counted.halves[1]
-    flattered = hot.hit_rates_of(hot.ranked(counts), counts, sizes_of(graph))
+    flattered = access_counts.hit_rates_of(access_counts.ranked(counts), counts, sizes_of(graph))
     measured = found["presampled"][1]
     assert max(one - other for one, other in zip(flattered, measured, strict=True)) > 0.03
 
 
 def test_few_minibatches_do_not_rank_by_chance(graphs):
     graph, seeds = graphs("rmat")
-    counted = hot.presample(graph, seeds, [5, 5], 64, batches=4)
-    fresh = hot.needed(Loader(graph, None, seeds, [5, 5], 64), 100)
+    counted = presampling.presample(graph, seeds, [5, 5], 64, batches=4)
+    fresh = presampling.needed(Loader(graph, None, seeds, [5, 5], 64), 100)
     counts = counted.halves[0] + counted.halves[1]
     plain, mine, degree = (
-        hot.hit_rates_of(hot.ranked(scores), fresh, [12_000])[0]
+        access_counts.hit_rates_of(access_counts.ranked(scores), fresh, [12_000])[0]
         for scores in (counts, counted.scores, graph.in_degrees())
     )
     assert mine > plain + 0.2
@@ -135,9 +141,9 @@ def test_many_minibatches_know_more_than_degrees():
         torch.cat([ends[:, 0], more[:, 0]]), torch.cat([ends[:, 1], more[:, 1]]), 100
     )
     seeds = torch.arange(20, 60)
-    counted = hot.presample(graph, seeds, [10], batch_size=4, batches=40)
-    assert sorted(hot.ranked(counted.scores)[:10].tolist()) == list(range(90, 100))
-    assert sorted(hot.ranked(graph.in_degrees())[:10].tolist()) == list(range(10))
+    counted = presampling.presample(graph, seeds, [10], batch_size=4, batches=40)
+    assert sorted(access_counts.ranked(counted.scores)[:10].tolist()) == list(range(90, 100))
+    assert sorted(access_counts.ranked(graph.in_degrees())[:10].tolist()) == list(range(10))
     # four seeds and ten neighbours
     assert counted.nodes_per_batch == 14
     assert counted.hit_rates([10]) == [10 / 14]
@@ -150,9 +156,9 @@ def test_many_minibatches_know_more_than_degrees():
 
 def test_counting_depends_on_the_seed_alone(small):
     graph, seeds = small
-    one = hot.presample(graph, seeds, [5, 5], 64, seed=3, batches=20, threads=1)
-    again = hot.presample(graph, seeds, [5, 5], 64, seed=3, batches=20, threads=5)
-    other = hot.presample(graph, seeds, [5, 5], 64, seed=4, batches=20)
+    one = presampling.presample(graph, seeds, [5, 5], 64, seed=3, batches=20, threads=1)
+    again = presampling.presample(graph, seeds, [5, 5], 64, seed=3, batches=20, threads=5)
+    other = presampling.presample(graph, seeds, [5, 5], 64, seed=4, batches=20)
     assert torch.equal(one.scores, again.scores)
     for place in (0, 1):
         assert torch.equal(one.halves[place], again.halves[place])
@@ -171,7 +177,7 @@ def test_counted_minibatches_are_neither_the_runs_nor_each_others(small, monkeyp
 
     monkeypatch.setattr(Sampler, "sample", watched)
     # more than an order of the seeds in each half: 63 minibatches
-    hot.presample(graph, seeds, [5, 5], 64, seed=3, batches=140)
+    presampling.presample(graph, seeds, [5, 5], 64, seed=3, batches=140)
     assert {len(each) for _, _, each in drawn} == {64, 4000 % 64}
     keys, epochs, batches = zip(*drawn, strict=True)
     assert set(keys).isdisjoint({3})
@@ -183,12 +189,14 @@ def test_counted_minibatches_are_neither_the_runs_nor_each_others(small, monkeyp
 def test_minibatches_of_all_training_nodes(small):
     # an epoch of one minibatch: every training node is in each
     graph, seeds = small
-    counted = hot.presample(graph, seeds, [2], batch_size=len(seeds), batches=6)
+    counted = presampling.presample(graph, seeds, [2], batch_size=len(seeds), batches=6)
     assert all((half[seeds] == 3).all() for half in counted.halves)
-    fresh = hot.needed(Loader(graph, None, seeds, [2], len(seeds)), 3)
+    fresh = presampling.needed(Loader(graph, None, seeds, [2], len(seeds)), 3)
     assert (fresh[seeds] == 3).all()
     (predicted,) = counted.hit_rates([len(seeds)])
-    (measured,) = hot.hit_rates_of(hot.ranked(counted.scores), fresh, [len(seeds)])
+    (measured,) = access_counts.hit_rates_of(
+        access_counts.ranked(counted.scores), fresh, [len(seeds)]
+    )
     assert abs(predicted - measured) < 0.01
 
 
@@ -206,7 +214,7 @@ def test_what_cannot_be_counted(options, message, small):
     graph, seeds = small
     given = {"seeds": seeds, "fanouts": [5], "batch_size": 64} | options
     with pytest.raises(ValueError, match=message):
-        hot.presample(graph, **given)
+        presampling.presample(graph, **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.float64])
@@ -232,7 +240,7 @@ def test_a_cached_table_gathers_the_same_rows(share, dtype, small):
         assert counters.hit_rate == 1.0
     assert repr(mine) == f"CachedTable({table!r}, {mine.num_hot} hot rows counted)"
     mine.reset_counters()
-    assert mine.counters() == hot.Counters(0, 0, 6 * dtype.itemsize)
+    assert mine.counters() == cache_counters.Counters(0, 0, 6 * dtype.itemsize)
     assert mine.counters().hit_rate == 0.0
 
 
@@ -259,7 +267,7 @@ def test_sizes_in_bytes(device):
     rows = torch.zeros(1000, 100)
     table, scores = FeatureTable(rows), torch.rand(1000)
     for num_hot in (1, 10, 1000):
-        num_bytes = hot.hot_bytes(table, num_hot)
+        num_bytes = cache.hot_bytes(table, num_hot)
         mine = gcnzc.cached(table, num_bytes, scores, device="cpu")
         assert mine.num_hot == num_hot
         assert mine.hot_nbytes == num_bytes
@@ -329,12 +337,12 @@ def test_a_loader_gathers_and_counts(threads, small):
     assert (counters.rows, counters.hits) == (rows, hits)
     assert abs(counters.hit_rate - mine.predicted_hit_rate) < 0.03
     # what the counts of minibatches say is what the table saw
-    fresh = hot.needed(
+    fresh = presampling.needed(
         Loader(graph, None, seeds, **options), len(Loader(graph, None, seeds, **options))
     )
-    assert hot.hit_rates_of(hot.ranked(counted.scores), fresh, [mine.num_hot]) == [
-        counters.hit_rate
-    ]
+    assert access_counts.hit_rates_of(
+        access_counts.ranked(counted.scores), fresh, [mine.num_hot]
+    ) == [counters.hit_rate]
 
 
 class Slow(int):
@@ -346,7 +354,7 @@ class Slow(int):
 
 
 def test_threads_lose_no_count():
-    tally, begin = hot._Tally(), threading.Barrier(8)
+    tally, begin = cache_counters.Tally(), threading.Barrier(8)
 
     def add_often(_):
         begin.wait()
@@ -372,7 +380,7 @@ def test_copies_are_what_is_gathered(device):
 
 
 def test_hits_on_several_streams_add_up():
-    tally = hot._Tally()
+    tally = cache_counters.Tally()
     for _ in range(3):
         tally.add(5, torch.tensor(2))
     tally.add(4, 1)
@@ -407,7 +415,7 @@ def test_a_split_set_gathers_the_same_rows(dtype, gpus, small):
     table = FeatureTable((100 * table_for(graph).rows).to(dtype))
     scores = torch.rand(graph.num_nodes)
     mine = gcnzc.cached(table, 0.2, scores, devices=["cpu"] * gpus)
-    own = hot.ranked(scores)[: mine.num_hot : gpus]
+    own = access_counts.ranked(scores)[: mine.num_hot : gpus]
     asked = hits = peer_hits = 0
     for count in (0, 1, 5000):
         for kind in (torch.int32, torch.int64):
@@ -417,7 +425,7 @@ def test_a_split_set_gathers_the_same_rows(dtype, gpus, small):
             hits += int(found.sum())
             peer_hits += int((found & ~torch.isin(ids, own)).sum())
     row_bytes = 6 * dtype.itemsize
-    assert mine.counters() == hot.Counters(asked, hits, row_bytes, peer_hits)
+    assert mine.counters() == cache_counters.Counters(asked, hits, row_bytes, peer_hits)
     assert mine.counters().own_hit_rate == (hits - peer_hits) / asked
     assert mine.counters().bytes_saved == hits * row_bytes
     assert repr(mine).endswith(f"{mine.num_hot} hot rows split over {gpus} GPUs, counted)")
@@ -426,7 +434,7 @@ def test_a_split_set_gathers_the_same_rows(dtype, gpus, small):
     assert mine.peer_hits(torch.tensor([0, graph.num_nodes])) == 0
     assert mine.counters().rows == asked
     mine.reset_counters()
-    assert mine.counters() == hot.Counters(0, 0, row_bytes)
+    assert mine.counters() == cache_counters.Counters(0, 0, row_bytes)
     assert mine.counters().own_hit_rate == 0.0
 
 
@@ -439,7 +447,7 @@ def test_a_set_of_one_gpu_is_not_split():
         ),
     ):
         mine.gather(torch.arange(50))
-        assert mine.counters() == hot.Counters(50, 10, 12, peer_hits=0)
+        assert mine.counters() == cache_counters.Counters(50, 10, 12, peer_hits=0)
         assert mine.gpus == 1
 
 
@@ -449,20 +457,20 @@ def test_copies_of_several_gpus_are_what_is_gathered(monkeypatch):
     table, scores = FeatureTable(torch.randn(200, 30)), torch.rand(200)
     mine = gcnzc.cached(table, 0.3, scores, devices=["cpu"] * 3)
     places = [torch.device("cpu")] * 3
-    copies = peers.split(table.rows, hot.ranked(scores)[:60], places, FakePeers())
+    copies = peer_memory.split(table.rows, access_counts.ranked(scores)[:60], places, FakePeers())
     before, ids = table.rows.clone(), torch.randint(200, (500,))
     table.rows[mine.hot] = 0
     counted = mine.peer_hits(ids)
     for number, first in enumerate(copies):
         others = tuple(each for each in copies if each is not first)
-        again = replace(mine, copies=first, others=others, _peer_tally=hot._Tally())
+        again = replace(mine, copies=first, others=others, _peer_tally=cache_counters.Tally())
         again.reset_counters()
-        assert again.hot_nbytes == first.nbytes == hot.hot_bytes(table, 60, 3)
+        assert again.hot_nbytes == first.nbytes == cache.hot_bytes(table, 60, 3)
         assert torch.equal(again.gather(ids), before[ids])
-        own = hot.ranked(scores)[number:60:3]
+        own = access_counts.ranked(scores)[number:60:3]
         hits = int(torch.isin(ids, mine.hot).sum())
         peer_hits = hits - int(torch.isin(ids, own).sum())
-        assert again.counters() == hot.Counters(500, hits, 120, peer_hits)
+        assert again.counters() == cache_counters.Counters(500, hits, 120, peer_hits)
         # by bits, and by slots
         assert number > 0 or peer_hits == counted
 
@@ -482,7 +490,7 @@ def test_processes_split_a_set(of, small):
     for number, share in enumerate(shares):
         mine = share.joined(sent[::-1])
         assert torch.equal(mine.hot, whole.hot)
-        own = hot.ranked(counted.scores)[number : mine.num_hot : of]
+        own = access_counts.ranked(counted.scores)[number : mine.num_hot : of]
         assert (mine.hits(own), mine.peer_hits(own)) == (len(own), 0)
         assert mine.predicted_hit_rate == pytest.approx(whole.predicted_hit_rate, rel=1e-12)
         loader = Loader(graph, mine, seeds, **options, rank=number, world_size=of)
@@ -502,15 +510,15 @@ def test_processes_split_a_set(of, small):
 @pytest.mark.parametrize("gpus", [2, 8])
 def test_every_gpu_has_as_much_of_what_is_hot(gpus, small):
     graph, seeds = small
-    counted = hot.presample(graph, seeds, [5, 5], 64, batches=20)
+    counted = presampling.presample(graph, seeds, [5, 5], 64, batches=20)
     sizes, degrees = [600, 6000], graph.in_degrees()
-    fresh = hot.needed(Loader(graph, None, seeds, [5, 5], 64), 60)
+    fresh = presampling.needed(Loader(graph, None, seeds, [5, 5], 64), 60)
     for rates, own in (
         (counted.hit_rates(sizes), counted.own_hit_rates(sizes, gpus)),
         (counted.hit_rates_by(degrees, sizes), counted.own_hit_rates_by(degrees, sizes, gpus)),
         (
-            hot.hit_rates_of(hot.ranked(degrees), fresh, sizes),
-            hot.own_hit_rates_of(hot.ranked(degrees), fresh, sizes, gpus),
+            access_counts.hit_rates_of(access_counts.ranked(degrees), fresh, sizes),
+            access_counts.own_hit_rates_of(access_counts.ranked(degrees), fresh, sizes, gpus),
         ),
     ):
         for rate, of_gpus in zip(rates, own, strict=True):
@@ -524,14 +532,14 @@ def test_sizes_of_split_sets():
     table, scores = FeatureTable(torch.zeros(1000, 100)), torch.rand(1000)
     for gpus in (1, 2, 3):
         # bytes are of each GPU, a share is of the whole set
-        num_bytes = hot.hot_bytes(table, 50)
+        num_bytes = cache.hot_bytes(table, 50)
         mine = gcnzc.cached(table, num_bytes, scores, devices=["cpu"] * gpus)
         assert mine.num_hot == 50 * gpus
         assert mine.hot_nbytes == num_bytes
         mine = gcnzc.cached(table, 0.2, scores, devices=["cpu"] * gpus)
         assert mine.num_hot == 200
         most = -(-200 // gpus)
-        assert mine.hot_nbytes == hot.hot_bytes(table, most) == hot.hot_bytes(table, 200, gpus)
+        assert mine.hot_nbytes == cache.hot_bytes(table, most) == cache.hot_bytes(table, 200, gpus)
         assert gcnzc.cached(table, 10**9, scores, devices=["cpu"] * gpus).num_hot == 1000
 
 
@@ -571,7 +579,7 @@ def test_layer_wise_inference_takes_a_cached_table(small):
     graph, _ = small
     table = table_for(graph)
     mine = gcnzc.cached(table, 0.2, graph.in_degrees(), device="cpu")
-    model, nodes = gcnzc.models.SAGE(6, 8, 3, num_layers=2), torch.arange(50)
+    model, nodes = gcnzc.models.gnn.SAGE(6, 8, 3, num_layers=2), torch.arange(50)
     found = gcnzc.inference(model, graph, mine, nodes=nodes)
     assert torch.equal(found, gcnzc.inference(model, graph, table, nodes=nodes))
 
@@ -581,7 +589,7 @@ def test_sparse_rows_on_the_host():
     dense = torch.randn(50, 8).relu()
     mine = gcnzc.cached(FeatureTable(dense.to_sparse_csr()), 0.5, torch.rand(50), device="cpu")
     assert torch.equal(mine.gather(torch.arange(50)), dense)
-    assert mine.counters() == hot.Counters(50, 25, 32)
+    assert mine.counters() == cache_counters.Counters(50, 25, 32)
 
 
 @pytest.mark.parametrize(
@@ -637,7 +645,7 @@ def test_training_reports_the_hits(hot_by, folder, tmp_path):
     seeds = data.split["train"]
     ranking = data.graph.in_degrees()
     if hot_by == "presampled":
-        counted = hot.presample(data.graph, seeds, [3, 3], 128)
+        counted = presampling.presample(data.graph, seeds, [3, 3], 128)
         ranking = counted.scores
         assert line["predicted_hit_rate"] == counted.hit_rates([300])[0]
         assert abs(line["predicted_hit_rate"] - line["hit_rate"]) < 0.03
@@ -647,8 +655,8 @@ def test_training_reports_the_hits(hot_by, folder, tmp_path):
     hits = rows = 0
     for told in lines:
         loader.set_epoch(told["epoch"])
-        counts = hot.needed(loader, len(loader))
-        mine = int(counts[hot.ranked(ranking)[:300]].sum())
+        counts = presampling.needed(loader, len(loader))
+        mine = int(counts[access_counts.ranked(ranking)[:300]].sum())
         assert told["hit_rate"] == mine / int(counts.sum())
         assert told["bytes_saved"] == mine * 48
         hits, rows = hits + mine, rows + int(counts.sum())
@@ -657,7 +665,7 @@ def test_training_reports_the_hits(hot_by, folder, tmp_path):
 
 
 def test_the_tally_of_a_resumed_epoch_goes_on():
-    from gcnzc.tally import Tally
+    from gcnzc.train.epoch_stats import Tally
 
     tally = Tally(torch.device("cpu"))
     tally.hits += 5
@@ -683,16 +691,18 @@ def test_plan_cache(folder, tmp_path, capsys):
     found = json.loads(told)
     assert told.count("\n") == 1
     assert (found["data"], found["fanouts"], found["batches"]) == ("raw", [3, 3], 40)
-    assert [line["share"] for line in found["sizes"]] == list(hot.SHARES)
+    assert [line["share"] for line in found["sizes"]] == list(cache_forecast.SHARES)
     assert [line["rows"] for line in found["sizes"]] == [15, 30, 60, 150, 300, 600, 1500]
     assert found["row_bytes"] == 48
     assert found["bytes_per_batch"] == round(48 * found["nodes_per_batch"])
     data = gcnzc.load(folder)
-    counted = hot.presample(data.graph, data.split["train"], [3, 3], 128, seed=1, batches=40)
+    counted = presampling.presample(
+        data.graph, data.split["train"], [3, 3], 128, seed=1, batches=40
+    )
     for line, before in zip(found["sizes"], plain["sizes"], strict=True):
         assert line["memory_bytes"] == 4 * 3000 + 256 * line["rows"]
         # rows of 48 B side by side begin on any multiple of 16 B, and may lie in two lines
-        for name in hot.RANKINGS:
+        for name in access_counts.RANKINGS:
             figures = line[name]
             rate = figures["predicted_hit_rate"]
             assert abs(rate - figures.pop("measured_hit_rate")) < 0.03
@@ -712,14 +722,14 @@ def test_plan_cache(folder, tmp_path, capsys):
 def test_a_plan_for_several_gpus(folder):
     data = gcnzc.load(folder)
     seeds, degrees = data.split["train"], data.graph.in_degrees()
-    counted = hot.presample(data.graph, seeds, [3, 3], 128, batches=40)
-    fresh = hot.needed(Loader(data.graph, None, seeds, [3, 3], 128), 40)
-    one = hot.plan(counted, data.table, degrees, fresh)
-    found = hot.plan(counted, data.table, degrees, fresh, gpus=4)
+    counted = presampling.presample(data.graph, seeds, [3, 3], 128, batches=40)
+    fresh = presampling.needed(Loader(data.graph, None, seeds, [3, 3], 128), 40)
+    one = cache_forecast.plan(counted, data.table, degrees, fresh)
+    found = cache_forecast.plan(counted, data.table, degrees, fresh, gpus=4)
     assert (one["gpus"], found["gpus"]) == (1, 4)
     for line, alone in zip(found["sizes"], one["sizes"], strict=True):
-        assert line["memory_bytes"] == hot.hot_bytes(data.table, -(-line["rows"] // 4))
-        for name in hot.RANKINGS:
+        assert line["memory_bytes"] == cache.hot_bytes(data.table, -(-line["rows"] // 4))
+        for name in access_counts.RANKINGS:
             figures = line[name]
             for how in ("predicted", "measured"):
                 rate, own = figures[f"{how}_hit_rate"], figures.pop(f"{how}_own_hit_rates")
@@ -731,16 +741,16 @@ def test_a_plan_for_several_gpus(folder):
             assert figures == alone[name]
         own = counted.own_hit_rates([line["rows"]], 4)[0]
         assert sum(own) == pytest.approx(line["presampled"]["predicted_hit_rate"], rel=1e-9)
-    found = hot.plan(counted, data.table, degrees, gpus=4)
+    found = cache_forecast.plan(counted, data.table, degrees, gpus=4)
     assert json.loads(json.dumps(found)) == found
-    told = hot.lines(found)
+    told = reports_cache.lines(found)
     assert "a hot set that 4 GPUs split keeps off the bus" in told[0]
     assert "memory a GPU" in told[1]
     assert told[1].count("of it by peers") == 2
     peer = found["sizes"][-1]["presampled"]["predicted_peer_hit_rate"]
     assert told[-1].split()[-2] == f"{peer:.1%}"
     # of one GPU nothing is told apart
-    assert "peers" not in "".join(hot.lines(one))
+    assert "peers" not in "".join(reports_cache.lines(one))
 
 
 def test_plan_cache_of_a_graph_without_features(tmp_path, capsys):

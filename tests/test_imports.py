@@ -10,100 +10,85 @@ from pathlib import Path
 
 import pytest
 
+from gcnzc._moved import MOVED
+
 ROOT = Path(__file__).parents[1]
 
-# a room, and what it may import besides itself and the standard library
-ROOMS = {
+# a package, and the packages of the project that its modules may import
+EVERY_LIBRARY = {"kernels", "datasets", "system", "exchange", "compress", "optim", "features"}
+EVERY_LIBRARY |= {"graph", "sampling", "loader", "models", "interop", "tune"}
+MAY_IMPORT = {
+    "kernels": set(),
+    "datasets": set(),
+    "system": {"kernels"},
+    # network: any nn.Module, no graphs
+    "exchange": {"system"},
+    "compress": {"exchange", "system", "kernels"},
+    "optim": {"compress", "exchange", "system", "kernels"},
+    # graphs: no network
+    "features": {"system", "kernels"},
+    "graph": {"features", "datasets", "system", "kernels"},
+    "sampling": {"graph", "system", "kernels"},
+    "loader": {"sampling", "features", "graph", "system", "kernels"},
+    "models": {"sampling", "system", "kernels"},
+    "interop": {"loader", "sampling", "features", "graph", "system", "kernels"},
+    "tune": {"loader", "sampling", "features", "graph", "datasets", "system", "kernels"},
+    # what joins the two
+    "train": EVERY_LIBRARY,
+    "cli": EVERY_LIBRARY | {"train"},
+}
+# which know nothing of each other, by whatever path of imports
+NETWORK = {"exchange", "compress", "optim"}
+GRAPHS = {"graph", "features", "sampling", "loader", "models", "interop", "tune", "datasets"}
+# modules beside the packages, which any may import
+SHARED = {"_allocation", "_lazy", "_moved", "_version"}
+# the packages at the root, and what they may import besides the standard library
+LIBRARIES = {
     "kernels": {"torch", "triton", "numba", "numpy", "llvmlite"},
     "datasets": {"numpy", "pandas", "scipy", "sklearn", "threadpoolctl", "torch"},
 }
-# a module of gcnzc may import those before it
-ORDER = [
-    "_allocation",
-    "_version",
-    "finite",
-    "scalars",
-    "arguments",
-    "background",
-    "streams",
-    "exchange",
-    "flat",
-    "replicas",
-    "together",
-    "compress",
-    "optim",
-    "graph",
-    "wire",
-    "driver",
-    "mappings",
-    "locking",
-    "table",
-    "edge_split",
-    "data",
-    "shared",
-    "timeline",
-    "tally",
-    "sampler",
-    "pairs",
-    "transfer",
-    "loader",
-    "peers",
-    "hot",
-    "layers",
-    "models",
-    "decoders",
-    "layerwise",
-    "interop",
-    "config",
-    "record",
-    "progress",
-    "picture",
-    "metrics",
-    "checkpoint",
-    "shapes",
-    "nvml",
-    "plan",
-    "link",
-    "stages",
-    "memory",
-    "methods",
-    "tasks",
-    "tune",
-    "network_plan",
-    "worker_states",
-    "train",
-    "builtin",
-    "check",
-    "launch",
-    "cli",
-]
 # an outside thing, and the modules that may open its door
 DOORS = {
-    "torch.distributed": {"gcnzc/exchange/group.py", "gcnzc/launch.py"},
-    "torch.distributed.elastic": {"gcnzc/launch.py"},
-    "torch.distributed.launcher": {"gcnzc/launch.py"},
-    "dgl": {"gcnzc/interop/dgl_door.py"},
-    "torch_geometric": {"gcnzc/interop/pyg_door.py"},
+    "torch.distributed": {
+        *(f"gcnzc/exchange/{name}.py" for name in ("group", "process_group", "start")),
+        "gcnzc/cli/launch.py",
+    },
+    "torch.distributed.elastic": {"gcnzc/cli/launch.py"},
+    "torch.distributed.launcher": {"gcnzc/cli/launch.py"},
+    "dgl": {"gcnzc/interop/dgl/importing.py"},
+    "torch_geometric": {"gcnzc/interop/pyg/importing.py"},
     "lightning": {"gcnzc/interop/lightning.py"},
     "pytorch_lightning": {"gcnzc/interop/lightning.py"},
-    "torch.cuda.Stream": {"gcnzc/streams.py"},
-    "torch.cuda.Event": {"gcnzc/streams.py", "gcnzc/link.py"},
-    "torch.cuda.stream": {"gcnzc/streams.py"},
+    "torch.cuda.Stream": {"gcnzc/system/streams.py"},
+    "torch.cuda.Event": {"gcnzc/system/streams.py", "gcnzc/tune/pcie_bench.py"},
+    "torch.cuda.stream": {"gcnzc/system/streams.py"},
     "torch.cuda.current_stream": {
-        "gcnzc/exchange/group.py",
-        "gcnzc/streams.py",
-        "gcnzc/hot.py",
-        "gcnzc/link.py",
+        "gcnzc/exchange/process_group.py",
+        "gcnzc/system/streams.py",
+        "gcnzc/features/cache_counters.py",
+        "gcnzc/tune/pcie_bench.py",
     },
-    "matplotlib": {"gcnzc/picture.py"},
-    "rich": {"gcnzc/progress.py"},
-    "tyro": {"gcnzc/config.py", "gcnzc/cli.py"},
+    "matplotlib": {"gcnzc/train/plots.py", "gcnzc/cli/plots.py"},
+    "rich": {"gcnzc/train/progress.py"},
+    "tyro": {
+        "gcnzc/train/config.py",
+        "gcnzc/train/options.py",
+        "gcnzc/cli/parser.py",
+        *(
+            f"gcnzc/cli/commands/{name}.py"
+            for name in ("check", "data", "link", "plan", "plan_cache", "plot")
+        ),
+    },
     "urllib": {"datasets/download.py"},
     "requests": {"datasets/download.py"},
-    "pynvml": {"gcnzc/nvml.py"},
-    # a failed call of the runtime leaves its error behind; gcnzc/driver.py calls the driver
+    "pynvml": {"gcnzc/system/nvml.py"},
+    # a failed call of the runtime leaves its error behind; system/cuda_driver.py calls the driver
     "torch.cuda.cudart": set(),
-    "ctypes.CDLL": {"gcnzc/driver.py", "gcnzc/mappings.py", "gcnzc/shared.py"},
+    "ctypes.CDLL": {
+        "gcnzc/system/cuda_driver.py",
+        "gcnzc/system/host_memory.py",
+        "gcnzc/train/shared_data.py",
+    },
 }
 SOURCES = sorted(
     path
@@ -138,29 +123,128 @@ def attributes(path: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_rooms_know_nothing_of_others(path):
-    room = path.relative_to(ROOT).parts[0]
-    if room not in ROOMS:
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(parts if parts[0] == "gcnzc" else ("gcnzc", *parts))
+    return name.removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in SOURCES}
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+@cache
+def imported_modules(module: str, everywhere: bool) -> frozenset[str]:
+    """Modules of the project that a module imports: on import, or anywhere in its code."""
+    tree = ast.parse(MODULES[module].read_text())
+    found = set()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if not everywhere and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in names}
+        pending += ast.iter_child_nodes(node)
+    # importing a module imports the packages around it
+    outer = {".".join(name.split(".")[:count]) for name in found for count in range(1, 5)}
+    return frozenset(name for name in found | outer if name in MODULES and name != module)
+
+
+@cache
+def reached(module: str) -> frozenset[str]:
+    """Modules of the project that are imported along with a module."""
+    seen: set[str] = set()
+    pending = [module]
+    while pending:
+        name = pending.pop()
+        if name not in seen:
+            seen.add(name)
+            pending += imported_modules(name, everywhere=False)
+    return frozenset(seen)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_package_imports_only_what_the_table_allows(module):
+    package = package_of(module)
+    if package in SHARED or package in ("", "__main__"):
         return
-    may = ROOMS[room] | sys.stdlib_module_names
+    for name in imported_modules(module, everywhere=True):
+        allowed = MAY_IMPORT[package] | SHARED | {package, ""}
+        assert package_of(name) in allowed, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_network_and_graphs_do_not_reach_each_other(module):
+    for package, others in ((NETWORK, GRAPHS), (GRAPHS, NETWORK)):
+        if package_of(module) in package:
+            met = {name for name in reached(module) if package_of(name) in others}
+            assert not met, f"{module} imports {sorted(met)}, perhaps through others"
+
+
+def test_no_imports_go_in_a_circle():
+    def visit(module, path):
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for name in imported_modules(module, everywhere=False):
+                # a package's own modules may be imported by its __init__
+                if not module.startswith(f"{name}."):
+                    visit(name, [*path, module])
+            done.add(module)
+
+    done: set[str] = set()
+    for module in MODULES:
+        visit(module, [])
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_libraries_at_the_root_import_no_others(path):
+    package = path.relative_to(ROOT).parts[0]
+    if package not in LIBRARIES:
+        return
+    may = LIBRARIES[package] | sys.stdlib_module_names
     for name in imports(path):
-        ours = name.startswith(f"gcnzc.{room}.")
+        ours = name.startswith(f"gcnzc.{package}.")
         assert ours or name.split(".")[0] in may, f"{name_of(path)} imports {name}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_imports_point_one_way(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    if parts[0] != "gcnzc" or parts[1] in ("__init__", "__main__"):
-        return
-    assert parts[1] in ORDER, f"{name_of(path)} has no place in the order"
-    later = ORDER[ORDER.index(parts[1]) + 1 :]
-    for name in imports(path):
-        target = name.split(".")
-        assert target[0] != "gcnzc" or len(target) == 1 or target[1] not in later, (
-            f"{name_of(path)} imports {name}, which comes after it"
-        )
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("from gcnzc.optim import OneBitAdam", {*GRAPHS, "train", "cli"}),
+        ("from gcnzc import Loader, FeatureTable, Graph", {*NETWORK, "train", "cli"}),
+        ("from gcnzc.models import SAGE", {*NETWORK, "loader", "train", "cli"}),
+    ],
+)
+def test_one_half_does_not_load_the_other(statement, absent):
+    program = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    loaded = done.stdout.split()
+    ours = {package_of(name) for name in loaded if name.startswith("gcnzc.")}
+    assert not ours & absent
+    assert not {"pandas", "sklearn", "matplotlib", "tyro"} & set(loaded)
+
+
+def test_old_paths_work_and_warn():
+    with pytest.warns(DeprecationWarning, match=r"moved to gcnzc\.features\.table\.can_read_host"):
+        from gcnzc.table import can_read_host
+    from gcnzc.features import can_read_host as new
+
+    assert can_read_host is new
+    for old, places in MOVED.items():
+        assert old not in MODULES, f"{old} is still there"
+        for place in places:
+            assert place in MODULES, f"{old} is not in {place}"
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -178,7 +262,7 @@ def test_only_the_command_line_prints():
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
-                assert name_of(path) == "gcnzc/cli.py", f"{name_of(path)}:{node.lineno} prints"
+                assert package_of(module_of(path)) == "cli", f"{name_of(path)}:{node.lineno}"
 
 
 def test_the_package_defines_nothing_that_only_serves_a_comparison_with_deepspeed():
@@ -202,17 +286,12 @@ def test_no_module_is_named_like_the_standard_library():
 def test_every_folder_of_code_is_a_package_that_is_installed():
     text = (ROOT / "pyproject.toml").read_text()
     listed = set(re.findall(r'"(gcnzc[\w.]*)"', text[text.index("packages = [") :].split("]")[0]))
-    folders = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for folder in (ROOT / "gcnzc").iterdir()
-        if folder.is_dir()
-        for path in folder.glob("*.py")
-    }
-    assert listed == folders | {"gcnzc"}
+    folders = {module_of(path.parent / "__init__.py") for path in SOURCES}
+    assert listed == folders
 
 
 def test_the_rooms_are_links_without_init():
-    for room in ROOMS:
+    for room in LIBRARIES:
         assert (ROOT / "gcnzc" / room).is_symlink()
         assert not (ROOT / room / "__init__.py").exists()
 
@@ -229,5 +308,6 @@ def test_torch_is_asked_for_huge_pages_before_it_is_imported():
         subprocess.run([sys.executable, "-c", program, expected], env=environment, check=True)
     # the package's first import, so that torch comes after it
     tree = ast.parse((ROOT / "gcnzc" / "__init__.py").read_text())
-    first = next(node for node in tree.body if isinstance(node, ast.ImportFrom))
+    froms = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    first = next(node for node in froms if node.module != "typing")
     assert [name.name for name in first.names] == ["_allocation"]

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from training import saved
 
-from gcnzc import launch, load, prepare
+from gcnzc import load, prepare
+from gcnzc.cli import launch
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import lockstep
-from gcnzc.record import Launch
-from gcnzc.tally import seeds_checksum
+from gcnzc.train.epoch_stats import seeds_checksum
+from gcnzc.train.record import Launch
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {

@@ -4,11 +4,11 @@ import pytest
 import torch
 from by_hand import MODELS, made, random_graph
 
-from gcnzc.graph import Graph
-from gcnzc.layers import GATLayer, Layer, SAGELayer
-from gcnzc.layerwise import inference
-from gcnzc.sampler import Sampler
-from gcnzc.table import FeatureTable
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.models.layers import GATLayer, Layer, SAGELayer
+from gcnzc.sampling.neighbor import Sampler
+from gcnzc.train.inference import inference
 
 
 @pytest.mark.parametrize("name", MODELS)

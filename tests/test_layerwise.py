@@ -10,12 +10,12 @@ from processes import results
 from torch import Tensor
 from torch.nn import functional
 
-from gcnzc import layerwise
 from gcnzc.exchange import Group, joined
-from gcnzc.graph import Graph
-from gcnzc.layerwise import inference
-from gcnzc.sampler import Sampler
-from gcnzc.table import FeatureTable
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.sampling.neighbor import Sampler
+from gcnzc.train import inference as train_inference
+from gcnzc.train.inference import inference
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -108,13 +108,13 @@ def test_inference_gathers_for_a_device_as_it_reads_in_place(name, in_features, 
     table = FeatureTable(torch.randn(60, in_features).double())
     nodes = torch.tensor([3, 50, 59]) if some else None
     expected = inference(model, graph, table, nodes=nodes)
-    set_up = layerwise._LayerOfAll.__init__
+    set_up = train_inference._LayerOfAll.__init__
 
     def never_direct(self, *arguments):
         set_up(self, *arguments)
         self.is_direct = False
 
-    monkeypatch.setattr(layerwise._LayerOfAll, "__init__", never_direct)
+    monkeypatch.setattr(train_inference._LayerOfAll, "__init__", never_direct)
     found = inference(model, graph, table, nodes=nodes, batch_nodes=7)
     torch.testing.assert_close(found, expected)
 
@@ -124,7 +124,7 @@ def test_inference_cuts_ranges_by_edges_too(monkeypatch):
     model = made("gat", 5, 4, 3)
     table = FeatureTable(torch.randn(60, 5).double())
     expected = inference(model, graph, table)
-    monkeypatch.setattr(layerwise, "BATCH_EDGES", 20)
+    monkeypatch.setattr(train_inference, "BATCH_EDGES", 20)
     steps = []
     found = inference(model, graph, table, progress=lambda *step: steps.append(step))
     torch.testing.assert_close(found, expected)
@@ -150,8 +150,8 @@ SPREAD = [
 
 def outputs_of_all(group: Group | None) -> list[Tensor]:
     """Outputs of every kind of model, table and choice of nodes, in small ranges."""
-    usual = layerwise.BATCH_EDGES, layerwise.PIECE_BYTES, torch.get_num_threads()
-    layerwise.BATCH_EDGES, layerwise.PIECE_BYTES = 60, 1000
+    usual = train_inference.BATCH_EDGES, train_inference.PIECE_BYTES, torch.get_num_threads()
+    train_inference.BATCH_EDGES, train_inference.PIECE_BYTES = 60, 1000
     torch.set_num_threads(1)
     torch.manual_seed(0)
     graph, found = random_graph(), []
@@ -164,7 +164,7 @@ def outputs_of_all(group: Group | None) -> list[Tensor]:
         nodes = torch.tensor([3, 50, 59, 50]) if some else None
         out = inference(model, graph, table, nodes=nodes, batch_nodes=7, group=group)
         found.append(out.clone())
-    layerwise.BATCH_EDGES, layerwise.PIECE_BYTES = usual[:2]
+    train_inference.BATCH_EDGES, train_inference.PIECE_BYTES = usual[:2]
     torch.set_num_threads(usual[2])
     return found
 
@@ -222,12 +222,12 @@ def test_shares_are_of_about_equal_costs():
     spans = [(i, i + 1) for i in range(50)]
     for seed, parts in itertools.product(range(20), (1, 2, 3, 7)):
         costs = torch.randint(1, 30, (50,), generator=torch.Generator().manual_seed(seed)).tolist()
-        shares = layerwise._divided(spans, costs, parts)
+        shares = train_inference._divided(spans, costs, parts)
         assert list(itertools.chain(*shares)) == spans
         assert len(shares) == parts
         of_share = [sum(costs[begin] for begin, _ in share) for share in shares]
         assert all(abs(cost - sum(costs) / parts) <= max(costs) for cost in of_share)
-    assert layerwise._divided([], [], 3) == [[], [], []]
+    assert train_inference._divided([], [], 3) == [[], [], []]
 
 
 def test_says_what_does_not_fit():

@@ -14,15 +14,18 @@ from fake_driver import FakeDriver, FakeGpu
 from PIL import Image
 from tiny_graph import tiny
 
-from gcnzc import data, link, nvml, shapes
-from gcnzc import table as tables
+from gcnzc.cli.plots import Efficiencies, efficiencies
+from gcnzc.cli.reports import link
 from gcnzc.datasets import catalog
-from gcnzc.kernels.lanes import LAYOUTS
-from gcnzc.locking import Ledger
-from gcnzc.mappings import PAGE_BYTES as PAGE
-from gcnzc.picture import Efficiencies, efficiencies
-from gcnzc.table import FeatureTable
-from gcnzc.wire import table_traffic, traffic
+from gcnzc.features import table as tables
+from gcnzc.features.pcie_traffic import table_traffic, traffic
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph import load, prepare
+from gcnzc.kernels.gather.lanes import LAYOUTS
+from gcnzc.system import nvml
+from gcnzc.system.host_memory import PAGE_BYTES as PAGE
+from gcnzc.system.page_lock import Ledger
+from gcnzc.tune import pcie_bench, table_shapes
 
 UNTOLD = {
     "pcie_generation": None,
@@ -32,7 +35,7 @@ UNTOLD = {
     "pcie_sent_bytes_per_s": None,
     "pcie_replays": None,
 }
-REDDIT = shapes.Shape("reddit", 232_965, 602, "float32", 2408)
+REDDIT = table_shapes.Shape("reddit", 232_965, 602, "float32", 2408)
 
 
 def quiet(done, total, figures=""):
@@ -51,7 +54,7 @@ class Machine:
 
     @property
     def gpu(self):
-        return link.Gpu(torch.device("cpu"), self.seconds, self.pcie)
+        return pcie_bench.Gpu(torch.device("cpu"), self.seconds, self.pcie)
 
     def seconds(self, work):
         self.took_s = 0.001
@@ -90,9 +93,9 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch):
     made = Machine(UNTOLD | {"pcie_generation": 5, "pcie_lanes": 16, "pcie_bytes_per_s": 2e9})
-    monkeypatch.setattr(link, "BUSY_S", 0.01)
+    monkeypatch.setattr(pcie_bench, "BUSY_S", 0.01)
     for name in ("read_dense", "gather_rows", "chase"):
-        monkeypatch.setattr(link, name, getattr(made, name))
+        monkeypatch.setattr(pcie_bench, name, getattr(made, name))
     return made
 
 
@@ -106,14 +109,14 @@ def test_rates_are_of_the_median_of_turns():
         return next(clock)
 
     # a: 4, 2, 100 after the first; b: 1, 3, 2
-    assert link.bytes_per_s(ways, seconds, 3) == {"a": 2, "b": 4}
+    assert pcie_bench.bytes_per_s(ways, seconds, 3) == {"a": 2, "b": 4}
     assert called == ["a", "b"] * 4
 
 
 def test_the_link(machine):
-    with link._locked(1 << 17) as memory:
+    with pcie_bench._locked(1 << 17) as memory:
         assert memory.data_ptr() % 128 == 0
-        found = link.measured_link(machine.gpu, memory)
+        found = pcie_bench.measured_link(machine.gpu, memory)
     # a copy of whatever size takes a millisecond here
     assert found["copies"] == {str(1 << 17): pytest.approx((1 << 17) / 0.001)}
     assert found["copy_bytes_per_s"] == found["copies"][str(1 << 17)]
@@ -124,7 +127,7 @@ def test_the_link(machine):
     assert found["requests_in_flight"] == pytest.approx(2e-6 * 1e9 / 128)
     assert found["pcie_lanes"] == 16
     # the counters were read during enough work
-    assert machine.busy >= 5 * (link.ROUNDS + 1) + int(link.BUSY_S * 1e9 / (1 << 17))
+    assert machine.busy >= 5 * (pcie_bench.ROUNDS + 1) + int(pcie_bench.BUSY_S * 1e9 / (1 << 17))
 
 
 def test_the_link_of_a_driver_that_locks_little_at_a_time(machine, monkeypatch):
@@ -133,22 +136,22 @@ def test_the_link_of_a_driver_that_locks_little_at_a_time(machine, monkeypatch):
     monkeypatch.setattr(tables, "_ledger", lambda: ledger)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(link, "programs_of", lambda device: 2)
+    monkeypatch.setattr(pcie_bench, "programs_of", lambda device: 2)
     monkeypatch.setattr(
-        link, "read_dense", lambda source, out, programs: setattr(machine, "took_s", 1e-3)
+        pcie_bench, "read_dense", lambda source, out, programs: setattr(machine, "took_s", 1e-3)
     )
-    with FakeGpu(driver) as gpu, link._locked(1 << 17) as memory:
+    with FakeGpu(driver) as gpu, pcie_bench._locked(1 << 17) as memory:
         assert len(driver.ranges) > 3
-        where = link.Gpu(torch.device("cuda"), machine.seconds, machine.pcie)
-        found = link.measured_link(where, memory)
+        where = pcie_bench.Gpu(torch.device("cuda"), machine.seconds, machine.pcie)
+        found = pcie_bench.measured_link(where, memory)
     assert found["copies"].keys() == {str(1 << 17)}
-    assert sum(num_bytes for _, num_bytes in gpu.copied) == (link.ROUNDS + 1) * (1 << 17)
+    assert sum(num_bytes for _, num_bytes in gpu.copied) == (pcie_bench.ROUNDS + 1) * (1 << 17)
 
 
 def test_a_chase_reads_no_line_again(machine):
-    with link._locked(1 << 18) as memory:
-        link.measured_link(machine.gpu, memory)
-    assert len(machine.chased) == link.ROUNDS
+    with pcie_bench._locked(1 << 18) as memory:
+        pcie_bench.measured_link(machine.gpu, memory)
+    assert len(machine.chased) == pcie_bench.ROUNDS
     places = [place for seen in machine.chased for place in seen]
     assert len(places) > 1000
     assert len({place // 16 for place in places}) == len(places)
@@ -158,10 +161,10 @@ def test_a_chase_reads_no_line_again(machine):
 
 
 def test_layouts_of_a_table(machine):
-    shape = shapes.Shape("x", 10, 25, "float32", 104, 20)
-    with link._locked(1 << 18) as memory:
+    shape = table_shapes.Shape("x", 10, 25, "float32", 104, 20)
+    with pcie_bench._locked(1 << 18) as memory:
         memory.view(torch.int32).copy_(torch.arange(1 << 16))
-        rates = link.measured_layouts(machine.gpu, memory, shape)
+        rates = pcie_bench.measured_layouts(machine.gpu, memory, shape)
     assert rates == {
         layout: pytest.approx(1e9 / slower)
         for layout, slower in zip(LAYOUTS, (4, 3, 2, 1.25, 1), strict=True)
@@ -176,24 +179,24 @@ def test_wrong_rows_are_not_timed(machine, monkeypatch):
         if layout == "wrapped":
             out[3, 7] += 1
 
-    monkeypatch.setattr(link, "gather_rows", wrong)
+    monkeypatch.setattr(pcie_bench, "gather_rows", wrong)
     with (
-        link._locked(1 << 16) as memory,
+        pcie_bench._locked(1 << 16) as memory,
         pytest.raises(RuntimeError, match=r"(?s)wrapped gather of rows of 2408.*hint: "),
     ):
-        link.measured_layouts(machine.gpu, memory, REDDIT)
+        pcie_bench.measured_layouts(machine.gpu, memory, REDDIT)
 
 
 def test_memory_too_small_for_a_row(machine):
     with (
-        link._locked(1024) as memory,
+        pcie_bench._locked(1024) as memory,
         pytest.raises(ValueError, match=r"(?s)1024 bytes of memory.*hint: --megabytes"),
     ):
-        link.measured_layouts(machine.gpu, memory, REDDIT)
+        pcie_bench.measured_layouts(machine.gpu, memory, REDDIT)
 
 
 def test_a_report(machine):
-    found = link.report([REDDIT], machine.gpu, num_bytes=1 << 17, advance=quiet)
+    found = pcie_bench.report([REDDIT], machine.gpu, num_bytes=1 << 17, advance=quiet)
     assert json.loads(json.dumps(found)) == found
     (table,) = found["tables"]
     figures = table["layouts"]["shifted"]
@@ -212,8 +215,8 @@ def test_a_report(machine):
 
 
 def test_a_single_table_is_measured_whatever_its_type(machine):
-    half = shapes.Shape("half", 5, 602, "float16", 1204)
-    found = link.report([half], machine.gpu, num_bytes=1 << 17, advance=quiet)
+    half = table_shapes.Shape("half", 5, 602, "float16", 1204)
+    found = pcie_bench.report([half], machine.gpu, num_bytes=1 << 17, advance=quiet)
     assert found["tables"][0]["layouts"]["shifted"]["share_of_dense"] == pytest.approx(0.8)
     shares = link.drawn(found)
     assert shares.dtype == "float16"
@@ -222,7 +225,7 @@ def test_a_single_table_is_measured_whatever_its_type(machine):
 
 def test_a_report_where_the_library_says_nothing(machine):
     machine.told = dict(UNTOLD)
-    found = link.report([REDDIT], machine.gpu, num_bytes=1 << 17, advance=quiet)
+    found = pcie_bench.report([REDDIT], machine.gpu, num_bytes=1 << 17, advance=quiet)
     assert found["tables"][0]["layouts"]["shifted"]["share_of_link"] is None
     assert "PCIe" not in link.lines(found)[0]
 
@@ -230,12 +233,12 @@ def test_a_report_where_the_library_says_nothing(machine):
 def test_of_several_tables_float32_is_measured_and_each_shape_once(machine):
     tables = [
         REDDIT,
-        shapes.Shape("half", 5, 602, "float16", 1204),
-        shapes.Shape("again", 7, 602, "float32", 2408),
-        shapes.Shape("apart", 7, 602, "float32", 2432),
+        table_shapes.Shape("half", 5, 602, "float16", 1204),
+        table_shapes.Shape("again", 7, 602, "float32", 2408),
+        table_shapes.Shape("apart", 7, 602, "float32", 2432),
     ]
     steps = []
-    found = link.report(
+    found = pcie_bench.report(
         tables,
         machine.gpu,
         num_bytes=1 << 17,
@@ -245,7 +248,7 @@ def test_of_several_tables_float32_is_measured_and_each_shape_once(machine):
     measured = ["share_of_dense" in table["layouts"]["vector"] for table in found["tables"]]
     assert measured == [True, False, True, True]
     # two shapes, checked once, then in rounds
-    assert len(machine.layouts) == 2 * 5 * (link.ROUNDS + 2)
+    assert len(machine.layouts) == 2 * 5 * (pcie_bench.ROUNDS + 2)
     assert steps == [(n, 4) for n in range(5)]
     assert [row["row_bytes"] for row in found["widths"]] == [4, 400]
     told = link.lines(found)
@@ -259,13 +262,13 @@ def test_of_several_tables_float32_is_measured_and_each_shape_once(machine):
 
 def test_the_kernels_themselves(device):
     """On a GPU, or under Triton's interpreter."""
-    where = link.Gpu(device, a_millisecond, lambda busy: UNTOLD)
-    shape = shapes.Shape("x", 100, 101, "float32", 404, 4)
+    where = pcie_bench.Gpu(device, a_millisecond, lambda busy: UNTOLD)
+    shape = table_shapes.Shape("x", 100, 101, "float32", 404, 4)
     with pytest.MonkeyPatch.context() as patch:
         # an interpreter takes milliseconds for what a GPU does in nothing
-        patch.setattr(link, "PROGRAMS", (1,))
-        patch.setattr(link, "bytes_per_s", lambda ways, seconds: once(ways, seconds))
-        found = link.report([shape], where, num_bytes=1 << 14, advance=quiet)
+        patch.setattr(pcie_bench, "PROGRAMS", (1,))
+        patch.setattr(pcie_bench, "bytes_per_s", lambda ways, seconds: once(ways, seconds))
+        found = pcie_bench.report([shape], where, num_bytes=1 << 14, advance=quiet)
     assert found["link"]["dense_bytes_per_s"] > 0
     assert all(figures["share_of_dense"] > 0 for figures in found["tables"][0]["layouts"].values())
 
@@ -281,31 +284,31 @@ def once(ways, seconds):
 
 @pytest.mark.gpu
 def test_on_a_gpu(device):
-    found = link.report([REDDIT], link.gpu(), num_bytes=1 << 28, advance=quiet)
+    found = pcie_bench.report([REDDIT], pcie_bench.gpu(), num_bytes=1 << 28, advance=quiet)
     dense = found["link"]["dense_bytes_per_s"]
     assert 1e9 < dense < 1e12
     assert 1e-7 < found["link"]["latency_s"] < 1e-4
     for figures in found["tables"][0]["layouts"].values():
         assert 0 < figures["share_of_dense"] < 1.1
-    assert link.roof(device) == pytest.approx(dense, rel=0.3)
+    assert pcie_bench.roof(device) == pytest.approx(dense, rel=0.3)
 
 
 def test_the_roof(machine, monkeypatch):
-    monkeypatch.setattr(link, "ROOF_BYTES", 1 << 16)
-    assert link.roof(torch.device("cpu")) is None
-    assert link._dense_peak(machine.gpu) == pytest.approx(1e9)
+    monkeypatch.setattr(pcie_bench, "ROOF_BYTES", 1 << 16)
+    assert pcie_bench.roof(torch.device("cpu")) is None
+    assert pcie_bench._dense_peak(machine.gpu) == pytest.approx(1e9)
 
     def refuse(num_bytes):
         raise RuntimeError(f"CUDA would not lock {num_bytes} bytes")
 
-    monkeypatch.setattr(link, "_locked", refuse)
-    assert link.roof(torch.device("cuda")) is None
+    monkeypatch.setattr(pcie_bench, "_locked", refuse)
+    assert pcie_bench.roof(torch.device("cuda")) is None
 
 
 def test_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert link.gpu() is None
-    found = link.report([REDDIT], None, num_bytes=1 << 40, advance=quiet)
+    assert pcie_bench.gpu() is None
+    found = pcie_bench.report([REDDIT], None, num_bytes=1 << 40, advance=quiet)
     assert found["link"] is None
     told = link.lines(found)
     assert told[0].startswith("no CUDA device")
@@ -408,60 +411,62 @@ def test_the_slot_of_a_device(uuid, monkeypatch):
 
 def test_a_prepared_table_is_told_as_it_lies(tmp_path):
     raw = tiny(num_nodes=64, num_columns=25).write(tmp_path / "raw")
-    data.prepare(raw, tmp_path / "packed")
-    data.prepare(raw, tmp_path / "apart", pitch_bytes=136, feature_dtype="float16")
-    packed, apart = (shapes.shape_of(tmp_path / name) for name in ("packed", "apart"))
+    prepare.prepare(raw, tmp_path / "packed")
+    prepare.prepare(raw, tmp_path / "apart", pitch_bytes=136, feature_dtype="float16")
+    packed, apart = (table_shapes.shape_of(tmp_path / name) for name in ("packed", "apart"))
     assert (packed.num_rows, packed.num_columns, packed.dtype) == (64, 25, "float32")
     assert (packed.row_bytes, packed.stride_bytes) == (100, 100)
     assert (apart.row_bytes, apart.stride_bytes, apart.dtype) == (50, 136, "float16")
     for shape, name in ((packed, "packed"), (apart, "apart")):
-        rows = data.load(tmp_path / name).features
+        rows = load.load(tmp_path / name).features
         assert rows is not None
         assert shape.base == rows.data_ptr() % 128
         # as many rows are whole periods of these strides
-        told = shapes.modelled(shape)["layouts"]["shifted"]
+        told = table_shapes.modelled(shape)["layouts"]["shifted"]
         there = table_traffic(rows, layout="shifted")
         assert told["requests_per_row"] == float(there.requests_per_row)
         assert told["wire_bytes_per_row"] == float(there.wire_bytes)
 
 
 def test_where_in_a_line_the_first_row_begins(tmp_path, monkeypatch):
-    data.prepare(tiny(num_columns=25).write(tmp_path / "raw"), tmp_path / "packed")
+    prepare.prepare(tiny(num_columns=25).write(tmp_path / "raw"), tmp_path / "packed")
     memory = torch.zeros(2000)
     before = (96 - memory.data_ptr()) % 128 // 4
     rows = memory[before : before + 1000].view(40, 25)
     found = SimpleNamespace(table=FeatureTable(rows))
-    monkeypatch.setattr(data, "load", lambda path, **options: found)
-    assert shapes.shape_of(tmp_path / "packed").base == 96
+    monkeypatch.setattr(load, "load", lambda path, **options: found)
+    assert table_shapes.shape_of(tmp_path / "packed").base == 96
 
 
 def test_codes_cross_the_link_as_they_are(tmp_path):
     raw = tiny(num_columns=30).write(tmp_path / "raw")
-    data.prepare(raw, tmp_path / "a", feature_dtype="float8_e5m2", pitch_bytes=0)
-    assert shapes.shape_of(tmp_path / "a") == shapes.Shape("raw", 40, 30, "float8_e5m2", 30)
+    prepare.prepare(raw, tmp_path / "a", feature_dtype="float8_e5m2", pitch_bytes=0)
+    assert table_shapes.shape_of(tmp_path / "a") == table_shapes.Shape(
+        "raw", 40, 30, "float8_e5m2", 30
+    )
 
 
 def test_a_folder_that_is_not_prepared_is_told_side_by_side(tmp_path):
     raw = tiny(num_columns=30).write(tmp_path / "raw")
-    assert shapes.shape_of(raw) == shapes.Shape("raw", 40, 30, "float32", 120)
+    assert table_shapes.shape_of(raw) == table_shapes.Shape("raw", 40, 30, "float32", 120)
 
 
 def test_no_features_to_read(tmp_path):
     raw = tiny().but(features=None).write(tmp_path / "raw")
     with pytest.raises(ValueError, match=r"(?s)no features.*hint: `gcnzc embed"):
-        shapes.shape_of(raw)
+        table_shapes.shape_of(raw)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_sparse_features_are_not_read(shared_data, tmp_path):
     source = next(path for path in sorted(shared_data.glob("*/cora.npz")))
-    data.prepare(source, tmp_path / "sparse", sparse_features=True)
+    prepare.prepare(source, tmp_path / "sparse", sparse_features=True)
     with pytest.raises(ValueError, match=r"(?s)keeps its features sparse.*hint: "):
-        shapes.shape_of(tmp_path / "sparse")
+        table_shapes.shape_of(tmp_path / "sparse")
 
 
 def test_public_tables():
-    found = shapes.public_shapes()
+    found = table_shapes.public_shapes()
     assert {shape.name for shape in found} == {
         entry.name for entry in catalog.ENTRIES if entry.num_features
     }
@@ -470,7 +475,7 @@ def test_public_tables():
 
 
 def test_modelled():
-    told = shapes.modelled(REDDIT, 64)
+    told = table_shapes.modelled(REDDIT, 64)
     assert json.loads(json.dumps(told)) == told
     for layout, figures in told["layouts"].items():
         wanted = traffic(2408, layout=layout, split_bytes=64)
@@ -482,7 +487,7 @@ def test_modelled():
     assert told["layouts"]["shifted"]["memory"] == 0
     assert told["why"].endswith("too few; lanes from the row's start would make 1.43 times as many")
     # on lines as it lies, though it would be stored otherwise
-    apart = shapes.modelled(shapes.Shape("x", 1, 100, "float32", 512))
+    apart = table_shapes.modelled(table_shapes.Shape("x", 1, 100, "float32", 512))
     assert (apart["layout"], apart["prepared_layout"], apart["pitch_bytes"]) == (
         "pitched",
         "shifted",
@@ -492,18 +497,24 @@ def test_modelled():
 
 
 def test_roofs():
-    assert list(shapes.roofs().values()) == [float(Fraction(128, 148)), float(Fraction(32, 52))]
-    assert list(shapes.roofs(64).values()) == [float(Fraction(128, 168)), float(Fraction(32, 52))]
+    assert list(table_shapes.roofs().values()) == [
+        float(Fraction(128, 148)),
+        float(Fraction(32, 52)),
+    ]
+    assert list(table_shapes.roofs(64).values()) == [
+        float(Fraction(128, 168)),
+        float(Fraction(32, 52)),
+    ]
 
 
 def test_the_picture(tmp_path):
-    curves = shapes.sweep("float32", widest=2048)
+    curves = table_shapes.sweep("float32", widest=2048)
     assert curves["vector"][3] == (16, float(traffic(16, layout="vector").efficiency))
-    halves = shapes.sweep("float16", widest=64)
+    halves = table_shapes.sweep("float16", widest=64)
     assert halves["scalar"][7] == (18, float(traffic(18, layout="scalar", item_bytes=2).efficiency))
     shades = {}
     for name, points in (("model", {}), ("measured", {"shifted": [(400, 0.3), (1200, 0.2)]})):
-        shares = Efficiencies("float32", curves, points, shapes.roofs())
+        shares = Efficiencies("float32", curves, points, table_shapes.roofs())
         efficiencies(shares, tmp_path / f"{name}.png")
         with Image.open(tmp_path / f"{name}.png") as picture:
             shades[name] = np.asarray(picture.convert("RGB")).astype(int)

@@ -14,13 +14,15 @@ import pytest
 import torch
 from queued_device import Device
 
-from gcnzc import loader as module
-from gcnzc.graph import Graph
-from gcnzc.loader import Loader, Shares, order
-from gcnzc.pairs import LinkSampler
-from gcnzc.sampler import Batch, Sampler
-from gcnzc.table import FeatureTable, pinned
-from gcnzc.transfer import Transfer, _Memory
+from gcnzc.features.table import FeatureTable, pinned
+from gcnzc.graph.graph import Graph
+from gcnzc.loader import checks
+from gcnzc.loader.loader import Loader
+from gcnzc.loader.seeds import Shares, order
+from gcnzc.loader.transfer import Transfer, _Memory
+from gcnzc.sampling.batch import Batch
+from gcnzc.sampling.link import LinkSampler
+from gcnzc.sampling.neighbor import Sampler
 
 NUM_NODES = 3000
 
@@ -578,11 +580,11 @@ def test_works_ahead_of_the_model(make, graph):
 INTERRUPTED = """
 import os, signal, sys, threading, time
 import torch
-from gcnzc import loader as module
+from gcnzc.loader import loader as module
 from gcnzc.graph import Graph
 from gcnzc.loader import Loader
-from gcnzc.sampler import Sampler
-from gcnzc.table import FeatureTable
+from gcnzc.sampling import Sampler
+from gcnzc.features import FeatureTable
 
 # a shell's background jobs ignore it
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -766,17 +768,17 @@ def test_a_gpu_that_cannot_read_the_host_is_sent_what_the_cpu_gathered(table, mo
     gpu = torch.device("cuda", 0)
     # a table that a GPU would refuse, and a device that says it cannot read it
     assert not table.rows.is_pinned()
-    monkeypatch.setattr(module, "can_read_host", lambda device: False)
-    assert module._demand_device_rows(gpu, table, 0.0) is None
-    assert module._is_sent(gpu, table)
-    monkeypatch.setattr(module, "can_read_host", lambda device: True)
-    assert not module._is_sent(gpu, table)
+    monkeypatch.setattr(checks, "can_read_host", lambda device: False)
+    assert checks._demand_device_rows(gpu, table, 0.0) is None
+    assert checks.is_sent(gpu, table)
+    monkeypatch.setattr(checks, "can_read_host", lambda device: True)
+    assert not checks.is_sent(gpu, table)
     with pytest.raises(ValueError, match=r"gcnzc\.pinned"):
-        module._demand_device_rows(gpu, table, 0.5)
+        checks._demand_device_rows(gpu, table, 0.5)
     # all rows come by way of the CPU, which reads any table
-    assert module._demand_device_rows(gpu, table, 1.0) is None
+    assert checks._demand_device_rows(gpu, table, 1.0) is None
     sparse = FeatureTable(table.rows.to_sparse_csr())
-    assert module._demand_device_rows(gpu, sparse, 0.0) is None
+    assert checks._demand_device_rows(gpu, sparse, 0.0) is None
 
 
 @pytest.mark.gpu

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from fake_driver import LOST, FakeDriver
 
-from gcnzc import driver as cuda
-from gcnzc import locking
-from gcnzc.locking import Ledger, Refused
-from gcnzc.mappings import PAGE_BYTES as PAGE
+from gcnzc.system import cuda_driver as cuda
+from gcnzc.system import page_lock
+from gcnzc.system.host_memory import PAGE_BYTES as PAGE
+from gcnzc.system.page_lock import Ledger, Refused
 
 # above all addresses that a process has, so that nothing is mapped there
 BASE = 1 << 50
@@ -127,7 +127,7 @@ def test_one_refusal_is_outlived(code):
 @pytest.mark.parametrize("limit", [None, 9 * PAGE])
 def test_below_the_smallest_size_nothing_is_tried(monkeypatch, limit):
     # a limit that is large enough is none
-    monkeypatch.setattr(locking, "lock_limit_bytes", lambda: limit)
+    monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: limit)
     driver = FakeDriver(largest=PAGE)
     words = rf"lock {2 * PAGE:,} of {9 * PAGE:,} bytes .*NUMBER \(2\)\n\nhint: features"
     with pytest.raises(Refused, match=words) as refused, ledger_of(driver).locked(BASE, 9 * PAGE):
@@ -138,7 +138,7 @@ def test_below_the_smallest_size_nothing_is_tried(monkeypatch, limit):
 
 
 def test_a_refusal_names_a_limit_that_is_too_low(monkeypatch):
-    monkeypatch.setattr(locking, "lock_limit_bytes", lambda: 9 * PAGE - 1)
+    monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: 9 * PAGE - 1)
     driver = FakeDriver(largest=PAGE)
     words = rf"(?s)hint: `ulimit -l` allows this user {9 * PAGE - 1:,} bytes: .*memlock=-1"
     with pytest.raises(Refused, match=words), ledger_of(driver).locked(BASE, 9 * PAGE):
@@ -146,7 +146,7 @@ def test_a_refusal_names_a_limit_that_is_too_low(monkeypatch):
 
 
 def test_the_limit_alone_refuses_nothing(monkeypatch):
-    monkeypatch.setattr(locking, "lock_limit_bytes", lambda: 0)
+    monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: 0)
     driver = FakeDriver()
     with ledger_of(driver).locked(BASE, 9 * PAGE):
         assert driver.is_covered(BASE, 9 * PAGE)
@@ -422,11 +422,11 @@ def test_memory_that_does_not_fit_is_not_locked(monkeypatch):
     address = memory.ctypes.data
     driver = FakeDriver()
     # ten pages are there already
-    monkeypatch.setattr(locking, "available_bytes", lambda: 54 * PAGE)
+    monkeypatch.setattr(page_lock, "available_bytes", lambda: 54 * PAGE)
     with ledger_of(driver).locked(address, num_bytes):
         assert driver.is_covered(address, num_bytes)
     driver.calls.clear()
-    monkeypatch.setattr(locking, "available_bytes", lambda: 54 * PAGE - 1)
+    monkeypatch.setattr(page_lock, "available_bytes", lambda: 54 * PAGE - 1)
     words = rf"{num_bytes:,} bytes takes {54 * PAGE:,} .* {54 * PAGE - 1:,} are left\n\nhint: "
     with pytest.raises(RuntimeError, match=words), ledger_of(driver).locked(address, num_bytes):
         pytest.fail("nothing is locked here")

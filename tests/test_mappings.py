@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc import mappings as module
-from gcnzc.mappings import (
+from gcnzc.system import host_memory as module
+from gcnzc.system.host_memory import (
     PAGE_BYTES,
     Mapping,
     available_bytes,

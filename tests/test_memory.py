@@ -3,25 +3,26 @@
 import pytest
 import torch
 
-from gcnzc import memory, models
-from gcnzc.config import TrainConfig
 from gcnzc.exchange import Group
-from gcnzc.mappings import total_bytes
-from gcnzc.memory import check_memory, footprint_of
+from gcnzc.models import gnn
+from gcnzc.system.host_memory import total_bytes
+from gcnzc.train import memory
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.memory import check_memory, footprint_of
 
 CPU = torch.device("cpu")
 
 
 def found_of(optimizer="adam", **options):
     config = TrainConfig(layers=2, fanouts=(2, 2), optimizer=optimizer, **options)
-    return footprint_of(config, lambda: models.SAGE(10, 7, 3, 2), 1000, 10, 200)
+    return footprint_of(config, lambda: gnn.SAGE(10, 7, 3, 2), 1000, 10, 200)
 
 
 @pytest.mark.parametrize(
     ("optimizer", "copies"), [("adam", 4), ("sgd", 3), ("onebit-adam", 4), ("co2", 4)]
 )
 def test_weights_gradients_and_states_are_counted(optimizer, copies):
-    weights = sum(p.numel() for p in models.SAGE(10, 7, 3, 2).parameters())
+    weights = sum(p.numel() for p in gnn.SAGE(10, 7, 3, 2).parameters())
     assert found_of(optimizer).training == copies * weights * 4
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gcnzc.metrics import loss_of, score, score_pairs
+from gcnzc.models.metrics import loss_of, score, score_pairs
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import torch
 from by_hand import BY_HAND, MODELS, dense, made, random_graph
 from torch.nn import functional
 
-from gcnzc import models
-from gcnzc.sampler import Sampler
-from gcnzc.table import FeatureTable
+from gcnzc.features.table import FeatureTable
+from gcnzc.models import gnn
+from gcnzc.sampling.neighbor import Sampler
 
 
 def parameters(model: torch.nn.Module) -> int:
@@ -18,10 +18,10 @@ def parameters(model: torch.nn.Module) -> int:
     ("model", "count"),
     [
         # OGB's table: ogbn-products with SAGE, GCN, GAT; ogbn-arxiv with SAGE
-        (lambda: models.SAGE(100, 256, 47), 206_895),
-        (lambda: models.GCN(100, 256, 47), 103_727),
-        (lambda: models.GAT(100, 128, 47), 751_574),
-        (lambda: models.SAGE(128, 256, 40, batch_norm=True), 218_664),
+        (lambda: gnn.SAGE(100, 256, 47), 206_895),
+        (lambda: gnn.GCN(100, 256, 47), 103_727),
+        (lambda: gnn.GAT(100, 128, 47), 751_574),
+        (lambda: gnn.SAGE(128, 256, 40, batch_norm=True), 218_664),
     ],
 )
 def test_has_as_many_parameters_as_ogb_says(model, count):
@@ -29,7 +29,7 @@ def test_has_as_many_parameters_as_ogb_says(model, count):
 
 
 def test_cora_recipe_of_gat_has_the_parameters_of_the_paper():
-    model = models.GAT(1433, 8, 7, 2, heads=8, output_heads=1, skip=False)
+    model = gnn.GAT(1433, 8, 7, 2, heads=8, output_heads=1, skip=False)
     assert parameters(model) == 1433 * 64 + 3 * 64 + 64 * 7 + 3 * 7
 
 
@@ -94,7 +94,7 @@ def test_reset_draws_all_parameters_anew(name):
 
 
 def test_says_what_does_not_fit():
-    graph, model = random_graph(), models.SAGE(5, 4, 3, 2)
+    graph, model = random_graph(), gnn.SAGE(5, 4, 3, 2)
     table = FeatureTable(torch.randn(60, 5))
     batch = Sampler(graph, [3, 3, 3]).sample(torch.arange(5), epoch=0)
     x = table.gather(batch.nodes)
@@ -105,10 +105,10 @@ def test_says_what_does_not_fit():
     with pytest.raises(ValueError, match=r"4 rows of features for a first block of \d+ sources"):
         model(batch.blocks[:2], x[:4])
     with pytest.raises(ValueError, match="num_layers is 0, but must be at least 1\n\nhint:"):
-        models.GCN(5, 4, 3, 0)
+        gnn.GCN(5, 4, 3, 0)
     with pytest.raises(ValueError, match=r"input_dropout is 1.0\n\nhint:"):
-        models.GCN(5, 4, 3, input_dropout=1.0)
+        gnn.GCN(5, 4, 3, input_dropout=1.0)
     with pytest.raises(ValueError, match=r"attention_dropout is -0.1\n\nhint:"):
-        models.GAT(5, 4, 3, attention_dropout=-0.1)
+        gnn.GAT(5, 4, 3, attention_dropout=-0.1)
     with pytest.raises(ValueError, match="heads is 0"):
-        models.GAT(5, 4, 3, heads=0)
+        gnn.GAT(5, 4, 3, heads=0)

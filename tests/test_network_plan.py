@@ -10,13 +10,17 @@ import torch
 from tiny_graph import tiny
 from torch import nn
 
-from gcnzc import data, network_plan
 from gcnzc.cli import main
-from gcnzc.config import PlanConfig
+from gcnzc.cli.commands import plan
+from gcnzc.cli.commands.plan import PlanConfig
+from gcnzc.cli.reports import network as reports_network
 from gcnzc.exchange import Choices, Sum, lockstep
 from gcnzc.exchange.choices import sent_bytes
-from gcnzc.network_plan import METHODS, Computed, Cost, Network
+from gcnzc.graph import load
+from gcnzc.optim import cost as optim_cost
+from gcnzc.optim.cost import METHODS, Computed, Cost, Network
 from gcnzc.optim.defaults import LOCAL
+from gcnzc.optim.synchronous import averaged
 
 NETWORK = Network(100.0, delay_s=2e-3, message_s=5e-4)
 ALPHA_S = 2.5e-3  # a message's latency there
@@ -37,7 +41,7 @@ def graph(tmp_path_factory):
 
 def line(workers=4, method="averaged, ring", latency_s=0.0, serial_bytes=1e6, compute_s=0.1):
     cost = Cost(workers, method, int(serial_bytes), latency_s, serial_bytes)
-    return network_plan.line_of(cost, Computed(compute_s), NETWORK)
+    return reports_network.line_of(cost, Computed(compute_s), NETWORK)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,7 @@ def line(workers=4, method="averaged, ring", latency_s=0.0, serial_bytes=1e6, co
     ],
 )
 def test_a_cost_is_what_the_formula_says(name, workers, messages, vectors):
-    cost = network_plan.cost_of(MODEL, workers, NETWORK, f"averaged, {name}")
+    cost = optim_cost.cost_of(MODEL, workers, NETWORK, f"averaged, {name}")
     assert cost.latency_s == pytest.approx(messages * ALPHA_S, rel=1e-12)
     assert cost.serial_bytes == pytest.approx(vectors * BYTES, rel=1e-9)
     ask = Sum(torch.zeros(BYTES // 4))
@@ -58,7 +62,7 @@ def test_a_cost_is_what_the_formula_says(name, workers, messages, vectors):
 
 def test_a_worker_without_a_place_waits_twice():
     # its values go to the one beside it, which sends two messages after that, one after the other
-    cost = network_plan.cost_of(MODEL, 3, NETWORK, "averaged, doubling")
+    cost = optim_cost.cost_of(MODEL, 3, NETWORK, "averaged, doubling")
     assert cost.latency_s == pytest.approx(3 * NETWORK.message_s + 2 * NETWORK.delay_s, rel=1e-12)
     assert cost.serial_bytes == pytest.approx(3 * BYTES, rel=1e-9)
     assert cost.sent_bytes == 2 * BYTES
@@ -67,10 +71,10 @@ def test_a_worker_without_a_place_waits_twice():
 @pytest.mark.parametrize("workers", [2, 3, 6, 7])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_cost_at_one_rate_tells_the_others(name, workers):
-    cost = replace(network_plan.cost_of(MODEL, workers, NETWORK, name), code_s=0.0)
+    cost = replace(optim_cost.cost_of(MODEL, workers, NETWORK, name), code_s=0.0)
     for mbit_per_s in (0.01, 1e4):
         network = Network(mbit_per_s, NETWORK.delay_s, NETWORK.message_s)
-        models = [network_plan._with_gradients(MODEL) for _ in range(workers)]
+        models = [optim_cost._with_gradients(MODEL) for _ in range(workers)]
         parts = [(share, run(models, network.link)) for share, run in METHODS[name].parts]
         seconds = sum(share * max(run.seconds) for share, run in parts)
         assert cost.seconds(network.bytes_per_s) == pytest.approx(seconds, rel=1e-9)
@@ -81,15 +85,15 @@ def test_a_cost_at_one_rate_tells_the_others(name, workers):
 
 def test_shares_that_are_not_even_change_little():
     odd = nn.Linear(10, 67)
-    cost = network_plan.cost_of(odd, 7, NETWORK, "averaged, ring")
+    cost = optim_cost.cost_of(odd, 7, NETWORK, "averaged, ring")
     assert cost.serial_bytes == pytest.approx(12 / 7 * 4 * (10 * 67 + 67 + 4), rel=0.01)
 
 
 def test_gradients_of_every_dtype_are_sent():
     model = nn.ModuleList([nn.Linear(3, 5), nn.Linear(7, 2).double()])
     model.append(nn.Linear(50, 50).requires_grad_(False))
-    assert network_plan.gradient_bytes(model) == {"float32": 4 * 20, "float64": 8 * 16}
-    cost = network_plan.cost_of(model, 2, NETWORK, "averaged, doubling")
+    assert optim_cost.gradient_bytes(model) == {"float32": 4 * 20, "float64": 8 * 16}
+    cost = optim_cost.cost_of(model, 2, NETWORK, "averaged, doubling")
     # two flags and two signals with each
     assert cost.sent_bytes == 4 * (20 + 4) + 8 * (16 + 4)
     assert cost.latency_s == pytest.approx(2 * ALPHA_S, rel=1e-12)
@@ -110,9 +114,9 @@ def test_the_figures_of_a_line_belong_together():
     assert told["exchange_share"] == pytest.approx(exchange_s / (0.2 + exchange_s))
     assert told["speed_up"] == pytest.approx(4 * 0.2 / (0.2 + exchange_s))
     cost = Cost(4, "averaged, ring", 0, 0.01, 1e6)
-    easy = network_plan.line_of(cost, Computed(0.2), Network(told["easy_mbit_per_s"]))
+    easy = reports_network.line_of(cost, Computed(0.2), Network(told["easy_mbit_per_s"]))
     assert easy["exchange_share"] == pytest.approx(0.1)
-    even = network_plan.line_of(cost, Computed(0.2), Network(told["even_mbit_per_s"]))
+    even = reports_network.line_of(cost, Computed(0.2), Network(told["even_mbit_per_s"]))
     assert even["speed_up"] == pytest.approx(1.0)
 
 
@@ -123,18 +127,18 @@ def test_what_hides_is_not_waited_for():
     assert cost.seconds(rate) == pytest.approx(exchange_s)
     assert cost.waited_s(rate, exchange_s + 0.1) == 0
     assert cost.waited_s(rate, exchange_s - 0.04) == pytest.approx(0.04)
-    told = network_plan.line_of(cost, Computed(exchange_s - 0.04), NETWORK)
+    told = reports_network.line_of(cost, Computed(exchange_s - 0.04), NETWORK)
     assert told["step_s"] == pytest.approx(exchange_s)
-    easy = network_plan.line_of(cost, Computed(exchange_s - 0.04), Network(told["easy_mbit_per_s"]))
+    easy = reports_network.line_of(
+        cost, Computed(exchange_s - 0.04), Network(told["easy_mbit_per_s"])
+    )
     assert easy["exchange_share"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("workers", [2, 4, 5])
 def test_methods_send_what_they_exchange(workers):
     model, elements = nn.ParameterList([nn.Parameter(torch.zeros(40_000))]), 40_000
-    sent = {
-        name: network_plan.cost_of(model, workers, NETWORK, name).sent_bytes for name in METHODS
-    }
+    sent = {name: optim_cost.cost_of(model, workers, NETWORK, name).sent_bytes for name in METHODS}
     whole = sent["averaged, ring"]
     assert whole == pytest.approx(2 * (workers - 1) / workers * 4 * elements, rel=1e-3)
     signs = 2 * (workers - 1) / workers * elements / 8
@@ -151,26 +155,26 @@ def test_no_rate_mends_delays():
 
 def test_one_worker_may_be_the_fastest():
     lines = [line(2, serial_bytes=1e7), line(4, serial_bytes=2e7)]
-    chosen = network_plan.advice(lines, "averaged, ring")
+    chosen = reports_network.advice(lines, "averaged, ring")
     assert (chosen["choose_workers"], chosen["choose_method"]) == (1, None)
     assert chosen["speed_up"] == 1.0
     assert chosen["why"].startswith("one worker is faster: 4 workers reach 0.")
     assert (
-        f"more than {network_plan.rounded(lines[1]['even_mbit_per_s'])} Mbit/s would"
+        f"more than {reports_network.rounded(lines[1]['even_mbit_per_s'])} Mbit/s would"
         in chosen["why"]
     )
-    hopeless = network_plan.advice([line(2, latency_s=1.0)], "averaged, ring")
+    hopeless = reports_network.advice([line(2, latency_s=1.0)], "averaged, ring")
     assert "no bandwidth helps" in hopeless["why"]
 
 
 def test_most_workers_if_they_bring_more():
     lines = [line(2), line(8)]
-    chosen = network_plan.advice(lines, "averaged, ring")
+    chosen = reports_network.advice(lines, "averaged, ring")
     assert chosen["choose_workers"] == 8
     assert chosen["speed_up"] == lines[1]["speed_up"]
     easy = lines[1]["easy_mbit_per_s"]
     assert (
-        f"most of it for bytes: {network_plan.rounded(easy)} Mbit/s would bring it to 10%"
+        f"most of it for bytes: {reports_network.rounded(easy)} Mbit/s would bring it to 10%"
         in chosen["why"]
     )
 
@@ -178,14 +182,14 @@ def test_most_workers_if_they_bring_more():
 def test_fewer_workers_that_are_as_good():
     lines = [line(2, serial_bytes=0.0), line(8, latency_s=0.2063)]
     assert lines[0]["speed_up"] < lines[1]["speed_up"]
-    chosen = network_plan.advice(lines, "averaged, ring")
+    chosen = reports_network.advice(lines, "averaged, ring")
     assert chosen["choose_workers"] == 2
     assert f"and 8 workers reach no more than {lines[1]['speed_up']:.2f} times" in chosen["why"]
     assert "more bandwidth would bring little" in chosen["why"]
 
 
 def test_delays_are_told_from_bytes():
-    chosen = network_plan.advice([line(8, latency_s=0.2)], "averaged, ring")
+    chosen = reports_network.advice([line(8, latency_s=0.2)], "averaged, ring")
     assert "most of it for delays and messages" in chosen["why"]
 
 
@@ -193,24 +197,24 @@ def test_delays_are_told_from_bytes():
     ("value", "text"), [(3024.3, "3,020"), (0.30449, "0.304"), (12.0, "12"), (99999, "100,000")]
 )
 def test_figures_for_people(value, text):
-    assert network_plan.rounded(value) == text
+    assert reports_network.rounded(value) == text
 
 
 def test_seconds_for_people():
-    assert (network_plan.told(0.0123456), network_plan.told(1.23456)) == ("12.3 ms", "1.23 s")
+    assert (reports_network.told(0.0123456), reports_network.told(1.23456)) == ("12.3 ms", "1.23 s")
 
 
 @pytest.mark.parametrize(("serial_bytes", "method"), [(1.02e6, "usual"), (2e6, "other")])
 def test_the_usual_method_unless_another_is_clearly_faster(serial_bytes, method):
     lines = [line(method="other"), line(method="usual", serial_bytes=serial_bytes)]
-    assert network_plan.advice(lines, "usual")["choose_method"] == method
+    assert reports_network.advice(lines, "usual")["choose_method"] == method
 
 
 def test_training_takes_the_method_that_is_called_usual():
     for size in (10, 100_000):
         model = nn.Linear(size, 1)
         taken = Choices().of(Sum(torch.zeros(size + 1)))
-        assert network_plan.usual_method(model) == f"averaged, {taken}"
+        assert optim_cost.usual_method(model) == f"averaged, {taken}"
 
 
 def test_measuring_leaves_torch_alone(graph):
@@ -220,9 +224,9 @@ def test_measuring_leaves_torch_alone(graph):
     config = PlanConfig(
         data=graph, steps=2, threads=1, fanouts=(3, 3), layers=2, hidden=8, batch_size=512
     )
-    loaded = data.load(graph)
-    computed = network_plan.measured(config, loaded)
-    network_plan.model_of(config, loaded)
+    loaded = load.load(graph)
+    computed = plan.measured(config, loaded)
+    plan.model_of(config, loaded)
     # more steps than there are minibatches in an epoch
     assert computed.steps == 2
     assert 0 < computed.seconds < 60
@@ -306,8 +310,8 @@ def test_a_graph_without_features(tmp_path, capsys):
 
 
 def test_a_picture_has_every_method_at_the_rate_that_was_asked_for():
-    costs = network_plan.costs_of(MODEL, [2, 3], NETWORK)
-    times = network_plan.drawn(costs, Computed(0.5), NETWORK, "g")
+    costs = optim_cost.costs_of(MODEL, [2, 3], NETWORK)
+    times = reports_network.drawn(costs, Computed(0.5), NETWORK, "g")
     assert [list(curves) for curves in times.curves.values()] == [list(METHODS)] * 2
     for cost in costs:
         points = times.curves[cost.workers][cost.method]
@@ -340,7 +344,7 @@ def test_the_steps_of_a_trace_that_count():
 
 
 def test_the_first_step_s_agreement_is_in_no_step():
-    once = lockstep([network_plan.Gradients(MODEL.named_parameters()).agree(2) for _ in "ab"])
+    once = lockstep([averaged.Gradients(MODEL.named_parameters()).agree(2) for _ in "ab"])
     assert once.ledgers[0].bytes_sent > 0
-    cost = network_plan.cost_of(MODEL, 2, NETWORK, "averaged, doubling")
+    cost = optim_cost.cost_of(MODEL, 2, NETWORK, "averaged, doubling")
     assert cost.sent_bytes == BYTES

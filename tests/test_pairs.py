@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc.graph import Graph
-from gcnzc.loader import Loader
-from gcnzc.pairs import LinkSampler
-from gcnzc.sampler import Sampler
-from gcnzc.table import FeatureTable
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.loader.loader import Loader
+from gcnzc.sampling.link import LinkSampler
+from gcnzc.sampling.neighbor import Sampler
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import torch
 from fake_driver import FakePeers
 
 import gcnzc
-from gcnzc import peers
+from gcnzc.features import peer_memory
+from gcnzc.features.table import pinned
 from gcnzc.kernels.gather import gather_reference
-from gcnzc.kernels.gather_hot import gather_hot
-from gcnzc.table import pinned
+from gcnzc.kernels.gather.cached import gather_hot
 
 CPU = torch.device("cpu")
 # it cannot be asked for under the interpreter
@@ -34,8 +34,8 @@ def shares_of(rows, hot, gpus, driver):
     """What each of several processes has; they are this one, and its CPU their GPUs."""
     made = []
     for number in range(gpus):
-        handle = peers.handle_of(hot, len(rows), rows.shape[1] * 4, number, gpus)
-        made.append(peers.share(rows, hot, CPU, handle, driver))
+        handle = peer_memory.handle_of(hot, len(rows), rows.shape[1] * 4, number, gpus)
+        made.append(peer_memory.share(rows, hot, CPU, handle, driver))
     return made
 
 
@@ -49,8 +49,8 @@ def check_gathers(rows, hot, copies):
 
 def test_the_rows_go_round_by_rank():
     hot = torch.tensor([9, 2, 7, 4, 1, 5, 0])
-    assert [part.tolist() for part in peers.parts_of(hot, 3)] == [[9, 4, 0], [2, 1], [7, 5]]
-    assert [part.tolist() for part in peers.parts_of(hot[:2], 4)] == [[9], [2], [], []]
+    assert [part.tolist() for part in peer_memory.parts_of(hot, 3)] == [[9, 4, 0], [2, 1], [7, 5]]
+    assert [part.tolist() for part in peer_memory.parts_of(hot[:2], 4)] == [[9], [2], [], []]
 
 
 @pytest.mark.usefixtures("near")
@@ -59,10 +59,10 @@ def test_the_rows_go_round_by_rank():
 def test_gpus_of_one_process(num_hot, gpus):
     rows, driver = rows_of(), FakePeers()
     hot = torch.randperm(300)[:num_hot]
-    copies = peers.split(rows, hot, [CPU] * gpus, driver)
+    copies = peer_memory.split(rows, hot, [CPU] * gpus, driver)
     # the copies are there before another GPU reads them
     assert driver.calls[-gpus - 1 :] == [("allocate", None)] * gpus + [("synchronize",)]
-    parts = peers.parts_of(hot, gpus)
+    parts = peer_memory.parts_of(hot, gpus)
     assert [each.num_rows for each in copies] == [len(part) for part in parts]
     assert [each.peers.own for each in copies] == list(range(gpus))
     assert all(torch.equal(each.slots, copies[0].slots) for each in copies)
@@ -78,9 +78,9 @@ def test_each_gpu_is_let_to_each_other_before_it_reads(monkeypatch):
         copied.append(device)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(peers, "_copied", fail)
+    monkeypatch.setattr(peer_memory, "_copied", fail)
     with pytest.raises(RuntimeError, match="no memory"):
-        peers.split(rows_of(), torch.arange(5), devices, driver)
+        peer_memory.split(rows_of(), torch.arange(5), devices, driver)
     pairs = [(3, 1), (3, 2), (1, 3), (1, 2), (2, 3), (2, 1)]
     assert driver.calls == [("enable_peer", *pair) for pair in pairs]
     assert copied == devices[:1]
@@ -96,7 +96,7 @@ def test_gpus_that_are_too_far_apart(far, monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", near)
     message = r"cuda:{} cannot read the memory of cuda:{}\n\nhint: let each GPU have copies of its"
     with pytest.raises(RuntimeError, match=message.format(*far)):
-        peers.split(rows_of(), torch.arange(5), devices, driver)
+        peer_memory.split(rows_of(), torch.arange(5), devices, driver)
     assert driver.calls == []
 
 
@@ -107,7 +107,7 @@ def test_a_driver_that_does_not_let_one_read():
         FakePeers({"enable_peer": 217}),
     )
     with pytest.raises(RuntimeError) as error:
-        peers.split(rows_of(), torch.arange(5), devices, driver)
+        peer_memory.split(rows_of(), torch.arange(5), devices, driver)
     what, hint = str(error.value).split("\n\nhint: ")
     assert what == "cuda:0 cannot read the memory of cuda:1: CUDA_ERROR_NUMBER (217)"
     assert "copies of its own" in hint
@@ -115,9 +115,9 @@ def test_a_driver_that_does_not_let_one_read():
 
 @pytest.mark.usefixtures("near")
 def test_bytes_that_are_not_those_of_the_table(monkeypatch):
-    monkeypatch.setattr(peers, "copy_rows", lambda rows, ids, memory: None)
+    monkeypatch.setattr(peer_memory, "copy_rows", lambda rows, ids, memory: None)
     with pytest.raises(RuntimeError, match="cpu reads other rows from GPU number 0 than this"):
-        peers.split(rows_of(), torch.arange(5), [CPU, CPU], FakePeers())
+        peer_memory.split(rows_of(), torch.arange(5), [CPU, CPU], FakePeers())
 
 
 def test_too_little_memory():
@@ -136,8 +136,8 @@ def test_processes_open_each_other_s_memory(num_hot, gpus):
     sent = [pickle.loads(pickle.dumps(each.handle)) for each in shares]
     copies = []
     for each in shares:
-        found = peers.sorted_handles(each.handle, sent[::-1])
-        copies.append(peers.join(each, found, driver))
+        found = peer_memory.sorted_handles(each.handle, sent[::-1])
+        copies.append(peer_memory.join(each, found, driver))
     assert len(driver.opened) == gpus * (gpus - 1)
     check_gathers(rows, hot, copies)
     del copies, shares
@@ -150,9 +150,9 @@ def test_memory_that_is_not_opened():
     driver = FakePeers({"open": 217})
     one, other = shares_of(rows_of(), torch.arange(9), 2, driver)
     with pytest.raises(RuntimeError, match=r"cpu cannot read .* process 1's GPU: CUDA_ERROR_NUMB"):
-        peers.join(one, [one.handle, other.handle], driver)
+        peer_memory.join(one, [one.handle, other.handle], driver)
     with pytest.raises(RuntimeError, match=r"process 0's GPU(.|\n)*hint: let each GPU have copies"):
-        peers.join(other, [one.handle, other.handle], driver)
+        peer_memory.join(other, [one.handle, other.handle], driver)
     with pytest.raises(RuntimeError, match=r"other processes cannot read the memory of cpu: CUDA"):
         shares_of(rows_of(), torch.arange(9), 2, FakePeers({"export": 801}))
 
@@ -162,7 +162,7 @@ def test_a_gpu_that_reads_other_bytes():
     rows = rows_of()
     one, other = shares_of(rows, torch.arange(9), 2, driver)
     with pytest.raises(RuntimeError, match=r"cpu reads other rows from GPU number 1 than this"):
-        peers.join(one, [one.handle, other.handle], driver)
+        peer_memory.join(one, [one.handle, other.handle], driver)
     # none of them is left open
     gc.collect()
     assert driver.opened == {}
@@ -172,38 +172,38 @@ def test_a_gpu_that_reads_other_bytes():
     _, other = shares_of(rows + 1, torch.arange(9), 2, driver)
     about = replace(other.handle, about=one.handle.about)
     with pytest.raises(RuntimeError, match=r"number 1 .*\n\nhint: do all processes have the same"):
-        peers.join(one, [one.handle, about], driver)
+        peer_memory.join(one, [one.handle, about], driver)
 
 
 def test_handles_that_do_not_go_together():
     hot, rows = torch.arange(9), rows_of()
-    zero, one, two = (peers.handle_of(hot, 300, 100, number, 3) for number in range(3))
-    assert peers.sorted_handles(one, [two, zero, one]) == [zero, one, two]
+    zero, one, two = (peer_memory.handle_of(hot, 300, 100, number, 3) for number in range(3))
+    assert peer_memory.sorted_handles(one, [two, zero, one]) == [zero, one, two]
     for wrong in ([zero, one], [zero, one, one], [zero, one, two, two], []):
         with pytest.raises(ValueError, match=r"handles of shares \[.*\] of a hot set that 3 GPUs"):
-            peers.sorted_handles(one, wrong)
+            peer_memory.sorted_handles(one, wrong)
     with pytest.raises(ValueError, match="that 3 GPUs split"):
-        peers.sorted_handles(one, [zero, one, replace(two, of=4)])
+        peer_memory.sorted_handles(one, [zero, one, replace(two, of=4)])
     with pytest.raises(RuntimeError, match="share 2 lies on elsewhere, and this process is on"):
-        peers.sorted_handles(one, [zero, one, replace(two, machine="elsewhere")])
+        peer_memory.sorted_handles(one, [zero, one, replace(two, machine="elsewhere")])
     others = [
-        peers.handle_of(hot.flip(0), 300, 100, 2, 3),
-        peers.handle_of(hot[:8], 300, 100, 2, 3),
-        peers.handle_of(hot, 301, 100, 2, 3),
-        peers.handle_of(hot, 300, 200, 2, 3),
+        peer_memory.handle_of(hot.flip(0), 300, 100, 2, 3),
+        peer_memory.handle_of(hot[:8], 300, 100, 2, 3),
+        peer_memory.handle_of(hot, 301, 100, 2, 3),
+        peer_memory.handle_of(hot, 300, 200, 2, 3),
     ]
     for other in others:
         with pytest.raises(ValueError, match=r"share 2 is of [89] of 30[01] rows(.|\n)*hint: all"):
-            peers.sorted_handles(one, [zero, one, other])
+            peer_memory.sorted_handles(one, [zero, one, other])
     for number, of in ((3, 3), (-1, 3), (0, 0)):
         with pytest.raises(ValueError, match=rf"no share number {number} .* {of} GPUs"):
-            peers.handle_of(hot, 300, 100, number, of)
+            peer_memory.handle_of(hot, 300, 100, number, of)
     # where copies lie in their lines goes by the table's begin
     memory = torch.randn(301 * 25)
     begins = [memory[begin : begin + 300 * 25].view(300, 25).copy_(rows) for begin in (0, 1)]
     made = [shares_of(table, hot, 2, FakePeers())[number] for number, table in enumerate(begins)]
     with pytest.raises(ValueError, match="B after a line; this process has"):
-        peers.sorted_handles(made[0].handle, [each.handle for each in made])
+        peer_memory.sorted_handles(made[0].handle, [each.handle for each in made])
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
-from gcnzc import progress
-from gcnzc.progress import Quiet, Reporter
+from gcnzc.train import progress
+from gcnzc.train.progress import Quiet, Reporter
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gcnzc import record
-from gcnzc.picture import curves
+from gcnzc.system import files, machine
+from gcnzc.train import record
+from gcnzc.train.plots import curves
 
 LINE = {
     "metric": "accuracy",
@@ -41,10 +42,10 @@ def test_a_line_cut_by_a_crash_is_left_out(tmp_path):
 
 
 def test_json_and_arrays_are_replaced_whole(tmp_path):
-    record.write_json(tmp_path / "a.json", {"x": 1})
-    record.write_json(tmp_path / "a.json", {"x": 2})
-    assert record.read_json(tmp_path / "a.json") == {"x": 2}
-    record.write_array(tmp_path / "a.npy", np.arange(3))
+    files.write_json(tmp_path / "a.json", {"x": 1})
+    files.write_json(tmp_path / "a.json", {"x": 2})
+    assert files.read_json(tmp_path / "a.json") == {"x": 2}
+    files.write_array(tmp_path / "a.npy", np.arange(3))
     assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "a.npy"]
 
@@ -52,11 +53,11 @@ def test_json_and_arrays_are_replaced_whole(tmp_path):
 def test_damaged_json(tmp_path):
     (tmp_path / "a.json").write_text('{"x": ')
     with pytest.raises(ValueError, match="damaged"):
-        record.read_json(tmp_path / "a.json")
+        files.read_json(tmp_path / "a.json")
 
 
 def test_a_machine_says_what_it_is():
-    found = record.machine()
+    found = machine.machine()
     assert found["torch"]
     assert found["cores"] >= 1
     assert json.dumps(found)

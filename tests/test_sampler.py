@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from gcnzc.graph import Graph
+from gcnzc.graph.graph import Graph
 from gcnzc.kernels.sample import MAX_DEGREE, sample_reference
-from gcnzc.sampler import Block, Sampler
+from gcnzc.sampling.batch import Block
+from gcnzc.sampling.neighbor import Sampler
 
 
 @pytest.fixture(scope="module")

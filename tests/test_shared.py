@@ -12,22 +12,23 @@ from fake_driver import FakeDriver
 from processes import results, talk, workers
 from tiny_graph import tiny
 
-from gcnzc import driver as cuda
-from gcnzc import shared as module
-from gcnzc import table as tables
-from gcnzc import tasks
-from gcnzc.config import TrainConfig
-from gcnzc.data import load, prepare
-from gcnzc.edge_split import EdgeShares
 from gcnzc.exchange import joined, run
-from gcnzc.locking import Ledger
-from gcnzc.mappings import mappings
-from gcnzc.replicas import vote
-from gcnzc.shared import first_workers, load_shared, shared, shared_empty
-from gcnzc.stages import feature_table
-from gcnzc.table import FeatureTable
-from gcnzc.tasks import build_task
-from gcnzc.together import together
+from gcnzc.exchange.long_work import together
+from gcnzc.exchange.sync import vote
+from gcnzc.features import table as tables
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.edge_split import EdgeShares
+from gcnzc.graph.load import load
+from gcnzc.graph.prepare import prepare
+from gcnzc.models import metrics
+from gcnzc.system import cuda_driver as cuda
+from gcnzc.system.host_memory import mappings
+from gcnzc.system.page_lock import Ledger
+from gcnzc.train import shared_data as module
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.setup import feature_table
+from gcnzc.train.shared_data import first_workers, load_shared, shared, shared_empty
+from gcnzc.train.tasks import build_task, node
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -183,7 +184,7 @@ def test_graphs_of_all_kinds_lie_once_on_a_machine(tmp_path):
 
 def score(configs):
     """Evaluate models of nodes and of links; worker 1 reckons a little differently."""
-    found, usual = [], tasks.score
+    found, usual = [], metrics.score
     torch.set_num_threads(1)
     with joined() as group:
 
@@ -194,7 +195,7 @@ def score(configs):
                 for metric, parts in scores.items()
             }
 
-        tasks.score = differing
+        node.score = differing
         for config in configs:
             torch.manual_seed(0)
             data = load_shared(config.data, group)

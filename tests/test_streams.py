@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gcnzc.stages import choose_device
-from gcnzc.streams import CudaStreams
+from gcnzc.system.streams import CudaStreams
+from gcnzc.train.setup import choose_device
 
 
 class FakeStream:

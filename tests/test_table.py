@@ -16,14 +16,16 @@ import torch
 from fake_driver import FakeDriver, FakeGpu
 
 import gcnzc
-from gcnzc import hot, locking
-from gcnzc import table as module
-from gcnzc.driver import Driver
+from gcnzc.features import cache
+from gcnzc.features import table as module
+from gcnzc.features.table import FeatureTable, can_read_host, copy_into, copy_to, pinned
 from gcnzc.kernels.gather import gather_reference
-from gcnzc.kernels.gather_gpu import Way, hot_rows
-from gcnzc.locking import Ledger
-from gcnzc.mappings import PAGE_BYTES as PAGE
-from gcnzc.table import FeatureTable, can_read_host, copy_into, copy_to, pinned
+from gcnzc.kernels.gather.cached_rows import hot_rows
+from gcnzc.kernels.gather.gpu import Way
+from gcnzc.system import page_lock
+from gcnzc.system.cuda_driver import Driver
+from gcnzc.system.host_memory import PAGE_BYTES as PAGE
+from gcnzc.system.page_lock import Ledger
 
 
 @pytest.fixture
@@ -125,7 +127,7 @@ def test_a_table_keeps_its_way_and_gathers_by_it(quantized, device, monkeypatch)
     cached = gcnzc.cached(mine, 0.5, torch.rand(40), device="cpu")
     assert cached.way == way
     told, ids = [], torch.randint(40, (60,))
-    for place, name in ((module, "gather"), (hot, "gather_hot")):
+    for place, name in ((module, "gather"), (cache, "gather_hot")):
         monkeypatch.setattr(place, name, listened(getattr(place, name), told))
     assert torch.equal(mine.gather(ids), plain.gather(ids))
     assert torch.equal(cached.gather(ids), plain.gather(ids))
@@ -415,7 +417,7 @@ def test_pinned_asks_for_memory_before_it_locks(cuda, monkeypatch):
     rows = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.float32).view(-1, 64)
     with pinned(torch.zeros(3, 2)):
         calls = len(driver.calls)
-        monkeypatch.setattr(locking, "available_bytes", lambda: 1000)
+        monkeypatch.setattr(page_lock, "available_bytes", lambda: 1000)
         words = r"1,048,576 bytes takes 1,048,576 bytes of memory, and 1,000 are left\n\nhint: "
         with pytest.raises(RuntimeError, match=words), pinned(rows):
             pytest.fail("nothing is locked here")
@@ -541,7 +543,7 @@ def test_a_copy_needs_memory_too(cuda, stored, monkeypatch, caplog):
     driver = cuda(FakeDriver(read_only_code=801))
     rows = mapped(stored)
     left = [1 << 40, 1 << 40, 1000]
-    monkeypatch.setattr(locking, "available_bytes", lambda: left.pop(0))
+    monkeypatch.setattr(page_lock, "available_bytes", lambda: left.pop(0))
     with (
         pytest.raises(RuntimeError, match=r"(?s)1,000 are left\n\nhint: "),
         pinned(rows),

@@ -3,7 +3,7 @@
 import torch
 
 from gcnzc.exchange import lockstep
-from gcnzc.tally import Tally, added, seeds_checksum
+from gcnzc.train.epoch_stats import Tally, added, seeds_checksum
 
 
 def splitmix64(value):

@@ -11,18 +11,21 @@ import torch
 
 from gcnzc import load, prepare
 from gcnzc.cli import main
-from gcnzc.config import EvaluateConfig, TrainConfig
-from gcnzc.data import Links
 from gcnzc.datasets import ogb, ogb_link
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.datasets.source import LinkParts
-from gcnzc.edge_split import EdgeShares
-from gcnzc.layerwise import inference
-from gcnzc.metrics import auc, hits, ranks
-from gcnzc.progress import Quiet
-from gcnzc.table import FeatureTable
-from gcnzc.tasks import LinkTask, NodeTask, build_task
-from gcnzc.train import evaluate, train
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.dataset import Links
+from gcnzc.graph.edge_split import EdgeShares
+from gcnzc.models.metrics import auc, hits, ranks
+from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.evaluation import evaluate
+from gcnzc.train.inference import inference
+from gcnzc.train.progress import Quiet
+from gcnzc.train.run import train
+from gcnzc.train.tasks import build_task
+from gcnzc.train.tasks.link import LinkTask
+from gcnzc.train.tasks.node import NodeTask
 
 TIMES = {
     *("epoch_s", "sample_s", "gather_s", "wait_s", "compute_s", "exchange_s", "evaluate_s"),

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from gcnzc.streams import clock_of
-from gcnzc.timeline import Seconds, Span, Stage, seconds_outside, share_under, write_trace
+from gcnzc.system.spans import Seconds, Span, Stage, seconds_outside
+from gcnzc.system.streams import clock_of
+from gcnzc.train.tracing import share_under, write_trace
 
 
 def spans(name, *parts, lane="a"):

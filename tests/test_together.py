@@ -6,7 +6,7 @@ import pytest
 from processes import results
 
 from gcnzc.exchange import Group, joined
-from gcnzc.together import SIGNS, together
+from gcnzc.exchange.long_work import SIGNS, together
 
 FAILURES = [
     ValueError("too few\n\nhint: give more"),

@@ -11,15 +11,21 @@ import pytest
 import torch
 
 import gcnzc
-import gcnzc.train
-from gcnzc import load, plan, prepare
-from gcnzc.config import EvaluateConfig, TrainConfig
+import gcnzc.train.evaluation
+import gcnzc.train.run
+import gcnzc.train.run_folder
+import gcnzc.train.signals
+from gcnzc import load, prepare
 from gcnzc.datasets import ogb
 from gcnzc.datasets.generate import Shape, generate, make
-from gcnzc.hot import CachedTable
-from gcnzc.kernels.gather_gpu import Way
-from gcnzc.progress import Quiet
-from gcnzc.train import evaluate, new_folder, train
+from gcnzc.features.cache import CachedTable
+from gcnzc.kernels.gather.gpu import Way
+from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.evaluation import evaluate
+from gcnzc.train.progress import Quiet
+from gcnzc.train.run import train
+from gcnzc.train.run_folder import new_folder
+from gcnzc.tune import plans
 
 needs_dgl = pytest.mark.skipif(not importlib.util.find_spec("dgl"), reason="DGL is not installed")
 
@@ -69,10 +75,10 @@ def planned(graph, monkeypatch, folder, **values):
     monkeypatch.setenv("GCNZC_CACHE", str(folder))
     usual = {"layout": "vector", "programs": 5, "warps": 4, "vectors": 2, "hot": 0.3}
     usual |= {"threads": 3, "ahead": 7, "copied_share": 0.5} | values
-    choices = {name: plan.Choice(value, "", "measured", {}) for name, value in usual.items()}
+    choices = {name: plans.Choice(value, "", "measured", {}) for name, value in usual.items()}
     table = load(graph).table
-    key = plan.key_of(torch.device("cpu"), table)
-    plan.keep(plan.Plan(key, "g", table.num_rows, "2026-01-02T03:04:05", choices))
+    key = plans.key_of(torch.device("cpu"), table)
+    plans.keep(plans.Plan(key, "g", table.num_rows, "2026-01-02T03:04:05", choices))
 
 
 @pytest.fixture
@@ -84,8 +90,8 @@ def loaders(monkeypatch):
         made.append(original(*given, **options))
         return made[-1]
 
-    original = gcnzc.train.Loader
-    monkeypatch.setattr(gcnzc.train, "Loader", loader)
+    original = gcnzc.loader.loader.Loader
+    monkeypatch.setattr(gcnzc.train.run, "Loader", loader)
     return made
 
 

@@ -8,14 +8,14 @@ import torch
 from processes import results
 from training import saved, train_as_worker
 
-from gcnzc import checkpoint
-from gcnzc.config import LOCAL, ONE_BIT, TrainConfig
-from gcnzc.data import prepare
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group
-from gcnzc.methods import build_method, warmup_steps
+from gcnzc.graph.prepare import prepare
 from gcnzc.optim import Averaged, resized
-from gcnzc.train import train
+from gcnzc.train import checkpoint
+from gcnzc.train.config import LOCAL, ONE_BIT, TrainConfig
+from gcnzc.train.optimizers import build_method, warmup_steps
+from gcnzc.train.run import train
 
 METHODS = {
     **{name: {"optimizer": name} for name in (*ONE_BIT, *LOCAL)},

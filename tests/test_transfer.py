@@ -8,9 +8,10 @@ import torch
 from queued_device import Device
 
 from gcnzc import FeatureTable, Graph
-from gcnzc.hot import cached
-from gcnzc.sampler import Batch, Sampler
-from gcnzc.transfer import Transfer
+from gcnzc.features.cache import cached
+from gcnzc.loader.transfer import Transfer
+from gcnzc.sampling.batch import Batch
+from gcnzc.sampling.neighbor import Sampler
 
 NUM_NODES = 3000
 SIDES = ("model", "side 1", "side 2")

@@ -11,13 +11,20 @@ import pytest
 import torch
 from tiny_graph import tiny
 
-from gcnzc import hot, link, load, plan, prepare, tune
-from gcnzc.graph import Graph
-from gcnzc.hot import hot_bytes, presample
-from gcnzc.kernels.gather_gpu import Way
-from gcnzc.kernels.lanes import LAYOUTS
-from gcnzc.table import FeatureTable
-from gcnzc.tune import Case, Loading, Room
+from gcnzc import load, prepare
+from gcnzc.cli.reports import tuning
+from gcnzc.features import cache
+from gcnzc.features.cache import hot_bytes
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.kernels.gather import gpu
+from gcnzc.kernels.gather.gpu import Way
+from gcnzc.kernels.gather.lanes import LAYOUTS
+from gcnzc.loader import loader as loader_loader
+from gcnzc.loader.presampling import presample
+from gcnzc.tune import cache_forecast, choose, machine, pcie_bench, plans, search
+from gcnzc.tune.choose import Room
+from gcnzc.tune.machine import Case, Loading
 
 CPU = torch.device("cpu")
 CORES = 8
@@ -134,31 +141,31 @@ def test_the_choice_is_near_the_best_that_there_is(name, seed):
     device = Device(**({"seed": seed} | DEVICES[name]))
     near = 1.04 + 2 * device.noise
     mine = case()
-    choices = tune.choose_way(device, mine.table, CPU, quiet)
+    choices = choose.choose_way(device, mine.table, CPU, quiet)
     way = Way(**{part: choice.value for part, choice in choices.items()})
     # one that is as good, and of the fewest requests
     assert way.layout == "pitched"
     ways = [
-        Way(way.layout, programs, *shape) for shape in tune.SHAPES for programs in tune.PROGRAMS
+        Way(way.layout, programs, *shape) for shape in choose.SHAPES for programs in choose.PROGRAMS
     ]
     best_s = min(map(device.true_gather_s, ways))
     assert device.true_gather_s(way) <= near * best_s
     # and no more warps than what is surely as good needs
     as_good = [one for one in ways if device.true_gather_s(one) <= best_s * 1.001]
-    if device.noise < tune.WITHIN:
-        assert tune._warps(way) <= min(map(tune._warps, as_good))
+    if device.noise < search.WITHIN:
+        assert choose._warps(way) <= min(map(choose._warps, as_good))
 
-    choices = tune.choose_loading(device, way, quiet)
+    choices = choose.choose_loading(device, way, quiet)
     loading = Loading(choices["threads"].value, choices["ahead"].value, 0.0, way)
-    counts = [count for count in tune.THREADS if count <= CORES]
+    counts = [count for count in choose.THREADS if count <= CORES]
     by_threads = {count: device.true_batch_s(replace(loading, threads=count)) for count in counts}
     assert by_threads[loading.threads] <= near * min(by_threads.values())
-    if device.noise < tune.WITHIN:
+    if device.noise < search.WITHIN:
         fewest = min(c for c in counts if by_threads[c] <= 1.001 * min(by_threads.values()))
         assert loading.threads <= fewest
         assert loading.ahead == loading.threads + 1
 
-    chosen, share, transfer_s = tune.choose_copied_share(device, loading, CPU, quiet)
+    chosen, share, transfer_s = choose.choose_copied_share(device, loading, CPU, quiet)
     assert chosen.copied_share == share.value
     assert chosen.ahead - chosen.threads == loading.ahead - loading.threads
     true_s = {
@@ -167,7 +174,7 @@ def test_the_choice_is_near_the_best_that_there_is(name, seed):
         for part in range(96)
     }
     assert device.true_batch_s(chosen) <= near * min(true_s.values())
-    if device.noise < tune.WITHIN and true_s[loading.threads, 0.0] <= min(true_s.values()):
+    if device.noise < search.WITHIN and true_s[loading.threads, 0.0] <= min(true_s.values()):
         assert chosen == loading
     assert transfer_s == pytest.approx(
         (1 - share.value) * device.true_gather_s(way), rel=2 * device.noise
@@ -179,7 +186,7 @@ def test_both_engines_are_used_where_that_pays():
     for name in ("copies faster than reads", "two engines add up", "bandwidth bound"):
         device = Device(**DEVICES[name])
         loading = Loading(1, 2, 0.0, Way("pitched", 132, 8, 4))
-        chosen, _, _ = tune.choose_copied_share(device, loading, CPU, quiet)
+        chosen, _, _ = choose.choose_copied_share(device, loading, CPU, quiet)
         gains[name] = device.true_batch_s(loading) / device.true_batch_s(chosen)
     assert gains["copies faster than reads"] > 1.5
     assert gains["two engines add up"] > 1.9
@@ -188,7 +195,7 @@ def test_both_engines_are_used_where_that_pays():
 
 def test_what_is_chosen_first_is_kept_for_what_comes_after():
     device = Device(**DEVICES["two engines add up"])
-    found = tune.plan_for(device, case(), CPU, Room(None, "no"), quiet)
+    found = choose.plan_for(device, case(), CPU, Room(None, "no"), quiet)
     values = {name: choice.value for name, choice in found.choices.items()}
     way = Way(*(values[name] for name in ("layout", "programs", "warps", "vectors")))
     assert {loading.way for loading in device.asked} == {way}
@@ -197,11 +204,11 @@ def test_what_is_chosen_first_is_kept_for_what_comes_after():
         (one.threads, one.ahead, one.copied_share) for one in shares
     }
     assert json.loads(json.dumps(asdict(found))) == asdict(found)
-    told = tune.lines(found)
+    told = tuning.lines(found)
     assert {line.split()[0] for line in told} >= values.keys()
     assert any("best gather: 4 x 4: " in line for line in told)
-    assert plan.keep(found).exists()
-    assert plan.find(CPU, case().table) == found
+    assert plans.keep(found).exists()
+    assert plans.find(CPU, case().table) == found
 
 
 def test_the_cheapest_of_those_that_are_as_good():
@@ -211,23 +218,23 @@ def test_the_cheapest_of_those_that_are_as_good():
         3: [1.0, 1.0, 1.0, 1.0],
         4: [1.0, 1.0, 1.0, 1.0],
     }
-    assert tune.cheapest(rounds, int) == 2
-    assert tune.cheapest(rounds, lambda count: -count) == 4
+    assert search.cheapest(rounds, int) == 2
+    assert search.cheapest(rounds, lambda count: -count) == 4
     # slower by the median, but not in most of the rounds
-    assert tune.cheapest({1: [1.0, 0.9, 1.2, 1.3], 2: [1.0, 1.0, 1.0, 1.0]}, int) == 1
-    assert tune.cheapest({1: [1.0, 1.2, 1.2, 1.3], 2: [1.0, 1.0, 1.0, 1.0]}, int) == 2
+    assert search.cheapest({1: [1.0, 0.9, 1.2, 1.3], 2: [1.0, 1.0, 1.0, 1.0]}, int) == 1
+    assert search.cheapest({1: [1.0, 1.2, 1.2, 1.3], 2: [1.0, 1.0, 1.0, 1.0]}, int) == 2
     # slower in all rounds of a machine that itself becomes slower
-    assert tune.cheapest({1: [1.1, 2.2, 4.4, 8.8], 2: [1.0, 2.0, 4.0, 8.0]}, int) == 2
+    assert search.cheapest({1: [1.1, 2.2, 4.4, 8.8], 2: [1.0, 2.0, 4.0, 8.0]}, int) == 2
 
 
 def test_a_busy_machine_chooses_nothing():
     calm, wild = [1.0, 1.01, 0.99, 1.0, 1.0], [1.0, 2.0, 0.7, 1.5, 1.0]
-    assert tune.spread({1: calm, 2: calm}) < 0.02
-    assert tune.spread({1: wild, 2: wild, 3: calm}) == 0.5
+    assert search.spread({1: calm, 2: calm}) < 0.02
+    assert search.spread({1: wild, 2: wild, 3: calm}) == 0.5
     # one burst is none of the middle half
-    assert tune.spread({1: [1.0, 1.0, 1.0, 1.0, 9.0]}) == 0
+    assert search.spread({1: [1.0, 1.0, 1.0, 1.0, 9.0]}) == 0
     device = Device(noise=0.4, **DEVICES["two engines add up"])
-    found = tune.plan_for(device, case(), CPU, Room(None, "no"), quiet)
+    found = choose.plan_for(device, case(), CPU, Room(None, "no"), quiet)
     for name, usual in (("threads", 4), ("ahead", 5), ("copied_share", 0)):
         assert found.choices[name].value == usual
         assert found.choices[name].basis == "default"
@@ -243,8 +250,8 @@ def test_settings_take_turns_and_the_first_round_does_not_count():
         called.append(setting)
         return float(len(called))
 
-    taken = tune.in_rounds(["a", "b"], seconds, "it", lambda *what: told.append(what))
-    most = tune.ROUNDS[1]
+    taken = search.in_rounds(["a", "b"], seconds, "it", lambda *what: told.append(what))
+    most = search.ROUNDS[1]
     assert called == ["a", "b"] * (most + 1)
     assert taken == {
         "a": [3.0 + 2 * n for n in range(most)],
@@ -254,22 +261,22 @@ def test_settings_take_turns_and_the_first_round_does_not_count():
 
 
 def test_slow_settings_have_fewer_rounds(monkeypatch):
-    monkeypatch.setattr(tune, "STAGE_S", 0.01)
-    taken = tune.in_rounds([1], lambda _: time.sleep(0.01) or 1.0, "it", quiet)
-    assert len(taken[1]) == tune.ROUNDS[0]
+    monkeypatch.setattr(search, "STAGE_S", 0.01)
+    taken = search.in_rounds([1], lambda _: time.sleep(0.01) or 1.0, "it", quiet)
+    assert len(taken[1]) == search.ROUNDS[0]
 
 
 @pytest.mark.parametrize(
     ("row_bytes", "layouts"), [(512, set(LAYOUTS)), (100, set(LAYOUTS) - {"pitched"})]
 )
 def test_without_a_gpu_the_layout_is_the_model_s_and_the_rest_is_as_usual(row_bytes, layouts):
-    bench = tune.Machine(case(row_bytes), CPU, None)
-    choices = tune.choose_way(bench, case(row_bytes).table, CPU, quiet)
+    bench = machine.Machine(case(row_bytes), CPU, None)
+    choices = choose.choose_way(bench, case(row_bytes).table, CPU, quiet)
     assert choices["layout"].basis == "modelled"
     requests = choices["layout"].figures["requests_per_row"]
     assert requests.keys() == layouts
     assert requests[choices["layout"].value] == min(requests.values())
-    same, share, transfer_s = tune.choose_copied_share(bench, Loading(1, 2), CPU, quiet)
+    same, share, transfer_s = choose.choose_copied_share(bench, Loading(1, 2), CPU, quiet)
     assert (same, transfer_s) == (Loading(1, 2), None)
     usual = [*(choices[name] for name in ("programs", "warps", "vectors")), share]
     assert {choice.basis for choice in usual} == {"default"}
@@ -286,14 +293,14 @@ def test_memory_decides_how_many_rows_are_hot():
     for num_hot in (1, 700, 2000):
         for more in (0, 511):
             room = Room(hot_bytes(mine.table, num_hot) + more, "so much")
-            choice = tune.choose_hot(mine, room, None, quiet)
+            choice = choose.choose_hot(mine, room, None, quiet)
             assert round(choice.value * 2000) == num_hot
             assert choice.basis == "predicted"
-            assert hot.hot_rows_of(mine.table, choice.value) == num_hot
+            assert cache.hot_rows_of(mine.table, choice.value) == num_hot
             assert choice.figures["chosen_hit_rate"] == counted.hit_rates([num_hot])[0]
             assert choice.figures["chosen_memory_bytes"] <= room.memory_bytes
     assert "all rows fit" in choice.why
-    short = tune.choose_hot(mine, Room(hot_bytes(mine.table, 1) - 1, "too little"), None, quiet)
+    short = choose.choose_hot(mine, Room(hot_bytes(mine.table, 1) - 1, "too little"), None, quiet)
     assert short.basis == "default"
     assert "no row fits" in short.why
 
@@ -302,28 +309,28 @@ def test_a_model_that_takes_long_needs_fewer_hot_rows():
     mine, counted = known()
     room = hot_bytes(mine.table, 2000)
     for compute_s in (0.02, 0.05, 0.09):
-        choice = tune.choose_hot(mine, Room(room, "all", compute_s), 0.1, quiet)
+        choice = choose.choose_hot(mine, Room(room, "all", compute_s), 0.1, quiet)
         size = round(choice.value * 2000)
-        step = 2000 // tune.HOT_SIZES
+        step = 2000 // choose.HOT_SIZES
         rates = counted.hit_rates([size, size - step])
         assert 0.1 * (1 - rates[0]) <= compute_s < 0.1 * (1 - rates[1])
         assert "below the model's" in choice.why
     # one hides all, another cannot be hidden
-    least = tune.choose_hot(mine, Room(room, "all", 0.2), 0.1, quiet)
+    least = choose.choose_hot(mine, Room(room, "all", 0.2), 0.1, quiet)
     assert round(least.value * 2000) == step
     some = Room(hot_bytes(mine.table, 300), "some", 1e-6)
-    assert round(tune.choose_hot(mine, some, 0.1, quiet).value * 2000) == 300
-    unknown = tune.choose_hot(mine, Room(room, "all", 0.05), None, quiet)
+    assert round(choose.choose_hot(mine, some, 0.1, quiet).value * 2000) == 300
+    unknown = choose.choose_hot(mine, Room(room, "all", 0.05), None, quiet)
     assert unknown.value == 1
     assert "no transfer was measured" in unknown.why
 
 
 def test_no_hot_set_is_chosen_where_nothing_is_known():
     mine = case()
-    nowhere = tune.choose_hot(mine, Room(None, "no GPU"), None, quiet)
+    nowhere = choose.choose_hot(mine, Room(None, "no GPU"), None, quiet)
     assert (nowhere.value, nowhere.basis) == (0.2, "default")
-    assert nowhere.figures["hit_rate"].keys() == {str(share) for share in hot.SHARES}
-    made_up = tune.choose_hot(case(is_real=False), Room(10**9, "x"), None, quiet)
+    assert nowhere.figures["hit_rate"].keys() == {str(share) for share in cache_forecast.SHARES}
+    made_up = choose.choose_hot(case(is_real=False), Room(10**9, "x"), None, quiet)
     assert (made_up.value, made_up.basis, made_up.figures) == (0.2, "default", {})
 
 
@@ -337,17 +344,17 @@ def loaders(monkeypatch):
         given.append(options | {"made": made})
         return made
 
-    original = tune.Loader
-    monkeypatch.setattr(tune, "Loader", loader)
-    monkeypatch.setattr(tune, "LEAST_S", 0.001)
+    original = loader_loader.Loader
+    monkeypatch.setattr(machine, "Loader", loader)
+    monkeypatch.setattr(machine, "LEAST_S", 0.001)
     # these times are too short to mean anything
-    monkeypatch.setattr(tune, "NOISY", float("inf"))
+    monkeypatch.setattr(choose, "NOISY", float("inf"))
     return given
 
 
 def test_the_loader_is_timed_as_it_is_set(loaders):
     mine = case()
-    bench = tune.Machine(mine, CPU, None)
+    bench = machine.Machine(mine, CPU, None)
     way = Way(programs=3)
     assert bench.batch_s(Loading(2, 5, 0.0, way)) > 0
     assert bench.batch_s(Loading(1, 2, 0.25, way)) > 0
@@ -361,14 +368,14 @@ def test_the_loader_is_timed_as_it_is_set(loaders):
     assert [one["made"].epoch for one in loaders] == [1, 1, 1]
     # no more seeds than are timed, in whole batches
     assert len(bench.seeds) == 400
-    few = tune.Machine(replace(mine, batch_size=10), CPU, None)
-    assert len(few.seeds) == 10 * tune.BATCHES
+    few = machine.Machine(replace(mine, batch_size=10), CPU, None)
+    assert len(few.seeds) == 10 * machine.BATCHES
     assert set(few.seeds.tolist()) <= set(mine.seeds.tolist())
 
 
 def test_a_plan_of_this_machine(loaders):
     told = []
-    found = tune.tune(case(), compute_s=None, progress=lambda *what: told.append(what))
+    found = choose.tune(case(), compute_s=None, progress=lambda *what: told.append(what))
     basis = {name: choice.basis for name, choice in found.choices.items()}
     assert basis["threads"] == basis["ahead"] == "measured"
     assert found.rows == 2000
@@ -376,7 +383,7 @@ def test_a_plan_of_this_machine(loaders):
     assert {what for what, _, _ in told} >= {"threads", "ahead", "hot set"}
     assert all(0 < done <= total for _, done, total in told)
     batch_s = found.choices["threads"].figures["batch_s"]
-    assert batch_s.keys() == {str(count) for count in tune.THREADS if count <= CORES}
+    assert batch_s.keys() == {str(count) for count in choose.THREADS if count <= CORES}
 
 
 def interpreted(mine):
@@ -385,21 +392,21 @@ def interpreted(mine):
         work()
         return time.perf_counter() - begin
 
-    return tune.Machine(mine, CPU, link.Gpu(CPU, seconds, lambda busy: {}))
+    return machine.Machine(mine, CPU, pcie_bench.Gpu(CPU, seconds, lambda busy: {}))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's case")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_the_gpu_s_part_in_the_interpreter(quantized, loaders, monkeypatch):
-    monkeypatch.setattr(tune, "SHAPES", ((2, 2), (8, 4)))
-    monkeypatch.setattr(tune, "PROGRAMS", (1, 3))
-    monkeypatch.setattr(tune, "ROUNDS", (2, 2))
-    monkeypatch.setattr(tune, "KERNEL_BATCHES", 1)
+    monkeypatch.setattr(choose, "SHAPES", ((2, 2), (8, 4)))
+    monkeypatch.setattr(choose, "PROGRAMS", (1, 3))
+    monkeypatch.setattr(search, "ROUNDS", (2, 2))
+    monkeypatch.setattr(machine, "KERNEL_BATCHES", 1)
     mine = case(100, 300)
     if quantized:
         mine = replace(mine, table=FeatureTable.quantized(mine.table.rows))
     bench = interpreted(mine)
-    found = tune.plan_for(bench, mine, CPU, Room(10**6, "so much"), quiet)
+    found = choose.plan_for(bench, mine, CPU, Room(10**6, "so much"), quiet)
     assert {choice.basis for choice in found.choices.values()} == {"measured", "predicted"}
     ids = bench.host_ids[0]
     for way in bench._checked:
@@ -416,14 +423,14 @@ def test_the_gpu_s_part_in_the_interpreter(quantized, loaders, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's case")
 def test_wrong_rows_are_not_timed(monkeypatch):
     bench = interpreted(case(100, 300))
-    gather_rows = tune.gather_rows
+    gather_rows = gpu.gather_rows
 
     def wrong(*given, **options):
         rows = gather_rows(*given, **options)
         rows[3, 7] += options["way"].programs == 2
         return rows
 
-    monkeypatch.setattr(tune, "gather_rows", wrong)
+    monkeypatch.setattr(machine, "gather_rows", wrong)
     bench.gather_s(Way(programs=1))
     with pytest.raises(RuntimeError, match=r"(?s)programs=2.* brought wrong rows on cpu.*hint: "):
         bench.gather_s(Way(programs=2))
@@ -431,9 +438,9 @@ def test_wrong_rows_are_not_timed(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_plan_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(tune, "NOISY", float("inf"))
+    monkeypatch.setattr(choose, "NOISY", float("inf"))
     mine = case(400, 20_000)
-    found = tune.tune(mine, room=10**7, compute_s=0.001, progress=quiet)
+    found = choose.tune(mine, room=10**7, compute_s=0.001, progress=quiet)
     assert {choice.basis for choice in found.choices.values()} == {"measured", "predicted"}
     assert found.way is not None
 
@@ -441,14 +448,14 @@ def test_a_plan_of_a_gpu(monkeypatch):
 def test_a_case_of_data(tmp_path):
     prepare(tiny().write(tmp_path / "raw"), tmp_path / "graph")
     loaded = load(tmp_path / "graph")
-    made = tune.case_of(loaded, (2, 3), 7)
+    made = machine.case_of(loaded, (2, 3), 7)
     assert (made.name, made.fanouts, made.batch_size, made.is_real) == ("raw", (2, 3), 7, True)
     assert torch.equal(made.seeds, loaded.split["train"])
     # a graph whose edges are what is learned has no training nodes
-    made = tune.case_of(replace(loaded, split={}), (2, 3), 7)
+    made = machine.case_of(replace(loaded, split={}), (2, 3), 7)
     assert torch.equal(made.seeds, torch.arange(40))
     with pytest.raises(ValueError, match=r"(?s)raw has no features to gather.*hint: "):
-        tune.case_of(replace(loaded, features=None), (2,), 7)
+        machine.case_of(replace(loaded, features=None), (2,), 7)
 
 
 def test_a_sparse_table_is_no_gpu_s(monkeypatch):
@@ -457,13 +464,13 @@ def test_a_sparse_table_is_no_gpu_s(monkeypatch):
     mine = case()
     sparse = SimpleNamespace(is_sparse=True)
     with pytest.raises(ValueError, match=r"(?s)some keeps its features sparse.*hint: "):
-        tune.tune(replace(mine, table=sparse), compute_s=None, progress=quiet)
+        choose.tune(replace(mine, table=sparse), compute_s=None, progress=quiet)
 
 
 @pytest.mark.parametrize("row_bytes", [512, 100, 4])
 def test_a_table_of_a_usual_shape(row_bytes, monkeypatch):
-    monkeypatch.setattr(tune, "USUAL_BYTES", 1 << 20)
-    made = tune.usual_case(row_bytes, (3, 3), 64)
+    monkeypatch.setattr(machine, "USUAL_BYTES", 1 << 20)
+    made = machine.usual_case(row_bytes, (3, 3), 64)
     assert made.table.row_bytes == row_bytes
     assert made.table.num_rows == made.graph.num_nodes >= 1024
     assert made.graph.num_edges == 10 * made.graph.num_nodes
@@ -474,4 +481,4 @@ def test_a_table_of_a_usual_shape(row_bytes, monkeypatch):
 @pytest.mark.parametrize("row_bytes", [0, 3, 514])
 def test_rows_of_no_whole_elements(row_bytes):
     with pytest.raises(ValueError, match=r"(?s)not whole elements.*hint: "):
-        tune.usual_case(row_bytes, (3, 3), 64)
+        machine.usual_case(row_bytes, (3, 3), 64)

@@ -8,9 +8,7 @@ from math import gcd
 import pytest
 import torch
 
-from gcnzc.kernels.lanes import LAYOUTS, lanes_of
-from gcnzc.table import FeatureTable
-from gcnzc.wire import (
+from gcnzc.features.pcie_traffic import (
     Traffic,
     ceiling,
     choose_layout,
@@ -18,6 +16,8 @@ from gcnzc.wire import (
     table_traffic,
     traffic,
 )
+from gcnzc.features.table import FeatureTable
+from gcnzc.kernels.gather.lanes import LAYOUTS, lanes_of
 
 REAL = [(512, 4), (256, 2), (400, 4), (200, 2), (2408, 4), (1204, 2), (5732, 4), (14812, 4)]
 REAL += [(2000, 4), (3068, 4), (2980, 4), (27220, 4), (132, 1), (1536, 2), (4096, 4), (40, 4)]

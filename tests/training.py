@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from gcnzc import checkpoint
-from gcnzc.config import TrainConfig
 from gcnzc.exchange import joined
 from gcnzc.optim import Exchanging
-from gcnzc.progress import Quiet
-from gcnzc.train import Interrupted, train
+from gcnzc.train import checkpoint
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.progress import Quiet
+from gcnzc.train.run import Interrupted, train
 
 
 class Listener(Quiet):

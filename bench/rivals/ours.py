@@ -4,10 +4,10 @@ import torch
 from serve import BATCH_SIZE, FANOUTS, arrays, serve
 
 import gcnzc
-from gcnzc.graph import Graph
-from gcnzc.loader import Loader
-from gcnzc.sampler import Sampler
-from gcnzc.table import FeatureTable
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.loader.loader import Loader
+from gcnzc.sampling.neighbor import Sampler
 
 
 def make(folder):

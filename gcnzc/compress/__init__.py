@@ -3,9 +3,9 @@
 from gcnzc.compress.blocks import Blocks
 from gcnzc.compress.dense import Dense
 from gcnzc.compress.reducer import Compression, Place, Reducer
+from gcnzc.compress.registry import WORDS, compression
 from gcnzc.compress.rounded import Rounded
 from gcnzc.compress.sign import Sign
-from gcnzc.compress.words import WORDS, compression
 
 __all__ = [
     "WORDS",

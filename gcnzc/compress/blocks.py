@@ -7,10 +7,10 @@ from torch import Tensor
 
 from gcnzc.compress.rounded import Rounded
 from gcnzc.compress.two_stage import Codes
-from gcnzc.kernels import block_codes
-from gcnzc.kernels.cut import Cut
+from gcnzc.kernels.codec import blocks, forms
+from gcnzc.kernels.codec.cut import Cut
 
-FORMS = tuple(block_codes.BITS)
+FORMS = tuple(forms.BITS)
 # what the mean may be sent in, besides the forms
 SECOND = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # of a seed, which has the low half of a key; who rounds has the high half
@@ -19,7 +19,7 @@ SEED_BITS = 32
 
 @dataclass(frozen=True)
 class Blocks(Codes):
-    """Rounded numbers in two stages; see `two_stage`, and `gcnzc.kernels.block_codes` for forms.
+    """Rounded numbers in two stages; see `two_stage`, and `gcnzc.kernels.codec.blocks` for forms.
 
     Raises:
         ValueError: an option is not one of those below.
@@ -57,7 +57,7 @@ class Blocks(Codes):
 
     def cut(self, num_elements: int, parts: int) -> Cut:
         """See `Codes`."""
-        return Cut(num_elements, parts, block_codes.BITS[self.form], self.block)
+        return Cut(num_elements, parts, forms.BITS[self.form], self.block)
 
     def encode(
         self,
@@ -73,18 +73,18 @@ class Blocks(Codes):
         if self.stochastic:
             step, who = draw
             draws = (who << SEED_BITS | self.seed, step)
-        block_codes.encode_blocks(values, error, active, cut, rows, self.form, draws)
+        blocks.encode_blocks(values, error, active, cut, rows, self.form, draws)
 
     def settle(
         self, values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor
     ) -> None:
         """See `Codes`."""
-        block_codes.settle_blocks(values, error, active, cut, rows, self.form)
+        blocks.settle_blocks(values, error, active, cut, rows, self.form)
 
     def mean_of(self, rows: Tensor, cut: Cut, out: Tensor) -> None:
         """See `Codes`."""
-        block_codes.mean_of_blocks(rows, cut, out, self.form)
+        blocks.mean_of_blocks(rows, cut, out, self.form)
 
     def decode(self, rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor) -> None:
         """See `Codes`."""
-        block_codes.decode_blocks(rows, cut, active, out, self.form)
+        blocks.decode_blocks(rows, cut, active, out, self.form)

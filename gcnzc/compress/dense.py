@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gcnzc.compress.reducer import Compression, Place, Reducer, count_not_finite, culprits
 from gcnzc.exchange import Algorithm, Sum, Vote
-from gcnzc.finite import are_finite
-from gcnzc.scalars import read_scalars
+from gcnzc.kernels.finite import are_finite
+from gcnzc.system.scalars import read_scalars
 
 
 @dataclass(frozen=True)

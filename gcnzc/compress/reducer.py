@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm
-from gcnzc.finite import are_finite
+from gcnzc.kernels.finite import are_finite
 
 
 @dataclass(frozen=True)

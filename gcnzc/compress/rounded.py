@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.compress.two_stage import Codes
-from gcnzc.finite import are_finite
-from gcnzc.kernels.cut import Cut
+from gcnzc.kernels.codec.cut import Cut
+from gcnzc.kernels.finite import are_finite
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -6,8 +6,8 @@ from typing import Literal
 from torch import Tensor
 
 from gcnzc.compress.two_stage import Codes
-from gcnzc.kernels import pack
-from gcnzc.kernels.cut import Cut
+from gcnzc.kernels.codec import signs
+from gcnzc.kernels.codec.cut import Cut
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Sign(Codes):
         draw: tuple[int, int],
     ) -> None:
         """See `Codes`; nothing is drawn."""
-        pack.encode_signs(values, error, active, cut, rows, self.scale)
+        signs.encode_signs(values, error, active, cut, rows, self.scale)
 
     def settle(
         self, values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor
     ) -> None:
         """See `Codes`."""
-        pack.settle_signs(values, error, active, cut, rows)
+        signs.settle_signs(values, error, active, cut, rows)
 
     def mean_of(self, rows: Tensor, cut: Cut, out: Tensor) -> None:
         """See `Codes`."""
-        pack.mean_of_signs(rows, cut, out)
+        signs.mean_of_signs(rows, cut, out)
 
     def decode(self, rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor) -> None:
         """See `Codes`."""
-        pack.decode_signs(rows, cut, active, out)
+        signs.decode_signs(rows, cut, active, out)

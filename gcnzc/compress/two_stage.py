@@ -24,13 +24,13 @@ from torch import Tensor
 
 from gcnzc.compress.reducer import Compression, Place, Reducer, count_not_finite, culprits
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
-from gcnzc.finite import are_finite
-from gcnzc.kernels.cut import Cut
-from gcnzc.scalars import read_scalars
+from gcnzc.kernels.codec.cut import Cut
+from gcnzc.kernels.finite import are_finite
+from gcnzc.system.scalars import read_scalars
 
 
 class Codes(Compression):
-    """A way of turning a vector into codes and back; see `gcnzc.kernels.cut` for rows."""
+    """A way of turning a vector into codes and back; see `gcnzc.kernels.codec.cut` for rows."""
 
     has_feedback: bool
     """whether what a code leaves out is kept, and added to the next"""

@@ -2,9 +2,11 @@
 
 from gcnzc.exchange.agreement import RequestMismatch
 from gcnzc.exchange.choices import Choices
-from gcnzc.exchange.group import Group, WorkerLost, is_worker, joined, present, run
+from gcnzc.exchange.errors import WorkerLost
+from gcnzc.exchange.group import Group, joined, present, run
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.lockstep import Link, Outcome, lockstep
+from gcnzc.exchange.measure import tuned
 from gcnzc.exchange.requests import (
     Algorithm,
     AllGather,
@@ -23,8 +25,8 @@ from gcnzc.exchange.requests import (
     Swap,
     Vote,
 )
-from gcnzc.exchange.timing import tuned
-from gcnzc.exchange.tuning import Tuning
+from gcnzc.exchange.start import is_worker
+from gcnzc.exchange.tuner import Tuning
 
 __all__ = [
     "Algorithm",

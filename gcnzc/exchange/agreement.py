@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gcnzc.exchange.meeting import Store
+from gcnzc.exchange.rendezvous import Store
 from gcnzc.exchange.requests import (
     AllToAll,
     Broadcast,

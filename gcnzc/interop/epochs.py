@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from gcnzc.loader import order
+from gcnzc.loader.seeds import order
 
 MAX_EPOCHS = 2**32
 

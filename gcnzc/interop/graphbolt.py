@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.interop.dgl_door import graphbolt_works, import_dgl
-from gcnzc.table import FeatureTable
+from gcnzc.features.table import FeatureTable
+from gcnzc.interop.dgl.importing import graphbolt_works, import_dgl
 
 
 def feature(table: FeatureTable) -> Any:

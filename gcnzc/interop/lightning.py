@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.data import Dataset
+from gcnzc.features.table import FeatureTable, pinned
+from gcnzc.graph.dataset import Dataset
 from gcnzc.interop.turns import Turns
-from gcnzc.loader import Loader
-from gcnzc.sampler import Batch
-from gcnzc.table import FeatureTable, pinned
+from gcnzc.loader.loader import Loader
+from gcnzc.sampling.batch import Batch
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 INSTALL = "pip install lightning"

@@ -4,7 +4,7 @@
 when they like, and take no step beyond the last minibatch; for them each iteration is another.
 """
 
-from gcnzc.loader import Batches, Loader
+from gcnzc.loader.loader import Batches, Loader
 
 
 class Turns:

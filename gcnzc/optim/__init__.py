@@ -1,18 +1,19 @@
 """When workers exchange, and what is done with it."""
 
-from gcnzc.optim.averaged import Averaged
-from gcnzc.optim.co2 import CO2
+from gcnzc.optim.base import Exchanging, LatePhaseWarning
 from gcnzc.optim.ddp import leave_local
-from gcnzc.optim.diloco import DiLoCo
-from gcnzc.optim.exchanging import Exchanging, LatePhaseWarning
-from gcnzc.optim.local_sgd import LocalSGD
-from gcnzc.optim.local_updates import LocalUpdates
-from gcnzc.optim.one_bit_adam import OneBitAdam
-from gcnzc.optim.one_bit_lamb import OneBitLamb
-from gcnzc.optim.replicated import Replicated
-from gcnzc.optim.states import resized
-from gcnzc.optim.streaming_diloco import StreamingDiLoCo
-from gcnzc.optim.zero_one_adam import ZeroOneAdam, ZeroOneSchedule
+from gcnzc.optim.local.base import LocalUpdates
+from gcnzc.optim.local.co2 import CO2
+from gcnzc.optim.local.diloco import DiLoCo
+from gcnzc.optim.local.local_sgd import LocalSGD
+from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
+from gcnzc.optim.resize import resized
+from gcnzc.optim.synchronous.averaged import Averaged
+from gcnzc.optim.synchronous.base import Replicated
+from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
+from gcnzc.optim.synchronous.one_bit_lamb import OneBitLamb
+from gcnzc.optim.synchronous.zero_one_adam import ZeroOneAdam
+from gcnzc.optim.synchronous.zero_one_schedule import ZeroOneSchedule
 
 __all__ = [
     "CO2",

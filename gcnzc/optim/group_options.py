@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Group
-from gcnzc.flat import hash_of
-from gcnzc.replicas import everybodys
+from gcnzc.exchange.layout import hash_of
+from gcnzc.exchange.sync import everybodys
 
 # these choose an implementation for the rank's device and do not change the method
 NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")

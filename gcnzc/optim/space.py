@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.flat import Segment, on
+from gcnzc.optim.flat import Segment, on
 
 TILE_ELEMENTS = 1 << 16  # some of which, of several vectors, fit into a core's cache together
 

@@ -4,7 +4,7 @@ from compress.ways import mean_of, reducers, vectors
 
 from gcnzc.compress import Blocks, Dense, Rounded
 from gcnzc.compress.blocks import FORMS
-from gcnzc.kernels import block_codes
+from gcnzc.kernels.codec import blocks as codec_blocks
 
 # how far a number may be rounded to the nearest, as a share of the largest one of its block
 ROOM = {
@@ -97,13 +97,13 @@ def test_random_rounding_has_no_bias(form, second):
 
 def test_workers_and_servers_and_steps_draw_differently(monkeypatch):
     draws = []
-    encode = block_codes.encode_blocks
+    encode = codec_blocks.encode_blocks
 
     def watched(values, error, active, cut, rows, form, drawn, *args):
         draws.append(drawn)
         return encode(values, error, active, cut, rows, form, drawn, *args)
 
-    monkeypatch.setattr(block_codes, "encode_blocks", watched)
+    monkeypatch.setattr(codec_blocks, "encode_blocks", watched)
     them = reducers(Blocks("int4", stochastic=True), 500, 4)
     for _ in range(3):
         mean_of(them, vectors(500, 4))

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gcnzc import load, prepare
-from gcnzc.data import info
 from gcnzc.datasets.ogb import OgbGraph
 from gcnzc.datasets.ogb_link import KNOWN, OgbLinkGraph, is_link_layout, write
 from gcnzc.datasets.source import LinkParts
+from gcnzc.graph.load import info
 
 PARTS = ("train", "valid", "test")
 

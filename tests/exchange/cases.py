@@ -23,9 +23,10 @@ from gcnzc.exchange import (
     Swap,
     Vote,
     joined,
+    rendezvous,
     run,
+    start,
 )
-from gcnzc.exchange import group as group_module
 
 
 def values(rank, count, dtype=torch.float32):
@@ -109,12 +110,12 @@ def exchange_until(what):
 def stop_while_joining():
     """Join, but worker 1 is stopped when the others know that it came."""
     if os.environ["RANK"] == "1":
-        met = group_module.met
+        met = rendezvous.met
 
         def met_and_stop(*words):
             met(*words)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        group_module.met = met_and_stop
+        start.met = met_and_stop
     with joined(timeout_s=6):
         pass

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from gcnzc.exchange import meeting
-from gcnzc.exchange.meeting import met
+from gcnzc.exchange import rendezvous
+from gcnzc.exchange.rendezvous import met
 from gcnzc.exchange.siblings import Siblings
 
 
@@ -188,8 +188,8 @@ class CountingStore:
 
 
 def test_waiting_for_a_thousand_workers_costs_a_few_requests_a_poll(monkeypatch):
-    monkeypatch.setattr(meeting, "POLL_S_PER_WORKER", 0.0)
-    monkeypatch.setattr(meeting, "POLL_S", 0.02)
+    monkeypatch.setattr(rendezvous, "POLL_S_PER_WORKER", 0.0)
+    monkeypatch.setattr(rendezvous, "POLL_S", 0.02)
     store = CountingStore()
     with pytest.raises(TimeoutError, match=r"no sign of worker 1, 2, 3, "):
         met(store, 0, 1024, timeout_s=0.5)

@@ -19,6 +19,7 @@ from gcnzc.exchange import (
     Swap,
     group,
     joined,
+    process_group,
     run,
 )
 
@@ -84,8 +85,8 @@ def test_the_host_does_not_wait_for_what_nccl_exchanges(monkeypatch):
     peers.backend, peers.world_size, peers.ranks = "nccl", 2, [0, 1]
     for name in ("all_reduce", "broadcast", "isend", "irecv", "all_to_all_single"):
         monkeypatch.setattr(group.dist, name, lambda *args, **options: work)
-    monkeypatch.setattr(group, "_all_gather", lambda *args, **options: work)
-    monkeypatch.setattr(group, "_reduce_scatter", lambda *args, **options: work)
+    monkeypatch.setattr(process_group, "_all_gather", lambda *args, **options: work)
+    monkeypatch.setattr(process_group, "_reduce_scatter", lambda *args, **options: work)
     rows = OnDevice(torch.ones(4))
     requests = [
         *(Sum(rows), Mean(rows), AllGather(rows), Broadcast(rows), ReduceScatter(rows)),

@@ -5,8 +5,8 @@ import pytest
 from processes import results
 
 from gcnzc.exchange import Choices, Link, Tuning, Vote, joined, lockstep, tuned
-from gcnzc.exchange.timing import ask, request_of, timed
-from gcnzc.exchange.tuning import KINDS, SIZES, candidates, measure
+from gcnzc.exchange.measure import ask, request_of, timed
+from gcnzc.exchange.tuner import KINDS, SIZES, candidates, measure
 
 ALPHA_S, BYTES_PER_S = 1e-3, 1e7
 LINK = Link(bytes_per_s=BYTES_PER_S, delay_s=ALPHA_S)

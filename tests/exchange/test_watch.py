@@ -12,8 +12,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from gcnzc.exchange import watch
-from gcnzc.exchange.watch import Keeper, Watch
+from gcnzc.exchange import heartbeat
+from gcnzc.exchange.heartbeat import Keeper, Watch
 
 # a name that nobody has (RFC 6761)
 NOWHERE = ("machine0.invalid", 29400)
@@ -65,7 +65,7 @@ class Proxy:
 def quick(monkeypatch):
     # STORE_S is only waited for in full where the store does not answer
     for name, seconds in (("STORE_S", 2.0), ("LAST_WORDS_S", 0.2), ("BEAT_S", 0.1)):
-        monkeypatch.setattr(watch, name, seconds)
+        monkeypatch.setattr(heartbeat, name, seconds)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ class Others:
         self.store.multi_set([f"gcnzc/alive/{rank}" for rank in ranks], [sign] * len(ranks))
 
     def live(self):
-        while not self.done.wait(watch.BEAT_S):
+        while not self.done.wait(heartbeat.BEAT_S):
             self.write()
 
 
@@ -176,7 +176,7 @@ def test_a_launcher_that_can_be_reached_is_never_ended(launcher):
 
 
 def test_a_worker_that_never_came_is_named(monkeypatch):
-    monkeypatch.setattr(watch, "BEAT_S", 0.1)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     with served() as (_, port):
         alive = Watch(connected(port), 0, 2, "here", Keeper("worker 1", ("127.0.0.1", port)))
         assert alive.culprits() == "worker 1 never came"
@@ -190,7 +190,7 @@ def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launche
     else:
         # a shell, say, that started a script in the background
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(watch, "BEAT_S", 0.05)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
     killed = threading.Event()
     monkeypatch.setattr(os, "kill", lambda *_: killed.set())
     alive = Watch(HashStore(), 0, 2, "here")

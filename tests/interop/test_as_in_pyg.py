@@ -11,7 +11,7 @@ if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
-from gcnzc.interop.pyg_door import import_pyg
+from gcnzc.interop.pyg.importing import import_pyg
 
 pyg = import_pyg()
 import torch_geometric.nn  # noqa: E402, F401

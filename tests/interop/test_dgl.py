@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc.graph import Graph
-from gcnzc.interop import dgl_door as door
+from gcnzc.graph.graph import Graph
 from gcnzc.interop.dgl import DglSampler, graphbolt_works, import_dgl
-from gcnzc.sampler import Sampler
+from gcnzc.interop.dgl import importing as door
+from gcnzc.sampling.neighbor import Sampler
 
 needs_dgl = pytest.mark.skipif(
     importlib.util.find_spec("dgl") is None, reason="DGL has no wheel for this Python"

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from gcnzc import FeatureTable
-from gcnzc.interop import dgl_loader
 from gcnzc.interop.dgl import DataLoader, import_dgl
-from gcnzc.interop.dgl_door import demand_cuda
-from gcnzc.interop.dgl_sampler import drawing_thread
+from gcnzc.interop.dgl import loader as dgl_loader
+from gcnzc.interop.dgl.importing import demand_cuda
+from gcnzc.interop.dgl.native_sampler import drawing_thread
 
 if importlib.util.find_spec("dgl") is None:
     pytest.skip("DGL is not installed", allow_module_level=True)

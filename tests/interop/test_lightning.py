@@ -31,7 +31,7 @@ class Model(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net = gcnzc.models.SAGE(5, 8, 3, num_layers=2, dropout=0.0)
+        self.net = gcnzc.models.gnn.SAGE(5, 8, 3, num_layers=2, dropout=0.0)
         self.seen = []
         self.checked = []
 

@@ -11,15 +11,9 @@ import torch
 from queued_device import Device
 
 from gcnzc import FeatureTable
-from gcnzc.interop.columns import Column
-from gcnzc.interop.minibatches import (
-    ORDERING,
-    WITHOUT_EFFECT,
-    generator,
-    sorted_places,
-    torch_options,
-)
-from gcnzc.transfer import Transfer
+from gcnzc.interop.column import Column
+from gcnzc.interop.options import ORDERING, WITHOUT_EFFECT, generator, sorted_places, torch_options
+from gcnzc.loader.transfer import Transfer
 
 CPU = torch.device("cpu")
 needs_dgl = pytest.mark.skipif(
@@ -125,7 +119,7 @@ def through(loader, device):
 @needs_pyg
 def test_data_comes_through_streams_as_it_is():
     from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
-    from gcnzc.interop.pyg_door import import_pyg
+    from gcnzc.interop.pyg.importing import import_pyg
 
     Data = import_pyg().data.Data
     data = Data(
@@ -170,7 +164,7 @@ def test_blocks_come_with_features_through_streams():
 @needs_pyg
 def test_a_loader_that_nobody_holds_lets_go():
     from gcnzc.interop.pyg import NeighborLoader
-    from gcnzc.interop.pyg_door import import_pyg
+    from gcnzc.interop.pyg.importing import import_pyg
 
     Data = import_pyg().data.Data
     data = Data(x=torch.randn(9, 2), edge_index=torch.randint(9, (2, 50)))

@@ -15,10 +15,9 @@ from gcnzc import FeatureTable
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
-from gcnzc.interop import pyg_door, pyg_minibatches
-from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore
+from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore, importing, minibatches
 
-pyg = pyg_door.import_pyg()
+pyg = importing.import_pyg()
 from torch_geometric.data import Data, HeteroData  # noqa: E402
 from torch_geometric.loader import LinkNeighborLoader as TheirLinks  # noqa: E402
 from torch_geometric.loader import NeighborLoader as TheirNodes  # noqa: E402
@@ -394,10 +393,10 @@ def test_negatives_are_uniform(data):
 def test_a_gpu_makes_the_same_edges(data):
     loader = NeighborLoader(data, [3, 2])
     blocks = loader.sample(torch.arange(40), 0).blocks
-    wanted, first, begin = pyg_minibatches.edge_index_of(blocks), 0, 0
+    wanted, first, begin = minibatches.edge_index_of(blocks), 0, 0
     for block in reversed(blocks):
         part = torch.empty(2, block.num_edges, dtype=torch.int64)
-        pyg_minibatches._edges_on_gpu(block, part, first)
+        minibatches._edges_on_gpu(block, part, first)
         assert torch.equal(part, wanted[:, begin : begin + block.num_edges])
         first, begin = block.num_dst, begin + block.num_edges
     assert begin == wanted.shape[1] > 0
@@ -578,7 +577,7 @@ def test_use_after_close(data):
 def test_without_pyg(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
     with pytest.raises(RuntimeError, match=r"PyG does not import(.|\n)*pip install"):
-        pyg_door.import_pyg()
+        importing.import_pyg()
 
 
 def test_a_store_of_tables(data):

@@ -5,14 +5,7 @@ import torch
 from blocks import random_block
 from simulated_device import Reads
 
-from gcnzc.kernels.attend import (
-    attend,
-    attend_reference,
-    with_self_loops,
-    with_self_loops_reference,
-    with_self_loops_torch,
-)
-from gcnzc.kernels.attention import (
+from gcnzc.kernels.aggregate.edge_softmax import (
     attention,
     attention_backward,
     attention_backward_triton,
@@ -20,8 +13,14 @@ from gcnzc.kernels.attention import (
     attention_reference,
     attention_triton,
 )
-from gcnzc.kernels.transpose import transpose, transpose_reference
-from gcnzc.kernels.weigh import (
+from gcnzc.kernels.aggregate.gat import (
+    attend,
+    attend_reference,
+    with_self_loops,
+    with_self_loops_reference,
+    with_self_loops_torch,
+)
+from gcnzc.kernels.aggregate.weighted import (
     products_numba,
     products_triton,
     weigh,
@@ -29,6 +28,7 @@ from gcnzc.kernels.weigh import (
     weigh_reference,
     weigh_triton,
 )
+from gcnzc.kernels.structure.transpose import transpose, transpose_reference
 
 # heads, parts of a row, columns a part
 SHAPES = [(1, 1, 1), (4, 4, 32), (3, 3, 129), (4, 1, 100), (8, 8, 8)]
@@ -184,9 +184,9 @@ def test_the_host_waits_for_no_device_to_give_targets_their_loops(monkeypatch):
     leaves = inputs((4, 4, 3))
     expected = both(attend_reference, indptr, indices, leaves)
     # as on a device: the loops by operations of torch, and edges by sources too
-    monkeypatch.setattr("gcnzc.kernels.attend.with_self_loops", with_self_loops_torch)
-    monkeypatch.setattr("gcnzc.kernels.weigh.transpose", transpose_reference)
-    monkeypatch.setattr("gcnzc.kernels.attention.transpose", transpose_reference)
+    monkeypatch.setattr("gcnzc.kernels.aggregate.gat.with_self_loops", with_self_loops_torch)
+    monkeypatch.setattr("gcnzc.kernels.aggregate.weighted.transpose", transpose_reference)
+    monkeypatch.setattr("gcnzc.kernels.aggregate.edge_softmax.transpose", transpose_reference)
     with Reads(everywhere=True):
         found = both(attend, indptr, indices, leaves)
         assert not Reads.seen

@@ -8,29 +8,29 @@ import sys
 import pytest
 import torch
 
-from gcnzc.kernels import block_codes
-from gcnzc.kernels.block_codes import (
-    BITS,
-    FORMS,
-    decode_blocks,
+from gcnzc.kernels.codec import blocks_cpu
+from gcnzc.kernels.codec.blocks import decode_blocks, encode_blocks, mean_of_blocks, settle_blocks
+from gcnzc.kernels.codec.blocks_cpu import (
     decode_blocks_numba,
-    decode_blocks_reference,
-    decode_blocks_triton,
-    encode_blocks,
     encode_blocks_numba,
-    encode_blocks_reference,
-    encode_blocks_triton,
-    mean_of_blocks,
     mean_of_blocks_numba,
-    mean_of_blocks_reference,
-    mean_of_blocks_triton,
-    settle_blocks,
     settle_blocks_numba,
-    settle_blocks_reference,
+)
+from gcnzc.kernels.codec.blocks_gpu import (
+    decode_blocks_triton,
+    encode_blocks_triton,
+    mean_of_blocks_triton,
     settle_blocks_triton,
 )
-from gcnzc.kernels.cut import Cut
-from gcnzc.kernels.quantize import SMALLEST_SCALE
+from gcnzc.kernels.codec.blocks_reference import (
+    decode_blocks_reference,
+    encode_blocks_reference,
+    mean_of_blocks_reference,
+    settle_blocks_reference,
+)
+from gcnzc.kernels.codec.cut import Cut
+from gcnzc.kernels.codec.forms import BITS, FORMS
+from gcnzc.kernels.gather.quantize import SMALLEST_SCALE
 
 LENGTHS = [0, 1, 7, 31, 32, 33, 100, 1023, 4095, 4096, 4097]
 BLOCKS = [32, 256, None]
@@ -259,7 +259,7 @@ def test_a_part_on_its_own_has_the_row_it_has_among_others(form, block, draws):
 @every_form
 @every_block
 def test_threads_do_not_matter(form, block, monkeypatch):
-    monkeypatch.setattr(block_codes, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(blocks_cpu, "LEAST_ELEMENTS", 1)
     cut = Cut(9001, 3, BITS[form], block)
     values, error, active = vectors(9001, 1)
     made = []
@@ -458,8 +458,9 @@ def test_arguments_that_do_not_fit():
 PROGRAM = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gcnzc.kernels import block_codes_gpu as gpu
-from gcnzc.kernels.block_codes import FORMS, code_constants
+from gcnzc.kernels.codec import blocks_gpu as gpu
+from gcnzc.kernels.codec.forms import FORMS
+from gcnzc.kernels.codec.blocks_gpu import code_constants
 
 TYPES = {"codes": "*u8", "active": "*u8", "largest": "*i32", "share": "fp32", "seed": "i64",
          "step": "i64", "offset": "i64", "part": "i64", "num_elements": "i64", "stride": "i64"}

@@ -15,7 +15,9 @@ import re, sys
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gcnzc.kernels import aggregate, attention, weigh
+from gcnzc.kernels import aggregate
+from gcnzc.kernels.aggregate import edge_softmax as attention
+from gcnzc.kernels.aggregate import weighted as weigh
 
 SIZES = {"num_cols": "i32", "num_heads": "i32", "out_heads": "i32", "x_stride": "i64",
          "out_stride": "i32", "row_stride": "i64", "head_stride": "i32", "slope": "fp32"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from blocks import random_block
 
-from gcnzc.kernels.coo import edges, edges_reference
+from gcnzc.kernels.structure.coo import edges, edges_reference
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])

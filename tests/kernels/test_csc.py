@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from gcnzc.kernels import csc as module
-from gcnzc.kernels.csc import (
+from gcnzc.kernels.structure import csc as module
+from gcnzc.kernels.structure.csc import (
     coalesced,
     columns,
     csc,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gcnzc.kernels.dropout import (
+from gcnzc.kernels.aggregate.dropout import (
     LOT,
     drop_numba,
     drop_triton,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gcnzc.kernels.edges import (
+from gcnzc.kernels.sample.exclude import (
     are_edges,
     has_edge,
     is_sorted,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc.kernels import gather_cpu as module
+from gcnzc.kernels.gather import cpu as module
 from gcnzc.kernels.gather import gather, gather_numba, gather_reference, gather_triton
 
 DTYPES = [
@@ -178,7 +178,7 @@ def test_nothing_asked_for(way, device):
 
 GUARDED = """
 import ctypes, mmap, torch
-from gcnzc.kernels import gather_cpu as module
+from gcnzc.kernels.gather import cpu as module
 from gcnzc.kernels.gather import gather
 
 # pages that may be read, between two that may not: one byte too many ends this process

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from gcnzc.tune import SHAPES
+from gcnzc.tune.choose import SHAPES
 
 # of some versions of Triton, the newest assembler takes what is compiled for newer GPUs
 ASSEMBLERS = sorted((Path(triton.__file__).parent / "backends/nvidia/bin").glob("ptxas*"))
@@ -25,8 +25,8 @@ import json, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gcnzc.kernels.gather_gpu import EXPONENT_BITS, WARPS, Way, _gather_rows, constants
-from gcnzc.kernels.lanes import lanes_of
+from gcnzc.kernels.gather.gpu import EXPONENT_BITS, WARPS, Way, _gather_rows, constants
+from gcnzc.kernels.gather.lanes import lanes_of
 
 def program(case, arch):
     place = [case[name] for name in ("layout", "row_bytes", "stride_bytes", "base", "item_bytes")]

@@ -7,11 +7,13 @@ import sys
 import pytest
 import torch
 
-from gcnzc.kernels import gather, gather_gpu
-from gcnzc.kernels.gather import gather_reference, gather_triton
-from gcnzc.kernels.gather_gpu import Way, chase, gather_rows, hot_rows, read_dense
-from gcnzc.kernels.gather_hot import gather_hot
-from gcnzc.kernels.lanes import LAYOUTS, LINE_BYTES
+from gcnzc.kernels import gather
+from gcnzc.kernels.gather import gather_reference, gather_triton, gpu
+from gcnzc.kernels.gather.bench_reads import chase, read_dense
+from gcnzc.kernels.gather.cached import gather_hot
+from gcnzc.kernels.gather.cached_rows import hot_rows
+from gcnzc.kernels.gather.gpu import Way, gather_rows
+from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
 
 # rows of 16 B and more begin on a multiple of one of these; the last is a line
 UNITS = [1, 2, 4, 8, 16, 32, 128]
@@ -134,7 +136,7 @@ def test_a_way_is_what_the_kernel_is_launched_with(device, monkeypatch):
         def __getitem__(self, grid):
             return lambda *given, **options: launched.append((grid, options))
 
-    monkeypatch.setattr(gather_gpu, "_gather_rows", Kernel())
+    monkeypatch.setattr(gpu, "_gather_rows", Kernel())
     table = table_of(400, 16, torch.float32, device, num_rows=50)
     ids = torch.randint(50, (5000,), device=device)
     gather_rows(table, ids, way=Way("wrapped", programs=5, warps=4, vectors=2))
@@ -262,7 +264,7 @@ GUARDED = """
 import os
 os.environ["TRITON_INTERPRET"] = "1"
 import ctypes, mmap, torch
-from gcnzc.kernels.gather_gpu import gather_rows
+from gcnzc.kernels.gather.gpu import gather_rows
 
 # pages that may be read, between two that may not: one vector too many ends this process
 page = mmap.PAGESIZE

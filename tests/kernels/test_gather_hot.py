@@ -4,15 +4,7 @@ import pytest
 import torch
 
 from gcnzc.kernels.gather import gather_reference
-from gcnzc.kernels.gather_gpu import (
-    HotRows,
-    Peers,
-    copy_rows,
-    hot_rows,
-    on_lines,
-    slots_of,
-)
-from gcnzc.kernels.gather_hot import (
+from gcnzc.kernels.gather.cached import (
     count_into,
     count_marked,
     gather_hot,
@@ -20,6 +12,7 @@ from gcnzc.kernels.gather_hot import (
     mark,
     room_bytes,
 )
+from gcnzc.kernels.gather.cached_rows import HotRows, Peers, copy_rows, hot_rows, on_lines, slots_of
 
 DTYPES = [
     torch.bool,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc.kernels.gather_gpu import gather_rows
-from gcnzc.kernels.lanes import LAYOUTS, LINE_BYTES, WARP_LANES, lanes_of
-from gcnzc.wire import table_traffic
+from gcnzc.features.pcie_traffic import table_traffic
+from gcnzc.kernels.gather.gpu import gather_rows
+from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, WARP_LANES, lanes_of
 
 SECTOR_BYTES = 32
 

@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
-from gcnzc.kernels import gather_sparse as module
-from gcnzc.kernels.gather_sparse import gather_sparse, gather_sparse_reference
+from gcnzc.kernels.gather import sparse as module
+from gcnzc.kernels.gather.sparse import gather_sparse, gather_sparse_reference
 
 
 @pytest.fixture(autouse=True)

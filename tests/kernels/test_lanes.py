@@ -4,7 +4,7 @@ from math import gcd
 
 import pytest
 
-from gcnzc.kernels.lanes import LINE_BYTES, VECTOR_BYTES, WARP_LANES, Lanes, lanes_of
+from gcnzc.kernels.gather.lanes import LINE_BYTES, VECTOR_BYTES, WARP_LANES, Lanes, lanes_of
 
 WIDTHS = range(1, 301)
 # rows of public sets as float32 and float16, and one of int8 with a scale beside it

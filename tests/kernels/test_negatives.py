@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from gcnzc.kernels.edges import has_edge
-from gcnzc.kernels.negatives import MAX_NODES, TRIES, draw_reference, in_batch, negatives
+from gcnzc.kernels.sample.exclude import has_edge
+from gcnzc.kernels.sample.negatives import MAX_NODES, TRIES, draw_reference, in_batch, negatives
 
 
 def graph_of(pairs, num_nodes):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gcnzc.graph import Graph
-from gcnzc.kernels.order import order, order_reference
+from gcnzc.graph.graph import Graph
+from gcnzc.kernels.structure.order import order, order_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -14,18 +14,15 @@ import sys
 import pytest
 import torch
 
-from gcnzc.kernels import pack, pack_gpu
-from gcnzc.kernels.cut import Cut
-from gcnzc.kernels.pack import (
+from gcnzc.kernels.codec import signs_cpu, signs_gpu
+from gcnzc.kernels.codec.cut import Cut
+from gcnzc.kernels.codec.signs import decode_signs, encode_signs, mean_of_signs, settle_signs
+from gcnzc.kernels.codec.signs_reference import (
     SCALES,
-    decode_signs,
     decode_signs_reference,
-    encode_signs,
     encode_signs_reference,
-    mean_of_signs,
     mean_of_signs_reference,
     scales_of,
-    settle_signs,
     settle_signs_reference,
 )
 
@@ -135,15 +132,15 @@ def test_numba_equals_the_reference(n):
 def test_triton_equals_the_reference(cut, device):
     def encode(values, error, active, cut, rows, scale):
         if cut.row_bytes:
-            pack_gpu.encode(values, error, active, cut, rows, squares=scale == "rms")
+            signs_gpu.encode(values, error, active, cut, rows, squares=scale == "rms")
 
     def settle(*args):
         if cut.num_elements:
-            pack_gpu.settle(*args)
+            signs_gpu.settle(*args)
 
     def decode(*args):
         if cut.num_elements:
-            pack_gpu.decode(*args)
+            signs_gpu.decode(*args)
 
     kinds = [("rms", False, "all"), ("l1", True, "some")]
     if cut.part < 4096:
@@ -226,7 +223,7 @@ def test_means_are_equal_bit_for_bit(workers, device):
             if cut.num_elements and whole in FEW:
                 found, memory = guarded(torch.full_like(expected, float("nan")))
                 found = found.to(device)
-                pack_gpu.mean(rows.to(device), cut, found)
+                signs_gpu.mean(rows.to(device), cut, found)
                 assert same_bits(found.cpu(), expected)
                 assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
 
@@ -246,7 +243,7 @@ def test_a_mean_is_the_mean_of_what_was_sent():
 @pytest.mark.parametrize("scale", SCALES)
 def test_threads_do_not_matter(block, scale, monkeypatch):
     # so that a small vector is worth several threads
-    monkeypatch.setattr(pack, "PART_ELEMENTS", 1)
+    monkeypatch.setattr(signs_cpu, "PART_ELEMENTS", 1)
     n = 50_001
     cut, results = Cut(n, 3, 1, block), []
     values, error, active = torch.randn(n), torch.randn(n), torch.rand(n) < 0.5
@@ -270,7 +267,7 @@ def every_encoding(values, error, active, cut, device, scale):
     encode_signs(values, error, active, cut, rows[1], scale)
     there = [v if v is None else v.to(device) for v in (values, error, active)]
     on_gpu = rows[2].to(device)
-    pack_gpu.encode(*there, cut, on_gpu, squares=scale == "rms")
+    signs_gpu.encode(*there, cut, on_gpu, squares=scale == "rms")
     rows[2] = on_gpu.cpu()
     return rows
 
@@ -374,7 +371,7 @@ PROGRAM = """
 import json, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gcnzc.kernels import pack_gpu
+from gcnzc.kernels.codec import signs_gpu as pack_gpu
 
 cases = json.loads(sys.argv[1])
 types = dict(values="*fp32", error="*fp32", active="*u8", words="*i32", out="*fp32")
@@ -421,7 +418,7 @@ def global_bytes(ptx, verb):
     return sorted(int(count or 1) * int(bits) // 8 for count, bits in found)
 
 
-WHOLE = {"RAGGED": False, "WORDS": pack_gpu.MOST_WORDS}
+WHOLE = {"RAGGED": False, "WORDS": signs_gpu.MOST_WORDS}
 ENCODE = {"HAS_ERROR": False, "HAS_ACTIVE": False, "SQUARES": True} | WHOLE
 EVERYTHING = {"HAS_ERROR": True, "HAS_ACTIVE": True}
 # A program has 4096 elements and 256 lanes: of float32 each lane has four vectors of 16 B, of bool
@@ -438,8 +435,8 @@ CASES = [
     ("_decode", WHOLE | {"HAS_ACTIVE": False}, [*BITS, *SCALE], [*FLOATS, *FLOATS]),
     # loads are of each worker, in a loop
     ("_mean", WHOLE, [*BITS, *SCALE], [*FLOATS, *FLOATS]),
-    ("_add_up", {"TOTALS": pack_gpu.TOTALS}, [8] * 16, [8, 8]),
-    ("_scale", {"SQUARES": True, "BLOCKS": pack_gpu.SCALES_OF_PROGRAM}, [8, 8], SCALE),
+    ("_add_up", {"TOTALS": signs_gpu.TOTALS}, [8] * 16, [8, 8]),
+    ("_scale", {"SQUARES": True, "BLOCKS": signs_gpu.SCALES_OF_PROGRAM}, [8, 8], SCALE),
 ]
 
 

@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc.kernels import gather_cpu
-from gcnzc.kernels.gather import FROM_CODES, gather, gather_numba, gather_reference, gather_triton
-from gcnzc.kernels.gather_gpu import gather_rows, hot_rows
-from gcnzc.kernels.lanes import LAYOUTS
-from gcnzc.kernels.quantize import (
+from gcnzc.kernels.gather import (
+    FROM_CODES,
+    cpu,
+    gather,
+    gather_numba,
+    gather_reference,
+    gather_triton,
+)
+from gcnzc.kernels.gather.cached_rows import hot_rows
+from gcnzc.kernels.gather.gpu import gather_rows
+from gcnzc.kernels.gather.lanes import LAYOUTS
+from gcnzc.kernels.gather.quantize import (
     LARGEST,
     SMALLEST_SCALE,
     dequantize_reference,
@@ -204,7 +211,7 @@ def test_views_of_wider_tables(dtype, way, device):
 
 
 def test_shared_by_threads(monkeypatch):
-    monkeypatch.setattr(gather_cpu, "PART_BYTES", 1)
+    monkeypatch.setattr(cpu, "PART_BYTES", 1)
     codes, scales = quantized(torch.randn(50, 70), torch.int8)
     ids = torch.randint(50, (71,))
     expected = gather_reference(codes, ids, scales)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy.stats import chi2, chi2_contingency
 
-from gcnzc.kernels import sample as kernel
+from gcnzc.kernels import sample as kernels_sample
 from gcnzc.kernels.philox import philox4x32_reference, split_key
-from gcnzc.kernels.sample import Workspace, sample, sample_reference
+from gcnzc.kernels.sample import Workspace, cpu, sample, sample_reference
 
 # from the seeds outward: few, more than are compared at once, all, none
 FANOUTS = [[5], [3, 4, 2], [64, 65], [-1, 0, 7], [130, -1], [0], [1, 1, 1, 1], [127, 128]]
@@ -34,7 +34,7 @@ def uneven():
 @pytest.fixture(params=["direct", "hashed"])
 def table(request, monkeypatch):
     if request.param == "hashed":
-        monkeypatch.setattr(kernel, "DIRECT_NODES", 0)
+        monkeypatch.setattr(kernels_sample, "DIRECT_NODES", 0)
     return request.param
 
 
@@ -233,15 +233,15 @@ def test_nodes_beyond_32_bits(fanout):
     # the formula alone: a graph of so many nodes has offsets of 32 GB and more
     nodes = np.array([5, 2**31 + 5, 2**32 + 5, 2**47 + 5], np.int64)
     degrees, begins = np.full(4, 1000), np.array([0, 10, 20, 30])
-    lot = kernel.LOT_DESTINATIONS
-    words = np.empty((kernel.COMPARED, lot), np.uint32)
+    lot = cpu.LOT_DESTINATIONS
+    words = np.empty((cpu.COMPARED, lot), np.uint32)
     low, high, drawn, clash = (np.empty(lot, np.uint32) for _ in range(4))
     scratch = low, high, drawn, words, clash
     positions, ends = np.empty(4 * fanout, np.int64), np.empty(4, np.int64)
     key, bits = np.array([*split_key(9), 4], np.uint64), np.zeros(16, np.uint64)
-    kernel._draw_lot(nodes, begins, degrees, 2, fanout, key, scratch, bits, begins, positions, ends)
+    cpu._draw_lot(nodes, begins, degrees, 2, fanout, key, scratch, bits, begins, positions, ends)
     expected = [
-        begin + np.array(kernel._draw(1000, fanout, node, 2, 9, 4))
+        begin + np.array(kernels_sample._draw(1000, fanout, node, 2, 9, 4))
         for begin, node in zip(begins, nodes.tolist(), strict=True)
     ]
     assert np.array_equal(positions.reshape(4, fanout), expected)
@@ -253,7 +253,7 @@ def test_nodes_beyond_32_bits(fanout):
 def test_ids_that_share_their_low_half():
     sources = np.array([5, 2**32 + 5, 5, 2**33 + 5, 2**32 + 5, 0, 2**32], np.int64)
     nodes, places = np.zeros(16, np.int64), np.zeros(7, np.int32)
-    count = kernel._number_by_hash(sources, np.zeros(16, np.int64), 1, nodes, 0, places, True)
+    count = cpu._number_by_hash(sources, np.zeros(16, np.int64), 1, nodes, 0, places, True)
     assert places.tolist() == [0, 1, 0, 2, 1, 3, 4]
     assert nodes[:count].tolist() == [5, 2**32 + 5, 2**33 + 5, 0, 2**32]
 
@@ -302,7 +302,7 @@ def test_one_workspace_serves_graphs_of_any_size(uneven):
 def test_batch_of_too_many_nodes(uneven, table, monkeypatch):
     workspace = Workspace()
     with monkeypatch.context() as patch:
-        patch.setattr(kernel, "MAX_NODES", 100)
+        patch.setattr(kernels_sample, "MAX_NODES", 100)
         with pytest.raises(ValueError, match="more than 100 nodes"):
             sample(*uneven, torch.arange(9, 39), [5, -1], 0, 0, workspace=workspace)
     # what the failed batch numbered does not count in the next
@@ -321,19 +321,21 @@ def test_epoch_out_of_range(uneven, epoch):
 def test_a_neighbour_outside_the_graph_is_refused_and_not_read(
     monkeypatch: pytest.MonkeyPatch, direct: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(kernel, "DIRECT_NODES", 2**24 if direct else 0)
+    monkeypatch.setattr(kernels_sample, "DIRECT_NODES", 2**24 if direct else 0)
     indptr = torch.arange(0, 3001, 3)
     for wrong in (1000, -1, 2**31 - 1, -(2**31)):
         indices = torch.arange(3000, dtype=dtype) % 1000
         indices[1234] = wrong
-        workspace = kernel.Workspace()
+        workspace = kernels_sample.Workspace()
         with pytest.raises(ValueError, match=rf"node 411 has the in-neighbours \[{wrong}\]"):
-            kernel.sample(indptr, indices, torch.arange(1000), [3, 2], 0, 0, workspace=workspace)
+            kernels_sample.sample(
+                indptr, indices, torch.arange(1000), [3, 2], 0, 0, workspace=workspace
+            )
         # the workspace is as good as new
         indices[1234] = 0
         seeds = torch.arange(50)
-        again = kernel.sample(indptr, indices, seeds, [3, 2], 0, 0, workspace=workspace)
-        fresh = kernel.sample(indptr, indices, seeds, [3, 2], 0, 0)
+        again = kernels_sample.sample(indptr, indices, seeds, [3, 2], 0, 0, workspace=workspace)
+        fresh = kernels_sample.sample(indptr, indices, seeds, [3, 2], 0, 0)
         assert torch.equal(again.nodes, fresh.nodes)
 
 
@@ -342,4 +344,4 @@ def test_columns_outside_the_graph_are_refused_and_not_read(wrong: int) -> None:
     indptr, indices = torch.arange(0, 3001, 3), torch.arange(3000) % 1000
     indptr[412] = wrong
     with pytest.raises(ValueError, match=rf"edges into node 41[12] are .*{wrong}(.|\n)*hint: "):
-        kernel.sample(indptr, indices, torch.arange(1000), [-1], 0, 0)
+        kernels_sample.sample(indptr, indices, torch.arange(1000), [-1], 0, 0)

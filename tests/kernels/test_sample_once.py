@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gcnzc.graph import Graph
+from gcnzc.graph.graph import Graph
 from gcnzc.kernels.sample import sample, sample_reference
 
 

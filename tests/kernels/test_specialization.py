@@ -48,10 +48,10 @@ driver.set_active(Driver())
 JITFunction._do_compile = do_compile
 
 from gcnzc.kernels.aggregate import sum_triton
-from gcnzc.kernels.attention import attention_backward_triton, attention_triton
-from gcnzc.kernels.dropout import drop_triton
-from gcnzc.kernels.gather_gpu import gather_rows
-from gcnzc.kernels.weigh import products_triton, weigh_triton
+from gcnzc.kernels.aggregate.edge_softmax import attention_backward_triton, attention_triton
+from gcnzc.kernels.aggregate.dropout import drop_triton
+from gcnzc.kernels.gather.gpu import gather_rows
+from gcnzc.kernels.aggregate.weighted import products_triton, weigh_triton
 
 table = torch.zeros(5000, 101)
 memory = torch.zeros(8192, dtype=torch.int64)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from blocks import random_block
 
-from gcnzc.kernels.transpose import transpose, transpose_reference
+from gcnzc.kernels.structure.transpose import transpose, transpose_reference
 
 CASES = [(70, 50, 9), (3, 500, 40), (1, 1, 0), (2000, 1, 5), (5, 0, 0)]
 
@@ -44,7 +44,7 @@ def test_is_made_again_when_the_block_is_written_to():
 
 
 def test_is_forgotten_with_the_block():
-    from gcnzc.kernels.transpose import _made
+    from gcnzc.kernels.structure.transpose import _made
 
     indptr, indices = random_block(20, 100, 6)
     before = len(_made)

@@ -7,7 +7,7 @@ import torch
 from optim.models import Everything, batches, loss_of
 
 from gcnzc.exchange import Group, joined, lockstep, run
-from gcnzc.optim.pace import Clocks
+from gcnzc.optim.local.sync_interval import Clocks
 
 
 def sgd(parameters):

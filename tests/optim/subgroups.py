@@ -11,7 +11,7 @@ from torch import distributed
 from gcnzc.exchange import Choices, joined, present, run
 from gcnzc.exchange.choices import ALGORITHMS, BUILTIN
 from gcnzc.optim import OneBitAdam, StreamingDiLoCo
-from gcnzc.shared import first_workers, shared
+from gcnzc.train.shared_data import first_workers, shared
 
 STEPS = 8
 EVEN, ODD = [0, 2], [1, 3]

@@ -8,8 +8,8 @@ from torch import nn
 
 from gcnzc.exchange import Choices, Group, Link, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
+from gcnzc.exchange.sync import everybodys, synchronise_buffers, told
 from gcnzc.optim import Averaged
-from gcnzc.replicas import everybodys, synchronise_buffers, told
 
 WORLDS = [1, 2, 3, 4, 8]
 STEPS = 30

@@ -28,10 +28,10 @@ from torch import nn
 from gcnzc.compress import Dense, Sign
 from gcnzc.compress.dense import DenseReducer
 from gcnzc.exchange import Choices, Compute, Group, Link, joined, lockstep
-from gcnzc.optim.co2 import CO2
-from gcnzc.optim.diloco import DiLoCo
-from gcnzc.optim.pace import FIRST, MEASURED, WARM_UP
-from gcnzc.optim.states import resized
+from gcnzc.optim.local.co2 import CO2
+from gcnzc.optim.local.diloco import DiLoCo
+from gcnzc.optim.local.sync_interval import FIRST, MEASURED, WARM_UP
+from gcnzc.optim.resize import resized
 
 HALF = Dense(torch.float16)
 LATE = {"gap": "none", "clip": None}

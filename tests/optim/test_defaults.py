@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gcnzc.config import LOCAL, ONE_BIT, TrainConfig
 from gcnzc.exchange import Group, lockstep
-from gcnzc.methods import build_method
 from gcnzc.optim import (
     CO2,
     Averaged,
@@ -21,6 +19,8 @@ from gcnzc.optim import (
     ZeroOneAdam,
     ZeroOneSchedule,
 )
+from gcnzc.train.config import LOCAL, ONE_BIT, TrainConfig
+from gcnzc.train.optimizers import build_method
 
 COMPRESSED = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb, "zero-one-adam": ZeroOneAdam}
 LOCAL_STEPS = {

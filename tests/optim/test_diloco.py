@@ -16,9 +16,9 @@ from optim.models import Everything, batches, loss_of
 
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Choices, Group, lockstep
-from gcnzc.optim.diloco import DiLoCo, Outer
-from gcnzc.optim.local_sgd import LocalSGD
-from gcnzc.optim.states import resized
+from gcnzc.optim.local.diloco import DiLoCo, Outer
+from gcnzc.optim.local.local_sgd import LocalSGD
+from gcnzc.optim.resize import resized
 
 HALF = Dense(torch.float16)
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}

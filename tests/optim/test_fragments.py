@@ -3,7 +3,7 @@ import torch
 from optim.models import Everything
 from torch import nn
 
-from gcnzc.optim.fragments import cut
+from gcnzc.optim.local.fragments import cut
 from gcnzc.optim.space import Space
 
 

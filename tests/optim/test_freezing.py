@@ -1,6 +1,6 @@
 import pytest
 
-from gcnzc.optim.freezing import FreezeRule
+from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 
 
 def frozen_at(rule, norm_at, steps):

@@ -9,8 +9,8 @@ from processes import results
 from torch import nn
 
 from gcnzc.exchange import Group, joined, lockstep
+from gcnzc.exchange.sync import synchronise_buffers
 from gcnzc.optim import Averaged, DiLoCo, LocalSGD, OneBitAdam
-from gcnzc.replicas import synchronise_buffers
 
 STEPS = 10
 

@@ -20,9 +20,9 @@ from torch import nn
 
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Choices, Compute, Group, lockstep
-from gcnzc.optim.local_sgd import LocalSGD
-from gcnzc.optim.pace import FIRST, MEASURED, WARM_UP
-from gcnzc.optim.states import resized
+from gcnzc.optim.local.local_sgd import LocalSGD
+from gcnzc.optim.local.sync_interval import FIRST, MEASURED, WARM_UP
+from gcnzc.optim.resize import resized
 
 HALF = Dense(torch.float16)
 

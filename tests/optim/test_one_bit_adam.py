@@ -19,8 +19,8 @@ from torch import nn
 from gcnzc.compress import Dense, Place, Sign
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import OneBitAdam, resized
-from gcnzc.optim.freezing import FreezeRule
-from gcnzc.optim.states import unpacked
+from gcnzc.optim.resize import unpacked
+from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 
 
 def small_team(world_size, shapes=((6, 4), (5,)), **options):

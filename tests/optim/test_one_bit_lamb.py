@@ -14,7 +14,7 @@ from torch import nn
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Group, joined, lockstep
 from gcnzc.optim import resized
-from gcnzc.optim.one_bit_lamb import MOST_SCALING, OneBitLamb
+from gcnzc.optim.synchronous.one_bit_lamb import MOST_SCALING, OneBitLamb
 
 SHAPES = [(4, 3), (5,), (17,), (6, 6)]
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from gcnzc.kernels.cut import Cut
+from gcnzc.kernels.codec.cut import Cut
 from gcnzc.optim import resized
-from gcnzc.optim.states import part_of
+from gcnzc.optim.resize import part_of
 
 
 def states(world_size, n=150, steps=3):

@@ -21,11 +21,11 @@ from torch import nn
 
 from gcnzc.compress import Blocks, Dense, Sign
 from gcnzc.exchange import Choices, Compute, Group, Link, lockstep
-from gcnzc.optim.diloco import DiLoCo
-from gcnzc.optim.local_sgd import LocalSGD
-from gcnzc.optim.pace import FIRST, MEASURED, WARM_UP
-from gcnzc.optim.states import resized
-from gcnzc.optim.streaming_diloco import StreamingDiLoCo
+from gcnzc.optim.local.diloco import DiLoCo
+from gcnzc.optim.local.local_sgd import LocalSGD
+from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
+from gcnzc.optim.local.sync_interval import FIRST, MEASURED, WARM_UP
+from gcnzc.optim.resize import resized
 
 HALF = Dense(torch.float16)
 

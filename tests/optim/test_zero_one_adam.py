@@ -16,7 +16,8 @@ from torch import nn
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Group, joined, lockstep, run
 from gcnzc.optim import resized
-from gcnzc.optim.zero_one_adam import ZeroOneAdam, ZeroOneSchedule
+from gcnzc.optim.synchronous.zero_one_adam import ZeroOneAdam
+from gcnzc.optim.synchronous.zero_one_schedule import ZeroOneSchedule
 
 # refreshes 1 2 3 5 7, agreements 4 6 8 9 10, then windows of 2 from 11 and of 4 from 15
 SHORT = ZeroOneSchedule(warmup=8, variance_doubling=2, local_doubling=4, longest=4)

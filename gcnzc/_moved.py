@@ -1,0 +1,79 @@
+"""Modules that moved after 0.1: their old import paths warn, and work until 0.3."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# an old module, and where its names are now
+MOVED: dict[str, Sequence[str]] = {
+    "gcnzc.data": (
+        "gcnzc.graph.load",
+        "gcnzc.graph.prepare",
+        "gcnzc.graph.dataset",
+        "gcnzc.graph.stored_features",
+    ),
+    "gcnzc.decoders": ("gcnzc.models.link",),
+    "gcnzc.edge_split": ("gcnzc.graph.edge_split",),
+    "gcnzc.hot": (
+        "gcnzc.features.cache",
+        "gcnzc.features.cache_counters",
+        "gcnzc.features.access_counts",
+        "gcnzc.loader.presampling",
+        "gcnzc.tune.cache_forecast",
+    ),
+    "gcnzc.kernels.attend": ("gcnzc.kernels.aggregate.gat",),
+    "gcnzc.kernels.gather_gpu": ("gcnzc.kernels.gather.gpu",),
+    "gcnzc.kernels.quantize": ("gcnzc.kernels.gather.quantize",),
+    "gcnzc.layers": ("gcnzc.models.layers",),
+    "gcnzc.layerwise": ("gcnzc.train.inference",),
+    "gcnzc.metrics": ("gcnzc.models.metrics",),
+    "gcnzc.pairs": ("gcnzc.sampling.link",),
+    "gcnzc.plan": ("gcnzc.tune.plans",),
+    "gcnzc.record": ("gcnzc.train.record", "gcnzc.system.files", "gcnzc.system.machine"),
+    "gcnzc.replicas": ("gcnzc.exchange.sync",),
+    "gcnzc.sampler": ("gcnzc.sampling.neighbor", "gcnzc.sampling.batch"),
+    "gcnzc.table": ("gcnzc.features.table",),
+    "gcnzc.wire": ("gcnzc.features.pcie_traffic",),
+}
+
+
+class _OldModule(ModuleType):
+    """A module that takes each name from where it is now, and says so."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        for path in MOVED[self.__name__]:
+            value = getattr(importlib.import_module(path), name, None)
+            if value is not None:
+                warnings.warn(
+                    f"{self.__name__}.{name} moved to {path}.{name}; the old path goes with 0.3",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                return value
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Find the modules that moved, and no others."""
+        return ModuleSpec(name, self) if name in MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Make a module whose names are looked up where they are now."""
+        return _OldModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: the module's names are looked up on use."""
+
+
+def install() -> None:
+    """Let `import` find the old paths, after all others."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

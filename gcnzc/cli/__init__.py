@@ -1,0 +1,110 @@
+"""The `gcnzc` command: words in, data on stdout, talk on stderr.
+
+Every subcommand is a class of `gcnzc.train.config`. A user's mistake is one `error:` and one
+`hint:` line; the exit status is 0, 1 for what failed, or 2 for what was misused. `--debug`,
+anywhere among the words, adds the traceback.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gcnzc._version import VERSION
+from gcnzc.cli import builtin_graph, launch
+from gcnzc.cli.commands import COMMANDS
+from gcnzc.cli.commands.train import train_command
+from gcnzc.cli.errors import (
+    DEBUG,
+    FAILED,
+    MISUSED,
+    PASSING,
+    Misuse,
+    OutputClosed,
+    complain,
+    message_of,
+    terminable,
+)
+from gcnzc.cli.parser import demand_outputs, parse
+from gcnzc.exchange import is_worker, joined
+from gcnzc.kernels.compilation import report_compilation
+from gcnzc.train import run, run_folder
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.progress import Quiet, Reporter
+from gcnzc.train.setup import choose_device
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    words = [word for word in given if word != DEBUG]
+    if words in (["--version"], ["-V"]):
+        print(f"gcnzc {VERSION}")
+        return 0
+    try:
+        return _run(words, len(words) < len(given))
+    except OutputClosed:
+        return FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        if len(words) < len(given):
+            traceback.print_exc()
+        return complain(message_of(error), MISUSED if isinstance(error, Misuse) else FAILED)
+
+
+def _run(words: Sequence[str], is_debug: bool) -> int:
+    """Run the command that `words` spell and return its exit status."""
+    reporter = Reporter()
+    config = parse(words)
+    if isinstance(config, TrainConfig) and is_worker():
+        return work(config, reporter, is_debug)
+    if isinstance(config, TrainConfig) and config.workers > 1:
+        return start_workers(config, [*words, DEBUG] if is_debug else words, reporter)
+    if config is not None:
+        demand_outputs(config)
+        with terminable(), report_compilation(reporter.say):
+            COMMANDS[type(config)](config, reporter)
+    return 0
+
+
+def start_workers(config: TrainConfig, words: Sequence[str], reporter: Reporter) -> int:
+    """`gcnzc train --workers N`, which is this command once for each worker."""
+    # made once, and not by each
+    data = config.data or builtin_graph.prepared(reporter)
+    folder = config.resume or config.out or run_folder.new_folder(replace(config, data=data))
+    own = list(words)
+    if config.data is None:
+        own.append(str(data))
+    if config.resume is None and config.out is None:
+        own += ["--out", str(folder)]
+    return launch.launch(own, config.workers, folder / "logs", config.restarts)
+
+
+def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int:
+    """`gcnzc train` as one of several workers."""
+    if launch.word_was_left():
+        return 0
+    backend = "gloo" if choose_device(config.device).type == "cpu" else "auto"
+    try:
+        with joined(backend, timeout_s=config.timeout_s) as group:
+            own = reporter if group.rank == 0 else Quiet()
+            if launch.cannot_be_joined():
+                own.say(
+                    "a machine that is lost cannot be replaced in this run: torchrun allows it "
+                    "where TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set on all machines"
+                )
+            train_command(config, own, group)
+    except run.Followed:
+        return 0 if launch.leave_word() else FAILED
+    except (ValueError, OSError, OverflowError, run.Interrupted) as error:
+        if is_debug:
+            traceback.print_exc()
+        status = complain(message_of(error), FAILED)
+        if isinstance(error, OSError) and error.errno in PASSING:
+            return status
+        # all would fail in the same way again
+        return 0 if launch.leave_word() else status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Errors: one line with the cause, one with the remedy, and an exit status."""
+
+import contextlib
+import errno
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+from gcnzc.train import run
+
+FAILED, MISUSED = 1, 2
+
+
+DEBUG = "--debug"
+
+
+UNKNOWN_REMEDY = f"{DEBUG} shows the traceback, which helps to report this"
+
+
+# parts of the error messages of numpy's and torch's allocators
+NO_MEMORY = ("can't allocate memory", "DefaultCPUAllocator", "not enough memory")
+
+
+# what may be over when workers are started again
+PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+
+
+class Misuse(Exception):
+    """The words of the command line make no command."""
+
+
+class OutputClosed(Exception):
+    """The reader of this command's stdout has closed the pipe."""
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM was received; raised as an exception so that partial files are removed."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def complain(text: str, status: int) -> int:
+    """Write an error message and its hint to standard error, one line each; return `status`."""
+    wrong, _, remedy = text.partition("\n\n")
+    remedy = remedy.removeprefix("hint:").strip() or UNKNOWN_REMEDY
+    with contextlib.suppress(BrokenPipeError):
+        print(f"error: {' '.join(wrong.split())}", file=sys.stderr)
+        print(f"hint: {' '.join(remedy.split())}", file=sys.stderr, flush=True)
+    return status
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an error, and after an empty line its hint."""
+    text = str(error)
+    if isinstance(error, KeyboardInterrupt):
+        how = "terminated" if isinstance(error, _Terminated) else "interrupted"
+        return f"{how}\n\nhint: nothing half written is left behind"
+    if "\n\nhint:" in text:
+        return text
+    if isinstance(error, MemoryError) or any(sign in text for sign in NO_MEMORY):
+        return _out_of_memory(text)
+    if isinstance(error, OSError):
+        return _of_the_system(error)
+    if text.startswith("CUDA"):
+        return _of_the_gpu(text)
+    if isinstance(error, ValueError | RuntimeError | run.Interrupted | Misuse) and text:
+        return text
+    return f"unexpected {type(error).__name__}: {text}"
+
+
+def _out_of_memory(text: str) -> str:
+    detail = text.splitlines()[0] if text else "an allocation failed"
+    return (
+        f"not enough memory: {detail}\n\n"
+        "hint: a smaller --batch-size, --hidden or --threads needs less; the features of a folder "
+        "that `gcnzc prepare` made need not fit into memory"
+    )
+
+
+def _of_the_gpu(text: str) -> str:
+    wrong = text.splitlines()[0]
+    if wrong.startswith("CUDA out of memory"):
+        return f"{wrong}\n\nhint: a smaller --batch-size or --hidden, or --features host"
+    return (
+        f"the GPU failed, or was lost: {wrong}\n\nhint: `nvidia-smi` shows whether it is there; "
+        "`gcnzc train --resume RUN` goes on from the last checkpoint"
+    )
+
+
+def _of_the_system(error: OSError) -> str:
+    text = str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = error.filename or "the disk"
+        return f"no space left on {where}\n\nhint: free some, or write to another disk"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{text}\n\nhint: choose a place that this user may write to"
+    return f"{text}\n\nhint: check the path and the disk"

@@ -1,0 +1,243 @@
+"""Launch several workers on this machine, and restart them if one is lost.
+
+It uses torch's elastic agent, as torchrun does for several machines. The output of worker 0 goes to
+stdout and stderr of this process. The output of the others goes to stderr, each line with a rank
+prefix. The log folder has the output of all workers.
+"""
+
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from gcnzc.exchange import Algorithm
+from gcnzc.exchange.sync import everybodys
+from gcnzc.train.record import Launch
+
+# environment variable: the file by which a worker reports that a restart would not help
+FATAL = "GCNZC_FATAL"
+
+
+# the rendezvous of a launcher whose workers are all on this machine
+LOOPBACK, LOOPBACK_ADDRESS = "gcnzc-loopback", "127.0.0.1"
+
+
+# torchrun's run id if the user gave none
+NO_RUN_ID = "none"
+
+
+# the environment of workers on one machine; variables that the user has set take precedence
+OF_ONE_MACHINE = {
+    # connections of gloo and NCCL stay on this machine
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    # a store that is gone is reported by a message, not by C++ frames
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+def launch(words: Sequence[str], workers: int, logs: Path, restarts: int = 3) -> int:
+    """Run `python -m gcnzc WORDS` in several worker processes, and return their exit status.
+
+    Args:
+        words: the arguments of the command line.
+        workers: the number of workers on this machine; they share its cores.
+        logs: folder for the workers' output, with a subfolder for each start.
+        restarts: how often all workers are restarted after one was lost.
+
+    Returns:
+        0, or 1 if a worker reported a failure that a restart cannot fix.
+
+    Raises:
+        RuntimeError: workers were lost more often than `restarts`.
+        KeyboardInterrupt: this process received a signal to end, and has ended the workers.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    rendezvous_handler_registry.register(LOOPBACK, _Loopback)
+    fatal = logs / f"fatal-{os.getpid()}"
+    others = dict.fromkeys(range(1, workers), Std.ALL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=uuid.uuid4().hex,
+        role="worker",
+        rdzv_backend=LOOPBACK,
+        rdzv_endpoint=LOOPBACK_ADDRESS,
+        max_restarts=restarts,
+        logs_specs=DefaultLogsSpecs(str(logs), tee={0: Std.NONE, **others}),
+        log_line_prefix_template="[worker ${rank}] ",
+    )
+    with _environment(workers, fatal):
+        try:
+            elastic_launch(config, sys.executable)("-m", "gcnzc", *words)
+        except ChildFailedError as error:
+            rank, first = min(error.failures.items())
+            raise RuntimeError(
+                f"worker {rank} ended with {_ending(first.exitcode)}, after {restarts} new "
+                f"starts\n\nhint: what the workers said is in {logs}; `gcnzc train --resume` goes "
+                "on from the last checkpoint"
+            ) from None
+        except SignalException:
+            raise KeyboardInterrupt from None
+        finally:
+            failed = fatal.exists()
+            fatal.unlink(missing_ok=True)
+    return 1 if failed else 0
+
+
+def leave_word() -> bool:
+    """Report to the launcher that this worker failed in a way that a restart cannot fix.
+
+    Returns:
+        Whether the launcher reads it; the worker should then end with exit status 0.
+    """
+    path = os.environ.get(FATAL)
+    if path is None:
+        return False
+    Path(path).touch()
+    return True
+
+
+def word_was_left() -> bool:
+    """Whether a worker has called `leave_word`."""
+    path = os.environ.get(FATAL)
+    return path is not None and Path(path).exists()
+
+
+def own_launch() -> Launch | None:
+    """Return what started this worker, as far as it knows by itself; None without a launcher.
+
+    A launch is known by its run id: the `--rdzv-id` of torchrun, or a random one for
+    `gcnzc train --workers`. Without `--rdzv-id` it is known by its launchers, one on each machine;
+    `agree_on_launch` adds those of the other workers.
+    """
+    given = os.environ.get("TORCHELASTIC_RUN_ID")
+    if given is None:
+        return None
+    if given != NO_RUN_ID:
+        return Launch(given)
+    return Launch(None, frozenset([_launcher()]))
+
+
+def agree_on_launch(own: Launch | None) -> Algorithm[Launch | None]:
+    """Return the launch of all workers of a group, the same on all.
+
+    Args:
+        own: what each worker knows; see `own_launch`.
+    """
+    launchers = own.launchers if own is not None else frozenset()
+    texts = yield from everybodys("\n".join(sorted(launchers)))
+    if own is None or own.run_id is not None:
+        return own
+    return Launch(None, frozenset(line for text in texts for line in text.splitlines()))
+
+
+def _launcher() -> str:
+    """Return a unique name of this process's parent: host, boot id, process id and start time."""
+    parent = os.getppid()
+    stat = Path(f"/proc/{parent}/stat").read_text()
+    # a process id may be reused, but not with the same start time
+    started = stat[stat.rindex(")") + 1 :].split()[19]
+    # which is counted from the start of the machine
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}/{boot}/{parent}/{started}"
+
+
+def cannot_be_joined() -> bool:
+    """Whether no new machine can join this run, not even to replace another.
+
+    With torch 2.13, launchers that share their store do not send its address to a new launcher: the
+    new launcher and the old ones end with DistStoreError.
+    """
+    has_several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    return has_several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+class _Loopback(RendezvousHandler):
+    """The rendezvous of a single launcher: a new store on the loopback interface for each start.
+
+    torch's own rendezvous listens on all interfaces, and unpickles the values that it reads.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self.parameters = parameters
+        self.store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return LOOPBACK
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Return True: workers use the launcher's store, which outlives them."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Make the store of the next attempt."""
+        with socket.socket() as listener:
+            listener.bind((LOOPBACK_ADDRESS, 0))
+            listener.listen(socket.SOMAXCONN)
+            port = listener.getsockname()[1]
+            self.store = TCPStore(
+                LOOPBACK_ADDRESS,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(LOOPBACK_ADDRESS, port))
+
+    def is_closed(self) -> bool:
+        """Return False: there is no other launcher."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: there is no other launcher."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: no other machine may join."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return str(self.parameters.run_id)
+
+    def shutdown(self) -> bool:
+        """Close the store."""
+        self.store = None
+        return True
+
+
+@contextmanager
+def _environment(workers: int, fatal: Path) -> Iterator[None]:
+    """Set the environment of workers: their share of the cores, and OF_ONE_MACHINE."""
+    cores = str(max(len(os.sched_getaffinity(0)) // workers, 1))
+    wanted = {"OMP_NUM_THREADS": cores, "NUMBA_NUM_THREADS": cores, **OF_ONE_MACHINE}
+    given = {FATAL: str(fatal.absolute())}
+    given |= {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            del os.environ[name]
+
+
+def _ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit status {code}"

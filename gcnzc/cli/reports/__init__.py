@@ -1,0 +1,1 @@
+"""Reports: what commands measured, as tables and figures."""

@@ -1,0 +1,37 @@
+"""Ways of compressing by the words that name them, as on the command line."""
+
+import torch
+
+from gcnzc.compress.blocks import FORMS, Blocks
+from gcnzc.compress.dense import Dense
+from gcnzc.compress.reducer import Compression
+from gcnzc.compress.sign import Sign
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+# elements that share a scale, where it is not 256: codes that are powers of two follow the size of
+# each element, and are as good with fewer scales
+BLOCKS = {"float4_e3m0": 1024}
+
+
+WORDS = (*DTYPES, "sign", *FORMS)
+
+
+def compression(word: str) -> Compression:
+    """The compression that a word stands for, with its usual options.
+
+    Args:
+        word: one of `WORDS`: "float32", "float16" and "bfloat16" send all numbers in that dtype,
+            "sign" one bit of each, with error feedback, and the forms of `Blocks` 8 or 4 bits.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if word in DTYPES:
+        return Dense(DTYPES[word])
+    if word == "sign":
+        return Sign()
+    if word in FORMS:
+        return Blocks(word, BLOCKS.get(word, 256))
+    raise ValueError(f"no compression {word!r}\n\nhint: one of {', '.join(WORDS)}")

@@ -1,0 +1,470 @@
+"""A channel: one torch.distributed process group, and the requests it answers."""
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gcnzc.exchange.agreement import (
+    ABORT_TAG,
+    Header,
+    Need,
+    channel_sequence,
+    message_sequence,
+    message_tag,
+)
+from gcnzc.exchange.choices import (
+    BUILTIN,
+    Choices,
+    as_bytes,
+    demand,
+    expand,
+    finished,
+    restored,
+    sent_bytes,
+    vote_tensor,
+)
+from gcnzc.exchange.collectives import barrier
+from gcnzc.exchange.errors import Broken
+from gcnzc.exchange.requests import (
+    Algorithm,
+    AllGather,
+    AllToAll,
+    Begin,
+    Broadcast,
+    Collective,
+    Compute,
+    End,
+    Mean,
+    Message,
+    Receive,
+    ReduceScatter,
+    Request,
+    Scratch,
+    Send,
+    Sum,
+    Swap,
+    Vote,
+)
+from gcnzc.exchange.staging import Memory, Staged, on_gpu
+from gcnzc.system.streams import CudaStreams
+
+if TYPE_CHECKING:
+    from gcnzc.exchange.group import Group
+
+T = TypeVar("T")
+
+
+# torch 2.13 renames these functions, and warns about the old names
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# pairs of successive requests that a channel stores
+PAIRS_KEPT = 4096
+
+
+# at least one of so many requests of a channel has a header; the barrier for that takes about as
+# long as a short collective of torch
+CHECK_EVERY = 128
+
+
+@contextmanager
+def network() -> Iterator[None]:
+    """Raise `Broken` in place of the errors of torch.distributed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Broken from error
+
+
+class _Work:
+    """A pending message."""
+
+    def __init__(
+        self, work: Any, finish: Callable[[], Any], keep: Any, need: Need, limit_s: float | None
+    ) -> None:
+        # `keep`: memory that must not be freed until the message is finished
+        self.work, self.finish, self.keep, self.need = work, finish, keep, need
+        self.limit_s = limit_s
+
+    def find_need(self) -> Need | None:
+        return self.need
+
+    def result(self) -> Any:
+        _wait(self.work, self.limit_s)
+        return self.finish()
+
+
+def _wait(work: Any, limit_s: float | None) -> None:
+    """Wait for work of torch.distributed; None for NCCL's, which has the process group's limit."""
+    with network():
+        if limit_s is None:
+            # with a time limit, the host would poll until the device is done
+            work.wait()
+        else:
+            # gloo's messages have no other time limit; after a timeout the connection is closed
+            work.wait(timedelta(seconds=limit_s))
+
+
+class Channel:
+    """Executes requests one after the other, over a process group of its own."""
+
+    def __init__(self, group: "Group", name: str, process_group: Any) -> None:
+        self.group, self.process_group = group, process_group
+        self.memory = Memory()
+        self.threads: ThreadPoolExecutor | None = None
+        self.streams: CudaStreams | None = None
+        self.stream: Any = None
+        self.sequence = channel_sequence(name)
+        self.name = name
+        self.lock = threading.Lock()
+        self.header = Header(0, 0, "")  # of the current request
+        self.pairs: set[tuple[str, str]] = set()  # of successive requests
+        self.need: Need | None = None
+        self.begun = self.ended = 0  # number of tasks of this channel's thread
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its thread has unfinished tasks."""
+        return self.begun > self.ended
+
+    def find_need(self) -> Need | None:
+        """Return the request of a peer that the current request waits for."""
+        return self.need
+
+    def begin(self, request: Request | Algorithm[Any]) -> Any:
+        """Start a request, or an algorithm, in the background."""
+        if isinstance(request, Generator):
+            return self._conducted(request)
+        assert not isinstance(request, Begin | End | Compute | Scratch | Send | Receive), (
+            "only an exchange can be begun"
+        )
+        if self.group.backend == "nccl" and on_gpu(request):
+            # it runs on a stream of its own, without a thread
+            return self._nccl(request)
+        done = torch.cuda.current_stream().record_event() if on_gpu(request) else None
+        return _Background(self._submit(lambda: self._after(done, request)), self)
+
+    def _submit(self, deed: Callable[[], T]) -> "Future[T]":
+        """Run a function on this channel's thread."""
+        if self.threads is None:
+            self.threads = ThreadPoolExecutor(1, f"gcnzc-exchange-{self.name}")
+
+        def work() -> T:
+            try:
+                return deed()
+            finally:
+                self.ended += 1
+
+        self.begun += 1
+        return self.threads.submit(work)
+
+    def _after(self, ready: Any, request: Collective) -> Any:
+        if ready is not None:
+            ready.synchronize()
+        return self._beside(request)
+
+    def _beside(self, request: Collective, choices: Choices | None = None) -> Any:
+        """Execute `request` on this channel's thread, and record its time."""
+        began = time.perf_counter()
+        answer = self.answer(request, choices)
+        if self.group.world_size > 1:
+            self.group.beside.append((began, time.perf_counter()))
+        return answer
+
+    def _conducted(self, algorithm: Algorithm[Any]) -> Any:
+        """Run an algorithm on this channel's thread, and with CUDA on this channel's stream.
+
+        The stream first waits for the work queued on the caller's stream. The result's stream waits
+        for the work of the algorithm.
+        """
+        if not torch.cuda.is_initialized():
+            return _Background(self._submit(lambda: self._conduct(algorithm)), self)
+        if self.streams is None:
+            self.streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
+            self.stream = self.streams.new()
+        stream, ready = self.stream, self.streams.current().record()
+
+        def on_stream() -> Any:
+            stream.wait(ready)
+            answers: list[Any] = []
+            stream.do(lambda: answers.append(self._conduct(algorithm)))
+            return answers[0], stream.record()
+
+        return _Conducted(self._submit(on_stream), self)
+
+    def _conduct(self, algorithm: Algorithm[Any]) -> Any:
+        # each message of gcnzc's collectives resumes this thread, which takes the GIL from the
+        # training thread; on busy cores that costs more than these collectives save here
+        choices = self.group.choices.but(AllGather=BUILTIN, AllToAll=BUILTIN)
+        answer: Any = None
+        while True:
+            try:
+                request = algorithm.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            if isinstance(request, Scratch):
+                answer = torch.empty_like(request.values)
+            elif isinstance(request, Compute):
+                time.sleep(request.seconds)
+                answer = None
+            else:
+                answer = self._beside(request, choices)  # type: ignore[arg-type]
+
+    def answer(self, request: Collective, choices: Choices | None = None) -> Any:
+        """Execute `request` together with the other workers; None uses the group's choices."""
+        group = self.group
+        demand(request, group.world_size)
+        if group.backend == "nccl" and on_gpu(request):
+            if not self.name:
+                # other channels record no NCCL requests, since the order of threads may differ;
+                # the digest of this one is part of later headers
+                group.log.record_collective(self.name, request)
+            return self._nccl(request).result()
+        kind = type(request).__name__
+        with self.lock:
+            group.ledger.count(kind)
+            before = self.header.words
+            self.header = group.log.record_collective(self.name, request)
+            is_checked = self._add_pair(before, self.header.words)
+            is_checked |= self.header.number % CHECK_EVERY == 0
+            staged = Staged(request, self.memory)
+            name = (choices or group.choices).of(staged.request)
+            if name == BUILTIN and group.world_size > 1:
+                sent = round(sent_bytes(request, group.rank, group.world_size, name))
+                group.ledger.add(kind, sent, 0)
+                answer = self._by_builtin(staged.request, is_checked=is_checked)
+            else:
+                algorithm = expand(
+                    staged.request, group.rank, group.world_size, group.choices, name
+                )
+                answer = self._by_messages(algorithm, kind)
+            answer = staged.back(answer)
+            self.memory.take_back()
+        return answer
+
+    def _add_pair(self, before: str, words: str) -> bool:
+        """Whether these two requests follow each other for the first time on this channel."""
+        if len(self.pairs) >= PAIRS_KEPT:
+            self.pairs.clear()
+        count = len(self.pairs)
+        self.pairs.add((before, words))
+        return len(self.pairs) > count
+
+    def _by_builtin(self, request: Collective, *, is_checked: bool) -> Any:
+        """Execute `request` with the process group's own collective, which has no headers.
+
+        If `is_checked`, a barrier, whose messages have headers, precedes it: if the request follows
+        the previous one for the first time on this channel, and for one of `CHECK_EVERY` requests.
+        If one rank waits in the barrier and another in a collective, their requests are compared.
+        A mismatch elsewhere starts different gloo collectives, which may end a process or compute a
+        wrong result; a header shows it fewer than `CHECK_EVERY` requests later.
+        """
+        group, header = self.group, self.header
+        if is_checked:
+            self._by_messages(barrier(group.rank, group.world_size), "")
+        peer = (group.rank + 1) % group.world_size
+        self.need = Need(peer, self.sequence, header.number, of_all=True)
+        with network():
+            work = self._builtin(request)
+        answer = work.result()
+        self.need = None
+        return answer
+
+    def agree(self, words: str) -> None:
+        """Wait until all ranks have made the same call, described by `words`, with a barrier."""
+        with self.lock:
+            self.header = self.group.log.record(self.sequence, words)
+            self._by_messages(barrier(self.group.rank, self.group.world_size), "")
+
+    def _by_messages(self, algorithm: Algorithm[Any], kind: str) -> Any:
+        """Run a collective by its messages; the ledger counts them as `kind` unless it is empty."""
+        answer: Any = None
+        while True:
+            try:
+                step = algorithm.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            answer = None
+            if isinstance(step, Scratch):
+                answer = self.memory.lend(step.values)
+            elif isinstance(step, Begin):
+                answer = self._message(step.request, self.sequence, self.header, kind)  # type: ignore[arg-type]
+            else:
+                work = (
+                    step.pending
+                    if isinstance(step, End)
+                    else self._message(step, self.sequence, self.header, kind)  # type: ignore[arg-type]
+                )
+                self.need = work.need
+                answer = work.result()
+                self.need = None
+
+    def begin_message(self, request: Message) -> _Work:
+        """Start a `Send` or `Receive` of the algorithm itself, not of a collective."""
+        group, values = self.group, request.values
+        header = group.log.record_message(request)
+        sequence = message_sequence(request, group.rank)
+        if group.backend == "nccl" or not on_gpu(request):
+            return self._message(request, sequence, header, "Send")
+        host = self.memory.lend(values, pinned=True, is_kept=True)
+        if isinstance(request, Send):
+            host.view(values.shape).copy_(values)
+        work = self._message(replace(request, values=host), sequence, header, "Send")
+
+        def finish() -> Tensor | None:
+            answer = None if isinstance(request, Send) else values.copy_(host.view(values.shape))
+            self.memory.give_back(host, pinned=True)
+            return answer
+
+        work.finish = finish
+        return work
+
+    def _message(self, request: Message, sequence: str, header: Header, kind: str) -> _Work:
+        """Start to send or to receive a message."""
+        data, over, values = as_bytes(request.values), self.process_group, request.values
+        tag = message_tag(header, len(data))
+        need = Need(request.peer, sequence, header.number)
+        limit_s, peer = self._limit_s(request), self.group.ranks[request.peer]
+        with network():
+            if isinstance(request, Send):
+                if kind:
+                    self.group.ledger.add(kind, len(data))
+                work = dist.isend(data, peer, over, tag)
+                return _Work(work, lambda: None, data, need, limit_s)
+            work = dist.irecv(data, peer, over, tag)
+            return _Work(work, lambda: values, data, need, limit_s)
+
+    def abort(self) -> None:
+        """End all waits over this channel's connections."""
+        peer = self.group.ranks[(self.group.rank + 1) % self.group.world_size]
+        with suppress(RuntimeError):
+            # gloo closes all connections when a wait times out, and has no other call to do so
+            work: Any = dist.irecv(torch.empty(1), peer, self.process_group, ABORT_TAG)
+            work.wait(timedelta(milliseconds=1))
+
+    def _nccl(self, request: Collective) -> "_Finish":
+        group, kind = self.group, type(request).__name__
+        group.ledger.count(kind)
+        sent = round(sent_bytes(request, group.rank, group.world_size, group.choices.of(request)))
+        group.ledger.add(kind, sent, 0)
+        return self._builtin(request)
+
+    def _builtin(self, request: Collective) -> "_Finish":
+        """Start the process group's own collective."""
+        over, world = {"group": self.process_group, "async_op": True}, self.group.world_size
+        limit_s = self._limit_s(request)
+        if isinstance(request, Sum | Mean):
+            work = dist.all_reduce(request.values.view(-1), **over)
+            return _Finish(work, lambda: finished(request, world), limit_s)
+        if isinstance(request, Broadcast):
+            flat = as_bytes(request.values)
+            work = dist.broadcast(flat, self.group.ranks[request.root], **over)
+            return _Finish(work, lambda: restored(request.values, flat), limit_s)
+        if isinstance(request, AllGather):
+            values = as_bytes(request.values)
+            rows = values.new_empty(world * len(values))
+            work = _all_gather(rows, values, **over)
+            shape = (world, *request.values.shape)
+            return _Finish(work, lambda: rows.view(request.values.dtype).view(shape), limit_s)
+        if isinstance(request, ReduceScatter):
+            share = request.values.new_empty(request.values.numel() // world)
+            work = _reduce_scatter(share, request.values.view(-1), **over)
+            return _Finish(work, lambda: share, limit_s)
+        if isinstance(request, AllToAll):
+            return self._all_to_all(request, over, limit_s)
+        if isinstance(request, Vote):
+            value = vote_tensor(request)
+            rows = value.new_empty(world)
+            work = _all_gather(rows, value, **over)
+            return _Finish(work, lambda: tuple(rows.tolist()), limit_s)
+        assert isinstance(request, Swap), "all kinds of requests"
+        other = torch.empty_like(request.values)
+        if request.peer == self.group.rank:
+            return _Finish(None, lambda: other.copy_(request.values), limit_s)
+        peer = self.group.ranks[request.peer]
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, request.values, peer, self.process_group),
+                dist.P2POp(dist.irecv, other, peer, self.process_group),
+            ]
+        )
+        return _Finish(works[-1], lambda: other, limit_s)
+
+    def _limit_s(self, request: Collective | Message) -> float | None:
+        """Return the time limit of a wait in seconds; None for NCCL, which has its own limit."""
+        is_nccl = self.group.backend == "nccl" and on_gpu(request)
+        return None if is_nccl else self.group.timeout_s
+
+    def _all_to_all(
+        self, request: AllToAll, over: dict[str, Any], limit_s: float | None
+    ) -> "_Finish":
+        parts, size = [as_bytes(part) for part in request.parts], request.parts[0].element_size()
+        counts = request.counts
+        if counts is None:
+            # on the host, and so over gloo, without a device synchronisation
+            lengths = torch.tensor([len(part) for part in request.parts])
+            told = torch.empty_like(lengths)
+            dist.all_to_all_single(told, lengths, group=self.process_group)
+            counts = told.tolist()
+        leaving = [len(part) for part in parts]
+        coming = [count * size for count in counts]
+        received = parts[0].new_empty(sum(coming))
+        work = dist.all_to_all_single(received, torch.cat(parts), coming, leaving, **over)
+        dtype = request.parts[0].dtype
+        # the parts have one dtype, so they are aligned for the view
+        return _Finish(work, lambda: [part.view(dtype) for part in received.split(coming)], limit_s)
+
+    def close(self) -> None:
+        """Stop the threads that drive algorithms in the background."""
+        if self.threads is not None:
+            self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Finish:
+    """A pending collective, and the function that makes its result."""
+
+    def __init__(self, work: Any, finish: Callable[[], Any], limit_s: float | None) -> None:
+        self.work, self.finish, self.limit_s = work, finish, limit_s
+
+    def find_need(self) -> None:
+        """Return None: all ranks have agreed on the request, or NCCL executes it."""
+
+    def result(self) -> Any:
+        if self.work is not None:
+            _wait(self.work, self.limit_s)
+        return self.finish()
+
+
+class _Background:
+    """A request or an algorithm that runs on a channel's thread."""
+
+    def __init__(self, future: Future[Any], channel: Channel) -> None:
+        self.future, self.find_need = future, channel.find_need
+
+    def result(self) -> Any:
+        return self.future.result()
+
+
+class _Conducted:
+    """An algorithm that runs on a channel's thread and CUDA stream."""
+
+    def __init__(self, future: Future[Any], channel: Channel) -> None:
+        assert channel.streams is not None, "made before an algorithm goes on there"
+        self.future, self.streams, self.find_need = future, channel.streams, channel.find_need
+
+    def result(self) -> Any:
+        answer, done = self.future.result()
+        self.streams.current().wait(done)
+        return answer

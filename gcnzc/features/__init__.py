@@ -1,0 +1,18 @@
+"""Rows of features: tables in host memory, page-locked for the GPU, and caches in GPU memory."""
+
+from gcnzc.features.access_counts import Presample
+from gcnzc.features.cache import CachedShare, CachedTable, cached, cached_share
+from gcnzc.features.cache_counters import Counters
+from gcnzc.features.table import FeatureTable, can_read_host, pinned
+
+__all__ = [
+    "CachedShare",
+    "CachedTable",
+    "Counters",
+    "FeatureTable",
+    "Presample",
+    "cached",
+    "cached_share",
+    "can_read_host",
+    "pinned",
+]

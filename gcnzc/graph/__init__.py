@@ -1,0 +1,21 @@
+"""Graphs and datasets: opened, prepared and split."""
+
+from typing import TYPE_CHECKING
+
+from gcnzc._lazy import lazy_attributes
+from gcnzc.graph.graph import Graph
+
+if TYPE_CHECKING:
+    from gcnzc.graph.dataset import Dataset
+    from gcnzc.graph.edge_split import EdgeShares, split_edges
+
+__all__ = ["Dataset", "EdgeShares", "Graph", "split_edges"]
+
+# these read files, with pandas and SciPy
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "gcnzc.graph.dataset": ("Dataset",),
+        "gcnzc.graph.edge_split": ("EdgeShares", "split_edges"),
+    },
+)

@@ -1,0 +1,460 @@
+"""The base class of the drop-in loaders, with prefetched minibatches.
+
+Items are the nodes or edges that a loader iterates over, as indices into the given list. The
+loaders are `torch.utils.data.DataLoader`s: a sampler orders the items, a batch sampler groups them,
+and tools such as Lightning and Accelerate may replace both samplers. `gcnzc.Loader` runs the
+threads; the subclasses for each library make the minibatches.
+"""
+
+import warnings
+import weakref
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from typing_extensions import Self
+
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.interop.column import Column
+from gcnzc.interop.epochs import Epochs, Iteration, OrderedItems, ShuffledItems
+from gcnzc.interop.options import Options, generator, seed_of
+from gcnzc.interop.ranks import has_warned, rank_and_world_size, shares_of
+from gcnzc.kernels.buffers import Pool
+from gcnzc.loader.loader import Batches, Loader
+from gcnzc.loader.state import SHARED, check_position, check_state
+from gcnzc.loader.threads import usual_threads
+from gcnzc.sampling.batch import Batch
+from gcnzc.system.arguments import check_kind, check_seed
+
+
+@dataclass
+class Carrier(Batch):
+    """A batch of `gcnzc.Loader`, with the other parts of the library's minibatch in `made`."""
+
+    made: Any = None
+
+
+class Minibatches(DataLoader[Any], ABC):
+    """The base class of drop-in loaders, which yield minibatches of another library.
+
+    Each iteration yields the minibatches of another epoch, also if the previous one was stopped
+    early or is still in progress. If minibatches go to a GPU, the loader holds page-locked memory
+    until `close`, the end of a `with`, or the end of its last reference.
+
+    Args:
+        graph: the graph whose neighbours are sampled.
+        items: the nodes or edges to iterate over.
+        num_items: the number of items.
+        options: see `Options`.
+
+    Raises:
+        ValueError: see `gcnzc.Loader` and torch's `DataLoader`.
+    """
+
+    # several threads may call `sample` at the same time
+    thread_safe = True
+    # attributes that are copied with the loader, since they may be replaced between epochs
+    _replaceable: tuple[str, ...] = ()
+    # precedes the arguments in a pickle, so that unpickling first imports the library they need
+    _library: Any = None
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Store the arguments, with which copies are constructed."""
+        loader = super().__new__(cls)
+        loader._arguments = args, kwargs
+        return loader
+
+    def __init__(self, graph: Graph, items: Tensor, num_items: int, options: Options) -> None:
+        self.options = options
+        # as they were given, for the loader that Lightning reconstructs
+        self.seed, self.rank, self.world_size = options.seed, options.rank, options.world_size
+        self._shares = shares_of(options, num_items)
+        self._seed = seed_of(options)
+        self._epochs = Epochs()
+        self._open_torchs(num_items)
+        self.device = options.device
+        # for `gcnzc.Loader`, which may add page-locked memory to the pool for copies to a GPU
+        self.num_items = num_items
+        self.pool = Pool()
+        self._graph = graph
+        self._crc32 = zlib.crc32(items.cpu().contiguous().numpy().data)
+        self._locks = ExitStack()
+        self._unlock = weakref.finalize(self, self._locks.close)
+        self._running: weakref.WeakSet[Epoch] = weakref.WeakSet()
+        self.threads = options.threads
+        if options.threads is None:
+            self.threads = options.num_workers or usual_threads(self._shares.world_size)
+        self.ahead = options.ahead
+        self._engine = self._opened(None)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the next one; counted from 0."""
+        return self._epochs.present
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, which decides its order and its neighbours.
+
+        If a state of this epoch was just loaded, the next iteration resumes at its position.
+
+        Raises:
+            ValueError: `epoch` is not from 0 to 2**32 - 1.
+        """
+        self._epochs.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position as plain values, from which an equal loader can resume.
+
+        The minibatch that was yielded last counts as used. If several iterations are in progress,
+        "interleaved" lists the epoch, position and number of items used before, of all but the
+        first.
+        """
+        first, *others = self._epochs.unfinished()
+        state: dict[str, Any] = {"epoch": first.epoch, "position": first.position}
+        state |= {"done": first.done, "seed": self._seed, "items_crc32": self._crc32}
+        state |= self._described() | self._shared()
+        if others:
+            state["interleaved"] = [[each.epoch, each.position, each.done] for each in others]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume the iterations of `state`, with the same minibatches.
+
+        A loader that was given no seed uses that of the state. With another number of ranks or
+        batch size, the unused items of the epoch are shared anew.
+
+        Raises:
+            TypeError: `state` is not a mapping, or one of its values has another type.
+            ValueError: `state` is of a loader with other items or options, or not of a loader.
+        """
+        check_kind("state", state, Mapping, "load what state_dict() of a loader gave")
+        if state.get("items_crc32") != self._crc32:
+            raise ValueError(
+                "the state is of a loader of other nodes or edges, or of none\n\n"
+                "hint: resume with the items of the run that was saved"
+            )
+        mine = self._described()
+        if self.options.seed is not None:
+            mine["seed"] = self.options.seed
+        interleaved = [
+            dict(zip(("epoch", "position", "done"), numbers, strict=True))
+            for numbers in _interleaved(state)
+        ]
+        checked = [
+            check_state({**state, **numbers}, mine, self.num_items)
+            for numbers in ({}, *interleaved)
+        ]
+        seed = check_seed("state['seed']", state.get("seed"))
+        iterations = [self._resumed(numbers) for numbers in checked]
+        unfinished = [iteration for iteration in iterations if not iteration.is_over]
+        self._epochs.resume(unfinished or [Iteration(iterations[-1].epoch + 1)])
+        self._set_seed(seed)
+
+    def close(self) -> None:
+        """End all iterations, and free page-locked memory; the loader cannot be used afterwards."""
+        for epoch in list(self._running):
+            epoch.close()
+        self._unlock()
+
+    @contextmanager
+    def enable_cpu_affinity(
+        self, loader_cores: Any = None, compute_cores: Any = None, verbose: bool = True
+    ) -> Iterator[None]:
+        """Do nothing: there are no worker processes, and threads have no CPU affinity."""
+        yield
+
+    def check_worker_number_rationality(self) -> None:
+        """Do nothing: workers are threads, of which any number is valid."""
+
+    def collate_fn(self, index: Tensor | Sequence[int]) -> Any:
+        """Return the minibatch of some items, on the host.
+
+        For loaders that use this loader's dataset or samplers, such as Accelerate's and PyG's
+        `ZipLoader`. Without `seed`, neighbours depend on torch's random numbers, as in PyG, so that
+        they differ between epochs even if the other loader does not set the epoch. With `seed`,
+        they depend on the seed, the epoch of the sampler and the items.
+
+        Args:
+            index: (S,) indices of the items, in [0, len(self.dataset)).
+        """
+        items = torch.as_tensor(index, dtype=torch.int64)
+        numbers = None
+        if self.options.seed is not None:
+            # a worker process has a copy of this loader from before the sampler's epoch began
+            is_copy = get_worker_info() is not None
+            epoch = self._epochs.present if is_copy else self._epochs.of_sampler
+            numbers = generator(self._seed, epoch, items)
+        return self._on_host(items, int(torch.randint(2**32, (), generator=numbers)))
+
+    def __len__(self) -> int:
+        """Return the number of minibatches of an epoch, the same on every rank."""
+        if self.options.is_ordered_outside or self._shares.world_size == 1:
+            return super().__len__()
+        return len(self._shares)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Support pickle and deepcopy: the copy has the same arguments and the same position.
+
+        Threads, page-locked memory and iterators are not copied.
+        """
+        replaced = {name: getattr(self, name) for name in self._replaceable}
+        return _construct, (
+            self._library,
+            type(self),
+            *self._arguments,
+            replaced,
+            self.state_dict(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> "Epoch":  # type: ignore[override]
+        self._demand_open()
+        self._begin()
+        epoch = Epoch(self)
+        self._running.add(epoch)
+        return epoch
+
+    def _get_iterator(self) -> Any:
+        # torch's would start worker processes
+        return iter(self)
+
+    @abstractmethod
+    def sample(self, seeds: Tensor, epoch: int) -> Carrier:
+        """For `gcnzc.Loader`: a minibatch of some items, on the host; many threads ask at once.
+
+        Args:
+            seeds: (S,) int64 numbers of the items, in [0, num_items).
+            epoch: in [0, 2**32).
+        """
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Before an epoch: look at what may have changed."""
+
+    @abstractmethod
+    def _handed_over(self, batch: Carrier) -> Any:
+        """The minibatch as the library has it, made in the caller's thread and on its stream."""
+
+    @abstractmethod
+    def _on_host(self, items: Tensor, epoch: int) -> Any:
+        """The minibatch of some items as the library has it, on the host, made at once."""
+
+    def _set_seed(self, seed: int) -> None:
+        self._seed = seed
+        if isinstance(self.sampler, ShuffledItems):
+            self.sampler.seed = seed
+
+    def _start(self, iterator: "Epoch") -> tuple[Iteration, Batches]:
+        iteration = self._epochs.begin(iterator)
+        self._warn_of_repeated_items()
+        steps = self._steps(iteration)
+        return iteration, self._engine.batches_of(steps, iteration.epoch)
+
+    def _steps(self, iteration: Iteration) -> Iterator[Tensor]:
+        begin = iteration.position
+        sampler = self.sampler
+        if self.options.is_ordered_outside:
+            iteration.num_steps = _length_of(self._index_sampler)
+            groups = islice(iter(self._index_sampler), begin, None)
+            return (torch.as_tensor(group, dtype=torch.int64) for group in groups)
+        assert isinstance(sampler, ShuffledItems | OrderedItems), "it is not another's"
+        shares = replace(self._shares, done=iteration.done)
+        iteration.num_steps = len(shares)
+        items = sampler.items(iteration.epoch)
+        return (items[shares.at(step)] for step in range(begin, len(shares)))
+
+    def _read_first(self, column: Column | None) -> None:
+        """Let `gcnzc.Loader` gather this column, as `batch.x`, from the next epoch on."""
+        table = None if column is None else column.locked()
+        if table is not self._engine.table:
+            self._engine = self._opened(table)
+
+    def _opened(self, table: FeatureTable | None) -> Loader:
+        # which items make a batch is said here, and not by that loader
+        return Loader(
+            self._graph,
+            table,
+            torch.arange(self.num_items),
+            (),
+            1,
+            device=self.device,
+            threads=self.threads,
+            ahead=self.ahead,
+            sampler=self,
+            may_be_empty=True,
+        )
+
+    def _open_torchs(self, num_items: int) -> None:
+        options = self.options
+        given = dict(options.torchs)
+        if not options.is_ordered_outside:
+            is_shuffled = options.shuffle and num_items > 0
+            given["sampler"] = (
+                ShuffledItems(num_items, self._seed, self._epochs)
+                if is_shuffled
+                else OrderedItems(num_items, self._epochs)
+            )
+        DataLoader.__init__(
+            self,
+            cast(Dataset[Any], range(num_items)),
+            batch_size=self._shares.batch_size,
+            # which torch refuses beside a sampler of the user's
+            shuffle=options.shuffle and options.is_ordered_outside,
+            drop_last=options.drop_last,
+            num_workers=options.num_workers,
+            collate_fn=self.collate_fn,
+            **given,
+        )
+        # the method is enough, and Lightning gives attributes to the loader that it makes anew
+        del self.__dict__["collate_fn"]
+
+    def _described(self) -> dict[str, Any]:
+        """What a state must have in common with this loader, besides the seed."""
+        options = self.options
+        return {
+            "num_items": self.num_items,
+            "shuffle": int(options.shuffle),
+            "drop_last": int(options.drop_last),
+            **self._settings(),
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        """What decides which neighbours are drawn, by name, as plain values."""
+        return {}
+
+    def _shared(self) -> dict[str, int]:
+        return {name: getattr(self._shares, name) for name in SHARED}
+
+    def _resumed(self, numbers: Mapping[str, int]) -> Iteration:
+        """An iteration of a state, as one of this loader."""
+        iteration = Iteration(numbers["epoch"], numbers["position"], numbers["done"])
+        mine = self._shared()
+        theirs = {name: numbers[name] for name in SHARED}
+        if self.options.is_ordered_outside:
+            if theirs != mine:
+                raise ValueError(
+                    f"the state is of a loader with batch size {theirs['batch_size']} and "
+                    f"{theirs['world_size']} ranks, not {mine['batch_size']} and "
+                    f"{mine['world_size']}, and a sampler orders the items\n\n"
+                    "hint: resume with the options of the run that was saved"
+                )
+            iteration.num_steps = num_steps = _length_of(self._index_sampler)
+        else:
+            before = self._shares.resumed(iteration.done, **theirs)
+            num_steps = len(before)
+        check_position(iteration.position, num_steps)
+        if self.options.is_ordered_outside:
+            return iteration
+        if theirs != mine:
+            iteration = Iteration(iteration.epoch, 0, before.begin(iteration.position))
+        iteration.num_steps = len(replace(self._shares, done=iteration.done))
+        return iteration
+
+    def _warn_of_repeated_items(self) -> None:
+        global has_warned
+        options = self.options
+        if has_warned or options.is_ordered_outside or options.world_size is not None:
+            return
+        try:
+            _, world_size = rank_and_world_size()
+        except (RuntimeError, ValueError):
+            return
+        if world_size > 1:
+            has_warned = True
+            warnings.warn(
+                f"torch.distributed has {world_size} ranks, and this loader gives all its "
+                f"{self.num_items} items to this one, since neither rank nor "
+                "world_size was given\n\n"
+                "hint: rank=dist.get_rank(), world_size=dist.get_world_size() share the items "
+                "among the ranks; rank=0, world_size=1, if these are this rank's share already",
+                stacklevel=4,
+            )
+
+    def _demand_open(self) -> None:
+        if not self._unlock.alive:
+            raise RuntimeError(
+                "this loader is closed\n\nhint: make another, or iterate inside its `with`"
+            )
+
+
+class Epoch(Iterator[Any]):
+    """Iterator over the minibatches of one epoch, in order.
+
+    The request for the first minibatch determines the epoch.
+    """
+
+    def __init__(self, owner: Minibatches) -> None:
+        self._owner = owner
+        self._started: tuple[Iteration, Batches] | None = None
+        self._is_closed = False
+
+    def __next__(self) -> Any:
+        self._owner._demand_open()
+        if self._is_closed:
+            raise StopIteration
+        if self._started is None:
+            self._started = self._owner._start(self)
+        iteration, batches = self._started
+        try:
+            batch = next(batches)
+        except StopIteration:
+            iteration.is_exhausted = True
+            raise
+        iteration.position += 1
+        return self._owner._handed_over(cast(Carrier, batch))
+
+    def close(self) -> None:
+        """End the threads; the iterator yields no more minibatches."""
+        self._is_closed = True
+        if self._started is not None:
+            self._started[1].close()
+
+
+def _construct(
+    _library: Any,
+    cls: type[Minibatches],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    replaced: dict[str, Any],
+    state: dict[str, Any],
+) -> Minibatches:
+    loader = cls(*args, **kwargs)
+    for name, value in replaced.items():
+        setattr(loader, name, value)
+    loader.load_state_dict(state)
+    return loader
+
+
+def _interleaved(state: Mapping[str, Any]) -> list[Any]:
+    """Epoch, position and items used before of the other iterations of a state."""
+    found = state.get("interleaved", ())
+    lists = isinstance(found, list | tuple) and all(
+        isinstance(each, list | tuple) for each in found
+    )
+    if not lists or any(len(each) != 3 for each in found):
+        raise ValueError(
+            "state['interleaved'] is not a list of lists of three integers\n\n"
+            "hint: load what state_dict() of a loader gave"
+        )
+    return list(found)
+
+
+def _length_of(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except TypeError:
+        return None

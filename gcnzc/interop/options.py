@@ -1,0 +1,164 @@
+"""Arguments that drop-in loaders share with torch's DataLoader."""
+
+import inspect
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from gcnzc.features.table import FeatureTable
+from gcnzc.kernels.philox import philox4x32_reference, split_key
+from gcnzc.system.arguments import THREADS_LIMIT, check_flag, check_integer, check_kind, check_seed
+
+# Arguments of torch.utils.data.DataLoader about its worker processes and the memory of their
+# results. They have no effect here, since threads make the minibatches in the training process.
+# Accelerate's loaders, which replace these loaders, use them.
+WITHOUT_EFFECT = (
+    "in_order",
+    "multiprocessing_context",
+    "persistent_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "prefetch_factor",
+    "timeout",
+    "worker_init_fn",
+)
+
+
+# arguments that decide which items a minibatch has
+ORDERING = ("sampler", "batch_sampler", "generator")
+
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a drop-in loader; see `gcnzc.Loader`."""
+
+    batch_size: int = 1
+    shuffle: bool = False
+    drop_last: bool = False
+    # None: drawn from torch's random numbers, or 0 if several ranks share the items, since all
+    # need the same order
+    seed: int | None = None
+    # None: not given
+    rank: int | None = None
+    world_size: int | None = None
+    num_workers: int = 0
+    threads: int | None = None
+    ahead: int | None = None
+    device: torch.device = CPU
+    # other arguments of torch's DataLoader
+    torchs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the types and ranges that do not depend on the items.
+
+        Raises:
+            TypeError, ValueError: the message names the argument.
+        """
+        checked: dict[str, Any] = {
+            "shuffle": check_flag("shuffle", self.shuffle),
+            "drop_last": check_flag("drop_last", self.drop_last),
+        }
+        if self.seed is not None:
+            checked["seed"] = check_seed("seed", self.seed)
+        if self.rank is not None:
+            checked["rank"] = check_integer("rank", self.rank, 0)
+        if self.world_size is not None:
+            checked["world_size"] = check_integer("world_size", self.world_size, 1)
+        if self.threads is not None:
+            checked["threads"] = check_integer("threads", self.threads, 1, THREADS_LIMIT)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.torchs.get("generator") is not None:
+            check_kind("generator", self.torchs["generator"], torch.Generator, "torch.Generator()")
+
+    @property
+    def is_ordered_outside(self) -> bool:
+        """Whether `sampler` or `batch_sampler` was given, which then orders the items."""
+        return any(self.torchs.get(name) is not None for name in ("sampler", "batch_sampler"))
+
+
+def torch_options(kwargs: dict[str, Any], who: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Separate torch's DataLoader arguments, except `batch_size`, `shuffle` and `drop_last`.
+
+    Args:
+        kwargs: keyword arguments of a drop-in loader.
+        who: the name of the loader.
+
+    Returns:
+        `num_workers`, the other arguments of torch's DataLoader, and the remaining arguments.
+
+    Raises:
+        TypeError: `num_workers` is not an integer.
+        ValueError: `num_workers` is below 0 or too large.
+    """
+    left = dict(kwargs)
+    num_workers = check_integer(
+        "num_workers", left.pop("num_workers", 0), 0, THREADS_LIMIT, "0 starts a thread per core"
+    )
+    # set by Lightning when it reconstructs a loader
+    left.pop("dataset", None)
+    given = {name: left.pop(name) for name in (*WITHOUT_EFFECT, *ORDERING) if name in left}
+    known = inspect.signature(DataLoader.__init__).parameters
+    # older versions of torch lack some
+    return num_workers, {name: given[name] for name in given if name in known}, left
+
+
+def check_tables(tables: Any) -> None:
+    """Check that `tables` is None or a mapping from names to `FeatureTable`s.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if tables is None:
+        return
+    hint = "tables={'x': gcnzc.FeatureTable(rows)}"
+    check_kind("tables", tables, Mapping, hint)
+    for name, table in tables.items():
+        check_kind(f"tables[{name!r}]", table, FeatureTable, hint)
+
+
+def generator(seed: int, epoch: int, items: Tensor) -> torch.Generator:
+    """Return a random generator for a minibatch, which depends on seed, epoch and items only.
+
+    Args:
+        seed: an integer of 64 bits.
+        epoch: in [0, 2**32).
+        items: (S,) on the host.
+    """
+    counter = (zlib.crc32(items.contiguous().numpy().data), len(items), 0, epoch)
+    words = [int(word) for word in philox4x32_reference(*counter, *split_key(seed))]
+    return torch.Generator().manual_seed(words[0] << 31 | words[1] >> 1)
+
+
+def sorted_places(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sorted unique ids and the inverse indices, as `Tensor.unique` does.
+
+    It uses NumPy, whose sort is several times as fast in one thread.
+
+    Args:
+        ids: (S,) int64 on the host.
+
+    Returns:
+        The unique ids (U,) and the inverse indices (S,), both int64 on the host.
+    """
+    found, places = np.unique(ids.numpy(), return_inverse=True)
+    return torch.from_numpy(found), torch.from_numpy(places)
+
+
+def seed_of(options: Options) -> int:
+    """Return the seed: given, 0 with several ranks, or drawn from torch's generator."""
+    if options.seed is not None:
+        return options.seed
+    if (options.world_size or 1) > 1:
+        return 0
+    number = torch.empty((), dtype=torch.int64)
+    return int(number.random_(generator=options.torchs.get("generator")))

@@ -1,0 +1,158 @@
+"""Checks of a loader's arguments."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gcnzc.features.table import FeatureTable, can_read_host
+from gcnzc.graph.graph import Graph
+from gcnzc.loader.threads import usual_threads
+from gcnzc.sampling.neighbor import check_range
+from gcnzc.sampling.protocol import Samples
+from gcnzc.system.arguments import (
+    THREADS_LIMIT,
+    IdsLike,
+    as_ids,
+    check_integer,
+    check_number,
+    describe,
+)
+
+# batches are begun by a loop over these many
+AHEAD_LIMIT = 2**16
+
+
+def checked(sampler: Samples) -> Samples:
+    """Check a loader's sampler, and return it."""
+    if not callable(getattr(sampler, "sample", None)):
+        raise TypeError(
+            f"sampler is {describe(sampler)}, which has no method sample(seeds, epoch)\n\n"
+            "hint: gcnzc.Sampler, gcnzc.LinkSampler or DglSampler; None takes the fan-outs"
+        )
+    return sampler
+
+
+def demand_seeds(seeds: IdsLike, graph: Graph, num_items: int | None, may_be_empty: bool) -> Tensor:
+    """Check the seeds' shape, dtype, range and number; return them as the sampler takes them."""
+    found = as_ids("seeds", seeds, "a mask becomes ids by .nonzero().flatten()")
+    found = found.cpu().contiguous()
+    if len(found) == 0:
+        if may_be_empty:
+            return found
+        raise ValueError("seeds is empty: no seeds, so no batches\n\nhint: is the split empty?")
+    if num_items is None:
+        check_range("seeds", found, graph.num_nodes, "the graph has {} nodes", "ids of nodes")
+    else:
+        check_range("seeds", found, num_items, "the sampler has {} items", "its items")
+    ordered = found.sort().values
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice) > 0:
+        raise ValueError(
+            f"seeds: seed {int(twice[0])} occurs twice ({len(twice)} seeds too many)\n\n"
+            "hint: seeds.unique()"
+        )
+    return found
+
+
+def demand_share(copied_share: float) -> float:
+    """Check that a share is in [0, 1]."""
+    return check_number(
+        "copied_share",
+        copied_share,
+        lambda share: 0 <= share <= 1,
+        "it is a share of a batch's rows, from 0 to 1; 0 lets the GPU read all rows by itself",
+    )
+
+
+def demand_device(
+    device: torch.device, table: FeatureTable | None, copied_share: float
+) -> torch.device:
+    """Check that minibatches can be sent to a device; return it with its index."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device}: batches go to cpu or cuda\n\nhint: device='cpu'")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"device {device}: torch sees no CUDA device\n\n"
+                "hint: device='cpu', or `nvidia-smi` and a CUDA build of torch"
+            )
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+    _demand_device_rows(device, table, copied_share)
+    return device
+
+
+def _demand_device_rows(
+    device: torch.device, table: FeatureTable | None, copied_share: float
+) -> None:
+    if table is None or table.device == device or is_sent(device, table):
+        return
+    if table.device.type == "cuda":
+        raise ValueError(
+            f"a table on {table.device} cannot be gathered on {device}\n\n"
+            f"hint: FeatureTable(rows.to('{device}'))"
+        )
+    if table.is_sparse or copied_share == 1:
+        return
+    if not (table.rows.is_pinned() or table.rows.numel() == 0):
+        raise ValueError(
+            f"a table on the host cannot be read from {device}, because its memory is not "
+            "page-locked\n\nhint: `with gcnzc.pinned(rows) as table:`; or copied_share=1, for "
+            "the CPU to gather all rows"
+        )
+
+
+def is_sent(device: torch.device, table: FeatureTable | None) -> bool:
+    """Whether rows are gathered on the host and copied, since the GPU cannot read them in place."""
+    if device.type != "cuda" or table is None or table.device.type != "cpu":
+        return False
+    # what somebody else locked is read in place, whatever could be locked here
+    locked = not table.is_sparse and table.rows.is_pinned()
+    return not (locked or can_read_host(device))
+
+
+def demand_threads(
+    threads: int | None, ahead: int | None, sampler: Samples, world_size: int
+) -> tuple[int, int]:
+    """Check the numbers of threads and of prefetched minibatches; fill in their defaults."""
+    hint = "None takes the default"
+    if threads is None:
+        threads = usual_threads(world_size)
+    threads = check_integer("threads", threads, 1, THREADS_LIMIT, hint)
+    if not getattr(sampler, "thread_safe", True):
+        threads = 1
+    if ahead is None:
+        ahead = threads + 1
+    return threads, check_integer("ahead", ahead, 1, AHEAD_LIMIT, hint)
+
+
+def demand_rows(graph: Graph, table: FeatureTable | None) -> None:
+    """Check that the table and the labels have one row per node."""
+    if table is not None and table.num_rows != graph.num_nodes:
+        raise ValueError(
+            f"the table has {table.num_rows} rows, but the graph {graph.num_nodes} nodes\n\n"
+            "hint: one row of features per node is needed"
+        )
+
+
+def demand_labels(graph: Graph, labels: Tensor | NDArray[Any] | None) -> Tensor | None:
+    """Check that labels have one row per node; return them on the host."""
+    if labels is None:
+        return None
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "biuf":
+        # torch warns of memory that may not be written
+        labels = torch.from_numpy(np.require(labels, requirements=["C", "W"]))
+    if not isinstance(labels, Tensor):
+        raise TypeError(
+            f"labels is {describe(labels)}\n\n"
+            "hint: a tensor or an array of one row per node, or None"
+        )
+    if labels.ndim == 0 or len(labels) != graph.num_nodes:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} for a graph of {graph.num_nodes} nodes\n\n"
+            "hint: one row of labels per node is needed, of any number for nodes without a label"
+        )
+    return labels.cpu()

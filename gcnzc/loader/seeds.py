@@ -1,0 +1,118 @@
+"""The order of seeds in an epoch, and their shares among ranks."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcnzc.system.arguments import check_flag, check_integer
+
+
+def order(seeds: Tensor, seed: int, epoch: int) -> Tensor:
+    """The epoch's order of `seeds`, the same on every worker.
+
+    A permutation by NumPy's generator over Philox 4x64, keyed by (seed, epoch).
+
+    Args:
+        seeds: (S,) on the host.
+        seed: of the run; any integer, of which the low 64 bits count.
+        epoch: counted from 0.
+    """
+    key = np.array([seed % 2**64, epoch], np.uint64)
+    shuffled = np.random.Generator(np.random.Philox(key=key)).permutation(len(seeds))
+    return seeds[torch.from_numpy(shuffled)]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who takes which seeds of an epoch's order, at which step.
+
+    A step takes the next `world_size * batch_size` seeds, the last step what is left. Worker r of W
+    takes those from m * r // W to m * (r + 1) // W of the m seeds of a step: `batch_size` each, but
+    at the last step. So all workers have the same number of steps, every seed is used once, and W
+    workers together take what one worker with a W times larger batch would. A last step with fewer
+    seeds than workers takes some from the step before it, so that no worker goes without.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: there are too few seeds, or rank, world size or batch size make no sense.
+    """
+
+    num_seeds: int
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    drop_last: bool = False  # leave out a last step that is not full
+    done: int = 0  # seeds at the beginning of the order that others have used
+    may_be_empty: bool = False  # accept an epoch without steps
+
+    def __post_init__(self) -> None:
+        ranks = "ranks are counted from 0 to world_size - 1"
+        checked = {
+            "batch_size": check_integer("batch_size", self.batch_size, 1),
+            "world_size": check_integer("world_size", self.world_size, 1),
+            "rank": check_integer("rank", self.rank, 0, hint=ranks),
+            "drop_last": check_flag("drop_last", self.drop_last),
+        }
+        for name, value in checked.items():
+            # NumPy's numbers become Python's, which any checkpoint format can store
+            object.__setattr__(self, name, value)
+        if self.rank >= self.world_size:
+            raise ValueError(
+                f"rank is {self.rank} with a world_size of {self.world_size}\n\nhint: {ranks}"
+            )
+        if self.done:
+            # the rest of an epoch is shared, however little it is
+            return
+        if self.may_be_empty and len(self) == 0:
+            return
+        if self.num_seeds < self.world_size:
+            raise ValueError(
+                f"{self.num_seeds} seeds for {self.world_size} workers: some would have none\n\n"
+                "hint: use as many workers as seeds at most"
+            )
+        if self.drop_last and self.num_seeds < self._step_seeds:
+            raise ValueError(
+                f"{self.num_seeds} seeds do not fill one step of {self.world_size} batches with a "
+                f"batch_size of {self.batch_size}, and drop_last leaves out the rest\n\n"
+                "hint: drop_last=False, or a smaller batch_size"
+            )
+        left = self.num_seeds % self._step_seeds
+        if not self.drop_last and self.batch_size == 1 and left:
+            raise ValueError(
+                f"{self.num_seeds} seeds in batches of 1 for {self.world_size} workers: {left} are "
+                "left for the last step, in which every worker needs one\n\n"
+                "hint: drop_last=True, or batch_size=2"
+            )
+
+    def resumed(self, done: int, batch_size: int, world_size: int) -> "Shares":
+        """Return rank 0's shares with other sizes, after `done` seeds of the epoch were used."""
+        return replace(self, rank=0, done=done, batch_size=batch_size, world_size=world_size)
+
+    @property
+    def _step_seeds(self) -> int:
+        return self.world_size * self.batch_size
+
+    def __len__(self) -> int:
+        full, left = divmod(self.num_seeds - self.done, self._step_seeds)
+        return full + (left > 0 and not self.drop_last)
+
+    def at(self, step: int) -> slice:
+        """Where in the order this worker's seeds of a step lie."""
+        begin, end = self.begin(step), self.begin(step + 1)
+        seeds, rank, world_size = end - begin, self.rank, self.world_size
+        return slice(begin + seeds * rank // world_size, begin + seeds * (rank + 1) // world_size)
+
+    def begin(self, step: int) -> int:
+        """Where in the order the seeds of all workers of a step begin."""
+        begin = self.done + step * self._step_seeds
+        if step == len(self):
+            return min(self.num_seeds, begin)
+        # after others there may be fewer seeds than workers; some go without
+        return min(begin, max(self.num_seeds - self.world_size, self.done))
+
+    def weight(self, step: int) -> float:
+        """This worker's seeds of a step, over the mean seeds of the workers."""
+        mine, seeds = self.at(step), self.begin(step + 1) - self.begin(step)
+        return (mine.stop - mine.start) * self.world_size / seeds

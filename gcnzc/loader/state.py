@@ -1,0 +1,74 @@
+"""The state of a loader, checked before it is loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gcnzc.system.arguments import check_epoch, check_integer, check_kind, describe
+
+# with these as well, the batches are the same
+SHARED = ("batch_size", "world_size")
+
+
+# what states of all versions have
+REQUIRED = {"seed", "num_seeds", "num_items", "shuffle", "drop_last", "seeds_crc32", "items_crc32"}
+
+
+def check_state(
+    state: Mapping[str, Any], same: Mapping[str, Any], num_items: int
+) -> dict[str, int]:
+    """Check the state that a loader is to resume.
+
+    Args:
+        state: of a loader.
+        same: what the state must have in common with the loader that resumes it. States of older
+            versions lack settings of samplers, which are then not compared.
+        num_items: seeds of the loader that resumes it.
+
+    Returns:
+        epoch, position, done, batch_size and world_size, as integers in their ranges; `position`
+        may still be beyond the epoch's end, see `check_position`.
+
+    Raises:
+        TypeError: the state is no mapping, or one of the numbers no integer.
+        ValueError: something is missing, out of range, or not the same.
+    """
+    hint = "load what state_dict() of a loader gave"
+    check_kind("state", state, Mapping, hint)
+    needed = {"epoch", "position", "done", *SHARED, *(same.keys() & REQUIRED)}
+    if missing := needed - state.keys():
+        raise ValueError(f"the state lacks {', '.join(sorted(missing))}\n\nhint: {hint}")
+    for name, mine in same.items():
+        if name in state and not _is_equal(state[name], mine):
+            raise ValueError(
+                f"the state is of a loader with {name} {describe(state[name])}, not "
+                f"{describe(mine)}\n\nhint: resume with the options of the run that was saved"
+            )
+    return {
+        "epoch": check_epoch("state['epoch']", state["epoch"]),
+        "position": check_integer("state['position']", state["position"], 0, hint=hint),
+        "done": check_integer("state['done']", state["done"], 0, num_items, hint),
+        "batch_size": check_integer("state['batch_size']", state["batch_size"], 1, hint=hint),
+        "world_size": check_integer("state['world_size']", state["world_size"], 1, hint=hint),
+    }
+
+
+def check_position(position: int, num_steps: int | None) -> None:
+    """Check that a state's position is within its epoch; not checked if `num_steps` is None.
+
+    Raises:
+        ValueError: it is.
+    """
+    if num_steps is not None and position > num_steps:
+        raise ValueError(
+            f"state['position'] is {position}, but the epoch has {num_steps} batches\n\n"
+            "hint: load what state_dict() of a loader gave"
+        )
+
+
+def _is_equal(value: object, mine: object) -> bool:
+    """Whether two settings are equal; a tuple may have become a list, and a bool an int."""
+    if isinstance(mine, list):
+        return isinstance(value, list | tuple) and list(value) == mine
+    return isinstance(value, int | str | np.integer) and bool(value == mine)

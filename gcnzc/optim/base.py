@@ -1,0 +1,431 @@
+"""The base class of optimizers whose `step` communicates with the other ranks."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import zip_longest
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gcnzc.exchange import Algorithm, Group, RequestMismatch, present, run
+from gcnzc.exchange.layout import layout
+from gcnzc.exchange.sync import broadcast, demand_same, dense_buffers, synchronise_buffers
+from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
+from gcnzc.optim.group_options import (
+    LOADED,
+    STEPS,
+    Comparison,
+    find_difference_by_store,
+    option_lines,
+    trained_lines,
+)
+from gcnzc.optim.resize import packed, unpacked
+from gcnzc.optim.scaling import report_overflow
+from gcnzc.optim.validation import check_count, check_group, check_param_group
+
+T = TypeVar("T")
+
+
+class LatePhaseWarning(UserWarning):
+    """A method's phase, such as compression or local steps, begins late in the run or never."""
+
+
+class Exchanging(Optimizer):
+    """The base class of optimizers whose `step` communicates with the other ranks.
+
+    The communication is an algorithm: `step` runs it over processes, `lockstep` in one process.
+
+    Args:
+        params: an iterable of parameters or parameter groups, as for torch's optimizers.
+        defaults: default options of the parameter groups.
+        group: the ranks that communicate; those of torch.distributed's default process group if
+            None.
+        signals: the number of flags, such as a request to stop, that each exchange combines over
+            the ranks.
+        module: the model. If given, its buffers and its parameters that are not in `params` are
+            also broadcast from rank 0 at the start, and `finalize` makes its buffers equal.
+        total_steps: the number of steps of the run; None if it is not known.
+    """
+
+    is_shared = False
+    """whether the state is the same on all ranks, so that one checkpoint serves all"""
+
+    # torch's GradScaler then leaves the division by the scale and the skipping to `step`
+    _step_supports_amp_scaling = True
+
+    grad_scale: Tensor | None
+    """the scale of the gradients, set by GradScaler during `step`; None if they are unscaled"""
+    found_inf: Tensor
+    """set by GradScaler during `step`: above 0 if it found a gradient that is not finite"""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        group: Group | None,
+        signals: int,
+        module: nn.Module | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        if group is not None:
+            check_group(group)
+        check_count("signals", signals)
+        if total_steps is not None:
+            check_count("total_steps", total_steps, 1)
+        super().__init__(params, defaults)
+        self.group = present() if group is None else group
+        self.total_steps = total_steps
+        self.module = module
+        self.weight = 1.0
+        """weight of this rank's next gradient: its number of seeds over the mean of the ranks"""
+        self.asks = [False] * signals
+        """signals that this rank sends with the next exchange"""
+        self.heard = [False] * signals
+        """for each signal, whether a rank sent it with this step's exchange; else False"""
+        self.skipped = 0
+        """number of steps that were skipped because a gradient was not finite"""
+        self.steps = 0
+        """number of steps taken, as the subclass counts them; equal on all ranks"""
+        self.loaded = "none"
+        """description of the state that was loaded last; equal on all ranks"""
+        self.comparison = Comparison()
+        self.is_trainable: list[bool] = []
+        """`requires_grad` of all parameters when they were laid out"""
+        self.is_broadcast = False
+        """whether the model was broadcast, or a state was loaded instead"""
+        self.blame = ""
+        """why the last step or synchronisation was skipped; empty if it was not"""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as torch's optimizers do.
+
+        Raises:
+            TypeError: a parameter is sharded, complex, or of a dtype that cannot be averaged.
+            ValueError: an option is out of its range.
+        """
+        super().add_param_group(param_group)
+        self.check_param_group(self.param_groups[-1])
+
+    def check_param_group(self, group: Mapping[str, Any]) -> None:
+        """Check the parameters and options of a group; see `add_param_group`."""
+        check_param_group(type(self).__name__, group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that are copied and pickled: all except hooks.
+
+        A copy communicates through the same group. An unpickled optimizer communicates through
+        torch.distributed if that is initialised with the same ranks; else its steps fail.
+        """
+        return {
+            name: value
+            for name, value in vars(self).items()
+            # a scheduler replaces the `step` of its own optimizer by a wrapper
+            if name != "step" and not name.startswith(("_optimizer_", "_zero_grad"))
+        }
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take an optimizer step, and communicate with the other ranks if an exchange is due.
+
+        Args:
+            closure: evaluates the model again and returns the loss; called once if given.
+
+        Returns:
+            The closure's loss; None without a closure.
+
+        Raises:
+            WorkerLost: another rank did not respond in time, or its process has ended.
+            ValueError: the number of steps, the loaded state, the trained parameters or an option
+                of a parameter group differs between ranks; raised on all ranks, after the next
+                exchange.
+            RequestMismatch: such a difference makes the ranks' requests differ; raised on all.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        skipped = self.skipped
+        self._run(self.algorithm())
+        if self.skipped > skipped and hasattr(self, "found_inf"):
+            report_overflow(self)
+        return loss
+
+    def _run(self, algorithm: Algorithm[T]) -> T:
+        """Run an algorithm; if the ranks' requests do not match, report what differs."""
+        try:
+            return run(algorithm, self.group)
+        except RequestMismatch as error:
+            difference = find_difference_by_store(self.compared_lines(), self.group)
+            if not difference:
+                raise
+            raise RequestMismatch(difference) from error
+
+    def hashed_lines(self, with_gpu: bool) -> list[str]:
+        """Return the lines for the hash bit of every exchange; see `Comparison`."""
+        options = option_lines(self.param_groups, with_gpu=with_gpu)
+        return [f"{STEPS}\t{self.steps}", f"{LOADED}\t{self.loaded}", *options]
+
+    def compared_lines(self) -> list[str]:
+        """Return the lines that must be the same on all ranks; see `Comparison`."""
+        return [*self.hashed_lines(with_gpu=True), *trained_lines(self.param_groups)]
+
+    def compare(self) -> Algorithm[bool]:
+        """Compare the lines of all ranks if a comparison is due; see `Comparison.compare`."""
+        return (yield from self.comparison.compare(self.compared_lines))
+
+    def common_notes(self) -> list[float]:
+        """Return the numbers that every exchange sends: the hash bit, and the signals."""
+        if self.trainable() != self.is_trainable:
+            self.comparison.is_requested = True
+        return [self.comparison.bit(self.hashed_lines), *self.asks]
+
+    @property
+    def num_common_notes(self) -> int:
+        """The length of `common_notes`."""
+        return 1 + len(self.asks)
+
+    def fill_state(self) -> None:
+        """Add an empty entry to `state` for each parameter.
+
+        Otherwise torch.distributed.checkpoint would call `step` to initialise the state.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state.setdefault(parameter, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank in the layout of torch's optimizers.
+
+        `state` has the step count of each trained parameter. The first of them has two more
+        entries, as bytes: the state that is the same on all ranks, and the state of this rank, such
+        as its compression errors. The name of the second contains the rank, because
+        torch.distributed.checkpoint saves an entry that several ranks have only once.
+        """
+        return packed(type(self).__name__, self.snapshot(), self.param_groups)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a `state_dict` or `snapshot` of this rank, or a result of `resized`.
+
+        Raises:
+            ValueError: it is of another rank, number of ranks, type of optimizer, or model.
+        """
+        self.restore(unpacked(type(self).__name__, state_dict, self.group.rank))
+        self.mark_loaded()
+
+    def mark_loaded(self) -> None:
+        """Request a comparison with the other ranks, which must have loaded a state too."""
+        self.loaded = f"of step {self.steps}"
+        self.comparison.is_requested = True
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state of this rank as plain tensors, which are not copied, and numbers.
+
+        `shared` is the same on all ranks; `local`, `shards` and `errors` are this rank's own.
+        """
+
+    @abstractmethod
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Load a `snapshot` of this rank.
+
+        Raises:
+            ValueError: it is of another rank, another number of ranks or other parameters.
+        """
+
+    @abstractmethod
+    def algorithm(self) -> Algorithm[None]:
+        """The communication and computation of `step`, for `lockstep`."""
+
+    @property
+    def has_overflowed(self) -> bool:
+        """Whether GradScaler has found a gradient of this step that is not finite."""
+        return bool(getattr(self, "found_inf", False))
+
+    def gradient_factor(self) -> float | Tensor:
+        """Return the factor of this rank's gradients in the mean over the ranks.
+
+        This is the rank's weight. With GradScaler it is a tensor () of float64 on the device of the
+        scale: the weight divided by the scale, or NaN if GradScaler found a gradient that is not
+        finite. NaN makes all ranks skip the step, even if the gradient was clipped later.
+        """
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is None and found_inf is None:
+            return self.weight
+        if not isinstance(found_inf, Tensor):
+            # GradScaler sets the number 0 on a rank without gradients
+            found_inf = torch.zeros((), device=None if scale is None else scale.device)
+        if scale is None:
+            scale = torch.ones_like(found_inf)
+        factor = self.weight / scale.double()
+        return factor.masked_fill(found_inf.to(factor.device) > 0, torch.nan)
+
+    def scale_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Multiply gradients in place by this rank's weight divided by GradScaler's scale."""
+        scale = getattr(self, "grad_scale", None)
+        factor: float | Tensor = self.weight
+        if scale is not None:
+            # the scale on a GPU stays there: the host would wait to read it
+            factor = self.weight / (float(scale) if scale.device.type == "cpu" else scale.double())
+        is_needed = isinstance(factor, Tensor) or factor != 1.0
+        for parameter in parameters if is_needed else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def broadcast_model(self) -> Algorithm[None]:
+        """Broadcast the parameters and buffers of rank 0, once, before the first step.
+
+        Raises:
+            ValueError: shapes, dtypes or options differ between ranks; raised on all ranks.
+        """
+        if self.is_broadcast:
+            return
+        if self.group.world_size > 1:
+            tensors = self.tensors_to_broadcast()
+            yield from demand_same([*self.layout(), *layout(tensors)], "optimizers")
+            yield from broadcast(tensors)
+        self.is_broadcast = True
+        self.on_broadcast()
+
+    def on_broadcast(self) -> None:
+        """Initialise from the current parameters, which are equal on all ranks."""
+
+    def layout(self) -> list[str]:
+        """Return lines, besides those of the tensors, that must agree before the broadcast."""
+        return []
+
+    def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
+        """The names and tensors that `broadcast_model` broadcasts."""
+        return self.tensors()
+
+    def connect(self) -> None:
+        """Run `broadcast_model` if the group is connected.
+
+        Every constructor ends with this call.
+        """
+        if self.group.backend:
+            run(self.broadcast_model(), self.group)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The names and tensors to broadcast: all parameters, and the module's buffers."""
+        named: list[tuple[str, Tensor]] = list(self.named_parameters())
+        if self.module is not None:
+            named += [*self.module.named_parameters(), *dense_buffers(self.module)]
+        unique: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in named:
+            # the parameters of groups are among those of the module
+            unique.setdefault(id(tensor), (name, tensor))
+        return list(unique.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all groups, including frozen ones, named by their positions."""
+        for number, group in enumerate(self.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                yield f"group {number}, parameter {place}", parameter
+
+    def trainable(self) -> list[bool]:
+        """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
+        return [each.requires_grad for group in self.param_groups for each in group["params"]]
+
+    def demand_trainable(self) -> None:
+        """Check that the parameters have the same `requires_grad` as when they were laid out.
+
+        With several ranks it is called after a comparison, so that all ranks raise the error.
+
+        Raises:
+            ValueError: a parameter was frozen, unfrozen, added or removed.
+        """
+        found, expected = self.trainable(), self.is_trainable
+        if found == expected:
+            return
+        pairs = enumerate(zip_longest(found, expected))
+        place, (now, before) = next(each for each in pairs if each[1][0] != each[1][1])
+        names = [name for name, _ in self.named_parameters()]
+        name = names[place] if place < len(names) else f"parameter {place} of all groups"
+        raise ValueError(
+            f"{name}: {_describe_trainable(now)} now, but {_describe_trainable(before)} when "
+            f"{type(self).__name__} was made\n\nhint: its vectors are laid out once; set "
+            "requires_grad and add parameters first, on all ranks, and then make the optimizer, or "
+            "a new one"
+        )
+
+    def late_phase(self) -> str:
+        """Return the name of a phase that has not begun by the last step; empty if all have."""
+        return ""
+
+    def warn_of_late_phase(self, steps: int) -> None:
+        """Warn on rank 0, at one step of the run, if a phase has not begun.
+
+        Args:
+            steps: that were taken so far.
+        """
+        total = self.total_steps
+        limit = LATE_STEPS if total is None else max(1, round(LATE_SHARE * total))
+        if steps != limit or self.group.rank or self.group.world_size == 1:
+            return
+        if phase := self.late_phase():
+            length = "" if total is None else f" of {total}"
+            warnings.warn(
+                f"{type(self).__name__}: no {phase} in the first {steps} steps{length}\n\nhint: a "
+                "shorter warm-up or fewer local steps let it begin sooner; silence this with "
+                "warnings.simplefilter('ignore', gcnzc.optim.LatePhaseWarning)",
+                LatePhaseWarning,
+                stacklevel=2,
+            )
+
+    def finalize(self) -> None:
+        """Make parameters and buffers equal on all ranks; call it once, after the last step.
+
+        Floating-point buffers of `module`, such as BatchNorm's, become their means over the ranks.
+        """
+        self._run(self.finalized())
+
+    def finalized(self) -> Algorithm[None]:
+        """The communication and computation of `finalize`, for `lockstep`."""
+        yield from self.broadcast_model()
+        yield from self.finish()
+        if self.module is not None and self.group.world_size > 1:
+            yield from synchronise_buffers(self.module)
+
+    def finish(self) -> Algorithm[None]:
+        """Make the parameters equal on all ranks."""
+        return
+        yield
+
+    def parameters_averaged(self) -> Algorithm[Any]:
+        """Set the parameters to their mean over the ranks; does nothing if they are in sync.
+
+        Returns:
+            The argument of `parameters_restored`.
+        """
+        return
+        yield
+
+    def parameters_restored(self, own: Any) -> Algorithm[None]:
+        """Restore the parameters from before `parameters_averaged`, which returned `own`."""
+        return
+        yield
+
+    def demand_own(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that a state is of this rank, with the same number of ranks.
+
+        Raises:
+            ValueError: it is of another rank, or of another number of ranks.
+        """
+        found = state_dict["rank"], state_dict["world_size"]
+        own = self.group.rank, self.group.world_size
+        if found != own:
+            raise ValueError(
+                f"the state of worker {found[0]} of {found[1]} is not that of worker {own[0]} of "
+                f"{own[1]}\n\nhint: gcnzc.optim.resized makes the states of all workers fit "
+                "another number of them"
+            )
+
+
+def _describe_trainable(flag: bool | None) -> str:
+    return "no such parameter" if flag is None else f"requires_grad={flag}"

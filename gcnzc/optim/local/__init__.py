@@ -1,0 +1,1 @@
+"""Optimizers whose ranks take local steps between exchanges."""

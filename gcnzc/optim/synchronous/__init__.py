@@ -1,0 +1,1 @@
+"""Optimizers whose ranks exchange an update at every step."""

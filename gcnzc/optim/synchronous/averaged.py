@@ -1,0 +1,460 @@
+"""Synchronous data parallelism: average the gradients of all ranks in every step.
+
+Gradients are weighted by the ranks' shares of the global minibatch, so a step equals that of one
+rank on all minibatches. The averaged vector also has a flag for each parameter, whether it has a
+gradient, and signals such as a request to stop.
+
+Letters: W workers, P parameters.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gcnzc.compress import Compression, Place, Reducer
+from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote
+from gcnzc.exchange.layout import by_kind
+from gcnzc.exchange.sync import demand_same
+from gcnzc.kernels.finite import are_finite
+from gcnzc.optim.base import Exchanging
+from gcnzc.optim.flat import FlatVector, on
+from gcnzc.optim.group_options import option_lines, trained_lines
+from gcnzc.optim.resize import check_is_inner
+from gcnzc.optim.validation import check_above_zero, check_inner
+from gcnzc.system.scalars import read_scalars, scalars_like
+
+NONE, DENSE, SPARSE = 0, 1, 2  # layouts of gradients
+
+
+class Averaged(Exchanging):
+    """Wraps an optimizer of torch and averages the gradients of all ranks before its `step`.
+
+    Rank 0's parameters are broadcast at the start. A missing gradient counts as zeros if another
+    rank has one. If no rank has a gradient of a parameter, the inner optimizer skips the parameter.
+    Sparse gradients stay sparse, also while they are exchanged. Parameters may be frozen, unfrozen
+    and added between two steps, in the same way on all ranks; this resets the compression errors.
+
+    With torch's GradScaler, if a step overflows on one rank, all ranks skip it and lower their
+    scales.
+
+    Args:
+        inner: the optimizer of this rank's parameters. The wrapper shares its parameter groups and
+            state, so learning rate schedulers work.
+        group: the ranks that communicate; see `Exchanging`.
+        signals: the number of flags, such as a request to stop, that are exchanged with the
+            gradients.
+        compress: compression of float32 and float64 gradients; None averages them uncompressed.
+            Each rank adds its compression error to its next gradient (error feedback).
+        clip_norm: the maximum norm of the mean gradient over all parameters; None does not clip.
+        module: see `Exchanging`.
+
+    Raises:
+        TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
+            sharded, complex, or of a dtype that cannot be averaged.
+        ValueError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        signals: int = 0,
+        *,
+        compress: Compression | None = None,
+        clip_norm: float | None = None,
+        module: nn.Module | None = None,
+    ) -> None:
+        check_inner(type(self).__name__, inner)
+        if clip_norm is not None:
+            check_above_zero("clip_norm", clip_norm)
+        super().__init__(inner.param_groups, inner.defaults, group, signals, module)
+        self.inner, self.compress, self.clip_norm = inner, compress, clip_norm
+        self.is_shared = compress is None
+        self._share()
+        self.broadcast_names: set[str] = set()
+        """names of the tensors that were broadcast; tensors of a copy have other ids"""
+        self._lay_out()
+        self.connect()
+
+    def _lay_out(self) -> None:
+        """Lay out the gradients for the current parameters and their `requires_grad`."""
+        for group in self.param_groups:
+            self.check_param_group(group)
+        rank, world_size = self.group.rank, self.group.world_size
+        self.is_trainable = self.trainable()
+        self.gradients = Gradients(self.named_parameters(), self.compress, rank, world_size)
+        # parameters may have been added
+        self.is_broadcast = False
+
+    def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
+        """See `Exchanging`: those that were not broadcast before."""
+        return [pair for pair in self.tensors() if pair[0] not in self.broadcast_names]
+
+    def on_broadcast(self) -> None:
+        """See `Exchanging`."""
+        self.broadcast_names |= {name for name, _ in self.tensors()}
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        if not self.is_shared:
+            self.fill_state()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Exchanging`; without compression, the state dict of the inner optimizer."""
+        return self.inner.state_dict() if self.is_shared else super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `Exchanging`; without compression, takes a state dict of the inner optimizer."""
+        if self.is_shared:
+            self.restore(state_dict)
+            self.mark_loaded()
+        else:
+            super().load_state_dict(state_dict)
+
+    def snapshot(self) -> dict[str, Any]:
+        """See `Exchanging`: `inner`, and the compression `errors` of this rank.
+
+        Without compression, it is the state dict of the inner optimizer, the same on all ranks.
+        """
+        inner = self.inner.state_dict()
+        if self.is_shared:
+            return inner
+        return {
+            "inner": inner,
+            "shared": {"skipped": self.skipped, "numbers": {"steps": self.steps}},
+            "local": {},
+            "shards": {},
+            "errors": {str(i): each for i, each in enumerate(self.gradients.errors())},
+            "rank": self.group.rank,
+            "world_size": self.group.world_size,
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Load a snapshot; with compression, one of this rank and the same number of ranks.
+
+        Raises:
+            ValueError: the compression errors are of another rank, or of another number of ranks.
+        """
+        inner = snapshot
+        if self.is_shared:
+            check_is_inner(snapshot)
+        else:
+            self.demand_own(snapshot)
+            inner = snapshot["inner"]
+            self.skipped = snapshot["shared"]["skipped"]
+            errors = snapshot["errors"]
+            self.gradients.load_errors([errors[str(i)] for i in range(len(errors))])
+        self.inner.load_state_dict(dict(inner))
+        self._share()
+        self.steps = self._steps_of(snapshot)
+        # no broadcast after this: buffers differ between ranks in the middle of a run
+        self.is_broadcast = True
+        self.on_broadcast()
+
+    def _steps_of(self, snapshot: Mapping[str, Any]) -> int:
+        """Return the step count of a state; if it has none, as with SGD, the current count."""
+        if "numbers" in snapshot.get("shared", {}):
+            return int(snapshot["shared"]["numbers"]["steps"])
+        counts = [int(each["step"]) for each in self.state.values() if "step" in each]
+        return max(counts, default=self.steps)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; call it on all ranks before the same step."""
+        if not hasattr(self, "gradients"):
+            # the constructor of torch's Optimizer calls this
+            super().add_param_group(param_group)
+            return
+        self.inner.add_param_group(param_group)
+        try:
+            self._lay_out()
+        except (TypeError, ValueError):
+            self.inner.param_groups.pop()
+            raise
+        self.connect()
+
+    def __repr__(self) -> str:
+        return f"Averaged({self.inner!r}, workers={self.group.world_size})"
+
+    def algorithm(self) -> Algorithm[None]:
+        """See `Exchanging`: the inner optimizer's step, on all ranks or on none."""
+        if not self.gradients.is_known or self.group.world_size == 1:
+            # before the first exchange `agree` compares the layouts
+            self._follow_changes()
+        yield from self.broadcast_model()
+        if self.group.world_size == 1:
+            # with one rank, the gradients are the means
+            self.heard = list(self.asks)
+            self._step_alone()
+            return
+        flags = yield from self._exchanged()
+        if (yield from self.compare()) and self._follow_changes():
+            # all ranks have changed the same parameters, and no gradient was written yet
+            yield from self.broadcast_model()
+            flags = yield from self._exchanged()
+        self.blame = flags.blame
+        if flags.blame:
+            self.skipped += 1
+        else:
+            self.gradients.write(flags)
+            self._inner_step()
+
+    def _follow_changes(self) -> bool:
+        """Lay out the gradients anew if `requires_grad` or the parameters have changed."""
+        is_changed = self.trainable() != self.is_trainable
+        if is_changed:
+            self._lay_out()
+        return is_changed
+
+    def _exchanged(self) -> Algorithm["Flags"]:
+        """Exchange the gradients, the signals and the bit that compares the ranks."""
+        world_size = self.group.world_size
+        if not self.gradients.is_known:
+            # bits of different options may be equal, so the first step compares the options
+            lines = option_lines(self.param_groups, with_gpu=True)
+            lines += trained_lines(self.param_groups)
+            yield from self.gradients.agree(self.num_common_notes, lines)
+        flags = yield from self.gradients.exchanged(self.gradient_factor(), self.common_notes())
+        bits, *shares = flags.shares
+        self.heard = [share > 0 for share in shares]
+        self.comparison.receive(bits * world_size, world_size)
+        return flags
+
+    def _step_alone(self) -> None:
+        self.blame = ""
+        if self.has_overflowed:
+            self.skipped += 1
+            self.blame = "a gradient is not finite"
+            return
+        self.scale_gradients(parameter for _, parameter in self.gradients.named)
+        self._inner_step()
+
+    def _inner_step(self) -> None:
+        if self.clip_norm is not None:
+            parameters = [p for _, p in self.gradients.named]
+            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+        self.inner.step()
+        self.steps += 1
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The result of an exchange of gradients, the same on all ranks."""
+
+    shares: list[float]
+    """for each signal, its mean over the ranks"""
+    blame: str
+    """why the step must be skipped: the ranks with non-finite gradients; empty if it must not"""
+    present: list[list[bool]]
+    """for each vector, for each of its parameters, whether any rank has a gradient"""
+    sparse: list[Tensor | None]
+    """the means of sparse gradients; None if no rank has one"""
+
+
+class Gradients:
+    """Averages the gradients of some parameters over W ranks.
+
+    Args:
+        named: names and parameters, the same on all ranks; frozen parameters are ignored.
+        compress: compression of float32 and float64 gradients; None averages them uncompressed.
+        rank: this rank.
+        world_size: the number of ranks.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        compress: Compression | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.named = [(name, p) for name, p in named if p.requires_grad]
+        self.compress, self.rank, self.world_size = compress, rank, world_size
+        self.vectors: list[FlatVector] = []
+        # for each vector; None if it is exchanged uncompressed
+        self.reducers: list[Reducer | None] = []
+        self.loaded: Sequence[Mapping[str, Tensor]] = ()
+        self.sparse: list[nn.Parameter] = []
+        self.is_known = False
+
+    def exchanged(
+        self, factor: float | Tensor = 1.0, asks: Sequence[float] = ()
+    ) -> Algorithm[Flags]:
+        """Compute the weighted means of the gradients over the ranks, for `write`.
+
+        Args:
+            factor: factor of this rank's gradients, whose mean over the ranks is 1; NaN makes all
+                ranks skip the step.
+            asks: this rank's signals; their number is the same on all ranks.
+        """
+        if not self.is_known:
+            yield from self.agree(len(asks))
+        for vector, reducer in zip(self.vectors, self.reducers, strict=True):
+            vector.read_gradients(factor)
+            present = [each.parameter.grad is not None for each in vector.segments]
+            vector.extra.copy_(scalars_like([*present, *asks], vector.extra))
+            if reducer is None:
+                yield Mean(vector.values)
+            elif blame := (yield from reducer.mean(vector.values, len(vector.extra))):
+                return Flags([0.0] * len(asks), blame, [], [])
+        bad = [_count_bad(parameter) for parameter in self.sparse]
+        sparse = []
+        for parameter in self.sparse:
+            sparse.append((yield from self.mean_of_sparse(parameter, factor)))
+        shares = [float(each) for each in asks]
+        signals = torch.empty(0)
+        if self.sparse and not self.vectors:
+            # without dense gradients there is no vector to append the signals to
+            signals = torch.zeros(len(shares), device=self.sparse[0].device)
+            signals.copy_(scalars_like(shares, signals))
+            yield Mean(signals)
+        notes, signal_means, is_finite = self._read(signals, sparse)
+        blame = ""
+        if not is_finite:
+            parameters = [each.parameter for vector in self.vectors for each in vector.segments]
+            # GradScaler may have found a gradient that was clipped later
+            scale = factor if isinstance(factor, Tensor) else torch.tensor(factor)
+            *found, (is_skipped,) = read_scalars(*map(_count_bad, parameters), *bad, scale.isnan())
+            blame = yield from _blamed(int(sum(count for (count,) in found) or is_skipped))
+        shares = signal_means or shares
+        flags = []
+        for vector, reducer, told in zip(self.vectors, self.reducers, notes, strict=True):
+            flags.append([each > 0 for each in told[: len(vector.segments)]])
+            # a reducer returns the sums of notes, and Mean their means
+            among = 1 if reducer is None else self.world_size
+            shares = [each / among for each in told[len(vector.segments) :]]
+        return Flags(shares, blame, flags, sparse)
+
+    def write(self, flags: Flags) -> None:
+        """Write the means that `exchanged` computed last into the gradients."""
+        for vector, present in zip(self.vectors, flags.present, strict=True):
+            vector.write_gradients(present)
+        for parameter, mean in zip(self.sparse, flags.sparse, strict=True):
+            if mean is not None:
+                parameter.grad = mean
+
+    def _read(
+        self, signals: Tensor, sparse: Sequence[Tensor | None]
+    ) -> tuple[list[Sequence[float]], list[float], bool]:
+        """Read the results of an exchange on the host, with one synchronisation for each device.
+
+        Args:
+            signals: their means, if they were exchanged separately; else empty.
+            sparse: the means of sparse gradients.
+
+        Returns:
+            The extra elements of each vector, `signals`, and whether all means are finite.
+        """
+        # a reducer has checked its vector and read the extra elements already
+        whole = [v for v, r in zip(self.vectors, self.reducers, strict=True) if r is None]
+        means = [each.values for each in whole]
+        means += [each.values() for each in sparse if each is not None]
+        found = read_scalars(signals, *map(are_finite, means), *(each.extra for each in whole))
+        flags, extras = found[1 : 1 + len(means)], iter(found[1 + len(means) :])
+        notes = [next(extras) if each is None else each.note_sums for each in self.reducers]
+        return notes, found[0], all(flag > 0 for (flag,) in flags)
+
+    def agree(self, signals: int, options: Sequence[str] = ()) -> Algorithm[None]:
+        """Determine which gradients are sparse, together with the other ranks, at the first step.
+
+        Args:
+            signals: the number of signals in every exchange.
+            options: lines that must be the same on all ranks.
+
+        Raises:
+            ValueError: parameters or options differ between ranks; raised on all ranks.
+        """
+        lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.named]
+        yield from demand_same([*lines, *options], "parameters")
+        kinds = torch.tensor([_kind(p) for _, p in self.named], dtype=torch.uint8)
+        known = (yield AllGather(kinds)).amax(dim=0).tolist()
+        dense = [pair for pair, kind in zip(self.named, known, strict=True) if kind != SPARSE]
+        self.sparse = [p for (_, p), kind in zip(self.named, known, strict=True) if kind == SPARSE]
+        # a flag for each parameter, and the signals
+        self.vectors = [FlatVector(kind, len(kind) + signals) for kind in by_kind(dense)]
+        self.reducers = [self._reducer(vector) for vector in self.vectors]
+        self.load_errors(self.loaded)
+        self.is_known = True
+
+    def _reducer(self, vector: FlatVector) -> Reducer | None:
+        dtype, device = vector.values.dtype, vector.values.device
+        if self.compress is None or dtype not in (torch.float32, torch.float64):
+            return None
+        place = Place(self.rank, self.world_size, device, dtype)
+        return self.compress.reducer(vector.num_elements, place)
+
+    def errors(self) -> list[dict[str, Tensor]]:
+        """Return the compression errors of each vector; before the first step, the loaded ones."""
+        if not self.is_known:
+            return [dict(each) for each in self.loaded]
+        return [{} if reducer is None else reducer.errors() for reducer in self.reducers]
+
+    def load_errors(self, errors: Sequence[Mapping[str, Tensor]]) -> None:
+        """Load a result of `errors`; before the first step, it is applied in that step."""
+        self.loaded = errors
+        for reducer, found in zip(self.reducers, errors, strict=bool(self.reducers and errors)):
+            if reducer is not None:
+                reducer.load_errors(found)
+
+    def mean_of_sparse(
+        self, parameter: nn.Parameter, factor: float | Tensor
+    ) -> Algorithm[Tensor | None]:
+        """Return the weighted mean of a sparse gradient over the ranks; None if no rank has one.
+
+        It is a coalesced sparse tensor with the rows of all ranks.
+        """
+        gradient = parameter.grad
+        columns = parameter.shape[1:]
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        values = parameter.detach().new_empty(0, *columns)
+        if gradient is not None:
+            gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
+            gradient = gradient.coalesce()
+            rows, values = gradient.indices()[0], gradient.values() * on(factor, parameter.device)
+        counts = yield Vote(len(rows))
+        if not sum(counts):
+            return None
+        width = columns.numel()
+        everywhere = len(counts)
+        all_rows = yield AllToAll([rows] * everywhere, counts)
+        flat = values.reshape(-1)
+        all_values = yield AllToAll([flat] * everywhere, [count * width for count in counts])
+        return torch.sparse_coo_tensor(
+            torch.cat(all_rows)[None],
+            torch.cat(all_values).view(-1, *columns) / everywhere,
+            parameter.shape,
+            check_invariants=False,
+        ).coalesce()
+
+
+def _blamed(bad: int) -> Algorithm[str]:
+    """Return why a step is skipped: the ranks' numbers of gradient elements that are not finite."""
+    found = yield Vote(bad)
+    words = [f"worker {rank} has {count:,}" for rank, count in enumerate(found) if count]
+    if not words:
+        return "the mean of the gradients overflows"
+    return f"elements of the gradient that are not finite: {', '.join(words)}"
+
+
+def _count_bad(parameter: nn.Parameter) -> Tensor:
+    return (~_values(parameter).isfinite()).sum()
+
+
+def _values(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return parameter.detach()[:0]
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _kind(parameter: nn.Parameter) -> int:
+    if parameter.grad is None:
+        return NONE
+    return SPARSE if parameter.grad.is_sparse else DENSE

@@ -1,0 +1,1 @@
+"""What Linux, the CUDA driver and files provide."""

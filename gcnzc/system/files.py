@@ -1,0 +1,94 @@
+"""Files: written whole or not at all, and read with errors that name them."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write `value` as JSON to `path`, atomically."""
+    write_text(path, json.dumps(dict(value), indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path`, atomically."""
+    with replacing(path) as partial:
+        partial.write_text(text)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary file that replaces `path` at the end, or is removed after an error.
+
+    It has the suffix of `path`, from which some libraries choose a format.
+    """
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder until the end of the `with` or of the process.
+
+    File systems without locks are accepted, without a lock.
+
+    Raises:
+        ValueError: another process has locked it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is training in {folder}\n\n"
+                "hint: wait for it, or end it first; `fuser` on the folder says which it is"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """Return the user's cache folder, which need not exist.
+
+    It is GCNZC_CACHE of the environment, or the folder gcnzc in XDG_CACHE_HOME or ~/.cache.
+    """
+    own = os.environ.get("GCNZC_CACHE")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gcnzc")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object that `write_json` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a JSON object.
+    """
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"a JSON {type(found).__name__}, not an object")
+        return found
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged: {error}\n\nhint: was it edited? Start the run again"
+        ) from error
+
+
+def write_array(path: Path, array: numpy.ndarray) -> None:
+    """Write `array` to `path` as .npy, atomically."""
+    with replacing(path) as partial, partial.open("wb") as file:
+        numpy.save(file, array)

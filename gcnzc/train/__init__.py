@@ -1,0 +1,21 @@
+"""Training runs: `gcnzc train` and `gcnzc evaluate` as functions."""
+
+from typing import TYPE_CHECKING
+
+from gcnzc._lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from gcnzc.train.config import TrainConfig
+    from gcnzc.train.evaluation import evaluate
+    from gcnzc.train.run import train
+
+__all__ = ["TrainConfig", "evaluate", "train"]
+
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "gcnzc.train.config": ("TrainConfig",),
+        "gcnzc.train.evaluation": ("evaluate",),
+        "gcnzc.train.run": ("train",),
+    },
+)

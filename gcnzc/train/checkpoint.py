@@ -1,0 +1,215 @@
+"""Save and load checkpoints atomically, with a SHA-256, for bit-for-bit resuming.
+
+A file is the zip archive that `torch.save` writes, whose comment has the SHA-256 of all bytes
+before the digest. `torch.load` can read the file too. Torch checks neither the digest nor the
+archive's CRCs, so it would not notice a few wrong bits in a weight.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# the last record of a zip archive: its mark, 16 bytes, the length of the comment, the comment
+END_MARK, END_BYTES = b"PK\5\6", 22
+
+
+LABEL = b"gcnzc sha256 "
+
+
+RESTORE = "hint: restore the file from a copy, or start another run with --out"
+
+
+SEAL_BYTES = len(LABEL) + 2 * hashlib.sha256().digest_size
+
+
+def save(path: Path, state: Mapping[str, Any]) -> None:
+    """Write `state` to `path`, so that at any moment `path` holds the old state or the new one.
+
+    Args:
+        path: file to write; its folder exists.
+        state: tensors, numbers, strings, and lists and dicts of these: what `load` may read.
+
+    Raises:
+        OSError: the disk is full or may not be written. What was at `path` is still there.
+    """
+    write(path, to_bytes(state))
+
+
+def to_bytes(state: Mapping[str, Any]) -> bytes:
+    """Serialise the current `state` to the bytes of an archive, for `write`."""
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    return file.getvalue()
+
+
+def _sealed(data: bytes) -> tuple[memoryview, bytes]:
+    """Return an archive up to the length of its comment, and the rest with the checksum."""
+    body, label = memoryview(data)[:-2], SEAL_BYTES.to_bytes(2, "little") + LABEL
+    digest = hashlib.sha256(body)
+    digest.update(label)
+    return body, label + digest.hexdigest().encode()
+
+
+def _demand_seal(data: bytes, path: Path) -> None:
+    """Verify the checksum; files of older versions have none, and no comment.
+
+    Raises:
+        ValueError: the checksum does not match.
+    """
+    end = data[-END_BYTES:]
+    if end.startswith(END_MARK) and end.endswith(b"\0\0"):
+        return
+    size = max(len(data) - SEAL_BYTES + len(LABEL), 0)
+    if data[size:] != hashlib.sha256(memoryview(data)[:size]).hexdigest().encode():
+        raise ValueError(
+            f"{path} is damaged, or not a checkpoint of gcnzc: its SHA-256 is not the one that it "
+            f"ends with\n\n{RESTORE}"
+        )
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write an archive, so that at any moment `path` holds the old bytes or the new ones.
+
+    Args:
+        path: file to write; its folder exists.
+        data: from `to_bytes`; its checksum is added.
+
+    Raises:
+        OSError: the disk is full or may not be written. What was at `path` is still there.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            for part in _sealed(data):
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+class Writer:
+    """Writes files one after the other in a background thread.
+
+    A state is copied first, so it may change while the copy is written.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "gcnzc-checkpoint")
+        self._writing: Future[None] | None = None
+
+    def begin(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Wait for the previous file, then start to write `state` to `path`, as `save` does.
+
+        Raises:
+            OSError: the previous file could not be written. This state is not written.
+        """
+        self.wait()
+        self._writing = self._thread.submit(write, path, to_bytes(state))
+
+    def wait(self) -> None:
+        """Wait until the last file is written.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+
+def load(path: Path, needed: Mapping[str, type] | None = None) -> dict[str, Any]:
+    """Load a state that `save` wrote, with its tensors on the CPU and `weights_only=True`.
+
+    Args:
+        path: the file.
+        needed: required keys, with the types of their values.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a checkpoint, or is damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no checkpoint {path}\n\nhint: `gcnzc train` writes one; was this folder made by it?"
+        )
+    return from_bytes(path.read_bytes(), path, needed)
+
+
+def from_bytes(data: bytes, path: Path, needed: Mapping[str, type] | None = None) -> dict[str, Any]:
+    """The state in the bytes of a file that `save` wrote at `path`; see `load`."""
+    _demand_seal(data, path)
+    try:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    # a file that another program wrote may fail in any way
+    except Exception as error:
+        if isinstance(error, pickle.UnpicklingError):
+            # torch's own message advises to unpickle anything
+            reason = "it holds other objects than tensors, numbers and text"
+        else:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{path} is not a checkpoint of gcnzc, or is damaged: {reason}\n\n{RESTORE}"
+        ) from error
+    if not isinstance(state, dict):
+        raise ValueError(_not_ours(path, f"it holds a {type(state).__name__}, not a dict"))
+    demand_keys(state, needed or {}, path)
+    return state
+
+
+def demand_keys(state: Mapping[str, Any], needed: Mapping[str, type], path: Path) -> None:
+    """Check that a state from `path` has the required keys, with values of the given types.
+
+    Raises:
+        ValueError: a key is missing, or its value has another type.
+    """
+    for key, kind in needed.items():
+        if key not in state:
+            raise ValueError(_not_ours(path, f"it has no {key}"))
+        if not isinstance(state[key], kind):
+            found = type(state[key]).__name__
+            raise ValueError(_not_ours(path, f"{key} is a {found}, not a {kind.__name__}"))
+
+
+def _not_ours(path: Path, what: str) -> str:
+    return f"{path} is not a checkpoint of gcnzc: {what}\n\n{RESTORE}"
+
+
+def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> None:
+    """Load the state dict `saved` into `model`.
+
+    Raises:
+        ValueError: names or shapes differ; the first difference is named.
+    """
+    own = model.state_dict()
+    if any(not isinstance(value, Tensor) for value in saved.values()):
+        raise ValueError(_not_ours(source, "the model has values that are no tensors"))
+    for name in [*own, *saved]:
+        here = tuple(own[name].shape) if name in own else "absent"
+        there = tuple(saved[name].shape) if name in saved else "absent"
+        if here != there:
+            raise ValueError(
+                f"{source} is a checkpoint of another model: {name} is {there} there and {here} "
+                "here\n\nhint: give the model's options (--model, --layers, --hidden, --heads, "
+                "--batch-norm) and the graph that it was trained with"
+            )
+    model.load_state_dict(dict(saved))
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until a rename inside `folder` is on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

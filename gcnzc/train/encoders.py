@@ -1,0 +1,40 @@
+"""The encoder and the sampler of a run, built from its options."""
+
+from typing import Any
+
+from gcnzc.graph.dataset import Dataset
+from gcnzc.models import gnn
+from gcnzc.sampling.neighbor import Sampler
+from gcnzc.sampling.protocol import Samples
+from gcnzc.train.config import TrainConfig
+
+
+def build_encoder(config: TrainConfig, data: Dataset, num_columns: int) -> gnn.Model:
+    """The model of `config` for the features of `data`, with `num_columns` outputs, on the CPU."""
+    assert data.table is not None, "feature_table has checked"
+    sizes = (data.table.num_columns, config.hidden, num_columns)
+    options: dict[str, Any] = {
+        "num_layers": config.layers,
+        "dropout": config.dropout,
+        "input_dropout": config.input_dropout,
+    }
+    if config.model == "gat":
+        return gnn.GAT(
+            *sizes,
+            **options,
+            heads=config.heads,
+            output_heads=config.output_heads or None,
+            attention_dropout=config.attention_dropout,
+            skip=config.skip,
+        )
+    kind = {"sage": gnn.SAGE, "gcn": gnn.GCN}[config.model]
+    return kind(*sizes, **options, batch_norm=config.batch_norm)
+
+
+def build_sampler(config: TrainConfig, data: Dataset) -> Samples:
+    """The engine that draws the neighbours."""
+    if config.sampler == "dgl":
+        from gcnzc.interop.dgl import DglSampler
+
+        return DglSampler(data.graph, list(config.fanouts), seed=config.seed)
+    return Sampler(data.graph, list(config.fanouts), seed=config.seed)

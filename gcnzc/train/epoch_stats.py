@@ -1,0 +1,152 @@
+"""What the steps of one epoch came to: sums that a resumed epoch goes on from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcnzc.exchange import Algorithm, AllGather
+from gcnzc.system.spans import Seconds, Span, Stage
+
+# of an epoch, told in any case
+TIMES = ("sample_s", "gather_s", "wait_s", "compute_s", "exchange_s", "hidden_s")
+
+
+COUNTS = ("seeds", "steps", "bytes", "bytes_sent", "seeds_checksum", "hits", "peer_hits")
+
+
+SUMS = ("loss", "right")
+
+
+def seeds_checksum(seeds: Tensor) -> int:
+    """Return the sum of SplitMix64 of all seeds, modulo 2**64, whatever their order.
+
+    The checksums of minibatches add up to that of their epoch, whichever rank used them. A seed
+    that is missing or used twice changes the checksum.
+
+    Args:
+        seeds: (S,) int64 on the host: ids of nodes, or numbers of edges in link prediction.
+    """
+    mixed = seeds.numpy().astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
+
+
+class Tally:
+    """Sums over the steps of one epoch; what a resumed epoch goes on from."""
+
+    def __init__(self, device: torch.device) -> None:
+        # float64 on the device, so that adding needs no wait for it
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.right = torch.zeros((), dtype=torch.float64, device=device)
+        self.seeds = self.steps = self.bytes = 0
+        self.bytes_sent = 0  # payload of all messages to other workers
+        self.seeds_checksum = 0  # modulo 2**64
+        # of a cached table, rows that were hot, and of them those that another worker's GPU had
+        self.hits: int | Tensor = 0
+        self.peer_hits: int | Tensor = 0
+        self.seconds = Seconds(dict.fromkeys(TIMES, 0.0))
+
+    def add(self, logits: Tensor, loss: Tensor, labels: Tensor, seeds: Tensor) -> None:
+        """Add one minibatch; `seeds` are those of the loader, on the host."""
+        self.loss += loss.double() * len(labels)
+        if labels.ndim == 1:
+            # one logit a pair, or one a class
+            foretold = logits > 0 if logits.ndim == 1 else logits.argmax(dim=1)
+            self.right += (foretold == labels).sum()
+        self.seeds += len(labels)
+        self.seeds_checksum = (self.seeds_checksum + seeds_checksum(seeds)) % 2**64
+
+    def time(
+        self, times: Mapping[str, float], stages: Sequence[Stage], waits: Sequence[Span]
+    ) -> None:
+        """Add the seconds of one step: the loader's threads', and of what is measured in place.
+
+        What of the computing was waiting for other workers is taken from it.
+        """
+        for name, seconds in times.items():
+            self.seconds.add_seconds(name, seconds)
+        self.seconds.add(stages)
+        for wait in waits:
+            self.seconds.add_seconds("exchange_s", wait.end_s - wait.begin_s)
+            self.seconds.add_seconds("compute_s", wait.begin_s - wait.end_s)
+
+    def of_all_workers(self) -> Algorithm[list["Tally"]]:
+        """The tallies of all workers, in the order of ranks."""
+        state = self.state_dict()
+        # float64 cannot hold the 64 bits of a checksum
+        counts = yield AllGather(torch.tensor([_signed(state[name]) for name in COUNTS]))
+        sums = [state[name] for name in SUMS]
+        times = state["times"]
+        rows = yield AllGather(torch.tensor([*sums, *times.values()], dtype=torch.float64))
+        tallies = []
+        for whole, real in zip(counts.tolist(), rows.tolist(), strict=True):
+            tally = Tally(self.loss.device)
+            values = dict(zip(COUNTS, whole, strict=True)) | dict(zip(SUMS, real, strict=False))
+            seconds = dict(zip(times, real[len(SUMS) :], strict=True))
+            tally.load_state_dict(values | {"times": seconds})
+            tallies.append(tally)
+        return tallies
+
+    def shown(self) -> str:
+        """The figures beside the bar."""
+        times = self.seconds.all()
+        spent = sum(times[name] for name in ("wait_s", "compute_s", "exchange_s"))
+        busy, seeds = max(spent, 1e-9), max(self.seeds, 1)
+        rate = self.bytes / 1e9 / max(times["gather_s"], 1e-9)
+        return (
+            f"loss {self.loss.item() / seeds:.4f}  "
+            f"minibatch accuracy {self.right.item() / seeds:.4f}  "
+            f"{self.seeds / busy:,.0f} seeds/s  gather {rate:.1f} GB/s"
+        )
+
+    def figures(self, has_accuracy: bool, workers: int = 1) -> dict[str, Any]:
+        """The line of the record, its seconds means over the workers.
+
+        Nodes with several tasks have no accuracy.
+        """
+        line: dict[str, Any] = {"loss": self.loss.item() / self.seeds, "steps": self.steps}
+        if has_accuracy:
+            # with dropout, and of weights that change from one minibatch to the next; evaluation
+            # measures train_accuracy with neither
+            line["minibatch_accuracy"] = self.right.item() / self.seeds
+        times = {name: seconds / workers for name, seconds in self.seconds.all().items()}
+        line["epoch_s"] = times["wait_s"] + times["compute_s"] + times["exchange_s"]
+        line |= times | {"seeds": self.seeds, "seeds_checksum": f"{self.seeds_checksum:016x}"}
+        return line | {"payload_bytes": self.bytes, "bytes_sent": self.bytes_sent}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        counts = {name: int(getattr(self, name)) for name in COUNTS}
+        sums = {name: getattr(self, name).item() for name in SUMS}
+        return counts | sums | {"times": self.seconds.all()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        for name in SUMS:
+            getattr(self, name).fill_(state[name])
+        for name in COUNTS:
+            # a checkpoint from before something was counted does not have it
+            setattr(self, name, state.get(name, 0))
+        self.seeds_checksum %= 2**64
+        self.seconds = Seconds(dict.fromkeys(TIMES, 0.0) | state["times"])
+
+
+def added(tallies: Sequence[Tally]) -> Tally:
+    """Sum the tallies of workers; `steps`, which all have in common, is not summed."""
+    states = [tally.state_dict() for tally in tallies]
+    whole = {name: sum(state[name] for state in states) for name in (*COUNTS, *SUMS)}
+    whole["steps"] = max(state["steps"] for state in states)
+    names = states[0]["times"]
+    times = {name: sum(state["times"][name] for state in states) for name in names}
+    total = Tally(tallies[0].loss.device)
+    total.load_state_dict(whole | {"times": times})
+    return total
+
+
+def _signed(count: int) -> int:
+    """The int64 with the same 64 bits."""
+    return count - 2**64 if count >= 2**63 else count

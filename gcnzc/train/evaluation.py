@@ -1,0 +1,68 @@
+"""Evaluation of a finished run."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from gcnzc.exchange import Group
+from gcnzc.graph.load import load
+from gcnzc.system import files
+from gcnzc.train import checkpoint
+from gcnzc.train.config import EvaluateConfig
+from gcnzc.train.progress import Quiet, Reporter
+from gcnzc.train.run_folder import BEST, read_config
+from gcnzc.train.setup import choose_device, feature_table
+from gcnzc.train.tasks import build_task
+
+BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "model": dict}
+
+
+def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[str, Any]:
+    """Measure the best model of a run on every split, with all neighbours.
+
+    Args:
+        config: the run folder, and what to do differently.
+        reporter: where progress is shown; nowhere if None.
+
+    Returns:
+        The metric of each split, and the epoch that the model is from.
+
+    Raises:
+        FileNotFoundError: the folder holds no run.
+        ValueError: the data does not fit the model.
+    """
+    reporter = reporter or Quiet()
+    trained = read_config(config.run)
+    source = config.data or trained.data
+    assert source is not None, "read_config has checked"
+    data = load(source, allow_nan=trained.allow_nan)
+    device = choose_device(config.device)
+    task = build_task(trained, data)
+    best = checkpoint.load(config.run / BEST, BEST_KEYS)
+    model = task.model().to(device)
+    checkpoint.match(model, best["model"], config.run / BEST)
+    begin = time.perf_counter()
+    with (
+        feature_table(data, trained.features, device, Group()) as table,
+        reporter.task("evaluate") as bar,
+    ):
+        outputs, scores = task.outputs(model, table, device, bar)
+    if config.predictions is not None:
+        files.write_array(config.predictions, outputs.numpy())
+    return {
+        "run": str(config.run),
+        "data": data.name,
+        "metric": task.metric,
+        **named(scores),
+        "best_epoch": best["epoch"] + 1,
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def named(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Flatten scores by metric and split to names such as `valid_accuracy`."""
+    return {
+        f"{part}_{metric}": value
+        for metric, values in scores.items()
+        for part, value in values.items()
+    }

@@ -1,0 +1,110 @@
+"""What a run needs of memory at least, compared with what the machine has, before any work.
+
+The figures are lower bounds, so that no run is refused that would fit: what the loader, temporary
+tensors, evaluation and checkpoints take is not counted, nor what neighbours add to a minibatch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gcnzc.exchange import Group
+from gcnzc.exchange.long_work import together
+from gcnzc.models.gnn import Model
+from gcnzc.system.host_memory import total_bytes
+from gcnzc.train.config import LOCAL, TrainConfig
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a run needs at least."""
+
+    training: int  # of each worker: weights, gradients, and the optimizer's state
+    minibatch: int  # of each worker: features of the seeds, and the outputs of all layers for them
+
+    def describe(self) -> str:
+        """The parts, for a message."""
+        return (
+            f"{_shown(self.training)} for weights, gradients and the optimizer's state, "
+            f"{_shown(self.minibatch)} for a minibatch"
+        )
+
+
+def footprint_of(
+    config: TrainConfig,
+    build: Callable[[], nn.Module],
+    num_nodes: int,
+    num_columns: int,
+    num_seeds: int,
+) -> Footprint:
+    """Count what a run needs, without making its model.
+
+    Args:
+        config: of the run.
+        build: makes the model, here without memory for its weights.
+        num_nodes: of the graph.
+        num_columns: of the features.
+        num_seeds: of an epoch.
+
+    Raises:
+        RuntimeError: a weight has more elements than 64 bits count.
+    """
+    try:
+        with torch.device("meta"):
+            model = build()
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise RuntimeError(_refusal("its weights have more bytes than 64 bits count")) from error
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    item = next(model.parameters()).element_size()
+    inner = config.inner if config.optimizer in LOCAL else config.optimizer
+    states = 1 if inner == "sgd" else 2
+    widths = next(part.widths for part in model.modules() if isinstance(part, Model))
+    seeds = min(config.batch_size, num_seeds, num_nodes)
+    return Footprint(
+        training=weights * (2 + states),
+        minibatch=seeds * (num_columns + sum(widths)) * item,
+    )
+
+
+def check_memory(found: Footprint, device: torch.device, group: Group) -> None:
+    """Compare what a run needs with the memory of this machine, and of its GPU.
+
+    Args:
+        found: of the run.
+        device: of this worker.
+        group: of all workers.
+
+    Raises:
+        RuntimeError: there is less; on all workers if on one.
+    """
+    with together(group):
+        has, of_worker = total_bytes(), found.training + found.minibatch
+        if device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(device).total_memory
+            if of_worker > gpu:
+                raise RuntimeError(_refusal(found.describe(), of_worker, f"{device} has", gpu))
+            of_worker = 0
+        needs = of_worker * group.local_world_size
+        if needs > has:
+            raise RuntimeError(_refusal(found.describe(), needs, "this machine has", has))
+
+
+def _refusal(parts: str, needs: int | None = None, who: str = "", has: int = 0) -> str:
+    amount = "" if needs is None else f"at least {_shown(needs)}, but {who} {_shown(has)}: "
+    return (
+        f"not enough memory: this run needs {amount}{parts}\n\n"
+        "hint: a smaller --hidden, --heads or --batch-size; and for what --workers share, fewer"
+    )
+
+
+def _shown(num_bytes: int) -> str:
+    unit, size = next(
+        (unit, size)
+        for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
+        if num_bytes >= size or unit == "MB"
+    )
+    return f"{num_bytes / size:,.1f} {unit}"

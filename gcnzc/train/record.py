@@ -1,0 +1,112 @@
+"""Read and write the records of a run: JSON lines, launch, lock, machine and versions."""
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gcnzc.system.files import read_json, write_json, write_text
+
+LAUNCH = "launch.json"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launch of a run's workers, by a launcher on each machine."""
+
+    run_id: str | None = None
+    """the id that all launchers have in common; None if there is none"""
+    launchers: frozenset[str] = frozenset()
+    """unique names of the launchers; empty if there is a run id"""
+
+    def has_started(self, folder: Path) -> bool:
+        """Whether this launch was the last one that started the run in `folder`.
+
+        Launchers without a run id belong to a launch if one of them has started its workers before:
+        others may have been replaced, and worker 0 may have moved from one to another.
+        """
+        earlier = self._read(folder)
+        if earlier is None:
+            return False
+        if self.run_id is not None:
+            return earlier.run_id == self.run_id
+        return not earlier.launchers.isdisjoint(self.launchers)
+
+    def write(self, folder: Path) -> None:
+        """Store this launch in `folder`, with all launchers that have belonged to it."""
+        known = self.launchers
+        if self.has_started(folder):
+            earlier = self._read(folder)
+            known |= earlier.launchers if earlier is not None else frozenset()
+        write_json(folder / LAUNCH, {"run_id": self.run_id, "launchers": sorted(known)})
+
+    @staticmethod
+    def _read(folder: Path) -> "Launch | None":
+        # a damaged file belongs to no launch
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+            found = read_json(folder / LAUNCH)
+            return Launch(found["run_id"], frozenset(found["launchers"]))
+        return None
+
+
+def append(path: Path, line: Mapping[str, Any]) -> None:
+    """Append one JSON line to the file `path`, with a single write."""
+    data = (json.dumps(dict(line)) + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        file.write(data)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of `path` before the first damaged one; none if there is no file."""
+    if not path.is_file():
+        return []
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            break
+        if not isinstance(line, dict):
+            break
+        lines.append(line)
+    return lines
+
+
+def keep(path: Path, num_lines: int) -> None:
+    """Truncate `path` to its first `num_lines` lines, atomically."""
+    rewrite(path, read(path)[:num_lines])
+
+
+def rewrite(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the contents of `path` by these lines, atomically."""
+    write_text(path, "".join(json.dumps(dict(line)) + "\n" for line in lines))
+
+
+@contextmanager
+def board(folder: Path, first_step: int) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
+    """Write numbers to TensorBoard event files, if TensorBoard is installed.
+
+    Args:
+        folder: the folder of the event files.
+        first_step: events of earlier processes from this step on are purged.
+
+    Yields:
+        A function of a step and its line; it does nothing without TensorBoard.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        yield lambda step, line: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder), purge_step=first_step) as writer:
+
+        def write(step: int, line: Mapping[str, Any]) -> None:
+            for name, value in line.items():
+                if isinstance(value, int | float):
+                    writer.add_scalar(name, value, step)
+            writer.flush()
+
+        yield write

@@ -1,0 +1,59 @@
+"""The run folder: names of its files, and which folder a run uses."""
+
+from pathlib import Path
+
+from gcnzc.system import files
+from gcnzc.train import record
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.options import from_words
+
+CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE = (
+    "config.json",
+    "record.jsonl",
+    "workers.jsonl",
+    "checkpoint.pt",
+    "best.pt",
+    "curves.png",
+    "result.json",
+    "tensorboard",
+    "timeline.json",
+    "timeline.png",
+)
+
+
+def new_folder(config: TrainConfig, launch: record.Launch | None = None) -> Path:
+    """Return the first runs/DATA-MODEL-N that does not exist, or that has a run of this launch."""
+    name = config.data.name.removesuffix(".npz") if config.data else "run"
+    number = 1
+    while (folder := Path("runs") / f"{name}-{config.model}-{number}").exists():
+        if is_of_launch(folder, launch):
+            break
+        number += 1
+    return folder
+
+
+def is_of_launch(folder: Path, launch: record.Launch | None) -> bool:
+    """Whether `folder` has a run that this launch started last."""
+    return launch is not None and (folder / CONFIG).is_file() and launch.has_started(folder)
+
+
+def read_config(run: Path) -> TrainConfig:
+    """Read the options with which the run in folder `run` was started.
+
+    Raises:
+        FileNotFoundError: there is no run.
+        ValueError: the file is damaged, or does not have the options of a run.
+    """
+    path = run / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no run in {run}: it has no {CONFIG}\n\n"
+            "hint: give the folder that `gcnzc train` wrote, runs/DATA-MODEL-N or that of --out"
+        )
+    values = files.read_json(path)
+    if not isinstance(values, dict) or not isinstance(values.get("data"), str):
+        raise ValueError(
+            f"{path} names no data, so it does not hold the options of a run\n\n"
+            f"hint: was it edited? `gcnzc train --out FOLDER` starts a new run"
+        )
+    return from_words(TrainConfig, values, str(path))

@@ -1,0 +1,137 @@
+"""Link prediction."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gcnzc.exchange import Group
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.dataset import Dataset
+from gcnzc.models.link import Dot, HadamardMLP, LinkModel
+from gcnzc.models.metrics import score_pairs
+from gcnzc.sampling.batch import Batch
+from gcnzc.sampling.link import LinkSampler
+from gcnzc.sampling.protocol import Samples
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.encoders import build_encoder
+from gcnzc.train.inference import inference
+from gcnzc.train.tasks.base import Progress, Scores, agreed_scores
+
+
+class LinkTask:
+    """Which edges there are; a `Task`.
+
+    Raises:
+        ValueError: the graph has no split of edges, or an option is of nodes alone.
+    """
+
+    has_accuracy: bool = False
+    best_accuracy: float | None = None
+    labels: Tensor | None = None
+
+    def __init__(self, config: TrainConfig, data: Dataset) -> None:
+        if data.links is None:
+            raise ValueError(
+                f"the edges of {data.name} are not split, so there are none to foretell\n\n"
+                f"hint: `gcnzc prepare {data.folder} DEST --task link` takes some out for "
+                "validation and test"
+            )
+        if config.sampler != "gcnzc":
+            raise ValueError(
+                f"--sampler {config.sampler} draws for nodes, not for edges\n\n"
+                "hint: --sampler gcnzc draws for both"
+            )
+        if config.features == "cached" and config.hot_by == "presampled":
+            raise ValueError(
+                "--hot-by presampled counts the neighbours of training nodes, not of edges\n\n"
+                "hint: --hot-by in-degree"
+            )
+        self.config, self.data, self.links = config, data, data.links
+        self.metric = self.links.metric
+        links = LinkSampler(
+            data.graph,
+            self.links.edges["train"],
+            config.fanouts,
+            negatives=config.negatives,
+            num_negatives=config.num_negatives,
+            strict=config.strict_negatives,
+            exclude=config.exclude,
+            seed=config.seed,
+        )
+        self.sampler: Samples = links
+        self.seeds = torch.arange(links.num_items)
+
+    def model(self) -> LinkModel:
+        """See `Task`."""
+        config = self.config
+        encoder = build_encoder(config, self.data, config.hidden)
+        if config.decoder == "dot":
+            return LinkModel(encoder, Dot())
+        return LinkModel(encoder, HadamardMLP(config.hidden, dropout=config.dropout))
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """See `Task`."""
+        return model(batch.blocks, batch.x, batch.pairs)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Task`."""
+        return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+
+    def evaluate(
+        self,
+        model: Any,
+        table: FeatureTable,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
+    ) -> Scores:
+        """See `Task`."""
+        nodes = self._judged()
+        rows = inference(
+            model.encoder,
+            self.data.graph,
+            table,
+            device,
+            nodes=nodes,
+            progress=progress,
+            group=group,
+        )
+        place = torch.zeros(self.data.graph.num_nodes, dtype=torch.int64)
+        place[nodes] = torch.arange(len(nodes))
+        return agreed_scores(self._scores(model, rows, place), group)
+
+    def outputs(
+        self,
+        model: Any,
+        table: FeatureTable,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
+    ) -> tuple[Tensor, Scores]:
+        """See `Task`; the outputs are the encoder's, which the decoder compares."""
+        rows = inference(
+            model.encoder, self.data.graph, table, device, progress=progress, group=group
+        )
+        return rows, agreed_scores(self._scores(model, rows, torch.arange(len(rows))), group)
+
+    def _judged(self) -> Tensor:
+        """(M,) int64 ids of the nodes of all pairs that are judged, ascending."""
+        seen = torch.zeros(self.data.graph.num_nodes, dtype=torch.bool)
+        for part in ("valid", "test"):
+            for ids in (self.links.edges[part], self.links.negatives[part]):
+                seen[ids.flatten().long()] = True
+        return seen.nonzero().flatten()
+
+    def _scores(self, model: LinkModel, rows: Tensor, place: Tensor) -> Scores:
+        result: Scores = {}
+        for part in ("valid", "test"):
+            sources, targets = (place[ends.long()] for ends in self.links.edges[part])
+            others = place[self.links.negatives[part].long()]
+            ends = (sources[:, None], others) if self.metric == "mrr" else others
+            positives = model.scores(rows, sources, targets)
+            negatives = model.scores(rows, *ends)
+            for name, value in score_pairs(positives, negatives, self.metric).items():
+                result.setdefault(name, {})[part] = value
+        return result

@@ -1,0 +1,91 @@
+"""Node classification."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gcnzc.exchange import Group
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.dataset import Dataset
+from gcnzc.models.metrics import loss_of, score
+from gcnzc.sampling.batch import Batch
+from gcnzc.sampling.protocol import Samples
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.encoders import build_encoder, build_sampler
+from gcnzc.train.inference import inference
+from gcnzc.train.tasks.base import Progress, Scores, agreed_scores
+
+
+class NodeTask:
+    """The classes of nodes; a `Task`.
+
+    Raises:
+        ValueError: no node of the training part has a label.
+    """
+
+    def __init__(self, config: TrainConfig, data: Dataset) -> None:
+        if len(data.split["train"]) == 0:
+            hint = "--task link foretells its edges" if data.links else "is the split empty?"
+            raise ValueError(f"{data.name} has no labelled nodes to train on\n\nhint: {hint}")
+        if data.labels.ndim == 2 and data.metric == "accuracy":
+            raise ValueError(
+                f"{data.name} has {data.labels.shape[1]} columns of labels, and accuracy as "
+                "metric\n\n"
+                "hint: prepare the folder again, for ROC AUC; one-hot labels become classes with "
+                "labels.argmax(axis=1)"
+            )
+        self.config, self.data = config, data
+        self.metric: str = data.metric
+        self.seeds = data.split["train"]
+        self.labels: Tensor | None = data.labels
+        self.sampler: Samples = build_sampler(config, data)
+        self.has_accuracy = data.labels.ndim == 1
+        self.best_accuracy = data.best_accuracy
+
+    def model(self) -> nn.Module:
+        """See `Task`."""
+        labels = self.data.labels
+        # several tasks have one logit each
+        return build_encoder(
+            self.config, self.data, self.data.num_classes if labels.ndim == 1 else labels.shape[1]
+        )
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """See `Task`."""
+        return model(batch.blocks, batch.x)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Task`."""
+        return loss_of(logits, labels)
+
+    def evaluate(
+        self,
+        model: Any,
+        table: FeatureTable,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
+    ) -> Scores:
+        """See `Task`."""
+        split, data = self.data.split, self.data
+        nodes = torch.cat([split["valid"], split["test"]])
+        rows = torch.arange(len(nodes))
+        parts = {"valid": rows[: len(split["valid"])], "test": rows[len(split["valid"]) :]}
+        logits = inference(
+            model, data.graph, table, device, nodes=nodes, progress=progress, group=group
+        )
+        return agreed_scores(score(logits, data.labels[nodes], parts, data.metric), group)
+
+    def outputs(
+        self,
+        model: Any,
+        table: FeatureTable,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
+    ) -> tuple[Tensor, Scores]:
+        """See `Task`; the training part is scored as well."""
+        data = self.data
+        logits = inference(model, data.graph, table, device, progress=progress, group=group)
+        return logits, agreed_scores(score(logits, data.labels, data.split, data.metric), group)

@@ -1,0 +1,69 @@
+"""Traces of a run: the spans of all workers, written for a trace viewer."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from gcnzc.exchange import Algorithm, Vote
+from gcnzc.exchange.sync import everybodys
+from gcnzc.system.spans import Span, seconds_outside
+
+
+def share_under(spans: Sequence[Span], name: str, other: str) -> float:
+    """The share of the seconds of `name` during which some `other` ran too; 0 of no seconds."""
+    whole = [span for span in spans if span.name == name]
+    seconds = sum(span.end_s - span.begin_s for span in whole)
+    covers = [span for span in spans if span.name == other]
+    return 1 - seconds_outside(whole, covers) / seconds if seconds else 0.0
+
+
+def write_trace(spans: Sequence[Span], path: Path) -> None:
+    """Write spans as Chrome's trace events, for `chrome://tracing` or ui.perfetto.dev."""
+    origin_s = min((span.begin_s for span in spans), default=0.0)
+    lanes = {lane: number for number, lane in enumerate(sorted({span.lane for span in spans}))}
+    process = os.getpid()
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": lane}}
+        for lane, number in lanes.items()
+    ]
+    events += [
+        {
+            "ph": "X",
+            "name": span.name,
+            "pid": process,
+            "tid": lanes[span.lane],
+            "ts": (span.begin_s - origin_s) * 1e6,
+            "dur": (span.end_s - span.begin_s) * 1e6,
+        }
+        for span in spans
+    ]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def everybodys_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
+    """The spans of all workers by the clock of worker 0, in lanes that are named after them.
+
+    Args:
+        own: of this worker.
+        rank: of this worker.
+    """
+    workers = len((yield Vote(rank)))
+    if workers == 1:
+        return list(own)
+    # all pass here at about the same time, whatever their clocks say
+    clocks = yield Vote(time.perf_counter())
+    texts = yield from everybodys(json.dumps([astuple(span) for span in own]))
+    return [
+        Span(
+            name,
+            f"worker {worker}, {lane}",
+            begin_s - clocks[worker] + clocks[0],
+            end_s - clocks[worker] + clocks[0],
+        )
+        for worker, text in enumerate(texts)
+        for name, lane, begin_s, end_s in json.loads(text)
+    ]

@@ -1,0 +1,322 @@
+"""Sum the rows of in-neighbours: `out[t] = b[t] * sum of a[s] * x[s] over the edges s -> t`.
+
+With `b` one over the number of edges it is GraphSAGE's mean (Hamilton et al., 2017,
+https://arxiv.org/abs/1706.02216), with both scales Kipf and Welling's normalisation (2017,
+https://arxiv.org/abs/1609.02907). The gradient is the same sum over the block turned round, with
+`a` and `b` exchanged, so every row of it is written once and in a fixed order.
+
+Letters: S sources, T targets, E edges of the block, F columns.
+"""
+
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from numba import njit
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gcnzc.kernels.aggregate.rows import add_rows, scale_row
+from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.memory import LINE_BYTES, prefetch
+from gcnzc.kernels.structure.transpose import transpose
+from gcnzc.kernels.threads import in_parts
+
+AHEAD_BYTES = 8192  # of rows asked for before they are summed; bench/aggregate.py says why
+
+
+AHEAD_ROWS = 16  # and no more rows than these
+
+
+LEAST_WORK = 4096  # targets and edges worth a thread
+
+
+EDGES = 8  # edges a GPU program reads at once
+
+
+BLOCK = 128  # columns of a GPU program
+
+
+VECTOR_BYTES = 16  # the widest load of a GPU's lane
+
+
+# most of a sum that is new memory is page faults; what one batch leaves, the next one takes
+empty_rows = Pool().empty
+
+
+def aggregate_reference(
+    indptr: Tensor,
+    indices: Tensor,
+    x: Tensor,
+    source_scale: Tensor | None = None,
+    target_scale: Tensor | None = None,
+) -> Tensor:
+    """What `aggregate` computes, in the precision of `x`; differentiable."""
+    num_targets = len(indptr) - 1
+    target_of = torch.repeat_interleave(
+        torch.arange(num_targets, device=x.device), indptr.diff(), output_size=len(indices)
+    )
+    rows = x if source_scale is None else x * source_scale[:, None].to(x.dtype)
+    out = x.new_zeros(num_targets, x.shape[1]).index_add(0, target_of, rows[indices.long()])
+    return out if target_scale is None else out * target_scale[:, None].to(x.dtype)
+
+
+@njit(nogil=True, cache=True)
+def first_target(indptr, work):
+    """Return the first target whose work, itself and its edges, begins at `work` or later."""
+    low, high = 0, len(indptr) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if indptr[middle] + middle < work:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(nogil=True, cache=True)
+def prefetch_row(address, num_bytes):
+    """Ask for every line that `num_bytes` from `address` on touch."""
+    line = address - address % LINE_BYTES
+    while line < address + num_bytes:
+        prefetch(line)
+        line += LINE_BYTES
+
+
+@njit(nogil=True, cache=True)
+def _scale(a_S, s):
+    return a_S[s] if len(a_S) else a_S.dtype.type(1)
+
+
+@njit(nogil=True, cache=True)
+def _sum_rows(indptr, indices, x, row_bytes, a_S, b_T, out, num_cols, ahead, begin, end):
+    num_edges = len(indices)
+    out_bytes = num_cols * out.itemsize
+    for t in range(first_target(indptr, begin), first_target(indptr, end)):
+        e, last = indptr[t], indptr[t + 1]
+        for soon in range(e + ahead, min(last + ahead, num_edges)):
+            prefetch_row(x + indices[soon] * row_bytes, out_bytes)
+        out[t * num_cols : (t + 1) * num_cols] = 0
+        into = out.ctypes.data + t * out_bytes
+        # four rows of x for each reading and writing of out
+        while e + 4 <= last:
+            s0, s1, s2, s3 = indices[e], indices[e + 1], indices[e + 2], indices[e + 3]
+            rows = x + s0 * row_bytes, x + s1 * row_bytes, x + s2 * row_bytes, x + s3 * row_bytes
+            weights = _scale(a_S, s0), _scale(a_S, s1), _scale(a_S, s2), _scale(a_S, s3)
+            add_rows(into, num_cols, rows, weights)
+            e += 4
+        if e + 2 <= last:
+            s0, s1 = indices[e], indices[e + 1]
+            pair = x + s0 * row_bytes, x + s1 * row_bytes
+            add_rows(into, num_cols, pair, (_scale(a_S, s0), _scale(a_S, s1)))
+            e += 2
+        if e < last:
+            s0 = indices[e]
+            add_rows(into, num_cols, (x + s0 * row_bytes,), (_scale(a_S, s0),))
+        if len(b_T):
+            scale_row(into, num_cols, b_T[t])
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """`x`, its last axis contiguous; other axes may step as they like."""
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def sum_dtype(x: Tensor) -> tuple[torch.dtype, Any]:
+    """In what to sum: torch's name and Triton's. Half precision is summed in float32."""
+    if x.dtype == torch.float64:
+        return torch.float64, tl.float64
+    return torch.float32, tl.float32
+
+
+def rows_ahead(row_bytes: int) -> int:
+    """How many rows to ask for before they are needed."""
+    return max(1, min(AHEAD_ROWS, AHEAD_BYTES // max(row_bytes, 1)))
+
+
+def sum_numba(
+    indptr: Tensor, indices: Tensor, x: Tensor, a_S: Tensor | None, b_T: Tensor | None
+) -> Tensor:
+    """`sum_rows` on the CPU: threads share the targets out by their edges."""
+    dtype, _ = sum_dtype(x)
+    ones = torch.empty(0, dtype=dtype)
+    wide = by_rows(x.to(dtype))
+    num_targets, num_cols = len(indptr) - 1, x.shape[1]
+    out = empty_rows((num_targets, num_cols), dtype)
+    in_parts(
+        _sum_rows,
+        num_targets + len(indices),
+        indptr.numpy(),
+        indices.numpy(),
+        wide.data_ptr(),
+        wide.stride(0) * dtype.itemsize,
+        *((ones if s is None else s.detach().to(dtype).contiguous()).numpy() for s in (a_S, b_T)),
+        out.view(-1).numpy(),
+        num_cols,
+        rows_ahead(num_cols * dtype.itemsize),
+        least=LEAST_WORK,
+    )
+    return out.to(x.dtype)
+
+
+# blocks are views of one buffer, whose alignments differ between minibatches
+@triton.jit(do_not_specialize=["indptr", "indices", "a_S", "b_T"])
+def _sum_triton(
+    indptr,
+    indices,
+    x,
+    a_S,
+    b_T,
+    out,
+    num_cols,  # all three in vectors of VECTOR elements
+    x_stride,
+    out_stride,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    SUM: tl.constexpr,
+    EDGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # products with VECTOR, from which the compiler knows that rows begin and end with whole vectors
+    inside = cols < num_cols * VECTOR
+    first = tl.load(indptr + t).to(tl.int64)
+    last = tl.load(indptr + t + 1).to(tl.int64)
+    sum_EF = tl.zeros([EDGES, BLOCK], SUM)
+    for begin in range(first, last, EDGES):
+        edge = begin + tl.arange(0, EDGES)
+        there = edge < last
+        # int64 before the multiply: 2**31 elements is only 8 GB of float32
+        s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
+        mask = there[:, None] & inside[None, :]
+        at = (s * x_stride * VECTOR)[:, None] + cols[None, :]
+        values = tl.load(x + at, mask=mask, other=0.0).to(SUM)
+        if HAS_A:
+            values *= tl.load(a_S + s, mask=there, other=0.0)[:, None]
+        sum_EF += values
+    sum_F = tl.sum(sum_EF, 0)
+    if HAS_B:
+        sum_F *= tl.load(b_T + t)
+    tl.store(out + t * out_stride * VECTOR + cols, sum_F, mask=inside)
+
+
+def vector_elements(x: Tensor, num_cols: int) -> int:
+    """Elements of the widest vector, up to 16 B, that divides rows, their distances and address.
+
+    Args:
+        x: (S, F), or (S, H, F) with a row for each head; the last axis is contiguous.
+        num_cols: F.
+    """
+    # an axis of one element has no distance
+    strides = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    distances = [step * x.itemsize for step in (num_cols, *strides)]
+    return gcd(*distances, x.data_ptr(), VECTOR_BYTES) // x.itemsize
+
+
+def sum_triton(
+    indptr: Tensor, indices: Tensor, x: Tensor, a_S: Tensor | None, b_T: Tensor | None
+) -> Tensor:
+    """`sum_rows` on a GPU: one program per target and block of columns, so the order is fixed."""
+    dtype, triton_dtype = sum_dtype(x)
+    num_targets, num_cols = len(indptr) - 1, x.shape[1]
+    x = by_rows(x)
+    out = torch.empty(num_targets, num_cols, dtype=x.dtype, device=x.device)
+    a, b = (out if s is None else s.to(dtype).contiguous() for s in (a_S, b_T))
+    grid = (num_targets, triton.cdiv(num_cols, BLOCK))
+    has_a, has_b = a_S is not None, b_T is not None
+    vector = vector_elements(x, num_cols)
+    sizes = num_cols // vector, x.stride(0) // vector, num_cols // vector
+    with torch.cuda.device_of(out):
+        _sum_triton[grid](
+            indptr, indices, x, a, b, out, *sizes, has_a, has_b, triton_dtype, EDGES, BLOCK, vector
+        )
+    return out
+
+
+def sum_rows(
+    indptr: Tensor, indices: Tensor, x: Tensor, a_S: Tensor | None = None, b_T: Tensor | None = None
+) -> Tensor:
+    """`aggregate` without its checks and its gradient."""
+    run = sum_triton if x.is_cuda else sum_numba
+    return run(indptr, indices, x, a_S, b_T)
+
+
+class _Aggregate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, indptr: Tensor, indices: Tensor, x: Tensor, a_S: Tensor | None, b_T: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(indptr, indices, a_S, b_T)
+        ctx.num_sources = len(x)
+        return sum_rows(indptr, indices, x, a_S, b_T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        indptr, indices, a_S, b_T = ctx.saved_tensors
+        block = transpose(indptr, indices, ctx.num_sources)
+        return None, None, sum_rows(block.indptr, block.targets, grad, b_T, a_S), None, None
+
+
+def aggregate(
+    indptr: Tensor,
+    indices: Tensor,
+    x: Tensor,
+    source_scale: Tensor | None = None,
+    target_scale: Tensor | None = None,
+) -> Tensor:
+    """Sum the rows of each target's in-neighbours, each scaled by its source, then by its target.
+
+    Differentiable in `x`, once. The same bits for any number of threads. Half precision is summed
+    in float32 and rounded once.
+
+    Args:
+        indptr: (T + 1,) int32 or int64, where the edges of each target begin.
+        indices: (E,) int32 or int64 sources in [0, S). Not checked: an id outside reads foreign
+            memory.
+        x: (S, F) floating point, on the device of the block; rows may lie apart.
+        source_scale: (S,), or None for ones; a constant to the gradient.
+        target_scale: (T,), or None for ones; likewise.
+
+    Returns:
+        (T, F) of the dtype of `x`; a target without edges gets zeros.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+    """
+    check_block("aggregate", indptr, indices, x)
+    for name, scale, length in (
+        ("source_scale", source_scale, len(x)),
+        ("target_scale", target_scale, len(indptr) - 1),
+    ):
+        if scale is not None and scale.shape != (length,):
+            raise ValueError(f"aggregate: {name} has shape {tuple(scale.shape)}, not ({length},)")
+    # one type of pointers, so that kernels are compiled once
+    return _Aggregate.apply(indptr.long(), indices, x, source_scale, target_scale)
+
+
+def check_block(name: str, indptr: Tensor, indices: Tensor, x: Tensor) -> None:
+    """Raise a ValueError, for the operation called `name`, if a block and its rows do not fit."""
+    for what, tensor in (("indptr", indptr), ("indices", indices)):
+        if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1:
+            raise ValueError(
+                f"{name}: {what} is {tensor.dim()}-dimensional {tensor.dtype}; it must be "
+                "1-dimensional, int32 or int64"
+            )
+        if tensor.device != x.device:
+            raise ValueError(
+                f"{name}: {what} is on {tensor.device} and x on {x.device}\n\n"
+                "hint: move the block and its rows to one device with .to()"
+            )
+    if len(indptr) == 0:
+        raise ValueError(f"{name}: indptr is empty; it must have one entry more than targets")
+    if not x.is_floating_point():
+        raise ValueError(
+            f"{name}: x is {x.dtype}, not floating point\n\nhint: x.float() makes it so"
+        )
+    if x.dim() < 2:
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; it must have rows and columns")

@@ -1,0 +1,337 @@
+"""How much each in-neighbour counts: a softmax over the in-edges of every target, head by head.
+
+`weight[e] = softmax of leaky_relu(score_source[s] + score_target[t])` over the edges `e = s -> t`
+of each `t`: the attention of Veličković et al., 2018, https://arxiv.org/abs/1710.10903.
+
+Letters: S sources, T targets, E edges of the block, H heads.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numba import njit
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gcnzc.kernels.aggregate import (
+    LEAST_WORK,
+    check_block,
+    empty_rows,
+    first_target,
+    prefetch_row,
+    sum_dtype,
+    sum_rows,
+)
+from gcnzc.kernels.structure.transpose import transpose
+from gcnzc.kernels.threads import in_parts
+
+AHEAD = 16  # scores asked for before they are needed
+
+
+EDGES = 32  # edges a GPU program reads at once
+
+
+def attention_reference(
+    indptr: Tensor, indices: Tensor, score_source: Tensor, score_target: Tensor, slope: float
+) -> Tensor:
+    """What `attention` computes, in the precision of the scores; differentiable."""
+    target_of = torch.repeat_interleave(
+        torch.arange(len(indptr) - 1, device=indices.device),
+        indptr.diff(),
+        output_size=len(indices),
+    )
+    score_EH = torch.nn.functional.leaky_relu(
+        score_source[indices.long()] + score_target[target_of], slope
+    )
+    wide_EH = target_of[:, None].expand_as(score_EH)
+    most_TH = torch.full_like(score_target, -torch.inf)
+    most_TH = most_TH.scatter_reduce(0, wide_EH, score_EH.detach(), "amax")
+    weight_EH = (score_EH - most_TH[target_of]).exp()
+    total_TH = torch.zeros_like(score_target).index_add(0, target_of, weight_EH)
+    return weight_EH / total_TH[target_of]
+
+
+@njit(nogil=True, cache=True)
+def _attention(indptr, indices, score_S, score_T, slope, weight_E, num_heads, begin, end):
+    H, row_bytes = num_heads, num_heads * score_S.itemsize
+    most = np.empty(H, dtype=weight_E.dtype)
+    # double, of which there are few: the error is then that of the weights alone
+    total = np.empty(H, dtype=np.float64)
+    for t in range(first_target(indptr, begin), first_target(indptr, end)):
+        most[:] = -np.inf
+        total[:] = 0
+        target_H = score_T[t * H : (t + 1) * H]
+        for soon in range(indptr[t] + AHEAD, min(indptr[t + 1] + AHEAD, len(indices))):
+            prefetch_row(score_S.ctypes.data + indices[soon] * row_bytes, row_bytes)
+        for e in range(indptr[t], indptr[t + 1]):
+            s = np.int64(indices[e])
+            source_H = score_S[s * H : (s + 1) * H]
+            weight_H = weight_E[e * H : (e + 1) * H]
+            for h in range(H):
+                score = source_H[h] + target_H[h]
+                weight_H[h] = score if score > 0 else score * slope
+                most[h] = max(most[h], weight_H[h])
+        for e in range(indptr[t], indptr[t + 1]):
+            weight_H = weight_E[e * H : (e + 1) * H]
+            for h in range(H):
+                weight_H[h] = np.exp(weight_H[h] - most[h])
+                total[h] += weight_H[h]
+        for e in range(indptr[t], indptr[t + 1]):
+            weight_H = weight_E[e * H : (e + 1) * H]
+            for h in range(H):
+                weight_H[h] /= total[h]
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def _attention_grad(
+    indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads, begin, end
+):  # fmt: skip
+    H, row_bytes = num_heads, num_heads * score_S.itemsize
+    total, sum_H = np.empty(H, dtype=np.float64), np.empty(H, dtype=np.float64)
+    for t in range(first_target(indptr, begin), first_target(indptr, end)):
+        total[:] = 0
+        sum_H[:] = 0
+        target_H = score_T[t * H : (t + 1) * H]
+        for soon in range(indptr[t] + AHEAD, min(indptr[t + 1] + AHEAD, len(indices))):
+            prefetch_row(score_S.ctypes.data + indices[soon] * row_bytes, row_bytes)
+        for e in range(indptr[t], indptr[t + 1]):
+            for h in range(H):
+                total[h] += np.float64(weight_E[e * H + h]) * grad_E[e * H + h]
+        for e in range(indptr[t], indptr[t + 1]):
+            s = np.int64(indices[e])
+            source_H = score_S[s * H : (s + 1) * H]
+            for h in range(H):
+                grad = weight_E[e * H + h] * (grad_E[e * H + h] - total[h])
+                if not source_H[h] + target_H[h] > 0:
+                    grad *= slope
+                out_E[e * H + h] = grad
+                sum_H[h] += grad
+        out_T[t * H : (t + 1) * H] = sum_H
+
+
+# blocks are views of one buffer, whose alignments differ between minibatches
+@triton.jit(do_not_specialize=["indptr", "indices"])
+def _attention_triton(
+    indptr, indices, score_S, score_T, slope, weight_E, num_heads, SUM: tl.constexpr,
+    HEADS: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, HEADS)
+    inside = heads < num_heads
+    first = tl.load(indptr + t).to(tl.int64)
+    last = tl.load(indptr + t + 1).to(tl.int64)
+    target_H = tl.load(score_T + t * num_heads + heads, mask=inside, other=0.0)
+    most_H = tl.full([HEADS], float("-inf"), SUM)
+    total_H = tl.zeros([HEADS], SUM)
+    # the scores are read anew in the last round rather than kept: any number of edges fits
+    for round in tl.static_range(3):
+        for begin in range(first, last, EDGES):
+            edge = begin + tl.arange(0, EDGES)
+            there = edge < last
+            mask = there[:, None] & inside[None, :]
+            s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
+            at = s[:, None] * num_heads + heads[None, :]
+            score_EH = tl.load(score_S + at, mask=mask, other=0.0) + target_H[None, :]
+            score_EH = tl.where(score_EH > 0, score_EH, score_EH * slope)
+            score_EH = tl.where(there[:, None], score_EH, float("-inf"))
+            if round == 0:
+                most_H = tl.maximum(most_H, tl.max(score_EH, 0))
+            else:
+                weight_EH = tl.exp(score_EH - most_H[None, :])
+                if round == 1:
+                    total_H += tl.sum(weight_EH, 0)
+                else:
+                    out = weight_E + edge[:, None] * num_heads + heads[None, :]
+                    tl.store(out, weight_EH / total_H[None, :], mask=mask)
+
+
+# blocks are views of one buffer, whose alignments differ between minibatches
+@triton.jit(do_not_specialize=["indptr", "indices"])
+def _attention_grad_triton(
+    indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads,
+    SUM: tl.constexpr, HEADS: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, HEADS)
+    inside = heads < num_heads
+    first = tl.load(indptr + t).to(tl.int64)
+    last = tl.load(indptr + t + 1).to(tl.int64)
+    target_H = tl.load(score_T + t * num_heads + heads, mask=inside, other=0.0)
+    total_H = tl.zeros([HEADS], SUM)
+    out_H = tl.zeros([HEADS], SUM)
+    for round in tl.static_range(2):
+        for begin in range(first, last, EDGES):
+            edge = begin + tl.arange(0, EDGES)
+            there = edge < last
+            mask = there[:, None] & inside[None, :]
+            at = edge[:, None] * num_heads + heads[None, :]
+            weight_EH = tl.load(weight_E + at, mask=mask, other=0.0)
+            grad_EH = tl.load(grad_E + at, mask=mask, other=0.0)
+            if round == 0:
+                total_H += tl.sum(weight_EH * grad_EH, 0)
+            else:
+                s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
+                source = score_S + s[:, None] * num_heads + heads[None, :]
+                score_EH = tl.load(source, mask=mask, other=0.0) + target_H[None, :]
+                grad_EH = weight_EH * (grad_EH - total_H[None, :])
+                grad_EH = tl.where(score_EH > 0, grad_EH, grad_EH * slope)
+                tl.store(out_E + at, grad_EH, mask=mask)
+                out_H += tl.sum(grad_EH, 0)
+    tl.store(out_T + t * num_heads + heads, out_H, mask=inside)
+
+
+def attention_forward(
+    indptr: Tensor, indices: Tensor, score_S: Tensor, score_T: Tensor, slope: float
+) -> Tensor:
+    """`attention` of contiguous float32 or float64 scores, without its gradient."""
+    num_targets, num_heads = score_T.shape
+    if score_S.is_cuda:
+        weight_E = score_S.new_empty(len(indices), num_heads)
+        return attention_triton(indptr, indices, score_S, score_T, slope, weight_E)
+    weight_E = empty_rows((len(indices), num_heads), score_S.dtype)
+    in_parts(
+        _attention,
+        num_targets + len(indices),
+        *(a.numpy() for a in (indptr, indices)),
+        *(a.view(-1).numpy() for a in (score_S, score_T)),
+        score_S.numpy().dtype.type(slope),
+        weight_E.view(-1).numpy(),
+        num_heads,
+        least=LEAST_WORK,
+    )
+    return weight_E
+
+
+def attention_triton(
+    indptr: Tensor,
+    indices: Tensor,
+    score_S: Tensor,
+    score_T: Tensor,
+    slope: float,
+    weight_E: Tensor,
+) -> Tensor:
+    """Fill and return `weight_E` on a GPU: one program per target."""
+    num_targets, num_heads = score_T.shape
+    heads = triton.next_power_of_2(num_heads)
+    with torch.cuda.device_of(weight_E):
+        _attention_triton[(num_targets,)](
+            indptr, indices, score_S, score_T, slope, weight_E, num_heads,
+            sum_dtype(score_S)[1], heads, EDGES,
+        )  # fmt: skip
+    return weight_E
+
+
+def attention_backward(
+    indptr: Tensor,
+    indices: Tensor,
+    score_S: Tensor,
+    score_T: Tensor,
+    slope: float,
+    weight_E: Tensor,
+    grad_E: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the edges' scores (E, H), and of the targets' (T, H), their sums."""
+    num_targets, num_heads = score_T.shape
+    out_T = torch.empty_like(score_T)
+    if score_S.is_cuda:
+        out_E = torch.empty_like(weight_E)
+        tensors = (score_S, score_T, slope, weight_E, grad_E, out_E, out_T)
+        return attention_backward_triton(indptr, indices, *tensors)
+    out_E = empty_rows(weight_E.shape, weight_E.dtype)
+    in_parts(
+        _attention_grad,
+        num_targets + len(indices),
+        *(a.numpy() for a in (indptr, indices)),
+        *(a.view(-1).numpy() for a in (score_S, score_T)),
+        score_S.numpy().dtype.type(slope),
+        *(a.view(-1).numpy() for a in (weight_E, grad_E, out_E, out_T)),
+        num_heads,
+        least=LEAST_WORK,
+    )
+    return out_E, out_T
+
+
+def attention_backward_triton(
+    indptr: Tensor,
+    indices: Tensor,
+    score_S: Tensor,
+    score_T: Tensor,
+    slope: float,
+    weight_E: Tensor,
+    grad_E: Tensor,
+    out_E: Tensor,
+    out_T: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Fill and return `out_E` and `out_T` on a GPU: one program per target."""
+    num_targets, num_heads = score_T.shape
+    heads = triton.next_power_of_2(num_heads)
+    with torch.cuda.device_of(out_E):
+        _attention_grad_triton[(num_targets,)](
+            indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads,
+            sum_dtype(score_S)[1], heads, EDGES,
+        )  # fmt: skip
+    return out_E, out_T
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, indptr: Tensor, indices: Tensor, score_S: Tensor, score_T: Tensor, slope: float
+    ) -> Tensor:
+        dtype, _ = sum_dtype(score_S)
+        wide_S, wide_T = (score.to(dtype).contiguous() for score in (score_S, score_T))
+        weight_E = attention_forward(indptr, indices, wide_S, wide_T, slope)
+        ctx.save_for_backward(indptr, indices, wide_S, wide_T, weight_E)
+        ctx.slope, ctx.dtype = slope, score_S.dtype
+        return weight_E.to(score_S.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        indptr, indices, score_S, score_T, weight_E = ctx.saved_tensors
+        grad_E = grad.to(weight_E.dtype).contiguous()
+        grad_E, grad_T = attention_backward(
+            indptr, indices, score_S, score_T, ctx.slope, weight_E, grad_E
+        )
+        block = transpose(indptr, indices, len(score_S))
+        grad_S = sum_rows(block.indptr, block.edges, grad_E)
+        return None, None, grad_S.to(ctx.dtype), grad_T.to(ctx.dtype), None
+
+
+def attention(
+    indptr: Tensor,
+    indices: Tensor,
+    score_source: Tensor,
+    score_target: Tensor,
+    negative_slope: float = 0.2,
+) -> Tensor:
+    """Return the weight of every edge among the in-edges of its target; they sum to one.
+
+    Differentiable in both scores, once. The same bits for any number of threads. Half precision
+    is computed in float32 and rounded once.
+
+    Args:
+        indptr: (T + 1,) int32 or int64, where the edges of each target begin.
+        indices: (E,) int32 or int64 sources in [0, S). Not checked.
+        score_source: (S, H) floating point.
+        score_target: (T, H) of the same dtype and device.
+        negative_slope: of the leaky rectifier.
+
+    Returns:
+        (E, H) of the dtype of the scores.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+    """
+    check_block("attention", indptr, indices, score_source)
+    expected = (len(indptr) - 1, score_source.shape[1])
+    if score_target.shape != expected or score_target.dtype != score_source.dtype:
+        raise ValueError(
+            f"attention: score_target has shape {tuple(score_target.shape)} and dtype "
+            f"{score_target.dtype}, not {expected} and {score_source.dtype}"
+        )
+    # one type of pointers, so that kernels are compiled once
+    return _Attention.apply(indptr.long(), indices, score_source, score_target, negative_slope)

@@ -1,0 +1,160 @@
+"""Sums of scaled rows, and products of rows, by address: the inner loops of the aggregations.
+
+Left to itself the compiler unrolls such a loop to 64 columns or so and does the rest one by one,
+and most of a row of 16, 25 or 47 columns is rest. Here a row is done by 64 B, then by 16 B, then
+one by one. Addresses are integers, as in memory.py; the caller answers for what lies there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+CHUNK_BYTES = 64, 16
+
+
+INT64 = ir.IntType(64)
+
+
+def _chunks(scalar: Any) -> list[Any]:
+    """The types that a row is done by, widest first."""
+    itemsize = 8 if isinstance(scalar, ir.DoubleType) else 4
+    return [*(ir.VectorType(scalar, num_bytes // itemsize) for num_bytes in CHUNK_BYTES), scalar]
+
+
+def _each_chunk(builder: Any, count: Any, scalar: Any, body: Callable[[Any, Any], None]) -> None:
+    """Call `body(byte offset, type of the chunk)` for chunks that cover `count` elements."""
+    itemsize = 8 if isinstance(scalar, ir.DoubleType) else 4
+    begin = INT64(0)
+    for chunk in _chunks(scalar):
+        # a power of two, of which `begin` is a multiple
+        lanes = getattr(chunk, "count", 1)
+        end = builder.and_(count, INT64(-lanes))
+        with cgutils.for_range_slice(builder, begin, end, INT64(lanes), INT64) as (place, _):
+            body(builder.mul(place, INT64(itemsize)), chunk)
+        begin = end
+
+
+def _at(builder: Any, address: Any, offset: Any, chunk: Any) -> Any:
+    return builder.inttoptr(builder.add(address, offset), chunk.as_pointer())
+
+
+def _load(builder: Any, address: Any, offset: Any, chunk: Any) -> Any:
+    return builder.load(_at(builder, address, offset, chunk), align=4)
+
+
+def _store(builder: Any, value: Any, address: Any, offset: Any) -> None:
+    builder.store(value, _at(builder, address, offset, value.type), align=4)
+
+
+def _filled(builder: Any, value: Any, chunk: Any) -> Any:
+    """The chunk whose every element is `value`."""
+    if not isinstance(chunk, ir.VectorType):
+        return value
+    one = builder.insert_element(ir.Constant(chunk, ir.Undefined), value, INT64(0))
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), chunk.count), [0] * chunk.count)
+    return builder.shuffle_vector(one, one, lanes)
+
+
+def _multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
+    """`one * other + total`, rounded once where the processor can."""
+    kind = ir.FunctionType(total.type, [total.type] * 3)
+    return builder.call(_intrinsic(builder, "fmuladd", kind, total.type), [one, other, total])
+
+
+def _intrinsic(builder: Any, name: str, kind: Any, chunk: Any) -> Any:
+    element = getattr(chunk, "element", chunk)
+    lanes = f"v{chunk.count}" if element is not chunk else ""
+    suffix = f"{lanes}{'f64' if isinstance(element, ir.DoubleType) else 'f32'}"
+    return cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.{suffix}")
+
+
+def _pair(builder: Any, rows: list[Any], weights: list[Any], offset: Any, chunk: Any) -> Any:
+    """The weighted sum of one row or two."""
+    wide = [_filled(builder, weight, chunk) for weight in weights]
+    values = [_load(builder, row, offset, chunk) for row in rows]
+    total = builder.fmul(wide[0], values[0])
+    return total if len(rows) == 1 else _multiply_add(builder, wide[1], values[1], total)
+
+
+def _add_rows(_typing: Any, _out: Any, _count: Any, rows: Any, weights: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        out, count = args[:2]
+        sources, scales = (cgutils.unpack_tuple(builder, pack, rows.count) for pack in args[2:])
+
+        def body(offset: Any, chunk: Any) -> None:
+            # four rows as two pairs: the error grows with the depth of a sum
+            total = _pair(builder, sources[:2], scales[:2], offset, chunk)
+            if rows.count > 2:
+                other = _pair(builder, sources[2:], scales[2:], offset, chunk)
+                total = builder.fadd(total, other)
+            before = _load(builder, out, offset, chunk)
+            _store(builder, builder.fadd(before, total), out, offset)
+
+        _each_chunk(builder, count, scales[0].type, body)
+        return context.get_dummy_value()
+
+    addresses = types.UniTuple(types.int64, rows.count)
+    return types.void(types.int64, types.int64, addresses, weights), codegen
+
+
+def _scale_row(_typing: Any, _out: Any, _count: Any, weight: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        out, count, scale = args
+
+        def body(offset: Any, chunk: Any) -> None:
+            value = builder.fmul(_load(builder, out, offset, chunk), _filled(builder, scale, chunk))
+            _store(builder, value, out, offset)
+
+        _each_chunk(builder, count, scale.type, body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, weight), codegen
+
+
+def _product(_typing: Any, _one: Any, _other: Any, _count: Any, zero: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        one, other, count, start = args
+        # one sum for each size of chunk, which the compiler keeps in registers
+        sums = {}
+        for chunk in _chunks(start.type):
+            sums[str(chunk)] = cgutils.alloca_once_value(builder, ir.Constant(chunk, None))
+
+        def body(offset: Any, chunk: Any) -> None:
+            total = builder.load(sums[str(chunk)])
+            left, right = _load(builder, one, offset, chunk), _load(builder, other, offset, chunk)
+            builder.store(_multiply_add(builder, left, right, total), sums[str(chunk)])
+
+        _each_chunk(builder, count, start.type, body)
+        total = start
+        for place in sums.values():
+            total = _sum_of_lanes(builder, total, builder.load(place))
+        return total
+
+    return zero(types.int64, types.int64, types.int64, zero), codegen
+
+
+def _sum_of_lanes(builder: Any, begin: Any, value: Any) -> Any:
+    if not isinstance(value.type, ir.VectorType):
+        return builder.fadd(begin, value)
+    kind = ir.FunctionType(begin.type, [begin.type, value.type])
+    function = _intrinsic(builder, "vector.reduce.fadd", kind, value.type)
+    # in any order, which is then that of the processor's own instructions
+    return builder.call(function, [begin, value], fastmath=("reassoc",))
+
+
+# add_rows(out, count, (row, ...), (weight, ...)): out += weight * row + ..., for one row, or two or
+# four at once, so that out is read and written once for them; `count` elements of the type of the
+# weights
+add_rows: Any = intrinsic(_add_rows)
+
+
+# scale_row(out, count, weight): out *= weight
+scale_row: Any = intrinsic(_scale_row)
+
+
+# product(one, other, count, zero): the sum of the products of `count` elements of the type of zero
+product: Any = intrinsic(_product)

@@ -1,0 +1,1 @@
+"""Codes of updates: signs and low-precision blocks, packed for the network."""

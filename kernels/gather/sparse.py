@@ -1,0 +1,125 @@
+"""Gather rows of a sparse table into a dense block: `out[i] = table[ids[i]]`, zeros and all.
+
+Bags of words have thousands of columns of which a row fills a few dozen, so the table is kept as
+CSR and only the rows of a minibatch are spread out.
+
+Letters: N rows in the table, D columns, Z entries, B rows asked for.
+"""
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from gcnzc.kernels.structure.csc import VERIFY
+from gcnzc.kernels.threads import in_parts
+
+# fewer bytes of the result than this are not worth a thread
+PART_BYTES = 1 << 18
+
+
+def gather_sparse_reference(table: Tensor, ids: Tensor) -> Tensor:
+    """What `gather_sparse` must equal, bit for bit."""
+    return table.to_dense()[ids]
+
+
+@njit(nogil=True, cache=True)
+def _spread_rows(indptr, columns, values, ids, out, bad, begin, end):
+    num_rows, num_columns = len(indptr) - 1, out.shape[1]
+    for i in range(begin, end):
+        row = ids[i]
+        if not 0 <= row < num_rows:
+            bad[0] = 1
+            return
+        out[i] = 0
+        first, last = indptr[row], indptr[row + 1]
+        if not 0 <= first <= last <= len(columns):
+            bad[0] = 1
+            return
+        for place in range(first, last):
+            column = columns[place]
+            if not 0 <= column < num_columns:
+                bad[0] = 1
+                return
+            out[i, column] = values[place]
+
+
+def gather_sparse(
+    table: Tensor, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
+) -> Tensor:
+    """Return `table.to_dense()[ids]` without making the table dense.
+
+    Args:
+        table: (N, D) float32, `torch.sparse_csr` on the host, no column twice in a row.
+        ids: (B,) int32 or int64 in [0, N), on the host.
+        out: (B, D) float32 to write into, contiguous, on the host; allocated if None.
+        threads: how many share the work; `torch.get_num_threads()` if None.
+
+    Returns:
+        (B, D), which is `out` if that was given.
+
+    Raises:
+        ValueError: layout, shapes or dtypes do not fit; or an offset of a row or a column is
+            outside the table, and `out` may then be half written.
+        IndexError: an id is outside [0, N); `out` may then be half written.
+    """
+    if table.layout != torch.sparse_csr or table.ndim != 2 or table.dtype != torch.float32:
+        raise ValueError(
+            f"gather_sparse: the table must be float32 CSR of two dimensions, not {table.dtype} "
+            f"{table.layout} of shape {tuple(table.shape)}\n\n"
+            "hint: table.float().to_sparse_csr()"
+        )
+    if table.device.type != "cpu" or ids.device.type != "cpu":
+        raise ValueError(
+            f"gather_sparse: a table on {table.device} and ids on {ids.device} must both lie on "
+            "the host\n\nhint: move them with .cpu(), or make the table dense"
+        )
+    if ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"gather_sparse: ids must be one row of int32 or int64, not {ids.dtype} of shape "
+            f"{tuple(ids.shape)}\n\nhint: a mask becomes ids with .nonzero().flatten()"
+        )
+    shape = (ids.shape[0], table.shape[1])
+    if out is None:
+        out = torch.empty(shape, dtype=table.dtype)
+    elif tuple(out.shape) != shape or out.dtype != table.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"gather_sparse: out must be contiguous {shape} {table.dtype}, not of strides "
+            f"{out.stride()}, {tuple(out.shape)} {out.dtype}\n\nhint: leave it away"
+        )
+    # int32 or int64 as they are: a copy of them would cost more than the gather
+    indptr, columns = table.crow_indices().numpy(), table.col_indices().numpy()
+    values = table.values().detach().numpy()
+    bad = np.zeros(1, np.int64)
+    in_parts(
+        _spread_rows,
+        shape[0],
+        indptr,
+        columns,
+        values,
+        ids.to(torch.int64).contiguous().numpy(),
+        out.detach().numpy(),
+        bad,
+        threads=threads,
+        least=max(1, PART_BYTES // max(1, 4 * shape[1])),
+    )
+    if bad[0]:
+        _explain(table, ids)
+    return out
+
+
+def _explain(table: Tensor, ids: Tensor) -> None:
+    num_rows, num_columns = table.shape
+    outside = ids[(ids < 0) | (ids >= num_rows)]
+    if len(outside) > 0:
+        raise IndexError(
+            f"gather_sparse: id {int(outside[0])} is not in a table of {num_rows} rows "
+            f"({len(outside)} of {len(ids)} ids are outside)\n\n"
+            "hint: is the table that of another graph?"
+        )
+    columns = table.col_indices()
+    wrong = columns[(columns < 0) | (columns >= num_columns)]
+    what = (
+        f"column {int(wrong[0])} of {num_columns}" if len(wrong) else "an entry that is not there"
+    )
+    raise ValueError(f"gather_sparse: the table names {what}\n\n{VERIFY}")

@@ -1,0 +1,1 @@
+"""The structure of a graph: edge lists, columns and their transpose."""
