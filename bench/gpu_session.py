@@ -113,8 +113,17 @@ def stages_of(options: argparse.Namespace, out: Path) -> list[Stage]:
     small = ["--nodes", "3000", "--edges", "20000"] if options.rehearse else []
     compiling = {"TRITON_INTERPRET": "0"}
     found = {"GCNZC_SESSION_FINDINGS": str(out / "driver.json")}
-    files = [ROOT / "tests" / f"test_{name}.py" for name in ("driver", "locking", "table")]
-    loading = [ROOT / "tests" / f"test_{name}.py" for name in ("loader", "hot")]
+    files = [
+        ROOT / "tests" / name
+        for name in (
+            "system/test_cuda_driver.py",
+            "system/test_page_lock.py",
+            "features/test_table.py",
+        )
+    ]
+    loading = [
+        ROOT / "tests" / name for name in ("loader/test_loader.py", "features/test_cache.py")
+    ]
     threads = {"OMP_NUM_THREADS": "4", "NUMBA_NUM_THREADS": "4"}
     return [
         Stage("compile", 60, [[*this, "--inside", "compile"]], compiling),

@@ -54,16 +54,16 @@ CASES = (
 TESTS = ("tests/interop",)
 ONCE = (
     "tests/test_imports.py",
-    "tests/test_sampler.py",
-    "tests/test_table.py",
-    "tests/test_loader.py",
-    "tests/kernels/test_sample.py",
-    "tests/kernels/test_gather.py",
+    "tests/sampling/test_neighbor.py",
+    "tests/features/test_table.py",
+    "tests/loader/test_loader.py",
+    "tests/kernels/sample/test_sample.py",
+    "tests/kernels/gather/test_gather.py",
     # what Triton compiles differs from one version to the next
-    "tests/kernels/test_pack.py",
-    "tests/kernels/test_gather_compiles.py",
+    "tests/kernels/codec/test_signs.py",
+    "tests/kernels/gather/test_compiles.py",
     "tests/kernels/test_compiles.py",
-    "tests/kernels/test_compiles_aggregate.py",
+    "tests/kernels/aggregate/test_compiles.py",
 )
 # in which a command must end
 COMMAND_S = 300

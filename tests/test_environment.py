@@ -39,6 +39,12 @@ def test_ci_tests_the_pinned_versions(name):
 
 
 def test_a_test_run_begins_with_the_versions_of_torch_and_triton():
-    command = [sys.executable, "-m", "pytest", "--collect-only", str(ROOT / "tests/test_finite.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        str(ROOT / "tests/kernels/test_finite.py"),
+    ]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     assert re.search(rf"torch {re.escape(version('torch'))}\S*, Triton {version('triton')}", shown)

@@ -12,7 +12,7 @@ import cluster
 import pytest
 from launchers import Launchers
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REASON = cluster.can_make()
 
 

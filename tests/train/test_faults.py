@@ -21,7 +21,7 @@ OPTIONS += ["--hidden", "32", "--checkpoint-every-s", "0.02", "--threads", "2"]
 
 def start(*words: object) -> subprocess.Popen:
     command = [sys.executable, "-m", "gcnzc", *map(str, words)]
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environment, **quiet)

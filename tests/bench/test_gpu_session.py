@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpu_session import Stage, run_stages, table_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def session(*options):

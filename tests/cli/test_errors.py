@@ -21,7 +21,7 @@ from gcnzc.system import files
 from gcnzc.train import optimizers, record
 from gcnzc.train import run as train_run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
 SMALL += ["--batch-size", "32", "--lr", "0.01"]
 

@@ -52,7 +52,7 @@ def test_two_at_once(cache):
         "from gcnzc.train.progress import Quiet\n"
         "print(prepared(Quiet()))"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     options = {"env": environment, "stdout": subprocess.PIPE, "text": True}
     both = [subprocess.Popen([sys.executable, "-c", program], **options) for _ in range(2)]
     places = [process.communicate()[0].strip() for process in both]

@@ -11,7 +11,7 @@ import pytest
 from gcnzc import prepare
 from gcnzc.datasets.generate import Shape, make
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REASON = cluster.can_make()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 

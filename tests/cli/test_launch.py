@@ -19,7 +19,7 @@ from gcnzc.exchange import lockstep
 from gcnzc.train.epoch_stats import seeds_checksum
 from gcnzc.train.record import Launch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",

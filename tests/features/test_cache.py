@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli.test_cli import said
 from fake_driver import FakePeers
 from PIL import Image
-from test_cli import said
 from tiny_graph import tiny
 
 import gcnzc

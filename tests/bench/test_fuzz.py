@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FUZZ = Path(__file__).parents[1] / "bench" / "fuzz.py"
+FUZZ = Path(__file__).parents[2] / "bench" / "fuzz.py"
 
 
 def test_no_bad_input_ends_a_command_in_another_way_than_with_an_error_and_a_hint(tmp_path):
