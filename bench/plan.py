@@ -36,8 +36,8 @@ from gcnzc.cli.plots import StepTimes, step_times
 from gcnzc.cli.reports import network as reports_network
 from gcnzc.graph import load
 from gcnzc.optim import cost as optim_cost
-from gcnzc.train.run import WARM_UP as WARM_UP_STEPS
 from gcnzc.train.run_folder import TRACE
+from gcnzc.train.tracing import WARM_UP as WARM_UP_STEPS
 
 WARM_UP, ROUNDS = 200, 1000  # of messages
 # each worker sends to the other, and waits for what that one sent

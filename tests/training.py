@@ -11,7 +11,8 @@ from gcnzc.optim import Exchanging
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.progress import Quiet
-from gcnzc.train.run import Interrupted, train
+from gcnzc.train.run import train
+from gcnzc.train.trainer import Interrupted
 
 
 class Listener(Quiet):

@@ -28,10 +28,11 @@ from gcnzc.cli.errors import (
 from gcnzc.cli.parser import demand_outputs, parse
 from gcnzc.exchange import is_worker, joined
 from gcnzc.kernels.compilation import report_compilation
-from gcnzc.train import run, run_folder
+from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.progress import Quiet, Reporter
 from gcnzc.train.setup import choose_device
+from gcnzc.train.trainer import Interrupted, PeerFailed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,9 +94,9 @@ def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int
                     "where TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set on all machines"
                 )
             train_command(config, own, group)
-    except run.Followed:
+    except PeerFailed:
         return 0 if launch.leave_word() else FAILED
-    except (ValueError, OSError, OverflowError, run.Interrupted) as error:
+    except (ValueError, OSError, OverflowError, Interrupted) as error:
         if is_debug:
             traceback.print_exc()
         status = complain(message_of(error), FAILED)

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from gcnzc.train import run
+from gcnzc.train.trainer import Interrupted
 
 FAILED, MISUSED = 1, 2
 
@@ -79,7 +79,7 @@ def message_of(error: BaseException) -> str:
         return _of_the_system(error)
     if text.startswith("CUDA"):
         return _of_the_gpu(text)
-    if isinstance(error, ValueError | RuntimeError | run.Interrupted | Misuse) and text:
+    if isinstance(error, ValueError | RuntimeError | Interrupted | Misuse) and text:
         return text
     return f"unexpected {type(error).__name__}: {text}"
 

@@ -6,11 +6,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gcnzc.exchange import Algorithm, Vote
+from gcnzc.exchange import Algorithm, Vote, run
 from gcnzc.exchange.sync import everybodys
-from gcnzc.system.spans import Span, seconds_outside
+from gcnzc.system.spans import Span, Stage, seconds_outside
+from gcnzc.train.plots import timeline
+from gcnzc.train.run_folder import (
+    TIMELINE,
+    TRACE,
+)
+
+if TYPE_CHECKING:
+    from gcnzc.train.trainer import Trainer
 
 
 def share_under(spans: Sequence[Span], name: str, other: str) -> float:
@@ -67,3 +75,35 @@ def everybodys_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
         for worker, text in enumerate(texts)
         for name, lane, begin_s, end_s in json.loads(text)
     ]
+
+
+# steps that are not traced: they compile, and fill the loader's memory
+WARM_UP = 10
+
+
+def trace(trainer: "Trainer", spans: Sequence[Span], stages: Sequence[Stage]) -> None:
+    """Keep when this step's stages ran, if it is to be drawn, and draw after the last one."""
+    trainer.steps += 1
+    last = WARM_UP + trainer.config.trace
+    if not WARM_UP < trainer.steps <= last:
+        return
+    trainer.spans += spans
+    trainer.stages += stages
+    if trainer.steps == last:
+        draw_trace(trainer)
+
+
+def draw_trace(trainer: "Trainer") -> None:
+    """Write the timeline of the steps that were traced, if there are any."""
+    if trainer.stages:
+        own = trainer.spans + [stage.span() for stage in trainer.stages]
+        spans = run(everybodys_spans(own, trainer.group.rank), trainer.group)
+        trainer.spans, trainer.stages = [], []
+        if not trainer.is_first:
+            return
+        write_trace(spans, trainer.folder / TRACE)
+        timeline(spans, trainer.folder / TIMELINE)
+        share = share_under(own, "gather", "compute")
+        trainer.reporter.say(
+            f"{share:.0%} of the gathering lay under the model's work; {trainer.folder / TIMELINE}"
+        )

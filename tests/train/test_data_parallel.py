@@ -409,7 +409,7 @@ def test_what_fails_on_the_first_worker_fails_on_all_at_once(config, tmp_path):
             assert process.exitcode == 1
     assert time.monotonic() - began < 40
     assert "already holds a run" in talk(tmp_path, 0)
-    assert "Followed: worker 0 has failed" in talk(tmp_path, 1)
+    assert "PeerFailed: worker 0 has failed" in talk(tmp_path, 1)
 
 
 def test_a_gradient_that_is_no_number_is_skipped_by_all_and_told(config, tmp_path):

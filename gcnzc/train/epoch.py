@@ -1,0 +1,158 @@
+"""An epoch: its steps, its evaluation and its record."""
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+from gcnzc.exchange import run
+from gcnzc.exchange.sync import synchronise_buffers
+from gcnzc.features.cache import CachedTable
+from gcnzc.optim import LocalUpdates
+from gcnzc.system.spans import Span, Stage, seconds_outside
+from gcnzc.train import checkpoint, record
+from gcnzc.train.epoch_stats import Tally, added
+from gcnzc.train.evaluation import named
+from gcnzc.train.results import summary_of
+from gcnzc.train.run_folder import (
+    BEST,
+    RECORD,
+    WORKERS,
+)
+from gcnzc.train.saving import handle_stop_request
+from gcnzc.train.tracing import trace
+from gcnzc.train.trainer import Trainer
+
+
+def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
+    """Take the steps of this epoch that are not taken yet."""
+    if not trainer.in_epoch:
+        trainer.loader.set_epoch(trainer.epoch)
+        trainer.in_epoch = True
+    trainer.model.train()
+    steps, done = len(trainer.loader), trainer.loader.position
+    title = f"epoch {trainer.epoch + 1}/{trainer.config.epochs}"
+    with ExitStack() as stack, trainer.reporter.task(title) as advance:
+        # those of loading and evaluation are not of a step
+        trainer.group.take_waits()
+        # closed, so that no row is read any more when the run is left
+        batches = stack.enter_context(closing(iter(trainer.loader)))
+        began = trainer.now()
+        for step, batch in enumerate(batches, done):
+            ready = trainer.now()
+            assert batch.x is not None, "the loader has a table"
+            assert batch.y is not None, "the loader or its sampler has labels"
+            trainer.group.at(trainer.steps, f"training in epoch {trainer.epoch + 1}")
+            trainer.optimizer.zero_grad(set_to_none=True)
+            # a worker may have no seed when others have taken up the rest of an epoch
+            if len(batch.y):
+                logits = trainer.task.logits(trainer.model, batch)
+                loss = trainer.task.loss(logits, batch.y)
+                loss.backward()
+            trainer.optimizer.weight = trainer.loader.shares.weight(step)
+            trainer.optimizer.asks = [stopped.is_set(), trainer.is_due()]
+            trainer.optimizer.step()
+            stepped = trainer.now()
+            if trainer.optimizer.blame:
+                who = "" if isinstance(trainer.optimizer, LocalUpdates) else " on all workers"
+                trainer.reporter.say(
+                    f"step {step + 1} of epoch {trainer.epoch + 1} was skipped{who}: "
+                    f"{trainer.optimizer.blame}"
+                )
+            if len(batch.y):
+                assert batch.items is not None, "the loader says which seeds it took"
+                trainer.tally.add(logits.detach(), loss.detach(), batch.y, batch.items)
+            trainer.tally.steps += 1
+            stages = [
+                *batch.stages,
+                Stage("wait", "model", began, ready),
+                Stage("compute", "model", ready, stepped),
+            ]
+            waits = [Span("exchange", "model", *wait) for wait in trainer.group.take_waits()]
+            trainer.waits += waits
+            beside = [Span("beside", "exchange", *each) for each in trainer.group.take_beside()]
+            trainer.tally.time(batch.times, stages, waits)
+            if beside:
+                # what of it nobody waited for
+                hidden_s = seconds_outside(beside, trainer.waits)
+                trainer.tally.seconds.add_seconds("hidden_s", hidden_s)
+            trainer.tally.bytes += len(batch.nodes) * trainer.table.row_bytes
+            if isinstance(trainer.table, CachedTable):
+                in_place = trainer.loader.read_in_place(batch.nodes)
+                trainer.tally.hits += trainer.table.hits(in_place)
+                trainer.tally.peer_hits += trainer.table.peer_hits(in_place)
+            trace(trainer, batch.spans + waits + beside, stages)
+            began = trainer.now()
+            advance(step + 1, steps, trainer.tally.shown)
+            handle_stop_request(trainer, trainer.optimizer.heard)
+
+
+def finish_epoch(trainer: Trainer) -> None:
+    """Evaluate, keep the best model, and write the line of this epoch."""
+    last = trainer.epoch + 1 == trainer.config.epochs
+    if not last:
+        # the last time it is part of `finalize`
+        run(synchronise_buffers(trainer.model), trainer.group)
+    trainer.count_sent()
+    tallies = run(trainer.tally.of_all_workers(), trainer.group)
+    _write_worker_lines(trainer, tallies)
+    tally = added(tallies)
+    figures = tally.figures(trainer.task.has_accuracy, trainer.group.world_size)
+    if not math.isfinite(figures["loss"]):
+        raise ValueError(
+            f"the loss is {figures['loss']} in epoch {trainer.epoch + 1}\n\n"
+            "hint: a smaller --lr; features that are not finite do this too"
+        )
+    line: dict[str, Any] = {"epoch": trainer.epoch, "metric": trainer.task.metric, **figures}
+    if isinstance(trainer.table, CachedTable):
+        hits, rows = int(tally.hits), figures["payload_bytes"] // trainer.table.row_bytes
+        line |= {"hit_rate": hits / rows, "bytes_saved": hits * trainer.table.row_bytes}
+        line["peer_hit_rate"] = int(tally.peer_hits) / rows
+    if trainer.task.best_accuracy is not None:
+        line["best_possible_accuracy"] = trainer.task.best_accuracy
+    if last or (trainer.epoch + 1) % trainer.config.evaluate_every == 0:
+        begin = time.perf_counter()
+        if last:
+            trainer.optimizer.finalize()
+        # between two exchanges workers may be apart
+        own: Any = run(trainer.optimizer.parameters_averaged(), trainer.group)
+        trainer.group.at(trainer.steps, f"evaluation in epoch {trainer.epoch + 1}")
+        with trainer.reporter.task(
+            f"evaluate {trainer.epoch + 1}/{trainer.config.epochs}"
+        ) as advance:
+            scores = trainer.task.evaluate(
+                trainer.model, trainer.table, trainer.device, advance, trainer.group
+            )
+        line |= {"evaluate_s": time.perf_counter() - begin, **named(scores)}
+        mine = scores[trainer.task.metric]["valid"]
+        if not trainer.best or mine > trainer.best["valid"]:
+            weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+            trainer.best = {
+                "epoch": trainer.epoch,
+                "valid": mine,
+                "scores": scores,
+                "model": weights,
+            }
+            trainer.on_rank_zero(lambda: checkpoint.save(trainer.folder / BEST, trainer.best))
+        run(trainer.optimizer.parameters_restored(own), trainer.group)
+    trainer.lines.append(line)
+    trainer.epoch, trainer.in_epoch = trainer.epoch + 1, False
+    trainer.tally = Tally(trainer.device)
+    if trainer.is_first:
+        record.append(trainer.folder / RECORD, line)
+    trainer.reporter.say(summary_of(line, trainer.config.epochs))
+
+
+def _write_worker_lines(trainer: Trainer, tallies: Sequence[Tally]) -> None:
+    """What each worker did in this epoch, a line for each."""
+    if len(tallies) == 1:
+        return  # the record has it all
+    trainer.worker_lines += len(tallies)
+    if not trainer.is_first:
+        return
+    for worker, tally in enumerate(tallies):
+        line = {"epoch": trainer.epoch, "worker": worker, **tally.seconds.all()}
+        line |= {"seeds": tally.seeds, "steps": tally.steps, "bytes_sent": tally.bytes_sent}
+        record.append(trainer.folder / WORKERS, line)

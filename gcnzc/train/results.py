@@ -1,0 +1,109 @@
+"""The results of a run: its JSON line, its figures, and the summary of an epoch."""
+
+import resource
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gcnzc.features.cache import CachedTable
+from gcnzc.system import files, machine
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.evaluation import named
+from gcnzc.train.options import to_words
+from gcnzc.train.plots import curves
+from gcnzc.train.run_folder import (
+    CURVES,
+    RESULT,
+)
+from gcnzc.train.tracing import draw_trace
+from gcnzc.train.trainer import Trainer
+from gcnzc.tune import pcie_bench
+
+
+def _options(config: TrainConfig) -> dict[str, Any]:
+    """The options of a run, except paths and time limits."""
+    left_out = ("data", "out", "resume", "config", "timeout_s", "restarts", "checkpoint_every_s")
+    return {name: value for name, value in to_words(config).items() if name not in left_out}
+
+
+def _peak_gpu_memory_bytes(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def summary_of(line: Mapping[str, Any], epochs: int) -> str:
+    """Return the line of progress that an epoch ends with."""
+    metric = line["metric"]
+    words = [f"epoch {line['epoch'] + 1}/{epochs}", f"loss {line['loss']:.4f}"]
+    for part in ("minibatch", "valid", "test"):
+        if f"{part}_{metric}" in line:
+            words.append(f"{part} {line[f'{part}_{metric}']:.4f}")
+    words.append(f"{line['seeds'] / line['epoch_s']:,.0f} seeds/s")
+    words.append(f"waited {line['wait_s'] / line['epoch_s']:.0%} of {line['epoch_s']:.1f} s")
+    return "  ".join(words)
+
+
+def result(trainer: Trainer) -> dict[str, Any]:
+    """What the run came to; also written into its folder, with its curves."""
+    epochs = len(trainer.lines)
+
+    def mean(key: str) -> float:
+        # lines from before something was measured do not have it
+        return sum(line.get(key, 0.0) for line in trainer.lines) / epochs
+
+    data, task, config = trainer.data, trainer.task, trainer.config
+    gathered, seconds = mean("payload_bytes"), mean("gather_s")
+    line: dict[str, Any] = {
+        "run": str(trainer.folder),
+        "data": data.name,
+        "task": config.task,
+        "model": config.model,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "metric": task.metric,
+        **named(trainer.best["scores"]),
+        "best_epoch": trainer.best["epoch"] + 1,
+        "epochs": epochs,
+        "epoch_s": mean("epoch_s"),
+        "sample_s": mean("sample_s"),
+        "gather_s": seconds,
+        "compute_s": mean("compute_s"),
+        "wait_s": mean("wait_s"),
+        "exchange_s": mean("exchange_s"),
+        "hidden_s": mean("hidden_s"),
+        "seeds_per_s": len(task.seeds) / mean("epoch_s"),
+        "payload_bytes": int(gathered),
+        "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
+        "gather_roof_bytes_per_s": _roof(trainer),
+        "workers": trainer.group.world_size,
+        "bytes_sent": sum(line.get("bytes_sent", 0) for line in trainer.lines),
+        "seed": config.seed,
+        "device": str(trainer.device),
+        "options": _options(config),
+        # of this command, which may have resumed the run
+        "total_s": time.perf_counter() - trainer.began,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_gpu_memory_bytes": _peak_gpu_memory_bytes(trainer.device),
+        **machine.machine(),
+    }
+    if isinstance(trainer.table, CachedTable):
+        for key in ("hit_rate", "peer_hit_rate"):
+            # lines from before sets were split have no hits of peers
+            hit = sum(line.get(key, 0.0) * line["payload_bytes"] for line in trainer.lines)
+            line[key] = hit / epochs / gathered
+        line["predicted_hit_rate"] = trainer.table.predicted_hit_rate
+        line["bytes_saved"] = int(mean("bytes_saved"))
+    if task.best_accuracy is not None:
+        line["best_possible_accuracy"] = task.best_accuracy
+    # of a run with fewer steps than were asked for
+    draw_trace(trainer)
+    if not trainer.is_first:
+        return line
+    files.write_json(trainer.folder / RESULT, line)
+    curves([trainer.folder], trainer.folder / CURVES)
+    return line
+
+
+def _roof(trainer: Trainer) -> float | None:
+    """What no gather of this run passes, where a GPU reads the host's memory."""
+    return pcie_bench.roof(trainer.device) if trainer.table.device != trainer.device else None

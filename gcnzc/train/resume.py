@@ -1,0 +1,229 @@
+"""Starting a run, or resuming it from its checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from gcnzc.datasets.store import is_prepared
+from gcnzc.exchange import Choices, run
+from gcnzc.exchange.sync import told, vote
+from gcnzc.optim import resized
+from gcnzc.system import files
+from gcnzc.train import checkpoint, record
+from gcnzc.train.epoch_stats import Tally, added
+from gcnzc.train.evaluation import BEST_KEYS
+from gcnzc.train.options import to_words
+from gcnzc.train.run_folder import (
+    BEST,
+    CHECKPOINT,
+    CONFIG,
+    RECORD,
+    WORKERS,
+    is_of_launch,
+    read_config,
+)
+from gcnzc.train.saving import save
+from gcnzc.train.trainer import PeerFailed, Trainer, mixed_seed
+
+# options that a resumed run may be given anew: they change how long it runs, not what it computes
+FREE_ON_RESUME = {
+    *(
+        "data",
+        "epochs",
+        "threads",
+        "plan",
+        "verify",
+        "checkpoint_every_s",
+        "trace",
+        "out",
+        "resume",
+        "config",
+    ),
+    *("workers", "timeout_s", "restarts"),
+}
+
+
+# what checkpoint.pt and best.pt hold at least
+CHECKPOINT_KEYS: Mapping[str, type] = {
+    "model": dict,
+    "optimizer": dict,
+    "epoch": int,
+    "in_epoch": bool,
+    "loader": dict,
+    "best": dict,
+    "lines": list,
+    "worker_lines": int,
+    "rng": torch.Tensor,
+}
+
+
+def begin(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> None:
+    """Start a run, or resume the one in the folder; worker 0 decides.
+
+    From then on the run can be resumed. Worker 0 locks the folder until `stack` ends.
+    """
+    found: list[bytes] = []
+    trainer.on_rank_zero(lambda: found.append(_open_folder(trainer, launch, stack)))
+    data = run(told(found[0] if found else b"", trainer.group.rank), trainer.group)
+    if data:
+        path = trainer.folder / CHECKPOINT
+        try:
+            _restore(trainer, checkpoint.from_bytes(data, path, CHECKPOINT_KEYS))
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"{path} does not fit this run: {type(error).__name__} {error}\n\n"
+                f"{checkpoint.RESTORE}"
+            ) from error
+    else:
+        save(trainer)
+
+
+def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> bytes:
+    """Return the bytes of the checkpoint to resume from; empty for a new run."""
+    if not trainer.config.resume:
+        trainer.folder.mkdir(parents=True, exist_ok=True)
+    # before anything is decided: of two launches that start at the same time, one has it
+    stack.enter_context(files.locked_folder(trainer.folder))
+    is_resumed = bool(trainer.config.resume) or is_of_launch(trainer.folder, launch)
+    if not is_resumed:
+        _demand_free_folder(trainer)
+    if launch is not None:
+        launch.write(trainer.folder)
+    if is_resumed:
+        return _read_checkpoint(trainer)
+    # last: a folder without it holds no run
+    files.write_json(trainer.folder / CONFIG, to_words(trainer.config))
+    return b""
+
+
+def _demand_free_folder(trainer: Trainer) -> None:
+    """Check that the folder has neither a run nor a prepared graph."""
+    if (trainer.folder / CONFIG).exists():
+        raise ValueError(
+            f"{trainer.folder} already holds a run\n\n"
+            f"hint: --resume {trainer.folder} goes on with it; another --out starts anew"
+        )
+    if is_prepared(trainer.folder):
+        raise ValueError(
+            f"{trainer.folder} holds a prepared graph\n\nhint: a run needs a folder of its own"
+        )
+
+
+def _demand_options(trainer: Trainer, options: Mapping[str, Any] | None) -> None:
+    """Check the options against those of the resumed run; old checkpoints have none."""
+    given = to_words(trainer.config)
+    for name, value in (options or {}).items():
+        if name in given and given[name] != value and name not in FREE_ON_RESUME:
+            raise ValueError(
+                f"the run in {trainer.folder} has {name} {value!r}, not {given[name]!r}\n\n"
+                "hint: a resumed run keeps its options; start another with --out"
+            )
+
+
+def _demand_progress(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Check that a checkpoint's epoch, record and tallies are consistent."""
+    path, epoch, lines = trainer.folder / CHECKPOINT, state["epoch"], state["lines"]
+    # a checkpoint from before each worker's was kept has their sum
+    checkpoint.demand_keys(
+        state, {"tallies": list} if "tallies" in state else {"tally": dict}, path
+    )
+    if state["best"]:
+        checkpoint.demand_keys(state["best"], BEST_KEYS, path)
+    is_whole = epoch == len(lines) and all(isinstance(line, dict) for line in lines)
+    if not is_whole or state["worker_lines"] < 0:
+        raise ValueError(
+            f"{path} is after epoch {epoch}, but has the record of {len(lines)} epochs\n\n"
+            f"{checkpoint.RESTORE}"
+        )
+
+
+def _read_checkpoint(trainer: Trainer) -> bytes:
+    _demand_options(trainer, to_words(read_config(trainer.folder)))
+    path = trainer.folder / CHECKPOINT
+    if path.exists():
+        data = path.read_bytes()
+        if not data:
+            raise ValueError(f"{path} is damaged: it is empty\n\n{checkpoint.RESTORE}")
+        return data
+    # a run that was killed before its first checkpoint has nothing to lose
+    for name in (RECORD, BEST):
+        if (trainer.folder / name).exists():
+            raise ValueError(
+                f"the run in {trainer.folder} has {name}, but its checkpoint {path} is gone\n\n"
+                "hint: put the checkpoint back; or start another run, with --out"
+            )
+    trainer.reporter.say(f"{trainer.folder} has no checkpoint yet: its run starts over")
+    return b""
+
+
+def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
+    _demand_options(trainer, state.get("options"))
+    _demand_progress(trainer, state)
+    checkpoint.match(trainer.model, state["model"], trainer.folder / CHECKPOINT)
+    _restore_optimizer(trainer, state)
+    trainer.epoch, trainer.in_epoch = state["epoch"], state["in_epoch"]
+    trainer.best, trainer.lines = state["best"], state["lines"]
+    _restore_stats(trainer, state["tallies"] if "tallies" in state else [state["tally"]])
+    if trainer.in_epoch:
+        trainer.loader.load_state_dict(state["loader"])
+    _set_random_states(trainer, state)
+    if trainer.is_first:
+        # the checkpoint has all lines, also where the file was damaged since
+        record.rewrite(trainer.folder / RECORD, trainer.lines)
+        record.keep(trainer.folder / WORKERS, state["worker_lines"])
+    trainer.worker_lines = state["worker_lines"]
+    if len(state["rng"]) == trainer.group.world_size:
+        trainer.group.choices = Choices(state.get("choices", {}))
+    where = f"in epoch {trainer.epoch + 1}" if trainer.in_epoch else f"after epoch {trainer.epoch}"
+    trainer.reporter.say(f"going on with {trainer.folder} {where}")
+
+
+def _restore_stats(trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
+    """Load each worker's tally; if the number of workers changed, worker 0 loads the sum."""
+    if len(states) == trainer.group.world_size:
+        trainer.tally.load_state_dict(states[trainer.group.rank])
+    elif trainer.is_first:
+        tallies = [Tally(trainer.device) for _ in states]
+        for tally, each in zip(tallies, states, strict=True):
+            tally.load_state_dict(each)
+        trainer.tally = added(tallies)
+
+
+def _restore_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    found = state["optimizer"]
+    if trainer.optimizer.is_shared:
+        trainer.optimizer.load_state_dict(found)
+        return
+    old, rank, world_size = found["workers"], trainer.group.rank, trainer.group.world_size
+    everyone = list(range(old))
+    ranks = [rank] if old == world_size else everyone
+    failure: Exception | None = None
+    try:
+        states = trainer.worker_states.load(found["generation"], ranks)
+    except (OSError, ValueError) as error:
+        failure = error
+    if any(run(vote(int(failure is not None)), trainer.group)):
+        raise failure or PeerFailed("another worker cannot read the run")
+    own = states[0] if old == world_size else resized(states, rank, world_size)
+    trainer.optimizer.load_state_dict(own)
+
+
+def _set_random_states(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    rank, world_size = trainer.group.rank, trainer.group.world_size
+    if len(state["rng"]) != world_size:
+        # as many others would draw anew what these have drawn
+        place = (
+            trainer.config.seed,
+            rank + 1,
+            world_size,
+            trainer.epoch,
+            trainer.loader.shares.done,
+        )
+        torch.manual_seed(mixed_seed(*place))
+        return
+    # torch 2.13 crashes on a state that is part of another tensor
+    torch.set_rng_state(state["rng"][rank].clone())
+    if trainer.device.type == "cuda" and "cuda_rng" in state:
+        torch.cuda.set_rng_state(state["cuda_rng"][rank].clone(), trainer.device)

@@ -1,0 +1,106 @@
+"""The trainer: what a run trains, how far it is, and its folder."""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gcnzc.exchange import run
+from gcnzc.exchange.sync import vote
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.dataset import Dataset
+from gcnzc.loader.loader import Loader
+from gcnzc.optim import Exchanging
+from gcnzc.system.spans import Span, Stage
+from gcnzc.system.streams import clock_of
+from gcnzc.train import checkpoint
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.epoch_stats import Tally
+from gcnzc.train.progress import Reporter
+from gcnzc.train.tasks.base import Task
+from gcnzc.train.worker_state import WorkerStates
+
+# waits for other workers that an exchange beside the steps may have seen
+WAITS = 1000
+
+
+class Interrupted(Exception):
+    """The user stopped the run; its state is saved."""
+
+
+class PeerFailed(Exception):
+    """Another worker has failed and reports the error; this worker ends too."""
+
+
+class Trainer:
+    """What a run trains, how far it is, and its folder."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        data: Dataset,
+        task: Task,
+        table: FeatureTable,
+        device: torch.device,
+        model: nn.Module,
+        optimizer: Exchanging,
+        loader: Loader,
+        reporter: Reporter,
+        began: float,
+    ) -> None:
+        self.config, self.folder, self.data, self.task = config, folder, data, task
+        self.table = table
+        self.device, self.model, self.optimizer = device, model, optimizer
+        self.group = optimizer.group
+        self.is_first = self.group.rank == 0
+        self.loader, self.reporter = loader, reporter
+        self.began = began  # by time.perf_counter
+        self.epoch = 0
+        self.in_epoch = False  # between the first step of an epoch and its evaluation
+        self.tally = Tally(device)
+        self.lines: list[dict[str, Any]] = []  # of the record, one an epoch
+        self.worker_lines = 0  # of what each worker did in each epoch
+        self.best: dict[str, Any] = {}
+        self.counted_sent = 0  # bytes of the ledger that were already added to a tally
+        self.steps = 0  # of this command
+        self.now = clock_of(device)
+        # of the steps that are traced
+        self.spans: list[Span] = []
+        self.stages: list[Stage] = []
+        self.waits: deque[Span] = deque(maxlen=WAITS)
+        self.saved_at = time.monotonic()
+        self.writer = checkpoint.Writer()
+        self.worker_states = WorkerStates(folder, self.group.rank)
+
+    def on_rank_zero(self, deed: Callable[[], None]) -> None:
+        """Call a function on worker 0; if it raises an error, all workers raise one."""
+        error: Exception | None = None
+        if self.is_first:
+            try:
+                deed()
+            except Exception as failure:  # whatever it is, the others must not wait for it
+                error = failure
+        if any(run(vote(int(error is not None)), self.group)):
+            raise error or PeerFailed("worker 0 has failed")
+
+    def is_due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        return time.monotonic() - self.saved_at >= self.config.checkpoint_every_s
+
+    def count_sent(self) -> None:
+        """Add the bytes that this worker sent since the last call to the epoch's tally."""
+        sent = self.group.ledger.bytes_sent
+        self.tally.bytes_sent += sent - self.counted_sent
+        self.counted_sent = sent
+
+
+def mixed_seed(*numbers: int) -> int:
+    """A seed that differs for other numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
