@@ -1,4 +1,4 @@
-"""What is known of public graphs: names, sizes, licences, how they are used. Downloads nothing.
+"""Names, sizes, licences and default options of public graphs.
 
 Sizes and settings of OGB's sets are those of its `master.csv` and of its pages at
 https://ogb.stanford.edu/docs/nodeprop; Reddit's are GraphSAGE's (Hamilton et al., 2017); the others

@@ -1,4 +1,4 @@
-"""Get one of OGB's node- or link-property sets, if asked to, and go on where a try broke off.
+"""Download OGB's node- and link-property sets, and resume interrupted downloads.
 
 Names, addresses and versions are read from the table that the installed `ogb` package carries,
 without importing it: an import takes seconds and looks for updates. Nothing is ever asked.

@@ -1,4 +1,4 @@
-"""Make features for the nodes of a graph from its edges alone: structural embeddings.
+"""Compute structural embeddings of nodes from the edges alone, as features.
 
 Nodes that random walks visit together get similar rows. Skip-gram embeddings such as DeepWalk's
 factorise the logarithm of how much more often two nodes meet on walks than by chance (NetMF: Qiu et

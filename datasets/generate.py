@@ -1,4 +1,4 @@
-"""Make a graph of a kind and a size, and write it to a folder in OGB's layout.
+"""Generate a graph and write it in OGB's layout.
 
 The kinds: `planted`, communities with a known best accuracy; `rmat`, hubs at any scale; `digits`,
 small and real. Sizes may be those of a public graph, or a share of them.

@@ -1,4 +1,4 @@
-"""A graph that is computed, not read: part by part, from a seed, on as many threads as there are.
+"""Graphs that are generated part by part from a seed, by any number of threads.
 
 Every chunk of edges or of features has a random stream of its own, keyed by (seed, what, chunk), so
 that a graph depends on its seed alone, and memory on the size of a chunk.

@@ -1,4 +1,4 @@
-"""One array of an `.npz`, read from front to back without holding it whole.
+"""Read one array of an `.npz` archive in order, without holding it in memory.
 
 A stored or a deflated member of any size is read through a small buffer, and the zip's own checksum
 is held against it at the end.

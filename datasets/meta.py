@@ -1,4 +1,4 @@
-"""The schema of a prepared folder's `meta.json`: its keys, their types, and how they fit together.
+"""The schema of a prepared folder's `meta.json`: keys, types and consistency.
 
 Everything is checked on opening, so that the rest of the code need not doubt a number of it. What
 `meta.json` says of each file is held against the file by `gcnzc.datasets.store`.

@@ -1,4 +1,4 @@
-"""Read what `torch.save` wrote without running what is in it: numbers come in, nothing else."""
+"""Read the tensors in files of `torch.save` without unpickling objects."""
 
 import warnings
 from pathlib import Path

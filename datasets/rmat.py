@@ -1,4 +1,4 @@
-"""R-MAT: edges that fall into the quadrants of the adjacency matrix with unequal probability.
+"""R-MAT graphs: edges with skewed degrees, by recursion into quadrants.
 
 Source: Chakrabarti, Zhan, Faloutsos, SDM 2004, with the parameters of Graph500
 (https://graph500.org/?page_id=12). Degrees are skewed and hubs know hubs, at any size and speed;

@@ -1,4 +1,4 @@
-"""A table of features that comes in chunks of rows, so that it may be larger than memory.
+"""Tables of features that are read in chunks of rows, so that they may exceed memory.
 
 Letters: N rows, D columns.
 """

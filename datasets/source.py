@@ -1,4 +1,4 @@
-"""What a reader of files hands over, and what is checked about it, whatever the format.
+"""The interface of readers, and the checks of what they return, for all formats.
 
 Letters: N nodes, E edges as stored, T tasks.
 """

@@ -1,4 +1,4 @@
-"""Ask torch for memory in huge pages, which must be done before it is imported.
+"""Ask torch for memory in huge pages; imported before torch.
 
 A training step on the CPU allocates and frees hundreds of megabytes. In pages of 4 KiB each of them
 is first touched through the kernel; in pages of 2 MiB a GraphSAGE step on one thread takes two

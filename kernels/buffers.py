@@ -1,4 +1,4 @@
-"""Memory for minibatches that is used again once its last reader is gone.
+"""Memory for minibatches, reused once its last reader is gone.
 
 A fresh allocation of many megabytes is made of pages that do not exist yet: the first write to
 each of them enters the kernel, and that costs more than the gather that fills it. So a pool hands

@@ -1,4 +1,4 @@
-"""Whether numbers are finite."""
+"""Test whether all elements of a tensor are finite."""
 
 import torch
 from torch import Tensor

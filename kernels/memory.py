@@ -1,4 +1,4 @@
-"""What numba has no words for: 64 B moves, streaming stores and prefetches, by address.
+"""Prefetches, streaming stores and wide moves, as numba intrinsics.
 
 For kernels that are bound by memory. Addresses are integers, so one compiled kernel serves every
 dtype; the caller keeps the tensors alive, and answers for what lies there.

@@ -1,4 +1,4 @@
-"""Run a kernel over parts of its items on a few threads.
+"""Run a kernel on several threads, each with a part of the items.
 
 Kernels are compiled without the GIL and take a half-open range of items, so plain Python threads
 run them side by side. Numba's own thread layers are not used: the default one aborts the process

@@ -1,4 +1,4 @@
-"""The `gcnzc` command: words in, data on stdout, talk on stderr.
+"""The `gcnzc` command: options in, JSON on stdout, progress and messages on stderr.
 
 Every subcommand is a class of `gcnzc.train.config`. A user's mistake is one `error:` and one
 `hint:` line; the exit status is 0, 1 for what failed, or 2 for what was misused. `--debug`,

@@ -1,4 +1,4 @@
-"""The graph that is there without any data: made on first use, then kept."""
+"""The built-in graph: generated on first use, then kept."""
 
 import fcntl
 import shutil

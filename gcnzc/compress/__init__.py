@@ -1,4 +1,4 @@
-"""What is sent: ways of taking the mean of a vector over the workers."""
+"""Compression: reducers that compute the mean of a vector over the ranks."""
 
 from gcnzc.compress.blocks import Blocks
 from gcnzc.compress.dense import Dense

@@ -1,4 +1,4 @@
-"""Codes of 8 or 4 bits an element, times the scale of its block."""
+"""Codes of 8 or 4 bits per element with one scale per block."""
 
 from dataclasses import dataclass, replace
 

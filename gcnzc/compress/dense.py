@@ -1,4 +1,4 @@
-"""Means of whole numbers of bytes: nothing is left out but what a shorter dtype rounds away."""
+"""Uncompressed means, in float32 or a shorter dtype."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How workers take the mean of a vector: what every way of it has in common.
+"""The base class of reducers, which compute the mean of a vector over the ranks.
 
 A way of compressing is a few options; what it leaves out of one mean and adds to the next is kept
 by a `Reducer`, one for each vector. Optimizers are written against these, and do not know which one

@@ -1,4 +1,4 @@
-"""Ways of compressing by the words that name them, as on the command line."""
+"""Compressions by name, as on the command line."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Numbers of a short dtype in two stages, whose sums are float32.
+"""Means in a short dtype, in two stages with sums in float32.
 
 `Dense` of the same dtype rounds sums to it after every addition, and they may overflow it. This
 rounds each worker's elements once and their mean once more, and can keep what that leaves out.

@@ -1,4 +1,4 @@
-"""One bit an element: its sign, times the magnitude of its block."""
+"""Signs of elements, with one magnitude per block."""
 
 from dataclasses import dataclass
 from typing import Literal

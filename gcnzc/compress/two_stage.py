@@ -1,4 +1,4 @@
-"""Means in codes: every worker encodes its vector, and for one part of it the mean of all.
+"""Compressed means in two stages: encode, reduce one part per rank, encode again, gather.
 
     x_i   a worker's vector          y_i = x_i + e_i      a_i = C(y_i)     e_i <- y_i - a_i
     part  of worker j, of all a_i    z_j = mean_i a_i + s_j  b_j = C(z_j)  s_j <- z_j - b_j

@@ -1,4 +1,4 @@
-"""What workers ask of one another, and who answers."""
+"""Exchange between ranks: requests, algorithms, and groups that execute them."""
 
 from gcnzc.exchange.agreement import RequestMismatch
 from gcnzc.exchange.choices import Choices

@@ -1,4 +1,4 @@
-"""Which algorithm answers a request, and how many bytes it sends.
+"""The algorithm that executes a request, and how many bytes it sends.
 
 The answers of a request do not depend on the choice, except for the order in which sums are added.
 `builtin` is the process group's own; in one process, where there is none, it is what gloo does.

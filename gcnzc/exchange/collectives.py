@@ -1,4 +1,4 @@
-"""Collectives made of messages: who sends what to whom, and when.
+"""Collective algorithms made of point-to-point messages.
 
 Each is a generator that yields the begins and ends of `Send` and `Receive`, and `Scratch`, so that
 its steps are the lines of the function. Times below are of W workers, M bytes, α seconds a message

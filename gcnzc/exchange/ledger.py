@@ -1,4 +1,4 @@
-"""How many bytes a worker sent, for what."""
+"""The ledger: bytes that a rank sent, by kind of request."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Work of which each worker does a part by itself, and how the others wait for it.
+"""Long work on some ranks, for which the others wait without a time limit.
 
 A request waits for a limited time, so that nobody waits for a worker that is gone. Work such as
 reading a graph may take longer: those who are at it say so now and then, by a vote in which those

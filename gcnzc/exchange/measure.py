@@ -1,4 +1,4 @@
-"""Times of algorithms, taken on the workers that will ask, and kept in a file for the next run.
+"""Measure collective algorithms on the ranks of a run, and keep the times in a file.
 
 All workers time the same requests in turns and share their times, so that all choose alike.
 

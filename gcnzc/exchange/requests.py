@@ -1,4 +1,4 @@
-"""What workers ask of one another.
+"""Requests: collectives and messages that algorithms yield.
 
 An algorithm is a generator: it yields a request, is sent the answer, and returns its result. It
 never touches a process group, so the same lines run over processes (`run`) and for W workers in one

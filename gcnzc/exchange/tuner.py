@@ -1,4 +1,4 @@
-"""Which algorithm answers which request fastest: what to time, and what follows from the times."""
+"""Choose the fastest collective algorithm for each kind and size of request."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

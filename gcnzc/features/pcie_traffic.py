@@ -1,4 +1,4 @@
-"""What rows cost on the bus when a GPU reads them from the host: requests, bytes on the wire.
+"""Model of PCIe traffic: requests and bytes when a GPU reads rows from host memory.
 
 The lanes of a warp load together. What one such load touches, in sectors of 32 B, is asked for in
 requests of 32, 64, 96 or 128 B: each run of adjoining sectors is cut where a line of 128 B ends,

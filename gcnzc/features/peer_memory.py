@@ -1,4 +1,4 @@
-"""Hot rows that are split over the GPUs of a machine, each of which reads what the others have.
+"""A feature cache sharded over the GPUs of a machine, which read each other's memory.
 
 The rows go round by rank: the hottest to the first GPU, the next to the second. So each GPU serves
 about as many reads as any other, and their links carry alike. GPUs read each other's memory over

@@ -1,4 +1,4 @@
-"""Rows of node features, and where they lie."""
+"""Tables of node features, in host or GPU memory, page-locked on request."""
 
 import logging
 import mmap

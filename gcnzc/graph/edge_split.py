@@ -1,4 +1,4 @@
-"""Take edges out of a graph, to see whether a model foretells them.
+"""Split edges into training, validation and test sets for link prediction.
 
 Edges between the same two nodes stay together, whatever their direction and however often they are
 there, so that the reverse of an edge that is to be foretold is not in the graph either.

@@ -1,4 +1,4 @@
-"""The in-neighbours of every node, as CSC, checked once and trusted after.
+"""Graphs as CSC: the in-neighbours of every node.
 
 Column `i` is `indices[indptr[i] : indptr[i + 1]]`: the sources of the edges into node `i`, in the
 order of the edge list they came from, as DGL and PyG keep them.

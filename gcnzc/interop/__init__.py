@@ -1,1 +1,1 @@
-"""Doors to other graph libraries, each imported on use."""
+"""Drop-in loaders for DGL, PyG, GraphBolt and Lightning, each imported on use."""

@@ -1,4 +1,4 @@
-"""Tables of features for GraphBolt, the part of DGL that works beside single versions of torch."""
+"""Tables of features as GraphBolt features."""
 
 from functools import cache
 from typing import Any

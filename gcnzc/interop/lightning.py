@@ -1,4 +1,4 @@
-"""A `LightningDataModule` whose loaders are gcnzc's.
+"""A `LightningDataModule` with gcnzc's loaders.
 
 Lightning asks for loaders, hands their batches to the model, and keeps their state in its
 checkpoints, so that a run goes on within an epoch. Batches are `gcnzc.Batch`.

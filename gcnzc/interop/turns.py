@@ -1,4 +1,4 @@
-"""Which epoch the next iteration over a loader is, where others decide when one ends.
+"""The epoch of the next iteration over a loader whose epochs a framework counts.
 
 `gcnzc.Loader` begins an epoch again that was left early. The loops of other libraries leave one
 when they like, and take no step beyond the last minibatch; for them each iteration is another.

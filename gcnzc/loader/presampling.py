@@ -1,4 +1,4 @@
-"""Counts how often rows are read, by sampling minibatches without gathering features."""
+"""Presampling: count how often rows are read, without gathering features."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

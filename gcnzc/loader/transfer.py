@@ -1,4 +1,4 @@
-"""Batches of the host come to a device, and its features with them, while the model is at work.
+"""Asynchronous copies of sampled minibatches and their features to a device.
 
 A batch takes two streams, one for each thing that can move bytes over the bus. `copying` belongs to
 the copy engine: the ids of the nodes first, then the blocks and labels. `reading` belongs to the

@@ -1,4 +1,4 @@
-"""One layer of GraphSAGE, GCN or GAT on a block: what sources send, and what targets make of it.
+"""Layers of GraphSAGE, GCN and GAT on one block.
 
 Each layer is one class that knows its formula. A linear map and a sum over neighbours may be taken
 in either order, so each layer takes the cheaper one for the block at hand.

@@ -1,4 +1,4 @@
-"""How likely an edge is, from the outputs of a model for its two ends.
+"""Decoders for link prediction: scores of pairs from the outputs for their two nodes.
 
 Letters: P pairs, S nodes, D columns of a model's outputs.
 """

@@ -1,4 +1,4 @@
-"""How good a model is: the loss it trains on, and the metrics that OGB's evaluators compute."""
+"""Losses, and the metrics of OGB's evaluators."""
 
 import math
 from collections.abc import Mapping

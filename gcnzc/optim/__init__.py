@@ -1,4 +1,4 @@
-"""When workers exchange, and what is done with it."""
+"""Optimizers that exchange gradients or updates between ranks."""
 
 from gcnzc.optim.base import Exchanging, LatePhaseWarning
 from gcnzc.optim.ddp import leave_local

@@ -1,4 +1,4 @@
-"""Beside torch's DistributedDataParallel: it leaves gradients local, and the optimizer exchanges.
+"""Use an optimizer of gcnzc with DistributedDataParallel, which then leaves gradients local.
 
     model = DistributedDataParallel(model)
     model.register_comm_hook(None, leave_local)

@@ -1,4 +1,4 @@
-"""The states of W workers' optimizers, made to fit another number of workers.
+"""Convert optimizer states of W ranks for another number of ranks.
 
 What compression has left out so far is kept whatever the number of workers: the mean of the
 workers' errors is added to the servers', whose parts are cut anew. Where workers were apart, as

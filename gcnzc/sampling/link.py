@@ -1,4 +1,4 @@
-"""Edges become minibatches of pairs: the edges themselves, negatives, and what a model needs.
+"""Sample minibatches of pairs: edges, negatives, and their neighbourhoods.
 
 A loader's seeds are then numbers of edges. Each batch has the pairs to be told apart, the nodes at
 their ends as `batch.seeds`, and the neighbourhood of these, from which the edges that are asked for

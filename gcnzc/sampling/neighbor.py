@@ -1,4 +1,4 @@
-"""Seeds become a batch: the neighbourhood a model needs to compute the seeds' outputs."""
+"""Sample the neighbourhoods of seeds as minibatches of blocks."""
 
 import time
 from collections.abc import Sequence

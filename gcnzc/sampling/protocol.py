@@ -1,4 +1,4 @@
-"""What a loader asks of a sampler."""
+"""The interface of samplers."""
 
 from typing import Protocol
 

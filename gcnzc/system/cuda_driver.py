@@ -1,4 +1,4 @@
-"""Memory that GPUs reach beyond their own: the one door to the CUDA driver library.
+"""The CUDA driver: host registration, peer access and shared GPU memory.
 
 Host memory is page-locked for them, and one GPU's memory opened to another, within a process and
 between processes.

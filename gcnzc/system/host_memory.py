@@ -1,4 +1,4 @@
-"""What Linux knows of this process's memory: what is mapped where, what it holds, what is left.
+"""Memory maps of this process, and available memory, from /proc.
 
 Sources: proc(5), mincore(2) and the kernel's guide to control groups (Documentation/admin-guide/
 cgroup-v2.rst).

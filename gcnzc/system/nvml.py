@@ -1,4 +1,4 @@
-"""What NVIDIA's management library says of a GPU's link. The one door to pynvml.
+"""PCIe generation and lanes of a GPU, from NVIDIA's management library.
 
 It is asked for by the extra `nvml`. What it cannot tell, or is not there to tell, is None.
 """

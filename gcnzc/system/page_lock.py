@@ -1,4 +1,4 @@
-"""Page-lock ranges of host memory in place: once however often, and let go of again.
+"""Page-lock ranges of host memory in place, with reference counts.
 
 The driver keeps each registration as the range of bytes that was asked for, and refuses another one
 that overlaps it, but not one beside it on the same page: driver 590.48.01, probed in

@@ -1,4 +1,4 @@
-"""Queues of work on a device, and what in one waits for what in another: the one door to streams.
+"""Streams, events and clocks of a device; the only module that creates streams.
 
 A stream does what is queued on it in turn; streams do not wait for each other, unless one is told
 to wait for an event that another records. `transfer` is written on these few words, so that tests

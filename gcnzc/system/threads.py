@@ -1,4 +1,4 @@
-"""How a thread works beside a model that computes on the same cores.
+"""Run threads at background priority beside a model on the same cores.
 
 It does not interrupt the model when it wakes up, and starts no threads of OpenMP. A core that the
 model's threads wait for stops all of them: OpenMP's meet at the end of every loop.

@@ -1,4 +1,4 @@
-"""What a run is. The command line, the code and the record of a run all read these classes.
+"""The options of a run, shared by the command line, Python and the run folder.
 
 Each class is one subcommand of `gcnzc`: a field is an option, and the string under it its help.
 """

@@ -1,4 +1,4 @@
-"""What the steps of one epoch came to: sums that a resumed epoch goes on from."""
+"""Statistics of one epoch: sums that a resumed epoch continues."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The outputs of a model for every node of a graph, with all neighbours, layer by layer.
+"""Layer-wise inference: the outputs of a model for all nodes, with all neighbours.
 
 Several workers divide the ranges of nodes that one worker would compute, and compute each as one
 worker would, so that the outputs are the same bits.

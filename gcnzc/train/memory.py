@@ -1,4 +1,4 @@
-"""What a run needs of memory at least, compared with what the machine has, before any work.
+"""The least memory that a run needs, compared with that of the machine.
 
 The figures are lower bounds, so that no run is refused that would fit: what the loader, temporary
 tensors, evaluation and checkpoints take is not counted, nor what neighbours add to a minibatch.

@@ -1,4 +1,4 @@
-"""What a person sees while work goes on: a bar on a terminal, plain lines elsewhere."""
+"""Progress of long work: a bar on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator

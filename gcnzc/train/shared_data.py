@@ -1,4 +1,4 @@
-"""Tensors that the workers of one machine share, and data that only one of them reads.
+"""Tensors in shared memory, made by one rank of each machine.
 
 The first worker of a machine makes memory without a name, by memfd_create(2), and the others map it
 by way of /proc/PID/fd, see proc(5). So nothing can be left behind, whoever is killed at whatever

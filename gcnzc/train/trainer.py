@@ -1,4 +1,4 @@
-"""The trainer: what a run trains, how far it is, and its folder."""
+"""The trainer: the parts of a run and its progress."""
 
 import hashlib
 import time

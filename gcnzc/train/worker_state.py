@@ -1,4 +1,4 @@
-"""What each worker of a run goes on from and others do not have, in a file of its own.
+"""The part of a run's state that differs between ranks, in a file per rank.
 
 A checkpoint names a generation of these files, and is written once all of them are on the disk; so
 at any moment the last checkpoint's files are whole, whatever was killed. The files lie in the run

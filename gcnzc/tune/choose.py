@@ -1,4 +1,4 @@
-"""Measure which settings move a table's rows to the model fastest, and make a plan of them.
+"""Choose the settings that move a table's rows to the model fastest, by measurement.
 
 Everything is timed on a `Bench`, which is this machine, or in tests the model of one. Settings of a
 kind take turns in rounds, and the fastest is that of the least median. Settings that are within

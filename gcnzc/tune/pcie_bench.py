@@ -1,4 +1,4 @@
-"""How well a GPU's gathers use the link to the host: what the model says, and what is measured.
+"""Measure how well a GPU's gathers use the PCIe bus, and compare with the model.
 
 The model is `gcnzc.features.pcie_traffic`, and needs no GPU. What is measured is held against two
 rates: that of a large copy by the copy engine, and that of a dense range read by the GPU's threads,

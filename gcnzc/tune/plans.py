@@ -1,4 +1,4 @@
-"""Plans: how this device gathers the rows of such a table best, kept from one command to the next.
+"""Tuning profiles: measured settings for a device and a shape of table, kept in a file.
 
 `gcnzc.tune.choose` makes a plan, and training takes the one whose key is its own: the device, the
 driver and the versions, and the shape of the table's rows. A plan changes how long a minibatch

@@ -1,4 +1,4 @@
-"""What the model of the bus says of whole tables: one that is there, public ones, every width.
+"""Predicted PCIe traffic of tables: the user's, public ones, and all widths.
 
 Figures are what JSON can hold, as `gcnzc link` prints them.
 """

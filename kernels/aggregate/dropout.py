@@ -1,4 +1,4 @@
-"""Leave out a random share of the elements: `out = x * kept / (1 - share)`, rectified or not.
+"""Dropout, with or without ReLU, from a counter-based random generator.
 
 Srivastava et al., "Dropout", JMLR 2014. torch draws the bits one after another on the CPU, which
 takes half of the time of a training step of GraphSAGE; here they are a function of the place, by

@@ -1,4 +1,4 @@
-"""How much each in-neighbour counts: a softmax over the in-edges of every target, head by head.
+"""Softmax over the in-edges of every target, head by head.
 
 `weight[e] = softmax of leaky_relu(score_source[s] + score_target[t])` over the edges `e = s -> t`
 of each `t`: the attention of Veličković et al., 2018, https://arxiv.org/abs/1710.10903.

@@ -1,4 +1,4 @@
-"""Attention over in-neighbours, whole: self loops, a softmax over in-edges, a weighted sum.
+"""GAT attention: self loops, softmax over in-edges, and a weighted sum.
 
 The layer of Veličković et al., 2018, https://arxiv.org/abs/1710.10903, between its linear maps.
 

@@ -1,4 +1,4 @@
-"""Sum the rows of in-neighbours, each with its edge's weight, head by head.
+"""Weighted sums of the rows of in-neighbours, head by head.
 
 `out[t, h] = sum of weight[e, h] * x[s, h] over the edges e = s -> t`. The rows may have a part for
 each head, or one part that all heads share. The gradient of `x` is the same sum over the block

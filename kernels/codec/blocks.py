@@ -1,4 +1,4 @@
-"""Codes of 8 or 4 bits for exchange: blocks of a vector share a scale, `y` is about `code * scale`.
+"""Encode vectors as 8- or 4-bit codes with one scale per block, and decode means.
 
 What is sent is y = values + error. The scale of a block is the largest |y| among its elements that
 are active, divided by the form's largest number; it is at least 2**-126, 0 for a block of zeros or

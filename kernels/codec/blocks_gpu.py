@@ -1,4 +1,4 @@
-"""The Triton kernels of `gcnzc.kernels.codec.blocks`, which says what they compute.
+"""Low-precision codes on a GPU, in Triton.
 
 They are launched with `enable_fp_fusion=False`: a product that is added without being rounded first
 would differ from the CPU's. Rows of bytes are flat here: row j begins at byte j * stride, and

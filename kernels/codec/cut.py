@@ -1,4 +1,4 @@
-"""How a vector is cut for an exchange that sends codes: into parts, one a worker, and blocks.
+"""The layout of a vector for a compressed exchange: one part per rank, and blocks.
 
 Worker j works on part j. A part is sent as a row of bytes: the codes of its elements, then a
 float32 scale for each of its blocks. Parts are as long as each other, and the last ones may lie

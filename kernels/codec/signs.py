@@ -1,4 +1,4 @@
-"""Compress a vector to the signs of its elements and a scale for each block, and back.
+"""Encode vectors as signs with one scale per block, and decode means.
 
 What is sent of y is `s * sgn(y)`, where s is the root of the mean square of a block, or its mean
 absolute value, and sgn is 1 from zero on and else -1. What that leaves out, `y - s * sgn(y)`, stays

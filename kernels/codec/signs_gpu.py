@@ -1,4 +1,4 @@
-"""Signs and scales on a GPU: what `gcnzc.kernels.codec.signs` says, in Triton.
+"""Signs and scales on a GPU, in Triton.
 
 A program processes up to 4096 elements of one block, so that a block of many millions has many
 programs. A second kernel adds up their sums, and a third computes the scales. A word of 32 bits

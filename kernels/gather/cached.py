@@ -1,4 +1,4 @@
-"""Gather rows of which some are hot: copies lie on the GPU that asks, or on others that it reads.
+"""Gather rows from a feature cache and, for the others, from host memory.
 
 Hits and misses are told apart within the one kernel of `gcnzc.kernels.gather.gpu`. A CPU has every
 row at hand and gathers as ever; here it counts how many of the rows a GPU would have found.

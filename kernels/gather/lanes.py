@@ -1,4 +1,4 @@
-"""Which bytes of a row each lane of a GPU's gather loads, and when.
+"""The layout of loads: which bytes of a row each lane of a GPU's gather loads.
 
 A kernel of `gcnzc.kernels.gather.gpu` gives every row some lanes, and every lane one vector in each
 pass. Lanes that follow each other make warps of 32, each of which issues one load a pass; the GPU

@@ -1,4 +1,4 @@
-"""Quantise rows of features: `rows[i, j]` is about `codes[i, j] * scale`, with codes of one byte.
+"""Quantise rows of features to one byte per element, with scales.
 
 A scale is that of a row, or of a block of columns over all rows: the largest absolute value there,
 divided by the largest code, so that zero stays zero and signs stay. Codes are rounded to nearest,

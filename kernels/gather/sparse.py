@@ -1,4 +1,4 @@
-"""Gather rows of a sparse table into a dense block: `out[i] = table[ids[i]]`, zeros and all.
+"""Gather rows of a sparse table into a dense block.
 
 Bags of words have thousands of columns of which a row fills a few dozen, so the table is kept as
 CSR and only the rows of a minibatch are spread out.

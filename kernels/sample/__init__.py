@@ -1,4 +1,4 @@
-"""Draw neighbours of seeds, hop by hop, and give the nodes met local numbers.
+"""Sample neighbours of seeds, hop by hop, and number the nodes of a minibatch.
 
 Every destination of a hop keeps `fanout` of its in-edges, drawn uniformly without replacement by
 Floyd's method (Bentley and Floyd, "A sample of brilliance", CACM 1987,

@@ -1,4 +1,4 @@
-"""Find edges in columns that are sorted, and say which edges of a column are to be left out.
+"""Find edges in sorted columns, and exclude them from sampling.
 
 A column is sorted if its sources ascend; then an edge is found by bisection, and equal edges lie
 side by side, so that the edges to leave out of a column are a few ranges of it. A position among

@@ -1,4 +1,4 @@
-"""Draw pairs of nodes to set beside edges: negatives, which are no edges where that is asked.
+"""Sample negatives: pairs of nodes that are not edges, if required.
 
 Each negative is drawn by Philox 4x32-10, keyed by the seed and counted by the epoch, the number of
 the edge that it is drawn for and the number of the draw, so it is the same in whatever batch,

@@ -1,4 +1,4 @@
-"""Columns become a list of edges, with both ends of each.
+"""From CSC to an edge list.
 
 One pass by the calling thread alone: threads that make minibatches side by side are not to start
 others, which would wait for work where the model could run.

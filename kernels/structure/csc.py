@@ -1,4 +1,4 @@
-"""Turn an edge list into the in-neighbours of every node: a stable counting sort by destination.
+"""From an edge list to CSC: a stable counting sort by destination.
 
 A plain counting sort writes each edge to a random place, which misses the cache once the graph
 is larger than it. Here the edges are first dealt out into buckets of neighbouring destinations, by

@@ -1,4 +1,4 @@
-"""Say which edge of an edge list each place of its columns holds: a stable sort by destination.
+"""The permutation from an edge list to CSC.
 
 Letters: N nodes, E edges.
 """

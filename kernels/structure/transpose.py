@@ -1,4 +1,4 @@
-"""Turn a block round: for each source, the edges that leave it, in the order of the edges.
+"""Transpose a block: the edges of each source.
 
 A stable counting sort. Sums over it have a fixed order, so the backward pass of an aggregation is
 the same whatever the number of threads, and each row of a gradient is written once.

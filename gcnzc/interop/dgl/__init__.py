@@ -1,4 +1,4 @@
-"""DGL beside any torch, its sampler as a second engine, and a loader in the place of DGL's.
+"""Drop-in loader for DGL, and DGL's sampler as an alternative engine.
 
 Importing this does not import DGL; what is used from it does.
 """

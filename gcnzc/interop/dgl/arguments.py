@@ -1,4 +1,4 @@
-"""What of the arguments of DGL's loader is refused, by name."""
+"""Check the arguments of DGL's loader, and reject unsupported ones by name."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What gcnzc draws from a DGL graph, as DGL's own blocks and graphs.
+"""Sampled minibatches as DGL's blocks and graphs.
 
 DGL's public constructors check every number and wrap every tensor; a block from them costs more
 than drawing it. Here DGL's graph index is made of our tensors as they are, as DGL's samplers do.

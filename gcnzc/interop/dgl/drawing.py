@@ -1,4 +1,4 @@
-"""Ways from items to what a DGL sampler returns: by gcnzc's sampler, or by DGL's own.
+"""From items to the output of a DGL sampler, by gcnzc's sampler or by DGL's own.
 
 Each gives what `graph_sampler.sample(graph, items)` does, with marks where data is to be put. What
 gcnzc draws is keyed by seed, epoch, hop and node, and any number of threads draw at once; what DGL

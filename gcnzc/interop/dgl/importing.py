@@ -1,4 +1,4 @@
-"""The one door to DGL.
+"""Import DGL; the only module that does.
 
 DGL 2.1.0, the newest wheel, brings a part called GraphBolt that is compiled for single versions of
 torch, up to 2.2.1, and `import dgl` fails where that part does. Nothing else in DGL needs it, so

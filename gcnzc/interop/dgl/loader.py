@@ -1,4 +1,4 @@
-"""DGL's `DataLoader`, over gcnzc's loader.
+"""Drop-in replacement of `dgl.dataloading.DataLoader`.
 
 A minibatch is what DGL's loader yields for the same sampler: input nodes, output nodes and blocks,
 or input nodes, pair graphs and blocks, which are DGL's own blocks and graphs.

@@ -1,4 +1,4 @@
-"""DGL's neighbour sampler as a second engine."""
+"""DGL's neighbour sampler behind gcnzc's interface of samplers."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Loaders that take the place of PyG's, and tables of features as a PyG `FeatureStore`.
+"""Drop-in loaders for PyG, and tables of features as a PyG `FeatureStore`.
 
 Importing this imports PyG, and is a RuntimeError where there is none.
 """

@@ -1,4 +1,4 @@
-"""What of the arguments of PyG's loaders is followed, and what is refused by name."""
+"""Check the arguments of PyG's loaders, and reject unsupported ones by name."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tables of features as a PyG `FeatureStore`, for PyG's own loaders and for remote back ends.
+"""Tables of features as a PyG `FeatureStore`.
 
 Importing this imports PyG.
 """

@@ -1,4 +1,4 @@
-"""What is in a PyG `Data`: its graph, as columns, and its attributes by kind."""
+"""Read a PyG `Data`: its graph as CSC, and its attributes by kind."""
 
 import copy
 import weakref

@@ -1,4 +1,4 @@
-"""The one door to PyG."""
+"""Import PyG; the only module that does."""
 
 import warnings
 from typing import Any

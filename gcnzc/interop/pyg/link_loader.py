@@ -1,4 +1,4 @@
-"""PyG's `LinkNeighborLoader`, over gcnzc's loader: minibatches of edges, with negatives.
+"""Drop-in replacement of PyG's `LinkNeighborLoader`.
 
 Letters: P edges and K negatives of a minibatch.
 """

@@ -1,4 +1,4 @@
-"""Neighbourhoods as PyG's `Data`, which its loaders of nodes and of links have in common.
+"""Sampled neighbourhoods as PyG's `Data`, for node and link loaders.
 
 Neighbours are drawn as PyG does, each node once and by numbers that count from the seeds, but by
 gcnzc's sampler, whose choices are keyed by seed, epoch, hop and node.

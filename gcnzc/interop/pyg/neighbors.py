@@ -1,4 +1,4 @@
-"""Neighbourhoods as PyG has them: every node is drawn for once, at the hop after it was met."""
+"""Neighbour sampling with PyG's semantics: each node is expanded once."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""PyG's `NeighborLoader`, over gcnzc's loader."""
+"""Drop-in replacement of PyG's `NeighborLoader`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

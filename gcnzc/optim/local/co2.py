@@ -1,4 +1,4 @@
-"""CO2: local steps in rounds, of which each is exchanged while the next one goes on.
+"""CO2: rounds of local steps; the exchange of a round overlaps with the next round.
 
     x_i <- s_r - e d_i                               where worker i begins round r; d_i of r - 1
     x_i <- x_i - InnerOpt(gradient of worker i)      H times

@@ -1,4 +1,4 @@
-"""DiLoCo: H steps on every worker alone, then one step of an outer optimizer for all.
+"""DiLoCo: H local steps, then one step of an outer optimizer on all ranks.
 
     x_i <- InnerOpt(x_i, gradient of worker i)       H times, each worker on its own
     d   <- mean_i (a - x_i)                          a: where all began, the same on all workers

@@ -1,4 +1,4 @@
-"""Fragments: parts of the parameters that are exchanged each at a time of its own.
+"""Fragments: parts of the parameters that are exchanged at different steps.
 
 Every element lies in one fragment. A fragment is so many elements of the vector of all parameters,
 or whole parameters chosen by their names.

@@ -1,4 +1,4 @@
-"""Local SGD: every H steps the parameters of all workers become their mean.
+"""Local SGD: average the parameters of all ranks every H steps.
 
     x_i <- x_i - InnerOpt(gradient of worker i)      H times, each worker on its own
     x_i <- mean_j x_j

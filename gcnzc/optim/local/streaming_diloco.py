@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: DiLoCo of one fragment of the parameters at a time, beside the steps.
+"""Streaming DiLoCo: DiLoCo of one fragment at a time, overlapped with the steps.
 
 Of every fragment p, at every H-th step t of its own, an exchange begins that ends D steps later:
 

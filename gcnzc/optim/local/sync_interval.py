@@ -1,4 +1,4 @@
-"""How many steps workers take on their own from one exchange to the next.
+"""The number of local steps between exchanges, fixed or measured.
 
 So many as were asked for; or as few as keep the exchange from costing the steps more than a share
 of their time, and of their processors: an exchange that goes on beside the steps hides its waiting,

@@ -1,4 +1,4 @@
-"""Optimizers that keep W copies of a model alike at every step: what they have in common.
+"""The base class of optimizers that keep the replicas in sync at every step.
 
 Their state is a few vectors over all parameters (`Space`), so that a step takes as many collectives
 whatever the number of parameters. A step is taken by all workers or by none: an element that is not

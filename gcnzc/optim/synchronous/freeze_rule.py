@@ -1,4 +1,4 @@
-"""When Adam's variance has settled, so that it may be frozen.
+"""Detect when Adam's variance has settled and may be frozen.
 
 Tang et al. (2021) freeze when the variance's L1 norm is at least 0.96 times what it was 1 / (1 -
 beta2) steps before. That also holds while the norm still grows, so here the ratio must be near 1

@@ -1,4 +1,4 @@
-"""1-bit Adam: signs of momenta in place of gradients, once the variance has settled.
+"""1-bit Adam: signs of momenta in place of gradients, once the variance is frozen.
 
 Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
 Speed" (2021, https://arxiv.org/abs/2102.02888). With a constant variance Adam's step is linear in

@@ -1,4 +1,4 @@
-"""1-bit LAMB: 1-bit Adam whose step is as long, for each tensor, as the tensor can bear.
+"""1-bit LAMB: 1-bit Adam with a trust ratio for each tensor.
 
 Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
 Convergence Speed" (2021, https://arxiv.org/abs/2104.06069). LAMB takes a step of |x| / |u| for each

@@ -1,4 +1,4 @@
-"""0/1 Adam: whole gradients, signs of updates, or nothing, by a schedule of steps.
+"""0/1 Adam: gradients, signs of updates, or no exchange, by a schedule of steps.
 
 Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam" (2022,
 https://arxiv.org/abs/2202.06009). Whole gradients refresh the variance ever more rarely. At other
