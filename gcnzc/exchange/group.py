@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gcnzc.exchange.agreement import Need, RequestLog, StallMonitor, Wait, mismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.errors import Broken, WorkerLost, explain
-from gcnzc.exchange.heartbeat import STORE_S, Keeper, Watch
+from gcnzc.exchange.heartbeat import STORE_S, Keeper, Watch, name_of
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.process_group import Channel, T, network
 from gcnzc.exchange.requests import (
@@ -110,7 +110,8 @@ class Group:
         self.watch, self.stalls = watch, None
         if store is not None:
             if watch is None:
-                self.watch = Watch(store, rank, world_size, socket.gethostname(), keeper)
+                host = socket.gethostname()
+                self.watch = Watch(store, rank, world_size, host, keeper, self.ranks)
             self.stalls = StallMonitor(store, self.log, self._find_busy, self._abort)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
@@ -305,7 +306,8 @@ class Group:
             why = explain(self.watch, error.__cause__)
             self.watch.leave(why)
             raise WorkerLost(
-                f"worker {self.rank} waited {waited:.0f} s in step {self.watch.step} for "
+                f"{name_of(self.rank, self.ranks)} waited {waited:.0f} s in step "
+                f"{self.watch.step} for "
                 f"{described(request)}: {why}\n\n"
                 "hint: the run goes on from its last checkpoint when it is started again with "
                 f"--resume; the time limit is {self.timeout_s:g} s"

@@ -76,11 +76,19 @@ class Watch:
         world_size: the number of workers.
         host: the name of this machine.
         keeper: the process that hosts the store; None if it is not known.
+        global_ranks: of a subgroup, the ranks of its workers among all workers.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, host: str, keeper: Keeper | None = None
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        host: str,
+        keeper: Keeper | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
+        self.global_ranks = global_ranks
         self.store, self.rank, self.world_size, self.host = store, rank, world_size, host
         self.keeper = keeper
         self.beat = 0
@@ -131,7 +139,8 @@ class Watch:
                     return f"unknown: in {STORE_S:g} s the store took in no signs of life"
         except RuntimeError:
             return self._without_store()
-        return blamed(self.rank, self.step, range(self.world_size), before, after)
+        ranks = range(self.world_size)
+        return blamed(self.rank, self.step, ranks, before, after, self.global_ranks)
 
     def _beats(self, signs: dict[int, Sign]) -> int:
         return signs[self.rank].beat if self.rank in signs else 0
@@ -252,6 +261,7 @@ def blamed(
     ranks: Sequence[int],
     before: dict[int, Sign],
     after: dict[int, Sign],
+    global_ranks: Sequence[int] | None = None,
 ) -> str:
     """Describe which workers made an exchange of worker `rank` in step `step` fail.
 
@@ -260,16 +270,17 @@ def blamed(
         step: its step.
         ranks: the ranks of all workers.
         before, after: heartbeats by rank, read some intervals apart.
+        global_ranks: of a subgroup, the ranks of its workers among all workers.
     """
     lines, told = [], []
     for other in ranks:
         if other == rank:
             continue
         if other not in after:
-            lines.append(f"worker {other} never came")
+            lines.append(f"{name_of(other, global_ranks)} never came")
             continue
         sign = after[other]
-        where = f"worker {other} on {sign.host}"
+        where = f"{name_of(other, global_ranks)} on {sign.host}"
         if sign.left:
             told.append(f"{where} left: {sign.left}")
         elif other in before and before[other].beat == sign.beat:
@@ -280,3 +291,10 @@ def blamed(
             lines.append(f"{where} is alive and still in step {sign.step}, at {sign.doing}")
     # workers that reported their end are named only if no worker is missing or behind
     return "; ".join(lines or told) or "all other workers are alive, so the network may be broken"
+
+
+def name_of(rank: int, global_ranks: Sequence[int] | None) -> str:
+    """Return the name of a worker in messages, in a subgroup also its rank among all workers."""
+    if global_ranks is None or list(global_ranks) == list(range(len(global_ranks))):
+        return f"worker {rank}"
+    return f"worker {global_ranks[rank]}, rank {rank} of the subgroup,"

@@ -119,6 +119,12 @@ class FeatureTable:
                 f"a table of features of shape {tuple(rows.shape)} wants a gradient, which gathers "
                 "do not carry\n\nhint: rows.detach()"
             )
+        if rows.is_neg() or rows.is_conj():
+            # the bytes in memory are those of other values
+            raise ValueError(
+                f"rows is {describe(rows)} whose values are negated or conjugated when they are "
+                "read\n\nhint: rows.resolve_neg().resolve_conj()"
+            )
         if self.is_sparse:
             if rows.dtype != torch.float32 or rows.device.type != "cpu":
                 raise ValueError(

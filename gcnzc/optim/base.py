@@ -382,12 +382,20 @@ class Exchanging(Optimizer):
         """Make parameters and buffers equal on all ranks; call it once, after the last step.
 
         Floating-point buffers of `module`, such as BatchNorm's, become their means over the ranks.
+
+        Raises:
+            ValueError: the ranks took different numbers of steps, or their options differ; raised
+                on all ranks.
         """
         self._run(self.finalized())
 
     def finalized(self) -> Algorithm[None]:
         """The communication and computation of `finalize`, for `lockstep`."""
         yield from self.broadcast_model()
+        if self.group.world_size > 1:
+            # a rank with fewer steps has averaged its last ones with others of the other ranks
+            self.comparison.is_due = True
+            yield from self.compare()
         yield from self.finish()
         if self.module is not None and self.group.world_size > 1:
             yield from synchronise_buffers(self.module)

@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
-from optim.kinds import KINDS
+from optim.kinds import KINDS, adamw
 from processes import results
 from torch import nn
 
 from gcnzc.exchange import RequestMismatch, joined
-from gcnzc.optim import Averaged
+from gcnzc.optim import Averaged, LocalSGD, OneBitAdam
 
 STEPS, SAVED, CHANGED = 14, 2, 5
 
@@ -74,6 +74,44 @@ def train_until_an_error(make, group, change):
     return "", STEPS
 
 
+# optimizers whose settings depend on the rank
+SETTINGS = {
+    "averaged": lambda model, group: Averaged(
+        adamw(model), group, clip_norm=0.1 if group.rank else None
+    ),
+    "averaged inner": lambda model, group: Averaged(
+        torch.optim.SGD(model.parameters(), lr=0.01) if group.rank else adamw(model), group
+    ),
+    "onebit-adam": lambda model, group: OneBitAdam(
+        model.parameters(), 0.01, group=group, clip_norm=0.1 + group.rank
+    ),
+    "local-sgd inner": lambda model, group: LocalSGD(
+        torch.optim.Adam(model.parameters(), lr=0.01) if group.rank else adamw(model), group
+    ),
+}
+
+
+def error_of(make, group):
+    try:
+        make(model_of(), group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def finalize_after_other_steps(make, group):
+    """The error of `finalize` on a rank that left out its last step, and on one that did not."""
+    model = model_of()
+    optimizer = make(model, group)
+    try:
+        for step in range(1, STEPS + 1 - group.rank):
+            take_step(model, optimizer, step)
+        optimizer.finalize()
+    except (ValueError, RequestMismatch) as error:
+        return str(error)
+    return ""
+
+
 def train_all():
     found = {}
     with joined(timeout_s=20) as whole:
@@ -83,6 +121,11 @@ def train_all():
                 group = whole.subgroup([0, 1])
                 found[name, change.__name__] = train_until_an_error(make, group, change)
                 group.close()
+            group = whole.subgroup([0, 1])
+            found[name, "finalize"] = finalize_after_other_steps(make, group)
+            group.close()
+        for name, make in SETTINGS.items():
+            found[name, "settings"] = error_of(make, whole.subgroup([0, 1]))
         copies = {how: add_to_a_copy(copied, whole) for how, copied in COPIES.items()}
     return found, copies
 
@@ -124,6 +167,20 @@ def test_a_state_that_one_rank_alone_loads_is_an_error_on_both_with_their_steps(
     *_, text = found_by(ranks, name, load_its_own_state_on_rank_1)
     expected = f"loaded state differs between ranks: none on rank 0, of step {CHANGED} on rank 1"
     assert text.startswith(f"{expected}\n\nhint: ")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_rank_that_took_fewer_steps_is_an_error_on_both_in_finalize(ranks, name):
+    texts = [found[name, "finalize"] for found, _ in ranks]
+    # a last step that exchanges meets the comparison of `finalize`; others end before it
+    unequal = f"number of steps differs between ranks: {STEPS} on rank 0, {STEPS - 1} on rank 1"
+    assert all("requests do not match" in text or unequal in text for text in texts), texts
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_other_settings_on_one_rank_are_an_error_on_both_at_construction(ranks, name):
+    for found, _ in ranks:
+        assert "the optimizers of workers 0 and 1 differ" in found[name, "settings"]
 
 
 # --- copies of Averaged, which broadcast only what is added

@@ -228,7 +228,8 @@ class LocalUpdates(Exchanging):
     def layout(self) -> list[str]:
         """See `Exchanging`."""
         options = option_lines(self.param_groups, with_gpu=True)
-        return [f"{self.words()} and {len(self.asks)} signals", *self.space.layout(), *options]
+        own = f"{self.words()} around {type(self.inner).__name__} and {len(self.asks)} signals"
+        return [own, *self.space.layout(), *options]
 
     def on_broadcast(self) -> None:
         """See `Exchanging`."""

@@ -90,6 +90,11 @@ class Averaged(Exchanging):
         # parameters may have been added
         self.is_broadcast = False
 
+    def layout(self) -> list[str]:
+        """See `Exchanging`."""
+        inner = type(self.inner).__name__
+        return [f"Averaged({inner}, compress={self.compress}, clip_norm={self.clip_norm})"]
+
     def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
         """See `Exchanging`: those that were not broadcast before."""
         return [pair for pair in self.tensors() if pair[0] not in self.broadcast_names]

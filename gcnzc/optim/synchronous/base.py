@@ -132,7 +132,8 @@ class Replicated(Exchanging):
     def layout(self) -> list[str]:
         """See `Exchanging`."""
         options = option_lines(self.param_groups, with_gpu=True)
-        return [f"{type(self).__name__}, {len(self.asks)} signals", *self.space.layout(), *options]
+        own = f"{type(self).__name__}, clip_norm {self.clip_norm}, {len(self.asks)} signals"
+        return [own, *self.space.layout(), *options]
 
     def algorithm(self) -> Algorithm[None]:
         """See `Exchanging`: change the parameters on all workers alike, or on none."""
