@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from gcnzc.exchange import heartbeat
-from gcnzc.exchange.heartbeat import Keeper, Watch
+from gcnzc.exchange.heartbeat import Keeper, Sign, Watch, blamed
 
 # a name that nobody has (RFC 6761)
 NOWHERE = ("machine0.invalid", 29400)
@@ -201,3 +201,10 @@ def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launche
         time.sleep(0.05)
     alive.leave()
     assert killed.is_set() == has_launcher
+
+
+def test_workers_of_a_subgroup_are_named_by_their_ranks_among_all():
+    silent = {1: Sign(beat=3, step=2, doing="training", host="here")}
+    text = blamed(0, 2, range(2), silent, silent, [0, 2])
+    assert text.startswith("worker 2, rank 1 of the subgroup, on here gives no sign of life")
+    assert blamed(0, 2, range(2), silent, silent).startswith("worker 1 on here gives no sign")

@@ -232,6 +232,9 @@ def test_rows_are_not_copied():
         (torch.zeros(5), r"shape \(5,\), but a table of features is a tensor of two dimensions"),
         (torch.zeros(5, 2).numpy(), "rows is an ndarray"),
         (torch.zeros(5, 2, requires_grad=True), "wants a gradient"),
+        # the bytes in memory are those of other values
+        (torch._neg_view(torch.ones(5, 2)), "negated or conjugated"),
+        (torch.ones(5, 2, dtype=torch.complex64).conj(), "negated or conjugated"),
         (torch.zeros(5, 4).t(), "contiguous rows"),
         (torch.zeros(5, 4).to_sparse(), "dense with contiguous rows, or CSR"),
     ],

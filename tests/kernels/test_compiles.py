@@ -14,7 +14,7 @@ import pytest
 # module, kernel, types of its arguments, its constants, and what its PTX must have
 CASES = [
     (
-        "dropout",
+        "aggregate.dropout",
         "_drop_gpu",
         {"x": f"*{dtype}", "out": f"*{dtype}", "count": "i64", "seed": "i64"}
         | {"level": "i32", "scale": "fp32"},

@@ -160,7 +160,7 @@ def begin(models):
 
 def test_models_that_differ_are_told_and_do_not_hang():
     models = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)]
-    with pytest.raises(ValueError, match=r"workers 0 and 2 differ: at 0, .*\(2, 2\).*\(3, 2\)"):
+    with pytest.raises(ValueError, match=r"workers 0 and 2 differ: at 1, .*\(2, 2\).*\(3, 2\)"):
         begin(models)
     models = [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
     with pytest.raises(
