@@ -164,7 +164,7 @@ def test_models_that_differ_are_told_and_do_not_hang():
         begin(models)
     models = [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
     with pytest.raises(
-        ValueError, match=r"at 1, worker 0 has .* 1 \(2,\).* worker 1 has nothing more"
+        ValueError, match=r"at 2, worker 0 has .* 1 \(2,\).* worker 1 has nothing more"
     ):
         begin(models)
     models = [with_gradients(nn.Linear(2, 2), 1.0), with_gradients(nn.Linear(2, 3), 1.0)]

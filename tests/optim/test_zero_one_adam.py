@@ -383,7 +383,7 @@ def test_finalize_leaves_all_with_the_same(compress):
     assert all(ledger.requests for ledger in outcome.ledgers)
     outcome = lockstep([optimizer.finalized() for optimizer in optimizers])
     # the ranks compare steps and options, and exchange no vector
-    assert all(set(ledger.entries) <= {"AllGather", "AllToAll"} for ledger in outcome.ledgers)
+    assert all(set(ledger.entries) <= {"Vote", "AllToAll"} for ledger in outcome.ledgers)
     assert all(ledger.requests <= 2 for ledger in outcome.ledgers)
     train(models, optimizers, 20, 15)
     assert are_alike(models)
