@@ -227,9 +227,8 @@ class LocalUpdates(Exchanging):
 
     def layout(self) -> list[str]:
         """See `Exchanging`."""
-        options = option_lines(self.param_groups, with_gpu=True)
         own = f"{self.words()} around {type(self.inner).__name__} and {len(self.asks)} signals"
-        return [own, *self.space.layout(), *options]
+        return [own, *self.space.layout(), *option_lines(self.param_groups, with_gpu=True)]
 
     def on_broadcast(self) -> None:
         """See `Exchanging`."""
