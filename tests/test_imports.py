@@ -14,18 +14,17 @@ from gcnzc._moved import MOVED
 
 ROOT = Path(__file__).parents[1]
 
-# a package, and the packages of the project that its modules may import
-EVERY_LIBRARY = {"kernels", "datasets", "system", "exchange", "compress", "optim", "features"}
-EVERY_LIBRARY |= {"graph", "sampling", "loader", "models", "interop", "tune"}
+# neither group may import the other, directly or through other modules
+NETWORK = {"exchange", "compress", "optim"}
+GRAPHS = {"graph", "features", "sampling", "loader", "models", "interop", "tune", "datasets"}
+# the packages that a package may import besides itself
 MAY_IMPORT = {
     "kernels": set(),
     "datasets": set(),
     "system": {"kernels"},
-    # network: any nn.Module, no graphs
     "exchange": {"system"},
     "compress": {"exchange", "system", "kernels"},
     "optim": {"compress", "exchange", "system", "kernels"},
-    # graphs: no network
     "features": {"system", "kernels"},
     "graph": {"features", "datasets", "system", "kernels"},
     "sampling": {"graph", "system", "kernels"},
@@ -33,14 +32,10 @@ MAY_IMPORT = {
     "models": {"sampling", "system", "kernels"},
     "interop": {"loader", "sampling", "features", "graph", "system", "kernels"},
     "tune": {"loader", "sampling", "features", "graph", "datasets", "system", "kernels"},
-    # what joins the two
-    "train": EVERY_LIBRARY,
-    "cli": EVERY_LIBRARY | {"train"},
+    "train": {*NETWORK, *GRAPHS, "system", "kernels"},
+    "cli": {*NETWORK, *GRAPHS, "system", "kernels", "train"},
 }
-# which know nothing of each other, by whatever path of imports
-NETWORK = {"exchange", "compress", "optim"}
-GRAPHS = {"graph", "features", "sampling", "loader", "models", "interop", "tune", "datasets"}
-# modules beside the packages, which any may import
+# modules that every package may import
 SHARED = {"_allocation", "_lazy", "_moved", "_version"}
 # the packages at the root, and what they may import besides the standard library
 LIBRARIES = {
