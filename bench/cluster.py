@@ -10,7 +10,7 @@ command runs on each, with the environment that torch.distributed reads; or it i
 behind the worker's number. One JSON line on stdout ends the run: what was asked for and measured,
 exit codes, seconds, and what each interface counted.
 
-Nothing remains afterwards, even after SIGKILL. docs/cluster.md says more.
+Nothing remains afterwards, even after SIGKILL. docs/howto/emulate_a_cluster.md says more.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Which defaults serve short runs: each optimizer with the defaults of before and of now.
 
     python bench/defaults.py [--tasks TASK ...] [--methods METHOD ...] [--seeds N] [--steps N]
-    python bench/defaults.py --table          the table in docs/optimizers.md from the newest lines
+    python bench/defaults.py --table          the table in docs/reference/optimizers.md from the newest lines
 
 Four ranks train in one process, in lockstep, by every method with as many minibatches and the same
 step size: a multilayer perceptron on scikit-learn's handwritten digits, a character-level
@@ -49,7 +49,7 @@ from gcnzc.optim import (
 )
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "optimizers.md"
+DOCUMENT = ROOT / "docs" / "reference" / "optimizers.md"
 BEGIN, END = "<!-- begin of bench/defaults.py -->\n", "<!-- end of bench/defaults.py -->\n"
 WORLD_SIZE = 4
 LAST = 100  # steps at the end of a run whose bytes are counted apart

@@ -2,7 +2,7 @@
 
     python bench/fuzz.py [--seed S] [--cases N] [--kinds KIND ...] [--all]
         [--no-record | --report FILE]
-    python bench/fuzz.py --table       write the newest line's table into docs/commands.md
+    python bench/fuzz.py --table       write the newest line's table into docs/reference/commands.md
 
 Each case damages a copy of a file that commands read, or makes up an option. The seed, the kind and
 the number of the case determine it:
@@ -57,7 +57,7 @@ from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "commands.md"
+DOCUMENT = ROOT / "docs" / "reference" / "commands.md"
 BEGIN, END = "<!-- begin of bench/fuzz.py -->\n", "<!-- end of bench/fuzz.py -->\n"
 
 SIZES = "--nodes 300 --edges 1200 --num-features 8 --classes 3"
@@ -747,7 +747,7 @@ def main() -> int:
     parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--report", type=Path, help="write the outcomes to this file instead")
     parser.add_argument("--all", action="store_true", help="print every case")
-    parser.add_argument("--table", action="store_true", help="only write docs/commands.md's table")
+    parser.add_argument("--table", action="store_true", help="only write the table in docs/")
     arguments = parser.parse_args()
     if arguments.table:
         write_table()

@@ -3,7 +3,7 @@
     git clone --depth 1 --branch 2.8.0 https://github.com/pyg-team/pytorch_geometric PYG
     git clone --depth 1 --branch v2.1.0 https://github.com/dmlc/dgl DGL
     python bench/peer_tests.py --pyg PYG --dgl DGL       lines in results/peer_tests.jsonl
-    python bench/peer_tests.py --table                   the table in docs/interop.md from them
+    python bench/peer_tests.py --table                   the table in docs/
 
 The checkouts are of the tags closest to the installed packages; only their test folders are read,
 and nothing of them is in this repository. Every test runs once with gcnzc's loaders and once with
@@ -32,7 +32,7 @@ from typing import Any
 import harness
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "interop.md"
+DOCUMENT = ROOT / "docs" / "reference" / "drop_in_loaders.md"
 BEGIN, END = "<!-- begin of bench/peer_tests.py -->\n", "<!-- end of bench/peer_tests.py -->\n"
 SUITES = {
     "pyg": (
@@ -176,7 +176,7 @@ def main() -> None:
     )
     parser.add_argument("--pyg", type=Path, metavar="FOLDER", help="a checkout of PyG")
     parser.add_argument("--dgl", type=Path, metavar="FOLDER", help="a checkout of DGL")
-    parser.add_argument("--table", action="store_true", help="write the table of docs/interop.md")
+    parser.add_argument("--table", action="store_true", help="write the table in docs/")
     arguments = parser.parse_args()
     for peer in SUITES:
         checkout = getattr(arguments, peer)

@@ -3,7 +3,7 @@
     python bench/wire.py
 
 Nothing is timed: the figures are exact, and the same on every machine. They are recorded, and
-printed as the tables of docs/link.md.
+printed as the tables of docs/concepts/zero_copy.md.
 """
 
 from collections.abc import Iterator, Sequence

@@ -406,4 +406,4 @@ def _demand_host(table: FeatureTable, device: torch.device) -> None:
         )
 
 
-USUAL_HOT = 0.2  # of the rows; docs/hot.md has what other sizes bring
+USUAL_HOT = 0.2  # of the rows; docs/concepts/feature_cache.md has what other sizes bring

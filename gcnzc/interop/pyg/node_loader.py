@@ -25,8 +25,8 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
     """`torch_geometric.loader.NeighborLoader`, with its arguments and its minibatches.
 
     It is an instance of PyG's class. The arguments up to `directed` are PyG's, and so are
-    `input_id` and those of torch's `DataLoader`; docs/interop.md lists what of them is supported.
-    What is not is refused by name. The others are gcnzc's.
+    `input_id` and those of torch's `DataLoader`; docs/reference/drop_in_loaders.md lists those that
+    are supported. Unsupported ones raise an error that names them. The others are gcnzc's.
 
     Args:
         data: a `torch_geometric.data.Data` with `edge_index`.
