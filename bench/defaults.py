@@ -1,7 +1,6 @@
 """Which defaults serve short runs: each optimizer with the defaults of before and of now.
 
     python bench/defaults.py [--tasks TASK ...] [--methods METHOD ...] [--seeds N] [--steps N]
-    python bench/defaults.py --table          the table in docs/reference/optimizers.md from the newest lines
 
 Four ranks train in one process, in lockstep, by every method with as many minibatches and the same
 step size: a multilayer perceptron on scikit-learn's handwritten digits, a character-level
@@ -11,12 +10,11 @@ character, where less is better) and the bytes that rank 0 sent in all, and in t
 """
 
 import argparse
-import json
 import math
 import statistics
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +47,6 @@ from gcnzc.optim import (
 )
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "reference" / "optimizers.md"
-BEGIN, END = "<!-- begin of bench/defaults.py -->\n", "<!-- end of bench/defaults.py -->\n"
 WORLD_SIZE = 4
 LAST = 100  # steps at the end of a run whose bytes are counted apart
 ADAM = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb, "zero-one-adam": ZeroOneAdam}
@@ -325,55 +321,6 @@ def compare(name: str, methods: Sequence[str], seeds: int, steps: int) -> None:
             )
 
 
-def newest() -> dict[tuple[str, str, str], dict[str, Any]]:
-    """The newest line of each task, method and set of defaults."""
-    lines = (harness.RESULTS / "defaults.jsonl").read_text().splitlines()
-    found = map(json.loads, lines)
-    return {(line["task"], line["method"], line["defaults"]): line for line in found}
-
-
-def table() -> Iterator[str]:
-    """The rows of the table in the document."""
-    lines = newest()
-    some = next(iter(lines.values()))
-    commits = ", ".join(sorted({f"`{line['commit']}`" for line in lines.values()}))
-    yield f"`{some['command']}` at {commits}, {some['cpu']}, {some['time'][:10]}:"
-    yield "a multilayer perceptron (digits), a character-level transformer (characters) and"
-    yield f"GraphSAGE (planted), with AdamW's step size and minibatches; {WORLD_SIZE} ranks,"
-    yield f"{some['steps']} steps, means of {len(some['scores'])} seeds ± standard deviation."
-    yield '"Before" are the previous defaults of the class and of the command line; "now" is'
-    yield "without `total_steps`."
-    yield ""
-    titles = [
-        f"{name} ({'%' if line['unit'] == 'percent' else 'bits, less is better'})"
-        for name in TASKS
-        for line in [lines[name, "adamw", "now"]]
-    ]
-    yield f"| method | defaults | {' | '.join(titles)} | bytes of AdamW's, last {LAST} steps |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for method in METHODS:
-        for defaults in option_sets(method, some["steps"]):
-            cells = [lines.get((name, method, defaults)) for name in TASKS]
-            if None in cells:
-                continue
-            shown = [f"{cell['score']:.2f} ± {cell['spread']:.2f}" for cell in cells]
-            sent = [
-                cell["last_bytes_sent"] / lines[name, "adamw", "now"]["last_bytes_sent"]
-                for name, cell in zip(TASKS, cells, strict=True)
-            ]
-            shares = " / ".join(f"{100 * share:.0f}" for share in sent)
-            yield f"| {method} | {defaults} | {' | '.join(shown)} | {shares} % |"
-
-
-def write_table() -> None:
-    """Put the table into the document."""
-    text = DOCUMENT.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    rows = "\n".join(table())
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{rows}\n\n{END}{after}")
-
-
 def main() -> None:
     """Measure, or write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -381,11 +328,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--table", action="store_true", help="write the table of the document")
     arguments = parser.parse_args()
-    if arguments.table:
-        write_table()
-        return
     torch.set_num_threads(1)
     for name in arguments.tasks:
         compare(name, arguments.methods, arguments.seeds, arguments.steps)

@@ -2,7 +2,6 @@
 
     python bench/fuzz.py [--seed S] [--cases N] [--kinds KIND ...] [--all]
         [--no-record | --report FILE]
-    python bench/fuzz.py --table       write the newest line's table into docs/reference/commands.md
 
 Each case damages a copy of a file that commands read, or makes up an option. The seed, the kind and
 the number of the case determine it:
@@ -48,6 +47,7 @@ from typing import Any
 import harness
 import numpy as np
 import torch
+from robustness_tables import outcomes_of
 
 from gcnzc import cli
 from gcnzc.datasets import ogb
@@ -57,8 +57,6 @@ from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "reference" / "commands.md"
-BEGIN, END = "<!-- begin of bench/fuzz.py -->\n", "<!-- end of bench/fuzz.py -->\n"
 
 SIZES = "--nodes 300 --edges 1200 --num-features 8 --classes 3"
 # options of a training of one short epoch
@@ -718,26 +716,6 @@ def run_cases(
     return counts
 
 
-def table_of(line: Mapping[str, Any]) -> str:
-    """The table of a recorded line."""
-    rows = ["| inputs | cases | rejected | accepted, and may be | failed |"]
-    rows += ["| --- | --- | --- | --- | --- |"]
-    kinds = line["kinds"]
-    total = {name: sum(kind[name] for kind in kinds.values()) for name in OUTCOMES}
-    for name, counts in [*kinds.items(), ("all", total)]:
-        cells = [name, sum(counts.values()), *(counts[outcome] for outcome in OUTCOMES)]
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(rows) + "\n"
-
-
-def write_table() -> None:
-    """Put the table of the newest recorded line into the document."""
-    lines = (harness.RESULTS / "fuzz.jsonl").read_text().splitlines()
-    before, rest = DOCUMENT.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{table_of(json.loads(lines[-1]))}\n{END}{after}")
-
-
 def main() -> int:
     """Run the cases and record their outcomes; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -747,17 +725,13 @@ def main() -> int:
     parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--report", type=Path, help="write the outcomes to this file instead")
     parser.add_argument("--all", action="store_true", help="print every case")
-    parser.add_argument("--table", action="store_true", help="only write the table in docs/")
     arguments = parser.parse_args()
-    if arguments.table:
-        write_table()
-        return 0
     begin = time.monotonic()
     counts = run_cases(arguments.kinds, arguments.cases, arguments.seed, is_verbose=arguments.all)
     kinds = {
         kind: {outcome: found[outcome] for outcome in OUTCOMES} for kind, found in counts.items()
     }
-    print(table_of({"kinds": kinds}))
+    print(outcomes_of(kinds))
     if arguments.report is not None:
         arguments.report.write_text(json.dumps(kinds))
     elif not arguments.no_record:

@@ -3,7 +3,6 @@
     git clone --depth 1 --branch 2.8.0 https://github.com/pyg-team/pytorch_geometric PYG
     git clone --depth 1 --branch v2.1.0 https://github.com/dmlc/dgl DGL
     python bench/peer_tests.py --pyg PYG --dgl DGL       lines in results/peer_tests.jsonl
-    python bench/peer_tests.py --table                   the table in docs/
 
 The checkouts are of the tags closest to the installed packages; only their test folders are read,
 and nothing of them is in this repository. Every test runs once with gcnzc's loaders and once with
@@ -32,8 +31,6 @@ from typing import Any
 import harness
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "reference" / "drop_in_loaders.md"
-BEGIN, END = "<!-- begin of bench/peer_tests.py -->\n", "<!-- end of bench/peer_tests.py -->\n"
 SUITES = {
     "pyg": (
         "test/loader/test_neighbor_loader.py",
@@ -113,42 +110,6 @@ def summarize(outcomes: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
     return files
 
 
-def table(lines: Iterable[Outcome]) -> str:
-    """The table of the newest lines, as it stands in the document."""
-    newest = {(line["peer"], line["file"], line["loaders"]): line for line in lines}
-    rows = [
-        "| tests of | passed | rejected by name | failed | skipped | passed with its own loaders |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    rejected: dict[str, Counter[str]] = {}
-    for (peer, file, loaders), line in newest.items():
-        if loaders != "gcnzc":
-            continue
-        own = newest.get((peer, file, "own"), {"passed": "not run"})
-        counts = [line[name] for name in ("passed", "rejected", "failed", "skipped")]
-        cells = [f"{peer} {line['version']}, `{Path(file).name}`", *counts, own["passed"]]
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-        rejected.setdefault(peer, Counter()).update(line["reasons"].get("rejected", {}))
-    for peer, reasons in rejected.items():
-        named = (f"{what} ({count})" for what, count in sorted(reasons.items()))
-        rows += ["", f"Rejected of {peer}'s tests: {'; '.join(named) or 'none'}."]
-    return "\n".join(rows) + "\n"
-
-
-def write_table() -> None:
-    """Put the table of the newest lines into the document."""
-    text = DOCUMENT.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{table(read_lines())}\n{END}{after}")
-
-
-def read_lines() -> list[Outcome]:
-    """All lines that were recorded, the oldest first."""
-    results = ROOT / "bench" / "results" / "peer_tests.jsonl"
-    return [json.loads(line) for line in results.read_text().splitlines()]
-
-
 def record_tests(peer: str, loaders: str, checkout: Path) -> None:
     """Run the tests of a library, and append a line for each file of them."""
     version = installed_version(peer)
@@ -176,14 +137,11 @@ def main() -> None:
     )
     parser.add_argument("--pyg", type=Path, metavar="FOLDER", help="a checkout of PyG")
     parser.add_argument("--dgl", type=Path, metavar="FOLDER", help="a checkout of DGL")
-    parser.add_argument("--table", action="store_true", help="write the table in docs/")
     arguments = parser.parse_args()
     for peer in SUITES:
         checkout = getattr(arguments, peer)
         for loaders in ("gcnzc", "own") if checkout is not None else ():
             record_tests(peer, loaders, checkout.resolve())
-    if arguments.table:
-        write_table()
 
 
 if __name__ == "__main__":

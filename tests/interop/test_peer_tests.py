@@ -110,9 +110,3 @@ def test_no_test_of_a_library_fails(peer):
         assert outcome["outcome"] != "failed", outcome
         if outcome["outcome"] == "rejected":
             assert any(word in outcome["reason"] for word in REFUSED[peer]), outcome
-
-
-def test_the_table_in_the_document_is_of_the_newest_lines():
-    text = peer_tests.DOCUMENT.read_text()
-    inner = text.split(peer_tests.BEGIN)[1].split(peer_tests.END)[0]
-    assert inner.strip() == peer_tests.table(peer_tests.read_lines()).strip()

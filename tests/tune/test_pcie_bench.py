@@ -530,6 +530,6 @@ def test_the_picture(tmp_path):
 
 
 def test_the_document_has_the_figures_of_the_benchmark():
-    text = (Path(__file__).parents[2] / "docs" / "concepts" / "zero_copy.md").read_text()
-    for table in (bench_wire.set_table(), bench_wire.limit_table()):
-        assert "\n".join(table) in text
+    text = (Path(__file__).parents[2] / "docs" / "benchmarks" / "bus.md").read_text()
+    for rows in (bench_wire.set_table()[2:], bench_wire.limit_table()[2:]):
+        assert "\n".join(rows) in text

@@ -35,8 +35,8 @@ class DataLoader(Minibatches):
     """`dgl.dataloading.DataLoader`, with its arguments and its minibatches.
 
     The arguments up to `gpu_cache` are DGL's, and so are those of torch's `DataLoader`;
-    docs/reference/drop_in_loaders.md lists those that are supported. Unsupported ones raise an error
-    that names them. The others are gcnzc's.
+    docs/reference/drop_in_loaders.md lists those that are supported. Unsupported ones raise an
+    error that names them. The others are gcnzc's.
 
     Args:
         graph: a `dgl.DGLGraph` with one type of nodes and one of edges, on the host.

@@ -1,0 +1,46 @@
+"""Write the tables of the documentation, each from the lines of `bench/results/`.
+
+    python bench/pages.py            write them into docs/ and README.md
+
+A page has a pair of comments for each table, `<!-- table: NAME -->` and `<!-- end of table -->`;
+what lies between them is replaced. Names are those of the functions in `bench/tables.py`,
+`bench/network_tables.py`, `bench/robustness_tables.py` and `bench/summary_tables.py`.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import network_tables  # noqa: F401, which registers its tables
+import robustness_tables  # noqa: F401
+import summary_tables  # noqa: F401
+from tables import TABLES
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PATTERN = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def main() -> int:
+    """Write every page whose tables have changed."""
+    for page in PAGES:
+        text = page.read_text()
+        new = with_tables(text)
+        if new != text:
+            page.write_text(new)
+            print(page.relative_to(ROOT))
+    return 0
+
+
+def with_tables(text: str) -> str:
+    """A page's text with its tables computed anew."""
+    return PATTERN.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def tables_of(text: str) -> list[str]:
+    """The names of the tables of a page."""
+    return [found[2] for found in PATTERN.finditer(text)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

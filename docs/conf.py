@@ -1,0 +1,41 @@
+"""Settings of the documentation site; `make docs` builds it."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gcnzc import __version__ as release  # noqa: E402
+
+project = "gcnzc"
+copyright = "the authors of gcnzc"
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"gcnzc {release}"
+html_theme_options = {"navigation_with_keys": True}
+html_copy_source = False
+
+myst_heading_anchors = 3
+myst_enable_extensions = ["attrs_block", "deflist"]
+# a copied block has no prompts and no output
+copybutton_prompt_text = r">>> |\.\.\. |\$ |# "
+copybutton_prompt_is_regexp = True
+copybutton_only_copy_prompt_lines = True
+
+# docstrings write `code` with single backticks
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+python_display_short_literal_types = True
+# names of Python, torch and other libraries, whose pages cannot be reached from here
+nitpick_ignore_regex = [("py:.*", r"(?!gcnzc\.).*")]

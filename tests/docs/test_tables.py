@@ -1,0 +1,41 @@
+"""The tables of the documentation are those of the recorded results."""
+
+import re
+
+import pages
+import pytest
+from tables import TABLES, with_caption
+
+PAGES = {path.relative_to(pages.ROOT).as_posix(): path.read_text() for path in pages.PAGES}
+# figures that a measurement gives, with their unit
+MEASURED = re.compile(
+    r"\d[\d.,]* ?(?:seeds/s|GB/s|times (?:as|less|more|fewer)|ms\b|points)|\d ± \d"
+)
+
+
+@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "<!-- table:" in text])
+def test_a_page_has_the_tables_of_the_recorded_lines(name):
+    assert pages.with_tables(PAGES[name]) == PAGES[name], "run `python bench/pages.py`"
+
+
+def test_every_table_is_on_a_page():
+    shown = [table for text in PAGES.values() for table in pages.tables_of(text)]
+    assert sorted(set(shown)) == sorted(TABLES)
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/benchmarks/")])
+def test_no_measured_figure_is_typed_outside_of_a_table(name):
+    prose = pages.PATTERN.sub("", PAGES[name])
+    # the parameters of an experiment
+    prose = re.sub(r"1 ms (?:of delay|from machine)", "", prose)
+    assert not MEASURED.findall(prose)
+
+
+def test_a_caption_names_machine_date_commits_and_command():
+    line = {"time": "2026-11-20T10:00:00Z", "cpu": "A", "cores": 2, "torch": "2.13.0+cpu"}
+    line |= {"commit": "abc", "gpu": "none"}
+    text = with_caption("", [line, line | {"commit": "def-dirty", "gpu": "H"}], "python x.py")
+    assert text.strip() == (
+        "A and H, 2 cores, torch 2.13.0, 2026-11-20, commits `abc`, `def-dirty`. "
+        "Measured by `python x.py`."
+    )
