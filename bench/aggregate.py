@@ -25,7 +25,7 @@ from torch import Tensor
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.dgl import import_dgl
 from gcnzc.kernels.aggregate import aggregate
-from gcnzc.kernels.aggregate.gat import attend
+from gcnzc.kernels.aggregate.gat import gat_aggregate
 from gcnzc.sampling.batch import Block
 from gcnzc.sampling.neighbor import Sampler
 
@@ -100,7 +100,7 @@ def attention_ways(blocks: list[Block], scores: list[Tensor]) -> dict[str, list[
     def ours(block: Block, score: Tensor, x: Tensor) -> Tensor:
         x = x.view(block.num_src, HEADS, -1)
         target = score[: block.num_dst]
-        return attend(block.indptr, block.indices, x, score, target, self_loops=False)
+        return gat_aggregate(block.indptr, block.indices, x, score, target, self_loops=False)
 
     def ours_anew(block: Block, score: Tensor, x: Tensor) -> Tensor:
         return ours(replace(block, indices=block.indices.detach()), score, x)

@@ -302,10 +302,10 @@ class Cluster:
             found = listening.getsockname()
             with call_in(machines[sender], lambda: create_connection(found)) as client:
                 measured = measure(client, listening.accept()[0], seconds)
-        self._settle()
+        self._update_error()
         return measured
 
-    def _settle(self) -> None:
+    def _update_error(self) -> None:
         """Wait until what is queued has arrived, for it would count as a later command's."""
         before = None
         while (now := self.counters()) != before:

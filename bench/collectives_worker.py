@@ -23,21 +23,21 @@ import torch
 from gcnzc.exchange import (
     Algorithm,
     AllGather,
+    AllGatherScalar,
     AllToAll,
-    Begin,
     Broadcast,
     Choices,
-    End,
     Group,
     Mean,
     Receive,
     ReduceScatter,
     Send,
+    SendReceive,
+    Start,
     Sum,
-    Swap,
-    Vote,
-    joined,
-    tuned,
+    Wait,
+    init_group,
+    tune,
 )
 from gcnzc.exchange.choices import ALGORITHMS, BUILTIN, CHAIN, kind_of, sent_bytes
 from gcnzc.exchange.ledger import Entry
@@ -64,9 +64,9 @@ Line = dict[str, Any]
 def main() -> None:
     """Measure what the command line says."""
     torch.set_num_threads(1)
-    with joined(timeout_s=TIMEOUT_S) as group:
+    with init_group(timeout_s=TIMEOUT_S) as group:
         for _ in range(WARMUP):
-            group.run(ask(Vote(0)))
+            group.run(ask(AllGatherScalar(0)))
         for task in sys.argv[1:]:
             for line in measured(group, json.loads(task)):
                 if group.rank == 0:
@@ -83,7 +83,7 @@ def measured(group: Group, task: Line) -> Iterator[Line]:
     link = {"alpha_s": alpha_s, "bytes_per_s": bytes_per_s}
     kind, sizes = task["kind"], task["sizes"]
     with tempfile.TemporaryDirectory() as folder:
-        tuning = tuned(group, Path(folder), {kind: sizes}, budget_s=task["budget_s"])
+        tuning = tune(group, Path(folder), {kind: sizes}, budget_s=task["budget_s"])
     choices = tuning.choices
     for size in sizes:
         chosen = choices.name_of(kind, size)
@@ -103,7 +103,7 @@ def measured_link(group: Group) -> tuple[float, float]:
     """Seconds of a message that is waited for, and bytes per second, of all pairs at once."""
     rallies_s = _least_s(group, lambda: _rally(group.rank), rounds=30)
     alpha_s = rallies_s / (2 * RALLIES)
-    request = Swap(torch.zeros(PAIR_BYTES, dtype=torch.uint8), group.rank ^ 1)
+    request = SendReceive(torch.zeros(PAIR_BYTES, dtype=torch.uint8), group.rank ^ 1)
     # over gloo the two also tell one another that they wait
     return alpha_s, PAIR_BYTES / (_least_s(group, lambda: ask(request), rounds=5) - 2 * alpha_s)
 
@@ -134,12 +134,14 @@ def equal(group: Group, kind: str, size: int, name: str) -> bool:
         sent = sum(_hash(part, group.rank, to) for to, part in enumerate(request.parts))
         got = _answer(group, kind, request, name)
         received = sum(_hash(part, source, group.rank) for source, part in enumerate(got))
-        return sum(group.run(ask(Vote(sent - received)))) == 0
+        return sum(group.run(ask(AllGatherScalar(sent - received)))) == 0
     if isinstance(request, Sum):
         request.values.normal_(generator=generator)
     else:
         request.values.random_(generator=generator)
-    return len(set(group.run(ask(Vote(_hash(_answer(group, kind, request, name))))))) == 1
+    return (
+        len(set(group.run(ask(AllGatherScalar(_hash(_answer(group, kind, request, name))))))) == 1
+    )
 
 
 def formula_s(
@@ -175,7 +177,7 @@ def counted(group: Group) -> Iterator[Line]:
     for request in requests(group.rank, group.world_size):
         kind = kind_of(request)
         for name in ALGORITHMS[kind]:
-            times = COUNTED_VOTES if isinstance(request, Vote) else COUNTED
+            times = COUNTED_VOTES if isinstance(request, AllGatherScalar) else COUNTED
             before = _counters(group, request)
             for _ in range(times):
                 _answer(group, kind, request, name)
@@ -211,8 +213,8 @@ def requests(rank: int, world_size: int) -> list[Collective]:
         ReduceScatter(torch.zeros(count)),
         AllToAll(parts, [len(parts[rank])] * world_size),
         Broadcast(torch.zeros(count)),
-        Swap(torch.zeros(count), rank ^ 1),
-        Vote(rank),
+        SendReceive(torch.zeros(count), rank ^ 1),
+        AllGatherScalar(rank),
     ]
 
 
@@ -229,20 +231,20 @@ def _rally(rank: int) -> Algorithm[None]:
     peer, ball = rank ^ 1, torch.zeros(4)
     pending = []
     for _ in range(RALLIES):
-        pending.append((yield Begin(Receive(torch.empty(4), peer))))
+        pending.append((yield Start(Receive(torch.empty(4), peer))))
     for each in pending:
         if rank % 2:
-            yield End(each)
+            yield Wait(each)
         yield Send(ball, peer)
         if not rank % 2:
-            yield End(each)
+            yield Wait(each)
 
 
 def _least_s(group: Group, make: Callable[[], Algorithm[Any]], rounds: int) -> float:
     """Of the slowest worker, in the fastest round."""
     seconds = []
     for _ in range(rounds):
-        group.run(ask(Vote(0)))
+        group.run(ask(AllGatherScalar(0)))
         begin = time.perf_counter()
         group.run(make())
         seconds.append(time.perf_counter() - begin)
@@ -259,8 +261,8 @@ def _hash(values: torch.Tensor, *labels: int) -> int:
 def _counters(group: Group, request: Collective) -> list[float]:
     """This worker's bytes and messages by its ledger, and bytes and packets by its interface."""
     # all wait for all, by something that is not counted here
-    is_vote = isinstance(request, Vote)
-    group.run(ask(AllGather(torch.zeros(1)) if is_vote else Vote(0)))
+    is_vote = isinstance(request, AllGatherScalar)
+    group.run(ask(AllGather(torch.zeros(1)) if is_vote else AllGatherScalar(0)))
     time.sleep(SETTLE_S)
     entry = group.ledger.entries.get(type(request).__name__, Entry())
     fields = [0] * 16

@@ -29,11 +29,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gcnzc.compress import Compression, Place, Reducer
-from gcnzc.compress.reducer import count_not_finite, culprits
-from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Vote
+from gcnzc.compress import Compression, Reducer, WorkerInfo
+from gcnzc.compress.reducer import count_not_finite, describe_non_finite
+from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group
 from gcnzc.optim import OneBitAdam, OneBitLamb, Replicated
-from gcnzc.optim.space import Part
+from gcnzc.optim.flat_parameters import GroupSlice
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PaddedSign(Compression):
     lengths: tuple[int, ...]
     """of the buffers, which follow one another in the vector"""
 
-    def reducer(self, num_elements: int, place: Place) -> "PaddedSignReducer":
+    def reducer(self, num_elements: int, place: WorkerInfo) -> "PaddedSignReducer":
         """See `Compression`."""
         return PaddedSignReducer(num_elements, place, self.lengths)
 
@@ -62,7 +62,7 @@ class PaddedSign(Compression):
 class PaddedSignReducer(Reducer):
     """See `PaddedSign`."""
 
-    def __init__(self, num_elements: int, place: Place, lengths: tuple[int, ...]) -> None:
+    def __init__(self, num_elements: int, place: WorkerInfo, lengths: tuple[int, ...]) -> None:
         super().__init__(num_elements, place)
         assert sum(lengths) == num_elements, "buffers cover the vector"
         self.lengths = lengths
@@ -75,9 +75,9 @@ class PaddedSignReducer(Reducer):
 
     def mean(self, values: Tensor, notes: int = 0) -> Algorithm[str]:
         """See `Reducer`."""
-        bad = yield Vote(int(count_not_finite(values)))
+        bad = yield AllGatherScalar(int(count_not_finite(values)))
         if any(bad):
-            return culprits(bad)
+            return describe_non_finite(bad)
         noted = values[self.num_elements :]
         if notes:
             noted.copy_((yield AllGather(noted.clone())).sum(dim=0))
@@ -121,7 +121,7 @@ class PaddedSignReducer(Reducer):
 class RefedPaddedSign(PaddedSign):
     """The buffer of 1-bit LAMB: what its padding receives is what it sends at the next step."""
 
-    def reducer(self, num_elements: int, place: Place) -> "RefedPaddedSignReducer":
+    def reducer(self, num_elements: int, place: WorkerInfo) -> "RefedPaddedSignReducer":
         """See `Compression`."""
         return RefedPaddedSignReducer(num_elements, place, self.lengths)
 
@@ -129,7 +129,7 @@ class RefedPaddedSign(PaddedSign):
 class RefedPaddedSignReducer(PaddedSignReducer):
     """See `RefedPaddedSign`."""
 
-    def __init__(self, num_elements: int, place: Place, lengths: tuple[int, ...]) -> None:
+    def __init__(self, num_elements: int, place: WorkerInfo, lengths: tuple[int, ...]) -> None:
         super().__init__(num_elements, place, lengths)
         padded = len(self.worker_errors[0])
         self.padding = torch.zeros(padded - num_elements, dtype=place.dtype)
@@ -139,8 +139,8 @@ class RefedPaddedSignReducer(PaddedSignReducer):
         """See `Reducer`."""
         sizes = [self.num_elements, len(self.padding), notes]
         whole = torch.cat([values[: sizes[0]], self.padding, values[sizes[0] :]])
-        if blame := (yield from self.whole.mean(whole, notes)):
-            return blame
+        if skip_reason := (yield from self.whole.mean(whole, notes)):
+            return skip_reason
         own, self.padding, noted = whole.split(sizes)
         values.copy_(torch.cat([own, noted]))
         self.note_sums = noted.tolist()
@@ -150,7 +150,7 @@ class RefedPaddedSignReducer(PaddedSignReducer):
 class OneBitAdamDeepSpeed(OneBitAdam):
     """1-bit Adam without bias correction, whose sums are rounded in DeepSpeed's order."""
 
-    def _average(self, part: Part, values: Tensor, *, with_variance: bool) -> None:
+    def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
         _average(self, part, values, with_variance)
 
     def _move(
@@ -171,11 +171,11 @@ class OneBitAdamDeepSpeed(OneBitAdam):
 class OneBitLambDeepSpeed(OneBitLamb):
     """1-bit LAMB without bias correction, whose sums are rounded in DeepSpeed's order."""
 
-    def _average(self, part: Part, values: Tensor, *, with_variance: bool) -> None:
+    def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
         _average(self, part, values, with_variance)
 
 
-def _average(optimizer: OneBitAdam, part: Part, values: Tensor, with_variance: bool) -> None:
+def _average(optimizer: OneBitAdam, part: GroupSlice, values: Tensor, with_variance: bool) -> None:
     here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
     gradient = values[here]
     optimizer.vectors["momentum"][here].mul_(beta1).add_(gradient, alpha=1 - beta1)
@@ -261,13 +261,13 @@ class ZeroOneAdamDeepSpeed(Replicated):
             # what is left out of updates is no continuation of what was left out of gradients
             signs = self.reducers["signs"] = self.reducer(self.signs, self.space.num_elements)
         if refreshes:
-            blame = yield from self.dense_mean(values)
+            skip_reason = yield from self.dense_mean(values)
         elif not is_alone:
-            blame = yield from signs.mean(values)
+            skip_reason = yield from signs.mean(values)
         else:
-            blame = ""
-        if blame:
-            return blame
+            skip_reason = ""
+        if skip_reason:
+            return skip_reason
         agrees = is_alone and schedule.agrees(step)
         self.length += float(self.param_groups[0]["lr"])
         # each tensor by itself: where a vector ends, some processors round otherwise
@@ -285,8 +285,8 @@ class ZeroOneAdamDeepSpeed(Replicated):
                 parameter -= update
                 update *= self._root(variance)
         if agrees:
-            if blame := (yield from signs.mean(self.vectors["update"])):
-                return blame
+            if skip_reason := (yield from signs.mean(self.vectors["update"])):
+                return skip_reason
             for parameter, _, momentum, variance, update in tensors:
                 torch.div(update, -self.length, out=momentum)
                 parameter += update / self._root(variance)

@@ -35,7 +35,7 @@ from gcnzc.optim import (
     CO2,
     Averaged,
     DiLoCo,
-    Exchanging,
+    DistributedOptimizer,
     LocalSGD,
     LocalUpdates,
     OneBitAdam,
@@ -238,7 +238,9 @@ class Planted(Task):
 TASKS = {"digits": Digits, "characters": Characters, "planted": Planted}
 
 
-def build(method: str, model: nn.Module, lr: float, group: Group, options: Any) -> Exchanging:
+def build(
+    method: str, model: nn.Module, lr: float, group: Group, options: Any
+) -> DistributedOptimizer:
     """An optimizer of one rank."""
     if method in ADAM:
         return ADAM[method](model.parameters(), lr=lr, group=group, **options)
@@ -248,7 +250,7 @@ def build(method: str, model: nn.Module, lr: float, group: Group, options: Any) 
     return LOCAL[method](inner, group, **options)
 
 
-def describe(optimizer: Exchanging) -> str:
+def describe(optimizer: DistributedOptimizer) -> str:
     """The options that an optimizer has on all ranks."""
     if isinstance(optimizer, LocalUpdates):
         return optimizer.words()

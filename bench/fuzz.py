@@ -121,7 +121,7 @@ class Bench:
         self.what = ""
         try:
             outcome, why = KINDS[kind](self, random.Random(f"{seed} {kind} {number}"))
-            self.demand_whole_files()
+            self.check_whole_files()
         except Failure as failure:
             outcome, why = FAILED, str(failure)
         return Case(kind, number, self.what, outcome, why)
@@ -159,7 +159,7 @@ class Bench:
         path.write_text(to_toml(SMALL | options))
         return self.command(f"train {folder} --config {path}")
 
-    def demand_whole_files(self) -> None:
+    def check_whole_files(self) -> None:
         """Demand that no command left a partial file, or one of a run that cannot be read.
 
         Raises:

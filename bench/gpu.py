@@ -139,7 +139,7 @@ def rows_of(memory: Tensor, row_bytes: int, stride_bytes: int, dtype: torch.dtyp
     return words.as_strided((num_rows, row_bytes // size), (stride_bytes // size, 1))
 
 
-def demand_equal(found: Tensor, rows: Tensor, ids: Tensor, what: str) -> None:
+def check_equal(found: Tensor, rows: Tensor, ids: Tensor, what: str) -> None:
     """Refuse to time what brings wrong rows."""
     some = torch.linspace(0, len(ids) - 1, min(len(ids), 20_000)).long()
     expected = rows[ids[some.to(ids.device)].cpu()].to(found.dtype).contiguous()
@@ -182,7 +182,7 @@ def measure_layouts(bench: Bench, memory: Tensor, row_bytes: int) -> None:
 
         way = partial(gather_rows, rows, ids, out, layout=layout)
         way()
-        demand_equal(out, rows, ids, f"{layout}, {row_bytes} B")
+        check_equal(out, rows, ids, f"{layout}, {row_bytes} B")
         ways[layout] = (num_ids * row_bytes, way)
         models[layout] = traffic(
             row_bytes, layout=layout, item_bytes=item.itemsize, stride_bytes=stride
@@ -211,7 +211,7 @@ def measure_others(bench: Bench, memory: Tensor, row_bytes: int) -> None:
         for name, way in ours.items():
             out.fill_(7)
             way()
-            demand_equal(out, small, ids, name)
+            check_equal(out, small, ids, name)
         ways = bench.dense(memory) | {name: (num_bytes, way) for name, way in ours.items()}
         record_shares(bench, "gather_beside", {"row_bytes": row_bytes, "num_ids": num_ids}, ways)
 
@@ -269,7 +269,7 @@ def measure_dtypes(bench: Bench, memory: Tensor, columns: int) -> None:
             way = partial(gather_rows, rows, ids, out)
             way()
             if target == dtype:
-                demand_equal(out, rows, ids, str(dtype))
+                check_equal(out, rows, ids, str(dtype))
             ways[f"{dtype} to {target}"] = (num_ids * columns * dtype.itemsize, way)
     record_shares(bench, "gather_dtypes", {"columns": columns, "num_ids": num_ids}, ways)
 
@@ -311,7 +311,7 @@ def measure_tlb(bench: Bench) -> None:
                 ordered = ids.sort().values
                 out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
                 gather_rows(rows, ids, out)
-                demand_equal(out, rows, ids, f"{gib} GiB")
+                check_equal(out, rows, ids, f"{gib} GiB")
                 num_bytes = num_ids * row_bytes
                 ways = bench.dense(memory) | {
                     "ids as they come": (num_bytes, partial(gather_rows, rows, ids, out)),
@@ -329,7 +329,7 @@ def measure_cache(bench: Bench) -> None:
             num_ids = max(1, bench.scale.payload_bytes // row_bytes)
             # as many hot rows as are asked for, so that copies are no likelier to be in a cache
             chosen = torch.randperm(len(rows))[: min(num_ids, len(rows) // 2)]
-            hot = cached_rows.hot_rows(rows, chosen, bench.device)
+            hot = cached_rows.make_cached_rows(rows, chosen, bench.device)
             cold = (hot.slots < 0).nonzero().flatten()
             out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
             for hit_rate in (0.0, 0.2, 0.5, 0.8, 1.0):
@@ -338,7 +338,7 @@ def measure_cache(bench: Bench) -> None:
                 ids = torch.where(hits, some_hot, cold[torch.randint(len(cold), (num_ids,))])
                 out.fill_(7)
                 gather_rows(rows, ids, out, hot=hot)
-                demand_equal(out, rows, ids, f"a hit rate of {hit_rate}")
+                check_equal(out, rows, ids, f"a hit rate of {hit_rate}")
                 num_bytes = num_ids * row_bytes
                 ways = bench.dense(memory) | {
                     "all over the bus": (num_bytes, partial(gather_rows, rows, ids, out)),
@@ -368,13 +368,13 @@ def measure_codes(bench: Bench) -> None:
                 out = torch.empty(num_ids, columns, dtype=target, device=bench.device)
                 way = partial(gather_rows, codes, ids, out, scales=scales)
                 way()
-                demand_dequantised(out, codes, scales, ids)
+                check_dequantised(out, codes, scales, ids)
                 ways[f"{dtype} as {target}"] = (num_ids * columns, way)
         # the bytes are those that cross the bus; rows a second follow from them
         record_shares(bench, "codes", {"columns": columns, "num_ids": num_ids}, ways)
 
 
-def demand_dequantised(out: Tensor, codes: Tensor, scales: Tensor, ids: Tensor) -> None:
+def check_dequantised(out: Tensor, codes: Tensor, scales: Tensor, ids: Tensor) -> None:
     """Refuse to time what does not give code times scale."""
     some = torch.arange(min(len(ids), 2000))
     at = ids[some.to(ids.device)].cpu()
@@ -398,7 +398,7 @@ def measure_bulk(bench: Bench) -> None:
                 bulk_gather(rows, ids, out)
                 if bench.device.type == "cuda":
                     torch.cuda.synchronize()
-                demand_equal(out, rows, ids, "bulk")
+                check_equal(out, rows, ids, "bulk")
             except (RuntimeError, OSError, AttributeError) as error:
                 outcome = str(error).strip().splitlines()[0]
                 bench.record("bulk", {"way": "bulk"} | case, outcome=outcome)

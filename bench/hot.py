@@ -83,7 +83,7 @@ def compare(
     """One line for each ranking and size, and for each number of counted minibatches."""
     loader = Loader(graph, None, seeds, fanouts, batch_size)
     measured = max(len(loader), LEAST_MEASURED)
-    fresh, degrees = presampling.needed(loader, measured), graph.in_degrees()
+    fresh, degrees = presampling.count_accesses(loader, measured), graph.in_degrees()
     # rates do not depend on what the rows hold
     table = FeatureTable(torch.empty(graph.num_nodes, 1))
     draw = {"graph": name, "fanouts": ",".join(map(str, fanouts)), "batch_size": batch_size}
@@ -91,7 +91,7 @@ def compare(
         begin = time.perf_counter()
         counted = presampling.presample(graph, seeds, fanouts, batch_size, batches=batches)
         seconds = time.perf_counter() - begin
-        found = cache_forecast.plan(counted, table, degrees, fresh, SHARES)
+        found = cache_forecast.forecast(counted, table, degrees, fresh, SHARES)
         for line in found["sizes"]:
             for ranking in access_counts.RANKINGS:
                 figures = line[ranking]
@@ -107,7 +107,7 @@ def compare(
                     nodes_per_batch=counted.nodes_per_batch,
                 )
     if pictures is not None and name == DRAWN and (fanouts, batch_size) == DRAWS[-1]:
-        found = cache_forecast.plan(counted, table, degrees, fresh)
+        found = cache_forecast.forecast(counted, table, degrees, fresh)
         title = f"{name}, fan-outs {draw['fanouts']}, {batch_size} seeds"
         hit_rates(HitRates(title, *cache.drawn(found)), pictures / "hot.png")
 

@@ -32,8 +32,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from harness import record, side_by_side
 
-from gcnzc.kernels.codec.cut import Cut
-from gcnzc.kernels.codec.signs import decode_signs, encode_signs, mean_of_signs, settle_signs
+from gcnzc.kernels.codec.block_layout import BlockLayout
+from gcnzc.kernels.codec.signs import decode_signs, encode_signs, mean_of_signs, update_error_signs
 
 WORKERS = 4
 BLOCKS = (4096, 128, None)
@@ -74,7 +74,7 @@ def measure(n: int, block: int | None, device: torch.device, rounds: int) -> Non
 
 def ways(n: int, block: int | None, device: torch.device) -> dict[str, Callable[[], object]]:
     """What a worker does in a step, each alone."""
-    cut = Cut(n, WORKERS, 1, block)
+    cut = BlockLayout(n, WORKERS, 1, block)
     own = cut.of_part(0)
     values, error, out = (torch.randn(n, device=device) for _ in range(3))
     rows = torch.empty(WORKERS, cut.row_bytes, dtype=torch.uint8, device=device)
@@ -84,7 +84,7 @@ def ways(n: int, block: int | None, device: torch.device) -> dict[str, Callable[
         "copy": lambda: out.copy_(values),
         "encode": lambda: encode_signs(values, None, None, cut, rows),
         "encode with error": lambda: encode_signs(values, error, None, cut, rows),
-        "settle": lambda: settle_signs(values, error, None, cut, rows),
+        "settle": lambda: update_error_signs(values, error, None, cut, rows),
         "mean": lambda: mean_of_signs(rows, own, mean),
         "decode": lambda: decode_signs(rows, cut, None, out),
     }

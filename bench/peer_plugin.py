@@ -79,10 +79,10 @@ def rejected_feature(error: BaseException | None) -> str | None:
     package = str(Path(gcnzc.__file__).parent)
     while error is not None:
         found = REJECTION.search(str(error))
-        is_ours = isinstance(error, ValueError) and _raised_in(error).startswith(package)
+        is_native = isinstance(error, ValueError) and _raised_in(error).startswith(package)
         # of a spawned process, whose traceback is in the text
-        is_ours = is_ours or (isinstance(error, _spawn_error()) and package in str(error))
-        if found and is_ours:
+        is_native = is_native or (isinstance(error, _spawn_error()) and package in str(error))
+        if found and is_native:
             return found["what"]
         error = error.__cause__ or error.__context__
     return None

@@ -95,7 +95,7 @@ def message() -> tuple[Timing, float]:
     """What it takes two machines to send each other 4 bytes over unlimited links, and the least."""
     with Cluster(2) as cluster:
         ran = cluster.run(lambda _: [sys.executable, "-c", MESSAGE], limit_s=120)
-    _demand_all_went_well(ran.codes)
+    _check_all_went_well(ran.codes)
     least_s, *tenths = json.loads(ran.output[0])
     return Timing(tenths[4], tenths[1], tenths[7], ROUNDS), least_s
 
@@ -126,7 +126,7 @@ def compare(options: argparse.Namespace, workers: int) -> None:
     seconds = {rate: [step.seconds for step in each] for rate, each in found.steps.items()}
     computed = optim_cost.Computed(_fast(seconds[NO_LIMIT]))
     model = commands_plan.model_of(config, loaded)
-    usual = optim_cost.usual_method(model)
+    usual = optim_cost.default_method(model)
     for rate in options.mbit_per_s:
         network = optim_cost.Network(rate, config.delay_ms / 1e3, config.message_us / 1e6)
         cost = optim_cost.cost_of(model, workers, network, usual)
@@ -207,7 +207,7 @@ def trained(
                 limit_s=limit_s,
                 environment={"NUMBA_NUM_THREADS": "1"},
             )
-        _demand_all_went_well(ran.codes)
+        _check_all_went_well(ran.codes)
         sent = [line["bytes_sent"] for line in _lines(run / "workers.jsonl")[::workers]]
         events = json.loads((run / TRACE).read_text())["traceEvents"]
     steps = math.ceil(seeds / (workers * config.batch_size))
@@ -259,7 +259,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
 
 
-def _demand_all_went_well(codes: Sequence[int]) -> None:
+def _check_all_went_well(codes: Sequence[int]) -> None:
     if any(codes):
         raise RuntimeError(f"workers ended with {list(codes)}\n\nhint: stderr has what they said")
 

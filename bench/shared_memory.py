@@ -23,8 +23,8 @@ import torch
 from harness import record
 
 from gcnzc.datasets.generate import Shape, make
-from gcnzc.exchange import Group, joined, run
-from gcnzc.exchange.sync import vote
+from gcnzc.exchange import Group, init_group, run
+from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.prepare import prepare
 from gcnzc.models.gnn import SAGE
@@ -99,7 +99,7 @@ def work(small: Path, folder: Path) -> None:
     """Be one of the workers; the first one prints what all use."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with joined() as group:
+    with init_group() as group:
         data = load_shared(small, group)
         read(data)
         computed(data, group)
@@ -118,10 +118,10 @@ def work(small: Path, folder: Path) -> None:
 
 def sum_of_all(group: Group) -> int:
     """Bytes of all workers together, none of which goes on before all are counted."""
-    run(vote(0), group)
+    run(all_gather_scalar(0), group)
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     kilobytes = int(next(line.split()[1] for line in lines if line.startswith("Pss:")))
-    return 1024 * sum(run(vote(kilobytes), group))
+    return 1024 * sum(run(all_gather_scalar(kilobytes), group))
 
 
 def read(data: Dataset) -> None:

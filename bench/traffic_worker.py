@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gcnzc.compress import Dense, Sign, compression
-from gcnzc.exchange import AllGather, Group, Vote, joined
+from gcnzc.exchange import AllGather, AllGatherScalar, Group, init_group
 from gcnzc.exchange.measure import ask
 from gcnzc.optim import Averaged, OneBitAdam, OneBitLamb, StreamingDiLoCo
 
@@ -28,7 +28,7 @@ TENSORS = 12
 def main() -> None:
     """Measure what the command line says."""
     torch.set_num_threads(1)
-    with joined(timeout_s=120) as group:
+    with init_group(timeout_s=120) as group:
         if group.watch is not None:
             group.watch.leave()  # its signs of life are bytes too
         for text in sys.argv[1:]:
@@ -95,7 +95,7 @@ def optimizer_of(task: dict[str, Any], parameters: list[Any], group: Group) -> A
 
 def counters(group: Group) -> list[float]:
     """This worker's bytes and requests by its ledger, and bytes and packets by its interface."""
-    group.run(ask(Vote(0)))
+    group.run(ask(AllGatherScalar(0)))
     time.sleep(SETTLE_S)
     fields = [0] * 16
     for line in Path("/proc/self/net/dev").read_text().splitlines():

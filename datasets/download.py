@@ -213,7 +213,7 @@ def _go_on(url: str, file: IO[bytes], partial: Path, progress: Progress) -> None
         total = come + int(length) if length is not None else 0
         stamp = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
         _notes(partial).write_text(json.dumps({"stamp": stamp}))
-        _demand_room(partial, total - come)
+        _check_room(partial, total - come)
         while block := answer.read(_BLOCK_BYTES):
             file.write(block)
             come += len(block)
@@ -232,7 +232,7 @@ def _stamp(partial: Path) -> str | None:
     return None if told is None or told.startswith("W/") else str(told)
 
 
-def _demand_room(partial: Path, needed_bytes: int) -> None:
+def _check_room(partial: Path, needed_bytes: int) -> None:
     if shutil.disk_usage(partial.parent).free < needed_bytes:
         raise RuntimeError(_no_room(partial, f"{needed_bytes:,}"))
 

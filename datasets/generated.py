@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from gcnzc.datasets.rows import Allocate, Array, Progress, Rows, chunk_rows
-from gcnzc.datasets.source import PARTS, Metric, Usual, node_dtype
+from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, node_dtype
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -48,9 +48,9 @@ class Generated:
     mapping: Path | None = None
     split_name: str = "random"
 
-    def usual(self) -> Usual:
+    def usual(self) -> EdgeDefaults:
         """Both directions."""
-        return Usual(True, "keep", "each edge is stored once")
+        return EdgeDefaults(True, "keep", "each edge is stored once")
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
         """See `Source.edges`."""

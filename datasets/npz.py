@@ -15,7 +15,7 @@ import numpy as np
 from gcnzc.datasets import catalog
 from gcnzc.datasets.member import Archive
 from gcnzc.datasets.rows import Allocate, Array, Csr, Progress, Rows, rows_of_csr
-from gcnzc.datasets.source import Metric, Usual
+from gcnzc.datasets.source import EdgeDefaults, Metric
 
 
 class NpzGraph:
@@ -72,14 +72,14 @@ class NpzGraph:
             told["note"] = note.read_text(errors="replace")
         return told
 
-    def usual(self) -> Usual | None:
+    def usual(self) -> EdgeDefaults | None:
         """Both directions if each edge is stored once; None if the archive does not say."""
         if self._known and self._known.bidirect_directed:
-            return Usual(True, "remove", f"{self._known.name} is trained in both directions")
+            return EdgeDefaults(True, "remove", f"{self._known.name} is trained in both directions")
         if "add_inverse_edge" not in self._archive:
             return None
         once = self._truth("add_inverse_edge")
-        return Usual(once, "keep", f"add_inverse_edge is {once}")
+        return EdgeDefaults(once, "keep", f"add_inverse_edge is {once}")
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
         """See `Source.edges`."""

@@ -42,9 +42,9 @@ from gcnzc.datasets.rows import (
 from gcnzc.datasets.source import (
     METRICS,
     PARTS,
+    EdgeDefaults,
     Metric,
     Source,
-    Usual,
     check_ends,
     guess,
     node_dtype,
@@ -135,12 +135,16 @@ class OgbGraph:
             told["licence"] = self._known.licence
         return told | (self._task.origin or {})
 
-    def usual(self) -> Usual | None:
+    def usual(self) -> EdgeDefaults | None:
         """Both directions if OGB adds inverse edges, or its examples do; None if nothing tells."""
         if self._known and self._known.bidirect_directed:
-            return Usual(True, "remove", f"{self._known.name} is trained in both directions")
+            return EdgeDefaults(True, "remove", f"{self._known.name} is trained in both directions")
         stated = self._task.add_inverse_edge
-        return None if stated is None else Usual(stated, "keep", f"add_inverse_edge is {stated}")
+        return (
+            None
+            if stated is None
+            else EdgeDefaults(stated, "keep", f"add_inverse_edge is {stated}")
+        )
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
         """See `Source.edges`."""
@@ -341,8 +345,8 @@ class _Given:
     parts: Mapping[str, Array]
     add_inverse_edge: bool
 
-    def usual(self) -> Usual:
-        return Usual(self.add_inverse_edge, "keep", "asked for")
+    def usual(self) -> EdgeDefaults:
+        return EdgeDefaults(self.add_inverse_edge, "keep", "asked for")
 
     def edges(self, allocate: Allocate, progress: Progress) -> Ends:
         return self.ends

@@ -25,7 +25,7 @@ import torch
 from gcnzc.datasets import csvgz, pickled
 from gcnzc.datasets.ogb import OTHER_KINDS, OgbGraph, Task
 from gcnzc.datasets.rows import Array
-from gcnzc.datasets.source import PARTS, LinkParts, Usual
+from gcnzc.datasets.source import PARTS, EdgeDefaults, LinkParts
 from gcnzc.datasets.store import building
 
 
@@ -73,11 +73,11 @@ class OgbLinkGraph(OgbGraph):
 
     has_links = True
 
-    def usual(self) -> Usual | None:
+    def usual(self) -> EdgeDefaults | None:
         """Both directions if OGB adds inverse edges, or its examples do; None if nothing tells."""
         known = KNOWN.get(self.name)
         if known is not None and known.symmetric:
-            return Usual(True, "remove", f"{self.name} is trained in both directions")
+            return EdgeDefaults(True, "remove", f"{self.name} is trained in both directions")
         return super().usual()
 
     def labels(self) -> Array:

@@ -31,7 +31,7 @@ class LinkParts:
 
 
 @dataclass(frozen=True)
-class Usual:
+class EdgeDefaults:
     """What is usually done with the edges of a set, and why."""
 
     bidirected: bool
@@ -82,7 +82,7 @@ class Source(Protocol):
     def origin(self) -> dict[str, Any]:
         """Where the files come from."""
 
-    def usual(self) -> Usual | None:
+    def usual(self) -> EdgeDefaults | None:
         """What is usually done with the edges; None if nothing tells, see `guess`."""
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
@@ -95,7 +95,7 @@ class Source(Protocol):
         """Ids of the parts as stored, for `clean_split`."""
 
 
-def guess(ends: tuple[Array, Array]) -> Usual:
+def guess(ends: tuple[Array, Array]) -> EdgeDefaults:
     """What to do with edges of which nothing is told, as `Source.edges` gave them.
 
     Each edge is taken to be stored once, and to be meant both ways, if all of them point from the
@@ -103,7 +103,7 @@ def guess(ends: tuple[Array, Array]) -> Usual:
     """
     once = one_way(*ends)
     found = "all edges point" if once else "not all edges point"
-    return Usual(once, "keep", f"{found} one way between lower and higher ids")
+    return EdgeDefaults(once, "keep", f"{found} one way between lower and higher ids")
 
 
 def one_way(sources: Array, destinations: Array) -> bool:

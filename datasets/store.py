@@ -84,7 +84,7 @@ def building(dest: Path, needed_bytes: int = 0) -> Iterator[Path]:
     try:
         _empty(partial)
         _refuse_existing(dest)
-        _demand_space(dest, needed_bytes)
+        _check_space(dest, needed_bytes)
         yield partial
         for folder, _, files in os.walk(partial):
             for name in (*files, "."):
@@ -154,7 +154,7 @@ def _sync(path: Path) -> None:
         os.close(opened)
 
 
-def _demand_space(dest: Path, needed_bytes: int) -> None:
+def _check_space(dest: Path, needed_bytes: int) -> None:
     if shutil.disk_usage(dest.parent).free < needed_bytes:
         raise RuntimeError(_no_space(dest, needed_bytes))
 

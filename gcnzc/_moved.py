@@ -33,7 +33,7 @@ MOVED: dict[str, Sequence[str]] = {
     "gcnzc.layerwise": ("gcnzc.train.inference",),
     "gcnzc.metrics": ("gcnzc.models.metrics",),
     "gcnzc.pairs": ("gcnzc.sampling.link",),
-    "gcnzc.plan": ("gcnzc.tune.plans",),
+    "gcnzc.plan": ("gcnzc.tune.profiles",),
     "gcnzc.record": ("gcnzc.train.record", "gcnzc.system.files", "gcnzc.system.machine"),
     "gcnzc.replicas": ("gcnzc.exchange.sync",),
     "gcnzc.sampler": ("gcnzc.sampling.neighbor", "gcnzc.sampling.batch"),

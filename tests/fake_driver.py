@@ -107,7 +107,7 @@ class FakeDriver:
         both = [*self.ranges.items(), *self.foreign.items()]
         return [self._counted(begin, end) for begin, end in both]
 
-    def demand_copyable(self, address, num_bytes):
+    def check_copyable(self, address, num_bytes):
         """Raise what a copy of the range to or from a GPU raises.
 
         "Memory regions requested must be either entirely registered with CUDA, or in the case of
@@ -208,7 +208,7 @@ class FakeGpu(TorchFunctionMode):
         # torch brings together what lies apart, in memory of its own, before it copies
         if 0 < here.numel() == span:
             self.copied.append((here.data_ptr(), here.nbytes))
-            self.driver.demand_copyable(*self.copied[-1])
+            self.driver.check_copyable(*self.copied[-1])
 
 
 def _is_cuda(device):

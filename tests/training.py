@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from gcnzc.exchange import joined
-from gcnzc.optim import Exchanging
+from gcnzc.exchange import init_group
+from gcnzc.optim import DistributedOptimizer
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.progress import Quiet
+from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.trainer import Interrupted
 
 
-class Listener(Quiet):
+class Listener(NullReporter):
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
@@ -50,9 +50,9 @@ def train_as_worker(
 
         return step
 
-    Exchanging.step = watched(Exchanging.step)
+    DistributedOptimizer.step = watched(DistributedOptimizer.step)
     torch.manual_seed(0)
-    with joined(timeout_s=config.timeout_s) as group:
+    with init_group(timeout_s=config.timeout_s) as group:
         try:
             found = train(config, folder, listener, group)
         except Interrupted as error:

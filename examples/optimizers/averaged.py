@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from gcnzc.compress import Blocks
-from gcnzc.exchange import joined
+from gcnzc.exchange import init_group
 from gcnzc.optim import Averaged
 
-with joined() as group:
+with init_group() as group:
     torch.manual_seed(0)
     teacher, model = nn.Linear(20, 4), nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from gcnzc.exchange import joined
+from gcnzc.exchange import init_group
 from gcnzc.optim import OneBitLamb
 
-with joined() as group:
+with init_group() as group:
     torch.manual_seed(0)
     teacher, model = nn.Linear(20, 4), nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
     optimizer = OneBitLamb(model.parameters(), lr=0.01, warmup=60, group=group, module=model)

@@ -5,13 +5,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gcnzc.optim import OneBitAdam, leave_local
+from gcnzc.optim import OneBitAdam, keep_gradients_local
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 teacher, model = nn.Linear(20, 4), nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
 model = DistributedDataParallel(model)
-model.register_comm_hook(None, leave_local)  # what DDP would send, the optimizer sends
+model.register_comm_hook(None, keep_gradients_local)  # what DDP would send, the optimizer sends
 optimizer = OneBitAdam(model.parameters(), lr=0.01, warmup=60)
 torch.manual_seed(dist.get_rank())  # every worker has rows of its own
 for _ in range(400):

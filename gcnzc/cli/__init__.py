@@ -25,12 +25,12 @@ from gcnzc.cli.errors import (
     message_of,
     terminable,
 )
-from gcnzc.cli.parser import demand_outputs, parse
-from gcnzc.exchange import is_worker, joined
+from gcnzc.cli.parser import check_outputs, parse
+from gcnzc.exchange import init_group, is_worker
 from gcnzc.kernels.compilation import report_compilation
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.progress import Quiet, Reporter
+from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.setup import choose_device
 from gcnzc.train.trainer import Interrupted, PeerFailed
 
@@ -61,7 +61,7 @@ def _run(words: Sequence[str], is_debug: bool) -> int:
     if isinstance(config, TrainConfig) and config.workers > 1:
         return start_workers(config, [*words, DEBUG] if is_debug else words, reporter)
     if config is not None:
-        demand_outputs(config)
+        check_outputs(config)
         with terminable(), report_compilation(reporter.say):
             COMMANDS[type(config)](config, reporter)
     return 0
@@ -82,12 +82,12 @@ def start_workers(config: TrainConfig, words: Sequence[str], reporter: Reporter)
 
 def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int:
     """`gcnzc train` as one of several workers."""
-    if launch.word_was_left():
+    if launch.has_reported_fatal_error():
         return 0
     backend = "gloo" if choose_device(config.device).type == "cpu" else "auto"
     try:
-        with joined(backend, timeout_s=config.timeout_s) as group:
-            own = reporter if group.rank == 0 else Quiet()
+        with init_group(backend, timeout_s=config.timeout_s) as group:
+            own = reporter if group.rank == 0 else NullReporter()
             if launch.cannot_be_joined():
                 own.say(
                     "a machine that is lost cannot be replaced in this run: torchrun allows it "
@@ -95,7 +95,7 @@ def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int
                 )
             train_command(config, own, group)
     except PeerFailed:
-        return 0 if launch.leave_word() else FAILED
+        return 0 if launch.report_fatal_error() else FAILED
     except (ValueError, OSError, OverflowError, Interrupted) as error:
         if is_debug:
             traceback.print_exc()
@@ -103,7 +103,7 @@ def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int
         if isinstance(error, OSError) and error.errno in PASSING:
             return status
         # all would fail in the same way again
-        return 0 if launch.leave_word() else status
+        return 0 if launch.report_fatal_error() else status
     return 0
 
 

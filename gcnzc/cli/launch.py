@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gcnzc.exchange import Algorithm
-from gcnzc.exchange.sync import everybodys
+from gcnzc.exchange.sync import all_gather_text
 from gcnzc.train.record import Launch
 
 # environment variable: the file by which a worker reports that a restart would not help
@@ -101,7 +101,7 @@ def launch(words: Sequence[str], workers: int, logs: Path, restarts: int = 3) ->
     return 1 if failed else 0
 
 
-def leave_word() -> bool:
+def report_fatal_error() -> bool:
     """Report to the launcher that this worker failed in a way that a restart cannot fix.
 
     Returns:
@@ -114,8 +114,8 @@ def leave_word() -> bool:
     return True
 
 
-def word_was_left() -> bool:
-    """Whether a worker has called `leave_word`."""
+def has_reported_fatal_error() -> bool:
+    """Whether a worker has called `report_fatal_error`."""
     path = os.environ.get(FATAL)
     return path is not None and Path(path).exists()
 
@@ -142,7 +142,7 @@ def agree_on_launch(own: Launch | None) -> Algorithm[Launch | None]:
         own: what each worker knows; see `own_launch`.
     """
     launchers = own.launchers if own is not None else frozenset()
-    texts = yield from everybodys("\n".join(sorted(launchers)))
+    texts = yield from all_gather_text("\n".join(sorted(launchers)))
     if own is None or own.run_id is not None:
         return own
     return Launch(None, frozenset(line for text in texts for line in text.splitlines()))

@@ -20,7 +20,7 @@ from gcnzc.cli.commands.plot import PlotConfig
 from gcnzc.cli.errors import Misuse
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig
-from gcnzc.train.options import demand_picture, demand_writable, from_words
+from gcnzc.train.options import check_picture, check_writable, from_words
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,18 +57,18 @@ def parse(words: Sequence[str]) -> Any:
         raise Misuse(str(error)) from None
 
 
-def demand_outputs(config: Any) -> None:
+def check_outputs(config: Any) -> None:
     """Raise before the work if its result could not be written.
 
     Not in the configs themselves: the parser breaks the lines of their messages, and so long paths.
     """
     try:
         if isinstance(config, EvaluateConfig):
-            demand_writable("predictions", config.predictions)
+            check_writable("predictions", config.predictions)
         elif isinstance(config, PlanConfig):
-            demand_picture("picture", config.picture)
+            check_picture("picture", config.picture)
         elif isinstance(config, LinkConfig | PlanCacheConfig | PlotConfig):
-            demand_picture("out", config.out)
+            check_picture("out", config.out)
     except ValueError as error:
         raise Misuse(str(error)) from None
 

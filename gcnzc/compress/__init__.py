@@ -2,19 +2,19 @@
 
 from gcnzc.compress.blocks import Blocks
 from gcnzc.compress.dense import Dense
-from gcnzc.compress.reducer import Compression, Place, Reducer
-from gcnzc.compress.registry import WORDS, compression
+from gcnzc.compress.reducer import Compression, Reducer, WorkerInfo
+from gcnzc.compress.registry import NAMES, compression
 from gcnzc.compress.rounded import Rounded
 from gcnzc.compress.sign import Sign
 
 __all__ = [
-    "WORDS",
+    "NAMES",
     "Blocks",
     "Compression",
     "Dense",
-    "Place",
     "Reducer",
     "Rounded",
     "Sign",
+    "WorkerInfo",
     "compression",
 ]

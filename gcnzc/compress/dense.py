@@ -5,8 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gcnzc.compress.reducer import Compression, Place, Reducer, count_not_finite, culprits
-from gcnzc.exchange import Algorithm, Sum, Vote
+from gcnzc.compress.reducer import (
+    Compression,
+    Reducer,
+    WorkerInfo,
+    count_not_finite,
+    describe_non_finite,
+)
+from gcnzc.exchange import Algorithm, AllGatherScalar, Sum
 from gcnzc.kernels.finite import are_finite
 from gcnzc.system.scalars import read_scalars
 
@@ -19,7 +25,7 @@ class Dense(Compression):
     """what is sent: float16 or bfloat16, whose sums are rounded to it as well; the vector's own if
     None"""
 
-    def reducer(self, num_elements: int, place: Place) -> "DenseReducer":
+    def reducer(self, num_elements: int, place: WorkerInfo) -> "DenseReducer":
         """See `Compression`."""
         return DenseReducer(num_elements, place, self.dtype)
 
@@ -32,7 +38,7 @@ class Dense(Compression):
 class DenseReducer(Reducer):
     """See `Dense`; it keeps nothing."""
 
-    def __init__(self, num_elements: int, place: Place, dtype: torch.dtype | None) -> None:
+    def __init__(self, num_elements: int, place: WorkerInfo, dtype: torch.dtype | None) -> None:
         super().__init__(num_elements, place)
         self.dtype = dtype or place.dtype
 
@@ -47,12 +53,12 @@ class DenseReducer(Reducer):
         bad = count_not_finite(values)
         if self.place.world_size == 1:
             found, self.note_sums = read_scalars(bad, values[self.num_elements :])
-            return culprits(found) if any(found) else ""
+            return describe_non_finite(found) if any(found) else ""
         # not the mean: thirds of notes, added up, are not whole
         sent = yield Sum(values.to(self.dtype))
         (is_finite,), sums = read_scalars(are_finite(sent), sent[self.num_elements :])
         if not is_finite:
-            return culprits((yield Vote(int(bad))))
+            return describe_non_finite((yield AllGatherScalar(int(bad))))
         self.note_sums = sums
         values.copy_(sent)
         vector /= self.place.world_size

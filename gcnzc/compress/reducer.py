@@ -19,7 +19,7 @@ from gcnzc.kernels.finite import are_finite
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerInfo:
     """Where a reducer works."""
 
     rank: int
@@ -33,7 +33,7 @@ class Compression(ABC):
     """A way of taking means: options alone, which are the same on all workers."""
 
     @abstractmethod
-    def reducer(self, num_elements: int, place: Place) -> "Reducer":
+    def reducer(self, num_elements: int, place: WorkerInfo) -> "Reducer":
         """What takes the means of vectors of so many elements, one after the other."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Reducer(ABC):
     note_sums: Sequence[float] = ()
     """(k,): the sums of the last mean's notes, which `mean` reads together with its checks"""
 
-    def __init__(self, num_elements: int, place: Place) -> None:
+    def __init__(self, num_elements: int, place: WorkerInfo) -> None:
         self.num_elements, self.place = num_elements, place
         self.active: Tensor | None = None
         """(n,) bool: elements that are exchanged; all if None"""
@@ -146,7 +146,7 @@ def count_not_finite(values: Tensor) -> Tensor:
     return (~values.isfinite()).sum()
 
 
-def culprits(found: Iterable[float]) -> str:
+def describe_non_finite(found: Iterable[float]) -> str:
     """Who has elements that are not finite, in words, of how many each worker has."""
     words = [f"worker {rank} has {count:,.0f}" for rank, count in enumerate(found) if count]
     if not words:

@@ -2,7 +2,7 @@
 
 import torch
 
-from gcnzc.compress.blocks import FORMS, Blocks
+from gcnzc.compress.blocks import NUMBER_FORMATS, Blocks
 from gcnzc.compress.dense import Dense
 from gcnzc.compress.reducer import Compression
 from gcnzc.compress.sign import Sign
@@ -15,14 +15,14 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 BLOCKS = {"float4_e3m0": 1024}
 
 
-WORDS = (*DTYPES, "sign", *FORMS)
+NAMES = (*DTYPES, "sign", *NUMBER_FORMATS)
 
 
 def compression(word: str) -> Compression:
     """The compression that a word stands for, with its usual options.
 
     Args:
-        word: one of `WORDS`: "float32", "float16" and "bfloat16" send all numbers in that dtype,
+        word: one of `NAMES`: "float32", "float16" and "bfloat16" send all numbers in that dtype,
             "sign" one bit of each, with error feedback, and the forms of `Blocks` 8 or 4 bits.
 
     Raises:
@@ -32,6 +32,6 @@ def compression(word: str) -> Compression:
         return Dense(DTYPES[word])
     if word == "sign":
         return Sign()
-    if word in FORMS:
+    if word in NUMBER_FORMATS:
         return Blocks(word, BLOCKS.get(word, 256))
-    raise ValueError(f"no compression {word!r}\n\nhint: one of {', '.join(WORDS)}")
+    raise ValueError(f"no compression {word!r}\n\nhint: one of {', '.join(NAMES)}")

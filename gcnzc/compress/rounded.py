@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gcnzc.compress.two_stage import Codes
-from gcnzc.kernels.codec.cut import Cut
+from gcnzc.compress.two_stage import Codec
+from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.finite import are_finite
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Rounded(Codes):
+class Rounded(Codec):
     """The elements themselves as codes, without scales; see `two_stage`."""
 
     dtype: torch.dtype = torch.bfloat16
@@ -32,16 +32,16 @@ class Rounded(Codes):
                 f"{self.dtype} is not sent\n\nhint: one of {', '.join(map(str, DTYPES))}"
             )
 
-    def cut(self, num_elements: int, parts: int) -> Cut:
-        """See `Codes`; of it only the parts are used."""
-        return Cut(num_elements, parts, 8, None)
+    def cut(self, num_elements: int, parts: int) -> BlockLayout:
+        """See `Codec`; of it only the parts are used."""
+        return BlockLayout(num_elements, parts, 8, None)
 
-    def row_bytes(self, cut: Cut) -> int:
-        """See `Codes`."""
+    def row_bytes(self, cut: BlockLayout) -> int:
+        """See `Codec`."""
         return cut.part * self.dtype.itemsize
 
-    def are_finite(self, rows: Tensor, cut: Cut) -> Tensor:
-        """See `Codes`."""
+    def are_finite(self, rows: Tensor, cut: BlockLayout) -> Tensor:
+        """See `Codec`."""
         return are_finite(self._numbers(rows, cut))
 
     def encode(
@@ -49,46 +49,46 @@ class Rounded(Codes):
         values: Tensor,
         error: Tensor | None,
         active: Tensor | None,
-        cut: Cut,
+        cut: BlockLayout,
         rows: Tensor,
         draw: tuple[int, int],
     ) -> None:
-        """See `Codes`; nothing is drawn."""
+        """See `Codec`; nothing is drawn."""
         y = values.new_zeros(cut.parts * cut.part)
         y[: len(values)] = values if error is None else values + error
         if active is not None:
             y[: len(values)].masked_fill_(~active, 0)
         self._numbers(rows, cut).copy_(y.view(cut.parts, cut.part))
 
-    def settle(
-        self, values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor
+    def update_error(
+        self, values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor
     ) -> None:
-        """See `Codes`."""
+        """See `Codec`."""
         error += values
         error -= self._vector(rows, cut)
         if active is not None:
             error.masked_fill_(~active, 0)
 
-    def mean_of(self, rows: Tensor, cut: Cut, out: Tensor) -> None:
-        """See `Codes`."""
+    def mean_of(self, rows: Tensor, cut: BlockLayout, out: Tensor) -> None:
+        """See `Codec`."""
         total = torch.zeros(len(out), device=out.device)
         for row in self._numbers(rows, cut):
             total += row[: len(out)]
         out.copy_(total / len(rows))
 
-    def decode(self, rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor) -> None:
-        """See `Codes`."""
+    def decode(self, rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor) -> None:
+        """See `Codec`."""
         out.copy_(self._vector(rows, cut))
         if active is not None:
             out.masked_fill_(~active, 0)
 
-    def _numbers(self, rows: Tensor, cut: Cut) -> Tensor:
+    def _numbers(self, rows: Tensor, cut: BlockLayout) -> Tensor:
         """(rows, part): what lies in them."""
         if not cut.part:
             # no bytes have no view of another size
             return rows.new_empty(len(rows), 0, dtype=self.dtype)
         return rows[:, : self.row_bytes(cut)].view(self.dtype)
 
-    def _vector(self, rows: Tensor, cut: Cut) -> Tensor:
+    def _vector(self, rows: Tensor, cut: BlockLayout) -> Tensor:
         """(n,): what all parts stand for."""
         return self._numbers(rows, cut).reshape(-1)[: cut.num_elements]

@@ -5,13 +5,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from gcnzc.compress.two_stage import Codes
+from gcnzc.compress.two_stage import Codec
 from gcnzc.kernels.codec import signs
-from gcnzc.kernels.codec.cut import Cut
+from gcnzc.kernels.codec.block_layout import BlockLayout
 
 
 @dataclass(frozen=True)
-class Sign(Codes):
+class Sign(Codec):
     """Signs in two stages, with error feedback (Tang et al., 2021; see `two_stage`)."""
 
     block: int | None = 4096
@@ -25,32 +25,32 @@ class Sign(Codes):
             raise ValueError(f"no scale {self.scale!r}\n\nhint: rms or l1")
         self.cut(0, 1)
 
-    def cut(self, num_elements: int, parts: int) -> Cut:
-        """See `Codes`."""
-        return Cut(num_elements, parts, 1, self.block)
+    def cut(self, num_elements: int, parts: int) -> BlockLayout:
+        """See `Codec`."""
+        return BlockLayout(num_elements, parts, 1, self.block)
 
     def encode(
         self,
         values: Tensor,
         error: Tensor | None,
         active: Tensor | None,
-        cut: Cut,
+        cut: BlockLayout,
         rows: Tensor,
         draw: tuple[int, int],
     ) -> None:
-        """See `Codes`; nothing is drawn."""
+        """See `Codec`; nothing is drawn."""
         signs.encode_signs(values, error, active, cut, rows, self.scale)
 
-    def settle(
-        self, values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor
+    def update_error(
+        self, values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor
     ) -> None:
-        """See `Codes`."""
-        signs.settle_signs(values, error, active, cut, rows)
+        """See `Codec`."""
+        signs.update_error_signs(values, error, active, cut, rows)
 
-    def mean_of(self, rows: Tensor, cut: Cut, out: Tensor) -> None:
-        """See `Codes`."""
+    def mean_of(self, rows: Tensor, cut: BlockLayout, out: Tensor) -> None:
+        """See `Codec`."""
         signs.mean_of_signs(rows, cut, out)
 
-    def decode(self, rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor) -> None:
-        """See `Codes`."""
+    def decode(self, rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor) -> None:
+        """See `Codec`."""
         signs.decode_signs(rows, cut, active, out)

@@ -22,15 +22,21 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from gcnzc.compress.reducer import Compression, Place, Reducer, count_not_finite, culprits
+from gcnzc.compress.reducer import (
+    Compression,
+    Reducer,
+    WorkerInfo,
+    count_not_finite,
+    describe_non_finite,
+)
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
-from gcnzc.kernels.codec.cut import Cut
+from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.finite import are_finite
 from gcnzc.system.scalars import read_scalars
 
 
-class Codes(Compression):
-    """A way of turning a vector into codes and back; see `gcnzc.kernels.codec.cut` for rows."""
+class Codec(Compression):
+    """A way of turning a vector into codes and back; see `gcnzc.kernels.codec.block_layout` for rows."""
 
     has_feedback: bool
     """whether what a code leaves out is kept, and added to the next"""
@@ -38,12 +44,12 @@ class Codes(Compression):
     """whether rounding is random"""
 
     @property
-    def of_means(self) -> "Codes":
+    def of_means(self) -> "Codec":
         """What the parts' means are sent in: these codes, unless a way says otherwise."""
         return self
 
     @abstractmethod
-    def cut(self, num_elements: int, parts: int) -> Cut:
+    def cut(self, num_elements: int, parts: int) -> BlockLayout:
         """How a vector is cut."""
 
     @abstractmethod
@@ -52,7 +58,7 @@ class Codes(Compression):
         values: Tensor,
         error: Tensor | None,
         active: Tensor | None,
-        cut: Cut,
+        cut: BlockLayout,
         rows: Tensor,
         draw: tuple[int, int],
     ) -> None:
@@ -68,29 +74,29 @@ class Codes(Compression):
         """
 
     @abstractmethod
-    def settle(
-        self, values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor
+    def update_error(
+        self, values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor
     ) -> None:
         """Set the error to what the rows leave out of values + error."""
 
     @abstractmethod
-    def mean_of(self, rows: Tensor, cut: Cut, out: Tensor) -> None:
+    def mean_of(self, rows: Tensor, cut: BlockLayout, out: Tensor) -> None:
         """The mean of what W rows (W, bytes) of one part stand for, in the order of ranks."""
 
     @abstractmethod
-    def decode(self, rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor) -> None:
+    def decode(self, rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor) -> None:
         """(n,): what the rows of all parts stand for; 0 where not active."""
 
-    def row_bytes(self, cut: Cut) -> int:
+    def row_bytes(self, cut: BlockLayout) -> int:
         """Of a part's row, a multiple of 4."""
         return cut.row_bytes
 
-    def are_finite(self, rows: Tensor, cut: Cut) -> Tensor:
+    def are_finite(self, rows: Tensor, cut: BlockLayout) -> Tensor:
         """() bool: whether all that rows stand for is, which their scales show."""
         scales = rows[:, cut.code_bytes : cut.row_bytes].reshape(-1)
         return are_finite(scales.view(torch.float32))
 
-    def reducer(self, num_elements: int, place: Place) -> Reducer:
+    def reducer(self, num_elements: int, place: WorkerInfo) -> Reducer:
         """See `Compression`."""
         return TwoStageReducer(num_elements, place, self)
 
@@ -105,7 +111,7 @@ class Codes(Compression):
 class TwoStageReducer(Reducer):
     """See above. With one worker the mean is its own vector, and nothing is left out."""
 
-    def __init__(self, num_elements: int, place: Place, codes: Codes) -> None:
+    def __init__(self, num_elements: int, place: WorkerInfo, codes: Codec) -> None:
         super().__init__(num_elements, place)
         self.codes, self.last_codes = codes, codes.of_means
         self.cut = codes.cut(num_elements, place.world_size)
@@ -140,7 +146,7 @@ class TwoStageReducer(Reducer):
         if self.place.world_size == 1:
             self.clear_inactive(vector)
             found, self.note_sums = read_scalars(count_not_finite(values), noted)
-            return culprits(found) if any(found) else ""
+            return describe_non_finite(found) if any(found) else ""
         codes, cut, last_codes, last_cut = self.codes, self.cut, self.last_codes, self.last_cut
         world_size, rank, step = self.place.world_size, self.place.rank, self.means
         code_bytes = codes.row_bytes(cut)
@@ -165,12 +171,12 @@ class TwoStageReducer(Reducer):
         is_finite = last_codes.are_finite(everyones, last_cut)
         counts, (are_means_finite,), note_sums = read_scalars(bad, is_finite, sums)
         if any(counts) or not are_means_finite:
-            return culprits(counts)
+            return describe_non_finite(counts)
         noted.copy_(sums)
         self.note_sums = note_sums
         if self.worker_error is not None and self.server_error is not None:
-            codes.settle(vector, self.worker_error, self.active, cut, rows)
-            last_codes.settle(share, self.server_error, active, own, row)
+            codes.update_error(vector, self.worker_error, self.active, cut, rows)
+            last_codes.update_error(share, self.server_error, active, own, row)
         last_codes.decode(everyones, last_cut, self.active, vector)
         self.means += 1
         return ""

@@ -3,27 +3,27 @@
 from gcnzc.exchange.agreement import RequestMismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.errors import WorkerLost
-from gcnzc.exchange.group import Group, joined, present, run
+from gcnzc.exchange.group import Group, current_group, init_group, run
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.lockstep import Link, Outcome, lockstep
-from gcnzc.exchange.measure import tuned
+from gcnzc.exchange.measure import tune
 from gcnzc.exchange.requests import (
     Algorithm,
     AllGather,
+    AllGatherScalar,
     AllToAll,
-    Begin,
     Broadcast,
     Compute,
-    End,
     Mean,
     Receive,
     ReduceScatter,
     Request,
     Scratch,
     Send,
+    SendReceive,
+    Start,
     Sum,
-    Swap,
-    Vote,
+    Wait,
 )
 from gcnzc.exchange.start import is_worker
 from gcnzc.exchange.tuner import Tuning
@@ -31,12 +31,11 @@ from gcnzc.exchange.tuner import Tuning
 __all__ = [
     "Algorithm",
     "AllGather",
+    "AllGatherScalar",
     "AllToAll",
-    "Begin",
     "Broadcast",
     "Choices",
     "Compute",
-    "End",
     "Group",
     "Ledger",
     "Link",
@@ -48,15 +47,16 @@ __all__ = [
     "RequestMismatch",
     "Scratch",
     "Send",
+    "SendReceive",
+    "Start",
     "Sum",
-    "Swap",
     "Tuning",
-    "Vote",
+    "Wait",
     "WorkerLost",
+    "current_group",
+    "init_group",
     "is_worker",
-    "joined",
     "lockstep",
-    "present",
     "run",
-    "tuned",
+    "tune",
 ]

@@ -28,15 +28,15 @@ from torch import Tensor
 
 from gcnzc.exchange.rendezvous import Store
 from gcnzc.exchange.requests import (
+    AllGatherScalar,
     AllToAll,
     Broadcast,
     Collective,
     Message,
     Request,
     Send,
-    Swap,
-    Vote,
-    described,
+    SendReceive,
+    describe_request,
 )
 
 # a rank that waits for longer compares its requests with those of other ranks
@@ -158,12 +158,12 @@ def describe_collective(request: Collective) -> tuple[str, dict[int, str], dict[
         The description that must be the same on all ranks, and by peer the size and dtype sent to
         it and expected from it.
     """
-    if isinstance(request, Vote):
+    if isinstance(request, AllGatherScalar):
         return f"Vote of {'float64' if isinstance(request.value, float) else 'int64'}", {}, {}
-    if isinstance(request, Swap):
+    if isinstance(request, SendReceive):
         # pairs of ranks may differ in size and dtype
         part = {request.peer: describe_values(request.values)}
-        return "Swap", part, part
+        return "SendReceive", part, part
     if isinstance(request, AllToAll):
         dtype = str(request.parts[0].dtype).removeprefix("torch.")
         words = f"AllToAll of {dtype}, counts {'not given' if request.counts is None else 'given'}"
@@ -206,7 +206,7 @@ def mismatch(what: str) -> RequestMismatch:
     )
 
 
-class Wait(NamedTuple):
+class CurrentWait(NamedTuple):
     """A wait of the thread that makes a rank's requests."""
 
     began_s: float
@@ -234,7 +234,7 @@ class StallMonitor:
         abort: Callable[[], None],
     ) -> None:
         self.store, self.log, self.find_busy, self.abort = store, log, find_busy, abort
-        self.wait: Wait | None = None
+        self.wait: CurrentWait | None = None
         """set and cleared by the thread that makes requests"""
         self.verdict = ""
         """how the ranks' requests differ; empty until a mismatch is found"""
@@ -276,7 +276,7 @@ class StallMonitor:
             if is_wanted:
                 self._looked.set()
 
-    def _look(self, wait: Wait | None) -> None:
+    def _look(self, wait: CurrentWait | None) -> None:
         try:
             if self.store.check([_VERDICT_KEY]):
                 self.verdict = self.store.get(_VERDICT_KEY).decode()
@@ -291,13 +291,18 @@ class StallMonitor:
         if self.verdict:
             self.abort()
 
-    def _publish(self, wait: Wait, need: Need) -> "_Record":
+    def _publish(self, wait: CurrentWait, need: Need) -> "_Record":
         """Write what this rank waits for, and its last requests, to the store."""
         self._looks += 1
         # copies, since other threads append to the originals
         sequences = {name: list(each) for name, each in list(self.log.sequences.items())}
         own = _Record(
-            self._looks, wait.began_s, described(wait.request), need, self.find_busy(), sequences
+            self._looks,
+            wait.began_s,
+            describe_request(wait.request),
+            need,
+            self.find_busy(),
+            sequences,
         )
         self.store.set(f"gcnzc/waits/{self.log.rank}", own.to_json())
         return own

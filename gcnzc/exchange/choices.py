@@ -16,14 +16,14 @@ from gcnzc.exchange import collectives
 from gcnzc.exchange.requests import (
     Algorithm,
     AllGather,
+    AllGatherScalar,
     AllToAll,
     Broadcast,
     Collective,
     Mean,
     ReduceScatter,
+    SendReceive,
     Sum,
-    Swap,
-    Vote,
     bytes_of,
 )
 
@@ -37,21 +37,21 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "Broadcast": ("binomial", CHAIN, BUILTIN),
     "ReduceScatter": ("direct",),
     "AllToAll": ("direct", BUILTIN),
-    "Swap": ("direct",),
-    "Vote": ("doubling",),
+    "SendReceive": ("direct",),
+    "AllGatherScalar": ("doubling",),
 }
 # what builtin stands for where there is no process group
 _LIKE_GLOO = {"Sum": "ring", "AllGather": "ring", "Broadcast": "binomial", "AllToAll": "direct"}
 # up to so many bytes a message's time is mostly its latency: 64 KiB take 5 ms at 100 Mbit/s
 SMALL_BYTES = 16 * 1024
-USUAL: dict[str, "Steps"] = {
+DEFAULT_STEPS: dict[str, "Steps"] = {
     "Sum": ((SMALL_BYTES, "doubling"), (None, BUILTIN)),
     "AllGather": ((SMALL_BYTES, "doubling"), (None, BUILTIN)),
     "Broadcast": ((SMALL_BYTES, "binomial"), (None, CHAIN)),
     "AllToAll": ((None, "direct"),),
     "ReduceScatter": ((None, "direct"),),
-    "Swap": ((None, "direct"),),
-    "Vote": ((None, "doubling"),),
+    "SendReceive": ((None, "direct"),),
+    "AllGatherScalar": ((None, "doubling"),),
 }
 Steps = tuple[tuple[int | None, str], ...]
 
@@ -71,7 +71,7 @@ class Choices:
     def __post_init__(self) -> None:
         for kind, steps in self.steps.items():
             for _, name in steps:
-                _demand_known(kind, name)
+                _check_known(kind, name)
             limits = [math.inf if limit is None else limit for limit, _ in steps]
             if limits != sorted(set(limits)) or limits[-1:] != [math.inf]:
                 raise ValueError(
@@ -91,7 +91,7 @@ class Choices:
 
     def name_of(self, kind: str, num_bytes: int) -> str:
         """The name of the algorithm that answers a request of this kind and size."""
-        for limit, name in self.steps.get(kind, USUAL[kind]):
+        for limit, name in self.steps.get(kind, DEFAULT_STEPS[kind]):
             if limit is None or num_bytes <= limit:
                 return name
         raise AssertionError("the last step of a kind has no limit")
@@ -110,7 +110,7 @@ class Choices:
         return Choices({**self.steps, **{kind: ((None, name),) for kind, name in names.items()}})
 
 
-def _demand_known(kind: str, name: str) -> None:
+def _check_known(kind: str, name: str) -> None:
     plain, colon, piece = name.partition(":")
     fits = not colon or (plain == CHAIN and piece.isdecimal() and int(piece) > 0)
     if plain not in ALGORITHMS.get(kind, ()) or not fits:
@@ -138,7 +138,7 @@ def expand(
     Raises:
         ValueError: the request does not fit the number of workers.
     """
-    demand(request, world_size)
+    check_request(request, world_size)
     kind = kind_of(request)
     name = name or choices.of(request)
     if name == BUILTIN:
@@ -152,8 +152,8 @@ def expand(
         way = getattr(collectives, f"{name}_gather")
         rows = yield from way(as_bytes(request.values), rank, world_size)
         return rows.view(-1).view(request.values.dtype).view(world_size, *request.values.shape)
-    if isinstance(request, Vote):
-        value = vote_tensor(request)
+    if isinstance(request, AllGatherScalar):
+        value = scalar_tensor(request)
         rows = yield from collectives.doubling_gather(value, rank, world_size)
         return tuple(rows[:, 0].tolist())
     if isinstance(request, ReduceScatter):
@@ -166,7 +166,7 @@ def expand(
         else:
             yield from collectives.binomial(flat, request.root, rank, world_size)
         return restored(request.values, flat)
-    if isinstance(request, Swap):
+    if isinstance(request, SendReceive):
         flat = yield from collectives.swap(as_bytes(request.values), request.peer, rank)
         return flat.view(request.values.dtype).view(request.values.shape)
     counts = request.counts
@@ -200,11 +200,11 @@ def sent_bytes(request: Collective, rank: int, world_size: int, name: str) -> fl
             return size
         own = rounds * size if name == "doubling" else 2 * (power - 1) / power * size
         return own + (size if rank < 2 * pairs else 0)
-    if isinstance(request, AllGather | Vote):
+    if isinstance(request, AllGather | AllGatherScalar):
         return (world - 1) * size
     if isinstance(request, ReduceScatter):
         return (world - 1) / world * size
-    if isinstance(request, Swap):
+    if isinstance(request, SendReceive):
         return 0 if request.peer == rank else size
     if isinstance(request, Broadcast):
         place = (rank - request.root) % world
@@ -218,7 +218,7 @@ def sent_bytes(request: Collective, rank: int, world_size: int, name: str) -> fl
     return size - own + (8 * (world - 1) if request.counts is None else 0)
 
 
-def demand(request: Collective, world_size: int) -> None:
+def check_request(request: Collective, world_size: int) -> None:
     """Raise a ValueError if `request` does not fit so many workers."""
     if isinstance(request, AllToAll):
         if len(request.parts) != world_size:
@@ -231,7 +231,7 @@ def demand(request: Collective, world_size: int) -> None:
                 "AllToAll: parts of several dtypes\n\nhint: send bytes, with .view(torch.uint8)"
             )
         return
-    if isinstance(request, Vote):
+    if isinstance(request, AllGatherScalar):
         return
     if isinstance(request, Broadcast):
         if not 0 <= request.root < world_size:
@@ -254,7 +254,7 @@ def demand(request: Collective, world_size: int) -> None:
             f"ReduceScatter: {request.values.numel()} elements for {world_size} workers\n\n"
             "hint: pad them to a multiple"
         )
-    if isinstance(request, Swap) and not 0 <= request.peer < world_size:
+    if isinstance(request, SendReceive) and not 0 <= request.peer < world_size:
         raise ValueError(
             f"Swap with worker {request.peer} of {world_size}\n\nhint: workers are counted from 0"
         )
@@ -267,7 +267,7 @@ def finished(request: Sum | Mean, world_size: int) -> Tensor:
     return request.values
 
 
-def vote_tensor(request: Vote) -> Tensor:
+def scalar_tensor(request: AllGatherScalar) -> Tensor:
     """(1,), int64 or float64, of the number."""
     dtype = torch.float64 if isinstance(request.value, float) else torch.int64
     return torch.tensor([request.value], dtype=dtype)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.exchange.requests import Algorithm, Begin, End, Receive, Scratch, Send
+from gcnzc.exchange.requests import Algorithm, Receive, Scratch, Send, Start, Wait
 
 PIECE_BYTES = 32 * 1024  # of a chain; the best from 16 to 32 KiB at 100 Mbit/s with 2 to 8 workers
 
@@ -117,14 +117,14 @@ def direct_exchange(
     for distance in range(1, world_size):
         before = (rank - distance) % world_size
         if counts[before]:
-            pending.append((yield Begin(Receive(received[before], before))))
+            pending.append((yield Start(Receive(received[before], before))))
     for distance in range(1, world_size):
         # everybody's first message goes to another worker
         after = (rank + distance) % world_size
         if len(parts[after]):
-            pending.append((yield Begin(Send(parts[after].contiguous(), after))))
+            pending.append((yield Start(Send(parts[after].contiguous(), after))))
     for each in pending:
-        yield End(each)
+        yield Wait(each)
     return received
 
 
@@ -174,14 +174,14 @@ def chain(
     coming, leaving = [], []
     if place > 0:
         for piece in pieces:
-            coming.append((yield Begin(Receive(piece, before))))
+            coming.append((yield Start(Receive(piece, before))))
     for number, piece in enumerate(pieces):
         if place > 0:
-            yield End(coming[number])
+            yield Wait(coming[number])
         if place < world_size - 1:
-            leaving.append((yield Begin(Send(piece, after))))
+            leaving.append((yield Start(Send(piece, after))))
     for each in leaving:
-        yield End(each)
+        yield Wait(each)
     return values
 
 
@@ -278,12 +278,12 @@ class _Receipt:
     def end(self) -> Algorithm[None]:
         """Wait for it."""
         if self.pending is not None:
-            yield End(self.pending)
+            yield Wait(self.pending)
 
 
 def _expect(into: Tensor, source: int) -> Algorithm[_Receipt]:
     """Begin to receive. An empty message is not sent, as both sides know its size."""
-    return _Receipt(into, (yield Begin(Receive(into, source))) if into.numel() else None)
+    return _Receipt(into, (yield Start(Receive(into, source))) if into.numel() else None)
 
 
 def _send(values: Tensor, to: int) -> Algorithm[None]:
@@ -293,7 +293,7 @@ def _send(values: Tensor, to: int) -> Algorithm[None]:
 
 def _trade(leaving: Tensor, to: int, coming: _Receipt) -> Algorithm[None]:
     """Send, and wait for what is expected."""
-    sent = (yield Begin(Send(leaving, to))) if leaving.numel() else None
+    sent = (yield Start(Send(leaving, to))) if leaving.numel() else None
     yield from coming.end()
     if sent is not None:
-        yield End(sent)
+        yield Wait(sent)

@@ -20,23 +20,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gcnzc.exchange.agreement import Need, RequestLog, StallMonitor, Wait, mismatch
+from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor, mismatch
 from gcnzc.exchange.choices import Choices
-from gcnzc.exchange.errors import Broken, WorkerLost, explain
-from gcnzc.exchange.heartbeat import STORE_S, Keeper, Watch, name_of
+from gcnzc.exchange.errors import ConnectionBroken, WorkerLost, explain
+from gcnzc.exchange.heartbeat import STORE_S, HeartbeatMonitor, StoreHost, name_of
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.process_group import Channel, T, network
 from gcnzc.exchange.requests import (
     Algorithm,
-    Begin,
+    AllGatherScalar,
     Compute,
-    End,
     Receive,
     Request,
     Scratch,
     Send,
-    Vote,
-    described,
+    Start,
+    Wait,
+    describe_request,
 )
 from gcnzc.exchange.start import initialize, is_worker
 
@@ -88,8 +88,8 @@ class Group:
         choices: Choices | None = None,
         timeout_s: float = TIMEOUT_S,
         ranks: Sequence[int] | None = None,
-        watch: Watch | None = None,
-        keeper: Keeper | None = None,
+        watch: HeartbeatMonitor | None = None,
+        keeper: StoreHost | None = None,
     ) -> None:
         self.rank, self.world_size, self.backend = rank, world_size, backend
         self.store, self.is_part = store, ranks is not None
@@ -111,7 +111,7 @@ class Group:
         if store is not None:
             if watch is None:
                 host = socket.gethostname()
-                self.watch = Watch(store, rank, world_size, host, keeper, self.ranks)
+                self.watch = HeartbeatMonitor(store, rank, world_size, host, keeper, self.ranks)
             self.stalls = StallMonitor(store, self.log, self._find_busy, self._abort)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
@@ -187,8 +187,8 @@ class Group:
                 [self.ranks[each] for each in members],
                 keeper=self.watch.keeper if self.watch is not None else None,
             )
-        except (Broken, RuntimeError) as error:
-            cause = error.__cause__ if isinstance(error, Broken) else error
+        except (ConnectionBroken, RuntimeError) as error:
+            cause = error.__cause__ if isinstance(error, ConnectionBroken) else error
             raise WorkerLost(
                 f"rank {self.rank} could not create the subgroup of ranks {members}: {cause}\n\n"
                 "hint: all its ranks must create it, in the same order as other groups"
@@ -262,19 +262,19 @@ class Group:
         if self.world_size > 1 and not self.backend:
             raise RuntimeError(
                 f"rank {self.rank} of {self.world_size} is not connected, so it cannot answer "
-                f"{described(request)}\n\nhint: initialise torch.distributed before an optimizer "
+                f"{describe_request(request)}\n\nhint: initialise torch.distributed before an optimizer "
                 "is unpickled, or load its state_dict() into a new one"
             )
         if isinstance(request, Compute):
             return time.sleep(request.seconds)
-        if isinstance(request, Begin):
+        if isinstance(request, Start):
             if isinstance(request.request, Send | Receive):
                 return self._own.begin_message(request.request)
             channel = self._channels.get(request.channel) or self._explained(
                 lambda: self.channel(request.channel), request, self._own.find_need
             )
             return channel.begin(request.request)
-        if isinstance(request, End):
+        if isinstance(request, Wait):
             pending = request.pending
             return self._explained(pending.result, request, pending.find_need)
         if isinstance(request, Scratch):
@@ -290,13 +290,13 @@ class Group:
         """Execute a request; if the network fails, raise an error that names the cause."""
         began = time.perf_counter()
         if self.stalls is not None:
-            self.stalls.wait = Wait(began, request, find_need)
+            self.stalls.wait = CurrentWait(began, request, find_need)
         try:
             answer = deed()
             if self.world_size > 1:
                 self.waits.append((began, time.perf_counter()))
             return answer
-        except Broken as error:
+        except ConnectionBroken as error:
             assert self.watch is not None, "only several workers have a network"
             assert self.stalls is not None, "as is what compares requests"
             if reason := self.stalls.find_reason():
@@ -308,7 +308,7 @@ class Group:
             raise WorkerLost(
                 f"{name_of(self.rank, self.ranks)} waited {waited:.0f} s in step "
                 f"{self.watch.step} for "
-                f"{described(request)}: {why}\n\n"
+                f"{describe_request(request)}: {why}\n\n"
                 "hint: the run goes on from its last checkpoint when it is started again with "
                 f"--resume; the time limit is {self.timeout_s:g} s"
             ) from error.__cause__
@@ -344,12 +344,12 @@ def _unpickle_group(
         ranks = list(range(world_size)) if members is None else list(members)
         has_all = members is not None or dist.get_world_size() == world_size
         if has_all and ranks[rank] == dist.get_rank():
-            return present() if members is None else present().subgroup(members)
+            return current_group() if members is None else current_group().subgroup(members)
     return Group(rank, world_size)
 
 
 def _vote(value: int) -> Algorithm[tuple[int, ...]]:
-    answer: tuple[int, ...] = yield Vote(value)
+    answer: tuple[int, ...] = yield AllGatherScalar(value)
     return answer
 
 
@@ -358,7 +358,7 @@ def _taken(times: deque[tuple[float, float]]) -> list[tuple[float, float]]:
     return [times.popleft() for _ in range(len(times))]
 
 
-def present() -> Group:
+def current_group() -> Group:
     """Return the group of torch.distributed's default process group; a single worker without one.
 
     For scripts that call `torch.distributed.init_process_group` themselves. With several ranks, all
@@ -370,7 +370,7 @@ def present() -> Group:
     return _present.find()
 
 
-class _Present:
+class _DefaultGroup:
     """Makes and caches the group of torch.distributed's default process group."""
 
     def __init__(self) -> None:
@@ -400,11 +400,11 @@ class _Present:
         return Group(dist.get_rank(), dist.get_world_size(), backend, store)
 
 
-_present = _Present()
+_present = _DefaultGroup()
 
 
 @contextmanager
-def joined(
+def init_group(
     backend: str = "gloo", choices: Choices | None = None, timeout_s: float = TIMEOUT_S
 ) -> Iterator[Group]:
     """Initialise torch.distributed, and yield the group of the workers that a launcher started.

@@ -37,7 +37,7 @@ MISSED = 3
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """A worker's last heartbeat."""
 
     beat: int
@@ -49,7 +49,7 @@ class Sign:
 
 
 @dataclass(frozen=True)
-class Keeper:
+class StoreHost:
     """The process that hosts the store, for error messages if the store does not respond."""
 
     name: str
@@ -65,7 +65,7 @@ class _Reach(Enum):
     NOTHING = "no answer"
 
 
-class Watch:
+class HeartbeatMonitor:
     """Writes the heartbeats of this worker in a thread, and reads those of the others.
 
     Args:
@@ -85,7 +85,7 @@ class Watch:
         rank: int,
         world_size: int,
         host: str,
-        keeper: Keeper | None = None,
+        keeper: StoreHost | None = None,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
         self.global_ranks = global_ranks
@@ -112,14 +112,14 @@ class Watch:
             sign = (self.beat, self.step, self.doing, self.host, self.left)
             self.store.set(f"gcnzc/alive/{self.rank}", json.dumps(sign))
 
-    def signs(self) -> dict[int, Sign]:
+    def signs(self) -> dict[int, Heartbeat]:
         """Return the last heartbeat of each worker that has written one.
 
         Takes two requests to the store if all workers have.
         """
         keys = {f"gcnzc/alive/{rank}": rank for rank in range(self.world_size)}
         found = read_existing(self.store, list(keys))
-        return {keys[key]: Sign(*json.loads(text)) for key, text in found.items()}
+        return {keys[key]: Heartbeat(*json.loads(text)) for key, text in found.items()}
 
     def culprits(self) -> str:
         """Describe which workers have stopped or are behind; takes some seconds.
@@ -140,9 +140,11 @@ class Watch:
         except RuntimeError:
             return self._without_store()
         ranks = range(self.world_size)
-        return blamed(self.rank, self.step, ranks, before, after, self.global_ranks)
+        return describe_stopped_workers(
+            self.rank, self.step, ranks, before, after, self.global_ranks
+        )
 
-    def _beats(self, signs: dict[int, Sign]) -> int:
+    def _beats(self, signs: dict[int, Heartbeat]) -> int:
         return signs[self.rank].beat if self.rank in signs else 0
 
     def _without_store(self) -> str:
@@ -255,12 +257,12 @@ def _end_launcher(parent: int) -> None:
     )
 
 
-def blamed(
+def describe_stopped_workers(
     rank: int,
     step: int,
     ranks: Sequence[int],
-    before: dict[int, Sign],
-    after: dict[int, Sign],
+    before: dict[int, Heartbeat],
+    after: dict[int, Heartbeat],
     global_ranks: Sequence[int] | None = None,
 ) -> str:
     """Describe which workers made an exchange of worker `rank` in step `step` fail.

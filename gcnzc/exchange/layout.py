@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 
-def by_kind(
+def group_by_dtype(
     named: Iterable[tuple[str, nn.Parameter]],
 ) -> list[list[tuple[str, nn.Parameter]]]:
     """Names and parameters, by dtype and device, each parameter once, in their order."""

@@ -27,15 +27,15 @@ from gcnzc.exchange.choices import Choices, as_bytes, expand
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.requests import (
     Algorithm,
-    Begin,
     Collective,
     Compute,
-    End,
     Receive,
     Request,
     Scratch,
     Send,
-    described,
+    Start,
+    Wait,
+    describe_request,
 )
 
 
@@ -213,9 +213,9 @@ class _World:
             as_bytes(task.answer).fill_(0xFF)
         elif isinstance(request, Send | Receive):
             self.end(task, self.begin(task, request))
-        elif isinstance(request, Begin):
+        elif isinstance(request, Start):
             task.answer = self.begin(task, request.request, request.channel)
-        elif isinstance(request, End):
+        elif isinstance(request, Wait):
             self.end(task, request.pending)
         else:
             channel = task.channel[0] if task.channel else ""
@@ -234,7 +234,7 @@ class _World:
             mailbox.promised.append(task.now)
             self.wake(mailbox, task.now)
             return _Receipt(request, mailbox, len(mailbox.promised))
-        assert not isinstance(request, Begin | End | Compute | Scratch), (
+        assert not isinstance(request, Start | Wait | Compute | Scratch), (
             "only an exchange can be begun"
         )
         before = self.last_of_channel.get((task.rank, channel))
@@ -347,12 +347,12 @@ class _World:
 def _after(before: _Task | None, algorithm: Algorithm[Any]) -> Algorithm[Any]:
     """A channel answers one request after the other."""
     if before is not None:
-        yield End(before)
+        yield Wait(before)
     return (yield from algorithm)
 
 
 def _waiting(task: _Task) -> str:
     within = f" in {task.kind}" if task.kind else ""
     if isinstance(task.waits_for, _Receipt | _Sent):
-        return f"rank {task.rank} waits for {described(task.waits_for.request)}{within}"
+        return f"rank {task.rank} waits for {describe_request(task.waits_for.request)}{within}"
     return f"rank {task.rank} waits for a request that it began{within}"

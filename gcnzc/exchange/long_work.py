@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import torch
 
-from gcnzc.exchange import Algorithm, Broadcast, Group, Vote, WorkerLost, run
-from gcnzc.exchange.sync import vote
+from gcnzc.exchange import Algorithm, AllGatherScalar, Broadcast, Group, WorkerLost, run
+from gcnzc.exchange.sync import all_gather_scalar
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _KINDS: tuple[type[Exception], ...] = (FileNotFoundError, OSError, ValueError, R
 
 
 @contextmanager
-def together(group: Group) -> Iterator["Work"]:
+def joint_work(group: Group) -> Iterator["Work"]:
     """Work of which each worker does a part by itself; the end of the `with` waits for all.
 
     Nobody waits longer than the group's time limit for a sign of the others, however long the work
@@ -55,7 +55,7 @@ def together(group: Group) -> Iterator["Work"]:
 
 
 class Work:
-    """The part of one worker in what all are at; made by `together`."""
+    """The part of one worker in what all are at; made by `joint_work`."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -65,7 +65,7 @@ class Work:
     def goes_on(self) -> None:
         """Tell those who wait that this worker is at work, if it is time to."""
         if time.monotonic() - self.told_at >= self.every_s and self.group.world_size > 1:
-            run(vote(_AT_WORK), self.group)
+            run(all_gather_scalar(_AT_WORK), self.group)
             self.told_at = time.monotonic()
 
     def meanwhile(self, deed: Callable[[], T]) -> T:
@@ -89,7 +89,7 @@ class Work:
     def end(self, error: Exception | None = None) -> None:
         """Wait until all are done; raise if one has failed."""
         state = _DONE if error is None else _FAILED
-        while _AT_WORK in (states := run(vote(state), self.group)):
+        while _AT_WORK in (states := run(all_gather_scalar(state), self.group)):
             continue
         if _FAILED in states:
             told = run(_told(error, states.index(_FAILED), self.group), self.group)
@@ -100,7 +100,7 @@ def _told(error: Exception | None, root: int, group: Group) -> Algorithm[Excepti
     """The error of worker `root`, for all."""
     kind = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
     text = bytes([kind]) + (str(error) or type(error).__name__).encode()
-    lengths = yield Vote(len(text))
+    lengths = yield AllGatherScalar(len(text))
     values = torch.zeros(lengths[root], dtype=torch.uint8)
     if group.rank == root:
         values = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -24,19 +24,19 @@ from gcnzc.exchange.group import Group
 from gcnzc.exchange.requests import (
     Algorithm,
     AllGather,
+    AllGatherScalar,
     AllToAll,
     Broadcast,
     Collective,
     Request,
     Sum,
-    Vote,
 )
 from gcnzc.exchange.tuner import KINDS, PIECES, SIZES, Times, Tuning, measure
 
 HOST_BYTES = 64  # of a machine's name
 
 
-def tuned(
+def tune(
     group: Group,
     folder: Path,
     sizes: Mapping[str, Sequence[int]] | None = None,
@@ -115,7 +115,7 @@ def timed(group: Group, kind: str, num_bytes: int, names: Sequence[str], rounds:
         for turn in range(1 + rounds):
             for place in shuffler.sample(range(len(names)), len(names)):
                 group.choices = Choices.always(**{kind: names[place]})
-                group.run(ask(Vote(0)))
+                group.run(ask(AllGatherScalar(0)))
                 begin = time.perf_counter()
                 group.run(ask(request))
                 seconds[turn, place] = time.perf_counter() - begin
@@ -136,7 +136,9 @@ def _least(
     begin = time.perf_counter()
     seconds = timed(group, kind, num_bytes, names, rounds)
     # others' load only ever adds to a time
-    return seconds.amin(0).tolist(), max(group.run(ask(Vote(time.perf_counter() - begin))))
+    return seconds.amin(0).tolist(), max(
+        group.run(ask(AllGatherScalar(time.perf_counter() - begin)))
+    )
 
 
 def _made_for(group: Group) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def _made_for(group: Group) -> dict[str, Any]:
 def _shared(group: Group, path: Path) -> Times:
     """What worker 0 finds in a file, on all workers."""
     text = json.dumps(_read(path)).encode() if group.rank == 0 else b""
-    length = int(group.run(ask(Vote(len(text))))[0])
+    length = int(group.run(ask(AllGatherScalar(len(text))))[0])
     data = torch.tensor(list(text.ljust(length)), dtype=torch.uint8)
     group.run(ask(Broadcast(data)))
     return _times(json.loads(bytes(data.tolist())))

@@ -25,24 +25,23 @@ from gcnzc.exchange.choices import (
     BUILTIN,
     Choices,
     as_bytes,
-    demand,
+    check_request,
     expand,
     finished,
     restored,
+    scalar_tensor,
     sent_bytes,
-    vote_tensor,
 )
 from gcnzc.exchange.collectives import barrier
-from gcnzc.exchange.errors import Broken
+from gcnzc.exchange.errors import ConnectionBroken
 from gcnzc.exchange.requests import (
     Algorithm,
     AllGather,
+    AllGatherScalar,
     AllToAll,
-    Begin,
     Broadcast,
     Collective,
     Compute,
-    End,
     Mean,
     Message,
     Receive,
@@ -50,11 +49,12 @@ from gcnzc.exchange.requests import (
     Request,
     Scratch,
     Send,
+    SendReceive,
+    Start,
     Sum,
-    Swap,
-    Vote,
+    Wait,
 )
-from gcnzc.exchange.staging import Memory, Staged, on_gpu
+from gcnzc.exchange.staging import StagedRequest, StagingBuffers, is_on_gpu
 from gcnzc.system.streams import CudaStreams
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ CHECK_EVERY = 128
 
 @contextmanager
 def network() -> Iterator[None]:
-    """Raise `Broken` in place of the errors of torch.distributed."""
+    """Raise `ConnectionBroken` in place of the errors of torch.distributed."""
     try:
         yield
     except RuntimeError as error:
-        raise Broken from error
+        raise ConnectionBroken from error
 
 
 class _Work:
@@ -122,7 +122,7 @@ class Channel:
 
     def __init__(self, group: "Group", name: str, process_group: Any) -> None:
         self.group, self.process_group = group, process_group
-        self.memory = Memory()
+        self.memory = StagingBuffers()
         self.threads: ThreadPoolExecutor | None = None
         self.streams: CudaStreams | None = None
         self.stream: Any = None
@@ -147,13 +147,13 @@ class Channel:
         """Start a request, or an algorithm, in the background."""
         if isinstance(request, Generator):
             return self._conducted(request)
-        assert not isinstance(request, Begin | End | Compute | Scratch | Send | Receive), (
+        assert not isinstance(request, Start | Wait | Compute | Scratch | Send | Receive), (
             "only an exchange can be begun"
         )
-        if self.group.backend == "nccl" and on_gpu(request):
+        if self.group.backend == "nccl" and is_on_gpu(request):
             # it runs on a stream of its own, without a thread
             return self._nccl(request)
-        done = torch.cuda.current_stream().record_event() if on_gpu(request) else None
+        done = torch.cuda.current_stream().record_event() if is_on_gpu(request) else None
         return _Background(self._submit(lambda: self._after(done, request)), self)
 
     def _submit(self, deed: Callable[[], T]) -> "Future[T]":
@@ -225,8 +225,8 @@ class Channel:
     def answer(self, request: Collective, choices: Choices | None = None) -> Any:
         """Execute `request` together with the other workers; None uses the group's choices."""
         group = self.group
-        demand(request, group.world_size)
-        if group.backend == "nccl" and on_gpu(request):
+        check_request(request, group.world_size)
+        if group.backend == "nccl" and is_on_gpu(request):
             if not self.name:
                 # other channels record no NCCL requests, since the order of threads may differ;
                 # the digest of this one is part of later headers
@@ -239,7 +239,7 @@ class Channel:
             self.header = group.log.record_collective(self.name, request)
             is_checked = self._add_pair(before, self.header.words)
             is_checked |= self.header.number % CHECK_EVERY == 0
-            staged = Staged(request, self.memory)
+            staged = StagedRequest(request, self.memory)
             name = (choices or group.choices).of(staged.request)
             if name == BUILTIN and group.world_size > 1:
                 sent = round(sent_bytes(request, group.rank, group.world_size, name))
@@ -299,12 +299,12 @@ class Channel:
             answer = None
             if isinstance(step, Scratch):
                 answer = self.memory.lend(step.values)
-            elif isinstance(step, Begin):
+            elif isinstance(step, Start):
                 answer = self._message(step.request, self.sequence, self.header, kind)  # type: ignore[arg-type]
             else:
                 work = (
                     step.pending
-                    if isinstance(step, End)
+                    if isinstance(step, Wait)
                     else self._message(step, self.sequence, self.header, kind)  # type: ignore[arg-type]
                 )
                 self.need = work.need
@@ -316,7 +316,7 @@ class Channel:
         group, values = self.group, request.values
         header = group.log.record_message(request)
         sequence = message_sequence(request, group.rank)
-        if group.backend == "nccl" or not on_gpu(request):
+        if group.backend == "nccl" or not is_on_gpu(request):
             return self._message(request, sequence, header, "Send")
         host = self.memory.lend(values, pinned=True, is_kept=True)
         if isinstance(request, Send):
@@ -384,12 +384,12 @@ class Channel:
             return _Finish(work, lambda: share, limit_s)
         if isinstance(request, AllToAll):
             return self._all_to_all(request, over, limit_s)
-        if isinstance(request, Vote):
-            value = vote_tensor(request)
+        if isinstance(request, AllGatherScalar):
+            value = scalar_tensor(request)
             rows = value.new_empty(world)
             work = _all_gather(rows, value, **over)
             return _Finish(work, lambda: tuple(rows.tolist()), limit_s)
-        assert isinstance(request, Swap), "all kinds of requests"
+        assert isinstance(request, SendReceive), "all kinds of requests"
         other = torch.empty_like(request.values)
         if request.peer == self.group.rank:
             return _Finish(None, lambda: other.copy_(request.values), limit_s)
@@ -404,7 +404,7 @@ class Channel:
 
     def _limit_s(self, request: Collective | Message) -> float | None:
         """Return the time limit of a wait in seconds; None for NCCL, which has its own limit."""
-        is_nccl = self.group.backend == "nccl" and on_gpu(request)
+        is_nccl = self.group.backend == "nccl" and is_on_gpu(request)
         return None if is_nccl else self.group.timeout_s
 
     def _all_to_all(

@@ -60,17 +60,17 @@ def _existing(store: Store, keys: list[str]) -> list[str]:
     return _existing(store, keys[:middle]) + _existing(store, keys[middle:])
 
 
-def _demand_nothing(seconds: float) -> None:
+def _check_nothing(seconds: float) -> None:
     """Check nothing; the default where the processes of the other workers are not visible."""
 
 
-def met(
+def join_workers(
     store: Store,
     rank: int,
     world_size: int,
     timeout_s: float,
     silent_s: float | None = None,
-    demand_running: Callable[[float], None] = _demand_nothing,
+    check_running: Callable[[float], None] = _check_nothing,
 ) -> str:
     """Wait for all workers of this round, and return the round's unique name, the same on all.
 
@@ -87,7 +87,7 @@ def met(
         TimeoutError: workers are missing or stopped; the message names them.
     """
     silent_s = timeout_s if silent_s is None else silent_s
-    limits = _Limits(timeout_s, silent_s, demand_running, world_size)
+    limits = _Limits(timeout_s, silent_s, check_running, world_size)
     own = uuid.uuid4().hex
     if rank == 0:
         return _lead(store, own, world_size, limits)
@@ -101,11 +101,11 @@ class _Limits:
         self,
         timeout_s: float,
         silent_s: float,
-        demand_running: Callable[[float], None],
+        check_running: Callable[[float], None],
         world_size: int,
     ) -> None:
         self.end, self.silent_s = time.monotonic() + timeout_s, silent_s
-        self.demand_running = lambda: demand_running(silent_s)
+        self.check_running = lambda: check_running(silent_s)
         self.poll_s = max(POLL_S, world_size * POLL_S_PER_WORKER)
         self.looked_at = float("-inf")
 
@@ -136,7 +136,7 @@ def _lead(store: Store, own: str, world_size: int, limits: _Limits) -> str:
         if limits.is_time_to_look():
             beat += 1
             store.set(f"{own}/waiting", json.dumps([beat, missing]))
-            limits.demand_running()
+            limits.check_running()
         # arrivals are numbered, so that a poll takes three requests for any number of workers
         arrived = store.add(f"{own}/arrivals", 0)
         unread |= {f"{own}/arrival/{number}" for number in range(count + 1, arrived + 1)}
@@ -165,7 +165,7 @@ def _follow(store: Store, own: str, rank: int, limits: _Limits) -> str:
         ):
             return name
         if limits.is_time_to_look():
-            limits.demand_running()
+            limits.check_running()
             if name:
                 first.read(read_existing(store, [f"{name}/waiting"]))
         limits.wait([each for each in first.missing if each != rank] or [0])

@@ -2,7 +2,7 @@
 
 An algorithm is a generator: it yields a request, is sent the answer, and returns its result. It
 never touches a process group, so the same lines run over processes (`run`) and for W workers in one
-process (`lockstep`). Every worker must yield the same requests in the same order; `Swap`, `Send`
+process (`lockstep`). Every worker must yield the same requests in the same order; `SendReceive`, `Send`
 and `Receive` name the worker they are for.
 
 Letters: W workers, n elements.
@@ -69,7 +69,7 @@ class Broadcast:
 
 
 @dataclass(frozen=True, eq=False)
-class Swap:
+class SendReceive:
     """An exchange of two workers: the answer is the other's values."""
 
     values: Tensor
@@ -79,7 +79,7 @@ class Swap:
 
 
 @dataclass(frozen=True)
-class Vote:
+class AllGatherScalar:
     """Everybody's number: the answer is W of them, in the order of ranks."""
 
     value: int | float
@@ -119,10 +119,10 @@ class Compute:
 
 
 @dataclass(frozen=True, eq=False)
-class Begin:
+class Start:
     """The start of a request, or of a whole algorithm, that goes on beside this one.
 
-    The answer is something to be given to `End`. Until then tensors of the request belong to it.
+    The answer is something to be given to `Wait`. Until then tensors of the request belong to it.
     """
 
     request: "Request | Algorithm[Any]"
@@ -133,15 +133,17 @@ class Begin:
 
 
 @dataclass(frozen=True, eq=False)
-class End:
+class Wait:
     """The end of a request that was begun; the answer is that request's."""
 
     pending: Any
 
 
-Collective: TypeAlias = Sum | Mean | AllGather | ReduceScatter | AllToAll | Broadcast | Swap | Vote
+Collective: TypeAlias = (
+    Sum | Mean | AllGather | ReduceScatter | AllToAll | Broadcast | SendReceive | AllGatherScalar
+)
 Message: TypeAlias = Send | Receive
-Request: TypeAlias = Collective | Message | Scratch | Compute | Begin | End
+Request: TypeAlias = Collective | Message | Scratch | Compute | Start | Wait
 Algorithm: TypeAlias = Generator[Request, Any, T]
 
 
@@ -149,16 +151,16 @@ def bytes_of(request: Collective) -> int:
     """The bytes that a request is about: what its algorithm is chosen by."""
     if isinstance(request, AllToAll):
         return sum(part.numel() * part.element_size() for part in request.parts)
-    if isinstance(request, Vote):
+    if isinstance(request, AllGatherScalar):
         return 8
     return request.values.numel() * request.values.element_size()
 
 
-def described(request: object) -> str:
+def describe_request(request: object) -> str:
     """A request in words, for messages."""
-    if isinstance(request, Begin):
-        return f"the start of {described(request.request)}"
-    if isinstance(request, End):
+    if isinstance(request, Start):
+        return f"the start of {describe_request(request.request)}"
+    if isinstance(request, Wait):
         return "the end of a request begun before"
     if isinstance(request, Generator):
         return getattr(request, "__name__", "an algorithm")

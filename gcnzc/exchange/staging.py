@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.exchange.requests import AllToAll, Broadcast, Collective, Mean, Sum, Vote
+from gcnzc.exchange.requests import AllGatherScalar, AllToAll, Broadcast, Collective, Mean, Sum
 
 
-class Memory:
+class StagingBuffers:
     """Buffers of a channel, kept for the next request of the same size."""
 
     def __init__(self) -> None:
@@ -51,17 +51,17 @@ def _host_memory(values: Tensor, *, pinned: bool) -> Tensor:
         return torch.empty(values.numel(), dtype=values.dtype)
 
 
-class Staged:
+class StagedRequest:
     """A request with its GPU tensors copied to the host."""
 
-    def __init__(self, request: Collective, memory: Memory) -> None:
+    def __init__(self, request: Collective, memory: StagingBuffers) -> None:
         self.given = self.request = request
-        if not on_gpu(request):
+        if not is_on_gpu(request):
             return
         if isinstance(request, AllToAll):
             self.request = replace(request, parts=[_down(part, memory) for part in request.parts])
         else:
-            assert not isinstance(request, Vote), "a vote has no tensor"
+            assert not isinstance(request, AllGatherScalar), "a vote has no tensor"
             self.request = replace(request, values=_down(request.values, memory))
 
     def back(self, answer: Any) -> Any:
@@ -71,19 +71,19 @@ class Staged:
         if isinstance(self.given, AllToAll):
             device = self.given.parts[0].device
             return [part.to(device) for part in answer]
-        assert not isinstance(self.given, Vote), "a vote has no tensor"
+        assert not isinstance(self.given, AllGatherScalar), "a vote has no tensor"
         values = self.given.values
         if isinstance(self.given, Sum | Mean | Broadcast):
             return values.copy_(answer)
         return answer.to(values.device)
 
 
-def on_gpu(request: Any) -> bool:
+def is_on_gpu(request: Any) -> bool:
     """Whether a request's values are on a GPU."""
     values = request.parts[0] if isinstance(request, AllToAll) else getattr(request, "values", None)
     return values is not None and values.is_cuda
 
 
-def _down(values: Tensor, memory: Memory) -> Tensor:
+def _down(values: Tensor, memory: StagingBuffers) -> Tensor:
     """Copy `values` to page-locked memory; waits until they are computed and copied."""
     return memory.lend(values, pinned=True).view(values.shape).copy_(values)

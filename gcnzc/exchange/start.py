@@ -10,9 +10,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gcnzc.exchange.errors import WorkerLost, explain
-from gcnzc.exchange.heartbeat import STORE_S, Keeper, Watch
-from gcnzc.exchange.rendezvous import met
-from gcnzc.exchange.siblings import Siblings
+from gcnzc.exchange.heartbeat import STORE_S, HeartbeatMonitor, StoreHost
+from gcnzc.exchange.local_processes import LocalProcesses
+from gcnzc.exchange.rendezvous import join_workers
 
 # time limit of the rendezvous at the start: importing torch takes half a minute on busy cores
 JOIN_S = 180.0
@@ -27,7 +27,7 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
 
 
-def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, Watch]:
+def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonitor]:
     """Initialize torch.distributed together with the other workers.
 
     Returns:
@@ -37,13 +37,13 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, Watch]:
         WorkerLost: workers are missing or stopped; the message names them.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    keeper, siblings = _keeper(), Siblings()
+    keeper, siblings = _keeper(), LocalProcesses()
     began, watch = time.monotonic(), None
     try:
         whole, signs = _connect(rank, keeper, timeout_s, siblings)
-        name = met(signs, rank, world_size, JOIN_S, timeout_s, siblings.demand_running)
+        name = join_workers(signs, rank, world_size, JOIN_S, timeout_s, siblings.check_running)
         host = socket.gethostname()
-        watch = Watch(PrefixStore(name, signs), rank, world_size, host, keeper)
+        watch = HeartbeatMonitor(PrefixStore(name, signs), rank, world_size, host, keeper)
         dist.init_process_group(
             # gloo exchanges tensors on the host with either backend
             "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
@@ -72,10 +72,10 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, Watch]:
     return whole, watch
 
 
-def _keeper() -> Keeper:
+def _keeper() -> StoreHost:
     """Return the process that hosts the store of this attempt."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return Keeper("the first machine's launcher" if _is_of_launcher() else "worker 0", address)
+    return StoreHost("the first machine's launcher" if _is_of_launcher() else "worker 0", address)
 
 
 def _is_of_launcher() -> bool:
@@ -84,7 +84,7 @@ def _is_of_launcher() -> bool:
 
 
 def _connect(
-    rank: int, keeper: Keeper, timeout_s: float, siblings: Siblings
+    rank: int, keeper: StoreHost, timeout_s: float, siblings: LocalProcesses
 ) -> tuple[TCPStore, TCPStore]:
     """Open two connections to the store; worker 0 creates it unless the launcher did."""
     end = time.monotonic() + JOIN_S
@@ -93,7 +93,7 @@ def _connect(
     makes_it = rank == 0 and not _is_of_launcher()
     if not makes_it:
         while not _listens(keeper.address):
-            siblings.demand_running(timeout_s)
+            siblings.check_running(timeout_s)
             if time.monotonic() > end:
                 raise TimeoutError(f"{keeper.name}, which keeps the store, is not there")
             time.sleep(CONNECT_POLL_S)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcnzc.exchange import Algorithm, AllGather, AllToAll, Broadcast, Mean, Vote
-from gcnzc.exchange.layout import by_kind, hash_of
+from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Broadcast, Mean
+from gcnzc.exchange.layout import group_by_dtype, hash_of
 
 
 def broadcast(tensors: Sequence[tuple[str, Tensor]]) -> Algorithm[None]:
@@ -20,11 +20,11 @@ def broadcast(tensors: Sequence[tuple[str, Tensor]]) -> Algorithm[None]:
         tensors: names and tensors, which are overwritten; with the same shapes and dtypes, in the
             same order, on all ranks.
     """
-    for kind in by_kind(tensors):  # type: ignore[arg-type]
+    for kind in group_by_dtype(tensors):  # type: ignore[arg-type]
         yield from _broadcast([tensor for _, tensor in kind])
 
 
-def demand_same(lines: Sequence[str], what: str) -> Algorithm[None]:
+def check_same(lines: Sequence[str], what: str) -> Algorithm[None]:
     """Check that `lines` are equal on all ranks; if they are, each rank sends only a hash (8 B).
 
     Args:
@@ -34,10 +34,10 @@ def demand_same(lines: Sequence[str], what: str) -> Algorithm[None]:
     Raises:
         ValueError: they differ; raised on all ranks. The message has the first different line.
     """
-    hashes = yield Vote(hash_of(lines))
+    hashes = yield AllGatherScalar(hash_of(lines))
     if len(set(hashes)) == 1:
         return
-    texts = yield from everybodys("\n".join(lines))
+    texts = yield from all_gather_text("\n".join(lines))
     mine, *others = (text.splitlines() for text in texts)
     for rank, theirs in enumerate(others, 1):
         if theirs == mine:
@@ -56,18 +56,18 @@ def demand_same(lines: Sequence[str], what: str) -> Algorithm[None]:
         )
 
 
-def everybodys(text: str) -> Algorithm[list[str]]:
+def all_gather_text(text: str) -> Algorithm[list[str]]:
     """All-gather a string: return the texts of all workers, in the order of ranks."""
-    lengths = yield Vote(len(data := text.encode()))
+    lengths = yield AllGatherScalar(len(data := text.encode()))
     # frombuffer needs at least one byte
     values = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
     texts = yield AllToAll([values] * len(lengths), lengths)
     return [bytes(each.numpy()).decode() for each in texts]
 
 
-def told(data: bytes, rank: int) -> Algorithm[bytes]:
+def broadcast_bytes(data: bytes, rank: int) -> Algorithm[bytes]:
     """Broadcast the bytes of worker 0 to all workers; the `data` of others is ignored."""
-    lengths = yield Vote(len(data))
+    lengths = yield AllGatherScalar(len(data))
     values = torch.empty(lengths[0], dtype=torch.uint8)
     if rank == 0 and data:
         values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -75,14 +75,14 @@ def told(data: bytes, rank: int) -> Algorithm[bytes]:
     return bytes(values.numpy())
 
 
-def gathered(values: Tensor) -> Algorithm[Tensor]:
+def all_gather(values: Tensor) -> Algorithm[Tensor]:
     """All-gather a tensor (n,): return (W, n), in the order of ranks."""
     return (yield AllGather(values))
 
 
-def vote(value: int | float) -> Algorithm[tuple[Any, ...]]:
+def all_gather_scalar(value: int | float) -> Algorithm[tuple[Any, ...]]:
     """All-gather a number: return the numbers of all workers, in the order of ranks."""
-    return (yield Vote(value))
+    return (yield AllGatherScalar(value))
 
 
 def dense_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -102,7 +102,9 @@ def synchronise_buffers(model: nn.Module) -> Algorithm[None]:
     floating = [pair for pair in buffers if pair[1].dtype.is_floating_point]
     own = [tensor.detach().clone() for _, tensor in floating]
     yield from broadcast(buffers)
-    for kind in by_kind([(name, mine) for (name, _), mine in zip(floating, own, strict=True)]):  # type: ignore[misc]
+    for kind in group_by_dtype(
+        [(name, mine) for (name, _), mine in zip(floating, own, strict=True)]
+    ):  # type: ignore[misc]
         names = {name for name, _ in kind}
         tensors = [tensor for name, tensor in floating if name in names]
         first, mine = (

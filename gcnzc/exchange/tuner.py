@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from gcnzc.exchange.choices import ALGORITHMS, BUILTIN, CHAIN, USUAL, Choices, Steps
+from gcnzc.exchange.choices import ALGORITHMS, BUILTIN, CHAIN, DEFAULT_STEPS, Choices, Steps
 
 KINDS = tuple(kind for kind, names in ALGORITHMS.items() if len(names) > 1)
 
@@ -95,7 +95,7 @@ class Tuning:
             if kind == "AllToAll":
                 steps[kind] = _for_all_sizes(by_size)
             else:
-                steps[kind] = _by_size(by_size, USUAL[kind])
+                steps[kind] = _by_size(by_size, DEFAULT_STEPS[kind])
         return Choices(steps)
 
     def rows(self) -> list[Row]:

@@ -2,13 +2,13 @@
 
 from gcnzc.features.access_counts import Presample
 from gcnzc.features.cache import CachedShare, CachedTable, cached, cached_share
-from gcnzc.features.cache_counters import Counters
+from gcnzc.features.cache_counters import CacheCounters
 from gcnzc.features.table import FeatureTable, can_read_host, pinned
 
 __all__ = [
+    "CacheCounters",
     "CachedShare",
     "CachedTable",
-    "Counters",
     "FeatureTable",
     "Presample",
     "cached",

@@ -56,26 +56,26 @@ class Presample:
             scores: (N,), such as `graph.in_degrees()`.
             sizes: of the hot sets, in rows.
         """
-        return hit_rates_of(ranked(scores), self.halves[0] + self.halves[1], sizes)
+        return hit_rates_of(rank_by_score(scores), self.halves[0] + self.halves[1], sizes)
 
     def own_hit_rates_by(
         self, scores: Tensor, sizes: Sequence[int], gpus: int
     ) -> list[list[float]]:
         """The parts of `hit_rates_by(scores, sizes)` that each of `gpus` has."""
-        return own_hit_rates_of(ranked(scores), self.halves[0] + self.halves[1], sizes, gpus)
+        return own_hit_rates_of(rank_by_score(scores), self.halves[0] + self.halves[1], sizes, gpus)
 
     def _by_halves(self, rates: Callable[[Tensor, Tensor], list[Any]]) -> list[Any]:
         """The mean of `rates` of each half's ranking, as told by the other half's counts."""
         first, second = self.halves
         both = [
-            np.array(rates(ranked(_chances(choose, self.batches, self.kinds)), tell))
+            np.array(rates(rank_by_score(_chances(choose, self.batches, self.kinds)), tell))
             for choose, tell in ((first, second), (second, first))
         ]
         mean: list[Any] = ((both[0] + both[1]) / 2).tolist()
         return mean
 
 
-def ranked(scores: Tensor) -> Tensor:
+def rank_by_score(scores: Tensor) -> Tensor:
     """(N,) int64: the highest score first, and of equal ones the lower id."""
     return scores.sort(descending=True, stable=True).indices
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from gcnzc.features import peer_memory
-from gcnzc.features.access_counts import Presample, ranked
-from gcnzc.features.cache_counters import Counters, Tally
+from gcnzc.features.access_counts import Presample, rank_by_score
+from gcnzc.features.cache_counters import CacheCounters, Tally
 from gcnzc.features.table import FeatureTable
-from gcnzc.kernels.gather.cached import SLOT_BYTES, count_marked, gather_hot, mark, room_bytes
-from gcnzc.kernels.gather.cached_rows import HotRows, hot_rows
+from gcnzc.kernels.gather.cached import SLOT_BYTES, count_marked, gather_cached, mark, room_bytes
+from gcnzc.kernels.gather.cached_rows import CachedRows, make_cached_rows
 from gcnzc.system.arguments import check_device, check_integer, check_kind, describe
 
 
@@ -24,10 +24,10 @@ class CachedTable(FeatureTable):
 
     hot: Tensor  # (H,) int64 ids of the hot rows, ascending, on the host
     bits: Tensor  # (N // 64 + 1,) int64, on the host: one bit a row
-    copies: HotRows | None  # on the GPU; None if a CPU gathers and the hits are only counted
+    copies: CachedRows | None  # on the GPU; None if a CPU gathers and the hits are only counted
     predicted_hit_rate: float | None  # by the minibatches that ranked the rows, if such did
     predicted_own_hit_rate: float | None = None  # the part of it that the GPU itself has
-    others: tuple[HotRows, ...] = ()  # the same split set, for other GPUs of this process
+    others: tuple[CachedRows, ...] = ()  # the same split set, for other GPUs of this process
     gpus: int = 1  # G
     own_bits: Tensor | None = None  # as `bits`, of the GPU's own rows; None unless the set is split
     _tally: Tally = field(default_factory=Tally, repr=False)
@@ -37,22 +37,22 @@ class CachedTable(FeatureTable):
         where = "counted" if self.copies is None else f"copied to {self.copies.memory.device}"
         if self.gpus > 1:
             where = f"split over {self.gpus} GPUs, {where}"
-        return f"CachedTable({super().__repr__()}, {self.num_hot} hot rows {where})"
+        return f"CachedTable({super().__repr__()}, {self.num_cached} hot rows {where})"
 
     @property
-    def num_hot(self) -> int:
+    def num_cached(self) -> int:
         """H."""
         return len(self.hot)
 
     @property
-    def hot_nbytes(self) -> int:
+    def cache_nbytes(self) -> int:
         """Bytes that the hot rows take on a GPU, or would, with the slots that lead to them.
 
         Of a split set those on this GPU.
         """
         if self.copies is not None:
             return self.copies.nbytes
-        return hot_bytes(self, self.num_hot, self.gpus)
+        return cache_bytes(self, self.num_cached, self.gpus)
 
     def gather(
         self, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
@@ -74,7 +74,7 @@ class CachedTable(FeatureTable):
             rows = super().gather(ids, out, threads=threads)
         elif copies is not None:
             scales = self.scales_on(ids.device)
-            rows = gather_hot(
+            rows = gather_cached(
                 self.rows,
                 ids,
                 copies,
@@ -144,17 +144,17 @@ class CachedTable(FeatureTable):
         slots = copies.slots[ids.long()]
         return ((slots >= 0) & (slots % self.gpus != copies.peers.own)).sum()
 
-    def counters(self) -> Counters:
+    def counters(self) -> CacheCounters:
         """What was gathered since the last reset; waits for gathers on a GPU."""
         rows, hits = self._tally.read()
-        return Counters(rows, hits, self.row_bytes, self._peer_tally.read()[1])
+        return CacheCounters(rows, hits, self.row_bytes, self._peer_tally.read()[1])
 
     def reset_counters(self) -> None:
         """Count from 0 again."""
         self._tally.reset()
         self._peer_tally.reset()
 
-    def _copies_on(self, device: torch.device) -> HotRows | None:
+    def _copies_on(self, device: torch.device) -> CachedRows | None:
         copies = (self.copies, *self.others)
         return next((c for c in copies if c is not None and c.memory.device == device), None)
 
@@ -199,14 +199,14 @@ def cached(
         if not devices:
             raise ValueError("devices is []\n\nhint: a list of devices, or None")
     places = [_place(device)] if devices is None else [_place(each, "devices") for each in devices]
-    _demand_apart(places, device, devices)
+    _check_apart(places, device, devices)
     for place in places:
-        _demand_host(table, place)
-    chosen = _hot_set(table, size, ranking, len(places))
+        _check_host(table, place)
+    chosen = _plan_cache(table, size, ranking, len(places))
     if places[0].type != "cuda":
         return _with_copies(table, chosen, [], 0)
     if len(places) == 1:
-        copies = [hot_rows(table.rows, chosen.hot.sort().values, places[0])]
+        copies = [make_cached_rows(table.rows, chosen.hot.sort().values, places[0])]
     else:
         copies = peer_memory.split(table.rows, chosen.hot, places)
     return _with_copies(table, chosen, copies)
@@ -218,7 +218,7 @@ class CachedShare:
 
     handle: peer_memory.Handle  # for the other processes; plain values, which pickle takes
     _table: FeatureTable = field(repr=False)
-    _hot_set: "_HotSet" = field(repr=False)
+    _hot_set: "_CachePlan" = field(repr=False)
     _copied: peer_memory.Share | None = field(repr=False)  # None where a CPU gathers
 
     def joined(self, handles: Sequence[peer_memory.Handle]) -> CachedTable:
@@ -272,8 +272,8 @@ def cached_share(
     number = check_integer("number", number, 0, hint="shares are numbered from 0")
     of = check_integer("of", of, 1, hint="the number of processes on this machine")
     place = _place(device)
-    _demand_host(table, place)
-    chosen = _hot_set(table, size, ranking, of)
+    _check_host(table, place)
+    chosen = _plan_cache(table, size, ranking, of)
     handle = peer_memory.handle_of(chosen.hot, table.num_rows, table.row_bytes, number, of)
     if place.type != "cuda":
         return CachedShare(handle, table, chosen, None)
@@ -282,7 +282,7 @@ def cached_share(
 
 
 @dataclass(frozen=True, eq=False)
-class _HotSet:
+class _CachePlan:
     """A hot set."""
 
     hot: Tensor  # (H,) ids, the hottest first
@@ -291,7 +291,9 @@ class _HotSet:
     own_hit_rates: list[float] | None  # of each GPU
 
 
-def _hot_set(table: FeatureTable, size: float, ranking: Tensor | Presample, gpus: int) -> _HotSet:
+def _plan_cache(
+    table: FeatureTable, size: float, ranking: Tensor | Presample, gpus: int
+) -> _CachePlan:
     check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
     hint = "what gcnzc.presample gave, or one score a row, such as graph.in_degrees()"
     check_kind("ranking", ranking, (Presample, Tensor), hint)
@@ -303,16 +305,16 @@ def _hot_set(table: FeatureTable, size: float, ranking: Tensor | Presample, gpus
             f"ranking: a ranking of shape {tuple(scores.shape)} for a table of {table.num_rows} "
             "rows\n\nhint: one score a row is needed; is the ranking that of another graph?"
         )
-    num_hot = hot_rows_of(table, size, gpus)
-    hot = ranked(scores)[:num_hot]
+    num_cached = num_rows_to_cache(table, size, gpus)
+    hot = rank_by_score(scores)[:num_cached]
     if not isinstance(ranking, Presample):
-        return _HotSet(hot, gpus, None, None)
-    (rates,) = ranking.own_hit_rates([num_hot], gpus)
-    return _HotSet(hot, gpus, sum(rates), rates)
+        return _CachePlan(hot, gpus, None, None)
+    (rates,) = ranking.own_hit_rates([num_cached], gpus)
+    return _CachePlan(hot, gpus, sum(rates), rates)
 
 
 def _with_copies(
-    table: FeatureTable, chosen: _HotSet, copies: Sequence[HotRows], number: int | None = None
+    table: FeatureTable, chosen: _CachePlan, copies: Sequence[CachedRows], number: int | None = None
 ) -> CachedTable:
     """The table with a hot set, for the GPU of share `number`, or for all of them."""
     hot, own, rates = chosen.hot.sort().values, None, chosen.own_hit_rates
@@ -333,7 +335,7 @@ def _with_copies(
     )
 
 
-def hot_rows_of(table: FeatureTable, size: float, gpus: int = 1) -> int:
+def num_rows_to_cache(table: FeatureTable, size: float, gpus: int = 1) -> int:
     """How many rows a hot set of `size` has, that `gpus` split; see `cached`.
 
     Raises:
@@ -349,21 +351,21 @@ def hot_rows_of(table: FeatureTable, size: float, gpus: int = 1) -> int:
     size = check_integer(
         "size", size, hint="bytes as an integer, or a share of the rows as a float"
     )
-    least = hot_bytes(table, min(1, table.num_rows))
+    least = cache_bytes(table, min(1, table.num_rows))
     if size < least:
         raise ValueError(
             f"size: {size} bytes hold no hot row: the first takes {least} bytes, {SLOT_BYTES} for "
             f"each of {table.num_rows} rows among them\n\n"
             "hint: a larger size; or a share of the rows, such as 0.2"
         )
-    each = hot_bytes(table, 1) - hot_bytes(table, 0)
-    return min(table.num_rows, gpus * ((size - hot_bytes(table, 0)) // each))
+    each = cache_bytes(table, 1) - cache_bytes(table, 0)
+    return min(table.num_rows, gpus * ((size - cache_bytes(table, 0)) // each))
 
 
-def hot_bytes(table: FeatureTable, num_hot: int, gpus: int = 1) -> int:
-    """Bytes of a GPU's memory that a hot set of `num_hot` rows takes at most, split over `gpus`."""
+def cache_bytes(table: FeatureTable, num_cached: int, gpus: int = 1) -> int:
+    """Bytes of a GPU's memory that a hot set of `num_cached` rows takes at most, split over `gpus`."""
     each = table.row_bytes if table.is_sparse else room_bytes(table.rows)
-    return SLOT_BYTES * table.num_rows + -(-num_hot // gpus) * each
+    return SLOT_BYTES * table.num_rows + -(-num_cached // gpus) * each
 
 
 def _place(device: torch.device | str | None, name: str = "device") -> torch.device:
@@ -375,7 +377,7 @@ def _place(device: torch.device | str | None, name: str = "device") -> torch.dev
     return device
 
 
-def _demand_apart(
+def _check_apart(
     places: Sequence[torch.device],
     device: torch.device | str | None,
     devices: Sequence[torch.device | str] | None,
@@ -390,7 +392,7 @@ def _demand_apart(
         )
 
 
-def _demand_host(table: FeatureTable, device: torch.device) -> None:
+def _check_host(table: FeatureTable, device: torch.device) -> None:
     check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
     if table.device.type != "cpu":
         raise ValueError(
@@ -406,4 +408,4 @@ def _demand_host(table: FeatureTable, device: torch.device) -> None:
         )
 
 
-USUAL_HOT = 0.2  # of the rows; docs/concepts/feature_cache.md has what other sizes bring
+DEFAULT_CACHED_SHARE = 0.2  # of the rows; docs/concepts/feature_cache.md has what other sizes bring

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Counters:
+class CacheCounters:
     """What a cached table was asked for."""
 
     rows: int

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.kernels.gather import gather_reference
-from gcnzc.kernels.gather.cached import gather_hot, room_bytes
-from gcnzc.kernels.gather.cached_rows import HotRows, Peers, copy_rows, on_lines, slots_of
+from gcnzc.kernels.gather.cached import gather_cached, room_bytes
+from gcnzc.kernels.gather.cached_rows import CachedRows, Peers, copy_rows, on_lines, slots_of
 from gcnzc.kernels.gather.lanes import LINE_BYTES
 from gcnzc.system.cuda_driver import Driver
 
@@ -133,7 +133,7 @@ def split(
     hot: Tensor,
     devices: Sequence[torch.device],
     driver: Driver | None = None,
-) -> list[HotRows]:
+) -> list[CachedRows]:
     """Split copies of rows of a table over several GPUs of this process.
 
     Args:
@@ -166,11 +166,11 @@ def split(
     driver.synchronize()
     slots, addresses = slots_of(parts, len(rows)), [memory.data_ptr() for memory in memories]
     copies = [
-        HotRows(slots.to(device), memory, Peers(_int64(addresses, device), own, tuple(memories)))
+        CachedRows(slots.to(device), memory, Peers(_int64(addresses, device), own, tuple(memories)))
         for own, (device, memory) in enumerate(zip(devices, memories, strict=True))
     ]
     for each in copies:
-        _demand_same(rows, parts, each)
+        _check_same(rows, parts, each)
     return copies
 
 
@@ -212,7 +212,7 @@ def share(
     return Share(rows, parts, memory, made)
 
 
-def join(mine: Share, handles: Sequence[Handle], driver: Driver | None = None) -> HotRows:
+def join(mine: Share, handles: Sequence[Handle], driver: Driver | None = None) -> CachedRows:
     """Open the other processes' shares.
 
     Args:
@@ -240,8 +240,8 @@ def join(mine: Share, handles: Sequence[Handle], driver: Driver | None = None) -
             kept.append(opened)
             addresses.append(opened.address + handle.offset)
         peers = Peers(_int64(addresses, device), mine.handle.number, tuple(kept))
-    copies = HotRows(slots, mine.memory, peers)
-    _demand_same(mine.rows, mine.parts, copies)
+    copies = CachedRows(slots, mine.memory, peers)
+    _check_same(mine.rows, mine.parts, copies)
     return copies
 
 
@@ -273,7 +273,7 @@ def _copied(
     return whole, memory
 
 
-def _demand_same(rows: Tensor, parts: Sequence[Tensor], copies: HotRows) -> None:
+def _check_same(rows: Tensor, parts: Sequence[Tensor], copies: CachedRows) -> None:
     """Read some rows of each memory, which must be those of the table.
 
     There are machines that promise peer access and give wrong bytes.
@@ -281,7 +281,7 @@ def _demand_same(rows: Tensor, parts: Sequence[Tensor], copies: HotRows) -> None
     device = copies.memory.device
     for number, part in enumerate(parts):
         ids = part[:LOOKED_AT]
-        found = gather_hot(rows, ids.to(device), copies).cpu()
+        found = gather_cached(rows, ids.to(device), copies).cpu()
         expected = gather_reference(rows, ids)
         if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
             raise RuntimeError(

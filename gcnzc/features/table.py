@@ -16,13 +16,13 @@ from torch import Tensor
 
 from gcnzc.kernels.finite import are_finite
 from gcnzc.kernels.gather import gather
-from gcnzc.kernels.gather.gpu import Way
+from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.quantize import LARGEST, largest, quantize, scales_of
 from gcnzc.kernels.gather.sparse import gather_sparse
 from gcnzc.system.arguments import THREADS_LIMIT, check_device, check_integer, check_kind, describe
 from gcnzc.system.cuda_driver import Driver
 from gcnzc.system.host_memory import PAGE_BYTES, Mapping, mappings
-from gcnzc.system.page_lock import Ledger, Refused, demand_memory
+from gcnzc.system.page_lock import LockRefused, PageLocks, check_memory_fits
 
 # of a table that is copied, at a time
 COPY_BYTES = 1 << 26
@@ -65,7 +65,7 @@ class FeatureTable:
     rows: Tensor
     scales: Tensor | None = None
     scale_columns: int | None = None
-    way: Way | None = None
+    way: KernelConfig | None = None
 
     @classmethod
     def quantized(
@@ -113,7 +113,7 @@ class FeatureTable:
                 "hint: torch.from_numpy(array), and .view(-1, 1) for one feature per node"
             )
         if self.way is not None:
-            check_kind("way", self.way, Way, "None takes the default")
+            check_kind("way", self.way, KernelConfig, "None takes the default")
         if rows.requires_grad:
             raise ValueError(
                 f"a table of features of shape {tuple(rows.shape)} wants a gradient, which gathers "
@@ -138,9 +138,9 @@ class FeatureTable:
                 f"shape {tuple(rows.shape)}{strides}\n\nhint: rows.contiguous() or "
                 "rows.to_sparse_csr()"
             )
-        self._demand_scales()
+        self._check_scales()
 
-    def _demand_scales(self) -> None:
+    def _check_scales(self) -> None:
         scales, per = self.scales, self.scale_columns
         if scales is None and per is None:
             return
@@ -361,7 +361,7 @@ def pinned(rows: Tensor | FeatureTable) -> Iterator[FeatureTable]:
         if ledger is not None and ledger.is_read_by(device):
             try:
                 locked = locks.enter_context(_locked(table.rows, ledger))
-            except Refused:
+            except LockRefused:
                 # Windows lets the driver lock a part of the memory, and does not say how much
                 if not _is_wsl():
                     raise
@@ -409,7 +409,7 @@ def needs_copy(table: FeatureTable) -> bool:
     try:
         with ledger.locked(rows.data_ptr(), min(_num_bytes(rows), PAGE_BYTES), read_only=True):
             return False
-    except Refused as refusal:
+    except LockRefused as refusal:
         if not refusal.is_unsuitable:
             raise
         return True
@@ -464,14 +464,14 @@ def _stretches(source: Tensor) -> list[tuple[int, int]]:
 
 
 @contextmanager
-def _locked(rows: Tensor, ledger: Ledger) -> Iterator[Tensor]:
+def _locked(rows: Tensor, ledger: PageLocks) -> Iterator[Tensor]:
     """`rows`, or a copy of them, locked."""
     address, num_bytes = rows.data_ptr(), _num_bytes(rows)
     read_only = _read_only(rows)
     with ExitStack() as locks:
         try:
             locks.enter_context(ledger.locked(address, num_bytes, bool(read_only), rows))
-        except Refused as refusal:
+        except LockRefused as refusal:
             if not read_only or not refusal.is_unsuitable:
                 raise
             flat = _shared_copy(rows, read_only[0].path or "the table")
@@ -498,7 +498,7 @@ def _shared_copy(rows: Tensor, name: str) -> Tensor:
         flat = _copies.get(key)
         if flat is None:
             flat = torch.frombuffer(mmap.mmap(-1, len(source)), dtype=torch.uint8)
-            demand_memory(flat.data_ptr(), len(flat))
+            check_memory_fits(flat.data_ptr(), len(flat))
             _log.warning(
                 "%s is mapped read-only, which the driver will not lock: copying %s bytes into "
                 "shared memory",
@@ -522,7 +522,7 @@ def _is_wsl() -> bool:
     return "microsoft" in platform.release().lower()
 
 
-def _ledger() -> Ledger | None:
+def _ledger() -> PageLocks | None:
     """What this process has locked; None where there is no CUDA driver, as with AMD's GPUs."""
     # two ledgers would let go of what the other has
     with _opening:
@@ -530,8 +530,8 @@ def _ledger() -> Ledger | None:
 
 
 @cache
-def _open_ledger() -> Ledger | None:
+def _open_ledger() -> PageLocks | None:
     try:
-        return Ledger(Driver())
+        return PageLocks(Driver())
     except OSError:
         return None

@@ -14,7 +14,7 @@ from gcnzc.datasets.rows import Array
 from gcnzc.datasets.source import PARTS, LinkParts, clean_links
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.sample.exclude import is_sorted, sorted_columns
-from gcnzc.kernels.sample.negatives import negatives
+from gcnzc.kernels.sample.negatives import sample_negatives
 
 # far from any epoch of a training, so that its negatives are others
 EPOCH = 2**32 - 1
@@ -94,7 +94,7 @@ def split_edges(
 
     whole = with_sorted_columns(graph)
     counts = [edges[part].shape[1] for part in PARTS[1:]]
-    drawn = negatives(
+    drawn = sample_negatives(
         whole.indptr.numpy(),
         whole.indices.numpy(),
         np.zeros(sum(counts), np.int64),

@@ -224,7 +224,7 @@ def _check_split(opened: Prepared) -> None:
     num_classes = opened.meta["num_classes"]
     hint = f"hint: `gcnzc info {opened.folder} --verify` says what is damaged"
     for part, ids in opened.split.items():
-        _demand_nodes(opened, ids, f"the {part} part names")
+        _check_nodes(opened, ids, f"the {part} part names")
         labels = opened.labels[ids]
         wrong = labels[~np.isnan(labels) & ~((labels >= 0) & (labels < num_classes))]
         if len(wrong):
@@ -239,12 +239,12 @@ def _check_links(opened: Prepared) -> None:
     if opened.links is None:
         return
     for part, ends in opened.links.edges.items():
-        _demand_nodes(opened, ends, f"the {part} edges have")
+        _check_nodes(opened, ends, f"the {part} edges have")
     for part, ends in opened.links.negatives.items():
-        _demand_nodes(opened, ends, f"the {part} negatives have")
+        _check_nodes(opened, ends, f"the {part} negatives have")
 
 
-def _demand_nodes(opened: Prepared, ids: Array, what: str) -> None:
+def _check_nodes(opened: Prepared, ids: Array, what: str) -> None:
     num_nodes = len(opened.labels)
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < num_nodes):
         return

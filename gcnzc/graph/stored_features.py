@@ -44,7 +44,7 @@ SCALED = tuple(str(dtype).removeprefix("torch.") for dtype in LARGEST)
 
 
 @dataclass(frozen=True)
-class _Form:
+class StoredFormat:
     """How features are stored."""
 
     dtype: np.dtype  # of the file
@@ -59,7 +59,7 @@ class _Form:
         return self.name in CODES
 
 
-def form_of(rows: Rows, wanted: FeatureDtype | None, scales: ScaleKind) -> _Form:
+def form_of(rows: Rows, wanted: FeatureDtype | None, scales: ScaleKind) -> StoredFormat:
     """Choose how features are stored: their dtype, and the scales of codes."""
     name, dtype = wanted, stored_dtype(rows, wanted)
     if wanted is None and rows.codes is not None:
@@ -70,17 +70,17 @@ def form_of(rows: Rows, wanted: FeatureDtype | None, scales: ScaleKind) -> _Form
             f"hint: the types that are scaled are {', '.join(SCALED)}"
         )
     if name is None or name not in CODES:
-        return _Form(dtype, str(dtype))
+        return StoredFormat(dtype, str(dtype))
     if wanted is None and rows.codes is not None and rows.codes.scales is not None:
         per = rows.codes.scale_columns
-        return _Form(dtype, name, "row" if per is None else "columns", per, rows.codes)
+        return StoredFormat(dtype, name, "row" if per is None else "columns", per, rows.codes)
     if name not in SCALED:
-        return _Form(dtype, name)
-    return _Form(dtype, name, scales, SCALE_COLUMNS if scales == "columns" else None)
+        return StoredFormat(dtype, name)
+    return StoredFormat(dtype, name, scales, SCALE_COLUMNS if scales == "columns" else None)
 
 
 def check_layout(
-    rows: Rows | None, form: _Form | None, sparse: bool, pitch_bytes: int | None
+    rows: Rows | None, form: StoredFormat | None, sparse: bool, pitch_bytes: int | None
 ) -> bool:
     """Demand that the features can be kept as asked; whether they are kept sparse."""
     if rows is None or form is None:
@@ -123,7 +123,7 @@ def _row_bytes(rows: Rows, dtype: np.dtype) -> int:
 def write_dense(
     writer: store.Writer,
     rows: Rows,
-    form: _Form,
+    form: StoredFormat,
     pitch_bytes: int,
     allow_nan: bool,
     allocate: Allocate,
@@ -146,7 +146,7 @@ def write_dense(
 def write_codes(
     writer: store.Writer,
     rows: Rows,
-    form: _Form,
+    form: StoredFormat,
     pitch_bytes: int,
     allow_nan: bool,
     allocate: Allocate,
@@ -176,7 +176,7 @@ def write_codes(
             if form.scales is None:
                 codes = chunk.to(dtype)
                 all_finite = all_finite and bool(are_finite(chunk))
-                _demand_in_range(codes, chunk, form, rows.where, done)
+                _check_in_range(codes, chunk, form, rows.where, done)
             elif per is None:
                 scales[part] = scales_of(largest(chunk), dtype)
                 codes = quantize(chunk, scales[part], dtype)
@@ -194,7 +194,7 @@ def write_codes(
 
 
 def _exact_chunks(
-    rows: Rows, form: _Form, allow_nan: bool, allocate: Allocate, progress: Progress
+    rows: Rows, form: StoredFormat, allow_nan: bool, allocate: Allocate, progress: Progress
 ) -> Iterator[Tensor]:
     """The rows as float32, which are finite if they are to have scales."""
     done = 0
@@ -210,7 +210,9 @@ def _exact_chunks(
         yield to_tensor(np.ascontiguousarray(chunk))
 
 
-def _demand_in_range(codes: Tensor, chunk: Tensor, form: _Form, where: str, first_row: int) -> None:
+def _check_in_range(
+    codes: Tensor, chunk: Tensor, form: StoredFormat, where: str, first_row: int
+) -> None:
     bad = codes.isinf() & chunk.isfinite()
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
@@ -223,7 +225,7 @@ def _demand_in_range(codes: Tensor, chunk: Tensor, form: _Form, where: str, firs
 def write_sparse(
     writer: store.Writer,
     rows: Rows,
-    form: _Form,
+    form: StoredFormat,
     pitch_bytes: int,
     allow_nan: bool,
     allocate: Allocate,

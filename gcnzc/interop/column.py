@@ -44,7 +44,7 @@ class Column:
         self._is_table = isinstance(rows, FeatureTable)
         self.rows = rows.rows if isinstance(rows, FeatureTable) else rows
         self._device, self._locks, self._is_locked = device, locks, device.type != "cuda"
-        self._demand_rows(num_rows)
+        self._check_rows(num_rows)
         self.table = rows if isinstance(rows, FeatureTable) else as_table(rows)
 
     @property
@@ -78,7 +78,7 @@ class Column:
         """
         if self.table is None:
             return self.rows.index_select(0, ids)
-        return gathered(self.table, ids, threads=1).view(len(ids), *self.shape)
+        return gather_on_host(self.table, ids, threads=1).view(len(ids), *self.shape)
 
     def in_place(self, ids: Tensor) -> Tensor:
         """(B, ...) the rows of `ids`, gathered where they lie.
@@ -93,7 +93,7 @@ class Column:
             return self.table.gather(ids).view(len(ids), *self.shape)
         return self.rows.index_select(0, ids)
 
-    def _demand_rows(self, num_rows: int) -> None:
+    def _check_rows(self, num_rows: int) -> None:
         rows = self.rows
         if rows.layout not in (torch.strided, torch.sparse_csr):
             raise ValueError(
@@ -125,7 +125,7 @@ def as_table(rows: Tensor) -> FeatureTable | None:
     return FeatureTable(rows) if fits else None
 
 
-def gathered(table: FeatureTable, ids: Tensor, threads: int | None = None) -> Tensor:
+def gather_on_host(table: FeatureTable, ids: Tensor, threads: int | None = None) -> Tensor:
     """(B, D) rows of a table on the host, in memory that is used again.
 
     Args:

@@ -30,7 +30,7 @@ from gcnzc.interop.ranks import has_warned, rank_and_world_size, shares_of
 from gcnzc.kernels.buffers import Pool
 from gcnzc.loader.loader import Batches, Loader
 from gcnzc.loader.state import SHARED, check_position, check_state
-from gcnzc.loader.threads import usual_threads
+from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.arguments import check_kind, check_seed
 
@@ -92,7 +92,7 @@ class Minibatches(DataLoader[Any], ABC):
         self._running: weakref.WeakSet[Epoch] = weakref.WeakSet()
         self.threads = options.threads
         if options.threads is None:
-            self.threads = options.num_workers or usual_threads(self._shares.world_size)
+            self.threads = options.num_workers or default_threads(self._shares.world_size)
         self.ahead = options.ahead
         self._engine = self._opened(None)
 
@@ -222,7 +222,7 @@ class Minibatches(DataLoader[Any], ABC):
         self.close()
 
     def __iter__(self) -> "Epoch":  # type: ignore[override]
-        self._demand_open()
+        self._check_open()
         self._begin()
         epoch = Epoch(self)
         self._running.add(epoch)
@@ -384,7 +384,7 @@ class Minibatches(DataLoader[Any], ABC):
                 stacklevel=4,
             )
 
-    def _demand_open(self) -> None:
+    def _check_open(self) -> None:
         if not self._unlock.alive:
             raise RuntimeError(
                 "this loader is closed\n\nhint: make another, or iterate inside its `with`"
@@ -403,7 +403,7 @@ class Epoch(Iterator[Any]):
         self._is_closed = False
 
     def __next__(self) -> Any:
-        self._owner._demand_open()
+        self._owner._check_open()
         if self._is_closed:
             raise StopIteration
         if self._started is None:

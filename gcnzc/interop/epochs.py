@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from gcnzc.loader.seeds import order
+from gcnzc.loader.seeds import epoch_order
 
 MAX_EPOCHS = 2**32
 
@@ -73,7 +73,7 @@ class Epochs:
         Raises:
             ValueError: the epoch would be 2**32 or above.
         """
-        _demand_epoch(self.next)
+        _check_epoch(self.next)
         self.next += 1
         return self.next - 1
 
@@ -83,7 +83,7 @@ class Epochs:
         Raises:
             ValueError: `epoch` is not from 0 to 2**32 - 1.
         """
-        _demand_epoch(epoch)
+        _check_epoch(epoch)
         if self._resumed and self._resumed[0].epoch == epoch:
             return
         self._resumed.clear()
@@ -130,7 +130,7 @@ class ShuffledItems(RandomSampler):
 
     def items(self, epoch: int) -> Tensor:
         """Return the indices of the items in the order of an epoch, (N,) int64 on the host."""
-        return order(torch.arange(len(self)), self.seed, epoch)
+        return epoch_order(torch.arange(len(self)), self.seed, epoch)
 
     def __iter__(self) -> Iterator[int]:
         self._epochs.of_sampler = epoch = self._epochs.advance()
@@ -164,7 +164,7 @@ class OrderedItems(SequentialSampler):
         return super().__iter__()
 
 
-def _demand_epoch(epoch: int) -> None:
+def _check_epoch(epoch: int) -> None:
     if not 0 <= epoch < MAX_EPOCHS:
         raise ValueError(
             f"epoch {epoch}: it must be 0 or more, and below 2**32\n\nhint: count from 0"

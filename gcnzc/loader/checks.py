@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable, can_read_host
 from gcnzc.graph.graph import Graph
-from gcnzc.loader.threads import usual_threads
+from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.neighbor import check_range
 from gcnzc.sampling.protocol import Samples
 from gcnzc.system.arguments import (
@@ -35,7 +35,7 @@ def checked(sampler: Samples) -> Samples:
     return sampler
 
 
-def demand_seeds(seeds: IdsLike, graph: Graph, num_items: int | None, may_be_empty: bool) -> Tensor:
+def check_seeds(seeds: IdsLike, graph: Graph, num_items: int | None, may_be_empty: bool) -> Tensor:
     """Check the seeds' shape, dtype, range and number; return them as the sampler takes them."""
     found = as_ids("seeds", seeds, "a mask becomes ids by .nonzero().flatten()")
     found = found.cpu().contiguous()
@@ -57,7 +57,7 @@ def demand_seeds(seeds: IdsLike, graph: Graph, num_items: int | None, may_be_emp
     return found
 
 
-def demand_share(copied_share: float) -> float:
+def check_share(copied_share: float) -> float:
     """Check that a share is in [0, 1]."""
     return check_number(
         "copied_share",
@@ -67,7 +67,7 @@ def demand_share(copied_share: float) -> float:
     )
 
 
-def demand_device(
+def check_loader_device(
     device: torch.device, table: FeatureTable | None, copied_share: float
 ) -> torch.device:
     """Check that minibatches can be sent to a device; return it with its index."""
@@ -81,14 +81,14 @@ def demand_device(
             )
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-    _demand_device_rows(device, table, copied_share)
+    _check_device_rows(device, table, copied_share)
     return device
 
 
-def _demand_device_rows(
+def _check_device_rows(
     device: torch.device, table: FeatureTable | None, copied_share: float
 ) -> None:
-    if table is None or table.device == device or is_sent(device, table):
+    if table is None or table.device == device or is_copied(device, table):
         return
     if table.device.type == "cuda":
         raise ValueError(
@@ -105,7 +105,7 @@ def _demand_device_rows(
         )
 
 
-def is_sent(device: torch.device, table: FeatureTable | None) -> bool:
+def is_copied(device: torch.device, table: FeatureTable | None) -> bool:
     """Whether rows are gathered on the host and copied, since the GPU cannot read them in place."""
     if device.type != "cuda" or table is None or table.device.type != "cpu":
         return False
@@ -114,13 +114,13 @@ def is_sent(device: torch.device, table: FeatureTable | None) -> bool:
     return not (locked or can_read_host(device))
 
 
-def demand_threads(
+def check_threads(
     threads: int | None, ahead: int | None, sampler: Samples, world_size: int
 ) -> tuple[int, int]:
     """Check the numbers of threads and of prefetched minibatches; fill in their defaults."""
     hint = "None takes the default"
     if threads is None:
-        threads = usual_threads(world_size)
+        threads = default_threads(world_size)
     threads = check_integer("threads", threads, 1, THREADS_LIMIT, hint)
     if not getattr(sampler, "thread_safe", True):
         threads = 1
@@ -129,7 +129,7 @@ def demand_threads(
     return threads, check_integer("ahead", ahead, 1, AHEAD_LIMIT, hint)
 
 
-def demand_rows(graph: Graph, table: FeatureTable | None) -> None:
+def check_rows(graph: Graph, table: FeatureTable | None) -> None:
     """Check that the table and the labels have one row per node."""
     if table is not None and table.num_rows != graph.num_nodes:
         raise ValueError(
@@ -138,7 +138,7 @@ def demand_rows(graph: Graph, table: FeatureTable | None) -> None:
         )
 
 
-def demand_labels(graph: Graph, labels: Tensor | NDArray[Any] | None) -> Tensor | None:
+def check_labels(graph: Graph, labels: Tensor | NDArray[Any] | None) -> Tensor | None:
     """Check that labels have one row per node; return them on the host."""
     if labels is None:
         return None

@@ -24,16 +24,16 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.loader.checks import (
+    check_labels,
+    check_loader_device,
+    check_rows,
+    check_seeds,
+    check_share,
+    check_threads,
     checked,
-    demand_device,
-    demand_labels,
-    demand_rows,
-    demand_seeds,
-    demand_share,
-    demand_threads,
-    is_sent,
+    is_copied,
 )
-from gcnzc.loader.seeds import Shares, order
+from gcnzc.loader.seeds import Shares, epoch_order
 from gcnzc.loader.state import SHARED, check_position, check_state
 from gcnzc.loader.transfer import Sent, Transfer
 from gcnzc.sampling.batch import Batch, Block
@@ -50,7 +50,7 @@ from gcnzc.system.arguments import (
 )
 from gcnzc.system.spans import Span
 from gcnzc.system.streams import CudaStreams
-from gcnzc.system.threads import step_back
+from gcnzc.system.threads import lower_priority
 
 # a dropped iterator waits this long for its threads, each of which ends after its present batch
 JOIN_S = 30.0
@@ -85,11 +85,11 @@ class Loader:
         batch_size: seeds of a batch of one worker.
         labels: (N,) or (N, T), one row per node, a tensor or an array; None leaves `batch.y` out.
         device: where batches are handed out.
-        shuffle: take the seeds of an epoch as `order` puts them, not as they are.
+        shuffle: take the seeds of an epoch as `epoch_order` puts them, not as they are.
         drop_last: leave out a last step that is not full.
         seed: of the order and, unless `sampler` is given, of the sampling; an integer of 64 bits.
         rank, world_size: this worker's number and how many there are; `Shares` says who takes what.
-        threads: worker threads, each of which makes whole batches; as `usual_threads` says if None.
+        threads: worker threads, each of which makes whole batches; as `default_threads` says if None.
         ahead: batches that are begun or ready at most, besides the one that is handed out; one more
             than `threads` if None.
         sampler: draws the neighbourhoods; `gcnzc.Sampler(graph, fanouts, seed)` if None.
@@ -139,18 +139,18 @@ class Loader:
         self.sampler = Sampler(graph, fanouts, seed) if sampler is None else checked(sampler)
         limit = getattr(self.sampler, "num_items", None)
         may_be_empty = check_flag("may_be_empty", may_be_empty)
-        self.seeds = demand_seeds(seeds, graph, limit, may_be_empty)
+        self.seeds = check_seeds(seeds, graph, limit, may_be_empty)
         # worker threads pick them
-        self.labels = demand_labels(graph, labels)
-        demand_rows(graph, table)
-        self.copied_share = demand_share(copied_share)
-        self.device = demand_device(check_device("device", device), table, copied_share)
+        self.labels = check_labels(graph, labels)
+        check_rows(graph, table)
+        self.copied_share = check_share(copied_share)
+        self.device = check_loader_device(check_device("device", device), table, copied_share)
         self.shuffle = check_flag("shuffle", shuffle)
         self.in_degrees = check_flag("in_degrees", in_degrees)
         self.shares = Shares(
             *(len(self.seeds), batch_size, rank, world_size, drop_last), may_be_empty=may_be_empty
         )
-        self.threads, self.ahead = demand_threads(threads, ahead, self.sampler, world_size)
+        self.threads, self.ahead = check_threads(threads, ahead, self.sampler, world_size)
         priority = check_integer("priority", priority, most=0, hint="-1 or 0")
         self._transfer = self._open_transfer(priority) if self.device.type == "cuda" else None
         self._host = Pool() if self._transfer is None else self._transfer.host
@@ -237,7 +237,7 @@ class Loader:
         begin, self._resume_at = self._resume_at, 0
         self._position = begin
         self._iterators += 1
-        seeds = order(self.seeds, self.seed, self._epoch) if self.shuffle else self.seeds
+        seeds = epoch_order(self.seeds, self.seed, self._epoch) if self.shuffle else self.seeds
         shares = self.shares
         steps = (seeds[shares.at(step)] for step in range(begin, len(shares)))
         return Batches(self, self._iterators, self._epoch, steps, begin)
@@ -278,7 +278,7 @@ class Loader:
     def _open_transfer(self, priority: int) -> Transfer:
         # a GPU that cannot read the rows is sent what the CPU gathered
         table = self.table
-        sent = is_sent(self.device, table) or (table is not None and table.is_sparse)
+        sent = is_copied(self.device, table) or (table is not None and table.is_sparse)
         share = 1.0 if sent else self.copied_share
         streams = CudaStreams(self.device)
         transfer = Transfer(streams, table, share, priority, most=self.ahead + 1)
@@ -347,7 +347,7 @@ class Batches(Iterator[Batch]):
             # the table may still be on its way there
             loader._transfer.begin()
         self._name = f"gcnzc-loader-{next(_names)}-"
-        self._executor = ThreadPoolExecutor(loader.threads, self._name, initializer=step_back)
+        self._executor = ThreadPoolExecutor(loader.threads, self._name, initializer=lower_priority)
         self._coming: deque[Future[Batch | Sent]] = deque()
         for _ in range(loader.ahead):
             self._begin_next()

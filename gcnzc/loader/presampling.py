@@ -14,8 +14,8 @@ from gcnzc.features.access_counts import Presample
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.gather.cached import count_into
 from gcnzc.loader.loader import Loader
-from gcnzc.loader.seeds import order
-from gcnzc.loader.threads import usual_threads
+from gcnzc.loader.seeds import epoch_order
+from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.neighbor import Sampler, check_graph, check_seeds
 from gcnzc.system.arguments import THREADS_LIMIT, IdsLike, check_callable, check_integer, check_seed
 
@@ -88,7 +88,7 @@ def presample(
     return Presample((halves[0], halves[1]), each, kinds)
 
 
-def needed(loader: Loader, batches: int, progress: Progress | None = None) -> Tensor:
+def count_accesses(loader: Loader, batches: int, progress: Progress | None = None) -> Tensor:
     """In how many of the next minibatches of a loader each node is.
 
     Args:
@@ -111,13 +111,13 @@ def needed(loader: Loader, batches: int, progress: Progress | None = None) -> Te
 def _batches_of(seeds: Tensor, batch_size: int, key: int, first_order: int) -> Iterator[Tensor]:
     """The seeds of minibatches without end: all of them in one order, then in another."""
     for number in count(first_order):
-        yield from order(seeds, key, number).split(batch_size)
+        yield from epoch_order(seeds, key, number).split(batch_size)
 
 
 def _drawn(sampler: Sampler, picked: Iterator[Tensor], threads: int | None) -> Iterator[Tensor]:
     """The nodes of the minibatches of these seeds, in turn, drawn by threads that work ahead."""
     if threads is None:
-        threads = usual_threads()
+        threads = default_threads()
     coming: deque[Future[Tensor]] = deque()
     with ThreadPoolExecutor(threads, "gcnzc-presample") as executor:
         for number, seeds in enumerate(picked):

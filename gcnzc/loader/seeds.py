@@ -9,7 +9,7 @@ from torch import Tensor
 from gcnzc.system.arguments import check_flag, check_integer
 
 
-def order(seeds: Tensor, seed: int, epoch: int) -> Tensor:
+def epoch_order(seeds: Tensor, seed: int, epoch: int) -> Tensor:
     """The epoch's order of `seeds`, the same on every worker.
 
     A permutation by NumPy's generator over Philox 4x64, keyed by (seed, epoch).

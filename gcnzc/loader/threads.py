@@ -7,7 +7,7 @@ import os
 MOST_THREADS = 4
 
 
-def usual_threads(world_size: int = 1) -> int:
+def default_threads(world_size: int = 1) -> int:
     """Worker threads of a loader that is told no number: one per core, but four at most.
 
     Workers on one machine share its cores. How many there are is what LOCAL_WORLD_SIZE says in the

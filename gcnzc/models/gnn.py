@@ -86,7 +86,7 @@ class Model(nn.Module):
                 f"{len(blocks)} blocks for a model of {layers} layers\n\n"
                 "hint: give as many fan-outs as the model has layers"
             )
-        demand_columns(self, x.shape[1])
+        check_columns(self, x.shape[1])
         if len(x) != blocks[0].num_src:
             raise ValueError(
                 f"{len(x)} rows of features for a first block of {blocks[0].num_src} sources\n\n"
@@ -256,7 +256,7 @@ def dtype_of(model: Model) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-def demand_columns(model: Model, num_columns: int) -> None:
+def check_columns(model: Model, num_columns: int) -> None:
     """Refuse features of another width than the first layer takes."""
     expected = model.layers[0].in_features
     if num_columns != expected:

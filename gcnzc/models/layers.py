@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcnzc.kernels.aggregate import aggregate
-from gcnzc.kernels.aggregate.gat import attend
+from gcnzc.kernels.aggregate.gat import gat_aggregate
 from gcnzc.sampling.batch import Block
 
 # what a column of an edge costs, in multiplications of a linear map; bench/aggregate.py says why
@@ -224,7 +224,7 @@ class GATLayer(Layer):
     ) -> Tensor:
         """See `Layer`."""
         parts = self.heads if is_mapped else 1
-        out_THF = attend(
+        out_THF = gat_aggregate(
             hop.indptr,
             hop.indices,
             rows.view(len(rows), parts, -1),

@@ -1,13 +1,13 @@
 """Optimizers that exchange gradients or updates between ranks."""
 
-from gcnzc.optim.base import Exchanging, LatePhaseWarning
-from gcnzc.optim.ddp import leave_local
+from gcnzc.optim.base import DistributedOptimizer, LatePhaseWarning
+from gcnzc.optim.ddp import keep_gradients_local
 from gcnzc.optim.local.base import LocalUpdates
 from gcnzc.optim.local.co2 import CO2
 from gcnzc.optim.local.diloco import DiLoCo
 from gcnzc.optim.local.local_sgd import LocalSGD
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
-from gcnzc.optim.resize import resized
+from gcnzc.optim.resize import resize_state
 from gcnzc.optim.synchronous.averaged import Averaged
 from gcnzc.optim.synchronous.base import Replicated
 from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
@@ -19,7 +19,7 @@ __all__ = [
     "CO2",
     "Averaged",
     "DiLoCo",
-    "Exchanging",
+    "DistributedOptimizer",
     "LatePhaseWarning",
     "LocalSGD",
     "LocalUpdates",
@@ -29,6 +29,6 @@ __all__ = [
     "StreamingDiLoCo",
     "ZeroOneAdam",
     "ZeroOneSchedule",
-    "leave_local",
-    "resized",
+    "keep_gradients_local",
+    "resize_state",
 ]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group, RequestMismatch, present, run
+from gcnzc.exchange import Algorithm, Group, RequestMismatch, current_group, run
 from gcnzc.exchange.layout import layout
-from gcnzc.exchange.sync import broadcast, demand_same, dense_buffers, synchronise_buffers
+from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronise_buffers
 from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
 from gcnzc.optim.group_options import (
     LOADED,
@@ -33,7 +33,7 @@ class LatePhaseWarning(UserWarning):
     """A method's phase, such as compression or local steps, begins late in the run or never."""
 
 
-class Exchanging(Optimizer):
+class DistributedOptimizer(Optimizer):
     """The base class of optimizers whose `step` communicates with the other ranks.
 
     The communication is an algorithm: `step` runs it over processes, `lockstep` in one process.
@@ -76,7 +76,7 @@ class Exchanging(Optimizer):
         if total_steps is not None:
             check_count("total_steps", total_steps, 1)
         super().__init__(params, defaults)
-        self.group = present() if group is None else group
+        self.group = current_group() if group is None else group
         self.total_steps = total_steps
         self.module = module
         self.weight = 1.0
@@ -96,7 +96,7 @@ class Exchanging(Optimizer):
         """`requires_grad` of all parameters when they were laid out"""
         self.is_broadcast = False
         """whether the model was broadcast, or a state was loaded instead"""
-        self.blame = ""
+        self.skip_reason = ""
         """why the last step or synchronisation was skipped; empty if it was not"""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -287,7 +287,7 @@ class Exchanging(Optimizer):
             return
         if self.group.world_size > 1:
             tensors = self.tensors_to_broadcast()
-            yield from demand_same([*self.layout(), *layout(tensors)], "optimizers")
+            yield from check_same([*self.layout(), *layout(tensors)], "optimizers")
             yield from broadcast(tensors)
         self.is_broadcast = True
         self.on_broadcast()
@@ -332,7 +332,7 @@ class Exchanging(Optimizer):
         """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
         return [each.requires_grad for group in self.param_groups for each in group["params"]]
 
-    def demand_trainable(self) -> None:
+    def check_trainable(self) -> None:
         """Check that the parameters have the same `requires_grad` as when they were laid out.
 
         With several ranks it is called after a comparison, so that all ranks raise the error.
@@ -419,7 +419,7 @@ class Exchanging(Optimizer):
         return
         yield
 
-    def demand_own(self, state_dict: Mapping[str, Any]) -> None:
+    def check_own(self, state_dict: Mapping[str, Any]) -> None:
         """Check that a state is of this rank, with the same number of ranks.
 
         Raises:

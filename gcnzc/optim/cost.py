@@ -11,11 +11,11 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from gcnzc.compress import Place, compression
-from gcnzc.compress.two_stage import Codes
+from gcnzc.compress import WorkerInfo, compression
+from gcnzc.compress.two_stage import Codec
 from gcnzc.exchange import Choices, Link, Outcome, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
-from gcnzc.exchange.layout import by_kind
+from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.optim.defaults import FRAGMENTS, LOCAL
 from gcnzc.optim.defaults import WARMUP as WARMUP_DEFAULTS
 from gcnzc.optim.synchronous.averaged import Gradients
@@ -53,7 +53,7 @@ def in_codes(models: Sequence[nn.Module], link: Link, words: str) -> Outcome:
     sizes = [sum(p.numel() for p in model.parameters() if p.requires_grad) for model in models]
     reducers = [
         compression(words).reducer(
-            size, Place(rank, len(models), torch.device("cpu"), torch.float32)
+            size, WorkerInfo(rank, len(models), torch.device("cpu"), torch.float32)
         )
         for rank, size in enumerate(sizes)
     ]
@@ -65,7 +65,7 @@ def in_codes(models: Sequence[nn.Module], link: Link, words: str) -> Outcome:
 
 
 @dataclass(frozen=True)
-class Way:
+class MethodTraffic:
     """What a method exchanges."""
 
     parts: tuple[tuple[float, Method], ...]
@@ -89,20 +89,20 @@ WARMUP = WARMUP_DEFAULTS.share  # share of the steps of a run
 
 
 # by the names of `gcnzc train --optimizer`, with the options that are usual
-METHODS: dict[str, Way] = {
+METHODS: dict[str, MethodTraffic] = {
     **{
-        f"averaged, {name}": Way(((1.0, partial(averaged, name=name)),))
+        f"averaged, {name}": MethodTraffic(((1.0, partial(averaged, name=name)),))
         for name in ALGORITHMS["Sum"]
     },
     **{
-        name: Way(((WARMUP, _usual("float32")), (1 - WARMUP, _usual("sign"))), "sign")
+        name: MethodTraffic(((WARMUP, _usual("float32")), (1 - WARMUP, _usual("sign"))), "sign")
         for name in ("onebit-adam", "onebit-lamb")
     },
-    "local-sgd": Way(((_every("local-sgd"), _usual("float32")),)),
-    "diloco": Way(((_every("diloco"), _usual("float32")),)),
-    "co2": Way(((_every("co2"), _usual("float32")),), behind=1.0),
+    "local-sgd": MethodTraffic(((_every("local-sgd"), _usual("float32")),)),
+    "diloco": MethodTraffic(((_every("diloco"), _usual("float32")),)),
+    "co2": MethodTraffic(((_every("co2"), _usual("float32")),), behind=1.0),
     # each fragment hides behind one step
-    "streaming-diloco": Way(
+    "streaming-diloco": MethodTraffic(
         ((_every("streaming-diloco"), _usual("float32")),),
         behind=FRAGMENTS * _every("streaming-diloco"),
     ),
@@ -220,7 +220,7 @@ def cost_of(model: nn.Module, workers: int, network: Network, name: str) -> Cost
 def coding_s(model: nn.Module, workers: int, words: str) -> float:
     """What one of so many workers takes for the codes of all elements, measured here: the least."""
     codes = compression(words)
-    assert isinstance(codes, Codes), f"{words} are codes"
+    assert isinstance(codes, Codec), f"{words} are codes"
     values = torch.randn(sum(p.numel() for p in model.parameters() if p.requires_grad))
     error, cut = torch.zeros_like(values), codes.cut(len(values), workers)
     rows = torch.zeros(workers, cut.row_bytes, dtype=torch.uint8)
@@ -229,7 +229,7 @@ def coding_s(model: nn.Module, workers: int, words: str) -> float:
     for step in range(CODED):
         begin = time.perf_counter()
         codes.encode(values, error, None, cut, rows, (step, 0))
-        codes.settle(values, error, None, cut, rows)
+        codes.update_error(values, error, None, cut, rows)
         codes.mean_of(rows, own, values[: own.num_elements])
         codes.encode(values[: own.num_elements], None, None, own, rows[:1], (step, workers))
         codes.decode(rows, cut, None, values)
@@ -257,7 +257,7 @@ def costs_of(
     return found
 
 
-def usual_method(model: nn.Module) -> str:
+def default_method(model: nn.Module) -> str:
     """The method that `gcnzc train` takes for a model, unless it is told another."""
     largest = max(gradient_bytes(model).values())
     return f"averaged, {Choices().name_of('Sum', largest)}"
@@ -267,7 +267,7 @@ def gradient_bytes(model: nn.Module) -> dict[str, int]:
     """The bytes of a worker's gradient, by dtype."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     sizes: dict[str, int] = {}
-    for kind in by_kind(named):
+    for kind in group_by_dtype(named):
         dtype = str(kind[0][1].dtype).removeprefix("torch.")
         sizes[dtype] = sizes.get(dtype, 0) + sum(p.numel() * p.element_size() for _, p in kind)
     return sizes

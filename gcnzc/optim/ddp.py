@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def leave_local(state: object, bucket) -> torch.futures.Future[Tensor]:  # type: ignore[no-untyped-def]
+def keep_gradients_local(state: object, bucket) -> torch.futures.Future[Tensor]:  # type: ignore[no-untyped-def]
     """Give a bucket of gradients back as it is.
 
     Args:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.exchange.layout import hash_of
-from gcnzc.exchange.sync import everybodys
+from gcnzc.exchange.sync import all_gather_text
 
 # these choose an implementation for the rank's device and do not change the method
 NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -87,7 +87,7 @@ class Comparison:
         if not self.is_due:
             return False
         self.is_due = self.is_requested = False
-        texts = yield from everybodys("\n".join(lines()))
+        texts = yield from all_gather_text("\n".join(lines()))
         if difference := find_difference(dict(enumerate(texts))):
             raise ValueError(difference)
         return True

@@ -134,7 +134,7 @@ def _from_bytes(data: bytes) -> dict[str, Any]:
     return found
 
 
-def resized(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """What a worker of another number of workers goes on from.
 
     Args:
@@ -179,7 +179,7 @@ def resized(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> 
 
 
 def part_of(num_elements: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where a rank's part of a vector begins and ends, as `gcnzc.kernels.codec.cut` does."""
+    """Return where a rank's part of a vector begins and ends, as `gcnzc.kernels.codec.block_layout` does."""
     each = -(-num_elements // world_size)
     each = -(-each // 32) * 32
     begin = min(rank * each, num_elements)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
-from gcnzc.kernels.sample.exclude import LeftOut, is_sorted, left_out, sorted_columns
-from gcnzc.kernels.sample.negatives import in_batch, negatives
+from gcnzc.kernels.sample.exclude import ExcludedEdges, exclude_edges, is_sorted, sorted_columns
+from gcnzc.kernels.sample.negatives import in_batch, sample_negatives
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.neighbor import Sampler, check_graph, check_range
 from gcnzc.system.arguments import (
@@ -93,7 +93,7 @@ class LinkSampler:
         check_choice("negatives", negatives, ("uniform", "both", "in-batch"))
         check_choice("exclude", exclude, ("none", "self", "reverse"))
         self.graph = graph
-        self.edges = demand_edges(edges, graph.num_nodes)
+        self.edges = check_edges(edges, graph.num_nodes)
         self.negatives = negatives
         self.num_negatives = check_integer(
             "num_negatives", num_negatives, 0, MOST_NEGATIVES, "1 is the default; 0 draws none"
@@ -163,7 +163,7 @@ class LinkSampler:
         """
         begin_s = time.perf_counter()
         epoch = check_epoch("epoch", epoch)
-        items = _demand_items(seeds, self.num_items)
+        items = _check_items(seeds, self.num_items)
         positives = self.edges[:, items]
         others = self._negatives(positives, items, epoch)
         pairs = torch.cat([positives, others], dim=1)
@@ -192,19 +192,19 @@ class LinkSampler:
             return torch.from_numpy(in_batch(indptr, indices, positives.numpy(), count, strict))
         sources, numbers = positives[0].numpy(), items.numpy()
         return torch.from_numpy(
-            negatives(
+            sample_negatives(
                 *(indptr, indices, sources, numbers, count),
                 *(self.negatives, strict, self.seed, epoch),
             )
         )
 
-    def _left_out(self, positives: Tensor, nodes: Tensor, places: Tensor) -> LeftOut | None:
+    def _left_out(self, positives: Tensor, nodes: Tensor, places: Tensor) -> ExcludedEdges | None:
         if self.exclude == "none":
             return None
         sources, locals_ = positives[0], places[1]
         if self.exclude == "reverse":
             sources, locals_ = positives.flatten(), places.flip(0).flatten()
-        return left_out(
+        return exclude_edges(
             self._sorted.indptr.numpy(),
             self._sorted.indices.numpy(),
             nodes.numpy(),
@@ -213,7 +213,7 @@ class LinkSampler:
         )
 
 
-def demand_edges(edges: Tensor, num_nodes: int) -> Tensor:
+def check_edges(edges: Tensor, num_nodes: int) -> Tensor:
     """`edges` as (2, E) int64, contiguous, on the host.
 
     Raises:
@@ -252,7 +252,7 @@ def _sorted(graph: Graph, order: bool) -> tuple[Graph, Tensor | None]:
     return Graph(np.asarray(indptr), sources, check=False), found
 
 
-def _demand_items(seeds: IdsLike, num_items: int) -> Tensor:
+def _check_items(seeds: IdsLike, num_items: int) -> Tensor:
     items = as_ids("seeds", seeds, "a LinkSampler's seeds are numbers of its target edges")
     if items.device.type != "cpu":
         raise ValueError(f"seeds is {describe(seeds)} on {items.device}\n\nhint: seeds.cpu()")

@@ -10,7 +10,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.sample import MAX_DEGREE, Workspace
 from gcnzc.kernels.sample import sample as draw
-from gcnzc.kernels.sample.exclude import LeftOut
+from gcnzc.kernels.sample.exclude import ExcludedEdges
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.system.arguments import (
     IdsLike,
@@ -56,7 +56,7 @@ class Sampler:
         self.fanouts = check_fanouts("fanouts", fanouts)
         self.seed = check_seed("seed", seed)
         self.edge_ids = check_flag("edge_ids", edge_ids)
-        _demand_degrees(graph)
+        _check_degrees(graph)
         self.pool = Pool()
         # one for each thread that samples at this moment; append and pop need no lock
         self._idle: list[Workspace] = []
@@ -66,7 +66,7 @@ class Sampler:
         """What decides which neighbours are drawn, by name, for the state of a loader."""
         return {"fanouts": list(self.fanouts), "sampler_seed": self.seed}
 
-    def sample(self, seeds: IdsLike, epoch: int, without: LeftOut | None = None) -> Batch:
+    def sample(self, seeds: IdsLike, epoch: int, without: ExcludedEdges | None = None) -> Batch:
         """The neighbourhood of `seeds`, without features and labels.
 
         Args:
@@ -168,7 +168,7 @@ def check_range(name: str, ids: Tensor, count: int, has: str, what: str) -> None
         )
 
 
-def _demand_degrees(graph: Graph) -> None:
+def _check_degrees(graph: Graph) -> None:
     # looking at every degree of a large graph takes a second, so only where one can be too large
     if graph.num_edges > MAX_DEGREE and int(graph.in_degrees().max()) > MAX_DEGREE:
         raise ValueError(f"a node has more than {MAX_DEGREE} in-edges, and cannot be sampled")

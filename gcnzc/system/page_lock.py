@@ -15,7 +15,7 @@ registrations it fails as well (https://github.com/sgl-project/sglang/pull/36798
 - A registration is as long as the driver takes: 512 GiB and more fail on present drivers
   (https://github.com/vllm-project/vllm/issues/51080), and some of 32 GiB on busy machines
   (https://github.com/sgl-project/sglang/pull/39744).
-- `Ledger.stretches` says where a copy of what spans several registrations must be split.
+- `PageLocks.stretches` says where a copy of what spans several registrations must be split.
 
 A GPU sees locked memory where the host does, which is demanded of every registration. A row that
 crosses from one into the next therefore lies in one piece for the GPU too.
@@ -73,7 +73,7 @@ _UNSUITABLE = {
 _log = logging.getLogger("gcnzc")
 
 
-class Locks(Protocol):
+class LockDriver(Protocol):
     """The calls that page-locking makes, documented in `gcnzc.system.cuda_driver.Driver`."""
 
     def lock(self, address: int, num_bytes: int, read_only: bool = False) -> int:
@@ -98,7 +98,7 @@ class Locks(Protocol):
         """Wait until no GPU reads any more."""
 
 
-class Refused(RuntimeError):
+class LockRefused(RuntimeError):
     """The driver would not lock the memory; `is_unsuitable` if other memory may do."""
 
     def __init__(self, message: str, is_unsuitable: bool) -> None:
@@ -120,7 +120,7 @@ class _Segment:
         return self.begin, self.end
 
 
-class Ledger:
+class PageLocks:
     """What this process has locked through one driver, and for how many `with`s.
 
     Threads may share it. In a process that was forked it begins anew: locks are not inherited.
@@ -133,7 +133,7 @@ class Ledger:
 
     def __init__(
         self,
-        driver: Locks,
+        driver: LockDriver,
         segment_bytes: int = SEGMENT_BYTES,
         smallest_bytes: int = SMALLEST_BYTES,
     ) -> None:
@@ -185,7 +185,7 @@ class Ledger:
         process, held = os.getpid(), dict[_Segment, None]()
         try:
             with self._mutex_of_this_process():
-                demand_memory(address, num_bytes)
+                check_memory_fits(address, num_bytes)
                 self._take(address, num_bytes, read_only, owner, held)
             yield
         except BaseException as error:
@@ -207,7 +207,7 @@ class Ledger:
         try:
             with self.locked(page.ctypes.data, PAGE_BYTES):
                 return True
-        except Refused as refusal:
+        except LockRefused as refusal:
             if not refusal.is_unsuitable:
                 raise
             return False
@@ -270,7 +270,7 @@ class Ledger:
             inside = at if self._registered(at) is not None else max(at, address)
             registered = self._registered(inside)
             if registered is not None:
-                self._demand_same_address(inside)
+                self._check_same_address(inside)
                 # with pages of another table, if the driver counts whole ones
                 for segment in self._segments:
                     shares = segment.begin < registered[1] and registered[0] < segment.end
@@ -288,8 +288,8 @@ class Ledger:
             if code != 0:
                 del held[segment]
                 self._segments.remove(segment)
-                raise Refused(self._refusal(segment, num_bytes, code), code in _UNSUITABLE)
-            self._demand_same_address(at)
+                raise LockRefused(self._refusal(segment, num_bytes, code), code in _UNSUITABLE)
+            self._check_same_address(at)
             at = segment.end
 
     def _registered(self, at: int) -> tuple[int, int] | None:
@@ -323,11 +323,11 @@ class Ledger:
             else:
                 return code, longest
 
-    def _demand_same_address(self, at: int) -> None:
+    def _check_same_address(self, at: int) -> None:
         seen = self.driver.device_address(at)
         if seen != at:
             where = "nowhere" if seen is None else f"at {seen:#x}"
-            raise Refused(
+            raise LockRefused(
                 f"GPUs see the host memory at {at:#x} {where}, so a table there cannot be read in "
                 "place\n\nhint: keep the features on the GPU, or gather on the host",
                 is_unsuitable=True,
@@ -337,7 +337,7 @@ class Ledger:
         # Other memory may lie there by now, while GPUs would go on to read the old pages.
         trouble = self._unlock(segment)
         if trouble is not None:
-            raise Refused(
+            raise LockRefused(
                 f"{trouble}, although it is no longer in use\n\nhint: start the process again",
                 is_unsuitable=False,
             )
@@ -391,7 +391,7 @@ class Ledger:
         )
 
 
-def demand_memory(address: int, num_bytes: int) -> None:
+def check_memory_fits(address: int, num_bytes: int) -> None:
     """Demand that a range of memory fits, whole, into what is left.
 
     Raises:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Advance(Protocol):
+class ProgressCallback(Protocol):
     """Called while work goes on."""
 
     def __call__(self, done: int, total: int, figures: str | Callable[[], str] = "") -> None:

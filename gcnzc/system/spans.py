@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gcnzc.system.streams import Moment
+from gcnzc.system.streams import TimedEvent
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Stage:
 
     name: str
     lane: str
-    begin: Moment
-    end: Moment
+    begin: TimedEvent
+    end: TimedEvent
 
     def is_past(self) -> bool:
         """Whether it has ended."""

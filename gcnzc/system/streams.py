@@ -24,7 +24,7 @@ class Event(Protocol):
         """Wait, on the host, until it has."""
 
 
-class Moment(Event, Protocol):
+class TimedEvent(Event, Protocol):
     """An event whose time is known once it is past."""
 
     def time_s(self) -> float:
@@ -43,7 +43,7 @@ class Stream(Protocol):
     def record(self) -> Event:
         """The place after all that is queued so far."""
 
-    def moment(self) -> Moment:
+    def moment(self) -> TimedEvent:
         """As `record`, with its time."""
 
     def wait(self, event: Event) -> None:
@@ -71,7 +71,7 @@ class Streams(Protocol):
         """Fresh memory of the host, (bytes,) uint8, that copies to and from the device fast."""
 
 
-class HostMoment:
+class HostTimedEvent:
     """A moment of the host, which is past when it is made."""
 
     def __init__(self) -> None:
@@ -88,15 +88,15 @@ class HostMoment:
         """When it was made."""
         return self._time_s
 
-    def seconds_to(self, later: "HostMoment") -> float:
+    def seconds_to(self, later: "HostTimedEvent") -> float:
         """Seconds between them."""
         return later._time_s - self._time_s
 
 
-def clock_of(device: torch.device) -> Callable[[], Moment]:
+def clock_of(device: torch.device) -> Callable[[], TimedEvent]:
     """What gives the moment after all that the caller has queued on a device; on the CPU, now."""
     if device.type != "cuda":
-        return HostMoment
+        return HostTimedEvent
     streams = CudaStreams(device)
     return lambda: streams.current().moment()
 
@@ -145,11 +145,11 @@ class CudaStream:
         """The place after all that is queued so far."""
         return CudaEvent(self.stream.record_event(torch.cuda.Event(blocking=True)))
 
-    def moment(self) -> "CudaMoment":
+    def moment(self) -> "CudaTimedEvent":
         """As `record`, with its time."""
         # the clock's first event must come before this one
         self._clock.begin()
-        return CudaMoment(self.stream.record_event(_timed()), self._clock)
+        return CudaTimedEvent(self.stream.record_event(_timed()), self._clock)
 
     def wait(self, event: Event) -> None:
         """Queue nothing before `event` is past."""
@@ -176,7 +176,7 @@ class CudaEvent:
         self.event.synchronize()
 
 
-class CudaMoment(CudaEvent):
+class CudaTimedEvent(CudaEvent):
     """A place in a stream of a GPU, and when it was passed."""
 
     def __init__(self, event: "torch.cuda.Event", clock: "_Clock") -> None:
@@ -188,7 +188,7 @@ class CudaMoment(CudaEvent):
         self.synchronize()
         return self._clock.time_s(self.event)
 
-    def seconds_to(self, later: "CudaMoment") -> float:
+    def seconds_to(self, later: "CudaTimedEvent") -> float:
         """Seconds between them, more precise than the difference of their times."""
         later.synchronize()
         return self.event.elapsed_time(later.event) / 1000

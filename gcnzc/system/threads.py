@@ -15,7 +15,7 @@ import torch
 from threadpoolctl import ThreadpoolController
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Let the calling thread, from now on, make way for others. Nothing that it computes changes.
 
     Where the system knows no SCHED_BATCH, or has given the thread another class than the usual

@@ -58,7 +58,7 @@ def _sealed(data: bytes) -> tuple[memoryview, bytes]:
     return body, label + digest.hexdigest().encode()
 
 
-def _demand_seal(data: bytes, path: Path) -> None:
+def _check_seal(data: bytes, path: Path) -> None:
     """Verify the checksum; files of older versions have none, and no comment.
 
     Raises:
@@ -148,7 +148,7 @@ def load(path: Path, needed: Mapping[str, type] | None = None) -> dict[str, Any]
 
 def from_bytes(data: bytes, path: Path, needed: Mapping[str, type] | None = None) -> dict[str, Any]:
     """The state in the bytes of a file that `save` wrote at `path`; see `load`."""
-    _demand_seal(data, path)
+    _check_seal(data, path)
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     # a file that another program wrote may fail in any way
@@ -163,11 +163,11 @@ def from_bytes(data: bytes, path: Path, needed: Mapping[str, type] | None = None
         ) from error
     if not isinstance(state, dict):
         raise ValueError(_not_ours(path, f"it holds a {type(state).__name__}, not a dict"))
-    demand_keys(state, needed or {}, path)
+    check_keys(state, needed or {}, path)
     return state
 
 
-def demand_keys(state: Mapping[str, Any], needed: Mapping[str, type], path: Path) -> None:
+def check_keys(state: Mapping[str, Any], needed: Mapping[str, type], path: Path) -> None:
     """Check that a state from `path` has the required keys, with values of the given types.
 
     Raises:

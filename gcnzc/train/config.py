@@ -14,11 +14,11 @@ from gcnzc.train.options import (
     Fanouts,
     at_least,
     at_most,
-    demand_fanouts,
-    demand_number,
-    demand_numbers,
+    cache_size,
+    check_fanouts,
+    check_number,
+    check_numbers,
     fragments_of,
-    hot_size,
     option_name,
 )
 
@@ -197,7 +197,7 @@ class TrainConfig:
     """TOML file of these options; those on the command line win"""
 
     def __post_init__(self) -> None:
-        demand_numbers(self)
+        check_numbers(self)
         at_most(MOST_THREADS, "threads", self.threads)
         at_most(MOST_WORKERS, "workers", self.workers)
         for name in (
@@ -248,15 +248,15 @@ class TrainConfig:
                 "hint: --fanouts takes one number a layer, input layer first; --layers "
                 f"{len(self.fanouts)} would fit"
             )
-        demand_fanouts(self.fanouts)
+        check_fanouts(self.fanouts)
         if self.hot != "auto":
-            hot_size(self.hot)
-        demand_number("--warmup", self.warmup, ("auto",), "0.15 is a share of the steps, 500 steps")
-        demand_number(
+            cache_size(self.hot)
+        check_number("--warmup", self.warmup, ("auto",), "0.15 is a share of the steps, 500 steps")
+        check_number(
             "--local-steps", self.local_steps, ("usual", "auto"), "12 is usual", whole=True
         )
         fragments_of(self.fragments)
-        demand_number("--delay", self.delay, ("usual", "auto"), "1 is usual", whole=True)
+        check_number("--delay", self.delay, ("usual", "auto"), "1 is usual", whole=True)
         if self.delay == "auto" and self.local_steps != "auto":
             raise ValueError(
                 f"--delay auto with --local-steps {self.local_steps}\n\n"

@@ -13,7 +13,7 @@ from gcnzc.features.cache import CachedTable
 from gcnzc.optim import LocalUpdates
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.train import checkpoint, record
-from gcnzc.train.epoch_stats import Tally, added
+from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import named
 from gcnzc.train.results import summary_of
 from gcnzc.train.run_folder import (
@@ -55,11 +55,11 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
             trainer.optimizer.asks = [stopped.is_set(), trainer.is_due()]
             trainer.optimizer.step()
             stepped = trainer.now()
-            if trainer.optimizer.blame:
+            if trainer.optimizer.skip_reason:
                 who = "" if isinstance(trainer.optimizer, LocalUpdates) else " on all workers"
                 trainer.reporter.say(
                     f"step {step + 1} of epoch {trainer.epoch + 1} was skipped{who}: "
-                    f"{trainer.optimizer.blame}"
+                    f"{trainer.optimizer.skip_reason}"
                 )
             if len(batch.y):
                 assert batch.items is not None, "the loader says which seeds it took"
@@ -98,7 +98,7 @@ def finish_epoch(trainer: Trainer) -> None:
     trainer.count_sent()
     tallies = run(trainer.tally.of_all_workers(), trainer.group)
     _write_worker_lines(trainer, tallies)
-    tally = added(tallies)
+    tally = sum_stats(tallies)
     figures = tally.figures(trainer.task.has_accuracy, trainer.group.world_size)
     if not math.isfinite(figures["loss"]):
         raise ValueError(
@@ -139,13 +139,13 @@ def finish_epoch(trainer: Trainer) -> None:
         run(trainer.optimizer.parameters_restored(own), trainer.group)
     trainer.lines.append(line)
     trainer.epoch, trainer.in_epoch = trainer.epoch + 1, False
-    trainer.tally = Tally(trainer.device)
+    trainer.tally = EpochStats(trainer.device)
     if trainer.is_first:
         record.append(trainer.folder / RECORD, line)
     trainer.reporter.say(summary_of(line, trainer.config.epochs))
 
 
-def _write_worker_lines(trainer: Trainer, tallies: Sequence[Tally]) -> None:
+def _write_worker_lines(trainer: Trainer, tallies: Sequence[EpochStats]) -> None:
     """What each worker did in this epoch, a line for each."""
     if len(tallies) == 1:
         return  # the record has it all

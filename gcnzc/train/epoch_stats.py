@@ -35,7 +35,7 @@ def seeds_checksum(seeds: Tensor) -> int:
     return int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
 
 
-class Tally:
+class EpochStats:
     """Sums over the steps of one epoch; what a resumed epoch goes on from."""
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class Tally:
             self.seconds.add_seconds("exchange_s", wait.end_s - wait.begin_s)
             self.seconds.add_seconds("compute_s", wait.begin_s - wait.end_s)
 
-    def of_all_workers(self) -> Algorithm[list["Tally"]]:
+    def of_all_workers(self) -> Algorithm[list["EpochStats"]]:
         """The tallies of all workers, in the order of ranks."""
         state = self.state_dict()
         # float64 cannot hold the 64 bits of a checksum
@@ -84,7 +84,7 @@ class Tally:
         rows = yield AllGather(torch.tensor([*sums, *times.values()], dtype=torch.float64))
         tallies = []
         for whole, real in zip(counts.tolist(), rows.tolist(), strict=True):
-            tally = Tally(self.loss.device)
+            tally = EpochStats(self.loss.device)
             values = dict(zip(COUNTS, whole, strict=True)) | dict(zip(SUMS, real, strict=False))
             seconds = dict(zip(times, real[len(SUMS) :], strict=True))
             tally.load_state_dict(values | {"times": seconds})
@@ -135,14 +135,14 @@ class Tally:
         self.seconds = Seconds(dict.fromkeys(TIMES, 0.0) | state["times"])
 
 
-def added(tallies: Sequence[Tally]) -> Tally:
+def sum_stats(tallies: Sequence[EpochStats]) -> EpochStats:
     """Sum the tallies of workers; `steps`, which all have in common, is not summed."""
     states = [tally.state_dict() for tally in tallies]
     whole = {name: sum(state[name] for state in states) for name in (*COUNTS, *SUMS)}
     whole["steps"] = max(state["steps"] for state in states)
     names = states[0]["times"]
     times = {name: sum(state["times"][name] for state in states) for name in names}
-    total = Tally(tallies[0].loss.device)
+    total = EpochStats(tallies[0].loss.device)
     total.load_state_dict(whole | {"times": times})
     return total
 

@@ -9,7 +9,7 @@ from gcnzc.graph.load import load
 from gcnzc.system import files
 from gcnzc.train import checkpoint
 from gcnzc.train.config import EvaluateConfig
-from gcnzc.train.progress import Quiet, Reporter
+from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import BEST, read_config
 from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks import build_task
@@ -31,7 +31,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         FileNotFoundError: the folder holds no run.
         ValueError: the data does not fit the model.
     """
-    reporter = reporter or Quiet()
+    reporter = reporter or NullReporter()
     trained = read_config(config.run)
     source = config.data or trained.data
     assert source is not None, "read_config has checked"

@@ -2,9 +2,9 @@
 
 import torch
 
-from gcnzc.exchange import Group, Tuning, run, tuned
-from gcnzc.exchange.layout import by_kind, layout
-from gcnzc.exchange.sync import demand_same
+from gcnzc.exchange import Group, Tuning, run, tune
+from gcnzc.exchange.layout import group_by_dtype, layout
+from gcnzc.exchange.sync import check_same
 from gcnzc.system.files import cache_folder
 
 # what the first run between some workers spends on measuring collectives
@@ -29,10 +29,10 @@ def exchange_tuning(model: torch.nn.Module, group: Group) -> Tuning:
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     # with other sizes workers would wait for each other for ever
-    run(demand_same(layout(named), "models"), group)
+    run(check_same(layout(named), "models"), group)
     whole = [
         sum(tensor.numel() * tensor.element_size() for _, tensor in kind)
-        for kind in by_kind(named)  # type: ignore[arg-type]
+        for kind in group_by_dtype(named)  # type: ignore[arg-type]
     ]
     sizes = {"Sum": whole, "Broadcast": whole, "AllGather": GATHERED_BYTES, "AllToAll": whole}
-    return tuned(group, cache_folder(), sizes, budget_s=TUNING_S)
+    return tune(group, cache_folder(), sizes, budget_s=TUNING_S)

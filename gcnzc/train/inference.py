@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from gcnzc.exchange import Algorithm, AllToAll, Group, run
-from gcnzc.exchange.long_work import together
-from gcnzc.exchange.sync import vote
+from gcnzc.exchange.long_work import joint_work
+from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models.gnn import Model, demand_columns, dtype_of
+from gcnzc.models.gnn import Model, check_columns, dtype_of
 from gcnzc.models.layers import Hop, Layer, root_norms
 from gcnzc.sampling.neighbor import Sampler, check_graph, check_seeds
 from gcnzc.system.arguments import IdsLike, check_callable, check_device, check_integer, check_kind
@@ -97,7 +97,7 @@ def inference(
             f"the table has {table.num_rows} rows of features for a graph of {graph.num_nodes} "
             "nodes\n\nhint: row i is of node i"
         )
-    demand_columns(model, table.num_columns)
+    check_columns(model, table.num_columns)
     graph.check()
     if nodes is not None:
         nodes = check_seeds("nodes", nodes, graph.num_nodes)
@@ -106,7 +106,7 @@ def inference(
     check_callable("progress", progress)
     batch_nodes = min(batch_nodes, max(LEAST_NODES, graph.num_nodes // LEAST_RANGES))
     needed = _needed(graph, len(model.layers), nodes, batch_nodes)
-    crew = _Crew(group or Group())
+    crew = _InferenceWorkers(group or Group())
     shares = [_shares(graph, targets, batch_nodes, crew.count) for targets in needed[1:]]
     total = sum(end - begin for share in shares for begin, end in share[crew.rank])
     done, was_training = 0, model.training
@@ -115,11 +115,11 @@ def inference(
         with torch.no_grad():
             rows, place = table, None
             for index, (sources, targets) in enumerate(pairwise(needed)):
-                step = _LayerOfAll(model, index, graph, rows, place, device)
+                step = _FullLayer(model, index, graph, rows, place, device)
                 step.send(sources, batch_nodes, crew)
                 count = graph.num_nodes if targets is None else len(targets)
                 out = crew.empty(dtype_of(model), count, model.widths[index])
-                with together(crew.group) as work:
+                with joint_work(crew.group) as work:
                     for begin, end in shares[index][crew.rank]:
                         ids = torch.arange(begin, end) if targets is None else targets[begin:end]
                         out[begin:end] = step.outputs(ids, is_range=targets is None)
@@ -136,7 +136,7 @@ def inference(
     return out
 
 
-class _Crew:
+class _InferenceWorkers:
     """The workers that compute a layer together."""
 
     def __init__(self, group: Group) -> None:
@@ -170,7 +170,7 @@ class _Crew:
             pieces = [(min(b + done, end), min(b + done + step, end)) for b, end in spans]
             self._spread_pieces(rows, pieces, place)
         # for the workers whose first one has written
-        run(vote(0), self.group)
+        run(all_gather_scalar(0), self.group)
 
     def _spread_pieces(
         self, rows: Tensor, pieces: Sequence[Span], place: Callable[[int, int], slice | Tensor]
@@ -188,7 +188,7 @@ class _Crew:
                 rows[place(*piece)] = part.view(-1, rows.shape[1])
 
 
-class _LayerOfAll:
+class _FullLayer:
     """One layer of a model over many nodes of a graph, with all their neighbours.
 
     On the CPU the sums read the rows of the sources where they lie. Elsewhere, or if the rows are
@@ -220,7 +220,7 @@ class _LayerOfAll:
         self.scores = torch.empty(0, 0)
         self.norms: Tensor | None = None
 
-    def send(self, sources: Tensor | None, batch_nodes: int, crew: _Crew) -> None:
+    def send(self, sources: Tensor | None, batch_nodes: int, crew: _InferenceWorkers) -> None:
         """Compute what `sources`, or all nodes, send, as far as it is computed ahead."""
         if not (self.is_mapped or self.is_direct):
             return
@@ -241,7 +241,7 @@ class _LayerOfAll:
 
         spans = [(at, min(at + batch_nodes, count)) for at in range(0, count, batch_nodes)]
         shares = _divided(spans, [end - begin for begin, end in spans], crew.count)
-        with together(crew.group) as work:
+        with joint_work(crew.group) as work:
             for begin, end in shares[crew.rank]:
                 ids = torch.arange(begin, end) if sources is None else sources[begin:end]
                 at = place(begin, end)

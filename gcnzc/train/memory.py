@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gcnzc.exchange import Group
-from gcnzc.exchange.long_work import together
+from gcnzc.exchange.long_work import joint_work
 from gcnzc.models.gnn import Model
 from gcnzc.system.host_memory import total_bytes
 from gcnzc.train.config import LOCAL, TrainConfig
@@ -81,7 +81,7 @@ def check_memory(found: Footprint, device: torch.device, group: Group) -> None:
     Raises:
         RuntimeError: there is less; on all workers if on one.
     """
-    with together(group):
+    with joint_work(group):
         has, of_worker = total_bytes(), found.training + found.minibatch
         if device.type == "cuda":
             gpu = torch.cuda.get_device_properties(device).total_memory

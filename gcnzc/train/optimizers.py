@@ -12,7 +12,7 @@ from gcnzc.optim import (
     CO2,
     Averaged,
     DiLoCo,
-    Exchanging,
+    DistributedOptimizer,
     LocalSGD,
     OneBitAdam,
     OneBitLamb,
@@ -50,7 +50,7 @@ def step_size(config: TrainConfig, workers: int) -> float:
 
 def build_method(
     config: TrainConfig, model: nn.Module, group: Group, steps: int, signals: int = 0
-) -> Exchanging:
+) -> DistributedOptimizer:
     """The optimizer of a run, which exchanges with the other workers.
 
     Args:
@@ -92,8 +92,8 @@ def build_method(
 
 def _one_bit(
     config: TrainConfig, model: nn.Module, group: Group, steps: int, signals: int
-) -> Exchanging:
-    kinds: dict[str, Callable[..., Exchanging]] = {
+) -> DistributedOptimizer:
+    kinds: dict[str, Callable[..., DistributedOptimizer]] = {
         "onebit-adam": OneBitAdam,
         "onebit-lamb": OneBitLamb,
         "zero-one-adam": ZeroOneAdam,

@@ -47,7 +47,7 @@ Fanouts = Annotated[
 ]
 
 
-def demand_number(
+def check_number(
     option: str, words: str, others: Sequence[str], hint: str, *, whole: bool = False
 ) -> None:
     """Raise a ValueError unless `words` are a number above 0, or one of some others."""
@@ -68,7 +68,7 @@ def fragments_of(words: str) -> int | str | list[str]:
     if words == "modules":
         return words
     if re.fullmatch(r"[-+.\d]*", words):
-        demand_number("--fragments", words, ("modules",), "4 is usual", whole=True)
+        check_number("--fragments", words, ("modules",), "4 is usual", whole=True)
         return int(words)
     patterns = words.split(",")
     for pattern in patterns:
@@ -82,7 +82,7 @@ def fragments_of(words: str) -> int | str | list[str]:
     return patterns
 
 
-def hot_size(words: str, option: str = "--hot", whole: str = "of the rows") -> float:
+def cache_size(words: str, option: str = "--hot", whole: str = "of the rows") -> float:
     """The size of a hot set that `words` say: a float is a share of the rows, an int is bytes.
 
     Args:
@@ -189,7 +189,7 @@ def at_most(most: int, name: str, value: int) -> None:
         )
 
 
-def demand_numbers(config: Any) -> None:
+def check_numbers(config: Any) -> None:
     """Raise a ValueError if a number among the options is NaN, infinite or above 64 bits."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -202,7 +202,7 @@ def demand_numbers(config: Any) -> None:
             at_most(2**63 - 1, field.name, value)
 
 
-def demand_writable(name: str, path: Path | None) -> None:
+def check_writable(name: str, path: Path | None) -> None:
     """Raise a ValueError unless a file can be written to `path`, or there is none to write."""
     if path is None:
         return
@@ -222,17 +222,17 @@ def demand_writable(name: str, path: Path | None) -> None:
         )
 
 
-def demand_picture(name: str, path: Path | None) -> None:
+def check_picture(name: str, path: Path | None) -> None:
     """Raise a ValueError unless a picture can be written to `path`, or there is none to write."""
     if path is not None and not path.is_dir() and path.suffix.lower() not in PICTURES:
         raise ValueError(
             f"{option_name(name)}: no picture can be written as {path.name!r}\n\n"
             f"hint: a name that ends in {', '.join(PICTURES)}"
         )
-    demand_writable(name, path)
+    check_writable(name, path)
 
 
-def demand_fanouts(fanouts: Sequence[int]) -> None:
+def check_fanouts(fanouts: Sequence[int]) -> None:
     """Raise if a fan-out exceeds what the sampler's counters hold."""
     for number in fanouts:
         if number > MOST_NEIGHBOURS:

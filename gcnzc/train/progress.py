@@ -14,7 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from gcnzc.system.progress import Advance
+from gcnzc.system.progress import ProgressCallback
 
 REFRESH_S = 0.25
 
@@ -33,7 +33,7 @@ class Reporter:
         self.console.print(text, markup=False)
 
     @contextmanager
-    def task(self, what: str) -> Iterator[Advance]:
+    def task(self, what: str) -> Iterator[ProgressCallback]:
         """Show how far `what` is, for the length of a `with`."""
         bar = self._bar if self.console.is_terminal else self._lines
         with bar(what) as advance:
@@ -46,7 +46,7 @@ class Reporter:
             yield lambda stage, done, total: advance(done, total, stage)
 
     @contextmanager
-    def _bar(self, what: str) -> Iterator[Advance]:
+    def _bar(self, what: str) -> Iterator[ProgressCallback]:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -68,7 +68,7 @@ class Reporter:
             yield advance
 
     @contextmanager
-    def _lines(self, what: str) -> Iterator[Advance]:
+    def _lines(self, what: str) -> Iterator[ProgressCallback]:
         last = time.monotonic()
 
         def advance(done: int, total: int, figures: str | Callable[[], str] = "") -> None:
@@ -80,14 +80,14 @@ class Reporter:
         yield advance
 
 
-class Quiet(Reporter):
+class NullReporter(Reporter):
     """Says and shows nothing: for library calls and tests."""
 
     def say(self, text: str) -> None:
         """Nothing."""
 
     @contextmanager
-    def task(self, what: str) -> Iterator[Advance]:
+    def task(self, what: str) -> Iterator[ProgressCallback]:
         """Nothing, for the length of a `with`."""
         yield lambda done, total, figures="": None
 

@@ -106,4 +106,8 @@ def result(trainer: Trainer) -> dict[str, Any]:
 
 def _roof(trainer: Trainer) -> float | None:
     """What no gather of this run passes, where a GPU reads the host's memory."""
-    return pcie_bench.roof(trainer.device) if trainer.table.device != trainer.device else None
+    return (
+        pcie_bench.peak_read_rate(trainer.device)
+        if trainer.table.device != trainer.device
+        else None
+    )

@@ -8,11 +8,11 @@ import torch
 
 from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Choices, run
-from gcnzc.exchange.sync import told, vote
-from gcnzc.optim import resized
+from gcnzc.exchange.sync import all_gather_scalar, broadcast_bytes
+from gcnzc.optim import resize_state
 from gcnzc.system import files
 from gcnzc.train import checkpoint, record
-from gcnzc.train.epoch_stats import Tally, added
+from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import BEST_KEYS
 from gcnzc.train.options import to_words
 from gcnzc.train.run_folder import (
@@ -66,7 +66,7 @@ def begin(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> N
     """
     found: list[bytes] = []
     trainer.on_rank_zero(lambda: found.append(_open_folder(trainer, launch, stack)))
-    data = run(told(found[0] if found else b"", trainer.group.rank), trainer.group)
+    data = run(broadcast_bytes(found[0] if found else b"", trainer.group.rank), trainer.group)
     if data:
         path = trainer.folder / CHECKPOINT
         try:
@@ -88,7 +88,7 @@ def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
     stack.enter_context(files.locked_folder(trainer.folder))
     is_resumed = bool(trainer.config.resume) or is_of_launch(trainer.folder, launch)
     if not is_resumed:
-        _demand_free_folder(trainer)
+        _check_free_folder(trainer)
     if launch is not None:
         launch.write(trainer.folder)
     if is_resumed:
@@ -98,7 +98,7 @@ def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
     return b""
 
 
-def _demand_free_folder(trainer: Trainer) -> None:
+def _check_free_folder(trainer: Trainer) -> None:
     """Check that the folder has neither a run nor a prepared graph."""
     if (trainer.folder / CONFIG).exists():
         raise ValueError(
@@ -111,7 +111,7 @@ def _demand_free_folder(trainer: Trainer) -> None:
         )
 
 
-def _demand_options(trainer: Trainer, options: Mapping[str, Any] | None) -> None:
+def _check_options(trainer: Trainer, options: Mapping[str, Any] | None) -> None:
     """Check the options against those of the resumed run; old checkpoints have none."""
     given = to_words(trainer.config)
     for name, value in (options or {}).items():
@@ -122,15 +122,13 @@ def _demand_options(trainer: Trainer, options: Mapping[str, Any] | None) -> None
             )
 
 
-def _demand_progress(trainer: Trainer, state: Mapping[str, Any]) -> None:
+def _check_progress(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Check that a checkpoint's epoch, record and tallies are consistent."""
     path, epoch, lines = trainer.folder / CHECKPOINT, state["epoch"], state["lines"]
     # a checkpoint from before each worker's was kept has their sum
-    checkpoint.demand_keys(
-        state, {"tallies": list} if "tallies" in state else {"tally": dict}, path
-    )
+    checkpoint.check_keys(state, {"tallies": list} if "tallies" in state else {"tally": dict}, path)
     if state["best"]:
-        checkpoint.demand_keys(state["best"], BEST_KEYS, path)
+        checkpoint.check_keys(state["best"], BEST_KEYS, path)
     is_whole = epoch == len(lines) and all(isinstance(line, dict) for line in lines)
     if not is_whole or state["worker_lines"] < 0:
         raise ValueError(
@@ -140,7 +138,7 @@ def _demand_progress(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _read_checkpoint(trainer: Trainer) -> bytes:
-    _demand_options(trainer, to_words(read_config(trainer.folder)))
+    _check_options(trainer, to_words(read_config(trainer.folder)))
     path = trainer.folder / CHECKPOINT
     if path.exists():
         data = path.read_bytes()
@@ -159,8 +157,8 @@ def _read_checkpoint(trainer: Trainer) -> bytes:
 
 
 def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
-    _demand_options(trainer, state.get("options"))
-    _demand_progress(trainer, state)
+    _check_options(trainer, state.get("options"))
+    _check_progress(trainer, state)
     checkpoint.match(trainer.model, state["model"], trainer.folder / CHECKPOINT)
     _restore_optimizer(trainer, state)
     trainer.epoch, trainer.in_epoch = state["epoch"], state["in_epoch"]
@@ -185,10 +183,10 @@ def _restore_stats(trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> Non
     if len(states) == trainer.group.world_size:
         trainer.tally.load_state_dict(states[trainer.group.rank])
     elif trainer.is_first:
-        tallies = [Tally(trainer.device) for _ in states]
+        tallies = [EpochStats(trainer.device) for _ in states]
         for tally, each in zip(tallies, states, strict=True):
             tally.load_state_dict(each)
-        trainer.tally = added(tallies)
+        trainer.tally = sum_stats(tallies)
 
 
 def _restore_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -204,9 +202,9 @@ def _restore_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
         states = trainer.worker_states.load(found["generation"], ranks)
     except (OSError, ValueError) as error:
         failure = error
-    if any(run(vote(int(failure is not None)), trainer.group)):
+    if any(run(all_gather_scalar(int(failure is not None)), trainer.group)):
         raise failure or PeerFailed("another worker cannot read the run")
-    own = states[0] if old == world_size else resized(states, rank, world_size)
+    own = states[0] if old == world_size else resize_state(states, rank, world_size)
     trainer.optimizer.load_state_dict(own)
 
 

@@ -17,8 +17,8 @@ import torch
 
 from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Group, run
-from gcnzc.exchange.long_work import together
-from gcnzc.exchange.sync import gathered, vote
+from gcnzc.exchange.long_work import joint_work
+from gcnzc.exchange.sync import all_gather, all_gather_scalar
 from gcnzc.features.cache import CachedTable
 from gcnzc.graph.load import verify
 from gcnzc.loader.loader import Loader
@@ -28,7 +28,7 @@ from gcnzc.train.epoch import finish_epoch, train_epoch
 from gcnzc.train.exchange_tuning import exchange_tuning
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.optimizers import build_method
-from gcnzc.train.progress import Quiet, Reporter
+from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import result
 from gcnzc.train.resume import begin
 from gcnzc.train.run_folder import (
@@ -71,7 +71,7 @@ def train(
         PeerFailed: worker 0 failed, and raises the error.
     """
     began = time.perf_counter()
-    reporter, group = reporter or Quiet(), group or Group()
+    reporter, group = reporter or NullReporter(), group or Group()
     if config.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
     if config.verify:
@@ -90,7 +90,7 @@ def train(
             with reporter.task("count how often rows are needed") as advance:
                 table = cached_table(config, data, table, device, group, advance, settings.hot)
             if isinstance(table, CachedTable) and table.gpus > 1:
-                stack.push(_leave_together(group, device))
+                stack.push(_close_together(group, device))
         # dropout and initial weights draw from torch's generators; the caller's are left alone
         stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
         stopped = stack.enter_context(stop_requests())
@@ -133,13 +133,13 @@ def _verify(path: Path, group: Group, reporter: Reporter) -> None:
     Raises:
         FileNotFoundError, ValueError: on all workers, if a file is missing or damaged.
     """
-    with together(group) as work:
+    with joint_work(group) as work:
         if group.local_rank == 0 and is_prepared(path):
             with reporter.stages(f"verify {path}") as progress:
                 work.meanwhile(lambda: verify(path, progress))
 
 
-def _leave_together(group: Group, device: torch.device) -> Callable[..., None]:
+def _close_together(group: Group, device: torch.device) -> Callable[..., None]:
     """What keeps hot rows until the last worker that reads them has done so.
 
     A worker that fails leaves at once, and the others then fail as well.
@@ -149,7 +149,7 @@ def _leave_together(group: Group, device: torch.device) -> Callable[..., None]:
         if kind is None or issubclass(kind, Interrupted):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            run(vote(0), group)
+            run(all_gather_scalar(0), group)
 
     return leave
 
@@ -168,7 +168,7 @@ def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
             asks = [stopped.is_set(), trainer.is_due()]
             if trainer.group.world_size > 1:
                 # each has its own clock, and its own signals
-                asks = run(gathered(torch.tensor(asks)), trainer.group).any(dim=0).tolist()
+                asks = run(all_gather(torch.tensor(asks)), trainer.group).any(dim=0).tolist()
             handle_stop_request(trainer, asks)
     save(trainer)
     return result(trainer)

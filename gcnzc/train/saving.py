@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gcnzc.exchange import run
-from gcnzc.exchange.sync import gathered
+from gcnzc.exchange.sync import all_gather
 from gcnzc.train import checkpoint
 from gcnzc.train.options import to_words
 from gcnzc.train.run_folder import (
@@ -30,10 +30,10 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
         return
     trainer.count_sent()
     tallies = run(trainer.tally.of_all_workers(), trainer.group)
-    states = {"rng": run(gathered(torch.get_rng_state()), trainer.group)}
+    states = {"rng": run(all_gather(torch.get_rng_state()), trainer.group)}
     if trainer.device.type == "cuda":
         own = torch.cuda.get_rng_state(trainer.device)
-        states["cuda_rng"] = run(gathered(own), trainer.group)
+        states["cuda_rng"] = run(all_gather(own), trainer.group)
     state = {
         "model": trainer.model.state_dict(),
         "optimizer": optimizer,

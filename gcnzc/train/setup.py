@@ -9,17 +9,23 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Group, run
-from gcnzc.exchange.sync import everybodys
+from gcnzc.exchange.sync import all_gather_text
 from gcnzc.features.access_counts import Presample
-from gcnzc.features.cache import USUAL_HOT, CachedShare, CachedTable, cached, cached_share
+from gcnzc.features.cache import (
+    DEFAULT_CACHED_SHARE,
+    CachedShare,
+    CachedTable,
+    cached,
+    cached_share,
+)
 from gcnzc.features.peer_memory import Handle
 from gcnzc.features.table import FeatureTable, pinned
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.presampling import Progress, presample
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.options import hot_size
+from gcnzc.train.options import cache_size
 from gcnzc.train.shared_data import share_copy
-from gcnzc.tune import plans
+from gcnzc.tune import profiles
 
 
 def choose_device(asked: str, place: int = 0) -> torch.device:
@@ -112,7 +118,7 @@ def cached_table(
             threads=config.threads or None,
             progress=progress,
         )
-    size = (share or USUAL_HOT) if config.hot == "auto" else hot_size(config.hot)
+    size = (share or DEFAULT_CACHED_SHARE) if config.hot == "auto" else cache_size(config.hot)
     if not config.hot_split or group.local_world_size == 1:
         return cached(table, size, ranking, device=device)
     number, of = group.local_rank, group.local_world_size
@@ -122,7 +128,7 @@ def cached_table(
 
 def _joined(own: CachedShare, first: int) -> Algorithm[CachedTable]:
     """The table that reads what all workers of this machine have, of whom `first` is the first."""
-    texts = yield from everybodys(own.handle.to_text())
+    texts = yield from all_gather_text(own.handle.to_text())
     return own.joined([Handle.from_text(text) for text in texts[first : first + own.handle.of]])
 
 
@@ -149,7 +155,7 @@ def planned(
         say: told which plan is used, if one is.
     """
     loading: dict[str, Any] = {"threads": config.threads or None}
-    found = plans.find(device, table, say) if config.plan else None
+    found = profiles.find(device, table, say) if config.plan else None
     if found is None:
         return Planned(table, loading, None)
     # how far ahead pays goes with the threads, and both with the engine that draws

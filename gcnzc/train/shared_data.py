@@ -25,8 +25,8 @@ from torch import Tensor
 from gcnzc.datasets import store
 from gcnzc.datasets.rows import Allocate, Array
 from gcnzc.exchange import Group, run
-from gcnzc.exchange.long_work import together
-from gcnzc.exchange.sync import vote
+from gcnzc.exchange.long_work import joint_work
+from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable, needs_copy
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import load
@@ -64,8 +64,8 @@ def load_shared(path: str | Path, group: Group, *, allow_nan: bool = False) -> D
     if group.world_size == 1:
         return load(path, allow_nan=allow_nan)
     group.at(0, "loading")
-    if all(run(vote(int(store.is_prepared(path))), group)):
-        with together(group):
+    if all(run(all_gather_scalar(int(store.is_prepared(path))), group)):
+        with joint_work(group):
             data = load(path, allow_nan=allow_nan)
         return data
     return shared(lambda allocate: load(path, allow_nan=allow_nan, allocate=allocate), group)
@@ -89,11 +89,11 @@ def shared(make: Callable[[Allocate], T], group: Group) -> T:
     """
     with _Maker() as maker:
         own = _Handle(0, 0, 0)
-        with together(group) as work:
+        with joint_work(group) as work:
             if group.local_rank == 0:
                 own = work.meanwhile(lambda: maker.placed(make(maker.allocate)))
         handle = _of_first(own, group)
-        with together(group):
+        with joint_work(group):
             memory = maker.memory_of if group.local_rank == 0 else _opened
             value = _Unpickler(memory(handle), handle.pid, memory).load()
         # all have it open now, so its makers may close it
@@ -117,9 +117,9 @@ def share_copy(table: FeatureTable, group: Group) -> FeatureTable:
     """
     if group.world_size == 1:
         return table
-    with together(group):
+    with joint_work(group):
         needs = int(needs_copy(table))
-    firsts, needing = first_workers(group), run(vote(needs), group)
+    firsts, needing = first_workers(group), run(all_gather_scalar(needs), group)
     if not any(needing):
         return table
     own = firsts[group.rank]
@@ -152,18 +152,18 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype, group: Group) -> Tens
         return torch.empty(tuple(shape), dtype=dtype)
     with _Maker() as maker:
         own = _Handle(0, 0, 0)
-        with together(group):
+        with joint_work(group):
             if group.local_rank == 0:
                 own = maker.handle(maker.empty(num_bytes))
         handle = _of_first(own, group)
-        with together(group):
+        with joint_work(group):
             memory = maker.memory_of(handle) if group.local_rank == 0 else _opened(handle)
         return memory.view(dtype).view(tuple(shape))
 
 
 def first_workers(group: Group) -> tuple[int, ...]:
     """For each worker, by rank, the rank of the first worker of its machine."""
-    return run(vote(group.rank - group.local_rank), group)
+    return run(all_gather_scalar(group.rank - group.local_rank), group)
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ class _Handle:
 def _of_first(own: _Handle, group: Group) -> _Handle:
     """The handle that the first worker of this machine gives."""
     first = group.rank - group.local_rank
-    place = run(vote(own.pid << 32 | own.fd), group)[first]
-    inode = run(vote(own.inode), group)[first]
+    place = run(all_gather_scalar(own.pid << 32 | own.fd), group)[first]
+    inode = run(all_gather_scalar(own.inode), group)[first]
     return _Handle(place >> 32, place & 0xFFFFFFFF, inode)
 
 

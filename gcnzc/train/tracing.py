@@ -8,8 +8,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gcnzc.exchange import Algorithm, Vote, run
-from gcnzc.exchange.sync import everybodys
+from gcnzc.exchange import Algorithm, AllGatherScalar, run
+from gcnzc.exchange.sync import all_gather_text
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.train.plots import timeline
 from gcnzc.train.run_folder import (
@@ -52,19 +52,19 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def everybodys_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
+def gather_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
     """The spans of all workers by the clock of worker 0, in lanes that are named after them.
 
     Args:
         own: of this worker.
         rank: of this worker.
     """
-    workers = len((yield Vote(rank)))
+    workers = len((yield AllGatherScalar(rank)))
     if workers == 1:
         return list(own)
     # all pass here at about the same time, whatever their clocks say
-    clocks = yield Vote(time.perf_counter())
-    texts = yield from everybodys(json.dumps([astuple(span) for span in own]))
+    clocks = yield AllGatherScalar(time.perf_counter())
+    texts = yield from all_gather_text(json.dumps([astuple(span) for span in own]))
     return [
         Span(
             name,
@@ -97,7 +97,7 @@ def draw_trace(trainer: "Trainer") -> None:
     """Write the timeline of the steps that were traced, if there are any."""
     if trainer.stages:
         own = trainer.spans + [stage.span() for stage in trainer.stages]
-        spans = run(everybodys_spans(own, trainer.group.rank), trainer.group)
+        spans = run(gather_spans(own, trainer.group.rank), trainer.group)
         trainer.spans, trainer.stages = [], []
         if not trainer.is_first:
             return

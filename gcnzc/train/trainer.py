@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from gcnzc.exchange import run
-from gcnzc.exchange.sync import vote
+from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.loader import Loader
-from gcnzc.optim import Exchanging
+from gcnzc.optim import DistributedOptimizer
 from gcnzc.system.spans import Span, Stage
 from gcnzc.system.streams import clock_of
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.epoch_stats import Tally
+from gcnzc.train.epoch_stats import EpochStats
 from gcnzc.train.progress import Reporter
 from gcnzc.train.tasks.base import Task
 from gcnzc.train.worker_state import WorkerStates
@@ -49,7 +49,7 @@ class Trainer:
         table: FeatureTable,
         device: torch.device,
         model: nn.Module,
-        optimizer: Exchanging,
+        optimizer: DistributedOptimizer,
         loader: Loader,
         reporter: Reporter,
         began: float,
@@ -63,7 +63,7 @@ class Trainer:
         self.began = began  # by time.perf_counter
         self.epoch = 0
         self.in_epoch = False  # between the first step of an epoch and its evaluation
-        self.tally = Tally(device)
+        self.tally = EpochStats(device)
         self.lines: list[dict[str, Any]] = []  # of the record, one an epoch
         self.worker_lines = 0  # of what each worker did in each epoch
         self.best: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class Trainer:
                 deed()
             except Exception as failure:  # whatever it is, the others must not wait for it
                 error = failure
-        if any(run(vote(int(error is not None)), self.group)):
+        if any(run(all_gather_scalar(int(error is not None)), self.group)):
             raise error or PeerFailed("worker 0 has failed")
 
     def is_due(self) -> bool:

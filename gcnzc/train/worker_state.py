@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gcnzc.exchange import Algorithm, Vote
+from gcnzc.exchange import Algorithm, AllGatherScalar
 from gcnzc.train import checkpoint
 
 FOLDER = "workers"
@@ -47,7 +47,7 @@ class WorkerStates:
             checkpoint.save(self.path(generation, self.rank), state)
         except OSError as failure:
             error = str(failure)
-        failed = [rank for rank, bad in enumerate((yield Vote(int(bool(error))))) if bad]
+        failed = [rank for rank, bad in enumerate((yield AllGatherScalar(int(bool(error))))) if bad]
         if failed:
             self.path(generation, self.rank).unlink(missing_ok=True)
             who = ", ".join(map(str, failed))
@@ -62,7 +62,7 @@ class WorkerStates:
             is_named: whether a checkpoint that names the last generation is on the disk, as worker
                 0 knows it.
         """
-        if (yield Vote(int(is_named)))[0]:
+        if (yield AllGatherScalar(int(is_named)))[0]:
             self.named = self.generation
         for path in self.folder.glob(f"*-{self.rank}.pt"):
             if int(path.name.split("-")[0]) < self.named:

@@ -5,14 +5,20 @@ from typing import Any
 
 from torch import Tensor
 
-from gcnzc.features.access_counts import RANKINGS, Presample, hit_rates_of, own_hit_rates_of, ranked
-from gcnzc.features.cache import hot_bytes, hot_rows_of
+from gcnzc.features.access_counts import (
+    RANKINGS,
+    Presample,
+    hit_rates_of,
+    own_hit_rates_of,
+    rank_by_score,
+)
+from gcnzc.features.cache import cache_bytes, num_rows_to_cache
 from gcnzc.features.table import FeatureTable
 
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of a table's rows, that a plan is made for
 
 
-def plan(
+def forecast(
     counted: Presample,
     table: FeatureTable,
     degrees: Tensor,
@@ -39,7 +45,7 @@ def plan(
         the rows that each GPU has, and `predicted_peer_hit_rate` by those that the others have,
         the mean of all GPUs; and the same measured.
     """
-    sizes = [hot_rows_of(table, float(share)) for share in shares]
+    sizes = [num_rows_to_cache(table, float(share)) for share in shares]
     predicted = {
         "in-degree": counted.hit_rates_by(degrees, sizes),
         "presampled": counted.hit_rates(sizes),
@@ -48,7 +54,7 @@ def plan(
     if fresh is not None:
         scores = {"in-degree": degrees, "presampled": counted.scores}
         for name in RANKINGS:
-            ranking = ranked(scores[name])
+            ranking = rank_by_score(scores[name])
             measured[name] = hit_rates_of(ranking, fresh, sizes)
             measured_own[name] = own_hit_rates_of(ranking, fresh, sizes, gpus)
     all_bytes = counted.nodes_per_batch * table.row_bytes
@@ -57,7 +63,7 @@ def plan(
         line: dict[str, Any] = {
             "share": share,
             "rows": size,
-            "memory_bytes": hot_bytes(table, size, gpus),
+            "memory_bytes": cache_bytes(table, size, gpus),
         }
         for name in RANKINGS:
             rate = predicted[name][place]

@@ -23,17 +23,17 @@ from typing import Any
 import torch
 
 from gcnzc.features.access_counts import Presample
-from gcnzc.features.cache import USUAL_HOT, hot_bytes, hot_rows_of
+from gcnzc.features.cache import DEFAULT_CACHED_SHARE, cache_bytes, num_rows_to_cache
 from gcnzc.features.pcie_traffic import choose_layout, table_traffic
 from gcnzc.features.table import FeatureTable, can_read_host, pinned
-from gcnzc.kernels.gather.gpu import DEFAULT_PROGRAMS, VECTORS, WARPS, Way
+from gcnzc.kernels.gather.gpu import DEFAULT_PROGRAMS, VECTORS, WARPS, KernelConfig
 from gcnzc.kernels.gather.lanes import LAYOUTS, Layout
 from gcnzc.loader.presampling import presample
-from gcnzc.loader.threads import usual_threads
-from gcnzc.tune import pcie_bench, plans
+from gcnzc.loader.threads import default_threads
+from gcnzc.tune import pcie_bench, profiles
 from gcnzc.tune.cache_forecast import SHARES
-from gcnzc.tune.machine import Bench, Case, Loading, Machine
-from gcnzc.tune.plans import Choice, Plan
+from gcnzc.tune.machine import Bench, Case, LoaderSettings, Machine
+from gcnzc.tune.profiles import Setting, TuningProfile
 from gcnzc.tune.search import WITHIN, Progress, S, cheapest, in_rounds, medians, spread
 
 NOISY = 0.2  # of the median, between the quarters of the rounds
@@ -69,7 +69,7 @@ class Room:
 
 def tune(
     case: Case, *, room: str | int | float = 0.5, compute_s: float | None, progress: Progress
-) -> Plan:
+) -> TuningProfile:
     """Measure on this machine, and return the plan for `case`.
 
     Args:
@@ -99,15 +99,15 @@ def tune(
 
 def plan_for(
     bench: Bench, case: Case, device: torch.device, room: Room, progress: Progress
-) -> Plan:
+) -> TuningProfile:
     """The plan for `case` by what `bench` says; see the module."""
-    choices = choose_way(bench, case.table, device, progress)
+    choices = choose_kernel_config(bench, case.table, device, progress)
     way = None
     if bench.has_gpu:
-        way = Way(**{name: choice.value for name, choice in choices.items()})  # type: ignore[arg-type]
+        way = KernelConfig(**{name: choice.value for name, choice in choices.items()})  # type: ignore[arg-type]
     choices |= choose_loading(bench, way, progress)
     threads, ahead = int(choices["threads"].value), int(choices["ahead"].value)
-    loading = Loading(threads, ahead, 0.0, way)
+    loading = LoaderSettings(threads, ahead, 0.0, way)
     both, choices["copied_share"], transfer_s = choose_copied_share(
         bench, loading, device, progress
     )
@@ -115,49 +115,49 @@ def plan_for(
         more = f"some gather what is copied; {threads} would do without that"
         choices["threads"] = replace(choices["threads"], value=both.threads, why=more)
         choices["ahead"] = replace(choices["ahead"], value=both.ahead, why="goes with the threads")
-    choices["hot"] = choose_hot(case, room, transfer_s, progress)
+    choices["hot"] = choose_cache_size(case, room, transfer_s, progress)
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    key = plans.key_of(device, case.table)
-    return Plan(key, case.name, case.table.num_rows, made, choices)
+    key = profiles.key_of(device, case.table)
+    return TuningProfile(key, case.name, case.table.num_rows, made, choices)
 
 
-def choose_way(
+def choose_kernel_config(
     bench: Bench, table: FeatureTable, device: torch.device, progress: Progress
-) -> dict[str, Choice]:
+) -> dict[str, Setting]:
     """Layout, programs, warps and vectors of the GPU's gather."""
     requests = _requests(table)
-    usual = _usual_layout(table)
+    usual = _default_layout(table)
     figures: dict[str, Any] = {"requests_per_row": requests}
     if not bench.has_gpu:
         why = "fewest requests where the rows lie, by the model of the bus; only a GPU uses it"
         if not requests:
             why = "no GPU, and rows that none reads"
-        choices = {"layout": Choice(usual, why, "modelled" if requests else "default", figures)}
+        choices = {"layout": Setting(usual, why, "modelled" if requests else "default", figures)}
         missing = f"not measured: {_missing(device)}"
         for name, value, more in (
             ("programs", DEFAULT_PROGRAMS, "at most two a multiprocessor"),
             ("warps", WARPS, "of each program"),
             ("vectors", VECTORS, "of 16 B that each lane has in flight"),
         ):
-            choices[name] = Choice(value, f"{missing}; {more}", "default", {})
+            choices[name] = Setting(value, f"{missing}; {more}", "default", {})
         return choices
     layouts = in_rounds(
         [layout for layout in LAYOUTS if layout in requests],
-        lambda layout: bench.gather_s(Way(layout=layout)),
+        lambda layout: bench.gather_s(KernelConfig(layout=layout)),
         "layout",
         progress,
     )
     layout: Layout = cheapest(layouts, lambda name: (requests[name], name != usual))
     figures["gather_s"] = medians(layouts)
     choices = {
-        "layout": Choice(
+        "layout": Setting(
             layout,
             f"{_lead(layouts, layout)}, and fewest requests a row of those",
             "measured",
             figures,
         )
     }
-    ways = [Way(layout, programs, *shape) for shape, programs in product(SHAPES, PROGRAMS)]
+    ways = [KernelConfig(layout, programs, *shape) for shape, programs in product(SHAPES, PROGRAMS)]
     taken = in_rounds(ways, bench.gather_s, "programs", progress)
     # registers of warps that stay are not there for the model's kernels
     way = cheapest(taken, lambda one: (_warps(one), one.programs, one.vectors))
@@ -179,25 +179,27 @@ def choose_way(
     why = f"{_lead(taken, way)}, with the fewest warps resident of {len(ways)} ways"
     of_both = {"best_gather_s": of_shape}
     return choices | {
-        "programs": Choice(way.programs, why, "measured", {"gather_s": same}),
-        "warps": Choice(way.warps, "goes with the programs", "measured", of_both),
-        "vectors": Choice(way.vectors, "goes with the programs", "measured", of_both),
+        "programs": Setting(way.programs, why, "measured", {"gather_s": same}),
+        "warps": Setting(way.warps, "goes with the programs", "measured", of_both),
+        "vectors": Setting(way.vectors, "goes with the programs", "measured", of_both),
     }
 
 
-def choose_loading(bench: Bench, way: Way | None, progress: Progress) -> dict[str, Choice]:
+def choose_loading(
+    bench: Bench, way: KernelConfig | None, progress: Progress
+) -> dict[str, Setting]:
     """The loader's threads, then how many batches it is ahead."""
     counts = _thread_counts()
     by_threads = in_rounds(
         counts,
-        lambda count: bench.batch_s(Loading(count, count + 1, 0.0, way)),
+        lambda count: bench.batch_s(LoaderSettings(count, count + 1, 0.0, way)),
         "threads",
         progress,
     )
     threads, wild = cheapest(by_threads, int), spread(by_threads)
-    usual = usual_threads()
+    usual = default_threads()
     choices = {
-        "threads": Choice(
+        "threads": Setting(
             threads,
             f"{_lead(by_threads, threads)} of {_range(counts)} threads",
             "measured",
@@ -209,12 +211,12 @@ def choose_loading(bench: Bench, way: Way | None, progress: Progress) -> dict[st
         choices["threads"] = _left(choices["threads"], usual, wild)
     by_ahead = in_rounds(
         sorted({threads + more for more in (1, 2, 4)}),
-        lambda ahead: bench.batch_s(Loading(threads, ahead, 0.0, way)),
+        lambda ahead: bench.batch_s(LoaderSettings(threads, ahead, 0.0, way)),
         "ahead",
         progress,
     )
     ahead, wild = cheapest(by_ahead, int), spread(by_ahead)
-    choices["ahead"] = Choice(
+    choices["ahead"] = Setting(
         ahead,
         f"{_lead(by_ahead, ahead)}; no fewer than one more than threads, so that one is ready",
         "measured",
@@ -226,8 +228,8 @@ def choose_loading(bench: Bench, way: Way | None, progress: Progress) -> dict[st
 
 
 def choose_copied_share(
-    bench: Bench, loading: Loading, device: torch.device, progress: Progress
-) -> tuple[Loading, Choice, float | None]:
+    bench: Bench, loading: LoaderSettings, device: torch.device, progress: Progress
+) -> tuple[LoaderSettings, Setting, float | None]:
     """The share of rows that the copy engine sends, and the threads that gather them.
 
     With r the time of reading all rows and c that of gathering and copying all of them, both
@@ -240,7 +242,7 @@ def choose_copied_share(
     """
     if not bench.has_gpu:
         why = f"not measured: {_missing(device)}; one engine does all"
-        return loading, Choice(0.0, why, "default", {}), None
+        return loading, Setting(0.0, why, "default", {}), None
     way = loading.way
     assert way is not None, "chosen before"
     counts = sorted({loading.threads, max(_thread_counts())})
@@ -256,9 +258,9 @@ def choose_copied_share(
         copied_s = max(alone["copy"], alone[f"gather, {count} threads"])
         ideal[count] = alone["read"] / (alone["read"] + copied_s)
 
-    def tried(count: int, share: float) -> Loading:
+    def tried(count: int, share: float) -> LoaderSettings:
         ahead = count + loading.ahead - loading.threads
-        return Loading(count, ahead, round(min(share, 0.95), 3), way)
+        return LoaderSettings(count, ahead, round(min(share, 0.95), 3), way)
 
     settings = {tried(count, ideal[count] * part) for count in counts for part in IDEAL_PARTS}
     taken = in_rounds([loading, *sorted(settings, key=_cost)], bench.batch_s, "engines", progress)
@@ -279,13 +281,15 @@ def choose_copied_share(
     named = {f"{one.copied_share:.3g}, {one.threads} threads": one for one in taken}
     middle = medians(taken)
     figures = {"alone_s": alone, "batch_s": {name: middle[one] for name, one in named.items()}}
-    share = Choice(chosen.copied_share, why, "measured", figures)
+    share = Setting(chosen.copied_share, why, "measured", figures)
     if (wild := spread(taken)) > NOISY:
         return loading, _left(share, 0.0, wild), alone["read"]
     return chosen, share, alone["read"] * (1 - chosen.copied_share)
 
 
-def choose_hot(case: Case, room: Room, transfer_s: float | None, progress: Progress) -> Choice:
+def choose_cache_size(
+    case: Case, room: Room, transfer_s: float | None, progress: Progress
+) -> Setting:
     """The share of the rows to keep on the GPU.
 
     A larger one is never slower, so memory decides; unless the model takes so long that a smaller
@@ -300,7 +304,7 @@ def choose_hot(case: Case, room: Room, transfer_s: float | None, progress: Progr
     table = case.table
     if not case.is_real:
         why = "not predicted: only the graph of DATA says how often rows are needed"
-        return Choice(USUAL_HOT, why, "default", {})
+        return Setting(DEFAULT_CACHED_SHARE, why, "default", {})
     counted = presample(
         case.graph,
         case.seeds,
@@ -309,29 +313,29 @@ def choose_hot(case: Case, room: Room, transfer_s: float | None, progress: Progr
         seed=case.seed,
         progress=lambda done, total: progress("hot set", done, total),
     )
-    sizes = {str(share): hot_rows_of(table, float(share)) for share in SHARES}
+    sizes = {str(share): num_rows_to_cache(table, float(share)) for share in SHARES}
     figures: dict[str, Any] = {
         "hit_rate": dict(zip(sizes, counted.hit_rates(list(sizes.values())), strict=True)),
-        "memory_bytes": {name: hot_bytes(table, size) for name, size in sizes.items()},
+        "memory_bytes": {name: cache_bytes(table, size) for name, size in sizes.items()},
     }
     if room.memory_bytes is None:
-        return Choice(USUAL_HOT, f"not measured: {room.told}", "default", figures)
+        return Setting(DEFAULT_CACHED_SHARE, f"not measured: {room.told}", "default", figures)
     fitting = _fitting(table, room.memory_bytes)
     if fitting == 0:
         why = f"no row fits in {room.memory_bytes / 1e9:.3g} GB ({room.told}); leave the set away"
-        return Choice(USUAL_HOT, why, "default", figures)
+        return Setting(DEFAULT_CACHED_SHARE, why, "default", figures)
     size, why = fitting, f"the most that fit in {room.memory_bytes / 1e9:.3g} GB ({room.told})"
     if fitting == table.num_rows:
         why = f"all rows fit in {room.memory_bytes / 1e9:.3g} GB ({room.told})"
     if room.compute_s is not None and transfer_s is not None:
-        size, more = _least_hot(counted, fitting, transfer_s, room.compute_s)
+        size, more = _smallest_cache(counted, fitting, transfer_s, room.compute_s)
         why = more or why
     elif room.compute_s is not None:
         why += "; the model's time is left aside, as no transfer was measured"
     (rate,) = counted.hit_rates([size])
-    figures |= {"chosen_hit_rate": rate, "chosen_memory_bytes": hot_bytes(table, size)}
+    figures |= {"chosen_hit_rate": rate, "chosen_memory_bytes": cache_bytes(table, size)}
     # so that as many rows follow from it again
-    return Choice(size / table.num_rows, f"{why}; hits {rate:.1%}", "predicted", figures)
+    return Setting(size / table.num_rows, f"{why}; hits {rate:.1%}", "predicted", figures)
 
 
 def _room(room: str | float, device: torch.device, compute_s: float | None) -> Room:
@@ -346,12 +350,12 @@ def _room(room: str | float, device: torch.device, compute_s: float | None) -> R
 
 def _fitting(table: FeatureTable, memory_bytes: int) -> int:
     try:
-        return hot_rows_of(table, memory_bytes)
+        return num_rows_to_cache(table, memory_bytes)
     except ValueError:
         return 0
 
 
-def _least_hot(
+def _smallest_cache(
     counted: Presample, most: int, transfer_s: float, compute_s: float
 ) -> tuple[int, str | None]:
     """The fewest hot rows with which the others arrive while the model computes, and why."""
@@ -371,7 +375,7 @@ def _requests(table: FeatureTable) -> dict[Layout, float]:
     """Requests a row by each layout that the table takes."""
     if table.is_sparse or table.rows.numel() == 0:
         return {}
-    usual = _usual_layout(table)
+    usual = _default_layout(table)
     return {
         layout: float(table_traffic(table, layout=layout).requests_per_row)
         for layout in LAYOUTS
@@ -379,7 +383,7 @@ def _requests(table: FeatureTable) -> dict[Layout, float]:
     }
 
 
-def _usual_layout(table: FeatureTable) -> Layout:
+def _default_layout(table: FeatureTable) -> Layout:
     if table.is_sparse:
         return "shifted"
     rows = table.rows
@@ -387,7 +391,7 @@ def _usual_layout(table: FeatureTable) -> Layout:
     return choose_layout(stride, rows.data_ptr())
 
 
-def _left(choice: Choice, usual: float, wild: float) -> Choice:
+def _left(choice: Setting, usual: float, wild: float) -> Setting:
     """What is usual, as rounds tell nothing."""
     why = f"rounds of one setting differ by {wild:.0%}: something else runs; tune again without it"
     return replace(choice, value=usual, why=why, basis="default")
@@ -398,7 +402,7 @@ def _thread_counts() -> list[int]:
     return [count for count in THREADS if count <= cores]
 
 
-def _cost(loading: Loading) -> tuple[int, float]:
+def _cost(loading: LoaderSettings) -> tuple[int, float]:
     return loading.threads, loading.copied_share
 
 
@@ -408,7 +412,7 @@ def _missing(device: torch.device) -> str:
     return "this GPU does not read the host's memory"
 
 
-def _warps(way: Way) -> int:
+def _warps(way: KernelConfig) -> int:
     return (way.programs or 0) * (way.warps or 0)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.graph import Graph
-from gcnzc.kernels.gather.gpu import Way, gather_rows
+from gcnzc.kernels.gather.gpu import KernelConfig, gather_rows
 from gcnzc.loader.loader import Loader
-from gcnzc.loader.seeds import order
+from gcnzc.loader.seeds import epoch_order
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.tune import pcie_bench
 
@@ -48,13 +48,13 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoaderSettings:
     """Settings of a `Loader` and of the GPU's gather in it."""
 
     threads: int
     ahead: int
     copied_share: float = 0.0
-    way: Way | None = None
+    way: KernelConfig | None = None
 
 
 class Bench(Protocol):
@@ -62,7 +62,7 @@ class Bench(Protocol):
 
     has_gpu: bool  # that reads the host's memory
 
-    def gather_s(self, way: Way) -> float:
+    def gather_s(self, way: KernelConfig) -> float:
         """The GPU's own gather of the rows."""
 
     def copy_s(self) -> float:
@@ -71,7 +71,7 @@ class Bench(Protocol):
     def host_s(self, threads: int) -> float:
         """The CPU's gather of the rows into memory that the copy engine reads."""
 
-    def batch_s(self, loading: Loading) -> float:
+    def batch_s(self, loading: LoaderSettings) -> float:
         """The whole loader, from one minibatch handed out to the next, without a model."""
 
 
@@ -87,9 +87,9 @@ class Machine:
     def __init__(self, case: Case, device: torch.device, where: pcie_bench.Gpu | None) -> None:
         self.case, self.device, self.where = case, device, where
         self.has_gpu = where is not None
-        seeds = order(case.seeds, case.seed, 0)
+        seeds = epoch_order(case.seeds, case.seed, 0)
         self.seeds = seeds[: BATCHES * case.batch_size]
-        self._checked: set[Way] = set()
+        self._checked: set[KernelConfig] = set()
         self._epochs: int | None = None  # that make a time long enough to count
         if where is not None:
             self._prepare(seeds, where)
@@ -107,11 +107,11 @@ class Machine:
         self.staging = torch.empty(longest, columns, dtype=rows.dtype, pin_memory=pin)
         self.copied = torch.empty_like(self.staging, device=where.device)
 
-    def gather_s(self, way: Way) -> float:
+    def gather_s(self, way: KernelConfig) -> float:
         """See `Bench`."""
         assert self.where is not None, "there is a GPU"
         if way not in self._checked:
-            self._demand_rows(way)
+            self._check_rows(way)
         taken_s = self.where.seconds(lambda: [self._gather(ids, way) for ids in self.ids])
         return taken_s / len(self.ids)
 
@@ -133,7 +133,7 @@ class Machine:
             plain.gather(ids, self.staging[: len(ids)], threads=threads)
         return (time.perf_counter() - begin_s) / len(self.host_ids)
 
-    def batch_s(self, loading: Loading) -> float:
+    def batch_s(self, loading: LoaderSettings) -> float:
         """See `Bench`."""
         case = self.case
         loader = Loader(
@@ -167,7 +167,7 @@ class Machine:
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - begin_s
 
-    def _gather(self, ids: Tensor, way: Way | None) -> Tensor:
+    def _gather(self, ids: Tensor, way: KernelConfig | None) -> Tensor:
         table = self.case.table
         return gather_rows(
             table.rows,
@@ -178,7 +178,7 @@ class Machine:
             way=way,
         )
 
-    def _demand_rows(self, way: Way) -> None:
+    def _check_rows(self, way: KernelConfig) -> None:
         some = self.host_ids[0][:CHECKED_IDS]
         expected = self.case.table.gather(some)
         found = self._gather(some.to(self.out.device), way).cpu()
@@ -208,7 +208,7 @@ def case_of(data: Dataset, fanouts: tuple[int, ...], batch_size: int) -> Case:
     return Case(data.name, data.graph, data.table, seeds, data.labels, fanouts, batch_size)
 
 
-def usual_case(row_bytes: int, fanouts: tuple[int, ...], batch_size: int) -> Case:
+def default_case(row_bytes: int, fanouts: tuple[int, ...], batch_size: int) -> Case:
     """A table of float32 rows that begin on lines, and a graph at random.
 
     Args:

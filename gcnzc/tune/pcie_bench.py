@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import copy_into, pinned
-from gcnzc.kernels.gather.bench_reads import chase, read_dense
+from gcnzc.kernels.gather.bench_reads import chase_pointers, read_dense
 from gcnzc.kernels.gather.gpu import gather_rows, programs_of
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, Layout
 from gcnzc.system import nvml
-from gcnzc.system.progress import Advance
+from gcnzc.system.progress import ProgressCallback
 from gcnzc.tune.table_shapes import Line, Shape, modelled
 
 ROUNDS = 9
@@ -94,7 +94,7 @@ def bytes_per_s(
     }
 
 
-def roof(device: torch.device) -> float | None:
+def peak_read_rate(device: torch.device) -> float | None:
     """How fast the threads of a GPU read a dense page-locked range, in bytes a second.
 
     It takes less than a second, besides compiling the kernel once. None for what is no GPU, or
@@ -190,7 +190,7 @@ def report(
     num_bytes: int,
     split_bytes: int | None = None,
     widths: Sequence[int] = (),
-    advance: Advance,
+    advance: ProgressCallback,
 ) -> Line:
     """The model's figures for some tables, and what a GPU, if there is one, makes of them.
 
@@ -314,5 +314,8 @@ def _latency_s(where: Gpu, memory: Tensor) -> float:
     places[order] = order.roll(-1)
     begins = cycle(order[: len(order) // steps * steps : steps].tolist())
     out = torch.zeros(1, dtype=torch.int64, device=where.device)
-    taken = [where.seconds(lambda: chase(places, next(begins), steps, out)) for _ in range(ROUNDS)]
+    taken = [
+        where.seconds(lambda: chase_pointers(places, next(begins), steps, out))
+        for _ in range(ROUNDS)
+    ]
     return statistics.median(taken) / steps

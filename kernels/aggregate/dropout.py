@@ -193,7 +193,7 @@ class _ReluDropout(torch.autograd.Function):
         return torch.ops.aten.threshold_backward(grad, out, 0.0).mul_(ctx.scale), None, None
 
 
-def _demand_share(share: float) -> None:
+def _check_share(share: float) -> None:
     if not 0 <= share < 1 or _level(share) == LEVELS:
         raise ValueError(f"a share of {share} cannot be left out\n\nhint: from 0 to below 1")
 
@@ -212,7 +212,7 @@ def dropout(x: Tensor, share: float, seed: int) -> Tensor:
     Raises:
         ValueError: the share is outside [0, 1), or rounds to 1.
     """
-    _demand_share(share)
+    _check_share(share)
     return _Dropout.apply(x, share, seed)
 
 
@@ -230,7 +230,7 @@ def relu_dropout_(x: Tensor, share: float, seed: int) -> Tensor:
     Raises:
         ValueError: the share is outside [0, 1), or rounds to 1.
     """
-    _demand_share(share)
+    _check_share(share)
     if share == 0:
         return x.relu_()
     x = x.contiguous()

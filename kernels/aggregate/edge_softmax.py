@@ -34,10 +34,10 @@ AHEAD = 16  # scores asked for before they are needed
 EDGES = 32  # edges a GPU program reads at once
 
 
-def attention_reference(
+def edge_softmax_reference(
     indptr: Tensor, indices: Tensor, score_source: Tensor, score_target: Tensor, slope: float
 ) -> Tensor:
-    """What `attention` computes, in the precision of the scores; differentiable."""
+    """What `edge_softmax` computes, in the precision of the scores; differentiable."""
     target_of = torch.repeat_interleave(
         torch.arange(len(indptr) - 1, device=indices.device),
         indptr.diff(),
@@ -55,7 +55,7 @@ def attention_reference(
 
 
 @njit(nogil=True, cache=True)
-def _attention(indptr, indices, score_S, score_T, slope, weight_E, num_heads, begin, end):
+def _edge_softmax(indptr, indices, score_S, score_T, slope, weight_E, num_heads, begin, end):
     H, row_bytes = num_heads, num_heads * score_S.itemsize
     most = np.empty(H, dtype=weight_E.dtype)
     # double, of which there are few: the error is then that of the weights alone
@@ -86,7 +86,7 @@ def _attention(indptr, indices, score_S, score_T, slope, weight_E, num_heads, be
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
-def _attention_grad(
+def _edge_softmax_grad(
     indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads, begin, end
 ):  # fmt: skip
     H, row_bytes = num_heads, num_heads * score_S.itemsize
@@ -114,7 +114,7 @@ def _attention_grad(
 
 # blocks are views of one buffer, whose alignments differ between minibatches
 @triton.jit(do_not_specialize=["indptr", "indices"])
-def _attention_triton(
+def _edge_softmax_triton(
     indptr, indices, score_S, score_T, slope, weight_E, num_heads, SUM: tl.constexpr,
     HEADS: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def _attention_triton(
 
 # blocks are views of one buffer, whose alignments differ between minibatches
 @triton.jit(do_not_specialize=["indptr", "indices"])
-def _attention_grad_triton(
+def _edge_softmax_grad_triton(
     indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads,
     SUM: tl.constexpr, HEADS: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
@@ -183,17 +183,17 @@ def _attention_grad_triton(
     tl.store(out_T + t * num_heads + heads, out_H, mask=inside)
 
 
-def attention_forward(
+def edge_softmax_forward(
     indptr: Tensor, indices: Tensor, score_S: Tensor, score_T: Tensor, slope: float
 ) -> Tensor:
-    """`attention` of contiguous float32 or float64 scores, without its gradient."""
+    """`edge_softmax` of contiguous float32 or float64 scores, without its gradient."""
     num_targets, num_heads = score_T.shape
     if score_S.is_cuda:
         weight_E = score_S.new_empty(len(indices), num_heads)
-        return attention_triton(indptr, indices, score_S, score_T, slope, weight_E)
+        return edge_softmax_triton(indptr, indices, score_S, score_T, slope, weight_E)
     weight_E = empty_rows((len(indices), num_heads), score_S.dtype)
     in_parts(
-        _attention,
+        _edge_softmax,
         num_targets + len(indices),
         *(a.numpy() for a in (indptr, indices)),
         *(a.view(-1).numpy() for a in (score_S, score_T)),
@@ -205,7 +205,7 @@ def attention_forward(
     return weight_E
 
 
-def attention_triton(
+def edge_softmax_triton(
     indptr: Tensor,
     indices: Tensor,
     score_S: Tensor,
@@ -217,14 +217,14 @@ def attention_triton(
     num_targets, num_heads = score_T.shape
     heads = triton.next_power_of_2(num_heads)
     with torch.cuda.device_of(weight_E):
-        _attention_triton[(num_targets,)](
+        _edge_softmax_triton[(num_targets,)](
             indptr, indices, score_S, score_T, slope, weight_E, num_heads,
             sum_dtype(score_S)[1], heads, EDGES,
         )  # fmt: skip
     return weight_E
 
 
-def attention_backward(
+def edge_softmax_backward(
     indptr: Tensor,
     indices: Tensor,
     score_S: Tensor,
@@ -239,10 +239,10 @@ def attention_backward(
     if score_S.is_cuda:
         out_E = torch.empty_like(weight_E)
         tensors = (score_S, score_T, slope, weight_E, grad_E, out_E, out_T)
-        return attention_backward_triton(indptr, indices, *tensors)
+        return edge_softmax_backward_triton(indptr, indices, *tensors)
     out_E = empty_rows(weight_E.shape, weight_E.dtype)
     in_parts(
-        _attention_grad,
+        _edge_softmax_grad,
         num_targets + len(indices),
         *(a.numpy() for a in (indptr, indices)),
         *(a.view(-1).numpy() for a in (score_S, score_T)),
@@ -254,7 +254,7 @@ def attention_backward(
     return out_E, out_T
 
 
-def attention_backward_triton(
+def edge_softmax_backward_triton(
     indptr: Tensor,
     indices: Tensor,
     score_S: Tensor,
@@ -269,21 +269,21 @@ def attention_backward_triton(
     num_targets, num_heads = score_T.shape
     heads = triton.next_power_of_2(num_heads)
     with torch.cuda.device_of(out_E):
-        _attention_grad_triton[(num_targets,)](
+        _edge_softmax_grad_triton[(num_targets,)](
             indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads,
             sum_dtype(score_S)[1], heads, EDGES,
         )  # fmt: skip
     return out_E, out_T
 
 
-class _Attention(torch.autograd.Function):
+class _EdgeSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, indptr: Tensor, indices: Tensor, score_S: Tensor, score_T: Tensor, slope: float
     ) -> Tensor:
         dtype, _ = sum_dtype(score_S)
         wide_S, wide_T = (score.to(dtype).contiguous() for score in (score_S, score_T))
-        weight_E = attention_forward(indptr, indices, wide_S, wide_T, slope)
+        weight_E = edge_softmax_forward(indptr, indices, wide_S, wide_T, slope)
         ctx.save_for_backward(indptr, indices, wide_S, wide_T, weight_E)
         ctx.slope, ctx.dtype = slope, score_S.dtype
         return weight_E.to(score_S.dtype)
@@ -293,7 +293,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         indptr, indices, score_S, score_T, weight_E = ctx.saved_tensors
         grad_E = grad.to(weight_E.dtype).contiguous()
-        grad_E, grad_T = attention_backward(
+        grad_E, grad_T = edge_softmax_backward(
             indptr, indices, score_S, score_T, ctx.slope, weight_E, grad_E
         )
         block = transpose(indptr, indices, len(score_S))
@@ -301,7 +301,7 @@ class _Attention(torch.autograd.Function):
         return None, None, grad_S.to(ctx.dtype), grad_T.to(ctx.dtype), None
 
 
-def attention(
+def edge_softmax(
     indptr: Tensor,
     indices: Tensor,
     score_source: Tensor,
@@ -334,4 +334,4 @@ def attention(
             f"{score_target.dtype}, not {expected} and {score_source.dtype}"
         )
     # one type of pointers, so that kernels are compiled once
-    return _Attention.apply(indptr.long(), indices, score_source, score_target, negative_slope)
+    return _EdgeSoftmax.apply(indptr.long(), indices, score_source, score_target, negative_slope)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from gcnzc.kernels.aggregate import check_block
 from gcnzc.kernels.aggregate.dropout import dropout as drop
-from gcnzc.kernels.aggregate.edge_softmax import attention, attention_reference
-from gcnzc.kernels.aggregate.weighted import weigh, weigh_reference
+from gcnzc.kernels.aggregate.edge_softmax import edge_softmax, edge_softmax_reference
+from gcnzc.kernels.aggregate.weighted import weighted_spmm, weighted_spmm_reference
 
 
-def attend_reference(
+def gat_aggregate_reference(
     indptr: Tensor,
     indices: Tensor,
     x: Tensor,
@@ -24,12 +24,12 @@ def attend_reference(
     negative_slope: float = 0.2,
     self_loops: bool = True,
 ) -> Tensor:
-    """What `attend` computes without dropout, in the precision of `x`; differentiable."""
+    """What `gat_aggregate` computes without dropout, in the precision of `x`; differentiable."""
     if self_loops:
         own = torch.arange(len(indptr) - 1, dtype=indices.dtype, device=indices.device)
         indptr, indices = with_self_loops_reference(indptr, indices, own)
-    weight = attention_reference(indptr, indices, score_source, score_target, negative_slope)
-    return weigh_reference(indptr, indices, weight, x)
+    weight = edge_softmax_reference(indptr, indices, score_source, score_target, negative_slope)
+    return weighted_spmm_reference(indptr, indices, weight, x)
 
 
 def with_self_loops_reference(
@@ -106,7 +106,7 @@ def with_self_loops(
     return out_indptr, out_indices[: int(out_indptr[-1])]
 
 
-def attend(
+def gat_aggregate(
     indptr: Tensor,
     indices: Tensor,
     x: Tensor,
@@ -147,5 +147,5 @@ def attend(
         if own is None:
             own = torch.arange(len(indptr) - 1, dtype=indices.dtype, device=indices.device)
         indptr, indices = with_self_loops(indptr, indices, own.to(indices.dtype), len(x))
-    weight = attention(indptr, indices, score_source, score_target, negative_slope)
-    return weigh(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)
+    weight = edge_softmax(indptr, indices, score_source, score_target, negative_slope)
+    return weighted_spmm(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)

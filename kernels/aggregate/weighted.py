@@ -38,8 +38,8 @@ EDGES = 8  # edges a GPU program reads at once
 BLOCK = 128  # columns of a GPU program
 
 
-def weigh_reference(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    """What `weigh` computes, in the precision of `x`; differentiable."""
+def weighted_spmm_reference(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    """What `weighted_spmm` computes, in the precision of `x`; differentiable."""
     num_targets = len(indptr) - 1
     target_of = torch.repeat_interleave(
         torch.arange(num_targets, device=x.device), indptr.diff(), output_size=len(indices)
@@ -49,7 +49,7 @@ def weigh_reference(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) 
 
 
 @njit(nogil=True, cache=True)
-def _weigh(
+def _weighted_spmm(
     indptr, indices, edges, weight_E, x, row_bytes, head_bytes, out, out_heads, num_heads, num_cols,
     ahead, begin, end,
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def _products(
                 other += part_bytes
 
 
-def weigh_numba(
+def weighted_spmm_numba(
     indptr: Tensor,
     indices: Tensor,
     edges: Tensor | None,
@@ -135,7 +135,7 @@ def weigh_numba(
     x = by_rows(x)
     out = empty_rows((num_targets, out_heads, num_cols), x.dtype)
     in_parts(
-        _weigh,
+        _weighted_spmm,
         num_targets + len(indices),
         indptr.numpy(),
         indices.numpy(),
@@ -179,7 +179,7 @@ def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Ten
 
 # blocks are views of one buffer, whose alignments differ between minibatches
 @triton.jit(do_not_specialize=["indptr", "indices", "edges"])
-def _weigh_triton(
+def _weighted_spmm_triton(
     indptr, indices, edges, weight_E, x, out, num_heads,
     num_cols, row_stride, head_stride,  # all three in vectors of VECTOR elements
     out_heads, HAS_EDGES: tl.constexpr, SUM: tl.constexpr, EDGES: tl.constexpr,
@@ -239,7 +239,7 @@ def _products_triton(
         tl.store(out_E + edge * num_heads + h, sum_E, mask=there)
 
 
-def weigh_triton(
+def weighted_spmm_triton(
     indptr: Tensor,
     indices: Tensor,
     edges: Tensor | None,
@@ -247,7 +247,7 @@ def weigh_triton(
     x: Tensor,
     out_heads: int,
 ) -> Tensor:
-    """`weigh_numba` on a GPU: one program per target, head and block of columns."""
+    """`weighted_spmm_numba` on a GPU: one program per target, head and block of columns."""
     num_targets, num_heads, num_cols = len(indptr) - 1, weight_E.shape[1], x.shape[2]
     x = by_rows(x)
     out = x.new_empty(num_targets, out_heads, num_cols)
@@ -256,7 +256,7 @@ def weigh_triton(
     vector = vector_elements(x, num_cols)
     sizes = num_cols // vector, x.stride(0) // vector, head_stride // vector
     with torch.cuda.device_of(out):
-        _weigh_triton[grid](
+        _weighted_spmm_triton[grid](
             indptr, indices, indptr if edges is None else edges, weight_E, x, out, num_heads,
             *sizes, out_heads, edges is not None, sum_dtype(x)[1], EDGES, BLOCK, vector,
         )  # fmt: skip
@@ -279,14 +279,14 @@ def products_triton(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Te
     return out_E
 
 
-class _Weigh(torch.autograd.Function):
+class _WeightedSpmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
         dtype, _ = sum_dtype(x)
         weight_E, wide_x = weight.to(dtype).contiguous(), x.to(dtype)
         ctx.save_for_backward(indptr, indices, weight_E, wide_x)
         ctx.dtypes = weight.dtype, x.dtype
-        run = weigh_triton if x.is_cuda else weigh_numba
+        run = weighted_spmm_triton if x.is_cuda else weighted_spmm_numba
         return run(indptr, indices, None, weight_E, wide_x, weight.shape[1]).to(x.dtype)
 
     @staticmethod
@@ -301,13 +301,13 @@ class _Weigh(torch.autograd.Function):
             grad_weight = products(indptr, indices, x, grad).to(weight_dtype)
         if ctx.needs_input_grad[3]:
             block = transpose(indptr, indices, len(x))
-            run = weigh_triton if x.is_cuda else weigh_numba
+            run = weighted_spmm_triton if x.is_cuda else weighted_spmm_numba
             grad_x = run(block.indptr, block.targets, block.edges, weight_E, grad, x.shape[1])
             grad_x = grad_x.to(x_dtype)
         return None, None, grad_weight, grad_x
 
 
-def weigh(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+def weighted_spmm(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
     """Return, for each target and head, the weighted sum over its in-edges.
 
     Differentiable in `weight` and `x`, once. The same bits for any number of threads. Half
@@ -337,4 +337,4 @@ def weigh(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
             f"(sources, {weight.shape[1]} or 1, columns)"
         )
     # one type of pointers, so that kernels are compiled once
-    return _Weigh.apply(indptr.long(), indices, weight, x)
+    return _WeightedSpmm.apply(indptr.long(), indices, weight, x)

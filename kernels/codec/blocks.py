@@ -47,36 +47,38 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gcnzc.kernels.codec.block_layout import PART_MULTIPLE, BlockLayout
 from gcnzc.kernels.codec.blocks_cpu import (
     decode_blocks_numba,
     encode_blocks_numba,
     mean_of_blocks_numba,
-    settle_blocks_numba,
+    update_error_blocks_numba,
 )
 from gcnzc.kernels.codec.blocks_gpu import (
     decode_blocks_triton,
     encode_blocks_triton,
     mean_of_blocks_triton,
-    settle_blocks_triton,
+    update_error_blocks_triton,
 )
 from gcnzc.kernels.codec.blocks_reference import (
     decode_blocks_reference,
     encode_blocks_reference,
     mean_of_blocks_reference,
-    settle_blocks_reference,
+    update_error_blocks_reference,
 )
-from gcnzc.kernels.codec.cut import PART_MULTIPLE, Cut
-from gcnzc.kernels.codec.forms import BITS, FORMS, Draws
+from gcnzc.kernels.codec.number_formats import BITS, NUMBER_FORMATS, Draws
 from gcnzc.kernels.philox import split_key
 
 
-def _demand(form: str, cut: Cut, rows: Tensor, num_rows: int, *vectors: Tensor | None) -> None:
+def _demand(
+    form: str, cut: BlockLayout, rows: Tensor, num_rows: int, *vectors: Tensor | None
+) -> None:
     """Raise if arguments do not fit each other.
 
     Raises:
         ValueError: they do not.
     """
-    if form not in FORMS or cut.bits != BITS[form]:
+    if form not in NUMBER_FORMATS or cut.bits != BITS[form]:
         raise ValueError(
             f"codes of {cut.bits} bits cannot be of form {form!r}\n\nhint: one of "
             + ", ".join(f"{name} ({bits} bits)" for name, bits in BITS.items())
@@ -120,7 +122,7 @@ def encode_blocks(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     form: str,
     draws: Draws | None = None,
@@ -135,7 +137,7 @@ def encode_blocks(
         cut: of the vector, with the bits of the form.
         rows: (parts, stride) uint8, each row contiguous and beginning at a multiple of 4 bytes.
             Of each one the first `cut.row_bytes` are written, and no others.
-        form: one of `FORMS`.
+        form: one of `NUMBER_FORMATS`.
         draws: to round at random, a seed of 64 bits and a step in [0, 2**63); None for to nearest.
         offset: a multiple of 32, added to an element's number in what is drawn for it.
 
@@ -157,8 +159,8 @@ def encode_blocks(
         way(values, error, active, cut, rows, form, draws, offset)
 
 
-def settle_blocks(
-    values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor, form: str
+def update_error_blocks(
+    values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor, form: str
 ) -> None:
     """Leave in `error` what `encode_blocks` of the same arguments did not say.
 
@@ -176,16 +178,20 @@ def settle_blocks(
     """
     _demand(form, cut, rows, cut.parts, values, error, active)
     if cut.num_elements:
-        ways = (settle_blocks_reference, settle_blocks_numba, settle_blocks_triton)
+        ways = (
+            update_error_blocks_reference,
+            update_error_blocks_numba,
+            update_error_blocks_triton,
+        )
         _way(ways, values, error, active)(values, error, active, cut, rows, form)
 
 
-def mean_of_blocks(rows: Tensor, cut: Cut, out: Tensor, form: str) -> None:
+def mean_of_blocks(rows: Tensor, cut: BlockLayout, out: Tensor, form: str) -> None:
     """The mean of what W workers sent of one part, summed in float32 in the order of the rows.
 
     Args:
         rows: (W, stride) uint8: the part's row of each worker.
-        cut: of the part, see `Cut.of_part`.
+        cut: of the part, see `BlockLayout.of_part`.
         out: (m,) floating point, written: the sum times one over W, both rounded to float32.
         form: of the codes.
 
@@ -203,7 +209,9 @@ def mean_of_blocks(rows: Tensor, cut: Cut, out: Tensor, form: str) -> None:
         _way(ways, out)(rows, cut, out, form)
 
 
-def decode_blocks(rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor, form: str) -> None:
+def decode_blocks(
+    rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor, form: str
+) -> None:
     """What codes stand for.
 
     Args:

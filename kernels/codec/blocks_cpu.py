@@ -8,9 +8,16 @@ import torch
 from numba import njit, uint64
 from torch import Tensor
 
+from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.codec.blocks_reference import store_scales
-from gcnzc.kernels.codec.cut import Cut
-from gcnzc.kernels.codec.forms import FORMS, PIECE, Draws, Form, memory, sizes_of
+from gcnzc.kernels.codec.number_formats import (
+    NUMBER_FORMATS,
+    PIECE,
+    Draws,
+    NumberFormat,
+    memory,
+    sizes_of,
+)
 from gcnzc.kernels.philox import philox4x32, split_key
 from gcnzc.kernels.threads import in_parts
 
@@ -165,7 +172,7 @@ def _encode_numba(
 
 
 @njit(nogil=True, cache=True)
-def _settle_numba(values, error, active, codes, scales, table, sizes, layout, begin, end):
+def _update_error_numba(values, error, active, codes, scales, table, sizes, layout, begin, end):
     stride, first_scale, bits = layout
     y, found = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
     for number in range(begin, end):
@@ -207,7 +214,7 @@ def _decode_numba(codes, scales, table, active, out, sizes, layout, begin, end):
 
 
 def _in_pieces(
-    kernel: Callable[..., None], cut: Cut, *args: Any, threads: int | None = None
+    kernel: Callable[..., None], cut: BlockLayout, *args: Any, threads: int | None = None
 ) -> None:
     """Call a kernel so that threads share the pieces of all parts."""
     _, blocks, block, pieces, piece = sizes_of(cut)
@@ -225,7 +232,7 @@ def _active_numpy(active: Tensor | None) -> Any:
     return np.empty(0, np.uint8) if active is None else active.view(torch.uint8).numpy()
 
 
-def _form_numba(form: Form) -> tuple[Any, ...]:
+def _form_numba(form: NumberFormat) -> tuple[Any, ...]:
     """As `_codes_numba` takes it: in 32 bits, like what it is computed with."""
     dropped = 23 - form.mantissa_bits
     # the code of a negative number, from that above zero: a complement of two, or with a sign
@@ -239,7 +246,7 @@ def encode_blocks_numba(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     form: str,
     draws: Draws | None = None,
@@ -251,7 +258,7 @@ def encode_blocks_numba(
     vectors, sizes = (*_numpy(values, error), _active_numpy(active)), sizes_of(cut)
     largest = torch.empty(cut.parts, cut.blocks, sizes[3], dtype=torch.int32)
     _in_pieces(_largest_numba, cut, *vectors, largest.view(-1).numpy(), sizes, threads=threads)
-    store_scales(largest, rows, cut, FORMS[form])
+    store_scales(largest, rows, cut, NUMBER_FORMATS[form])
     seed, step = draws or (0, 0)
     _in_pieces(
         _encode_numba,
@@ -260,7 +267,7 @@ def encode_blocks_numba(
         *_numpy(*memory(rows, cut)),
         sizes,
         (rows.stride(0), cut.code_bytes // 4, cut.bits),
-        _form_numba(FORMS[form]),
+        _form_numba(NUMBER_FORMATS[form]),
         draws is not None,
         tuple(np.uint64(word) for word in (*split_key(step), *split_key(seed))),
         offset,
@@ -268,23 +275,23 @@ def encode_blocks_numba(
     )
 
 
-def settle_blocks_numba(
+def update_error_blocks_numba(
     values: Tensor,
     error: Tensor,
     active: Tensor | None,
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     form: str,
     *,
     threads: int | None = None,
 ) -> None:
-    """`settle_blocks_reference` on the CPU, for contiguous float32."""
+    """`update_error_blocks_reference` on the CPU, for contiguous float32."""
     _in_pieces(
-        _settle_numba,
+        _update_error_numba,
         cut,
         *_numpy(values, error),
         _active_numpy(active),
-        *_numpy(*memory(rows, cut), FORMS[form].values),
+        *_numpy(*memory(rows, cut), NUMBER_FORMATS[form].values),
         sizes_of(cut),
         (rows.stride(0), cut.code_bytes // 4, cut.bits),
         threads=threads,
@@ -292,13 +299,13 @@ def settle_blocks_numba(
 
 
 def mean_of_blocks_numba(
-    rows: Tensor, cut: Cut, out: Tensor, form: str, *, threads: int | None = None
+    rows: Tensor, cut: BlockLayout, out: Tensor, form: str, *, threads: int | None = None
 ) -> None:
     """`mean_of_blocks_reference` on the CPU, for contiguous float32."""
     _in_pieces(
         _mean_numba,
         cut,
-        *_numpy(*memory(rows, cut), FORMS[form].values),
+        *_numpy(*memory(rows, cut), NUMBER_FORMATS[form].values),
         _active_numpy(None),
         *_numpy(out),
         sizes_of(cut),
@@ -311,7 +318,7 @@ def mean_of_blocks_numba(
 
 def decode_blocks_numba(
     rows: Tensor,
-    cut: Cut,
+    cut: BlockLayout,
     active: Tensor | None,
     out: Tensor,
     form: str,
@@ -322,7 +329,7 @@ def decode_blocks_numba(
     _in_pieces(
         _decode_numba,
         cut,
-        *_numpy(*memory(rows, cut), FORMS[form].values),
+        *_numpy(*memory(rows, cut), NUMBER_FORMATS[form].values),
         _active_numpy(active),
         *_numpy(out),
         sizes_of(cut),

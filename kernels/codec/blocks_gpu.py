@@ -13,16 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.codec.blocks_reference import store_scales
-from gcnzc.kernels.codec.cut import Cut
-from gcnzc.kernels.codec.forms import FORMS, Draws, Form, memory
+from gcnzc.kernels.codec.number_formats import NUMBER_FORMATS, Draws, NumberFormat, memory
 
 TILE = 1024  # elements of a GPU's program
 
 
 @lru_cache
 def _table(form: str, device: torch.device) -> Tensor:
-    return FORMS[form].values.to(device)
+    return NUMBER_FORMATS[form].values.to(device)
 
 
 def _bytes(active: Tensor | None, other: Tensor) -> Tensor:
@@ -34,14 +34,14 @@ def encode_blocks_triton(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     form: str,
     draws: Draws | None = None,
     offset: int = 0,
 ) -> None:
     """`encode_blocks_reference` in Triton, for contiguous float32 on its device."""
-    how, num_blocks = FORMS[form], cut.parts * cut.blocks
+    how, num_blocks = NUMBER_FORMATS[form], cut.parts * cut.blocks
     vectors = (values, values if error is None else error, _bytes(active, values))
     given = {"HAS_ERROR": error is not None, "HAS_ACTIVE": active is not None}
     columns = min(TILE, triton.next_power_of_2(cut.block_elements))
@@ -85,7 +85,7 @@ def encode_blocks_triton(
         )
 
 
-def code_constants(form: Form) -> dict[str, Any]:
+def code_constants(form: NumberFormat) -> dict[str, Any]:
     """What `encode_gpu` is compiled for."""
     return {
         "BITS": form.bits,
@@ -99,12 +99,12 @@ def code_constants(form: Form) -> dict[str, Any]:
     }
 
 
-def settle_blocks_triton(
-    values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor, form: str
+def update_error_blocks_triton(
+    values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor, form: str
 ) -> None:
-    """`settle_blocks_reference` in Triton, for contiguous float32 on its device."""
+    """`update_error_blocks_reference` in Triton, for contiguous float32 on its device."""
     with torch.cuda.device_of(values):
-        settle_gpu[(triton.cdiv(cut.num_elements, TILE),)](
+        update_error_gpu[(triton.cdiv(cut.num_elements, TILE),)](
             values,
             error,
             _bytes(active, values),
@@ -122,7 +122,7 @@ def settle_blocks_triton(
         )
 
 
-def mean_of_blocks_triton(rows: Tensor, cut: Cut, out: Tensor, form: str) -> None:
+def mean_of_blocks_triton(rows: Tensor, cut: BlockLayout, out: Tensor, form: str) -> None:
     """`mean_of_blocks_reference` in Triton, for contiguous float32 on its device."""
     with torch.cuda.device_of(out):
         mean_gpu[(triton.cdiv(cut.num_elements, TILE),)](
@@ -142,7 +142,7 @@ def mean_of_blocks_triton(rows: Tensor, cut: Cut, out: Tensor, form: str) -> Non
 
 
 def decode_blocks_triton(
-    rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor, form: str
+    rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor, form: str
 ) -> None:
     """`decode_blocks_reference` in Triton, for contiguous float32 on its device."""
     with torch.cuda.device_of(out):
@@ -303,7 +303,7 @@ def encode_gpu(
 
 
 @triton.jit
-def settle_gpu(
+def update_error_gpu(
     values,
     error,
     active,

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.kernels.codec.cut import Cut
-from gcnzc.kernels.codec.forms import FORMS, Draws, Form
+from gcnzc.kernels.codec.block_layout import BlockLayout
+from gcnzc.kernels.codec.number_formats import NUMBER_FORMATS, Draws, NumberFormat
 from gcnzc.kernels.gather.quantize import SMALLEST_SCALE
 from gcnzc.kernels.philox import philox4x32_reference, split_key
 
@@ -15,7 +15,7 @@ def encode_blocks_reference(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     form: str,
     draws: Draws | None = None,
@@ -28,28 +28,28 @@ def encode_blocks_reference(
     blocks = torch.nn.functional.pad(y, (0, padding)).view(
         cut.parts, cut.blocks, cut.block_elements
     )
-    scales = _scales_of(blocks.abs().amax(2), FORMS[form])
+    scales = _scales_of(blocks.abs().amax(2), NUMBER_FORMATS[form])
     _scales(rows, cut).copy_(scales)
     drawn = None
     if draws is not None:
         drawn = _drawn(y.numel(), draws, offset).view(y.shape).to(y.device)
-    codes = _codes(y, _spread(scales, cut), FORMS[form], drawn).to(torch.uint8)
+    codes = _codes(y, _spread(scales, cut), NUMBER_FORMATS[form], drawn).to(torch.uint8)
     if cut.bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
     rows[:, : cut.code_bytes] = codes
 
 
 @torch.no_grad()
-def settle_blocks_reference(
-    values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor, form: str
+def update_error_blocks_reference(
+    values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor, form: str
 ) -> None:
-    """What `settle_blocks` must leave in `error`, bit for bit."""
+    """What `update_error_blocks` must leave in `error`, bit for bit."""
     y = _sums(values, error, None)
     left = y - _decoded(rows, cut, form).view(-1)[: cut.num_elements]
     error.copy_(left if active is None else torch.where(active, left, 0.0))
 
 
-def mean_of_blocks_reference(rows: Tensor, cut: Cut, out: Tensor, form: str) -> None:
+def mean_of_blocks_reference(rows: Tensor, cut: BlockLayout, out: Tensor, form: str) -> None:
     """What `mean_of_blocks` must write to `out`, bit for bit."""
     total = rows.new_zeros(cut.part, dtype=torch.float32)
     for row in rows:
@@ -58,7 +58,7 @@ def mean_of_blocks_reference(rows: Tensor, cut: Cut, out: Tensor, form: str) -> 
 
 
 def decode_blocks_reference(
-    rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor, form: str
+    rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor, form: str
 ) -> None:
     """What `decode_blocks` must write to `out`, bit for bit."""
     found = _decoded(rows, cut, form).view(-1)[: cut.num_elements]
@@ -73,7 +73,7 @@ def _sums(values: Tensor, error: Tensor | None, active: Tensor | None) -> Tensor
     return y if active is None else torch.where(active, y, 0.0)
 
 
-def _scales_of(largest: Tensor, form: Form) -> Tensor:
+def _scales_of(largest: Tensor, form: NumberFormat) -> Tensor:
     """The scales of blocks whose largest |y| are given, NaN among them."""
     most_number = float(form.sizes[-1])
     # the largest float32, divided and multiplied again, could be rounded up
@@ -84,12 +84,12 @@ def _scales_of(largest: Tensor, form: Form) -> Tensor:
     return torch.where(largest.isfinite(), scales, torch.nan)
 
 
-def _scales(rows: Tensor, cut: Cut) -> Tensor:
+def _scales(rows: Tensor, cut: BlockLayout) -> Tensor:
     """(parts, blocks) float32: where a row has its scales."""
     return rows[:, cut.code_bytes : cut.row_bytes].view(torch.float32)
 
 
-def _spread(scales: Tensor, cut: Cut) -> Tensor:
+def _spread(scales: Tensor, cut: BlockLayout) -> Tensor:
     """(parts, part): the scale of each element."""
     return scales.repeat_interleave(cut.block_elements, 1)[:, : cut.part]
 
@@ -103,7 +103,7 @@ def _drawn(count: int, draws: Draws, offset: int) -> Tensor:
     return torch.from_numpy((np.stack(words, 1).ravel()[:count] >> 8).astype(np.float32) / 2**24)
 
 
-def _codes(y: Tensor, scales: Tensor, form: Form, drawn: Tensor | None) -> Tensor:
+def _codes(y: Tensor, scales: Tensor, form: NumberFormat, drawn: Tensor | None) -> Tensor:
     """The codes of elements, of which each has its scale here."""
     quotients = torch.where(scales > 0, y / scales, 0.0)
     sizes = form.sizes.to(y.device)
@@ -122,14 +122,14 @@ def _codes(y: Tensor, scales: Tensor, form: Form, drawn: Tensor | None) -> Tenso
     return torch.where(quotients.signbit() & (code > 0), form.negative(code), code)
 
 
-def _decoded(rows: Tensor, cut: Cut, form: str) -> Tensor:
+def _decoded(rows: Tensor, cut: BlockLayout, form: str) -> Tensor:
     """(parts, part) float32."""
     codes = rows[:, : cut.code_bytes].long()
     if cut.bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], 2).view(len(rows), cut.part)
-    return FORMS[form].values.to(rows.device)[codes] * _spread(_scales(rows, cut), cut)
+    return NUMBER_FORMATS[form].values.to(rows.device)[codes] * _spread(_scales(rows, cut), cut)
 
 
-def store_scales(largest: Tensor, rows: Tensor, cut: Cut, form: Form) -> None:
+def store_scales(largest: Tensor, rows: Tensor, cut: BlockLayout, form: NumberFormat) -> None:
     """Write the scales of blocks, from the bits of the largest |y| of their spans."""
     _scales(rows, cut).copy_(_scales_of(largest.amax(2).view(torch.float32), form))

@@ -6,7 +6,7 @@ with the sender as an error that is added to the next y: Seide et al., "1-bit st
 descent" (Interspeech 2014), and, with a server that averages and compresses again, Tang et al.,
 "1-bit Adam" (2021, https://arxiv.org/abs/2102.02888).
 
-A row is one part of a `Cut`: bit k of byte b is the sign of element 8b + k, set for 1; then follow
+A row is one part of a `BlockLayout`: bit k of byte b is the sign of element 8b + k, set for 1; then follow
 float32 scales. NaN has no bit, and its block no finite scale. Sums are float64 everywhere, since
 the square of a float32 of 1e20 is none. An element that is not active has no bit, and no weight in
 a scale.
@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from gcnzc.kernels.codec import signs_gpu
-from gcnzc.kernels.codec.cut import Cut
-from gcnzc.kernels.codec.signs_cpu import decode_numba, encode_numba, mean_numba, settle_numba
+from gcnzc.kernels.codec.block_layout import BlockLayout
+from gcnzc.kernels.codec.signs_cpu import decode_numba, encode_numba, mean_numba, update_error_numba
 from gcnzc.kernels.codec.signs_reference import (
     SCALES,
     Scale,
     decode_signs_reference,
     encode_signs_reference,
     mean_of_signs_reference,
-    settle_signs_reference,
+    update_error_signs_reference,
 )
 
 
@@ -37,7 +37,7 @@ def encode_signs(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     scale: Scale = "rms",
     *,
@@ -73,11 +73,11 @@ def encode_signs(
         encode_numba(values, error, active, cut, rows, scale, threads)
 
 
-def settle_signs(
+def update_error_signs(
     values: Tensor,
     error: Tensor,
     active: Tensor | None,
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     *,
     threads: int | None = None,
@@ -99,19 +99,21 @@ def settle_signs(
     if cut.num_elements == 0:
         return
     if values.dtype != torch.float32:
-        settle_signs_reference(values, error, active, cut, rows)
+        update_error_signs_reference(values, error, active, cut, rows)
     elif values.is_cuda:
-        signs_gpu.settle(values, error, active, cut, rows)
+        signs_gpu.update_error(values, error, active, cut, rows)
     else:
-        settle_numba(values, error, active, cut, rows, threads)
+        update_error_numba(values, error, active, cut, rows, threads)
 
 
-def mean_of_signs(rows: Tensor, cut: Cut, out: Tensor, *, threads: int | None = None) -> None:
+def mean_of_signs(
+    rows: Tensor, cut: BlockLayout, out: Tensor, *, threads: int | None = None
+) -> None:
     """The mean of what W workers sent of one part, added up in their order.
 
     Args:
         rows: (W, stride) uint8; see `encode_signs`.
-        cut: of that part alone, see `Cut.of_part`.
+        cut: of that part alone, see `BlockLayout.of_part`.
         out: (cut.num_elements,) to write into, contiguous.
         threads: see there.
 
@@ -134,7 +136,12 @@ def mean_of_signs(rows: Tensor, cut: Cut, out: Tensor, *, threads: int | None = 
 
 
 def decode_signs(
-    rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor, *, threads: int | None = None
+    rows: Tensor,
+    cut: BlockLayout,
+    active: Tensor | None,
+    out: Tensor,
+    *,
+    threads: int | None = None,
 ) -> None:
     """Write what rows stand for: each element's scale with its sign, and 0 where it is not active.
 
@@ -160,7 +167,7 @@ def decode_signs(
 
 
 def _demand(
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     num_rows: int,
     vector: Tensor,

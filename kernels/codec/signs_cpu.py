@@ -10,7 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from gcnzc.kernels.codec.cut import Cut
+from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.codec.signs_reference import Scale
 from gcnzc.kernels.threads import in_parts
 
@@ -31,7 +31,7 @@ def encode_numba(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     scale: Scale = "rms",
     threads: int | None = None,
@@ -49,51 +49,51 @@ def encode_numba(
     in_parts(_write_scales, cut.parts * cut.blocks, *args, threads=threads, least=1 << 13)
 
 
-def settle_numba(
+def update_error_numba(
     values: Tensor,
     error: Tensor,
     active: Tensor | None,
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     threads: int | None = None,
 ) -> None:
-    """`settle_signs_reference` on the CPU, for float32."""
+    """`update_error_signs_reference` on the CPU, for float32."""
     _, scales = _words_of(cut, rows)
     vectors = _array(values), _array(error), _array(active, torch.bool)
-    _run(_settle, cut, *vectors, scales, _geometry(cut, rows), threads=threads)
+    _run(_update_error, cut, *vectors, scales, _geometry(cut, rows), threads=threads)
 
 
-def mean_numba(rows: Tensor, cut: Cut, out: Tensor, threads: int | None = None) -> None:
+def mean_numba(rows: Tensor, cut: BlockLayout, out: Tensor, threads: int | None = None) -> None:
     """`mean_of_signs_reference` on the CPU, for float32."""
     share, args = np.float32(1 / len(rows)), (*_words_of(cut, rows), _array(out))
     _run(_mean, cut, *args, len(rows), share, _geometry(cut, rows), threads=threads)
 
 
 def decode_numba(
-    rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor, threads: int | None = None
+    rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor, threads: int | None = None
 ) -> None:
     """`decode_signs_reference` on the CPU, for float32."""
     args = *_words_of(cut, rows), _array(active, torch.bool), _array(out)
     _run(_decode, cut, *args, _geometry(cut, rows), threads=threads)
 
 
-def _run(kernel: Any, cut: Cut, *args: Any, threads: int | None) -> None:
+def _run(kernel: Any, cut: BlockLayout, *args: Any, threads: int | None) -> None:
     least = max(1, PART_ELEMENTS // min(CHUNK, cut.block_elements))
     in_parts(kernel, _num_chunks(cut), *args, threads=threads, least=least)
 
 
-def _num_chunks(cut: Cut) -> int:
+def _num_chunks(cut: BlockLayout) -> int:
     return cut.parts * cut.blocks * -(-cut.block_elements // CHUNK)
 
 
-def _geometry(cut: Cut, rows: Tensor) -> tuple[int, ...]:
+def _geometry(cut: BlockLayout, rows: Tensor) -> tuple[int, ...]:
     """What `_chunk` needs, and how many words are from a row to the next and in front of scales."""
     chunks = -(-cut.block_elements // CHUNK)
     lengths = cut.num_elements, cut.part, cut.block_elements
     return *lengths, cut.blocks, chunks, rows.stride(0) // 4, cut.part // WORD
 
 
-def _words_of(cut: Cut, rows: Tensor) -> tuple[Any, Any]:
+def _words_of(cut: BlockLayout, rows: Tensor) -> tuple[Any, Any]:
     """Rows and what lies between them, as uint32 and as float32.
 
     In one dimension, so that numba compiles a kernel once for rows of any stride.
@@ -325,7 +325,7 @@ def _write_scales(sums, counts, scales, squares, geometry, begin, end):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _settle(values, error, active, scales, geometry, begin, end):
+def _update_error(values, error, active, scales, geometry, begin, end):
     stride, code_words = geometry[5:]
     for item in range(begin, end):
         row, number, _, at, _, count = _chunk(item, geometry)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gcnzc.kernels.codec.cut import Cut
+from gcnzc.kernels.codec.block_layout import BlockLayout
 
 MOST_WORDS = 128  # of a program
 
@@ -186,7 +186,7 @@ def _scale(
 
 
 @triton.jit
-def _settle(
+def _update_error(
     values,
     error,
     active,
@@ -261,7 +261,7 @@ def _decode(
         _store(out, x, begin, count, WORDS, RAGGED)
 
 
-def words_of_program(cut: Cut) -> int:
+def words_of_program(cut: BlockLayout) -> int:
     """A power of two; no more than a block fills."""
     return min(MOST_WORDS, triton.next_power_of_2(cut.block_elements // 32))
 
@@ -277,11 +277,11 @@ def num_warps(kernel: Any, words: int) -> int:
     return max(1, words // (32 if reads_bits else WARP_WORDS))
 
 
-def _chunks(cut: Cut) -> int:
+def _chunks(cut: BlockLayout) -> int:
     return -(-cut.block_elements // (32 * words_of_program(cut)))
 
 
-def _launch(kernel: Any, cut: Cut, rows: Tensor, *args: Any, **constants: bool) -> None:
+def _launch(kernel: Any, cut: BlockLayout, rows: Tensor, *args: Any, **constants: bool) -> None:
     words = words_of_program(cut)
     lengths = cut.num_elements, cut.part, cut.block_elements
     geometry = *lengths, cut.blocks, _chunks(cut), rows.stride(0) // 4
@@ -292,7 +292,7 @@ def _launch(kernel: Any, cut: Cut, rows: Tensor, *args: Any, **constants: bool) 
         kernel[grid](*args, *geometry, **constants, **options)
 
 
-def _words_of(cut: Cut, rows: Tensor) -> Tensor:
+def _words_of(cut: BlockLayout, rows: Tensor) -> Tensor:
     return rows[:, : cut.row_bytes].view(torch.int32)
 
 
@@ -305,7 +305,7 @@ def encode(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     *,
     squares: bool,
@@ -331,18 +331,20 @@ def _sums(number: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return totals, torch.empty(number, dtype=torch.int64, device=device)
 
 
-def settle(values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor) -> None:
-    """`settle_signs_reference` of `gcnzc.kernels.codec.signs`, for float32."""
+def update_error(
+    values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor
+) -> None:
+    """`update_error_signs_reference` of `gcnzc.kernels.codec.signs`, for float32."""
     args = values, error, _flags(active, values), _words_of(cut, rows)
-    _launch(_settle, cut, rows, *args, HAS_ACTIVE=active is not None)
+    _launch(_update_error, cut, rows, *args, HAS_ACTIVE=active is not None)
 
 
-def mean(rows: Tensor, cut: Cut, out: Tensor) -> None:
+def mean(rows: Tensor, cut: BlockLayout, out: Tensor) -> None:
     """`mean_of_signs_reference` of `gcnzc.kernels.codec.signs`, for float32."""
     _launch(_mean, cut, rows, _words_of(cut, rows), out, len(rows), 1 / len(rows))
 
 
-def decode(rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor) -> None:
+def decode(rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor) -> None:
     """`decode_signs_reference` of `gcnzc.kernels.codec.signs`, for float32."""
     args = _words_of(cut, rows), _flags(active, out), out
     _launch(_decode, cut, rows, *args, HAS_ACTIVE=active is not None)

@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from gcnzc.kernels.codec.cut import Cut
+from gcnzc.kernels.codec.block_layout import BlockLayout
 
 Scale: TypeAlias = Literal["rms", "l1"]
 
@@ -17,7 +17,7 @@ def encode_signs_reference(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: Cut,
+    cut: BlockLayout,
     rows: Tensor,
     scale: Scale = "rms",
 ) -> None:
@@ -33,10 +33,10 @@ def encode_signs_reference(
     scales_of(rows, cut).copy_(means.sqrt() if scale == "rms" else means)
 
 
-def settle_signs_reference(
-    values: Tensor, error: Tensor, active: Tensor | None, cut: Cut, rows: Tensor
+def update_error_signs_reference(
+    values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor
 ) -> None:
-    """What `settle_signs` must equal, bit for bit."""
+    """What `update_error_signs` must equal, bit for bit."""
     y = values + error
     scales = _by_element(scales_of(rows, cut), cut).to(y.dtype)
     error.copy_(y - torch.where(y >= 0, scales, -scales))
@@ -44,7 +44,7 @@ def settle_signs_reference(
         error[~active] = 0
 
 
-def mean_of_signs_reference(rows: Tensor, cut: Cut, out: Tensor) -> None:
+def mean_of_signs_reference(rows: Tensor, cut: BlockLayout, out: Tensor) -> None:
     """What `mean_of_signs` must equal, bit for bit."""
     share = torch.tensor(1 / len(rows), dtype=torch.float32, device=rows.device)
     out.zero_()
@@ -53,7 +53,9 @@ def mean_of_signs_reference(rows: Tensor, cut: Cut, out: Tensor) -> None:
         out += torch.where(_bits_of(row, cut), scales, -scales)
 
 
-def decode_signs_reference(rows: Tensor, cut: Cut, active: Tensor | None, out: Tensor) -> None:
+def decode_signs_reference(
+    rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor
+) -> None:
     """What `decode_signs` must equal, bit for bit."""
     scales = _by_element(scales_of(rows, cut), cut)
     out.copy_(torch.where(_bits_of(rows, cut), scales, -scales))
@@ -61,31 +63,31 @@ def decode_signs_reference(rows: Tensor, cut: Cut, active: Tensor | None, out: T
         out[~active] = 0
 
 
-def scales_of(rows: Tensor, cut: Cut) -> Tensor:
+def scales_of(rows: Tensor, cut: BlockLayout) -> Tensor:
     """(parts, blocks) float32: the scales of rows, where they lie."""
     return rows[:, cut.code_bytes : cut.row_bytes].view(torch.float32)
 
 
-def _by_part(x: Tensor, cut: Cut) -> Tensor:
+def _by_part(x: Tensor, cut: BlockLayout) -> Tensor:
     """(parts, part): a vector, and zeros beyond its end."""
     padded = x.new_zeros(cut.parts * cut.part)
     padded[: cut.num_elements] = x
     return padded.view(cut.parts, cut.part)
 
 
-def _block_sums(x: Tensor, cut: Cut) -> Tensor:
+def _block_sums(x: Tensor, cut: BlockLayout) -> Tensor:
     """(parts, blocks)"""
     blocks = _by_part(x, cut).split(cut.block_elements, 1)
     return torch.stack([block.sum(1) for block in blocks], 1)
 
 
-def _by_element(scales: Tensor, cut: Cut) -> Tensor:
+def _by_element(scales: Tensor, cut: BlockLayout) -> Tensor:
     """(n,): the scale of each element's block."""
     spread = scales.repeat_interleave(cut.block_elements, 1)[:, : cut.part]
     return spread.reshape(-1)[: cut.num_elements]
 
 
-def _bits_of(rows: Tensor, cut: Cut) -> Tensor:
+def _bits_of(rows: Tensor, cut: BlockLayout) -> Tensor:
     """(n,) bool"""
     places = torch.arange(8, dtype=torch.uint8, device=rows.device)
     bits = rows[:, : cut.code_bytes, None] >> places & 1

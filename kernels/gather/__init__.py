@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.kernels.gather import cpu, gpu
-from gcnzc.kernels.gather.gpu import Way
+from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.quantize import LARGEST, dequantize_reference
 
 # with this in the environment ids are looked at on a GPU too, and each gather is waited for
@@ -77,7 +77,7 @@ def gather_triton(
     *,
     scales: Tensor | None = None,
     scale_columns: int | None = None,
-    way: Way | None = None,
+    way: KernelConfig | None = None,
 ) -> Tensor:
     """`gather` on a GPU: `ids`, `out` and `scales` lie there, the table there or page-locked.
 
@@ -106,7 +106,7 @@ def gather(
     scales: Tensor | None = None,
     scale_columns: int | None = None,
     threads: int | None = None,
-    way: Way | None = None,
+    way: KernelConfig | None = None,
 ) -> Tensor:
     """Return `table[ids]` on the device of `ids`, or what its codes stand for.
 
@@ -123,7 +123,7 @@ def gather(
             or float8_e5m2. (N,), one for each row, or (ceil(D / scale_columns),).
         scale_columns: how many columns share a scale, for all rows; None if it is each row's own.
         threads: how many share the work on the host; `torch.get_num_threads()` if None.
-        way: how a GPU's threads share the work, see `gcnzc.kernels.gather.gpu.Way`.
+        way: how a GPU's threads share the work, see `gcnzc.kernels.gather.gpu.KernelConfig`.
 
     Returns:
         (B, D), which is `out` if that was given. On a GPU it is ready for work queued later on the

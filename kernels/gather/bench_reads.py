@@ -54,7 +54,7 @@ def _chase(table, begin, steps, out):
     tl.store(out, place)
 
 
-def chase(table: Tensor, begin: int, steps: int, out: Tensor) -> None:
+def chase_pointers(table: Tensor, begin: int, steps: int, out: Tensor) -> None:
     """Follow `place = table[place]`, each load after the one before: the time of a step is latency.
 
     Args:

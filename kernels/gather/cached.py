@@ -15,29 +15,29 @@ from numba import njit
 from torch import Tensor
 
 from gcnzc.kernels.gather import CHECK, FROM_CODES, gpu
-from gcnzc.kernels.gather.cached_rows import HotRows
-from gcnzc.kernels.gather.gpu import Way
+from gcnzc.kernels.gather.cached_rows import CachedRows
+from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.lanes import LINE_BYTES
 
 SLOT_BYTES = 4  # on the GPU, for each row of the table
 
 
-def gather_hot_reference(table: Tensor, ids: Tensor, hot: Tensor, copies: Tensor) -> Tensor:
-    """What `gather_hot` must equal, bit for bit; `copies` (H, D) are of rows `hot` (H,)."""
+def gather_cached_reference(table: Tensor, ids: Tensor, hot: Tensor, copies: Tensor) -> Tensor:
+    """What `gather_cached` must equal, bit for bit; `copies` (H, D) are of rows `hot` (H,)."""
     rows = table.clone()
     rows[hot] = copies
     return rows[ids]
 
 
-def gather_hot(
+def gather_cached(
     table: Tensor,
     ids: Tensor,
-    hot: HotRows,
+    hot: CachedRows,
     out: Tensor | None = None,
     *,
     scales: Tensor | None = None,
     scale_columns: int | None = None,
-    way: Way | None = None,
+    way: KernelConfig | None = None,
 ) -> Tensor:
     """Return `table[ids]`, read from the copies where there are any; or what its codes stand for.
 

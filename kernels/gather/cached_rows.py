@@ -21,7 +21,7 @@ class Peers:
 
 
 @dataclass(frozen=True)
-class HotRows:
+class CachedRows:
     """Copies of some rows of a table, on the GPU that asks for them or split over several.
 
     Of a set that is split over G GPUs, slot s is at place s // G of the memory of GPU s % G.
@@ -42,7 +42,7 @@ class HotRows:
         return self.slots.nbytes + self.memory.nbytes
 
 
-def hot_rows(table: Tensor, ids: Tensor, device: torch.device) -> HotRows:
+def make_cached_rows(table: Tensor, ids: Tensor, device: torch.device) -> CachedRows:
     """Copy rows of a table to a GPU.
 
     A copy lies as far behind a line as the row itself, so that the same lanes read both; that costs
@@ -59,7 +59,7 @@ def hot_rows(table: Tensor, ids: Tensor, device: torch.device) -> HotRows:
     whole = torch.zeros(len(ids) * room_bytes + LINE_BYTES, dtype=torch.int8, device=device)
     memory = on_lines(whole, len(ids), room_bytes)
     copy_rows(table, ids, memory)
-    return HotRows(slots_of([ids], table.shape[0]).to(device), memory)
+    return CachedRows(slots_of([ids], table.shape[0]).to(device), memory)
 
 
 def on_lines(whole: Tensor, num_rows: int, room_bytes: int) -> Tensor:
@@ -88,7 +88,7 @@ def copy_rows(table: Tensor, ids: Tensor, memory: Tensor) -> None:
 
 
 def slots_of(parts: Sequence[Tensor], num_rows: int) -> Tensor:
-    """(N,) int32 on the host: the slots of a set that is split in `parts`, see `HotRows`.
+    """(N,) int32 on the host: the slots of a set that is split in `parts`, see `CachedRows`.
 
     Args:
         parts: ids of the rows in each memory, in the order of their places; no id is twice there.

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gcnzc.kernels.gather.cached_rows import HotRows
+from gcnzc.kernels.gather.cached_rows import CachedRows
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, VECTOR_BYTES, Lanes, Layout, lanes_of
 
 WARPS = 8
@@ -52,7 +52,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True)
-class Way:
+class KernelConfig:
     """How a GPU's threads share a gather. It changes how long a gather takes, and no bit of it.
 
     What is None is left to the constants above, and to `programs_of` the device.
@@ -79,7 +79,7 @@ class Way:
             )
 
 
-USUAL = Way()
+DEFAULT_CONFIG = KernelConfig()
 
 
 @triton.jit
@@ -248,11 +248,11 @@ def gather_rows(
     layout: Layout | None = None,
     dtype: torch.dtype | None = None,
     order: Tensor | None = None,
-    hot: HotRows | None = None,
+    hot: CachedRows | None = None,
     scales: Tensor | None = None,
     scale_columns: int | None = None,
     programs: int | None = None,
-    way: Way | None = None,
+    way: KernelConfig | None = None,
     checked: bool = False,
 ) -> Tensor:
     """`table[ids]` on the device of `ids`, read by its threads.
@@ -299,7 +299,7 @@ def gather_rows(
     row_bytes = table.shape[1] * table.element_size()
     # a single row may have any stride, and begins where it begins
     stride_bytes = table.stride(0) * table.element_size() if table.shape[0] > 1 else row_bytes
-    way = way or USUAL
+    way = way or DEFAULT_CONFIG
     if layout is None:
         on_lines = stride_bytes % LINE_BYTES == 0 and table.data_ptr() % LINE_BYTES == 0
         layout = _layout(way, on_lines, hot is not None)
@@ -358,7 +358,7 @@ def gather_rows(
     return out
 
 
-def _layout(way: Way, on_lines: bool, has_hot: bool) -> Layout:
+def _layout(way: KernelConfig, on_lines: bool, has_hot: bool) -> Layout:
     usual: Layout = "pitched" if on_lines else "shifted"
     refused = (way.layout == "pitched" and not on_lines) or (
         has_hot and way.layout not in ("shifted", "pitched")
@@ -372,7 +372,7 @@ def constants(
     base: int,
     word: torch.dtype,
     out_stride: int,
-    way: Way = USUAL,
+    way: KernelConfig = DEFAULT_CONFIG,
 ) -> dict[str, int | bool]:
     """What `_gather_rows` is compiled for, besides hot rows, ORDERED, CHECKED and scales.
 
@@ -416,7 +416,7 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _rows(lanes: Lanes, way: Way) -> int:
+def _rows(lanes: Lanes, way: KernelConfig) -> int:
     return max(1, 32 * (way.warps or WARPS) * (way.vectors or VECTORS) // lanes.lanes)
 
 

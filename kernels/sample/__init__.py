@@ -29,7 +29,7 @@ from gcnzc.kernels.sample.cpu import (
     enter,
     sample_hops,
 )
-from gcnzc.kernels.sample.exclude import LeftOut
+from gcnzc.kernels.sample.exclude import ExcludedEdges
 from gcnzc.kernels.structure.csc import VERIFY
 
 ALL = -1  # the fan-out that keeps every neighbour
@@ -234,7 +234,7 @@ def sample(
     epoch: int,
     *,
     edge_ids: bool = False,
-    without: LeftOut | None = None,
+    without: ExcludedEdges | None = None,
     once: bool = False,
     workspace: Workspace | None = None,
     empty: Callable[[int, torch.dtype], Tensor] = _empty,

@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class ExcludedEdges:
     """For each of S columns, the ranges of edges that are left out, in their order."""
 
     first: Array  # (S + 1,) int64: the ranges of column i are those from first[i] to first[i + 1]
@@ -28,7 +28,7 @@ class LeftOut:
     removed: Array  # (R,) int64 edges of the column left out up to the end of the range
 
 
-def left_out_reference(indptr: Array, indices: Array, nodes: Array, edges: set) -> list[Array]:
+def exclude_edges_reference(indptr: Array, indices: Array, nodes: Array, edges: set) -> list[Array]:
     """Of each column of `nodes`, what is kept if the (source, node) of `edges` are left out."""
     return [
         np.array(
@@ -147,9 +147,9 @@ def _ranges(indptr, indices, nodes, locals_P, sources_P, first, kept_before, rem
     return count
 
 
-def left_out(
+def exclude_edges(
     indptr: Array, indices: Array, nodes: Array, locals_: Array, sources: Array
-) -> LeftOut:
+) -> ExcludedEdges:
     """What to leave out of the columns of `nodes`, so that no edge of the pairs is kept.
 
     Args:
@@ -169,7 +169,7 @@ def left_out(
     kept_before, removed = np.empty((2, len(keys)), np.int64)
     wanted = keys // num_nodes, keys % num_nodes
     count = _ranges(indptr, indices, nodes, *wanted, first, kept_before, removed)
-    return LeftOut(first, kept_before[:count], removed[:count])
+    return ExcludedEdges(first, kept_before[:count], removed[:count])
 
 
 @njit(cache=True, nogil=True)

@@ -91,7 +91,7 @@ def _draw(indptr, indices, sources, items, per_item, both, strict, key, out):
     return -1
 
 
-def negatives(
+def sample_negatives(
     indptr: Array,
     indices: Array,
     sources: Array,

@@ -207,7 +207,7 @@ def csc(
             wrong_S[s] = _count(*segments[s](), num_nodes, shift, s < without_loops, place_SP[s])
 
     in_parts(count, len(segments), threads=threads, least=1)
-    _demand_in_range(segments, wrong_S, num_nodes)
+    _check_in_range(segments, wrong_S, num_nodes)
 
     # bucket by bucket, and inside a bucket segment by segment
     ends_PS = place_SP.T.reshape(-1).cumsum().reshape(num_buckets, len(segments))
@@ -244,7 +244,7 @@ def csc(
     return indptr, indices
 
 
-def _demand_in_range(segments: Sequence[Segment], wrong_S: Array, num_nodes: int) -> None:
+def _check_in_range(segments: Sequence[Segment], wrong_S: Array, num_nodes: int) -> None:
     for s in np.flatnonzero(wrong_S >= 0).tolist():
         src, dst = segments[s]()
         source, target = int(src[wrong_S[s]]), int(dst[wrong_S[s]])

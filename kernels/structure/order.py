@@ -9,8 +9,8 @@ from numba import njit
 from torch import Tensor
 
 
-def order_reference(dst: Tensor) -> Tensor:
-    """What `order` must equal."""
+def csc_order_reference(dst: Tensor) -> Tensor:
+    """What `csc_order` must equal."""
     return torch.argsort(dst, stable=True)
 
 
@@ -22,7 +22,7 @@ def _order(dst_E, head_N, out_E):
         out_E[place] = edge
 
 
-def order(indptr: Tensor, dst: Tensor) -> Tensor:
+def csc_order(indptr: Tensor, dst: Tensor) -> Tensor:
     """The edges of a list, as the columns of `gcnzc.Graph.from_edges` keep them.
 
     Args:

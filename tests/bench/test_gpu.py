@@ -59,8 +59,8 @@ def test_refuses_wrong_rows(monkeypatch):
     import gpu
 
     rows, ids = torch.randn(20, 5), torch.randint(20, (9,))
-    gpu.demand_equal(rows[ids], rows, ids, "a copy")
+    gpu.check_equal(rows[ids], rows, ids, "a copy")
     wrong = rows[ids].clone()
     wrong[8, 4] += 1
     with pytest.raises(RuntimeError, match="a wrong copy brought wrong rows"):
-        gpu.demand_equal(wrong, rows, ids, "a wrong copy")
+        gpu.check_equal(wrong, rows, ids, "a wrong copy")

@@ -36,7 +36,7 @@ def wait_for_epochs(found, count):
     assert wait_for(lambda: len(found.epochs()) >= count, 150), found.output()
 
 
-def demand_whole(found, graph, epochs):
+def check_whole(found, graph, epochs):
     """Every epoch is in the record once, and used each seed once."""
     seeds = load(graph).split["train"]
     expected = (len(seeds), f"{seeds_checksum(seeds):016x}")
@@ -60,7 +60,7 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_when_a_launcher_is_replaced(gra
         found.start()
         assert found.wait(first) == 0, found.output()
         assert found.output().count("going on with") >= 2
-        demand_whole(found, graph, 120)
+        check_whole(found, graph, 120)
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_a_run_goes_on_with_fewer_launchers_and_with_more(graph, tmp_path):
         wait_for_epochs(found, 5)
         found.start()
         assert found.wait(first) == 0, found.output()
-        demand_whole(found, graph, 400)
+        check_whole(found, graph, 400)
         # one worker alone has no lines of its own
         lines = (found.run / "workers.jsonl").read_text().splitlines()
         assert len(lines) < 2 * 400
@@ -91,7 +91,7 @@ def test_a_run_without_an_id_goes_on_when_worker_0_moves_to_another_launcher(gra
         found.start()
         assert found.wait(kept) == 0, found.output()
         assert "going on with" in found.output()
-        demand_whole(found, graph, 120)
+        check_whole(found, graph, 120)
     # launchers of which none has started this run before
     with start(graph, tmp_path / "run", "1", 120, None) as found:
         assert found.start().wait(timeout=240) != 0

@@ -9,7 +9,7 @@ import pytest
 
 from gcnzc.cli import builtin_graph
 from gcnzc.graph import load
-from gcnzc.train.progress import Quiet
+from gcnzc.train.progress import NullReporter
 
 
 @pytest.fixture
@@ -24,10 +24,10 @@ def found(cache: Path) -> set[str]:
 
 
 def test_made_once_and_then_opened(cache):
-    place = builtin_graph.prepared(Quiet())
+    place = builtin_graph.prepared(NullReporter())
     assert place == cache / "gcnzc" / builtin_graph.NAME
     made = (place / "meta.json").stat().st_mtime_ns
-    assert builtin_graph.prepared(Quiet()) == place
+    assert builtin_graph.prepared(NullReporter()) == place
     assert (place / "meta.json").stat().st_mtime_ns == made
     assert found(cache) == {builtin_graph.NAME}
     graph = load.load(place)
@@ -50,7 +50,7 @@ def test_two_at_once(cache):
     program = (
         "from gcnzc.cli.builtin_graph import prepared\n"
         "from gcnzc.train.progress import Quiet\n"
-        "print(prepared(Quiet()))"
+        "print(prepared(NullReporter()))"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     options = {"env": environment, "stdout": subprocess.PIPE, "text": True}

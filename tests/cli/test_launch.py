@@ -194,12 +194,12 @@ def test_a_launcher_that_dies_takes_its_workers_with_it(graph, tmp_path):
 
 def test_words_left_by_a_worker(tmp_path, monkeypatch):
     monkeypatch.delenv(launch.FATAL, raising=False)
-    assert not launch.leave_word()
-    assert not launch.word_was_left()
+    assert not launch.report_fatal_error()
+    assert not launch.has_reported_fatal_error()
     monkeypatch.setenv(launch.FATAL, str(tmp_path / "fatal"))
-    assert not launch.word_was_left()
-    assert launch.leave_word()
-    assert launch.word_was_left()
+    assert not launch.has_reported_fatal_error()
+    assert launch.report_fatal_error()
+    assert launch.has_reported_fatal_error()
 
 
 def test_a_launch_is_known_by_the_run_id_or_else_by_all_its_launchers(monkeypatch):

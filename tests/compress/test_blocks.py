@@ -3,7 +3,7 @@ import torch
 from compress.ways import mean_of, reducers, vectors
 
 from gcnzc.compress import Blocks, Dense, Rounded
-from gcnzc.compress.blocks import FORMS
+from gcnzc.compress.blocks import NUMBER_FORMATS
 from gcnzc.kernels.codec import blocks as codec_blocks
 
 # how far a number may be rounded to the nearest, as a share of the largest one of its block
@@ -34,7 +34,7 @@ def largest_of_blocks(vector, way, world_size):
 
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize(("block", "world_size"), [(32, 2), (256, 3), (None, 5)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", NUMBER_FORMATS)
 def test_means_are_off_by_two_roundings_at_most(form, block, world_size, stochastic):
     way = Blocks(form, block, stochastic)
     given = vectors(COUNT, world_size)
@@ -73,7 +73,7 @@ def test_of_a_normal_vector_a_known_share_is_left_out(form, share):
 
 
 @pytest.mark.parametrize("second", ["same", "float32"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", NUMBER_FORMATS)
 def test_random_rounding_has_no_bias(form, second):
     # in every block the same numbers, and so many draws of each in one mean
     blocks, steps, world_size = 128, 10, 2

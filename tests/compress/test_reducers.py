@@ -25,7 +25,7 @@ from processes import results
 
 from gcnzc.compress import Rounded
 from gcnzc.exchange import Choices, lockstep
-from gcnzc.optim import resized
+from gcnzc.optim import resize_state
 
 # of the vector, and how many workers; each length meets few and many workers
 SIZES = [(0, 2), (1, 1), (1, 9), (31, 3), (33, 2), (33, 4), (100, 7), (1000, 5), (1000, 2)]
@@ -283,8 +283,8 @@ def test_an_element_that_overflows_with_its_error_is_blamed(way):
     them[1].worker_error.fill_(3e38)
     before = errors_of(them)
     outcome, _ = attempt(them, [torch.full((64,), 1.0), torch.full((64,), 3e38)])
-    (blame,) = set(outcome.results)
-    assert blame.startswith("elements that are not finite: worker 1 has")
+    (skip_reason,) = set(outcome.results)
+    assert skip_reason.startswith("elements that are not finite: worker 1 has")
     assert are_same(errors_of(them), before)
 
 
@@ -349,7 +349,7 @@ def test_another_number_of_workers_goes_on_without_loss(way):
                 put_in = put_in - pending(them)
             them = reducers(WAYS[way], count, world_size)
             for rank, each in enumerate(them):
-                each.load_errors(resized(states, rank, world_size)["errors"]["momentum"])
+                each.load_errors(resize_state(states, rank, world_size)["errors"]["momentum"])
         for step in range(2):
             given = vectors(count, world_size, step)
             given_out = given_out + mean_of(them, given)[0].double()

@@ -2,19 +2,19 @@ import pytest
 import torch
 from compress.ways import mean_of, reducers, vectors
 
-from gcnzc.compress import WORDS, Blocks, Dense, Rounded, Sign, compression
+from gcnzc.compress import NAMES, Blocks, Dense, Rounded, Sign, compression
 
 
 def test_each_word_has_its_way():
-    ways = [compression(word) for word in WORDS]
+    ways = [compression(word) for word in NAMES]
     assert ways[:4] == [Dense(torch.float32), Dense(torch.float16), Dense(torch.bfloat16), Sign()]
-    assert ways[4:-1] == [Blocks(form) for form in WORDS[4:-1]]
+    assert ways[4:-1] == [Blocks(form) for form in NAMES[4:-1]]
     # powers of two follow the size of each element
     assert ways[-1] == Blocks("float4_e3m0", 1024)
-    assert WORDS[4:] == ("float8_e4m3fn", "float8_e5m2", "int8", "int4", "float4_e3m0")
+    assert NAMES[4:] == ("float8_e4m3fn", "float8_e5m2", "int8", "int4", "float4_e3m0")
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", NAMES)
 def test_each_word_takes_a_mean(word):
     given = vectors(200, 3)
     found = mean_of(reducers(compression(word), 200, 3), given)[0]

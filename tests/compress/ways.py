@@ -2,9 +2,9 @@
 
 import torch
 
-from gcnzc.compress import Blocks, Dense, Place, Rounded, Sign
-from gcnzc.compress.blocks import FORMS
-from gcnzc.exchange import joined, lockstep, run
+from gcnzc.compress import Blocks, Dense, Rounded, Sign, WorkerInfo
+from gcnzc.compress.blocks import NUMBER_FORMATS
+from gcnzc.exchange import init_group, lockstep, run
 
 DENSE = {
     "dense": Dense(),
@@ -19,7 +19,7 @@ FEEDBACK = {
     "sign l1": Sign(scale="l1"),
     "sign l1 of 32": Sign(block=32, scale="l1"),
     "sign l1 of all": Sign(block=None, scale="l1"),
-    **{form: Blocks(form, has_feedback=True) for form in FORMS},
+    **{form: Blocks(form, has_feedback=True) for form in NUMBER_FORMATS},
     "int4 at random": Blocks("int4", 96, True, 5, has_feedback=True),
     "float4_e3m0 at random": Blocks("float4_e3m0", stochastic=True, has_feedback=True),
     "int4 of all": Blocks("int4", block=None, has_feedback=True),
@@ -48,7 +48,9 @@ FEW = {
 
 def reducers(way, num_elements, world_size, dtype=torch.float32, device="cpu"):
     """Of all workers."""
-    places = [Place(rank, world_size, torch.device(device), dtype) for rank in range(world_size)]
+    places = [
+        WorkerInfo(rank, world_size, torch.device(device), dtype) for rank in range(world_size)
+    ]
     return [way.reducer(num_elements, place) for place in places]
 
 
@@ -110,7 +112,7 @@ def steps_of(rank, world_size, lengths):
     """
     found = []
     for count, names in lengths.items():
-        place = Place(rank, world_size, torch.device("cpu"), torch.float32)
+        place = WorkerInfo(rank, world_size, torch.device("cpu"), torch.float32)
         for name in names:
             reducer = WAYS[name].reducer(count, place)
             for step in range(2):
@@ -122,7 +124,7 @@ def steps_of(rank, world_size, lengths):
 
 def as_worker(lengths):
     """`steps_of` as a process: what it found, and what was sent."""
-    with joined() as group:
+    with init_group() as group:
         before = group.ledger.bytes_sent
         found = run(steps_of(group.rank, group.world_size, lengths), group)
         return found, group.ledger.bytes_sent - before

@@ -9,20 +9,20 @@ import torch
 
 from gcnzc.exchange import (
     AllGather,
+    AllGatherScalar,
     AllToAll,
-    Begin,
     Broadcast,
     Choices,
-    End,
     Mean,
     Receive,
     ReduceScatter,
     Scratch,
     Send,
+    SendReceive,
+    Start,
     Sum,
-    Swap,
-    Vote,
-    joined,
+    Wait,
+    init_group,
     rendezvous,
     run,
     start,
@@ -52,26 +52,26 @@ def everything(rank, world_size):
         found.append((yield Broadcast(values(rank, count), world_size - 1)))
         found.append((yield Broadcast(values(rank, 2 * count).view(-1, 2).T.bool(), 0)))
         found.append((yield ReduceScatter(values(rank, count * world_size))))
-        found.append((yield Swap(values(rank, count), world_size - 1 - rank)))
+        found.append((yield SendReceive(values(rank, count), world_size - 1 - rank)))
         parts = [values(rank, count + to, torch.float64) for to in range(world_size)]
         found += yield AllToAll(parts)
         found += yield AllToAll(parts, [count + rank] * world_size)
-    found.append((yield Vote(rank - 5)))
-    found.append((yield Vote(rank / 7)))
-    first = yield Begin(Mean(values(rank, 5000)))
-    second = yield Begin(AllGather(values(rank, 50)), "other")
-    third = yield Begin(Vote(rank))
-    fourth = yield Begin(in_two_rounds(rank), "other")
+    found.append((yield AllGatherScalar(rank - 5)))
+    found.append((yield AllGatherScalar(rank / 7)))
+    first = yield Start(Mean(values(rank, 5000)))
+    second = yield Start(AllGather(values(rank, 50)), "other")
+    third = yield Start(AllGatherScalar(rank))
+    fourth = yield Start(in_two_rounds(rank), "other")
     found.append((yield Sum(values(rank, 77))))
     for pending in (third, fourth, first, second):
-        found.append((yield End(pending)))
+        found.append((yield Wait(pending)))
     if world_size == 1:
         return found
     coming = torch.zeros(9)
-    receipt = yield Begin(Receive(coming, (rank - 1) % world_size))
-    message = yield Begin(Send(values(rank, 9), (rank + 1) % world_size))
-    yield End(receipt)
-    yield End(message)
+    receipt = yield Start(Receive(coming, (rank - 1) % world_size))
+    message = yield Start(Send(values(rank, 9), (rank + 1) % world_size))
+    yield Wait(receipt)
+    yield Wait(message)
     found.append(coming)
     return found
 
@@ -82,7 +82,7 @@ def ask(request):
 
 def answer_everything(names):
     """What a worker process gets for everything, twice, and what that took."""
-    with joined(choices=Choices.always(**names), timeout_s=60) as group:
+    with init_group(choices=Choices.always(**names), timeout_s=60) as group:
         found = run(everything(group.rank, group.world_size), group)
         made = group.staging_buffers
         run(everything(group.rank, group.world_size), group)
@@ -91,7 +91,7 @@ def answer_everything(names):
 
 def exchange_until(what):
     """Exchange until worker 1 is gone, or late."""
-    with joined(timeout_s=5) as group:
+    with init_group(timeout_s=5) as group:
         for step in range(1000):
             group.at(step, "exchange")
             if step == 20 and group.rank == 1:
@@ -110,12 +110,12 @@ def exchange_until(what):
 def stop_while_joining():
     """Join, but worker 1 is stopped when the others know that it came."""
     if os.environ["RANK"] == "1":
-        met = rendezvous.met
+        met = rendezvous.join_workers
 
         def met_and_stop(*words):
             met(*words)
             os.kill(os.getpid(), signal.SIGSTOP)
 
         start.met = met_and_stop
-    with joined(timeout_s=6):
+    with init_group(timeout_s=6):
         pass

@@ -10,19 +10,19 @@ from processes import results
 
 from gcnzc.exchange import (
     AllGather,
+    AllGatherScalar,
     AllToAll,
-    Begin,
     Broadcast,
     Compute,
-    End,
     Mean,
     Receive,
     RequestMismatch,
     Send,
+    SendReceive,
+    Start,
     Sum,
-    Swap,
-    Vote,
-    joined,
+    Wait,
+    init_group,
     lockstep,
     run,
 )
@@ -38,9 +38,9 @@ def do(*requests):
 
 def beside(rank):
     """A program whose second request is begun beside it on one rank, and not on the other."""
-    yield End((yield Begin(Vote(0))))
+    yield Wait((yield Start(AllGatherScalar(0))))
     request = Mean(floats(2))
-    return (yield End((yield Begin(request)))) if rank else (yield request)
+    return (yield Wait((yield Start(request)))) if rank else (yield request)
 
 
 def floats(count):
@@ -106,15 +106,15 @@ MISMATCHES = {
         "requests Sum of 8000 (int|float)32, rank . requests Sum of 8000",
     ),
     "a vote of a float": (
-        lambda rank: do(Vote(1.0 if rank else 1)),
-        "requests Vote of (int|float)64, rank . requests Vote of (int|float)64",
+        lambda rank: do(AllGatherScalar(1.0 if rank else 1)),
+        "requests AllGatherScalar of (int|float)64, rank . requests AllGatherScalar of (int|float)64",
     ),
     "a broadcast from another rank": (
         lambda rank: do(Broadcast(floats(2), rank)),
         "requests Broadcast of 2 float32 from rank .",
     ),
     "a swap of another size": (
-        lambda rank: do(Swap(floats(2 + rank), 1 - rank)),
+        lambda rank: do(SendReceive(floats(2 + rank), 1 - rank)),
         "rank . sends [23] float32 to rank ., which expects [23] float32",
     ),
     "another count than is sent": (
@@ -122,7 +122,7 @@ MISMATCHES = {
         "sends 3 float32 to rank 1, which expects 4 float32",
     ),
     "a rank one round ahead": (
-        lambda rank: do(*([Vote(1)] * (3 - rank)), Swap(floats(2), 1 - rank)),
+        lambda rank: do(*([AllGatherScalar(1)] * (3 - rank)), SendReceive(floats(2), 1 - rank)),
         "request 3 of channel default: rank . requests",
     ),
     "a large mean after large sums": (
@@ -147,7 +147,7 @@ MISMATCHES = {
 
 def report(make, timeout_s):
     """What a program of this process comes to, in words, and how long that took."""
-    with joined(timeout_s=timeout_s) as group:
+    with init_group(timeout_s=timeout_s) as group:
         began = time.monotonic()
         try:
             return str(run(make(group.rank), group)), time.monotonic() - began
@@ -187,7 +187,7 @@ def late(rank):
     for _ in range(2):
         yield Compute(2.0 * (rank == 1))
         yield Sum(floats(2))
-        yield Swap(floats(2), [1, 0, 2][rank])
+        yield SendReceive(floats(2), [1, 0, 2][rank])
         if rank == 1:
             yield Compute(1.0)
         if rank < 2:
@@ -197,7 +197,7 @@ def late(rank):
 
 def vote_early(rank):
     """A program in which two ranks are in a collective of torch's that the third does not make."""
-    return do(large(), large(), Vote(1) if rank == 2 else large())
+    return do(large(), large(), AllGatherScalar(1) if rank == 2 else large())
 
 
 def report_three(timeout_s):
@@ -209,7 +209,9 @@ def test_all_ranks_report_what_two_of_them_do_and_a_late_rank_is_waited_for(tmp_
     for differs, early, cycle, well in results(3, tmp_path, report_three, 60):
         assert "requests Sum of 3 float32" in differs[0]
         assert re.search("rank . waits for Send of 8 bytes with worker .; rank", cycle[0])
-        assert re.search("requests (Sum of 8000 float32|Vote of int64), rank .", early[0])
+        assert re.search(
+            "requests (Sum of 8000 float32|AllGatherScalar of int64), rank .", early[0]
+        )
         assert max(differs[1], early[1], cycle[1]) < 15
         assert well[0] == "all is well"
 
@@ -228,14 +230,14 @@ def count_messages():
             before = len(sent)
             total = yield large()
             yield AllGather(floats(LARGE))
-            yield End((yield Begin(large())))
+            yield Wait((yield Start(large())))
             yield Sum(floats(2 * LARGE))
             assert float(total[0]) == 2
             counts.append(len(sent) - before)
         return counts
 
     dist.isend = count
-    with joined(timeout_s=20) as group:
+    with init_group(timeout_s=20) as group:
         return run(steps(), group)
 
 

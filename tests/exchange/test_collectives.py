@@ -3,20 +3,20 @@ import torch
 
 from gcnzc.exchange import (
     AllGather,
+    AllGatherScalar,
     AllToAll,
-    Begin,
     Broadcast,
     Choices,
     Compute,
-    End,
     Link,
     Mean,
     Receive,
     ReduceScatter,
     Send,
+    SendReceive,
+    Start,
     Sum,
-    Swap,
-    Vote,
+    Wait,
     lockstep,
 )
 from gcnzc.exchange.choices import ALGORITHMS, sent_bytes
@@ -101,9 +101,9 @@ def test_moves_are_exact(dtype, world_size):
             for rank, each in enumerate(found.results):
                 assert each is given[rank]
                 assert same(each, mine[root])
-    for each in asked(world_size, lambda r: Swap(mine[r], world_size - 1 - r)).results:
+    for each in asked(world_size, lambda r: SendReceive(mine[r], world_size - 1 - r)).results:
         assert each.dtype == dtype
-    swapped = asked(world_size, lambda r: Swap(mine[r], world_size - 1 - r)).results
+    swapped = asked(world_size, lambda r: SendReceive(mine[r], world_size - 1 - r)).results
     assert all(same(each, mine[world_size - 1 - rank]) for rank, each in enumerate(swapped))
 
 
@@ -144,14 +144,16 @@ def test_shares_of_a_sum(world_size):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_votes_tell_everybodys_number(world_size):
-    assert set(asked(world_size, lambda rank: Vote(rank**7)).results) == {
+    assert set(asked(world_size, lambda rank: AllGatherScalar(rank**7)).results) == {
         tuple(rank**7 for rank in range(world_size))
     }
-    assert set(asked(world_size, lambda rank: Vote(rank / 3)).results) == {
+    assert set(asked(world_size, lambda rank: AllGatherScalar(rank / 3)).results) == {
         tuple(rank / 3 for rank in range(world_size))
     }
     # a hash of eight bytes
-    assert asked(world_size, lambda rank: Vote(-(2**63) + 1)).results[0][0] == -(2**63) + 1
+    assert (
+        asked(world_size, lambda rank: AllGatherScalar(-(2**63) + 1)).results[0][0] == -(2**63) + 1
+    )
 
 
 REQUESTS = {
@@ -166,8 +168,8 @@ REQUESTS = {
     "AllToAll, counts asked for": lambda rank, world: AllToAll(
         [torch.ones(r + 1) for r in range(world)]
     ),
-    "Swap": lambda rank, world: Swap(torch.ones(9), world - 1 - rank),
-    "Vote": lambda rank, world: Vote(7),
+    "SendReceive": lambda rank, world: SendReceive(torch.ones(9), world - 1 - rank),
+    "AllGatherScalar": lambda rank, world: AllGatherScalar(7),
 }
 
 
@@ -207,15 +209,15 @@ def test_the_clock_agrees_with_the_formulas():
     choices = Choices.always(Broadcast="chain:1000")
     sent = seconds(lambda rank: Broadcast(torch.zeros(size // 4)), 8, choices)
     assert sent == pytest.approx((80 + 8 - 2) * 0.001 + 7 * alpha)
-    votes = seconds(lambda rank: Vote(rank), 8, None)
+    votes = seconds(lambda rank: AllGatherScalar(rank), 8, None)
     assert votes == pytest.approx(3 * alpha + 7 * 8 / LINK.bytes_per_s)
 
 
 def test_what_is_begun_hides_behind_computing():
     def steps(rank, seconds):
-        pending = yield Begin(Sum(torch.zeros(20_000)))
+        pending = yield Start(Sum(torch.zeros(20_000)))
         yield Compute(seconds)
-        yield End(pending)
+        yield Wait(pending)
 
     alone = lockstep([steps(rank, 0.0) for rank in range(2)], LINK)
     assert alone.exchange_s[0] == pytest.approx(alone.seconds[0])
@@ -230,10 +232,10 @@ def test_a_channel_answers_one_after_the_other_and_channels_side_by_side():
     def steps(rank, channels):
         pending = []
         for channel in channels:
-            pending.append((yield Begin(Vote(rank), channel)))
+            pending.append((yield Start(AllGatherScalar(rank), channel)))
         answers = []
         for each in pending:
-            answers.append((yield End(each)))
+            answers.append((yield Wait(each)))
         return answers
 
     one = lockstep([steps(rank, ["a", "a", "a"]) for rank in range(2)], LINK)
@@ -245,7 +247,7 @@ def test_a_channel_answers_one_after_the_other_and_channels_side_by_side():
 
 def test_a_slow_link_slows_what_crosses_it():
     narrow = {(0, 1): Link(bytes_per_s=1e5)}
-    request = lambda rank: Swap(torch.zeros(2500), rank ^ 1)  # noqa: E731
+    request = lambda rank: SendReceive(torch.zeros(2500), rank ^ 1)  # noqa: E731
     found = asked(4, request, link=LINK, links=narrow)
     assert found.seconds[1] == pytest.approx(0.1 + LINK.delay_s)
     assert found.seconds[0] == found.seconds[2] == pytest.approx(0.01 + LINK.delay_s)
@@ -254,10 +256,10 @@ def test_a_slow_link_slows_what_crosses_it():
 def test_a_tensor_that_is_being_sent_must_stay():
     def careless(rank):
         values = torch.zeros(3)
-        pending = yield Begin(Send(values, 1 - rank))
+        pending = yield Start(Send(values, 1 - rank))
         values += 1
         yield Receive(torch.zeros(3), 1 - rank)
-        yield End(pending)
+        yield Wait(pending)
 
     with pytest.raises(RuntimeError, match="changed a tensor while it was being sent"):
         lockstep([careless(rank) for rank in range(2)])
@@ -275,7 +277,7 @@ def test_a_tensor_that_is_being_sent_must_stay():
         (lambda: Sum(torch.zeros(4, 4).T), "not contiguous"),
         (lambda: ReduceScatter(torch.zeros(4)), "4 elements for 3 workers"),
         (lambda: Broadcast(torch.zeros(4), 3), "from worker 3 of 3"),
-        (lambda: Swap(torch.zeros(4), -1), "with worker -1 of 3"),
+        (lambda: SendReceive(torch.zeros(4), -1), "with worker -1 of 3"),
     ],
 )
 def test_requests_that_make_no_sense(request_of_three, message):

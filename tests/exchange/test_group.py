@@ -11,16 +11,16 @@ from exchange.cases import answer_everything, everything, exchange_until, stop_w
 from processes import results, talk, workers
 
 from gcnzc.exchange import (
-    Begin,
+    AllGatherScalar,
     Choices,
-    End,
     Mean,
+    Start,
     Sum,
-    Vote,
+    Wait,
     WorkerLost,
-    joined,
+    current_group,
+    init_group,
     lockstep,
-    present,
     run,
 )
 from gcnzc.exchange.choices import ALGORITHMS, BUILTIN
@@ -76,7 +76,7 @@ def test_the_builtin_ones_answer_the_same(tmp_path):
 
 
 def test_one_worker_alone_asks_nobody():
-    with joined() as group:
+    with init_group() as group:
         assert (group.rank, group.world_size, group.watch) == (0, 1, None)
         found = run(everything(0, 1), group)
         assert group.ledger.bytes_sent == 0
@@ -127,7 +127,7 @@ def ask(request):
 
 
 def begin(request):
-    return (yield End((yield Begin(request))))
+    return (yield Wait((yield Start(request))))
 
 
 def count_watches():
@@ -142,11 +142,11 @@ def fail_to_connect():
         raise RuntimeError("too many open sockets")
 
     messages, watches = [], []
-    with joined(timeout_s=4) as group:
+    with init_group(timeout_s=4) as group:
         if rank == 1:
             dist.new_group = fail
         for deed in (
-            lambda: run(begin(Vote(0)), group),
+            lambda: run(begin(AllGatherScalar(0)), group),
             lambda: group.subgroup([0, 1]),
         ):
             try:
@@ -158,7 +158,7 @@ def fail_to_connect():
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     try:
-        with joined(timeout_s=4):
+        with init_group(timeout_s=4):
             pass
     except WorkerLost as error:
         messages.append(f"{type(error).__name__}: {error}")
@@ -186,11 +186,11 @@ def late(rank):
 
 
 def find_present_group():
-    """Whether `present` gives the same group, and how many threads write signs of life."""
-    with joined(timeout_s=20) as whole:
+    """Whether `current_group` gives the same group, and how many threads write signs of life."""
+    with init_group(timeout_s=20) as whole:
         rank, counts = whole.rank, [count_watches()]
-        group = present()
-        is_same = present() is group and present() is group
+        group = current_group()
+        is_same = current_group() is group and current_group() is group
         counts.append(count_watches())
         # each subgroup has an exchange of its own, whatever became of the one before
         first, error = group.subgroup([0, 1]), ""
@@ -199,15 +199,15 @@ def find_present_group():
         except RuntimeError as mismatch:
             error = str(mismatch)
         first.close()
-        total = run(late(rank), present().subgroup([0, 1])).tolist()
+        total = run(late(rank), current_group().subgroup([0, 1])).tolist()
         group.close()
-        is_new = present() is not group
-        total += run(late(rank), present()).tolist()
+        is_new = current_group() is not group
+        total += run(late(rank), current_group()).tolist()
         counts.append(count_watches())
     # the process group is destroyed
     counts.append(count_watches())
-    with joined(timeout_s=20):
-        total += run(late(rank), present()).tolist()
+    with init_group(timeout_s=20):
+        total += run(late(rank), current_group()).tolist()
         counts.append(count_watches())
     return is_same, is_new, counts, error, total
 
@@ -215,7 +215,7 @@ def find_present_group():
 def test_the_present_group_is_one_as_long_as_the_process_group_is(tmp_path):
     for is_same, is_new, counts, error, total in results(2, tmp_path, find_present_group):
         assert (is_same, is_new) == (True, True)
-        # of `joined`, and of `present`
+        # of `init_group`, and of `current_group`
         assert counts == [1, 2, 2, 0, 2]
         assert "requests (Sum|Mean) of 2 float32" in error or "do not match" in error
         assert total == [2.0] * 6

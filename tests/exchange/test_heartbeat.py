@@ -13,7 +13,12 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from gcnzc.exchange import heartbeat
-from gcnzc.exchange.heartbeat import Keeper, Sign, Watch, blamed
+from gcnzc.exchange.heartbeat import (
+    Heartbeat,
+    HeartbeatMonitor,
+    StoreHost,
+    describe_stopped_workers,
+)
 
 # a name that nobody has (RFC 6761)
 NOWHERE = ("machine0.invalid", 29400)
@@ -105,7 +110,7 @@ def test_a_slow_store_blames_only_who_is_silent_and_ends_no_launcher(world_size,
     with served() as (store, port):
         proxy = Proxy(port, delay_s)
         others = Others(store, world_size, silent={world_size - 2})
-        alive = Watch(connected(proxy.port), 0, world_size, "here")
+        alive = HeartbeatMonitor(connected(proxy.port), 0, world_size, "here")
         alive.at(5, "training")
         why = alive.culprits()
         alive.leave()
@@ -122,7 +127,9 @@ def test_a_slow_store_blames_only_who_is_silent_and_ends_no_launcher(world_size,
 def test_a_worker_that_is_cut_off_says_so_in_time_and_ends_its_launcher(launcher):
     with served() as (_, port):
         proxy = Proxy(port, 0.0)
-        alive = Watch(connected(proxy.port), 0, 2, "here", Keeper("worker 1", NOWHERE))
+        alive = HeartbeatMonitor(
+            connected(proxy.port), 0, 2, "here", StoreHost("worker 1", NOWHERE)
+        )
         proxy.is_cut_off = True
         began = time.monotonic()
         why = alive.culprits()
@@ -154,12 +161,12 @@ def test_a_launcher_that_can_be_reached_is_never_ended(launcher):
     with served() as (_, port), closed() as nobody:
         proxies = {case: Proxy(port, 0.0) for case in CASES}
         keepers = {
-            "silent": Keeper("worker 1", ("127.0.0.1", proxies["silent"].port)),
-            "gone": Keeper("worker 1", nobody),
+            "silent": StoreHost("worker 1", ("127.0.0.1", proxies["silent"].port)),
+            "gone": StoreHost("worker 1", nobody),
         }
 
         def ask(case):
-            alive = Watch(connected(proxies[case].port), 0, 2, "here", keepers.get(case))
+            alive = HeartbeatMonitor(connected(proxies[case].port), 0, 2, "here", keepers.get(case))
             proxies[case].is_cut_off = True
             found[case] = alive.culprits()
             alive.leave()
@@ -178,7 +185,9 @@ def test_a_launcher_that_can_be_reached_is_never_ended(launcher):
 def test_a_worker_that_never_came_is_named(monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     with served() as (_, port):
-        alive = Watch(connected(port), 0, 2, "here", Keeper("worker 1", ("127.0.0.1", port)))
+        alive = HeartbeatMonitor(
+            connected(port), 0, 2, "here", StoreHost("worker 1", ("127.0.0.1", port))
+        )
         assert alive.culprits() == "worker 1 never came"
         alive.leave()
 
@@ -193,7 +202,7 @@ def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launche
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
     killed = threading.Event()
     monkeypatch.setattr(os, "kill", lambda *_: killed.set())
-    alive = Watch(HashStore(), 0, 2, "here")
+    alive = HeartbeatMonitor(HashStore(), 0, 2, "here")
     parent = os.getppid()
     monkeypatch.setattr(os, "getppid", lambda: parent + 1)
     before = alive.beat
@@ -204,7 +213,9 @@ def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launche
 
 
 def test_workers_of_a_subgroup_are_named_by_their_ranks_among_all():
-    silent = {1: Sign(beat=3, step=2, doing="training", host="here")}
-    text = blamed(0, 2, range(2), silent, silent, [0, 2])
+    silent = {1: Heartbeat(beat=3, step=2, doing="training", host="here")}
+    text = describe_stopped_workers(0, 2, range(2), silent, silent, [0, 2])
     assert text.startswith("worker 2, rank 1 of the subgroup, on here gives no sign of life")
-    assert blamed(0, 2, range(2), silent, silent).startswith("worker 1 on here gives no sign")
+    assert describe_stopped_workers(0, 2, range(2), silent, silent).startswith(
+        "worker 1 on here gives no sign"
+    )

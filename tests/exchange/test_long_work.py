@@ -5,8 +5,8 @@ import time
 import pytest
 from processes import results
 
-from gcnzc.exchange import Group, joined
-from gcnzc.exchange.long_work import SIGNS, together
+from gcnzc.exchange import Group, init_group
+from gcnzc.exchange.long_work import SIGNS, joint_work
 
 FAILURES = [
     ValueError("too few\n\nhint: give more"),
@@ -19,24 +19,24 @@ FAILURES = [
 def work_for_long():
     """Work for twice as long as a request waits for, in two ways; and fail."""
     told = []
-    with joined(timeout_s=1) as group:
-        with together(group) as work:
+    with init_group(timeout_s=1) as group:
+        with joint_work(group) as work:
             if group.rank == 0:
                 told.append(work.meanwhile(lambda: time.sleep(2) or "slept"))
-        with together(group) as work:
+        with joint_work(group) as work:
             for _ in range(20 * group.rank):
                 time.sleep(0.1)
                 work.goes_on()
         for culprit, error in enumerate(FAILURES):
             try:
-                with together(group) as work:
+                with joint_work(group) as work:
                     if group.rank == culprit % 2:
                         raise error
             except Exception as failure:
                 told.append((type(failure).__name__, str(failure), failure is error))
         # those who hear of several errors keep their own
         try:
-            with together(group) as work:
+            with joint_work(group) as work:
                 raise KeyError(group.rank)
         except KeyError as failure:
             told.append(failure.args)
@@ -66,8 +66,8 @@ def test_nobody_waits_too_long_and_errors_reach_all(tmp_path):
 
 def test_one_worker_waits_for_nobody():
     group = Group(timeout_s=SIGNS * 1e-3)
-    with together(group) as work:
+    with joint_work(group) as work:
         assert work.meanwhile(lambda: time.sleep(0.01) or 5) == 5
         work.goes_on()
-    with pytest.raises(ValueError, match="wrong"), together(group):
+    with pytest.raises(ValueError, match="wrong"), joint_work(group):
         raise ValueError("wrong")

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import HashStore
 
 from gcnzc.exchange import rendezvous
-from gcnzc.exchange.rendezvous import met
-from gcnzc.exchange.siblings import Siblings
+from gcnzc.exchange.local_processes import LocalProcesses
+from gcnzc.exchange.rendezvous import join_workers
 
 
 def meet(store, ranks, world_size, timeout_s=10.0):
@@ -22,7 +22,7 @@ def meet(store, ranks, world_size, timeout_s=10.0):
     def come(rank, delay_s):
         time.sleep(delay_s)
         try:
-            heard[rank] = met(store, rank, world_size, timeout_s)
+            heard[rank] = join_workers(store, rank, world_size, timeout_s)
         except TimeoutError as error:
             heard[rank] = error
 
@@ -49,14 +49,14 @@ def test_who_comes_first_does_not_join_the_round_before():
     before = meet(store, range(3), 3)[0]
     heard = {}
     early = [
-        threading.Thread(target=lambda r=rank: heard.update({r: met(store, r, 3, 10.0)}))
+        threading.Thread(target=lambda r=rank: heard.update({r: join_workers(store, r, 3, 10.0)}))
         for rank in (1, 2)
     ]
     for thread in early:
         thread.start()
     time.sleep(0.5)
     assert not heard
-    heard[0] = met(store, 0, 3, 10.0)
+    heard[0] = join_workers(store, 0, 3, 10.0)
     for thread in early:
         thread.join()
     assert len(set(heard.values())) == 1
@@ -85,7 +85,7 @@ def test_all_name_who_is_missing_and_not_who_waits_for_it():
 
     def come(rank):
         with pytest.raises(TimeoutError) as error:
-            met(store, rank, 3, timeout_s=3.0)
+            join_workers(store, rank, 3, timeout_s=3.0)
         heard[rank] = str(error.value)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
@@ -112,7 +112,7 @@ def test_worker_0_is_named_when_it_stops_while_workers_meet():
     thread.start()
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="worker 0 gives no sign of life for 2 s"):
-        met(store, 1, 3, timeout_s=60.0, silent_s=2.0)
+        join_workers(store, 1, 3, timeout_s=60.0, silent_s=2.0)
     assert time.monotonic() - began < 10
     thread.join()
 
@@ -126,7 +126,7 @@ def test_a_process_that_is_stopped_before_it_comes_is_named_in_time(monkeypatch)
 
         def come(rank):
             with pytest.raises(TimeoutError) as error:
-                met(store, rank, 3, 60.0, 2.0, Siblings().demand_running)
+                join_workers(store, rank, 3, 60.0, 2.0, LocalProcesses().check_running)
             heard[rank] = str(error.value)
 
         threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
@@ -167,9 +167,9 @@ def test_a_process_that_waits_for_a_device_does_not_count_as_stopped(monkeypatch
         while state_of(process.pid) != "D":
             assert time.monotonic() < end
             time.sleep(0.05)
-        siblings = Siblings()
+        siblings = LocalProcesses()
         for _ in range(3):
-            siblings.demand_running(0.0)
+            siblings.check_running(0.0)
         os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -192,5 +192,5 @@ def test_waiting_for_a_thousand_workers_costs_a_few_requests_a_poll(monkeypatch)
     monkeypatch.setattr(rendezvous, "POLL_S", 0.02)
     store = CountingStore()
     with pytest.raises(TimeoutError, match=r"no sign of worker 1, 2, 3, "):
-        met(store, 0, 1024, timeout_s=0.5)
+        join_workers(store, 0, 1024, timeout_s=0.5)
     assert store.requests < 3 * 0.5 / 0.02 + 10

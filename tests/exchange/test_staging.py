@@ -7,18 +7,18 @@ from simulated_device import OnDevice, Reads
 from gcnzc.exchange import (
     AllGather,
     AllToAll,
-    Begin,
     Broadcast,
-    End,
     Group,
     Mean,
     Receive,
     ReduceScatter,
     Send,
+    SendReceive,
+    Start,
     Sum,
-    Swap,
+    Wait,
     group,
-    joined,
+    init_group,
     process_group,
     run,
 )
@@ -37,13 +37,13 @@ def exchange_on_device(rank):
         else:
             yield Send(filled(5, 2, 3), 1)
             answer = yield Receive(filled(-1, 4), 1)
-        receipt = yield Begin(Receive(arriving, peer))
+        receipt = yield Start(Receive(arriving, peer))
         # of the same size, while the other is under way
         mean = yield Mean(filled(rank, 5))
-        message = yield Begin(Send(filled(10 + rank, 5), peer))
-        late = yield End(receipt)
-        yield End(message)
-        swapped = yield Swap(filled(20 + rank, 3), peer)
+        message = yield Start(Send(filled(10 + rank, 5), peer))
+        late = yield Wait(receipt)
+        yield Wait(message)
+        swapped = yield SendReceive(filled(20 + rank, 3), peer)
         gathered = yield AllGather(filled(rank, 2))
         shared = yield Broadcast(filled(rank, 2), 1)
     return [answer, late, arriving, mean, swapped, gathered, shared]
@@ -51,7 +51,7 @@ def exchange_on_device(rank):
 
 @torch.no_grad()
 def answers():
-    with Reads(), joined(timeout_s=20) as workers:
+    with Reads(), init_group(timeout_s=20) as workers:
         found = run(exchange_on_device(workers.rank), workers)
         return [type(each) is OnDevice for each in found], [each.inner for each in found]
 

@@ -4,7 +4,7 @@ import math
 import pytest
 from processes import results
 
-from gcnzc.exchange import Choices, Link, Tuning, Vote, joined, lockstep, tuned
+from gcnzc.exchange import AllGatherScalar, Choices, Link, Tuning, init_group, lockstep, tune
 from gcnzc.exchange.measure import ask, request_of, timed
 from gcnzc.exchange.tuner import KINDS, SIZES, candidates, measure
 
@@ -181,18 +181,18 @@ def test_only_chains_of_a_fair_number_of_pieces():
 
 def tune_twice(folder):
     """Tune, load what was kept, and tune more."""
-    with joined() as group:
+    with init_group() as group:
         usual = group.choices
-        first = tuned(group, folder, {"Sum": [4, 4000], "Broadcast": [20_000]}, budget_s=30)
+        first = tune(group, folder, {"Sum": [4, 4000], "Broadcast": [20_000]}, budget_s=30)
         asked = group.ledger.entries["Sum"].requests
         buffers = sum(
             len(free) for each in group._channels.values() for free in each.memory.free.values()
         )
-        second = tuned(group, folder, {"Sum": [4000], "Broadcast": [20_000]}, budget_s=30)
+        second = tune(group, folder, {"Sum": [4000], "Broadcast": [20_000]}, budget_s=30)
         asked_again = group.ledger.entries["Sum"].requests - asked
-        third = tuned(group, folder, {"AllGather": [64]})
+        third = tune(group, folder, {"AllGather": [64]})
         group.choices = third.choices
-        votes = group.run(ask(Vote(group.rank)))
+        votes = group.run(ask(AllGatherScalar(group.rank)))
         assert group.choices is not usual
         seconds = timed(group, "AllToAll", 100, ["direct", "builtin"], 3)
         return first.times, second.times, third.times, buffers, asked, asked_again, votes, seconds
@@ -229,8 +229,8 @@ def test_workers_measure_once_and_agree(tmp_path):
 
 
 def test_one_worker_has_nothing_to_choose(tmp_path):
-    with joined() as group:
-        assert tuned(group, tmp_path).times == {}
+    with init_group() as group:
+        assert tune(group, tmp_path).times == {}
         with pytest.raises(ValueError, match="hint: there is one for Sum, AllGather"):
-            tuned(group, tmp_path, {"Swap": [4]})
+            tune(group, tmp_path, {"SendReceive": [4]})
     assert list(tmp_path.iterdir()) == []

@@ -22,14 +22,14 @@ from gcnzc.datasets.generate import Shape, make
 from gcnzc.features import access_counts, cache, cache_counters, peer_memory
 from gcnzc.features.table import FeatureTable, pinned
 from gcnzc.graph.graph import Graph
-from gcnzc.kernels.gather.cached_rows import hot_rows
+from gcnzc.kernels.gather.cached_rows import make_cached_rows
 from gcnzc.loader import presampling
 from gcnzc.loader.loader import Loader
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train import record
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
-from gcnzc.train.options import hot_size
+from gcnzc.train.options import cache_size
 from gcnzc.train.run import train
 from gcnzc.tune import cache_forecast
 
@@ -75,15 +75,15 @@ def check_prediction(graph, seeds, fanouts, batch_size, batches=100):
     counted = presampling.presample(graph, seeds, fanouts, batch_size, batches=batches)
     sizes, degrees = sizes_of(graph), graph.in_degrees()
     loader = Loader(graph, None, seeds, fanouts, batch_size)
-    fresh = presampling.needed(loader, max(20, len(loader)))
+    fresh = presampling.count_accesses(loader, max(20, len(loader)))
     found = {
         "presampled": (
             counted.hit_rates(sizes),
-            access_counts.hit_rates_of(access_counts.ranked(counted.scores), fresh, sizes),
+            access_counts.hit_rates_of(access_counts.rank_by_score(counted.scores), fresh, sizes),
         ),
         "in-degree": (
             counted.hit_rates_by(degrees, sizes),
-            access_counts.hit_rates_of(access_counts.ranked(degrees), fresh, sizes),
+            access_counts.hit_rates_of(access_counts.rank_by_score(degrees), fresh, sizes),
         ),
     }
     for name, (predicted, measured) in found.items():
@@ -114,7 +114,9 @@ def test_few_minibatches_promise_no_more_than_they_keep(kind, graphs):
     # the minibatches that choose a set look well on it: they would promise far too much
     counted = presampling.presample(graph, seeds, [5, 5], 64, batches=20)
     counts = counted.halves[0] + counted.halves[1]
-    flattered = access_counts.hit_rates_of(access_counts.ranked(counts), counts, sizes_of(graph))
+    flattered = access_counts.hit_rates_of(
+        access_counts.rank_by_score(counts), counts, sizes_of(graph)
+    )
     measured = found["presampled"][1]
     assert max(one - other for one, other in zip(flattered, measured, strict=True)) > 0.03
 
@@ -122,10 +124,10 @@ def test_few_minibatches_promise_no_more_than_they_keep(kind, graphs):
 def test_few_minibatches_do_not_rank_by_chance(graphs):
     graph, seeds = graphs("rmat")
     counted = presampling.presample(graph, seeds, [5, 5], 64, batches=4)
-    fresh = presampling.needed(Loader(graph, None, seeds, [5, 5], 64), 100)
+    fresh = presampling.count_accesses(Loader(graph, None, seeds, [5, 5], 64), 100)
     counts = counted.halves[0] + counted.halves[1]
     plain, mine, degree = (
-        access_counts.hit_rates_of(access_counts.ranked(scores), fresh, [12_000])[0]
+        access_counts.hit_rates_of(access_counts.rank_by_score(scores), fresh, [12_000])[0]
         for scores in (counts, counted.scores, graph.in_degrees())
     )
     assert mine > plain + 0.2
@@ -142,8 +144,8 @@ def test_many_minibatches_know_more_than_degrees():
     )
     seeds = torch.arange(20, 60)
     counted = presampling.presample(graph, seeds, [10], batch_size=4, batches=40)
-    assert sorted(access_counts.ranked(counted.scores)[:10].tolist()) == list(range(90, 100))
-    assert sorted(access_counts.ranked(graph.in_degrees())[:10].tolist()) == list(range(10))
+    assert sorted(access_counts.rank_by_score(counted.scores)[:10].tolist()) == list(range(90, 100))
+    assert sorted(access_counts.rank_by_score(graph.in_degrees())[:10].tolist()) == list(range(10))
     # four seeds and ten neighbours
     assert counted.nodes_per_batch == 14
     assert counted.hit_rates([10]) == [10 / 14]
@@ -191,11 +193,11 @@ def test_minibatches_of_all_training_nodes(small):
     graph, seeds = small
     counted = presampling.presample(graph, seeds, [2], batch_size=len(seeds), batches=6)
     assert all((half[seeds] == 3).all() for half in counted.halves)
-    fresh = presampling.needed(Loader(graph, None, seeds, [2], len(seeds)), 3)
+    fresh = presampling.count_accesses(Loader(graph, None, seeds, [2], len(seeds)), 3)
     assert (fresh[seeds] == 3).all()
     (predicted,) = counted.hit_rates([len(seeds)])
     (measured,) = access_counts.hit_rates_of(
-        access_counts.ranked(counted.scores), fresh, [len(seeds)]
+        access_counts.rank_by_score(counted.scores), fresh, [len(seeds)]
     )
     assert abs(predicted - measured) < 0.01
 
@@ -238,9 +240,9 @@ def test_a_cached_table_gathers_the_same_rows(share, dtype, small):
     assert counters.hit_rate == hits / asked
     if share == 1.0:
         assert counters.hit_rate == 1.0
-    assert repr(mine) == f"CachedTable({table!r}, {mine.num_hot} hot rows counted)"
+    assert repr(mine) == f"CachedTable({table!r}, {mine.num_cached} hot rows counted)"
     mine.reset_counters()
-    assert mine.counters() == cache_counters.Counters(0, 0, 6 * dtype.itemsize)
+    assert mine.counters() == cache_counters.CacheCounters(0, 0, 6 * dtype.itemsize)
     assert mine.counters().hit_rate == 0.0
 
 
@@ -255,28 +257,28 @@ def test_an_id_outside_is_not_counted(small):
 def test_the_hot_rows_are_those_that_rank_highest():
     scores = torch.tensor([1.0, 5.0, 3.0, 5.0, 3.0, 0.0, 3.0])
     table = FeatureTable(torch.zeros(7, 2))
-    for num_hot, expected in ((1, [1]), (2, [1, 3]), (4, [1, 2, 3, 4]), (7, list(range(7)))):
-        mine = gcnzc.cached(table, num_hot / 7, scores, device="cpu")
+    for num_cached, expected in ((1, [1]), (2, [1, 3]), (4, [1, 2, 3, 4]), (7, list(range(7)))):
+        mine = gcnzc.cached(table, num_cached / 7, scores, device="cpu")
         assert mine.hot.tolist() == expected
-        assert mine.num_hot == num_hot
-        assert mine.hits(torch.arange(7)) == num_hot
+        assert mine.num_cached == num_cached
+        assert mine.hits(torch.arange(7)) == num_cached
     assert mine.hits(torch.tensor([7])) == -1
 
 
 def test_sizes_in_bytes(device):
     rows = torch.zeros(1000, 100)
     table, scores = FeatureTable(rows), torch.rand(1000)
-    for num_hot in (1, 10, 1000):
-        num_bytes = cache.hot_bytes(table, num_hot)
+    for num_cached in (1, 10, 1000):
+        num_bytes = cache.cache_bytes(table, num_cached)
         mine = gcnzc.cached(table, num_bytes, scores, device="cpu")
-        assert mine.num_hot == num_hot
-        assert mine.hot_nbytes == num_bytes
-        copies = hot_rows(rows, mine.hot, device)
+        assert mine.num_cached == num_cached
+        assert mine.cache_nbytes == num_bytes
+        copies = make_cached_rows(rows, mine.hot, device)
         assert copies.nbytes <= num_bytes
-        assert gcnzc.cached(table, num_bytes + 100, scores, device="cpu").num_hot == num_hot
+        assert gcnzc.cached(table, num_bytes + 100, scores, device="cpu").num_cached == num_cached
         with_copies = replace(mine, copies=copies)
-        assert with_copies.hot_nbytes == copies.nbytes
-    assert gcnzc.cached(table, 10**9, scores, device="cpu").num_hot == 1000
+        assert with_copies.cache_nbytes == copies.nbytes
+    assert gcnzc.cached(table, 10**9, scores, device="cpu").num_cached == 1000
 
 
 @pytest.mark.parametrize(
@@ -337,11 +339,11 @@ def test_a_loader_gathers_and_counts(threads, small):
     assert (counters.rows, counters.hits) == (rows, hits)
     assert abs(counters.hit_rate - mine.predicted_hit_rate) < 0.03
     # what the counts of minibatches say is what the table saw
-    fresh = presampling.needed(
+    fresh = presampling.count_accesses(
         Loader(graph, None, seeds, **options), len(Loader(graph, None, seeds, **options))
     )
     assert access_counts.hit_rates_of(
-        access_counts.ranked(counted.scores), fresh, [mine.num_hot]
+        access_counts.rank_by_score(counted.scores), fresh, [mine.num_cached]
     ) == [counters.hit_rate]
 
 
@@ -370,7 +372,7 @@ def test_copies_are_what_is_gathered(device):
     rows = torch.randn(200, 30)
     table = FeatureTable(rows if device.type == "cpu" else rows.pin_memory())
     mine = gcnzc.cached(table, 0.3, torch.rand(200), device="cpu")
-    mine = replace(mine, copies=hot_rows(table.rows, mine.hot, device))
+    mine = replace(mine, copies=make_cached_rows(table.rows, mine.hot, device))
     before, ids = rows.clone(), torch.randint(200, (500,))
     table.rows[mine.hot] = 0
     for kind in (torch.int32, torch.int64):
@@ -400,7 +402,7 @@ def test_codes_are_cached_as_they_are_stored(scale_columns, dtype, device):
     assert torch.equal(mine.gather(ids), expected[ids])
     if device.type == "cuda":
         mine = replace(mine, rows=mine.rows.pin_memory())
-    mine = replace(mine, copies=hot_rows(mine.rows, mine.hot, device))
+    mine = replace(mine, copies=make_cached_rows(mine.rows, mine.hot, device))
     mine.rows.view(torch.uint8)[mine.hot] = 0
     assert torch.equal(mine.gather(ids.to(device)).cpu(), expected[ids])
     # the tally is the same one
@@ -415,7 +417,7 @@ def test_a_split_set_gathers_the_same_rows(dtype, gpus, small):
     table = FeatureTable((100 * table_for(graph).rows).to(dtype))
     scores = torch.rand(graph.num_nodes)
     mine = gcnzc.cached(table, 0.2, scores, devices=["cpu"] * gpus)
-    own = access_counts.ranked(scores)[: mine.num_hot : gpus]
+    own = access_counts.rank_by_score(scores)[: mine.num_cached : gpus]
     asked = hits = peer_hits = 0
     for count in (0, 1, 5000):
         for kind in (torch.int32, torch.int64):
@@ -425,16 +427,16 @@ def test_a_split_set_gathers_the_same_rows(dtype, gpus, small):
             hits += int(found.sum())
             peer_hits += int((found & ~torch.isin(ids, own)).sum())
     row_bytes = 6 * dtype.itemsize
-    assert mine.counters() == cache_counters.Counters(asked, hits, row_bytes, peer_hits)
+    assert mine.counters() == cache_counters.CacheCounters(asked, hits, row_bytes, peer_hits)
     assert mine.counters().own_hit_rate == (hits - peer_hits) / asked
     assert mine.counters().bytes_saved == hits * row_bytes
-    assert repr(mine).endswith(f"{mine.num_hot} hot rows split over {gpus} GPUs, counted)")
+    assert repr(mine).endswith(f"{mine.num_cached} hot rows split over {gpus} GPUs, counted)")
     with pytest.raises(IndexError, match=f"id {graph.num_nodes} is not in a table"):
         mine.gather(torch.tensor([0, graph.num_nodes]))
     assert mine.peer_hits(torch.tensor([0, graph.num_nodes])) == 0
     assert mine.counters().rows == asked
     mine.reset_counters()
-    assert mine.counters() == cache_counters.Counters(0, 0, row_bytes)
+    assert mine.counters() == cache_counters.CacheCounters(0, 0, row_bytes)
     assert mine.counters().own_hit_rate == 0.0
 
 
@@ -447,7 +449,7 @@ def test_a_set_of_one_gpu_is_not_split():
         ),
     ):
         mine.gather(torch.arange(50))
-        assert mine.counters() == cache_counters.Counters(50, 10, 12, peer_hits=0)
+        assert mine.counters() == cache_counters.CacheCounters(50, 10, 12, peer_hits=0)
         assert mine.gpus == 1
 
 
@@ -457,7 +459,9 @@ def test_copies_of_several_gpus_are_what_is_gathered(monkeypatch):
     table, scores = FeatureTable(torch.randn(200, 30)), torch.rand(200)
     mine = gcnzc.cached(table, 0.3, scores, devices=["cpu"] * 3)
     places = [torch.device("cpu")] * 3
-    copies = peer_memory.split(table.rows, access_counts.ranked(scores)[:60], places, FakePeers())
+    copies = peer_memory.split(
+        table.rows, access_counts.rank_by_score(scores)[:60], places, FakePeers()
+    )
     before, ids = table.rows.clone(), torch.randint(200, (500,))
     table.rows[mine.hot] = 0
     counted = mine.peer_hits(ids)
@@ -465,12 +469,12 @@ def test_copies_of_several_gpus_are_what_is_gathered(monkeypatch):
         others = tuple(each for each in copies if each is not first)
         again = replace(mine, copies=first, others=others, _peer_tally=cache_counters.Tally())
         again.reset_counters()
-        assert again.hot_nbytes == first.nbytes == cache.hot_bytes(table, 60, 3)
+        assert again.cache_nbytes == first.nbytes == cache.cache_bytes(table, 60, 3)
         assert torch.equal(again.gather(ids), before[ids])
-        own = access_counts.ranked(scores)[number:60:3]
+        own = access_counts.rank_by_score(scores)[number:60:3]
         hits = int(torch.isin(ids, mine.hot).sum())
         peer_hits = hits - int(torch.isin(ids, own).sum())
-        assert again.counters() == cache_counters.Counters(500, hits, 120, peer_hits)
+        assert again.counters() == cache_counters.CacheCounters(500, hits, 120, peer_hits)
         # by bits, and by slots
         assert number > 0 or peer_hits == counted
 
@@ -490,7 +494,7 @@ def test_processes_split_a_set(of, small):
     for number, share in enumerate(shares):
         mine = share.joined(sent[::-1])
         assert torch.equal(mine.hot, whole.hot)
-        own = access_counts.ranked(counted.scores)[number : mine.num_hot : of]
+        own = access_counts.rank_by_score(counted.scores)[number : mine.num_cached : of]
         assert (mine.hits(own), mine.peer_hits(own)) == (len(own), 0)
         assert mine.predicted_hit_rate == pytest.approx(whole.predicted_hit_rate, rel=1e-12)
         loader = Loader(graph, mine, seeds, **options, rank=number, world_size=of)
@@ -512,13 +516,15 @@ def test_every_gpu_has_as_much_of_what_is_hot(gpus, small):
     graph, seeds = small
     counted = presampling.presample(graph, seeds, [5, 5], 64, batches=20)
     sizes, degrees = [600, 6000], graph.in_degrees()
-    fresh = presampling.needed(Loader(graph, None, seeds, [5, 5], 64), 60)
+    fresh = presampling.count_accesses(Loader(graph, None, seeds, [5, 5], 64), 60)
     for rates, own in (
         (counted.hit_rates(sizes), counted.own_hit_rates(sizes, gpus)),
         (counted.hit_rates_by(degrees, sizes), counted.own_hit_rates_by(degrees, sizes, gpus)),
         (
-            access_counts.hit_rates_of(access_counts.ranked(degrees), fresh, sizes),
-            access_counts.own_hit_rates_of(access_counts.ranked(degrees), fresh, sizes, gpus),
+            access_counts.hit_rates_of(access_counts.rank_by_score(degrees), fresh, sizes),
+            access_counts.own_hit_rates_of(
+                access_counts.rank_by_score(degrees), fresh, sizes, gpus
+            ),
         ),
     ):
         for rate, of_gpus in zip(rates, own, strict=True):
@@ -532,15 +538,19 @@ def test_sizes_of_split_sets():
     table, scores = FeatureTable(torch.zeros(1000, 100)), torch.rand(1000)
     for gpus in (1, 2, 3):
         # bytes are of each GPU, a share is of the whole set
-        num_bytes = cache.hot_bytes(table, 50)
+        num_bytes = cache.cache_bytes(table, 50)
         mine = gcnzc.cached(table, num_bytes, scores, devices=["cpu"] * gpus)
-        assert mine.num_hot == 50 * gpus
-        assert mine.hot_nbytes == num_bytes
+        assert mine.num_cached == 50 * gpus
+        assert mine.cache_nbytes == num_bytes
         mine = gcnzc.cached(table, 0.2, scores, devices=["cpu"] * gpus)
-        assert mine.num_hot == 200
+        assert mine.num_cached == 200
         most = -(-200 // gpus)
-        assert mine.hot_nbytes == cache.hot_bytes(table, most) == cache.hot_bytes(table, 200, gpus)
-        assert gcnzc.cached(table, 10**9, scores, devices=["cpu"] * gpus).num_hot == 1000
+        assert (
+            mine.cache_nbytes
+            == cache.cache_bytes(table, most)
+            == cache.cache_bytes(table, 200, gpus)
+        )
+        assert gcnzc.cached(table, 10**9, scores, devices=["cpu"] * gpus).num_cached == 1000
 
 
 @pytest.mark.parametrize(
@@ -589,7 +599,7 @@ def test_sparse_rows_on_the_host():
     dense = torch.randn(50, 8).relu()
     mine = gcnzc.cached(FeatureTable(dense.to_sparse_csr()), 0.5, torch.rand(50), device="cpu")
     assert torch.equal(mine.gather(torch.arange(50)), dense)
-    assert mine.counters() == cache_counters.Counters(50, 25, 32)
+    assert mine.counters() == cache_counters.CacheCounters(50, 25, 32)
 
 
 @pytest.mark.parametrize(
@@ -606,8 +616,8 @@ def test_sparse_rows_on_the_host():
     ],
 )
 def test_words_for_a_size(words, size):
-    assert hot_size(words) == size
-    assert type(hot_size(words)) is type(size)
+    assert cache_size(words) == size
+    assert type(cache_size(words)) is type(size)
 
 
 @pytest.mark.parametrize(
@@ -655,8 +665,8 @@ def test_training_reports_the_hits(hot_by, folder, tmp_path):
     hits = rows = 0
     for told in lines:
         loader.set_epoch(told["epoch"])
-        counts = presampling.needed(loader, len(loader))
-        mine = int(counts[access_counts.ranked(ranking)[:300]].sum())
+        counts = presampling.count_accesses(loader, len(loader))
+        mine = int(counts[access_counts.rank_by_score(ranking)[:300]].sum())
         assert told["hit_rate"] == mine / int(counts.sum())
         assert told["bytes_saved"] == mine * 48
         hits, rows = hits + mine, rows + int(counts.sum())
@@ -665,12 +675,12 @@ def test_training_reports_the_hits(hot_by, folder, tmp_path):
 
 
 def test_the_tally_of_a_resumed_epoch_goes_on():
-    from gcnzc.train.epoch_stats import Tally
+    from gcnzc.train.epoch_stats import EpochStats
 
-    tally = Tally(torch.device("cpu"))
+    tally = EpochStats(torch.device("cpu"))
     tally.hits += 5
     state = tally.state_dict()
-    other = Tally(torch.device("cpu"))
+    other = EpochStats(torch.device("cpu"))
     other.load_state_dict(state)
     other.hits += 2
     assert other.state_dict()["hits"] == 7
@@ -723,12 +733,12 @@ def test_a_plan_for_several_gpus(folder):
     data = gcnzc.load(folder)
     seeds, degrees = data.split["train"], data.graph.in_degrees()
     counted = presampling.presample(data.graph, seeds, [3, 3], 128, batches=40)
-    fresh = presampling.needed(Loader(data.graph, None, seeds, [3, 3], 128), 40)
-    one = cache_forecast.plan(counted, data.table, degrees, fresh)
-    found = cache_forecast.plan(counted, data.table, degrees, fresh, gpus=4)
+    fresh = presampling.count_accesses(Loader(data.graph, None, seeds, [3, 3], 128), 40)
+    one = cache_forecast.forecast(counted, data.table, degrees, fresh)
+    found = cache_forecast.forecast(counted, data.table, degrees, fresh, gpus=4)
     assert (one["gpus"], found["gpus"]) == (1, 4)
     for line, alone in zip(found["sizes"], one["sizes"], strict=True):
-        assert line["memory_bytes"] == cache.hot_bytes(data.table, -(-line["rows"] // 4))
+        assert line["memory_bytes"] == cache.cache_bytes(data.table, -(-line["rows"] // 4))
         for name in access_counts.RANKINGS:
             figures = line[name]
             for how in ("predicted", "measured"):
@@ -741,7 +751,7 @@ def test_a_plan_for_several_gpus(folder):
             assert figures == alone[name]
         own = counted.own_hit_rates([line["rows"]], 4)[0]
         assert sum(own) == pytest.approx(line["presampled"]["predicted_hit_rate"], rel=1e-9)
-    found = cache_forecast.plan(counted, data.table, degrees, gpus=4)
+    found = cache_forecast.forecast(counted, data.table, degrees, gpus=4)
     assert json.loads(json.dumps(found)) == found
     told = reports_cache.lines(found)
     assert "a hot set that 4 GPUs split keeps off the bus" in told[0]

@@ -13,7 +13,7 @@ import gcnzc
 from gcnzc.features import peer_memory
 from gcnzc.features.table import pinned
 from gcnzc.kernels.gather import gather_reference
-from gcnzc.kernels.gather.cached import gather_hot
+from gcnzc.kernels.gather.cached import gather_cached
 
 CPU = torch.device("cpu")
 # it cannot be asked for under the interpreter
@@ -44,7 +44,7 @@ def check_gathers(rows, hot, copies):
     before, ids = rows.clone(), torch.randint(len(rows), (400,))
     rows.view(torch.int32)[hot] = GONE
     for each in copies:
-        assert torch.equal(gather_hot(rows, ids, each), gather_reference(before, ids))
+        assert torch.equal(gather_cached(rows, ids, each), gather_reference(before, ids))
 
 
 def test_the_rows_go_round_by_rank():
@@ -55,10 +55,10 @@ def test_the_rows_go_round_by_rank():
 
 @pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("gpus", [2, 3, 8])
-@pytest.mark.parametrize("num_hot", [1, 120, 300])
-def test_gpus_of_one_process(num_hot, gpus):
+@pytest.mark.parametrize("num_cached", [1, 120, 300])
+def test_gpus_of_one_process(num_cached, gpus):
     rows, driver = rows_of(), FakePeers()
-    hot = torch.randperm(300)[:num_hot]
+    hot = torch.randperm(300)[:num_cached]
     copies = peer_memory.split(rows, hot, [CPU] * gpus, driver)
     # the copies are there before another GPU reads them
     assert driver.calls[-gpus - 1 :] == [("allocate", None)] * gpus + [("synchronize",)]
@@ -126,10 +126,10 @@ def test_too_little_memory():
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 5])
-@pytest.mark.parametrize("num_hot", [3, 150])
-def test_processes_open_each_other_s_memory(num_hot, gpus):
+@pytest.mark.parametrize("num_cached", [3, 150])
+def test_processes_open_each_other_s_memory(num_cached, gpus):
     rows, driver = rows_of(), FakePeers()
-    hot = torch.randperm(300)[:num_hot]
+    hot = torch.randperm(300)[:num_cached]
     shares = shares_of(rows, hot, gpus, driver)
     # copies are there before handles are made
     assert [name for name, *_ in driver.calls] == ["allocate", "export", "synchronize"] * gpus

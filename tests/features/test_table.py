@@ -20,12 +20,12 @@ from gcnzc.features import cache
 from gcnzc.features import table as module
 from gcnzc.features.table import FeatureTable, can_read_host, copy_into, copy_to, pinned
 from gcnzc.kernels.gather import gather_reference
-from gcnzc.kernels.gather.cached_rows import hot_rows
-from gcnzc.kernels.gather.gpu import Way
+from gcnzc.kernels.gather.cached_rows import make_cached_rows
+from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.system import page_lock
 from gcnzc.system.cuda_driver import Driver
 from gcnzc.system.host_memory import PAGE_BYTES as PAGE
-from gcnzc.system.page_lock import Ledger
+from gcnzc.system.page_lock import PageLocks
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def cuda(monkeypatch):
     def has(driver, segment_pages=16):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        ledger = None if driver is None else Ledger(driver, segment_pages * PAGE, PAGE)
+        ledger = None if driver is None else PageLocks(driver, segment_pages * PAGE, PAGE)
         monkeypatch.setattr(module, "_ledger", lambda: ledger)
         if driver is not None:
             copies.enter_context(FakeGpu(driver))
@@ -117,7 +117,7 @@ def test_codes_are_gathered_as_numbers(dtype, per, device):
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_table_keeps_its_way_and_gathers_by_it(quantized, device, monkeypatch):
-    way, plain = Way(programs=3, warps=4), FeatureTable(torch.randn(40, 20))
+    way, plain = KernelConfig(programs=3, warps=4), FeatureTable(torch.randn(40, 20))
     if quantized:
         plain = FeatureTable.quantized(plain.rows)
     mine = replace(plain, way=way)
@@ -134,7 +134,7 @@ def test_a_table_keeps_its_way_and_gathers_by_it(quantized, device, monkeypatch)
     assert told == [way, None, way, None]
     if device.type == "cpu":
         # as a GPU would
-        copied = replace(cached, copies=hot_rows(plain.rows, cached.hot, device))
+        copied = replace(cached, copies=make_cached_rows(plain.rows, cached.hot, device))
         assert torch.equal(copied.gather(ids), plain.gather(ids))
         assert told[-2:] == [way, None]
 
@@ -688,7 +688,7 @@ def test_pinned_again_and_again(device):
 def test_rows_across_the_borders_of_segments(device, monkeypatch):
     # rows of 404 bytes, segments of 64 KiB: every 162nd row crosses a border
     rows = torch.randn(100_000, 101)
-    ledger = Ledger(Driver(), segment_bytes=1 << 16)
+    ledger = PageLocks(Driver(), segment_bytes=1 << 16)
     monkeypatch.setattr(module, "_ledger", lambda: ledger)
     with pinned(rows) as table:
         assert len(ledger._segments) > 600

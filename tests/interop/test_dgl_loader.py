@@ -12,8 +12,8 @@ import torch
 from gcnzc import FeatureTable
 from gcnzc.interop.dgl import DataLoader, import_dgl
 from gcnzc.interop.dgl import loader as dgl_loader
-from gcnzc.interop.dgl.importing import demand_cuda
-from gcnzc.interop.dgl.native_sampler import drawing_thread
+from gcnzc.interop.dgl.importing import check_cuda
+from gcnzc.interop.dgl.native_sampler import sampling_thread
 
 if importlib.util.find_spec("dgl") is None:
     pytest.skip("DGL is not installed", allow_module_level=True)
@@ -333,7 +333,7 @@ def test_dgl_draws_in_one_thread_of_openmp():
     # what torch was told holds for new threads too, from their first question to it on
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    with drawing_thread.__wrapped__(os.getpid()) as executor:
+    with sampling_thread.__wrapped__(os.getpid()) as executor:
         assert executor.submit(torch.get_num_threads).result() == 1
     torch.set_num_threads(before)
 
@@ -606,7 +606,7 @@ def test_a_gpu_that_dgl_has_no_code_for():
     if torch.cuda.is_available():
         pytest.skip("torch has CUDA, and DGL may")
     with pytest.raises(RuntimeError, match=r"puts no blocks on cuda(.|\n)*gcnzc\.Loader"):
-        demand_cuda(torch.device("cuda"))
+        check_cuda(torch.device("cuda"))
 
 
 def test_uva_asks_for_a_gpu(graph):

@@ -203,7 +203,7 @@ def found(tmp_path_factory):
     return results(RANKS, folder, use_loaders, folder, timeout=TIMEOUT_S)
 
 
-def demand_shares_of_accelerate(found):
+def check_shares_of_accelerate(found):
     found = [of_rank["accelerate"] for of_rank in found]
     for name in ("nodes", "links", "dgl"):
         epochs = [
@@ -218,12 +218,12 @@ def demand_shares_of_accelerate(found):
 
 @pytest.mark.skipif(not HAS_ACCELERATE, reason="Accelerate is not installed")
 def test_accelerate_gives_each_rank_its_share(found):
-    demand_shares_of_accelerate(found)
+    check_shares_of_accelerate(found)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_ACCELERATE, reason="Accelerate is not installed")
 def test_accelerate_with_worker_processes_gives_each_rank_its_share(tmp_path):
-    demand_shares_of_accelerate(
+    check_shares_of_accelerate(
         results(RANKS, tmp_path, use_accelerate_with_workers, timeout=TIMEOUT_S)
     )

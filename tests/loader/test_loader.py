@@ -18,7 +18,7 @@ from gcnzc.features.table import FeatureTable, pinned
 from gcnzc.graph.graph import Graph
 from gcnzc.loader import checks
 from gcnzc.loader.loader import Loader
-from gcnzc.loader.seeds import Shares, order
+from gcnzc.loader.seeds import Shares, epoch_order
 from gcnzc.loader.transfer import Transfer, _Memory
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.link import LinkSampler
@@ -114,7 +114,7 @@ def test_batches_equal_what_the_parts_give(make, graph, table, labels, threads):
     loader = make(threads=threads, seed=5)
     sampler = Sampler(graph, [3, 2], seed=5)
     for epoch in range(2):
-        shuffled = order(loader.seeds, 5, epoch)
+        shuffled = epoch_order(loader.seeds, 5, epoch)
         batches = list(loader)
         assert len(batches) == len(loader) == 16
         for step, batch in enumerate(batches):
@@ -175,12 +175,14 @@ def test_table_of_codes(make, table):
 
 def test_order_is_a_permutation_keyed_by_seed_and_epoch():
     seeds = torch.arange(1000) * 3
-    orders = {tuple(order(seeds, s, e).tolist()) for s in (0, 1, 2, -1, 2**63) for e in range(3)}
+    orders = {
+        tuple(epoch_order(seeds, s, e).tolist()) for s in (0, 1, 2, -1, 2**63) for e in range(3)
+    }
     assert len(orders) == 15
     assert all(sorted(o) == seeds.tolist() for o in orders)
-    assert torch.equal(order(seeds, 1, 2), order(seeds, 1, 2))
+    assert torch.equal(epoch_order(seeds, 1, 2), epoch_order(seeds, 1, 2))
     # no place prefers a seed: with 2000 epochs each of 5 seeds comes first 400 times, give or take
-    first = torch.stack([order(torch.arange(5), 0, e) for e in range(2000)])
+    first = torch.stack([epoch_order(torch.arange(5), 0, e) for e in range(2000)])
     for place in range(5):
         assert (first[:, place].bincount(minlength=5) - 400).abs().max() < 5 * 400**0.5
 
@@ -769,16 +771,16 @@ def test_a_gpu_that_cannot_read_the_host_is_sent_what_the_cpu_gathered(table, mo
     # a table that a GPU would refuse, and a device that says it cannot read it
     assert not table.rows.is_pinned()
     monkeypatch.setattr(checks, "can_read_host", lambda device: False)
-    assert checks._demand_device_rows(gpu, table, 0.0) is None
-    assert checks.is_sent(gpu, table)
+    assert checks._check_device_rows(gpu, table, 0.0) is None
+    assert checks.is_copied(gpu, table)
     monkeypatch.setattr(checks, "can_read_host", lambda device: True)
-    assert not checks.is_sent(gpu, table)
+    assert not checks.is_copied(gpu, table)
     with pytest.raises(ValueError, match=r"gcnzc\.pinned"):
-        checks._demand_device_rows(gpu, table, 0.5)
+        checks._check_device_rows(gpu, table, 0.5)
     # all rows come by way of the CPU, which reads any table
-    assert checks._demand_device_rows(gpu, table, 1.0) is None
+    assert checks._check_device_rows(gpu, table, 1.0) is None
     sparse = FeatureTable(table.rows.to_sparse_csr())
-    assert checks._demand_device_rows(gpu, sparse, 0.0) is None
+    assert checks._check_device_rows(gpu, sparse, 0.0) is None
 
 
 @pytest.mark.gpu

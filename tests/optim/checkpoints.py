@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from gcnzc.exchange import joined
+from gcnzc.exchange import init_group
 
 # in the middle of windows of local steps, and with exchanges that go on
 SAVED, END = 6, 10
@@ -64,7 +64,7 @@ def errors_of(optimizer):
 def save_and_load(folder):
     """Whether this rank goes on bit for bit, and its errors at the checkpoint and after loading."""
     found = {}
-    with joined(timeout_s=60) as group:
+    with init_group(timeout_s=60) as group:
         for number, (name, make) in enumerate(KINDS.items()):
             model = trained_model()
             optimizer = make(model, group)
@@ -99,7 +99,7 @@ def save_and_load(folder):
 def copy_and_pickle():
     """For each optimizer, whether a copy and an unpickled one go on as it does."""
     found = {}
-    with joined(timeout_s=60) as group:
+    with init_group(timeout_s=60) as group:
         for name in COPIED:
             model = Everything().float()
             optimizer = KINDS[name](model, group)

@@ -6,7 +6,7 @@ import io
 import torch
 from optim.models import Everything, batches, loss_of
 
-from gcnzc.exchange import Group, joined, lockstep, run
+from gcnzc.exchange import Group, init_group, lockstep, run
 from gcnzc.optim.local.sync_interval import Clocks
 
 
@@ -62,7 +62,7 @@ def taught(model, optimizer, end, begin=0, each=None):
         gradients_of(model, optimizer, rows)
         yield from optimizer.algorithm()
         if each is not None:
-            yield from optimizer.drained()
+            yield from optimizer.finish_pending()
             each(number)
 
 
@@ -92,7 +92,7 @@ def saved(state):
     return torch.load(file, weights_only=True)
 
 
-def demand_resuming_at_every_step(make, world_size, end, **options):
+def check_resuming_at_every_step(make, world_size, end, **options):
     """Training that goes on from any step's states ends as the training that went on."""
     models, optimizers = team(world_size, make, **options)
     states = {}
@@ -121,7 +121,7 @@ def demand_resuming_at_every_step(make, world_size, end, **options):
 
 def as_worker(makers, steps):
     """A worker's whole training with each of several optimizers, over a real process group."""
-    with joined() as group:
+    with init_group() as group:
         return [_trained_over(make, group, steps) for make in makers]
 
 
@@ -145,7 +145,7 @@ def _trained_over(make, group, steps):
     return averaged, before, vector_of(model)
 
 
-def demand_processes_as_lockstep(found, make, steps):
+def check_processes_as_lockstep(found, make, steps):
     """`found` of `as_worker` on each process is what workers in one process come to."""
     models, optimizers = team(len(found), make, adamw)
     train(models, optimizers, steps)

@@ -5,7 +5,7 @@ import io
 import torch
 from optim.models import Everything, batches, loss_of
 
-from gcnzc.exchange import Group, joined, lockstep, run
+from gcnzc.exchange import Group, init_group, lockstep, run
 from gcnzc.optim import OneBitAdam
 
 
@@ -61,7 +61,7 @@ def tensors_of(optimizer):
 
 
 def train_as_worker(steps):
-    with joined() as group:
+    with init_group() as group:
         model = Everything().float()
         optimizer = OneBitAdam(model.parameters(), lr=0.01, warmup=5, refresh=4, group=group)
         run(taught(model, optimizer, steps), group)

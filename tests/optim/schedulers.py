@@ -4,12 +4,12 @@ import torch
 from optim.kinds import KINDS
 from optim.models import Everything, batches, loss_of
 
-from gcnzc.exchange import joined
+from gcnzc.exchange import init_group
 
 
 def train_by_own_losses():
     """For each optimizer, the error that ends training on this rank, and after which step."""
-    with joined(timeout_s=60) as group:
+    with init_group(timeout_s=60) as group:
         return {name: _trained(make, group) for name, make in KINDS.items()}
 
 

@@ -8,7 +8,7 @@ from optim.models import Everything
 from optim.replicas import taught, values_of
 from torch import distributed
 
-from gcnzc.exchange import Choices, joined, present, run
+from gcnzc.exchange import Choices, current_group, init_group, run
 from gcnzc.exchange.choices import ALGORITHMS, BUILTIN
 from gcnzc.optim import OneBitAdam, StreamingDiLoCo
 from gcnzc.train.shared_data import first_workers, shared
@@ -44,7 +44,7 @@ def share_in(group):
 
 def train_in_subgroups():
     """What a process of four comes to, in the subgroup of its parity."""
-    with joined(timeout_s=60) as whole:
+    with init_group(timeout_s=60) as whole:
         members = ODD if whole.rank % 2 else EVEN
         group = whole.subgroup(members)
         answers = [run(everything(group.rank, group.world_size), group)]
@@ -62,7 +62,7 @@ def train_in_subgroups():
             streaming(model, raw)
         except TypeError as error:
             message = str(error)
-        again = present().subgroup(distributed.get_process_group_ranks(raw))
+        again = current_group().subgroup(distributed.get_process_group_ranks(raw))
         optimizer = streaming(model, again)
         run(taught_locally(model, optimizer, STEPS), again)
         optimizer.finalize()

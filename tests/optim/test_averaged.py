@@ -8,7 +8,7 @@ from torch import nn
 
 from gcnzc.exchange import Choices, Group, Link, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
-from gcnzc.exchange.sync import everybodys, synchronise_buffers, told
+from gcnzc.exchange.sync import all_gather_text, broadcast_bytes, synchronise_buffers
 from gcnzc.optim import Averaged
 
 WORLDS = [1, 2, 3, 4, 8]
@@ -81,7 +81,7 @@ def test_over_processes_as_in_lockstep(tmp_path):
         for name, right in models[rank].state_dict().items():
             assert torch.equal(state[name], right)
         # the layouts' hash, and the kinds, once; then one message a step
-        assert requests == {"Mean": STEPS, "Vote": 1, "AllGather": 1}
+        assert requests == {"Mean": STEPS, "AllGatherScalar": 1, "AllGather": 1}
 
 
 def one_step(models, inner=INNER["sgd"]):
@@ -130,7 +130,9 @@ def test_all_skip_a_step_that_is_not_finite_on_one(bad):
         assert all(map(torch.equal, model.parameters(), first))
         assert not optimizer.state
         assert optimizer.skipped == 1
-        assert optimizer.blame == "elements of the gradient that are not finite: worker 1 has 1"
+        assert (
+            optimizer.skip_reason == "elements of the gradient that are not finite: worker 1 has 1"
+        )
 
 
 def test_signals_of_one_are_heard_by_all():
@@ -174,10 +176,12 @@ def test_models_that_differ_are_told_and_do_not_hang():
 
 @pytest.mark.parametrize("texts", [["", "a", "", "Grüße"], ["only one"]])
 def test_everybodys_words(texts):
-    found = lockstep([everybodys(text) for text in texts]).results
+    found = lockstep([all_gather_text(text) for text in texts]).results
     assert all(each == texts for each in found)
-    assert lockstep([told(texts[0].encode(), 0)]).results == [texts[0].encode()]
-    bytes_of_first = lockstep([told(text.encode(), rank) for rank, text in enumerate(texts)])
+    assert lockstep([broadcast_bytes(texts[0].encode(), 0)]).results == [texts[0].encode()]
+    bytes_of_first = lockstep(
+        [broadcast_bytes(text.encode(), rank) for rank, text in enumerate(texts)]
+    )
     assert set(bytes_of_first.results) == {texts[0].encode()}
 
 

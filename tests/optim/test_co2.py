@@ -10,8 +10,8 @@ from optim.local import (
     adamw,
     all_equal,
     as_worker,
-    demand_processes_as_lockstep,
-    demand_resuming_at_every_step,
+    check_processes_as_lockstep,
+    check_resuming_at_every_step,
     gradients_of,
     mean_of,
     saved,
@@ -27,11 +27,11 @@ from torch import nn
 
 from gcnzc.compress import Dense, Sign
 from gcnzc.compress.dense import DenseReducer
-from gcnzc.exchange import Choices, Compute, Group, Link, joined, lockstep
+from gcnzc.exchange import Choices, Compute, Group, Link, init_group, lockstep
 from gcnzc.optim.local.co2 import CO2
 from gcnzc.optim.local.diloco import DiLoCo
 from gcnzc.optim.local.sync_interval import FIRST, MEASURED, WARM_UP
-from gcnzc.optim.resize import resized
+from gcnzc.optim.resize import resize_state
 
 HALF = Dense(torch.float16)
 LATE = {"gap": "none", "clip": None}
@@ -377,7 +377,7 @@ def test_a_worker_whose_parameters_are_not_finite_is_left_out(options, bad):
     for step in (4, 5, 6):
         train(models, optimizers, step, max(step - 1, 4))
         is_due = step == (6 if delay else 4)
-        assert all((words in optimizer.blame) == is_due for optimizer in optimizers)
+        assert all((words in optimizer.skip_reason) == is_due for optimizer in optimizers)
         assert all(optimizer.dropped == (is_due or not delay) for optimizer in optimizers)
     train(models, optimizers, 12, 6)
     assert all_equal(models)
@@ -441,7 +441,7 @@ def test_a_mean_that_overflows_changes_nothing(sharded, delay):
     assert torch.equal(vector_of(models[0]), before[delay])
     for optimizer in optimizers:
         assert optimizer.dropped == 1
-        assert optimizer.blame.endswith("a synchronisation left out: the mean overflows")
+        assert optimizer.skip_reason.endswith("a synchronisation left out: the mean overflows")
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_bytes_and_requests_are_as_stated(options, requests):
 )
 def test_a_run_goes_on_from_any_step(options):
     dtype = torch.float32 if "compress" in options else torch.float64
-    demand_resuming_at_every_step(every(3, **options), 2, 11, inner=adamw, dtype=dtype)
+    check_resuming_at_every_step(every(3, **options), 2, 11, inner=adamw, dtype=dtype)
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
@@ -499,11 +499,11 @@ def test_another_number_of_workers_goes_on_where_the_old_were(old, new, options)
     models, optimizers = team(old, make, dtype=torch.float32)
     # in the middle of a round, with the mean of the last one under way
     train(models, optimizers, 10)
-    lockstep([optimizer.drained() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending() for optimizer in optimizers])
     states = [saved(optimizer.state_dict()) for optimizer in optimizers]
     again, others = team(new, make, dtype=torch.float32)
     for rank, optimizer in enumerate(others):
-        optimizer.load_state_dict(resized(states, rank, new))
+        optimizer.load_state_dict(resize_state(states, rank, new))
     mean = mean_of(models)
     if new == 1:
         # nobody is left to exchange with: what the last round comes to is taken at once
@@ -540,11 +540,11 @@ def test_another_number_of_eager_workers_ends_where_the_old_would_have(old, new,
     make = every(4, sharded=sharded, outer_lr=1.0, outer_momentum=0.0, **EAGER)
     models, optimizers = team(old, make)
     train(models, optimizers, 10)
-    lockstep([optimizer.drained() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending() for optimizer in optimizers])
     states = [saved(optimizer.state_dict()) for optimizer in optimizers]
     again, others = team(new, make)
     for rank, optimizer in enumerate(others):
-        optimizer.load_state_dict(resized(states, rank, new))
+        optimizer.load_state_dict(resize_state(states, rank, new))
     before = mean_of(models)
     if new > 1:
         torch.testing.assert_close(mean_of(again), before, rtol=0, atol=1e-12)
@@ -568,12 +568,12 @@ def test_another_number_of_eager_workers_ends_where_the_old_would_have(old, new,
 def test_the_state_of_other_ways_is_told_and_not_taken_up(of, to, words, new):
     models, optimizers = team(2, every(3, **of))
     train(models, optimizers, 4)
-    lockstep([optimizer.drained() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending() for optimizer in optimizers])
     states = [optimizer.state_dict() for optimizer in optimizers]
     again, others = team(new, every(3, **to))
     before = vector_of(again[0])
     with pytest.raises(ValueError, match=words) as error:
-        others[0].load_state_dict(resized(states, 0, new))
+        others[0].load_state_dict(resize_state(states, 0, new))
     assert "\n\nhint: " in str(error.value)
     assert torch.equal(vector_of(again[0]), before)
 
@@ -761,7 +761,7 @@ class PatientReducer(DenseReducer):
 
 
 def patient(steps):
-    with joined() as group:
+    with init_group() as group:
         model = Everything()
         optimizer = every(3, compress=Patient())(adamw(model.parameters()), group)
         for number, rows in enumerate(batches(steps), 1):
@@ -795,7 +795,7 @@ def test_over_processes_as_in_lockstep(tmp_path):
     makers = [every_third, every_third_in_shares]
     found = results(3, tmp_path, as_worker, makers, 11)
     for make, each in zip(makers, zip(*found, strict=True), strict=True):
-        demand_processes_as_lockstep(each, make, 11)
+        check_processes_as_lockstep(each, make, 11)
 
 
 @pytest.mark.parametrize(
@@ -856,7 +856,7 @@ def test_a_signal_that_was_under_way_is_not_heard_by_the_run_that_goes_on():
         for _ in range(2):
             parameter.grad = torch.ones(5)
             yield from optimizer.algorithm()
-        yield from optimizer.drained()
+        yield from optimizer.finish_pending()
         return optimizer.state_dict()
 
     def going_on(rank, state):

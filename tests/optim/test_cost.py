@@ -214,7 +214,7 @@ def test_training_takes_the_method_that_is_called_usual():
     for size in (10, 100_000):
         model = nn.Linear(size, 1)
         taken = Choices().of(Sum(torch.zeros(size + 1)))
-        assert optim_cost.usual_method(model) == f"averaged, {taken}"
+        assert optim_cost.default_method(model) == f"averaged, {taken}"
 
 
 def test_measuring_leaves_torch_alone(graph):

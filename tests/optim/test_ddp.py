@@ -6,7 +6,7 @@ from processes import results
 from torch.nn.parallel import DistributedDataParallel
 
 from gcnzc.optim import OneBitAdam
-from gcnzc.optim.ddp import leave_local
+from gcnzc.optim.ddp import keep_gradients_local
 
 STEPS = 12
 
@@ -18,7 +18,7 @@ def train_under_ddp(hook):
     model = Everything().float()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     if hook:
-        wrapped.register_comm_hook(None, leave_local)
+        wrapped.register_comm_hook(None, keep_gradients_local)
     optimizer = OneBitAdam(wrapped.parameters(), lr=0.01, warmup=5, refresh=4)
     differed = False
     for rows in batches(STEPS):

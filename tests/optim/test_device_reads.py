@@ -13,15 +13,15 @@ from simulated_device import OnDevice, Reads
 from gcnzc.compress import Rounded
 from gcnzc.exchange import (
     AllGather,
+    AllGatherScalar,
     AllToAll,
-    Begin,
     Broadcast,
-    End,
     Group,
     Mean,
     ReduceScatter,
+    Start,
     Sum,
-    Vote,
+    Wait,
 )
 from gcnzc.optim import (
     CO2,
@@ -48,15 +48,15 @@ def values_of(tensor):
 def answers(requests):
     """What two ranks get for their requests, which are of the same kind."""
     first = requests[0]
-    if isinstance(first, Begin):
+    if isinstance(first, Start):
         before = len(Reads.seen)
         pending = drive([each.request for each in requests])
         # beside the steps, which go on
         del Reads.seen[before:]
         return pending
-    if isinstance(first, End):
+    if isinstance(first, Wait):
         return [each.pending for each in requests]
-    if isinstance(first, Vote):
+    if isinstance(first, AllGatherScalar):
         return [tuple(each.value for each in requests)] * WORLD_SIZE
     like = OnDevice if isinstance(getattr(first, "values", None), OnDevice) else torch.Tensor.clone
     if isinstance(first, AllToAll):

@@ -3,7 +3,7 @@ import torch
 from optim.local import (
     adamw,
     all_equal,
-    demand_resuming_at_every_step,
+    check_resuming_at_every_step,
     mean_of,
     saved,
     sgd,
@@ -18,7 +18,7 @@ from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Choices, Group, lockstep
 from gcnzc.optim.local.diloco import DiLoCo, Outer
 from gcnzc.optim.local.local_sgd import LocalSGD
-from gcnzc.optim.resize import resized
+from gcnzc.optim.resize import resize_state
 
 HALF = Dense(torch.float16)
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -158,7 +158,7 @@ def test_shares_are_not_compressed():
 )
 def test_a_run_goes_on_from_any_step(options):
     dtype = torch.float32 if "compress" in options else torch.float64
-    demand_resuming_at_every_step(every(3, **options), 2, 8, inner=adamw, dtype=dtype)
+    check_resuming_at_every_step(every(3, **options), 2, 8, inner=adamw, dtype=dtype)
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
@@ -170,7 +170,7 @@ def test_another_number_of_workers_goes_on(old, new, options):
     states = [saved(optimizer.state_dict()) for optimizer in optimizers]
     again, others = team(new, make, dtype=torch.float32)
     for rank, optimizer in enumerate(others):
-        optimizer.load_state_dict(resized(states, rank, new))
+        optimizer.load_state_dict(resize_state(states, rank, new))
     assert all_equal(again)
     torch.testing.assert_close(vector_of(again[0]), mean_of(models))
     if min(old, new) > 1:
@@ -215,7 +215,7 @@ def test_a_worker_whose_parameters_are_not_finite_takes_up_the_common_ones(optio
     torch.testing.assert_close(vector_of(models[1]), right, rtol=loose, atol=loose)
     for optimizer in optimizers:
         assert optimizer.dropped == 1
-        assert optimizer.blame.endswith("the parameters of 1 of 3 workers are not finite")
+        assert optimizer.skip_reason.endswith("the parameters of 1 of 3 workers are not finite")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -230,7 +230,7 @@ def test_nothing_changes_where_no_worker_is_finite(sharded):
     for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
         assert torch.equal(optimizer.anchor, anchor)
         assert torch.equal(optimizer.momentum, momentum)
-        assert "no worker's parameters are finite" in optimizer.blame
+        assert "no worker's parameters are finite" in optimizer.skip_reason
         assert optimizer.dropped == 1
 
 
@@ -247,7 +247,7 @@ def test_nothing_changes_where_a_mean_overflows(options):
     for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
         assert torch.equal(optimizer.anchor, anchor)
         assert torch.equal(optimizer.momentum, momentum)
-        assert optimizer.blame.startswith("a synchronisation left out: ")
+        assert optimizer.skip_reason.startswith("a synchronisation left out: ")
         assert optimizer.dropped == 1
 
 

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from gcnzc.exchange.layout import by_kind, hash_of, layout
+from gcnzc.exchange.layout import group_by_dtype, hash_of, layout
 from gcnzc.optim.flat import FlatVector
 
 
@@ -59,7 +59,7 @@ def test_one_vector_for_each_dtype_and_each_tied_parameter_once():
     given = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2).half()})
     given["b"].weight = given["a"].weight
     named = [*given.named_parameters(remove_duplicate=False)]
-    kinds = by_kind(named)
+    kinds = group_by_dtype(named)
     assert [[name for name, _ in kind] for kind in kinds] == [
         ["a.weight", "a.bias", "b.bias"],
         ["c.weight", "c.bias"],

@@ -3,8 +3,8 @@ import torch
 from optim.models import Everything
 from torch import nn
 
-from gcnzc.optim.local.fragments import cut
-from gcnzc.optim.space import Space
+from gcnzc.optim.flat_parameters import FlatParameters
+from gcnzc.optim.local.fragments import split_into_fragments
 
 
 class Layers(nn.Module):
@@ -16,10 +16,10 @@ class Layers(nn.Module):
 
 
 def space_of(model):
-    return Space(torch.optim.SGD(model.parameters(), lr=1.0).param_groups)
+    return FlatParameters(torch.optim.SGD(model.parameters(), lr=1.0).param_groups)
 
 
-def demand_every_element_once(space, fragments):
+def check_every_element_once(space, fragments):
     """Each fragment writes a number of its own; every element gets one, and is read back."""
     assert sum(fragment.num_elements for fragment in fragments) == space.num_elements
     seen = torch.zeros(space.num_elements, dtype=torch.int64)
@@ -38,24 +38,24 @@ def demand_every_element_once(space, fragments):
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 100])
 def test_slices_cover_every_element_once_and_are_alike_in_size(count):
     space = space_of(Everything())
-    fragments = cut(space, count)
+    fragments = split_into_fragments(space, count)
     assert len(fragments) == count
-    demand_every_element_once(space, fragments)
+    check_every_element_once(space, fragments)
     sizes = [fragment.num_elements for fragment in fragments]
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_as_many_slices_as_elements_and_no_more():
     space = space_of(nn.Linear(2, 2))
-    demand_every_element_once(space, cut(space, 6))
+    check_every_element_once(space, split_into_fragments(space, 6))
     for count in (0, 7):
         with pytest.raises(ValueError, match=f"{count} fragments of 6 elements"):
-            cut(space, count)
+            split_into_fragments(space, count)
 
 
 def test_a_fragment_for_each_module():
     model = Layers()
-    fragments = cut(space_of(model), "modules", model.named_parameters())
+    fragments = split_into_fragments(space_of(model), "modules", model.named_parameters())
     assert [(each.name, each.num_elements) for each in fragments] == [
         ("the model", 1),
         ("layers.0", 12),
@@ -63,32 +63,36 @@ def test_a_fragment_for_each_module():
         ("head.0", 8),
         ("head.1", 4),
     ]
-    demand_every_element_once(space_of(model), fragments)
+    check_every_element_once(space_of(model), fragments)
 
 
 def test_fragments_by_names_and_the_rest():
     model = Layers()
-    fragments = cut(space_of(model), [r"bias$", r"^layers"], model.named_parameters())
+    fragments = split_into_fragments(
+        space_of(model), [r"bias$", r"^layers"], model.named_parameters()
+    )
     assert [(each.name, each.num_elements) for each in fragments] == [
         ("bias$", 10),
         ("^layers", 18),
         ("the rest", 9),
     ]
-    demand_every_element_once(space_of(model), fragments)
+    check_every_element_once(space_of(model), fragments)
     with pytest.raises(ValueError, match="no parameter for the fragment 'tail'"):
-        cut(space_of(model), ["head", "tail"], model.named_parameters())
+        split_into_fragments(space_of(model), ["head", "tail"], model.named_parameters())
 
 
 def test_tied_and_frozen_parameters_and_those_without_a_name():
     model = Everything()
-    fragments = cut(space_of(model), "modules", model.named_parameters(remove_duplicate=False))
-    demand_every_element_once(space_of(model), fragments)
+    fragments = split_into_fragments(
+        space_of(model), "modules", model.named_parameters(remove_duplicate=False)
+    )
+    check_every_element_once(space_of(model), fragments)
     names = [fragment.name for fragment in fragments]
     assert names.count("first") == 1
     with pytest.raises(ValueError, match=r"(?s)no name for group 0, parameter 1.*named_parameters"):
-        cut(space_of(model), "modules")
+        split_into_fragments(space_of(model), "modules")
     with pytest.raises(ValueError, match="fragments 'layers'"):
-        cut(space_of(model), "layers", model.named_parameters())
+        split_into_fragments(space_of(model), "layers", model.named_parameters())
 
 
 def test_parameters_that_do_not_lie_flat():
@@ -96,17 +100,17 @@ def test_parameters_that_do_not_lie_flat():
     model.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     assert not model.weight.is_contiguous()
     space = space_of(model)
-    fragments = cut(space, 3)
+    fragments = split_into_fragments(space, 3)
     expected = space.read_parameters(space.empty())
     read = [each.read(torch.empty(each.num_elements)) for each in fragments]
     assert torch.equal(torch.cat(read), expected)
-    demand_every_element_once(space, fragments)
+    check_every_element_once(space, fragments)
 
 
 def test_half_precision_is_read_exactly_and_rounded_when_written():
     model = nn.Linear(3, 4).bfloat16()
     space = space_of(model)
-    (fragment,) = cut(space, 1)
+    (fragment,) = split_into_fragments(space, 1)
     values = fragment.read(space.empty())
     assert torch.equal(values[:12].view(4, 3), model.weight.float())
     fragment.write(values + 1)

@@ -8,7 +8,7 @@ from optim.kinds import EVERY_STEP, KINDS, LOCAL, ZERO_ONE_LOCAL
 from processes import results
 from torch import nn
 
-from gcnzc.exchange import Group, joined
+from gcnzc.exchange import Group, init_group
 from gcnzc.optim import LocalSGD
 
 STEPS, SCALE = 10, 1024.0
@@ -62,7 +62,7 @@ def train_scaled(make, group, unscales):
 
 
 def train_all():
-    with joined() as group:
+    with init_group() as group:
         found = {
             (name, unscales): train_scaled(make, group, unscales)
             for name, make in KINDS.items()

@@ -64,7 +64,7 @@ def test_exchanges_that_go_on_in_states_of_older_versions_still_end(name):
 
     models, optimizers = team()
     train(models, optimizers, 4)
-    lockstep([optimizer.drained() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending() for optimizer in optimizers])
     states = [copy.deepcopy(optimizer.snapshot()) for optimizer in optimizers]
     assert any("flight" in key or key == "told" for key in states[0]["shared"])
     found = []

@@ -8,7 +8,7 @@ from optim.kinds import AVERAGED, FIXED_LAYOUT, KINDS
 from processes import results
 from torch import nn
 
-from gcnzc.exchange import Group, joined, lockstep
+from gcnzc.exchange import Group, init_group, lockstep
 from gcnzc.exchange.sync import synchronise_buffers
 from gcnzc.optim import Averaged, DiLoCo, LocalSGD, OneBitAdam
 
@@ -85,7 +85,7 @@ def add_group(make, group):
 
 
 def train_all():
-    with joined() as group:
+    with init_group() as group:
         found = {
             (name, has_module): train_with_module(make, group, has_module)
             for name, make in KINDS.items()
@@ -212,7 +212,7 @@ def test_buffers_of_a_run_that_is_resumed_stay_as_they_are(name):
             optimizer.zero_grad()
             model(torch.randn(16, 6, generator=generator)).square().mean().backward()
             yield from optimizer.algorithm()
-            yield from getattr(optimizer, "drained", lambda: ())()
+            yield from getattr(optimizer, "finish_pending", lambda: ())()
 
     lockstep([train(*pair, 0, 5) for pair in zip(models, optimizers, strict=True)])
     again = copy.deepcopy([model.state_dict() for model in models])

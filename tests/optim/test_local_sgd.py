@@ -6,7 +6,7 @@ from optim.local import (
     Handed,
     adamw,
     all_equal,
-    demand_resuming_at_every_step,
+    check_resuming_at_every_step,
     mean_of,
     saved,
     sgd,
@@ -22,7 +22,7 @@ from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Choices, Compute, Group, lockstep
 from gcnzc.optim.local.local_sgd import LocalSGD
 from gcnzc.optim.local.sync_interval import FIRST, MEASURED, WARM_UP
-from gcnzc.optim.resize import resized
+from gcnzc.optim.resize import resize_state
 
 HALF = Dense(torch.float16)
 
@@ -92,7 +92,7 @@ def test_one_worker_takes_the_inner_steps_alone():
 @pytest.mark.parametrize("options", [{}, {"compress": HALF}, {"compress": Sign(block=64)}])
 def test_a_run_goes_on_from_any_step(options):
     dtype = torch.float32 if "compress" in options else torch.float64
-    demand_resuming_at_every_step(every(3, **options), 2, 8, inner=adamw, dtype=dtype)
+    check_resuming_at_every_step(every(3, **options), 2, 8, inner=adamw, dtype=dtype)
 
 
 def test_a_state_is_of_one_worker():
@@ -111,7 +111,7 @@ def test_another_number_of_workers_begins_at_the_mean_of_the_old(old, new, compr
     states = [saved(optimizer.state_dict()) for optimizer in optimizers]
     again, others = team(new, make, dtype=torch.float32)
     for rank, optimizer in enumerate(others):
-        optimizer.load_state_dict(resized(states, rank, new))
+        optimizer.load_state_dict(resize_state(states, rank, new))
     for model in again:
         torch.testing.assert_close(vector_of(model), mean_of(models))
     assert all_equal(again)
@@ -148,8 +148,8 @@ def test_a_gradient_that_is_not_finite_costs_one_worker_its_step(bad):
     models[1].rare.grad[2] = bad
     lockstep([optimizer.algorithm() for optimizer in optimizers])
     assert [optimizer.skipped for optimizer in optimizers] == [0, 1, 0]
-    assert optimizers[1].blame == "a gradient of worker 1 is not finite: its step left out"
-    assert optimizers[0].blame == optimizers[2].blame == ""
+    assert optimizers[1].skip_reason == "a gradient of worker 1 is not finite: its step left out"
+    assert optimizers[0].skip_reason == optimizers[2].skip_reason == ""
     assert torch.equal(vector_of(models[1]), before)
     assert not torch.equal(vector_of(models[0]), before)
     # it takes part in the mean nevertheless
@@ -180,7 +180,7 @@ def test_a_worker_whose_parameters_are_not_finite_takes_up_those_of_the_others(c
         torch.testing.assert_close(vector_of(models[1]), mean_of([others[0], others[2]]))
     for optimizer in optimizers:
         assert optimizer.dropped == 1
-        assert optimizer.blame.endswith("the parameters of 1 of 3 workers are not finite")
+        assert optimizer.skip_reason.endswith("the parameters of 1 of 3 workers are not finite")
     assert models[1].rare not in optimizers[1].state
     assert models[0].rare in optimizers[0].state
     train(models, optimizers, 6, 3)
@@ -199,7 +199,7 @@ def test_nothing_changes_where_no_worker_is_finite():
     for model, values, optimizer in zip(models, before, optimizers, strict=True):
         for found, right in zip(model.parameters(), values, strict=True):
             torch.testing.assert_close(found, right, rtol=0, atol=1, equal_nan=True)
-        assert "no worker's parameters are finite" in optimizer.blame
+        assert "no worker's parameters are finite" in optimizer.skip_reason
         assert torch.equal(optimizer.anchor, anchor)
 
 

@@ -10,7 +10,7 @@ from processes import results
 from torch import nn
 
 from gcnzc.compress import Dense
-from gcnzc.exchange import Group, joined, lockstep
+from gcnzc.exchange import Group, init_group, lockstep
 from gcnzc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
 
 WARMUP, FIRST, BAD, END = 10, 20, 12, 26
@@ -44,7 +44,7 @@ def are_all_finite(state):
 def train_with_bad_gradients():
     """What each optimizer comes to on this rank when rank 0 has one gradient that is not finite."""
     found = {}
-    with joined() as group:
+    with init_group() as group:
         for (name, make), bad in itertools.product(KINDS.items(), [math.nan, math.inf]):
             table = nn.Parameter(torch.ones(8, 4))
             optimizer = make([table], group=group)
@@ -52,7 +52,7 @@ def train_with_bad_gradients():
             for step in range(1, END + 1):
                 give_gradient(table, step, group.rank, bad)
                 optimizer.step()
-                blames.append(optimizer.blame)
+                blames.append(optimizer.skip_reason)
                 states &= are_all_finite(optimizer.snapshot())
             found[name, bad] = table.detach().clone(), optimizer.steps, blames, states
     return found
@@ -68,7 +68,9 @@ def test_one_bad_gradient_of_an_inactive_element_skips_one_step_on_all_ranks(tmp
         assert first == second, name
         steps, blames, states_are_finite = first
         assert states_are_finite, name
-        assert [number for number, blame in enumerate(blames, 1) if blame] == [BAD], name
+        assert [number for number, skip_reason in enumerate(blames, 1) if skip_reason] == [BAD], (
+            name
+        )
         assert "not finite: worker 0 has 1" in blames[BAD - 1]
         assert steps == END - 1
         assert table.isfinite().all(), name

@@ -16,9 +16,9 @@ from optim.replicas import (
 from processes import results
 from torch import nn
 
-from gcnzc.compress import Dense, Place, Sign
+from gcnzc.compress import Dense, Sign, WorkerInfo
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import OneBitAdam, resized
+from gcnzc.optim import OneBitAdam, resize_state
 from gcnzc.optim.resize import unpacked
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 
@@ -220,7 +220,9 @@ def test_collectives_and_bytes_of_a_step(layers, options, excluded, requests):
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_nothing_that_is_left_out_is_lost(world_size, block, dtype):
     n, steps = 333, 40
-    places = [Place(rank, world_size, torch.device("cpu"), dtype) for rank in range(world_size)]
+    places = [
+        WorkerInfo(rank, world_size, torch.device("cpu"), dtype) for rank in range(world_size)
+    ]
     reducers = [Sign(block=block).reducer(n, place) for place in places]
     active = torch.arange(n) % 7 > 0
     for reducer in reducers:
@@ -317,11 +319,11 @@ def test_all_skip_what_is_not_finite_on_one_worker(phase, bad):
         assert all(map(torch.equal, tensors_of(optimizer), before[1][rank]))
         assert (optimizer.steps, optimizer.numbers) == numbers[rank]
         assert optimizer.skipped == 2
-        assert "not finite: worker 1 has 2" in optimizer.blame
+        assert "not finite: worker 1 has 2" in optimizer.skip_reason
     # and it goes on
     give(models, 5)
     step(optimizers)
-    assert optimizers[0].blame == ""
+    assert optimizers[0].skip_reason == ""
     assert alike(models)
     assert not torch.equal(models[0][0], before[0][0][0])
 
@@ -590,7 +592,7 @@ def test_another_number_of_workers_keeps_what_is_pending(new):
     # the last step is compressed or not, as rows wake
     train(models, optimizers, 9)
     states = [saved(each) for each in optimizers]
-    fitted = [resized(states, rank, new) for rank in range(new)]
+    fitted = [resize_state(states, rank, new) for rank in range(new)]
     size = float(total_pending(states).abs().max())
     assert size > 0
     torch.testing.assert_close(
@@ -615,7 +617,7 @@ def test_from_one_worker_and_to_one(old, new):
     others, anew = team(new, warmup=3)
     for rank, optimizer in enumerate(anew):
         others[rank].load_state_dict(models[0].state_dict())
-        optimizer.load_state_dict(resized(states, rank, new))
+        optimizer.load_state_dict(resize_state(states, rank, new))
     train(others, anew, 12, 6)
     assert all(torch.equal(values_of(each), values_of(others[0])) for each in others)
     # and once more, frozen by now
@@ -623,7 +625,7 @@ def test_from_one_worker_and_to_one(old, new):
     more, last = team(2, warmup=3)
     for rank, optimizer in enumerate(last):
         more[rank].load_state_dict(others[0].state_dict())
-        optimizer.load_state_dict(resized(states, rank, 2))
+        optimizer.load_state_dict(resize_state(states, rank, 2))
         assert optimizer.is_frozen
     train(more, last, 16, 12)
     assert torch.equal(values_of(more[0]), values_of(more[1]))
@@ -664,7 +666,7 @@ def regression(steps, between=None):
 def test_what_is_pending_is_worth_keeping():
     def folded(states):
         new = 2 if len(states) == 4 else 4
-        return [resized(states, rank, new) for rank in range(new)]
+        return [resize_state(states, rank, new) for rank in range(new)]
 
     def forgotten(states):
         found = folded(states)

@@ -12,8 +12,8 @@ from processes import results
 from torch import nn
 
 from gcnzc.compress import Dense, Sign
-from gcnzc.exchange import Group, joined, lockstep
-from gcnzc.optim import resized
+from gcnzc.exchange import Group, init_group, lockstep
+from gcnzc.optim import resize_state
 from gcnzc.optim.synchronous.one_bit_lamb import MOST_SCALING, OneBitLamb
 
 SHAPES = [(4, 3), (5,), (17,), (6, 6)]
@@ -355,7 +355,7 @@ def test_all_skip_a_step_that_is_not_finite_on_one(step_of_fault, bad):
             take_step(models, optimizers, step, change)
             for optimizer in optimizers:
                 assert optimizer.skipped == 1
-                assert "worker 1 has 1" in optimizer.blame
+                assert "worker 1 has 1" in optimizer.skip_reason
                 optimizer.skipped = 0
             for model, values in zip(models, before[0], strict=True):
                 assert are_equal(model, values)
@@ -563,7 +563,7 @@ def test_another_number_of_workers_goes_on_with_all_that_was_left_out(world_size
     files, values = saved(optimizers), copy.deepcopy(models[0])
     others, resumed = made(world_size, **options)
     for rank, (other, optimizer) in enumerate(zip(others, resumed, strict=True)):
-        optimizer.load_state_dict(resized(files, rank, world_size))
+        optimizer.load_state_dict(resize_state(files, rank, world_size))
         for parameter, right in zip(other, values, strict=True):
             parameter.data.copy_(right)
         same(optimizer.vectors, optimizers[0].vectors)
@@ -598,7 +598,7 @@ def test_memory_is_counted():
 
 
 def train_as_worker(steps):
-    with joined() as group:
+    with init_group() as group:
         model = [nn.Parameter(each) for each in random_lists(0, dtype=torch.float32)]
         optimizer = OneBitLamb(model, warmup=3, compress=Sign(), group=group)
         for step in range(steps):

@@ -10,7 +10,7 @@ from optim.kinds import KINDS, adamw
 from processes import results
 from torch import nn
 
-from gcnzc.exchange import RequestMismatch, joined
+from gcnzc.exchange import RequestMismatch, init_group
 from gcnzc.optim import Averaged, LocalSGD, OneBitAdam
 
 STEPS, SAVED, CHANGED = 14, 2, 5
@@ -114,7 +114,7 @@ def finalize_after_other_steps(make, group):
 
 def train_all():
     found = {}
-    with joined(timeout_s=20) as whole:
+    with init_group(timeout_s=20) as whole:
         for name, make in KINDS.items():
             for change in CHANGES:
                 # an error may have ended the connections of the group before

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from gcnzc.kernels.codec.cut import Cut
-from gcnzc.optim import resized
+from gcnzc.kernels.codec.block_layout import BlockLayout
+from gcnzc.optim import resize_state
 from gcnzc.optim.resize import part_of
 
 
@@ -39,7 +39,7 @@ def joined(made, name):
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (4, 8), (3, 5), (1, 3), (5, 1)])
 def test_another_number_of_workers_has_the_same_in_all(old, new):
     before = states(old)
-    after = [resized(before, rank, new) for rank in range(new)]
+    after = [resize_state(before, rank, new) for rank in range(new)]
     for rank, state in enumerate(after):
         assert (state["rank"], state["world_size"]) == (rank, new)
         assert state["shared"] == before[0]["shared"]
@@ -61,32 +61,32 @@ def test_another_number_of_workers_has_the_same_in_all(old, new):
 def test_as_many_workers_go_on_with_their_own():
     before = states(3)
     for rank in range(3):
-        after = resized(before, rank, 3)
+        after = resize_state(before, rank, 3)
         assert after == before[rank]
         assert after["errors"]["momentum"]["worker"] is before[rank]["errors"]["momentum"]["worker"]
 
 
 def test_what_was_given_is_not_changed():
     before, same = states(4), states(4)
-    resized(before, 1, 2)
+    resize_state(before, 1, 2)
     assert torch.equal(joined(before, "server"), joined(same, "server"))
     assert torch.equal(joined(before, "worker"), joined(same, "worker"))
 
 
 def test_states_that_do_not_belong_together_are_told():
     with pytest.raises(ValueError, match="give those of all workers, in the order of ranks"):
-        resized(states(3)[:2], 0, 2)
+        resize_state(states(3)[:2], 0, 2)
     with pytest.raises(ValueError, match="give those of all workers, in the order of ranks"):
-        resized(states(3)[::-1], 0, 2)
+        resize_state(states(3)[::-1], 0, 2)
     with pytest.raises(ValueError, match="states of different steps"):
-        resized([*states(2)[:1], *states(2, steps=4)[1:]], 0, 3)
+        resize_state([*states(2)[:1], *states(2, steps=4)[1:]], 0, 3)
 
 
 @pytest.mark.parametrize("bits", [1, 4, 8])
 @pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 150, 4097])
 def test_parts_are_those_of_codes(n, bits):
     for world_size in (1, 2, 3, 5, 8):
-        cut = Cut(n, world_size, bits, 128)
+        cut = BlockLayout(n, world_size, bits, 128)
         bounds = [part_of(n, rank, world_size) for rank in range(world_size)]
         assert bounds == [cut.bounds(rank) for rank in range(world_size)]
         assert sum(end - begin for begin, end in bounds) == n
@@ -107,6 +107,6 @@ def test_inner_state_that_one_worker_lacks_is_that_of_the_others():
             | {"rank": rank, "world_size": 2}
             for rank, inner in enumerate(inners)
         ]
-        found = resized(states, 0, 1)["inner"]["state"]
+        found = resize_state(states, 0, 1)["inner"]["state"]
         assert found[0]["exp_avg"].tolist() == [3.0]
         assert found[1]["exp_avg"].tolist() == [6.0]

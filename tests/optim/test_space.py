@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from gcnzc.optim.space import Space
+from gcnzc.optim.flat_parameters import FlatParameters
 
 
 def groups():
@@ -19,7 +19,7 @@ def groups():
 
 def test_dense_parameters_come_first_and_none_comes_twice():
     made = groups()
-    space = Space(made)
+    space = FlatParameters(made)
     (coded, _), (dense,), (more, _) = (group["params"] for group in made)
     assert [id(each) for each in space.parameters] == [id(dense), id(coded), id(more)]
     assert (space.num_dense, space.num_elements) == (4, 11)
@@ -34,7 +34,7 @@ def test_dense_parameters_come_first_and_none_comes_twice():
 
 def test_parameters_go_into_a_vector_and_back():
     made = groups()
-    space = Space(made)
+    space = FlatParameters(made)
     before = [each.detach().clone() for each in space.parameters]
     values = space.read_parameters(space.empty(2))
     assert values.shape == (13,)
@@ -50,7 +50,7 @@ def test_parameters_go_into_a_vector_and_back():
 
 def test_gradients_of_all_kinds_are_read():
     table, dense, none = (nn.Parameter(torch.ones(4, 2)) for _ in range(3))
-    space = Space([{"params": [table, dense, none]}])
+    space = FlatParameters([{"params": [table, dense, none]}])
     table.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (4, 2), check_invariants=True)
     dense.grad = torch.full((4, 2), 3.0)
     values = torch.full((25,), 7.0)
@@ -67,14 +67,14 @@ def test_gradients_of_all_kinds_are_read():
 
 def test_one_double_makes_all_vectors_double():
     single, double = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).double())
-    assert Space([{"params": [single]}]).dtype == torch.float32
-    assert Space([{"params": [single, double]}]).zeros().dtype == torch.float64
+    assert FlatParameters([{"params": [single]}]).dtype == torch.float32
+    assert FlatParameters([{"params": [single, double]}]).zeros().dtype == torch.float64
 
 
 def test_nothing_to_train_and_several_devices_are_told():
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     with pytest.raises(ValueError, match="no parameter of the optimizer has requires_grad"):
-        Space([{"params": [frozen]}])
+        FlatParameters([{"params": [frozen]}])
     elsewhere = nn.Parameter(torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match="on several devices: cpu, meta"):
-        Space([{"params": [nn.Parameter(torch.ones(2)), elsewhere]}])
+        FlatParameters([{"params": [nn.Parameter(torch.ones(2)), elsewhere]}])

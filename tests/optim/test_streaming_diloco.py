@@ -5,8 +5,8 @@ from optim.local import (
     adamw,
     all_equal,
     as_worker,
-    demand_processes_as_lockstep,
-    demand_resuming_at_every_step,
+    check_processes_as_lockstep,
+    check_resuming_at_every_step,
     mean_of,
     saved,
     sgd,
@@ -25,7 +25,7 @@ from gcnzc.optim.local.diloco import DiLoCo
 from gcnzc.optim.local.local_sgd import LocalSGD
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.local.sync_interval import FIRST, MEASURED, WARM_UP
-from gcnzc.optim.resize import resized
+from gcnzc.optim.resize import resize_state
 
 HALF = Dense(torch.float16)
 
@@ -154,10 +154,10 @@ def test_all_end_with_the_mean_of_what_came_back():
     train(models, optimizers, 12)
     assert optimizers[0].flights
 
-    def landed(optimizer):
-        yield from optimizer.landed()
+    def apply_pending(optimizer):
+        yield from optimizer.apply_pending()
 
-    lockstep([landed(optimizer) for optimizer in optimizers])
+    lockstep([apply_pending(optimizer) for optimizer in optimizers])
     assert not all_equal(models)
     mean = mean_of(models)
     lockstep([optimizer.finalized() for optimizer in optimizers])
@@ -183,7 +183,7 @@ def test_all_end_with_the_mean_of_what_came_back():
 )
 def test_a_run_goes_on_from_any_step_with_fragments_under_way(options):
     dtype = torch.float32 if "compress" in options else torch.float64
-    demand_resuming_at_every_step(every(4, **options), 2, 11, inner=adamw, dtype=dtype)
+    check_resuming_at_every_step(every(4, **options), 2, 11, inner=adamw, dtype=dtype)
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
@@ -192,11 +192,11 @@ def test_another_number_of_workers_goes_on_with_fragments_under_way(old, new, co
     make = every(4, fragments=3, delay=3, signals=1, compress=compress)
     models, optimizers = team(old, make, dtype=torch.float32)
     train(models, optimizers, 6)
-    lockstep([optimizer.drained() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending() for optimizer in optimizers])
     states = [saved(optimizer.state_dict()) for optimizer in optimizers]
     again, others = team(new, make, dtype=torch.float32)
     for rank, optimizer in enumerate(others):
-        optimizer.load_state_dict(resized(states, rank, new))
+        optimizer.load_state_dict(resize_state(states, rank, new))
     assert all_equal(again)
     torch.testing.assert_close(vector_of(again[0]), mean_of(models))
     train(again, others, 10, 6)
@@ -321,7 +321,7 @@ def test_a_fragment_whose_mean_overflows_changes_nothing():
         assert torch.equal(optimizer.anchor, anchor)
         assert torch.equal(optimizer.momentum, momentum)
         assert optimizer.dropped == 1
-        assert optimizer.blame.startswith("a synchronisation left out: ")
+        assert optimizer.skip_reason.startswith("a synchronisation left out: ")
     train(models, optimizers, 7, 5)
     for (anchor, _), optimizer in zip(kept, optimizers, strict=True):
         # the other fragment is not concerned
@@ -472,4 +472,4 @@ def test_over_processes_as_in_lockstep(tmp_path):
     makers = [every_third, outer, outer_by_shares, streaming, streaming_half]
     found = results(3, tmp_path, as_worker, makers, 9)
     for number, make in enumerate(makers):
-        demand_processes_as_lockstep([each[number] for each in found], make, 9)
+        check_processes_as_lockstep([each[number] for each in found], make, 9)

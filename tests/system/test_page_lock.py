@@ -19,14 +19,14 @@ from fake_driver import LOST, FakeDriver
 from gcnzc.system import cuda_driver as cuda
 from gcnzc.system import page_lock
 from gcnzc.system.host_memory import PAGE_BYTES as PAGE
-from gcnzc.system.page_lock import Ledger, Refused
+from gcnzc.system.page_lock import LockRefused, PageLocks
 
 # above all addresses that a process has, so that nothing is mapped there
 BASE = 1 << 50
 
 
 def ledger_of(driver, segment_pages=16, smallest_pages=2):
-    return Ledger(driver, segment_pages * PAGE, smallest_pages * PAGE)
+    return PageLocks(driver, segment_pages * PAGE, smallest_pages * PAGE)
 
 
 def merged(ranges):
@@ -56,7 +56,7 @@ def test_a_range_is_one_registration_as_long_as_one_may_be(offset, num_bytes):
         assert max(b - a for a, b in driver.ranges.items()) <= 16 * PAGE
         assert len(driver.ranges) == -(-(end - BASE) // (16 * PAGE))
         if len(driver.ranges) == 1:
-            driver.demand_copyable(begin, num_bytes)
+            driver.check_copyable(begin, num_bytes)
     assert driver.ranges == {}
 
 
@@ -84,9 +84,9 @@ def test_copies_of_a_table_are_split_where_cuda_would_refuse_them(whole_pages, s
             assert [parts[0][0], parts[-1][1]] == [address, address + num_bytes]
             assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
             for first_byte, last_byte in parts:
-                driver.demand_copyable(first_byte, last_byte - first_byte)
+                driver.check_copyable(first_byte, last_byte - first_byte)
         with pytest.raises(RuntimeError, match="invalid argument"):
-            driver.demand_copyable(BASE + 100, 11 * PAGE)
+            driver.check_copyable(BASE + 100, 11 * PAGE)
     assert ledger.stretches(BASE, 20 * PAGE) == [(BASE, BASE + 20 * PAGE)]
 
 
@@ -95,7 +95,7 @@ def test_what_shares_a_page_with_a_table_is_copied_as_any_other():
     table, before, behind = (1000, 5 * PAGE), (100, 900), (1000 + 5 * PAGE, 2 * PAGE)
     with ledger_of(driver).locked(BASE + table[0] + 8, table[1] - 16):
         for begin, num_bytes in (before, behind):
-            driver.demand_copyable(BASE + begin, num_bytes)
+            driver.check_copyable(BASE + begin, num_bytes)
 
 
 def test_no_bytes_are_nothing_to_do():
@@ -130,7 +130,10 @@ def test_below_the_smallest_size_nothing_is_tried(monkeypatch, limit):
     monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: limit)
     driver = FakeDriver(largest=PAGE)
     words = rf"lock {2 * PAGE:,} of {9 * PAGE:,} bytes .*NUMBER \(2\)\n\nhint: features"
-    with pytest.raises(Refused, match=words) as refused, ledger_of(driver).locked(BASE, 9 * PAGE):
+    with (
+        pytest.raises(LockRefused, match=words) as refused,
+        ledger_of(driver).locked(BASE, 9 * PAGE),
+    ):
         pytest.fail("nothing is locked here")
     assert not refused.value.is_unsuitable
     assert [call[2] // PAGE for call in driver.named("lock")] == [9, 4, 2]
@@ -141,7 +144,7 @@ def test_a_refusal_names_a_limit_that_is_too_low(monkeypatch):
     monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: 9 * PAGE - 1)
     driver = FakeDriver(largest=PAGE)
     words = rf"(?s)hint: `ulimit -l` allows this user {9 * PAGE - 1:,} bytes: .*memlock=-1"
-    with pytest.raises(Refused, match=words), ledger_of(driver).locked(BASE, 9 * PAGE):
+    with pytest.raises(LockRefused, match=words), ledger_of(driver).locked(BASE, 9 * PAGE):
         pytest.fail("nothing is locked here")
 
 
@@ -157,7 +160,7 @@ def test_the_limit_alone_refuses_nothing(monkeypatch):
 def test_after_a_failure_in_the_middle_nothing_is_locked(nth, code):
     driver = FakeDriver(codes={nth: code})
     ledger = ledger_of(driver, segment_pages=4)
-    with pytest.raises(Refused, match=str(code)) as refused, ledger.locked(BASE + 1, 26 * PAGE):
+    with pytest.raises(LockRefused, match=str(code)) as refused, ledger.locked(BASE + 1, 26 * PAGE):
         pytest.fail("nothing is locked here")
     assert refused.value.is_unsuitable == (code == cuda.NOT_SUPPORTED)
     assert ("nvidia-smi" in str(refused.value)) == (code == LOST)
@@ -308,7 +311,7 @@ def test_what_others_locked_from_the_middle_of_a_page_on_is_left_to_them():
 def test_gpus_that_see_it_elsewhere(offset, where):
     driver = FakeDriver(offset=offset)
     with (
-        pytest.raises(Refused, match=rf"(?s)GPUs see .* {where}.*hint: ") as refused,
+        pytest.raises(LockRefused, match=rf"(?s)GPUs see .* {where}.*hint: ") as refused,
         ledger_of(driver).locked(BASE, 5 * PAGE),
     ):
         pytest.fail("nothing is locked here")
@@ -319,7 +322,7 @@ def test_gpus_that_see_it_elsewhere(offset, where):
 def test_gpus_that_see_elsewhere_what_others_locked():
     driver = FakeDriver(offset=PAGE)
     driver.foreign[BASE] = BASE + 5 * PAGE
-    with pytest.raises(Refused, match="GPUs see"), ledger_of(driver).locked(BASE, 5 * PAGE):
+    with pytest.raises(LockRefused, match="GPUs see"), ledger_of(driver).locked(BASE, 5 * PAGE):
         pytest.fail("nothing is locked here")
 
 
@@ -329,7 +332,7 @@ def test_every_segment_must_lie_where_the_host_sees_it():
             return address + (PAGE if address >= BASE + 16 * PAGE else 0)
 
     driver = Elsewhere()
-    with pytest.raises(Refused, match="GPUs see"), ledger_of(driver).locked(BASE, 20 * PAGE):
+    with pytest.raises(LockRefused, match="GPUs see"), ledger_of(driver).locked(BASE, 20 * PAGE):
         pytest.fail("nothing is locked here")
     assert driver.ranges == {}
 
@@ -394,7 +397,7 @@ def test_what_could_not_be_unlocked_is_unlocked_before_it_is_locked_again():
     with pytest.raises(RuntimeError, match="not unlock"), ledger.locked(BASE, 4 * PAGE):
         pass
     with (
-        pytest.raises(Refused, match=r"(?s)no longer in use\n\nhint: start"),
+        pytest.raises(LockRefused, match=r"(?s)no longer in use\n\nhint: start"),
         ledger.locked(BASE + PAGE, 2 * PAGE),
     ):
         pytest.fail("nothing is locked here")
@@ -536,7 +539,7 @@ def test_any_order_of_any_ranges_with_any_failures(seed):
             address = BASE + generator.randrange(40 * PAGE)
             num_bytes = generator.randrange(12 * PAGE)
             lock, before = ledger.locked(address, num_bytes), dict(driver.ranges)
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(LockRefused):
                 lock.__enter__()
                 held.append((lock, address, num_bytes))
             for begin, end in driver.ranges.items() - before.items():
@@ -546,7 +549,7 @@ def test_any_order_of_any_ranges_with_any_failures(seed):
             assert driver.is_covered(address, num_bytes)
             if driver.tells and num_bytes:
                 for begin, end in ledger.stretches(address, num_bytes):
-                    driver.demand_copyable(begin, end - begin)
+                    driver.check_copyable(begin, end - begin)
         if not held:
             assert driver.ranges == {}
     for lock, *_ in held:
@@ -586,5 +589,5 @@ def test_a_gpu_that_says_so_and_does_not(driver):
 
 @pytest.mark.parametrize("code", [cuda.OUT_OF_MEMORY, LOST])
 def test_a_gpu_that_is_not_well_is_no_gpu_that_cannot(code):
-    with pytest.raises(Refused, match=str(code)):
+    with pytest.raises(LockRefused, match=str(code)):
         ledger_of(FakeDriver(codes={0: code})).is_read_by(0)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from gcnzc.system.threads import step_back
+from gcnzc.system.threads import lower_priority
 
 needs_classes = pytest.mark.skipif(
     not hasattr(os, "SCHED_BATCH"), reason="the system has no classes of threads"
@@ -34,7 +34,7 @@ def three():
 @needs_classes
 def test_makes_way_and_others_do_not(three):
     usual = (os.SCHED_OTHER, 3)
-    assert in_a_thread(of_this_thread, step_back, of_this_thread) == [
+    assert in_a_thread(of_this_thread, lower_priority, of_this_thread) == [
         usual,
         None,
         (os.SCHED_BATCH, 1),
@@ -46,7 +46,7 @@ def test_makes_way_and_others_do_not(three):
 def test_torch_computes_in_one_thread(three):
     # as a thread's first question to torch
     numbers = torch.randint(1000, (10**5,))
-    _, found, threads = in_a_thread(step_back, numbers.unique, torch.get_num_threads)
+    _, found, threads = in_a_thread(lower_priority, numbers.unique, torch.get_num_threads)
     assert threads == 1
     assert torch.equal(found, numbers.unique())
 
@@ -56,7 +56,7 @@ def test_another_class_stays(three):
     def step_aside():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
-    assert in_a_thread(step_aside, step_back, of_this_thread)[-1] == (os.SCHED_IDLE, 1)
+    assert in_a_thread(step_aside, lower_priority, of_this_thread)[-1] == (os.SCHED_IDLE, 1)
 
 
 @needs_classes
@@ -65,4 +65,4 @@ def test_a_system_that_refuses(three, monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    assert in_a_thread(step_back, of_this_thread)[-1] == (os.SCHED_OTHER, 1)
+    assert in_a_thread(lower_priority, of_this_thread)[-1] == (os.SCHED_OTHER, 1)

@@ -25,7 +25,7 @@ from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import seeds_checksum
 from gcnzc.train.run import train
-from gcnzc.train.tracing import everybodys_spans
+from gcnzc.train.tracing import gather_spans
 
 STEPS, TOTAL = 30, 48
 COUNT, COLUMNS, CLASSES = 300, 6, 4
@@ -220,7 +220,7 @@ def test_workers_of_a_machine_split_a_hot_set(config, tmp_path):
 def test_clocks_that_differ_are_brought_together():
     def spans(rank):
         own = [Span("compute", "model", 100.0 * rank, 100.0 * rank + 1)]
-        return everybodys_spans(own, rank)
+        return gather_spans(own, rank)
 
     found = lockstep([spans(rank) for rank in range(3)]).results
     assert found[0] == found[2]

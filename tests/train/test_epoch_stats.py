@@ -3,7 +3,7 @@
 import torch
 
 from gcnzc.exchange import lockstep
-from gcnzc.train.epoch_stats import Tally, added, seeds_checksum
+from gcnzc.train.epoch_stats import EpochStats, seeds_checksum, sum_stats
 
 
 def splitmix64(value):
@@ -36,7 +36,7 @@ def test_tallies_of_workers_add_up_to_that_of_all_seeds():
     labels, loss = torch.randint(3, (90,)), torch.tensor(0.5)
 
     def tally_of(*parts):
-        tally = Tally(torch.device("cpu"))
+        tally = EpochStats(torch.device("cpu"))
         for part in parts:
             tally.add(logits[part], loss, labels[part], seeds[part])
             tally.steps += 1
@@ -46,7 +46,7 @@ def test_tallies_of_workers_add_up_to_that_of_all_seeds():
     everybodys = lockstep([share.of_all_workers() for share in shares]).results
     for found in everybodys:
         assert [each.state_dict() for each in found] == [each.state_dict() for each in shares]
-        whole = added(found)
+        whole = sum_stats(found)
         assert whole.seeds_checksum == seeds_checksum(seeds)
         assert (whole.seeds, whole.steps) == (90, 1)
         assert whole.right.item() == tally_of(slice(0, 90)).right.item()

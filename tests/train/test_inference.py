@@ -10,7 +10,7 @@ from processes import results
 from torch import Tensor
 from torch.nn import functional
 
-from gcnzc.exchange import Group, joined
+from gcnzc.exchange import Group, init_group
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.sampling.neighbor import Sampler
@@ -108,13 +108,13 @@ def test_inference_gathers_for_a_device_as_it_reads_in_place(name, in_features, 
     table = FeatureTable(torch.randn(60, in_features).double())
     nodes = torch.tensor([3, 50, 59]) if some else None
     expected = inference(model, graph, table, nodes=nodes)
-    set_up = train_inference._LayerOfAll.__init__
+    set_up = train_inference._FullLayer.__init__
 
     def never_direct(self, *arguments):
         set_up(self, *arguments)
         self.is_direct = False
 
-    monkeypatch.setattr(train_inference._LayerOfAll, "__init__", never_direct)
+    monkeypatch.setattr(train_inference._FullLayer, "__init__", never_direct)
     found = inference(model, graph, table, nodes=nodes, batch_nodes=7)
     torch.testing.assert_close(found, expected)
 
@@ -173,7 +173,7 @@ def work_on_outputs(per_machine: int) -> tuple[list[Tensor], list[tuple[int, int
     """The outputs, what progress told, and the bytes sent, of a worker on such machines."""
     os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % per_machine)
     steps: list[tuple[int, int]] = []
-    with joined() as group:
+    with init_group() as group:
         found = outputs_of_all(group)
         graph, model = random_graph(), made("sage", 5, 4, 3)
         table = FeatureTable(torch.randn(60, 5).double())

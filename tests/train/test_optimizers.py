@@ -11,7 +11,7 @@ from training import saved, train_as_worker
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group
 from gcnzc.graph.prepare import prepare
-from gcnzc.optim import Averaged, resized
+from gcnzc.optim import Averaged, resize_state
 from gcnzc.train import checkpoint
 from gcnzc.train.config import LOCAL, ONE_BIT, TrainConfig
 from gcnzc.train.optimizers import build_method, warmup_steps
@@ -207,4 +207,4 @@ def test_a_refresh_is_of_1_bit_adam():
 def test_resized_is_told_of_states_that_do_not_belong_together():
     states = [{"rank": 0, "world_size": 2, "shared": {}} for _ in range(2)]
     with pytest.raises(ValueError, match="states of workers"):
-        resized(states, 0, 3)
+        resize_state(states, 0, 3)

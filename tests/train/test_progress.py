@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from gcnzc.train import progress
-from gcnzc.train.progress import Quiet, Reporter
+from gcnzc.train.progress import NullReporter, Reporter
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_text_is_not_markup():
 
 
 def test_quiet_says_nothing(capsys):
-    with Quiet().task("count") as advance:
+    with NullReporter().task("count") as advance:
         advance(1, 2)
-        Quiet().say("hello")
+        NullReporter().say("hello")
     assert capsys.readouterr() == ("", "")

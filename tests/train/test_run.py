@@ -19,13 +19,13 @@ from gcnzc import load, prepare
 from gcnzc.datasets import ogb
 from gcnzc.datasets.generate import Shape, generate, make
 from gcnzc.features.cache import CachedTable
-from gcnzc.kernels.gather.gpu import Way
+from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
-from gcnzc.train.progress import Quiet
+from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.run_folder import new_folder
-from gcnzc.tune import plans
+from gcnzc.tune import profiles
 
 needs_dgl = pytest.mark.skipif(not importlib.util.find_spec("dgl"), reason="DGL is not installed")
 
@@ -61,7 +61,7 @@ def test_threads_and_repetition_do_not_matter(config, tmp_path):
     )
 
 
-class Listener(Quiet):
+class Listener(NullReporter):
     def __init__(self):
         super().__init__()
         self.said = []
@@ -75,10 +75,10 @@ def planned(graph, monkeypatch, folder, **values):
     monkeypatch.setenv("GCNZC_CACHE", str(folder))
     usual = {"layout": "vector", "programs": 5, "warps": 4, "vectors": 2, "hot": 0.3}
     usual |= {"threads": 3, "ahead": 7, "copied_share": 0.5} | values
-    choices = {name: plans.Choice(value, "", "measured", {}) for name, value in usual.items()}
+    choices = {name: profiles.Setting(value, "", "measured", {}) for name, value in usual.items()}
     table = load(graph).table
-    key = plans.key_of(torch.device("cpu"), table)
-    plans.keep(plans.Plan(key, "g", table.num_rows, "2026-01-02T03:04:05", choices))
+    key = profiles.key_of(torch.device("cpu"), table)
+    profiles.keep(profiles.TuningProfile(key, "g", table.num_rows, "2026-01-02T03:04:05", choices))
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_plan_is_used_and_changes_no_result(config, tmp_path, monkeypatch, loa
 def test_minibatches_are_the_same_bits_with_any_plan(config, threads, ahead, loaders, tmp_path):
     train(replace(config, epochs=1, device="cpu"), tmp_path / "run")
     (usual,) = loaders
-    way = Way("wrapped", programs=1, warps=2, vectors=1)
+    way = KernelConfig("wrapped", programs=1, warps=2, vectors=1)
     planned = gcnzc.Loader(
         usual.graph,
         replace(usual.table, way=way),
@@ -155,7 +155,7 @@ def test_a_planned_hot_set_is_used_where_one_is_asked_for(
     train(replace(config, features="cached"), tmp_path / "cached")
     train(replace(config, features="cached", plan=False), tmp_path / "usual")
     assert not isinstance(loaders[0].table, CachedTable)
-    assert [loader.table.num_hot for loader in loaders[1:]] == [
+    assert [loader.table.num_cached for loader in loaders[1:]] == [
         round(share * 2000),
         400 if asked == "auto" else 200,
     ]
@@ -285,7 +285,7 @@ def test_runs_get_names_of_their_own(config, monkeypatch, tmp_path):
 def test_progress_is_told(config, tmp_path):
     told: list[str] = []
 
-    class Listening(Quiet):
+    class Listening(NullReporter):
         def say(self, text: str) -> None:
             told.append(text)
 

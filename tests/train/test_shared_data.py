@@ -12,9 +12,9 @@ from fake_driver import FakeDriver
 from processes import results, talk, workers
 from tiny_graph import tiny
 
-from gcnzc.exchange import joined, run
-from gcnzc.exchange.long_work import together
-from gcnzc.exchange.sync import vote
+from gcnzc.exchange import init_group, run
+from gcnzc.exchange.long_work import joint_work
+from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features import table as tables
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.edge_split import EdgeShares
@@ -23,7 +23,7 @@ from gcnzc.graph.prepare import prepare
 from gcnzc.models import metrics
 from gcnzc.system import cuda_driver as cuda
 from gcnzc.system.host_memory import mappings
-from gcnzc.system.page_lock import Ledger
+from gcnzc.system.page_lock import PageLocks
 from gcnzc.train import shared_data as module
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.setup import feature_table
@@ -102,10 +102,10 @@ def share_values(per_machine):
         rows[:] = torch.arange(12.0)
         return value() | {"rows": rows.view(4, 3)}
 
-    with joined() as group:
+    with init_group() as group:
         firsts = first_workers(group)
         given = shared(make, group)
-        run(vote(0), group)
+        run(all_gather_scalar(0), group)
         open_files = [name for name in map(os.readlink, _open_files()) if "memfd" in name]
         assert_same(given, value() | {"rows": torch.arange(12.0).view(4, 3)})
         assert lies_in(given["rows"]) == lies_in(given["number"]) == {"/memfd:gcnzc (deleted)"}
@@ -115,9 +115,9 @@ def share_values(per_machine):
         nothing = shared_empty((0, 3), torch.float64, group)
         table[group.rank] = group.rank + 1
         given["rows"][0, group.rank] = -group.rank - 1
-        run(vote(0), group)
+        run(all_gather_scalar(0), group)
         found = table.clone(), given["rows"][0].clone()
-        run(vote(0), group)
+        run(all_gather_scalar(0), group)
     return firsts, bool(made), found, nothing.shape, len(open_files)
 
 
@@ -146,7 +146,7 @@ def test_workers_of_a_machine_share(per_machine, tmp_path):
 def load_all(folders):
     """Load graphs of all kinds; where their tensors lie."""
     found = {}
-    with joined() as group:
+    with init_group() as group:
         for name, folder in folders.items():
             data = load_shared(folder, group)
             tensors = {"indptr": data.graph.indptr, "indices": data.graph.indices}
@@ -160,7 +160,7 @@ def load_all(folders):
             assert (own.name, own.origin, own.metric) == (data.name, data.origin, data.metric)
             assert torch.equal(own.table.gather(own.labels), data.table.gather(own.labels))
             found[name] = {key: lies_in(tensor) for key, tensor in tensors.items()}
-            run(vote(0), group)
+            run(all_gather_scalar(0), group)
     return found
 
 
@@ -186,7 +186,7 @@ def score(configs):
     """Evaluate models of nodes and of links; worker 1 reckons a little differently."""
     found, usual = [], metrics.score
     torch.set_num_threads(1)
-    with joined() as group:
+    with init_group() as group:
 
         def differing(*arguments):
             scores = usual(*arguments)
@@ -224,7 +224,7 @@ def test_workers_get_the_same_scores(tmp_path):
 
 def fail_to_load(broken, missing):
     told = []
-    with joined(timeout_s=20) as group:
+    with init_group(timeout_s=20) as group:
         for path in (missing, broken):
             try:
                 load_shared(path, group)
@@ -270,7 +270,7 @@ def test_errors_reach_all_workers(tmp_path):
 
 def share_until_killed(folder, moment):
     """Worker 0 is killed while it reads a graph, or while all write to what they share."""
-    with joined(timeout_s=5) as group:
+    with init_group(timeout_s=5) as group:
         (folder / f"names{group.rank}").touch()
 
         def make(allocate):
@@ -283,7 +283,7 @@ def share_until_killed(folder, moment):
         rows = shared(make, group)
         empty = shared_empty((1 << 20,), torch.float32, group)
         for step in range(1000):
-            with together(group):
+            with joint_work(group):
                 empty[group.rank :: group.world_size] = rows[group.rank :: group.world_size]
                 if step == 3:
                     (folder / f"names{group.rank}").write_text(_shared_names())
@@ -329,14 +329,14 @@ def touched(data):
 def grow(small, folders):
     """By how much loading lets the memory of all workers together grow."""
     grown = {}
-    with joined() as group:
+    with init_group() as group:
         touched(load_shared(small, group))
         for name, folder in folders.items():
-            before = sum(run(vote(pss_bytes()), group))
+            before = sum(run(all_gather_scalar(pss_bytes()), group))
             data = load_shared(folder, group)
             touched(data)
-            run(vote(0), group)
-            grown[name] = sum(run(vote(pss_bytes()), group)) - before
+            run(all_gather_scalar(0), group)
+            grown[name] = sum(run(all_gather_scalar(pss_bytes()), group)) - before
             del data
     return grown
 
@@ -359,24 +359,24 @@ def pin_prepared(folder, codes):
     torch.cuda.current_device = lambda: 0
     said = []
     logging.getLogger("gcnzc").addHandler(CallHandler(said.append))
-    with joined() as group:
+    with init_group() as group:
         data = load_shared(folder, group)
         return [(*pin_once(data, group, code), said.copy()) for code in codes]
 
 
 def pin_once(data, group, code):
     driver = FakeDriver(read_only_code=code)
-    ledger = Ledger(driver)
+    ledger = PageLocks(driver)
     tables._ledger = lambda: ledger
     with feature_table(data, "host", torch.device("cuda"), group) as table:
         assert driver.is_covered(table.rows.data_ptr(), table.nbytes)
         assert torch.equal(table.rows, data.table.rows)
-        run(vote(0), group)
+        run(all_gather_scalar(0), group)
         if group.rank == 0 and table.rows is not data.table.rows:
             table.rows[2, 1] = 77
-        run(vote(0), group)
+        run(all_gather_scalar(0), group)
         found = lies_in(table.rows), table.rows[2, 1].item()
-        run(vote(0), group)
+        run(all_gather_scalar(0), group)
     assert driver.ranges == {}
     return found
 

@@ -21,7 +21,7 @@ from gcnzc.models.metrics import auc, hits, ranks
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.inference import inference
-from gcnzc.train.progress import Quiet
+from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.link import LinkTask
@@ -103,7 +103,7 @@ class Stopped(Exception):
     """In the middle of an epoch."""
 
 
-class Stopping(Quiet):
+class Stopping(NullReporter):
     """Ends the run at a step of the second epoch."""
 
     @contextmanager

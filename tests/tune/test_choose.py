@@ -14,17 +14,17 @@ from tiny_graph import tiny
 from gcnzc import load, prepare
 from gcnzc.cli.reports import tuning
 from gcnzc.features import cache
-from gcnzc.features.cache import hot_bytes
+from gcnzc.features.cache import cache_bytes
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.gather import gpu
-from gcnzc.kernels.gather.gpu import Way
+from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.lanes import LAYOUTS
 from gcnzc.loader import loader as loader_loader
 from gcnzc.loader.presampling import presample
-from gcnzc.tune import cache_forecast, choose, machine, pcie_bench, plans, search
+from gcnzc.tune import cache_forecast, choose, machine, pcie_bench, profiles, search
 from gcnzc.tune.choose import Room
-from gcnzc.tune.machine import Case, Loading
+from gcnzc.tune.machine import Case, LoaderSettings
 
 CPU = torch.device("cpu")
 CORES = 8
@@ -89,7 +89,7 @@ class Device:
         return max(made_s, read_s, copy_s, self.batch_bytes / self.both_bytes_per_s)
 
     def gather_s(self, way):
-        usual = Way(way.layout, way.programs or 132, way.warps or 8, way.vectors or 4)
+        usual = KernelConfig(way.layout, way.programs or 132, way.warps or 8, way.vectors or 4)
         return self.noisy(self.true_gather_s(usual))
 
     def copy_s(self):
@@ -141,12 +141,14 @@ def test_the_choice_is_near_the_best_that_there_is(name, seed):
     device = Device(**({"seed": seed} | DEVICES[name]))
     near = 1.04 + 2 * device.noise
     mine = case()
-    choices = choose.choose_way(device, mine.table, CPU, quiet)
-    way = Way(**{part: choice.value for part, choice in choices.items()})
+    choices = choose.choose_kernel_config(device, mine.table, CPU, quiet)
+    way = KernelConfig(**{part: choice.value for part, choice in choices.items()})
     # one that is as good, and of the fewest requests
     assert way.layout == "pitched"
     ways = [
-        Way(way.layout, programs, *shape) for shape in choose.SHAPES for programs in choose.PROGRAMS
+        KernelConfig(way.layout, programs, *shape)
+        for shape in choose.SHAPES
+        for programs in choose.PROGRAMS
     ]
     best_s = min(map(device.true_gather_s, ways))
     assert device.true_gather_s(way) <= near * best_s
@@ -156,7 +158,7 @@ def test_the_choice_is_near_the_best_that_there_is(name, seed):
         assert choose._warps(way) <= min(map(choose._warps, as_good))
 
     choices = choose.choose_loading(device, way, quiet)
-    loading = Loading(choices["threads"].value, choices["ahead"].value, 0.0, way)
+    loading = LoaderSettings(choices["threads"].value, choices["ahead"].value, 0.0, way)
     counts = [count for count in choose.THREADS if count <= CORES]
     by_threads = {count: device.true_batch_s(replace(loading, threads=count)) for count in counts}
     assert by_threads[loading.threads] <= near * min(by_threads.values())
@@ -169,7 +171,7 @@ def test_the_choice_is_near_the_best_that_there_is(name, seed):
     assert chosen.copied_share == share.value
     assert chosen.ahead - chosen.threads == loading.ahead - loading.threads
     true_s = {
-        (count, part / 100): device.true_batch_s(Loading(count, count + 1, part / 100, way))
+        (count, part / 100): device.true_batch_s(LoaderSettings(count, count + 1, part / 100, way))
         for count in counts
         for part in range(96)
     }
@@ -185,7 +187,7 @@ def test_both_engines_are_used_where_that_pays():
     gains = {}
     for name in ("copies faster than reads", "two engines add up", "bandwidth bound"):
         device = Device(**DEVICES[name])
-        loading = Loading(1, 2, 0.0, Way("pitched", 132, 8, 4))
+        loading = LoaderSettings(1, 2, 0.0, KernelConfig("pitched", 132, 8, 4))
         chosen, _, _ = choose.choose_copied_share(device, loading, CPU, quiet)
         gains[name] = device.true_batch_s(loading) / device.true_batch_s(chosen)
     assert gains["copies faster than reads"] > 1.5
@@ -197,7 +199,7 @@ def test_what_is_chosen_first_is_kept_for_what_comes_after():
     device = Device(**DEVICES["two engines add up"])
     found = choose.plan_for(device, case(), CPU, Room(None, "no"), quiet)
     values = {name: choice.value for name, choice in found.choices.items()}
-    way = Way(*(values[name] for name in ("layout", "programs", "warps", "vectors")))
+    way = KernelConfig(*(values[name] for name in ("layout", "programs", "warps", "vectors")))
     assert {loading.way for loading in device.asked} == {way}
     shares = [loading for loading in device.asked if loading.copied_share]
     assert (values["threads"], values["ahead"], values["copied_share"]) in {
@@ -207,8 +209,8 @@ def test_what_is_chosen_first_is_kept_for_what_comes_after():
     told = tuning.lines(found)
     assert {line.split()[0] for line in told} >= values.keys()
     assert any("best gather: 4 x 4: " in line for line in told)
-    assert plans.keep(found).exists()
-    assert plans.find(CPU, case().table) == found
+    assert profiles.keep(found).exists()
+    assert profiles.find(CPU, case().table) == found
 
 
 def test_the_cheapest_of_those_that_are_as_good():
@@ -271,13 +273,13 @@ def test_slow_settings_have_fewer_rounds(monkeypatch):
 )
 def test_without_a_gpu_the_layout_is_the_model_s_and_the_rest_is_as_usual(row_bytes, layouts):
     bench = machine.Machine(case(row_bytes), CPU, None)
-    choices = choose.choose_way(bench, case(row_bytes).table, CPU, quiet)
+    choices = choose.choose_kernel_config(bench, case(row_bytes).table, CPU, quiet)
     assert choices["layout"].basis == "modelled"
     requests = choices["layout"].figures["requests_per_row"]
     assert requests.keys() == layouts
     assert requests[choices["layout"].value] == min(requests.values())
-    same, share, transfer_s = choose.choose_copied_share(bench, Loading(1, 2), CPU, quiet)
-    assert (same, transfer_s) == (Loading(1, 2), None)
+    same, share, transfer_s = choose.choose_copied_share(bench, LoaderSettings(1, 2), CPU, quiet)
+    assert (same, transfer_s) == (LoaderSettings(1, 2), None)
     usual = [*(choices[name] for name in ("programs", "warps", "vectors")), share]
     assert {choice.basis for choice in usual} == {"default"}
     assert all(choice.why.startswith("not measured: no GPU") for choice in usual)
@@ -290,47 +292,49 @@ def known(num_rows=2000):
 
 def test_memory_decides_how_many_rows_are_hot():
     mine, counted = known()
-    for num_hot in (1, 700, 2000):
+    for num_cached in (1, 700, 2000):
         for more in (0, 511):
-            room = Room(hot_bytes(mine.table, num_hot) + more, "so much")
-            choice = choose.choose_hot(mine, room, None, quiet)
-            assert round(choice.value * 2000) == num_hot
+            room = Room(cache_bytes(mine.table, num_cached) + more, "so much")
+            choice = choose.choose_cache_size(mine, room, None, quiet)
+            assert round(choice.value * 2000) == num_cached
             assert choice.basis == "predicted"
-            assert cache.hot_rows_of(mine.table, choice.value) == num_hot
-            assert choice.figures["chosen_hit_rate"] == counted.hit_rates([num_hot])[0]
+            assert cache.num_rows_to_cache(mine.table, choice.value) == num_cached
+            assert choice.figures["chosen_hit_rate"] == counted.hit_rates([num_cached])[0]
             assert choice.figures["chosen_memory_bytes"] <= room.memory_bytes
     assert "all rows fit" in choice.why
-    short = choose.choose_hot(mine, Room(hot_bytes(mine.table, 1) - 1, "too little"), None, quiet)
+    short = choose.choose_cache_size(
+        mine, Room(cache_bytes(mine.table, 1) - 1, "too little"), None, quiet
+    )
     assert short.basis == "default"
     assert "no row fits" in short.why
 
 
 def test_a_model_that_takes_long_needs_fewer_hot_rows():
     mine, counted = known()
-    room = hot_bytes(mine.table, 2000)
+    room = cache_bytes(mine.table, 2000)
     for compute_s in (0.02, 0.05, 0.09):
-        choice = choose.choose_hot(mine, Room(room, "all", compute_s), 0.1, quiet)
+        choice = choose.choose_cache_size(mine, Room(room, "all", compute_s), 0.1, quiet)
         size = round(choice.value * 2000)
         step = 2000 // choose.HOT_SIZES
         rates = counted.hit_rates([size, size - step])
         assert 0.1 * (1 - rates[0]) <= compute_s < 0.1 * (1 - rates[1])
         assert "below the model's" in choice.why
     # one hides all, another cannot be hidden
-    least = choose.choose_hot(mine, Room(room, "all", 0.2), 0.1, quiet)
+    least = choose.choose_cache_size(mine, Room(room, "all", 0.2), 0.1, quiet)
     assert round(least.value * 2000) == step
-    some = Room(hot_bytes(mine.table, 300), "some", 1e-6)
-    assert round(choose.choose_hot(mine, some, 0.1, quiet).value * 2000) == 300
-    unknown = choose.choose_hot(mine, Room(room, "all", 0.05), None, quiet)
+    some = Room(cache_bytes(mine.table, 300), "some", 1e-6)
+    assert round(choose.choose_cache_size(mine, some, 0.1, quiet).value * 2000) == 300
+    unknown = choose.choose_cache_size(mine, Room(room, "all", 0.05), None, quiet)
     assert unknown.value == 1
     assert "no transfer was measured" in unknown.why
 
 
 def test_no_hot_set_is_chosen_where_nothing_is_known():
     mine = case()
-    nowhere = choose.choose_hot(mine, Room(None, "no GPU"), None, quiet)
+    nowhere = choose.choose_cache_size(mine, Room(None, "no GPU"), None, quiet)
     assert (nowhere.value, nowhere.basis) == (0.2, "default")
     assert nowhere.figures["hit_rate"].keys() == {str(share) for share in cache_forecast.SHARES}
-    made_up = choose.choose_hot(case(is_real=False), Room(10**9, "x"), None, quiet)
+    made_up = choose.choose_cache_size(case(is_real=False), Room(10**9, "x"), None, quiet)
     assert (made_up.value, made_up.basis, made_up.figures) == (0.2, "default", {})
 
 
@@ -355,16 +359,16 @@ def loaders(monkeypatch):
 def test_the_loader_is_timed_as_it_is_set(loaders):
     mine = case()
     bench = machine.Machine(mine, CPU, None)
-    way = Way(programs=3)
-    assert bench.batch_s(Loading(2, 5, 0.0, way)) > 0
-    assert bench.batch_s(Loading(1, 2, 0.25, way)) > 0
+    way = KernelConfig(programs=3)
+    assert bench.batch_s(LoaderSettings(2, 5, 0.0, way)) > 0
+    assert bench.batch_s(LoaderSettings(1, 2, 0.25, way)) > 0
     assert [(one["threads"], one["ahead"]) for one in loaders] == [(2, 5), (1, 2)]
     assert [one["shuffle"] for one in loaders] == [False, False]
     assert [one["copied_share"] for one in loaders] == [0.0, 0.25]
     # over the same minibatches, however often
     assert bench._epochs is not None
     bench._epochs = 3
-    bench.batch_s(Loading(1, 2, 0.0, way))
+    bench.batch_s(LoaderSettings(1, 2, 0.0, way))
     assert [one["made"].epoch for one in loaders] == [1, 1, 1]
     # no more seeds than are timed, in whole batches
     assert len(bench.seeds) == 400
@@ -431,9 +435,9 @@ def test_wrong_rows_are_not_timed(monkeypatch):
         return rows
 
     monkeypatch.setattr(machine, "gather_rows", wrong)
-    bench.gather_s(Way(programs=1))
+    bench.gather_s(KernelConfig(programs=1))
     with pytest.raises(RuntimeError, match=r"(?s)programs=2.* brought wrong rows on cpu.*hint: "):
-        bench.gather_s(Way(programs=2))
+        bench.gather_s(KernelConfig(programs=2))
 
 
 @pytest.mark.gpu
@@ -470,7 +474,7 @@ def test_a_sparse_table_is_no_gpu_s(monkeypatch):
 @pytest.mark.parametrize("row_bytes", [512, 100, 4])
 def test_a_table_of_a_usual_shape(row_bytes, monkeypatch):
     monkeypatch.setattr(machine, "USUAL_BYTES", 1 << 20)
-    made = machine.usual_case(row_bytes, (3, 3), 64)
+    made = machine.default_case(row_bytes, (3, 3), 64)
     assert made.table.row_bytes == row_bytes
     assert made.table.num_rows == made.graph.num_nodes >= 1024
     assert made.graph.num_edges == 10 * made.graph.num_nodes
@@ -481,4 +485,4 @@ def test_a_table_of_a_usual_shape(row_bytes, monkeypatch):
 @pytest.mark.parametrize("row_bytes", [0, 3, 514])
 def test_rows_of_no_whole_elements(row_bytes):
     with pytest.raises(ValueError, match=r"(?s)not whole elements.*hint: "):
-        machine.usual_case(row_bytes, (3, 3), 64)
+        machine.default_case(row_bytes, (3, 3), 64)

@@ -24,7 +24,7 @@ from gcnzc.graph import load, prepare
 from gcnzc.kernels.gather.lanes import LAYOUTS
 from gcnzc.system import nvml
 from gcnzc.system.host_memory import PAGE_BYTES as PAGE
-from gcnzc.system.page_lock import Ledger
+from gcnzc.system.page_lock import PageLocks
 from gcnzc.tune import pcie_bench, table_shapes
 
 UNTOLD = {
@@ -81,7 +81,7 @@ class Machine:
         slower = {"scalar": 4, "vector": 3, "wrapped": 2, "shifted": 1.25, "pitched": 1}
         self.took_s = out.nbytes * 1e-9 * slower[layout]
 
-    def chase(self, table, begin, steps, out):
+    def chase_pointers(self, table, begin, steps, out):
         places, place, seen = table.tolist(), begin, []
         for _ in range(steps):
             seen.append(place)
@@ -132,7 +132,7 @@ def test_the_link(machine):
 
 def test_the_link_of_a_driver_that_locks_little_at_a_time(machine, monkeypatch):
     driver = FakeDriver(largest=8 * PAGE)
-    ledger = Ledger(driver, smallest_bytes=PAGE)
+    ledger = PageLocks(driver, smallest_bytes=PAGE)
     monkeypatch.setattr(tables, "_ledger", lambda: ledger)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -290,19 +290,19 @@ def test_on_a_gpu(device):
     assert 1e-7 < found["link"]["latency_s"] < 1e-4
     for figures in found["tables"][0]["layouts"].values():
         assert 0 < figures["share_of_dense"] < 1.1
-    assert pcie_bench.roof(device) == pytest.approx(dense, rel=0.3)
+    assert pcie_bench.peak_read_rate(device) == pytest.approx(dense, rel=0.3)
 
 
 def test_the_roof(machine, monkeypatch):
     monkeypatch.setattr(pcie_bench, "ROOF_BYTES", 1 << 16)
-    assert pcie_bench.roof(torch.device("cpu")) is None
+    assert pcie_bench.peak_read_rate(torch.device("cpu")) is None
     assert pcie_bench._dense_peak(machine.gpu) == pytest.approx(1e9)
 
     def refuse(num_bytes):
         raise RuntimeError(f"CUDA would not lock {num_bytes} bytes")
 
     monkeypatch.setattr(pcie_bench, "_locked", refuse)
-    assert pcie_bench.roof(torch.device("cuda")) is None
+    assert pcie_bench.peak_read_rate(torch.device("cuda")) is None
 
 
 def test_no_gpu(monkeypatch):

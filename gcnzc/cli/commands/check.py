@@ -19,12 +19,12 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph import load
 from gcnzc.graph.dataset import Dataset
 from gcnzc.system import host_memory, machine
-from gcnzc.system.progress import Advance
-from gcnzc.train.options import Fanouts, at_least, demand_fanouts, demand_numbers, hot_size
+from gcnzc.system.progress import ProgressCallback
+from gcnzc.train.options import Fanouts, at_least, cache_size, check_fanouts, check_numbers
 from gcnzc.train.progress import Reporter
-from gcnzc.tune import choose, plans, search
+from gcnzc.tune import choose, profiles, search
 from gcnzc.tune import machine as tune_machine
-from gcnzc.tune.plans import Plan
+from gcnzc.tune.profiles import TuningProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,12 @@ class CheckConfig:
     """size of the table whose reading is measured"""
 
     def __post_init__(self) -> None:
-        demand_numbers(self)
+        check_numbers(self)
         for name in ("batch_size", "row_bytes", "megabytes"):
             at_least(1, name, getattr(self, name))
         at_least(0, "compute_ms", self.compute_ms)
-        demand_fanouts(self.fanouts)
-        hot_size(self.hot_memory, "--hot-memory", "of the GPU's free memory")
+        check_fanouts(self.fanouts)
+        cache_size(self.hot_memory, "--hot-memory", "of the GPU's free memory")
 
 
 ROUNDS = 7
@@ -69,7 +69,7 @@ BUSY = 0.5  # of the cores, wanted by something else
 ROW_BYTES = 512  # ogbn-arxiv's and ogbn-papers100M's rows: 128 float32
 
 
-def check_machine(num_bytes: int, advance: Advance) -> dict[str, Any]:
+def check_machine(num_bytes: int, advance: ProgressCallback) -> dict[str, Any]:
     """Look at the machine, and measure how fast its CPU copies and gathers rows.
 
     Args:
@@ -134,7 +134,7 @@ def advice(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def tuned(config: CheckConfig, data: Dataset | None, progress: search.Progress) -> Plan:
+def tuned(config: CheckConfig, data: Dataset | None, progress: search.Progress) -> TuningProfile:
     """Measure a plan for this machine.
 
     Args:
@@ -146,20 +146,20 @@ def tuned(config: CheckConfig, data: Dataset | None, progress: search.Progress) 
         ValueError, RuntimeError: as `gcnzc.tune.choose` does.
     """
     if data is None:
-        case = tune_machine.usual_case(config.row_bytes, config.fanouts, config.batch_size)
+        case = tune_machine.default_case(config.row_bytes, config.fanouts, config.batch_size)
     else:
         case = tune_machine.case_of(data, config.fanouts, config.batch_size)
-    room = hot_size(config.hot_memory)
+    room = cache_size(config.hot_memory)
     compute_s = config.compute_ms / 1e3 or None
     return choose.tune(case, room=room, compute_s=compute_s, progress=progress)
 
 
-def kept(found: Plan, say: plans.Say) -> str | None:
+def kept(found: TuningProfile, say: profiles.Say) -> str | None:
     """Keep a plan, and say where: its file, or None if that cannot be written."""
     # said here, once, before the file is written anew
-    plans.read(say)
+    profiles.read(say)
     try:
-        place = plans.keep(found)
+        place = profiles.keep(found)
     except OSError as error:
         say(f"the plan is not kept: {error}. GCNZC_CACHE names another folder")
         return None
@@ -167,13 +167,13 @@ def kept(found: Plan, say: plans.Say) -> str | None:
     return str(place)
 
 
-def plans_for(data: Dataset | None, say: plans.Say) -> list[Plan]:
+def plans_for(data: Dataset | None, say: profiles.Say) -> list[TuningProfile]:
     """The plans that are kept for this machine, or the one for the features of `data`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if data is None or data.table is None:
-        return plans.of_this_machine(device, say)
+        return profiles.of_this_machine(device, say)
     # not page-locked, which a large table takes long for, and which moves no row within its line
-    found = plans.find(device, data.table, say)
+    found = profiles.find(device, data.table, say)
     return [] if found is None else [found]
 
 
@@ -202,7 +202,7 @@ def _memory_bytes() -> int:
     raise RuntimeError("/proc/meminfo has no MemTotal\n\nhint: gcnzc runs on Linux")
 
 
-def _rates(num_bytes: int, advance: Advance) -> dict[str, float]:
+def _rates(num_bytes: int, advance: ProgressCallback) -> dict[str, float]:
     num_rows = max(1, num_bytes // ROW_BYTES)
     rows = torch.ones(num_rows, ROW_BYTES // 4)
     table, kept = FeatureTable(rows), torch.empty_like(rows[: num_rows // 4 + 1])

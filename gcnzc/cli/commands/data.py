@@ -13,7 +13,7 @@ from gcnzc.datasets.embed import embed
 from gcnzc.graph import load, prepare
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.graph.graph import Graph
-from gcnzc.train.options import at_least, demand_numbers
+from gcnzc.train.options import at_least, check_numbers
 from gcnzc.train.progress import Reporter
 
 
@@ -41,7 +41,7 @@ class MakeConfig:
     """seed of every random choice"""
 
     def __post_init__(self) -> None:
-        demand_numbers(self)
+        check_numbers(self)
         for name in ("nodes", "edges", "num_features", "classes"):
             at_least(1, name, getattr(self, name))
         at_least(0, "seed", self.seed)
@@ -97,7 +97,7 @@ class PrepareConfig:
     """accept features that are NaN or infinite"""
 
     def __post_init__(self) -> None:
-        demand_numbers(self)
+        check_numbers(self)
         at_least(0, "seed", self.seed)
         # says what is wrong with them
         EdgeShares(self.valid_edges, self.test_edges)

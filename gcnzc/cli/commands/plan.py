@@ -27,7 +27,7 @@ from gcnzc.system.streams import clock_of
 from gcnzc.train.config import MOST_THREADS, MOST_WORKERS, TrainConfig
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.optimizers import build_optimizer
-from gcnzc.train.options import Fanouts, at_least, at_most, demand_numbers, option_name
+from gcnzc.train.options import Fanouts, at_least, at_most, check_numbers, option_name
 from gcnzc.train.progress import Reporter
 from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks import build_task
@@ -79,7 +79,7 @@ class PlanConfig:
     """picture to write: seconds of a step by Mbit/s; none if not given"""
 
     def __post_init__(self) -> None:
-        demand_numbers(self)
+        check_numbers(self)
         for number in self.workers:
             at_least(2, "workers", number)
             at_most(MOST_WORKERS, "workers", number)
@@ -232,7 +232,7 @@ def plan_command(config: PlanConfig, reporter: Reporter) -> None:
     with reporter.task("run exchanges") as advance:
         costs = optim_cost.costs_of(model, config.workers, network, advance)
     lines = [reports_network.line_of(cost, computed, network) for cost in costs]
-    usual = optim_cost.usual_method(model)
+    usual = optim_cost.default_method(model)
     chosen = reports_network.advice(lines, usual)
     reporter.say(f"{loaded.name}, {config.model}:")
     talk = reports_network.sums(model, computed, network) + reports_network.table_of(lines, usual)

@@ -12,7 +12,7 @@ from gcnzc.graph import load
 from gcnzc.loader import presampling
 from gcnzc.loader.loader import Loader
 from gcnzc.train.config import MOST_THREADS
-from gcnzc.train.options import Fanouts, at_least, at_most, demand_fanouts
+from gcnzc.train.options import Fanouts, at_least, at_most, check_fanouts
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import cache_forecast
 
@@ -51,7 +51,7 @@ class PlanCacheConfig:
         for name in ("threads", "seed"):
             at_least(0, name, getattr(self, name))
         at_most(MOST_THREADS, "threads", self.threads)
-        demand_fanouts(self.fanouts)
+        check_fanouts(self.fanouts)
 
 
 def plan_cache_command(config: PlanCacheConfig, reporter: Reporter) -> None:
@@ -80,8 +80,10 @@ def plan_cache_command(config: PlanCacheConfig, reporter: Reporter) -> None:
             graph, None, seeds, fanouts, config.batch_size, seed=config.seed, threads=threads
         )
         with reporter.task("measure") as advance:
-            fresh = presampling.needed(loader, config.batches, advance)
-    found = cache_forecast.plan(counted, loaded.table, graph.in_degrees(), fresh, gpus=config.gpus)
+            fresh = presampling.count_accesses(loader, config.batches, advance)
+    found = cache_forecast.forecast(
+        counted, loaded.table, graph.in_degrees(), fresh, gpus=config.gpus
+    )
     for line in cache.lines(found):
         reporter.say(line)
     if config.out is not None:

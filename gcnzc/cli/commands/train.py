@@ -6,8 +6,8 @@ from pathlib import Path
 from gcnzc.cli import builtin_graph, launch
 from gcnzc.cli.output import print_json
 from gcnzc.exchange import Group, run
-from gcnzc.exchange.long_work import together
-from gcnzc.exchange.sync import told
+from gcnzc.exchange.long_work import joint_work
+from gcnzc.exchange.sync import broadcast_bytes
 from gcnzc.train import run as train_run
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
@@ -26,7 +26,7 @@ def _find_data_and_launch(
     def find_data() -> Path:
         return builtin_graph.prepared(reporter) if config.data is None else config.data
 
-    with together(group) as work:
+    with joint_work(group) as work:
         # one process alone has nobody to inform, and must be able to clean up when it is ended
         path = work.meanwhile(find_data) if group.world_size > 1 else find_data()
         own = launch.own_launch()
@@ -36,10 +36,10 @@ def _find_data_and_launch(
 def _choose_folder(config: TrainConfig, group: Group, started_by: Launch | None) -> Path:
     """Choose the folder of a run without --out on worker 0, and return it on all workers."""
     chosen = b""
-    with together(group):
+    with joint_work(group):
         if group.rank == 0:
             chosen = str(run_folder.new_folder(config, started_by)).encode()
-    return Path(run(told(chosen, group.rank), group).decode())
+    return Path(run(broadcast_bytes(chosen, group.rank), group).decode())
 
 
 def train_command(config: TrainConfig, reporter: Reporter, group: Group | None = None) -> None:
@@ -66,7 +66,7 @@ def train_command(config: TrainConfig, reporter: Reporter, group: Group | None =
         peers = result["peer_hit_rate"]
         told += f", {peers:.1%} on the GPUs of other workers" if peers else ""
         reporter.say(
-            f"{result['hit_rate']:.1%} of the rows were hot{told}: "
+            f"{result['hit_rate']:.1%} of the rows were hot{broadcast_bytes}: "
             f"{result['bytes_saved'] / 1e6:.1f} MB an epoch had no need to cross the bus"
         )
     print_json(result)

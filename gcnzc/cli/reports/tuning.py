@@ -2,10 +2,10 @@
 
 import re
 
-from gcnzc.tune.plans import Plan
+from gcnzc.tune.profiles import TuningProfile
 
 
-def lines(found: Plan) -> list[str]:
+def lines(found: TuningProfile) -> list[str]:
     """A plan, as lines for a person: each setting, its reason, and the figures behind it."""
     device = found.key["device"]
     about = found.key["table"]

@@ -10,7 +10,7 @@ from gcnzc.interop.dgl.importing import import_dgl
 from gcnzc.system.arguments import as_ids, describe
 
 
-def demand_graph(graph: Any) -> None:
+def check_graph(graph: Any) -> None:
     """Refuse what is no graph of one type of nodes and one of edges, on the host.
 
     Raises:
@@ -33,7 +33,7 @@ def demand_graph(graph: Any) -> None:
         )
 
 
-def demand_sampler(graph_sampler: Any, drawn_by: Any) -> None:
+def check_sampler(graph_sampler: Any, drawn_by: Any) -> None:
     """Refuse a DGL sampler that gives no blocks, or has edge types; and an unknown `drawn_by`.
 
     Raises:
@@ -63,7 +63,7 @@ def demand_sampler(graph_sampler: Any, drawn_by: Any) -> None:
         )
 
 
-def demand_items(indices: Any, graph: Any, is_edges: bool) -> Tensor:
+def check_items(indices: Any, graph: Any, is_edges: bool) -> Tensor:
     """`indices` as int64, on the host, of the graph's one type if they are given by type.
 
     Raises:

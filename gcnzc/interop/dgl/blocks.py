@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.interop.column import as_table, gathered
+from gcnzc.interop.column import as_table, gather_on_host
 from gcnzc.interop.dgl.importing import block_class, import_dgl
 from gcnzc.kernels.buffers import Pool
 from gcnzc.sampling.batch import Batch, Block
@@ -96,7 +96,7 @@ class Blocks:
         """(E,) DGL's numbers of edges, from their places in the columns, of the graph's type."""
         if self._ids is None:
             return self._typed(edges)
-        return self._typed(gathered(self._ids, edges, threads=1).view(-1))
+        return self._typed(gather_on_host(self._ids, edges, threads=1).view(-1))
 
     def of(self, batch: Batch) -> list[Any]:
         """The blocks of a batch that was drawn with edge ids, outermost first, on the host."""
@@ -201,7 +201,7 @@ def _column_class() -> Any:
                     table = as_table(storage)
                 if table is not None:
                     shape = (len(index), *storage.shape[1:])
-                    self.storage, self.index = gathered(table, index).view(shape), None
+                    self.storage, self.index = gather_on_host(table, index).view(shape), None
             return Column.data.fget(self)
 
         data = property(_gathered, Column.data.fset)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from gcnzc.interop.dgl.blocks import Blocks
 from gcnzc.interop.dgl.importing import import_dgl
-from gcnzc.interop.dgl.native_sampler import drawing_thread
+from gcnzc.interop.dgl.native_sampler import sampling_thread
 from gcnzc.interop.options import generator, sorted_places
 from gcnzc.kernels.philox import philox4x32_reference, split_key
-from gcnzc.kernels.sample.exclude import LeftOut
+from gcnzc.kernels.sample.exclude import ExcludedEdges
 from gcnzc.sampling.neighbor import Sampler
 
 Result = tuple[Any, ...]
@@ -32,12 +32,12 @@ class Maker(Protocol):
         """What the DGL sampler would return for `items`, ids of nodes or edges, on the host."""
 
 
-class OurNodes:
+class NativeNodes:
     """Neighbourhoods of nodes, drawn by gcnzc.
 
     Args:
         blocks: of the graph.
-        graph_sampler: a `dgl.dataloading.NeighborSampler` that `is_ours`.
+        graph_sampler: a `dgl.dataloading.NeighborSampler` that `is_native`.
         seed: the key of every choice.
     """
 
@@ -53,14 +53,14 @@ class OurNodes:
         return self._graph_sampler.assign_lazy_features((nodes, nodes[: len(items)], blocks))
 
 
-class OurEdges:
+class NativeEdges:
     """Edges, negatives and the neighbourhoods of their ends, drawn by gcnzc.
 
     Edges to be excluded are never drawn; DGL takes them out afterwards, and keeps fewer.
 
     Args:
         blocks: of the graph.
-        graph_sampler: a `dgl.dataloading.EdgePredictionSampler` around one that `is_ours`, which
+        graph_sampler: a `dgl.dataloading.EdgePredictionSampler` around one that `is_native`, which
             excludes nothing, the edges themselves, or these and their reverses.
         seed: the key of every choice.
     """
@@ -104,7 +104,7 @@ class OurEdges:
                 src.repeat_interleave(drawn.k),
                 torch.randint(graph.num_nodes(), shape, generator=numbers),
             ]
-        found = drawn_by_dgl(lambda: drawn(graph, items), self._seed, epoch, items)
+        found = sample_with_dgl(lambda: drawn(graph, items), self._seed, epoch, items)
         if not isinstance(found, tuple) or len(found) != 2:
             raise ValueError(
                 f"{type(drawn).__name__} returned a {type(found).__name__}\n\n"
@@ -112,7 +112,7 @@ class OurEdges:
             )
         return [ends.long() for ends in found]
 
-    def _left_out(self, items: Tensor, nodes: Tensor) -> LeftOut | None:
+    def _left_out(self, items: Tensor, nodes: Tensor) -> ExcludedEdges | None:
         """The edges to be excluded, in the columns of `nodes`, which ascend."""
         asked = self._graph_sampler
         edges = import_dgl().dataloading.base.find_exclude_eids(
@@ -135,7 +135,7 @@ class OurEdges:
         return left_out(self._blocks.columns.graph.indptr.numpy(), nodes, locals_, places)
 
 
-class Theirs:
+class DglMaker:
     """Minibatches drawn by a DGL sampler, in the one thread that DGL draws in.
 
     Args:
@@ -158,15 +158,15 @@ class Theirs:
                 self._labor.set_seed(_word(self._seed, epoch, items))
             return self._graph_sampler.sample(self._blocks.graph, items)
 
-        return drawn_by_dgl(make, self._seed, epoch, items)
+        return sample_with_dgl(make, self._seed, epoch, items)
 
 
-def is_ours(graph_sampler: Any) -> bool:
+def is_native(graph_sampler: Any) -> bool:
     """Whether gcnzc's sampler draws what this DGL sampler does."""
     loading = import_dgl().dataloading
     if type(graph_sampler) is loading.EdgePredictionSampler:
         known = graph_sampler.exclude in (None, "self", "reverse_id")
-        return known and is_ours(graph_sampler.sampler)
+        return known and is_native(graph_sampler.sampler)
     return (
         type(graph_sampler) in (loading.NeighborSampler, loading.MultiLayerFullNeighborSampler)
         and graph_sampler.edge_dir == "in"
@@ -177,17 +177,17 @@ def is_ours(graph_sampler: Any) -> bool:
     )
 
 
-def drawn_by_dgl(make: Callable[[], Any], seed: int, epoch: int, items: Tensor) -> Any:
+def sample_with_dgl(make: Callable[[], Any], seed: int, epoch: int, items: Tensor) -> Any:
     """What `make` returns, in DGL's thread, with random numbers for these items."""
 
     def seeded() -> Any:
         import_dgl().seed(_word(seed, epoch, items))
         return make()
 
-    return drawing_thread(os.getpid()).submit(seeded).result()
+    return sampling_thread(os.getpid()).submit(seeded).result()
 
 
-def left_out(indptr: np.ndarray, nodes: Tensor, locals_: Tensor, places: Tensor) -> LeftOut:
+def left_out(indptr: np.ndarray, nodes: Tensor, locals_: Tensor, places: Tensor) -> ExcludedEdges:
     """Single edges to be left out of columns, as `gcnzc.kernels.sample` takes them.
 
     Args:
@@ -202,7 +202,7 @@ def left_out(indptr: np.ndarray, nodes: Tensor, locals_: Tensor, places: Tensor)
     first = np.searchsorted(column, np.arange(len(nodes) + 1))
     rank = np.arange(len(column)) - first[column]
     kept_before = place - indptr[nodes.numpy()[column]] - rank
-    return LeftOut(first.astype(np.int64), kept_before.astype(np.int64), rank + 1)
+    return ExcludedEdges(first.astype(np.int64), kept_before.astype(np.int64), rank + 1)
 
 
 def _word(seed: int, epoch: int, items: Tensor) -> int:

@@ -68,7 +68,7 @@ def graphbolt_works() -> bool:
     return _holds(package, library) and _holds(torchdata, Path("datapipes"))
 
 
-def demand_cuda(device: torch.device) -> None:
+def check_cuda(device: torch.device) -> None:
     """Refuse a GPU that the installed DGL has no code for.
 
     Raises:

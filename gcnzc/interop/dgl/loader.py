@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.column import Column
-from gcnzc.interop.dgl.arguments import demand_graph, demand_items, demand_sampler
+from gcnzc.interop.dgl.arguments import check_graph, check_items, check_sampler
 from gcnzc.interop.dgl.blocks import Blocks, fill
-from gcnzc.interop.dgl.drawing import Maker, OurEdges, OurNodes, Theirs, is_ours
-from gcnzc.interop.dgl.importing import demand_cuda, import_dgl
+from gcnzc.interop.dgl.drawing import DglMaker, Maker, NativeEdges, NativeNodes, is_native
+from gcnzc.interop.dgl.importing import check_cuda, import_dgl
 from gcnzc.interop.drop_in import Carrier, Minibatches
 from gcnzc.interop.options import Options, check_tables, torch_options
 from gcnzc.interop.ranks import rank_and_world_size
@@ -94,8 +94,8 @@ class DataLoader(Minibatches):
         tables: Mapping[str, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
-        demand_graph(graph)
-        demand_sampler(graph_sampler, drawn_by)
+        check_graph(graph)
+        check_sampler(graph_sampler, drawn_by)
         use_ddp, use_uva = check_flag("use_ddp", use_ddp), check_flag("use_uva", use_uva)
         ddp_seed = check_seed("ddp_seed", ddp_seed)
         check_tables(tables)
@@ -141,13 +141,13 @@ class DataLoader(Minibatches):
             torchs=torchs,
         )
         if options.device.type == "cuda":
-            demand_cuda(options.device)
+            check_cuda(options.device)
         self._tables = tables or {}
         self._blocks = Blocks(graph)
         self._is_edges = isinstance(graph_sampler, import_dgl().dataloading.EdgePredictionSampler)
-        self._items = demand_items(indices, graph, self._is_edges)
+        self._items = check_items(indices, graph, self._is_edges)
         super().__init__(self._blocks.columns.graph, self._items, len(self._items), options)
-        self.drawn_by: str = "gcnzc" if drawn_by == "gcnzc" and is_ours(graph_sampler) else "dgl"
+        self.drawn_by: str = "gcnzc" if drawn_by == "gcnzc" and is_native(graph_sampler) else "dgl"
         self._maker = self._made_maker()
         self._columns: dict[tuple[bool, str], Column] = {}
         self._begin()
@@ -166,7 +166,7 @@ class DataLoader(Minibatches):
         return Carrier(nodes, nodes[:0], (_nothing(nodes),), made=result)
 
     def _begin(self) -> None:
-        asked = self._demand_names()
+        asked = self._check_names()
         self._blocks.renew()
         for (of_nodes, name), column in list(self._columns.items()):
             data = self._data(of_nodes)
@@ -189,7 +189,7 @@ class DataLoader(Minibatches):
         return self._finished(batch)
 
     def _on_host(self, items: Tensor, epoch: int) -> Any:
-        self._demand_open()
+        self._check_open()
         batch = self.sample(items, epoch)
         if self._wide is not None:
             batch.x = self._wide.in_place(batch.nodes)
@@ -219,9 +219,9 @@ class DataLoader(Minibatches):
         self._maker = self._made_maker()
 
     def _made_maker(self) -> Maker:
-        make: Callable[..., Maker] = OurEdges if self._is_edges else OurNodes
+        make: Callable[..., Maker] = NativeEdges if self._is_edges else NativeNodes
         if self.drawn_by == "dgl":
-            make = Theirs
+            make = DglMaker
         return make(self._blocks, self.graph_sampler, self._seed)
 
     def _gathered(
@@ -246,7 +246,7 @@ class DataLoader(Minibatches):
     def _data(self, of_nodes: bool) -> Any:
         return self.graph.ndata if of_nodes else self.graph.edata
 
-    def _demand_names(self) -> list[tuple[bool, str]]:
+    def _check_names(self) -> list[tuple[bool, str]]:
         """Look at the names that are to be fetched, before any thread does.
 
         Returns:

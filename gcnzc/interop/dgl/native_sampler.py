@@ -16,15 +16,15 @@ from gcnzc.kernels.philox import philox4x32_reference, split_key
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.neighbor import check_graph, check_seeds
 from gcnzc.system.arguments import IdsLike, check_epoch, check_fanouts, check_seed
-from gcnzc.system.threads import step_back
+from gcnzc.system.threads import lower_priority
 
 
 @lru_cache(maxsize=1)
-def drawing_thread(pid: int) -> ThreadPoolExecutor:
+def sampling_thread(pid: int) -> ThreadPoolExecutor:
     """The one thread of process `pid`, the caller's own, in which DGL draws random numbers."""
     # DGL's random numbers belong to threads, in the order in which these first drew, so one thread
     # draws all of ours. Keyed by process: threads do not survive a fork.
-    executor = ThreadPoolExecutor(1, thread_name_prefix="gcnzc-dgl", initializer=step_back)
+    executor = ThreadPoolExecutor(1, thread_name_prefix="gcnzc-dgl", initializer=lower_priority)
     # which is for another OpenMP than torch's, if DGL brings one
     executor.submit(import_dgl().utils.set_num_threads, 1).result()
     return executor
@@ -83,7 +83,7 @@ class DglSampler:
         epoch = check_epoch("epoch", epoch)
         if len(seeds.unique()) < len(seeds):
             raise ValueError("a seed occurs twice in a batch\n\nhint: seeds.unique()")
-        return drawing_thread(os.getpid()).submit(self._sample, seeds, epoch).result()
+        return sampling_thread(os.getpid()).submit(self._sample, seeds, epoch).result()
 
     def _sample(self, seeds: Tensor, epoch: int) -> Batch:
         begin_s = time.perf_counter()

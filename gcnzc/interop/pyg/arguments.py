@@ -30,7 +30,7 @@ _SUPPORTED = {
 }
 
 
-def demand_supported(who: str, **arguments: Any) -> None:
+def check_supported(who: str, **arguments: Any) -> None:
     """Refuse arguments of PyG's by name.
 
     Raises:
@@ -50,7 +50,7 @@ def demand_supported(who: str, **arguments: Any) -> None:
         )
 
 
-def demand_num_neighbors(num_neighbors: Any, who: str) -> list[int]:
+def check_num_neighbors(num_neighbors: Any, who: str) -> list[int]:
     """The numbers of neighbours of the hops, from a list or PyG's `NumNeighbors`.
 
     Raises:
@@ -73,7 +73,7 @@ def demand_num_neighbors(num_neighbors: Any, who: str) -> list[int]:
     return list(check_fanouts("num_neighbors", num_neighbors)) if num_neighbors else []
 
 
-def demand_ids(input_id: Tensor | None, num_items: int) -> None:
+def check_ids(input_id: Tensor | None, num_items: int) -> None:
     """Look at the names of items.
 
     Raises:
@@ -148,7 +148,7 @@ def without_type(name: str, given: Any) -> Any:
     return given
 
 
-def demand_nodes(
+def check_nodes(
     input_nodes: Any, input_id: Tensor | None, num_nodes: int
 ) -> tuple[Tensor, Tensor | None]:
     """The ids of the nodes to iterate over, and what `input_id` is of each, if not its place.
@@ -171,7 +171,7 @@ def demand_nodes(
         input_id = nodes if input_id is None else input_id
     else:
         nodes = as_ids("input_nodes", input_nodes, "ids of nodes, or a mask of all nodes").cpu()
-    demand_ids(input_id, len(nodes))
+    check_ids(input_id, len(nodes))
     return check_seeds("input_nodes", nodes, num_nodes), input_id
 
 

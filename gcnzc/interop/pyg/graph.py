@@ -15,7 +15,7 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import Column
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.kernels.structure.order import order
+from gcnzc.kernels.structure.order import csc_order
 from gcnzc.system.arguments import describe
 
 Tables = Mapping[str, FeatureTable]
@@ -44,7 +44,7 @@ def columns_of(data: Any, is_sorted: bool) -> Columns:
     Raises:
         ValueError: it is no `Data`, has another form of edges or none, or edges without a node.
     """
-    edge_index = _demand_edges(data)
+    edge_index = _check_edges(data)
     num_nodes = data.num_nodes
     key = (
         *(edge_index.data_ptr(), edge_index._version, edge_index.stride(), edge_index.shape),
@@ -57,7 +57,7 @@ def columns_of(data: Any, is_sorted: bool) -> Columns:
         graph = Graph.from_edges(src, dst, num_nodes)
         places = None
         if not is_sorted and bool((dst[1:] < dst[:-1]).any()):
-            rows = order(graph.indptr, dst)
+            rows = csc_order(graph.indptr, dst)
             places = Column("e_id", rows, len(rows), torch.device("cpu"), ExitStack())
         found = _known[key] = Columns(graph, places, edge_index)
     return found
@@ -137,7 +137,7 @@ def attributes_of(
             del template[name]
         elif is_nodes or data.is_edge_attr(name):
             del template[name]
-            rows, dim = _demand_tensor(name, value), data.__cat_dim__(name, value)
+            rows, dim = _check_tensor(name, value), data.__cat_dim__(name, value)
             if dim != 0:
                 found.odd.append((name, rows, dim, is_nodes))
                 continue
@@ -157,7 +157,7 @@ def _wide(nodes: dict[str, Column], tables: Tables) -> Column | None:
     return None
 
 
-def _demand_tensor(name: str, value: Any) -> Tensor:
+def _check_tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if not isinstance(value, Tensor):
@@ -168,7 +168,7 @@ def _demand_tensor(name: str, value: Any) -> Tensor:
     return value
 
 
-def _demand_edges(data: Any) -> Tensor:
+def _check_edges(data: Any) -> Tensor:
     Data = import_pyg().data.Data
     if not isinstance(data, Data):
         what, hint = describe(data), "a torch_geometric.data.Data"

@@ -15,9 +15,9 @@ from gcnzc.interop.drop_in import Carrier
 from gcnzc.interop.options import CPU, generator, sorted_places
 from gcnzc.interop.pyg.arguments import (
     check_common,
-    demand_ids,
-    demand_num_neighbors,
-    demand_supported,
+    check_ids,
+    check_num_neighbors,
+    check_supported,
     options_of,
     without_type,
 )
@@ -86,7 +86,7 @@ class LinkNeighborLoader(
         tables: Mapping[str, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
-        demand_supported(
+        check_supported(
             "LinkNeighborLoader",
             edge_label_time=edge_label_time,
             replace=replace,
@@ -110,17 +110,17 @@ class LinkNeighborLoader(
         columns = columns_of(data, is_sorted)
         self.edge_label_index = edge_label_index
         edges = without_type("edge_label_index", edge_label_index)
-        self._edges = _demand_edges(
+        self._edges = _check_edges(
             columns.edge_index if edges is None else edges, columns.graph.num_nodes
         )
-        self._labels = self._demand_labels(edge_label)
-        demand_ids(self.input_id, self._edges.shape[1])
+        self._labels = self._check_labels(edge_label)
+        check_ids(self.input_id, self._edges.shape[1])
         super().__init__(
             data,
             columns,
             self._edges,
             self._edges.shape[1],
-            demand_num_neighbors(num_neighbors, "LinkNeighborLoader"),
+            check_num_neighbors(num_neighbors, "LinkNeighborLoader"),
             transform,
             tables,
             options_of(
@@ -208,7 +208,7 @@ class LinkNeighborLoader(
             labels = torch.cat([labels, zeros])
         return labels
 
-    def _demand_labels(self, edge_label: Tensor | None) -> Tensor | None:
+    def _check_labels(self, edge_label: Tensor | None) -> Tensor | None:
         if edge_label is None:
             return None
         check_kind("edge_label", edge_label, Tensor, "a tensor with a label for each edge")
@@ -242,7 +242,7 @@ def _negative_sampling(given: Any, ratio: Any) -> Any:
         ) from error
 
 
-def _demand_edges(edges: Any, num_nodes: int) -> Tensor:
+def _check_edges(edges: Any, num_nodes: int) -> Tensor:
     hint = "a tensor of shape (2, E) and int64, sources above destinations"
     check_kind("edge_label_index", edges, Tensor, hint)
     if edges.ndim != 2 or len(edges) != 2 or edges.dtype not in (torch.int32, torch.int64):

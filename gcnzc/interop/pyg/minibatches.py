@@ -93,7 +93,7 @@ class DataMinibatches(Minibatches):
         return {"num_neighbors": list(self.num_neighbors)}
 
     def _on_host(self, items: Tensor, epoch: int) -> Any:
-        self._demand_open()
+        self._check_open()
         batch = self.sample(items, epoch)
         if "edge_index" not in batch.made:
             self._bring(batch)

@@ -11,9 +11,9 @@ from gcnzc.interop.drop_in import Carrier
 from gcnzc.interop.options import CPU
 from gcnzc.interop.pyg.arguments import (
     check_common,
-    demand_nodes,
-    demand_num_neighbors,
-    demand_supported,
+    check_nodes,
+    check_num_neighbors,
+    check_supported,
     options_of,
 )
 from gcnzc.interop.pyg.graph import columns_of
@@ -80,7 +80,7 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
         tables: Mapping[str, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
-        demand_supported(
+        check_supported(
             "NeighborLoader",
             input_time=input_time,
             replace=replace,
@@ -99,13 +99,13 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
         columns = columns_of(data, is_sorted)
         self.input_nodes, self.input_id, self.is_sorted = input_nodes, input_id, is_sorted
         self.filter_per_worker = filter_per_worker
-        self._nodes, self._ids = demand_nodes(input_nodes, input_id, columns.graph.num_nodes)
+        self._nodes, self._ids = check_nodes(input_nodes, input_id, columns.graph.num_nodes)
         super().__init__(
             data,
             columns,
             self._nodes,
             len(self._nodes),
-            demand_num_neighbors(num_neighbors, "NeighborLoader"),
+            check_num_neighbors(num_neighbors, "NeighborLoader"),
             transform,
             tables,
             options_of(

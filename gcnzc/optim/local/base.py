@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.compress import Compression, Dense, Place, Reducer
-from gcnzc.exchange import Algorithm, Begin, End, Group, run
+from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
+from gcnzc.exchange import Algorithm, Group, Start, Wait, run
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.base import Exchanging
+from gcnzc.optim.base import DistributedOptimizer
+from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
-from gcnzc.optim.local.sync_interval import Pace
-from gcnzc.optim.space import Space
+from gcnzc.optim.local.sync_interval import SyncInterval
 from gcnzc.optim.validation import check_inner
 from gcnzc.system.scalars import read_scalars, scalars_like
 
@@ -34,7 +34,7 @@ CHANNEL = "outer"
 
 
 @dataclass
-class Flight:
+class PendingReduction:
     """A pending reduction, or a finished one whose result has not been applied yet."""
 
     values: Tensor
@@ -42,14 +42,14 @@ class Flight:
     workers: int | None = None
     """the number of workers in the mean; the current number if None"""
     pending: Any = None
-    """the result of `Begin`; None if the reduction has finished"""
-    blame: str = ""
+    """the result of `Start`; None if the reduction has finished"""
+    skip_reason: str = ""
     """why there is no mean; empty if there is one"""
 
     def ended(self) -> Algorithm[None]:
         """Wait until the reduction has finished."""
         if self.pending is not None:
-            self.blame = yield End(self.pending)
+            self.skip_reason = yield Wait(self.pending)
             self.pending = None
 
     def saved(self, name: str) -> dict[str, Any]:
@@ -57,11 +57,11 @@ class Flight:
         return {
             f"{name} values": self.values,
             f"{name} workers": self.workers,
-            f"{name} blame": self.blame,
+            f"{name} blame": self.skip_reason,
         }
 
 
-class LocalUpdates(Exchanging):
+class LocalUpdates(DistributedOptimizer):
     """The base class of optimizers that take local steps and synchronise every H of them.
 
     Rank 0's parameters are broadcast at the start. If a gradient of a worker is not finite, only
@@ -71,14 +71,14 @@ class LocalUpdates(Exchanging):
     Args:
         inner: the optimizer that takes the local steps. The wrapper shares its parameter groups and
             state, so learning rate schedulers work.
-        group: the ranks that communicate; see `Exchanging`.
+        group: the ranks that communicate; see `DistributedOptimizer`.
         signals: the number of flags, such as a request to stop, that each synchronisation combines
             over the ranks.
         total_steps: the number of steps of the run; None if it is not known.
         pace: the interval of synchronisations.
         alone: whether a single worker runs the whole method; if False, it only takes the inner
             optimizer's steps.
-        module: see `Exchanging`.
+        module: see `DistributedOptimizer`.
 
     With torch's GradScaler each rank has its own scale. A rank whose gradients overflow skips its
     local step; the other ranks take theirs.
@@ -99,7 +99,7 @@ class LocalUpdates(Exchanging):
         *,
         signals: int = 0,
         total_steps: int | None = None,
-        pace: Pace,
+        pace: SyncInterval,
         alone: bool = False,
         module: nn.Module | None = None,
     ) -> None:
@@ -109,9 +109,9 @@ class LocalUpdates(Exchanging):
         self.is_made = True
         self.inner = inner
         self._share()
-        self.space = Space(self.param_groups)
+        self.space = FlatParameters(self.param_groups)
         self.is_trainable = self.trainable()
-        self.place = Place(
+        self.place = WorkerInfo(
             self.group.rank, self.group.world_size, self.space.device, self.space.dtype
         )
         self.pace = pace
@@ -144,12 +144,12 @@ class LocalUpdates(Exchanging):
     def synchronised(self) -> Algorithm[None]:
         """Synchronise the workers; called every H steps."""
 
-    def landed(self) -> Algorithm[None]:
+    def apply_pending(self) -> Algorithm[None]:
         """Wait for the pending exchanges, and apply their results."""
         return
         yield
 
-    def drained(self) -> Algorithm[None]:
+    def finish_pending(self) -> Algorithm[None]:
         """Wait for the pending exchanges, and keep their results until they are due."""
         return
         yield
@@ -175,11 +175,11 @@ class LocalUpdates(Exchanging):
         """Load the three states above; the parameters are loaded already."""
 
     def algorithm(self) -> Algorithm[None]:
-        """See `Exchanging`: the inner optimizer's step, and every H steps a synchronisation."""
+        """See `DistributedOptimizer`: the inner optimizer's step, and every H steps a synchronisation."""
         if self.group.world_size == 1:
-            self.demand_trainable()
+            self.check_trainable()
         yield from self.broadcast_model()
-        self.blame = ""
+        self.skip_reason = ""
         self.local_step()
         self.steps += 1
         if self.is_plain:
@@ -192,11 +192,11 @@ class LocalUpdates(Exchanging):
         yield from self.after_step()
         yield from self.pace.chosen(self.exchanges)
         if (yield from self.compare()):
-            self.demand_trainable()
+            self.check_trainable()
         self.warn_of_late_phase(self.steps)
 
     def late_phase(self) -> str:
-        """See `Exchanging`."""
+        """See `DistributedOptimizer`."""
         return "exchange" if self.steps < self.pace.steps else ""
 
     def after_step(self) -> Algorithm[None]:
@@ -210,7 +210,9 @@ class LocalUpdates(Exchanging):
         """Take the inner optimizer's step, if the gradients are finite."""
         if not self._can_step():
             self.skipped += 1
-            self.blame = f"a gradient of worker {self.group.rank} is not finite: its step left out"
+            self.skip_reason = (
+                f"a gradient of worker {self.group.rank} is not finite: its step left out"
+            )
             return
         self.scale_gradients(self.space.parameters)
         self.inner.step()
@@ -226,12 +228,12 @@ class LocalUpdates(Exchanging):
         return not flags or all(flag > 0 for (flag,) in read_scalars(*flags))
 
     def layout(self) -> list[str]:
-        """See `Exchanging`."""
+        """See `DistributedOptimizer`."""
         own = f"{self.words()} around {type(self.inner).__name__} and {len(self.asks)} signals"
         return [own, *self.space.layout(), *option_lines(self.param_groups, with_gpu=True)]
 
     def on_broadcast(self) -> None:
-        """See `Exchanging`."""
+        """See `DistributedOptimizer`."""
         self.is_in_sync = True
         if not self.is_plain:
             self.started()
@@ -256,7 +258,7 @@ class LocalUpdates(Exchanging):
     def accept(
         self,
         values: Tensor,
-        blame: str,
+        skip_reason: str,
         workers: int | None = None,
         sums: Sequence[float] | None = None,
     ) -> bool:
@@ -272,8 +274,8 @@ class LocalUpdates(Exchanging):
             Whether there is a mean. If not, no rank may change its parameters.
         """
         end, workers = values.numel() - self.notes, workers or self.group.world_size
-        if blame:
-            self.drop(f"a synchronisation left out: {blame}")
+        if skip_reason:
+            self.drop(f"a synchronisation left out: {skip_reason}")
             return False
         count, bits, *signals = sums or values[end:].tolist()
         count = round(count)
@@ -289,7 +291,7 @@ class LocalUpdates(Exchanging):
         values[:end] *= workers / count
         return True
 
-    def silenced(self, flight: Flight, num_elements: int) -> Flight:
+    def silenced(self, flight: PendingReduction, num_elements: int) -> PendingReduction:
         """Clear the notes of a reduction from a checkpoint, which belong to the earlier run.
 
         Args:
@@ -302,9 +304,9 @@ class LocalUpdates(Exchanging):
         return flight
 
     def drop(self, why: str) -> None:
-        """Count a mean that does not include all workers, and append the reason to `blame`."""
+        """Count a mean that does not include all workers, and append the reason to `skip_reason`."""
         self.dropped += 1
-        self.blame = f"{self.blame}; {why}" if self.blame else why
+        self.skip_reason = f"{self.skip_reason}; {why}" if self.skip_reason else why
 
     def averaged(self, reducer: Reducer, values: Tensor) -> Algorithm[bool]:
         """Replace a vector by its mean over the workers whose vector is finite.
@@ -317,10 +319,10 @@ class LocalUpdates(Exchanging):
             Whether there is a mean. If not, no rank may change its parameters.
         """
         self.offer(values)
-        blame = yield from self.pace.timed(reducer.mean(values, self.notes))
-        return self.accept(values, blame, sums=reducer.note_sums)
+        skip_reason = yield from self.pace.timed(reducer.mean(values, self.notes))
+        return self.accept(values, skip_reason, sums=reducer.note_sums)
 
-    def launched(self, reducer: Reducer, values: Tensor) -> Algorithm[Flight]:
+    def launched(self, reducer: Reducer, values: Tensor) -> Algorithm[PendingReduction]:
         """Start a mean as `averaged` takes it, overlapped with compute.
 
         Args:
@@ -331,8 +333,8 @@ class LocalUpdates(Exchanging):
             The pending reduction.
         """
         self.offer(values)
-        flight = Flight(values, self.group.world_size)
-        flight.pending = yield Begin(reducer.mean(values, self.notes), CHANNEL)
+        flight = PendingReduction(values, self.group.world_size)
+        flight.pending = yield Start(reducer.mean(values, self.notes), CHANNEL)
         if self.pace.is_measuring:
             yield from self.pace.timed(flight.ended())
         return flight
@@ -342,8 +344,8 @@ class LocalUpdates(Exchanging):
         values = self.space.read_parameters(self.space.empty(self.notes))
         self.offer(values)
         reducer = Dense().reducer(self.space.num_elements, self.place)
-        blame = yield from reducer.mean(values, self.notes)
-        has_mean = self.accept(values, blame, sums=reducer.note_sums)
+        skip_reason = yield from reducer.mean(values, self.notes)
+        has_mean = self.accept(values, skip_reason, sums=reducer.note_sums)
         return values[: self.space.num_elements] if has_mean else None
 
     def vector(self, values: Tensor | None = None) -> Tensor:
@@ -383,10 +385,10 @@ class LocalUpdates(Exchanging):
         yield
 
     def finish(self) -> Algorithm[None]:
-        """See `Exchanging`: set the parameters to their mean over the ranks."""
+        """See `DistributedOptimizer`: set the parameters to their mean over the ranks."""
         if self.is_plain:
             return
-        yield from self.landed()
+        yield from self.apply_pending()
         if not self.is_in_sync:
             mean = yield from self.mean_of_parameters()
             if mean is not None:
@@ -396,9 +398,9 @@ class LocalUpdates(Exchanging):
         yield from self.compare()
 
     def __getstate__(self) -> dict[str, Any]:
-        """See `Exchanging`; waits for pending exchanges, as `snapshot` does."""
+        """See `DistributedOptimizer`; waits for pending exchanges, as `snapshot` does."""
         if self.group.backend:
-            run(self.drained(), self.group)
+            run(self.finish_pending(), self.group)
         return super().__getstate__()
 
     def snapshot(self) -> dict[str, Any]:
@@ -415,7 +417,7 @@ class LocalUpdates(Exchanging):
             rank, world_size
         """
         if self.group.backend:
-            run(self.drained(), self.group)
+            run(self.finish_pending(), self.group)
         numbers = {
             "steps": self.steps,
             "since": self.since,
@@ -444,7 +446,7 @@ class LocalUpdates(Exchanging):
         Raises:
             ValueError: it is the state of another worker, or of another number of workers.
         """
-        self.demand_own(snapshot)
+        self.check_own(snapshot)
         self.inner.load_state_dict(snapshot["inner"])
         self._share()
         shared, local = snapshot["shared"], snapshot["local"]

@@ -39,11 +39,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
-from gcnzc.exchange import Algorithm, AllGather, Begin, Group, ReduceScatter, Sum, Vote
+from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Group, ReduceScatter, Start, Sum
 from gcnzc.optim import defaults
-from gcnzc.optim.local.base import CHANNEL, Flight, LocalUpdates
+from gcnzc.optim.local.base import CHANNEL, LocalUpdates, PendingReduction
 from gcnzc.optim.local.staleness_gap import Gap
-from gcnzc.optim.local.sync_interval import HIDDEN, Clocks, Pace
+from gcnzc.optim.local.sync_interval import HIDDEN, Clocks, SyncInterval
 from gcnzc.optim.resize import part_of
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
 from gcnzc.system.scalars import scalars_like
@@ -64,7 +64,7 @@ class CO2(LocalUpdates):
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
         local_steps: H; or "auto", so many that the exchange takes half the time of the
-            steps, and a fortieth of their work (`Pace`).
+            steps, and a fortieth of their work (`SyncInterval`).
         outer_lr: the outer optimizer's step size.
         outer_momentum: its momentum, m. With a delay more than the usual one is for short rounds.
         gap: what late differences are divided by: "gap_aware", "none", a number, or a function;
@@ -82,7 +82,7 @@ class CO2(LocalUpdates):
         signals: how many things, such as a wish to stop, are told with a round.
         total_steps: of the run, for a warning if the first exchange comes late in it; None if that
             is not known.
-        module: see `Exchanging`.
+        module: see `DistributedOptimizer`.
         target: for "auto" without delay, the share of exchange in the time of steps.
         clocks: seconds, for "auto".
 
@@ -132,7 +132,7 @@ class CO2(LocalUpdates):
             # late means are divided by a gap so that training does not diverge; eager ranks do not
             # need one
             gap = "none" if eager else "gap_aware"
-        pace = Pace(local_steps, HIDDEN if delay else target, clocks)
+        pace = SyncInterval(local_steps, HIDDEN if delay else target, clocks)
         super().__init__(
             inner, group, signals=signals, total_steps=total_steps, pace=pace, module=module
         )
@@ -157,7 +157,7 @@ class CO2(LocalUpdates):
         self.own = self.start
         """(n,), where this worker began the round that goes on, if workers are eager"""
         self.momentum = self.start
-        self.flight: Flight | None = None
+        self.flight: PendingReduction | None = None
         """(padded + k,): what of the last round is under way, and comes as where the next begins"""
         self.is_warned = False
         self.warn_of_momentum()
@@ -217,8 +217,8 @@ class CO2(LocalUpdates):
             self.flight = self.arrived(own, [workers], workers)
 
     def arrived(
-        self, start: Tensor, told: Sequence[float], workers: int, blame: str = ""
-    ) -> Flight:
+        self, start: Tensor, told: Sequence[float], workers: int, skip_reason: str = ""
+    ) -> PendingReduction:
         """An exchange that has ended.
 
         Args:
@@ -230,7 +230,7 @@ class CO2(LocalUpdates):
         values = self.room()
         values[: len(start)] = start
         values[self.padded : self.padded + len(told)] = scalars_like(told, values)
-        return Flight(values, workers, blame=blame)
+        return PendingReduction(values, workers, skip_reason=skip_reason)
 
     def room(self) -> Tensor:
         """(padded + k,) zeros, for an exchange."""
@@ -271,8 +271,8 @@ class CO2(LocalUpdates):
             self.space.read_parameters(self.own).sub_(values[:count], alpha=self.eager)
             self.space.write_parameters(self.own)
             self.is_in_sync = False
-        self.flight = Flight(values, self.group.world_size)
-        self.flight.pending = yield Begin(self.exchanged(values), CHANNEL)
+        self.flight = PendingReduction(values, self.group.world_size)
+        self.flight.pending = yield Start(self.exchanged(values), CHANNEL)
         if self.pace.is_measuring:
             yield from self.pace.timed(self.flight.ended())
 
@@ -286,7 +286,7 @@ class CO2(LocalUpdates):
         yield from self.flight.ended()
         values = self.flight.values
         # the mean was made one over those that count on the way
-        self.accept(values[self.padded :], self.flight.blame, self.flight.workers)
+        self.accept(values[self.padded :], self.flight.skip_reason, self.flight.workers)
         self.start = values[self.begin : self.end].clone()
         self.before = self.start[:0]
         self.swap(values)
@@ -301,7 +301,7 @@ class CO2(LocalUpdates):
             parameter.copy_(view)
             view.copy_(own)
 
-    def landed(self) -> Algorithm[None]:
+    def apply_pending(self) -> Algorithm[None]:
         """See `LocalUpdates`. With a delay an unfinished round is exchanged as a whole one.
 
         Without a delay there is nothing to do: `finalize` takes the plain mean of the parameters.
@@ -314,7 +314,7 @@ class CO2(LocalUpdates):
         yield from self.arrive()
         self.restarted()
 
-    def drained(self) -> Algorithm[None]:
+    def finish_pending(self) -> Algorithm[None]:
         """See `LocalUpdates`."""
         if self.flight is not None:
             yield from self.flight.ended()
@@ -330,7 +330,7 @@ class CO2(LocalUpdates):
         Returns:
             Why there is no mean, in words; the next round then begins where the last one did.
         """
-        blame, difference = yield from self.difference(values)
+        skip_reason, difference = yield from self.difference(values)
         if difference is not None:
             momentum = difference.div_(self.gap.divisor())
             momentum.add_(self.momentum, alpha=self.outer_momentum)
@@ -346,10 +346,10 @@ class CO2(LocalUpdates):
                 self.momentum.copy_(momentum)
                 self.move(moved)
                 return ""
-            blame = "the mean overflows"
+            skip_reason = "the mean overflows"
         yield from self.shown(self.start, 0.0, values)
         self.move(0.0)
-        return blame
+        return skip_reason
 
     def move(self, distance: float) -> None:
         """Keep what the gap of the next difference will be: none if it is waited for."""
@@ -370,10 +370,10 @@ class CO2(LocalUpdates):
                 return "", None
             mean = summed[: len(self.start)] / count
             return "", mean if self.eager else self.before - mean
-        blame = yield from self.mean.mean(values, self.notes)
-        count = 0 if blame else round(float(notes[0]))
+        skip_reason = yield from self.mean.mean(values, self.notes)
+        count = 0 if skip_reason else round(float(notes[0]))
         if not count:
-            return blame, None
+            return skip_reason, None
         return "", values[: self.padded] * (self.group.world_size / count)
 
     def shown(self, part: Tensor, moved: float, values: Tensor) -> Algorithm[float]:
@@ -385,7 +385,7 @@ class CO2(LocalUpdates):
         if not self.is_sharded:
             values[: self.padded] = part
             # another machine may round a norm in another way, and all must divide by the same
-            return max((yield Vote(moved))) if self.gap.is_measured else moved
+            return max((yield AllGatherScalar(moved))) if self.gap.is_measured else moved
         sent = part.new_zeros(self.share + 1)
         sent[: len(part)] = part
         sent[self.share] = moved
@@ -418,7 +418,7 @@ class CO2(LocalUpdates):
         return kept + errors + flying
 
     def shared_state(self) -> dict[str, Any]:
-        """See `LocalUpdates`; an exchange that goes on must have been ended, by `drained`."""
+        """See `LocalUpdates`; an exchange that goes on must have been ended, by `finish_pending`."""
         gap = self.gap
         shared: dict[str, Any] = {"gap": [gap.distance, gap.usual]}
         if not self.is_sharded:
@@ -430,7 +430,7 @@ class CO2(LocalUpdates):
                 "next": values[: self.space.num_elements],
                 "told": values[self.padded :].tolist(),
                 "workers": self.flight.workers,
-                "blame": self.flight.blame,
+                "blame": self.flight.skip_reason,
             }
         return shared
 

@@ -25,10 +25,10 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, AllGather, Group, ReduceScatter
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.defaults import DILOCO
+from gcnzc.optim.flat_parameters import tiles
 from gcnzc.optim.local.base import LocalUpdates
-from gcnzc.optim.local.sync_interval import Clocks, Pace
+from gcnzc.optim.local.sync_interval import Clocks, SyncInterval
 from gcnzc.optim.resize import part_of
-from gcnzc.optim.space import tiles
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
 
@@ -67,7 +67,7 @@ class DiLoCo(LocalUpdates):
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
         local_steps: H; or "auto", so many that exchange takes `target` of the time of
-            steps, and a fortieth of their work (`Pace`).
+            steps, and a fortieth of their work (`SyncInterval`).
         outer_lr: the outer optimizer's step size.
         outer_momentum: its momentum.
         nesterov: whether that is Nesterov's.
@@ -78,7 +78,7 @@ class DiLoCo(LocalUpdates):
         signals: how many things, such as a wish to stop, are told with an outer step.
         total_steps: of the run, for a warning if the first exchange comes late in it; None if that
             is not known.
-        module: see `Exchanging`.
+        module: see `DistributedOptimizer`.
         target: the share of exchange for "auto".
         clocks: seconds, for "auto".
 
@@ -111,7 +111,7 @@ class DiLoCo(LocalUpdates):
                 f"sharded with {compress}\n\nhint: shares are exchanged whole; leave out one of "
                 "the two"
             )
-        pace = Pace(local_steps, target, clocks)
+        pace = SyncInterval(local_steps, target, clocks)
         super().__init__(
             inner,
             group,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.optim.flat import Segment
-from gcnzc.optim.space import Space
+from gcnzc.optim.flat_parameters import FlatParameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +62,8 @@ class Fragment:
                 parameter.copy_(flat.view(parameter.shape))
 
 
-def cut(
-    space: Space,
+def split_into_fragments(
+    space: FlatParameters,
     wanted: int | str | Sequence[str],
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
 ) -> list[Fragment]:
@@ -112,7 +112,7 @@ def cut(
     ]
 
 
-def _slices(space: Space, count: int) -> list[Fragment]:
+def _slices(space: FlatParameters, count: int) -> list[Fragment]:
     total = space.num_elements
     if not 1 <= count <= total:
         raise ValueError(f"{count} fragments of {total:,} elements\n\nhint: from 1 to that number")
@@ -135,7 +135,7 @@ def _slices(space: Space, count: int) -> list[Fragment]:
 
 
 def _named(
-    space: Space, named_parameters: Iterable[tuple[str, nn.Parameter]] | None
+    space: FlatParameters, named_parameters: Iterable[tuple[str, nn.Parameter]] | None
 ) -> list[tuple[str, Segment]]:
     """Segments with the names that the model gives them."""
     names: dict[int, str] = {}

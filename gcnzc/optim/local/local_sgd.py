@@ -22,7 +22,7 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.defaults import LOCAL_SGD
 from gcnzc.optim.local.base import LocalUpdates
-from gcnzc.optim.local.sync_interval import Clocks, Pace
+from gcnzc.optim.local.sync_interval import Clocks, SyncInterval
 
 
 class LocalSGD(LocalUpdates):
@@ -32,12 +32,12 @@ class LocalSGD(LocalUpdates):
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
         local_steps: H; or "auto", so many that exchange takes `target` of the time of
-            steps, and a fortieth of their work (`Pace`).
+            steps, and a fortieth of their work (`SyncInterval`).
         compress: how means are taken.
         signals: how many things, such as a wish to stop, are told with a mean.
         total_steps: of the run, for a warning if the first exchange comes late in it; None if that
             is not known.
-        module: see `Exchanging`.
+        module: see `DistributedOptimizer`.
         target: the share of exchange for "auto".
         clocks: seconds, for "auto".
     """
@@ -55,7 +55,7 @@ class LocalSGD(LocalUpdates):
         target: float = 0.05,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
-        pace = Pace(local_steps, target, clocks)
+        pace = SyncInterval(local_steps, target, clocks)
         super().__init__(
             inner, group, signals=signals, total_steps=total_steps, pace=pace, module=module
         )

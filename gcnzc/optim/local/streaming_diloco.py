@@ -26,10 +26,10 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.defaults import DELAY, FRAGMENTS, STREAMING_DILOCO
-from gcnzc.optim.local.base import Flight, LocalUpdates
+from gcnzc.optim.local.base import LocalUpdates, PendingReduction
 from gcnzc.optim.local.diloco import Outer
-from gcnzc.optim.local.fragments import Fragment, cut
-from gcnzc.optim.local.sync_interval import FIRST, HIDDEN, Clocks, Pace
+from gcnzc.optim.local.fragments import Fragment, split_into_fragments
+from gcnzc.optim.local.sync_interval import FIRST, HIDDEN, Clocks, SyncInterval
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
 
@@ -42,8 +42,8 @@ class StreamingDiLoCo(LocalUpdates):
         inner: of the parameters, on this worker; any of torch's.
         group: of all workers; those for which torch.distributed was initialised if None.
         local_steps: H; or "auto", so many that the exchanges take half the time of the
-            steps, and a fortieth of their work (`Pace`).
-        fragments: P; or "modules", or regular expressions: see `gcnzc.optim.local.fragments.cut`.
+            steps, and a fortieth of their work (`SyncInterval`).
+        fragments: P; or "modules", or regular expressions: see `gcnzc.optim.local.fragments.split_into_fragments`.
         delay: D, steps from an exchange's beginning to its end; less than H. Or "auto", with H
             that is measured too: so many that an exchange takes half their time.
         mixing: how much of a worker's own parameters stays: 0 nothing, 1 everything.
@@ -55,7 +55,7 @@ class StreamingDiLoCo(LocalUpdates):
         signals: how many things, such as a wish to stop, are told with each fragment.
         total_steps: of the run, for a warning if the first exchange comes late in it; None if that
             is not known.
-        module: see `Exchanging`.
+        module: see `DistributedOptimizer`.
         clocks: seconds, for "auto".
 
     Raises:
@@ -91,7 +91,7 @@ class StreamingDiLoCo(LocalUpdates):
         self.wanted_delay = delay
         self.delay = 1 if isinstance(delay, str) else delay
         """D, as it is now"""
-        pace = Pace(local_steps, HIDDEN, clocks, least=self.delay + 1)
+        pace = SyncInterval(local_steps, HIDDEN, clocks, least=self.delay + 1)
         super().__init__(
             inner,
             group,
@@ -111,7 +111,7 @@ class StreamingDiLoCo(LocalUpdates):
             raise ValueError(f"mixing is {mixing}\n\nhint: from 0 to 1")
         self.outer = Outer(outer_lr, outer_momentum)
         self.mixing, self.compress = mixing, compress
-        self.fragments = cut(self.space, fragments, named_parameters)
+        self.fragments = split_into_fragments(self.space, fragments, named_parameters)
         self.exchanges = len(self.fragments)
         self.means = [
             self.reducer(f"fragment {number}", compress, fragment.num_elements)
@@ -121,7 +121,7 @@ class StreamingDiLoCo(LocalUpdates):
         """(n,), one fragment after the other: where all would begin"""
         self.momentum = self.anchor
         """(n,), in the same order"""
-        self.flights: dict[int, tuple[int, Flight]] = {}
+        self.flights: dict[int, tuple[int, PendingReduction]] = {}
         """of fragments, by number: the step after which it ends"""
         self.origin, self.period = 0, pace.steps
         """the step from which beginnings are counted, and the H of that"""
@@ -183,7 +183,7 @@ class StreamingDiLoCo(LocalUpdates):
         """End the exchange of a fragment, and take its outer step."""
         fragment, (_, flight) = self.fragments[number], self.flights.pop(number)
         yield from flight.ended()
-        if not self.accept(flight.values, flight.blame, flight.workers):
+        if not self.accept(flight.values, flight.skip_reason, flight.workers):
             return
         anchor, momentum = (self._parts(each)[number] for each in (self.anchor, self.momentum))
         self.outer.step(anchor, momentum, flight.values[: fragment.num_elements])
@@ -195,12 +195,12 @@ class StreamingDiLoCo(LocalUpdates):
             fragment.write(anchor)
             self.forget_what_is_not_finite()
 
-    def landed(self) -> Algorithm[None]:
+    def apply_pending(self) -> Algorithm[None]:
         """See `LocalUpdates`."""
         for number in list(self.flights):
             yield from self.arrive(number)
 
-    def drained(self) -> Algorithm[None]:
+    def finish_pending(self) -> Algorithm[None]:
         """See `LocalUpdates`."""
         for _, flight in self.flights.values():
             yield from flight.ended()
@@ -222,7 +222,7 @@ class StreamingDiLoCo(LocalUpdates):
         return self.anchor.nbytes + self.momentum.nbytes + errors + flying
 
     def shared_state(self) -> dict[str, Any]:
-        """See `LocalUpdates`; exchanges that go on must have been ended, by `drained`."""
+        """See `LocalUpdates`; exchanges that go on must have been ended, by `finish_pending`."""
         shared: dict[str, Any] = {"anchor": self.anchor, "momentum": self.momentum}
         shared |= {"origin": self.origin, "period": self.period, "delay": self.delay}
         for number, (due, flight) in self.flights.items():
@@ -242,10 +242,10 @@ class StreamingDiLoCo(LocalUpdates):
             number: (
                 shared[f"flight {number} due"],
                 self.silenced(
-                    Flight(
+                    PendingReduction(
                         self.vector(shared[f"flight {number} values"]),
                         shared[f"flight {number} workers"],
-                        blame=shared[f"flight {number} blame"],
+                        skip_reason=shared[f"flight {number} blame"],
                     ),
                     fragment.num_elements,
                 ),

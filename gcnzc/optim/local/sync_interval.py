@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gcnzc.exchange import Algorithm, Vote
+from gcnzc.exchange import Algorithm, AllGatherScalar
 
 FIRST = 10  # steps between synchronisations while they are measured
 
@@ -68,7 +68,7 @@ class Clocks:
 
 
 @dataclass
-class Pace:
+class SyncInterval:
     """How many steps lie between synchronisations: so many as were asked for, or as are measured.
 
     Args:
@@ -128,9 +128,11 @@ class Pace:
         if self.is_measuring and self.seen >= WARM_UP + MEASURED:
             step, exchange = Spent.usually(self.of_steps), Spent.usually(self.of_exchanges)
             # the slowest worker's steps; and its exchange, since others wait for it in theirs
-            step_s = max((yield Vote(step.passed_s)))
-            exchange_s = min((yield Vote(exchange.passed_s)))
-            work = statistics.median((yield Vote(exchange.worked_s / max(step.worked_s, 1e-9))))
+            step_s = max((yield AllGatherScalar(step.passed_s)))
+            exchange_s = min((yield AllGatherScalar(exchange.passed_s)))
+            work = statistics.median(
+                (yield AllGatherScalar(exchange.worked_s / max(step.worked_s, 1e-9)))
+            )
             hiding = exchange_s / max(step_s, 1e-9) / self.share
             needed = max(hiding, work / WORKED if self.counts_work else 0.0)
             # what the clock leaves out is no reason for a step more

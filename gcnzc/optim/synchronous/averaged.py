@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.compress import Compression, Place, Reducer
-from gcnzc.exchange import Algorithm, AllGather, AllToAll, Group, Mean, Vote
-from gcnzc.exchange.layout import by_kind
-from gcnzc.exchange.sync import demand_same
+from gcnzc.compress import Compression, Reducer, WorkerInfo
+from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group, Mean
+from gcnzc.exchange.layout import group_by_dtype
+from gcnzc.exchange.sync import check_same
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.base import Exchanging
+from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.flat import FlatVector, on
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner
@@ -30,7 +30,7 @@ from gcnzc.system.scalars import read_scalars, scalars_like
 NONE, DENSE, SPARSE = 0, 1, 2  # layouts of gradients
 
 
-class Averaged(Exchanging):
+class Averaged(DistributedOptimizer):
     """Wraps an optimizer of torch and averages the gradients of all ranks before its `step`.
 
     Rank 0's parameters are broadcast at the start. A missing gradient counts as zeros if another
@@ -44,13 +44,13 @@ class Averaged(Exchanging):
     Args:
         inner: the optimizer of this rank's parameters. The wrapper shares its parameter groups and
             state, so learning rate schedulers work.
-        group: the ranks that communicate; see `Exchanging`.
+        group: the ranks that communicate; see `DistributedOptimizer`.
         signals: the number of flags, such as a request to stop, that are exchanged with the
             gradients.
         compress: compression of float32 and float64 gradients; None averages them uncompressed.
             Each rank adds its compression error to its next gradient (error feedback).
         clip_norm: the maximum norm of the mean gradient over all parameters; None does not clip.
-        module: see `Exchanging`.
+        module: see `DistributedOptimizer`.
 
     Raises:
         TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
@@ -91,16 +91,16 @@ class Averaged(Exchanging):
         self.is_broadcast = False
 
     def layout(self) -> list[str]:
-        """See `Exchanging`."""
+        """See `DistributedOptimizer`."""
         inner = type(self.inner).__name__
         return [f"Averaged({inner}, compress={self.compress}, clip_norm={self.clip_norm})"]
 
     def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
-        """See `Exchanging`: those that were not broadcast before."""
+        """See `DistributedOptimizer`: those that were not broadcast before."""
         return [pair for pair in self.tensors() if pair[0] not in self.broadcast_names]
 
     def on_broadcast(self) -> None:
-        """See `Exchanging`."""
+        """See `DistributedOptimizer`."""
         self.broadcast_names |= {name for name, _ in self.tensors()}
 
     def _share(self) -> None:
@@ -113,11 +113,11 @@ class Averaged(Exchanging):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Exchanging`; without compression, the state dict of the inner optimizer."""
+        """See `DistributedOptimizer`; without compression, the state dict of the inner optimizer."""
         return self.inner.state_dict() if self.is_shared else super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `Exchanging`; without compression, takes a state dict of the inner optimizer."""
+        """See `DistributedOptimizer`; without compression, takes a state dict of the inner optimizer."""
         if self.is_shared:
             self.restore(state_dict)
             self.mark_loaded()
@@ -125,7 +125,7 @@ class Averaged(Exchanging):
             super().load_state_dict(state_dict)
 
     def snapshot(self) -> dict[str, Any]:
-        """See `Exchanging`: `inner`, and the compression `errors` of this rank.
+        """See `DistributedOptimizer`: `inner`, and the compression `errors` of this rank.
 
         Without compression, it is the state dict of the inner optimizer, the same on all ranks.
         """
@@ -152,7 +152,7 @@ class Averaged(Exchanging):
         if self.is_shared:
             check_is_inner(snapshot)
         else:
-            self.demand_own(snapshot)
+            self.check_own(snapshot)
             inner = snapshot["inner"]
             self.skipped = snapshot["shared"]["skipped"]
             errors = snapshot["errors"]
@@ -189,7 +189,7 @@ class Averaged(Exchanging):
         return f"Averaged({self.inner!r}, workers={self.group.world_size})"
 
     def algorithm(self) -> Algorithm[None]:
-        """See `Exchanging`: the inner optimizer's step, on all ranks or on none."""
+        """See `DistributedOptimizer`: the inner optimizer's step, on all ranks or on none."""
         if not self.gradients.is_known or self.group.world_size == 1:
             # before the first exchange `agree` compares the layouts
             self._follow_changes()
@@ -204,8 +204,8 @@ class Averaged(Exchanging):
             # all ranks have changed the same parameters, and no gradient was written yet
             yield from self.broadcast_model()
             flags = yield from self._exchanged()
-        self.blame = flags.blame
-        if flags.blame:
+        self.skip_reason = flags.skip_reason
+        if flags.skip_reason:
             self.skipped += 1
         else:
             self.gradients.write(flags)
@@ -233,10 +233,10 @@ class Averaged(Exchanging):
         return flags
 
     def _step_alone(self) -> None:
-        self.blame = ""
+        self.skip_reason = ""
         if self.has_overflowed:
             self.skipped += 1
-            self.blame = "a gradient is not finite"
+            self.skip_reason = "a gradient is not finite"
             return
         self.scale_gradients(parameter for _, parameter in self.gradients.named)
         self._inner_step()
@@ -255,7 +255,7 @@ class Flags:
 
     shares: list[float]
     """for each signal, its mean over the ranks"""
-    blame: str
+    skip_reason: str
     """why the step must be skipped: the ranks with non-finite gradients; empty if it must not"""
     present: list[list[bool]]
     """for each vector, for each of its parameters, whether any rank has a gradient"""
@@ -307,8 +307,8 @@ class Gradients:
             vector.extra.copy_(scalars_like([*present, *asks], vector.extra))
             if reducer is None:
                 yield Mean(vector.values)
-            elif blame := (yield from reducer.mean(vector.values, len(vector.extra))):
-                return Flags([0.0] * len(asks), blame, [], [])
+            elif skip_reason := (yield from reducer.mean(vector.values, len(vector.extra))):
+                return Flags([0.0] * len(asks), skip_reason, [], [])
         bad = [_count_bad(parameter) for parameter in self.sparse]
         sparse = []
         for parameter in self.sparse:
@@ -321,13 +321,15 @@ class Gradients:
             signals.copy_(scalars_like(shares, signals))
             yield Mean(signals)
         notes, signal_means, is_finite = self._read(signals, sparse)
-        blame = ""
+        skip_reason = ""
         if not is_finite:
             parameters = [each.parameter for vector in self.vectors for each in vector.segments]
             # GradScaler may have found a gradient that was clipped later
             scale = factor if isinstance(factor, Tensor) else torch.tensor(factor)
             *found, (is_skipped,) = read_scalars(*map(_count_bad, parameters), *bad, scale.isnan())
-            blame = yield from _blamed(int(sum(count for (count,) in found) or is_skipped))
+            skip_reason = yield from _skip_reason(
+                int(sum(count for (count,) in found) or is_skipped)
+            )
         shares = signal_means or shares
         flags = []
         for vector, reducer, told in zip(self.vectors, self.reducers, notes, strict=True):
@@ -335,7 +337,7 @@ class Gradients:
             # a reducer returns the sums of notes, and Mean their means
             among = 1 if reducer is None else self.world_size
             shares = [each / among for each in told[len(vector.segments) :]]
-        return Flags(shares, blame, flags, sparse)
+        return Flags(shares, skip_reason, flags, sparse)
 
     def write(self, flags: Flags) -> None:
         """Write the means that `exchanged` computed last into the gradients."""
@@ -377,13 +379,13 @@ class Gradients:
             ValueError: parameters or options differ between ranks; raised on all ranks.
         """
         lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.named]
-        yield from demand_same([*lines, *options], "parameters")
+        yield from check_same([*lines, *options], "parameters")
         kinds = torch.tensor([_kind(p) for _, p in self.named], dtype=torch.uint8)
         known = (yield AllGather(kinds)).amax(dim=0).tolist()
         dense = [pair for pair, kind in zip(self.named, known, strict=True) if kind != SPARSE]
         self.sparse = [p for (_, p), kind in zip(self.named, known, strict=True) if kind == SPARSE]
         # a flag for each parameter, and the signals
-        self.vectors = [FlatVector(kind, len(kind) + signals) for kind in by_kind(dense)]
+        self.vectors = [FlatVector(kind, len(kind) + signals) for kind in group_by_dtype(dense)]
         self.reducers = [self._reducer(vector) for vector in self.vectors]
         self.load_errors(self.loaded)
         self.is_known = True
@@ -392,7 +394,7 @@ class Gradients:
         dtype, device = vector.values.dtype, vector.values.device
         if self.compress is None or dtype not in (torch.float32, torch.float64):
             return None
-        place = Place(self.rank, self.world_size, device, dtype)
+        place = WorkerInfo(self.rank, self.world_size, device, dtype)
         return self.compress.reducer(vector.num_elements, place)
 
     def errors(self) -> list[dict[str, Tensor]]:
@@ -423,7 +425,7 @@ class Gradients:
             gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
             gradient = gradient.coalesce()
             rows, values = gradient.indices()[0], gradient.values() * on(factor, parameter.device)
-        counts = yield Vote(len(rows))
+        counts = yield AllGatherScalar(len(rows))
         if not sum(counts):
             return None
         width = columns.numel()
@@ -439,9 +441,9 @@ class Gradients:
         ).coalesce()
 
 
-def _blamed(bad: int) -> Algorithm[str]:
+def _skip_reason(bad: int) -> Algorithm[str]:
     """Return why a step is skipped: the ranks' numbers of gradient elements that are not finite."""
-    found = yield Vote(bad)
+    found = yield AllGatherScalar(bad)
     words = [f"worker {rank} has {count:,}" for rank, count in enumerate(found) if count]
     if not words:
         return "the mean of the gradients overflows"

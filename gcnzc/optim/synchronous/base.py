@@ -1,6 +1,6 @@
 """The base class of optimizers that keep the replicas in sync at every step.
 
-Their state is a few vectors over all parameters (`Space`), so that a step takes as many collectives
+Their state is a few vectors over all parameters (`FlatParameters`), so that a step takes as many collectives
 whatever the number of parameters. A step is taken by all workers or by none: an element that is not
 finite on one of them makes all skip it, with their state as it was.
 
@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcnzc.compress import Compression, Dense, Place, Reducer
+from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, AllGather, Group
-from gcnzc.optim.base import Exchanging
+from gcnzc.optim.base import DistributedOptimizer
+from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
-from gcnzc.optim.space import Space
 from gcnzc.optim.validation import check_above_zero, check_adam_options, check_parameters
 from gcnzc.system.scalars import scalars_like
 
 
-class Replicated(Exchanging):
+class Replicated(DistributedOptimizer):
     """The base of optimizers whose `step` exchanges with the other workers.
 
     Args:
@@ -36,7 +36,7 @@ class Replicated(Exchanging):
         clip_norm: largest norm of the gradient; all workers scale theirs by the same factor.
         signals: how many things, such as a wish to stop, are told with an exchange.
         total_steps: of the run; None if that is not known.
-        module: see `Exchanging`.
+        module: see `DistributedOptimizer`.
 
     With torch's GradScaler, all ranks skip an exchanged step that overflows on one rank, and all
     lower their scales. In a step without an exchange, as 0/1 Adam has, only that rank skips, and
@@ -65,7 +65,7 @@ class Replicated(Exchanging):
         options = {"compress": True, "maximize": False, **defaults}
         super().__init__(params, options, group, signals, module, total_steps)
         self.fill_state()
-        self.space = Space(self.param_groups)
+        self.space = FlatParameters(self.param_groups)
         self.is_trainable = self.trainable()
         self.clip_norm = clip_norm
         self.vectors: dict[str, Tensor] = {}
@@ -87,14 +87,14 @@ class Replicated(Exchanging):
         super().add_param_group(param_group)
 
     def check_param_group(self, group: Mapping[str, Any]) -> None:
-        """See `Exchanging`."""
+        """See `DistributedOptimizer`."""
         check_parameters(type(self).__name__, group["params"])
         check_adam_options(type(self).__name__, group)
 
     def reducer(self, compress: Compression, num_elements: int) -> Reducer:
         """What takes means of so many elements for this worker."""
         space, group = self.space, self.group
-        place = Place(group.rank, group.world_size, space.device, space.dtype)
+        place = WorkerInfo(group.rank, group.world_size, space.device, space.dtype)
         return compress.reducer(num_elements, place)
 
     def whole(self, compress: Compression, num_elements: int) -> Reducer:
@@ -130,15 +130,15 @@ class Replicated(Exchanging):
         return self.bound_sums(sums.nan_to_num_(0.0, 0.0, 0.0))
 
     def layout(self) -> list[str]:
-        """See `Exchanging`."""
+        """See `DistributedOptimizer`."""
         options = option_lines(self.param_groups, with_gpu=True)
         own = f"{type(self).__name__}, clip_norm {self.clip_norm}, {len(self.asks)} signals"
         return [own, *self.space.layout(), *options]
 
     def algorithm(self) -> Algorithm[None]:
-        """See `Exchanging`: change the parameters on all workers alike, or on none."""
+        """See `DistributedOptimizer`: change the parameters on all workers alike, or on none."""
         if self.group.world_size == 1:
-            self.demand_trainable()
+            self.check_trainable()
         yield from self.broadcast_model()
         values = self.space.empty(self.num_notes)
         self.space.read_gradients(values, self.gradient_factor())
@@ -147,15 +147,15 @@ class Replicated(Exchanging):
                 values[part.begin : part.end].neg_()
         common = scalars_like(self.common_notes(), values)
         self.notes(values)[: self.num_common_notes] = common
-        self.blame = yield from self.advance(values)
-        if self.blame:
+        self.skip_reason = yield from self.advance(values)
+        if self.skip_reason:
             self.skipped += 1
             self.heard = [False] * len(self.asks)
         else:
             self.steps += 1
             self.warn_of_late_phase(self.steps)
         if (yield from self.compare()):
-            self.demand_trainable()
+            self.check_trainable()
 
     @abstractmethod
     def advance(self, values: Tensor) -> Algorithm[str]:
@@ -186,11 +186,11 @@ class Replicated(Exchanging):
 
     def dense_mean(self, values: Tensor) -> Algorithm[str]:
         """Replace all gradients by their means, clipped; see `Reducer.mean`."""
-        blame = yield from self._dense.mean(values, self.num_notes)
-        if not blame and self.clip_norm is not None:
+        skip_reason = yield from self._dense.mean(values, self.num_notes)
+        if not skip_reason and self.clip_norm is not None:
             gradients = values[: self.space.num_elements]
             self._clip(gradients, gradients.double().square().sum())
-        return blame
+        return skip_reason
 
     def clipped(self, values: Tensor) -> Algorithm[str]:
         """Scale the gradients of this worker by a factor that is the same on all workers.
@@ -258,7 +258,7 @@ class Replicated(Exchanging):
         Raises:
             ValueError: it is of another worker, another number of workers or other parameters.
         """
-        self.demand_own(snapshot)
+        self.check_own(snapshot)
         counts = [len(group["params"]) for group in self.param_groups]
         saved = [len(group["params"]) for group in snapshot["param_groups"]]
         if counts != saved:
@@ -283,9 +283,9 @@ class Replicated(Exchanging):
         }
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True
-        self.take_up(snapshot["errors"])
+        self.restore_errors(snapshot["errors"])
 
-    def take_up(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Make what depends on the state that was loaded, and load the reducers' errors."""
         for name, reducer in self.reducers.items():
             reducer.load_errors(errors[name])

@@ -28,7 +28,7 @@ from gcnzc.compress import Compression, Dense, Reducer, Sign
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.defaults import REFRESH, WARMUP
-from gcnzc.optim.space import Part
+from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.base import Replicated
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 from gcnzc.optim.validation import (
@@ -80,7 +80,7 @@ class OneBitAdam(Replicated):
         signals: see `Replicated`.
         total_steps: of the run, of which the warm-up is a share; None if that is not known. One of
             rank 0's warnings, `LatePhaseWarning`, says that compression begins late in it.
-        module: see `Exchanging`.
+        module: see `DistributedOptimizer`.
         maximize: whether to step along the gradient instead of against it.
         unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
             `foreach`, `fused`, `capturable`, `differentiable`.
@@ -181,7 +181,7 @@ class OneBitAdam(Replicated):
         return bool(self.numbers["frozen_at"])
 
     def late_phase(self) -> str:
-        """See `Exchanging`."""
+        """See `DistributedOptimizer`."""
         return "" if self.is_frozen else "compression"
 
     @property
@@ -212,8 +212,8 @@ class OneBitAdam(Replicated):
             # what woke elements since the last dense step is given to this one
             dense, end = self.space.num_dense, self.space.num_elements
             values[dense:end].index_add_(0, self._find_inactive(), self.waiting)
-        if blame := (yield from self.dense_mean(values)):
-            return blame
+        if skip_reason := (yield from self.dense_mean(values)):
+            return skip_reason
         sums = self._dense.note_sums
         self.hear(sums)
         self.vectors["awake"] |= torch.tensor(sums[self.num_common_notes :]) > 0
@@ -242,10 +242,10 @@ class OneBitAdam(Replicated):
                     torch.mul(self.vectors["momentum"][here], beta, out=own)
                     own.add_(values[here], alpha=1 - beta)
         self._before_exchange(momenta)
-        if dense and (blame := (yield from self._dense_part.mean(values[:dense]))):
-            return blame
-        if blame := (yield from self.reducers["momentum"].mean(coded, self.num_notes)):
-            return blame
+        if dense and (skip_reason := (yield from self._dense_part.mean(values[:dense]))):
+            return skip_reason
+        if skip_reason := (yield from self.reducers["momentum"].mean(coded, self.num_notes)):
+            return skip_reason
         sums = self.reducers["momentum"].note_sums
         self.hear(sums)
         self.wait(asleep, sums[-1])
@@ -299,7 +299,7 @@ class OneBitAdam(Replicated):
             for place, (has_gradient,) in zip(asleep, read_scalars(*asleep.values()), strict=True):
                 awake[place] = has_gradient > 0
 
-    def _average(self, part: Part, values: Tensor, *, with_variance: bool) -> None:
+    def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
         here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
         gradient = values[here]
         self.vectors["momentum"][here].lerp_(gradient, 1 - beta1)
@@ -307,7 +307,7 @@ class OneBitAdam(Replicated):
             variance = self.vectors["variance"][here]
             variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
-    def _is_still(self, part: Part) -> bool:
+    def _is_still(self, part: GroupSlice) -> bool:
         """Whether the variance of a part is frozen, and without bias."""
         return self.is_frozen and part.begin >= self.space.num_dense
 
@@ -463,9 +463,9 @@ class OneBitAdam(Replicated):
         waiting = snapshot["local"].get("waiting")
         self.waiting = None if waiting is None else self.restore_sums(waiting)
 
-    def take_up(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """See `Replicated`."""
         self.reducers = {"momentum": self._coder()} if self.is_frozen else {}
         for reducer in self.reducers.values():
             reducer.active = self.vectors.get("active")
-        super().take_up(errors)
+        super().restore_errors(errors)

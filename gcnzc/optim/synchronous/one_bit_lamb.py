@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from gcnzc.compress import Compression
 from gcnzc.exchange import Group
-from gcnzc.optim.space import Part
+from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
 from gcnzc.optim.validation import check_fraction, check_unsupported
 
@@ -71,7 +71,7 @@ class OneBitLamb(OneBitAdam):
         signals: see `Replicated`.
         total_steps: of the run, of which the warm-up is a share; None if that is not known. One of
             rank 0's warnings, `LatePhaseWarning`, says that compression begins late in it.
-        module: see `Exchanging`.
+        module: see `DistributedOptimizer`.
         maximize: whether to step along the gradient instead of against it.
         unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
             `foreach`, `fused`, `capturable`, `differentiable`.
@@ -236,7 +236,7 @@ class OneBitLamb(OneBitAdam):
                 segment.parameter.copy_(flat.view_as(segment.parameter))
 
     def _straighten(
-        self, part: Part, place: int, floor: Tensor, values: Tensor, work: Tensor
+        self, part: GroupSlice, place: int, floor: Tensor, values: Tensor, work: Tensor
     ) -> Tensor:
         """Put a tensor's update without decay into `values`, and measure what its step depends on.
 
@@ -330,7 +330,7 @@ class OneBitLamb(OneBitAdam):
         dense = self.space.num_dense
         return max((part.last for part in self.space.parts if part.begin < dense), default=0)
 
-    def _places(self) -> Iterator[tuple[Part, int]]:
+    def _places(self) -> Iterator[tuple[GroupSlice, int]]:
         """The numbers of all tensors, with the part that each is of."""
         for part in self.space.parts:
             for place in range(part.first, part.last):
@@ -341,10 +341,10 @@ class OneBitLamb(OneBitAdam):
         for segment in self.space.segments:
             yield from self.space.tiles(segment.begin, segment.end)
 
-    def _still_parts(self) -> list[Part]:
+    def _still_parts(self) -> list[GroupSlice]:
         return [part for part in self.space.parts if part.begin >= self.space.num_dense]
 
-    def _fresh(self, part: Part) -> Tensor:
+    def _fresh(self, part: GroupSlice) -> Tensor:
         dense = self.space.num_dense
         return self.vectors["fresh"][part.begin - dense : part.end - dense]
 

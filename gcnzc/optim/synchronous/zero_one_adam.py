@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from gcnzc.compress import Compression, Dense, Sign
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.space import Part
+from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.base import Replicated
 from gcnzc.optim.synchronous.one_bit_adam import MOST_JOIN_GAP, WAKE
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
@@ -72,7 +72,7 @@ class ZeroOneAdam(Replicated):
         clip_norm: largest norm of the gradient; in steps alone, of a worker's own.
         signals: see `Replicated`.
         total_steps: of the run, on which the default schedule depends; None if that is not known.
-        module: see `Exchanging`.
+        module: see `DistributedOptimizer`.
         maximize: whether to step along the gradient instead of against it.
         unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
             `foreach`, `fused`, `capturable`, `differentiable`.
@@ -150,7 +150,7 @@ class ZeroOneAdam(Replicated):
         return "anchor" in self.vectors
 
     def late_phase(self) -> str:
-        """See `Exchanging`; a schedule may also have no local steps."""
+        """See `DistributedOptimizer`; a schedule may also have no local steps."""
         schedule = self.schedule
         has_local_steps = schedule.warmup is not None and schedule.longest > 1
         is_late = has_local_steps and schedule.local_interval(self.steps) == 1
@@ -176,7 +176,9 @@ class ZeroOneAdam(Replicated):
         yield from super().algorithm()
         if self.left_out > left_out:
             rank = self.group.rank
-            self.blame = f"a gradient of worker {rank} is not finite: it went on with its momentum"
+            self.skip_reason = (
+                f"a gradient of worker {rank} is not finite: it went on with its momentum"
+            )
 
     @torch.no_grad()
     def advance(self, values: Tensor) -> Algorithm[str]:
@@ -189,16 +191,16 @@ class ZeroOneAdam(Replicated):
         else:
             self._clip_own(values)
         dense = self.space.num_dense
-        if dense and (blame := (yield from self._dense_part.mean(values[:dense]))):
-            return blame
+        if dense and (skip_reason := (yield from self._dense_part.mean(values[:dense]))):
+            return skip_reason
         coded = values[dense : self.space.num_elements]
         if exchange == "nothing":
             self._step_alone(coded)
         else:
             notes = self.notes(values)
             notes[-1] = self._count_waiting(coded)
-            if blame := (yield from self._agreed(coded, notes)):
-                return blame
+            if skip_reason := (yield from self._agreed(coded, notes)):
+                return skip_reason
             sums = self.reducers["update"].note_sums
             self.hear(sums)
             may_join = self.wake == "join" and self.steps + 2 >= self.numbers["join_from"]
@@ -220,8 +222,8 @@ class ZeroOneAdam(Replicated):
         if self.waiting is not None:
             coded += self.waiting
             flags += self._have_waiting()
-        if blame := (yield from self.dense_mean(values)):
-            return blame
+        if skip_reason := (yield from self.dense_mean(values)):
+            return skip_reason
         sums = self._dense.note_sums
         self.hear(sums)
         self.vectors["awake"] |= torch.tensor(sums[self.num_common_notes :]) > 0
@@ -237,7 +239,7 @@ class ZeroOneAdam(Replicated):
             self._move(part, values)
         return ""
 
-    def _average(self, part: Part, values: Tensor, *, with_variance: bool) -> None:
+    def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
         here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
         gradient = values[here]
         self.vectors["momentum"][here].lerp_(gradient, 1 - beta1)
@@ -245,7 +247,7 @@ class ZeroOneAdam(Replicated):
             variance = self.vectors["variance"][here]
             variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
-    def _move(self, part: Part, values: Tensor) -> None:
+    def _move(self, part: GroupSlice, values: Tensor) -> None:
         """Take Adam's step with momenta that all have; `values` is memory to work in."""
         space, lr = self.space, float(part.group["lr"])
         here, size = slice(part.begin, part.end), self._size(part)
@@ -348,8 +350,8 @@ class ZeroOneAdam(Replicated):
             sent[:count] = self.update
         if gradient is not None:
             self._go_on(momentum, sent[:count], gradient)
-        if blame := (yield from self.reducers["update"].mean(sent, len(notes))):
-            return blame
+        if skip_reason := (yield from self.reducers["update"].mean(sent, len(notes))):
+            return skip_reason
         update, anchor = sent[:count], self.vectors.pop("anchor", None)
         if anchor is None:
             anchor = self._read_coded()
@@ -410,18 +412,18 @@ class ZeroOneAdam(Replicated):
         torch.addcdiv(anchor, update, roots, value=-1, out=out)
         self._write_coded(out)
 
-    def _size(self, part: Part) -> float:
+    def _size(self, part: GroupSlice) -> float:
         """How far a momentum of 1 moves an element whose variance is 1, at the next step."""
         size = float(part.group["lr"])
         if self.bias_correction:
             size /= 1 - part.group["betas"][0] ** (self.steps + 1)
         return size
 
-    def _kept(self, part: Part) -> float:
+    def _kept(self, part: GroupSlice) -> float:
         """What weight decay leaves of a parameter, at the next step."""
         return 1 - float(part.group["lr"]) * part.group["weight_decay"]
 
-    def _root(self, part: Part, out: Tensor) -> None:
+    def _root(self, part: GroupSlice, out: Tensor) -> None:
         """What momenta of a part are divided by."""
         torch.sqrt(self.vectors["variance"][part.begin : part.end], out=out)
         if self.bias_correction:
@@ -475,14 +477,14 @@ class ZeroOneAdam(Replicated):
 
     # --- the coded parameters in vectors of their own
 
-    def _coded_parts(self) -> list[Part]:
+    def _coded_parts(self) -> list[GroupSlice]:
         return [part for _, part in self._numbered_coded_parts()]
 
-    def _numbered_coded_parts(self) -> list[tuple[int, Part]]:
+    def _numbered_coded_parts(self) -> list[tuple[int, GroupSlice]]:
         dense = self.space.num_dense
         return [pair for pair in enumerate(self.space.parts) if pair[1].begin >= dense]
 
-    def _of_coded(self, part: Part) -> slice:
+    def _of_coded(self, part: GroupSlice) -> slice:
         dense = self.space.num_dense
         return slice(part.begin - dense, part.end - dense)
 
@@ -502,9 +504,9 @@ class ZeroOneAdam(Replicated):
 
     @torch.no_grad()
     def finish(self) -> Algorithm[None]:
-        """See `Exchanging`: workers agree, without a step more."""
+        """See `DistributedOptimizer`: workers agree, without a step more."""
         if self.is_apart:
-            self.blame = yield from self._agreed(None, self.space.empty()[:0])
+            self.skip_reason = yield from self._agreed(None, self.space.empty()[:0])
 
     def parameters_averaged(self) -> Algorithm[Tensor | None]:
         """See `Replicated`.
@@ -574,11 +576,11 @@ class ZeroOneAdam(Replicated):
         if self.group.world_size == 1:
             run(self.finalized(), self.group)
 
-    def take_up(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """See `Replicated`."""
         self.reducers["update"].active = self.vectors.get("active")
         if errors["update"]:
-            super().take_up(errors)
+            super().restore_errors(errors)
         else:
             # of one worker, who leaves nothing out
             self.reducers["update"].forget()

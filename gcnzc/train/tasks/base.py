@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Group, run
-from gcnzc.exchange.sync import vote
+from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.protocol import Samples
@@ -72,5 +72,5 @@ def agreed_scores(scores: Scores, group: Group | None) -> Scores:
     if group is None or group.world_size == 1:
         return scores
     values = [value for parts in scores.values() for value in parts.values()]
-    agreed = iter([run(vote(float(value)), group)[0] for value in values])
+    agreed = iter([run(all_gather_scalar(float(value)), group)[0] for value in values])
     return {metric: {part: next(agreed) for part in parts} for metric, parts in scores.items()}

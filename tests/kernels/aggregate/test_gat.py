@@ -6,16 +6,16 @@ from blocks import random_block
 from simulated_device import Reads
 
 from gcnzc.kernels.aggregate.edge_softmax import (
-    attention,
-    attention_backward,
-    attention_backward_triton,
-    attention_forward,
-    attention_reference,
-    attention_triton,
+    edge_softmax,
+    edge_softmax_backward,
+    edge_softmax_backward_triton,
+    edge_softmax_forward,
+    edge_softmax_reference,
+    edge_softmax_triton,
 )
 from gcnzc.kernels.aggregate.gat import (
-    attend,
-    attend_reference,
+    gat_aggregate,
+    gat_aggregate_reference,
     with_self_loops,
     with_self_loops_reference,
     with_self_loops_torch,
@@ -23,10 +23,10 @@ from gcnzc.kernels.aggregate.gat import (
 from gcnzc.kernels.aggregate.weighted import (
     products_numba,
     products_triton,
-    weigh,
-    weigh_numba,
-    weigh_reference,
-    weigh_triton,
+    weighted_spmm,
+    weighted_spmm_numba,
+    weighted_spmm_reference,
+    weighted_spmm_triton,
 )
 from gcnzc.kernels.structure.transpose import transpose, transpose_reference
 
@@ -67,8 +67,8 @@ def test_equals_reference(shape, pointers, ids):
     indptr, indices = random_block(70, 50, 9, pointers=pointers, ids=ids)
     leaves = inputs(shape)
     for self_loops in (True, False):
-        found = both(attend, indptr, indices, leaves, 0.2, self_loops)
-        expected = both(attend_reference, indptr, indices, leaves, 0.2, self_loops)
+        found = both(gat_aggregate, indptr, indices, leaves, 0.2, self_loops)
+        expected = both(gat_aggregate_reference, indptr, indices, leaves, 0.2, self_loops)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -77,7 +77,7 @@ def test_equals_reference(shape, pointers, ids):
 def test_gradients_are_those_of_finite_differences(shape):
     indptr, indices = random_block(7, 5, 4)
     leaves = inputs(shape, 7, 5)
-    assert torch.autograd.gradcheck(lambda *x: attend(indptr, indices, *x), leaves)
+    assert torch.autograd.gradcheck(lambda *x: gat_aggregate(indptr, indices, *x), leaves)
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 40), (4, 1, 100)])
@@ -85,9 +85,9 @@ def test_is_as_exact_as_torch(shape):
     indptr, indices = random_block(2000, 200, 400)
     single = inputs(shape, 2000, 200, torch.float32)
     exact = [leaf.detach().double().requires_grad_() for leaf in single]
-    expected = both(attend_reference, indptr, indices, exact)
-    ours = both(attend, indptr, indices, single)
-    by_index = both(attend_reference, indptr, indices, single)
+    expected = both(gat_aggregate_reference, indptr, indices, exact)
+    ours = both(gat_aggregate, indptr, indices, single)
+    by_index = both(gat_aggregate_reference, indptr, indices, single)
     for one, other, right in zip(ours, by_index, expected, strict=True):
         assert (one - right).pow(2).mean() <= (other - right).pow(2).mean()
 
@@ -100,7 +100,7 @@ def test_is_the_same_for_any_number_of_threads():
     try:
         for count in (1, 2, 8):
             torch.set_num_threads(count)
-            results.append(both(attend, indptr.clone(), indices.clone(), leaves))
+            results.append(both(gat_aggregate, indptr.clone(), indices.clone(), leaves))
     finally:
         torch.set_num_threads(threads)
     for result in results[1:]:
@@ -111,8 +111,8 @@ def test_is_the_same_for_any_number_of_threads():
 def test_weights_of_a_target_sum_to_one_however_large_the_scores():
     indptr, indices = random_block(70, 50, 9)
     source, target = torch.randn(70, 4) * 1e4, torch.randn(50, 4) * 1e4
-    weight = attention(indptr, indices, source, target)
-    total = weigh(indptr, indices, weight, torch.ones(70, 1, 1))[:, :, 0]
+    weight = edge_softmax(indptr, indices, source, target)
+    total = weighted_spmm(indptr, indices, weight, torch.ones(70, 1, 1))[:, :, 0]
     some = indptr.diff() > 0
     torch.testing.assert_close(total[some], torch.ones_like(total[some]))
     assert not total[~some].any()
@@ -122,8 +122,8 @@ def test_weights_of_a_target_sum_to_one_however_large_the_scores():
 def test_half_precision_is_summed_in_float32(dtype):
     indptr, indices = random_block(500, 40, 300)
     leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs((2, 2, 9), 500, 40)]
-    out = attend(indptr, indices, *leaves)
-    wide = attend(indptr, indices, *(leaf.float() for leaf in leaves))
+    out = gat_aggregate(indptr, indices, *leaves)
+    wide = gat_aggregate(indptr, indices, *(leaf.float() for leaf in leaves))
     assert out.dtype == dtype
     # the weights are rounded once, the sums once
     torch.testing.assert_close(out.float(), wide, rtol=2e-2, atol=2e-3)
@@ -139,8 +139,8 @@ def test_targets_that_are_not_the_first_sources():
     # the same block with its sources in another order
     order = torch.cat([own, torch.tensor(sorted(set(range(70)) - set(own.tolist())))])
     place = torch.empty_like(order).scatter(0, order, torch.arange(70))
-    expected = attend(indptr, place[indices].int(), x[order], source[order], target)
-    found = attend(indptr, indices, x, source, target, own=own)
+    expected = gat_aggregate(indptr, place[indices].int(), x[order], source[order], target)
+    found = gat_aggregate(indptr, indices, x, source, target, own=own)
     torch.testing.assert_close(found, expected)
 
 
@@ -149,7 +149,7 @@ def test_dropout_keeps_the_mean_and_follows_the_seed():
     x, score = torch.ones(30, 1, 1), torch.zeros(30, 2)
 
     def dropped(seed):
-        return attend(indptr, indices, x, score, score[:1], dropout=0.25, seed=seed)
+        return gat_aggregate(indptr, indices, x, score, score[:1], dropout=0.25, seed=seed)
 
     assert torch.equal(dropped(3), dropped(3))
     assert not torch.equal(dropped(3), dropped(4))
@@ -182,13 +182,13 @@ def test_self_loops_are_there_once(pointers, ids):
 def test_the_host_waits_for_no_device_to_give_targets_their_loops(monkeypatch):
     indptr, indices = random_block(70, 50, 9)
     leaves = inputs((4, 4, 3))
-    expected = both(attend_reference, indptr, indices, leaves)
+    expected = both(gat_aggregate_reference, indptr, indices, leaves)
     # as on a device: the loops by operations of torch, and edges by sources too
     monkeypatch.setattr("gcnzc.kernels.aggregate.gat.with_self_loops", with_self_loops_torch)
     monkeypatch.setattr("gcnzc.kernels.aggregate.weighted.transpose", transpose_reference)
     monkeypatch.setattr("gcnzc.kernels.aggregate.edge_softmax.transpose", transpose_reference)
     with Reads(everywhere=True):
-        found = both(attend, indptr, indices, leaves)
+        found = both(gat_aggregate, indptr, indices, leaves)
         assert not Reads.seen
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -200,7 +200,7 @@ def test_blocks_without_edges(num_sources, num_targets, self_loops):
     indptr = torch.zeros(num_targets + 1, dtype=torch.int64)
     indices = torch.zeros(0, dtype=torch.int32)
     leaves = inputs((2, 2, 3), num_sources, num_targets)
-    out, *grads = both(attend, indptr, indices, leaves, 0.2, self_loops)
+    out, *grads = both(gat_aggregate, indptr, indices, leaves, 0.2, self_loops)
     own = leaves[0][:num_targets]
     torch.testing.assert_close(out, own if self_loops else torch.zeros_like(own))
     assert all(grad.isfinite().all() for grad in grads)
@@ -209,10 +209,10 @@ def test_blocks_without_edges(num_sources, num_targets, self_loops):
 def test_features_get_no_gradient_unless_asked():
     indptr, indices = random_block(70, 50, 9)
     x, source, target = inputs((2, 1, 3))
-    out = attend(indptr, indices, x.detach(), source, target)
+    out = gat_aggregate(indptr, indices, x.detach(), source, target)
     grads = torch.autograd.grad(out.square().sum(), (source, target))
     expected = torch.autograd.grad(
-        attend_reference(indptr, indices, x, source, target).square().sum(), (source, target)
+        gat_aggregate_reference(indptr, indices, x, source, target).square().sum(), (source, target)
     )
     for one, other in zip(grads, expected, strict=True):
         torch.testing.assert_close(one, other)
@@ -222,13 +222,13 @@ def test_refuses_what_does_not_fit():
     indptr, indices = random_block(70, 50, 9)
     x, source, target = inputs((2, 2, 3))
     with pytest.raises(ValueError, match=r"score_target has shape \(70, 2\)"):
-        attend(indptr, indices, x, source, source)
+        gat_aggregate(indptr, indices, x, source, source)
     with pytest.raises(ValueError, match=r"score_target .* dtype torch.float32"):
-        attend(indptr, indices, x, source, target.float())
+        gat_aggregate(indptr, indices, x, source, target.float())
     with pytest.raises(ValueError, match=r"x has shape \(70, 3, 3\); for 2 heads"):
-        attend(indptr, indices, torch.randn(70, 3, 3), source, target)
+        gat_aggregate(indptr, indices, torch.randn(70, 3, 3), source, target)
     with pytest.raises(ValueError, match=r"weight has shape \(3, 2\)"):
-        weigh(indptr, indices, torch.randn(3, 2), x)
+        weighted_spmm(indptr, indices, torch.randn(3, 2), x)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -242,26 +242,26 @@ def test_triton_equals_numba(shape, device):
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
 
     moved = [part.to(device) for part in (indptr, indices, source, target)]
-    weight = attention_forward(indptr, indices, source, target, 0.3)
-    same(attention_triton(*moved, 0.3, torch.empty_like(weight).to(device)), weight)
+    weight = edge_softmax_forward(indptr, indices, source, target, 0.3)
+    same(edge_softmax_triton(*moved, 0.3, torch.empty_like(weight).to(device)), weight)
 
     grad = torch.randn_like(weight)
-    expected = attention_backward(indptr, indices, source, target, 0.3, weight, grad)
+    expected = edge_softmax_backward(indptr, indices, source, target, 0.3, weight, grad)
     made = [part.to(device) for part in (weight, grad)]
     made += [torch.empty_like(made[0]), torch.empty_like(moved[3])]
-    for one, other in zip(attention_backward_triton(*moved, 0.3, *made), expected, strict=True):
+    for one, other in zip(edge_softmax_backward_triton(*moved, 0.3, *made), expected, strict=True):
         same(one, other)
 
     block, x_moved, y_moved = moved[:2], x.to(device), y.to(device)
     same(
-        weigh_triton(*block, None, made[0], x_moved, heads),
-        weigh_numba(indptr, indices, None, weight, x, heads),
+        weighted_spmm_triton(*block, None, made[0], x_moved, heads),
+        weighted_spmm_numba(indptr, indices, None, weight, x, heads),
     )
     turned = transpose(indptr, indices, 30)
     order = turned.indptr, turned.targets, turned.edges
     same(
-        weigh_triton(*(part.to(device) for part in order), made[0], y_moved, parts),
-        weigh_numba(*order, weight, y, parts),
+        weighted_spmm_triton(*(part.to(device) for part in order), made[0], y_moved, parts),
+        weighted_spmm_numba(*order, weight, y, parts),
     )
     same(products_triton(*block, x_moved, y_moved), products_numba(indptr, indices, x, y))
 
@@ -276,26 +276,28 @@ def test_reads_strided_rows(layout):
     }[layout]
     weight, y = torch.randn(len(indices), 2), torch.randn(50, 2, 5)
     whole = x.contiguous()
-    assert torch.equal(weigh(indptr, indices, weight, x), weigh(indptr, indices, weight, whole))
+    assert torch.equal(
+        weighted_spmm(indptr, indices, weight, x), weighted_spmm(indptr, indices, weight, whole)
+    )
     products = products_numba(indptr, indices, whole, y)
     assert torch.equal(products_numba(indptr, indices, x, y), products)
     assert torch.equal(
-        weigh_triton(indptr, indices, None, weight, x, 2),
-        weigh_triton(indptr, indices, None, weight, whole, 2),
+        weighted_spmm_triton(indptr, indices, None, weight, x, 2),
+        weighted_spmm_triton(indptr, indices, None, weight, whole, 2),
     )
 
 
 def test_halves_equal_their_references():
     indptr, indices = random_block(70, 50, 9)
     _, source, target = inputs((3, 3, 4))
-    found = both(attention, indptr, indices, [source, target], 0.1)
-    expected = both(attention_reference, indptr, indices, [source, target], 0.1)
+    found = both(edge_softmax, indptr, indices, [source, target], 0.1)
+    expected = both(edge_softmax_reference, indptr, indices, [source, target], 0.1)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
     weight = torch.randn(len(indices), 3, dtype=torch.float64, requires_grad=True)
     for parts in (3, 1):
         x = torch.randn(70, parts, 4, dtype=torch.float64, requires_grad=True)
-        found = both(weigh, indptr, indices, [weight, x])
-        expected = both(weigh_reference, indptr, indices, [weight, x])
+        found = both(weighted_spmm, indptr, indices, [weight, x])
+        expected = both(weighted_spmm_reference, indptr, indices, [weight, x])
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)

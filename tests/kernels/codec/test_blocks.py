@@ -9,27 +9,32 @@ import pytest
 import torch
 
 from gcnzc.kernels.codec import blocks_cpu
-from gcnzc.kernels.codec.blocks import decode_blocks, encode_blocks, mean_of_blocks, settle_blocks
+from gcnzc.kernels.codec.block_layout import BlockLayout
+from gcnzc.kernels.codec.blocks import (
+    decode_blocks,
+    encode_blocks,
+    mean_of_blocks,
+    update_error_blocks,
+)
 from gcnzc.kernels.codec.blocks_cpu import (
     decode_blocks_numba,
     encode_blocks_numba,
     mean_of_blocks_numba,
-    settle_blocks_numba,
+    update_error_blocks_numba,
 )
 from gcnzc.kernels.codec.blocks_gpu import (
     decode_blocks_triton,
     encode_blocks_triton,
     mean_of_blocks_triton,
-    settle_blocks_triton,
+    update_error_blocks_triton,
 )
 from gcnzc.kernels.codec.blocks_reference import (
     decode_blocks_reference,
     encode_blocks_reference,
     mean_of_blocks_reference,
-    settle_blocks_reference,
+    update_error_blocks_reference,
 )
-from gcnzc.kernels.codec.cut import Cut
-from gcnzc.kernels.codec.forms import BITS, FORMS
+from gcnzc.kernels.codec.number_formats import BITS, NUMBER_FORMATS
 from gcnzc.kernels.gather.quantize import SMALLEST_SCALE
 
 LENGTHS = [0, 1, 7, 31, 32, 33, 100, 1023, 4095, 4096, 4097]
@@ -37,7 +42,7 @@ BLOCKS = [32, 256, None]
 MOST = torch.finfo(torch.float32).max
 GUARD = 77
 DRAWS = [None, (2**40 + 17, 2**33 + 5)]
-every_form = pytest.mark.parametrize("form", list(FORMS))
+every_form = pytest.mark.parametrize("form", list(NUMBER_FORMATS))
 every_block = pytest.mark.parametrize("block", BLOCKS)
 every_draws = pytest.mark.parametrize("draws", DRAWS, ids=["nearest", "random"])
 
@@ -66,7 +71,7 @@ def vectors(n, number):
     return values, error, active
 
 
-def check_ways(form, cut, number, draws, encode, settle, decode, mean, device):
+def check_ways(form, cut, number, draws, encode, update_error, decode, mean, device):
     """Every operation of one way equals its reference, beside the rows too."""
     values, error, active = vectors(cut.num_elements, number)
     offset = 32 * (number % 5)
@@ -78,8 +83,8 @@ def check_ways(form, cut, number, draws, encode, settle, decode, mean, device):
     assert (found[:, cut.row_bytes :] == GUARD).all()
     left = torch.zeros_like(values) if error is None else error.clone()
     found_left = left.clone().to(device)
-    settle_blocks_reference(values, left, active, cut, expected, form)
-    settle(there[0], found_left, there[2], cut, found, form)
+    update_error_blocks_reference(values, left, active, cut, expected, form)
+    update_error(there[0], found_left, there[2], cut, found, form)
     assert same_bits(found_left, left)
     out = torch.full((cut.num_elements,), torch.nan)
     found_out = out.clone().to(device)
@@ -99,19 +104,24 @@ def check_ways(form, cut, number, draws, encode, settle, decode, mean, device):
 @every_form
 @every_block
 def test_the_public_way_equals_the_reference(form, block):
-    ways = (encode_blocks, settle_blocks, decode_blocks, mean_of_blocks)
+    ways = (encode_blocks, update_error_blocks, decode_blocks, mean_of_blocks)
     for number, (n, parts) in enumerate(itertools.product(LENGTHS, range(1, 10))):
-        cut = Cut(n, parts, BITS[form], block)
+        cut = BlockLayout(n, parts, BITS[form], block)
         check_ways(form, cut, number, DRAWS[number // 6 % 2], *ways, "cpu")
 
 
 @every_form
 @every_draws
 def test_triton_equals_the_reference(form, draws, device):
-    ways = (encode_blocks_triton, settle_blocks_triton, decode_blocks_triton, mean_of_blocks_triton)
+    ways = (
+        encode_blocks_triton,
+        update_error_blocks_triton,
+        decode_blocks_triton,
+        mean_of_blocks_triton,
+    )
     shapes = [(1, 1, 32), (7, 5, None), (100, 3, 32), (2300, 2, None), (1090, 1, 352)]
     for number, (n, parts, block) in enumerate(shapes):
-        check_ways(form, Cut(n, parts, BITS[form], block), number, draws, *ways, device)
+        check_ways(form, BlockLayout(n, parts, BITS[form], block), number, draws, *ways, device)
 
 
 def bound(y, scales, form, random):
@@ -136,7 +146,7 @@ def stored_scales(rows, cut):
 
 def decoded(values, form, block, draws=None, parts=2):
     """What is decoded, and the scale of each element, in float64."""
-    cut = Cut(len(values), parts, BITS[form], block)
+    cut = BlockLayout(len(values), parts, BITS[form], block)
     rows, out = empty_rows(cut), torch.empty_like(values)
     encode_blocks(values, None, None, cut, rows, form, draws)
     decode_blocks(rows, cut, None, out, form)
@@ -178,7 +188,7 @@ def test_the_largest_of_a_block_comes_back(form, draws):
         found, scales = decoded(values, form, None, draws, parts=1)
         assert float(found[1]) == pytest.approx(-largest, rel=2.0**-20)
         assert found[0] == 0
-        number = float(FORMS[form].sizes[-1])
+        number = float(NUMBER_FORMATS[form].sizes[-1])
         assert float(scales[0]) == pytest.approx(largest / number, rel=2.0**-20)
 
 
@@ -212,7 +222,7 @@ def test_rounded_at_random_the_mean_stays(form):
 
 def codes_of(values, form, draws=None, offset=0):
     """The bytes of the codes of one part and block."""
-    cut = Cut(len(values), 1, BITS[form], None)
+    cut = BlockLayout(len(values), 1, BITS[form], None)
     rows = empty_rows(cut)
     encode_blocks(values, None, None, cut, rows, form, draws, offset)
     return rows[0, : cut.code_bytes]
@@ -242,7 +252,7 @@ def test_what_is_drawn_is_of_the_seed_the_step_and_the_place():
 @every_draws
 def test_a_part_on_its_own_has_the_row_it_has_among_others(form, block, draws):
     for n, parts in ((4097, 3), (33, 5), (100, 1)):
-        cut = Cut(n, parts, BITS[form], block)
+        cut = BlockLayout(n, parts, BITS[form], block)
         values, error, active = vectors(n, 1)
         rows = empty_rows(cut)
         encode_blocks(values, error, active, cut, rows, form, draws)
@@ -260,7 +270,7 @@ def test_a_part_on_its_own_has_the_row_it_has_among_others(form, block, draws):
 @every_block
 def test_threads_do_not_matter(form, block, monkeypatch):
     monkeypatch.setattr(blocks_cpu, "LEAST_ELEMENTS", 1)
-    cut = Cut(9001, 3, BITS[form], block)
+    cut = BlockLayout(9001, 3, BITS[form], block)
     values, error, active = vectors(9001, 1)
     made = []
     for threads in (1, 2, 5):
@@ -268,7 +278,7 @@ def test_threads_do_not_matter(form, block, monkeypatch):
         mean = mean[: cut.of_part(1).num_elements]
         share = {"threads": threads}
         encode_blocks_numba(values, error, active, cut, rows, form, DRAWS[1], **share)
-        settle_blocks_numba(values, left, active, cut, rows, form, **share)
+        update_error_blocks_numba(values, left, active, cut, rows, form, **share)
         decode_blocks_numba(rows, cut, active, out, form, **share)
         mean_of_blocks_numba(rows, cut.of_part(1), mean, form, **share)
         made.append((rows, left, out, mean))
@@ -288,7 +298,7 @@ def test_what_is_not_finite_is_never_hidden(form, draws, encode, bad, device):
     place = device if encode is encode_blocks_triton else torch.device("cpu")
     values, error = torch.randn(200), torch.randn(200)
     values[70] = error[70] = MOST if bad == "sum" else bad
-    cut = Cut(200, 2, BITS[form], 32)
+    cut = BlockLayout(200, 2, BITS[form], 32)
     rows, out = empty_rows(cut).to(place), torch.empty(200, device=place)
     encode(values.to(place), error.to(place), None, cut, rows, form, draws)
     scales = stored_scales(rows, cut).cpu().view(-1)
@@ -300,7 +310,7 @@ def test_what_is_not_finite_is_never_hidden(form, draws, encode, bad, device):
     active = torch.arange(200) != 70
     encode(values.to(place), error.to(place), active.to(place), cut, rows, form, draws)
     assert stored_scales(rows, cut).isfinite().all()
-    settle_blocks(values.to(place), error.to(place), active.to(place), cut, rows, form)
+    update_error_blocks(values.to(place), error.to(place), active.to(place), cut, rows, form)
     decode_blocks(rows, cut, active.to(place), out, form)
     assert out.isfinite().all()
     assert out[70] == 0
@@ -311,7 +321,7 @@ def test_what_is_not_finite_is_never_hidden(form, draws, encode, bad, device):
 @pytest.mark.parametrize("encode", ENCODERS)
 def test_blocks_of_zeros_and_of_nothing(form, draws, encode, device):
     place = device if encode is encode_blocks_triton else torch.device("cpu")
-    cut = Cut(100, 3, BITS[form], 32)
+    cut = BlockLayout(100, 3, BITS[form], 32)
     values, active = torch.zeros(100), torch.ones(100, dtype=torch.bool)
     values[1], values[40], active[40] = -0.0, 5.0, False
     values[64:] = -0.0
@@ -331,11 +341,11 @@ def test_the_smallest_numbers_have_the_smallest_scale(form):
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
 def test_float8_is_rounded_as_torch_rounds(form):
     dtype = getattr(torch, form)
-    number = float(FORMS[form].sizes[-1])
+    number = float(NUMBER_FORMATS[form].sizes[-1])
     assert number == torch.finfo(dtype).max
     values = torch.cat([torch.randn(5000) * 2.0 ** torch.randint(-20, 4, (5000,)), torch.zeros(1)])
     # all that lie in the middle
-    sizes = FORMS[form].sizes
+    sizes = NUMBER_FORMATS[form].sizes
     values = torch.cat([values, (sizes[1:] + sizes[:-1]) / 2, sizes, -sizes]).clamp(-number, number)
     values[0] = number
     expected = values.to(dtype).view(torch.uint8)
@@ -343,7 +353,10 @@ def test_float8_is_rounded_as_torch_rounds(form):
     expected = torch.where(expected == 0x80, 0, expected)
     assert torch.equal(codes_of(values, form)[: len(values)], expected)
     # and what codes stand for is torch's
-    table, torchs = FORMS[form].values, torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    table, torchs = (
+        NUMBER_FORMATS[form].values,
+        torch.arange(256, dtype=torch.uint8).view(dtype).float(),
+    )
     known = table.isfinite()
     assert torch.equal(table[known], torchs[known])
     assert torch.equal(known, torchs.isfinite() & (torch.arange(256) != 0x80))
@@ -362,7 +375,7 @@ def test_integers_and_their_ties():
 
 def test_e3m0_and_its_ties():
     sizes = [0, *(2.0**-k for k in range(6, -1, -1))]
-    assert FORMS["float4_e3m0"].sizes.tolist() == sizes
+    assert NUMBER_FORMATS["float4_e3m0"].sizes.tolist() == sizes
     middle = [(a + b) / 2 for a, b in itertools.pairwise(sizes)]
     below = [m * (1 - 2.0**-20) for m in middle]
     for values, codes in (
@@ -379,8 +392,8 @@ def test_e3m0_and_its_ties():
 
 @every_form
 def test_codes_that_are_never_written_are_not_numbers(form):
-    values = FORMS[form].values
-    assert int(values.isnan().sum()) == len(values) - (2 * FORMS[form].most + 1)
+    values = NUMBER_FORMATS[form].values
+    assert int(values.isnan().sum()) == len(values) - (2 * NUMBER_FORMATS[form].most + 1)
     assert (values == 0).nonzero().tolist() == [[0]]
     finite = values[values.isfinite()]
     assert torch.equal(finite.sort().values, -finite.sort(descending=True).values)
@@ -390,7 +403,7 @@ def test_codes_that_are_never_written_are_not_numbers(form):
 @every_draws
 def test_other_types_of_vectors(form, draws):
     values = torch.randn(300, dtype=torch.float64)
-    cut = Cut(300, 2, BITS[form], 64)
+    cut = BlockLayout(300, 2, BITS[form], 64)
     rows, expected = empty_rows(cut), empty_rows(cut)
     for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.float32):
         error = torch.randn(300).to(dtype)
@@ -403,13 +416,13 @@ def test_other_types_of_vectors(form, draws):
         decode_blocks(rows, cut, None, out, form)
         decode_blocks(rows, cut, None, narrow, form)
         assert torch.equal(narrow, out.to(dtype))
-        settle_blocks(values.to(dtype), error, None, cut, rows, form)
+        update_error_blocks(values.to(dtype), error, None, cut, rows, form)
         assert torch.equal(error, (y - out).to(dtype))
         # a parameter's gradient is not asked for
         leaf = values.to(dtype).requires_grad_()
         left = torch.zeros(300, dtype=dtype)
         encode_blocks(leaf, left, None, cut, rows, form, draws)
-        settle_blocks(leaf, left, None, cut, rows, form)
+        update_error_blocks(leaf, left, None, cut, rows, form)
         assert not left.requires_grad
     # what is not contiguous
     encode_blocks(y.float(), None, None, cut, rows, form, draws)
@@ -420,7 +433,7 @@ def test_other_types_of_vectors(form, draws):
 
 
 def test_a_mean_is_summed_in_the_order_of_the_rows():
-    cut = Cut(3, 1, 8, None)
+    cut = BlockLayout(3, 1, 8, None)
     rows = empty_rows(cut, count=3)
     for row, number in zip(rows.split(1), (3e38, -3e38, 1.0), strict=True):
         encode_blocks(torch.full((3,), number), None, None, cut, row, "int8")
@@ -432,7 +445,7 @@ def test_a_mean_is_summed_in_the_order_of_the_rows():
 
 
 def test_arguments_that_do_not_fit():
-    cut = Cut(100, 2, 8, 32)
+    cut = BlockLayout(100, 2, 8, 32)
     values, rows = torch.zeros(100), empty_rows(cut)
     for form in ("int4", "int7"):
         with pytest.raises(ValueError, match="cannot be of form"):
@@ -444,7 +457,7 @@ def test_arguments_that_do_not_fit():
             decode_blocks(other, cut, None, values, "int8")
     for other in (values[1:], values[None]):
         with pytest.raises(ValueError, match="does not go with 100 elements"):
-            settle_blocks(other, values, None, cut, rows, "int8")
+            update_error_blocks(other, values, None, cut, rows, "int8")
     for draws, offset in (((0, -1), 0), ((0, 2**63), 0), ((0, 0), 16), ((0, 0), -32)):
         with pytest.raises(ValueError, match="nothing can be drawn"):
             encode_blocks(values, None, None, cut, rows, "int8", draws, offset)
@@ -459,7 +472,7 @@ PROGRAM = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from gcnzc.kernels.codec import blocks_gpu as gpu
-from gcnzc.kernels.codec.forms import FORMS
+from gcnzc.kernels.codec.number_formats import FORMS
 from gcnzc.kernels.codec.blocks_gpu import code_constants
 
 TYPES = {"codes": "*u8", "active": "*u8", "largest": "*i32", "share": "fp32", "seed": "i64",

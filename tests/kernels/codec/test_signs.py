@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from gcnzc.kernels.codec import signs_cpu, signs_gpu
-from gcnzc.kernels.codec.cut import Cut
-from gcnzc.kernels.codec.signs import decode_signs, encode_signs, mean_of_signs, settle_signs
+from gcnzc.kernels.codec.block_layout import BlockLayout
+from gcnzc.kernels.codec.signs import decode_signs, encode_signs, mean_of_signs, update_error_signs
 from gcnzc.kernels.codec.signs_reference import (
     SCALES,
     decode_signs_reference,
     encode_signs_reference,
     mean_of_signs_reference,
     scales_of,
-    settle_signs_reference,
+    update_error_signs_reference,
 )
 
 LENGTHS = [0, 1, 7, 31, 32, 33, 100, 4095, 4096, 4097, 10000, 20005]
@@ -32,7 +32,9 @@ GUARD = 0xAB
 
 
 def cuts(lengths=LENGTHS, parts=range(1, 10), blocks=BLOCKS):
-    return [Cut(*one, 1, block) for one in itertools.product(lengths, parts) for block in blocks]
+    return [
+        BlockLayout(*one, 1, block) for one in itertools.product(lengths, parts) for block in blocks
+    ]
 
 
 # the interpreter takes milliseconds a program, and a block has one at least
@@ -41,7 +43,7 @@ FEW = [
     *cuts([100, 200], [2], [96, 128]),
     *cuts([1, 4097], [3], [4096, None]),
     *cuts([8300], [1], [4128, None]),
-    Cut(1003, 9, 1, 4096),
+    BlockLayout(1003, 9, 1, 4096),
 ]
 
 
@@ -90,7 +92,7 @@ def agree(cut, rows, expected):
 
 def check_all_ways(cut, values, error, active, scale, ways, to):
     """Each operation of `ways` against its reference, from what the references made."""
-    encode, settle, decode = ways
+    encode, update_error, decode = ways
     expected, _ = guarded_rows(cut)
     encode_signs_reference(values, error, active, cut, expected, scale)
     rows, memory = guarded_rows(cut)
@@ -105,8 +107,8 @@ def check_all_ways(cut, values, error, active, scale, ways, to):
     wanted = values * 0 if error is None else error.clone()
     left, memory = guarded(wanted)
     left = to(left)
-    settle_signs_reference(values, wanted, active, cut, expected)
-    settle(vectors[0], left, vectors[2], cut, rows)
+    update_error_signs_reference(values, wanted, active, cut, expected)
+    update_error(vectors[0], left, vectors[2], cut, rows)
     assert same_bits(left.cpu(), wanted)
     assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
     wanted = torch.empty_like(values)
@@ -121,7 +123,7 @@ def check_all_ways(cut, values, error, active, scale, ways, to):
 @pytest.mark.parametrize("n", LENGTHS)
 def test_numba_equals_the_reference(n):
     kinds = itertools.cycle(itertools.product(SCALES, [False, True], ["all", "some", "none"]))
-    ways = encode_signs, settle_signs, decode_signs
+    ways = encode_signs, update_error_signs, decode_signs
     for cut in cuts([n]):
         for scale, with_error, actives in itertools.islice(kinds, 3 if n < 10000 else 1):
             vectors = inputs(n, with_error, actives)
@@ -134,9 +136,9 @@ def test_triton_equals_the_reference(cut, device):
         if cut.row_bytes:
             signs_gpu.encode(values, error, active, cut, rows, squares=scale == "rms")
 
-    def settle(*args):
+    def update_error(*args):
         if cut.num_elements:
-            signs_gpu.settle(*args)
+            signs_gpu.update_error(*args)
 
     def decode(*args):
         if cut.num_elements:
@@ -147,7 +149,7 @@ def test_triton_equals_the_reference(cut, device):
         kinds.append(("rms", True, "none"))
     for scale, with_error, actives in kinds:
         vectors = inputs(cut.num_elements, with_error, actives)
-        check_all_ways(cut, *vectors, scale, (encode, settle, decode), lambda x: x.to(device))
+        check_all_ways(cut, *vectors, scale, (encode, update_error, decode), lambda x: x.to(device))
 
 
 def by_hand(values, active, cut, scale):
@@ -189,7 +191,7 @@ def test_nothing_is_lost(scale, with_error):
             encode_signs(values, error, active, cut, rows, scale)
             error = torch.zeros_like(values) if error is None else error
             y = values + error
-            settle_signs(values, error, active, cut, rows)
+            update_error_signs(values, error, active, cut, rows)
             sent = torch.full_like(values, float("nan"))
             decode_signs(rows, cut, active, sent)
             live = torch.ones_like(y, dtype=torch.bool) if active is None else active
@@ -229,7 +231,7 @@ def test_means_are_equal_bit_for_bit(workers, device):
 
 
 def test_a_mean_is_the_mean_of_what_was_sent():
-    cut = Cut(1000, 1, 1, 128)
+    cut = BlockLayout(1000, 1, 1, 128)
     rows = mean_of_workers(cut, 5)
     sent = torch.empty(5, 1000)
     for row, one in zip(rows.split(1), sent, strict=True):
@@ -245,13 +247,13 @@ def test_threads_do_not_matter(block, scale, monkeypatch):
     # so that a small vector is worth several threads
     monkeypatch.setattr(signs_cpu, "PART_ELEMENTS", 1)
     n = 50_001
-    cut, results = Cut(n, 3, 1, block), []
+    cut, results = BlockLayout(n, 3, 1, block), []
     values, error, active = torch.randn(n), torch.randn(n), torch.rand(n) < 0.5
     for threads in (1, 2, 5):
         rows = torch.zeros(3, cut.row_bytes, dtype=torch.uint8)
         left, out, mean = error.clone(), torch.empty(n), torch.empty(cut.bounds(0)[1])
         encode_signs(values, left, active, cut, rows, scale, threads=threads)
-        settle_signs(values, left, active, cut, rows, threads=threads)
+        update_error_signs(values, left, active, cut, rows, threads=threads)
         decode_signs(rows, cut, active, out, threads=threads)
         mean_of_signs(rows, cut.of_part(0), mean, threads=threads)
         results.append((rows, left, out, mean))
@@ -276,7 +278,7 @@ def every_encoding(values, error, active, cut, device, scale):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("block", [32, None])
 def test_what_is_not_finite_shows_in_its_block(scale, bad, block, device):
-    cut = Cut(150, 2, 1, block)
+    cut = BlockLayout(150, 2, 1, block)
     for place, in_error in ((0, False), (100, True), (149, False)):
         values, error = torch.randn(150), torch.randn(150)
         (error if in_error else values)[place] = bad
@@ -297,7 +299,7 @@ def test_what_is_not_finite_shows_in_its_block(scale, bad, block, device):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("size", [1e-30, 1e30, 3e38, 1e-40])
 def test_huge_and_tiny_values_have_finite_scales(scale, size, device):
-    cut = Cut(5000, 1, 1, None)
+    cut = BlockLayout(5000, 1, 1, None)
     values = torch.full((5000,), size)
     for rows in every_encoding(values, None, None, cut, device, scale):
         assert scales_of(rows, cut).item() == pytest.approx(values[0].item(), rel=1e-6)
@@ -305,7 +307,7 @@ def test_huge_and_tiny_values_have_finite_scales(scale, size, device):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in add:RuntimeWarning")
 def test_a_sum_beyond_float32_is_not_finite(device):
-    cut = Cut(64, 1, 1, 32)
+    cut = BlockLayout(64, 1, 1, 32)
     values = torch.full((64,), 3e38)
     error = torch.zeros(64)
     error[3] = 3e38
@@ -315,12 +317,12 @@ def test_a_sum_beyond_float32_is_not_finite(device):
 
 def test_zeros_are_positive_and_blocks_of_them_have_no_scale(device):
     values = torch.tensor([0.0, -0.0] * 32)
-    cut = Cut(64, 1, 1, 32)
+    cut = BlockLayout(64, 1, 1, 32)
     for rows in every_encoding(values, None, None, cut, device, "rms"):
         assert (rows[:, : cut.code_bytes] == 255).all()
         assert (scales_of(rows, cut) == 0).all()
     error, out = torch.zeros(64), torch.full((64,), 7.0)
-    settle_signs(values, error, None, cut, rows[None, 0])
+    update_error_signs(values, error, None, cut, rows[None, 0])
     decode_signs(rows[None, 0], cut, None, out)
     assert (error == 0).all()
     assert (out == 0).all()
@@ -328,11 +330,11 @@ def test_zeros_are_positive_and_blocks_of_them_have_no_scale(device):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_other_types_take_the_reference(dtype):
-    cut = Cut(300, 2, 1, 64)
+    cut = BlockLayout(300, 2, 1, 64)
     values, error = torch.randn(300, dtype=dtype), torch.randn(300, dtype=dtype)
     y, rows = values + error, torch.zeros(2, cut.row_bytes, dtype=torch.uint8)
     encode_signs(values, error, None, cut, rows)
-    settle_signs(values, error, None, cut, rows)
+    update_error_signs(values, error, None, cut, rows)
     sent, mean = torch.empty(300, dtype=dtype), torch.empty(cut.part, dtype=dtype)
     decode_signs(rows, cut, None, sent)
     tolerance = 4 * torch.finfo(dtype).eps
@@ -342,7 +344,7 @@ def test_other_types_take_the_reference(dtype):
 
 
 def test_what_does_not_fit_is_refused():
-    cut, values = Cut(100, 2, 1, 32), torch.randn(100)
+    cut, values = BlockLayout(100, 2, 1, 32), torch.randn(100)
     rows = torch.zeros(2, cut.row_bytes, dtype=torch.uint8)
     odd = torch.zeros(2 * cut.row_bytes + 8, dtype=torch.uint8)
     refused = [
@@ -356,7 +358,7 @@ def test_what_does_not_fit_is_refused():
         (values, None, None, cut, rows.float()),
         (values, None, None, cut, odd[1 : 1 + 2 * cut.row_bytes].view(2, -1)),
         (values, None, None, cut, odd.as_strided((2, cut.row_bytes), (cut.row_bytes + 1, 1))),
-        (values, None, None, Cut(100, 2, 4, 32), rows),
+        (values, None, None, BlockLayout(100, 2, 4, 32), rows),
     ]
     for args in refused:
         with pytest.raises(ValueError, match="hint"):

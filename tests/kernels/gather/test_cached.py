@@ -7,12 +7,19 @@ from gcnzc.kernels.gather import gather_reference
 from gcnzc.kernels.gather.cached import (
     count_into,
     count_marked,
-    gather_hot,
-    gather_hot_reference,
+    gather_cached,
+    gather_cached_reference,
     mark,
     room_bytes,
 )
-from gcnzc.kernels.gather.cached_rows import HotRows, Peers, copy_rows, hot_rows, on_lines, slots_of
+from gcnzc.kernels.gather.cached_rows import (
+    CachedRows,
+    Peers,
+    copy_rows,
+    make_cached_rows,
+    on_lines,
+    slots_of,
+)
 
 DTYPES = [
     torch.bool,
@@ -62,7 +69,7 @@ def split_rows(table, parts, device, own=0):
         copy_rows(table, ids, memories[-1])
     places = [memory.data_ptr() for memory in memories]
     peers = Peers(torch.tensor(places, device=device), own, tuple(memories))
-    return HotRows(slots_of(parts, len(table)).to(device), memories[own], peers)
+    return CachedRows(slots_of(parts, len(table)).to(device), memories[own], peers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -72,10 +79,10 @@ def test_equals_the_plain_gather(share, dtype, device):
         for pad in (0, 3):
             table = readable(table_of(dtype, columns, pad), device)
             hot = torch.randperm(ROWS)[: round(share * ROWS)]
-            copies = hot_rows(table, hot, device)
+            copies = make_cached_rows(table, hot, device)
             for count in (0, 1, 57):
                 ids = torch.randint(ROWS, (count,))
-                found = gather_hot(table, ids.to(device), copies)
+                found = gather_cached(table, ids.to(device), copies)
                 assert same_bits(found, gather_reference(table, ids)), (columns, pad, count)
 
 
@@ -83,12 +90,12 @@ def test_equals_the_plain_gather(share, dtype, device):
 def test_hits_are_read_from_the_copies_and_misses_from_the_table(share, device):
     table = table_of(torch.float32, 25)
     hot = torch.randperm(ROWS)[: round(share * ROWS)]
-    copies, kept = hot_rows(table, hot, device), table[hot].clone()
+    copies, kept = make_cached_rows(table, hot, device), table[hot].clone()
     table[hot] = 0
     table = readable(table, device)
     ids = torch.randint(ROWS, (80,))
-    found = gather_hot(table, ids.int().to(device), copies)
-    assert same_bits(found, gather_hot_reference(table, ids, hot, kept))
+    found = gather_cached(table, ids.int().to(device), copies)
+    assert same_bits(found, gather_cached_reference(table, ids, hot, kept))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -101,9 +108,9 @@ def test_split_rows_equal_the_plain_gather(gpus, dtype, device):
         copies, ids = split_rows(table, parts, device), torch.randint(ROWS, (57,))
         kept = table[torch.cat(parts)].clone()
         table.view(torch.uint8)[torch.cat(parts)] = 0
-        expected = gather_hot_reference(table, ids, torch.cat(parts), kept)
+        expected = gather_cached_reference(table, ids, torch.cat(parts), kept)
         for asked in (ids, ids.int(), ids[:0]):
-            found = gather_hot(table, asked.to(device), copies)
+            found = gather_cached(table, asked.to(device), copies)
             assert same_bits(found, expected[: len(asked)]), (columns, pad)
 
 
@@ -116,9 +123,9 @@ def test_memories_may_be_empty(own, gpus, device):
     assert copies.num_rows == len(parts[own])
     assert copies.nbytes == 4 * ROWS + copies.memory.nbytes
     ids = torch.arange(ROWS)
-    assert same_bits(gather_hot(table, ids.to(device), copies), gather_reference(table, ids))
+    assert same_bits(gather_cached(table, ids.to(device), copies), gather_reference(table, ids))
     with pytest.raises(IndexError, match=f"id {ROWS} at 0"):
-        gather_hot(table, torch.tensor([ROWS, 7], device=device), copies)
+        gather_cached(table, torch.tensor([ROWS, 7], device=device), copies)
 
 
 def test_slots_go_round():
@@ -133,10 +140,10 @@ def test_slots_go_round():
 
 def test_into_rows_that_lie_apart(device):
     table = readable(table_of(torch.float16, 50), device)
-    copies = hot_rows(table, torch.arange(0, ROWS, 2), device)
+    copies = make_cached_rows(table, torch.arange(0, ROWS, 2), device)
     ids = torch.randperm(ROWS)
     wide = torch.zeros(ROWS, 64, dtype=torch.float16, device=device)
-    assert gather_hot(table, ids.to(device), copies, wide[:, :50]) is not None
+    assert gather_cached(table, ids.to(device), copies, wide[:, :50]) is not None
     assert same_bits(wide[:, :50], gather_reference(table, ids))
     assert not wide[:, 50:].any()
 
@@ -160,17 +167,17 @@ def test_what_does_not_fit(change, message, device):
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in (given | change).items()
     }
-    copies = hot_rows(table, torch.arange(3), device)
+    copies = make_cached_rows(table, torch.arange(3), device)
     with pytest.raises(ValueError, match=message) as error:
-        gather_hot(given["table"], given["ids"], copies, given["out"])
+        gather_cached(given["table"], given["ids"], copies, given["out"])
     assert "\n\nhint: " in str(error.value)
 
 
 def test_an_id_outside(device):
     table = readable(table_of(torch.float32, 5), device)
-    copies = hot_rows(table, torch.arange(3), device)
+    copies = make_cached_rows(table, torch.arange(3), device)
     with pytest.raises(IndexError, match=f"id {ROWS} at 1"):
-        gather_hot(table, torch.tensor([2, ROWS], device=device), copies)
+        gather_cached(table, torch.tensor([2, ROWS], device=device), copies)
 
 
 def test_the_room_of_a_copy_is_what_copies_take(device):
@@ -178,7 +185,7 @@ def test_the_room_of_a_copy_is_what_copies_take(device):
         for pad in (0, 1, 2, 7):
             for dtype in (torch.int8, torch.float32):
                 table = table_of(dtype, columns, pad)
-                copies = hot_rows(table, torch.arange(ROWS), device)
+                copies = make_cached_rows(table, torch.arange(ROWS), device)
                 taken = copies.memory.shape[1]
                 # 40 rows may not begin on every element of a line that a table's rows begin on
                 assert taken <= room_bytes(table) <= taken + 128, (columns, pad, dtype)
@@ -186,7 +193,7 @@ def test_the_room_of_a_copy_is_what_copies_take(device):
     begin = table.data_ptr() % 128
     # rows of 400 B begin on every multiple of 16 B
     assert room_bytes(table) == -(-(112 + begin % 16 + 400) // 128) * 128
-    assert hot_rows(table, torch.arange(ROWS), device).memory.shape[1] == room_bytes(table)
+    assert make_cached_rows(table, torch.arange(ROWS), device).memory.shape[1] == room_bytes(table)
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 63, 64, 65, 1000])

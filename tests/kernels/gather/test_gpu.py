@@ -9,10 +9,10 @@ import torch
 
 from gcnzc.kernels import gather
 from gcnzc.kernels.gather import gather_reference, gather_triton, gpu
-from gcnzc.kernels.gather.bench_reads import chase, read_dense
-from gcnzc.kernels.gather.cached import gather_hot
-from gcnzc.kernels.gather.cached_rows import hot_rows
-from gcnzc.kernels.gather.gpu import Way, gather_rows
+from gcnzc.kernels.gather.bench_reads import chase_pointers, read_dense
+from gcnzc.kernels.gather.cached import gather_cached
+from gcnzc.kernels.gather.cached_rows import make_cached_rows
+from gcnzc.kernels.gather.gpu import KernelConfig, gather_rows
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
 
 # rows of 16 B and more begin on a multiple of one of these; the last is a line
@@ -104,12 +104,12 @@ def test_any_number_of_programs_and_ids(layout, programs, id_dtype, device):
 
 
 WAYS = [
-    Way(),
-    Way("scalar"),
-    Way("wrapped", programs=1, warps=4, vectors=2),
-    Way("vector", programs=7, warps=2, vectors=1),
-    Way("pitched", warps=1, vectors=8),
-    Way(programs=3, warps=16, vectors=4),
+    KernelConfig(),
+    KernelConfig("scalar"),
+    KernelConfig("wrapped", programs=1, warps=4, vectors=2),
+    KernelConfig("vector", programs=7, warps=2, vectors=1),
+    KernelConfig("pitched", warps=1, vectors=8),
+    KernelConfig(programs=3, warps=16, vectors=4),
 ]
 
 
@@ -119,9 +119,9 @@ def test_every_way_gathers_the_same(way, row_bytes, unit, device):
     table = table_of(row_bytes, unit, torch.float32, device, num_rows=150)
     ids = torch.randint(150, (400,), device=device)
     assert same_bits(gather_triton(table, ids, way=way), table[ids])
-    hot = hot_rows(table.cpu(), torch.arange(0, 150, 3), device)
+    hot = make_cached_rows(table.cpu(), torch.arange(0, 150, 3), device)
     if device.type == "cpu":
-        assert same_bits(gather_hot(table, ids, hot, way=way), table[ids])
+        assert same_bits(gather_cached(table, ids, hot, way=way), table[ids])
     codes = torch.randint(-127, 128, (90, 33), dtype=torch.int8, device=device)
     scales = torch.rand(90, device=device)
     ids = torch.randint(90, (300,), device=device)
@@ -139,22 +139,22 @@ def test_a_way_is_what_the_kernel_is_launched_with(device, monkeypatch):
     monkeypatch.setattr(gpu, "_gather_rows", Kernel())
     table = table_of(400, 16, torch.float32, device, num_rows=50)
     ids = torch.randint(50, (5000,), device=device)
-    gather_rows(table, ids, way=Way("wrapped", programs=5, warps=4, vectors=2))
+    gather_rows(table, ids, way=KernelConfig("wrapped", programs=5, warps=4, vectors=2))
     # rows of 400 B take 32 lanes of 16 B: 4 warps of 2 vectors are 8 rows
     ((grid, options),) = launched
     assert grid == (5,)
     assert (options["num_warps"], options["ROWS"], options["WRAPPED"]) == (4, 8, True)
     # what is said beside it goes before it
-    gather_rows(table, ids, layout="vector", programs=2, way=Way("wrapped", programs=5))
+    gather_rows(table, ids, layout="vector", programs=2, way=KernelConfig("wrapped", programs=5))
     grid, options = launched[1]
     assert (grid, options["WRAPPED"], options["num_warps"]) == ((2,), False, 8)
     # no more programs than there is work for
-    gather_rows(table, ids[:17], way=Way(programs=50, warps=4, vectors=2))
+    gather_rows(table, ids[:17], way=KernelConfig(programs=50, warps=4, vectors=2))
     assert launched[2][0] == (3,)
     # by the doors that others take, too
-    hot = hot_rows(table.cpu(), torch.arange(3), device)
-    gather_triton(table, ids, way=Way(programs=6))
-    gather_hot(table, ids, hot, way=Way("wrapped", programs=7))
+    hot = make_cached_rows(table.cpu(), torch.arange(3), device)
+    gather_triton(table, ids, way=KernelConfig(programs=6))
+    gather_cached(table, ids, hot, way=KernelConfig("wrapped", programs=7))
     assert [grid for grid, _ in launched[3:]] == [(6,), (7,)]
     # hot rows are read by whole vectors, whatever the way
     assert launched[-1][1]["HOT_VECTORS"] > 0
@@ -165,9 +165,9 @@ def test_a_gpu_s_gather_is_told_its_way(monkeypatch):
     told = []
     monkeypatch.setattr(gather, "gather_triton", lambda *given, way, **options: told.append(way))
     ids = torch.zeros(3, dtype=torch.int64, device="meta")
-    gather.gather(torch.zeros(5, 4), ids, way=Way(programs=8))
+    gather.gather(torch.zeros(5, 4), ids, way=KernelConfig(programs=8))
     gather.gather(torch.zeros(5, 4), ids)
-    assert told == [Way(programs=8), None]
+    assert told == [KernelConfig(programs=8), None]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_gpu_s_gather_is_told_its_way(monkeypatch):
 )
 def test_no_way(wrong):
     with pytest.raises(ValueError, match=r"(?s)cannot be shared as .*hint: "):
-        Way(**wrong)
+        KernelConfig(**wrong)
 
 
 def test_in_another_order(device):
@@ -196,7 +196,7 @@ def test_hot_rows_come_from_their_copies(share, row_bytes, unit, device):
     table = table_of(row_bytes, unit, torch.float32, torch.device("cpu"), num_rows=200)
     rows = table.clone()
     ids = torch.randperm(200)[: int(share * 200)]
-    hot = hot_rows(table, ids, device)
+    hot = make_cached_rows(table, ids, device)
     table.view(torch.int32)[ids] = 0x7FC00000
     asked = torch.randint(200, (700,))
     readable = table.to(device) if device.type == "cpu" else table.pin_memory()
@@ -209,7 +209,7 @@ def test_hot_rows_come_from_their_copies(share, row_bytes, unit, device):
 
 def test_hot_rows_need_whole_vectors(device):
     table = torch.randn(20, 8)
-    hot = hot_rows(table, torch.arange(3), device)
+    hot = make_cached_rows(table, torch.arange(3), device)
     with pytest.raises(ValueError, match="hint: leave the layout away"):
         gather_rows(table, torch.tensor([0], device=device), hot=hot, layout="vector")
 
@@ -333,5 +333,5 @@ def test_chases_through_all_of_a_table(device):
     places[order] = order.roll(-1)
     out = torch.zeros(1, dtype=torch.int64, device=device)
     begin = int(order[0])
-    chase(places.to(device), begin, steps - 1, out)
+    chase_pointers(places.to(device), begin, steps - 1, out)
     assert int(out) == int(order[-1])

@@ -16,7 +16,7 @@ from gcnzc.kernels.gather import (
     gather_reference,
     gather_triton,
 )
-from gcnzc.kernels.gather.cached_rows import hot_rows
+from gcnzc.kernels.gather.cached_rows import make_cached_rows
 from gcnzc.kernels.gather.gpu import gather_rows
 from gcnzc.kernels.gather.lanes import LAYOUTS
 from gcnzc.kernels.gather.quantize import (
@@ -229,7 +229,7 @@ def test_hot_rows_hold_codes_too(dtype, share, block, device):
         ids = torch.randperm(120)[: int(share * 120)]
         asked = torch.randint(120, (400,))
         expected = gather_reference(codes, asked, scales, block)
-        hot = hot_rows(codes, ids, device)
+        hot = make_cached_rows(codes, ids, device)
         codes.view(torch.int8)[ids] = 0x7F
         readable = codes if device.type == "cpu" else codes.pin_memory()
         at = asked.to(device)

@@ -5,10 +5,10 @@ import pytest
 
 from gcnzc.kernels.sample.exclude import (
     are_edges,
+    exclude_edges,
+    exclude_edges_reference,
     has_edge,
     is_sorted,
-    left_out,
-    left_out_reference,
     num_removed,
     position_of,
     sorted_columns,
@@ -69,9 +69,9 @@ def test_positions_pass_over_what_is_left_out(columns, share):
     # pairs in any order, some twice, and some that are no edges
     locals_, sources = np.nonzero(gone[nodes])
     order = random.permutation(np.tile(np.arange(len(locals_)), 2))
-    left = left_out(indptr, indices, nodes, locals_[order], sources[order])
+    left = exclude_edges(indptr, indices, nodes, locals_[order], sources[order])
     edges = {(int(s), int(nodes[i])) for i, s in zip(locals_, sources, strict=True)}
-    expected = left_out_reference(indptr, indices, nodes, edges)
+    expected = exclude_edges_reference(indptr, indices, nodes, edges)
     for i, node in enumerate(nodes):
         begin, end = indptr[node : node + 2]
         removed = num_removed(left.first, left.removed, i)

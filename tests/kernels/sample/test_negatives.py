@@ -5,7 +5,13 @@ import pytest
 from scipy.stats import chi2
 
 from gcnzc.kernels.sample.exclude import has_edge
-from gcnzc.kernels.sample.negatives import MAX_NODES, TRIES, draw_reference, in_batch, negatives
+from gcnzc.kernels.sample.negatives import (
+    MAX_NODES,
+    TRIES,
+    draw_reference,
+    in_batch,
+    sample_negatives,
+)
 
 
 def graph_of(pairs, num_nodes):
@@ -30,7 +36,7 @@ def test_equals_reference(kind, strict, dense):
     random = np.random.default_rng(1)
     items = np.array([0, 5, 2**32 + 1, 2**48 - 1, 7, 3])
     sources = random.integers(0, 50, len(items))
-    drawn = negatives(*dense, sources, items, 3, kind, strict, 2**64 - 5, 2**32 - 1)
+    drawn = sample_negatives(*dense, sources, items, 3, kind, strict, 2**64 - 5, 2**32 - 1)
     assert drawn.shape == (2, 18)
     for place, (source, target) in enumerate(drawn.T.tolist()):
         i, draw = divmod(place, 3)
@@ -45,8 +51,8 @@ def test_equals_reference(kind, strict, dense):
 @pytest.mark.parametrize("kind", ["uniform", "both"])
 def test_strict_negatives_are_never_edges(kind, dense):
     sources = np.arange(1000) % 50
-    loose = negatives(*dense, sources, np.arange(1000), 5, kind, False, 0, 0)
-    strict = negatives(*dense, sources, np.arange(1000), 5, kind, True, 0, 0)
+    loose = sample_negatives(*dense, sources, np.arange(1000), 5, kind, False, 0, 0)
+    strict = sample_negatives(*dense, sources, np.arange(1000), 5, kind, True, 0, 0)
     for drawn, expected in ((loose, 0.5), (strict, 0.0)):
         share = np.mean([has_edge(*dense, *pair) for pair in drawn.T])
         assert abs(share - expected) <= (0.05 if expected else 0)
@@ -57,7 +63,7 @@ def test_strict_negatives_are_never_edges(kind, dense):
 def test_the_one_pair_that_is_left_is_found(kind):
     # all pairs of 300 nodes but 7 -> 200: 32 tries hardly ever meet it
     graph = graph_of([(s, t) for s in range(300) for t in range(300) if (s, t) != (7, 200)], 300)
-    drawn = negatives(*graph, np.full(20, 7), np.arange(20), 2, kind, True, 0, 0)
+    drawn = sample_negatives(*graph, np.full(20, 7), np.arange(20), 2, kind, True, 0, 0)
     assert (drawn == [[7], [200]]).all()
 
 
@@ -67,8 +73,11 @@ def test_the_one_pair_that_is_left_is_found(kind):
 def test_where_there_is_no_negative(kind, who):
     graph = graph_of([(s, t) for s in range(5) for t in range(5) if s != t], 5)
     with pytest.raises(ValueError, match=rf"edges of {who}.*\n\nhint: "):
-        negatives(*graph, np.array([2, 1]), np.arange(2), 1, kind, True, 0, 0)
-    assert negatives(*graph, np.array([2, 1]), np.arange(2), 1, kind, False, 0, 0).shape == (2, 2)
+        sample_negatives(*graph, np.array([2, 1]), np.arange(2), 1, kind, True, 0, 0)
+    assert sample_negatives(*graph, np.array([2, 1]), np.arange(2), 1, kind, False, 0, 0).shape == (
+        2,
+        2,
+    )
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -76,7 +85,7 @@ def test_every_destination_is_as_likely(strict):
     # node 0 has edges to a quarter of the nodes
     num_nodes, num_items = 60, 60_000
     graph = graph_of([(0, t) for t in range(0, 60, 4)], num_nodes)
-    drawn = negatives(
+    drawn = sample_negatives(
         *graph, np.zeros(num_items, np.int64), np.arange(num_items), 1, "uniform", strict, 3, 0
     )
     counts = np.bincount(drawn[1], minlength=num_nodes)
@@ -90,7 +99,7 @@ def test_every_destination_is_as_likely(strict):
 def test_epochs_seeds_items_and_draws_draw_others(dense):
     def drawn(seed, epoch, first):
         items = np.arange(first, first + 100)
-        return negatives(*dense, items % 50, items, 2, "uniform", False, seed, epoch)[1]
+        return sample_negatives(*dense, items % 50, items, 2, "uniform", False, seed, epoch)[1]
 
     first = drawn(0, 0, 0)
     for other in (drawn(1, 0, 0), drawn(0, 1, 0), drawn(0, 0, 1000), first[::-1]):
@@ -119,4 +128,6 @@ def test_graphs_that_cannot_be_drawn_from():
 
     for indptr in (np.zeros(1, np.int64), Many()):
         with pytest.raises(ValueError, match="negatives in a graph of"):
-            negatives(indptr, np.empty(0), np.arange(1), np.arange(1), 1, "both", False, 0, 0)
+            sample_negatives(
+                indptr, np.empty(0), np.arange(1), np.arange(1), 1, "both", False, 0, 0
+            )

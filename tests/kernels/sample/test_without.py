@@ -7,7 +7,7 @@ from scipy.stats import chi2
 
 from gcnzc.kernels import sample as kernels_sample
 from gcnzc.kernels.sample import Workspace, sample, sample_reference
-from gcnzc.kernels.sample.exclude import left_out, left_out_reference, sorted_columns
+from gcnzc.kernels.sample.exclude import exclude_edges, exclude_edges_reference, sorted_columns
 
 FANOUTS = [[5], [3, 4, 2], [64, 65], [-1, 0, 7], [130, -1], [1, 1, 1, 1], [127, 128]]
 
@@ -67,10 +67,10 @@ def test_equals_reference(fanouts, share, table, uneven):
         7,
         3,
         edge_ids=True,
-        without=left_out(indptr, indices, seeds, locals_, sources),
+        without=exclude_edges(indptr, indices, seeds, locals_, sources),
         workspace=Workspace(),
     )
-    kept = [part.tolist() for part in left_out_reference(indptr, indices, seeds, edges)]
+    kept = [part.tolist() for part in exclude_edges_reference(indptr, indices, seeds, edges)]
     assert_same(
         drawn,
         sample_reference(
@@ -97,7 +97,7 @@ def test_nothing_left_out_changes_nothing(uneven):
     indptr, indices = (torch.from_numpy(part) for part in uneven)
     seeds = torch.arange(50)
     none = np.empty(0, np.int64)
-    without = left_out(*uneven, seeds.numpy(), none, none)
+    without = exclude_edges(*uneven, seeds.numpy(), none, none)
     assert_same(
         sample(indptr, indices, seeds, [5, 70], 1, 2, edge_ids=True, without=without),
         sample(indptr, indices, seeds, [5, 70], 1, 2, edge_ids=True),
@@ -120,7 +120,7 @@ def test_what_is_left_is_drawn_uniformly(fanout):
         1,
         0,
         edge_ids=True,
-        without=left_out(indptr, indices, np.arange(nodes), locals_, sources),
+        without=exclude_edges(indptr, indices, np.arange(nodes), locals_, sources),
     )
     counts = np.bincount(drawn.edge_ids[0].numpy() % degree, minlength=degree)
     assert (counts[gone] == 0).all()

@@ -25,14 +25,14 @@ class Process:
     """clock ticks of CPU time used so far, by all threads"""
 
 
-class Siblings:
+class LocalProcesses:
     """The other processes that this process's launcher started as workers."""
 
     def __init__(self) -> None:
         self.parent, self.own = os.getppid(), os.getpid()
         self.found: dict[int, tuple[Process, float]] = {}
 
-    def demand_running(self, seconds: float) -> None:
+    def check_running(self, seconds: float) -> None:
         """Check that no worker of this machine is stopped; call it about once a second.
 
         Raises:

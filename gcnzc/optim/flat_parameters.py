@@ -30,7 +30,7 @@ def tiles(begin: int, end: int, device: torch.device) -> Iterator[slice]:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class GroupSlice:
     """What lies together in the vector: parameters of one group."""
 
     group: dict[str, Any]
@@ -43,7 +43,7 @@ class Part:
     """of the segments, plus 1"""
 
 
-class Space:
+class FlatParameters:
     """Where the parameters of an optimizer lie in a vector.
 
     Args:
@@ -56,7 +56,7 @@ class Space:
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self.segments: list[Segment] = []
-        self.parts: list[Part] = []
+        self.parts: list[GroupSlice] = []
         begin = dense = 0
         seen: set[int] = set()
         order = sorted(enumerate(groups), key=lambda pair: bool(pair[1].get("compress", True)))
@@ -70,7 +70,7 @@ class Space:
                 name = f"group {number}, parameter {place}"
                 self.segments.append(Segment(name, parameter, begin, end))
                 begin = end
-            part = Part(group, part_begin, begin, first, len(self.segments))  # type: ignore[arg-type]
+            part = GroupSlice(group, part_begin, begin, first, len(self.segments))  # type: ignore[arg-type]
             self.parts.append(part)
             if not group.get("compress", True):
                 dense = begin

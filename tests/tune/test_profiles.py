@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.kernels.gather.gpu import Way
+from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.system import nvml
-from gcnzc.tune import plans
-from gcnzc.tune.plans import CHOICES, Choice, Plan
+from gcnzc.tune import profiles
+from gcnzc.tune.profiles import CHOICES, Setting, TuningProfile
 
 CPU = torch.device("cpu")
 VALUES = {
@@ -44,9 +44,11 @@ def aligned(num_rows=10, num_columns=32, begin=0, dtype=torch.float32, pitch=Non
 
 def made(table=None, basis="measured", device=CPU, **changes):
     table = table or aligned()
-    choices = {name: Choice(value, "why", basis, {}) for name, value in VALUES.items()}
-    key = plans.key_of(device, table)
-    return replace(Plan(key, "g", table.num_rows, "2026-01-02T03:04:05", choices), **changes)
+    choices = {name: Setting(value, "why", basis, {}) for name, value in VALUES.items()}
+    key = profiles.key_of(device, table)
+    return replace(
+        TuningProfile(key, "g", table.num_rows, "2026-01-02T03:04:05", choices), **changes
+    )
 
 
 def on_gpu(monkeypatch, slot=None, **properties):
@@ -66,11 +68,11 @@ def test_every_choice_has_a_value_here():
 
 def test_a_plan_is_kept_and_found(cache):
     table = aligned()
-    assert plans.find(CPU, table) is None
+    assert profiles.find(CPU, table) is None
     one = made(table)
-    assert plans.keep(one) == cache / "plans.json"
-    assert plans.find(CPU, table) == one
-    assert plans.of_this_machine(CPU) == [one]
+    assert profiles.keep(one) == cache / "plans.json"
+    assert profiles.find(CPU, table) == one
+    assert profiles.of_this_machine(CPU) == [one]
     assert {path.name for path in cache.iterdir()} == {"plans.json", ".plans.json.lock"}
 
 
@@ -90,19 +92,19 @@ def test_a_plan_is_kept_and_found(cache):
 def test_rows_of_another_shape_have_another_plan(other):
     if other == "sparse":
         other = FeatureTable(torch.eye(10, 32).to_sparse_csr())
-    plans.keep(made())
-    assert plans.find(CPU, other) is None
-    assert plans.find(CPU, aligned()) is not None
-    plans.keep(made(other))
-    assert len(plans.of_this_machine(CPU)) == 2
-    found = plans.find(CPU, other)
+    profiles.keep(made())
+    assert profiles.find(CPU, other) is None
+    assert profiles.find(CPU, aligned()) is not None
+    profiles.keep(made(other))
+    assert len(profiles.of_this_machine(CPU)) == 2
+    found = profiles.find(CPU, other)
     assert found is not None
-    assert found.key == plans.key_of(CPU, other)
+    assert found.key == profiles.key_of(CPU, other)
 
 
 def test_scales_of_rows_and_of_columns_differ():
     keys = [
-        plans.key_of(CPU, FeatureTable.quantized(torch.rand(10, 128), scale_columns=columns))
+        profiles.key_of(CPU, FeatureTable.quantized(torch.rand(10, 128), scale_columns=columns))
         for columns in (None, 16, 32)
     ]
     assert [key["table"]["scales"] for key in keys] == ["row", 16, 32]
@@ -112,23 +114,26 @@ def test_scales_of_rows_and_of_columns_differ():
     "change",
     [
         ("torch", lambda patch: patch.setattr(torch, "__version__", "9.9")),
-        ("gcnzc", lambda patch: patch.setattr(plans, "VERSION", "9.9")),
-        ("kernels", lambda patch: patch.setattr(plans, "_kernels", lambda: "0")),
-        ("triton", lambda patch: patch.setattr(plans.triton, "__version__", "9.9")),
-        ("name", lambda patch: patch.setattr(plans.system_machine, "cpu_name", lambda: "another")),
+        ("gcnzc", lambda patch: patch.setattr(profiles, "VERSION", "9.9")),
+        ("kernels", lambda patch: patch.setattr(profiles, "_kernels", lambda: "0")),
+        ("triton", lambda patch: patch.setattr(profiles.triton, "__version__", "9.9")),
+        (
+            "name",
+            lambda patch: patch.setattr(profiles.system_machine, "cpu_name", lambda: "another"),
+        ),
         ("cores", lambda patch: patch.setattr(os, "cpu_count", lambda: 77)),
     ],
     ids=lambda change: change[0],
 )
 def test_another_machine_or_version_has_another_plan(change, monkeypatch):
-    plans.keep(made())
+    profiles.keep(made())
     name, apply = change
     apply(monkeypatch)
-    assert name in json.dumps(plans.key_of(CPU, aligned()))
-    assert plans.find(CPU, aligned()) is None
-    assert plans.of_this_machine(CPU) == []
+    assert name in json.dumps(profiles.key_of(CPU, aligned()))
+    assert profiles.find(CPU, aligned()) is None
+    assert profiles.of_this_machine(CPU) == []
     # and is not lost
-    assert len(plans.read()) == 1
+    assert len(profiles.read()) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,45 +150,49 @@ def test_another_machine_or_version_has_another_plan(change, monkeypatch):
 )
 def test_another_gpu_or_driver_has_another_plan(other, monkeypatch):
     device = on_gpu(monkeypatch)
-    plans.keep(made(device=device))
-    assert plans.find(device, aligned()) is not None
+    profiles.keep(made(device=device))
+    assert profiles.find(device, aligned()) is not None
     # a second one like it in a slot like its own
-    assert plans.find(on_gpu(monkeypatch, uuid="v"), aligned()) is not None
-    assert plans.find(on_gpu(monkeypatch, **other), aligned()) is None
-    assert plans.find(CPU, aligned()) is None
+    assert profiles.find(on_gpu(monkeypatch, uuid="v"), aligned()) is not None
+    assert profiles.find(on_gpu(monkeypatch, **other), aligned()) is None
+    assert profiles.find(CPU, aligned()) is None
 
 
 def test_without_nvml_a_gpu_is_told_by_its_own_number(monkeypatch, tmp_path):
     silent = dict.fromkeys(("pcie_generation", "pcie_lanes", "driver"))
     words = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC"
     (tmp_path / "version").write_text(f"{words}\nGCC version: 12\n")
-    monkeypatch.setattr(plans, "KERNEL_DRIVER", tmp_path / "version")
-    keys = [plans.key_of(on_gpu(monkeypatch, slot=silent, uuid=uuid), aligned()) for uuid in "uvu"]
+    monkeypatch.setattr(profiles, "KERNEL_DRIVER", tmp_path / "version")
+    keys = [
+        profiles.key_of(on_gpu(monkeypatch, slot=silent, uuid=uuid), aligned()) for uuid in "uvu"
+    ]
     assert keys[0] == keys[2] != keys[1]
     assert keys[0]["versions"]["driver"] == "535.104.05"
-    monkeypatch.setattr(plans, "KERNEL_DRIVER", tmp_path / "none")
-    assert plans.key_of(on_gpu(monkeypatch, slot=silent), aligned())["versions"]["driver"] is None
+    monkeypatch.setattr(profiles, "KERNEL_DRIVER", tmp_path / "none")
+    assert (
+        profiles.key_of(on_gpu(monkeypatch, slot=silent), aligned())["versions"]["driver"] is None
+    )
 
 
 def test_a_change_of_the_kernel_is_seen(monkeypatch, tmp_path):
-    before = plans._kernels()
+    before = profiles._kernels()
     source = tmp_path / "lanes.py"
     source.write_text("LINE_BYTES = 64\n")
-    monkeypatch.setattr(plans.lanes, "__file__", str(source))
-    assert plans._kernels() != before
+    monkeypatch.setattr(profiles.lanes, "__file__", str(source))
+    assert profiles._kernels() != before
 
 
 def test_a_new_plan_takes_the_place_of_the_old():
-    plans.keep(made(made="2026-01-01"))
-    plans.keep(made(made="2026-01-02"))
-    assert [one.made for one in plans.read()] == ["2026-01-02"]
+    profiles.keep(made(made="2026-01-01"))
+    profiles.keep(made(made="2026-01-02"))
+    assert [one.made for one in profiles.read()] == ["2026-01-02"]
 
 
 def test_tables_of_more_rows_share_all_but_the_hot_set():
     few, many, more = (aligned(num_rows=number) for number in (10, 20, 30))
-    plans.keep(made(many))
-    plans.keep(made(few))
-    found = [plans.find(CPU, table) for table in (few, many, more)]
+    profiles.keep(made(many))
+    profiles.keep(made(few))
+    found = [profiles.find(CPU, table) for table in (few, many, more)]
     assert [one and one.rows for one in found] == [10, 20, 10]
     assert [one and one.hot(len(t)) for one, t in zip(found, (few, many, more), strict=True)] == [
         0.4,
@@ -193,14 +202,14 @@ def test_tables_of_more_rows_share_all_but_the_hot_set():
 
 
 def test_only_so_many_are_kept(monkeypatch):
-    monkeypatch.setattr(plans, "MOST", 3)
+    monkeypatch.setattr(profiles, "MOST", 3)
     for number in range(1, 6):
-        plans.keep(made(aligned(num_rows=number)))
-    assert [one.rows for one in plans.read()] == [3, 4, 5]
+        profiles.keep(made(aligned(num_rows=number)))
+    assert [one.rows for one in profiles.read()] == [3, 4, 5]
 
 
 def broken(**changes):
-    words = {"format": plans.FORMAT, "plans": [json.loads(json.dumps(made(), default=vars))]}
+    words = {"format": profiles.FORMAT, "plans": [json.loads(json.dumps(made(), default=vars))]}
     words["plans"][0]["choices"] |= changes.pop("choices", {})
     words["plans"][0] |= changes.pop("plan", {})
     return json.dumps(words | changes)
@@ -245,51 +254,51 @@ def test_a_broken_or_foreign_file_is_no_plan_and_is_written_anew(text, cache):
     cache.mkdir()
     (cache / "plans.json").write_text(text)
     told = []
-    assert plans.find(CPU, aligned(), told.append) is None
+    assert profiles.find(CPU, aligned(), told.append) is None
     assert len(told) == 1
     assert str(cache / "plans.json") in told[0]
     assert "\n" not in told[0]
     one = made()
-    plans.keep(one)
-    assert plans.find(CPU, aligned(), told.append) == one
+    profiles.keep(one)
+    assert profiles.find(CPU, aligned(), told.append) == one
     assert len(told) == 1
 
 
 def test_what_is_whole_is_read():
     # or the cases above would be broken in another way than they say
-    plans.file().parent.mkdir()
-    plans.file().write_text(broken())
-    assert plans.read() == [made()]
+    profiles.file().parent.mkdir()
+    profiles.file().write_text(broken())
+    assert profiles.read() == [made()]
 
 
 def test_a_folder_that_cannot_be_read_is_no_plan(cache):
     (cache / "plans.json").mkdir(parents=True)
     told = []
-    assert plans.read(told.append) == []
+    assert profiles.read(told.append) == []
     assert len(told) == 1
 
 
 def test_two_at_once_are_both_kept():
     tables = [aligned(num_rows=number) for number in range(1, 9)]
     threads = [
-        threading.Thread(target=lambda table=table: plans.keep(made(table))) for table in tables
+        threading.Thread(target=lambda table=table: profiles.keep(made(table))) for table in tables
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(one.rows for one in plans.read()) == list(range(1, 9))
+    assert sorted(one.rows for one in profiles.read()) == list(range(1, 9))
 
 
 def test_what_was_not_measured_is_left_to_the_code(monkeypatch):
     device = on_gpu(monkeypatch)
     told = made(device=device)
-    assert told.way == Way("shifted", 64, 8, 4)
+    assert told.way == KernelConfig("shifted", 64, 8, 4)
     assert told.told() == (
         "shifted gather by 64 programs, 3 threads, 5 batches ahead, 25% of the rows copied"
     )
     nothing = made(device=device, basis="default")
-    assert nothing.way == Way()
+    assert nothing.way == KernelConfig()
     assert nothing.hot(10) is None
     assert nothing.value("threads") is None
     assert made().way is None

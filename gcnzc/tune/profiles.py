@@ -24,7 +24,7 @@ import triton
 from gcnzc._version import VERSION
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather import gpu, lanes
-from gcnzc.kernels.gather.gpu import Way
+from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
 from gcnzc.system import files, nvml
 from gcnzc.system import machine as system_machine
@@ -65,7 +65,7 @@ CHOICES: dict[str, Callable[[Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class Setting:
     """One setting of a plan."""
 
     value: int | float | str
@@ -75,14 +75,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuningProfile:
     """All settings for one device and one shape of rows."""
 
     key: Key  # what `key_of` says
     data: str  # the graph it was made with
     rows: int  # of that graph's table; the hot set is of no use for another number
     made: str  # when
-    choices: dict[str, Choice]  # of each of `CHOICES`
+    choices: dict[str, Setting]  # of each of `CHOICES`
 
     def value(self, name: str) -> Any:
         """The setting `name`; None if nothing is known that is better than what is usual."""
@@ -90,11 +90,11 @@ class Plan:
         return None if choice.basis == "default" else choice.value
 
     @property
-    def way(self) -> Way | None:
+    def way(self) -> KernelConfig | None:
         """How the GPU's threads share a gather; None on a machine without one."""
         if self.key["device"]["kind"] != "cuda":
             return None
-        return Way(
+        return KernelConfig(
             **{name: self.value(name) for name in ("layout", "programs", "warps", "vectors")}
         )
 
@@ -151,7 +151,7 @@ def key_of(device: torch.device, table: FeatureTable) -> Key:
     }
 
 
-def find(device: torch.device, table: FeatureTable, say: Say | None = None) -> Plan | None:
+def find(device: torch.device, table: FeatureTable, say: Say | None = None) -> TuningProfile | None:
     """The plan for a device and a table, if one was kept.
 
     One that was made for as many rows goes before others; of those the newest counts.
@@ -168,7 +168,7 @@ def find(device: torch.device, table: FeatureTable, say: Say | None = None) -> P
     return found[-1] if found else None
 
 
-def of_this_machine(device: torch.device, say: Say | None = None) -> list[Plan]:
+def of_this_machine(device: torch.device, say: Say | None = None) -> list[TuningProfile]:
     """The plans for a device with its present driver and versions, whatever the table."""
     machine = _of_the_machine(device)
     return [
@@ -178,7 +178,7 @@ def of_this_machine(device: torch.device, say: Say | None = None) -> list[Plan]:
     ]
 
 
-def read(say: Say | None = None) -> list[Plan]:
+def read(say: Say | None = None) -> list[TuningProfile]:
     """All plans that are kept, the oldest first; none if the file is not there, or not ours.
 
     Args:
@@ -198,7 +198,7 @@ def read(say: Say | None = None) -> list[Plan]:
         return []
 
 
-def keep(plan: Plan) -> Path:
+def keep(plan: TuningProfile) -> Path:
     """Add a plan to the file, in the place of the one it replaces; all at once.
 
     Returns:
@@ -255,14 +255,14 @@ def _kernels() -> str:
     return f"{zlib.crc32(b''.join(sources)):08x}"
 
 
-def _plan(words: Mapping[str, Any]) -> Plan:
+def _plan(words: Mapping[str, Any]) -> TuningProfile:
     choices = {}
     for name, allows in CHOICES.items():
-        choice = Choice(**words["choices"][name])
+        choice = Setting(**words["choices"][name])
         if not allows(choice.value) or choice.basis not in get_args(Basis):
             raise ValueError(f"{name} cannot be {choice.value!r}, {choice.basis}")
         choices[name] = choice
-    plan = Plan(**(dict(words) | {"choices": choices}))
+    plan = TuningProfile(**(dict(words) | {"choices": choices}))
     if plan.key["device"]["kind"] not in ("cpu", "cuda") or not isinstance(plan.rows, int):
         raise ValueError("a plan of no device")
     return plan

@@ -15,7 +15,7 @@ PART_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
-class Cut:
+class BlockLayout:
     """The parts and blocks of one vector.
 
     Raises:
@@ -71,14 +71,14 @@ class Cut:
         begin = min(part * self.part, self.num_elements)
         return begin, min(begin + self.part, self.num_elements)
 
-    def of_part(self, part: int) -> "Cut":
+    def of_part(self, part: int) -> "BlockLayout":
         """How the elements of one part are cut when they are a vector, as its row is."""
         begin, end = self.bounds(part)
         return _Own(end - begin, 1, self.bits, self.block, self.part)
 
 
 @dataclass(frozen=True)
-class _Own(Cut):
+class _Own(BlockLayout):
     # a part at the end of the vector has the row of all others, though it has fewer elements
     length: int
 

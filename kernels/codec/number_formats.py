@@ -6,13 +6,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gcnzc.kernels.codec.cut import Cut
+from gcnzc.kernels.codec.block_layout import BlockLayout
 
 PIECE = 512  # elements that numba takes at a time, a multiple of 32
 
 
 @dataclass(frozen=True)
-class Form:
+class NumberFormat:
     """What codes stand for. All are floats without infinity; integers have no bits of exponent."""
 
     bits: int
@@ -64,29 +64,29 @@ class Form:
         return (1 << self.bits) - code if self.integer else (1 << (self.bits - 1)) + code
 
 
-FORMS = {
-    "float8_e4m3fn": Form(8, mantissa_bits=3, least_exponent=-6, most=0x7E),
-    "float8_e5m2": Form(8, mantissa_bits=2, least_exponent=-14, most=0x7B),
-    "int8": Form(8, mantissa_bits=7, least_exponent=7, most=127),
-    "int4": Form(4, mantissa_bits=3, least_exponent=3, most=7),
-    "float4_e3m0": Form(4, mantissa_bits=0, least_exponent=-6, most=7, ties_up=True),
+NUMBER_FORMATS = {
+    "float8_e4m3fn": NumberFormat(8, mantissa_bits=3, least_exponent=-6, most=0x7E),
+    "float8_e5m2": NumberFormat(8, mantissa_bits=2, least_exponent=-14, most=0x7B),
+    "int8": NumberFormat(8, mantissa_bits=7, least_exponent=7, most=127),
+    "int4": NumberFormat(4, mantissa_bits=3, least_exponent=3, most=7),
+    "float4_e3m0": NumberFormat(4, mantissa_bits=0, least_exponent=-6, most=7, ties_up=True),
 }
 
 
-BITS = {name: form.bits for name, form in FORMS.items()}
+BITS = {name: form.bits for name, form in NUMBER_FORMATS.items()}
 
 
 # what is random: a seed and a step
 Draws = tuple[int, int]
 
 
-def memory(rows: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
+def memory(rows: Tensor, cut: BlockLayout) -> tuple[Tensor, Tensor]:
     """All bytes from the first row's to the last one's, and the same as float32."""
     flat = rows.as_strided(((len(rows) - 1) * rows.stride(0) + cut.row_bytes,), (1,))
     return flat, flat.view(torch.float32)
 
 
-def sizes_of(cut: Cut) -> tuple[int, ...]:
+def sizes_of(cut: BlockLayout) -> tuple[int, ...]:
     """How pieces are numbered, see `_piece`."""
     pieces = -(-cut.block_elements // PIECE)
     return cut.part, cut.blocks, cut.block_elements, pieces, PIECE
