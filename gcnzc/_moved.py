@@ -1,9 +1,9 @@
-"""Modules that moved after 0.1: their old import paths warn, and work until 0.3."""
+"""Modules and names that changed after 0.1: the old ones warn, and work until 0.3."""
 
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -40,6 +40,27 @@ MOVED: dict[str, Sequence[str]] = {
     "gcnzc.table": ("gcnzc.features.table",),
     "gcnzc.wire": ("gcnzc.features.pcie_traffic",),
 }
+
+
+def renamed(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a `__getattr__` for a package, with which the old names of its attributes work.
+
+    Args:
+        package: the package's `__name__`.
+        names: old names, and the present ones.
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        warnings.warn(
+            f"{package}.{name} is now {package}.{names[name]}; the old name goes with 0.3",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(sys.modules[package], names[name])
+
+    return get
 
 
 class _OldModule(ModuleType):

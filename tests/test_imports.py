@@ -1,6 +1,7 @@
 """Who may import whom, and the one door to each outside thing."""
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -240,6 +241,32 @@ def test_old_paths_work_and_warn():
         assert old not in MODULES, f"{old} is still there"
         for place in places:
             assert place in MODULES, f"{old} is not in {place}"
+
+
+@pytest.mark.parametrize(
+    ("package", "old", "new"),
+    [
+        ("exchange", "Begin", "Start"),
+        ("exchange", "End", "Wait"),
+        ("exchange", "Swap", "SendReceive"),
+        ("exchange", "Vote", "AllGatherScalar"),
+        ("exchange", "joined", "init_group"),
+        ("exchange", "present", "current_group"),
+        ("exchange", "tuned", "tune"),
+        ("optim", "Exchanging", "DistributedOptimizer"),
+        ("optim", "leave_local", "keep_gradients_local"),
+        ("optim", "resized", "resize_state"),
+        ("compress", "Place", "WorkerInfo"),
+        ("compress", "WORDS", "NAMES"),
+        ("features", "Counters", "CacheCounters"),
+    ],
+)
+def test_old_names_work_and_warn(package, old, new):
+    module = importlib.import_module(f"gcnzc.{package}")
+    with pytest.warns(DeprecationWarning, match=rf"gcnzc\.{package}\.{old} is now .*\.{new}"):
+        assert getattr(module, old) is getattr(module, new)
+    with pytest.raises(AttributeError, match=f"gcnzc.{package}"):
+        module.no_such_name  # noqa: B018
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -1,5 +1,6 @@
 """Compression: reducers that compute the mean of a vector over the ranks."""
 
+from gcnzc._moved import renamed
 from gcnzc.compress.blocks import Blocks
 from gcnzc.compress.dense import Dense
 from gcnzc.compress.reducer import Compression, Reducer, WorkerInfo
@@ -18,3 +19,11 @@ __all__ = [
     "WorkerInfo",
     "compression",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Place": "WorkerInfo",
+        "WORDS": "NAMES",
+    },
+)

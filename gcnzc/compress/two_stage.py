@@ -36,7 +36,7 @@ from gcnzc.system.scalars import read_scalars
 
 
 class Codec(Compression):
-    """A way of turning a vector into codes and back; see `gcnzc.kernels.codec.block_layout` for rows."""
+    """Encodes a vector as rows of codes; `gcnzc.kernels.codec.block_layout` defines the rows."""
 
     has_feedback: bool
     """whether what a code leaves out is kept, and added to the next"""

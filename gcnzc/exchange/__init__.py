@@ -1,5 +1,6 @@
 """Exchange between ranks: requests, algorithms, and groups that execute them."""
 
+from gcnzc._moved import renamed
 from gcnzc.exchange.agreement import RequestMismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.errors import WorkerLost
@@ -60,3 +61,16 @@ __all__ = [
     "run",
     "tune",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Begin": "Start",
+        "End": "Wait",
+        "Swap": "SendReceive",
+        "Vote": "AllGatherScalar",
+        "joined": "init_group",
+        "present": "current_group",
+        "tuned": "tune",
+    },
+)

@@ -262,8 +262,8 @@ class Group:
         if self.world_size > 1 and not self.backend:
             raise RuntimeError(
                 f"rank {self.rank} of {self.world_size} is not connected, so it cannot answer "
-                f"{describe_request(request)}\n\nhint: initialise torch.distributed before an optimizer "
-                "is unpickled, or load its state_dict() into a new one"
+                f"{describe_request(request)}\n\nhint: initialise torch.distributed before "
+                "an optimizer is unpickled, or load its state_dict() into a new one"
             )
         if isinstance(request, Compute):
             return time.sleep(request.seconds)

@@ -2,16 +2,17 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+T = TypeVar("T", bound=Tensor)
 
 
-def group_by_dtype(
-    named: Iterable[tuple[str, nn.Parameter]],
-) -> list[list[tuple[str, nn.Parameter]]]:
-    """Names and parameters, by dtype and device, each parameter once, in their order."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+def group_by_dtype(named: Iterable[tuple[str, T]]) -> list[list[tuple[str, T]]]:
+    """Group named tensors by dtype and device, each tensor once, in their order."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, T]]] = {}
     seen = set()
     for name, parameter in named:
         # tied ones have several names

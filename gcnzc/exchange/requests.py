@@ -2,8 +2,8 @@
 
 An algorithm is a generator: it yields a request, is sent the answer, and returns its result. It
 never touches a process group, so the same lines run over processes (`run`) and for W workers in one
-process (`lockstep`). Every worker must yield the same requests in the same order; `SendReceive`, `Send`
-and `Receive` name the worker they are for.
+process (`lockstep`). Every worker must yield the same requests in the same order; `SendReceive`,
+`Send` and `Receive` name the worker they are for.
 
 Letters: W workers, n elements.
 """

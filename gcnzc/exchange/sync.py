@@ -20,7 +20,7 @@ def broadcast(tensors: Sequence[tuple[str, Tensor]]) -> Algorithm[None]:
         tensors: names and tensors, which are overwritten; with the same shapes and dtypes, in the
             same order, on all ranks.
     """
-    for kind in group_by_dtype(tensors):  # type: ignore[arg-type]
+    for kind in group_by_dtype(tensors):
         yield from _broadcast([tensor for _, tensor in kind])
 
 
@@ -102,9 +102,8 @@ def synchronise_buffers(model: nn.Module) -> Algorithm[None]:
     floating = [pair for pair in buffers if pair[1].dtype.is_floating_point]
     own = [tensor.detach().clone() for _, tensor in floating]
     yield from broadcast(buffers)
-    for kind in group_by_dtype(
-        [(name, mine) for (name, _), mine in zip(floating, own, strict=True)]
-    ):  # type: ignore[misc]
+    copies = [(name, mine) for (name, _), mine in zip(floating, own, strict=True)]
+    for kind in group_by_dtype(copies):
         names = {name for name, _ in kind}
         tensors = [tensor for name, tensor in floating if name in names]
         first, mine = (

@@ -1,5 +1,6 @@
 """Rows of features: tables in host memory, page-locked for the GPU, and caches in GPU memory."""
 
+from gcnzc._moved import renamed
 from gcnzc.features.access_counts import Presample
 from gcnzc.features.cache import CachedShare, CachedTable, cached, cached_share
 from gcnzc.features.cache_counters import CacheCounters
@@ -16,3 +17,10 @@ __all__ = [
     "can_read_host",
     "pinned",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Counters": "CacheCounters",
+    },
+)

@@ -363,7 +363,7 @@ def num_rows_to_cache(table: FeatureTable, size: float, gpus: int = 1) -> int:
 
 
 def cache_bytes(table: FeatureTable, num_cached: int, gpus: int = 1) -> int:
-    """Bytes of a GPU's memory that a hot set of `num_cached` rows takes at most, split over `gpus`."""
+    """Return the most bytes of GPU memory for `num_cached` rows, sharded over `gpus`."""
     each = table.row_bytes if table.is_sparse else room_bytes(table.rows)
     return SLOT_BYTES * table.num_rows + -(-num_cached // gpus) * each
 

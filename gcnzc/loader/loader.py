@@ -89,7 +89,7 @@ class Loader:
         drop_last: leave out a last step that is not full.
         seed: of the order and, unless `sampler` is given, of the sampling; an integer of 64 bits.
         rank, world_size: this worker's number and how many there are; `Shares` says who takes what.
-        threads: worker threads, each of which makes whole batches; as `default_threads` says if None.
+        threads: worker threads, each of which makes whole batches; `default_threads` if None.
         ahead: batches that are begun or ready at most, besides the one that is handed out; one more
             than `threads` if None.
         sampler: draws the neighbourhoods; `gcnzc.Sampler(graph, fanouts, seed)` if None.

@@ -1,5 +1,6 @@
 """Optimizers that exchange gradients or updates between ranks."""
 
+from gcnzc._moved import renamed
 from gcnzc.optim.base import DistributedOptimizer, LatePhaseWarning
 from gcnzc.optim.ddp import keep_gradients_local
 from gcnzc.optim.local.base import LocalUpdates
@@ -32,3 +33,12 @@ __all__ = [
     "keep_gradients_local",
     "resize_state",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Exchanging": "DistributedOptimizer",
+        "leave_local": "keep_gradients_local",
+        "resized": "resize_state",
+    },
+)

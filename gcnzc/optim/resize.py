@@ -179,7 +179,7 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 
 
 def part_of(num_elements: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where a rank's part of a vector begins and ends, as `gcnzc.kernels.codec.block_layout` does."""
+    """Return begin and end of a rank's part of a vector, as `BlockLayout` has them."""
     each = -(-num_elements // world_size)
     each = -(-each // 32) * 32
     begin = min(rank * each, num_elements)

@@ -32,7 +32,7 @@ def exchange_tuning(model: torch.nn.Module, group: Group) -> Tuning:
     run(check_same(layout(named), "models"), group)
     whole = [
         sum(tensor.numel() * tensor.element_size() for _, tensor in kind)
-        for kind in group_by_dtype(named)  # type: ignore[arg-type]
+        for kind in group_by_dtype(named)
     ]
     sizes = {"Sum": whole, "Broadcast": whole, "AllGather": GATHERED_BYTES, "AllToAll": whole}
     return tune(group, cache_folder(), sizes, budget_s=TUNING_S)

@@ -6,10 +6,10 @@ with the sender as an error that is added to the next y: Seide et al., "1-bit st
 descent" (Interspeech 2014), and, with a server that averages and compresses again, Tang et al.,
 "1-bit Adam" (2021, https://arxiv.org/abs/2102.02888).
 
-A row is one part of a `BlockLayout`: bit k of byte b is the sign of element 8b + k, set for 1; then follow
-float32 scales. NaN has no bit, and its block no finite scale. Sums are float64 everywhere, since
-the square of a float32 of 1e20 is none. An element that is not active has no bit, and no weight in
-a scale.
+A row is one part of a `BlockLayout`: bit k of byte b is the sign of element 8b + k, set for 1; then
+follow float32 scales. NaN has no bit, and its block no finite scale. Sums are float64
+everywhere, since the square of a float32 of 1e20 is none. An element that is not active has no bit,
+and no weight in a scale.
 
 float32 goes to numba on the CPU, and on a GPU to Triton, in `gcnzc.kernels.codec.signs_gpu`; other
 types take the references, anywhere.

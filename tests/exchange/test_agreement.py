@@ -107,7 +107,8 @@ MISMATCHES = {
     ),
     "a vote of a float": (
         lambda rank: do(AllGatherScalar(1.0 if rank else 1)),
-        "requests AllGatherScalar of (int|float)64, rank . requests AllGatherScalar of (int|float)64",
+        "requests AllGatherScalar of (int|float)64, rank . "
+        "requests AllGatherScalar of (int|float)64",
     ),
     "a broadcast from another rank": (
         lambda rank: do(Broadcast(floats(2), rank)),

@@ -175,7 +175,7 @@ class LocalUpdates(DistributedOptimizer):
         """Load the three states above; the parameters are loaded already."""
 
     def algorithm(self) -> Algorithm[None]:
-        """See `DistributedOptimizer`: the inner optimizer's step, and every H steps a synchronisation."""
+        """See `DistributedOptimizer`: an inner step, and every H steps a synchronisation."""
         if self.group.world_size == 1:
             self.check_trainable()
         yield from self.broadcast_model()
@@ -304,7 +304,7 @@ class LocalUpdates(DistributedOptimizer):
         return flight
 
     def drop(self, why: str) -> None:
-        """Count a mean that does not include all workers, and append the reason to `skip_reason`."""
+        """Count a mean that does not include all ranks, and append the reason to `skip_reason`."""
         self.dropped += 1
         self.skip_reason = f"{self.skip_reason}; {why}" if self.skip_reason else why
 

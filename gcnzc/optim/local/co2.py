@@ -418,7 +418,7 @@ class CO2(LocalUpdates):
         return kept + errors + flying
 
     def shared_state(self) -> dict[str, Any]:
-        """See `LocalUpdates`; an exchange that goes on must have been ended, by `finish_pending`."""
+        """See `LocalUpdates`; call `finish_pending` first, so that no exchange is pending."""
         gap = self.gap
         shared: dict[str, Any] = {"gap": [gap.distance, gap.usual]}
         if not self.is_sharded:

@@ -43,7 +43,8 @@ class StreamingDiLoCo(LocalUpdates):
         group: of all workers; those for which torch.distributed was initialised if None.
         local_steps: H; or "auto", so many that the exchanges take half the time of the
             steps, and a fortieth of their work (`SyncInterval`).
-        fragments: P; or "modules", or regular expressions: see `gcnzc.optim.local.fragments.split_into_fragments`.
+        fragments: P; or "modules", or regular expressions: see
+            `gcnzc.optim.local.fragments.split_into_fragments`.
         delay: D, steps from an exchange's beginning to its end; less than H. Or "auto", with H
             that is measured too: so many that an exchange takes half their time.
         mixing: how much of a worker's own parameters stays: 0 nothing, 1 everything.

@@ -113,11 +113,11 @@ class Averaged(DistributedOptimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `DistributedOptimizer`; without compression, the state dict of the inner optimizer."""
+        """Return the state; without compression, the state dict of the inner optimizer."""
         return self.inner.state_dict() if self.is_shared else super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `DistributedOptimizer`; without compression, takes a state dict of the inner optimizer."""
+        """Load a state; without compression, a state dict of the inner optimizer."""
         if self.is_shared:
             self.restore(state_dict)
             self.mark_loaded()

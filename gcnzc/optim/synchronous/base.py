@@ -1,8 +1,9 @@
 """The base class of optimizers that keep the replicas in sync at every step.
 
-Their state is a few vectors over all parameters (`FlatParameters`), so that a step takes as many collectives
-whatever the number of parameters. A step is taken by all workers or by none: an element that is not
-finite on one of them makes all skip it, with their state as it was.
+Their state is a few vectors over all parameters (`FlatParameters`), so that a step takes as many
+collectives whatever the number of parameters. A step is taken by all
+workers or by none: an element that is not finite on one of them makes all skip it, with their state
+as it was.
 
 Letters: n elements, d of them dense, W workers, k notes.
 """
