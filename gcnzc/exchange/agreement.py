@@ -159,7 +159,8 @@ def describe_collective(request: Collective) -> tuple[str, dict[int, str], dict[
         it and expected from it.
     """
     if isinstance(request, AllGatherScalar):
-        return f"Vote of {'float64' if isinstance(request.value, float) else 'int64'}", {}, {}
+        dtype = "float64" if isinstance(request.value, float) else "int64"
+        return f"AllGatherScalar of {dtype}", {}, {}
     if isinstance(request, SendReceive):
         # pairs of ranks may differ in size and dtype
         part = {request.peer: describe_values(request.values)}

@@ -256,7 +256,7 @@ def check_request(request: Collective, world_size: int) -> None:
         )
     if isinstance(request, SendReceive) and not 0 <= request.peer < world_size:
         raise ValueError(
-            f"Swap with worker {request.peer} of {world_size}\n\nhint: workers are counted from 0"
+            f"SendReceive with rank {request.peer} of {world_size}\n\nhint: ranks start at 0"
         )
 
 

@@ -47,7 +47,7 @@ def read_dense(source: Tensor, out: Tensor, *, programs: int | None = None) -> N
 
 
 @triton.jit
-def _chase(table, begin, steps, out):
+def _chase_pointers(table, begin, steps, out):
     place = tl.load(out).to(tl.int64) * 0 + begin
     for _ in range(steps):
         place = tl.load(table + place)
@@ -64,4 +64,4 @@ def chase_pointers(table: Tensor, begin: int, steps: int, out: Tensor) -> None:
         out: (1,) int64 on a GPU, which gets the last place.
     """
     with on(out.device):
-        _chase[(1,)](table, begin, steps, out, num_warps=1)
+        _chase_pointers[(1,)](table, begin, steps, out, num_warps=1)

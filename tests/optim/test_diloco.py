@@ -247,7 +247,7 @@ def test_nothing_changes_where_a_mean_overflows(options):
     for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
         assert torch.equal(optimizer.anchor, anchor)
         assert torch.equal(optimizer.momentum, momentum)
-        assert optimizer.skip_reason.startswith("a synchronisation left out: ")
+        assert optimizer.skip_reason.startswith("synchronisation skipped: ")
         assert optimizer.dropped == 1
 
 

@@ -94,7 +94,7 @@ class Machine:
 def machine(monkeypatch):
     made = Machine(UNTOLD | {"pcie_generation": 5, "pcie_lanes": 16, "pcie_bytes_per_s": 2e9})
     monkeypatch.setattr(pcie_bench, "BUSY_S", 0.01)
-    for name in ("read_dense", "gather_rows", "chase"):
+    for name in ("read_dense", "gather_rows", "chase_pointers"):
         monkeypatch.setattr(pcie_bench, name, getattr(made, name))
     return made
 

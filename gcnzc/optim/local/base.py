@@ -210,9 +210,7 @@ class LocalUpdates(DistributedOptimizer):
         """Take the inner optimizer's step, if the gradients are finite."""
         if not self._can_step():
             self.skipped += 1
-            self.skip_reason = (
-                f"a gradient of worker {self.group.rank} is not finite: its step left out"
-            )
+            self.skip_reason = f"a gradient of worker {self.group.rank} is not finite: step skipped"
             return
         self.scale_gradients(self.space.parameters)
         self.inner.step()
@@ -275,7 +273,7 @@ class LocalUpdates(DistributedOptimizer):
         """
         end, workers = values.numel() - self.notes, workers or self.group.world_size
         if skip_reason:
-            self.drop(f"a synchronisation left out: {skip_reason}")
+            self.drop(f"synchronisation skipped: {skip_reason}")
             return False
         count, bits, *signals = sums or values[end:].tolist()
         count = round(count)
@@ -285,7 +283,7 @@ class LocalUpdates(DistributedOptimizer):
             self.is_counted = True
             return True
         if not count:
-            self.drop("a synchronisation left out: no worker's parameters are finite")
+            self.drop("synchronisation skipped: no worker's parameters are finite")
             return False
         self.drop(f"the parameters of {workers - count} of {workers} workers are not finite")
         values[:end] *= workers / count

@@ -188,7 +188,7 @@ class DiLoCo(LocalUpdates):
         everyones = (yield AllGather(sent)).view(-1)[:count]
         # a sum that overflows on one worker shows on all
         if not bool(are_finite(everyones)):
-            self.drop("a synchronisation left out: the mean overflows")
+            self.drop("synchronisation skipped: the mean overflows")
             return
         self.anchor, self.momentum = anchor, momentum
         self.adopt(everyones)
