@@ -75,7 +75,10 @@ EVERY_MODULE = """
 import importlib, pkgutil, gcnzc
 # these import PyG and Lightning themselves
 theirs = ("gcnzc.interop.pyg", "gcnzc.interop.lightning", "gcnzc.__main__")
-for module in pkgutil.walk_packages(gcnzc.__path__, "gcnzc."):
+def check(package):
+    if not package.startswith(theirs):
+        raise
+for module in pkgutil.walk_packages(gcnzc.__path__, "gcnzc.", check):
     if not module.name.startswith(theirs):
         importlib.import_module(module.name)
 """
