@@ -30,6 +30,7 @@ from gcnzc.exchange import init_group, is_worker
 from gcnzc.kernels.compilation import report_compilation
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.output_files import Unsaved
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.setup import choose_device
 from gcnzc.train.trainer import Interrupted, PeerFailed
@@ -77,7 +78,7 @@ def start_workers(config: TrainConfig, words: Sequence[str], reporter: Reporter)
         own.append(str(data))
     if config.resume is None and config.out is None:
         own += ["--out", str(folder)]
-    return launch.launch(own, config.workers, folder / "logs", config.restarts)
+    return launch.launch(own, config.workers, folder, config.restarts)
 
 
 def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int:
@@ -96,7 +97,7 @@ def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int
             train_command(config, own, group)
     except PeerFailed:
         return 0 if launch.report_fatal_error() else FAILED
-    except (ValueError, OSError, OverflowError, Interrupted) as error:
+    except (ValueError, OSError, OverflowError, Interrupted, Unsaved) as error:
         if is_debug:
             traceback.print_exc()
         status = complain(message_of(error), FAILED)

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -27,10 +28,16 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gcnzc.exchange import Algorithm
 from gcnzc.exchange.sync import all_gather_text
+from gcnzc.system.files import folder_identity, locked_folder
 from gcnzc.train.record import Launch
+from gcnzc.train.run_folder import LOGS
 
 # environment variable: the file by which a worker reports that a restart would not help
 FATAL = "GCNZC_FATAL"
+
+
+# environment variable: the identity of the run folder that the launcher has locked
+RUN_FOLDER = "GCNZC_RUN_FOLDER"
 
 
 # the rendezvous of a launcher whose workers are all on this machine
@@ -51,25 +58,27 @@ OF_ONE_MACHINE = {
 }
 
 
-def launch(words: Sequence[str], workers: int, logs: Path, restarts: int = 3) -> int:
+def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> int:
     """Run `python -m gcnzc WORDS` in several worker processes, and return their exit status.
 
     Args:
         words: the arguments of the command line.
         workers: the number of workers on this machine; they share its cores.
-        logs: folder for the workers' output, with a subfolder for each start.
+        run: the run folder, which is locked until the end. Its folder `logs` has the workers'
+            output, with a subfolder for each start.
         restarts: how often all workers are restarted after one was lost.
 
     Returns:
         0, or 1 if a worker reported a failure that a restart cannot fix.
 
     Raises:
+        ValueError: another launcher has locked the run folder.
         RuntimeError: workers were lost more often than `restarts`.
         KeyboardInterrupt: this process received a signal to end, and has ended the workers.
     """
+    logs = run / LOGS
     logs.mkdir(parents=True, exist_ok=True)
     rendezvous_handler_registry.register(LOOPBACK, _Loopback)
-    fatal = logs / f"fatal-{os.getpid()}"
     others = dict.fromkeys(range(1, workers), Std.ALL)
     config = LaunchConfig(
         min_nodes=1,
@@ -83,7 +92,8 @@ def launch(words: Sequence[str], workers: int, logs: Path, restarts: int = 3) ->
         logs_specs=DefaultLogsSpecs(str(logs), tee={0: Std.NONE, **others}),
         log_line_prefix_template="[worker ${rank}] ",
     )
-    with _environment(workers, fatal):
+    # workers lock the run folder itself, between whose restarts nobody else may begin
+    with locked_folder(logs, run), _environment(workers, run) as fatal:
         try:
             elastic_launch(config, sys.executable)("-m", "gcnzc", *words)
         except ChildFailedError as error:
@@ -95,10 +105,7 @@ def launch(words: Sequence[str], workers: int, logs: Path, restarts: int = 3) ->
             ) from None
         except SignalException:
             raise KeyboardInterrupt from None
-        finally:
-            failed = fatal.exists()
-            fatal.unlink(missing_ok=True)
-    return 1 if failed else 0
+        return 1 if fatal.exists() else 0
 
 
 def report_fatal_error() -> bool:
@@ -131,7 +138,7 @@ def own_launch() -> Launch | None:
     if given is None:
         return None
     if given != NO_RUN_ID:
-        return Launch(given)
+        return Launch(given, folder=os.environ.get(RUN_FOLDER))
     return Launch(None, frozenset([_launcher()]))
 
 
@@ -225,18 +232,29 @@ class _Loopback(RendezvousHandler):
 
 
 @contextmanager
-def _environment(workers: int, fatal: Path) -> Iterator[None]:
-    """Set the environment of workers: their share of the cores, and OF_ONE_MACHINE."""
+def _environment(workers: int, run: Path) -> Iterator[Path]:
+    """Set the environment of workers: their share of the cores, and OF_ONE_MACHINE.
+
+    Args:
+        workers: the number of workers.
+        run: the run folder.
+
+    Yields:
+        The file that a worker makes by `report_fatal_error`. It is outside the run folder, which may be
+        moved, or on a full disk.
+    """
     cores = str(max(len(os.sched_getaffinity(0)) // workers, 1))
     wanted = {"OMP_NUM_THREADS": cores, "NUMBA_NUM_THREADS": cores, **OF_ONE_MACHINE}
-    given = {FATAL: str(fatal.absolute())}
-    given |= {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name in given:
-            del os.environ[name]
+    with TemporaryDirectory(prefix="gcnzc-") as folder:
+        fatal = Path(folder) / "fatal"
+        given = {FATAL: str(fatal), RUN_FOLDER: str(folder_identity(run))}
+        given |= {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(given)
+        try:
+            yield fatal
+        finally:
+            for name in given:
+                del os.environ[name]
 
 
 def _ending(code: int) -> str:

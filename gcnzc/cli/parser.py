@@ -1,12 +1,12 @@
 """The command line and the configuration file, parsed to a command's options."""
 
 import contextlib
+import difflib
 import io
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import chain, pairwise
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,8 @@ from gcnzc.cli.commands.plot import PlotConfig
 from gcnzc.cli.errors import Misuse
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig
-from gcnzc.train.options import check_picture, check_writable, from_words
+from gcnzc.train.options import check_picture, check_writable, from_words, option_name
+from gcnzc.train.unused_options import unused_options
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,7 +41,7 @@ def parse(words: Sequence[str]) -> Any:
     talk = io.StringIO()
     try:
         with contextlib.redirect_stderr(talk):
-            return tyro.cli(
+            config = tyro.cli(
                 choices,
                 prog="gcnzc",
                 description="Train graph neural networks whose features are larger than the GPU. "
@@ -55,6 +56,16 @@ def parse(words: Sequence[str]) -> Any:
     except ValueError as error:
         # a config's own check
         raise Misuse(str(error)) from None
+    if isinstance(config, TrainConfig):
+        _demand_used(config, default or TrainConfig())
+    return config
+
+
+def _demand_used(config: TrainConfig, default: TrainConfig) -> None:
+    """Raise if an option of the command line has no effect; a file may serve other runs too."""
+    for name, message in unused_options(config).items():
+        if getattr(config, name) != getattr(default, name):
+            raise Misuse(message)
 
 
 def check_outputs(config: Any) -> None:
@@ -106,26 +117,62 @@ def _read_toml(path: Path) -> TrainConfig:
 
 def _plain(framed: str, words: Sequence[str]) -> str:
     """The parser's message without its frames: what is wrong, then what to do."""
-    # a title, what is wrong, a rule, what may have been meant, a rule, where help is
-    sections: list[list[str]] = [[]]
+    # a title, perhaps a rule, what is wrong, a rule, and what is left out here
+    lines: list[str] = []
     for line in framed.splitlines()[1:]:
         text = line.strip("│╭╮╰╯ ")
-        if text and not text.strip("-─"):
-            sections.append([])
-        else:
-            sections[-1].append(text)
-    wrong, *others = [lines for lines in sections if any(lines)] or [["not understood"]]
-    message = re.sub("^Error parsing [^:]*: ", "", "\n".join(wrong).strip())
+        is_rule = bool(text) and not text.strip("-─")
+        if is_rule and any(lines):
+            break
+        if not is_rule:
+            lines.append(text)
+    wrong = "\n".join(lines).strip() or "not understood"
+    message = re.sub("^Error parsing [A-Z]\\w+Config: ", "", wrong)
     if "\n\nhint: " in message:
         return message
-    message = message.split("\n\n")[0]
-    names = {_name(kind) for kind in COMMANDS}
-    command = f"gcnzc {words[0]}" if words and words[0] in names else "gcnzc"
-    near = []
-    for option, place in pairwise(
-        text for text in chain(*others) if text.startswith(("--", "in "))
-    ):
-        if place == f"in {command} --help":
-            near.append(option.split()[0])
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"{message}\n\nhint: {meant}`{command} --help` lists what there is"
+    kinds = {_name(kind): kind for kind in COMMANDS}
+    first = words[0] if words else ""
+    if first and first not in kinds and not first.startswith("-"):
+        return (
+            f"there is no command {first!r}\n\n"
+            f"hint: {_meant([first], kinds)}`gcnzc --help` lists the commands"
+        )
+    unknown = re.match("Unrecognized options: (.*)", wrong)
+    near = ""
+    if unknown and first in kinds:
+        names = [option.partition("=")[0] for option in unknown[1].split(", ")]
+        near = _meant([name for name in names if name.startswith("--")], _flags(kinds[first]))
+    command = f"gcnzc {first}" if first in kinds else "gcnzc"
+    wrong = _named(message.split("\n\n")[0])
+    return f"{wrong}\n\nhint: {near}`{command} --help` lists what there is"
+
+
+def _meant(words: Sequence[str], names: Iterable[str]) -> str:
+    """A question for the names that are most like the given words; empty if none is."""
+    known = sorted(names)
+    near = [name for word in words for name in difflib.get_close_matches(word, known, 1)]
+    return f"did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
+
+
+def _flags(kind: type) -> list[str]:
+    """The options of a command; one that is on by default has the flag that turns it off."""
+    return [
+        option_name(f"no_{field.name}" if field.default is True else field.name)
+        for field in fields(kind)
+    ]
+
+
+def _named(wrong: str) -> str:
+    """What is wrong with a value, in words that begin with its option."""
+    found = re.match(r"Error parsing (\S+): (.*)", " ".join(wrong.split()))
+    if found is None:
+        return wrong
+    option, reason = found.groups()
+    value = re.search(r"could not convert string to float: ('.*')|with base 10: ('.*')", reason)
+    choices = re.match(r"no type matching (.*) could be instantiated from \[(.*)\]", reason)
+    if value is not None:
+        return f"{option}: {value[1] or value[2]} is not a {'' if value[1] else 'whole '}number"
+    if choices is not None:
+        kind = "whole number" if "INT" in choices[1] else "number" if "FLOAT" in choices[1] else ""
+        return f"{option}: {choices[2]} is not a {kind or choices[1]}"
+    return f"{option}: {reason}"

@@ -36,11 +36,45 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def append_whole(path: Path, data: bytes) -> None:
+    """Append `data` to `path`, or leave the file as it was.
+
+    Raises:
+        OSError: the disk is full or may not be written.
+    """
+    is_new = not path.exists()
+    with path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        rest = memoryview(data)
+        try:
+            # a disk that becomes full accepts a part first
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(size)
+            if is_new:
+                path.unlink(missing_ok=True)
+            raise
+
+
+def folder_identity(folder: Path) -> str | None:
+    """Return what identifies a folder even if it is renamed; None if there is no folder."""
+    try:
+        found = folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return f"{found.st_dev}:{found.st_ino}"
+
+
 @contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path, run: Path | None = None) -> Iterator[None]:
     """Lock a folder until the end of the `with` or of the process.
 
     File systems without locks are accepted, without a lock.
+
+    Args:
+        folder: the folder.
+        run: the run folder that the lock protects, for the message; `folder` itself if None.
 
     Raises:
         ValueError: another process has locked it.
@@ -51,7 +85,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"another process is training in {folder}\n\n"
+                f"another process is training in {run or folder}\n\n"
                 "hint: wait for it, or end it first; `fuser` on the folder says which it is"
             ) from None
         except OSError:

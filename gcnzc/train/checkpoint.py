@@ -108,6 +108,11 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, "gcnzc-checkpoint")
         self._writing: Future[None] | None = None
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether `wait` has not been called since the last `begin`."""
+        return self._writing is not None
+
     def begin(self, path: Path, state: Mapping[str, Any]) -> None:
         """Wait for the previous file, then start to write `state` to `path`, as `save` does.
 

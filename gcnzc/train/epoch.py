@@ -12,16 +12,11 @@ from gcnzc.exchange.sync import synchronise_buffers
 from gcnzc.features.cache import CachedTable
 from gcnzc.optim import LocalUpdates
 from gcnzc.system.spans import Span, Stage, seconds_outside
-from gcnzc.train import checkpoint, record
+from gcnzc.train import record
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import named
 from gcnzc.train.results import summary_of
-from gcnzc.train.run_folder import (
-    BEST,
-    RECORD,
-    WORKERS,
-)
-from gcnzc.train.saving import handle_stop_request
+from gcnzc.train.saving import handle_stop_request, write_pending
 from gcnzc.train.tracing import trace
 from gcnzc.train.trainer import Trainer
 
@@ -97,7 +92,7 @@ def finish_epoch(trainer: Trainer) -> None:
         run(synchronise_buffers(trainer.model), trainer.group)
     trainer.count_sent()
     tallies = run(trainer.tally.of_all_workers(), trainer.group)
-    _write_worker_lines(trainer, tallies)
+    _add_worker_lines(trainer, tallies)
     tally = sum_stats(tallies)
     figures = tally.figures(trainer.task.has_accuracy, trainer.group.world_size)
     if not math.isfinite(figures["loss"]):
@@ -135,18 +130,20 @@ def finish_epoch(trainer: Trainer) -> None:
                 "scores": scores,
                 "model": weights,
             }
-            trainer.on_rank_zero(lambda: checkpoint.save(trainer.folder / BEST, trainer.best))
+            trainer.is_best_written = False
         run(trainer.optimizer.parameters_restored(own), trainer.group)
     trainer.lines.append(line)
     trainer.epoch, trainer.in_epoch = trainer.epoch + 1, False
     trainer.tally = EpochStats(trainer.device)
     if trainer.is_first:
-        record.append(trainer.folder / RECORD, line)
+        trainer.record.pending += record.to_line(line)
+        trainer.events.add(trainer.epoch, line)
+    trainer.on_rank_zero(lambda: write_pending(trainer))
     trainer.reporter.say(summary_of(line, trainer.config.epochs))
 
 
-def _write_worker_lines(trainer: Trainer, tallies: Sequence[EpochStats]) -> None:
-    """What each worker did in this epoch, a line for each."""
+def _add_worker_lines(trainer: Trainer, tallies: Sequence[EpochStats]) -> None:
+    """Add what each worker did in this epoch to the lines to write, a line for each."""
     if len(tallies) == 1:
         return  # the record has it all
     trainer.worker_lines += len(tallies)
@@ -155,4 +152,4 @@ def _write_worker_lines(trainer: Trainer, tallies: Sequence[EpochStats]) -> None
     for worker, tally in enumerate(tallies):
         line = {"epoch": trainer.epoch, "worker": worker, **tally.seconds.all()}
         line |= {"seeds": tally.seeds, "steps": tally.steps, "bytes_sent": tally.bytes_sent}
-        record.append(trainer.folder / WORKERS, line)
+        trainer.worker_record.pending += record.to_line(line)

@@ -23,6 +23,22 @@ MOST_NEIGHBOURS = 2**31 - 1
 PICTURES = (".png", ".svg", ".pdf")
 
 
+# no count of this kind makes sense beyond; 32-bit counters end here
+MOST_COUNT = 2**31 - 1
+
+
+# options that may be larger: the memory of the machine limits `hidden`
+LARGE = {"seed": 2**63 - 1, "hidden": 2**63 - 1, "nodes": 2**50, "edges": 2**50}
+
+
+# thirty years in seconds, a terabit per second in Mbit/s; no option is a larger float
+MOST_FLOAT = 1e9
+
+
+# more than any memory, and less than counters of 64 bits hold
+MOST_BYTES = 2**60
+
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -51,12 +67,15 @@ def check_number(
     option: str, words: str, others: Sequence[str], hint: str, *, whole: bool = False
 ) -> None:
     """Raise a ValueError unless `words` are a number above 0, or one of some others."""
+    most = MOST_COUNT if whole else MOST_FLOAT
     is_number = re.fullmatch(r"\d+" if whole else r"\d+\.?\d*|\.\d+", words) is not None
     if words not in others and not (is_number and float(words) > 0):
         raise ValueError(
             f"{option} must be a {'whole ' * whole}number above 0 or {' or '.join(others)}, got "
-            f"{words!r}\n\nhint: {hint}"
+            f"{words!r:.100}\n\nhint: {hint}"
         )
+    if is_number and float(words) > most:
+        raise ValueError(f"{option} must be at most {most:g}, got {words:.100}\n\nhint: {hint}")
 
 
 def fragments_of(words: str) -> int | str | list[str]:
@@ -96,12 +115,13 @@ def cache_size(words: str, option: str = "--hot", whole: str = "of the rows") ->
     told = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(?:([KMG]i?)?(B))?", words.strip())
     if told is not None:
         number, unit, is_bytes = told.groups()
-        if is_bytes and (size := int(float(number) * _UNITS[unit or ""])) > 0:
-            return size
+        num_bytes = float(number) * _UNITS[unit or ""]
+        if is_bytes and 1 <= num_bytes <= MOST_BYTES:
+            return int(num_bytes)
         if not is_bytes and 0 < float(number) <= 1:
             return float(number)
     raise ValueError(
-        f"{option} must be a share {whole} above 0, or bytes, got {words!r}\n\n"
+        f"{option} must be a share {whole} above 0, or bytes, got {words!r:.100}\n\n"
         f"hint: 0.2 is a fifth {whole}, 1 all; 2GB and 512MiB are bytes"
     )
 
@@ -180,7 +200,7 @@ def at_least(least: int, name: str, value: float) -> None:
         )
 
 
-def at_most(most: int, name: str, value: int) -> None:
+def at_most(most: float, name: str, value: float) -> None:
     """Raise if an option's value exceeds a maximum."""
     if value > most:
         raise ValueError(
@@ -190,7 +210,7 @@ def at_most(most: int, name: str, value: int) -> None:
 
 
 def check_numbers(config: Any) -> None:
-    """Raise a ValueError if a number among the options is NaN, infinite or above 64 bits."""
+    """Raise a ValueError if a number among the options is NaN, infinite or absurdly large."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -198,8 +218,10 @@ def check_numbers(config: Any) -> None:
                 f"{option_name(field.name)} must be finite, got {value}\n\n"
                 f"hint: leave {option_name(field.name)} out for the default"
             )
-        if isinstance(value, int):
-            at_most(2**63 - 1, field.name, value)
+        if isinstance(value, float):
+            at_most(MOST_FLOAT, field.name, value)
+        elif isinstance(value, int):
+            at_most(LARGE.get(field.name, MOST_COUNT), field.name, value)
 
 
 def check_writable(name: str, path: Path | None) -> None:
@@ -233,7 +255,9 @@ def check_picture(name: str, path: Path | None) -> None:
 
 
 def check_fanouts(fanouts: Sequence[int]) -> None:
-    """Raise if a fan-out exceeds what the sampler's counters hold."""
+    """Raise if there is no fan-out, or one exceeds what the sampler's counters hold."""
+    if not fanouts:
+        raise ValueError("no fan-out is given\n\nhint: --fanouts 15,10,5 is usual for three layers")
     for number in fanouts:
         if number > MOST_NEIGHBOURS:
             raise ValueError(

@@ -119,7 +119,7 @@ def timeline(spans: Sequence[Span], out: Path) -> None:
     axis.set_xlim(left=0)
     axis.set_xlabel("milliseconds")
     figure.legend(loc="outside right center")
-    figure.savefig(out, dpi=120)
+    save(figure, out)
 
 
 def save(figure: Figure, out: Path) -> None:

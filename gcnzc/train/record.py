@@ -1,14 +1,13 @@
 """Read and write the records of a run: JSON lines, launch, lock, machine and versions."""
 
-import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gcnzc.system.files import read_json, write_json, write_text
+from gcnzc.system.files import append_whole, read_json, write_json, write_text
 
 LAUNCH = "launch.json"
 
@@ -21,6 +20,8 @@ class Launch:
     """the id that all launchers have in common; None if there is none"""
     launchers: frozenset[str] = frozenset()
     """unique names of the launchers; empty if there is a run id"""
+    folder: str | None = None
+    """the identity of the run folder, if the launcher has locked it; see `folder_identity`"""
 
     def has_started(self, folder: Path) -> bool:
         """Whether this launch was the last one that started the run in `folder`.
@@ -52,11 +53,34 @@ class Launch:
         return None
 
 
+class Journal:
+    """A file that grows by whole entries, which are pending until they can be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.pending = b""
+        """entries that are not in the file yet"""
+
+    def append(self) -> None:
+        """Append all pending entries.
+
+        Raises:
+            OSError: the disk is full or may not be written. The file is as before, and the entries
+                remain pending.
+        """
+        if self.pending:
+            append_whole(self.path, self.pending)
+        self.pending = b""
+
+
+def to_line(values: Mapping[str, Any]) -> bytes:
+    """Return one line of JSON."""
+    return (json.dumps(dict(values)) + "\n").encode()
+
+
 def append(path: Path, line: Mapping[str, Any]) -> None:
-    """Append one JSON line to the file `path`, with a single write."""
-    data = (json.dumps(dict(line)) + "\n").encode()
-    with path.open("ab", buffering=0) as file:
-        file.write(data)
+    """Append one JSON line to the file `path`, whole or not at all."""
+    append_whole(path, to_line(line))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -83,30 +107,3 @@ def keep(path: Path, num_lines: int) -> None:
 def rewrite(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Replace the contents of `path` by these lines, atomically."""
     write_text(path, "".join(json.dumps(dict(line)) + "\n" for line in lines))
-
-
-@contextmanager
-def board(folder: Path, first_step: int) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
-    """Write numbers to TensorBoard event files, if TensorBoard is installed.
-
-    Args:
-        folder: the folder of the event files.
-        first_step: events of earlier processes from this step on are purged.
-
-    Yields:
-        A function of a step and its line; it does nothing without TensorBoard.
-    """
-    if importlib.util.find_spec("tensorboard") is None:
-        yield lambda step, line: None
-        return
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(folder), purge_step=first_step) as writer:
-
-        def write(step: int, line: Mapping[str, Any]) -> None:
-            for name, value in line.items():
-                if isinstance(value, int | float):
-                    writer.add_scalar(name, value, step)
-            writer.flush()
-
-        yield write

@@ -97,11 +97,12 @@ def result(trainer: Trainer) -> dict[str, Any]:
         line["best_possible_accuracy"] = task.best_accuracy
     # of a run with fewer steps than were asked for
     draw_trace(trainer)
-    if not trainer.is_first:
-        return line
-    files.write_json(trainer.folder / RESULT, line)
-    curves([trainer.folder], trainer.folder / CURVES)
-    return line
+    if trainer.is_first:
+        attempt = trainer.files.attempt
+        attempt(CURVES, lambda: curves([trainer.folder], trainer.folder / CURVES))
+        line["unsaved"] = trainer.files.causes()
+        attempt(RESULT, lambda: files.write_json(trainer.folder / RESULT, line))
+    return line | {"unsaved": trainer.files.causes()}
 
 
 def _roof(trainer: Trainer) -> float | None:

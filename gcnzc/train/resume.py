@@ -15,10 +15,12 @@ from gcnzc.train import checkpoint, record
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import BEST_KEYS
 from gcnzc.train.options import to_words
+from gcnzc.train.output_files import moved
 from gcnzc.train.run_folder import (
     BEST,
     CHECKPOINT,
     CONFIG,
+    LOGS,
     RECORD,
     WORKERS,
     is_of_launch,
@@ -78,14 +80,12 @@ def begin(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> N
             ) from error
     else:
         save(trainer)
+    trainer.files.is_training = True
 
 
 def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> bytes:
     """Return the bytes of the checkpoint to resume from; empty for a new run."""
-    if not trainer.config.resume:
-        trainer.folder.mkdir(parents=True, exist_ok=True)
-    # before anything is decided: of two launches that start at the same time, one has it
-    stack.enter_context(files.locked_folder(trainer.folder))
+    _lock_folder(trainer, launch, stack)
     is_resumed = bool(trainer.config.resume) or is_of_launch(trainer.folder, launch)
     if not is_resumed:
         _check_free_folder(trainer)
@@ -96,6 +96,23 @@ def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
     # last: a folder without it holds no run
     files.write_json(trainer.folder / CONFIG, to_words(trainer.config))
     return b""
+
+
+def _lock_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> None:
+    """Lock the run folder, before anything is decided: of two launches that start, one has it.
+
+    A launcher has locked the folder of logs until its last worker has ended.
+    """
+    folder, expected = trainer.folder, launch.folder if launch is not None else None
+    is_same = expected is None or files.folder_identity(folder) == expected
+    if not is_same and not is_of_launch(folder, launch):
+        raise ValueError(moved(folder))
+    if not trainer.config.resume:
+        folder.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(files.locked_folder(folder))
+    if expected is None and (folder / LOGS).is_dir():
+        stack.enter_context(files.locked_folder(folder / LOGS, folder))
+    trainer.files.identify()
 
 
 def _check_free_folder(trainer: Trainer) -> None:
@@ -163,6 +180,8 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     _restore_optimizer(trainer, state)
     trainer.epoch, trainer.in_epoch = state["epoch"], state["in_epoch"]
     trainer.best, trainer.lines = state["best"], state["lines"]
+    # it may be older than the checkpoint
+    trainer.is_best_written = not trainer.best
     _restore_stats(trainer, state["tallies"] if "tallies" in state else [state["tally"]])
     if trainer.in_epoch:
         trainer.loader.load_state_dict(state["loader"])

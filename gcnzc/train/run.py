@@ -8,8 +8,8 @@ bit.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,13 @@ from gcnzc.train.optimizers import build_method
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import result
 from gcnzc.train.resume import begin
-from gcnzc.train.run_folder import (
-    BOARD,
-)
-from gcnzc.train.saving import handle_stop_request, save
+from gcnzc.train.saving import handle_stop_request, save, write_pending
 from gcnzc.train.setup import cached_table, choose_device, feature_table, planned
 from gcnzc.train.shared_data import load_shared
 from gcnzc.train.signals import stop_requests
 from gcnzc.train.tasks import build_task
 from gcnzc.train.trainer import Interrupted, Trainer, mixed_seed
+from gcnzc.train.unused_options import unused_options
 
 
 def train(
@@ -61,7 +59,8 @@ def train(
             these workers were restarted, and resume that run.
 
     Returns:
-        The result that `gcnzc train` prints: accuracies, bytes, and seconds per epoch.
+        The result that `gcnzc train` prints: accuracies, bytes, and seconds per epoch. `unsaved`
+        has the names of files that could not be written, with the cause.
 
     Raises:
         ValueError: the data, the options or the checkpoint do not match.
@@ -74,6 +73,9 @@ def train(
     reporter, group = reporter or NullReporter(), group or Group()
     if config.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
+    for message in unused_options(config).values():
+        wrong, _, remedy = message.partition("\n\nhint: ")
+        reporter.say(f"warning: {wrong}; {remedy}")
     if config.verify:
         _verify(config.data, group, reporter)
     data = load_shared(config.data, group, allow_nan=config.allow_nan)
@@ -160,17 +162,16 @@ def _cuda_devices(device: torch.device) -> list[int]:
 
 def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
     """Train what is left, and test the best model."""
-    with _board(trainer) as show:
-        while trainer.epoch < trainer.config.epochs and not out_of_patience(trainer):
-            train_epoch(trainer, stopped)
-            finish_epoch(trainer)
-            show(trainer.epoch, trainer.lines[-1])
-            asks = [stopped.is_set(), trainer.is_due()]
-            if trainer.group.world_size > 1:
-                # each has its own clock, and its own signals
-                asks = run(all_gather(torch.tensor(asks)), trainer.group).any(dim=0).tolist()
-            handle_stop_request(trainer, asks)
+    while trainer.epoch < trainer.config.epochs and not out_of_patience(trainer):
+        train_epoch(trainer, stopped)
+        finish_epoch(trainer)
+        asks = [stopped.is_set(), trainer.is_due()]
+        if trainer.group.world_size > 1:
+            # each has its own clock, and its own signals
+            asks = run(all_gather(torch.tensor(asks)), trainer.group).any(dim=0).tolist()
+        handle_stop_request(trainer, asks)
     save(trainer)
+    trainer.on_rank_zero(lambda: write_pending(trainer))
     return result(trainer)
 
 
@@ -183,9 +184,3 @@ def out_of_patience(trainer: Trainer) -> bool:
         line for line in trainer.lines if key in line and line["epoch"] > trainer.best["epoch"]
     ]
     return len(later) >= trainer.config.patience
-
-
-def _board(trainer: Trainer) -> AbstractContextManager[Callable[[int, Mapping[str, Any]], None]]:
-    if trainer.is_first:
-        return record.board(trainer.folder / BOARD, trainer.epoch)
-    return nullcontext(lambda epoch, line: None)

@@ -7,7 +7,7 @@ from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import from_words
 
-CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE = (
+CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE, LOGS = (
     "config.json",
     "record.jsonl",
     "workers.jsonl",
@@ -18,6 +18,7 @@ CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELIN
     "tensorboard",
     "timeline.json",
     "timeline.png",
+    "logs",
 )
 
 

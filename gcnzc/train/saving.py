@@ -2,28 +2,30 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from gcnzc.exchange import run
-from gcnzc.exchange.sync import all_gather
+from gcnzc.exchange.sync import all_gather, all_gather_scalar
 from gcnzc.train import checkpoint
 from gcnzc.train.options import to_words
-from gcnzc.train.run_folder import (
-    CHECKPOINT,
-)
+from gcnzc.train.output_files import unsaved
+from gcnzc.train.run_folder import BEST, BOARD, CHECKPOINT, RECORD, WORKERS
 from gcnzc.train.signals import STOP
 from gcnzc.train.trainer import Interrupted, Trainer
+from gcnzc.train.worker_state import FOLDER
 
 
 def save(trainer: Trainer, *, waits: bool = True) -> None:
     """Write the checkpoint, on all workers together.
 
-    Without `waits`, the file is written in the background, and a full disk is reported and does
-    not end the run.
+    A file that cannot be written is reported, and does not end the run.
+
+    Args:
+        trainer: the run.
+        waits: whether the file is on the disk when this returns; else it is written in the
+            background.
     """
     optimizer = _save_optimizer(trainer)
     if optimizer is None:
@@ -49,17 +51,7 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
         "choices": dict(trainer.group.choices.steps),
         **states,
     }
-    path = trainer.folder / CHECKPOINT
-    if waits:
-        trainer.on_rank_zero(lambda: _write_checkpoint(trainer, path, state))
-    elif trainer.is_first:
-        try:
-            trainer.writer.begin(path, state)
-        except OSError as error:
-            trainer.reporter.say(
-                f"a checkpoint could not be written: {error}; training goes on, and the next "
-                f"one is due in {trainer.config.checkpoint_every_s:g} s"
-            )
+    trainer.on_rank_zero(lambda: _write_checkpoint(trainer, state, waits))
     trainer.saved_at = time.monotonic()
 
 
@@ -68,36 +60,61 @@ def _save_optimizer(trainer: Trainer) -> dict[str, Any] | None:
     state = trainer.optimizer.snapshot()
     if trainer.optimizer.is_shared:
         return state
-    is_written = trainer.is_first
-    try:
-        trainer.writer.wait()
-    except OSError:
-        is_written = False
-    run(trainer.worker_states.forget(is_written), trainer.group)
+    trainer.on_rank_zero(lambda: _finish_checkpoint(trainer))
+    run(trainer.worker_states.forget(trainer.is_checkpoint_written), trainer.group)
     if wrong := run(trainer.worker_states.save(state), trainer.group):
-        trainer.reporter.say(
-            f"a checkpoint could not be written: {wrong}; training goes on, and the next one "
-            f"is due in {trainer.config.checkpoint_every_s:g} s"
-        )
+        trainer.on_rank_zero(lambda: _report_worker_states(trainer, wrong))
         trainer.saved_at = time.monotonic()
         return None
+    trainer.files.failures.pop(FOLDER, None)
     generation, workers = trainer.worker_states.generation, trainer.group.world_size
     return {"generation": generation, "workers": workers}
 
 
-def _write_checkpoint(trainer: Trainer, path: Path, state: Mapping[str, Any]) -> None:
-    # what was begun before is older, and may fail
-    with suppress(OSError):
-        trainer.writer.wait()
-    checkpoint.save(path, state)
+def _report_worker_states(trainer: Trainer, wrong: str) -> None:
+    trainer.files.demand_folder()
+    trainer.files.fail(FOLDER, OSError(wrong))
+
+
+def _finish_checkpoint(trainer: Trainer) -> None:
+    """Wait for the checkpoint that is written in the background, and report a failure."""
+    if trainer.writer.is_writing:
+        trainer.is_checkpoint_written = trainer.files.attempt(CHECKPOINT, trainer.writer.wait)
+
+
+def _write_checkpoint(trainer: Trainer, state: Mapping[str, Any], waits: bool) -> None:
+    _finish_checkpoint(trainer)
+    trainer.is_checkpoint_written = False
+    trainer.writer.begin(trainer.folder / CHECKPOINT, state)
+    if waits:
+        _finish_checkpoint(trainer)
+
+
+def write_pending(trainer: Trainer) -> None:
+    """Write what the epochs so far left to write, on worker 0."""
+    files = trainer.files
+    if not trainer.is_best_written:
+        best = trainer.best
+        trainer.is_best_written = files.attempt(
+            BEST, lambda: checkpoint.save(trainer.folder / BEST, best)
+        )
+    files.attempt(WORKERS, trainer.worker_record.append)
+    files.attempt(RECORD, trainer.record.append)
+    files.attempt(BOARD, trainer.events.append)
 
 
 def handle_stop_request(trainer: Trainer, heard: Sequence[bool]) -> None:
     """Save, and leave, if a worker asked for it."""
     if any(heard):
         save(trainer, waits=heard[STOP])
-    if heard[STOP]:
-        raise Interrupted(
-            f"stopped in epoch {min(trainer.epoch + 1, trainer.config.epochs)}; all is saved\n\n"
-            f"hint: `gcnzc train --resume {trainer.folder}` goes on from here"
-        )
+    if not heard[STOP]:
+        return
+    trainer.on_rank_zero(lambda: write_pending(trainer))
+    epoch = min(trainer.epoch + 1, trainer.config.epochs)
+    if any(run(all_gather_scalar(len(trainer.files.failures)), trainer.group)):
+        what = unsaved(trainer.folder, trainer.files.causes()) if trainer.is_first else ""
+        raise Interrupted(f"stopped in epoch {epoch}; {what or 'worker 0 could not save all'}")
+    raise Interrupted(
+        f"stopped in epoch {epoch}; all is saved\n\n"
+        f"hint: `gcnzc train --resume {trainer.folder}` goes on from here"
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcnzc.exchange import Algorithm, AllGatherScalar, run
 from gcnzc.exchange.sync import all_gather_text
+from gcnzc.system.files import write_text
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.train.plots import timeline
 from gcnzc.train.run_folder import (
@@ -49,7 +50,7 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
         }
         for span in spans
     ]
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def gather_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
@@ -101,8 +102,9 @@ def draw_trace(trainer: "Trainer") -> None:
         trainer.spans, trainer.stages = [], []
         if not trainer.is_first:
             return
-        write_trace(spans, trainer.folder / TRACE)
-        timeline(spans, trainer.folder / TIMELINE)
+        attempt = trainer.files.attempt
+        attempt(TRACE, lambda: write_trace(spans, trainer.folder / TRACE))
+        attempt(TIMELINE, lambda: timeline(spans, trainer.folder / TIMELINE))
         share = share_under(own, "gather", "compute")
         trainer.reporter.say(
             f"{share:.0%} of the gathering lay under the model's work; {trainer.folder / TIMELINE}"

@@ -18,11 +18,14 @@ from gcnzc.loader.loader import Loader
 from gcnzc.optim import DistributedOptimizer
 from gcnzc.system.spans import Span, Stage
 from gcnzc.system.streams import clock_of
-from gcnzc.train import checkpoint
+from gcnzc.train import checkpoint, record
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats
+from gcnzc.train.output_files import OutputFiles
 from gcnzc.train.progress import Reporter
+from gcnzc.train.run_folder import BOARD, RECORD, WORKERS
 from gcnzc.train.tasks.base import Task
+from gcnzc.train.tensorboard import EventFile
 from gcnzc.train.worker_state import WorkerStates
 
 # waits for other workers that an exchange beside the steps may have seen
@@ -67,6 +70,7 @@ class Trainer:
         self.lines: list[dict[str, Any]] = []  # of the record, one an epoch
         self.worker_lines = 0  # of what each worker did in each epoch
         self.best: dict[str, Any] = {}
+        self.is_best_written = True
         self.counted_sent = 0  # bytes of the ledger that were already added to a tally
         self.steps = 0  # of this command
         self.now = clock_of(device)
@@ -75,7 +79,12 @@ class Trainer:
         self.stages: list[Stage] = []
         self.waits: deque[Span] = deque(maxlen=WAITS)
         self.saved_at = time.monotonic()
+        self.files = OutputFiles(folder, reporter.say)
+        self.record = record.Journal(folder / RECORD)
+        self.worker_record = record.Journal(folder / WORKERS)
+        self.events = EventFile(folder / BOARD)
         self.writer = checkpoint.Writer()
+        self.is_checkpoint_written = True  # the last one that was begun
         self.worker_states = WorkerStates(folder, self.group.rank)
 
     def on_rank_zero(self, deed: Callable[[], None]) -> None:

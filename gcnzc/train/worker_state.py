@@ -43,7 +43,8 @@ class WorkerStates:
         """
         generation, error = self.generation + 1, ""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            # later the run folder exists, unless it was moved
+            self.folder.mkdir(parents=not self.generation, exist_ok=True)
             checkpoint.save(self.path(generation, self.rank), state)
         except OSError as failure:
             error = str(failure)

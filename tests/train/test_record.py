@@ -7,8 +7,9 @@ import pytest
 from PIL import Image
 
 from gcnzc.system import files, machine
-from gcnzc.train import record
+from gcnzc.train import record, tensorboard
 from gcnzc.train.plots import curves
+from gcnzc.train.tensorboard import EventFile
 
 LINE = {
     "metric": "accuracy",
@@ -88,17 +89,19 @@ def test_a_run_without_epochs_has_no_curves(tmp_path):
 def test_tensorboard_where_it_is_installed(tmp_path):
     pytest.importorskip("tensorboard")
     for first in (0, 2):
-        with record.board(tmp_path, first) as show:
-            for step in range(first, first + 3):
-                show(step, {"loss": 1.0 / (step + 1), "metric": "accuracy"})
+        events = EventFile(tmp_path / "events")
+        for step in range(first, first + 3):
+            events.add(step, {"loss": 1.0 / (step + 1), "metric": "accuracy"})
+            events.append()
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = reader.EventAccumulator(str(tmp_path)).Reload()
-    assert events.Tags()["scalars"] == ["loss"]
-    assert [event.step for event in events.Scalars("loss")] == [0, 1, 2, 3, 4]
+    found = reader.EventAccumulator(str(tmp_path / "events")).Reload()
+    assert found.Tags()["scalars"] == ["loss"]
+    assert [event.step for event in found.Scalars("loss")] == [0, 1, 2, 3, 4]
 
 
 def test_no_tensorboard(tmp_path, monkeypatch):
-    monkeypatch.setattr(record.importlib.util, "find_spec", lambda name: None)
-    with record.board(tmp_path, 0) as show:
-        show(0, {"loss": 1.0})
+    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
+    events = EventFile(tmp_path / "events")
+    events.add(0, {"loss": 1.0})
+    events.append()
     assert list(tmp_path.iterdir()) == []

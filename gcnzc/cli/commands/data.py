@@ -13,8 +13,11 @@ from gcnzc.datasets.embed import embed
 from gcnzc.graph import load, prepare
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.graph.graph import Graph
-from gcnzc.train.options import at_least, check_numbers
+from gcnzc.train.options import at_least, at_most, check_numbers
 from gcnzc.train.progress import Reporter
+
+# of the largest graph, a hundred billion nodes
+MOST_SCALE = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,7 @@ class MakeConfig:
         for name in ("nodes", "edges", "num_features", "classes"):
             at_least(1, name, getattr(self, name))
         at_least(0, "seed", self.seed)
+        at_most(MOST_SCALE, "scale", self.scale)
         if not self.scale > 0:
             raise ValueError(f"--scale must be above 0, got {self.scale}\n\nhint: 0.1 is a tenth")
 
@@ -99,7 +103,11 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         check_numbers(self)
         at_least(0, "seed", self.seed)
-        # says what is wrong with them
+        if self.pitch_bytes is not None:
+            at_least(0, "pitch_bytes", self.pitch_bytes)
+        at_least(0, "valid_edges", self.valid_edges)
+        at_least(0, "test_edges", self.test_edges)
+        # says what else is wrong with them
         EdgeShares(self.valid_edges, self.test_edges)
 
 
@@ -115,6 +123,11 @@ class EmbedConfig:
     """columns of the embedding"""
     seed: int = 0
     """seed of every random choice"""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        at_least(1, "dims", self.dims)
+        at_least(0, "seed", self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)

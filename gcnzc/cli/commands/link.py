@@ -9,7 +9,7 @@ import tyro
 from gcnzc.cli.output import print_json
 from gcnzc.cli.plots import efficiencies
 from gcnzc.cli.reports import link
-from gcnzc.train.options import at_least
+from gcnzc.train.options import at_least, check_numbers
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import pcie_bench, table_shapes
 
@@ -32,6 +32,7 @@ class LinkConfig:
     """size of the page-locked memory that a GPU reads from"""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         at_least(16, "megabytes", self.megabytes)
 
 

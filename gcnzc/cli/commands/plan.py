@@ -80,6 +80,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self)
+        at_least(1, "workers", len(self.workers))
         for number in self.workers:
             at_least(2, "workers", number)
             at_most(MOST_WORKERS, "workers", number)

@@ -12,7 +12,7 @@ from gcnzc.graph import load
 from gcnzc.loader import presampling
 from gcnzc.loader.loader import Loader
 from gcnzc.train.config import MOST_THREADS
-from gcnzc.train.options import Fanouts, at_least, at_most, check_fanouts
+from gcnzc.train.options import Fanouts, at_least, at_most, check_fanouts, check_numbers
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import cache_forecast
 
@@ -45,6 +45,7 @@ class PlanCacheConfig:
     """picture to write: hit rate by size of the hot set; none if not given"""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         at_least(1, "batch_size", self.batch_size)
         at_least(4, "batches", self.batches)
         at_least(1, "gpus", self.gpus)

@@ -11,6 +11,7 @@ from gcnzc.exchange.sync import broadcast_bytes
 from gcnzc.train import run as train_run
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.output_files import Unsaved, unsaved
 from gcnzc.train.progress import Reporter
 from gcnzc.train.record import Launch
 
@@ -70,3 +71,5 @@ def train_command(config: TrainConfig, reporter: Reporter, group: Group | None =
             f"{result['bytes_saved'] / 1e6:.1f} MB an epoch had no need to cross the bus"
         )
     print_json(result)
+    if result["unsaved"]:
+        raise Unsaved(unsaved(folder, result["unsaved"]))

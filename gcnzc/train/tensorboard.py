@@ -1,0 +1,79 @@
+"""Write the numbers of a run to an event file of TensorBoard, without a thread of its own.
+
+The writers of torch and TensorBoard write in a thread, whose errors they print as a traceback. An
+event file is a sequence of records, which TensorBoard's own encoder makes here.
+"""
+
+import importlib.util
+import io
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gcnzc.train.record import Journal
+
+
+class EventFile:
+    """The event file of this process in a folder; nothing is written without TensorBoard."""
+
+    def __init__(self, folder: Path) -> None:
+        self.is_available = importlib.util.find_spec("tensorboard") is not None
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.0"
+        self.folder, self._journal = folder, Journal(folder / name)
+        self._has_begun = False
+
+    def add(self, step: int, line: Mapping[str, Any]) -> None:
+        """Add the numbers of `line` to the pending events, at `step`.
+
+        The events of earlier processes are hidden from the first `step` on.
+        """
+        if not self.is_available:
+            return
+        if not self._has_begun:
+            self._journal.pending += _head(step)
+            self._has_begun = True
+        self._journal.pending += _events(step, line)
+
+    def append(self) -> None:
+        """Append all pending events to the file.
+
+        Raises:
+            OSError: the disk is full or may not be written. The events remain pending.
+        """
+        if self._journal.pending:
+            self.folder.mkdir(exist_ok=True)
+            self._journal.append()
+
+
+def _head(first_step: int) -> bytes:
+    """The version record, and the one that hides earlier events from `first_step` on."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    log = SessionLog(status=SessionLog.START)
+    return _record(Event(wall_time=time.time(), file_version="brain.Event:2")) + _record(
+        Event(wall_time=time.time(), step=first_step, session_log=log)
+    )
+
+
+def _events(step: int, line: Mapping[str, Any]) -> bytes:
+    """One event with all numbers of `line`."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    values = [
+        Summary.Value(tag=name, simple_value=float(value))
+        for name, value in line.items()
+        if isinstance(value, int | float)
+    ]
+    return _record(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+
+def _record(event: Any) -> bytes:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    data = io.BytesIO()
+    RecordWriter(data).write(event.SerializeToString())
+    return data.getvalue()

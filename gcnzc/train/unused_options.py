@@ -1,0 +1,71 @@
+"""Options that the chosen model, task, optimizer or features do not read."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from gcnzc.train.config import LOCAL, ONE_BIT, TrainConfig
+from gcnzc.train.options import option_name
+
+Choices = Mapping[str, tuple[str, ...]]
+
+_LINK: Choices = {"task": ("link",)}
+_LOCAL: Choices = {"optimizer": LOCAL}
+_OUTER: Choices = {"optimizer": ("diloco", "streaming-diloco", "co2")}
+_STREAMING: Choices = {"optimizer": ("streaming-diloco",)}
+_GAT: Choices = {"model": ("gat",)}
+_CACHED: Choices = {"features": ("cached",)}
+
+# options, and the choices under which a run reads them; every run reads the others
+READ_WITH: Mapping[str, Choices] = {
+    "decoder": _LINK,
+    "negatives": _LINK,
+    "num_negatives": _LINK,
+    "strict_negatives": _LINK,
+    "exclude": _LINK,
+    "inner": _LOCAL,
+    "local_steps": _LOCAL,
+    "warmup": {"optimizer": ONE_BIT},
+    "refresh": {"optimizer": ("onebit-adam",)},
+    "outer_lr": _OUTER,
+    "outer_momentum": _OUTER,
+    "eager": {"optimizer": ("co2",)},
+    "delay": _STREAMING,
+    "fragments": _STREAMING,
+    "heads": _GAT,
+    "output_heads": _GAT,
+    "attention_dropout": _GAT,
+    "skip": _GAT,
+    "batch_norm": {"model": ("sage", "gcn")},
+    "hot": _CACHED,
+    "hot_by": _CACHED,
+    "hot_split": _CACHED,
+}
+
+
+def unused_options(config: TrainConfig) -> dict[str, str]:
+    """Return the options that differ from their defaults and have no effect in this run.
+
+    Returns:
+        By name, a message that names the option, the choice that ignores it, and after an empty
+        line the choices that read it.
+    """
+    found = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        for choice, readers in READ_WITH.get(field.name, {}).items():
+            chosen = getattr(config, choice)
+            if value != field.default and chosen not in readers:
+                option = option_name(choice)
+                found[field.name] = (
+                    f"{_words_of(field.name, value)} has no effect with {option} {chosen}\n\n"
+                    f"hint: only {option} {' or '.join(readers)} uses it"
+                )
+    return found
+
+
+def _words_of(name: str, value: Any) -> str:
+    """An option and its value, as on the command line."""
+    if isinstance(value, bool):
+        return option_name(name if value else f"no_{name}")
+    return f"{option_name(name)} {value}"

@@ -1,0 +1,175 @@
+"""A disk that is full for a while, or to the end, costs a run no step and no file that it can save.
+
+The limit of a process on the size of its files stands for the disk: a write beyond it is short, and
+the next one fails.
+"""
+
+import errno
+import json
+import resource
+from pathlib import Path
+
+import pytest
+from training import Listener, saved
+
+from gcnzc import prepare
+from gcnzc.cli import main
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.train import checkpoint, epoch
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.output_files import OutputFiles
+from gcnzc.train.run import train
+
+FILES = ("best.pt", "checkpoint.pt", "record.jsonl")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("output")
+    make(folder / "raw", "planted", Shape(600, 4000, 24, 4), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    sizes = {"fanouts": (5, 5), "layers": 2, "hidden": 8, "batch_size": 64}
+    return TrainConfig(data=folder / "graph", **sizes, epochs=6, checkpoint_every_s=0.0)
+
+
+@pytest.fixture
+def after_epoch(monkeypatch):
+    """Call functions of a dict when the line of the epoch that is the key is written."""
+    calls = {}
+    summary_of = epoch.summary_of
+
+    def watched(line, epochs):
+        calls.get(line["epoch"] + 1, lambda: None)()
+        return summary_of(line, epochs)
+
+    monkeypatch.setattr(epoch, "summary_of", watched)
+    return calls
+
+
+def limit(num_bytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+@pytest.fixture(autouse=True)
+def space_at_the_end():
+    yield
+    limit(resource.RLIM_INFINITY)
+
+
+def lines(run: Path):
+    return [json.loads(text) for text in (run / "record.jsonl").read_text().splitlines()]
+
+
+def warnings(text):
+    return [line for line in text.splitlines() if line.startswith("warning: ")]
+
+
+def steps_in_tensorboard(run: Path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(run / "tensorboard")).Reload()
+    return [event.step for event in events.Scalars("loss")]
+
+
+def test_all_files_are_written_once_the_disk_has_space_again(config, tmp_path, after_epoch):
+    run, listener = tmp_path / "run", Listener()
+    # the record of two epochs fits, and a part of the next line
+    after_epoch[2] = lambda: limit((run / "record.jsonl").stat().st_size + 100)
+    whole = []
+    after_epoch[4] = lambda: whole.append((lines(run), limit(resource.RLIM_INFINITY)))
+    result = train(config, run, listener)
+    assert result["unsaved"] == {}
+    # no line is torn while the disk is full
+    assert [line["epoch"] for line in whole[0][0]] == [0, 1]
+    said = warnings("\n".join(listener.said))
+    for name in FILES:
+        assert (
+            sum(f"{run / name} could not be written: File too large" in line for line in said) == 1
+        )
+        assert f"{run / name} could be written again" in listener.said
+    assert [line["epoch"] for line in lines(run)] == list(range(6))
+    assert checkpoint.load(run / "best.pt")["epoch"] + 1 == result["best_epoch"]
+    assert saved(run)["epoch"] == 6
+    assert not [path for path in run.rglob("*") if "partial" in path.name]
+    assert steps_in_tensorboard(run) == list(range(1, 7))
+
+
+def test_a_run_that_cannot_save_its_results_prints_them_and_fails(
+    config, tmp_path, after_epoch, capsys
+):
+    run = tmp_path / "run"
+    after_epoch[2] = lambda: limit(0)
+    words = ["--layers", "2", "--fanouts", "5,5", "--hidden", "8", "--batch-size", "64"]
+    words += ["--epochs", "4", "--checkpoint-every-s", "0"]
+    assert main(["train", str(config.data), "--out", str(run), *words]) == 1
+    limit(resource.RLIM_INFINITY)
+    after_epoch.clear()
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    result = json.loads(out)
+    assert set(result["unsaved"]) == {*FILES, "tensorboard", "curves.png", "result.json"}
+    last = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(last) == 1
+    for name in result["unsaved"]:
+        assert str(run / name) in last[0]
+        assert sum(f"{run / name} could not be written" in line for line in warnings(err)) == 1
+    assert [line["epoch"] for line in lines(run)] == [0, 1]
+    assert not [path for path in run.rglob("*") if "partial" in path.name]
+    # as the hint says
+    assert (
+        "hint: free space on that disk or make the folder writable, then "
+        f"`gcnzc train --resume {run}` writes" in err
+    )
+    assert main(["train", "--resume", str(run)]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["test_accuracy"], again["unsaved"]) == (result["test_accuracy"], {})
+    assert [line["epoch"] for line in lines(run)] == list(range(4))
+    assert json.loads((run / "result.json").read_text())["best_epoch"] == again["best_epoch"]
+    assert checkpoint.load(run / "best.pt")["epoch"] + 1 == again["best_epoch"]
+    assert (run / "curves.png").stat().st_size > 0
+
+
+def test_states_of_workers_outlive_checkpoints_that_could_not_be_written(
+    config, tmp_path, after_epoch, monkeypatch
+):
+    broken = set()
+    write = checkpoint.write
+
+    def write_unless_broken(path, data):
+        if path.name in broken or path.parent.name in broken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, data)
+
+    def end():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "write", write_unless_broken)
+    local = TrainConfig(**{**vars(config), "optimizer": "local-sgd", "local_steps": "2"})
+    after_epoch[1] = lambda: broken.add("checkpoint.pt")
+    after_epoch[2] = lambda: broken.add("workers")
+    after_epoch[3] = end
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        train(local, run)
+    broken.clear()
+    after_epoch.clear()
+    result = train(TrainConfig(**{**vars(local), "resume": run}), run)
+    assert (result["epochs"], result["unsaved"]) == (6, {})
+
+
+def test_a_full_disk_at_the_start_ends_the_command(config, tmp_path):
+    limit(0)
+    with pytest.raises(OSError, match="File too large"):
+        train(config, tmp_path / "run")
+
+
+def test_a_folder_that_was_moved_is_no_full_disk(tmp_path):
+    run, listener = tmp_path / "run", Listener()
+    run.mkdir()
+    files = OutputFiles(run, listener.say)
+    files.identify()
+    files.is_training = True
+    assert files.attempt("x", (run / "x").touch)
+    run.rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"was moved or removed(.|\n)*hint: "):
+        files.attempt("x", (run / "x").touch)
+    assert listener.said == []

@@ -1,0 +1,136 @@
+"""An option that the chosen model, task, optimizer or features would ignore is an error."""
+
+from dataclasses import MISSING, fields, replace
+
+import pytest
+import torch
+from training import Listener
+
+from gcnzc import load, prepare
+from gcnzc.cli import main
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.exchange import Group
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.encoders import build_encoder
+from gcnzc.train.optimizers import build_method
+from gcnzc.train.run import train
+from gcnzc.train.unused_options import READ_WITH, unused_options
+
+# a value that is not the default
+OTHERS = {
+    "decoder": "dot",
+    "negatives": "both",
+    "num_negatives": 2,
+    "strict_negatives": False,
+    "exclude": "none",
+    "inner": "sgd",
+    "local_steps": "5",
+    "warmup": "auto",
+    "refresh": 7,
+    "outer_lr": 0.5,
+    "outer_momentum": 0.5,
+    "eager": 0.25,
+    "delay": "2",
+    "fragments": "modules",
+    "heads": 2,
+    "output_heads": 1,
+    "attention_dropout": 0.1,
+    "skip": False,
+    "batch_norm": True,
+    "hot": "0.3",
+    "hot_by": "in-degree",
+    "hot_split": True,
+}
+ONE_FEATURE = {"model": "sage", "task": "node", "optimizer": "adam", "features": "host"}
+
+
+class Recording:
+    """A config that notes which options are read."""
+
+    def __init__(self, config):
+        self.config, self.seen = config, set()
+
+    def __getattr__(self, name):
+        self.seen.add(name)
+        return getattr(self.config, name)
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unused")
+    make(folder / "raw", "planted", Shape(300, 1500, 8, 3), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    return folder / "graph"
+
+
+def words_of(name, value):
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{'' if value else 'no-'}{option}"]
+    return [f"--{option}", str(value)]
+
+
+def test_the_table_has_what_each_optimizer_and_each_model_reads(graph):
+    data = load(graph)
+    hints = {field.name: field for field in fields(TrainConfig)}
+    readers = {"optimizer": {}, "model": {}}
+    for choice, choices in (
+        ("optimizer", ("adam", "adamw", "sgd", "onebit-adam", "onebit-lamb", "zero-one-adam")),
+        ("optimizer", ("local-sgd", "diloco", "streaming-diloco", "co2")),
+        ("model", ("sage", "gcn", "gat")),
+    ):
+        for chosen in choices:
+            recording = Recording(TrainConfig(data=graph, **{choice: chosen}))
+            if choice == "model":
+                build_encoder(recording, data, 3)
+            else:
+                build_method(recording, torch.nn.Linear(3, 2), Group(), 1000)
+            readers[choice][chosen] = recording.seen & set(hints)
+    for choice, seen in readers.items():
+        names = set().union(*seen.values())
+        for name in names - {choice}:
+            found = {chosen for chosen in seen if name in seen[chosen]}
+            expected = READ_WITH.get(name, {}).get(choice)
+            assert found == (set(seen) if expected is None else set(expected)), name
+
+
+def test_every_pair_is_an_error_that_names_the_option_and_who_uses_it(graph, capsys):
+    assert set(OTHERS) == set(READ_WITH)
+    for name, value in OTHERS.items():
+        ((choice, readers),) = READ_WITH[name].items()
+        ignoring = "gat" if name == "batch_norm" else ONE_FEATURE[choice]
+        words = [f"--{choice}", ignoring, *words_of(name, value)]
+        assert main(["train", str(graph), *words]) == 2, name
+        error, hint = capsys.readouterr().err.splitlines()
+        assert f"error: {' '.join(words_of(name, value))} has no effect with --{choice}" in error
+        assert f"only --{choice} {' or '.join(readers)} uses it" in hint
+        # an option that is used, and one that keeps its default, is none
+        for chosen in readers:
+            assert name not in unused_options(TrainConfig(**{choice: chosen, name: value}))
+        default = next(field.default for field in fields(TrainConfig) if field.name == name)
+        assert default is not MISSING
+        assert not unused_options(TrainConfig(**{choice: ignoring, name: default}))
+
+
+def test_a_file_may_have_options_for_other_choices(graph, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'optimizer = "diloco"\nlocal-steps = "5"\nlayers = 2\nfanouts = [3, 3]\nhidden = 4\n'
+    )
+    words = ["train", str(graph), "--config", str(file), "--epochs", "1"]
+    words += ["--out", str(tmp_path / "run")]
+    assert main([*words, "--optimizer", "adam", "--local-steps", "6"]) == 2
+    assert "--local-steps 6 has no effect" in capsys.readouterr().err
+    assert main([*words, "--optimizer", "adam"]) == 0
+    warning = "warning: --local-steps 5 has no effect with --optimizer adam; only --optimizer"
+    assert capsys.readouterr().err.count(warning) == 1
+    # nor is a run that has them lost
+    assert main(["train", "--resume", str(tmp_path / "run"), "--epochs", "2"]) == 0
+    assert capsys.readouterr().err.count(warning) == 1
+
+
+def test_options_of_python_are_reported(graph, tmp_path):
+    listener = Listener()
+    config = TrainConfig(data=graph, layers=1, fanouts=(2,), epochs=1, heads=2)
+    train(replace(config, model="gcn"), tmp_path / "run", listener)
+    assert any("--heads 2 has no effect with --model gcn" in text for text in listener.said)
