@@ -3,7 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# the package with its runtime dependencies, and the same with the tools of tests and linters
 READY := $(VENV)/.ready
+TESTS_READY := $(VENV)/.ready-for-tests
 # processes that run tests, one a core; they take a gigabyte each
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 
@@ -12,18 +14,18 @@ SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 demo: $(READY)  ## train on the built-in graph
 	$(BIN)/gcnzc train --epochs 3
 
-test: $(READY)  ## the test suite
+test: $(TESTS_READY)  ## the test suite
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow"
 
-test-all: $(READY)  ## the test suite with what takes minutes
+test-all: $(TESTS_READY)  ## the test suite with what takes minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-lint: $(READY)  ## format, lint and types, as CI does
+lint: $(TESTS_READY)  ## format, lint and types, as CI does
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy gcnzc
 
-gpu-session: $(READY)  ## ten minutes on a GPU: what works there, into a folder under runs/
+gpu-session: $(TESTS_READY)  ## ten minutes on a GPU: what works there, into a folder under runs/
 	$(BIN)/python bench/gpu_session.py
 
 $(READY): pyproject.toml constraints.txt
@@ -31,7 +33,11 @@ $(READY): pyproject.toml constraints.txt
 		{ echo "error: gcnzc needs Python 3.10 or newer, and $(PYTHON) is older" >&2; \
 		  echo "hint: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	PYTHON=$(BIN)/python ./bin/install .
+	@touch $@
+
+$(TESTS_READY): $(READY)
+	PYTHON=$(BIN)/python ./bin/install '.[test]'
 	@touch $@
 
 clean:  ## remove the environment

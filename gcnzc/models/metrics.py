@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.nn import functional
 
@@ -61,8 +60,15 @@ def _rocauc(logits: Tensor, labels: Tensor) -> float:
         known = ~torch.isnan(labels[:, task])
         truth = labels[known, task]
         if truth.min() != truth.max():
-            areas.append(float(roc_auc_score(truth.numpy(), logits[known, task].numpy())))
+            areas.append(_roc_area(truth, logits[known, task]))
     return sum(areas) / len(areas) if areas else math.nan
+
+
+def _roc_area(truth: Tensor, scores: Tensor) -> float:
+    # scikit-learn takes a second to import, and most runs need accuracy alone
+    from sklearn.metrics import roc_auc_score
+
+    return float(roc_auc_score(truth.numpy(), scores.numpy()))
 
 
 def auc(positives: Tensor, negatives: Tensor) -> float:
@@ -74,7 +80,7 @@ def auc(positives: Tensor, negatives: Tensor) -> float:
     """
     negatives = negatives.flatten()
     truth = torch.cat([torch.ones(len(positives)), torch.zeros(len(negatives))])
-    return float(roc_auc_score(truth.numpy(), torch.cat([positives, negatives]).numpy()))
+    return _roc_area(truth, torch.cat([positives, negatives]))
 
 
 def hits(positives: Tensor, negatives: Tensor, k: int) -> float:
