@@ -29,9 +29,9 @@ PROGRAM = """
         graph,
         gcnzc.FeatureTable(torch.rand(3, 4)),
         torch.arange(3),
-        torch.arange(3),
-        [2],
+        fanouts=[2],
         batch_size=2,
+        labels=torch.arange(3),
     )
     model: SAGE = SAGE(4, 8, 3, num_layers=1)
     optimizer = OneBitAdam(model.parameters(), group=Group(0, 1), lr=0.1)
@@ -100,15 +100,19 @@ def test_the_wheel_has_every_module_and_the_marker_of_types(wheel):
     assert found == expected
 
 
-def test_the_wheel_trains_without_the_checkout(installed, tmp_path):
-    shown = run(installed, "-c", "import gcnzc; print(gcnzc.__file__)", folder=tmp_path)
+def test_the_wheel_is_imported_without_the_checkout(installed, tmp_path):
+    shown = run(installed, "-c", "import gcnzc.cli; print(gcnzc.cli.__file__)", folder=tmp_path)
     assert Path(shown.stdout.strip()).is_relative_to(installed.parents[1]), shown.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_without_the_checkout(installed, tmp_path):
     graph = ["--nodes", "300", "--edges", "900", "--num-features", "8", "--classes", "3"]
     sizes = ["--hidden", "8", "--layers", "1", "--fanouts", "3", "--epochs", "1"]
     for words in (
         ["make", "raw", *graph],
         ["prepare", "raw", "data"],
-        ["train", "--data", "data", *sizes, "--out", "run"],
+        ["train", "data", *sizes, "--out", "run"],
         ["evaluate", "run"],
     ):
         done = run(installed, "-m", "gcnzc", *words, folder=tmp_path)
@@ -121,8 +125,10 @@ def test_a_program_that_uses_the_public_names_passes_mypy_strict(installed, tmp_
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     assert run(installed, program, folder=tmp_path).returncode == 0
-    done = run(installed, "-m", "mypy", "--strict", program, folder=tmp_path)
+    # torch does not declare the types of Tensor.backward
+    mypy = ["-m", "mypy", "--strict", "--allow-untyped-calls"]
+    done = run(installed, *mypy, program, folder=tmp_path)
     assert done.returncode == 0, done.stdout
     wrong = tmp_path / "wrong.py"
-    wrong.write_text("import gcnzc\n\ngcnzc.Loader(1, 2, 3)\n")
-    assert run(installed, "-m", "mypy", "--strict", wrong, folder=tmp_path).returncode == 1
+    wrong.write_text("import gcnzc\n\ngcnzc.Loader(1, 2, 3, 4, 5)\n")
+    assert run(installed, *mypy, wrong, folder=tmp_path).returncode == 1
