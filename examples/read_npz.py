@@ -5,15 +5,21 @@
 Any graph will do; this is the part that you have in some other form.
 """
 
-import sys
+import argparse
 
 import numpy as np
 import torch
 
+_parser = argparse.ArgumentParser()
+_parser.add_argument("archive", help="a .npz archive, such as amazon_photo.npz")
+_parser.add_argument("--seed", type=int, help="seed of every random choice")
+_parser.add_argument("--epochs", type=int, help="passes over the training items")
+OPTIONS = _parser.parse_args()
+
 
 def read():
     """Edges (2, E), features (N, F), labels (N,), and ids of nodes by "train", "valid", "test"."""
-    archive = np.load(sys.argv[1], allow_pickle=False)
+    archive = np.load(OPTIONS.archive, allow_pickle=False)
     labels = torch.from_numpy(archive["node_label"]).long()
     if "node_feat" in archive:
         features = torch.from_numpy(archive["node_feat"]).float()
@@ -35,5 +41,5 @@ def read():
 
 def option(name, default):
     """The value of `--name VALUE` on the command line."""
-    words = sys.argv[2:]
-    return type(default)(words[words.index(f"--{name}") + 1]) if f"--{name}" in words else default
+    value = getattr(OPTIONS, name)
+    return default if value is None else value

@@ -240,8 +240,8 @@ def _environment(workers: int, run: Path) -> Iterator[Path]:
         run: the run folder.
 
     Yields:
-        The file that a worker makes by `report_fatal_error`. It is outside the run folder, which may be
-        moved, or on a full disk.
+        The file that a worker makes by `report_fatal_error`. It is outside the run folder, which
+        may be moved, or on a full disk.
     """
     cores = str(max(len(os.sched_getaffinity(0)) // workers, 1))
     wanted = {"OMP_NUM_THREADS": cores, "NUMBA_NUM_THREADS": cores, **OF_ONE_MACHINE}

@@ -80,7 +80,8 @@ class TrainConfig:
     num_negatives: int = 1
     """of links: how many for each edge"""
     strict_negatives: bool = True
-    """of links: no negative is an edge of the graph, or joins a node with itself"""
+    """of links: no negative is an edge of the graph, or joins a node with itself;
+    --no-strict-negatives takes such pairs too"""
     exclude: Literal["none", "self", "reverse"] = "reverse"
     """of links: what is kept out of the neighbourhoods, the minibatch's edges, and the ones back"""
     fanouts: Fanouts = (15, 10, 5)
@@ -144,7 +145,8 @@ class TrainConfig:
     batch_norm: bool = False
     """normalise the hidden features over the minibatch (SAGE and GCN)"""
     skip: bool = True
-    """GAT: add a linear map of each layer's targets to its output"""
+    """GAT: add a linear map of each layer's targets to its output;
+    --no-skip adds nothing"""
     patience: int = 0
     """stop after so many evaluations without a better one; 0 never stops early"""
     evaluate_every: int = 1
@@ -166,7 +168,8 @@ class TrainConfig:
     threads: int = 0
     """threads that make minibatches; 0 leaves the number to the plan, or to the loader"""
     plan: bool = True
-    """use what `gcnzc check --tune` measured for this machine and such rows"""
+    """use what `gcnzc check --tune` measured for this machine and such rows;
+    --no-plan ignores it"""
     workers: int = 1
     """processes that train together on this machine, each on its share of every minibatch; torchrun
     starts them on several machines"""

@@ -2,7 +2,10 @@
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from gcnzc.exchange import Group
 from gcnzc.graph.load import load
@@ -40,6 +43,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     task = build_task(trained, data)
     best = checkpoint.load(config.run / BEST, BEST_KEYS)
     model = task.model().to(device)
+    _demand_sizes(model.state_dict(), best["model"], source, trained.data)
     checkpoint.match(model, best["model"], config.run / BEST)
     begin = time.perf_counter()
     with (
@@ -57,6 +61,48 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         "best_epoch": best["epoch"] + 1,
         "seconds": time.perf_counter() - begin,
     }
+
+
+def _demand_sizes(
+    here: Mapping[str, Any], there: Mapping[str, Any], source: Path, trained_on: Path | None
+) -> None:
+    """Check that a graph has the numbers of columns and of classes of the graph of the run.
+
+    Args:
+        here: state dict of a model for the graph.
+        there: state dict of the model that was trained.
+        source: the graph.
+        trained_on: the graph of the run.
+
+    Raises:
+        ValueError: a number differs.
+    """
+    for what, size_of in (("feature columns", _num_columns), ("outputs (classes)", _num_outputs)):
+        found, expected = size_of(here), size_of(there)
+        if found != expected and None not in (found, expected):
+            raise ValueError(
+                f"{source} has {found} {what}, but the model was trained on {trained_on} with "
+                f"{expected}\n\nhint: a model fits only graphs with the same numbers of feature "
+                "columns and classes; without --data the run's own graph is evaluated"
+            )
+
+
+def _num_columns(state: Mapping[str, Any]) -> int | None:
+    """The width of the features that the first layer takes; None if it has no such layer."""
+    for name, value in state.items():
+        if "layers.0." in name and isinstance(value, Tensor) and value.ndim > 1:
+            return value.shape[-1]
+    return None
+
+
+def _num_outputs(state: Mapping[str, Any]) -> int | None:
+    """The width of the outputs of the last layer; None if it has no such layer."""
+    biases = [
+        value
+        for name, value in state.items()
+        if "layers." in name and name.endswith("bias") and isinstance(value, Tensor)
+    ]
+    return biases[-1].shape[0] if biases else None
 
 
 def named(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
