@@ -7,6 +7,7 @@ the next one fails.
 import errno
 import json
 import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,13 @@ def limit(num_bytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-@pytest.fixture(autouse=True)
-def space_at_the_end():
-    yield
-    limit(resource.RLIM_INFINITY)
+@contextmanager
+def restored_limit():
+    """Decorates a test: pytest may write its report to a file as soon as the test returns."""
+    try:
+        yield
+    finally:
+        limit(resource.RLIM_INFINITY)
 
 
 def lines(run: Path):
@@ -70,6 +74,7 @@ def steps_in_tensorboard(run: Path):
     return [event.step for event in events.Scalars("loss")]
 
 
+@restored_limit()
 def test_all_files_are_written_once_the_disk_has_space_again(config, tmp_path, after_epoch):
     run, listener = tmp_path / "run", Listener()
     # the record of two epochs fits, and a part of the next line
@@ -93,6 +98,7 @@ def test_all_files_are_written_once_the_disk_has_space_again(config, tmp_path, a
     assert steps_in_tensorboard(run) == list(range(1, 7))
 
 
+@restored_limit()
 def test_a_run_that_cannot_save_its_results_prints_them_and_fails(
     config, tmp_path, after_epoch, capsys
 ):
@@ -156,6 +162,7 @@ def test_states_of_workers_outlive_checkpoints_that_could_not_be_written(
     assert (result["epochs"], result["unsaved"]) == (6, {})
 
 
+@restored_limit()
 def test_a_full_disk_at_the_start_ends_the_command(config, tmp_path):
     limit(0)
     with pytest.raises(OSError, match="File too large"):
