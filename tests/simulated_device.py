@@ -1,8 +1,8 @@
 """Tensors of a simulated device: their memory is the host's, and their device is "cuda".
 
 Whatever reads their values on the host is a synchronisation: on a GPU the host would wait there for
-all that is queued. It also waits where it copies something to the device, unless `non_blocking` is
-given. `Reads` counts both. There is no autograd on such a device.
+all that is queued. It also waits where it copies something to or from the device, unless
+`non_blocking` is given. `Reads` counts both. There is no autograd on such a device.
 """
 
 from typing import ClassVar
@@ -115,9 +115,9 @@ class Factories(TorchFunctionMode):
             return OnDevice(args[0].clone())
         if func is torch.Tensor.copy_ and any(isinstance(each, OnDevice) for each in args):
             into, source = pytree.tree_map_only(OnDevice, lambda t: t.inner, args[:2])
-            if not isinstance(args[0], OnDevice):
+            if not isinstance(args[0], OnDevice) and not kwargs.get("non_blocking"):
                 Reads.seen.append("copy_")
-            elif not isinstance(args[1], OnDevice) and not kwargs.get("non_blocking"):
+            if not isinstance(args[1], OnDevice) and not kwargs.get("non_blocking"):
                 Reads.seen.append("copy_ to the device")
             into.copy_(source)
             return args[0]

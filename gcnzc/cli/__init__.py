@@ -81,13 +81,16 @@ def start_workers(config: TrainConfig, words: Sequence[str], reporter: Reporter)
     return launch.launch(own, config.workers, folder, config.restarts)
 
 
+REMEDY = "`gcnzc train --resume RUN` starts the run again from its last checkpoint"
+
+
 def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int:
     """`gcnzc train` as one of several workers."""
     if launch.has_reported_fatal_error():
         return 0
     backend = "gloo" if choose_device(config.device).type == "cpu" else "auto"
     try:
-        with init_group(backend, timeout_s=config.timeout_s) as group:
+        with init_group(backend, timeout_s=config.timeout_s, remedy=REMEDY) as group:
             own = reporter if group.rank == 0 else NullReporter()
             if launch.cannot_be_joined():
                 own.say(

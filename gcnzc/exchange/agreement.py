@@ -1,7 +1,8 @@
 """Check that all ranks make the same requests in the same order, and report mismatches.
 
-Each message has a header: the kind, dtype and size of its request, and the round, which is the
-number of the request and a checksum of all requests before it. Over gloo a hash of the header is
+Each message has a header: the kind, dtype and size of its request, its caller, such as one of
+several optimizers, and the round, which is the number of the request and a checksum of all requests
+before it. Over gloo a hash of the header is
 the message's tag, which gloo sends in any case, so it costs no byte and no round trip. gloo does
 not match messages with different tags: nothing is read with the wrong size or dtype, and both sides
 wait. A rank that waits for longer than `STALL_S` compares its last requests with those of the rank
@@ -66,7 +67,7 @@ class Header:
     digest: int
     """32-bit checksum of this header and of all before it in the sequence"""
     words: str
-    """kind, dtype and size, which must be the same on all ranks"""
+    """kind, dtype, size and caller, which must be the same on all ranks"""
     sent: dict[int, str] = field(default_factory=dict)
     """size and dtype sent to each peer, if they differ between peers"""
     expected: dict[int, str] = field(default_factory=dict)
@@ -112,8 +113,11 @@ class RequestLog:
         words: str,
         sent: dict[int, str] | None = None,
         expected: dict[int, str] | None = None,
+        caller: str = "",
     ) -> Header:
         """Add a request to a sequence, and return its header."""
+        if caller:
+            words = f"{words} for {caller}"
         headers = self.sequences.setdefault(sequence, deque(maxlen=HEADERS_KEPT))
         before = headers[-1] if headers else Header(0, 0, "")
         digest = zlib.crc32(words.encode(), before.digest)
@@ -121,13 +125,15 @@ class RequestLog:
         headers.append(header)
         return header
 
-    def record_collective(self, channel: str, request: Collective) -> Header:
+    def record_collective(self, channel: str, request: Collective, caller: str = "") -> Header:
         """Add a collective to the sequence of its channel."""
-        return self.record(channel_sequence(channel), *describe_collective(request))
+        words, sent, expected = describe_collective(request)
+        return self.record(channel_sequence(channel), words, sent, expected, caller)
 
-    def record_message(self, message: Message) -> Header:
+    def record_message(self, message: Message, caller: str = "") -> Header:
         """Add a message to the sequence of its two ranks."""
-        return self.record(message_sequence(message, self.rank), describe_values(message.values))
+        words = describe_values(message.values)
+        return self.record(message_sequence(message, self.rank), words, caller=caller)
 
 
 def channel_sequence(channel: str) -> str:
@@ -203,7 +209,8 @@ def mismatch(what: str) -> RequestMismatch:
     return RequestMismatch(
         f"the ranks' requests do not match: {what}\n\n"
         "hint: every rank must make the same requests in the same order, with the same sizes and "
-        "dtypes; a Send needs a Receive that its peer begins at the same time"
+        "dtypes, and construct and step its optimizers in the same order; a Send needs a Receive "
+        "that its peer begins at the same time"
     )
 
 

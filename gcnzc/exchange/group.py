@@ -29,6 +29,7 @@ from gcnzc.exchange.process_group import Channel, T, network
 from gcnzc.exchange.requests import (
     Algorithm,
     AllGatherScalar,
+    Caller,
     Compute,
     Receive,
     Request,
@@ -42,6 +43,10 @@ from gcnzc.exchange.start import initialize, is_worker
 
 # default time limit of a request
 TIMEOUT_S = 60.0
+
+
+# what to do when a worker is lost, if the program that trains does not say
+REMEDY = "start all workers again, and load the state_dict() and the model that were saved last"
 
 
 # number of the last waits and overlapped exchanges whose times are kept until they are taken
@@ -77,6 +82,7 @@ class Group:
             has all of these. `subgroup` sets them.
         watch: the heartbeats of all workers; made on `store` if None.
         keeper: the process that hosts the store, for error messages; None if it is not known.
+        remedy: what the hint of `WorkerLost` suggests.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Group:
         ranks: Sequence[int] | None = None,
         watch: HeartbeatMonitor | None = None,
         keeper: StoreHost | None = None,
+        remedy: str = REMEDY,
     ) -> None:
         self.rank, self.world_size, self.backend = rank, world_size, backend
         self.store, self.is_part = store, ranks is not None
@@ -99,12 +106,14 @@ class Group:
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0)) if store else 0
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if store else 1
         self.choices, self.timeout_s = choices or Choices(), timeout_s
+        self.remedy = remedy
         self.ledger = Ledger()
         # begin and end of waits of this worker's algorithms, by time.perf_counter
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         # begin and end of exchanges that overlapped with them
         self.beside: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         self.log = RequestLog(rank)
+        self._num_callers = 0
         self._channels: dict[str, Channel] = {}
         self._own = self.channel("")
         self.watch, self.stalls = watch, None
@@ -142,6 +151,19 @@ class Group:
             self._channels[name] = Channel(self, name, process_group)
         return self._channels[name]
 
+    def new_caller(self, kind: str) -> str:
+        """Return a name for a `Caller`, of its kind and its number in this group.
+
+        Ranks that create their callers in the same order give them the same names.
+        """
+        self._num_callers += 1
+        return f"{kind} number {self._num_callers}"
+
+    @property
+    def caller(self) -> str:
+        """The current caller of the algorithm that `run` executes; empty if it has none."""
+        return self._own.caller
+
     def subgroup(self, ranks: Iterable[int]) -> "Group":
         """Create a group of some ranks of this one, such as those with replicas of one shard.
 
@@ -168,7 +190,7 @@ class Group:
             )
         rank, world_size = members.index(self.rank), len(members)
         if world_size == 1:
-            return Group(choices=self.choices, timeout_s=self.timeout_s)
+            return Group(choices=self.choices, timeout_s=self.timeout_s, remedy=self.remedy)
         made_before = sum(
             group.ranks == [self.ranks[each] for each in members] for group in self._subgroups
         )
@@ -186,6 +208,7 @@ class Group:
                 self.timeout_s,
                 [self.ranks[each] for each in members],
                 keeper=self.watch.keeper if self.watch is not None else None,
+                remedy=self.remedy,
             )
         except (ConnectionBroken, RuntimeError) as error:
             cause = error.__cause__ if isinstance(error, ConnectionBroken) else error
@@ -249,8 +272,8 @@ class Group:
                 buffers.clear()
 
     def run(self, algorithm: Algorithm[T]) -> T:
-        """See `run`."""
-        answer = None
+        """See `run`; a closed group raises a RuntimeError."""
+        answer, self._own.caller = None, ""
         while True:
             try:
                 request = algorithm.send(answer)
@@ -259,12 +282,17 @@ class Group:
             answer = self._answer(request)
 
     def _answer(self, request: Request) -> Any:
+        if isinstance(request, Caller):
+            before, self._own.caller = self._own.caller, request.name
+            return before
         if self.world_size > 1 and not self.backend:
             raise RuntimeError(
                 f"rank {self.rank} of {self.world_size} is not connected, so it cannot answer "
                 f"{describe_request(request)}\n\nhint: initialise torch.distributed before "
                 "an optimizer is unpickled, or load its state_dict() into a new one"
             )
+        if self.is_closed and self.world_size > 1:
+            self._refuse(request)
         if isinstance(request, Compute):
             return time.sleep(request.seconds)
         if isinstance(request, Start):
@@ -283,6 +311,18 @@ class Group:
             work = self._own.begin_message(request)
             return self._explained(work.result, request, work.find_need)
         return self._explained(lambda: self._own.answer(request), request, self._own.find_need)
+
+    def _refuse(self, request: Request) -> None:
+        """Raise the error of a request to a closed group, and tell the other ranks the reason."""
+        if self.watch is not None:
+            self.watch.leave("its group is closed")
+            # else the others would wait for the time limit
+            self._abort()
+        raise RuntimeError(
+            f"rank {self.rank} requests {describe_request(request)} of a group that is closed\n\n"
+            "hint: call finalize() and all else that communicates before close(), the end of "
+            "`with init_group()`, and destroy_process_group()"
+        )
 
     def _explained(
         self, deed: Callable[[], Any], request: Request, find_need: Callable[[], Need | None]
@@ -309,8 +349,7 @@ class Group:
                 f"{name_of(self.rank, self.ranks)} waited {waited:.0f} s in step "
                 f"{self.watch.step} for "
                 f"{describe_request(request)}: {why}\n\n"
-                "hint: the run goes on from its last checkpoint when it is started again with "
-                f"--resume; the time limit is {self.timeout_s:g} s"
+                f"hint: {self.remedy}; the time limit of a request is {self.timeout_s:g} s"
             ) from error.__cause__
         finally:
             if self.stalls is not None:
@@ -405,7 +444,10 @@ _present = _DefaultGroup()
 
 @contextmanager
 def init_group(
-    backend: str = "gloo", choices: Choices | None = None, timeout_s: float = TIMEOUT_S
+    backend: str = "gloo",
+    choices: Choices | None = None,
+    timeout_s: float = TIMEOUT_S,
+    remedy: str = REMEDY,
 ) -> Iterator[Group]:
     """Initialise torch.distributed, and yield the group of the workers that a launcher started.
 
@@ -416,6 +458,7 @@ def init_group(
             case, else "gloo".
         choices: the collective algorithm for each kind of request.
         timeout_s: time limit of each request, in seconds.
+        remedy: see `Group`.
 
     Yields:
         The group, which is closed at the end of the `with`.
@@ -424,7 +467,7 @@ def init_group(
         WorkerLost: not all workers connected within `JOIN_S` seconds, or one is stopped.
     """
     if not is_worker() or int(os.environ["WORLD_SIZE"]) == 1:
-        group = Group(choices=choices, timeout_s=timeout_s)
+        group = Group(choices=choices, timeout_s=timeout_s, remedy=remedy)
         try:
             yield group
         finally:
@@ -440,7 +483,11 @@ def init_group(
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     rank, world_size = watch.rank, watch.world_size
     try:
-        group = Group(rank, world_size, backend, watch.store, choices, timeout_s, watch=watch)
+        group = Group(
+            *(rank, world_size, backend, watch.store, choices, timeout_s),
+            watch=watch,
+            remedy=remedy,
+        )
         try:
             yield group
         finally:

@@ -27,6 +27,7 @@ from gcnzc.exchange.choices import Choices, as_bytes, expand
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.requests import (
     Algorithm,
+    Caller,
     Collective,
     Compute,
     Receive,
@@ -97,6 +98,7 @@ class _Task:
     stack: list[Algorithm[Any]]  # the last one is running, for the one before it
     now: float
     kind: str = ""  # of the request that it is in
+    caller: str = ""
     computed_s: float = 0.0
     answer: Any = None
     waits_for: Any = None
@@ -207,6 +209,8 @@ class _World:
         if isinstance(request, Compute):
             task.now += request.seconds
             task.computed_s += request.seconds
+        elif isinstance(request, Caller):
+            task.answer, task.caller = task.caller, request.name
         elif isinstance(request, Scratch):
             # whole bytes of ones are NaN in every floating-point dtype
             task.answer = torch.empty_like(request.values)
@@ -220,7 +224,7 @@ class _World:
         else:
             channel = task.channel[0] if task.channel else ""
             task.kind = self.counted(task.rank, request)
-            task.stack.append(self.expanded(task.rank, channel, request))
+            task.stack.append(self.expanded(task.rank, task.caller, channel, request))
 
     def begin(
         self, task: _Task, request: Request | Algorithm[Any], channel: str = ""
@@ -229,12 +233,12 @@ class _World:
             return self.send(task, request)
         if isinstance(request, Receive):
             if not task.kind:
-                self.check_message(task.rank, request)
+                self.check_message(task, request)
             mailbox = self.mailbox(request.peer, task.rank, task)
             mailbox.promised.append(task.now)
             self.wake(mailbox, task.now)
             return _Receipt(request, mailbox, len(mailbox.promised))
-        assert not isinstance(request, Start | Wait | Compute | Scratch), (
+        assert not isinstance(request, Start | Wait | Compute | Scratch | Caller), (
             "only an exchange can be begun"
         )
         before = self.last_of_channel.get((task.rank, channel))
@@ -242,22 +246,23 @@ class _World:
         if isinstance(request, Generator):
             algorithm = request
         else:
-            algorithm = self.expanded(task.rank, channel, request)
+            algorithm = self.expanded(task.rank, task.caller, channel, request)
             kind = self.counted(task.rank, request)
         begun = self.start(task.rank, (channel,), _after(before, algorithm), task.now)
-        begun.kind = kind
+        begun.kind, begun.caller = kind, task.caller
         self.last_of_channel[task.rank, channel] = begun
         return begun
 
-    def expanded(self, rank: int, channel: str, request: Collective) -> Algorithm[Any]:
+    def expanded(self, rank: int, caller: str, channel: str, request: Collective) -> Algorithm[Any]:
         """The messages of a request, when its turn comes, once other ranks' requests fit it."""
-        header = self.logs[rank].record_collective(channel, request)
+        header = self.logs[rank].record_collective(channel, request, caller)
         self.check(rank, channel_sequence(channel), header, range(self.world_size))
         return (yield from expand(request, rank, self.world_size, self.choices))
 
-    def check_message(self, rank: int, message: Send | Receive) -> None:
-        header = self.logs[rank].record_message(message)
-        self.check(rank, message_sequence(message, rank), header, [message.peer])
+    def check_message(self, task: _Task, message: Send | Receive) -> None:
+        header = self.logs[task.rank].record_message(message, task.caller)
+        sequence = message_sequence(message, task.rank)
+        self.check(task.rank, sequence, header, [message.peer])
 
     def check(self, rank: int, sequence: str, header: Header, peers: Sequence[int]) -> None:
         """Raise a RequestMismatch if a request differs from that of a peer that made it before."""
@@ -280,7 +285,7 @@ class _World:
 
     def send(self, task: _Task, request: Send) -> _Sent:
         if not task.kind:
-            self.check_message(task.rank, request)
+            self.check_message(task, request)
         copy = as_bytes(request.values).clone()
         num_bytes, pair = len(copy), (task.rank, request.peer)
         narrow = self.links.get(pair, Link())

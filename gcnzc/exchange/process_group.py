@@ -40,6 +40,7 @@ from gcnzc.exchange.requests import (
     AllGatherScalar,
     AllToAll,
     Broadcast,
+    Caller,
     Collective,
     Compute,
     Mean,
@@ -128,6 +129,7 @@ class Channel:
         self.stream: Any = None
         self.sequence = channel_sequence(name)
         self.name = name
+        self.caller = ""  # of the current request
         self.lock = threading.Lock()
         self.header = Header(0, 0, "")  # of the current request
         self.pairs: set[tuple[str, str]] = set()  # of successive requests
@@ -147,9 +149,9 @@ class Channel:
         """Start a request, or an algorithm, in the background."""
         if isinstance(request, Generator):
             return self._conducted(request)
-        assert not isinstance(request, Start | Wait | Compute | Scratch | Send | Receive), (
-            "only an exchange can be begun"
-        )
+        assert not isinstance(
+            request, Start | Wait | Compute | Scratch | Caller | Send | Receive
+        ), "only an exchange can be begun"
         if self.group.backend == "nccl" and is_on_gpu(request):
             # it runs on a stream of its own, without a thread
             return self._nccl(request)
@@ -160,8 +162,10 @@ class Channel:
         """Run a function on this channel's thread."""
         if self.threads is None:
             self.threads = ThreadPoolExecutor(1, f"gcnzc-exchange-{self.name}")
+        caller = self.group.caller
 
         def work() -> T:
+            self.caller = caller
             try:
                 return deed()
             finally:
@@ -230,13 +234,13 @@ class Channel:
             if not self.name:
                 # other channels record no NCCL requests, since the order of threads may differ;
                 # the digest of this one is part of later headers
-                group.log.record_collective(self.name, request)
+                group.log.record_collective(self.name, request, self.caller)
             return self._nccl(request).result()
         kind = type(request).__name__
         with self.lock:
             group.ledger.count(kind)
             before = self.header.words
-            self.header = group.log.record_collective(self.name, request)
+            self.header = group.log.record_collective(self.name, request, self.caller)
             is_checked = self._add_pair(before, self.header.words)
             is_checked |= self.header.number % CHECK_EVERY == 0
             staged = StagedRequest(request, self.memory)
@@ -285,7 +289,7 @@ class Channel:
     def agree(self, words: str) -> None:
         """Wait until all ranks have made the same call, described by `words`, with a barrier."""
         with self.lock:
-            self.header = self.group.log.record(self.sequence, words)
+            self.header = self.group.log.record(self.sequence, words, caller=self.caller)
             self._by_messages(barrier(self.group.rank, self.group.world_size), "")
 
     def _by_messages(self, algorithm: Algorithm[Any], kind: str) -> Any:
@@ -314,7 +318,7 @@ class Channel:
     def begin_message(self, request: Message) -> _Work:
         """Start a `Send` or `Receive` of the algorithm itself, not of a collective."""
         group, values = self.group, request.values
-        header = group.log.record_message(request)
+        header = group.log.record_message(request, self.caller)
         sequence = message_sequence(request, group.rank)
         if group.backend == "nccl" or not is_on_gpu(request):
             return self._message(request, sequence, header, "Send")

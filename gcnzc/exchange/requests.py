@@ -112,6 +112,17 @@ class Scratch:
 
 
 @dataclass(frozen=True)
+class Caller:
+    """The name of what makes the requests from here on, such as an optimizer; headers include it.
+
+    Ranks whose requests are equal but have different callers are then a mismatch. The answer is the
+    name before; at the start of an algorithm it is empty. What is begun keeps the name.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Compute:
     """Seconds of work that is not exchange: a virtual clock advances, a real worker sleeps."""
 
@@ -143,7 +154,7 @@ Collective: TypeAlias = (
     Sum | Mean | AllGather | ReduceScatter | AllToAll | Broadcast | SendReceive | AllGatherScalar
 )
 Message: TypeAlias = Send | Receive
-Request: TypeAlias = Collective | Message | Scratch | Compute | Start | Wait
+Request: TypeAlias = Collective | Message | Scratch | Compute | Caller | Start | Wait
 Algorithm: TypeAlias = Generator[Request, Any, T]
 
 

@@ -3,22 +3,26 @@
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
 from itertools import zip_longest
-from typing import Any, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group, RequestMismatch, current_group, run
+from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, current_group, run
 from gcnzc.exchange.layout import layout
 from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronise_buffers
+from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
 from gcnzc.optim.group_options import (
     LOADED,
+    OPTIMIZER,
     STEPS,
     Comparison,
     find_difference_by_store,
+    names_in_model,
     option_lines,
     trained_lines,
 )
@@ -27,6 +31,27 @@ from gcnzc.optim.scaling import report_overflow
 from gcnzc.optim.validation import check_count, check_group, check_param_group
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Self = TypeVar("Self", bound="DistributedOptimizer")
+
+
+def identified(
+    method: Callable[Concatenate[Self, P], Algorithm[T]],
+) -> Callable[Concatenate[Self, P], Algorithm[T]]:
+    """Decorate an algorithm of an optimizer, so that headers of its requests name the optimizer.
+
+    Ranks that step several optimizers in different orders would otherwise exchange the gradients of
+    different models.
+    """
+
+    @wraps(method)
+    def algorithm(self: Self, /, *args: P.args, **options: P.kwargs) -> Algorithm[T]:
+        before = yield Caller(self.identity)
+        result = yield from method(self, *args, **options)
+        yield Caller(before)
+        return result
+
+    return algorithm
 
 
 class LatePhaseWarning(UserWarning):
@@ -52,6 +77,9 @@ class DistributedOptimizer(Optimizer):
 
     is_shared = False
     """whether the state is the same on all ranks, so that one checkpoint serves all"""
+
+    is_replicated = True
+    """whether trained parameters are equal on all ranks after every exchange"""
 
     # torch's GradScaler then leaves the division by the scale and the skipping to `step`
     _step_supports_amp_scaling = True
@@ -91,7 +119,10 @@ class DistributedOptimizer(Optimizer):
         """number of steps taken, as the subclass counts them; equal on all ranks"""
         self.loaded = "none"
         """description of the state that was loaded last; equal on all ranks"""
-        self.comparison = Comparison()
+        self.identity = type(self).__name__
+        """name in the headers of requests: the class, and the number of this optimizer in its
+        group, which copies keep"""
+        self.comparison, self.checksums = Comparison(), Checksums()
         self.is_trainable: list[bool] = []
         """`requires_grad` of all parameters when they were laid out"""
         self.is_broadcast = False
@@ -169,21 +200,31 @@ class DistributedOptimizer(Optimizer):
     def hashed_lines(self, with_gpu: bool) -> list[str]:
         """Return the lines for the hash bit of every exchange; see `Comparison`."""
         options = option_lines(self.param_groups, with_gpu=with_gpu)
-        return [f"{STEPS}\t{self.steps}", f"{LOADED}\t{self.loaded}", *options]
+        # the first line that differs is reported, so an optimizer in place of another comes first
+        own = [f"{OPTIMIZER}\t{self.identity}", f"{STEPS}\t{self.steps}"]
+        return [*own, f"{LOADED}\t{self.loaded}", *options]
 
     def compared_lines(self) -> list[str]:
         """Return the lines that must be the same on all ranks; see `Comparison`."""
         return [*self.hashed_lines(with_gpu=True), *trained_lines(self.param_groups)]
 
     def compare(self) -> Algorithm[bool]:
-        """Compare the lines of all ranks if a comparison is due; see `Comparison.compare`."""
-        return (yield from self.comparison.compare(self.compared_lines))
+        """Compare lines and parameters of all ranks if that is due; see `Comparison.compare`."""
+        is_compared = yield from self.comparison.compare(self.compared_lines)
+        if is_compared:
+            yield from self.checksums.check_equal(self.replicated_parameters())
+        return is_compared
 
     def common_notes(self) -> list[float]:
         """Return the numbers that every exchange sends: the hash bit, and the signals."""
         if self.trainable() != self.is_trainable:
             self.comparison.is_requested = True
-        return [self.comparison.bit(self.hashed_lines), *self.asks]
+        if self.group.world_size > 1:
+            self.checksums.update(self.comparison.received, self.replicated_parameters)
+        return [self.comparison.bit(self._bit_lines), *self.asks]
+
+    def _bit_lines(self, with_gpu: bool) -> list[str]:
+        return [*self.hashed_lines(with_gpu), self.checksums.line]
 
     @property
     def num_common_notes(self) -> int:
@@ -277,6 +318,7 @@ class DistributedOptimizer(Optimizer):
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
+    @identified
     def broadcast_model(self) -> Algorithm[None]:
         """Broadcast the parameters and buffers of rank 0, once, before the first step.
 
@@ -287,7 +329,12 @@ class DistributedOptimizer(Optimizer):
             return
         if self.group.world_size > 1:
             tensors = self.tensors_to_broadcast()
-            yield from check_same([*self.layout(), *layout(tensors)], "optimizers")
+            names = names_in_model(self.module, self.param_groups)
+            lines = [
+                f"{line}{names.get(id(tensor), '')}"
+                for line, (_, tensor) in zip(layout(tensors), tensors, strict=True)
+            ]
+            yield from check_same([*self.layout(), *lines], "optimizers")
             yield from broadcast(tensors)
         self.is_broadcast = True
         self.on_broadcast()
@@ -304,10 +351,12 @@ class DistributedOptimizer(Optimizer):
         return self.tensors()
 
     def connect(self) -> None:
-        """Run `broadcast_model` if the group is connected.
+        """Name this optimizer, and run `broadcast_model` if the group is connected.
 
         Every constructor ends with this call.
         """
+        if self.identity == type(self).__name__:
+            self.identity = self.group.new_caller(self.identity)
         if self.group.backend:
             run(self.broadcast_model(), self.group)
 
@@ -327,6 +376,15 @@ class DistributedOptimizer(Optimizer):
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group["params"]):
                 yield f"group {number}, parameter {place}", parameter
+
+    def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:
+        """Return names and parameters that are equal on all ranks now; None if none need be."""
+        names = names_in_model(self.module, self.param_groups)
+        return [
+            (f"{place}{names.get(id(each), '')}", each)
+            for place, each in self.named_parameters()
+            if self.is_replicated or not each.requires_grad
+        ]
 
     def trainable(self) -> list[bool]:
         """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
@@ -389,12 +447,14 @@ class DistributedOptimizer(Optimizer):
         """
         self._run(self.finalized())
 
+    @identified
     def finalized(self) -> Algorithm[None]:
         """The communication and computation of `finalize`, for `lockstep`."""
         yield from self.broadcast_model()
         if self.group.world_size > 1:
             # a rank with fewer steps has averaged its last ones with others of the other ranks
             self.comparison.is_due = True
+            self.checksums.renew(self.replicated_parameters())
             yield from self.compare()
         yield from self.finish()
         if self.module is not None and self.group.world_size > 1:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.exchange.layout import hash_of
@@ -28,8 +28,11 @@ NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "diff
 GPU_INTERVAL = 100
 # how long a rank whose connections are broken waits for the others' lines, and its poll interval
 STORE_WAIT_S, STORE_POLL_S = 5.0, 0.05
-STEPS, LOADED, TRAINED = "number of steps", "loaded state", "requires_grad of"
+OPTIMIZER, STEPS, LOADED = "optimizer", "number of steps", "loaded state"
+TRAINED = "requires_grad of"
 _HINTS = {
+    OPTIMIZER: "construct and step optimizers in the same order on all ranks; numbers count those "
+    "of a group in the order of construction",
     STEPS: "call step() equally often on all ranks, and load the states of one checkpoint on all",
     LOADED: "load the states of one checkpoint on all ranks, before the same step",
     TRAINED: "add, freeze and unfreeze parameters on all ranks, before the same step",
@@ -46,6 +49,8 @@ class Comparison:
     def __init__(self) -> None:
         self.count = 0
         """number of bits sent so far; equal on all ranks"""
+        self.received = 0
+        """number of sums received so far; equal on all ranks"""
         self.is_due = False
         """whether bits have differed since the last comparison; equal on all ranks"""
         self.is_requested = False
@@ -69,6 +74,7 @@ class Comparison:
 
     def receive(self, total: float, ranks: int) -> None:
         """Update `is_due` with the sum of the numbers that `ranks` ranks sent."""
+        self.received += 1
         self.is_due |= ranks > 1 and total not in (0, ranks)
 
     def compare(self, lines: Callable[[], list[str]]) -> Algorithm[bool]:
@@ -153,6 +159,16 @@ def trained_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
         found = f"False for parameters {', '.join(frozen)}" if frozen else "True for all parameters"
         lines.append(f"{TRAINED} parameter group {number}\t{found}, of {len(flags)}")
     return lines
+
+
+def names_in_model(module: nn.Module | None, groups: Iterable[Mapping[str, Any]]) -> dict[int, str]:
+    """Return by id the names of parameters of `module`, and of those that were given with names."""
+    own = [] if module is None else module.named_parameters()
+    names = {id(parameter): f", named {name}" for name, parameter in own}
+    for group in groups:
+        pairs = zip(group["params"], group.get("param_names", ()), strict=False)
+        names |= {id(parameter): f", named {name}" for parameter, name in pairs}
+    return names
 
 
 def option_lines(groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> list[str]:

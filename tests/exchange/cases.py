@@ -116,6 +116,6 @@ def stop_while_joining():
             met(*words)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        start.met = met_and_stop
+        start.join_workers = met_and_stop
     with init_group(timeout_s=6):
         pass

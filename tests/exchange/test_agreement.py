@@ -13,6 +13,7 @@ from gcnzc.exchange import (
     AllGatherScalar,
     AllToAll,
     Broadcast,
+    Caller,
     Compute,
     Mean,
     Receive,
@@ -61,6 +62,20 @@ def sums(count):
 def seen():
     """Large requests of two kinds, in which each kind follows itself and the other."""
     return [kind(floats(LARGE)) for kind in (Sum, Sum, Mean, Mean, Sum)]
+
+
+def calls(caller):
+    """A request in the name of a caller."""
+    return [Caller(caller), Sum(floats(2)), Caller("")]
+
+
+def begun_for_another(rank):
+    """A program whose second request is begun for another caller on each rank."""
+    yield Wait((yield Start(Sum(floats(2)))))
+    yield Caller(f"model {rank}")
+    pending = yield Start(Sum(floats(2)))
+    yield Caller("")
+    return (yield Wait(pending))
 
 
 # (programs of ranks 0 and 1, what is reported)
@@ -138,6 +153,24 @@ MISMATCHES = {
     "a large mean for a sum where both have followed a sum before": (
         lambda rank: do(*seen(), (Mean if rank else Sum)(floats(LARGE)), *sums(128)),
         "requests (Sum|Mean) of 8000 float32, rank . requests (Sum|Mean) of 8000 float32",
+    ),
+    "the same requests for two callers in another order": (
+        lambda rank: do(*calls(f"model {rank}"), *calls(f"model {1 - rank}")),
+        "rank . requests Sum of 2 float32 for model .*, rank . requests Sum of 2 float32 for model",
+    ),
+    "large requests for two callers in another order": (
+        lambda rank: do(Caller(f"model {rank}"), large(), Caller(f"model {1 - rank}"), large()),
+        "rank . requests Sum of 8000 float32 for model ., rank . requests Sum of 8000 float32 for",
+    ),
+    "begun requests for two callers in another order": (
+        begun_for_another,
+        "request 2 of channel background: rank . requests Sum of 2 float32 for model .",
+    ),
+    "a message for another caller": (
+        lambda rank: do(
+            Caller(f"model {rank}"), Receive(floats(2), 0) if rank else Send(floats(2), 1)
+        ),
+        "requests 2 float32 for model ., rank . requests 2 float32 for model .",
     ),
     "in the background and not": (
         beside,

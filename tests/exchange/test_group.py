@@ -105,7 +105,9 @@ def test_a_missing_worker_is_named_in_time(what, message, tmp_path):
     for each in talks:
         assert re.search(message, each) or "left: worker 1" in each, each
         assert "step 20 for Mean of 40 bytes" in each
-        assert "hint: the run goes on from its last checkpoint" in each
+        # no command of gcnzc runs here
+        assert "hint: start all workers again, and load the state_dict() and the model" in each
+        assert "--resume" not in each
 
 
 def test_a_worker_that_stops_while_it_joins_is_named_in_time(tmp_path):
@@ -173,6 +175,41 @@ def test_a_group_that_cannot_be_made_says_why_on_all_ranks_and_leaves_no_thread(
         # gloo's words
         assert re.match("WorkerLost: worker . of 2 waited .*nowhere0", joining), joining
         assert (watches, watches_later) == ([0, 0], 0)
+
+
+def use_a_closed_group():
+    """The error of a request, or one begun, to a group that rank 1 has closed, on each rank."""
+    found = []
+    with init_group(timeout_s=20) as whole:
+        for program in (ask(AllGatherScalar(0)), begin(AllGatherScalar(0))):
+            group = whole.subgroup([0, 1])
+            run(begin(AllGatherScalar(0)), group)
+            if group.rank == 1:
+                group.close()
+            try:
+                run(program, group)
+            except RuntimeError as error:
+                found.append(f"{type(error).__name__}: {error}")
+                # connections end with the process
+                group.close()
+        # rank 0 waits for answers
+        run(ask(AllGatherScalar(0)), whole)
+    return found
+
+
+def test_a_closed_group_refuses_requests_with_a_remedy(tmp_path):
+    with workers(2, tmp_path, use_a_closed_group) as processes:
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0, talk(tmp_path, 0) + talk(tmp_path, 1)
+    waiting, closed = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for text in closed:
+        assert re.match(
+            "RuntimeError: rank 1 requests (the start of )?AllGatherScalar of 8 b", text
+        )
+        assert "of a group that is closed\n\nhint: call finalize()" in text
+    for text in waiting:
+        assert re.match("WorkerLost: worker 0 waited .* its group is closed", text), text
 
 
 def sum_or_mean(rank):

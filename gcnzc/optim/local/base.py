@@ -1,8 +1,7 @@
 """The base class of optimizers with local updates: local steps, and a synchronisation every H.
 
-It has the local step, means over the workers whose parameters are finite, exchanges that overlap
-with compute, and checkpoints. A subclass defines what is exchanged, when, and how the result is
-applied.
+It has local steps, means over the workers whose parameters are finite, overlapped exchanges, and
+checkpoints. A subclass defines what is exchanged, when, and how the result is applied.
 
 Letters: W workers, n elements of the parameters as one vector, k notes appended to a vector, H
 steps from one synchronisation to the next.
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, Group, Start, Wait, run
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.base import DistributedOptimizer
+from gcnzc.optim.base import DistributedOptimizer, identified
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.local.sync_interval import SyncInterval
@@ -28,8 +27,6 @@ from gcnzc.optim.validation import check_inner
 from gcnzc.system.scalars import read_scalars, scalars_like
 
 CHANNEL = "outer"
-
-
 """the channel of exchanges that overlap with compute"""
 
 
@@ -91,6 +88,7 @@ class LocalUpdates(DistributedOptimizer):
 
     exchanges = 1
     """the number of exchanges in H steps, of those whose time `pace` measures"""
+    is_replicated = False
 
     def __init__(
         self,
@@ -174,6 +172,7 @@ class LocalUpdates(DistributedOptimizer):
     ) -> None:
         """Load the three states above; the parameters are loaded already."""
 
+    @identified
     def algorithm(self) -> Algorithm[None]:
         """See `DistributedOptimizer`: an inner step, and every H steps a synchronisation."""
         if self.group.world_size == 1:
@@ -221,8 +220,7 @@ class LocalUpdates(DistributedOptimizer):
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         flags = [are_finite(*values)] if values else []
         found_inf = getattr(self, "found_inf", None)
-        if isinstance(found_inf, Tensor):
-            flags.append(found_inf == 0)
+        flags += [found_inf == 0] if isinstance(found_inf, Tensor) else []
         return not flags or all(flag > 0 for (flag,) in read_scalars(*flags))
 
     def layout(self) -> list[str]:
@@ -367,6 +365,7 @@ class LocalUpdates(DistributedOptimizer):
             if not all(bool(are_finite(each)) for each in tensors):
                 del self.state[parameter]
 
+    @identified
     def parameters_averaged(self) -> Algorithm[Tensor]:
         """Set the parameters to their mean over the workers, and return this worker's own (n,)."""
         own = self.vector()

@@ -20,7 +20,7 @@ from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Grou
 from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.base import DistributedOptimizer
+from gcnzc.optim.base import DistributedOptimizer, identified
 from gcnzc.optim.flat import FlatVector, on
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner
@@ -188,6 +188,7 @@ class Averaged(DistributedOptimizer):
     def __repr__(self) -> str:
         return f"Averaged({self.inner!r}, workers={self.group.world_size})"
 
+    @identified
     def algorithm(self) -> Algorithm[None]:
         """See `DistributedOptimizer`: the inner optimizer's step, on all ranks or on none."""
         if not self.gradients.is_known or self.group.world_size == 1:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, AllGather, Group
-from gcnzc.optim.base import DistributedOptimizer
+from gcnzc.optim.base import DistributedOptimizer, identified
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.validation import check_above_zero, check_adam_options, check_parameters
@@ -136,6 +136,7 @@ class Replicated(DistributedOptimizer):
         own = f"{type(self).__name__}, clip_norm {self.clip_norm}, {len(self.asks)} signals"
         return [own, *self.space.layout(), *options]
 
+    @identified
     def algorithm(self) -> Algorithm[None]:
         """See `DistributedOptimizer`: change the parameters on all workers alike, or on none."""
         if self.group.world_size == 1:
