@@ -39,7 +39,8 @@ import epochs
 from bulk import bulk_gather
 
 from gcnzc.features.pcie_traffic import traffic
-from gcnzc.features.table import copy_into, copy_to, pinned
+from gcnzc.features.pinning import pinned
+from gcnzc.features.registrations import copy_into, copy_to
 from gcnzc.kernels.gather import cached_rows, gather_numba, gpu
 from gcnzc.kernels.gather.bench_reads import read_dense
 from gcnzc.kernels.gather.gpu import gather_rows

@@ -37,7 +37,11 @@ MOVED: dict[str, Sequence[str]] = {
     "gcnzc.record": ("gcnzc.train.record", "gcnzc.system.files", "gcnzc.system.machine"),
     "gcnzc.replicas": ("gcnzc.exchange.sync",),
     "gcnzc.sampler": ("gcnzc.sampling.neighbor", "gcnzc.sampling.batch"),
-    "gcnzc.table": ("gcnzc.features.table",),
+    "gcnzc.table": (
+        "gcnzc.features.table",
+        "gcnzc.features.pinning",
+        "gcnzc.features.registrations",
+    ),
     "gcnzc.wire": ("gcnzc.features.pcie_traffic",),
 }
 

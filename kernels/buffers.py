@@ -9,7 +9,6 @@ kept for as long as anyone likes.
 
 import math
 import mmap
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from gcnzc.kernels.threads import ForkSafeLock
 
 # on the host: below this malloc keeps memory by itself, and is quicker than we are
 SMALL_BYTES = 1 << 16
@@ -58,7 +59,7 @@ class Pool:
     ) -> None:
         self._new_memory = new_memory or _new_memory
         self._small_bytes, self._before_end = small_bytes, before_end
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         # oldest first
         self._idle: list[_Block] = []
         self._largest_bytes = self._lent_bytes = self._most_lent_bytes = 0

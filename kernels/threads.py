@@ -1,4 +1,4 @@
-"""Run a kernel on several threads, each with a part of the items.
+"""Run a kernel on several threads, each with a part of the items; and a lock that survives forks.
 
 Kernels are compiled without the GIL and take a half-open range of items, so plain Python threads
 run them side by side. Numba's own thread layers are not used: the default one aborts the process
@@ -6,12 +6,57 @@ when two Python threads enter it at once, and the loader's threads and the model
 """
 
 import os
+import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+
+class ForkSafeLock:
+    """A lock that is free in a forked child, and in a copy, whoever holds the original.
+
+    A thread of the parent may hold a lock while another one forks. The child has no such thread, so
+    nobody would ever release the lock there.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        _locks.add(self)
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Acquire the lock, and return whether that succeeded; see `threading.Lock.acquire`."""
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type["ForkSafeLock"], tuple[()]]:
+        return ForkSafeLock, ()
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+
+_locks: "weakref.WeakSet[ForkSafeLock]" = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for lock in list(_locks):
+        lock._renew()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 @lru_cache(maxsize=1)

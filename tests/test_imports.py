@@ -232,7 +232,9 @@ def test_one_half_does_not_load_the_other(statement, absent):
 
 
 def test_old_paths_work_and_warn():
-    with pytest.warns(DeprecationWarning, match=r"moved to gcnzc\.features\.table\.can_read_host"):
+    with pytest.warns(
+        DeprecationWarning, match=r"moved to gcnzc\.features\.pinning\.can_read_host"
+    ):
         from gcnzc.table import can_read_host
     from gcnzc.features import can_read_host as new
 

@@ -4,7 +4,8 @@ from gcnzc._moved import renamed
 from gcnzc.features.access_counts import Presample
 from gcnzc.features.cache import CachedShare, CachedTable, cached, cached_share
 from gcnzc.features.cache_counters import CacheCounters
-from gcnzc.features.table import FeatureTable, can_read_host, pinned
+from gcnzc.features.pinning import can_read_host, pinned
+from gcnzc.features.table import FeatureTable
 
 __all__ = [
     "CacheCounters",

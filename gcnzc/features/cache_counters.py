@@ -1,10 +1,11 @@
 """Counters of the feature cache: hits, misses and bytes."""
 
-import threading
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from gcnzc.kernels.threads import ForkSafeLock
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Tally:
     """Rows and hits so far; any thread adds to them, on any stream."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._rows = self._hits = 0
         # on a GPU, so that nobody waits: one sum a stream, as streams do not add in turns
         self._on_gpu: dict[tuple[torch.device, int], Tensor] = {}

@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gcnzc.features.table import FeatureTable, can_read_host
+from gcnzc.features.pinning import can_read_host
+from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.neighbor import check_range
@@ -50,9 +51,11 @@ def check_seeds(seeds: IdsLike, graph: Graph, num_items: int | None, may_be_empt
     ordered = found.sort().values
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(twice) > 0:
+        is_mask = len(found) == graph.num_nodes and int(ordered[-1]) <= 1
+        hint = "seeds.nonzero().flatten(), if it is a mask" if is_mask else "seeds.unique()"
         raise ValueError(
             f"seeds: seed {int(twice[0])} occurs twice ({len(twice)} seeds too many)\n\n"
-            "hint: seeds.unique()"
+            f"hint: {hint}"
         )
     return found
 

@@ -19,7 +19,8 @@ from gcnzc.features.cache import (
     cached_share,
 )
 from gcnzc.features.peer_memory import Handle
-from gcnzc.features.table import FeatureTable, pinned
+from gcnzc.features.pinning import pinned
+from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.presampling import Progress, presample
 from gcnzc.train.config import TrainConfig

@@ -27,7 +27,8 @@ from gcnzc.datasets.rows import Allocate, Array
 from gcnzc.exchange import Group, run
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import all_gather_scalar
-from gcnzc.features.table import FeatureTable, needs_copy
+from gcnzc.features.pinning import needs_copy
+from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import load
 from gcnzc.system.host_memory import available_bytes

@@ -25,7 +25,8 @@ import torch
 from gcnzc.features.access_counts import Presample
 from gcnzc.features.cache import DEFAULT_CACHED_SHARE, cache_bytes, num_rows_to_cache
 from gcnzc.features.pcie_traffic import choose_layout, table_traffic
-from gcnzc.features.table import FeatureTable, can_read_host, pinned
+from gcnzc.features.pinning import can_read_host, pinned
+from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather.gpu import DEFAULT_PROGRAMS, VECTORS, WARPS, KernelConfig
 from gcnzc.kernels.gather.lanes import LAYOUTS, Layout
 from gcnzc.loader.presampling import presample

@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gcnzc.features.table import copy_into, pinned
+from gcnzc.features.pinning import pinned
+from gcnzc.features.registrations import copy_into
 from gcnzc.kernels.gather.bench_reads import chase_pointers, read_dense
 from gcnzc.kernels.gather.gpu import gather_rows, programs_of
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, Layout

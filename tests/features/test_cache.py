@@ -20,7 +20,8 @@ from gcnzc.cli import main
 from gcnzc.cli.reports import cache as reports_cache
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.features import access_counts, cache, cache_counters, peer_memory
-from gcnzc.features.table import FeatureTable, pinned
+from gcnzc.features.pinning import pinned
+from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.gather.cached_rows import make_cached_rows
 from gcnzc.loader import presampling

@@ -11,7 +11,7 @@ from fake_driver import FakePeers
 
 import gcnzc
 from gcnzc.features import peer_memory
-from gcnzc.features.table import pinned
+from gcnzc.features.pinning import pinned
 from gcnzc.kernels.gather import gather_reference
 from gcnzc.kernels.gather.cached import gather_cached
 

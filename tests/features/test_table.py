@@ -16,9 +16,12 @@ import torch
 from fake_driver import FakeDriver, FakeGpu
 
 import gcnzc
-from gcnzc.features import cache
-from gcnzc.features import table as module
-from gcnzc.features.table import FeatureTable, can_read_host, copy_into, copy_to, pinned
+from gcnzc.features import cache, registrations
+from gcnzc.features import pinning as module
+from gcnzc.features import table as tables
+from gcnzc.features.pinning import can_read_host, pinned
+from gcnzc.features.registrations import copy_into, copy_to
+from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather import gather_reference
 from gcnzc.kernels.gather.cached_rows import make_cached_rows
 from gcnzc.kernels.gather.gpu import KernelConfig
@@ -36,7 +39,7 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         ledger = None if driver is None else PageLocks(driver, segment_pages * PAGE, PAGE)
-        monkeypatch.setattr(module, "_ledger", lambda: ledger)
+        monkeypatch.setattr(registrations, "process_ledger", lambda: ledger)
         if driver is not None:
             copies.enter_context(FakeGpu(driver))
         return driver
@@ -127,7 +130,7 @@ def test_a_table_keeps_its_way_and_gathers_by_it(quantized, device, monkeypatch)
     cached = gcnzc.cached(mine, 0.5, torch.rand(40), device="cpu")
     assert cached.way == way
     told, ids = [], torch.randint(40, (60,))
-    for place, name in ((module, "gather"), (cache, "gather_hot")):
+    for place, name in ((tables, "gather"), (cache, "gather_cached")):
         monkeypatch.setattr(place, name, listened(getattr(place, name), told))
     assert torch.equal(mine.gather(ids), plain.gather(ids))
     assert torch.equal(cached.gather(ids), plain.gather(ids))
@@ -364,7 +367,7 @@ class Staged(torch.overrides.TorchFunctionMode):
 
 def test_padded_rows_are_not_copied_whole_on_the_host(cuda, monkeypatch):
     cuda(FakeDriver())
-    monkeypatch.setattr(module, "COPY_BYTES", 4096)
+    monkeypatch.setattr(registrations, "COPY_BYTES", 4096)
     rows = torch.arange(40_000.0).view(400, 100)[:, :60]
     with Staged() as staged:
         there = FeatureTable(rows).to("cuda").rows
@@ -597,7 +600,7 @@ def test_wsl_that_locks_a_page_but_not_the_table(cuda, caplog, monkeypatch):
     driver = cuda(FakeDriver(largest=PAGE))
     small, large = torch.randn(3, 8), torch.randn(3000, 8)
     # the ledger of `cuda` would go on down to single pages
-    monkeypatch.setattr(module._ledger(), "_smallest_bytes", 4 * PAGE)
+    monkeypatch.setattr(registrations.process_ledger(), "_smallest_bytes", 4 * PAGE)
     with pytest.raises(RuntimeError, match="would not lock"), pinned(large):
         pytest.fail("nothing is locked here")
     monkeypatch.setattr(platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
@@ -648,26 +651,29 @@ def test_one_ledger_for_a_process(monkeypatch):
         time.sleep(0.05)
         return FakeDriver()
 
-    monkeypatch.setattr(module, "Driver", make)
-    module._open_ledger.cache_clear()
+    monkeypatch.setattr(registrations, "Driver", make)
+    registrations._open_ledger.cache_clear()
     try:
         with ThreadPoolExecutor(4) as pool:
-            ledgers = {id(ledger) for ledger in pool.map(lambda _: module._ledger(), range(4))}
+            ledgers = {
+                id(ledger)
+                for ledger in pool.map(lambda _: registrations.process_ledger(), range(4))
+            }
         assert len(ledgers) == len(made) == 1
     finally:
-        module._open_ledger.cache_clear()
+        registrations._open_ledger.cache_clear()
 
 
 def test_no_ledger_without_a_driver(monkeypatch):
     def missing():
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(module, "Driver", missing)
-    module._open_ledger.cache_clear()
+    monkeypatch.setattr(registrations, "Driver", missing)
+    registrations._open_ledger.cache_clear()
     try:
-        assert module._ledger() is None
+        assert registrations.process_ledger() is None
     finally:
-        module._open_ledger.cache_clear()
+        registrations._open_ledger.cache_clear()
 
 
 @pytest.mark.gpu
@@ -689,7 +695,7 @@ def test_rows_across_the_borders_of_segments(device, monkeypatch):
     # rows of 404 bytes, segments of 64 KiB: every 162nd row crosses a border
     rows = torch.randn(100_000, 101)
     ledger = PageLocks(Driver(), segment_bytes=1 << 16)
-    monkeypatch.setattr(module, "_ledger", lambda: ledger)
+    monkeypatch.setattr(registrations, "process_ledger", lambda: ledger)
     with pinned(rows) as table:
         assert len(ledger._segments) > 600
         ids = torch.arange(100_000, device=device)

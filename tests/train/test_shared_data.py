@@ -15,7 +15,7 @@ from tiny_graph import tiny
 from gcnzc.exchange import init_group, run
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import all_gather_scalar
-from gcnzc.features import table as tables
+from gcnzc.features import registrations
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.graph.load import load
@@ -367,7 +367,7 @@ def pin_prepared(folder, codes):
 def pin_once(data, group, code):
     driver = FakeDriver(read_only_code=code)
     ledger = PageLocks(driver)
-    tables._ledger = lambda: ledger
+    registrations.process_ledger = lambda: ledger
     with feature_table(data, "host", torch.device("cuda"), group) as table:
         assert driver.is_covered(table.rows.data_ptr(), table.nbytes)
         assert torch.equal(table.rows, data.table.rows)

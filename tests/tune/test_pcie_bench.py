@@ -17,7 +17,7 @@ from tiny_graph import tiny
 from gcnzc.cli.plots import Efficiencies, efficiencies
 from gcnzc.cli.reports import link
 from gcnzc.datasets import catalog
-from gcnzc.features import table as tables
+from gcnzc.features import registrations
 from gcnzc.features.pcie_traffic import table_traffic, traffic
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph import load, prepare
@@ -133,7 +133,7 @@ def test_the_link(machine):
 def test_the_link_of_a_driver_that_locks_little_at_a_time(machine, monkeypatch):
     driver = FakeDriver(largest=8 * PAGE)
     ledger = PageLocks(driver, smallest_bytes=PAGE)
-    monkeypatch.setattr(tables, "_ledger", lambda: ledger)
+    monkeypatch.setattr(registrations, "process_ledger", lambda: ledger)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(pcie_bench, "programs_of", lambda device: 2)
