@@ -256,7 +256,9 @@ def _compile_gathers(rows: Any, ids: Any, layout: Any) -> None:
 
     # a pointer to the host is no obstacle: nothing is launched
     out = rows.new_empty((len(ids), rows.shape[1])).to(ids.device)
-    gather_rows(rows, ids, out, layout=layout)
+    # with checked ids in the stage of gathers, without in training
+    for checked in (True, False):
+        gather_rows(rows, ids, out, layout=layout, checked=checked)
 
 
 class _Target:
@@ -282,7 +284,7 @@ def gather_wide_rows(options: argparse.Namespace) -> None:
     """Gather rows of `COLUMNS` columns from page-locked memory, and hold them against torch's."""
     import torch
 
-    from gcnzc.features.table import pinned
+    from gcnzc.features.pinning import pinned
     from gcnzc.kernels.gather.gpu import gather_rows
 
     device = torch.device("cpu" if options.rehearse else "cuda")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gcnzc.kernels.gather import cpu, gpu
 from gcnzc.kernels.gather.gpu import KernelConfig
+from gcnzc.kernels.gather.overlap import check_apart
 from gcnzc.kernels.gather.quantize import LARGEST, dequantize_reference
 
 # with this in the environment ids are looked at on a GPU too, and each gather is waited for
@@ -130,8 +131,8 @@ def gather(
         current stream; other streams must wait for it.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or `table` is where the device of `ids` cannot
-            read it.
+        ValueError: shapes or dtypes do not fit, `table` is where the device of `ids` cannot read
+            it, or `out` shares memory with what is read.
         IndexError: an id is outside [0, N); `out` may then be half written.
     """
     if ids.device.type == "cpu":
@@ -193,6 +194,7 @@ def _out(table: Tensor, ids: Tensor, out: Tensor | None, scales: Tensor | None) 
             f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}\n\n"
             "hint: leave it away, or make it with torch.empty"
         )
+    check_apart("gather", out, table=table, ids=ids, scales=scales)
     return out
 
 

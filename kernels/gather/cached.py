@@ -18,6 +18,7 @@ from gcnzc.kernels.gather import CHECK, FROM_CODES, gpu
 from gcnzc.kernels.gather.cached_rows import CachedRows
 from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.lanes import LINE_BYTES
+from gcnzc.kernels.gather.overlap import check_apart
 
 SLOT_BYTES = 4  # on the GPU, for each row of the table
 
@@ -56,7 +57,7 @@ def gather_cached(
         (B, D), ready for work queued later on the current stream.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not fit, or `out` shares memory with what is read.
         IndexError: an id is outside, and ids are checked.
     """
     device = hot.memory.device
@@ -85,6 +86,8 @@ def gather_cached(
             f"{tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}\n\n"
             "hint: leave it away, or make it with torch.empty"
         )
+    if out is not None:
+        check_apart("gather_cached", out, table=table, ids=ids, scales=scales, copies=hot.memory)
     checked = bool(os.environ.get(CHECK))
     return gpu.gather_rows(
         table,

@@ -107,6 +107,7 @@ def _float8_values(codes, EXPONENT_BITS: tl.constexpr):
         "num_ids",
         "num_rows",
         "zero",
+        "line_inset",
     ]
 )
 def _gather_rows(
@@ -121,10 +122,10 @@ def _gather_rows(
     num_ids,
     num_rows: tl.int64,
     zero,
+    line_inset,
     STRIDE_BYTES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     INSET_BYTES: tl.constexpr,
-    LINE_INSET_BYTES: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     WORD_BYTES: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -145,7 +146,7 @@ def _gather_rows(
 ):
     """The rows of `table`, whose first begins INSET_BYTES after its pointer, as words of `out`.
 
-    The pointer is a multiple of 16 B, and lies LINE_INSET_BYTES after a line's begin. With
+    The pointer is a multiple of 16 B, and lies `line_inset` bytes after a line's begin. With
     HOT_VECTORS above 0, rows that have a slot come from `hot`, which has so many vectors a slot.
     With HOT_MEMORIES above 1, `hot` has the addresses of so many memories, which slots go round.
     With SCALED 1 or 2, words are codes, with an exponent of so many bits if not 0, that are
@@ -178,7 +179,7 @@ def _gather_rows(
             inset = tl.zeros_like(slot)
         count = (inset + (ROW_BYTES + VECTOR_BYTES - 1)) // VECTOR_BYTES
         # bytes from a line's begin to the row's
-        behind = ((LINE_INSET_BYTES + start) & 127).to(tl.int32) // VECTOR_BYTES
+        behind = ((line_inset + start) & 127).to(tl.int32) // VECTOR_BYTES
         lead = tl.zeros_like(slot)
         if FROM_LINE:
             lead = behind
@@ -327,6 +328,8 @@ def gather_rows(
         hot_vectors = hot.memory.shape[1] // VECTOR_BYTES
         if hot.peers is not None:
             hot_words, hot_memories = hot.peers.addresses, len(hot.peers.addresses)
+    # a number of the launch: where memory is allocated must not cause another compilation
+    line_inset = table.data_ptr() % LINE_BYTES // VECTOR_BYTES * VECTOR_BYTES
     with _LAUNCH, on(out.device):
         _gather_rows[(num_programs,)](
             words,
@@ -340,6 +343,7 @@ def gather_rows(
             len(ids),
             table.shape[0],
             0,
+            line_inset,
             **constants(lanes, stride_bytes, table.data_ptr(), word, out_words.stride(0), way),
             HOT_VECTORS=hot_vectors,
             HOT_MEMORIES=hot_memories,
@@ -385,12 +389,10 @@ def constants(
         out_stride: words from one row of the result to the next.
         way: how programs share the work.
     """
-    inset_bytes = base % VECTOR_BYTES
     return {
         "STRIDE_BYTES": stride_bytes,
         "ROW_BYTES": lanes.row_bytes,
-        "INSET_BYTES": inset_bytes,
-        "LINE_INSET_BYTES": (base - inset_bytes) % LINE_BYTES,
+        "INSET_BYTES": base % VECTOR_BYTES,
         "OUT_STRIDE": out_stride,
         "WORD_BYTES": word.itemsize,
         "VECTOR": lanes.vector_bytes // word.itemsize,

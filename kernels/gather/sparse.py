@@ -11,6 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from gcnzc.kernels.gather.overlap import check_apart
 from gcnzc.kernels.structure.csc import VERIFY
 from gcnzc.kernels.threads import in_parts
 
@@ -59,8 +60,8 @@ def gather_sparse(
         (B, D), which is `out` if that was given.
 
     Raises:
-        ValueError: layout, shapes or dtypes do not fit; or an offset of a row or a column is
-            outside the table, and `out` may then be half written.
+        ValueError: layout, shapes or dtypes do not fit; `out` shares memory with what is read; or
+            an offset of a row or a column is outside the table, and `out` may then be half written.
         IndexError: an id is outside [0, N); `out` may then be half written.
     """
     if table.layout != torch.sparse_csr or table.ndim != 2 or table.dtype != torch.float32:
@@ -87,6 +88,7 @@ def gather_sparse(
             f"gather_sparse: out must be contiguous {shape} {table.dtype}, not of strides "
             f"{out.stride()}, {tuple(out.shape)} {out.dtype}\n\nhint: leave it away"
         )
+    check_apart("gather_sparse", out, table=table.values(), ids=ids)
     # int32 or int64 as they are: a copy of them would cost more than the gather
     indptr, columns = table.crow_indices().numpy(), table.col_indices().numpy()
     values = table.values().detach().numpy()

@@ -89,7 +89,17 @@ first = dict(compiled)
 # other sizes: one, divisible by 16 and not, more and less; views that begin anywhere; other seeds
 for size, offset, seed in [(1, 0, 1), (16, 1, 2**63), (17, 2, 16), (4096, 3, 2**31), (999, 5, 7)]:
     step(size, offset, seed)
-print(json.dumps({"together": together, "first": first, "all": compiled, "runs": len(launched)}))
+counts = {"together": together, "first": first, "all": dict(compiled), "runs": len(launched)}
+# tables wherever an allocator may put them; the second is so wide that its lanes begin on lines
+for columns in (101, 602):
+    before = compiled["_gather_rows"]
+    memory_of_rows = torch.zeros(50 * columns + 64)
+    to_line = -memory_of_rows.data_ptr() % 128 // 4
+    for behind in (0, 64, 16, 112):
+        begin = to_line + behind // 4
+        gather_rows(memory_of_rows[begin : begin + 50 * columns].view(50, columns), ids_of(9, 0))
+    counts[f"columns {columns}"] = compiled["_gather_rows"] - before
+print(json.dumps(counts))
 """
 
 
@@ -115,6 +125,10 @@ def test_no_kernel_is_compiled_after_the_first_step(counts):
     assert len(counts["first"]) == 7, "every kernel of a step was compiled"
     assert counts["all"] == counts["first"]
     assert counts["runs"] > 6 * len(counts["first"])
+
+
+def test_a_gather_is_compiled_once_wherever_its_table_lies(counts):
+    assert (counts["columns 101"], counts["columns 602"]) == (0, 1)
 
 
 def test_loader_threads_compile_a_kernel_once(counts):

@@ -96,6 +96,9 @@ def test_hits_are_read_from_the_copies_and_misses_from_the_table(share, device):
     ids = torch.randint(ROWS, (80,))
     found = gather_cached(table, ids.int().to(device), copies)
     assert same_bits(found, gather_cached_reference(table, ids, hot, kept))
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"shares memory with the table(?s:.*)hint: "):
+            gather_cached(table, ids[:5], copies, table[:5])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

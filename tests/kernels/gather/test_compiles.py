@@ -45,7 +45,7 @@ def program(case, arch):
     types = dict(table=table, ids=ids, places=ids, out=out, outside="*i64")
     hot = table if case["hot_memories"] == 1 else "*i64"
     types |= dict(slots="*i32", hot=hot, scales="*fp32" if case["scaled"] else ids)
-    types |= dict(num_ids="i32", num_rows="i64", zero="i32")
+    types |= dict(num_ids="i32", num_rows="i64", zero="i32", line_inset="i32")
     names = list(_gather_rows.arg_names)
     # what a launch knows of pointers that torch allocated
     aligned = ("table", "out", "hot")

@@ -71,6 +71,27 @@ def test_equals_reference(num_rows, num_cols, num_ids, way, id_dtype, device):
     assert same_bits(way(table, ids), gather_reference(table, ids))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_result_in_the_memory_of_what_is_read_is_refused(way, device):
+    wide = torch.randn(30, 8, device=on(way, device))
+    table, ids = wide[:, :4], torch.arange(1, 10, device=on(way, device))
+    for out in (table[:9], table[20:29], wide[20:29, 1:5], wide.view(-1, 4)[:9]):
+        with pytest.raises(ValueError, match=r"shares memory with the table(?s:.*)hint: "):
+            way(table, ids, out)
+    numbers = torch.arange(18, device=on(way, device))
+    whole = torch.arange(40, device=on(way, device)).view(20, 2)
+    with pytest.raises(ValueError, match="shares memory with the ids"):
+        way(whole, numbers[4:13], numbers.view(9, 2))
+    if way is gather_triton:
+        # the interpreter copies a tensor's whole memory, so that views of one do not work
+        return
+    # other columns of the same rows are other memory
+    expected = gather_reference(table, ids)
+    assert same_bits(way(table, ids, wide[20:29, 4:]), expected)
+    # and so is what follows
+    assert same_bits(way(wide[:20], ids, wide[20:29]), gather_reference(wide[:20], ids))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_any_dtype_bit_for_bit(dtype, way, device):

@@ -53,6 +53,12 @@ def test_nothing_asked_for():
     assert gather_sparse(table, torch.empty(0, dtype=torch.int64)).shape == (0, 333)
 
 
+def test_a_result_in_the_memory_of_the_values_is_refused():
+    table = torch.ones(4, 5).to_sparse_csr()
+    with pytest.raises(ValueError, match=r"shares memory with the table(?s:.*)hint: "):
+        gather_sparse(table, torch.tensor([3, 0]), table.values()[:10].view(2, 5))
+
+
 def test_outside():
     table = bag()
     for outside in (-1, 40):
