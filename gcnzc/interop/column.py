@@ -11,7 +11,8 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from gcnzc.features.table import FeatureTable, pinned
+from gcnzc.features.pinning import pinned
+from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.buffers import Pool
 
 # fresh pages would cost more than the gather that fills them
@@ -64,7 +65,11 @@ class Column:
         return can and self.table is not None and self.rows.ndim > 1
 
     def locked(self) -> FeatureTable | None:
-        """The rows where a GPU can read them, if minibatches go to one and it can."""
+        """The rows where a GPU can read them, if minibatches go to one and it can.
+
+        If the driver does not lock read-only memory, each rank locks a copy of its own: ranks share
+        one only through a group, by `gcnzc.train.shared_data.share_copy`.
+        """
         if not self._is_locked and self.table is not None and not self.table.is_sparse:
             self.table = self._locks.enter_context(pinned(self.table))
             self._is_locked = True

@@ -28,6 +28,7 @@ from gcnzc.interop.epochs import Epochs, Iteration, OrderedItems, ShuffledItems
 from gcnzc.interop.options import Options, generator, seed_of
 from gcnzc.interop.ranks import has_warned, rank_and_world_size, shares_of
 from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.loader.loader import Batches, Loader
 from gcnzc.loader.state import SHARED, check_position, check_state
 from gcnzc.loader.threads import default_threads
@@ -401,9 +402,16 @@ class Epoch(Iterator[Any]):
         self._owner = owner
         self._started: tuple[Iteration, Batches] | None = None
         self._is_closed = False
+        # of the thread that waits for the next minibatch
+        self._turn = ForkSafeLock()
 
     def __next__(self) -> Any:
         self._owner._check_open()
+        with self._turn:
+            batch = self._take()
+        return self._owner._handed_over(batch)
+
+    def _take(self) -> Carrier:
         if self._is_closed:
             raise StopIteration
         if self._started is None:
@@ -415,7 +423,7 @@ class Epoch(Iterator[Any]):
             iteration.is_exhausted = True
             raise
         iteration.position += 1
-        return self._owner._handed_over(cast(Carrier, batch))
+        return cast(Carrier, batch)
 
     def close(self) -> None:
         """End the threads; the iterator yields no more minibatches."""

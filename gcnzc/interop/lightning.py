@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.features.table import FeatureTable, pinned
+from gcnzc.features.pinning import pinned
+from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.interop.turns import Turns
 from gcnzc.loader.loader import Loader
@@ -84,8 +85,9 @@ class DataModule(import_lightning().LightningDataModule):  # type: ignore[misc]
     """Batches of a dataset for Lightning's Trainer: `trainer.fit(model, datamodule=module)`.
 
     The loaders follow the trainer: batches come on its device, and each of its workers takes its
-    share. On a GPU features are page-locked and read in place, from `setup` to `teardown`. Without
-    a trainer batches stay on the host.
+    share. On a GPU features are page-locked and read in place, from `setup` to `teardown`; a copy
+    that this takes, as `gcnzc.pinned` says, is each rank's own. Without a trainer batches stay on
+    the host.
 
     A batch has as many samples as it has seeds; tell Lightning so where it averages:
     `self.log(..., batch_size=len(batch.seeds))`.

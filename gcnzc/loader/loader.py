@@ -5,12 +5,13 @@ code that runs in parallel to the model. For a GPU, `transfer` queues the copies
 there. Batches are yielded in order, so they do not depend on the number of threads.
 """
 
+import os
 import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import count
@@ -23,6 +24,7 @@ from torch import Tensor
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.loader.checks import (
     check_labels,
     check_loader_device,
@@ -60,6 +62,14 @@ JOIN_S = 30.0
 NOBODY = -1
 
 
+# arguments of a loader that are its attributes, or attributes of its `shares`
+OPTIONS = (
+    *("graph", "table", "seeds", "labels", "device", "shuffle", "seed", "threads", "ahead"),
+    *("sampler", "copied_share", "priority", "in_degrees"),
+)
+SHARE_OPTIONS = ("batch_size", "rank", "world_size", "drop_last", "may_be_empty")
+
+
 _names = count()
 
 
@@ -68,7 +78,12 @@ class Loader:
 
     Iterating gives the batches of one epoch. The next iteration gives the next epoch, unless the
     last one was left early: then it begins again, or `set_epoch` says which. Each iterator has its
-    own threads, which end with it: after the last batch, `break`, an exception, or Ctrl-C.
+    own threads, which end with it: after the last batch, `break`, an exception, or Ctrl-C. Several
+    threads may share an iterator; each batch goes to one of them. A forked child may iterate over
+    the loader on the host, but an iterator works only in the process that made it.
+
+    `copy.deepcopy` and `pickle` give a loader with the same arguments that continues where this one
+    is. Rows that were page-locked or mapped from a file are ordinary memory in the copy.
 
     A batch's tensors live for as long as anything refers to them; their memory is then used again.
     On a GPU they are ready for work that is queued later on the stream that was current when the
@@ -151,11 +166,11 @@ class Loader:
             *(len(self.seeds), batch_size, rank, world_size, drop_last), may_be_empty=may_be_empty
         )
         self.threads, self.ahead = check_threads(threads, ahead, self.sampler, world_size)
-        priority = check_integer("priority", priority, most=0, hint="-1 or 0")
-        self._transfer = self._open_transfer(priority) if self.device.type == "cuda" else None
+        self.priority = check_integer("priority", priority, most=0, hint="-1 or 0")
+        self._transfer = self._open_transfer() if self.device.type == "cuda" else None
         self._host = Pool() if self._transfer is None else self._transfer.host
         safe = getattr(self.sampler, "thread_safe", True)
-        self._sampling: AbstractContextManager = nullcontext() if safe else threading.Lock()
+        self._sampling: AbstractContextManager = nullcontext() if safe else ForkSafeLock()
         self._epoch = 0
         # batches of this epoch that were handed out by the iterator that was begun last
         self._position = 0
@@ -229,6 +244,11 @@ class Loader:
         self._position = self._resume_at = position
         self._iterators += 1
 
+    def __reduce__(self) -> tuple[Callable[..., "Loader"], tuple[Any, ...]]:
+        options = {name: getattr(self, name) for name in OPTIONS}
+        shares = {name: getattr(self.shares, name) for name in SHARE_OPTIONS}
+        return _construct, (type(self), options | shares, self.state_dict())
+
     def read_in_place(self, nodes: Tensor) -> Tensor:
         """Those of a batch's nodes whose rows the device reads; the CPU gathers the others."""
         return nodes if self._transfer is None else self._transfer.read_in_place(nodes)
@@ -275,13 +295,13 @@ class Loader:
             self.shares = replace(self.shares, done=0)
             self._iterators += 1
 
-    def _open_transfer(self, priority: int) -> Transfer:
+    def _open_transfer(self) -> Transfer:
         # a GPU that cannot read the rows is sent what the CPU gathered
         table = self.table
         sent = is_copied(self.device, table) or (table is not None and table.is_sparse)
         share = 1.0 if sent else self.copied_share
         streams = CudaStreams(self.device)
-        transfer = Transfer(streams, table, share, priority, most=self.ahead + 1)
+        transfer = Transfer(streams, table, share, self.priority, most=self.ahead + 1)
         if hasattr(self.sampler, "pool"):
             # from there the copy engine reads without a detour
             self.sampler.pool = transfer.host
@@ -335,6 +355,10 @@ class Batches(Iterator[Batch]):
     """The batches of some steps, in order; made by threads of its own.
 
     The threads end when the batches do, with `close`, or when nobody refers to this any more.
+    Several threads may share it: each batch goes to one of them.
+
+    Raises:
+        RuntimeError: by `next`, in a process that was forked from the one that made this.
     """
 
     def __init__(
@@ -343,6 +367,9 @@ class Batches(Iterator[Batch]):
         self._loader, self._number, self._epoch = loader, number, epoch
         self._steps = steps
         self._position = begin
+        self._process = os.getpid()
+        # of the thread that waits for the next batch
+        self._turn = threading.Lock()
         if loader._transfer is not None:
             # the table may still be on its way there
             loader._transfer.begin()
@@ -353,6 +380,12 @@ class Batches(Iterator[Batch]):
             self._begin_next()
 
     def __next__(self) -> Batch:
+        self._check_process()
+        with self._turn:
+            made = self._take()
+        return self._loader._handed_over(made)
+
+    def _take(self) -> Batch | Sent:
         if not self._coming:
             number = self._number
             self.close()
@@ -360,6 +393,9 @@ class Batches(Iterator[Batch]):
             raise StopIteration
         try:
             made = self._coming.popleft().result()
+        except CancelledError:
+            # another thread has closed this meanwhile
+            raise StopIteration from None
         except BaseException:
             # the batch's own error, or Ctrl-C while waiting
             self.close()
@@ -367,13 +403,16 @@ class Batches(Iterator[Batch]):
         self._begin_next()
         self._position += 1
         self._loader._handed_out(self._number, self._position)
-        return self._loader._handed_over(made)
+        return made
 
     def close(self) -> None:
         """End the threads, each after the batch it is making. No more batches come after this."""
         self._number = NOBODY
         self._coming.clear()
         self._steps = iter(())
+        if self._process != os.getpid():
+            # the threads are the parent's, and one of them may hold the executor's lock
+            return
         self._executor.shutdown(wait=False, cancel_futures=True)
         # Not `wait=True`: a garbage collection may call this in one of these very threads.
         for thread in threading.enumerate():
@@ -384,11 +423,26 @@ class Batches(Iterator[Batch]):
         if hasattr(self, "_coming"):
             self.close()
 
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"this iterator belongs to process {self._process}, whose threads make its batches "
+                f"and do not exist in process {os.getpid()}, which was forked from it\n\n"
+                "hint: call iter(loader) in the child process, or start the child with "
+                'multiprocessing.get_context("spawn")'
+            )
+
     def _begin_next(self) -> None:
         # tasks refer to the loader and not to this, which may thus be dropped while they run
         seeds = next(self._steps, None)
         if seeds is not None:
             self._coming.append(self._executor.submit(self._loader._make, seeds, self._epoch))
+
+
+def _construct(cls: type[Loader], options: Mapping[str, Any], state: Mapping[str, Any]) -> Loader:
+    loader = cls(**options, fanouts=())
+    loader.load_state_dict(state)
+    return loader
 
 
 def _thread() -> str:

@@ -21,7 +21,8 @@ def epoch_order(seeds: Tensor, seed: int, epoch: int) -> Tensor:
     """
     key = np.array([seed % 2**64, epoch], np.uint64)
     shuffled = np.random.Generator(np.random.Philox(key=key)).permutation(len(seeds))
-    return seeds[torch.from_numpy(shuffled)]
+    # not torch's indexing, whose threads do not exist in a forked child
+    return torch.from_numpy(seeds.numpy()[shuffled])
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,10 @@ class Sampler:
         # one for each thread that samples at this moment; append and pop need no lock
         self._idle: list[Workspace] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy begins with memory of its own
+        return self.__dict__ | {"pool": Pool(), "_idle": []}
+
     @property
     def settings(self) -> dict[str, Any]:
         """What decides which neighbours are drawn, by name, for the state of a loader."""

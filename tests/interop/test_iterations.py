@@ -1,6 +1,8 @@
 """Every iteration is an epoch of its own; seeds come from torch; attributes may lie on a GPU."""
 
 import importlib.util
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
@@ -80,14 +82,31 @@ def test_interleaved_iterators_are_resumed(taken):
 
 
 def test_an_iteration_left_early_is_resumed_but_not_continued():
-    first, second = epochs_of(make(seed=1), 2)
+    first, second, third = epochs_of(make(seed=1), 3)
     loader = make(seed=1)
+    going_on = iter(loader)
+    next(going_on)
     for _ in islice(loader, 2):
         pass
     resumed = make(seed=1)
     resumed.load_state_dict(loader.state_dict())
-    assert epochs_of(resumed, 1) == [first[2:]]
-    assert epochs_of(loader, 1) == [second]
+    assert epochs_of(resumed, 2) == [first[1:], second[2:]]
+    assert [drawn(batch) for batch in going_on] == first[1:]
+    assert epochs_of(loader, 1) == [third]
+
+
+def test_each_minibatch_goes_to_one_of_the_threads_that_share_an_iterator():
+    (expected,) = epochs_of(make(seed=1, batch_size=1), 1)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            iterator, together = iter(make(seed=1, batch_size=1)), threading.Barrier(4)
+
+            def take(_, iterator=iterator, together=together):
+                together.wait(30)
+                return [drawn(batch) for batch in iterator]
+
+            taken = [each for part in pool.map(take, range(4)) for each in part]
+            assert sorted(taken) == sorted(expected)
 
 
 def test_the_seed_comes_from_torch_unless_it_is_given():
@@ -115,6 +134,7 @@ def test_a_state_has_the_seed():
     list(islice(loader, 1))
     torch.manual_seed(2)
     resumed = make()
+    assert resumed.state_dict()["seed"] != loader.state_dict()["seed"]
     resumed.load_state_dict(loader.state_dict())
     assert epochs_of(resumed, 2) == [first[1:], second]
     with pytest.raises(ValueError, match=f"with seed {loader.state_dict()['seed']}, not 8"):
@@ -122,12 +142,15 @@ def test_a_state_has_the_seed():
 
 
 def test_ranks_without_a_seed_have_one_order():
-    taken = []
+    taken, alone = [], []
     for rank in range(2):
         torch.manual_seed(rank)
         loader = make(rank=rank, world_size=2)
         taken += [item for batch in loader for item in batch.input_id.tolist()]
+        alone.append(epochs_of(make(), 1))
     assert sorted(taken) == list(range(ITEMS))
+    # one rank alone takes its order from torch's random numbers, which differ here
+    assert alone[0] != alone[1]
 
 
 def test_a_sampler_orders_the_items():

@@ -14,7 +14,8 @@ import pytest
 import torch
 from queued_device import Device
 
-from gcnzc.features.table import FeatureTable, pinned
+from gcnzc.features.pinning import pinned
+from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.loader import checks
 from gcnzc.loader.loader import Loader
@@ -669,6 +670,12 @@ def test_the_process_ends_with_batches_in_flight():
 def test_makes_no_sense(make, options, words):
     with pytest.raises(ValueError, match=rf"(?s){words}.*\n\nhint: "):
         make(**options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_mask_in_place_of_seeds_gets_the_remedy(make, dtype):
+    with pytest.raises(ValueError, match=r"hint: .*mask.*\.nonzero\(\)|hint: .*nonzero.* mask"):
+        make(seeds=torch.ones(NUM_NODES, dtype=dtype))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
