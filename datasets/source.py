@@ -261,13 +261,18 @@ def clean_split(
     """The parts without the nodes that have no label, and how many each lost.
 
     Raises:
-        ValueError: a part is empty, or names what is no node, or a node is named twice.
+        ValueError: a part is a mask or empty, or names what is no node, or a node is named twice.
     """
     labelled = has_label(labels)
     owner = np.zeros(len(labels), np.uint8)
     clean, lost = {}, {}
     for number, part in enumerate(PARTS, start=1):
         ids = np.asarray(split[part]).reshape(-1)
+        if _is_mask(ids, len(labels)):
+            raise ValueError(
+                f"{where}: the {part} part is a mask of type {ids.dtype} over the {len(labels):,} "
+                "nodes\n\nhint: a part is a list of node ids; numpy.flatnonzero(mask) gives them"
+            )
         if ids.dtype.kind not in "iu" and len(ids):
             raise ValueError(
                 f"{where}: the {part} part has numbers of type {ids.dtype}\n\n"
@@ -290,6 +295,14 @@ def clean_split(
                 "hint: training needs nodes in each of train, valid and test"
             )
     return clean, lost
+
+
+def _is_mask(ids: Array, num_nodes: int) -> bool:
+    """Whether there is a truth value, of any type, for each node."""
+    if ids.dtype.kind == "b":
+        return True
+    is_long = ids.dtype.kind in "iu" and len(ids) == num_nodes > 2
+    return is_long and bool(((ids == 0) | (ids == 1)).all())
 
 
 def _check_once(ids: Array, owner: Array, number: int, where: str) -> None:

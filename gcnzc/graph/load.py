@@ -413,6 +413,11 @@ def feature_rows(opened: Source | Prepared, given: str | Path | Array | None) ->
             f"{rows.where} has {rows.num_rows:,} rows of features for {num_nodes:,} nodes\n\n"
             "hint: there is one row for each node, in the order of the node ids"
         )
+    if rows is not None and rows.num_columns == 0:
+        raise ValueError(
+            f"{rows.where} has features of 0 columns for {num_nodes:,} nodes\n\n"
+            "hint: features have at least one column; a graph without features has no such array"
+        )
     return rows
 
 

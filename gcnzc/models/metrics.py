@@ -40,6 +40,9 @@ def score(
     Returns:
         Metric -> part -> value in [0, 1]. There is an `accuracy` beside `rocauc` where a node has
         one class.
+
+    Raises:
+        ValueError: the metric is `rocauc`, and a value of `logits` is NaN or infinite.
     """
     parts = {name: rows for name, rows in parts.items() if len(rows)}
     result = {}
@@ -60,6 +63,7 @@ def _rocauc(logits: Tensor, labels: Tensor) -> float:
         known = ~torch.isnan(labels[:, task])
         truth = labels[known, task]
         if truth.min() != truth.max():
+            _check_finite("logits", logits[known, task])
             areas.append(_roc_area(truth, logits[known, task]))
     return sum(areas) / len(areas) if areas else math.nan
 
@@ -69,6 +73,15 @@ def _roc_area(truth: Tensor, scores: Tensor) -> float:
     from sklearn.metrics import roc_auc_score
 
     return float(roc_auc_score(truth.numpy(), scores.numpy()))
+
+
+def _check_finite(name: str, scores: Tensor) -> None:
+    count = int((~torch.isfinite(scores)).sum())
+    if count:
+        raise ValueError(
+            f"{name}: {count:,} of {scores.numel():,} values are NaN or infinite, and have no rank"
+            "\n\nhint: has training diverged? A smaller learning rate or clipped gradients may help"
+        )
 
 
 def auc(positives: Tensor, negatives: Tensor) -> float:
@@ -124,8 +137,11 @@ def score_pairs(positives: Tensor, negatives: Tensor, metric: str) -> dict[str, 
         and `hits@10`, the shares of edges with no higher rank.
 
     Raises:
-        ValueError: the metric is not known, or does not fit the negatives.
+        ValueError: the metric is not known, or does not fit the negatives; or a score is NaN or
+            infinite.
     """
+    _check_finite("positives", positives)
+    _check_finite("negatives", negatives)
     result = {"auc": auc(positives, negatives)}
     if metric.startswith("hits@"):
         result[metric] = hits(positives, negatives.flatten(), int(metric.removeprefix("hits@")))

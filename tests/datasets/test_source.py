@@ -105,6 +105,11 @@ def test_nodes_without_a_label_leave_their_part() -> None:
         (parts(train=(0, 4, 0)), "the train part names the node 0 twice"),
         (parts(train=(0, 6)), "the train part names the node 6, but nodes are 0 to 5"),
         (parts(train=(0, -1)), "the train part names the node -1"),
+        (
+            parts(valid=(False, True, False, False, False, False)),
+            "the valid part is a mask of type bool over the 6 nodes(?s:.*)hint: .*flatnonzero",
+        ),
+        (parts(test=(0, 1, 0, 1, 0, 0)), "the test part is a mask of type int64"),
         (parts(train=(0, 0.5)), "the train part has numbers of type float64"),
     ],
 )

@@ -103,6 +103,14 @@ def test_a_source_itself_can_be_prepared(tmp_path: Path) -> None:
 # what is done with edges
 
 
+def test_features_of_no_columns_are_refused(tmp_path: Path) -> None:
+    empty = np.empty((40, 0), np.float32)
+    raw = tiny().but(features=None).write_npz(tmp_path / "a.npz", node_feat=empty)
+    for act in (load, lambda path: prepare(path, tmp_path / "b")):
+        with pytest.raises(ValueError, match=r"features of 0 columns for 40 nodes\n\nhint: "):
+            act(raw)
+
+
 def test_usual_choices_are_made_and_recorded(tmp_path: Path) -> None:
     graph = tiny()
     once = load(graph.write(tmp_path / "once", add_inverse_edge=True))

@@ -48,10 +48,10 @@ driver.set_active(Driver())
 JITFunction._do_compile = do_compile
 
 from gcnzc.kernels.aggregate import sum_triton
-from gcnzc.kernels.aggregate.edge_softmax import attention_backward_triton, attention_triton
+from gcnzc.kernels.aggregate.edge_softmax import edge_softmax_backward_triton, edge_softmax_triton
 from gcnzc.kernels.aggregate.dropout import drop_triton
 from gcnzc.kernels.gather.gpu import gather_rows
-from gcnzc.kernels.aggregate.weighted import products_triton, weigh_triton
+from gcnzc.kernels.aggregate.weighted import products_triton, weighted_spmm_triton
 
 table = torch.zeros(5000, 101)
 memory = torch.zeros(8192, dtype=torch.int64)
@@ -70,12 +70,12 @@ def step(size, offset, seed):
     sum_triton(indptr, ids, x, None, x[:, 0].contiguous())
     score = torch.zeros(size, 4)
     weight = torch.zeros(size, 4)
-    attention_triton(indptr, ids, score, score, 0.2, weight)
+    edge_softmax_triton(indptr, ids, score, score, 0.2, weight)
     out = torch.zeros(size, 4), torch.zeros(size, 4)
-    attention_backward_triton(indptr, ids, score, score, 0.2, weight, weight, *out)
+    edge_softmax_backward_triton(indptr, ids, score, score, 0.2, weight, weight, *out)
     rows = torch.zeros(size, 4, 25)
-    weigh_triton(indptr, ids, None, weight, rows, 4)
-    weigh_triton(indptr, ids, ids, weight, rows, 4)
+    weighted_spmm_triton(indptr, ids, None, weight, rows, 4)
+    weighted_spmm_triton(indptr, ids, ids, weight, rows, 4)
     products_triton(indptr, ids, rows, rows)
 
 threads = [threading.Thread(target=gather_rows, args=(table, ids_of(100, 0))) for _ in range(4)]

@@ -125,6 +125,20 @@ def test_auc_of_pairs_is_ogb_s(link_evaluator, pair_scores):
     assert score_pairs(positives, negatives, "auc") == {"auc": pytest.approx(expected)}
 
 
+@pytest.mark.parametrize("metric", ["auc", "hits@3", "mrr"])
+def test_scores_that_are_not_finite_have_no_rank(metric):
+    finite = torch.rand(5), torch.rand(5, 4)
+    for number, name in enumerate(("positives", "negatives")):
+        for value in (torch.nan, torch.inf):
+            scores = [part.clone() for part in finite]
+            scores[number].view(-1)[1] = value
+            total = scores[number].numel()
+            with pytest.raises(ValueError, match=rf"{name}: 1 of {total} values are(?s:.*)hint: "):
+                score_pairs(*scores, metric)
+    with pytest.raises(ValueError, match="logits: 2 of 2 values are NaN"):
+        score(torch.full((2, 2), torch.nan), torch.tensor([0, 1]), {"a": torch.arange(2)}, "rocauc")
+
+
 @pytest.mark.parametrize(("metric", "rows"), [("f1", 2), ("mrr", 1)])
 def test_metrics_that_do_not_fit(metric, rows):
     negatives = torch.randn((3, 4)[:rows])
