@@ -25,14 +25,14 @@ import json, sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from gcnzc.kernels.gather.gpu import EXPONENT_BITS, WARPS, Way, _gather_rows, constants
+from gcnzc.kernels.gather.gpu import EXPONENT_BITS, WARPS, KernelConfig, _gather_rows, constants
 from gcnzc.kernels.gather.lanes import lanes_of
 
 def program(case, arch):
     place = [case[name] for name in ("layout", "row_bytes", "stride_bytes", "base", "item_bytes")]
     lanes = lanes_of(*place)
     word = getattr(torch, case["word"])
-    way = Way(warps=case["warps"] or None, vectors=case["vectors"] or None)
+    way = KernelConfig(warps=case["warps"] or None, vectors=case["vectors"] or None)
     options = constants(lanes, case["stride_bytes"], case["base"], word, case["out_stride"], way)
     options |= {"ORDERED": case["ordered"], "CHECKED": case["checked"]}
     options |= {"HOT_VECTORS": case["hot_vectors"], "HOT_MEMORIES": case["hot_memories"]}
