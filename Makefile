@@ -3,13 +3,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# the package with its runtime dependencies, and the same with the tools of tests and linters
+# the package with its runtime dependencies, and the same with what tests and linters, or the
+# documentation, need
 READY := $(VENV)/.ready
 TESTS_READY := $(VENV)/.ready-for-tests
+DOCS_READY := $(VENV)/.ready-for-docs
 # processes that run tests, one a core; they take a gigabyte each
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all lint gpu-session clean
+.PHONY: demo test test-all lint docs gpu-session clean
 
 demo: $(READY)  ## train on the built-in graph
 	$(BIN)/gcnzc train --epochs 3
@@ -25,6 +27,9 @@ lint: $(TESTS_READY)  ## format, lint and types, as CI does
 	$(BIN)/ruff check .
 	$(BIN)/mypy gcnzc
 
+docs: $(DOCS_READY)  ## the documentation site, in docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build/html
+
 gpu-session: $(TESTS_READY)  ## ten minutes on a GPU: what works there, into a folder under runs/
 	$(BIN)/python bench/gpu_session.py
 
@@ -38,6 +43,10 @@ $(READY): pyproject.toml constraints.txt
 
 $(TESTS_READY): $(READY)
 	PYTHON=$(BIN)/python ./bin/install '.[test]'
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	PYTHON=$(BIN)/python ./bin/install '.[docs]'
 	@touch $@
 
 clean:  ## remove the environment

@@ -1,10 +1,14 @@
-"""Which file does what? Write the tables of docs/architecture.md from the modules' docstrings.
+"""Which file does what? Write the tables and the diagram of docs/architecture.md.
 
-python bench/architecture.py            write them
+    python bench/architecture.py            write them
+
+The tables are the first paragraphs of the modules' docstrings; `data_path.py` draws the diagram.
 """
 
 import ast
 from pathlib import Path
+
+import data_path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -31,7 +35,8 @@ PACKAGES = (
 
 
 def main() -> None:
-    """Write the tables into the page."""
+    """Write the tables into the page, and the diagram."""
+    data_path.PICTURE.write_text(data_path.svg())
     text = PAGE.read_text()
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)

@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+import messages  # noqa: E402
 
 from gcnzc import __version__ as release  # noqa: E402
 
@@ -16,7 +18,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_generated"]
 
 html_theme = "furo"
 html_title = f"gcnzc {release}"
@@ -37,5 +39,9 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 python_display_short_literal_types = True
-# names of Python, torch and other libraries, whose pages cannot be reached from here
-nitpick_ignore_regex = [("py:.*", r"(?!gcnzc\.).*")]
+# types in signatures: internal ones, and those of libraries whose pages cannot be reached
+nitpick_ignore_regex = [("py:(class|obj|exc)", ".*")]
+
+GENERATED = Path(__file__).parent / "_generated"
+GENERATED.mkdir(exist_ok=True)
+(GENERATED / "messages.md").write_text("\n".join(messages.lines()))

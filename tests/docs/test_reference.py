@@ -49,8 +49,8 @@ def test_every_public_name_is_in_the_reference():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_entry_has_an_example_that_uses_it(page):
-    _, *entries = re.split(r"^### ", PAGES[page], flags=re.MULTILINE)
-    for entry in entries:
+    entries = re.split("^##+ ", PAGES[page], flags=re.MULTILINE)
+    for entry in filter(DIRECTIVE.search, entries):
         name = DIRECTIVE.search(entry)[1].rpartition(".")[2]
         examples = "".join(EXAMPLE.findall(entry))
         assert re.search(rf"\b{name}\b", examples), f"{name} has no example"

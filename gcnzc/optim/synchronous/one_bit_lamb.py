@@ -51,7 +51,8 @@ class OneBitLamb(OneBitAdam):
         betas: of the averages of gradients and of their squares.
         eps: added to the root of the variance.
         weight_decay: share of a parameter that is added to its update.
-        trust_range: least and largest trust ratio |x| / |u|; it is 1 where one of them is 0.
+        trust_range: least and largest trust ratio: the norm of x divided by that of u, or 1 where
+            one of them is 0.
         trust_beta: of the average of trust ratios; the warm-up should be longer than 1 / (1 -
             trust_beta).
         factor_range: least and largest factor by which that average is scaled.
