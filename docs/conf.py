@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
@@ -45,3 +46,18 @@ nitpick_ignore_regex = [("py:(class|obj|exc)", ".*")]
 GENERATED = Path(__file__).parent / "_generated"
 GENERATED.mkdir(exist_ok=True)
 (GENERATED / "messages.md").write_text("\n".join(messages.lines()))
+
+
+def keep_returns_whole(
+    app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]
+) -> None:
+    """Stop napoleon from taking the text before a colon for the type of what is returned."""
+    for number in reversed(range(len(lines))):
+        if lines[number].strip() in ("Returns:", "Yields:"):
+            indent = len(lines[number]) - len(lines[number].lstrip()) + 4
+            lines.insert(number + 1, " " * indent + "\N{ZERO WIDTH SPACE}")
+
+
+def setup(app: Any) -> None:
+    """Register the hook, before napoleon's."""
+    app.connect("autodoc-process-docstring", keep_returns_whole, priority=100)

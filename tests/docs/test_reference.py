@@ -17,7 +17,7 @@ PACKAGES = (
 )
 # public names of modules without `__all__`
 OTHERS = ("gcnzc.interop.graphbolt.feature", "gcnzc.interop.lightning.DataModule")
-DIRECTIVE = re.compile(r"^\.\. auto\w+:: ([\w.]+)$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^\.\. auto\w+:: ([\w.]+)", re.MULTILINE)
 EXAMPLE = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
