@@ -75,7 +75,7 @@ def measure(n: int, block: int | None, device: torch.device, rounds: int) -> Non
 def ways(n: int, block: int | None, device: torch.device) -> dict[str, Callable[[], object]]:
     """What a worker does in a step, each alone."""
     cut = BlockLayout(n, WORKERS, 1, block)
-    own = cut.of_part(0)
+    own = cut.part_layout(0)
     values, error, out = (torch.randn(n, device=device) for _ in range(3))
     rows = torch.empty(WORKERS, cut.row_bytes, dtype=torch.uint8, device=device)
     encode_signs(values, error, None, cut, rows)

@@ -1,8 +1,8 @@
-"""Run a kernel on several threads, each with a part of the items; and a lock that survives forks.
+"""Run kernels on several threads; and a lock that survives forks.
 
-Kernels are compiled without the GIL and take a half-open range of items, so plain Python threads
-run them side by side. Numba's own thread layers are not used: the default one aborts the process
-when two Python threads enter it at once, and the loader's threads and the model's do.
+Kernels release the GIL and process a half-open range of items, so plain Python threads run them in
+parallel. Numba's threading layers are not used: the default one aborts the process when two Python
+threads enter it at the same time, as the loader's worker threads and the training thread do.
 """
 
 import os
@@ -17,10 +17,10 @@ import torch
 
 
 class ForkSafeLock:
-    """A lock that is free in a forked child, and in a copy, whoever holds the original.
+    """A lock that is unlocked in a forked child and in a copy, even if the original is locked.
 
-    A thread of the parent may hold a lock while another one forks. The child has no such thread, so
-    nobody would ever release the lock there.
+    A thread of the parent may hold a lock while another thread forks. The child does not have that
+    thread, so a plain lock would never be released there.
     """
 
     def __init__(self) -> None:
@@ -65,28 +65,28 @@ def _pool(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="gcnzc-kernel")
 
 
-def in_parts(
+def parallel_for(
     kernel: Callable[..., Any],
     num_items: int,
     *args: Any,
     threads: int | None = None,
-    least: int = 1024,
+    grain_size: int = 1024,
 ) -> None:
-    """Call `kernel(*args, begin, end)` so that the ranges cover `range(num_items)` once.
+    """Call `kernel(*args, begin, end)` on several threads, with ranges that cover all items once.
 
-    The kernel must write only what belongs to its range, so that the result does not depend on
-    the number of threads.
+    The kernel must write only the results of its range, so that they do not depend on the number of
+    threads.
 
     Args:
         kernel: compiled with `nogil=True`; its last two arguments are the range.
-        num_items: items in all; 0 calls nothing.
-        args: passed on before the range.
-        threads: how many at once; `torch.get_num_threads()` if None.
-        least: fewest items worth a thread.
+        num_items: the ranges cover `range(num_items)`; with 0 items there is no call.
+        args: passed to the kernel before the range.
+        threads: number of threads; `torch.get_num_threads()` if None.
+        grain_size: the fewest items for a thread, as in `at::parallel_for`.
     """
     if threads is None:
         threads = torch.get_num_threads()
-    parts = max(1, min(threads, num_items // least))
+    parts = max(1, min(threads, num_items // grain_size))
     if num_items == 0:
         return
     bounds = [num_items * i // parts for i in range(parts + 1)]

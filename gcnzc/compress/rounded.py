@@ -38,7 +38,7 @@ class Rounded(Codec):
 
     def row_bytes(self, cut: BlockLayout) -> int:
         """See `Codec`."""
-        return cut.part * self.dtype.itemsize
+        return cut.part_elements * self.dtype.itemsize
 
     def are_finite(self, rows: Tensor, cut: BlockLayout) -> Tensor:
         """See `Codec`."""
@@ -54,11 +54,11 @@ class Rounded(Codec):
         draw: tuple[int, int],
     ) -> None:
         """See `Codec`; nothing is drawn."""
-        y = values.new_zeros(cut.parts * cut.part)
+        y = values.new_zeros(cut.num_parts * cut.part_elements)
         y[: len(values)] = values if error is None else values + error
         if active is not None:
             y[: len(values)].masked_fill_(~active, 0)
-        self._numbers(rows, cut).copy_(y.view(cut.parts, cut.part))
+        self._numbers(rows, cut).copy_(y.view(cut.num_parts, cut.part_elements))
 
     def update_error(
         self, values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor
@@ -84,7 +84,7 @@ class Rounded(Codec):
 
     def _numbers(self, rows: Tensor, cut: BlockLayout) -> Tensor:
         """(rows, part): what lies in them."""
-        if not cut.part:
+        if not cut.part_elements:
             # no bytes have no view of another size
             return rows.new_empty(len(rows), 0, dtype=self.dtype)
         return rows[:, : self.row_bytes(cut)].view(self.dtype)

@@ -161,8 +161,8 @@ class TwoStageReducer(Reducer):
         sums = told[:, 1:].sum(dim=0)
         begin, end = self.part
         active = None if self.active is None else self.active[begin:end]
-        share, own = vector.new_empty(end - begin), last_cut.of_part(rank)
-        codes.mean_of(received, cut.of_part(rank), share)
+        share, own = vector.new_empty(end - begin), last_cut.part_layout(rank)
+        codes.mean_of(received, cut.part_layout(rank), share)
         row = rows.new_empty(1, last_codes.row_bytes(own))
         who = world_size + rank
         last_codes.encode(share, self.server_error, active, own, row, (step, who))

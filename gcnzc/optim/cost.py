@@ -224,7 +224,7 @@ def coding_s(model: nn.Module, workers: int, words: str) -> float:
     values = torch.randn(sum(p.numel() for p in model.parameters() if p.requires_grad))
     error, cut = torch.zeros_like(values), codes.cut(len(values), workers)
     rows = torch.zeros(workers, cut.row_bytes, dtype=torch.uint8)
-    own = cut.of_part(0)
+    own = cut.part_layout(0)
     seconds = []
     for step in range(CODED):
         begin = time.perf_counter()

@@ -22,7 +22,7 @@ from gcnzc.kernels.aggregate.rows import add_rows, scale_row
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.memory import LINE_BYTES, prefetch
 from gcnzc.kernels.structure.transpose import transpose
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
 AHEAD_BYTES = 8192  # of rows asked for before they are summed; bench/aggregate.py says why
 
@@ -30,7 +30,7 @@ AHEAD_BYTES = 8192  # of rows asked for before they are summed; bench/aggregate.
 AHEAD_ROWS = 16  # and no more rows than these
 
 
-LEAST_WORK = 4096  # targets and edges worth a thread
+GRAIN_SIZE = 4096  # targets and edges worth a thread
 
 
 EDGES = 8  # edges a GPU program reads at once
@@ -145,7 +145,7 @@ def sum_numba(
     wide = by_rows(x.to(dtype))
     num_targets, num_cols = len(indptr) - 1, x.shape[1]
     out = empty_rows((num_targets, num_cols), dtype)
-    in_parts(
+    parallel_for(
         _sum_rows,
         num_targets + len(indices),
         indptr.numpy(),
@@ -156,7 +156,7 @@ def sum_numba(
         out.view(-1).numpy(),
         num_cols,
         rows_ahead(num_cols * dtype.itemsize),
-        least=LEAST_WORK,
+        grain_size=GRAIN_SIZE,
     )
     return out.to(x.dtype)
 

@@ -21,7 +21,7 @@ from numba import njit, uint64
 from torch import Tensor
 
 from gcnzc.kernels.philox import philox4x32, philox4x32_reference, split_key
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
 COUNTERS = 128  # of a lot
 
@@ -134,7 +134,9 @@ def drop_numba(
     level, scale = np.uint32(_level(share)), flat.dtype.type(_scale(share))
     floor = flat.dtype.type(floor)
     lots = -(-len(flat) // LOT)
-    in_parts(_drop, lots, flat, into, level, scale, floor, key_0, key_1, threads=threads, least=64)
+    parallel_for(
+        _drop, lots, flat, into, level, scale, floor, key_0, key_1, threads=threads, grain_size=64
+    )
     return out
 
 

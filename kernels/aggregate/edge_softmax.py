@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gcnzc.kernels.aggregate import (
-    LEAST_WORK,
+    GRAIN_SIZE,
     check_block,
     empty_rows,
     first_target,
@@ -26,7 +26,7 @@ from gcnzc.kernels.aggregate import (
     sum_rows,
 )
 from gcnzc.kernels.structure.transpose import transpose
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
 AHEAD = 16  # scores asked for before they are needed
 
@@ -192,7 +192,7 @@ def edge_softmax_forward(
         weight_E = score_S.new_empty(len(indices), num_heads)
         return edge_softmax_triton(indptr, indices, score_S, score_T, slope, weight_E)
     weight_E = empty_rows((len(indices), num_heads), score_S.dtype)
-    in_parts(
+    parallel_for(
         _edge_softmax,
         num_targets + len(indices),
         *(a.numpy() for a in (indptr, indices)),
@@ -200,7 +200,7 @@ def edge_softmax_forward(
         score_S.numpy().dtype.type(slope),
         weight_E.view(-1).numpy(),
         num_heads,
-        least=LEAST_WORK,
+        grain_size=GRAIN_SIZE,
     )
     return weight_E
 
@@ -241,7 +241,7 @@ def edge_softmax_backward(
         tensors = (score_S, score_T, slope, weight_E, grad_E, out_E, out_T)
         return edge_softmax_backward_triton(indptr, indices, *tensors)
     out_E = empty_rows(weight_E.shape, weight_E.dtype)
-    in_parts(
+    parallel_for(
         _edge_softmax_grad,
         num_targets + len(indices),
         *(a.numpy() for a in (indptr, indices)),
@@ -249,7 +249,7 @@ def edge_softmax_backward(
         score_S.numpy().dtype.type(slope),
         *(a.view(-1).numpy() for a in (weight_E, grad_E, out_E, out_T)),
         num_heads,
-        least=LEAST_WORK,
+        grain_size=GRAIN_SIZE,
     )
     return out_E, out_T
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gcnzc.kernels.aggregate import (
-    LEAST_WORK,
+    GRAIN_SIZE,
     by_rows,
     check_block,
     empty_rows,
@@ -30,7 +30,7 @@ from gcnzc.kernels.aggregate import (
 )
 from gcnzc.kernels.aggregate.rows import add_rows, product
 from gcnzc.kernels.structure.transpose import transpose
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
 EDGES = 8  # edges a GPU program reads at once
 
@@ -134,7 +134,7 @@ def weighted_spmm_numba(
     num_targets, num_heads, num_cols = len(indptr) - 1, weight_E.shape[1], x.shape[2]
     x = by_rows(x)
     out = empty_rows((num_targets, out_heads, num_cols), x.dtype)
-    in_parts(
+    parallel_for(
         _weighted_spmm,
         num_targets + len(indices),
         indptr.numpy(),
@@ -149,7 +149,7 @@ def weighted_spmm_numba(
         num_heads,
         num_cols,
         rows_ahead(x.shape[1] * num_cols * x.itemsize),
-        least=LEAST_WORK,
+        grain_size=GRAIN_SIZE,
     )
     return out
 
@@ -159,7 +159,7 @@ def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Ten
     num_targets, num_heads, num_cols = y.shape
     x = by_rows(x)
     out_E = empty_rows((len(indices), num_heads), x.dtype)
-    in_parts(
+    parallel_for(
         _products,
         num_targets + len(indices),
         indptr.numpy(),
@@ -172,7 +172,7 @@ def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Ten
         num_heads,
         num_cols,
         rows_ahead(x.shape[1] * num_cols * x.itemsize),
-        least=LEAST_WORK,
+        grain_size=GRAIN_SIZE,
     )
     return out_E
 

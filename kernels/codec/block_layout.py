@@ -1,8 +1,8 @@
-"""The layout of a vector for a compressed exchange: one part per rank, and blocks.
+"""The layout of a vector that is reduced as low-precision codes: one part per rank, and blocks.
 
-Worker j works on part j. A part is sent as a row of bytes: the codes of its elements, then a
-float32 scale for each of its blocks. Parts are as long as each other, and the last ones may lie
-beyond the vector's end; what lies there has no scale, no error and no value.
+Rank j reduces part j. The payload of a part is a row of bytes: the codes of its elements, followed
+by one float32 scale per block. All parts have the same length, so the last ones may extend past the
+end of the vector; the padding has no value, no error and no weight in a scale.
 
 Letters: n elements of the vector, W parts.
 """
@@ -10,78 +10,79 @@ Letters: n elements of the vector, W parts.
 from dataclasses import dataclass
 from functools import cached_property
 
-# of a part, so that its codes of one bit fill words of 4 bytes, and scales begin on one
+# the codes of 32 one-bit elements fill a word of 4 bytes, so the scales are aligned
 PART_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The parts and blocks of one vector.
+    """The parts and blocks of one vector, and the bytes of its rows.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a field is out of range.
     """
 
     num_elements: int
-    parts: int
+    num_parts: int
     bits: int
-    """of a code: 1, 4 or 8"""
+    """bits of a code: 1, 4 or 8"""
     block: int | None
-    """elements of a part that share a scale, a multiple of 32; all of a part if None"""
+    """elements of a part that share a scale, a multiple of 32; the whole part if None"""
 
     def __post_init__(self) -> None:
-        if self.num_elements < 0 or self.parts < 1 or self.bits not in (1, 4, 8):
+        if self.num_elements < 0 or self.num_parts < 1 or self.bits not in (1, 4, 8):
             raise ValueError(
-                f"{self.num_elements} elements in {self.parts} parts of codes of {self.bits} bits"
-                "\n\nhint: no fewer than 0 elements and 1 part; codes have 1, 4 or 8 bits"
+                f"{self.num_elements} elements in {self.num_parts} parts with codes of "
+                f"{self.bits} bits\n\n"
+                "hint: use at least 0 elements and 1 part; codes have 1, 4 or 8 bits"
             )
         if self.block is not None and (self.block < 1 or self.block % PART_MULTIPLE):
             raise ValueError(
-                f"blocks of {self.block} elements\n\nhint: a multiple of {PART_MULTIPLE}"
+                f"blocks of {self.block} elements\n\nhint: use a multiple of {PART_MULTIPLE}"
             )
 
     @cached_property
-    def part(self) -> int:
-        """Elements of a part, a multiple of 32, with those beyond the end."""
-        each = -(-self.num_elements // self.parts)
-        return -(-each // PART_MULTIPLE) * PART_MULTIPLE
+    def part_elements(self) -> int:
+        """Elements of a part, a multiple of 32, including the padding past the vector's end."""
+        elements = -(-self.num_elements // self.num_parts)
+        return -(-elements // PART_MULTIPLE) * PART_MULTIPLE
 
     @cached_property
     def block_elements(self) -> int:
-        """Elements of a block; the last one of a part may have fewer."""
-        return max(1, min(self.block or self.part, self.part))
+        """Elements of a block; the last block of a part may have fewer."""
+        return max(1, min(self.block or self.part_elements, self.part_elements))
 
     @cached_property
-    def blocks(self) -> int:
-        """Of a part."""
-        return -(-self.part // self.block_elements)
+    def blocks_per_part(self) -> int:
+        """Blocks of a part."""
+        return -(-self.part_elements // self.block_elements)
 
     @cached_property
     def code_bytes(self) -> int:
-        """Of a row: those of the codes, which come first."""
-        return self.part * self.bits // 8
+        """Bytes of the codes, which come first in a row."""
+        return self.part_elements * self.bits // 8
 
     @cached_property
     def row_bytes(self) -> int:
-        """Of a row, a multiple of 4: codes and scales."""
-        return self.code_bytes + 4 * self.blocks
+        """Bytes of a row, codes and scales; a multiple of 4."""
+        return self.code_bytes + 4 * self.blocks_per_part
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """Where the elements of a part begin and end, within the vector."""
-        begin = min(part * self.part, self.num_elements)
-        return begin, min(begin + self.part, self.num_elements)
+        """Return the range of a part's elements in the vector, without padding."""
+        begin = min(part * self.part_elements, self.num_elements)
+        return begin, min(begin + self.part_elements, self.num_elements)
 
-    def of_part(self, part: int) -> "BlockLayout":
-        """How the elements of one part are cut when they are a vector, as its row is."""
+    def part_layout(self, part: int) -> "BlockLayout":
+        """Return the layout of one part as a vector of its own, with the same row."""
         begin, end = self.bounds(part)
-        return _Own(end - begin, 1, self.bits, self.block, self.part)
+        return _PartLayout(end - begin, 1, self.bits, self.block, self.part_elements)
 
 
 @dataclass(frozen=True)
-class _Own(BlockLayout):
-    # a part at the end of the vector has the row of all others, though it has fewer elements
+class _PartLayout(BlockLayout):
+    # the last part has as long a row as the others, though it may have fewer elements
     length: int
 
     @cached_property
-    def part(self) -> int:
+    def part_elements(self) -> int:
         return self.length

@@ -1,4 +1,7 @@
-"""Blocks of low-precision codes on CPUs: numba kernels over pieces of a vector."""
+"""Encode and decode blocks of low-precision codes on CPUs, with numba.
+
+A kernel processes a vector in pieces of up to 512 elements, each of a single block.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,103 +16,106 @@ from gcnzc.kernels.codec.blocks_reference import store_scales
 from gcnzc.kernels.codec.number_formats import (
     NUMBER_FORMATS,
     PIECE,
-    Draws,
     NumberFormat,
-    memory,
-    sizes_of,
+    SeedAndStep,
+    flat_views,
+    piece_geometry,
 )
 from gcnzc.kernels.philox import philox4x32, split_key
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
-LEAST_ELEMENTS = 1 << 15  # worth a thread
+GRAIN_ELEMENTS = 1 << 15  # fewest elements for a thread
 
 
-# A piece is of one block, and long enough that calls cost little. Indices are unsigned, since numba
-# looks at the sign of others in every turn of a loop, which then does not become vector code.
+# Indices are unsigned in all loops: numba checks the sign of signed indices in every iteration,
+# which prevents LLVM from vectorizing the loop.
 @njit(nogil=True, cache=True)
-def _piece(number, sizes):
-    """The part of a piece, its first element there, and how many it has: a multiple of 32, or 0."""
-    part, blocks, block, pieces, piece = sizes
-    b = number // pieces
-    first = b % blocks * block + number % pieces * piece
+def _piece(index, geometry):
+    """Return a piece's part, its first element in the part, and its number of elements.
+
+    The number is a multiple of 32, or 0.
+    """
+    part, blocks, block, pieces, piece = geometry
+    b = index // pieces
+    first = b % blocks * block + index % pieces * piece
     last = min(first + piece, (b % blocks + 1) * block, part)
     return b // blocks, first, max(0, last - first)
 
 
 @njit(nogil=True, cache=True)
-def _sums_numba(values, error, active, first, count, y):
-    """`_sums` of `count` elements; 0 beyond the end."""
-    there = max(0, min(count, len(values) - first))
-    for k in range(there):
+def _load_sums(values, error, active, first, count, y):
+    """Load `count` elements of y into a buffer, with 0 past the end of the vector."""
+    num_inside = max(0, min(count, len(values) - first))
+    for k in range(num_inside):
         y[uint64(k)] = values[uint64(first + k)]
-    for k in range(there, count):
+    for k in range(num_inside, count):
         y[uint64(k)] = 0
     if len(error):
-        for k in range(there):
+        for k in range(num_inside):
             y[uint64(k)] += error[uint64(first + k)]
     if len(active):
-        for k in range(there):
-            kept = active[uint64(first + k)] != 0
-            y[uint64(k)] = y[uint64(k)] if kept else np.float32(0)
+        for k in range(num_inside):
+            is_active = active[uint64(first + k)] != 0
+            y[uint64(k)] = y[uint64(k)] if is_active else np.float32(0)
 
 
 @njit(nogil=True, cache=True)
-def _store_numba(found, active, first, count, out):
-    """Write `count` elements as far as `out` has them, and 0 where not active."""
-    there = max(0, min(count, len(out) - first))
+def _store_piece(piece, active, first, count, out):
+    """Write `count` elements to `out`, up to its end, with 0 where not active."""
+    num_inside = max(0, min(count, len(out) - first))
     if len(active):
-        for k in range(there):
-            kept = active[uint64(first + k)] != 0
-            out[uint64(first + k)] = found[uint64(k)] if kept else np.float32(0)
+        for k in range(num_inside):
+            is_active = active[uint64(first + k)] != 0
+            out[uint64(first + k)] = piece[uint64(k)] if is_active else np.float32(0)
     else:
-        for k in range(there):
-            out[uint64(first + k)] = found[uint64(k)]
+        for k in range(num_inside):
+            out[uint64(first + k)] = piece[uint64(k)]
 
 
 @njit(nogil=True, cache=True)
-def _drawn_numba(first, count, words, drawn):
-    """`_drawn` for `count` elements, of which the first has a multiple of 4."""
+def _random_uniform_numba(first, count, words, uniform):
+    """Write `count` random numbers in [0, 1) from element `first` on, a multiple of 4."""
     step_low, step_high, key_0, key_1 = words
     for c in range(count // 4):
         counter = uint64(first // 4 + c)
         low, high = counter & uint64(0xFFFFFFFF), counter >> uint64(32)
         w0, w1, w2, w3 = philox4x32(low, high, step_low, step_high, key_0, key_1)
-        drawn[uint64(4 * c)] = np.int32(w0 >> uint64(8))
-        drawn[uint64(4 * c + 1)] = np.int32(w1 >> uint64(8))
-        drawn[uint64(4 * c + 2)] = np.int32(w2 >> uint64(8))
-        drawn[uint64(4 * c + 3)] = np.int32(w3 >> uint64(8))
+        uniform[uint64(4 * c)] = np.int32(w0 >> uint64(8))
+        uniform[uint64(4 * c + 1)] = np.int32(w1 >> uint64(8))
+        uniform[uint64(4 * c + 2)] = np.int32(w2 >> uint64(8))
+        uniform[uint64(4 * c + 3)] = np.int32(w3 >> uint64(8))
     for k in range(count):
-        drawn[uint64(k)] *= np.float32(2.0**-24)
+        uniform[uint64(k)] *= np.float32(2.0**-24)
 
 
 @njit(nogil=True, cache=True)
-def _decoded_numba(codes, table, at, count, scale, bits, found):
-    """What `count` codes stand for, of which the first is at byte `at`."""
+def _decode_piece(codes, table, offset, count, scale, bits, decoded):
+    """Decode `count` codes that begin at byte `offset`."""
     if bits == 8:
         for k in range(count):
-            found[uint64(k)] = table[codes[uint64(at + k)]] * scale
+            decoded[uint64(k)] = table[codes[uint64(offset + k)]] * scale
     else:
         for b in range(count // 2):
-            byte = codes[uint64(at + b)]
-            found[uint64(2 * b)] = table[byte & 15] * scale
-            found[uint64(2 * b + 1)] = table[byte >> 4] * scale
+            byte = codes[uint64(offset + b)]
+            decoded[uint64(2 * b)] = table[byte & 15] * scale
+            decoded[uint64(2 * b + 1)] = table[byte >> 4] * scale
 
 
 @njit(nogil=True, cache=True)
-def _codes_numba(y, scale, count, form, drawn, code):
-    """`_codes` of `count` elements; `drawn` is empty to round to nearest."""
-    ints, ties_up, per_step, normal, per_rest = form
-    dropped, mask, shift, most, zero_below, sign = ints
+def _round_to_codes(y, scale, count, constants, uniform, code):
+    """Write the codes of `count` elements; rounds to nearest if `uniform` is empty."""
+    ints, ties_up, steps_per_unit, normal, per_rest = constants
+    dropped, mask, shift, max_code, zero_below, sign = ints
     bits = y.view(np.int32)
     for k in range(count):
         y[uint64(k)] /= scale
-    random = len(drawn) > 0
-    limits = drawn if random else y
+    is_stochastic = len(uniform) > 0
+    limits = uniform if is_stochastic else y
     for k in range(count):
         magnitude = bits[uint64(k)] & np.int32(0x7FFFFFFF)
         size = abs(y[uint64(k)])
-        # the code below, and which share of the way to the next one is gone
-        steps = min(size, normal) * per_step
+        # the lower code, and the distance from its number as a share of the step to the next
+        steps = min(size, normal) * steps_per_unit
         low = np.int32(steps)
         share = steps - np.float32(low)
         large = size >= normal
@@ -117,158 +123,173 @@ def _codes_numba(y, scale, count, form, drawn, code):
         share = np.float32(magnitude & mask) * per_rest if large else share
         odd = (low & np.int32(1)) == np.int32(1)
         nearer = (share > np.float32(0.5)) | ((share == np.float32(0.5)) & (odd | ties_up))
-        up = (limits[uint64(k)] < share) if random else nearer
-        found = np.int32(min(low + np.int32(up), most))
-        below = np.int32(zero_below + sign * found)
-        negative = (bits[uint64(k)] < np.int32(0)) & (found > np.int32(0))
-        code[uint64(k)] = below if negative else found
+        up = (limits[uint64(k)] < share) if is_stochastic else nearer
+        rounded = np.int32(min(low + np.int32(up), max_code))
+        negated = np.int32(zero_below + sign * rounded)
+        is_negative = (bits[uint64(k)] < np.int32(0)) & (rounded > np.int32(0))
+        code[uint64(k)] = negated if is_negative else rounded
 
 
 @njit(nogil=True, cache=True)
-def _largest_of(bits, count):
-    most = np.int32(0)
+def _largest_magnitude(bits, count):
+    largest = np.int32(0)
     for k in range(count):
-        most = max(most, bits[uint64(k)] & np.int32(0x7FFFFFFF))
-    return most
+        largest = max(largest, bits[uint64(k)] & np.int32(0x7FFFFFFF))
+    return largest
 
 
 @njit(nogil=True, cache=True)
-def _largest_numba(values, error, active, largest, sizes, begin, end):
-    """The bits of the largest |y| of each piece; those of NaN are largest."""
+def _largest_numba(values, error, active, largest, geometry, begin, end):
+    """Write the bits of the largest |y| of each piece; the bits of NaN are the largest."""
     y = np.empty(PIECE, np.float32)
     bits = y.view(np.int32)
-    for number in range(begin, end):
-        j, i, count = _piece(number, sizes)
-        _sums_numba(values, error, active, j * sizes[0] + i, count, y)
-        largest[number] = _largest_of(bits, count)
+    for index in range(begin, end):
+        j, i, count = _piece(index, geometry)
+        _load_sums(values, error, active, j * geometry[0] + i, count, y)
+        largest[index] = _largest_magnitude(bits, count)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _encode_numba(
-    values, error, active, codes, scales, sizes, layout, form, random, words, offset, begin, end
-):
-    stride, first_scale, bits = layout
-    y, drawn = np.empty(PIECE, np.float32), np.empty(PIECE if random else 0, np.float32)
+    values, error, active, codes, scales, geometry, row_layout, constants, is_stochastic, words,
+    offset, begin, end,
+):  # fmt: skip
+    stride, first_scale, bits = row_layout
+    y = np.empty(PIECE, np.float32)
+    uniform = np.empty(PIECE if is_stochastic else 0, np.float32)
     code = np.empty(PIECE, np.uint8)
-    for number in range(begin, end):
-        j, i, count = _piece(number, sizes)
-        scale = scales[j * stride // 4 + first_scale + i // sizes[2]]
+    for index in range(begin, end):
+        j, i, count = _piece(index, geometry)
+        scale = scales[j * stride // 4 + first_scale + i // geometry[2]]
         if scale > 0:
-            _sums_numba(values, error, active, j * sizes[0] + i, count, y)
-            if random:
-                _drawn_numba(offset + j * sizes[0] + i, count, words, drawn)
-            _codes_numba(y, scale, count, form, drawn, code)
+            _load_sums(values, error, active, j * geometry[0] + i, count, y)
+            if is_stochastic:
+                _random_uniform_numba(offset + j * geometry[0] + i, count, words, uniform)
+            _round_to_codes(y, scale, count, constants, uniform, code)
         else:
-            # also where it is NaN
+            # the scale is 0 or NaN
             code[:count] = 0
         if bits == 8:
-            at = j * stride + i
+            first = j * stride + i
             for k in range(count):
-                codes[uint64(at + k)] = code[uint64(k)]
+                codes[uint64(first + k)] = code[uint64(k)]
         else:
-            at = j * stride + i // 2
+            first = j * stride + i // 2
             for b in range(count // 2):
-                codes[uint64(at + b)] = code[uint64(2 * b)] | code[uint64(2 * b + 1)] << 4
+                codes[uint64(first + b)] = code[uint64(2 * b)] | code[uint64(2 * b + 1)] << 4
 
 
 @njit(nogil=True, cache=True)
-def _update_error_numba(values, error, active, codes, scales, table, sizes, layout, begin, end):
-    stride, first_scale, bits = layout
-    y, found = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
-    for number in range(begin, end):
-        j, i, count = _piece(number, sizes)
-        scale = scales[j * stride // 4 + first_scale + i // sizes[2]]
-        _sums_numba(values, error, active, j * sizes[0] + i, count, y)
-        _decoded_numba(codes, table, j * stride + i * bits // 8, count, scale, bits, found)
+def _update_error_numba(
+    values, error, active, codes, scales, table, geometry, row_layout, begin, end
+):
+    stride, first_scale, bits = row_layout
+    y, decoded = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
+    for index in range(begin, end):
+        j, i, count = _piece(index, geometry)
+        scale = scales[j * stride // 4 + first_scale + i // geometry[2]]
+        _load_sums(values, error, active, j * geometry[0] + i, count, y)
+        _decode_piece(codes, table, j * stride + i * bits // 8, count, scale, bits, decoded)
         for k in range(count):
-            y[uint64(k)] -= found[uint64(k)]
-        _store_numba(y, active, j * sizes[0] + i, count, error)
+            y[uint64(k)] -= decoded[uint64(k)]
+        _store_piece(y, active, j * geometry[0] + i, count, error)
 
 
 @njit(nogil=True, cache=True)
-def _mean_numba(codes, scales, table, active, out, sizes, layout, num_rows, share, begin, end):
-    stride, first_scale, bits = layout
-    found, total = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
-    for number in range(begin, end):
-        _, i, count = _piece(number, sizes)
+def _mean_numba(
+    codes, scales, table, active, out, geometry, row_layout, num_rows, share, begin, end
+):
+    stride, first_scale, bits = row_layout
+    decoded, total = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
+    for index in range(begin, end):
+        _, i, count = _piece(index, geometry)
         total[:] = 0
         for w in range(num_rows):
-            scale = scales[w * stride // 4 + first_scale + i // sizes[2]]
-            _decoded_numba(codes, table, w * stride + i * bits // 8, count, scale, bits, found)
+            scale = scales[w * stride // 4 + first_scale + i // geometry[2]]
+            _decode_piece(codes, table, w * stride + i * bits // 8, count, scale, bits, decoded)
             for k in range(count):
-                total[uint64(k)] += found[uint64(k)]
+                total[uint64(k)] += decoded[uint64(k)]
         for k in range(count):
             total[uint64(k)] *= share
-        _store_numba(total, active, i, count, out)
+        _store_piece(total, active, i, count, out)
 
 
 @njit(nogil=True, cache=True)
-def _decode_numba(codes, scales, table, active, out, sizes, layout, begin, end):
-    stride, first_scale, bits = layout
-    found = np.empty(PIECE, np.float32)
-    for number in range(begin, end):
-        j, i, count = _piece(number, sizes)
-        scale = scales[j * stride // 4 + first_scale + i // sizes[2]]
-        _decoded_numba(codes, table, j * stride + i * bits // 8, count, scale, bits, found)
-        _store_numba(found, active, j * sizes[0] + i, count, out)
+def _decode_numba(codes, scales, table, active, out, geometry, row_layout, begin, end):
+    stride, first_scale, bits = row_layout
+    decoded = np.empty(PIECE, np.float32)
+    for index in range(begin, end):
+        j, i, count = _piece(index, geometry)
+        scale = scales[j * stride // 4 + first_scale + i // geometry[2]]
+        _decode_piece(codes, table, j * stride + i * bits // 8, count, scale, bits, decoded)
+        _store_piece(decoded, active, j * geometry[0] + i, count, out)
 
 
-def _in_pieces(
-    kernel: Callable[..., None], cut: BlockLayout, *args: Any, threads: int | None = None
+def _run_on_pieces(
+    kernel: Callable[..., None], layout: BlockLayout, *args: Any, threads: int | None = None
 ) -> None:
-    """Call a kernel so that threads share the pieces of all parts."""
-    _, blocks, block, pieces, piece = sizes_of(cut)
-    least = max(1, LEAST_ELEMENTS // min(block, piece))
-    in_parts(kernel, cut.parts * blocks * pieces, *args, threads=threads, least=least)
+    """Run a kernel on the pieces of all parts, divided among threads."""
+    _, blocks, block, pieces, piece = piece_geometry(layout)
+    grain_size = max(1, GRAIN_ELEMENTS // min(block, piece))
+    parallel_for(
+        kernel, layout.num_parts * blocks * pieces, *args, threads=threads, grain_size=grain_size
+    )
 
 
-def _numpy(*tensors: Tensor | None) -> list[Any]:
-    """As numba takes them: without a gradient, and empty if they are None."""
+def _to_numpy(*tensors: Tensor | None) -> list[Any]:
+    """Return the tensors as numpy arrays for numba, empty where a tensor is None."""
     none = torch.empty(0)
     return [(none if tensor is None else tensor.detach()).numpy() for tensor in tensors]
 
 
-def _active_numpy(active: Tensor | None) -> Any:
+def _active_to_numpy(active: Tensor | None) -> Any:
     return np.empty(0, np.uint8) if active is None else active.view(torch.uint8).numpy()
 
 
-def _form_numba(form: NumberFormat) -> tuple[Any, ...]:
-    """As `_codes_numba` takes it: in 32 bits, like what it is computed with."""
-    dropped = 23 - form.mantissa_bits
-    # the code of a negative number, from that above zero: a complement of two, or with a sign
-    zero_below, sign = (1 << form.bits, -1) if form.integer else (1 << (form.bits - 1), 1)
-    whole = (dropped, (1 << dropped) - 1, form.shift, form.most, zero_below, sign)
-    floats = (form.per_step, form.normal, 1 / (1 << dropped))
-    return tuple(map(np.int32, whole)), form.ties_up, *map(np.float32, floats)
+def _format_constants(number_format: NumberFormat) -> tuple[Any, ...]:
+    """Return the constants of a format for `_round_to_codes`, as 32-bit numbers."""
+    dropped = 23 - number_format.mantissa_bits
+    # the code of a negative number is zero_below + sign * (code of the positive number)
+    bits = number_format.bits
+    zero_below, sign = (1 << bits, -1) if number_format.is_integer else (1 << (bits - 1), 1)
+    shift, max_code = number_format.exponent_shift, number_format.max_code
+    ints = (dropped, (1 << dropped) - 1, shift, max_code, zero_below, sign)
+    floats = (number_format.steps_per_unit, number_format.min_normal, 1 / (1 << dropped))
+    return tuple(map(np.int32, ints)), number_format.ties_up, *map(np.float32, floats)
 
 
 def encode_blocks_numba(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: BlockLayout,
+    layout: BlockLayout,
     rows: Tensor,
-    form: str,
-    draws: Draws | None = None,
+    number_format: str,
+    seed_and_step: SeedAndStep | None = None,
     offset: int = 0,
     *,
     threads: int | None = None,
 ) -> None:
     """`encode_blocks_reference` on the CPU, for contiguous float32."""
-    vectors, sizes = (*_numpy(values, error), _active_numpy(active)), sizes_of(cut)
-    largest = torch.empty(cut.parts, cut.blocks, sizes[3], dtype=torch.int32)
-    _in_pieces(_largest_numba, cut, *vectors, largest.view(-1).numpy(), sizes, threads=threads)
-    store_scales(largest, rows, cut, NUMBER_FORMATS[form])
-    seed, step = draws or (0, 0)
-    _in_pieces(
+    vectors, geometry = (
+        (*_to_numpy(values, error), _active_to_numpy(active)),
+        piece_geometry(layout),
+    )
+    largest = torch.empty(layout.num_parts, layout.blocks_per_part, geometry[3], dtype=torch.int32)
+    _run_on_pieces(
+        _largest_numba, layout, *vectors, largest.view(-1).numpy(), geometry, threads=threads
+    )
+    store_scales(largest, rows, layout, NUMBER_FORMATS[number_format])
+    seed, step = seed_and_step or (0, 0)
+    _run_on_pieces(
         _encode_numba,
-        cut,
+        layout,
         *vectors,
-        *_numpy(*memory(rows, cut)),
-        sizes,
-        (rows.stride(0), cut.code_bytes // 4, cut.bits),
-        _form_numba(NUMBER_FORMATS[form]),
-        draws is not None,
+        *_to_numpy(*flat_views(rows, layout)),
+        geometry,
+        (rows.stride(0), layout.code_bytes // 4, layout.bits),
+        _format_constants(NUMBER_FORMATS[number_format]),
+        seed_and_step is not None,
         tuple(np.uint64(word) for word in (*split_key(step), *split_key(seed))),
         offset,
         threads=threads,
@@ -279,37 +300,42 @@ def update_error_blocks_numba(
     values: Tensor,
     error: Tensor,
     active: Tensor | None,
-    cut: BlockLayout,
+    layout: BlockLayout,
     rows: Tensor,
-    form: str,
+    number_format: str,
     *,
     threads: int | None = None,
 ) -> None:
     """`update_error_blocks_reference` on the CPU, for contiguous float32."""
-    _in_pieces(
+    _run_on_pieces(
         _update_error_numba,
-        cut,
-        *_numpy(values, error),
-        _active_numpy(active),
-        *_numpy(*memory(rows, cut), NUMBER_FORMATS[form].values),
-        sizes_of(cut),
-        (rows.stride(0), cut.code_bytes // 4, cut.bits),
+        layout,
+        *_to_numpy(values, error),
+        _active_to_numpy(active),
+        *_to_numpy(*flat_views(rows, layout), NUMBER_FORMATS[number_format].values),
+        piece_geometry(layout),
+        (rows.stride(0), layout.code_bytes // 4, layout.bits),
         threads=threads,
     )
 
 
 def mean_of_blocks_numba(
-    rows: Tensor, cut: BlockLayout, out: Tensor, form: str, *, threads: int | None = None
+    rows: Tensor,
+    layout: BlockLayout,
+    out: Tensor,
+    number_format: str,
+    *,
+    threads: int | None = None,
 ) -> None:
     """`mean_of_blocks_reference` on the CPU, for contiguous float32."""
-    _in_pieces(
+    _run_on_pieces(
         _mean_numba,
-        cut,
-        *_numpy(*memory(rows, cut), NUMBER_FORMATS[form].values),
-        _active_numpy(None),
-        *_numpy(out),
-        sizes_of(cut),
-        (rows.stride(0), cut.code_bytes // 4, cut.bits),
+        layout,
+        *_to_numpy(*flat_views(rows, layout), NUMBER_FORMATS[number_format].values),
+        _active_to_numpy(None),
+        *_to_numpy(out),
+        piece_geometry(layout),
+        (rows.stride(0), layout.code_bytes // 4, layout.bits),
         len(rows),
         np.float32(1 / len(rows)),
         threads=threads,
@@ -318,21 +344,21 @@ def mean_of_blocks_numba(
 
 def decode_blocks_numba(
     rows: Tensor,
-    cut: BlockLayout,
+    layout: BlockLayout,
     active: Tensor | None,
     out: Tensor,
-    form: str,
+    number_format: str,
     *,
     threads: int | None = None,
 ) -> None:
     """`decode_blocks_reference` on the CPU, for contiguous float32."""
-    _in_pieces(
+    _run_on_pieces(
         _decode_numba,
-        cut,
-        *_numpy(*memory(rows, cut), NUMBER_FORMATS[form].values),
-        _active_numpy(active),
-        *_numpy(out),
-        sizes_of(cut),
-        (rows.stride(0), cut.code_bytes // 4, cut.bits),
+        layout,
+        *_to_numpy(*flat_views(rows, layout), NUMBER_FORMATS[number_format].values),
+        _active_to_numpy(active),
+        *_to_numpy(out),
+        piece_geometry(layout),
+        (rows.stride(0), layout.code_bytes // 4, layout.bits),
         threads=threads,
     )

@@ -1,8 +1,8 @@
-"""Low-precision codes on a GPU, in Triton.
+"""Encode and decode blocks of low-precision codes on a GPU, with Triton.
 
-They are launched with `enable_fp_fusion=False`: a product that is added without being rounded first
-would differ from the CPU's. Rows of bytes are flat here: row j begins at byte j * stride, and
-`scales` are the same memory as float32.
+The kernels are launched with `enable_fp_fusion=False`: a fused multiply-add would round differently
+from the CPU. The rows are passed as flat memory: row j begins at byte j * stride, and `scales` is
+the same memory as float32.
 """
 
 from functools import lru_cache
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.codec.blocks_reference import store_scales
-from gcnzc.kernels.codec.number_formats import NUMBER_FORMATS, Draws, NumberFormat, memory
+from gcnzc.kernels.codec.number_formats import NUMBER_FORMATS, NumberFormat, SeedAndStep, flat_views
 
-TILE = 1024  # elements of a GPU's program
+TILE = 1024  # elements of a program
 
 
 @lru_cache
-def _table(form: str, device: torch.device) -> Tensor:
-    return NUMBER_FORMATS[form].values.to(device)
+def _table(number_format: str, device: torch.device) -> Tensor:
+    return NUMBER_FORMATS[number_format].values.to(device)
 
 
-def _bytes(active: Tensor | None, other: Tensor) -> Tensor:
-    """What is active as Triton takes it; anything in place of None, since it is not read."""
+def _active_or(active: Tensor | None, other: Tensor) -> Tensor:
+    """Return `active` as uint8, or `other` as a placeholder pointer that is not read."""
     return other if active is None else active.view(torch.uint8)
 
 
@@ -34,129 +34,137 @@ def encode_blocks_triton(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: BlockLayout,
+    layout: BlockLayout,
     rows: Tensor,
-    form: str,
-    draws: Draws | None = None,
+    number_format: str,
+    seed_and_step: SeedAndStep | None = None,
     offset: int = 0,
 ) -> None:
     """`encode_blocks_reference` in Triton, for contiguous float32 on its device."""
-    how, num_blocks = NUMBER_FORMATS[form], cut.parts * cut.blocks
-    vectors = (values, values if error is None else error, _bytes(active, values))
-    given = {"HAS_ERROR": error is not None, "HAS_ACTIVE": active is not None}
-    columns = min(TILE, triton.next_power_of_2(cut.block_elements))
-    spans = triton.cdiv(cut.block_elements, columns)
-    largest = values.new_empty((cut.parts, cut.blocks, spans), dtype=torch.int32)
-    tiles = triton.cdiv(cut.part, TILE)
-    seed, step = draws or (0, 0)
+    code_format = NUMBER_FORMATS[number_format]
+    num_blocks = layout.num_parts * layout.blocks_per_part
+    vectors = (values, values if error is None else error, _active_or(active, values))
+    flags = {"HAS_ERROR": error is not None, "HAS_ACTIVE": active is not None}
+    columns = min(TILE, triton.next_power_of_2(layout.block_elements))
+    spans = triton.cdiv(layout.block_elements, columns)
+    largest = values.new_empty((layout.num_parts, layout.blocks_per_part, spans), dtype=torch.int32)
+    tiles = triton.cdiv(layout.part_elements, TILE)
+    seed, step = seed_and_step or (0, 0)
     with torch.cuda.device_of(values):
         largest_gpu[(triton.cdiv(num_blocks, TILE // columns) * spans,)](
             *vectors,
             largest,
-            cut.num_elements,
-            cut.part,
+            layout.num_elements,
+            layout.part_elements,
             num_blocks,
-            cut.blocks,
-            cut.block_elements,
+            layout.blocks_per_part,
+            layout.block_elements,
             spans,
-            **given,
+            **flags,
             ROWS=TILE // columns,
             COLUMNS=columns,
             enable_fp_fusion=False,
         )
-        store_scales(largest, rows, cut, how)
-        encode_gpu[(cut.parts * tiles,)](
+        store_scales(largest, rows, layout, code_format)
+        encode_gpu[(layout.num_parts * tiles,)](
             *vectors,
-            *memory(rows, cut),
-            cut.num_elements,
-            cut.part,
+            *flat_views(rows, layout),
+            layout.num_elements,
+            layout.part_elements,
             rows.stride(0),
-            cut.code_bytes // 4,
-            cut.block_elements,
+            layout.code_bytes // 4,
+            layout.block_elements,
             tiles,
             seed,
             step,
             offset,
-            **code_constants(how),
-            **given,
-            STOCHASTIC=draws is not None,
+            **code_constants(code_format),
+            **flags,
+            STOCHASTIC=seed_and_step is not None,
             TILE=TILE,
             enable_fp_fusion=False,
         )
 
 
-def code_constants(form: NumberFormat) -> dict[str, Any]:
-    """What `encode_gpu` is compiled for."""
+def code_constants(number_format: NumberFormat) -> dict[str, Any]:
+    """Return the compile-time constants of `encode_gpu` for a number format."""
     return {
-        "BITS": form.bits,
-        "DROPPED": 23 - form.mantissa_bits,
-        "SHIFT": form.shift,
-        "NORMAL": form.normal,
-        "PER_STEP": form.per_step,
-        "MOST": form.most,
-        "INTEGER": form.integer,
-        "TIES_UP": form.ties_up,
+        "BITS": number_format.bits,
+        "DROPPED": 23 - number_format.mantissa_bits,
+        "SHIFT": number_format.exponent_shift,
+        "NORMAL": number_format.min_normal,
+        "PER_STEP": number_format.steps_per_unit,
+        "MOST": number_format.max_code,
+        "INTEGER": number_format.is_integer,
+        "TIES_UP": number_format.ties_up,
     }
 
 
 def update_error_blocks_triton(
-    values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor, form: str
+    values: Tensor,
+    error: Tensor,
+    active: Tensor | None,
+    layout: BlockLayout,
+    rows: Tensor,
+    number_format: str,
 ) -> None:
     """`update_error_blocks_reference` in Triton, for contiguous float32 on its device."""
     with torch.cuda.device_of(values):
-        update_error_gpu[(triton.cdiv(cut.num_elements, TILE),)](
+        update_error_gpu[(triton.cdiv(layout.num_elements, TILE),)](
             values,
             error,
-            _bytes(active, values),
-            *memory(rows, cut),
-            _table(form, rows.device),
-            cut.num_elements,
-            cut.part,
+            _active_or(active, values),
+            *flat_views(rows, layout),
+            _table(number_format, rows.device),
+            layout.num_elements,
+            layout.part_elements,
             rows.stride(0),
-            cut.code_bytes // 4,
-            cut.block_elements,
-            cut.bits,
+            layout.code_bytes // 4,
+            layout.block_elements,
+            layout.bits,
             HAS_ACTIVE=active is not None,
             TILE=TILE,
             enable_fp_fusion=False,
         )
 
 
-def mean_of_blocks_triton(rows: Tensor, cut: BlockLayout, out: Tensor, form: str) -> None:
+def mean_of_blocks_triton(
+    rows: Tensor, layout: BlockLayout, out: Tensor, number_format: str
+) -> None:
     """`mean_of_blocks_reference` in Triton, for contiguous float32 on its device."""
     with torch.cuda.device_of(out):
-        mean_gpu[(triton.cdiv(cut.num_elements, TILE),)](
-            *memory(rows, cut),
-            _table(form, rows.device),
+        mean_gpu[(triton.cdiv(layout.num_elements, TILE),)](
+            *flat_views(rows, layout),
+            _table(number_format, rows.device),
             out,
-            cut.num_elements,
+            layout.num_elements,
             rows.stride(0),
-            cut.code_bytes // 4,
-            cut.block_elements,
+            layout.code_bytes // 4,
+            layout.block_elements,
             len(rows),
             1 / len(rows),
-            BITS=cut.bits,
+            BITS=layout.bits,
             TILE=TILE,
             enable_fp_fusion=False,
         )
 
 
 def decode_blocks_triton(
-    rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor, form: str
+    rows: Tensor, layout: BlockLayout, active: Tensor | None, out: Tensor, number_format: str
 ) -> None:
     """`decode_blocks_reference` in Triton, for contiguous float32 on its device."""
     with torch.cuda.device_of(out):
-        decode_gpu[(triton.cdiv(cut.num_elements, TILE),)](
-            *memory(rows, cut),
-            _table(form, rows.device),
-            _bytes(active, out),
+        decode_gpu[(triton.cdiv(layout.num_elements, TILE),)](
+            *flat_views(rows, layout),
+            _table(number_format, rows.device),
+            _active_or(active, out),
             out,
-            cut.num_elements,
-            cut.part,
+            layout.num_elements,
+            layout.part_elements,
             rows.stride(0),
-            cut.code_bytes // 4,
-            cut.block_elements,
-            cut.bits,
+            layout.code_bytes // 4,
+            layout.block_elements,
+            layout.bits,
             HAS_ACTIVE=active is not None,
             TILE=TILE,
             enable_fp_fusion=False,
@@ -164,8 +172,8 @@ def decode_blocks_triton(
 
 
 @triton.jit
-def _sums(values, error, active, e, inside, HAS_ERROR: tl.constexpr, HAS_ACTIVE: tl.constexpr):
-    """y of elements `e`; 0 where they are not inside, or not active."""
+def _load_sums(values, error, active, e, inside, HAS_ERROR: tl.constexpr, HAS_ACTIVE: tl.constexpr):
+    """Load y at the indices `e`, with 0 where masked out or not active."""
     if HAS_ACTIVE:
         inside = inside & (tl.load(active + e, mask=inside, other=0) != 0)
     y = tl.load(values + e, mask=inside, other=0.0)
@@ -175,8 +183,8 @@ def _sums(values, error, active, e, inside, HAS_ERROR: tl.constexpr, HAS_ACTIVE:
 
 
 @triton.jit
-def _decoded(codes, scales, table, start, i, inside, first_scale, block, BITS: tl.constexpr):
-    """What the codes of elements `i` stand for, of rows that begin at byte `start`."""
+def _decode(codes, scales, table, start, i, inside, first_scale, block, BITS: tl.constexpr):
+    """Decode elements `i` of a row that begins at byte `start`."""
     if BITS == 8:
         code = tl.load(codes + start + i, mask=inside, other=0).to(tl.int32)
     else:
@@ -187,9 +195,9 @@ def _decoded(codes, scales, table, start, i, inside, first_scale, block, BITS: t
 
 
 @triton.jit
-def _words(seed, step, counters):
-    """Four random words of each counter, in a row."""
-    # int64 first: a counter may have more than 32 bits, and a number may be any of Triton's types
+def _random_words(seed, step, counters):
+    """Return the four random words of each counter, one after another."""
+    # as int64: counters may exceed 32 bits, and Triton picks the type of `step` by its value
     steps = tl.zeros_like(counters) + step
     w0, w1, w2, w3 = tl.philox(
         seed,
@@ -218,17 +226,17 @@ def largest_gpu(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The bits of the largest |y| of each span of COLUMNS elements of a block; NaN is largest."""
+    """Write the bits of the largest |y| of each span of COLUMNS elements; NaN is the largest."""
     program = tl.program_id(0).to(tl.int64)
-    number = program // spans * ROWS + tl.arange(0, ROWS)  # of a block, over all parts
+    index = program // spans * ROWS + tl.arange(0, ROWS)  # of the block, counted over all parts
     span = program % spans
     column = span * COLUMNS + tl.arange(0, COLUMNS)
-    i = (number % blocks * block)[:, None] + column[None, :]
-    e = (number // blocks * part)[:, None] + i
-    inside = (number < num_blocks)[:, None] & (column < block)[None, :] & (i < part)
-    y = _sums(values, error, active, e, inside & (e < num_elements), HAS_ERROR, HAS_ACTIVE)
-    sizes = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.store(largest + number * spans + span, tl.max(sizes, 1), mask=number < num_blocks)
+    i = (index % blocks * block)[:, None] + column[None, :]
+    e = (index // blocks * part)[:, None] + i
+    inside = (index < num_blocks)[:, None] & (column < block)[None, :] & (i < part)
+    y = _load_sums(values, error, active, e, inside & (e < num_elements), HAS_ERROR, HAS_ACTIVE)
+    magnitudes = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.store(largest + index * spans + span, tl.max(magnitudes, 1), mask=index < num_blocks)
 
 
 @triton.jit(do_not_specialize=["seed", "step", "offset"])
@@ -260,20 +268,20 @@ def encode_gpu(
     STOCHASTIC: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The codes of TILE elements of one part."""
+    """Write the codes of TILE elements of one part."""
     program = tl.program_id(0).to(tl.int64)
     j = program // tiles
     first = program % tiles * TILE
     i = first + tl.arange(0, TILE)
     e = j * part + i
-    y = _sums(values, error, active, e, (i < part) & (e < num_elements), HAS_ERROR, HAS_ACTIVE)
+    y = _load_sums(values, error, active, e, (i < part) & (e < num_elements), HAS_ERROR, HAS_ACTIVE)
     scale = tl.load(scales + j * stride // 4 + first_scale + i // block, mask=i < part, other=0.0)
-    scaled = scale > 0  # not where it is NaN
-    quotient = tl.where(scaled, tl.div_rn(y, tl.where(scaled, scale, 1.0)), 0.0)
+    has_scale = scale > 0  # false for NaN
+    quotient = tl.where(has_scale, tl.div_rn(y, tl.where(has_scale, scale, 1.0)), 0.0)
     bits = quotient.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     size = magnitude.to(tl.float32, bitcast=True)
-    # the code below, and which share of the way to the next one is gone
+    # the lower code, and the distance from its number as a share of the step to the next
     steps = tl.minimum(size, NORMAL) * PER_STEP
     low = steps.to(tl.int32)
     share = steps - low.to(tl.float32)
@@ -283,14 +291,14 @@ def encode_gpu(
     share = tl.where(normal, rest, share)
     if STOCHASTIC:
         counters = (offset + j * part + first) // 4 + tl.arange(0, TILE // 4)
-        word = _words(seed, step, counters).to(tl.uint32)
+        word = _random_words(seed, step, counters).to(tl.uint32)
         up = (word >> 8).to(tl.int32).to(tl.float32) * (1.0 / (1 << 24)) < share
     elif TIES_UP:
         up = share >= 0.5
     else:
         up = (share > 0.5) | ((share == 0.5) & (low % 2 == 1))
     code = tl.minimum(low + up.to(tl.int32), MOST)
-    # complements of two, or a bit for the sign
+    # two's complement, or a sign bit
     negative = (1 << BITS) - code if INTEGER else (1 << (BITS - 1)) + code
     code = tl.where((bits < 0) & (code > 0), negative, code)
     if BITS == 8:
@@ -319,15 +327,15 @@ def update_error_gpu(
     HAS_ACTIVE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Leave in `error` what the codes of TILE elements did not say."""
+    """Set `error` to the rounding error of TILE elements."""
     e = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = e < num_elements
     y = tl.load(values + e, mask=inside, other=0.0) + tl.load(error + e, mask=inside, other=0.0)
     start, i = e // part * stride, e % part
-    left = y - _decoded(codes, scales, table, start, i, inside, first_scale, block, BITS)
+    residual = y - _decode(codes, scales, table, start, i, inside, first_scale, block, BITS)
     if HAS_ACTIVE:
-        left = tl.where(tl.load(active + e, mask=inside, other=0) != 0, left, 0.0)
-    tl.store(error + e, left, mask=inside)
+        residual = tl.where(tl.load(active + e, mask=inside, other=0) != 0, residual, 0.0)
+    tl.store(error + e, residual, mask=inside)
 
 
 @triton.jit
@@ -345,13 +353,13 @@ def mean_gpu(
     BITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The mean of TILE elements over all rows."""
+    """Write the mean of TILE elements over all rows."""
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = i < num_elements
     start = tl.zeros_like(i)
     total = tl.zeros([TILE], tl.float32)
     for _ in range(num_rows):
-        total += _decoded(codes, scales, table, start, i, inside, first_scale, block, BITS)
+        total += _decode(codes, scales, table, start, i, inside, first_scale, block, BITS)
         start += stride
     tl.store(out + i, total * share, mask=inside)
 
@@ -372,11 +380,11 @@ def decode_gpu(
     HAS_ACTIVE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """What the codes of TILE elements stand for."""
+    """Write the decoded numbers of TILE elements."""
     e = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = e < num_elements
     start, i = e // part * stride, e % part
-    found = _decoded(codes, scales, table, start, i, inside, first_scale, block, BITS)
+    decoded = _decode(codes, scales, table, start, i, inside, first_scale, block, BITS)
     if HAS_ACTIVE:
-        found = tl.where(tl.load(active + e, mask=inside, other=0) != 0, found, 0.0)
-    tl.store(out + e, found, mask=inside)
+        decoded = tl.where(tl.load(active + e, mask=inside, other=0) != 0, decoded, 0.0)
+    tl.store(out + e, decoded, mask=inside)

@@ -1,11 +1,11 @@
-"""Blocks of low-precision codes, in plain torch: the reference of the kernels."""
+"""Blocks of low-precision codes in plain torch: the reference for the kernels."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gcnzc.kernels.codec.block_layout import BlockLayout
-from gcnzc.kernels.codec.number_formats import NUMBER_FORMATS, Draws, NumberFormat
+from gcnzc.kernels.codec.number_formats import NUMBER_FORMATS, NumberFormat, SeedAndStep
 from gcnzc.kernels.gather.quantize import SMALLEST_SCALE
 from gcnzc.kernels.philox import philox4x32_reference, split_key
 
@@ -15,121 +15,144 @@ def encode_blocks_reference(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: BlockLayout,
+    layout: BlockLayout,
     rows: Tensor,
-    form: str,
-    draws: Draws | None = None,
+    number_format: str,
+    seed_and_step: SeedAndStep | None = None,
     offset: int = 0,
 ) -> None:
-    """What `encode_blocks` must write, bit for bit."""
-    y = values.new_zeros(cut.parts, cut.part, dtype=torch.float32)
-    y.view(-1)[: cut.num_elements] = _sums(values, error, active)
-    padding = cut.blocks * cut.block_elements - cut.part
+    """Reference for `encode_blocks`, which must match it bit for bit."""
+    y = values.new_zeros(layout.num_parts, layout.part_elements, dtype=torch.float32)
+    y.view(-1)[: layout.num_elements] = _sums(values, error, active)
+    padding = layout.blocks_per_part * layout.block_elements - layout.part_elements
     blocks = torch.nn.functional.pad(y, (0, padding)).view(
-        cut.parts, cut.blocks, cut.block_elements
+        layout.num_parts, layout.blocks_per_part, layout.block_elements
     )
-    scales = _scales_of(blocks.abs().amax(2), NUMBER_FORMATS[form])
-    _scales(rows, cut).copy_(scales)
-    drawn = None
-    if draws is not None:
-        drawn = _drawn(y.numel(), draws, offset).view(y.shape).to(y.device)
-    codes = _codes(y, _spread(scales, cut), NUMBER_FORMATS[form], drawn).to(torch.uint8)
-    if cut.bits == 4:
+    scales = _compute_scales(blocks.abs().amax(2), NUMBER_FORMATS[number_format])
+    _scales_view(rows, layout).copy_(scales)
+    uniform = None
+    if seed_and_step is not None:
+        uniform = _random_uniform(y.numel(), seed_and_step, offset).view(y.shape).to(y.device)
+    element_scales = _scale_of_elements(scales, layout)
+    codes = _round_to_codes(y, element_scales, NUMBER_FORMATS[number_format], uniform)
+    codes = codes.to(torch.uint8)
+    if layout.bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
-    rows[:, : cut.code_bytes] = codes
+    rows[:, : layout.code_bytes] = codes
 
 
 @torch.no_grad()
 def update_error_blocks_reference(
-    values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor, form: str
+    values: Tensor,
+    error: Tensor,
+    active: Tensor | None,
+    layout: BlockLayout,
+    rows: Tensor,
+    number_format: str,
 ) -> None:
-    """What `update_error_blocks` must leave in `error`, bit for bit."""
+    """Reference for `update_error_blocks`, which must match it bit for bit."""
     y = _sums(values, error, None)
-    left = y - _decoded(rows, cut, form).view(-1)[: cut.num_elements]
-    error.copy_(left if active is None else torch.where(active, left, 0.0))
+    residual = y - _decode(rows, layout, number_format).view(-1)[: layout.num_elements]
+    error.copy_(residual if active is None else torch.where(active, residual, 0.0))
 
 
-def mean_of_blocks_reference(rows: Tensor, cut: BlockLayout, out: Tensor, form: str) -> None:
-    """What `mean_of_blocks` must write to `out`, bit for bit."""
-    total = rows.new_zeros(cut.part, dtype=torch.float32)
+def mean_of_blocks_reference(
+    rows: Tensor, layout: BlockLayout, out: Tensor, number_format: str
+) -> None:
+    """Reference for `mean_of_blocks`, which must match it bit for bit."""
+    total = rows.new_zeros(layout.part_elements, dtype=torch.float32)
     for row in rows:
-        total += _decoded(row[None], cut, form)[0]
-    out.copy_(total[: cut.num_elements] * (1 / len(rows)))
+        total += _decode(row[None], layout, number_format)[0]
+    out.copy_(total[: layout.num_elements] * (1 / len(rows)))
 
 
 def decode_blocks_reference(
-    rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor, form: str
+    rows: Tensor, layout: BlockLayout, active: Tensor | None, out: Tensor, number_format: str
 ) -> None:
-    """What `decode_blocks` must write to `out`, bit for bit."""
-    found = _decoded(rows, cut, form).view(-1)[: cut.num_elements]
-    out.copy_(found if active is None else torch.where(active, found, 0.0))
+    """Reference for `decode_blocks`, which must match it bit for bit."""
+    decoded = _decode(rows, layout, number_format).view(-1)[: layout.num_elements]
+    out.copy_(decoded if active is None else torch.where(active, decoded, 0.0))
 
 
 def _sums(values: Tensor, error: Tensor | None, active: Tensor | None) -> Tensor:
-    """(n,) y, in float32 or wider; 0 where not active."""
+    """Return y as (n,) float32 or float64, with 0 where not active."""
     y = values.to(torch.promote_types(values.dtype, torch.float32))
     if error is not None:
         y = y + error
     return y if active is None else torch.where(active, y, 0.0)
 
 
-def _scales_of(largest: Tensor, form: NumberFormat) -> Tensor:
-    """The scales of blocks whose largest |y| are given, NaN among them."""
-    most_number = float(form.sizes[-1])
-    # the largest float32, divided and multiplied again, could be rounded up
-    most = torch.finfo(torch.float32).max / most_number * (1 - 2.0**-23)
-    # by a tensor, since a GPU multiplies with one over a number
-    scales = (largest / torch.full_like(largest, most_number)).clamp(SMALLEST_SCALE, most)
+def _compute_scales(largest: Tensor, number_format: NumberFormat) -> Tensor:
+    """Return the scales of blocks from the largest |y| of each, which may be NaN."""
+    largest_number = float(number_format.magnitudes[-1])
+    # the largest float32 could overflow when it is divided and multiplied again
+    max_scale = torch.finfo(torch.float32).max / largest_number * (1 - 2.0**-23)
+    # divide by a tensor: on a GPU torch replaces division by a number with a multiplication
+    scales = (largest / torch.full_like(largest, largest_number)).clamp(SMALLEST_SCALE, max_scale)
     scales = torch.where(largest == 0, 0.0, scales)
     return torch.where(largest.isfinite(), scales, torch.nan)
 
 
-def _scales(rows: Tensor, cut: BlockLayout) -> Tensor:
-    """(parts, blocks) float32: where a row has its scales."""
-    return rows[:, cut.code_bytes : cut.row_bytes].view(torch.float32)
+def _scales_view(rows: Tensor, layout: BlockLayout) -> Tensor:
+    """Return a (W, blocks) float32 view of the scales in the rows."""
+    return rows[:, layout.code_bytes : layout.row_bytes].view(torch.float32)
 
 
-def _spread(scales: Tensor, cut: BlockLayout) -> Tensor:
-    """(parts, part): the scale of each element."""
-    return scales.repeat_interleave(cut.block_elements, 1)[:, : cut.part]
+def _scale_of_elements(scales: Tensor, layout: BlockLayout) -> Tensor:
+    """Repeat the (W, blocks) scales for each element: (W, part elements)."""
+    return scales.repeat_interleave(layout.block_elements, 1)[:, : layout.part_elements]
 
 
-def _drawn(count: int, draws: Draws, offset: int) -> Tensor:
-    """(count,) float32 in [0, 1), multiples of 2**-24."""
-    seed, step = draws
+def _random_uniform(count: int, seed_and_step: SeedAndStep, offset: int) -> Tensor:
+    """Return (count,) float32 random numbers in [0, 1), multiples of 2**-24."""
+    seed, step = seed_and_step
     counters = np.arange(offset // 4, offset // 4 + -(-count // 4), dtype=np.uint64)
     low, high = counters & np.uint64(0xFFFFFFFF), counters >> np.uint64(32)
     words = philox4x32_reference(low, high, *split_key(step), *split_key(seed))
     return torch.from_numpy((np.stack(words, 1).ravel()[:count] >> 8).astype(np.float32) / 2**24)
 
 
-def _codes(y: Tensor, scales: Tensor, form: NumberFormat, drawn: Tensor | None) -> Tensor:
-    """The codes of elements, of which each has its scale here."""
+def _round_to_codes(
+    y: Tensor, scales: Tensor, number_format: NumberFormat, uniform: Tensor | None
+) -> Tensor:
+    """Return the codes of elements, given the scale of each element."""
     quotients = torch.where(scales > 0, y / scales, 0.0)
-    sizes = form.sizes.to(y.device)
-    size = quotients.abs().clamp(max=float(sizes[-1]))
-    low = torch.searchsorted(sizes, size, right=True) - 1
-    high = (low + 1).clamp(max=form.most)
-    # how much of the way from one number to the next is gone; 0 / 0 at the last one, which stays
-    share = (size - sizes[low]) / (sizes[high] - sizes[low])
-    if drawn is not None:
-        up = drawn < share
-    elif form.ties_up:
+    magnitudes = number_format.magnitudes.to(y.device)
+    magnitude = quotients.abs().clamp(max=float(magnitudes[-1]))
+    low = torch.searchsorted(magnitudes, magnitude, right=True) - 1
+    high = (low + 1).clamp(max=number_format.max_code)
+    # the distance from the lower number as a share of the step; NaN at the largest number, which
+    # is not rounded up
+    share = (magnitude - magnitudes[low]) / (magnitudes[high] - magnitudes[low])
+    if uniform is not None:
+        up = uniform < share
+    elif number_format.ties_up:
         up = share >= 0.5
     else:
         up = (share > 0.5) | ((share == 0.5) & (low % 2 == 1))
     code = torch.where(up, high, low)
-    return torch.where(quotients.signbit() & (code > 0), form.negative(code), code)
+    return torch.where(quotients.signbit() & (code > 0), number_format.negative(code), code)
 
 
-def _decoded(rows: Tensor, cut: BlockLayout, form: str) -> Tensor:
-    """(parts, part) float32."""
-    codes = rows[:, : cut.code_bytes].long()
-    if cut.bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], 2).view(len(rows), cut.part)
-    return NUMBER_FORMATS[form].values.to(rows.device)[codes] * _spread(_scales(rows, cut), cut)
+def _decode(rows: Tensor, layout: BlockLayout, number_format: str) -> Tensor:
+    """Return the decoded (W, part elements) float32 numbers."""
+    codes = rows[:, : layout.code_bytes].long()
+    if layout.bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], 2).view(len(rows), layout.part_elements)
+    numbers = NUMBER_FORMATS[number_format].values.to(rows.device)[codes]
+    return numbers * _scale_of_elements(_scales_view(rows, layout), layout)
 
 
-def store_scales(largest: Tensor, rows: Tensor, cut: BlockLayout, form: NumberFormat) -> None:
-    """Write the scales of blocks, from the bits of the largest |y| of their spans."""
-    _scales(rows, cut).copy_(_scales_of(largest.amax(2).view(torch.float32), form))
+def store_scales(
+    largest: Tensor, rows: Tensor, layout: BlockLayout, number_format: NumberFormat
+) -> None:
+    """Write the scales of blocks to their rows.
+
+    Args:
+        largest: (W, blocks, spans) int32: the bits of the largest |y| of each span of a block.
+        rows: (W, stride) uint8.
+        layout: of the vector.
+        number_format: of the codes.
+    """
+    scales = _compute_scales(largest.amax(2).view(torch.float32), number_format)
+    _scales_view(rows, layout).copy_(scales)

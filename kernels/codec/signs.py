@@ -1,20 +1,20 @@
 """Encode vectors as signs with one scale per block, and decode means.
 
-What is sent of y is `s * sgn(y)`, where s is the root of the mean square of a block, or its mean
-absolute value, and sgn is 1 from zero on and else -1. What that leaves out, `y - s * sgn(y)`, stays
-with the sender as an error that is added to the next y: Seide et al., "1-bit stochastic gradient
-descent" (Interspeech 2014), and, with a server that averages and compresses again, Tang et al.,
-"1-bit Adam" (2021, https://arxiv.org/abs/2102.02888).
+A vector y is encoded as `s * sgn(y)`, where the scale s of a block is its root mean square or its
+mean absolute value, and sgn is 1 for y >= 0 and -1 otherwise. The sender keeps the error
+`y - s * sgn(y)` and adds it to its next vector: Seide et al., "1-bit stochastic gradient descent"
+(Interspeech 2014), and, with a server that averages and compresses again, Tang et al., "1-bit Adam"
+(2021, https://arxiv.org/abs/2102.02888).
 
-A row is one part of a `BlockLayout`: bit k of byte b is the sign of element 8b + k, set for 1; then
-follow float32 scales. NaN has no bit, and its block no finite scale. Sums are float64
-everywhere, since the square of a float32 of 1e20 is none. An element that is not active has no bit,
-and no weight in a scale.
+A row is one part of a `BlockLayout`: bit k of byte b is set if element 8b + k has the sign 1;
+float32 scales follow the bits. The bit of a NaN is not set, and the scale of its block is not
+finite. Sums are float64, since the square of a large float32, such as 1e20, overflows. An element
+that is not active has no bit set, and no weight in a scale.
 
-float32 goes to numba on the CPU, and on a GPU to Triton, in `gcnzc.kernels.codec.signs_gpu`; other
-types take the references, anywhere.
+float32 uses numba on the CPU and Triton on a GPU (`gcnzc.kernels.codec.signs_gpu`); other dtypes
+use the torch references.
 
-Letters: n elements of the vector, W workers.
+Letters: n elements of the vector, W ranks.
 """
 
 import torch
@@ -37,177 +37,183 @@ def encode_signs(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: BlockLayout,
+    layout: BlockLayout,
     rows: Tensor,
     scale: Scale = "rms",
     *,
     threads: int | None = None,
 ) -> None:
-    """Write the bits and scales of `values + error`.
+    """Write the sign bits and scales of `values + error` to `rows`.
 
     Args:
-        values: (n,) of floating point, contiguous.
-        error: like `values`; zeros if None.
-        active: (n,) bool, contiguous; all if None.
-        cut: of codes of one bit.
-        rows: (parts, stride) uint8 to write into, each on 4 bytes; where `values` lie. What follows
-            `cut.row_bytes` of a row stays as it is.
-        scale: the root of the mean square, or the mean absolute value, of what is active in a
-            block; 0 where nothing is. Finite if that is, and else not.
-        threads: how many share the work on the CPU; `torch.get_num_threads()` if None. They do not
-            change the result.
+        values: (n,) floating point, contiguous.
+        error: (n,) of the dtype of `values`, contiguous; zeros if None.
+        active: (n,) bool, contiguous; all elements are active if None.
+        layout: of the vector, with 1-bit codes.
+        rows: (W, stride) uint8 on the device of `values`, written; each row contiguous and aligned
+            to 4 bytes. Bytes past `layout.row_bytes` of a row are not written.
+        scale: "rms" for the root mean square of a block's active elements, "l1" for their mean
+            absolute value. The scale of a block without active elements is 0. A scale is finite if
+            and only if all its elements are.
+        threads: number of threads on the CPU, which does not change the result;
+            `torch.get_num_threads()` if None.
 
     Raises:
-        ValueError: shapes, types or places do not fit; or no such scale.
+        ValueError: a shape, dtype or device does not match, or the scale is unknown.
     """
     if scale not in SCALES:
-        raise ValueError(f"no scale {scale!r}\n\nhint: one of {', '.join(SCALES)}")
-    _demand(cut, rows, cut.parts, values, error, active)
-    if cut.row_bytes == 0:
+        raise ValueError(f"no scale {scale!r}\n\nhint: use one of {', '.join(SCALES)}")
+    _check_arguments(layout, rows, layout.num_parts, values, error, active)
+    if layout.row_bytes == 0:
         return
     if values.dtype != torch.float32:
-        encode_signs_reference(values, error, active, cut, rows, scale)
+        encode_signs_reference(values, error, active, layout, rows, scale)
     elif values.is_cuda:
-        signs_gpu.encode(values, error, active, cut, rows, squares=scale == "rms")
+        signs_gpu.encode(values, error, active, layout, rows, squares=scale == "rms")
     else:
-        encode_numba(values, error, active, cut, rows, scale, threads)
+        encode_numba(values, error, active, layout, rows, scale, threads)
 
 
 def update_error_signs(
     values: Tensor,
     error: Tensor,
     active: Tensor | None,
-    cut: BlockLayout,
+    layout: BlockLayout,
     rows: Tensor,
     *,
     threads: int | None = None,
 ) -> None:
-    """Set `error` to what was not sent of `values + error`, and to 0 where nothing is active.
+    """Set `error` to the error of the encoded vector: `values + error` less the decoded rows.
 
     Args:
-        values: see `encode_signs`, which wrote `rows` from this and `error`.
-        error: like `values`, written over.
-        active: see there.
-        cut: see there.
-        rows: of whose scales this is.
-        threads: see there.
+        values: (n,) floating point, as passed to `encode_signs`.
+        error: (n,) of the dtype of `values`, as passed to `encode_signs`; overwritten, with 0 for
+            elements that are not active.
+        active: (n,) bool or None, as passed to `encode_signs`.
+        layout: of the vector, with 1-bit codes.
+        rows: (W, stride) uint8, as written by `encode_signs`.
+        threads: see `encode_signs`.
 
     Raises:
-        ValueError: shapes, types or places do not fit.
+        ValueError: a shape, dtype or device does not match.
     """
-    _demand(cut, rows, cut.parts, values, error, active)
-    if cut.num_elements == 0:
+    _check_arguments(layout, rows, layout.num_parts, values, error, active)
+    if layout.num_elements == 0:
         return
     if values.dtype != torch.float32:
-        update_error_signs_reference(values, error, active, cut, rows)
+        update_error_signs_reference(values, error, active, layout, rows)
     elif values.is_cuda:
-        signs_gpu.update_error(values, error, active, cut, rows)
+        signs_gpu.update_error(values, error, active, layout, rows)
     else:
-        update_error_numba(values, error, active, cut, rows, threads)
+        update_error_numba(values, error, active, layout, rows, threads)
 
 
 def mean_of_signs(
-    rows: Tensor, cut: BlockLayout, out: Tensor, *, threads: int | None = None
+    rows: Tensor, layout: BlockLayout, out: Tensor, *, threads: int | None = None
 ) -> None:
-    """The mean of what W workers sent of one part, added up in their order.
+    """Decode one part's rows from W ranks and write their mean, summed in rank order.
 
     Args:
-        rows: (W, stride) uint8; see `encode_signs`.
-        cut: of that part alone, see `BlockLayout.of_part`.
-        out: (cut.num_elements,) to write into, contiguous.
-        threads: see there.
+        rows: (W, stride) uint8: the part's row of each rank, see `encode_signs`.
+        layout: of the part, see `BlockLayout.part_layout`.
+        out: (layout.num_elements,) floating point, contiguous, written.
+        threads: see `encode_signs`.
 
     Raises:
-        ValueError: shapes, types or places do not fit; or the cut has several parts.
+        ValueError: a shape, dtype or device does not match, or the layout has several parts.
     """
-    _demand(cut, rows, len(rows), out)
-    if cut.parts != 1:
+    _check_arguments(layout, rows, len(rows), out)
+    if layout.num_parts != 1:
         raise ValueError(
-            f"the mean of one part has a cut of {cut.parts}\n\nhint: cut.of_part(part)"
+            f"a layout of {layout.num_parts} parts for the mean of one\n\n"
+            "hint: pass layout.part_layout(part)"
         )
-    if cut.num_elements == 0:
+    if layout.num_elements == 0:
         return
     if out.dtype != torch.float32:
-        mean_of_signs_reference(rows, cut, out)
+        mean_of_signs_reference(rows, layout, out)
     elif out.is_cuda:
-        signs_gpu.mean(rows, cut, out)
+        signs_gpu.mean(rows, layout, out)
     else:
-        mean_numba(rows, cut, out, threads)
+        mean_numba(rows, layout, out, threads)
 
 
 def decode_signs(
     rows: Tensor,
-    cut: BlockLayout,
+    layout: BlockLayout,
     active: Tensor | None,
     out: Tensor,
     *,
     threads: int | None = None,
 ) -> None:
-    """Write what rows stand for: each element's scale with its sign, and 0 where it is not active.
+    """Write the decoded vector: the scale of each element with its sign, or 0 if not active.
 
     Args:
-        rows: see `encode_signs`.
-        cut: see there.
-        active: see there.
-        out: (n,) to write into, contiguous.
-        threads: see there.
+        rows: (W, stride) uint8, one row for each part, see `encode_signs`.
+        layout: of the vector, with 1-bit codes.
+        active: (n,) bool, contiguous; all elements are active if None.
+        out: (n,) floating point, contiguous, written.
+        threads: see `encode_signs`.
 
     Raises:
-        ValueError: shapes, types or places do not fit.
+        ValueError: a shape, dtype or device does not match.
     """
-    _demand(cut, rows, cut.parts, out, active=active)
-    if cut.num_elements == 0:
+    _check_arguments(layout, rows, layout.num_parts, out, active=active)
+    if layout.num_elements == 0:
         return
     if out.dtype != torch.float32:
-        decode_signs_reference(rows, cut, active, out)
+        decode_signs_reference(rows, layout, active, out)
     elif out.is_cuda:
-        signs_gpu.decode(rows, cut, active, out)
+        signs_gpu.decode(rows, layout, active, out)
     else:
-        decode_numba(rows, cut, active, out, threads)
+        decode_numba(rows, layout, active, out, threads)
 
 
-def _demand(
-    cut: BlockLayout,
+def _check_arguments(
+    layout: BlockLayout,
     rows: Tensor,
     num_rows: int,
     vector: Tensor,
     error: Tensor | None = None,
     active: Tensor | None = None,
 ) -> None:
-    if cut.bits != 1:
-        raise ValueError(f"signs have 1 bit, not {cut.bits}\n\nhint: Cut(..., bits=1, ...)")
-    wanted = vector.dtype, vector.dtype, torch.bool
-    for one, dtype in zip((vector, error, active), wanted, strict=True):
-        if one is not None and (
-            one.shape != (cut.num_elements,)
-            or one.dtype != dtype
-            or one.device != rows.device
-            or not one.is_contiguous()
+    if layout.bits != 1:
+        raise ValueError(
+            f"signs have 1 bit, not {layout.bits}\n\nhint: pass BlockLayout(..., bits=1, ...)"
+        )
+    dtypes = vector.dtype, vector.dtype, torch.bool
+    for given, dtype in zip((vector, error, active), dtypes, strict=True):
+        if given is not None and (
+            given.shape != (layout.num_elements,)
+            or given.dtype != dtype
+            or given.device != rows.device
+            or not given.is_contiguous()
         ):
             raise ValueError(
-                f"{tuple(one.shape)} {one.dtype} on {one.device} with strides {one.stride()}, for "
-                f"a cut of {cut.num_elements} elements of {dtype} and rows on {rows.device}"
-                "\n\nhint: one contiguous row of values, and errors of the same type"
+                f"a {given.dtype} vector of shape {tuple(given.shape)} and strides "
+                f"{given.stride()} on {given.device}; it must have {layout.num_elements} elements "
+                f"of {dtype} on {rows.device}, where the rows are\n\n"
+                "hint: pass contiguous vectors; errors have the dtype of the values"
             )
     if (
         rows.dtype != torch.uint8
         or rows.ndim != 2
         or len(rows) != num_rows
-        or rows.shape[1] < cut.row_bytes
+        or rows.shape[1] < layout.row_bytes
         or num_rows == 0
     ):
         raise ValueError(
-            f"rows are {tuple(rows.shape)} {rows.dtype}, and must be {num_rows or 'some'} rows of "
-            f"{cut.row_bytes} bytes\n\nhint: torch.empty(cut.parts, cut.row_bytes, "
-            "dtype=torch.uint8)"
+            f"rows are {tuple(rows.shape)} {rows.dtype}, and must be {num_rows or 'one or more'} "
+            f"rows of at least {layout.row_bytes} bytes\n\n"
+            "hint: torch.empty(layout.num_parts, layout.row_bytes, dtype=torch.uint8) makes them"
         )
-    if cut.row_bytes and (
+    if layout.row_bytes and (
         rows.stride(1) != 1
-        or rows.stride(0) < cut.row_bytes
+        or rows.stride(0) < layout.row_bytes
         or rows.stride(0) % 4
         or rows.data_ptr() % 4
     ):
         raise ValueError(
-            f"rows of {cut.row_bytes} bytes have strides {rows.stride()} and begin at "
-            f"{rows.data_ptr():#x}\n\nhint: each must be in one piece, and begin on 4 bytes"
+            f"rows of {layout.row_bytes} bytes have strides {rows.stride()} and begin at "
+            f"{rows.data_ptr():#x}\n\nhint: each row must be contiguous and aligned to 4 bytes"
         )

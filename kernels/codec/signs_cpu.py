@@ -1,4 +1,7 @@
-"""Signs packed to words on CPUs: numba kernels over parts of a vector, one thread each."""
+"""Encode and decode signs on CPUs, with numba.
+
+A kernel processes a vector in chunks of up to 4096 elements, each of a single block.
+"""
 
 from typing import Any
 
@@ -12,104 +15,120 @@ from torch import Tensor
 
 from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.codec.signs_reference import Scale
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
-WORD = 32  # elements, whose bits fill a word of 4 bytes
-
-
-LANES = 8  # sums that grow side by side
+WORD = 32  # elements whose bits fill a word of 4 bytes
 
 
-CHUNK = 4096  # elements, at most, that are done at once: 16 KiB, which stay in the nearest cache
+LANES = 8  # independent partial sums
 
 
-# fewer elements than this are not worth a thread
-PART_ELEMENTS = 1 << 17
+CHUNK = 4096  # elements of a chunk, at most: 16 KiB of float32, which stay in the first-level cache
+
+
+# fewest elements for a thread
+GRAIN_ELEMENTS = 1 << 17
 
 
 def encode_numba(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: BlockLayout,
+    layout: BlockLayout,
     rows: Tensor,
     scale: Scale = "rms",
     threads: int | None = None,
 ) -> None:
     """`encode_signs_reference` on the CPU, for float32."""
-    geometry = _geometry(cut, rows)
-    sums = np.empty(_num_chunks(cut))
+    geometry = _geometry(layout, rows)
+    sums = np.empty(_num_chunks(layout))
     counts = np.empty(len(sums), np.int64)
-    words, scales = _words_of(cut, rows)
-    vectors = _array(values), _array(error), _array(active, torch.bool)
+    words, scales = _flat_views(layout, rows)
+    vectors = _to_numpy(values), _to_numpy(error), _to_numpy(active, torch.bool)
     squares = scale == "rms"
-    into = words, sums, counts
-    _run(_encode, cut, *vectors, *into, squares, geometry, threads=threads)
+    out_words = words, sums, counts
+    _run(_encode, layout, *vectors, *out_words, squares, geometry, threads=threads)
     args = sums, counts, scales, squares, geometry
-    in_parts(_write_scales, cut.parts * cut.blocks, *args, threads=threads, least=1 << 13)
+    parallel_for(
+        _write_scales,
+        layout.num_parts * layout.blocks_per_part,
+        *args,
+        threads=threads,
+        grain_size=1 << 13,
+    )
 
 
 def update_error_numba(
     values: Tensor,
     error: Tensor,
     active: Tensor | None,
-    cut: BlockLayout,
+    layout: BlockLayout,
     rows: Tensor,
     threads: int | None = None,
 ) -> None:
     """`update_error_signs_reference` on the CPU, for float32."""
-    _, scales = _words_of(cut, rows)
-    vectors = _array(values), _array(error), _array(active, torch.bool)
-    _run(_update_error, cut, *vectors, scales, _geometry(cut, rows), threads=threads)
+    _, scales = _flat_views(layout, rows)
+    vectors = _to_numpy(values), _to_numpy(error), _to_numpy(active, torch.bool)
+    _run(_update_error, layout, *vectors, scales, _geometry(layout, rows), threads=threads)
 
 
-def mean_numba(rows: Tensor, cut: BlockLayout, out: Tensor, threads: int | None = None) -> None:
+def mean_numba(rows: Tensor, layout: BlockLayout, out: Tensor, threads: int | None = None) -> None:
     """`mean_of_signs_reference` on the CPU, for float32."""
-    share, args = np.float32(1 / len(rows)), (*_words_of(cut, rows), _array(out))
-    _run(_mean, cut, *args, len(rows), share, _geometry(cut, rows), threads=threads)
+    share, args = np.float32(1 / len(rows)), (*_flat_views(layout, rows), _to_numpy(out))
+    _run(_mean, layout, *args, len(rows), share, _geometry(layout, rows), threads=threads)
 
 
 def decode_numba(
-    rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor, threads: int | None = None
+    rows: Tensor,
+    layout: BlockLayout,
+    active: Tensor | None,
+    out: Tensor,
+    threads: int | None = None,
 ) -> None:
     """`decode_signs_reference` on the CPU, for float32."""
-    args = *_words_of(cut, rows), _array(active, torch.bool), _array(out)
-    _run(_decode, cut, *args, _geometry(cut, rows), threads=threads)
+    args = *_flat_views(layout, rows), _to_numpy(active, torch.bool), _to_numpy(out)
+    _run(_decode, layout, *args, _geometry(layout, rows), threads=threads)
 
 
-def _run(kernel: Any, cut: BlockLayout, *args: Any, threads: int | None) -> None:
-    least = max(1, PART_ELEMENTS // min(CHUNK, cut.block_elements))
-    in_parts(kernel, _num_chunks(cut), *args, threads=threads, least=least)
+def _run(kernel: Any, layout: BlockLayout, *args: Any, threads: int | None) -> None:
+    grain_size = max(1, GRAIN_ELEMENTS // min(CHUNK, layout.block_elements))
+    parallel_for(kernel, _num_chunks(layout), *args, threads=threads, grain_size=grain_size)
 
 
-def _num_chunks(cut: BlockLayout) -> int:
-    return cut.parts * cut.blocks * -(-cut.block_elements // CHUNK)
+def _num_chunks(layout: BlockLayout) -> int:
+    return layout.num_parts * layout.blocks_per_part * -(-layout.block_elements // CHUNK)
 
 
-def _geometry(cut: BlockLayout, rows: Tensor) -> tuple[int, ...]:
-    """What `_chunk` needs, and how many words are from a row to the next and in front of scales."""
-    chunks = -(-cut.block_elements // CHUNK)
-    lengths = cut.num_elements, cut.part, cut.block_elements
-    return *lengths, cut.blocks, chunks, rows.stride(0) // 4, cut.part // WORD
+def _geometry(layout: BlockLayout, rows: Tensor) -> tuple[int, ...]:
+    """Return the lengths that locate a chunk, then a row's stride and code length in words."""
+    chunks = -(-layout.block_elements // CHUNK)
+    lengths = layout.num_elements, layout.part_elements, layout.block_elements
+    return (
+        *lengths,
+        layout.blocks_per_part,
+        chunks,
+        rows.stride(0) // 4,
+        layout.part_elements // WORD,
+    )
 
 
-def _words_of(cut: BlockLayout, rows: Tensor) -> tuple[Any, Any]:
-    """Rows and what lies between them, as uint32 and as float32.
+def _flat_views(layout: BlockLayout, rows: Tensor) -> tuple[Any, Any]:
+    """Return the memory of all rows as uint32 and as float32, in one dimension.
 
-    In one dimension, so that numba compiles a kernel once for rows of any stride.
+    The kernels are then compiled once for rows of any stride.
     """
-    num_bytes = (len(rows) - 1) * rows.stride(0) + cut.row_bytes
+    num_bytes = (len(rows) - 1) * rows.stride(0) + layout.row_bytes
     flat = rows.as_strided((num_bytes,), (1,)).numpy()
     return flat.view(np.uint32), flat.view(np.float32)
 
 
-def _array(vector: Tensor | None, dtype: torch.dtype = torch.float32) -> Any:
-    # without elements stands for none: one kernel is compiled for all
+def _to_numpy(vector: Tensor | None, dtype: torch.dtype = torch.float32) -> Any:
+    # an empty array stands for None, so that each kernel is compiled once
     return (torch.empty(0, dtype=dtype) if vector is None else vector.detach()).numpy()
 
 
-# Intrinsics: the signs of 32 elements at a time, where LLVM knows to compare vectors and to move
-# the bits of the outcome to a word at once. From loops it makes neither.
+# Intrinsics that process 32 elements at once: LLVM compares vectors and packs the results into a
+# word with single instructions, which it does not derive from loops.
 
 _FLOATS = ir.VectorType(ir.FloatType(), WORD)
 
@@ -129,33 +148,36 @@ _BITS = ir.VectorType(ir.IntType(1), WORD)
 _INT32 = ir.IntType(32)
 
 
-# without its types, which count the typing context among the arguments of a call
+# untyped: numba's annotations count the typing context among the arguments of a call
 _intrinsic: Any = intrinsic
 
 
-def _at(builder: Any, address: Any, kind: Any) -> Any:
+def _pointer(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def _encoder(with_error, squares):
+def _make_encoder(has_error, squares):
     @_intrinsic
-    def encode(_typing, _values, _error, _live, _sums):
+    def encode(_typing, _values, _error, _active, _sums):
         def codegen(_context, builder, _signature, args):
-            values, error, live, sums = args
-            y = builder.load(_at(builder, values, _FLOATS), align=4)
-            if with_error:
-                y = builder.fadd(y, builder.load(_at(builder, error, _FLOATS), align=4))
-            live = builder.bitcast(live, _BITS)
-            signs = builder.and_(builder.fcmp_ordered(">=", y, ir.Constant(_FLOATS, None)), live)
-            # selected, not multiplied: NaN that is not live is nobody's
-            y = builder.select(live, y, ir.Constant(_FLOATS, None))
-            total, size = _at(builder, sums, _DOUBLES), None
+            values, error, active_word, sums = args
+            y = builder.load(_pointer(builder, values, _FLOATS), align=4)
+            if has_error:
+                y = builder.fadd(y, builder.load(_pointer(builder, error, _FLOATS), align=4))
+            active_word = builder.bitcast(active_word, _BITS)
+            signs = builder.and_(
+                builder.fcmp_ordered(">=", y, ir.Constant(_FLOATS, None)), active_word
+            )
+            # select instead of multiply, so that a NaN that is not active has no effect
+            y = builder.select(active_word, y, ir.Constant(_FLOATS, None))
+            sums_pointer, lane_sums = _pointer(builder, sums, _DOUBLES), None
             for begin in range(0, WORD, LANES):
                 lanes = ir.Constant(_INDICES, list(range(begin, begin + LANES)))
-                wide = builder.fpext(builder.shuffle_vector(y, y, lanes), _DOUBLES)
-                one = builder.fmul(wide, wide) if squares else _absolute(builder, wide)
-                size = one if size is None else builder.fadd(size, one)
-            builder.store(builder.fadd(builder.load(total, align=8), size), total, align=8)
+                y_wide = builder.fpext(builder.shuffle_vector(y, y, lanes), _DOUBLES)
+                term = builder.fmul(y_wide, y_wide) if squares else _absolute(builder, y_wide)
+                lane_sums = term if lane_sums is None else builder.fadd(lane_sums, term)
+            total = builder.fadd(builder.load(sums_pointer, align=8), lane_sums)
+            builder.store(total, sums_pointer, align=8)
             return builder.bitcast(signs, _INT32)
 
         address = types.int64
@@ -170,27 +192,27 @@ def _absolute(builder, x):
     return builder.call(function, [x])
 
 
-# The bits of 32 values at an address, or of their sums with 32 errors, of those that have their bit
-# in the word `live`. To 8 float64 at another address they add squares or absolute values, those of
-# every eighth.
-_encode_squares = _encoder(with_error=False, squares=True)
+# Each returns a word with the sign bits of 32 values at an address, or of their sums with 32
+# errors, masked by `active_word`. It also adds the squares or absolute values to 8 float64 partial
+# sums at another address: element i adds to partial sum i % 8.
+_encode_squares = _make_encoder(has_error=False, squares=True)
 
 
-_encode_sizes = _encoder(with_error=False, squares=False)
+_encode_absolutes = _make_encoder(has_error=False, squares=False)
 
 
-_encode_error_squares = _encoder(with_error=True, squares=True)
+_encode_error_squares = _make_encoder(has_error=True, squares=True)
 
 
-_encode_error_sizes = _encoder(with_error=True, squares=False)
+_encode_error_absolutes = _make_encoder(has_error=True, squares=False)
 
 
 @_intrinsic
 def _flags_word(_typing, _flags):
-    """A word whose bits are set where 32 bytes at an address are not 0."""
+    """Pack 32 bytes at an address into a word with a bit for each that is not 0."""
 
     def codegen(_context, builder, _signature, args):
-        flags = builder.load(_at(builder, args[0], _BYTES), align=1)
+        flags = builder.load(_pointer(builder, args[0], _BYTES), align=1)
         return builder.bitcast(
             builder.icmp_unsigned("!=", flags, ir.Constant(_BYTES, None)), _INT32
         )
@@ -206,103 +228,115 @@ def _count_bits(_typing, _word):
     return types.int64(types.uint32), codegen
 
 
-def _spread(adding):
+def _make_decoder(adding):
     @_intrinsic
-    def spread(_typing, _out, _word, _scale):
+    def decode(_typing, _out, _word, _scale):
         def codegen(context, builder, _signature, args):
             out, word, scale = args
-            one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), scale, _INT32(0))
+            first_lane = builder.insert_element(
+                ir.Constant(_FLOATS, ir.Undefined), scale, _INT32(0)
+            )
             lanes = ir.Constant(ir.VectorType(_INT32, WORD), [0] * WORD)
-            scales = builder.shuffle_vector(one, one, lanes)
+            scales = builder.shuffle_vector(first_lane, first_lane, lanes)
             signed = builder.select(builder.bitcast(word, _BITS), scales, builder.fneg(scales))
-            place = _at(builder, out, _FLOATS)
+            pointer = _pointer(builder, out, _FLOATS)
             if adding:
-                signed = builder.fadd(builder.load(place, align=4), signed)
-            builder.store(signed, place, align=4)
+                signed = builder.fadd(builder.load(pointer, align=4), signed)
+            builder.store(signed, pointer, align=4)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.uint32, types.float32), codegen
 
-    return spread
+    return decode
 
 
-# write 32 times the scale to an address, with the sign of its bit in a word; or add it
-_decode_word = _spread(adding=False)
+# write the scale with the signs of a word's 32 bits to an address, or add it there
+_decode_word = _make_decoder(adding=False)
 
 
-_add_word = _spread(adding=True)
+_add_word = _make_decoder(adding=True)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _chunk(item, geometry):
-    """The row of a chunk, its block, where it begins in the part and in the vector, its elements in
-    the part, and those of them in the vector."""
+def _chunk(chunk_index, geometry):
+    """Locate a chunk.
+
+    Returns:
+        Its row, its block in the row, its first element in the part and in the vector, its number
+        of elements in the part, and how many of them are in the vector.
+    """
     num_elements, part, block, blocks, chunks, _, _ = geometry
-    row, rest = divmod(item, blocks * chunks)
-    number, chunk = divmod(rest, chunks)
-    first = number * block + chunk * CHUNK
+    row, remainder = divmod(chunk_index, blocks * chunks)
+    block_index, chunk = divmod(remainder, chunks)
+    first = block_index * block + chunk * CHUNK
     length = max(0, min(CHUNK, block - chunk * CHUNK, part - first))
     begin = row * part + first
-    return row, number, first, begin, length, max(0, min(length, num_elements - begin))
+    return row, block_index, first, begin, length, max(0, min(length, num_elements - begin))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _encode(values, error, active, words, sums, counts, squares, geometry, begin, end):
     stride, lanes = geometry[5], np.empty(LANES)
-    # the last elements of a vector, with what makes a word of them
-    rest, rest_live = np.zeros((2, WORD), np.float32), np.zeros(WORD, np.bool_)
-    with_error, some = len(error) > 0, len(active) > 0
-    rests = rest[0].ctypes.data, rest[1].ctypes.data, rest_live.ctypes.data
-    for item in range(begin, end):
-        row, _, first, at, length, count = _chunk(item, geometry)
-        into = words[row * stride + first // WORD :][: length // WORD]
+    # the last elements of a vector, padded to a word
+    last, last_active = np.zeros((2, WORD), np.float32), np.zeros(WORD, np.bool_)
+    has_error, has_active = len(error) > 0, len(active) > 0
+    last_addresses = last[0].ctypes.data, last[1].ctypes.data, last_active.ctypes.data
+    for chunk_index in range(begin, end):
+        row, _, first, offset, length, count = _chunk(chunk_index, geometry)
+        out_words = words[row * stride + first // WORD :][: length // WORD]
         lanes[:] = 0
         lanes_at = lanes.ctypes.data
-        values_at, error_at = values.ctypes.data + 4 * at, error.ctypes.data + 4 * at
-        whole, kind = count // WORD, (with_error, squares)
-        if some:
-            active_at = active.ctypes.data + at
-            live = 0
+        values_at, error_at = values.ctypes.data + 4 * offset, error.ctypes.data + 4 * offset
+        whole, kind = count // WORD, (has_error, squares)
+        if has_active:
+            active_at = active.ctypes.data + offset
+            num_active = 0
             for i in range(whole):
                 flags = _flags_word(active_at + WORD * i)
-                live += _count_bits(flags)
-                place = 4 * WORD * i
-                into[i] = _encode_word(values_at + place, error_at + place, flags, lanes_at, kind)
+                num_active += _count_bits(flags)
+                byte = 4 * WORD * i
+                out_words[i] = _encode_word(
+                    values_at + byte, error_at + byte, flags, lanes_at, kind
+                )
         else:
-            live = whole * WORD
+            num_active = whole * WORD
             flags = np.uint32(0xFFFFFFFF)
             for i in range(whole):
-                place = 4 * WORD * i
-                into[i] = _encode_word(values_at + place, error_at + place, flags, lanes_at, kind)
-        into[whole:] = 0
+                byte = 4 * WORD * i
+                out_words[i] = _encode_word(
+                    values_at + byte, error_at + byte, flags, lanes_at, kind
+                )
+        out_words[whole:] = 0
         if count % WORD:
             for i in range(count % WORD):
-                k = at + whole * WORD + i
-                rest[0, i] = values[k]
-                rest[1, i] = error[k] if with_error else np.float32(0)
-                rest_live[i] = active[k] if some else True
-            flags = _flags_word(rests[2])
-            live += _count_bits(flags)
-            into[whole] = _encode_word(rests[0], rests[1], flags, lanes_at, kind)
-        sums[item] = _sum_of(lanes)
-        counts[item] = live
+                k = offset + whole * WORD + i
+                last[0, i] = values[k]
+                last[1, i] = error[k] if has_error else np.float32(0)
+                last_active[i] = active[k] if has_active else True
+            flags = _flags_word(last_addresses[2])
+            num_active += _count_bits(flags)
+            out_words[whole] = _encode_word(
+                last_addresses[0], last_addresses[1], flags, lanes_at, kind
+            )
+        sums[chunk_index] = _sum_lanes(lanes)
+        counts[chunk_index] = num_active
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
-def _encode_word(values, error, live, sums, kind):
-    with_error, squares = kind
-    if with_error:
+def _encode_word(values, error, active_word, sums, kind):
+    has_error, squares = kind
+    if has_error:
         if squares:
-            return _encode_error_squares(values, error, live, sums)
-        return _encode_error_sizes(values, error, live, sums)
+            return _encode_error_squares(values, error, active_word, sums)
+        return _encode_error_absolutes(values, error, active_word, sums)
     if squares:
-        return _encode_squares(values, error, live, sums)
-    return _encode_sizes(values, error, live, sums)
+        return _encode_squares(values, error, active_word, sums)
+    return _encode_absolutes(values, error, active_word, sums)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _sum_of(lanes):
-    # by halves, so that additions do not wait for each other
+def _sum_lanes(lanes):
+    # pairwise, so that additions do not depend on each other
     half = LANES // 2
     while half:
         for i in range(half):
@@ -316,71 +350,72 @@ def _write_scales(sums, counts, scales, squares, geometry, begin, end):
     blocks, chunks, stride, code_words = geometry[3:]
     for block in range(begin, end):
         total, count = 0.0, 0
-        for item in range(block * chunks, (block + 1) * chunks):
-            total += sums[item]
-            count += counts[item]
+        for chunk_index in range(block * chunks, (block + 1) * chunks):
+            total += sums[chunk_index]
+            count += counts[chunk_index]
         mean = total / max(count, 1)
-        row, number = divmod(block, blocks)
-        scales[row * stride + code_words + number] = np.sqrt(mean) if squares else mean
+        row, block_index = divmod(block, blocks)
+        scales[row * stride + code_words + block_index] = np.sqrt(mean) if squares else mean
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _update_error(values, error, active, scales, geometry, begin, end):
     stride, code_words = geometry[5:]
-    for item in range(begin, end):
-        row, number, _, at, _, count = _chunk(item, geometry)
-        scale = scales[row * stride + code_words + number]
-        left = error[at : at + count]
-        _take_sign(values[at : at + count], left, scale)
+    for chunk_index in range(begin, end):
+        row, block_index, _, offset, _, count = _chunk(chunk_index, geometry)
+        scale = scales[row * stride + code_words + block_index]
+        residual = error[offset : offset + count]
+        _subtract_signed(values[offset : offset + count], residual, scale)
         if len(active):
-            _clear(left, active[at : at + count])
+            _zero_inactive(residual, active[offset : offset + count])
 
 
-# On slices, whose indices are never below 0: with others there is a branch, and no vectors.
+# These loop over slices, whose indices are never negative: a check for negative indices would
+# prevent vectorization.
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _take_sign(values, error, scale):
+def _subtract_signed(values, error, scale):
     for i in range(len(error)):
         y = values[i] + error[i]
         error[i] = y - (scale if y >= 0 else -scale)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _clear(x, active):
+def _zero_inactive(x, active):
     for i in range(len(x)):
         x[i] = x[i] if active[i] else np.float32(0)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _mean(words, scales, out, workers, share, geometry, begin, end):
+def _mean(words, scales, out, num_rows, share, geometry, begin, end):
     stride, code_words = geometry[5:]
-    for item in range(begin, end):
-        _, number, first, at, _, count = _chunk(item, geometry)
-        out[at : at + count] = 0
-        for row in range(workers):
-            scale = scales[row * stride + code_words + number] * share
+    for chunk_index in range(begin, end):
+        _, block_index, first, offset, _, count = _chunk(chunk_index, geometry)
+        out[offset : offset + count] = 0
+        for row in range(num_rows):
+            scale = scales[row * stride + code_words + block_index] * share
             word = row * stride + first // WORD
             whole = count // WORD
             for i in range(whole):
-                _add_word(out.ctypes.data + 4 * (at + WORD * i), words[word + i], scale)
+                _add_word(out.ctypes.data + 4 * (offset + WORD * i), words[word + i], scale)
             for i in range(whole * WORD, count):
                 bit = words[word + whole] >> np.uint32(i % WORD) & np.uint32(1)
-                out[at + i] += scale if bit else -scale
+                out[offset + i] += scale if bit else -scale
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _decode(words, scales, active, out, geometry, begin, end):
     stride, code_words = geometry[5:]
-    for item in range(begin, end):
-        row, number, first, at, _, count = _chunk(item, geometry)
-        scale = scales[row * stride + code_words + number]
+    for chunk_index in range(begin, end):
+        row, block_index, first, offset, _, count = _chunk(chunk_index, geometry)
+        scale = scales[row * stride + code_words + block_index]
         word = row * stride + first // WORD
         whole = count // WORD
         for i in range(whole):
-            _decode_word(out.ctypes.data + 4 * (at + WORD * i), words[word + i], scale)
+            _decode_word(out.ctypes.data + 4 * (offset + WORD * i), words[word + i], scale)
         for i in range(whole * WORD, count):
             bit = words[word + whole] >> np.uint32(i % WORD) & np.uint32(1)
-            out[at + i] = scale if bit else -scale
+            out[offset + i] = scale if bit else -scale
         if len(active):
-            _clear(out[at : at + count], active[at : at + count])
+            _zero_inactive(out[offset : offset + count], active[offset : offset + count])

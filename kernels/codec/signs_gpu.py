@@ -1,12 +1,12 @@
 """Signs and scales on a GPU, in Triton.
 
-A program processes up to 4096 elements of one block, so that a block of many millions has many
-programs. A second kernel adds up their sums, and a third computes the scales. A word of 32 bits
-corresponds to eight vectors of 16 B of neighbouring lanes. Every byte of the vectors is read once
-and written once, and the eight lanes of a word of bits request it at once.
+A program processes up to 4096 elements of one block, so a block of many millions of elements is
+divided among many programs. A second kernel adds their sums, and a third computes the scales. A
+word of 32 sign bits corresponds to eight 16 B vectors of neighbouring lanes. Every byte of the
+vectors is read once and written once, and the eight lanes of a word load it in one request.
 
-Sums are float64, as on the CPU: a few operations an element, far fewer than an A100 or H100 does
-while it reads one.
+Sums are float64, as on the CPU: they take a few operations per element, far fewer than an A100 or
+H100 can execute in the time it takes to read one.
 
 Letters: n elements of the vector, W workers.
 """
@@ -20,87 +20,94 @@ from torch import Tensor
 
 from gcnzc.kernels.codec.block_layout import BlockLayout
 
-MOST_WORDS = 128  # of a program
+MAX_WORDS = 128  # words of a program
 
 
-WARP_WORDS = 16  # a warp's share of it: 16 elements a lane, four loads of 16 B
+WARP_WORDS = 16  # words of a warp: 16 elements per lane, in four loads of 16 B
 
 
-TOTALS = 1024  # sums of programs that are added at once
+TOTALS = 1024  # sums that a program adds at once
 
 
-SCALES_OF_PROGRAM = 128  # blocks whose scales one program writes
+SCALES_PER_PROGRAM = 128  # scales that one program writes
 
 
 @triton.jit
 def _chunk(n, part, block, blocks, chunks, WORDS: tl.constexpr):
-    """The row of a program, its block, where it begins in the part and in the vector, its elements
-    in the part, and those of them in the vector."""
-    item = tl.program_id(0)
-    # long before they are multiplied: a vector may have more than 2**31 elements
-    row = (item // (blocks * chunks)).to(tl.int64)
-    number = (item // chunks % blocks).to(tl.int64)
-    inner = (item % chunks).to(tl.int64) * (32 * WORDS)
-    first = number * block + inner
+    """Locate the chunk of this program.
+
+    Returns:
+        Its row, its block in the row, its first element in the part and in the vector, its number
+        of elements in the part, and how many of them are in the vector.
+    """
+    chunk_index = tl.program_id(0)
+    # int64 before the multiplication: a vector may have more than 2**31 elements
+    row = (chunk_index // (blocks * chunks)).to(tl.int64)
+    block_index = (chunk_index // chunks % blocks).to(tl.int64)
+    inner = (chunk_index % chunks).to(tl.int64) * (32 * WORDS)
+    first = block_index * block + inner
     length = tl.minimum(tl.minimum(block - inner, part - first), 32 * WORDS)
     begin = row * part + first
     count = tl.maximum(tl.minimum(length, n - begin), 0)
-    return row, number, first, begin, length, count
+    return row, block_index, first, begin, length, count
 
 
 @triton.jit
-def _places(WORDS: tl.constexpr):
+def _offsets(WORDS: tl.constexpr):
     return tl.arange(0, WORDS)[:, None] * 32 + tl.arange(0, 32)[None, :]
 
 
 @triton.jit
 def _load(vector, begin, count, WORDS: tl.constexpr, RAGGED: tl.constexpr):
-    """`count` elements in order, (WORDS, 32), and zeros."""
-    places = _places(WORDS)
-    # a mask of whole words leaves lanes their vectors
-    inside = tl.arange(0, WORDS)[:, None] * 32 < count
-    pointers = vector + begin + places
+    """Load `count` elements as (WORDS, 32), padded with zeros."""
+    offsets = _offsets(WORDS)
+    # a mask that is equal for all elements of a word keeps the loads of a lane vectorized
+    mask = tl.arange(0, WORDS)[:, None] * 32 < count
+    pointers = vector + begin + offsets
     if RAGGED:
         if count % 32 == 0:
-            x = tl.load(pointers, mask=inside, other=0)
+            x = tl.load(pointers, mask=mask, other=0)
         else:
-            x = tl.load(pointers, mask=places < count, other=0)
+            x = tl.load(pointers, mask=offsets < count, other=0)
     else:
-        x = tl.load(pointers, mask=inside, other=0)
+        x = tl.load(pointers, mask=mask, other=0)
     return x
 
 
 @triton.jit
 def _store(vector, x, begin, count, WORDS: tl.constexpr, RAGGED: tl.constexpr):
-    places = _places(WORDS)
-    inside = tl.arange(0, WORDS)[:, None] * 32 < count
-    pointers = vector + begin + places
+    offsets = _offsets(WORDS)
+    mask = tl.arange(0, WORDS)[:, None] * 32 < count
+    pointers = vector + begin + offsets
     if RAGGED:
         if count % 32 == 0:
-            tl.store(pointers, x, mask=inside)
+            tl.store(pointers, x, mask=mask)
         else:
-            tl.store(pointers, x, mask=places < count)
+            tl.store(pointers, x, mask=offsets < count)
     else:
-        tl.store(pointers, x, mask=inside)
+        tl.store(pointers, x, mask=mask)
 
 
 @triton.jit
 def _signed(scale, positive):
-    """The scale with a sign, which is a bit of it: -0.0 too, and nothing to be fused with a sum."""
+    """Return the scale with the sign `positive`.
+
+    Setting the sign bit also gives -0.0, and cannot be fused with a later addition.
+    """
     sign = (positive.to(tl.int32) ^ 1) << 31
     return (scale.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _bits(words, at, count, WORDS: tl.constexpr):
+def _bits(words, offset, count, WORDS: tl.constexpr):
     word = tl.arange(0, WORDS)
-    codes = tl.load(words + at + word, mask=word * 32 < count, other=0)
+    codes = tl.load(words + offset + word, mask=word * 32 < count, other=0)
     return (codes[:, None] >> tl.arange(0, 32)[None, :]) & 1
 
 
 @triton.jit
-def _scale_of(words, at):
-    return tl.load(words + at).to(tl.float32, bitcast=True)
+def _load_scale(words, offset):
+    return tl.load(words + offset).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -120,46 +127,46 @@ def _encode(
     HAS_ERROR: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
     SQUARES: tl.constexpr,
-    RAGGED: tl.constexpr,  # n is no multiple of 32
+    RAGGED: tl.constexpr,  # n is not a multiple of 32
     WORDS: tl.constexpr,
 ):
     row, _, first, begin, length, count = _chunk(n, part, block, blocks, chunks, WORDS)
     y = _load(values, begin, count, WORDS, RAGGED)
     if HAS_ERROR:
         y += _load(error, begin, count, WORDS, RAGGED)
-    live = _places(WORDS) < count
+    is_active = _offsets(WORDS) < count
     if HAS_ACTIVE:
-        live = live & (_load(active, begin, count, WORDS, RAGGED) != 0)
-    codes = tl.sum(((y >= 0) & live).to(tl.int32) << tl.arange(0, 32)[None, :], axis=1)
+        is_active = is_active & (_load(active, begin, count, WORDS, RAGGED) != 0)
+    codes = tl.sum(((y >= 0) & is_active).to(tl.int32) << tl.arange(0, 32)[None, :], axis=1)
     word = tl.arange(0, WORDS)
     tl.store(words + row * stride + first // 32 + word, codes, mask=word * 32 < length)
     size = y.to(tl.float64)
     size = size * size if SQUARES else tl.abs(size)
-    # NaN that is not active is nobody's
-    total = tl.sum(tl.sum(tl.where(live, size, 0.0), axis=1), axis=0)
+    # select instead of multiply, so that a NaN that is not active has no effect
+    total = tl.sum(tl.sum(tl.where(is_active, size, 0.0), axis=1), axis=0)
     if HAS_ACTIVE:
-        count = tl.sum(tl.sum(live.to(tl.int32), axis=1), axis=0).to(tl.int64)
+        count = tl.sum(tl.sum(is_active.to(tl.int32), axis=1), axis=0).to(tl.int64)
     tl.store(totals + tl.program_id(0), total)
     tl.store(counts + tl.program_id(0), count)
 
 
 @triton.jit
-def _add_up(totals, counts, block_totals, block_counts, chunks, TOTALS: tl.constexpr):
-    """Sum what the `chunks` programs of a block found."""
+def _add_sums(totals, counts, block_totals, block_counts, chunks, TOTALS: tl.constexpr):
+    """Add the sums and counts of a block's `chunks` programs."""
     block = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, TOTALS)
+    index = tl.arange(0, TOTALS)
     total = tl.zeros([TOTALS], tl.float64)
     count = tl.zeros([TOTALS], tl.int64)
     for begin in range(0, chunks, TOTALS):
-        inside = begin + place < chunks
-        total += tl.load(totals + block * chunks + begin + place, mask=inside, other=0.0)
-        count += tl.load(counts + block * chunks + begin + place, mask=inside, other=0)
+        mask = begin + index < chunks
+        total += tl.load(totals + block * chunks + begin + index, mask=mask, other=0.0)
+        count += tl.load(counts + block * chunks + begin + index, mask=mask, other=0)
     tl.store(block_totals + block, tl.sum(total, axis=0))
     tl.store(block_counts + block, tl.sum(count, axis=0))
 
 
 @triton.jit
-def _scale(
+def _write_scales(
     words,
     totals,
     counts,
@@ -170,19 +177,19 @@ def _scale(
     SQUARES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write the scale of each block from its sums.
+    """Write the scale of each block, computed from its sums.
 
-    A division and a square root of float64 take tens of instructions of a kind that most GPUs
-    execute slowly, so that a lane computes them for one block, not all lanes for the same one.
+    A float64 division and square root take tens of instructions that most GPUs execute slowly, so
+    each lane computes them for its own block.
     """
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = block < num_blocks
-    count = tl.load(counts + block, mask=inside, other=0)
-    mean = tl.load(totals + block, mask=inside, other=0.0) / tl.maximum(count, 1).to(tl.float64)
+    mask = block < num_blocks
+    count = tl.load(counts + block, mask=mask, other=0)
+    mean = tl.load(totals + block, mask=mask, other=0.0) / tl.maximum(count, 1).to(tl.float64)
     if SQUARES:
         mean = tl.sqrt(mean)
-    at = block // blocks * stride + part // 32 + block % blocks
-    tl.store(words + at, mean.to(tl.float32).to(tl.int32, bitcast=True), mask=inside)
+    offset = block // blocks * stride + part // 32 + block % blocks
+    tl.store(words + offset, mean.to(tl.float32).to(tl.int32, bitcast=True), mask=mask)
 
 
 @triton.jit
@@ -201,21 +208,21 @@ def _update_error(
     RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    row, number, _, begin, _, count = _chunk(n, part, block, blocks, chunks, WORDS)
+    row, block_index, _, begin, _, count = _chunk(n, part, block, blocks, chunks, WORDS)
     if count > 0:
-        scale = _scale_of(words, row * stride + part // 32 + number)
+        scale = _load_scale(words, row * stride + part // 32 + block_index)
         y = _load(values, begin, count, WORDS, RAGGED) + _load(error, begin, count, WORDS, RAGGED)
-        left = y - _signed(scale, y >= 0)
+        residual = y - _signed(scale, y >= 0)
         if HAS_ACTIVE:
-            left = tl.where(_load(active, begin, count, WORDS, RAGGED) != 0, left, 0.0)
-        _store(error, left, begin, count, WORDS, RAGGED)
+            residual = tl.where(_load(active, begin, count, WORDS, RAGGED) != 0, residual, 0.0)
+        _store(error, residual, begin, count, WORDS, RAGGED)
 
 
 @triton.jit
 def _mean(
     words,
     out,
-    workers,
+    num_rows,
     share,
     n,
     part,
@@ -226,14 +233,15 @@ def _mean(
     RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    row, number, first, begin, _, count = _chunk(n, part, block, blocks, chunks, WORDS)
+    row, block_index, first, begin, _, count = _chunk(n, part, block, blocks, chunks, WORDS)
     if count > 0:
         total = tl.zeros([WORDS, 32], tl.float32)
-        at = row * stride  # of the first worker: a part of its own is row 0
-        for _worker in range(workers):
-            scale = _scale_of(words, at + part // 32 + number) * share
-            total += _signed(scale, _bits(words, at + first // 32, count, WORDS))
-            at += stride
+        # a layout of one part: row 0 is the first rank's
+        offset = row * stride
+        for _row in range(num_rows):
+            scale = _load_scale(words, offset + part // 32 + block_index) * share
+            total += _signed(scale, _bits(words, offset + first // 32, count, WORDS))
+            offset += stride
         _store(out, total, begin, count, WORDS, RAGGED)
 
 
@@ -252,52 +260,52 @@ def _decode(
     RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    row, number, first, begin, _, count = _chunk(n, part, block, blocks, chunks, WORDS)
+    row, block_index, first, begin, _, count = _chunk(n, part, block, blocks, chunks, WORDS)
     if count > 0:
-        scale = _scale_of(words, row * stride + part // 32 + number)
+        scale = _load_scale(words, row * stride + part // 32 + block_index)
         x = _signed(scale, _bits(words, row * stride + first // 32, count, WORDS))
         if HAS_ACTIVE:
             x = tl.where(_load(active, begin, count, WORDS, RAGGED) != 0, x, 0.0)
         _store(out, x, begin, count, WORDS, RAGGED)
 
 
-def words_of_program(cut: BlockLayout) -> int:
-    """A power of two; no more than a block fills."""
-    return min(MOST_WORDS, triton.next_power_of_2(cut.block_elements // 32))
+def words_per_program(layout: BlockLayout) -> int:
+    """Return the words of 32 elements that a program processes: a power of two."""
+    return min(MAX_WORDS, triton.next_power_of_2(layout.block_elements // 32))
 
 
 def num_warps(kernel: Any, words: int) -> int:
-    """Warps of a program of `kernel` that processes `words` words of bits.
+    """Return the number of warps for a program of `kernel` that processes `words` words.
 
-    Triton reloads a tensor that has fewer elements than the program has lanes instead of exchanging
-    it between lanes. The kernels that read bits therefore get no more lanes than words, so that
-    each word is requested once.
+    If a tensor has fewer elements than the program has lanes, Triton loads it several times instead
+    of exchanging it between lanes. The kernels that read bits therefore get at most one lane per
+    word, so that each word is loaded once.
     """
     reads_bits = kernel is _mean or kernel is _decode
     return max(1, words // (32 if reads_bits else WARP_WORDS))
 
 
-def _chunks(cut: BlockLayout) -> int:
-    return -(-cut.block_elements // (32 * words_of_program(cut)))
+def _chunks(layout: BlockLayout) -> int:
+    return -(-layout.block_elements // (32 * words_per_program(layout)))
 
 
-def _launch(kernel: Any, cut: BlockLayout, rows: Tensor, *args: Any, **constants: bool) -> None:
-    words = words_of_program(cut)
-    lengths = cut.num_elements, cut.part, cut.block_elements
-    geometry = *lengths, cut.blocks, _chunks(cut), rows.stride(0) // 4
+def _launch(kernel: Any, layout: BlockLayout, rows: Tensor, *args: Any, **constants: bool) -> None:
+    words = words_per_program(layout)
+    lengths = layout.num_elements, layout.part_elements, layout.block_elements
+    geometry = *lengths, layout.blocks_per_part, _chunks(layout), rows.stride(0) // 4
     warps = num_warps(kernel, words)
-    options = {"RAGGED": cut.num_elements % 32 != 0, "WORDS": words, "num_warps": warps}
-    grid = (cut.parts * cut.blocks * _chunks(cut),)
+    options = {"RAGGED": layout.num_elements % 32 != 0, "WORDS": words, "num_warps": warps}
+    grid = (layout.num_parts * layout.blocks_per_part * _chunks(layout),)
     with torch.cuda.device_of(rows):
         kernel[grid](*args, *geometry, **constants, **options)
 
 
-def _words_of(cut: BlockLayout, rows: Tensor) -> Tensor:
-    return rows[:, : cut.row_bytes].view(torch.int32)
+def _words_view(layout: BlockLayout, rows: Tensor) -> Tensor:
+    return rows[:, : layout.row_bytes].view(torch.int32)
 
 
-def _flags(active: Tensor | None, other: Tensor) -> Tensor:
-    # a pointer that is not read must still be one
+def _active_or(active: Tensor | None, other: Tensor) -> Tensor:
+    # Triton needs a pointer even if it is not read
     return other if active is None else active.view(torch.uint8)
 
 
@@ -305,46 +313,47 @@ def encode(
     values: Tensor,
     error: Tensor | None,
     active: Tensor | None,
-    cut: BlockLayout,
+    layout: BlockLayout,
     rows: Tensor,
     *,
     squares: bool,
 ) -> None:
-    """`encode_signs_reference` of `gcnzc.kernels.codec.signs`, for float32."""
-    words, chunks, blocks = _words_of(cut, rows), _chunks(cut), cut.parts * cut.blocks
-    totals, counts = _sums(blocks * chunks, rows.device)
-    vectors = values, values if error is None else error, _flags(active, values)
+    """`encode_signs_reference` on a GPU, for contiguous float32."""
+    words, chunks = _words_view(layout, rows), _chunks(layout)
+    blocks = layout.num_parts * layout.blocks_per_part
+    totals, counts = _empty_sums(blocks * chunks, rows.device)
+    vectors = values, values if error is None else error, _active_or(active, values)
     has = {"HAS_ERROR": error is not None, "HAS_ACTIVE": active is not None}
-    _launch(_encode, cut, rows, *vectors, words, totals, counts, **has, SQUARES=squares)
+    _launch(_encode, layout, rows, *vectors, words, totals, counts, **has, SQUARES=squares)
     with torch.cuda.device_of(rows):
         if chunks > 1:
-            found, (totals, counts) = (totals, counts), _sums(blocks, rows.device)
-            _add_up[(blocks,)](*found, totals, counts, chunks, TOTALS)
-        sizes = blocks, cut.part, cut.blocks, rows.stride(0) // 4
-        grid = (triton.cdiv(blocks, SCALES_OF_PROGRAM),)
-        _scale[grid](words, totals, counts, *sizes, squares, SCALES_OF_PROGRAM)
+            sums, (totals, counts) = (totals, counts), _empty_sums(blocks, rows.device)
+            _add_sums[(blocks,)](*sums, totals, counts, chunks, TOTALS)
+        sizes = blocks, layout.part_elements, layout.blocks_per_part, rows.stride(0) // 4
+        grid = (triton.cdiv(blocks, SCALES_PER_PROGRAM),)
+        _write_scales[grid](words, totals, counts, *sizes, squares, SCALES_PER_PROGRAM)
 
 
-def _sums(number: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for a sum and a number of elements of each block or program."""
-    totals = torch.empty(number, dtype=torch.float64, device=device)
-    return totals, torch.empty(number, dtype=torch.int64, device=device)
+def _empty_sums(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Allocate `count` float64 sums and int64 counts."""
+    totals = torch.empty(count, dtype=torch.float64, device=device)
+    return totals, torch.empty(count, dtype=torch.int64, device=device)
 
 
 def update_error(
-    values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor
+    values: Tensor, error: Tensor, active: Tensor | None, layout: BlockLayout, rows: Tensor
 ) -> None:
-    """`update_error_signs_reference` of `gcnzc.kernels.codec.signs`, for float32."""
-    args = values, error, _flags(active, values), _words_of(cut, rows)
-    _launch(_update_error, cut, rows, *args, HAS_ACTIVE=active is not None)
+    """`update_error_signs_reference` on a GPU, for contiguous float32."""
+    args = values, error, _active_or(active, values), _words_view(layout, rows)
+    _launch(_update_error, layout, rows, *args, HAS_ACTIVE=active is not None)
 
 
-def mean(rows: Tensor, cut: BlockLayout, out: Tensor) -> None:
-    """`mean_of_signs_reference` of `gcnzc.kernels.codec.signs`, for float32."""
-    _launch(_mean, cut, rows, _words_of(cut, rows), out, len(rows), 1 / len(rows))
+def mean(rows: Tensor, layout: BlockLayout, out: Tensor) -> None:
+    """`mean_of_signs_reference` on a GPU, for contiguous float32."""
+    _launch(_mean, layout, rows, _words_view(layout, rows), out, len(rows), 1 / len(rows))
 
 
-def decode(rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor) -> None:
-    """`decode_signs_reference` of `gcnzc.kernels.codec.signs`, for float32."""
-    args = _words_of(cut, rows), _flags(active, out), out
-    _launch(_decode, cut, rows, *args, HAS_ACTIVE=active is not None)
+def decode(rows: Tensor, layout: BlockLayout, active: Tensor | None, out: Tensor) -> None:
+    """`decode_signs_reference` on a GPU, for contiguous float32."""
+    args = _words_view(layout, rows), _active_or(active, out), out
+    _launch(_decode, layout, rows, *args, HAS_ACTIVE=active is not None)

@@ -27,7 +27,7 @@ from gcnzc.kernels.memory import (
     stream_256,
     stream_512,
 )
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
 # bytes that are asked for before they are needed; bench/gather.py says why
 AHEAD_BYTES = 8192
@@ -45,7 +45,7 @@ STREAM_BYTES = 1 << 24
 
 
 # fewer bytes than this are not worth a thread
-PART_BYTES = 1 << 18
+GRAIN_BYTES = 1 << 18
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -237,8 +237,8 @@ def dequantize_rows(
         max(1, AHEAD_BYTES // columns),
         bad,
     )
-    least = max(1, PART_BYTES // (columns * out.element_size()))
-    in_parts(_dequantize_rows, num_ids, *args, threads=threads, least=least)
+    grain_size = max(1, GRAIN_BYTES // (columns * out.element_size()))
+    parallel_for(_dequantize_rows, num_ids, *args, threads=threads, grain_size=grain_size)
     return not bad[0]
 
 
@@ -285,10 +285,21 @@ def gather_rows(table: Tensor, ids: Tensor, out: Tensor, threads: int | None = N
         out.data_ptr(),
     )
     ahead = max(1, AHEAD_BYTES // row_bytes)
-    least = max(1, PART_BYTES // row_bytes)
+    grain_size = max(1, GRAIN_BYTES // row_bytes)
     whole = out_stride == row_bytes and row_bytes >= LINE_BYTES
     if whole and num_ids * row_bytes >= STREAM_BYTES:
-        in_parts(_stream_rows, num_ids, *head, ahead, bad, threads=threads, least=least)
+        parallel_for(
+            _stream_rows, num_ids, *head, ahead, bad, threads=threads, grain_size=grain_size
+        )
     else:
-        in_parts(_copy_rows, num_ids, *head, out_stride, ahead, bad, threads=threads, least=least)
+        parallel_for(
+            _copy_rows,
+            num_ids,
+            *head,
+            out_stride,
+            ahead,
+            bad,
+            threads=threads,
+            grain_size=grain_size,
+        )
     return not bad[0]

@@ -20,7 +20,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
 # the largest number of each type of code
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -39,7 +39,7 @@ SCALE_COLUMNS = 16
 
 
 # fewer elements than this are not worth a thread
-PART_ELEMENTS = 1 << 17
+GRAIN_ELEMENTS = 1 << 17
 
 
 def largest_reference(rows: Tensor, scale_columns: int | None = None) -> Tensor:
@@ -102,8 +102,10 @@ def largest(
     values = rows.contiguous().numpy()
     if scale_columns is None:
         found = np.empty(len(values), np.float32)
-        least = max(1, PART_ELEMENTS // max(1, values.shape[1]))
-        in_parts(_largest_of_rows, len(values), values, found, threads=threads, least=least)
+        grain_size = max(1, GRAIN_ELEMENTS // max(1, values.shape[1]))
+        parallel_for(
+            _largest_of_rows, len(values), values, found, threads=threads, grain_size=grain_size
+        )
         return torch.from_numpy(found)
     columns = np.zeros(values.shape[1], np.float32)
     _largest_of_columns(values, columns)
@@ -135,11 +137,11 @@ def quantize(
     codes = torch.empty(rows.shape, dtype=dtype)
     factors = spread(scales, rows.shape[1], scale_columns).reshape(-1).contiguous().numpy()
     by_row = scale_columns is None
-    least = max(1, PART_ELEMENTS // max(1, rows.shape[1]))
+    grain_size = max(1, GRAIN_ELEMENTS // max(1, rows.shape[1]))
     into = codes.view(torch.int8).numpy()
     kernel, bits = (_to_int8, ()) if dtype == torch.int8 else (_to_float8, _FLOAT8[dtype])
     args = (values, factors, by_row, *bits, into)
-    in_parts(kernel, len(values), *args, threads=threads, least=least)
+    parallel_for(kernel, len(values), *args, threads=threads, grain_size=grain_size)
     return codes
 
 

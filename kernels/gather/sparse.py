@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gcnzc.kernels.gather.overlap import check_apart
 from gcnzc.kernels.structure.csc import VERIFY
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
 # fewer bytes of the result than this are not worth a thread
-PART_BYTES = 1 << 18
+GRAIN_BYTES = 1 << 18
 
 
 def gather_sparse_reference(table: Tensor, ids: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def gather_sparse(
     indptr, columns = table.crow_indices().numpy(), table.col_indices().numpy()
     values = table.values().detach().numpy()
     bad = np.zeros(1, np.int64)
-    in_parts(
+    parallel_for(
         _spread_rows,
         shape[0],
         indptr,
@@ -103,7 +103,7 @@ def gather_sparse(
         out.detach().numpy(),
         bad,
         threads=threads,
-        least=max(1, PART_BYTES // max(1, 4 * shape[1])),
+        grain_size=max(1, GRAIN_BYTES // max(1, 4 * shape[1])),
     )
     if bad[0]:
         _explain(table, ids)

@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
 Array = NDArray[Any]
 
@@ -70,7 +70,7 @@ def are_edges(
 ) -> Array:
     """(P,) bool: whether there is an edge from each source to its target, in sorted columns."""
     out = np.empty(len(sources), np.bool_)
-    in_parts(_are_edges, len(out), indptr, indices, sources, targets, out, threads=threads)
+    parallel_for(_are_edges, len(out), indptr, indices, sources, targets, out, threads=threads)
     return out
 
 
@@ -100,7 +100,7 @@ def _sort(indptr, indices, out, order, begin, end):
 def is_sorted(indptr: Array, indices: Array, *, threads: int | None = None) -> bool:
     """Whether the sources of every column ascend; equal ones may follow each other."""
     found = np.zeros(1, np.bool_)
-    in_parts(_first_unsorted, len(indptr) - 1, indptr, indices, found, threads=threads)
+    parallel_for(_first_unsorted, len(indptr) - 1, indptr, indices, found, threads=threads)
     return not found[0]
 
 
@@ -120,7 +120,7 @@ def sorted_columns(
     """
     out = np.empty_like(indices)
     places = np.empty(len(indices) if order else 0, np.int64)
-    in_parts(_sort, len(indptr) - 1, indptr, indices, out, places, threads=threads)
+    parallel_for(_sort, len(indptr) - 1, indptr, indices, out, places, threads=threads)
     return out, places if order else None
 
 

@@ -18,7 +18,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
 Array = NDArray[Any]
 
@@ -206,7 +206,7 @@ def csc(
         for s in range(begin, end):
             wrong_S[s] = _count(*segments[s](), num_nodes, shift, s < without_loops, place_SP[s])
 
-    in_parts(count, len(segments), threads=threads, least=1)
+    parallel_for(count, len(segments), threads=threads, grain_size=1)
     _check_in_range(segments, wrong_S, num_nodes)
 
     # bucket by bucket, and inside a bucket segment by segment
@@ -224,11 +224,11 @@ def csc(
         for s in range(begin, end):
             _deal(*segments[s](), shift, s < without_loops, place_SP[s], indices, low_E)
 
-    in_parts(deal, len(segments), threads=threads, least=1)
+    parallel_for(deal, len(segments), threads=threads, grain_size=1)
     sizes = np.diff(start_P)
     limit = max(1 << 16, num_edges // (SHARE_OF_BUCKETS * threads))
     largest = int(sizes[sizes <= limit].max(initial=0))
-    in_parts(
+    parallel_for(
         _sort_buckets, num_edges, start_P, shift, largest, low_E, indptr, indices, threads=threads
     )
     large = np.flatnonzero(sizes > limit)
@@ -240,7 +240,7 @@ def csc(
             for s, segment in enumerate(segments):
                 _scatter(*segment(), s < without_loops, first, last, head, indices)
 
-    in_parts(scatter, len(large), threads=threads, least=1)
+    parallel_for(scatter, len(large), threads=threads, grain_size=1)
     return indptr, indices
 
 
@@ -280,12 +280,14 @@ def coalesced(indptr: Array, indices: Array, *, threads: int | None = None) -> t
     """Sort the ids of each column and keep one of each. `indices` is used up."""
     num_nodes = len(indptr) - 1
     new_indptr = np.zeros_like(indptr)
-    in_parts(_sort_columns, num_nodes, indptr, indices, new_indptr, threads=threads)
+    parallel_for(_sort_columns, num_nodes, indptr, indices, new_indptr, threads=threads)
     np.cumsum(new_indptr, out=new_indptr)
     if new_indptr[-1] == indptr[-1]:
         return indptr, indices
     new_indices = np.empty(int(new_indptr[-1]), indices.dtype)
-    in_parts(_move_columns, num_nodes, indptr, indices, new_indptr, new_indices, threads=threads)
+    parallel_for(
+        _move_columns, num_nodes, indptr, indices, new_indptr, new_indices, threads=threads
+    )
     return new_indptr, new_indices
 
 
@@ -323,5 +325,5 @@ def _first(search: Callable[..., int], num_items: int, *args: Any, threads: int 
         if place >= 0:
             found.append(place)
 
-    in_parts(part, num_items, threads=threads)
+    parallel_for(part, num_items, threads=threads)
     return min(found, default=-1)

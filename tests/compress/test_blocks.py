@@ -174,7 +174,7 @@ def test_sums_of_rounded_numbers_are_not_rounded(dtype):
     [
         ({"form": "int5"}, r"no form 'int5'\n\nhint: one of float8_e4m3fn, .*float4_e3m0"),
         ({"form": "int8", "second": "int5"}, r"no second form 'int5'\n\nhint: one of same, bf"),
-        ({"form": "int8", "block": 100}, r"blocks of 100 elements\n\nhint: a multiple of 32"),
+        ({"form": "int8", "block": 100}, r"blocks of 100 elements\n\nhint: use a multiple of 32"),
         ({"form": "int8", "seed": -1}, r"no seed -1\n\nhint: from 0"),
         ({"form": "int8", "seed": 2**32}, r"no seed 4294967296\n\nhint: from 0"),
     ],

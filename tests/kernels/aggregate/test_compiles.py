@@ -16,8 +16,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from gcnzc.kernels import aggregate
-from gcnzc.kernels.aggregate import edge_softmax as attention
-from gcnzc.kernels.aggregate import weighted as weigh
+from gcnzc.kernels.aggregate import edge_softmax, weighted
 
 SIZES = {"num_cols": "i32", "num_heads": "i32", "out_heads": "i32", "x_stride": "i64",
          "out_stride": "i32", "row_stride": "i64", "head_stride": "i32", "slope": "fp32"}
@@ -44,11 +43,11 @@ for rows, total in [("*fp32", tl.float32), ("*bf16", tl.float32), ("*fp64", tl.f
         made += [ptx(aggregate._sum_triton, rows, ids, total),
                  ptx(aggregate._sum_triton, rows, ids, total, HAS_A=False, HAS_B=False)]
 for rows, total in [("*fp32", tl.float32), ("*fp64", tl.float64)]:
-    made += [ptx(attention._attention_triton, rows, "i64", total, EDGES=32),
-             ptx(attention._attention_grad_triton, rows, "i64", total, EDGES=32),
-             ptx(weigh._weigh_triton, rows, "i64", total),
-             ptx(weigh._weigh_triton, rows, "i64", total, HAS_EDGES=False),
-             ptx(weigh._products_triton, rows, "i64", total)]
+    made += [ptx(edge_softmax._edge_softmax_triton, rows, "i64", total, EDGES=32),
+             ptx(edge_softmax._edge_softmax_grad_triton, rows, "i64", total, EDGES=32),
+             ptx(weighted._weighted_spmm_triton, rows, "i64", total),
+             ptx(weighted._weighted_spmm_triton, rows, "i64", total, HAS_EDGES=False),
+             ptx(weighted._products_triton, rows, "i64", total)]
 for text in made:
     assert "ld.global" in text and "st.global" in text
     assert "atom." not in text and "red.global" not in text
@@ -70,9 +69,10 @@ for rows, vector in [("*fp32", 4), ("*bf16", 8), ("*fp64", 2)]:
     # vectors of a lane: 8 edges and 128 columns among 128 lanes
     lanes = 8 * 128 // 128 // vector
     for has_edges in (False, True):
-        text = ptx(weigh._weigh_triton, rows, "i64", total, HAS_EDGES=has_edges, VECTOR=vector)
+        text = ptx(weighted._weighted_spmm_triton, rows, "i64", total, HAS_EDGES=has_edges,
+                   VECTOR=vector)
         assert check_vectors(text, rows, has_edges) == lanes
-    text = ptx(weigh._products_triton, rows, "i64", total, VECTOR=vector)
+    text = ptx(weighted._products_triton, rows, "i64", total, VECTOR=vector)
     # of the sources' rows; lanes side by side share a target's
     assert check_vectors(text, rows) == lanes
 """

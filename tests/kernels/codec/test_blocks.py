@@ -41,15 +41,15 @@ LENGTHS = [0, 1, 7, 31, 32, 33, 100, 1023, 4095, 4096, 4097]
 BLOCKS = [32, 256, None]
 MOST = torch.finfo(torch.float32).max
 GUARD = 77
-DRAWS = [None, (2**40 + 17, 2**33 + 5)]
-every_form = pytest.mark.parametrize("form", list(NUMBER_FORMATS))
+ROUNDINGS = [None, (2**40 + 17, 2**33 + 5)]
+every_number_format = pytest.mark.parametrize("number_format", list(NUMBER_FORMATS))
 every_block = pytest.mark.parametrize("block", BLOCKS)
-every_draws = pytest.mark.parametrize("draws", DRAWS, ids=["nearest", "random"])
+every_rounding = pytest.mark.parametrize("seed_and_step", ROUNDINGS, ids=["nearest", "random"])
 
 
-def empty_rows(cut, beside=8, count=None):
+def empty_rows(layout, beside=8, count=None):
     """Rows that are filled with what must stay beside them."""
-    shape = (cut.parts if count is None else count, cut.row_bytes + beside)
+    shape = (layout.num_parts if count is None else count, layout.row_bytes + beside)
     return torch.full(shape, GUARD, dtype=torch.uint8)
 
 
@@ -71,48 +71,52 @@ def vectors(n, number):
     return values, error, active
 
 
-def check_ways(form, cut, number, draws, encode, update_error, decode, mean, device):
+def check_ways(
+    number_format, layout, number, seed_and_step, encode, update_error, decode, mean, device
+):
     """Every operation of one way equals its reference, beside the rows too."""
-    values, error, active = vectors(cut.num_elements, number)
+    values, error, active = vectors(layout.num_elements, number)
     offset = 32 * (number % 5)
     there = [None if v is None else v.to(device) for v in (values, error, active)]
-    expected, found = empty_rows(cut), empty_rows(cut).to(device)
-    encode_blocks_reference(values, error, active, cut, expected, form, draws, offset)
-    encode(*there, cut, found, form, draws, offset)
+    expected, found = empty_rows(layout), empty_rows(layout).to(device)
+    encode_blocks_reference(
+        values, error, active, layout, expected, number_format, seed_and_step, offset
+    )
+    encode(*there, layout, found, number_format, seed_and_step, offset)
     assert same_bits(found, expected)
-    assert (found[:, cut.row_bytes :] == GUARD).all()
+    assert (found[:, layout.row_bytes :] == GUARD).all()
     left = torch.zeros_like(values) if error is None else error.clone()
     found_left = left.clone().to(device)
-    update_error_blocks_reference(values, left, active, cut, expected, form)
-    update_error(there[0], found_left, there[2], cut, found, form)
+    update_error_blocks_reference(values, left, active, layout, expected, number_format)
+    update_error(there[0], found_left, there[2], layout, found, number_format)
     assert same_bits(found_left, left)
-    out = torch.full((cut.num_elements,), torch.nan)
+    out = torch.full((layout.num_elements,), torch.nan)
     found_out = out.clone().to(device)
-    decode_blocks_reference(expected, cut, active, out, form)
-    decode(found, cut, there[2], found_out, form)
+    decode_blocks_reference(expected, layout, active, out, number_format)
+    decode(found, layout, there[2], found_out, number_format)
     assert same_bits(found_out, out)
-    for part in {0, cut.parts - 1}:
-        own = cut.of_part(part)
+    for part in {0, layout.num_parts - 1}:
+        own = layout.part_layout(part)
         # as if every part's row were a worker's
         out = torch.full((own.num_elements,), torch.nan)
         found_out = out.clone().to(device)
-        mean_of_blocks_reference(expected, own, out, form)
-        mean(found, own, found_out, form)
+        mean_of_blocks_reference(expected, own, out, number_format)
+        mean(found, own, found_out, number_format)
         assert same_bits(found_out, out)
 
 
-@every_form
+@every_number_format
 @every_block
-def test_the_public_way_equals_the_reference(form, block):
+def test_the_public_way_equals_the_reference(number_format, block):
     ways = (encode_blocks, update_error_blocks, decode_blocks, mean_of_blocks)
     for number, (n, parts) in enumerate(itertools.product(LENGTHS, range(1, 10))):
-        cut = BlockLayout(n, parts, BITS[form], block)
-        check_ways(form, cut, number, DRAWS[number // 6 % 2], *ways, "cpu")
+        layout = BlockLayout(n, parts, BITS[number_format], block)
+        check_ways(number_format, layout, number, ROUNDINGS[number // 6 % 2], *ways, "cpu")
 
 
-@every_form
-@every_draws
-def test_triton_equals_the_reference(form, draws, device):
+@every_number_format
+@every_rounding
+def test_triton_equals_the_reference(number_format, seed_and_step, device):
     ways = (
         encode_blocks_triton,
         update_error_blocks_triton,
@@ -121,13 +125,22 @@ def test_triton_equals_the_reference(form, draws, device):
     )
     shapes = [(1, 1, 32), (7, 5, None), (100, 3, 32), (2300, 2, None), (1090, 1, 352)]
     for number, (n, parts, block) in enumerate(shapes):
-        check_ways(form, BlockLayout(n, parts, BITS[form], block), number, draws, *ways, device)
+        check_ways(
+            number_format,
+            BlockLayout(n, parts, BITS[number_format], block),
+            number,
+            seed_and_step,
+            *ways,
+            device,
+        )
 
 
-def bound(y, scales, form, random):
+def bound(y, scales, number_format, random):
     """The error that the module states, in float64; and 2**-150 more."""
-    if form in ("int8", "int4"):
-        return scales * ((1 if random else 0.5) + (2.0**-16 if form == "int8" else 2.0**-20))
+    if number_format in ("int8", "int4"):
+        return scales * (
+            (1 if random else 0.5) + (2.0**-16 if number_format == "int8" else 2.0**-20)
+        )
     relative, absolute = {
         ("float8_e4m3fn", False): (2.0**-4, 2.0**-10),
         ("float8_e5m2", False): (2.0**-3, 2.0**-17),
@@ -135,22 +148,24 @@ def bound(y, scales, form, random):
         ("float8_e4m3fn", True): (2.0**-3, 2.0**-9),
         ("float8_e5m2", True): (2.0**-2, 2.0**-16),
         ("float4_e3m0", True): (1.0, 2.0**-6),
-    }[form, random]
+    }[number_format, random]
     return torch.maximum(y.abs() * relative, scales * absolute) * (1 + 2.0**-18) + 2.0**-150
 
 
-def stored_scales(rows, cut):
+def stored_scales(rows, layout):
     """(parts, blocks) float32."""
-    return rows[:, cut.code_bytes : cut.row_bytes].contiguous().view(torch.float32)
+    return rows[:, layout.code_bytes : layout.row_bytes].contiguous().view(torch.float32)
 
 
-def decoded(values, form, block, draws=None, parts=2):
+def decoded(values, number_format, block, seed_and_step=None, parts=2):
     """What is decoded, and the scale of each element, in float64."""
-    cut = BlockLayout(len(values), parts, BITS[form], block)
-    rows, out = empty_rows(cut), torch.empty_like(values)
-    encode_blocks(values, None, None, cut, rows, form, draws)
-    decode_blocks(rows, cut, None, out, form)
-    scales = stored_scales(rows, cut).repeat_interleave(cut.block_elements, 1)[:, : cut.part]
+    layout = BlockLayout(len(values), parts, BITS[number_format], block)
+    rows, out = empty_rows(layout), torch.empty_like(values)
+    encode_blocks(values, None, None, layout, rows, number_format, seed_and_step)
+    decode_blocks(rows, layout, None, out, number_format)
+    scales = stored_scales(rows, layout).repeat_interleave(layout.block_elements, 1)[
+        :, : layout.part_elements
+    ]
     return out, scales.reshape(-1)[: len(values)].double()
 
 
@@ -162,17 +177,17 @@ def of_all_sizes():
     return (largest[:, None] * share).clamp(-MOST, MOST).reshape(-1)
 
 
-@every_form
-@every_draws
+@every_number_format
+@every_rounding
 @every_block
-def test_errs_no_more_than_stated(form, draws, block):
+def test_errs_no_more_than_stated(number_format, seed_and_step, block):
     nearly = 0.0
     for values in (torch.randn(20000), torch.rand(5000) ** 8 * 1e-3, of_all_sizes()):
-        found, scales = decoded(values, form, block, draws)
+        found, scales = decoded(values, number_format, block, seed_and_step)
         assert found.isfinite().all()
         exact = values.double()
         error = (found.double() - exact).abs()
-        allowed = bound(exact, scales, form, draws is not None)
+        allowed = bound(exact, scales, number_format, seed_and_step is not None)
         assert (error <= allowed).all(), float((error / allowed).max())
         nearly = max(nearly, float((error / allowed).nan_to_num().max()))
         # a sign never turns
@@ -180,15 +195,15 @@ def test_errs_no_more_than_stated(form, draws, block):
     assert nearly > 0.85
 
 
-@every_form
-@every_draws
-def test_the_largest_of_a_block_comes_back(form, draws):
+@every_number_format
+@every_rounding
+def test_the_largest_of_a_block_comes_back(number_format, seed_and_step):
     for largest in (1.0, 3.7e-5, MOST, 2.0**-100):
         values = torch.tensor([0.0, -largest, largest / 3])
-        found, scales = decoded(values, form, None, draws, parts=1)
+        found, scales = decoded(values, number_format, None, seed_and_step, parts=1)
         assert float(found[1]) == pytest.approx(-largest, rel=2.0**-20)
         assert found[0] == 0
-        number = float(NUMBER_FORMATS[form].sizes[-1])
+        number = float(NUMBER_FORMATS[number_format].magnitudes[-1])
         assert float(scales[0]) == pytest.approx(largest / number, rel=2.0**-20)
 
 
@@ -200,8 +215,8 @@ def test_no_draw_is_beyond_the_largest_code():
     assert (codes == 127).all()
 
 
-@every_form
-def test_rounded_at_random_the_mean_stays(form):
+@every_number_format
+def test_rounded_at_random_the_mean_stays(number_format):
     lone = torch.tensor([0.003, 0.011, 0.1, 0.26, 0.33, 0.4999, 0.62, 0.77, 0.9, 0.9999])
     count = 40000
     for sign in (1, -1):
@@ -209,7 +224,7 @@ def test_rounded_at_random_the_mean_stays(form):
         values[::32] = 1.0
         kept = torch.ones(len(values), dtype=torch.bool)
         kept[::32] = False
-        found, _ = decoded(values, form, None, (3, 1), parts=1)
+        found, _ = decoded(values, number_format, None, (3, 1), parts=1)
         for i in range(len(lone)):
             part = slice(i * count, (i + 1) * count)
             drawn = found[part][kept[part]].double()
@@ -220,12 +235,12 @@ def test_rounded_at_random_the_mean_stays(form):
             assert len(drawn.unique()) <= 2
 
 
-def codes_of(values, form, draws=None, offset=0):
+def codes_of(values, number_format, seed_and_step=None, offset=0):
     """The bytes of the codes of one part and block."""
-    cut = BlockLayout(len(values), 1, BITS[form], None)
-    rows = empty_rows(cut)
-    encode_blocks(values, None, None, cut, rows, form, draws, offset)
-    return rows[0, : cut.code_bytes]
+    layout = BlockLayout(len(values), 1, BITS[number_format], None)
+    rows = empty_rows(layout)
+    encode_blocks(values, None, None, layout, rows, number_format, seed_and_step, offset)
+    return rows[0, : layout.code_bytes]
 
 
 def test_what_is_drawn_is_of_the_seed_the_step_and_the_place():
@@ -234,12 +249,12 @@ def test_what_is_drawn_is_of_the_seed_the_step_and_the_place():
     codes = codes_of(values, "int4", (1, 1))
     assert torch.equal(codes_of(values, "int4", (1, 1)), codes)
     others = [((2, 1), 0), ((1 + 2**32, 1), 0), ((1, 2), 0), ((1, 1 + 2**32), 0), ((1, 1), 64000)]
-    for draws, offset in others:
-        other = codes_of(values, "int4", draws, offset)
+    for seed_and_step, offset in others:
+        other = codes_of(values, "int4", seed_and_step, offset)
         # of two choices of 0.1 and 0.9, and of pairs of them
         same = float((other & 15 == codes & 15).double().mean())
         assert same == pytest.approx(0.1**2 + 0.9**2, abs=0.03)
-    # what begins later draws what is drawn there
+    # what begins later seed_and_step what is drawn there
     later = codes_of(values[640:], "int4", (1, 1), 640)
     assert torch.equal(later, codes[320:])
     # and further than 32 bits
@@ -247,40 +262,42 @@ def test_what_is_drawn_is_of_the_seed_the_step_and_the_place():
     assert not torch.equal(far, codes)
 
 
-@every_form
+@every_number_format
 @every_block
-@every_draws
-def test_a_part_on_its_own_has_the_row_it_has_among_others(form, block, draws):
+@every_rounding
+def test_a_part_on_its_own_has_the_row_it_has_among_others(number_format, block, seed_and_step):
     for n, parts in ((4097, 3), (33, 5), (100, 1)):
-        cut = BlockLayout(n, parts, BITS[form], block)
+        layout = BlockLayout(n, parts, BITS[number_format], block)
         values, error, active = vectors(n, 1)
-        rows = empty_rows(cut)
-        encode_blocks(values, error, active, cut, rows, form, draws)
+        rows = empty_rows(layout)
+        encode_blocks(values, error, active, layout, rows, number_format, seed_and_step)
         for part in range(parts):
-            own = empty_rows(cut, count=1)
-            of = slice(*cut.bounds(part))
+            own = empty_rows(layout, count=1)
+            of = slice(*layout.bounds(part))
             encode_blocks(
-                *(values[of], error[of], active[of], cut.of_part(part)),
-                *(own, form, draws, part * cut.part),
+                *(values[of], error[of], active[of], layout.part_layout(part)),
+                *(own, number_format, seed_and_step, part * layout.part_elements),
             )
             assert torch.equal(own[0], rows[part])
 
 
-@every_form
+@every_number_format
 @every_block
-def test_threads_do_not_matter(form, block, monkeypatch):
-    monkeypatch.setattr(blocks_cpu, "LEAST_ELEMENTS", 1)
-    cut = BlockLayout(9001, 3, BITS[form], block)
+def test_threads_do_not_matter(number_format, block, monkeypatch):
+    monkeypatch.setattr(blocks_cpu, "GRAIN_ELEMENTS", 1)
+    layout = BlockLayout(9001, 3, BITS[number_format], block)
     values, error, active = vectors(9001, 1)
     made = []
     for threads in (1, 2, 5):
-        rows, left, out, mean = empty_rows(cut), error.clone(), *torch.empty(2, 9001)
-        mean = mean[: cut.of_part(1).num_elements]
+        rows, left, out, mean = empty_rows(layout), error.clone(), *torch.empty(2, 9001)
+        mean = mean[: layout.part_layout(1).num_elements]
         share = {"threads": threads}
-        encode_blocks_numba(values, error, active, cut, rows, form, DRAWS[1], **share)
-        update_error_blocks_numba(values, left, active, cut, rows, form, **share)
-        decode_blocks_numba(rows, cut, active, out, form, **share)
-        mean_of_blocks_numba(rows, cut.of_part(1), mean, form, **share)
+        encode_blocks_numba(
+            values, error, active, layout, rows, number_format, ROUNDINGS[1], **share
+        )
+        update_error_blocks_numba(values, left, active, layout, rows, number_format, **share)
+        decode_blocks_numba(rows, layout, active, out, number_format, **share)
+        mean_of_blocks_numba(rows, layout.part_layout(1), mean, number_format, **share)
         made.append((rows, left, out, mean))
     for other in made[1:]:
         assert all(same_bits(a, b) for a, b in zip(other, made[0], strict=True))
@@ -290,71 +307,81 @@ ENCODERS = [encode_blocks_reference, encode_blocks_numba, encode_blocks_triton]
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@every_form
-@every_draws
+@every_number_format
+@every_rounding
 @pytest.mark.parametrize("encode", ENCODERS)
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan"), "sum"])
-def test_what_is_not_finite_is_never_hidden(form, draws, encode, bad, device):
+def test_what_is_not_finite_is_never_hidden(number_format, seed_and_step, encode, bad, device):
     place = device if encode is encode_blocks_triton else torch.device("cpu")
     values, error = torch.randn(200), torch.randn(200)
     values[70] = error[70] = MOST if bad == "sum" else bad
-    cut = BlockLayout(200, 2, BITS[form], 32)
-    rows, out = empty_rows(cut).to(place), torch.empty(200, device=place)
-    encode(values.to(place), error.to(place), None, cut, rows, form, draws)
-    scales = stored_scales(rows, cut).cpu().view(-1)
+    layout = BlockLayout(200, 2, BITS[number_format], 32)
+    rows, out = empty_rows(layout).to(place), torch.empty(200, device=place)
+    encode(values.to(place), error.to(place), None, layout, rows, number_format, seed_and_step)
+    scales = stored_scales(rows, layout).cpu().view(-1)
     assert scales.isnan().nonzero().tolist() == [[2]]
     assert scales.isfinite().sum() == len(scales) - 1
-    decode_blocks(rows, cut, None, out, form)
+    decode_blocks(rows, layout, None, out, number_format)
     assert out.isnan().nonzero().flatten().tolist() == list(range(64, 96))
     # where it is not active it does not matter
     active = torch.arange(200) != 70
-    encode(values.to(place), error.to(place), active.to(place), cut, rows, form, draws)
-    assert stored_scales(rows, cut).isfinite().all()
-    update_error_blocks(values.to(place), error.to(place), active.to(place), cut, rows, form)
-    decode_blocks(rows, cut, active.to(place), out, form)
+    encode(
+        values.to(place),
+        error.to(place),
+        active.to(place),
+        layout,
+        rows,
+        number_format,
+        seed_and_step,
+    )
+    assert stored_scales(rows, layout).isfinite().all()
+    update_error_blocks(
+        values.to(place), error.to(place), active.to(place), layout, rows, number_format
+    )
+    decode_blocks(rows, layout, active.to(place), out, number_format)
     assert out.isfinite().all()
     assert out[70] == 0
 
 
-@every_form
-@every_draws
+@every_number_format
+@every_rounding
 @pytest.mark.parametrize("encode", ENCODERS)
-def test_blocks_of_zeros_and_of_nothing(form, draws, encode, device):
+def test_blocks_of_zeros_and_of_nothing(number_format, seed_and_step, encode, device):
     place = device if encode is encode_blocks_triton else torch.device("cpu")
-    cut = BlockLayout(100, 3, BITS[form], 32)
+    layout = BlockLayout(100, 3, BITS[number_format], 32)
     values, active = torch.zeros(100), torch.ones(100, dtype=torch.bool)
     values[1], values[40], active[40] = -0.0, 5.0, False
     values[64:] = -0.0
-    rows = empty_rows(cut).to(place)
-    encode(values.to(place), None, active.to(place), cut, rows, form, draws)
+    rows = empty_rows(layout).to(place)
+    encode(values.to(place), None, active.to(place), layout, rows, number_format, seed_and_step)
     # all bytes, of codes and scales
-    assert (rows[:, : cut.row_bytes] == 0).all()
+    assert (rows[:, : layout.row_bytes] == 0).all()
 
 
-@every_form
-def test_the_smallest_numbers_have_the_smallest_scale(form):
+@every_number_format
+def test_the_smallest_numbers_have_the_smallest_scale(number_format):
     for largest in (2.0**-149, 2.0**-130):
-        _, scales = decoded(torch.tensor([largest, 0]), form, None)
+        _, scales = decoded(torch.tensor([largest, 0]), number_format, None)
         assert scales[0] == SMALLEST_SCALE
 
 
-@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
-def test_float8_is_rounded_as_torch_rounds(form):
-    dtype = getattr(torch, form)
-    number = float(NUMBER_FORMATS[form].sizes[-1])
+@pytest.mark.parametrize("number_format", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_is_rounded_as_torch_rounds(number_format):
+    dtype = getattr(torch, number_format)
+    number = float(NUMBER_FORMATS[number_format].magnitudes[-1])
     assert number == torch.finfo(dtype).max
     values = torch.cat([torch.randn(5000) * 2.0 ** torch.randint(-20, 4, (5000,)), torch.zeros(1)])
     # all that lie in the middle
-    sizes = NUMBER_FORMATS[form].sizes
+    sizes = NUMBER_FORMATS[number_format].magnitudes
     values = torch.cat([values, (sizes[1:] + sizes[:-1]) / 2, sizes, -sizes]).clamp(-number, number)
     values[0] = number
     expected = values.to(dtype).view(torch.uint8)
     # of zeros there is one
     expected = torch.where(expected == 0x80, 0, expected)
-    assert torch.equal(codes_of(values, form)[: len(values)], expected)
+    assert torch.equal(codes_of(values, number_format)[: len(values)], expected)
     # and what codes stand for is torch's
     table, torchs = (
-        NUMBER_FORMATS[form].values,
+        NUMBER_FORMATS[number_format].values,
         torch.arange(256, dtype=torch.uint8).view(dtype).float(),
     )
     known = table.isfinite()
@@ -375,7 +402,7 @@ def test_integers_and_their_ties():
 
 def test_e3m0_and_its_ties():
     sizes = [0, *(2.0**-k for k in range(6, -1, -1))]
-    assert NUMBER_FORMATS["float4_e3m0"].sizes.tolist() == sizes
+    assert NUMBER_FORMATS["float4_e3m0"].magnitudes.tolist() == sizes
     middle = [(a + b) / 2 for a, b in itertools.pairwise(sizes)]
     below = [m * (1 - 2.0**-20) for m in middle]
     for values, codes in (
@@ -390,80 +417,89 @@ def test_e3m0_and_its_ties():
         assert halves.tolist() == list(codes)
 
 
-@every_form
-def test_codes_that_are_never_written_are_not_numbers(form):
-    values = NUMBER_FORMATS[form].values
-    assert int(values.isnan().sum()) == len(values) - (2 * NUMBER_FORMATS[form].most + 1)
+@every_number_format
+def test_codes_that_are_never_written_are_not_numbers(number_format):
+    values = NUMBER_FORMATS[number_format].values
+    assert int(values.isnan().sum()) == len(values) - (
+        2 * NUMBER_FORMATS[number_format].max_code + 1
+    )
     assert (values == 0).nonzero().tolist() == [[0]]
     finite = values[values.isfinite()]
     assert torch.equal(finite.sort().values, -finite.sort(descending=True).values)
 
 
-@every_form
-@every_draws
-def test_other_types_of_vectors(form, draws):
+@every_number_format
+@every_rounding
+def test_other_types_of_vectors(number_format, seed_and_step):
     values = torch.randn(300, dtype=torch.float64)
-    cut = BlockLayout(300, 2, BITS[form], 64)
-    rows, expected = empty_rows(cut), empty_rows(cut)
+    layout = BlockLayout(300, 2, BITS[number_format], 64)
+    rows, expected = empty_rows(layout), empty_rows(layout)
     for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.float32):
         error = torch.randn(300).to(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         y = values.to(dtype).to(wide) + error.to(wide)
-        encode_blocks(values.to(dtype), error, None, cut, rows, form, draws)
-        encode_blocks(y.float(), None, None, cut, expected, form, draws)
+        encode_blocks(values.to(dtype), error, None, layout, rows, number_format, seed_and_step)
+        encode_blocks(y.float(), None, None, layout, expected, number_format, seed_and_step)
         assert torch.equal(rows, expected)
         out, narrow = torch.empty(300), torch.empty(300, dtype=dtype)
-        decode_blocks(rows, cut, None, out, form)
-        decode_blocks(rows, cut, None, narrow, form)
+        decode_blocks(rows, layout, None, out, number_format)
+        decode_blocks(rows, layout, None, narrow, number_format)
         assert torch.equal(narrow, out.to(dtype))
-        update_error_blocks(values.to(dtype), error, None, cut, rows, form)
+        update_error_blocks(values.to(dtype), error, None, layout, rows, number_format)
         assert torch.equal(error, (y - out).to(dtype))
         # a parameter's gradient is not asked for
         leaf = values.to(dtype).requires_grad_()
         left = torch.zeros(300, dtype=dtype)
-        encode_blocks(leaf, left, None, cut, rows, form, draws)
-        update_error_blocks(leaf, left, None, cut, rows, form)
+        encode_blocks(leaf, left, None, layout, rows, number_format, seed_and_step)
+        update_error_blocks(leaf, left, None, layout, rows, number_format)
         assert not left.requires_grad
     # what is not contiguous
-    encode_blocks(y.float(), None, None, cut, rows, form, draws)
-    decode_blocks(rows, cut, None, out, form)
+    encode_blocks(y.float(), None, None, layout, rows, number_format, seed_and_step)
+    decode_blocks(rows, layout, None, out, number_format)
     strided = torch.zeros(600)[::2]
-    decode_blocks(rows, cut, None, strided, form)
+    decode_blocks(rows, layout, None, strided, number_format)
     assert torch.equal(strided, out)
 
 
 def test_a_mean_is_summed_in_the_order_of_the_rows():
-    cut = BlockLayout(3, 1, 8, None)
-    rows = empty_rows(cut, count=3)
+    layout = BlockLayout(3, 1, 8, None)
+    rows = empty_rows(layout, count=3)
     for row, number in zip(rows.split(1), (3e38, -3e38, 1.0), strict=True):
-        encode_blocks(torch.full((3,), number), None, None, cut, row, "int8")
+        encode_blocks(torch.full((3,), number), None, None, layout, row, "int8")
     out = torch.empty(3)
-    mean_of_blocks(rows, cut, out, "int8")
+    mean_of_blocks(rows, layout, out, "int8")
     assert torch.allclose(out, torch.full((3,), 1 / 3), rtol=2.0**-20)
-    mean_of_blocks(rows[[0, 2, 1]], cut, out, "int8")
+    mean_of_blocks(rows[[0, 2, 1]], layout, out, "int8")
     assert (out == 0).all()
 
 
 def test_arguments_that_do_not_fit():
-    cut = BlockLayout(100, 2, 8, 32)
-    values, rows = torch.zeros(100), empty_rows(cut)
-    for form in ("int4", "int7"):
-        with pytest.raises(ValueError, match="cannot be of form"):
-            encode_blocks(values, None, None, cut, rows, form)
+    layout = BlockLayout(100, 2, 8, 32)
+    values, rows = torch.zeros(100), empty_rows(layout)
+    for number_format in ("int4", "int7"):
+        with pytest.raises(ValueError, match="does not have codes of"):
+            encode_blocks(values, None, None, layout, rows, number_format)
     wide = torch.zeros(2, 200, dtype=torch.uint8)
     odd = torch.zeros(2, 202, dtype=torch.uint8)[:, :200]
-    for other in (rows[:1], rows[:, : cut.row_bytes - 4], rows.char(), wide[:, 1:], odd, rows[0]):
+    for other in (
+        rows[:1],
+        rows[:, : layout.row_bytes - 4],
+        rows.char(),
+        wide[:, 1:],
+        odd,
+        rows[0],
+    ):
         with pytest.raises(ValueError, match="cannot be the rows of 2 parts"):
-            decode_blocks(other, cut, None, values, "int8")
+            decode_blocks(other, layout, None, values, "int8")
     for other in (values[1:], values[None]):
-        with pytest.raises(ValueError, match="does not go with 100 elements"):
-            update_error_blocks(other, values, None, cut, rows, "int8")
-    for draws, offset in (((0, -1), 0), ((0, 2**63), 0), ((0, 0), 16), ((0, 0), -32)):
-        with pytest.raises(ValueError, match="nothing can be drawn"):
-            encode_blocks(values, None, None, cut, rows, "int8", draws, offset)
+        with pytest.raises(ValueError, match="does not match a layout of 100 elements"):
+            update_error_blocks(other, values, None, layout, rows, "int8")
+    for seed_and_step, offset in (((0, -1), 0), ((0, 2**63), 0), ((0, 0), 16), ((0, 0), -32)):
+        with pytest.raises(ValueError, match="no random numbers for step"):
+            encode_blocks(values, None, None, layout, rows, "int8", seed_and_step, offset)
     with pytest.raises(ValueError, match="does not fit 64 bits"):
-        encode_blocks(values, None, None, cut, rows, "int8", (2**64, 0))
-    for other, of in ((rows, cut), (rows[:0], cut.of_part(0))):
+        encode_blocks(values, None, None, layout, rows, "int8", (2**64, 0))
+    for other, of in ((rows, layout), (rows[:0], layout.part_layout(0))):
         with pytest.raises(ValueError, match="have no mean"):
             mean_of_blocks(other, of, values[:64], "int8")
 
@@ -472,7 +508,7 @@ PROGRAM = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from gcnzc.kernels.codec import blocks_gpu as gpu
-from gcnzc.kernels.codec.number_formats import FORMS
+from gcnzc.kernels.codec.number_formats import NUMBER_FORMATS
 from gcnzc.kernels.codec.blocks_gpu import code_constants
 
 TYPES = {"codes": "*u8", "active": "*u8", "largest": "*i32", "share": "fp32", "seed": "i64",
@@ -497,13 +533,14 @@ def ptx(kernel, **constants):
 
 made = [ptx(gpu.largest_gpu)]
 # both ways of rounding, of halves and of whole bytes
-for number, form in enumerate(FORMS.values()):
+for number, number_format in enumerate(NUMBER_FORMATS.values()):
     random = number % 2 == 0
-    text = ptx(gpu.encode_gpu, STOCHASTIC=random, **code_constants(form))
+    text = ptx(gpu.encode_gpu, STOCHASTIC=random, **code_constants(number_format))
     assert "div.rn.f32" in text and ("mul.hi.u32" in text or not random)
     made.append(text)
 for bits in (4, 8):
-    made += [ptx(kernel, BITS=bits) for kernel in (gpu.settle_gpu, gpu.mean_gpu, gpu.decode_gpu)]
+    kernels = gpu.update_error_gpu, gpu.mean_gpu, gpu.decode_gpu
+    made += [ptx(kernel, BITS=bits) for kernel in kernels]
 print(len(made), "kernels")
 """
 

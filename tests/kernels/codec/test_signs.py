@@ -22,7 +22,7 @@ from gcnzc.kernels.codec.signs_reference import (
     decode_signs_reference,
     encode_signs_reference,
     mean_of_signs_reference,
-    scales_of,
+    scales_view,
     update_error_signs_reference,
 )
 
@@ -31,7 +31,7 @@ BLOCKS = [32, 96, 128, 4096, None]
 GUARD = 0xAB
 
 
-def cuts(lengths=LENGTHS, parts=range(1, 10), blocks=BLOCKS):
+def layouts(lengths=LENGTHS, parts=range(1, 10), blocks=BLOCKS):
     return [
         BlockLayout(*one, 1, block) for one in itertools.product(lengths, parts) for block in blocks
     ]
@@ -39,28 +39,30 @@ def cuts(lengths=LENGTHS, parts=range(1, 10), blocks=BLOCKS):
 
 # the interpreter takes milliseconds a program, and a block has one at least
 FEW = [
-    *cuts([0, 1, 33], [1, 3], [32]),
-    *cuts([100, 200], [2], [96, 128]),
-    *cuts([1, 4097], [3], [4096, None]),
-    *cuts([8300], [1], [4128, None]),
+    *layouts([0, 1, 33], [1, 3], [32]),
+    *layouts([100, 200], [2], [96, 128]),
+    *layouts([1, 4097], [3], [4096, None]),
+    *layouts([8300], [1], [4128, None]),
     BlockLayout(1003, 9, 1, 4096),
 ]
 
 
-def name_of(cut):
-    return f"{cut.num_elements}-{cut.parts}-{cut.block}"
+def name_of(layout):
+    return f"{layout.num_elements}-{layout.num_parts}-{layout.block}"
 
 
-def guarded_rows(cut, extra=8, num_rows=None):
+def guarded_rows(layout, extra=8, num_rows=None):
     """Rows with bytes of the caller's behind each of them, and what they lie in."""
-    num_rows, stride = num_rows or cut.parts, cut.row_bytes + extra
+    num_rows, stride = num_rows or layout.num_parts, layout.row_bytes + extra
     memory = torch.full(((num_rows + 2) * stride + 8,), GUARD, dtype=torch.uint8)
     return memory[stride + 4 :].as_strided((num_rows, stride), (stride, 1), stride + 4), memory
 
 
-def guards_are_whole(cut, rows, memory):
+def guards_are_whole(layout, rows, memory):
     inside = torch.zeros(len(memory), dtype=torch.bool)
-    inside.as_strided((len(rows), cut.row_bytes), (rows.stride(0), 1), rows.storage_offset())[:] = 1
+    inside.as_strided((len(rows), layout.row_bytes), (rows.stride(0), 1), rows.storage_offset())[
+        :
+    ] = 1
     return bool((memory[~inside] == GUARD).all())
 
 
@@ -82,40 +84,40 @@ def same_bits(one, other):
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def agree(cut, rows, expected):
+def agree(layout, rows, expected):
     """Bits exactly, scales nearly: the order of a sum is each way's own."""
-    assert torch.equal(rows[:, : cut.code_bytes], expected[:, : cut.code_bytes])
-    if cut.row_bytes:
-        found, wanted = scales_of(rows, cut), scales_of(expected, cut)
+    assert torch.equal(rows[:, : layout.code_bytes], expected[:, : layout.code_bytes])
+    if layout.row_bytes:
+        found, wanted = scales_view(rows, layout), scales_view(expected, layout)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0, equal_nan=True)
 
 
-def check_all_ways(cut, values, error, active, scale, ways, to):
+def check_all_ways(layout, values, error, active, scale, ways, to):
     """Each operation of `ways` against its reference, from what the references made."""
     encode, update_error, decode = ways
-    expected, _ = guarded_rows(cut)
-    encode_signs_reference(values, error, active, cut, expected, scale)
-    rows, memory = guarded_rows(cut)
+    expected, _ = guarded_rows(layout)
+    encode_signs_reference(values, error, active, layout, expected, scale)
+    rows, memory = guarded_rows(layout)
     rows, vectors = to(rows), [v if v is None else to(v) for v in (values, error, active)]
     before = [None if v is None else v.clone() for v in vectors]
-    encode(*vectors, cut, rows, scale)
-    agree(cut, rows.cpu(), expected)
-    assert rows.is_cuda or guards_are_whole(cut, rows, memory)
+    encode(*vectors, layout, rows, scale)
+    agree(layout, rows.cpu(), expected)
+    assert rows.is_cuda or guards_are_whole(layout, rows, memory)
     for one, other in zip(vectors, before, strict=True):
         assert one is None or torch.equal(one, other)
     rows.copy_(expected)
     wanted = values * 0 if error is None else error.clone()
     left, memory = guarded(wanted)
     left = to(left)
-    update_error_signs_reference(values, wanted, active, cut, expected)
-    update_error(vectors[0], left, vectors[2], cut, rows)
+    update_error_signs_reference(values, wanted, active, layout, expected)
+    update_error(vectors[0], left, vectors[2], layout, rows)
     assert same_bits(left.cpu(), wanted)
     assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
     wanted = torch.empty_like(values)
     out, memory = guarded(torch.full_like(values, float("nan")))
     out = to(out)
-    decode_signs_reference(expected, cut, active, wanted)
-    decode(rows, cut, vectors[2], out)
+    decode_signs_reference(expected, layout, active, wanted)
+    decode(rows, layout, vectors[2], out)
     assert same_bits(out.cpu(), wanted)
     assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
 
@@ -124,39 +126,43 @@ def check_all_ways(cut, values, error, active, scale, ways, to):
 def test_numba_equals_the_reference(n):
     kinds = itertools.cycle(itertools.product(SCALES, [False, True], ["all", "some", "none"]))
     ways = encode_signs, update_error_signs, decode_signs
-    for cut in cuts([n]):
+    for layout in layouts([n]):
         for scale, with_error, actives in itertools.islice(kinds, 3 if n < 10000 else 1):
             vectors = inputs(n, with_error, actives)
-            check_all_ways(cut, *vectors, scale, ways, lambda x: x)
+            check_all_ways(layout, *vectors, scale, ways, lambda x: x)
 
 
-@pytest.mark.parametrize("cut", FEW, ids=name_of)
-def test_triton_equals_the_reference(cut, device):
-    def encode(values, error, active, cut, rows, scale):
-        if cut.row_bytes:
-            signs_gpu.encode(values, error, active, cut, rows, squares=scale == "rms")
+@pytest.mark.parametrize("layout", FEW, ids=name_of)
+def test_triton_equals_the_reference(layout, device):
+    def encode(values, error, active, layout, rows, scale):
+        if layout.row_bytes:
+            signs_gpu.encode(values, error, active, layout, rows, squares=scale == "rms")
 
     def update_error(*args):
-        if cut.num_elements:
+        if layout.num_elements:
             signs_gpu.update_error(*args)
 
     def decode(*args):
-        if cut.num_elements:
+        if layout.num_elements:
             signs_gpu.decode(*args)
 
     kinds = [("rms", False, "all"), ("l1", True, "some")]
-    if cut.part < 4096:
+    if layout.part_elements < 4096:
         kinds.append(("rms", True, "none"))
     for scale, with_error, actives in kinds:
-        vectors = inputs(cut.num_elements, with_error, actives)
-        check_all_ways(cut, *vectors, scale, (encode, update_error, decode), lambda x: x.to(device))
+        vectors = inputs(layout.num_elements, with_error, actives)
+        check_all_ways(
+            layout, *vectors, scale, (encode, update_error, decode), lambda x: x.to(device)
+        )
 
 
-def by_hand(values, active, cut, scale):
+def by_hand(values, active, layout, scale):
     """Row by row and block by block, in Python's own numbers."""
-    for row, number in itertools.product(range(cut.parts), range(cut.blocks)):
-        begin = row * cut.part + number * cut.block_elements
-        end = min(begin + cut.block_elements, (row + 1) * cut.part, cut.num_elements)
+    for row, number in itertools.product(range(layout.num_parts), range(layout.blocks_per_part)):
+        begin = row * layout.part_elements + number * layout.block_elements
+        end = min(
+            begin + layout.block_elements, (row + 1) * layout.part_elements, layout.num_elements
+        )
         live = [float(values[i]) for i in range(begin, end) if active is None or active[i]]
         total = sum(x * x if scale == "rms" else abs(x) for x in live)
         mean = total / max(1, len(live))
@@ -166,34 +172,34 @@ def by_hand(values, active, cut, scale):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("actives", ["all", "some"])
 def test_the_reference_is_what_a_hand_would_write(scale, actives):
-    for cut in cuts([0, 1, 33, 300], [1, 2, 5], [32, 96, None]):
-        values, _, active = inputs(cut.num_elements, False, actives)
-        rows, memory = guarded_rows(cut)
-        encode_signs_reference(values, None, active, cut, rows, scale)
-        assert guards_are_whole(cut, rows, memory)
-        for i in range(cut.parts * cut.part):
-            live = i < cut.num_elements and (active is None or bool(active[i]))
-            byte = int(rows[i // cut.part, i % cut.part // 8])
+    for layout in layouts([0, 1, 33, 300], [1, 2, 5], [32, 96, None]):
+        values, _, active = inputs(layout.num_elements, False, actives)
+        rows, memory = guarded_rows(layout)
+        encode_signs_reference(values, None, active, layout, rows, scale)
+        assert guards_are_whole(layout, rows, memory)
+        for i in range(layout.num_parts * layout.part_elements):
+            live = i < layout.num_elements and (active is None or bool(active[i]))
+            byte = int(rows[i // layout.part_elements, i % layout.part_elements // 8])
             assert (byte >> (i % 8)) & 1 == (live and float(values[i]) >= 0)
-        if cut.row_bytes:
-            found = scales_of(rows, cut).flatten().tolist()
-            assert found == pytest.approx(list(by_hand(values, active, cut, scale)), rel=1e-6)
+        if layout.row_bytes:
+            found = scales_view(rows, layout).flatten().tolist()
+            assert found == pytest.approx(list(by_hand(values, active, layout, scale)), rel=1e-6)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("with_error", [False, True])
 def test_nothing_is_lost(scale, with_error):
     """What was sent and what stays are what there was, and the next error has only the rest."""
-    for cut in cuts([1, 33, 4097, 10000], [1, 3, 9], [32, 4096, None]):
+    for layout in layouts([1, 33, 4097, 10000], [1, 3, 9], [32, 4096, None]):
         for actives in ("all", "some", "none"):
-            values, error, active = inputs(cut.num_elements, with_error, actives)
-            rows = torch.zeros(cut.parts, cut.row_bytes, dtype=torch.uint8)
-            encode_signs(values, error, active, cut, rows, scale)
+            values, error, active = inputs(layout.num_elements, with_error, actives)
+            rows = torch.zeros(layout.num_parts, layout.row_bytes, dtype=torch.uint8)
+            encode_signs(values, error, active, layout, rows, scale)
             error = torch.zeros_like(values) if error is None else error
             y = values + error
-            update_error_signs(values, error, active, cut, rows)
+            update_error_signs(values, error, active, layout, rows)
             sent = torch.full_like(values, float("nan"))
-            decode_signs(rows, cut, active, sent)
+            decode_signs(rows, layout, active, sent)
             live = torch.ones_like(y, dtype=torch.bool) if active is None else active
             # a difference is rounded once, and so is the sum
             limit = 2.0**-23 * (y.abs() + sent.abs())
@@ -202,42 +208,42 @@ def test_nothing_is_lost(scale, with_error):
             assert (error[~live] == 0).all()
 
 
-def mean_of_workers(cut, workers):
-    rows, _ = guarded_rows(cut, num_rows=workers)
+def mean_of_workers(layout, workers):
+    rows, _ = guarded_rows(layout, num_rows=workers)
     for row in rows.split(1):
-        vectors = inputs(cut.num_elements, False, "some")
-        encode_signs_reference(*vectors, cut, row)
+        vectors = inputs(layout.num_elements, False, "some")
+        encode_signs_reference(*vectors, layout, row)
     return rows
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_means_are_equal_bit_for_bit(workers, device):
-    for whole in [*FEW, *cuts([1, 100, 10000], [1, 3], [32, 96, 4096, None])]:
-        for part in range(whole.parts):
-            cut = whole.of_part(part)
-            rows = mean_of_workers(cut, workers)
-            expected = torch.full((cut.num_elements,), float("nan"))
-            mean_of_signs_reference(rows, cut, expected)
+    for whole in [*FEW, *layouts([1, 100, 10000], [1, 3], [32, 96, 4096, None])]:
+        for part in range(whole.num_parts):
+            layout = whole.part_layout(part)
+            rows = mean_of_workers(layout, workers)
+            expected = torch.full((layout.num_elements,), float("nan"))
+            mean_of_signs_reference(rows, layout, expected)
             out, memory = guarded(torch.full_like(expected, float("nan")))
-            mean_of_signs(rows, cut, out)
+            mean_of_signs(rows, layout, out)
             assert same_bits(out, expected)
             assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
-            if cut.num_elements and whole in FEW:
+            if layout.num_elements and whole in FEW:
                 found, memory = guarded(torch.full_like(expected, float("nan")))
                 found = found.to(device)
-                signs_gpu.mean(rows.to(device), cut, found)
+                signs_gpu.mean(rows.to(device), layout, found)
                 assert same_bits(found.cpu(), expected)
                 assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
 
 
 def test_a_mean_is_the_mean_of_what_was_sent():
-    cut = BlockLayout(1000, 1, 1, 128)
-    rows = mean_of_workers(cut, 5)
+    layout = BlockLayout(1000, 1, 1, 128)
+    rows = mean_of_workers(layout, 5)
     sent = torch.empty(5, 1000)
     for row, one in zip(rows.split(1), sent, strict=True):
-        decode_signs(row, cut, None, one)
+        decode_signs(row, layout, None, one)
     out = torch.empty(1000)
-    mean_of_signs(rows, cut, out)
+    mean_of_signs(rows, layout, out)
     torch.testing.assert_close(out, sent.double().mean(0).float(), rtol=1e-5, atol=1e-4)
 
 
@@ -245,31 +251,31 @@ def test_a_mean_is_the_mean_of_what_was_sent():
 @pytest.mark.parametrize("scale", SCALES)
 def test_threads_do_not_matter(block, scale, monkeypatch):
     # so that a small vector is worth several threads
-    monkeypatch.setattr(signs_cpu, "PART_ELEMENTS", 1)
+    monkeypatch.setattr(signs_cpu, "GRAIN_ELEMENTS", 1)
     n = 50_001
-    cut, results = BlockLayout(n, 3, 1, block), []
+    layout, results = BlockLayout(n, 3, 1, block), []
     values, error, active = torch.randn(n), torch.randn(n), torch.rand(n) < 0.5
     for threads in (1, 2, 5):
-        rows = torch.zeros(3, cut.row_bytes, dtype=torch.uint8)
-        left, out, mean = error.clone(), torch.empty(n), torch.empty(cut.bounds(0)[1])
-        encode_signs(values, left, active, cut, rows, scale, threads=threads)
-        update_error_signs(values, left, active, cut, rows, threads=threads)
-        decode_signs(rows, cut, active, out, threads=threads)
-        mean_of_signs(rows, cut.of_part(0), mean, threads=threads)
+        rows = torch.zeros(3, layout.row_bytes, dtype=torch.uint8)
+        left, out, mean = error.clone(), torch.empty(n), torch.empty(layout.bounds(0)[1])
+        encode_signs(values, left, active, layout, rows, scale, threads=threads)
+        update_error_signs(values, left, active, layout, rows, threads=threads)
+        decode_signs(rows, layout, active, out, threads=threads)
+        mean_of_signs(rows, layout.part_layout(0), mean, threads=threads)
         results.append((rows, left, out, mean))
     for result in results[1:]:
         for one, first in zip(result, results[0], strict=True):
             assert same_bits(one, first)
 
 
-def every_encoding(values, error, active, cut, device, scale):
+def every_encoding(values, error, active, layout, device, scale):
     """Rows of the reference, of numba and of Triton."""
-    rows = torch.zeros(3, cut.parts, cut.row_bytes, dtype=torch.uint8)
-    encode_signs_reference(values, error, active, cut, rows[0], scale)
-    encode_signs(values, error, active, cut, rows[1], scale)
+    rows = torch.zeros(3, layout.num_parts, layout.row_bytes, dtype=torch.uint8)
+    encode_signs_reference(values, error, active, layout, rows[0], scale)
+    encode_signs(values, error, active, layout, rows[1], scale)
     there = [v if v is None else v.to(device) for v in (values, error, active)]
     on_gpu = rows[2].to(device)
-    signs_gpu.encode(*there, cut, on_gpu, squares=scale == "rms")
+    signs_gpu.encode(*there, layout, on_gpu, squares=scale == "rms")
     rows[2] = on_gpu.cpu()
     return rows
 
@@ -278,95 +284,104 @@ def every_encoding(values, error, active, cut, device, scale):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("block", [32, None])
 def test_what_is_not_finite_shows_in_its_block(scale, bad, block, device):
-    cut = BlockLayout(150, 2, 1, block)
+    layout = BlockLayout(150, 2, 1, block)
     for place, in_error in ((0, False), (100, True), (149, False)):
         values, error = torch.randn(150), torch.randn(150)
         (error if in_error else values)[place] = bad
         active = torch.ones(150, dtype=torch.bool)
-        row, number = place // cut.part, place % cut.part // cut.block_elements
-        for rows in every_encoding(values, error, active, cut, device, scale):
-            finite = scales_of(rows, cut).isfinite()
+        row, number = (
+            place // layout.part_elements,
+            place % layout.part_elements // layout.block_elements,
+        )
+        for rows in every_encoding(values, error, active, layout, device, scale):
+            finite = scales_view(rows, layout).isfinite()
             assert not finite[row, number]
             finite[row, number] = True
             assert finite.all()
-            bit = rows[row, place % cut.part // 8] >> (place % 8) & 1
+            bit = rows[row, place % layout.part_elements // 8] >> (place % 8) & 1
             assert bit == (bad > 0)
         active[place] = False
-        for rows in every_encoding(values, error, active, cut, device, scale):
-            assert scales_of(rows, cut).isfinite().all()
+        for rows in every_encoding(values, error, active, layout, device, scale):
+            assert scales_view(rows, layout).isfinite().all()
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("size", [1e-30, 1e30, 3e38, 1e-40])
 def test_huge_and_tiny_values_have_finite_scales(scale, size, device):
-    cut = BlockLayout(5000, 1, 1, None)
+    layout = BlockLayout(5000, 1, 1, None)
     values = torch.full((5000,), size)
-    for rows in every_encoding(values, None, None, cut, device, scale):
-        assert scales_of(rows, cut).item() == pytest.approx(values[0].item(), rel=1e-6)
+    for rows in every_encoding(values, None, None, layout, device, scale):
+        assert scales_view(rows, layout).item() == pytest.approx(values[0].item(), rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in add:RuntimeWarning")
 def test_a_sum_beyond_float32_is_not_finite(device):
-    cut = BlockLayout(64, 1, 1, 32)
+    layout = BlockLayout(64, 1, 1, 32)
     values = torch.full((64,), 3e38)
     error = torch.zeros(64)
     error[3] = 3e38
-    for rows in every_encoding(values, error, None, cut, device, "rms"):
-        assert scales_of(rows, cut).isfinite().tolist() == [[False, True]]
+    for rows in every_encoding(values, error, None, layout, device, "rms"):
+        assert scales_view(rows, layout).isfinite().tolist() == [[False, True]]
 
 
 def test_zeros_are_positive_and_blocks_of_them_have_no_scale(device):
     values = torch.tensor([0.0, -0.0] * 32)
-    cut = BlockLayout(64, 1, 1, 32)
-    for rows in every_encoding(values, None, None, cut, device, "rms"):
-        assert (rows[:, : cut.code_bytes] == 255).all()
-        assert (scales_of(rows, cut) == 0).all()
+    layout = BlockLayout(64, 1, 1, 32)
+    for rows in every_encoding(values, None, None, layout, device, "rms"):
+        assert (rows[:, : layout.code_bytes] == 255).all()
+        assert (scales_view(rows, layout) == 0).all()
     error, out = torch.zeros(64), torch.full((64,), 7.0)
-    update_error_signs(values, error, None, cut, rows[None, 0])
-    decode_signs(rows[None, 0], cut, None, out)
+    update_error_signs(values, error, None, layout, rows[None, 0])
+    decode_signs(rows[None, 0], layout, None, out)
     assert (error == 0).all()
     assert (out == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_other_types_take_the_reference(dtype):
-    cut = BlockLayout(300, 2, 1, 64)
+    layout = BlockLayout(300, 2, 1, 64)
     values, error = torch.randn(300, dtype=dtype), torch.randn(300, dtype=dtype)
-    y, rows = values + error, torch.zeros(2, cut.row_bytes, dtype=torch.uint8)
-    encode_signs(values, error, None, cut, rows)
-    update_error_signs(values, error, None, cut, rows)
-    sent, mean = torch.empty(300, dtype=dtype), torch.empty(cut.part, dtype=dtype)
-    decode_signs(rows, cut, None, sent)
+    y, rows = values + error, torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
+    encode_signs(values, error, None, layout, rows)
+    update_error_signs(values, error, None, layout, rows)
+    sent, mean = torch.empty(300, dtype=dtype), torch.empty(layout.part_elements, dtype=dtype)
+    decode_signs(rows, layout, None, sent)
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(sent + error, y, rtol=tolerance, atol=4 * tolerance)
-    mean_of_signs(rows[:1], cut.of_part(0), mean)
-    torch.testing.assert_close(mean, sent[: cut.part], rtol=tolerance, atol=tolerance)
+    mean_of_signs(rows[:1], layout.part_layout(0), mean)
+    torch.testing.assert_close(mean, sent[: layout.part_elements], rtol=tolerance, atol=tolerance)
 
 
 def test_what_does_not_fit_is_refused():
-    cut, values = BlockLayout(100, 2, 1, 32), torch.randn(100)
-    rows = torch.zeros(2, cut.row_bytes, dtype=torch.uint8)
-    odd = torch.zeros(2 * cut.row_bytes + 8, dtype=torch.uint8)
+    layout, values = BlockLayout(100, 2, 1, 32), torch.randn(100)
+    rows = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
+    odd = torch.zeros(2 * layout.row_bytes + 8, dtype=torch.uint8)
     refused = [
-        (values[:99], None, None, cut, rows),
-        (values.double()[::2].repeat(2), torch.zeros(100), None, cut, rows),
-        (torch.randn(200)[::2], None, None, cut, rows),
-        (values, torch.zeros(99), None, cut, rows),
-        (values, None, torch.ones(100), cut, rows),
-        (values, None, None, cut, rows[:1]),
-        (values, None, None, cut, rows[:, :-1]),
-        (values, None, None, cut, rows.float()),
-        (values, None, None, cut, odd[1 : 1 + 2 * cut.row_bytes].view(2, -1)),
-        (values, None, None, cut, odd.as_strided((2, cut.row_bytes), (cut.row_bytes + 1, 1))),
+        (values[:99], None, None, layout, rows),
+        (values.double()[::2].repeat(2), torch.zeros(100), None, layout, rows),
+        (torch.randn(200)[::2], None, None, layout, rows),
+        (values, torch.zeros(99), None, layout, rows),
+        (values, None, torch.ones(100), layout, rows),
+        (values, None, None, layout, rows[:1]),
+        (values, None, None, layout, rows[:, :-1]),
+        (values, None, None, layout, rows.float()),
+        (values, None, None, layout, odd[1 : 1 + 2 * layout.row_bytes].view(2, -1)),
+        (
+            values,
+            None,
+            None,
+            layout,
+            odd.as_strided((2, layout.row_bytes), (layout.row_bytes + 1, 1)),
+        ),
         (values, None, None, BlockLayout(100, 2, 4, 32), rows),
     ]
     for args in refused:
         with pytest.raises(ValueError, match="hint"):
             encode_signs(*args)
     with pytest.raises(ValueError, match="no scale"):
-        encode_signs(values, None, None, cut, rows, "max")
-    with pytest.raises(ValueError, match="of_part"):
-        mean_of_signs(rows, cut, torch.empty(100))
+        encode_signs(values, None, None, layout, rows, "max")
+    with pytest.raises(ValueError, match="part_layout"):
+        mean_of_signs(rows, layout, torch.empty(100))
 
 
 PROGRAM = """
@@ -379,7 +394,7 @@ cases = json.loads(sys.argv[1])
 types = dict(values="*fp32", error="*fp32", active="*u8", words="*i32", out="*fp32")
 types |= dict(totals="*fp64", counts="*i64", n="i64", part="i64", block="i32", blocks="i32")
 types |= dict(block_totals="*fp64", block_counts="*i64", num_blocks="i32")
-types |= dict(chunks="i32", stride="i32", workers="i32", share="fp32")
+types |= dict(chunks="i32", stride="i32", num_rows="i32", share="fp32")
 made = []
 for name, constants in cases:
     kernel = getattr(pack_gpu, name)
@@ -420,7 +435,7 @@ def global_bytes(ptx, verb):
     return sorted(int(count or 1) * int(bits) // 8 for count, bits in found)
 
 
-WHOLE = {"RAGGED": False, "WORDS": signs_gpu.MOST_WORDS}
+WHOLE = {"RAGGED": False, "WORDS": signs_gpu.MAX_WORDS}
 ENCODE = {"HAS_ERROR": False, "HAS_ACTIVE": False, "SQUARES": True} | WHOLE
 EVERYTHING = {"HAS_ERROR": True, "HAS_ACTIVE": True}
 # A program has 4096 elements and 256 lanes: of float32 each lane has four vectors of 16 B, of bool
@@ -431,14 +446,14 @@ CASES = [
     ("_encode", ENCODE, FLOATS, [*BITS, 8, 8]),
     ("_encode", ENCODE | EVERYTHING, [*FLOATS, *FLOATS, *FLAGS], [*BITS, 8, 8]),
     ("_encode", ENCODE | {"SQUARES": False}, FLOATS, [*BITS, 8, 8]),
-    ("_settle", WHOLE | {"HAS_ACTIVE": True}, [*SCALE, *FLOATS, *FLOATS, *FLAGS], FLOATS),
+    ("_update_error", WHOLE | {"HAS_ACTIVE": True}, [*SCALE, *FLOATS, *FLOATS, *FLAGS], FLOATS),
     # kernels that read bits have half as many lanes, each with twice as many vectors
     ("_decode", WHOLE | {"HAS_ACTIVE": True}, [*BITS, *SCALE, *FLAGS, *FLAGS], [*FLOATS, *FLOATS]),
     ("_decode", WHOLE | {"HAS_ACTIVE": False}, [*BITS, *SCALE], [*FLOATS, *FLOATS]),
     # loads are of each worker, in a loop
     ("_mean", WHOLE, [*BITS, *SCALE], [*FLOATS, *FLOATS]),
-    ("_add_up", {"TOTALS": signs_gpu.TOTALS}, [8] * 16, [8, 8]),
-    ("_scale", {"SQUARES": True, "BLOCKS": signs_gpu.SCALES_OF_PROGRAM}, [8, 8], SCALE),
+    ("_add_sums", {"TOTALS": signs_gpu.TOTALS}, [8] * 16, [8, 8]),
+    ("_write_scales", {"SQUARES": True, "BLOCKS": signs_gpu.SCALES_PER_PROGRAM}, [8, 8], SCALE),
 ]
 
 
@@ -457,7 +472,7 @@ def test_each_byte_is_moved_once_in_whole_vectors(tmp_path):
         assert "fma.rn.f32" not in one
     # only one lane of a block divides in float64
     for (name, _), ptx in zip([case[:2] for case in CASES] + others, made, strict=True):
-        assert all(("div.rn.f64" in one) == (name == "_scale") for one in ptx), name
+        assert all(("div.rn.f64" in one) == (name == "_write_scales") for one in ptx), name
     # vectors are as wide as ever where words are whole
     for encode, decode in zip(*made[len(CASES) : len(CASES) + 2], strict=True):
         assert global_bytes(encode, "ld").count(16) == len(FLOATS)

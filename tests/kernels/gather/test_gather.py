@@ -55,7 +55,7 @@ def on(way, device):
 def streamed(monkeypatch):
     """Even tiny results are written by streaming stores, and shared by threads."""
     monkeypatch.setattr(module, "STREAM_BYTES", 0)
-    monkeypatch.setattr(module, "PART_BYTES", 1)
+    monkeypatch.setattr(module, "GRAIN_BYTES", 1)
 
 
 # N, D, B: one row, a width under, at and over a block, an odd everything
@@ -246,7 +246,7 @@ def test_reads_a_read_only_file(tmp_path):
 def test_id_outside(outside, id_dtype, threads, monkeypatch):
     for stream_bytes in (0, 1 << 30):
         monkeypatch.setattr(module, "STREAM_BYTES", stream_bytes)
-        monkeypatch.setattr(module, "PART_BYTES", 1)
+        monkeypatch.setattr(module, "GRAIN_BYTES", 1)
         ids = torch.zeros(100, dtype=id_dtype)
         ids[77] = outside
         with pytest.raises(

@@ -211,7 +211,7 @@ def test_views_of_wider_tables(dtype, way, device):
 
 
 def test_shared_by_threads(monkeypatch):
-    monkeypatch.setattr(cpu, "PART_BYTES", 1)
+    monkeypatch.setattr(cpu, "GRAIN_BYTES", 1)
     codes, scales = quantized(torch.randn(50, 70), torch.int8)
     ids = torch.randint(50, (71,))
     expected = gather_reference(codes, ids, scales)

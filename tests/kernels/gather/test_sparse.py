@@ -26,7 +26,7 @@ def bag(num_rows=40, num_columns=333, share=0.05):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 def test_equals_reference(threads, id_dtype, monkeypatch):
-    monkeypatch.setattr(module, "PART_BYTES", 1)
+    monkeypatch.setattr(module, "GRAIN_BYTES", 1)
     table = bag()
     ids = torch.randint(40, (57,), dtype=id_dtype)
     assert torch.equal(gather_sparse(table, ids, threads=threads), table.to_dense()[ids])

@@ -13,7 +13,7 @@ from gcnzc.kernels.structure.csc import (
     loops,
     slices,
 )
-from gcnzc.kernels.threads import in_parts
+from gcnzc.kernels.threads import parallel_for
 
 RNG = np.random.default_rng(0)
 
@@ -162,9 +162,9 @@ def test_no_thread_holds_more_than_its_share_of_the_crowded(monkeypatch):
     def spy(kernel, num_items, *args, **options):
         if kernel is module._sort_buckets:
             held.append(args[2])
-        return in_parts(kernel, num_items, *args, **options)
+        return parallel_for(kernel, num_items, *args, **options)
 
-    monkeypatch.setattr(module, "in_parts", spy)
+    monkeypatch.setattr(module, "parallel_for", spy)
     dst = np.concatenate([np.full(2_000_000, 5), np.full(60_000, 90_000)])
     csc(slices(dst, dst), 100_000, threads=2)
     assert held == [60_000]
