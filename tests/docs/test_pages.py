@@ -5,10 +5,12 @@ import re
 import shlex
 from pathlib import Path
 
+import cluster
 import numpy as np
 import pytest
 
 import gcnzc
+from gcnzc.cli import main
 from gcnzc.cli.parser import parse
 from gcnzc.graph import EdgeShares
 from gcnzc.train import run_folder
@@ -51,6 +53,14 @@ def data(tmp_path_factory):
     return folder / "data"
 
 
+def enter_folder(path, data, monkeypatch):
+    """Work in an empty folder with the prepared graphs of `data`."""
+    monkeypatch.chdir(path)
+    (path / "data").mkdir()
+    for graph in data:
+        (path / "data" / graph.name).symlink_to(graph)
+
+
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_the_code_of_a_page_runs(page, data, tmp_path, monkeypatch):
     blocks = [found[1] or found[2] for found in CODE.finditer(PAGES[page])]
@@ -58,13 +68,12 @@ def test_the_code_of_a_page_runs(page, data, tmp_path, monkeypatch):
     for word, library in NEEDS.items():
         if word in code and importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
+    if "from cluster import" in code and (reason := cluster.can_make()):
+        pytest.skip(reason)
     if "torch_geometric" in code:
         # without the warnings of its own import
         importlib.import_module("gcnzc.interop.pyg")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    for graph in data.iterdir():
-        (tmp_path / "data" / graph.name).symlink_to(graph)
+    enter_folder(tmp_path, data.iterdir(), monkeypatch)
     exec(compile(code, page, "exec"), {"__name__": "page"})
 
 
@@ -90,6 +99,21 @@ def test_the_commands_of_a_page_exist(page, monkeypatch):
             assert {word for word in words if "=" not in word} <= {*targets}, words
         elif command == "python" and words[0].startswith("bench/"):
             assert (ROOT / words[0]).exists(), words[0]
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["docs/quickstart.md", "docs/tutorials/own_graph.md", "docs/howto/link_prediction.md"],
+)
+def test_the_commands_of_a_page_run(page, data, tmp_path, monkeypatch, capsys):
+    given = [data / name for name in ("arxiv", "products")]
+    enter_folder(tmp_path, given, monkeypatch)
+    if page == "docs/tutorials/own_graph.md":
+        # the archive
+        exec(CODE.search(PAGES[page])[1], {})
+    for _, *words in commands_of(PAGES[page]):
+        if "--download" not in words:
+            assert main(words) == 0, f"{' '.join(words)}: {capsys.readouterr().err}"
 
 
 def test_links_lead_to_pages_and_files():
