@@ -67,7 +67,7 @@ SMALL: dict[str, Any] = {
     "hidden": 8,
     "batch_size": 64,
     "threads": 1,
-    "plan": False,
+    "tuning_profile": False,
 }
 LIMIT_S = 60.0
 # of each kind, in 220 cases
@@ -532,7 +532,7 @@ VALID_OPTIONS = {("fanouts", "1,2"), ("outer_lr", "None"), ("outer_momentum", "N
 VALID_OPTIONS |= {
     (name, "-0.0")
     for name in (
-        *("weight_decay", "outer_lr", "outer_momentum", "eager", "checkpoint_every_s"),
+        *("weight_decay", "outer_lr", "outer_momentum", "eager_weight", "checkpoint_every_s"),
         *("dropout", "input_dropout", "attention_dropout"),
     )
 }

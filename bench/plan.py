@@ -1,4 +1,4 @@
-"""What `gcnzc plan` predicts of a step, beside what training takes over links of several rates.
+"""What `gcnzc cost` predicts of a step, beside what training takes over links of several rates.
 
     python bench/plan.py data/photo --workers 2 --mbit-per-s 10 100 1000
     python bench/plan.py --message
@@ -30,8 +30,8 @@ from cluster import Cluster
 from harness import RESULTS, Timing, record
 from links import MOST_MBIT_PER_S, tbf
 
-from gcnzc.cli.commands import plan as commands_plan
-from gcnzc.cli.commands.plan import PlanConfig
+from gcnzc.cli.commands import cost as commands_plan
+from gcnzc.cli.commands.cost import CostConfig
 from gcnzc.cli.plots import StepTimes, step_times
 from gcnzc.cli.reports import network as reports_network
 from gcnzc.graph import load
@@ -100,9 +100,9 @@ def message() -> tuple[Timing, float]:
     return Timing(tenths[4], tenths[1], tenths[7], ROUNDS), least_s
 
 
-def config_of(options: argparse.Namespace, workers: int) -> PlanConfig:
+def config_of(options: argparse.Namespace, workers: int) -> CostConfig:
     """What is planned and trained."""
-    return PlanConfig(
+    return CostConfig(
         data=options.data,
         workers=(workers,),
         delay_ms=options.delay_ms,
@@ -133,7 +133,7 @@ def compare(options: argparse.Namespace, workers: int) -> None:
         line = reports_network.line_of(cost, computed, network)
         measured_s = _fast(seconds[rate])
         record(
-            "plan",
+            "cost",
             {
                 "part": "step",
                 "data": options.data.name,
@@ -185,7 +185,7 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def trained(
-    config: PlanConfig, workers: int, seeds: int, rates: Sequence[float], limit_s: float
+    config: CostConfig, workers: int, seeds: int, rates: Sequence[float], limit_s: float
 ) -> Trained:
     """Train once, for an epoch at each rate, whose second half counts."""
     # one more at the begin, which starts everything
@@ -193,7 +193,15 @@ def trained(
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         words = [
-            *("train", str(config.data), "--out", str(run), "--device", "cpu", "--no-plan"),
+            *(
+                "train",
+                str(config.data),
+                "--out",
+                str(run),
+                "--device",
+                "cpu",
+                "--no-tuning-profile",
+            ),
             *("--hidden", str(config.hidden), "--layers", str(config.layers)),
             *("--fanouts", ",".join(map(str, config.fanouts))),
             *("--batch-size", str(config.batch_size), "--threads", str(config.threads)),
@@ -272,7 +280,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=[2])
     parser.add_argument("--mbit-per-s", type=float, nargs="+", default=[1000.0, 100.0, 10.0])
     parser.add_argument("--delay-ms", type=float, default=0.0)
-    parser.add_argument("--message-us", type=float, default=PlanConfig().message_us)
+    parser.add_argument("--message-us", type=float, default=CostConfig().message_us)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--fanouts", type=int, nargs="+", default=[10, 10])
     parser.add_argument("--seeds", type=int, default=768, help="of a step, of all workers")

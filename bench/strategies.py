@@ -12,7 +12,7 @@ same step size and minibatches. How fast the links are does not change what is c
 epoch, in which kernels are compiled, does not count. Of methods with a warm-up it holds that: their
 seeds a second are those of a run with 15 % of its steps like `adamw`'s, and the rest like their own
 later epochs. `none` never exchanges before the end of the run: what others are measured against,
-and what `gcnzc plan` is given to foretell the steps of the methods that it knows.
+and what `gcnzc cost` is given to predict the steps of the methods that it knows.
 
 bench/plot.py draws both: the epochs of `accuracy`, as long as `speed` found them to be.
 """
@@ -34,8 +34,8 @@ import harness
 from cluster import Cluster
 
 from gcnzc import cli
-from gcnzc.cli.commands import plan
-from gcnzc.cli.commands.plan import PlanConfig
+from gcnzc.cli.commands import cost
+from gcnzc.cli.commands.cost import CostConfig
 from gcnzc.cli.reports import network as reports_network
 from gcnzc.graph import load
 from gcnzc.optim import cost as optim_cost
@@ -47,6 +47,7 @@ WORKER = Path(__file__).with_name("strategies_worker.py")
 WORKERS = 4
 LIMIT_S = 1800.0  # of a run
 # by name, the options that make them
+STREAMING = "--optimizer streaming-diloco --inner-optimizer adamw"
 METHODS = {
     "adamw": "--optimizer adamw",
     "adamw bfloat16": "--optimizer adamw --compress bfloat16",
@@ -55,27 +56,25 @@ METHODS = {
     # whose step size is a share of the weights' norm
     "onebit-lamb": "--optimizer onebit-lamb --lr 0.006",
     "zero-one-adam": "--optimizer zero-one-adam",
-    "local-sgd": "--optimizer local-sgd --inner adamw",
-    "diloco": "--optimizer diloco --inner adamw",
-    "streaming-diloco": "--optimizer streaming-diloco --inner adamw",
-    "streaming-diloco fp4": "--optimizer streaming-diloco --inner adamw --compress float4_e3m0",
-    "streaming-diloco auto": "--optimizer streaming-diloco --inner adamw --local-steps auto",
-    "streaming-diloco fp4 auto": (
-        "--optimizer streaming-diloco --inner adamw --compress float4_e3m0 --local-steps auto"
-    ),
-    "co2": "--optimizer co2 --inner adamw",
-    "co2 auto": "--optimizer co2 --inner adamw --local-steps auto",
-    "co2 48": "--optimizer co2 --inner adamw --local-steps 48",
+    "local-sgd": "--optimizer local-sgd --inner-optimizer adamw",
+    "diloco": "--optimizer diloco --inner-optimizer adamw",
+    "streaming-diloco": STREAMING,
+    "streaming-diloco fp4": f"{STREAMING} --compress float4_e3m0",
+    "streaming-diloco auto": f"{STREAMING} --local-steps auto",
+    "streaming-diloco fp4 auto": (f"{STREAMING} --compress float4_e3m0 --local-steps auto"),
+    "co2": "--optimizer co2 --inner-optimizer adamw",
+    "co2 auto": "--optimizer co2 --inner-optimizer adamw --local-steps auto",
+    "co2 48": "--optimizer co2 --inner-optimizer adamw --local-steps 48",
 }
 # that choose by how fast the links are, which accuracy has not
 TIMED = ("streaming-diloco auto", "streaming-diloco fp4 auto", "co2 auto")
 # methods that exchange whole gradients in this share of a run's steps first
 WARM, WARMUP = ("onebit-adam", "onebit-lamb"), float(TrainConfig.warmup)
 NONE = "none"
-# those that `gcnzc plan` foretells; its "averaged" is `adamw`
+# those that `gcnzc cost` predicts; its "averaged" is `adamw`
 PLANNED = ("adamw", *WARM, "local-sgd", "diloco", "streaming-diloco", "co2")
 # local steps without end
-APART = "--optimizer local-sgd --inner adamw --local-steps 1000000000"
+APART = "--optimizer local-sgd --inner-optimizer adamw --local-steps 1000000000"
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,12 @@ def accuracy(folder: Path, name: str, methods: Sequence[str], seeds: int) -> Non
         for seed in range(seeds)
         for method in methods
     }
-    common = ["train", str(prepared(folder, case.graph)), "--no-plan", *case.options.split()]
+    common = [
+        "train",
+        str(prepared(folder, case.graph)),
+        "--no-tuning-profile",
+        *case.options.split(),
+    ]
     common += ["--epochs", str(case.epochs), "--evaluate-every", str(case.evaluate_every)]
     common += ["--timeout-s", "600"]
     asked = folder / f"{name}.json"
@@ -205,7 +209,7 @@ def speed(
         for turn in range(rounds)
         for method in methods
     }
-    common = ["train", str(graph), "--no-plan", "--threads", "1", *case.options.split()]
+    common = ["train", str(graph), "--no-tuning-profile", "--threads", "1", *case.options.split()]
     common += ["--timeout-s", "300", "--checkpoint-every-s", "100000"]
     common += ["--epochs", str(epochs), "--evaluate-every", str(epochs)]
     asked = folder / f"{name}-{mbit_per_s:g}.json"
@@ -271,14 +275,14 @@ def speed(
 def predicted_step_s(
     case: Case, graph: Path, method: str, mbit_per_s: float, seeds_per_s: float
 ) -> float:
-    """What `gcnzc plan` says of a step, at so many seeds a second without exchange."""
-    config = PlanConfig(data=graph, workers=(WORKERS,), threads=1, device="cpu", **case.config)
-    model = plan.model_of(config, load.load(graph))
+    """What `gcnzc cost` says of a step, at so many seeds a second without exchange."""
+    config = CostConfig(data=graph, workers=(WORKERS,), threads=1, device="cpu", **case.config)
+    model = cost.model_of(config, load.load(graph))
     network = optim_cost.Network(mbit_per_s, 0.0, config.message_us / 1e6)
     name = optim_cost.default_method(model) if method == "adamw" else method
-    cost = optim_cost.cost_of(model, WORKERS, network, name)
+    predicted = optim_cost.cost_of(model, WORKERS, network, name)
     computed = optim_cost.Computed(case.seeds_of_a_step / seeds_per_s)
-    return reports_network.line_of(cost, computed, network)["step_s"]
+    return reports_network.line_of(predicted, computed, network)["step_s"]
 
 
 def prepared(folder: Path, name: str) -> Path:

@@ -133,7 +133,7 @@ def train(graph: Path, run: Path, workers: int, options: str, cores: Sequence[in
     command = [sys.executable, "-m", "gcnzc", "train", str(graph), "--out", str(run)]
     one = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     ran = subprocess.run(
-        [*command, "--workers", str(workers), "--no-plan", *options.split()],
+        [*command, "--workers", str(workers), "--no-tuning-profile", *options.split()],
         env={**os.environ, "PYTHONPATH": str(ROOT), **one},
         capture_output=True,
         text=True,

@@ -72,7 +72,7 @@ DOORS = {
         "gcnzc/cli/parser.py",
         *(
             f"gcnzc/cli/commands/{name}.py"
-            for name in ("check", "data", "link", "plan", "plan_cache", "plot")
+            for name in ("check", "data", "cache_forecast", "cost", "pcie", "plot")
         ),
     },
     "urllib": {"datasets/download.py"},

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 import tyro
 
 from gcnzc.cli.commands import COMMANDS
-from gcnzc.cli.commands.link import LinkConfig
-from gcnzc.cli.commands.plan import PlanConfig
-from gcnzc.cli.commands.plan_cache import PlanCacheConfig
+from gcnzc.cli.commands.cache_forecast import CacheForecastConfig
+from gcnzc.cli.commands.cost import CostConfig
+from gcnzc.cli.commands.pcie import PcieConfig
 from gcnzc.cli.commands.plot import PlotConfig
 from gcnzc.cli.errors import Misuse
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.old_names import rename_words
 from gcnzc.train.options import check_picture, check_writable, from_words, option_name
 from gcnzc.train.unused_options import unused_options
 
@@ -31,6 +32,7 @@ else:
 
 def parse(words: Sequence[str]) -> Any:
     """The config that `words` spell, or None when they asked for help and got it."""
+    words = rename_words(words)
     default = _defaults(words)
     choices: Any = None
     for kind in COMMANDS:
@@ -76,16 +78,16 @@ def check_outputs(config: Any) -> None:
     try:
         if isinstance(config, EvaluateConfig):
             check_writable("predictions", config.predictions)
-        elif isinstance(config, PlanConfig):
+        elif isinstance(config, CostConfig):
             check_picture("picture", config.picture)
-        elif isinstance(config, LinkConfig | PlanCacheConfig | PlotConfig):
+        elif isinstance(config, PcieConfig | CacheForecastConfig | PlotConfig):
             check_picture("out", config.out)
     except ValueError as error:
         raise Misuse(str(error)) from None
 
 
 def _name(kind: type) -> str:
-    """The subcommand of a config: `plan-cache` of `PlanCacheConfig`."""
+    """The subcommand of a config: `cache-forecast` of `CacheForecastConfig`."""
     return re.sub("(?<=.)([A-Z])", r"-\1", kind.__name__.removesuffix("Config")).lower()
 
 

@@ -14,12 +14,12 @@ from gcnzc.train.options import (
     Fanouts,
     at_least,
     at_most,
-    cache_size,
     check_fanouts,
     check_number,
     check_numbers,
     fragments_of,
     option_name,
+    parse_cache_size,
 )
 
 OneBit: TypeAlias = Literal["onebit-adam", "onebit-lamb", "zero-one-adam"]
@@ -48,7 +48,7 @@ Compress: TypeAlias = Literal[
 ]
 
 
-HotBy: TypeAlias = Literal["presampled", "in-degree"]
+CachePolicy: TypeAlias = Literal["presampled", "in-degree"]
 
 
 # more would only exhaust the machine; the largest servers have some hundred cores
@@ -61,143 +61,151 @@ MOST_SECONDS = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Train a model on one graph, and keep the model that does best on the validation nodes.
+    """Train a model on a graph, and keep the weights with the best validation metric.
 
-    Prints one JSON line; the run folder keeps the record, curves.png and the checkpoints.
+    Prints one JSON line; the run folder has the records, curves.png and the checkpoints.
     """
 
     data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph, prepared or in OGB's layout; without it a built-in graph"""
+    """folder of a graph, prepared or in OGB's layout; without it, a built-in graph"""
     model: Literal["sage", "gcn", "gat"] = "sage"
     """GraphSAGE with mean aggregation, GCN, or GAT"""
     task: Literal["node", "link"] = "node"
-    """foretell the classes of nodes, or which edges there are"""
+    """node classification, or link prediction"""
     decoder: Literal["mlp", "dot"] = "mlp"
-    """of links: what makes a score of two nodes, three layers on their product, or its sum"""
+    """link prediction: computes the score of a pair from the product of both nodes' outputs, with
+    three linear layers (mlp) or as a sum (dot)"""
     negatives: Literal["uniform", "both", "in-batch"] = "uniform"
-    """of links: pairs to set beside an edge, with another destination at random, with both ends at
-    random, or with the destinations of other edges of the minibatch"""
+    """link prediction: how negative pairs are sampled for an edge: with a random destination
+    (uniform), with two random nodes (both), or with the destinations of other edges of the
+    minibatch (in-batch)"""
     num_negatives: int = 1
-    """of links: how many for each edge"""
+    """link prediction: negative pairs per edge"""
     strict_negatives: bool = True
-    """of links: no negative is an edge of the graph, or joins a node with itself;
-    --no-strict-negatives takes such pairs too"""
+    """link prediction: reject negative pairs that are edges of the graph or self loops; without it,
+    they may occur"""
     exclude: Literal["none", "self", "reverse"] = "reverse"
-    """of links: what is kept out of the neighbourhoods, the minibatch's edges, and the ones back"""
+    """link prediction: edges excluded from the sampled neighbourhoods: none, those of the minibatch
+    (self), or these and their reverse edges (reverse)"""
     fanouts: Fanouts = (15, 10, 5)
-    """neighbours kept, one number a layer, input layer first; -1 keeps all"""
+    """neighbours sampled per node, one number per layer, input layer first; -1 takes all"""
     batch_size: int = 1024
-    """seeds per minibatch, which are nodes or edges"""
+    """seed nodes or seed edges per minibatch"""
     epochs: int = 20
     """passes over the training nodes or edges"""
     optimizer: OptimizerName = "adam"
-    """torch's Adam, AdamW, or SGD with momentum 0.9, with gradients averaged over the workers at
-    every step; or one whose workers exchange less: momenta in signs, or what came of steps that
-    each took on its own"""
+    """adam, adamw and sgd (momentum 0.9) average the gradients of all workers in every step; the
+    others exchange compressed updates, or update after several local steps"""
     lr: float = 0.003
-    """step size"""
+    """learning rate"""
     weight_decay: float = 0.0
-    """decay of the weights, as the optimizer applies it"""
-    inner: Literal["adam", "adamw", "sgd"] = "adam"
-    """of optimizers with local steps: what each worker takes them with"""
+    """weight decay, as the optimizer defines it"""
+    inner_optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """optimizers with local steps: the optimizer that takes the local steps"""
     compress: Compress = "auto"
-    """what workers send for each element they exchange; auto takes signs for the onebit and
-    zero-one optimizers, and float32 for the others"""
+    """number format of the exchanged values; auto takes sign for the onebit and zero-one
+    optimizers, and float32 for the others"""
     warmup: str = f"{WARMUP.share:g}"
-    """of the onebit optimizers: share of the run's steps, or how many, that exchange whole
-    gradients first; auto sees when the variance has settled, and takes a quarter at most. Of
-    zero-one-adam: of those in which workers agree at every step; auto makes that all"""
+    """onebit optimizers: length of the warm-up with uncompressed gradients, as a share of the run's
+    steps or a number of steps; auto ends it when the variance is stable, after a quarter of the
+    run at most. zero-one-adam: length of the phase without local steps; auto makes it the whole
+    run"""
     refresh: int = REFRESH
-    """of onebit-adam: steps from the end of the warm-up to the first time that some whole gradients
-    bring the variance up to date; each next time is twice as far from there; 0 never does"""
-    local_steps: str = "usual"
-    """of optimizers with local steps: how many from one exchange to the next; usual takes 8 for
-    local-sgd and co2, and 12 for the others; auto measures how many keep the exchange from slowing
-    the steps by much"""
+    """onebit-adam: steps from the end of the warm-up to the first update of the variance, with
+    uncompressed gradients; the interval then doubles; 0 never updates it"""
+    local_steps: str = "default"
+    """optimizers with local steps: steps between two exchanges; default takes 8 for local-sgd and
+    co2, and 12 for the others; auto measures the smallest number that hides the exchange"""
     outer_lr: float | None = None
-    """of diloco, streaming-diloco and co2: step size of what was exchanged; usual if not given"""
+    """diloco, streaming-diloco and co2: learning rate of the outer optimizer; the method's default
+    if not given"""
     outer_momentum: float | None = None
-    """of diloco, streaming-diloco and co2: momentum of what was exchanged; usual if not given"""
-    eager: float = EAGER
-    """of co2: the share of what its own last steps brought with which a worker goes on at once,
-    until the mean of all has come; 0, with --outer-lr 1 --outer-momentum 0.2, is as published"""
-    delay: str = "usual"
-    """of streaming-diloco: steps beside which an exchange goes on; usual takes 1, or auto with
-    --local-steps auto, which measures how many hide it"""
+    """diloco, streaming-diloco and co2: momentum of the outer optimizer; the method's default if
+    not given"""
+    eager_weight: float = EAGER
+    """co2: weight of eager updates, which a worker applies from its own last steps until the mean
+    of all workers arrives; 0 with --outer-lr 1 --outer-momentum 0.2 is the published method"""
+    delay: str = "default"
+    """streaming-diloco: steps that overlap with an exchange; default takes 1, or auto with --local-
+    steps auto; auto measures how many hide it"""
     fragments: str = str(FRAGMENTS)
-    """of streaming-diloco: parts of the model that are exchanged at different steps, as many of the
-    same size; or modules, for one of each of the model's modules; or regular expressions, with
-    commas between them, for one of the parameters whose names each is the first to match"""
+    """streaming-diloco: parts of the model that are exchanged at different steps: a number of parts
+    of equal size; or modules, for one part per module; or regular expressions separated by
+    commas, each for the parameters whose names it matches first"""
     hidden: int = 256
-    """features between the layers; for GAT, of each head"""
+    """hidden features; for GAT, per attention head"""
     layers: int = 3
     """layers of the model, as many as fan-outs"""
     heads: int = 4
-    """attention heads of GAT"""
+    """GAT: attention heads"""
     output_heads: int = 0
-    """attention heads of GAT's last layer; 0 takes as many as of the others"""
+    """GAT: attention heads of the last layer; 0 takes as many as --heads"""
     dropout: float = 0.5
-    """share of the hidden features dropped in training"""
+    """dropout rate of the hidden features"""
     input_dropout: float = 0.0
-    """share of the input features dropped in training"""
+    """dropout rate of the input features"""
     attention_dropout: float = 0.0
-    """share of GAT's attention weights dropped in training"""
+    """GAT: dropout rate of the attention weights"""
     batch_norm: bool = False
-    """normalise the hidden features over the minibatch (SAGE and GCN)"""
+    """GraphSAGE and GCN: normalise the hidden features over the minibatch"""
     skip: bool = True
-    """GAT: add a linear map of each layer's targets to its output;
-    --no-skip adds nothing"""
+    """GAT: add a linear skip connection to each layer; without it, a layer has none"""
     patience: int = 0
-    """stop after so many evaluations without a better one; 0 never stops early"""
+    """stop after this many evaluations without improvement; 0 never stops early"""
     evaluate_every: int = 1
-    """epochs from one evaluation with all neighbours to the next"""
+    """epochs between two evaluations with all neighbours"""
     sampler: Literal["gcnzc", "dgl"] = "gcnzc"
-    """which engine draws the neighbours"""
+    """library that samples the neighbourhoods"""
     features: Literal["host", "device", "cached"] = "host"
-    """where the feature table lies; cached: on the host, and the rows needed most on the GPU too"""
-    hot: str = "auto"
-    """size of the hot set of cached features: a share of the rows, or bytes such as 2GB; auto
-    takes that of the plan, or 0.2"""
-    hot_by: HotBy = "presampled"
-    """what makes a row hot: how often it is in minibatches drawn before training, or in-degree"""
-    hot_split: bool = False
-    """the workers of a machine, with a GPU each, split one hot set and read each other's rows; else
-    each has copies of all its rows. A share in --hot is of the set, bytes are of each GPU"""
+    """where the feature table is stored: in host memory, in GPU memory (device), or in host memory
+    with a feature cache in GPU memory (cached)"""
+    cache_size: str = "auto"
+    """size of the feature cache: a share of the rows, or bytes such as 2GB; auto takes that of the
+    tuning profile, or 0.2"""
+    cache_policy: CachePolicy = "presampled"
+    """rows in the feature cache: those that presampled minibatches read most often, or those of the
+    highest in-degree"""
+    cache_sharded: bool = False
+    """shard one feature cache over the GPUs of a machine, which read each other's rows; without it,
+    each GPU has a copy of all cached rows. A share in --cache-size is of all GPUs together,
+    bytes are of each"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the model trains; auto takes CUDA where there is one"""
+    """where the model trains; auto takes CUDA if there is a GPU"""
     threads: int = 0
-    """threads that make minibatches; 0 leaves the number to the plan, or to the loader"""
-    plan: bool = True
-    """use what `gcnzc check --tune` measured for this machine and such rows;
-    --no-plan ignores it"""
+    """threads that prepare minibatches; 0 takes the number from the tuning profile, or the
+    default"""
+    tuning_profile: bool = True
+    """use the settings that `gcnzc check --tune` measured for this machine; without it, use the
+    defaults"""
     workers: int = 1
-    """processes that train together on this machine, each on its share of every minibatch; torchrun
-    starts them on several machines"""
+    """processes that train together on this machine, each with its part of every minibatch; for
+    several machines, use torchrun"""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    """multiply --lr by the number of workers, or its root, as their minibatches add up"""
+    """multiply --lr by the number of workers, or its square root, since their minibatches add up"""
     timeout_s: float = 60.0
-    """seconds that workers wait for one another before they give up and start again"""
+    """seconds until workers that wait for another one give up and restart"""
     restarts: int = 3
-    """times that workers are started again, from the last checkpoint, after one was lost"""
+    """how often the workers are restarted from the last checkpoint after one is lost"""
     tune_exchange: bool = False
-    """measure which collectives are fastest between these workers for messages as large as this
-    model's, and keep it for later runs; sums may round differently than without"""
+    """measure which collective algorithms are fastest between these workers, and keep the result
+    for later runs; sums may round differently than without"""
     seed: int = 0
-    """seed of every random choice"""
+    """seed of all random numbers"""
     checkpoint_every_s: float = 30.0
-    """seconds of training from one checkpoint to the next"""
+    """seconds between checkpoints"""
     trace: int = 0
-    """steps to draw as a timeline, after the first ten of this command; 0 draws none"""
+    """steps to show in a timeline, after the first ten steps; 0 writes none"""
     allow_nan: bool = False
-    """train although some features are NaN or infinite"""
+    """train even if features are NaN or infinite"""
     verify: bool = False
-    """first read all of a prepared folder and compare its checksums, as `gcnzc info --verify`"""
+    """first read a prepared folder in full and compare its checksums, as `gcnzc info --verify`
+    does"""
     out: Path | None = None
     """run folder; runs/DATA-MODEL-N if not given"""
     resume: Path | None = None
-    """run folder to go on with, bit for bit, with the options it was started with"""
+    """run folder to resume, bit for bit, with the options that it was started with"""
     config: Path | None = None
-    """TOML file of these options; those on the command line win"""
+    """TOML file with these options; those on the command line override it"""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -226,9 +234,10 @@ class TrainConfig:
                     f"{option_name(name)} must be from 0 to below 1, got {getattr(self, name)}\n\n"
                     "hint: it is the share that is dropped; 0 drops nothing"
                 )
-        if not 0 <= self.eager < 1:
+        if not 0 <= self.eager_weight < 1:
             raise ValueError(
-                f"--eager must be from 0 to below 1, got {self.eager}\n\nhint: 0.5 is usual"
+                f"--eager-weight must be from 0 to below 1, got {self.eager_weight}\n\n"
+                "hint: the default is 0.5"
             )
         if not 0 < self.timeout_s <= MOST_SECONDS:
             raise ValueError(
@@ -243,7 +252,7 @@ class TrainConfig:
                 "hint: leave --outer-momentum out for the default"
             )
         if not self.lr > 0:
-            raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: 0.003 is usual")
+            raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: the default is 0.003")
         if len(self.fanouts) != self.layers:
             given = ",".join(map(str, self.fanouts))
             raise ValueError(
@@ -252,14 +261,18 @@ class TrainConfig:
                 f"{len(self.fanouts)} would fit"
             )
         check_fanouts(self.fanouts)
-        if self.hot != "auto":
-            cache_size(self.hot)
+        if self.cache_size != "auto":
+            parse_cache_size(self.cache_size)
         check_number("--warmup", self.warmup, ("auto",), "0.15 is a share of the steps, 500 steps")
         check_number(
-            "--local-steps", self.local_steps, ("usual", "auto"), "12 is usual", whole=True
+            "--local-steps",
+            self.local_steps,
+            ("default", "auto"),
+            "12 is the default of most methods",
+            whole=True,
         )
         fragments_of(self.fragments)
-        check_number("--delay", self.delay, ("usual", "auto"), "1 is usual", whole=True)
+        check_number("--delay", self.delay, ("default", "auto"), "the default is 1", whole=True)
         if self.delay == "auto" and self.local_steps != "auto":
             raise ValueError(
                 f"--delay auto with --local-steps {self.local_steps}\n\n"

@@ -60,7 +60,7 @@ def footprint_of(
         raise RuntimeError(_refusal("its weights have more bytes than 64 bits count")) from error
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     item = next(model.parameters()).element_size()
-    inner = config.inner if config.optimizer in LOCAL else config.optimizer
+    inner = config.inner_optimizer if config.optimizer in LOCAL else config.optimizer
     states = 1 if inner == "sgd" else 2
     widths = next(part.widths for part in model.modules() if isinstance(part, Model))
     seeds = min(config.batch_size, num_seeds, num_nodes)

@@ -35,7 +35,7 @@ def build_optimizer(
     """
     parameters, decay = model.parameters(), config.weight_decay
     lr = step_size(config, workers)
-    name = config.inner if config.optimizer in LOCAL else config.optimizer
+    name = config.inner_optimizer if config.optimizer in LOCAL else config.optimizer
     if name == "sgd":
         return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay)
     if name == "adamw":
@@ -84,7 +84,7 @@ def build_method(
     if config.optimizer == "diloco":
         return DiLoCo(inner, group, **options)
     if config.optimizer == "co2":
-        return CO2(inner, group, eager=config.eager, **options)
+        return CO2(inner, group, eager=config.eager_weight, **options)
     options["delay"] = _delay(config)
     options["fragments"] = fragments_of(config.fragments)
     return StreamingDiLoCo(inner, group, named_parameters=model.named_parameters(), **options)
@@ -121,7 +121,7 @@ def warmup_steps(config: TrainConfig, steps: int) -> int | None:
 
 def _delay(config: TrainConfig) -> int | str:
     words = config.delay
-    if words == "usual":
+    if words == "default":
         return "auto" if config.local_steps == "auto" else DELAY
     return words if words == "auto" else int(words)
 
@@ -133,6 +133,6 @@ def _compress(config: TrainConfig) -> dict[str, Any]:
 
 def _local_steps(config: TrainConfig) -> int | str:
     words = config.local_steps
-    if words == "usual":
+    if words == "default":
         return LOCAL_DEFAULTS[config.optimizer].local_steps
     return words if words == "auto" else int(words)

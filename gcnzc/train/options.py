@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
+from gcnzc.train import old_names
+
 C = TypeVar("C")
 
 
@@ -87,7 +89,7 @@ def fragments_of(words: str) -> int | str | list[str]:
     if words == "modules":
         return words
     if re.fullmatch(r"[-+.\d]*", words):
-        check_number("--fragments", words, ("modules",), "4 is usual", whole=True)
+        check_number("--fragments", words, ("modules",), "the default is 4", whole=True)
         return int(words)
     patterns = words.split(",")
     for pattern in patterns:
@@ -101,7 +103,7 @@ def fragments_of(words: str) -> int | str | list[str]:
     return patterns
 
 
-def cache_size(words: str, option: str = "--hot", whole: str = "of the rows") -> float:
+def parse_cache_size(words: str, option: str = "--cache-size", whole: str = "of the rows") -> float:
     """The size of a hot set that `words` say: a float is a share of the rows, an int is bytes.
 
     Args:
@@ -138,17 +140,16 @@ def from_words(kind: type[C], values: Mapping[str, Any], source: str) -> C:
         ValueError: an option is unknown or a value is of the wrong type.
     """
     hints, given = get_type_hints(kind), {}
-    for key, value in values.items():
-        name = key.replace("-", "_")
+    for name, value in old_names.rename_options(values).items():
         if name not in hints:
             raise ValueError(
-                f"{source}: no option named {key}\n\nhint: `gcnzc train --help` lists the options"
+                f"{source}: no option named {name}\n\nhint: `gcnzc train --help` lists the options"
             )
         try:
             given[name] = _converted(hints[name], value)
         except (TypeError, OverflowError):
             raise ValueError(
-                f"{source}: {key} cannot be {value!r:.100}\n\n"
+                f"{source}: {name} cannot be {value!r:.100}\n\n"
                 f"hint: the default is {getattr(kind, name, None)!r}"
             ) from None
     return kind(**given)
@@ -196,7 +197,7 @@ def at_least(least: int, name: str, value: float) -> None:
     if not value >= least:
         raise ValueError(
             f"{option_name(name)} must be at least {least}, got {value}\n\n"
-            f"hint: leave {option_name(name)} out for the usual value"
+            f"hint: leave {option_name(name)} out for the default"
         )
 
 
@@ -257,7 +258,9 @@ def check_picture(name: str, path: Path | None) -> None:
 def check_fanouts(fanouts: Sequence[int]) -> None:
     """Raise if there is no fan-out, or one exceeds what the sampler's counters hold."""
     if not fanouts:
-        raise ValueError("no fan-out is given\n\nhint: --fanouts 15,10,5 is usual for three layers")
+        raise ValueError(
+            "no fan-out is given\n\nhint: the default for three layers is --fanouts 15,10,5"
+        )
     for number in fanouts:
         if number > MOST_NEIGHBOURS:
             raise ValueError(
@@ -267,5 +270,5 @@ def check_fanouts(fanouts: Sequence[int]) -> None:
         if number < 1 and number != -1:
             raise ValueError(
                 f"a fan-out must be at least 1, or -1 for all neighbours, got {number}\n\n"
-                "hint: --fanouts 15,10,5 is usual for three layers"
+                "hint: the default for three layers is --fanouts 15,10,5"
             )

@@ -35,7 +35,7 @@ FREE_ON_RESUME = {
         "data",
         "epochs",
         "threads",
-        "plan",
+        "tuning_profile",
         "verify",
         "checkpoint_every_s",
         "trace",

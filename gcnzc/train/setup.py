@@ -24,7 +24,7 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.presampling import Progress, presample
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.options import cache_size
+from gcnzc.train.options import parse_cache_size
 from gcnzc.train.shared_data import share_copy
 from gcnzc.tune import profiles
 
@@ -109,7 +109,7 @@ def cached_table(
     """
     graph = data.graph
     ranking: Tensor | Presample = graph.in_degrees()
-    if config.hot_by == "presampled":
+    if config.cache_policy == "presampled":
         ranking = presample(
             graph,
             data.split["train"],
@@ -119,8 +119,12 @@ def cached_table(
             threads=config.threads or None,
             progress=progress,
         )
-    size = (share or DEFAULT_CACHED_SHARE) if config.hot == "auto" else cache_size(config.hot)
-    if not config.hot_split or group.local_world_size == 1:
+    size = (
+        (share or DEFAULT_CACHED_SHARE)
+        if config.cache_size == "auto"
+        else parse_cache_size(config.cache_size)
+    )
+    if not config.cache_sharded or group.local_world_size == 1:
         return cached(table, size, ranking, device=device)
     number, of = group.local_rank, group.local_world_size
     own = cached_share(table, size, ranking, number=number, of=of, device=device)
@@ -156,7 +160,7 @@ def planned(
         say: told which plan is used, if one is.
     """
     loading: dict[str, Any] = {"threads": config.threads or None}
-    found = profiles.find(device, table, say) if config.plan else None
+    found = profiles.find(device, table, say) if config.tuning_profile else None
     if found is None:
         return Planned(table, loading, None)
     # how far ahead pays goes with the threads, and both with the engine that draws
@@ -166,5 +170,5 @@ def planned(
     # measured of all rows, of which hot ones leave others
     if share and config.features != "cached":
         loading["copied_share"] = share
-    say(f"plan of {found.made[:10]}: {found.told()}; --no-plan leaves it aside")
+    say(f"plan of {found.made[:10]}: {found.told()}; --no-tuning-profile leaves it aside")
     return Planned(replace(table, way=found.way), loading, found.hot(table.num_rows))

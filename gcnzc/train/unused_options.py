@@ -23,13 +23,13 @@ READ_WITH: Mapping[str, Choices] = {
     "num_negatives": _LINK,
     "strict_negatives": _LINK,
     "exclude": _LINK,
-    "inner": _LOCAL,
+    "inner_optimizer": _LOCAL,
     "local_steps": _LOCAL,
     "warmup": {"optimizer": ONE_BIT},
     "refresh": {"optimizer": ("onebit-adam",)},
     "outer_lr": _OUTER,
     "outer_momentum": _OUTER,
-    "eager": {"optimizer": ("co2",)},
+    "eager_weight": {"optimizer": ("co2",)},
     "delay": _STREAMING,
     "fragments": _STREAMING,
     "heads": _GAT,
@@ -37,9 +37,9 @@ READ_WITH: Mapping[str, Choices] = {
     "attention_dropout": _GAT,
     "skip": _GAT,
     "batch_norm": {"model": ("sage", "gcn")},
-    "hot": _CACHED,
-    "hot_by": _CACHED,
-    "hot_split": _CACHED,
+    "cache_size": _CACHED,
+    "cache_policy": _CACHED,
+    "cache_sharded": _CACHED,
 }
 
 

@@ -341,9 +341,9 @@ def choose_cache_size(
 
 def _room(room: str | float, device: torch.device, compute_s: float | None) -> Room:
     if isinstance(room, int):
-        return Room(room, "as --hot-memory says", compute_s)
+        return Room(room, "as --cache-memory says", compute_s)
     if device.type != "cuda":
-        told = "no GPU, so no free memory to fill; --hot-memory says how much to plan for"
+        told = "no GPU, so no free memory to fill; --cache-memory says how much to plan for"
         return Room(None, told, compute_s)
     free, _ = torch.cuda.mem_get_info(device)
     return Room(int(free * float(room)), f"{float(room):.0%} of the GPU's free memory", compute_s)

@@ -1,6 +1,6 @@
 """Predicted PCIe traffic of tables: the user's, public ones, and all widths.
 
-Figures are what JSON can hold, as `gcnzc link` prints them.
+Figures are what JSON can hold, as `gcnzc pcie` prints them.
 """
 
 from dataclasses import dataclass

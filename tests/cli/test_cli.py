@@ -113,9 +113,9 @@ def test_a_plan_is_measured_kept_shown_and_used(graph, tmp_path, monkeypatch, ca
     assert json.loads(capsys.readouterr().out)["plans"] == []
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "plans.json").write_text("{")
-    words = ["--fanouts", "4,4", "--batch-size", "32", "--hot-memory", "20kB"]
+    words = ["--fanouts", "4,4", "--batch-size", "32", "--cache-memory", "20kB"]
     assert main(["check", str(graph), "--tune", *words, *little]) == 2
-    assert "--hot-memory must be a share of the GPU's free memory" in capsys.readouterr().err
+    assert "--cache-memory must be a share of the GPU's free memory" in capsys.readouterr().err
     words[-1] = "20KB"
     assert main(["check", str(graph), "--tune", *words, *little]) == 0
     out, err = capsys.readouterr()
@@ -142,10 +142,10 @@ def test_a_plan_is_measured_kept_shown_and_used(graph, tmp_path, monkeypatch, ca
     words = ["train", str(graph), *SMALL, "--epochs", "1"]
     assert main([*words, "--out", str(tmp_path / "with")]) == 0
     assert f"plan of {made['made'][:10]}: " in capsys.readouterr().err
-    assert main([*words, "--no-plan", "--out", str(tmp_path / "without")]) == 0
+    assert main([*words, "--no-tuning-profile", "--out", str(tmp_path / "without")]) == 0
     assert "plan of" not in capsys.readouterr().err
     # a run may go on with another plan, or none
-    words = ["train", "--resume", str(tmp_path / "with"), "--epochs", "2", "--no-plan"]
+    words = ["train", "--resume", str(tmp_path / "with"), "--epochs", "2", "--no-tuning-profile"]
     assert main(words) == 0
     assert "plan of" not in capsys.readouterr().err
 
@@ -225,7 +225,7 @@ def test_link_of_a_graph(graph, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("gcnzc.tune.pcie_bench.gpu", lambda: None)
     capsys.readouterr()
     out = tmp_path / "link.png"
-    assert main(["link", str(graph), "--out", str(out), "--split-bytes", "64"]) == 0
+    assert main(["pcie", str(graph), "--out", str(out), "--split-bytes", "64"]) == 0
     told, talk = capsys.readouterr()
     line = json.loads(told)
     assert told.count("\n") == 1
@@ -242,7 +242,7 @@ def test_link_of_a_graph(graph, tmp_path, capsys, monkeypatch):
 def test_link_of_public_graphs(capsys, monkeypatch):
     monkeypatch.setattr("gcnzc.tune.pcie_bench.gpu", lambda: None)
     capsys.readouterr()
-    assert main(["link"]) == 0
+    assert main(["pcie"]) == 0
     told, talk = capsys.readouterr()
     line = json.loads(told)
     reddit = next(table for table in line["tables"] if table["name"] == "reddit")
@@ -272,8 +272,8 @@ def test_help_explains(words, capsys):
         (["train", "--model", "mlp"], "mlp", "gcnzc train --help"),
         (["make"], "PATH", "gcnzc make --help"),
         (["plot"], "no run to plot", "gcnzc plot runs/NAME"),
-        (["link", "--megabytes", "8"], "--megabytes must be at least 16, got 8", "leave"),
-        (["link", "--split-bytes", "32"], "32", "gcnzc link --help"),
+        (["pcie", "--megabytes", "8"], "--megabytes must be at least 16, got 8", "leave"),
+        (["pcie", "--split-bytes", "32"], "32", "gcnzc pcie --help"),
     ],
 )
 def test_misuse(words, error, hint, capsys):
@@ -422,7 +422,7 @@ def test_a_graph_without_features(shared_data, tmp_path, capsys):
 
 
 def test_the_link_of_a_graph_without_features(shared_data, capsys):
-    error, hint = said(capsys, ["link", shared_data / "ogb" / "arxiv_nofeat"], 1)
+    error, hint = said(capsys, ["pcie", shared_data / "ogb" / "arxiv_nofeat"], 1)
     assert "no features to read" in error
     assert "gcnzc embed" in hint
 

@@ -103,7 +103,7 @@ def test_a_model_that_does_not_fit_is_rejected_before_any_work(
         assert re.search(r"[\d.,]+ .B for weights, gradients and the optimizer's state", text)
     assert not (tmp_path / "run").exists()
     assert "not enough memory" in answer_of(
-        capsys, ["plan", graph, *SMALL[2:6], "--hidden", hidden], 1
+        capsys, ["cost", graph, *SMALL[2:6], "--hidden", hidden], 1
     )
 
 
@@ -157,9 +157,9 @@ def test_outputs_are_checked_before_the_work(run, graph, tmp_path, capsys, monke
         (["plot", run, "--out", tmp_path / "x.txt"], "--out: no picture can be written as"),
         (["evaluate", run, "--predictions", missing / "x.npy"], f"there is no folder {missing}"),
         (["evaluate", run, "--predictions", tmp_path], f"{tmp_path} is a folder"),
-        (["plan-cache", graph, "--out", tmp_path], "is a folder"),
-        (["link", "--out", missing / "x.png"], "there is no folder"),
-        (["plan", graph, "--picture", tmp_path / "x"], "no picture can be written"),
+        (["cache-forecast", graph, "--out", tmp_path], "is a folder"),
+        (["pcie", "--out", missing / "x.png"], "there is no folder"),
+        (["cost", graph, "--picture", tmp_path / "x"], "no picture can be written"),
     ):
         assert wrong in answer_of(capsys, words, 2), words
 
@@ -201,8 +201,8 @@ def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
         ["info", graph],
         ["evaluate", run],
         ["plot", run, "--out", tmp_path / "x.png"],
-        ["plan", graph, *plan],
-        ["plan-cache", graph, "--fanouts", "3,3", "--batches", 4, "--batch-size", 64],
+        ["cost", graph, *plan],
+        ["cache-forecast", graph, "--fanouts", "3,3", "--batches", 4, "--batch-size", 64],
     ):
         capsys.readouterr()
         assert main([str(word) for word in words]) == 0, words

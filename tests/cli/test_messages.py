@@ -23,7 +23,7 @@ TRAINING = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--epochs", "1
     [
         (["train", "--lr", "abc"], "--lr: 'abc' is not a number", "`gcnzc train --help`"),
         (["train", "--epochs", "1.5"], "--epochs: '1.5' is not a whole number", ""),
-        (["plan", "--step-s", "x"], "--step-s: 'x' is not a number", "`gcnzc plan --help`"),
+        (["cost", "--step-s", "x"], "--step-s: 'x' is not a number", "`gcnzc cost --help`"),
         (["train", "--fanouts", "a"], "--fanouts: 'a' is not a list of whole numbers", ""),
         (["train", "--model", "sag"], "'sag' for argument '--model'", ""),
         (["trian", "x"], "there is no command 'trian'", "did you mean train?"),

@@ -19,8 +19,8 @@ TEXTS = {
     "local_steps": ("-1", "nan", "inf", "0", "1.5", HUGE),
     "delay": ("-1", "nan", "inf", "0", "1.5", HUGE),
     "fragments": ("-1", "0", "1.5", HUGE),
-    "hot": ("-1", "nan", "inf", "0", HUGE, "0B", f"{HUGE}GB", "9999999999999GB"),
-    "hot_memory": ("-1", "nan", "inf", "0", HUGE, "0B", f"{HUGE}GB", "9999999999999GB"),
+    "cache_size": ("-1", "nan", "inf", "0", HUGE, "0B", f"{HUGE}GB", "9999999999999GB"),
+    "cache_memory": ("-1", "nan", "inf", "0", HUGE, "0B", f"{HUGE}GB", "9999999999999GB"),
 }
 WHOLE = (-1, 2**63, 10**30)
 REAL = (math.nan, math.inf, -math.inf, -1.0, 1e300)
@@ -78,8 +78,8 @@ def test_a_number_out_of_bounds_is_rejected(kind, name, values):
 def test_the_command_line_rejects_them(capsys):
     for words in (
         ["embed", "x", "y", "--dims", "-3"],
-        ["plan-cache", "x", "--batches", "99999999999999999999"],
-        ["link", "--megabytes", "9999999999999"],
+        ["cache-forecast", "x", "--batches", "99999999999999999999"],
+        ["pcie", "--megabytes", "9999999999999"],
         ["prepare", "x", "y", "--pitch-bytes", "-1"],
     ):
         assert main(words) == 2

@@ -30,7 +30,7 @@ from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train import record
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
-from gcnzc.train.options import cache_size
+from gcnzc.train.options import parse_cache_size
 from gcnzc.train.run import train
 from gcnzc.tune import cache_forecast
 
@@ -617,16 +617,16 @@ def test_sparse_rows_on_the_host():
     ],
 )
 def test_words_for_a_size(words, size):
-    assert cache_size(words) == size
-    assert type(cache_size(words)) is type(size)
+    assert parse_cache_size(words) == size
+    assert type(parse_cache_size(words)) is type(size)
 
 
 @pytest.mark.parametrize(
     "words", ["0", "1.1", "20", "2G", "GB", "", "-0.1", "0.2.1", "0B", "x", "nan"]
 )
 def test_words_for_no_size(words):
-    with pytest.raises(ValueError, match="--hot must be a share") as error:
-        TrainConfig(hot=words)
+    with pytest.raises(ValueError, match="--cache-size must be a share") as error:
+        TrainConfig(cache_size=words)
     assert "\n\nhint: " in str(error.value)
 
 
@@ -638,12 +638,12 @@ def folder(tmp_path_factory) -> Path:
     return folder / "graph"
 
 
-@pytest.mark.parametrize("hot_by", ["presampled", "in-degree"])
-def test_training_reports_the_hits(hot_by, folder, tmp_path):
+@pytest.mark.parametrize("cache_policy", ["presampled", "in-degree"])
+def test_training_reports_the_hits(cache_policy, folder, tmp_path):
     sizes = {"fanouts": (3, 3), "layers": 2, "hidden": 8, "batch_size": 128, "epochs": 2}
     config = TrainConfig(data=folder, **sizes, lr=0.01, device="cpu")
     plain = train(config, tmp_path / "plain")
-    options = {"features": "cached", "hot": "0.1", "hot_by": hot_by}
+    options = {"features": "cached", "cache_size": "0.1", "cache_policy": cache_policy}
     line = train(replace(config, **options), tmp_path / "cached")
     assert line["test_accuracy"] == plain["test_accuracy"]
     assert "hit_rate" not in plain
@@ -655,7 +655,7 @@ def test_training_reports_the_hits(hot_by, folder, tmp_path):
     data = gcnzc.load(folder)
     seeds = data.split["train"]
     ranking = data.graph.in_degrees()
-    if hot_by == "presampled":
+    if cache_policy == "presampled":
         counted = presampling.presample(data.graph, seeds, [3, 3], 128)
         ranking = counted.scores
         assert line["predicted_hit_rate"] == counted.hit_rates([300])[0]
@@ -693,7 +693,7 @@ def test_the_tally_of_a_resumed_epoch_goes_on():
 
 def test_plan_cache(folder, tmp_path, capsys):
     out = tmp_path / "hot.png"
-    words = ["plan-cache", str(folder), "--fanouts", "3,3", "--batch-size", "128"]
+    words = ["cache-forecast", str(folder), "--fanouts", "3,3", "--batch-size", "128"]
     words += ["--batches", "40", "--seed", "1"]
     assert main(words) == 0
     plain = json.loads(capsys.readouterr().out)
@@ -766,7 +766,7 @@ def test_a_plan_for_several_gpus(folder):
 
 def test_plan_cache_of_a_graph_without_features(tmp_path, capsys):
     tiny().but(features=None).write(tmp_path / "raw")
-    error, hint = said(capsys, ["plan-cache", tmp_path / "raw"], 1)
+    error, hint = said(capsys, ["cache-forecast", tmp_path / "raw"], 1)
     assert "has no features to cache" in error
     assert "gcnzc embed" in hint
 
@@ -774,10 +774,10 @@ def test_plan_cache_of_a_graph_without_features(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
-        (["plan-cache"], "folder of a graph", "gcnzc plan-cache --help"),
-        (["plan-cache", "x", "--batches", "3"], "--batches must be at least 4, got 3", "usual"),
-        (["plan-cache", "x", "--fanouts", "0"], "a fan-out must be at least 1", "--fanouts"),
-        (["train", "--hot", "20"], "--hot must be a share of the rows", "2GB"),
+        (["cache-forecast"], "folder of a graph", "gcnzc cache-forecast --help"),
+        (["cache-forecast", "x", "--batches", "3"], "--batches must be at least 4, got 3", "usual"),
+        (["cache-forecast", "x", "--fanouts", "0"], "a fan-out must be at least 1", "--fanouts"),
+        (["train", "--cache-size", "20"], "--cache-size must be a share of the rows", "2GB"),
         (["train", "--features", "cashed"], "cashed", "gcnzc train --help"),
     ],
 )

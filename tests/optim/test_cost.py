@@ -11,8 +11,8 @@ from tiny_graph import tiny
 from torch import nn
 
 from gcnzc.cli import main
-from gcnzc.cli.commands import plan
-from gcnzc.cli.commands.plan import PlanConfig
+from gcnzc.cli.commands import cost
+from gcnzc.cli.commands.cost import CostConfig
 from gcnzc.cli.reports import network as reports_network
 from gcnzc.exchange import Choices, Sum, lockstep
 from gcnzc.exchange.choices import sent_bytes
@@ -221,12 +221,12 @@ def test_measuring_leaves_torch_alone(graph):
     torch.manual_seed(1)
     wanted, threads = torch.rand(3), torch.get_num_threads()
     torch.manual_seed(1)
-    config = PlanConfig(
+    config = CostConfig(
         data=graph, steps=2, threads=1, fanouts=(3, 3), layers=2, hidden=8, batch_size=512
     )
     loaded = load.load(graph)
-    computed = plan.measured(config, loaded)
-    plan.model_of(config, loaded)
+    computed = cost.measured(config, loaded)
+    cost.model_of(config, loaded)
     # more steps than there are minibatches in an epoch
     assert computed.steps == 2
     assert 0 < computed.seconds < 60
@@ -239,7 +239,7 @@ def test_the_command(graph, tmp_path, capsys):
     words = ["--workers", "2,3", "--mbit-per-s", "100", "--delay-ms", "2", "--message-us", "500"]
     words += ["--step-s", "0.05", "--picture", str(picture)]
     capsys.readouterr()
-    assert main(["plan", str(graph), *SMALL, *words]) == 0
+    assert main(["cost", str(graph), *SMALL, *words]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     lines, chosen = found["costs"], found["choice"]
@@ -260,7 +260,7 @@ def test_the_command(graph, tmp_path, capsys):
 
 def test_the_command_measures_what_it_is_not_given(graph, capsys):
     capsys.readouterr()
-    assert main(["plan", str(graph), *SMALL, "--workers", "2", "--steps", "3"]) == 0
+    assert main(["cost", str(graph), *SMALL, "--workers", "2", "--steps", "3"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["measured_steps"] == 3
     assert "the median of 3 that were measured" in err
@@ -270,16 +270,16 @@ def test_the_command_measures_what_it_is_not_given(graph, capsys):
     ("words", "error", "hint"),
     [
         (["--workers", "4,1"], "--workers must be at least 2, got 1", "--workers"),
-        (["--mbit-per-s", "0"], "--mbit-per-s must be above 0, got 0", "usual value"),
+        (["--mbit-per-s", "0"], "--mbit-per-s must be above 0, got 0", "for the default"),
         (["--step-s", "nan"], "--step-s must be finite, got nan", "the default"),
-        (["--delay-ms", "-1"], "--delay-ms must be at least 0, got -1", "usual value"),
-        (["--steps", "0"], "--steps must be at least 1, got 0", "usual value"),
+        (["--delay-ms", "-1"], "--delay-ms must be at least 0, got -1", "for the default"),
+        (["--steps", "0"], "--steps must be at least 1, got 0", "for the default"),
         (["--fanouts", "5,5"], "2 fan-outs (5,5) for 3 layers", "--layers 2"),
     ],
 )
 def test_options_that_make_no_sense(words, error, hint, capsys):
     capsys.readouterr()
-    assert main(["plan", "x", *words]) == 2
+    assert main(["cost", "x", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert f"error: {error}" in err
@@ -303,7 +303,7 @@ def test_links_that_are_none(words, message):
 
 def test_a_graph_without_features(tmp_path, capsys):
     tiny().but(features=None).write(tmp_path / "raw")
-    assert main(["plan", str(tmp_path / "raw"), "--step-s", "1"]) == 1
+    assert main(["cost", str(tmp_path / "raw"), "--step-s", "1"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert "has no features to train on" in err
@@ -313,10 +313,10 @@ def test_a_picture_has_every_method_at_the_rate_that_was_asked_for():
     costs = optim_cost.costs_of(MODEL, [2, 3], NETWORK)
     times = reports_network.drawn(costs, Computed(0.5), NETWORK, "g")
     assert [list(curves) for curves in times.curves.values()] == [list(METHODS)] * 2
-    for cost in costs:
-        points = times.curves[cost.workers][cost.method]
+    for each in costs:
+        points = times.curves[each.workers][each.method]
         for rate, seconds in points:
-            waited_s = cost.waited_s(Network(rate).bytes_per_s, 0.5)
+            waited_s = each.waited_s(Network(rate).bytes_per_s, 0.5)
             assert seconds == pytest.approx(0.5 + waited_s)
         assert any(rate == pytest.approx(NETWORK.mbit_per_s) for rate, _ in points)
 

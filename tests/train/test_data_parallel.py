@@ -205,8 +205,8 @@ def test_the_timeline_shows_every_worker_by_one_clock(config, tmp_path):
 
 
 def test_workers_of_a_machine_split_a_hot_set(config, tmp_path):
-    config = replace(config, batch_size=30, features="cached", hot="0.2")
-    split = replace(config, hot_split=True)
+    config = replace(config, batch_size=30, features="cached", cache_size="0.2")
+    split = replace(config, cache_sharded=True)
     found = results(2, tmp_path, train_as_worker, split, tmp_path / "split")
     whole = results(2, tmp_path, train_as_worker, config, tmp_path / "whole")
     for mine, its in zip(found, whole, strict=True):

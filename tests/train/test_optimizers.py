@@ -160,14 +160,14 @@ def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
     [
         ({"warmup": "some"}, "--warmup must be a number above 0 or auto, got 'some'"),
         ({"warmup": "0"}, "--warmup must be a number above 0"),
-        ({"local_steps": "2.5"}, "--local-steps must be a whole number above 0 or usual or auto"),
+        ({"local_steps": "2.5"}, "--local-steps must be a whole number above 0 or default or auto"),
         ({"local_steps": "0"}, "--local-steps must be a whole number above 0"),
         ({"fragments": "0"}, "--fragments must be a whole number above 0 or modules, got '0'"),
         ({"fragments": "0.,a("}, r"--fragments: 'a\(' is no regular expression: missing \)"),
         ({"refresh": -1}, "--refresh must be at least 0"),
         ({"delay": "0"}, "--delay must be a whole number above 0"),
-        ({"delay": "auto"}, "--delay auto with --local-steps usual"),
-        ({"eager": 1.0}, "--eager must be from 0 to below 1, got 1.0"),
+        ({"delay": "auto"}, "--delay auto with --local-steps default"),
+        ({"eager_weight": 1.0}, "--eager-weight must be from 0 to below 1, got 1.0"),
     ],
 )
 def test_words_that_make_no_sense(options, message):
@@ -193,8 +193,8 @@ def test_eager_workers_need_no_gap():
     model = torch.nn.Linear(3, 2)
     config = TrainConfig(optimizer="co2")
     made = build_method(config, model, Group(), 100)
-    assert (made.eager, made.gap.rule) == (config.eager, "none")
-    made = build_method(replace(config, eager=0.0), model, Group(), 100)
+    assert (made.eager, made.gap.rule) == (config.eager_weight, "none")
+    made = build_method(replace(config, eager_weight=0.0), model, Group(), 100)
     assert (made.eager, made.gap.rule) == (0.0, "gap_aware")
 
 

@@ -103,10 +103,10 @@ def test_a_plan_is_used_and_changes_no_result(config, tmp_path, monkeypatch, loa
     train(config, tmp_path / "planned", reporter)
     assert [text for text in reporter.said if "plan" in text] == [
         "plan of 2026-01-02: 3 threads, 7 batches ahead, 50% of the rows copied; "
-        "--no-plan leaves it aside"
+        "--no-tuning-profile leaves it aside"
     ]
     reporter.said.clear()
-    train(replace(config, plan=False), tmp_path / "no-plan", reporter)
+    train(replace(config, tuning_profile=False), tmp_path / "no-plan", reporter)
     assert not any("plan of" in text for text in reporter.said)
     # what the command line says goes before it, and look-ahead goes with threads
     train(replace(config, threads=2), tmp_path / "threads", reporter)
@@ -150,10 +150,10 @@ def test_a_planned_hot_set_is_used_where_one_is_asked_for(
     asked, share, config, tmp_path, monkeypatch, loaders
 ):
     planned(config.data, monkeypatch, tmp_path / "cache")
-    config = replace(config, epochs=1, device="cpu", hot=asked)
+    config = replace(config, epochs=1, device="cpu", cache_size=asked)
     train(config, tmp_path / "plain")
     train(replace(config, features="cached"), tmp_path / "cached")
-    train(replace(config, features="cached", plan=False), tmp_path / "usual")
+    train(replace(config, features="cached", tuning_profile=False), tmp_path / "usual")
     assert not isinstance(loaders[0].table, CachedTable)
     assert [loader.table.num_cached for loader in loaders[1:]] == [
         round(share * 2000),

@@ -287,7 +287,7 @@ def test_from_the_command_line(tmp_path, capsys):
     ("more", "message"),
     [
         ({"sampler": "dgl"}, "--sampler dgl draws for nodes"),
-        ({"features": "cached"}, "--hot-by presampled counts"),
+        ({"features": "cached"}, "--cache-policy presampled counts"),
     ],
 )
 def test_options_of_nodes_alone(more, message, config):
@@ -302,7 +302,7 @@ def test_without_negatives_nothing_is_learned():
 
 def test_hot_rows_by_in_degree(config, tmp_path):
     line = train(
-        replace(config, features="cached", hot_by="in-degree", hot="0.3", epochs=1),
+        replace(config, features="cached", cache_policy="in-degree", cache_size="0.3", epochs=1),
         tmp_path / "run",
     )
     assert line["hit_rate"] > 0.3

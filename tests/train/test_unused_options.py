@@ -23,13 +23,13 @@ OTHERS = {
     "num_negatives": 2,
     "strict_negatives": False,
     "exclude": "none",
-    "inner": "sgd",
+    "inner_optimizer": "sgd",
     "local_steps": "5",
     "warmup": "auto",
     "refresh": 7,
     "outer_lr": 0.5,
     "outer_momentum": 0.5,
-    "eager": 0.25,
+    "eager_weight": 0.25,
     "delay": "2",
     "fragments": "modules",
     "heads": 2,
@@ -37,9 +37,9 @@ OTHERS = {
     "attention_dropout": 0.1,
     "skip": False,
     "batch_norm": True,
-    "hot": "0.3",
-    "hot_by": "in-degree",
-    "hot_split": True,
+    "cache_size": "0.3",
+    "cache_policy": "in-degree",
+    "cache_sharded": True,
 }
 ONE_FEATURE = {"model": "sage", "task": "node", "optimizer": "adam", "features": "host"}
 

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from gcnzc.cli.commands.cache_forecast import CacheForecastConfig, cache_forecast_command
 from gcnzc.cli.commands.check import CheckConfig, check_command
+from gcnzc.cli.commands.cost import CostConfig, cost_command
 from gcnzc.cli.commands.data import (
     EmbedConfig,
     InfoConfig,
@@ -15,9 +17,7 @@ from gcnzc.cli.commands.data import (
     prepare_command,
 )
 from gcnzc.cli.commands.evaluate import evaluate_command
-from gcnzc.cli.commands.link import LinkConfig, link_command
-from gcnzc.cli.commands.plan import PlanConfig, plan_command
-from gcnzc.cli.commands.plan_cache import PlanCacheConfig, plan_cache_command
+from gcnzc.cli.commands.pcie import PcieConfig, pcie_command
 from gcnzc.cli.commands.plot import PlotConfig, plot_command
 from gcnzc.cli.commands.train import train_command
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -31,8 +31,8 @@ COMMANDS: dict[type, Callable[[Any, Reporter], None]] = {
     InfoConfig: info_command,
     EvaluateConfig: evaluate_command,
     CheckConfig: check_command,
-    LinkConfig: link_command,
-    PlanCacheConfig: plan_cache_command,
-    PlanConfig: plan_command,
+    PcieConfig: pcie_command,
+    CacheForecastConfig: cache_forecast_command,
+    CostConfig: cost_command,
     PlotConfig: plot_command,
 }

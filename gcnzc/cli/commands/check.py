@@ -20,7 +20,7 @@ from gcnzc.graph import load
 from gcnzc.graph.dataset import Dataset
 from gcnzc.system import host_memory, machine
 from gcnzc.system.progress import ProgressCallback
-from gcnzc.train.options import Fanouts, at_least, cache_size, check_fanouts, check_numbers
+from gcnzc.train.options import Fanouts, at_least, check_fanouts, check_numbers, parse_cache_size
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import choose, profiles, search
 from gcnzc.tune import machine as tune_machine
@@ -44,7 +44,7 @@ class CheckConfig:
     """seeds of a minibatch of --tune"""
     row_bytes: int = 512
     """bytes of a row, where there is no DATA"""
-    hot_memory: str = "0.5"
+    cache_memory: str = "0.5"
     """of the GPU, for hot rows: a share of what is free, or bytes such as 8GB"""
     compute_ms: float = 0.0
     """milliseconds that the model takes for a minibatch, if known: hot rows then hide the rest"""
@@ -57,7 +57,7 @@ class CheckConfig:
             at_least(1, name, getattr(self, name))
         at_least(0, "compute_ms", self.compute_ms)
         check_fanouts(self.fanouts)
-        cache_size(self.hot_memory, "--hot-memory", "of the GPU's free memory")
+        parse_cache_size(self.cache_memory, "--cache-memory", "of the GPU's free memory")
 
 
 ROUNDS = 7
@@ -149,7 +149,7 @@ def tuned(config: CheckConfig, data: Dataset | None, progress: search.Progress) 
         case = tune_machine.default_case(config.row_bytes, config.fanouts, config.batch_size)
     else:
         case = tune_machine.case_of(data, config.fanouts, config.batch_size)
-    room = cache_size(config.hot_memory)
+    room = parse_cache_size(config.cache_memory)
     compute_s = config.compute_ms / 1e3 or None
     return choose.tune(case, room=room, compute_s=compute_s, progress=progress)
 

@@ -43,10 +43,11 @@ class LinkTask:
                 f"--sampler {config.sampler} draws for nodes, not for edges\n\n"
                 "hint: --sampler gcnzc draws for both"
             )
-        if config.features == "cached" and config.hot_by == "presampled":
+        if config.features == "cached" and config.cache_policy == "presampled":
             raise ValueError(
-                "--hot-by presampled counts the neighbours of training nodes, not of edges\n\n"
-                "hint: --hot-by in-degree"
+                "--cache-policy presampled samples the neighbours of training nodes, not of "
+                "training edges\n\n"
+                "hint: --cache-policy in-degree"
             )
         self.config, self.data, self.links = config, data, data.links
         self.metric = self.links.metric

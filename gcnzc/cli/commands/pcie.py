@@ -15,7 +15,7 @@ from gcnzc.tune import pcie_bench, table_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkConfig:
+class PcieConfig:
     """Say how well gathers use the link between the host's memory and a GPU.
 
     Prints one JSON line: the model's figures for the features of DATA, or for those of public
@@ -36,8 +36,8 @@ class LinkConfig:
         at_least(16, "megabytes", self.megabytes)
 
 
-def link_command(config: LinkConfig, reporter: Reporter) -> None:
-    """`gcnzc link`."""
+def pcie_command(config: PcieConfig, reporter: Reporter) -> None:
+    """`gcnzc pcie`."""
     if config.data is None:
         tables, widths = table_shapes.public_shapes(), table_shapes.WIDTHS
     else:

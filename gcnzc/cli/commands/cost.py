@@ -34,7 +34,7 @@ from gcnzc.train.tasks import build_task
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class CostConfig:
     """Predict what a step of training costs with several workers, and say how many to take.
 
     Every worker has a machine like this one, and minibatches of --batch-size. Prints one JSON line:
@@ -93,7 +93,7 @@ class PlanConfig:
             if value is not None and not value > 0:
                 raise ValueError(
                     f"{option_name(name)} must be above 0, got {value}\n\n"
-                    f"hint: leave {option_name(name)} out for the usual value"
+                    f"hint: leave {option_name(name)} out for the default"
                 )
         # says what is wrong with the options that both have
         TrainConfig(
@@ -111,7 +111,7 @@ WARM_UP = 3  # steps that compile, and fill the loader's memory
 SAME = ("model", "task", "fanouts", "batch_size", "hidden", "layers", "heads", "device", "threads")
 
 
-def measured(config: PlanConfig, data: Dataset, advance: Progress | None = None) -> Computed:
+def measured(config: CostConfig, data: Dataset, advance: Progress | None = None) -> Computed:
     """Train for some steps as one worker would, and return what a step takes; the median counts.
 
     Args:
@@ -169,13 +169,13 @@ def measured(config: PlanConfig, data: Dataset, advance: Progress | None = None)
     return Computed(statistics.median(seconds), len(seconds))
 
 
-def run_config(config: PlanConfig) -> TrainConfig:
+def run_config(config: CostConfig) -> TrainConfig:
     """The options of the run that is planned."""
     same = {name: getattr(config, name) for name in SAME}
     return TrainConfig(data=config.data, seed=config.seed, **same)
 
 
-def model_of(config: PlanConfig, data: Dataset) -> nn.Module:
+def model_of(config: CostConfig, data: Dataset) -> nn.Module:
     """The model of the run, on the host; torch's generators are left alone.
 
     Raises:
@@ -192,12 +192,12 @@ def model_of(config: PlanConfig, data: Dataset) -> nn.Module:
         return task.model()
 
 
-def network_of(config: PlanConfig) -> Network:
+def network_of(config: CostConfig) -> Network:
     """The links that the options tell."""
     return Network(config.mbit_per_s, config.delay_ms / 1e3, config.message_us / 1e6)
 
 
-def found_by(config: PlanConfig, computed: Computed, model: nn.Module) -> Line:
+def found_by(config: CostConfig, computed: Computed, model: nn.Module) -> Line:
     """What all lines have in common."""
     return {
         "data": str(config.data),
@@ -219,8 +219,8 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def plan_command(config: PlanConfig, reporter: Reporter) -> None:
-    """`gcnzc plan`."""
+def cost_command(config: CostConfig, reporter: Reporter) -> None:
+    """`gcnzc cost`."""
     if config.data is None:
         config = replace(config, data=builtin_graph.prepared(reporter))
     assert config.data is not None, "just filled in"

@@ -18,7 +18,7 @@ from gcnzc.tune import cache_forecast
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCacheConfig:
+class CacheForecastConfig:
     """Predict, before training, how many rows of a minibatch a hot set on the GPU would have.
 
     Prints one JSON line: for hot sets of several sizes, ranked by in-degree and by pre-sampling,
@@ -55,8 +55,8 @@ class PlanCacheConfig:
         check_fanouts(self.fanouts)
 
 
-def plan_cache_command(config: PlanCacheConfig, reporter: Reporter) -> None:
-    """`gcnzc plan-cache`."""
+def cache_forecast_command(config: CacheForecastConfig, reporter: Reporter) -> None:
+    """`gcnzc cache-forecast`."""
     loaded = load.load(config.data, allow_nan=True)
     graph, seeds, fanouts = loaded.graph, loaded.split["train"], list(config.fanouts)
     if loaded.table is None:

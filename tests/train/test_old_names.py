@@ -1,0 +1,54 @@
+"""Old names of commands, options and values."""
+
+import pytest
+
+from gcnzc.cli.commands import COMMANDS as CONFIGS
+from gcnzc.cli.commands.check import CheckConfig
+from gcnzc.cli.parser import parse
+from gcnzc.train import old_names
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.options import from_words, option_name
+
+CHANGED = {
+    "hot": "0.3",
+    "hot_by": "in-degree",
+    "eager": "0.25",
+    "inner": "sgd",
+}
+
+
+def test_old_options_on_the_command_line():
+    words = [word for name, value in CHANGED.items() for word in (option_name(name), value)]
+    chosen = ["--features", "cached", "--optimizer", "co2", "--hot-split", "--no-plan"]
+    config = parse(["train", *chosen, *words, "--local-steps", "usual"])
+    expected = {"cache_sharded": True, "tuning_profile": False, "local_steps": "default"}
+    for old, value in CHANGED.items():
+        expected[old_names.OPTIONS["train"][old]] = type(getattr(config, new_name(old)))(value)
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert parse(["train", "--features=cached", "--hot=0.4"]).cache_size == "0.4"
+    assert parse(["check", "--hot-memory", "2GB"]).cache_memory == "2GB"
+    assert isinstance(parse(["check"]), CheckConfig)
+
+
+def new_name(old):
+    return old_names.OPTIONS["train"][old]
+
+
+def test_old_options_in_a_file():
+    values = {"hot": "0.3", "hot-by": "in-degree", "plan": False, "delay": "usual"}
+    config = from_words(TrainConfig, values, "a file")
+    assert (config.cache_size, config.cache_policy) == ("0.3", "in-degree")
+    assert (config.tuning_profile, config.delay) == (False, "default")
+
+
+@pytest.mark.parametrize(("old", "new"), old_names.COMMANDS.items())
+def test_old_commands(old, new):
+    words = {"plan": ["x"], "plan-cache": ["x"]}.get(old, [])
+    assert type(parse([old, *words])) is type(parse([new, *words]))
+    assert type(parse([old, *words])) in CONFIGS
+
+
+def test_every_old_name_stands_for_a_present_one():
+    assert set(old_names.OPTIONS["train"].values()) < set(TrainConfig.__dataclass_fields__)
+    assert not set(old_names.OPTIONS["train"]) & set(TrainConfig.__dataclass_fields__)
+    assert set(old_names.OPTIONS["check"].values()) < set(CheckConfig.__dataclass_fields__)
