@@ -17,7 +17,11 @@ import summary_tables  # noqa: F401
 from tables import TABLES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    path
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if not {"_build", "_generated"} & {*path.parts}
+]
 PATTERN = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 

@@ -103,7 +103,11 @@ def test_the_commands_of_a_page_exist(page, monkeypatch):
 
 @pytest.mark.parametrize(
     "page",
-    ["docs/quickstart.md", "docs/tutorials/own_graph.md", "docs/howto/link_prediction.md"],
+    [
+        "docs/quickstart.md",
+        "docs/tutorials/own_graph.md",
+        pytest.param("docs/howto/link_prediction.md", marks=pytest.mark.slow),
+    ],
 )
 def test_the_commands_of_a_page_run(page, data, tmp_path, monkeypatch, capsys):
     given = [data / name for name in ("arxiv", "products")]
