@@ -1,9 +1,9 @@
 """The tables of the documentation about networks, optimizers, faults and versions.
 
-See `bench/tables.py`, whose registry they join.
+See `bench/result_tables.py`, whose registry they join.
 """
 
-from tables import (
+from result_tables import (
     Line,
     markdown,
     newest,

@@ -3,7 +3,7 @@
     python bench/pages.py            write them into docs/ and README.md
 
 A page has a pair of comments for each table, `<!-- table: NAME -->` and `<!-- end of table -->`;
-what lies between them is replaced. Names are those of the functions in `bench/tables.py`,
+what lies between them is replaced. Names are those of the functions in `bench/result_tables.py`,
 `bench/network_tables.py`, `bench/robustness_tables.py` and `bench/summary_tables.py`.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import network_tables  # noqa: F401, which registers its tables
 import robustness_tables  # noqa: F401
 import summary_tables  # noqa: F401
-from tables import TABLES
+from result_tables import TABLES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from tables import markdown, newest, read, table, with_caption
+from result_tables import markdown, newest, read, table, with_caption
 
 
 @table

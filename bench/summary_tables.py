@@ -1,7 +1,7 @@
 """The short table of results in the README and on the first page of the benchmarks."""
 
 from network_tables import timed_collectives
-from tables import (
+from result_tables import (
     Line,
     best_loaders,
     markdown,

@@ -40,6 +40,7 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 python_display_short_literal_types = True
+python_maximum_signature_line_length = 88
 # types in signatures: internal ones, and those of libraries whose pages cannot be reached
 nitpick_ignore_regex = [("py:(class|obj|exc)", ".*")]
 

@@ -4,7 +4,7 @@ import re
 
 import pages
 import pytest
-from tables import TABLES, with_caption
+from result_tables import TABLES, with_caption
 
 PAGES = {path.relative_to(pages.ROOT).as_posix(): path.read_text() for path in pages.PAGES}
 # figures that a measurement gives, with their unit
