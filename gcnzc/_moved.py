@@ -4,10 +4,14 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # an old module, and where its names are now
 MOVED: dict[str, Sequence[str]] = {
@@ -65,6 +69,58 @@ def renamed(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(sys.modules[package], names[name])
 
     return get
+
+
+def renamed_attribute(old: str, new: str) -> Any:
+    """Return a property with which the old name of an instance's attribute or method works.
+
+    Args:
+        old: the old name, under which the property is assigned in the class.
+        new: the present name.
+    """
+
+    def get(self: object) -> Any:
+        name = type(self).__name__
+        warnings.warn(
+            f"{name}.{old} is now {name}.{new}; the old name goes with 0.3",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(self, new)
+
+    return property(get)
+
+
+def renamed_arguments(
+    names: Mapping[str, str],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator for a function, with which the old names of its arguments work.
+
+    Args:
+        names: old names of keyword arguments, and the present ones.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            present = {names.get(name, name): value for name, value in kwargs.items()}
+            if len(present) < len(kwargs):
+                raise TypeError(
+                    f"{function.__name__} was given the same argument by two names: "
+                    f"{', '.join(kwargs)}\n\nhint: use {', '.join(names.values())}"
+                )
+            for old in (old for old in names if old in kwargs):
+                warnings.warn(
+                    f"argument {old} of {function.__name__} is now {names[old]}; the old name goes "
+                    "with 0.3",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+            return cast(Callable[..., Any], function)(*args, **present)
+
+        return cast(Callable[P, R], call)
+
+    return decorate
 
 
 class _OldModule(ModuleType):

@@ -1,4 +1,4 @@
-"""How often each row is read, counted over sampled minibatches."""
+"""Access counts of rows over sampled minibatches, and the hit rates that they predict."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,120 +16,140 @@ RANKINGS = ("in-degree", "presampled")
 
 @dataclass(frozen=True, eq=False)
 class Presample:
-    """In how many minibatches each node was, and what follows for minibatches to come.
+    """Access counts of nodes over sampled minibatches, returned by `gcnzc.presample`.
 
-    The minibatches are two halves that share no choice, so that one can tell how well a hot set
-    does that the other has chosen.
+    The minibatches form two halves that are sampled independently. The hit rate of a cache that one
+    half ranks is measured on the other half, so that the prediction is not biased upwards.
     """
 
     halves: tuple[Tensor, Tensor]  # (N,) int32 counts of each half, on the host
-    batches: int  # M, in each half
-    kinds: Tensor  # (N,) int16: class of degree, seeds apart
+    batches: int  # M, the number of minibatches in each half
+    kinds: Tensor  # (N,) int16: class of each node, by its degree and by whether it is a seed
 
     @property
     def nodes_per_batch(self) -> float:
-        """Mean of the rows that a minibatch needs."""
+        """Mean number of rows in a minibatch."""
         return sum(int(half.sum()) for half in self.halves) / (2 * self.batches)
 
     @cached_property
     def scores(self) -> Tensor:
-        """(N,) float32, on the host: the estimated chance of each node to be in a minibatch."""
+        """Estimated probability that a minibatch contains each node, (N,) float32 on the host."""
         first, second = self.halves
-        return _chances(first + second, 2 * self.batches, self.kinds)
+        return _estimate_probabilities(first + second, 2 * self.batches, self.kinds)
 
     def hit_rates(self, sizes: Sequence[int]) -> list[float]:
-        """The predicted hit rate of the hot sets of these many rows that `scores` rank highest.
+        """Predict the hit rates of caches of the rows with the highest `scores`.
 
-        Each half chooses a set, and the other says how often it would have been hit; the mean of
-        both is a little too low for a set that both choose together.
+        Each half ranks the rows for the other half, which measures the hit rate. The mean of both
+        is slightly too low for a cache that is ranked by both halves together.
+
+        Args:
+            sizes: numbers of cached rows.
         """
-        return self._by_halves(lambda ranking, tell: hit_rates_of(ranking, tell, sizes))
+        return self._cross_validate(
+            lambda ranking, counts: compute_hit_rates(ranking, counts, sizes)
+        )
 
     def own_hit_rates(self, sizes: Sequence[int], gpus: int) -> list[list[float]]:
-        """The parts of `hit_rates(sizes)` that each of `gpus` has which split the sets."""
-        return self._by_halves(lambda ranking, tell: own_hit_rates_of(ranking, tell, sizes, gpus))
+        """Predict the hit rate of each GPU's own memory, for caches sharded over `gpus` GPUs.
+
+        The rates of all GPUs add up to `hit_rates(sizes)`.
+        """
+        return self._cross_validate(
+            lambda ranking, counts: compute_own_hit_rates(ranking, counts, sizes, gpus)
+        )
 
     def hit_rates_by(self, scores: Tensor, sizes: Sequence[int]) -> list[float]:
-        """The predicted hit rate of hot sets by scores that these minibatches had no part in.
+        """Predict the hit rates of caches ranked by scores that do not depend on these minibatches.
 
         Args:
             scores: (N,), such as `graph.in_degrees()`.
-            sizes: of the hot sets, in rows.
+            sizes: numbers of cached rows.
         """
-        return hit_rates_of(rank_by_score(scores), self.halves[0] + self.halves[1], sizes)
+        return compute_hit_rates(rank_by_score(scores), self.halves[0] + self.halves[1], sizes)
 
     def own_hit_rates_by(
         self, scores: Tensor, sizes: Sequence[int], gpus: int
     ) -> list[list[float]]:
-        """The parts of `hit_rates_by(scores, sizes)` that each of `gpus` has."""
-        return own_hit_rates_of(rank_by_score(scores), self.halves[0] + self.halves[1], sizes, gpus)
+        """Predict the hit rate of each GPU's own memory, for caches ranked by `scores`.
 
-    def _by_halves(self, rates: Callable[[Tensor, Tensor], list[Any]]) -> list[Any]:
-        """The mean of `rates` of each half's ranking, as told by the other half's counts."""
+        The rates of all GPUs add up to `hit_rates_by(scores, sizes)`.
+        """
+        counts = self.halves[0] + self.halves[1]
+        return compute_own_hit_rates(rank_by_score(scores), counts, sizes, gpus)
+
+    def _cross_validate(self, rates: Callable[[Tensor, Tensor], list[Any]]) -> list[Any]:
+        """Return the mean of `rates(ranking, counts)`: one half ranks, the other one counts."""
         first, second = self.halves
         both = [
-            np.array(rates(rank_by_score(_chances(choose, self.batches, self.kinds)), tell))
-            for choose, tell in ((first, second), (second, first))
+            np.array(
+                rates(
+                    rank_by_score(_estimate_probabilities(ranked, self.batches, self.kinds)), counts
+                )
+            )
+            for ranked, counts in ((first, second), (second, first))
         ]
         mean: list[Any] = ((both[0] + both[1]) / 2).tolist()
         return mean
 
 
 def rank_by_score(scores: Tensor) -> Tensor:
-    """(N,) int64: the highest score first, and of equal ones the lower id."""
+    """Return ids by descending score, and of equal scores by ascending id, (N,) int64."""
     return scores.sort(descending=True, stable=True).indices
 
 
-def hit_rates_of(ranking: Tensor, counts: Tensor, sizes: Sequence[int]) -> list[float]:
-    """The shares of `counts` that the first `sizes` of `ranking` have.
+def compute_hit_rates(ranking: Tensor, counts: Tensor, sizes: Sequence[int]) -> list[float]:
+    """Return the share of all accesses that go to the first rows of a ranking.
 
     Args:
-        ranking: (N,) ids, the hottest first.
-        counts: (N,) how often each row is needed.
-        sizes: of the hot sets, in rows.
+        ranking: (N,) ids, most accessed first.
+        counts: (N,) number of accesses of each row.
+        sizes: numbers of cached rows.
     """
     sums = torch.cat([torch.zeros(1), counts[ranking].cumsum(0, dtype=torch.float64)])
     return (sums[list(sizes)] / sums[-1].clamp(min=1)).tolist()
 
 
-def own_hit_rates_of(
+def compute_own_hit_rates(
     ranking: Tensor, counts: Tensor, sizes: Sequence[int], gpus: int
 ) -> list[list[float]]:
-    """For each size, the shares of `counts` that each GPU has of the first of `ranking`.
+    """Return, for each size, the share of all accesses that go to the rows on each GPU.
 
     Args:
-        ranking: (N,) ids, the hottest first.
-        counts: (N,) how often each row is needed.
-        sizes: of the hot sets, in rows.
-        gpus: how many split each of them.
+        ranking: (N,) ids, most accessed first.
+        counts: (N,) number of accesses of each row.
+        sizes: numbers of cached rows, on all GPUs together.
+        gpus: number of GPUs over which the cache is sharded.
     """
     by_rank = counts[ranking]
     total = max(1, int(by_rank.sum(dtype=torch.int64)))
     return [
         [
             int(part.sum(dtype=torch.int64)) / total
-            for part in peer_memory.parts_of(by_rank[:size], gpus)
+            for part in peer_memory.split_round_robin(by_rank[:size], gpus)
         ]
         for size in sizes
     ]
 
 
-def _chances(counts: Tensor, batches: int, kinds: Tensor) -> Tensor:
-    """(N,) float32: the mean of each node's chance to be in a minibatch, its count being known.
+def _estimate_probabilities(counts: Tensor, batches: int, kinds: Tensor) -> Tensor:
+    """Return the posterior mean of each node's probability to be in a minibatch, (N,) float32.
 
-    Counts are binomial, and the chances of the nodes of a kind have a beta distribution, whose mean
-    and spread are those that give the counts' mean and variance.
+    Counts are binomial. The probabilities of the nodes of a class have a beta distribution, whose
+    mean and variance are fitted to the mean and variance of the class's counts.
     """
     seen, kind = counts.numpy(), kinds.numpy()
     size = np.maximum(np.bincount(kind), 1)
     mean = np.bincount(kind, seen) / size
     variance = np.bincount(kind, np.square(seen, dtype=np.float64)) / size - mean**2
     share = mean / batches
-    alone = batches * share * (1 - share)  # the variance, if all nodes of the kind had one chance
+    # the variance of the counts if all nodes of the class had the same probability
+    binomial = batches * share * (1 - share)
     with np.errstate(divide="ignore", invalid="ignore"):
-        alike = (variance / alone - 1) / (batches - 1)
-    # of few nodes, or of those in every minibatch, nothing is known but the mean
-    alike = np.clip(np.nan_to_num(alike, nan=0.0), 1e-6, 1.0)
-    weight = 1 / alike - 1  # minibatches that the kind's mean counts for
-    chance = (seen + (weight * share)[kind]) / (batches + weight[kind])
-    return torch.from_numpy(chance.astype(np.float32))
+        correlation = (variance / binomial - 1) / (batches - 1)
+    # a class of few nodes, or of nodes that are in every minibatch, determines only the mean
+    correlation = np.clip(np.nan_to_num(correlation, nan=0.0), 1e-6, 1.0)
+    # the prior counts as this many minibatches
+    weight = 1 / correlation - 1
+    probability = (seen + (weight * share)[kind]) / (batches + weight[kind])
+    return torch.from_numpy(probability.astype(np.float32))

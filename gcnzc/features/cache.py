@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.features import peer_memory
 from gcnzc.features.access_counts import Presample, rank_by_score
 from gcnzc.features.cache_counters import CacheCounters, Tally
@@ -14,41 +15,47 @@ from gcnzc.kernels.gather.cached import SLOT_BYTES, count_marked, gather_cached,
 from gcnzc.kernels.gather.cached_rows import CachedRows, make_cached_rows
 from gcnzc.system.arguments import check_device, check_integer, check_kind, describe
 
+DEFAULT_CACHED_SHARE = 0.2  # of the rows; docs/concepts/feature_cache.md compares sizes
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CachedTable(FeatureTable):
-    """A table of features whose hot rows also lie on a GPU, or would; made by `cached`.
+    """A table of features with a cache of its most accessed rows on a GPU, made by `cached`.
 
-    It serves wherever a `FeatureTable` does, and gathers the same rows bit for bit.
+    It can be used wherever a `FeatureTable` can, and gathers the same rows bit for bit. On a CPU
+    nothing is copied, and the hits that a GPU would have are counted.
     """
 
-    hot: Tensor  # (H,) int64 ids of the hot rows, ascending, on the host
-    bits: Tensor  # (N // 64 + 1,) int64, on the host: one bit a row
-    copies: CachedRows | None  # on the GPU; None if a CPU gathers and the hits are only counted
-    predicted_hit_rate: float | None  # by the minibatches that ranked the rows, if such did
-    predicted_own_hit_rate: float | None = None  # the part of it that the GPU itself has
-    others: tuple[CachedRows, ...] = ()  # the same split set, for other GPUs of this process
-    gpus: int = 1  # G
-    own_bits: Tensor | None = None  # as `bits`, of the GPU's own rows; None unless the set is split
+    cached_ids: Tensor  # (H,) int64 ids of the cached rows, ascending, on the host
+    cached_bits: Tensor  # (N // 64 + 1,) int64 on the host: one bit for each row, 1 if cached
+    copies: CachedRows | None  # on the GPU; None if a CPU gathers
+    predicted_hit_rate: float | None  # None if the rows were not ranked by a `Presample`
+    predicted_own_hit_rate: float | None = None  # the part of it that the GPU's own memory has
+    other_copies: tuple[CachedRows, ...] = ()  # the sharded cache, for other GPUs of this process
+    gpus: int = 1  # G, the number of GPUs over which the cache is sharded
+    own_bits: Tensor | None = None  # like `cached_bits`, of the GPU's own rows; None if not sharded
     _tally: Tally = field(default_factory=Tally, repr=False)
     _peer_tally: Tally = field(default_factory=Tally, repr=False)
 
+    num_hot = renamed_attribute("num_hot", "num_cached")
+    hot_nbytes = renamed_attribute("hot_nbytes", "cache_nbytes")
+
     def __repr__(self) -> str:
-        where = "counted" if self.copies is None else f"copied to {self.copies.memory.device}"
+        where = "not copied" if self.copies is None else f"copied to {self.copies.memory.device}"
         if self.gpus > 1:
-            where = f"split over {self.gpus} GPUs, {where}"
-        return f"CachedTable({super().__repr__()}, {self.num_cached} hot rows {where})"
+            where = f"sharded over {self.gpus} GPUs, {where}"
+        return f"CachedTable({super().__repr__()}, {self.num_cached} cached rows, {where})"
 
     @property
     def num_cached(self) -> int:
-        """H."""
-        return len(self.hot)
+        """Number of cached rows, H."""
+        return len(self.cached_ids)
 
     @property
     def cache_nbytes(self) -> int:
-        """Bytes that the hot rows take on a GPU, or would, with the slots that lead to them.
+        """Bytes of GPU memory for the cached rows and the slots that locate them.
 
-        Of a split set those on this GPU.
+        For a sharded cache, the bytes on one GPU. Without a GPU, the most bytes that it would take.
         """
         if self.copies is not None:
             return self.copies.nbytes
@@ -57,19 +64,20 @@ class CachedTable(FeatureTable):
     def gather(
         self, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
     ) -> Tensor:
-        """Rows `ids`, as `FeatureTable.gather` gives them; counted for `counters`.
+        """Gather rows `ids` like `FeatureTable.gather`, and count them for `counters`.
 
         Args:
-            ids: as there. On a GPU of the hot rows these are read from their copies.
-            out: as there.
-            threads: as there.
+            ids: see `FeatureTable.gather`. On a GPU with the cache, cached rows are read from it.
+            out: see `FeatureTable.gather`.
+            threads: see `FeatureTable.gather`.
 
         Raises:
-            ValueError, IndexError: as `FeatureTable.gather` does.
+            ValueError, IndexError: see `FeatureTable.gather`.
         """
         copies = self._copies_on(ids.device)
         if self.copies is None:
-            # before the gather, which drives the ids out of the cache; it refuses those outside
+            # Before the gather, which evicts the ids from the CPU's caches. It also rejects ids out
+            # of range, for which `hits` returns -1.
             hits, peer_hits = self.hits(ids), self.peer_hits(ids)
             rows = super().gather(ids, out, threads=threads)
         elif copies is not None:
@@ -85,7 +93,7 @@ class CachedTable(FeatureTable):
             )
             hits, peer_hits = self.hits(ids), self.peer_hits(ids)
         else:
-            # on the host, from where no copy is of use
+            # a gather on the host does not read the GPU's copies
             hits, peer_hits, rows = 0, 0, super().gather(ids, out, threads=threads)
         self._tally.add(len(ids), hits)
         if self.gpus > 1:
@@ -95,44 +103,44 @@ class CachedTable(FeatureTable):
     def gather_stored(
         self, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
     ) -> Tensor:
-        """Rows `ids` as they are stored; those gathered on the host count as no hits.
+        """Gather rows `ids` as they are stored, from the table itself; they count as misses.
 
         Args:
-            ids, out, threads: as for `FeatureTable.gather_stored`.
+            ids, out, threads: see `FeatureTable.gather_stored`.
 
         Raises:
-            ValueError, IndexError: as `FeatureTable.gather` does.
+            ValueError, IndexError: see `FeatureTable.gather`.
         """
         rows = super().gather_stored(ids, out, threads=threads)
         self._tally.add(len(ids), 0)
         return rows
 
     def hits(self, ids: Tensor) -> int | Tensor:
-        """How many of `ids` are hot.
+        """Return how many of `ids` are cached.
 
         Args:
-            ids: (B,) int32 or int64 in [0, N); on a GPU not checked.
+            ids: (B,) int32 or int64 in [0, N); the range is not checked on a GPU.
 
         Returns:
-            A number for ids on the host, -1 if one of them is outside. For those on the GPU
-            () int64 there, ready for work queued later on the current stream.
+            For ids on the host an integer, which is -1 if one of them is out of range. For ids on a
+            GPU a () int64 tensor there, ready for work queued later on the current stream.
         """
         copies = self._copies_on(ids.device)
         if copies is None or ids.device.type == "cpu":
-            return count_marked(self.bits, self.num_rows, ids.cpu())
+            return count_marked(self.cached_bits, self.num_rows, ids.cpu())
         return (copies.slots[ids.long()] >= 0).sum()
 
     def peer_hits(self, ids: Tensor) -> int | Tensor:
-        """How many of `ids` are hot, and on another GPU than that of `ids`.
+        """Return how many of `ids` are cached on another GPU of a sharded cache.
 
-        On the host: than the GPU whose gathers are counted.
+        For ids on the host, "another" is relative to the GPU whose gathers are counted.
 
         Args:
-            ids: as for `hits`.
+            ids: see `hits`.
 
         Returns:
-            A number for ids on the host, 0 if one of them is outside, or if the set is not split.
-            For those on the GPU as `hits`.
+            For ids on the host an integer, which is 0 if one of them is out of range or the cache
+            is not sharded. For ids on a GPU see `hits`.
         """
         if self.own_bits is None:
             return 0
@@ -140,22 +148,22 @@ class CachedTable(FeatureTable):
         if copies is None or copies.peers is None:
             ids = ids.cpu()
             own = count_marked(self.own_bits, self.num_rows, ids)
-            return count_marked(self.bits, self.num_rows, ids) - own
+            return count_marked(self.cached_bits, self.num_rows, ids) - own
         slots = copies.slots[ids.long()]
         return ((slots >= 0) & (slots % self.gpus != copies.peers.own)).sum()
 
     def counters(self) -> CacheCounters:
-        """What was gathered since the last reset; waits for gathers on a GPU."""
+        """Return the counters since the last reset, after synchronizing with the GPUs."""
         rows, hits = self._tally.read()
         return CacheCounters(rows, hits, self.row_bytes, self._peer_tally.read()[1])
 
     def reset_counters(self) -> None:
-        """Count from 0 again."""
+        """Set the counters to zero."""
         self._tally.reset()
         self._peer_tally.reset()
 
     def _copies_on(self, device: torch.device) -> CachedRows | None:
-        copies = (self.copies, *self.others)
+        copies = (self.copies, *self.other_copies)
         return next((c for c in copies if c is not None and c.memory.device == device), None)
 
 
@@ -167,135 +175,151 @@ def cached(
     device: torch.device | str | None = None,
     devices: Sequence[torch.device | str] | None = None,
 ) -> CachedTable:
-    """The same table with copies of its hot rows on a GPU, or split over several of this process.
+    """Copy the highest-ranked rows of a table to a GPU, and return a table that reads them there.
 
-    Where a CPU gathers there is nothing to copy: then the hits that a GPU would have are counted,
-    and the rows come from the table. With several GPUs, one a process, each process makes its own,
-    and all of one machine have the same hot set; or they split one, see `cached_share`.
+    On a CPU nothing is copied: rows are gathered from the table, and the hits that a GPU would have
+    are counted. With one process for each GPU, each process has a cache of its own, and those of
+    one machine cache the same rows; `cached_share` shards one cache over these processes.
 
-    Of a split set the rows go round by rank, so that each GPU has as much of what is hot as any
-    other, and all links carry alike. A GPU reads what the others have from their memory.
+    With `devices`, the cache is sharded over several GPUs of this process. Rows are assigned to
+    GPUs round-robin by rank, so that all GPUs serve about the same number of reads. A GPU reads
+    rows that another GPU has from that GPU's memory.
 
     Args:
-        table: dense and inside `gcnzc.pinned` for a GPU; for a CPU any on the host.
-        size: a share of the rows, above 0 and up to 1, if it is a float; if it is an integer, bytes
-            of the GPU's memory, of which 4 for each row of the table go to finding the copies. Of a
-            split set the share is of all of it, and the bytes are of each GPU.
-        ranking: what `presample` gave; or (N,) scores, the hotter the higher, such as
-            `graph.in_degrees()`. Of equal ones the lower id goes first.
-        device: that gathers; the current CUDA device, where there is one, if None.
-        devices: instead of `device`, the GPUs over which the set is split; the table then serves
-            all of them, and its counters are of all. "cpu" several times counts the hits that the
-            first of so many GPUs would have.
+        table: for a GPU, dense and inside `gcnzc.pinned`; for a CPU, any table on the host.
+        size: a float is a share of the rows, above 0 and up to 1. An integer is bytes of GPU
+            memory, which include 4 bytes for each row of the table to locate the cached rows. If
+            the cache is sharded, a share counts the rows of all GPUs, and bytes are of each GPU.
+        ranking: returned by `presample`; or (N,) scores, highest first, such as
+            `graph.in_degrees()`. Equal scores are ranked by ascending id.
+        device: the device that gathers. Default: the current CUDA device, or the CPU without one.
+        devices: instead of `device`, the GPUs over which the cache is sharded. The returned table
+            can be used on all of them, and its counters are of all. Repeating "cpu" counts the hits
+            that the first of that many GPUs would have.
 
     Raises:
-        ValueError: the size holds no row or is more than all of them, the ranking is of another
-            table, the table lies where the copies are of no use, or devices are there twice, of
-            two types or beside `device`.
+        ValueError: the size is below one row or above all rows, the ranking has another number of
+            rows, the table cannot be read by the device or is already on a GPU, or `devices` has
+            duplicates or different types or is given together with `device`.
         RuntimeError: a GPU has too little memory, or cannot read the memory of another.
     """
     if devices is not None:
         check_kind("devices", devices, (list, tuple), "a list of devices, or None")
         if not devices:
             raise ValueError("devices is []\n\nhint: a list of devices, or None")
-    places = [_place(device)] if devices is None else [_place(each, "devices") for each in devices]
-    _check_apart(places, device, devices)
-    for place in places:
-        _check_host(table, place)
-    chosen = _plan_cache(table, size, ranking, len(places))
-    if places[0].type != "cuda":
-        return _with_copies(table, chosen, [], 0)
-    if len(places) == 1:
-        copies = [make_cached_rows(table.rows, chosen.hot.sort().values, places[0])]
+    chosen = (
+        [_get_device(device)]
+        if devices is None
+        else [_get_device(each, "devices") for each in devices]
+    )
+    _check_devices(chosen, device, devices)
+    for each in chosen:
+        _check_host(table, each)
+    plan = _plan_cache(table, size, ranking, len(chosen))
+    if chosen[0].type != "cuda":
+        return _make_table(table, plan, [], 0)
+    if len(chosen) == 1:
+        copies = [make_cached_rows(table.rows, plan.ids.sort().values, chosen[0])]
     else:
-        copies = peer_memory.split(table.rows, chosen.hot, places)
-    return _with_copies(table, chosen, copies)
+        copies = peer_memory.make_sharded_rows(table.rows, plan.ids, chosen)
+    return _make_table(table, plan, copies)
 
 
 @dataclass(frozen=True, eq=False)
 class CachedShare:
-    """What one process has of a hot set that several split; made by `cached_share`."""
+    """One process's share of a sharded cache, made by `cached_share`.
 
-    handle: peer_memory.Handle  # for the other processes; plain values, which pickle takes
+    Send `handle` to the other processes of the machine, then call `join` with all handles.
+    """
+
+    handle: peer_memory.Handle  # for the other processes; it can be pickled
     _table: FeatureTable = field(repr=False)
-    _hot_set: "_CachePlan" = field(repr=False)
-    _copied: peer_memory.Share | None = field(repr=False)  # None where a CPU gathers
+    _plan: "_CachePlan" = field(repr=False)
+    _share: peer_memory.Share | None = field(repr=False)  # None if a CPU gathers
 
-    def joined(self, handles: Sequence[peer_memory.Handle]) -> CachedTable:
-        """The table that gathers hot rows from all shares.
+    joined = renamed_attribute("joined", "join")
 
-        Every process must keep its share, or this table, until the last has gathered.
+    def join(self, handles: Sequence[peer_memory.Handle]) -> CachedTable:
+        """Return the table that reads cached rows from the shares of all processes.
+
+        Each process must keep its share, or the returned table, until all processes have finished
+        gathering.
 
         Args:
-            handles: of all processes' shares, this one's among them, in any order.
+            handles: the handles of all processes including this one, in any order.
 
         Raises:
-            ValueError: one is missing or is there twice, or is of another set or table.
-            RuntimeError: one is of another machine, or this GPU cannot read the memory of another.
+            ValueError: a handle is missing, duplicate, or of another cache or table.
+            RuntimeError: a process runs on another machine, or this GPU cannot read another GPU's
+                memory.
         """
-        found, number = peer_memory.sorted_handles(self.handle, handles), self.handle.number
-        copies = [] if self._copied is None else [peer_memory.join(self._copied, found)]
-        return _with_copies(self._table, self._hot_set, copies, number)
+        found, rank = peer_memory.check_handles(self.handle, handles), self.handle.rank
+        copies = [] if self._share is None else [peer_memory.open_shares(self._share, found)]
+        return _make_table(self._table, self._plan, copies, rank)
 
 
+@renamed_arguments({"number": "rank", "of": "world_size"})
 def cached_share(
     table: FeatureTable,
     size: float,
     ranking: Tensor | Presample,
     *,
-    number: int,
-    of: int,
+    rank: int,
+    world_size: int,
     device: torch.device | str | None = None,
 ) -> CachedShare:
-    """Copy this process's share of the hot rows to its GPU, for the other processes to read.
+    """Copy this process's share of a sharded cache to its GPU, which other processes can read.
 
-    The processes of one machine have a GPU each. They need the same table, size and ranking: a
-    `presample` of the same seed. `cached` says which rows go where.
+    Each process of a machine has one GPU. All of them must call this with the same table, size and
+    ranking, such as a `presample` with the same seed. `cached` describes which rows each GPU has.
 
-        share = gcnzc.cached_share(table, 0.5, counted, number=rank, of=world_size)
+        share = gcnzc.cached_share(table, 0.5, counted, rank=rank, world_size=world_size)
         handles = [None] * world_size
-        torch.distributed.all_gather_object(handles, share.handle)  # or any other way
-        cached = share.joined(handles)
+        torch.distributed.all_gather_object(handles, share.handle)
+        cached = share.join(handles)
 
     Args:
-        table: as for `cached`; from the same file in all processes.
-        size: as for `cached`, of a split set.
-        ranking: as for `cached`.
-        number: of this process among those of the machine, from 0.
-        of: how many they are.
-        device: of this process, that gathers; the current CUDA device, where there is one, if None.
+        table: see `cached`; from the same file in all processes.
+        size: see `cached`, of a sharded cache.
+        ranking: see `cached`.
+        rank: of this process among those of the machine, from 0.
+        world_size: number of processes on the machine.
+        device: of this process. Default: the current CUDA device, or the CPU without one.
 
     Raises:
-        ValueError: as `cached`, or there is no such number.
-        RuntimeError: the GPU has too little memory, or the driver shares none.
+        ValueError: see `cached`; or `rank` is not in [0, world_size).
+        RuntimeError: the GPU has too little memory, or its driver cannot share memory between
+            processes.
     """
-    number = check_integer("number", number, 0, hint="shares are numbered from 0")
-    of = check_integer("of", of, 1, hint="the number of processes on this machine")
-    place = _place(device)
-    _check_host(table, place)
-    chosen = _plan_cache(table, size, ranking, of)
-    handle = peer_memory.handle_of(chosen.hot, table.num_rows, table.row_bytes, number, of)
-    if place.type != "cuda":
-        return CachedShare(handle, table, chosen, None)
-    copied = peer_memory.share(table.rows, chosen.hot, place, handle)
-    return CachedShare(copied.handle, table, chosen, copied)
+    rank = check_integer("rank", rank, 0, hint="ranks are counted from 0")
+    world_size = check_integer(
+        "world_size", world_size, 1, hint="the number of processes on this machine"
+    )
+    chosen = _get_device(device)
+    _check_host(table, chosen)
+    plan = _plan_cache(table, size, ranking, world_size)
+    handle = peer_memory.make_handle(plan.ids, table.num_rows, table.row_bytes, rank, world_size)
+    if chosen.type != "cuda":
+        return CachedShare(handle, table, plan, None)
+    share = peer_memory.export_share(table.rows, plan.ids, chosen, handle)
+    return CachedShare(share.handle, table, plan, share)
 
 
 @dataclass(frozen=True, eq=False)
 class _CachePlan:
-    """A hot set."""
+    """The rows to cache, and the predicted hit rates."""
 
-    hot: Tensor  # (H,) ids, the hottest first
-    gpus: int  # that split it
+    ids: Tensor  # (H,) ids of the rows to cache, by descending score
+    gpus: int  # number of GPUs over which they are sharded
     hit_rate: float | None  # predicted
-    own_hit_rates: list[float] | None  # of each GPU
+    own_hit_rates: list[float] | None  # predicted for each GPU's own memory
 
 
 def _plan_cache(
     table: FeatureTable, size: float, ranking: Tensor | Presample, gpus: int
 ) -> _CachePlan:
     check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
-    hint = "what gcnzc.presample gave, or one score a row, such as graph.in_degrees()"
+    hint = "the result of gcnzc.presample, or one score for each row, such as graph.in_degrees()"
     check_kind("ranking", ranking, (Presample, Tensor), hint)
     scores = ranking.scores if isinstance(ranking, Presample) else ranking
     if scores.isnan().any():
@@ -303,43 +327,49 @@ def _plan_cache(
     if scores.shape != (table.num_rows,):
         raise ValueError(
             f"ranking: a ranking of shape {tuple(scores.shape)} for a table of {table.num_rows} "
-            "rows\n\nhint: one score a row is needed; is the ranking that of another graph?"
+            "rows\n\nhint: one score for each row is needed; is the ranking of another graph?"
         )
     num_cached = num_rows_to_cache(table, size, gpus)
-    hot = rank_by_score(scores)[:num_cached]
+    ids = rank_by_score(scores)[:num_cached]
     if not isinstance(ranking, Presample):
-        return _CachePlan(hot, gpus, None, None)
+        return _CachePlan(ids, gpus, None, None)
     (rates,) = ranking.own_hit_rates([num_cached], gpus)
-    return _CachePlan(hot, gpus, sum(rates), rates)
+    return _CachePlan(ids, gpus, sum(rates), rates)
 
 
-def _with_copies(
-    table: FeatureTable, chosen: _CachePlan, copies: Sequence[CachedRows], number: int | None = None
+def _make_table(
+    table: FeatureTable, plan: _CachePlan, copies: Sequence[CachedRows], rank: int | None = None
 ) -> CachedTable:
-    """The table with a hot set, for the GPU of share `number`, or for all of them."""
-    hot, own, rates = chosen.hot.sort().values, None, chosen.own_hit_rates
-    if chosen.gpus > 1:
-        own = mark(peer_memory.parts_of(chosen.hot, chosen.gpus)[number or 0], table.num_rows)
-    if rates is not None and number is not None:
-        rates = [rates[number]]
+    """Return the cached table of the GPU of one rank, or of all GPUs if `rank` is None."""
+    ids, own, rates = plan.ids.sort().values, None, plan.own_hit_rates
+    if plan.gpus > 1:
+        parts = peer_memory.split_round_robin(plan.ids, plan.gpus)
+        own = mark(parts[rank or 0], table.num_rows)
+    if rates is not None and rank is not None:
+        rates = [rates[rank]]
     return CachedTable(
         **{part.name: getattr(table, part.name) for part in fields(FeatureTable)},
-        hot=hot,
-        bits=mark(hot, table.num_rows),
+        cached_ids=ids,
+        cached_bits=mark(ids, table.num_rows),
         copies=copies[0] if copies else None,
-        predicted_hit_rate=chosen.hit_rate,
+        predicted_hit_rate=plan.hit_rate,
         predicted_own_hit_rate=None if rates is None else sum(rates) / len(rates),
-        others=tuple(copies[1:]),
-        gpus=chosen.gpus,
+        other_copies=tuple(copies[1:]),
+        gpus=plan.gpus,
         own_bits=own,
     )
 
 
 def num_rows_to_cache(table: FeatureTable, size: float, gpus: int = 1) -> int:
-    """How many rows a hot set of `size` has, that `gpus` split; see `cached`.
+    """Return the number of rows in a cache of `size`, sharded over `gpus` GPUs.
+
+    Args:
+        table: the table to cache.
+        size: a share of the rows as a float, or bytes of each GPU as an integer; see `cached`.
+        gpus: number of GPUs.
 
     Raises:
-        ValueError: it holds no row, or is more than all of them.
+        ValueError: the size is below one row, or above all rows.
     """
     if isinstance(size, float):
         if not 0 < size <= 1:
@@ -354,8 +384,8 @@ def num_rows_to_cache(table: FeatureTable, size: float, gpus: int = 1) -> int:
     least = cache_bytes(table, min(1, table.num_rows))
     if size < least:
         raise ValueError(
-            f"size: {size} bytes hold no hot row: the first takes {least} bytes, {SLOT_BYTES} for "
-            f"each of {table.num_rows} rows among them\n\n"
+            f"size: {size} bytes are too few for one cached row: it takes {least} bytes, which "
+            f"include {SLOT_BYTES} for each of the table's {table.num_rows} rows\n\n"
             "hint: a larger size; or a share of the rows, such as 0.2"
         )
     each = cache_bytes(table, 1) - cache_bytes(table, 0)
@@ -363,12 +393,12 @@ def num_rows_to_cache(table: FeatureTable, size: float, gpus: int = 1) -> int:
 
 
 def cache_bytes(table: FeatureTable, num_cached: int, gpus: int = 1) -> int:
-    """Return the most bytes of GPU memory for `num_cached` rows, sharded over `gpus`."""
+    """Return the most bytes of GPU memory for `num_cached` rows, sharded over `gpus` GPUs."""
     each = table.row_bytes if table.is_sparse else room_bytes(table.rows)
     return SLOT_BYTES * table.num_rows + -(-num_cached // gpus) * each
 
 
-def _place(device: torch.device | str | None, name: str = "device") -> torch.device:
+def _get_device(device: torch.device | str | None, name: str = "device") -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = check_device(name, device)
@@ -377,18 +407,18 @@ def _place(device: torch.device | str | None, name: str = "device") -> torch.dev
     return device
 
 
-def _check_apart(
-    places: Sequence[torch.device],
+def _check_devices(
+    chosen: Sequence[torch.device],
     device: torch.device | str | None,
     devices: Sequence[torch.device | str] | None,
 ) -> None:
-    one_type = len({place.type for place in places}) == 1
-    on_gpus = [place for place in places if place.type == "cuda"]
-    twice = len(set(on_gpus)) < len(on_gpus)
-    if not one_type or twice or None not in (device, devices):
+    have_one_type = len({each.type for each in chosen}) == 1
+    gpus = [each for each in chosen if each.type == "cuda"]
+    have_duplicates = len(set(gpus)) < len(gpus)
+    if not have_one_type or have_duplicates or None not in (device, devices):
         raise ValueError(
-            f"a hot set cannot be split over {list(map(str, places))}, with device {device}\n\n"
-            "hint: GPUs that are all different, in `devices` alone"
+            f"a cache cannot be sharded over {list(map(str, chosen))}, with device {device}\n\n"
+            "hint: give different GPUs in `devices`, and no `device`"
         )
 
 
@@ -396,16 +426,13 @@ def _check_host(table: FeatureTable, device: torch.device) -> None:
     check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
     if table.device.type != "cpu":
         raise ValueError(
-            f"all rows of this table lie on {table.device}, so none needs a copy there\n\n"
-            "hint: leave the hot set away, or keep the rows on the host"
+            f"all rows of this table are on {table.device} already\n\n"
+            "hint: use the table without a cache, or keep its rows on the host"
         )
     if device.type == "cuda" and (
         table.is_sparse or not (table.rows.is_pinned() or table.rows.numel() == 0)
     ):
         raise ValueError(
-            f"{device} cannot read the rows that are not hot, because their memory is not "
+            f"{device} cannot read the rows that are not cached, because their memory is not "
             "page-locked\n\nhint: `with gcnzc.pinned(rows) as table:`, for dense rows"
         )
-
-
-DEFAULT_CACHED_SHARE = 0.2  # of the rows; docs/concepts/feature_cache.md has what other sizes bring

@@ -10,36 +10,36 @@ from gcnzc.kernels.threads import ForkSafeLock
 
 @dataclass(frozen=True)
 class CacheCounters:
-    """What a cached table was asked for."""
+    """Numbers of gathered rows and of cache hits."""
 
-    rows: int
-    hits: int  # of them, which the GPU has, or another that splits the set with it
-    row_bytes: int  # of one row as it is stored, hence as it crosses the bus
-    peer_hits: int = 0  # of the hits, those that another has
+    rows: int  # gathered rows
+    hits: int  # gathered rows that were cached, on the same or, in a sharded cache, on another GPU
+    row_bytes: int  # bytes of one row as it is stored, and as it is read over the bus
+    peer_hits: int = 0  # hits on another GPU of a sharded cache
 
     @property
     def hit_rate(self) -> float:
-        """Hits for each row; 0 if none was asked for."""
+        """Hits divided by gathered rows; 0 if no row was gathered."""
         return self.hits / self.rows if self.rows else 0.0
 
     @property
     def own_hit_rate(self) -> float:
-        """Hits that the GPU itself has, for each row; 0 if none was asked for."""
+        """Hits on the same GPU divided by gathered rows; 0 if no row was gathered."""
         return (self.hits - self.peer_hits) / self.rows if self.rows else 0.0
 
     @property
     def bytes_saved(self) -> int:
-        """That did not cross the bus from the host, or would not have."""
+        """Bytes that were not read from the host, because of hits."""
         return self.hits * self.row_bytes
 
 
 class Tally:
-    """Rows and hits so far; any thread adds to them, on any stream."""
+    """Running sums of rows and hits; any thread may add to them, on any stream."""
 
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
         self._rows = self._hits = 0
-        # on a GPU, so that nobody waits: one sum a stream, as streams do not add in turns
+        # one sum for each stream on a GPU, since additions on different streams may overlap
         self._on_gpu: dict[tuple[torch.device, int], Tensor] = {}
 
     def add(self, rows: int, hits: int | Tensor) -> None:
@@ -57,9 +57,9 @@ class Tally:
                 total += hits
 
     def read(self) -> tuple[int, int]:
-        """Return the numbers of rows and of hits. Waits for the GPU."""
+        """Return the numbers of rows and of hits, after synchronizing with the GPUs."""
         with self._lock:
-            # sums are of streams that need not be the present one
+            # the sums may belong to other streams than the current one
             for device in {total.device for total in self._on_gpu.values() if total.is_cuda}:
                 torch.cuda.synchronize(device)
             return self._rows, self._hits + sum(int(total) for total in self._on_gpu.values())

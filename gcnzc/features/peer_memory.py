@@ -1,13 +1,14 @@
 """A feature cache sharded over the GPUs of a machine, which read each other's memory.
 
-The rows go round by rank: the hottest to the first GPU, the next to the second. So each GPU serves
-about as many reads as any other, and their links carry alike. GPUs read each other's memory over
-NVLink or PCIe in place, within the one kernel of `gcnzc.kernels.gather.gpu`.
+Rows are assigned to GPUs round-robin by rank: the most accessed row to the first GPU, the next one
+to the second. So all GPUs serve about the same number of reads, and the load of their links is
+balanced. The gather kernel of `gcnzc.kernels.gather.gpu` reads the memory of other GPUs in place,
+over NVLink or PCIe.
 
-Within a process the driver opens one GPU's memory to another. Between processes, one a GPU, each
-makes a handle of its memory, which it sends to the others by any means and they open.
+Within one process, the CUDA driver enables peer access between GPUs. With one process for each GPU,
+each process exports its memory as a handle and sends it to the others, which open it.
 
-Letters: N rows in the table, D columns, H hot rows, G GPUs.
+Letters: N rows in the table, D columns, H cached rows, G GPUs.
 """
 
 import hashlib
@@ -28,141 +29,147 @@ from gcnzc.kernels.gather.cached_rows import CachedRows, Peers, copy_rows, on_li
 from gcnzc.kernels.gather.lanes import LINE_BYTES
 from gcnzc.system.cuda_driver import Driver
 
-LOOKED_AT = 64  # rows of each memory, that are read once and compared before a set is used
+# rows on each GPU that are read and compared with the table before a cache is used
+NUM_CHECKED_ROWS = 64
 
 
-INSTEAD = (
-    "let each GPU have copies of its own, `gcnzc.cached(table, size, ranking)` in each process; "
-    "`nvidia-smi topo -p2p r` shows which GPUs read which"
+ALTERNATIVE = (
+    "use a separate cache on each GPU, `gcnzc.cached(table, size, ranking)` in each process; "
+    "`nvidia-smi topo -p2p r` shows which GPUs can read each other's memory"
 )
 
 
 @dataclass(frozen=True)
 class Handle:
-    """How other processes of a machine find one GPU's share of a split hot set.
+    """A handle with which other processes of a machine open one GPU's share of a sharded cache.
 
-    It is made of plain values, so that pickle and any way of sending serve.
+    It consists of plain values, so it can be pickled or sent as text.
     """
 
-    number: int  # of the GPU, from 0
-    of: int  # G
-    about: str  # of what all processes must have the same
+    rank: int  # of the process that exported it
+    world_size: int  # G
+    description: str  # of the cache; it must be equal in all processes
     machine: str
-    memory: bytes  # what the driver opens; empty where a CPU gathers
-    offset: int  # bytes of that memory before the first copy
+    memory: bytes  # the CUDA driver's handle; empty if a CPU gathers
+    offset: int  # of the first cached row from the start of the memory, in bytes
 
     def to_text(self) -> str:
-        """The handle as a line of text."""
+        """Return the handle as a line of text."""
         return json.dumps(asdict(self) | {"memory": self.memory.hex()})
 
     @classmethod
     def from_text(cls, text: str) -> "Handle":
-        """The handle that `to_text` made into `text`."""
+        """Return the handle of which `text` is the result of `to_text`."""
         values = json.loads(text)
         return cls(**values | {"memory": bytes.fromhex(values["memory"])})
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """The copies that one process has, before it knows of the others'."""
+    """One process's share of a sharded cache, before the other shares are opened."""
 
-    rows: Tensor  # (N, D), the table's, on the host
-    parts: Sequence[Tensor]  # ids of the rows that each GPU has, on the host
+    rows: Tensor  # (N, D), the table's rows on the host
+    parts: Sequence[Tensor]  # ids of the rows on each GPU, on the host
     memory: Tensor  # (H / G, stride) bytes on this GPU
     handle: Handle
 
 
-def parts_of(hot: Tensor, gpus: int) -> list[Tensor]:
-    """Which rows each GPU has: those of `hot` (H,), hottest first, go round."""
-    return [hot[number::gpus] for number in range(gpus)]
+def split_round_robin(values: Tensor, gpus: int) -> list[Tensor]:
+    """Split ranked values, such as ids or counts, (H,), into one part for each GPU."""
+    return [values[rank::gpus] for rank in range(gpus)]
 
 
-def handle_of(hot: Tensor, num_rows: int, row_bytes: int, number: int, of: int) -> Handle:
-    """The handle of a share that no GPU has: where CPUs gather, and count.
+def make_handle(ids: Tensor, num_rows: int, row_bytes: int, rank: int, world_size: int) -> Handle:
+    """Return the handle of a share without GPU memory, as for processes that gather on a CPU.
 
     Args:
-        hot: (H,) ids, the hottest first, on the host.
+        ids: (H,) ids of the cached rows, by descending score, on the host.
         num_rows: N.
-        row_bytes: of one row as it is stored.
-        number: of the share.
-        of: G.
+        row_bytes: bytes of one row as it is stored.
+        rank: of this process.
+        world_size: number of processes, G.
 
     Raises:
-        ValueError: there is no share of that number.
+        ValueError: `rank` is not in [0, world_size).
     """
-    if not 0 <= number < of:
+    if not 0 <= rank < world_size:
         raise ValueError(
-            f"no share number {number} of a hot set that {of} GPUs split\n\n"
-            "hint: shares are numbered from 0; `of` is the number of processes on this machine"
+            f"rank is {rank} with a world_size of {world_size}\n\n"
+            "hint: ranks are counted from 0; world_size is the number of processes on this machine"
         )
-    digest = hashlib.sha256(hot.numpy().tobytes()).hexdigest()[:16]
-    about = f"{len(hot)} of {num_rows} rows of {row_bytes} B, set {digest}"
-    return Handle(number, of, about, platform.node(), b"", 0)
+    digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16]
+    description = f"{len(ids)} of {num_rows} rows of {row_bytes} B, set {digest}"
+    return Handle(rank, world_size, description, platform.node(), b"", 0)
 
 
-def sorted_handles(own: Handle, handles: Sequence[Handle]) -> list[Handle]:
-    """The handles of all shares by number, if they are of one set on one machine.
+def check_handles(own: Handle, handles: Sequence[Handle]) -> list[Handle]:
+    """Check that handles are those of all ranks, of one cache on one machine; return them by rank.
 
     Raises:
-        ValueError: one is missing or is there twice, or processes have other rows or tables.
-        RuntimeError: one is of another machine.
+        ValueError: a handle is missing or duplicate, or processes cache other rows or tables.
+        RuntimeError: a process runs on another machine.
     """
-    found = sorted(handles, key=lambda handle: handle.number)
-    numbers = [handle.number for handle in found]
-    if numbers != list(range(own.of)) or {handle.of for handle in found} != {own.of}:
+    found = sorted(handles, key=lambda handle: handle.rank)
+    ranks = [handle.rank for handle in found]
+    if ranks != list(range(own.world_size)) or {each.world_size for each in found} != {
+        own.world_size
+    }:
         raise ValueError(
-            f"handles of shares {numbers} of a hot set that {own.of} GPUs split\n\n"
-            "hint: one of each is needed, this process's own among them"
+            f"handles of ranks {ranks} of a cache that is sharded over {own.world_size} GPUs\n\n"
+            "hint: pass one handle of each rank, including this one"
         )
     for handle in found:
         if handle.machine != own.machine:
             raise RuntimeError(
-                f"share {handle.number} lies on {handle.machine}, and this process is on "
-                f"{own.machine}\n\nhint: GPUs of one machine split a hot set; each machine has one"
+                f"the share of rank {handle.rank} is on {handle.machine}, and this process is on "
+                f"{own.machine}\n\nhint: a cache is sharded over the GPUs of one machine; each "
+                "machine needs a cache of its own"
             )
-        if handle.about != own.about:
+        if handle.description != own.description:
             raise ValueError(
-                f"share {handle.number} is of {handle.about}; this process has {own.about}\n\n"
-                "hint: all need the same size, ranking and seed, and the table from one file"
+                f"the share of rank {handle.rank} caches {handle.description}; this process caches "
+                f"{own.description}\n\n"
+                "hint: all ranks need the same size, ranking and seed, and the table from one file"
             )
     return found
 
 
-def split(
+def make_sharded_rows(
     rows: Tensor,
-    hot: Tensor,
+    ids: Tensor,
     devices: Sequence[torch.device],
     driver: Driver | None = None,
 ) -> list[CachedRows]:
-    """Split copies of rows of a table over several GPUs of this process.
+    """Copy rows of a table to several GPUs of this process, which read each other's memory.
 
     Args:
         rows: (N, D), each row contiguous, page-locked on the host.
-        hot: (H,) int64 in [0, N), all different, the hottest first, on the host.
-        devices: the GPUs, G of them, above 1.
-        driver: of the machine, if None.
+        ids: (H,) int64 in [0, N), unique, by descending score, on the host.
+        devices: G different GPUs, at least 2.
+        driver: the CUDA driver; the machine's if None.
 
     Returns:
-        For each GPU what it gathers by. All of them keep all of the memory.
+        The cached rows as each GPU reads them. Each of them keeps the memory of all GPUs.
 
     Raises:
-        RuntimeError: a GPU cannot read another's memory, or reads other bytes than are there, or
-            has too little memory.
+        RuntimeError: a GPU cannot read another's memory, reads wrong bytes from it, or has too
+            little memory.
     """
     pairs = list(permutations(devices, 2))
     for device, peer in pairs:
         if not torch.cuda.can_device_access_peer(device, peer):
-            raise RuntimeError(f"{device} cannot read the memory of {peer}\n\nhint: {INSTEAD}")
+            raise RuntimeError(f"{device} cannot read the memory of {peer}\n\nhint: {ALTERNATIVE}")
     driver = driver or _driver()
     for device, peer in pairs:
         code = driver.enable_peer(device.index, peer.index)
         if code != 0:
-            raise _no_way(device, str(peer), driver, code)
-    parts = parts_of(hot, len(devices))
+            raise _no_access(device, str(peer), driver, code)
+    parts = split_round_robin(ids, len(devices))
     memories = [
-        _copied(rows, ids, device, driver)[1] for ids, device in zip(parts, devices, strict=True)
+        _copy_rows(rows, part, device, driver)[1]
+        for part, device in zip(parts, devices, strict=True)
     ]
-    # the copies are there before another GPU reads them
+    # the copies must be complete before another GPU reads them
     driver.synchronize()
     slots, addresses = slots_of(parts, len(rows)), [memory.data_ptr() for memory in memories]
     copies = [
@@ -170,102 +177,108 @@ def split(
         for own, (device, memory) in enumerate(zip(devices, memories, strict=True))
     ]
     for each in copies:
-        _check_same(rows, parts, each)
+        _check_reads(rows, parts, each)
     return copies
 
 
-def share(
+def export_share(
     rows: Tensor,
-    hot: Tensor,
+    ids: Tensor,
     device: torch.device,
     handle: Handle,
     driver: Driver | None = None,
 ) -> Share:
-    """Copy one GPU's share of a hot set to it, for other processes to read.
+    """Copy one GPU's share of a sharded cache to it, in memory that other processes can open.
 
     Args:
-        rows: as for `split`.
-        hot: as for `split`, the same in all processes.
+        rows: see `make_sharded_rows`.
+        ids: see `make_sharded_rows`; the same in all processes.
         device: the GPU.
-        handle: which share it is; made by `handle_of`.
-        driver: of the machine, if None.
+        handle: made by `make_handle`; it determines which rows are copied.
+        driver: the CUDA driver; the machine's if None.
 
     Raises:
-        RuntimeError: the GPU has too little memory, or the driver shares none.
+        RuntimeError: the GPU has too little memory, or the driver cannot export it.
     """
     driver = driver or _driver()
-    parts = parts_of(hot, handle.of)
-    whole, memory = _copied(rows, parts[handle.number], device, driver)
-    code, opened = driver.export(device.index, whole.data_ptr())
+    parts = split_round_robin(ids, handle.world_size)
+    whole, memory = _copy_rows(rows, parts[handle.rank], device, driver)
+    code, exported = driver.export(device.index, whole.data_ptr())
     if code != 0:
         raise RuntimeError(
             f"other processes cannot read the memory of {device}: {driver.error_name(code)}\n\n"
-            f"hint: {INSTEAD}"
+            f"hint: {ALTERNATIVE}"
         )
-    # the copies are there before the handle is sent
+    # the copies must be complete before another process receives the handle
     driver.synchronize()
     stride_bytes = rows.stride(0) * rows.element_size()
-    # a copy lies behind a line as the row does in the table of the process that made it
-    lies = f"{stride_bytes} B apart, the first {rows.data_ptr() % LINE_BYTES} B after a line"
+    # a copy has the alignment of its row in the exporting process, which must be that of all tables
+    alignment = f"{stride_bytes} B apart, the first {rows.data_ptr() % LINE_BYTES} B after a line"
     offset = memory.data_ptr() - whole.data_ptr() if len(memory) else 0
-    made = replace(handle, about=f"{handle.about}, {lies}", memory=opened, offset=offset)
-    return Share(rows, parts, memory, made)
+    description = f"{handle.description}, {alignment}"
+    handle = replace(handle, description=description, memory=exported, offset=offset)
+    return Share(rows, parts, memory, handle)
 
 
-def join(mine: Share, handles: Sequence[Handle], driver: Driver | None = None) -> CachedRows:
-    """Open the other processes' shares.
+def open_shares(mine: Share, handles: Sequence[Handle], driver: Driver | None = None) -> CachedRows:
+    """Open the shares of the other processes.
 
     Args:
-        mine: this process's.
-        handles: of all, its own among them; from `sorted_handles`.
-        driver: of the machine, if None.
+        mine: the share of this process.
+        handles: of all ranks including this one, returned by `check_handles`.
+        driver: the CUDA driver; the machine's if None.
 
     Returns:
-        What this process's GPU gathers by, as long as the others keep their shares.
+        The cached rows as this process's GPU reads them. They are valid for as long as the other
+        processes keep their shares.
 
     Raises:
-        RuntimeError: the GPU cannot read another's memory, or reads other bytes than are there.
+        RuntimeError: the GPU cannot read another's memory, or reads wrong bytes from it.
     """
     driver, device = driver or _driver(), mine.memory.device
     slots, peers = slots_of(mine.parts, len(mine.rows)).to(device), None
     if len(handles) > 1:
-        kept: list[object] = [mine.memory]
+        references: list[object] = [mine.memory]
         addresses = []
         for handle in handles:
-            if handle.number == mine.handle.number:
-                # a process cannot open its own
+            if handle.rank == mine.handle.rank:
+                # CUDA does not open a handle in the process that exported it
                 addresses.append(mine.memory.data_ptr())
                 continue
-            opened = _Opened(driver, device, handle)
-            kept.append(opened)
-            addresses.append(opened.address + handle.offset)
-        peers = Peers(_int64(addresses, device), mine.handle.number, tuple(kept))
+            mapping = _Mapping(driver, device, handle)
+            references.append(mapping)
+            addresses.append(mapping.address + handle.offset)
+        peers = Peers(_int64(addresses, device), mine.handle.rank, tuple(references))
     copies = CachedRows(slots, mine.memory, peers)
-    _check_same(mine.rows, mine.parts, copies)
+    _check_reads(mine.rows, mine.parts, copies)
     return copies
 
 
-class _Opened:
-    """Another process's memory, open as long as this is kept."""
+class _Mapping:
+    """Another process's GPU memory, open until this object is deleted."""
 
     def __init__(self, driver: Driver, device: torch.device, handle: Handle) -> None:
         code, self.address = driver.open(device.index, handle.memory)
         if code != 0:
-            raise _no_way(device, f"process {handle.number}'s GPU", driver, code)
+            raise _no_access(device, f"rank {handle.rank}'s GPU", driver, code)
         weakref.finalize(self, driver.close, device.index, self.address).atexit = False
 
 
-def _copied(
+def _copy_rows(
     rows: Tensor, ids: Tensor, device: torch.device, driver: Driver
 ) -> tuple[Tensor, Tensor]:
-    """Memory of a GPU that others can open, and the copies in it."""
+    """Copy rows to GPU memory that other processes can open.
+
+    Returns:
+        The allocated memory, and its part with the copies.
+    """
     room = room_bytes(rows)
     num_bytes = len(ids) * room + LINE_BYTES
     code, whole = driver.allocate(device.index, num_bytes)
     if whole is None:
         raise RuntimeError(
-            f"no {num_bytes} bytes for hot rows on {device}: {driver.error_name(code)}\n\n"
-            "hint: a smaller hot set; `nvidia-smi` shows what else takes memory there"
+            f"no {num_bytes} bytes for cached rows on {device}: {driver.error_name(code)}\n\n"
+            "hint: a smaller cache; `nvidia-smi` shows what else takes memory there"
         )
     whole.zero_()
     memory = on_lines(whole, len(ids), room)
@@ -273,27 +286,28 @@ def _copied(
     return whole, memory
 
 
-def _check_same(rows: Tensor, parts: Sequence[Tensor], copies: CachedRows) -> None:
-    """Read some rows of each memory, which must be those of the table.
+def _check_reads(rows: Tensor, parts: Sequence[Tensor], copies: CachedRows) -> None:
+    """Compare some rows on each GPU, as this GPU reads them, with the table.
 
-    There are machines that promise peer access and give wrong bytes.
+    On some machines peer access is available and returns wrong bytes.
     """
     device = copies.memory.device
-    for number, part in enumerate(parts):
-        ids = part[:LOOKED_AT]
+    for rank, part in enumerate(parts):
+        ids = part[:NUM_CHECKED_ROWS]
         found = gather_cached(rows, ids.to(device), copies).cpu()
         expected = gather_reference(rows, ids)
         if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
             raise RuntimeError(
-                f"{device} reads other rows from GPU number {number} than this process's table "
-                "has\n\nhint: do all processes have the same table? If so, an IOMMU may be in the "
-                f"way; {INSTEAD}"
+                f"{device} reads rows from the GPU of rank {rank} that differ from this process's "
+                "table\n\nhint: do all processes have the same table? If so, an IOMMU may prevent "
+                f"peer access; {ALTERNATIVE}"
             )
 
 
-def _no_way(device: torch.device, peer: str, driver: Driver, code: int) -> RuntimeError:
+def _no_access(device: torch.device, peer: str, driver: Driver, code: int) -> RuntimeError:
     return RuntimeError(
-        f"{device} cannot read the memory of {peer}: {driver.error_name(code)}\n\nhint: {INSTEAD}"
+        f"{device} cannot read the memory of {peer}: {driver.error_name(code)}\n\n"
+        f"hint: {ALTERNATIVE}"
     )
 
 

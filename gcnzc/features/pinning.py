@@ -71,7 +71,7 @@ def pinned(rows: Tensor | FeatureTable) -> Iterator[FeatureTable]:
     if table.rows.numel() == 0:
         yield table
         return
-    ledger, device = registrations.process_ledger(), torch.cuda.current_device()
+    ledger, device = registrations.process_page_locks(), torch.cuda.current_device()
     with ExitStack() as locks:
         locked = None
         if ledger is not None and ledger.is_read_by(device):
@@ -102,7 +102,7 @@ def can_read_host(device: torch.device | str) -> bool:
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
-    ledger = registrations.process_ledger()
+    ledger = registrations.process_page_locks()
     return ledger is not None and ledger.is_read_by(index)
 
 
@@ -117,7 +117,7 @@ def needs_copy(table: FeatureTable) -> bool:
     """
     if not torch.cuda.is_available() or table.device.type != "cpu" or table.is_sparse:
         return False
-    ledger, rows = registrations.process_ledger(), table.rows
+    ledger, rows = registrations.process_page_locks(), table.rows
     if ledger is None or rows.numel() == 0 or not _read_only(rows):
         return False
     if not ledger.is_read_by(torch.cuda.current_device()):

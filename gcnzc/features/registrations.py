@@ -16,7 +16,7 @@ COPY_BYTES = 1 << 26
 _opening = ForkSafeLock()
 
 
-def process_ledger() -> PageLocks | None:
+def process_page_locks() -> PageLocks | None:
     """What this process has locked; None where there is no CUDA driver, as with AMD's GPUs."""
     # two ledgers would let go of what the other has
     with _opening:
@@ -74,6 +74,10 @@ def _stretches(source: Tensor) -> list[tuple[int, int]]:
     """What of `source` can be copied at a time; none if torch copies it to other memory first."""
     if source.device.type != "cpu" or source.layout != torch.strided or not source.is_contiguous():
         return []
-    if source.numel() == 0 or not torch.cuda.is_available() or (ledger := process_ledger()) is None:
+    if (
+        source.numel() == 0
+        or not torch.cuda.is_available()
+        or (ledger := process_page_locks()) is None
+    ):
         return []
     return ledger.stretches(source.data_ptr(), source.nbytes)

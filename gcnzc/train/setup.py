@@ -126,15 +126,17 @@ def cached_table(
     )
     if not config.cache_sharded or group.local_world_size == 1:
         return cached(table, size, ranking, device=device)
-    number, of = group.local_rank, group.local_world_size
-    own = cached_share(table, size, ranking, number=number, of=of, device=device)
-    return run(_joined(own, group.rank - number), group)
+    rank, world_size = group.local_rank, group.local_world_size
+    own = cached_share(table, size, ranking, rank=rank, world_size=world_size, device=device)
+    return run(_join(own, group.rank - rank), group)
 
 
-def _joined(own: CachedShare, first: int) -> Algorithm[CachedTable]:
+def _join(own: CachedShare, first: int) -> Algorithm[CachedTable]:
     """The table that reads what all workers of this machine have, of whom `first` is the first."""
     texts = yield from all_gather_text(own.handle.to_text())
-    return own.joined([Handle.from_text(text) for text in texts[first : first + own.handle.of]])
+    return own.join(
+        [Handle.from_text(text) for text in texts[first : first + own.handle.world_size]]
+    )
 
 
 @dataclass(frozen=True)

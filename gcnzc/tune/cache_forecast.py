@@ -8,8 +8,8 @@ from torch import Tensor
 from gcnzc.features.access_counts import (
     RANKINGS,
     Presample,
-    hit_rates_of,
-    own_hit_rates_of,
+    compute_hit_rates,
+    compute_own_hit_rates,
     rank_by_score,
 )
 from gcnzc.features.cache import cache_bytes, num_rows_to_cache
@@ -55,8 +55,8 @@ def forecast(
         scores = {"in-degree": degrees, "presampled": counted.scores}
         for name in RANKINGS:
             ranking = rank_by_score(scores[name])
-            measured[name] = hit_rates_of(ranking, fresh, sizes)
-            measured_own[name] = own_hit_rates_of(ranking, fresh, sizes, gpus)
+            measured[name] = compute_hit_rates(ranking, fresh, sizes)
+            measured_own[name] = compute_own_hit_rates(ranking, fresh, sizes, gpus)
     all_bytes = counted.nodes_per_batch * table.row_bytes
     lines = []
     for place, (share, size) in enumerate(zip(shares, sizes, strict=True)):

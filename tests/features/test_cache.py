@@ -80,11 +80,13 @@ def check_prediction(graph, seeds, fanouts, batch_size, batches=100):
     found = {
         "presampled": (
             counted.hit_rates(sizes),
-            access_counts.hit_rates_of(access_counts.rank_by_score(counted.scores), fresh, sizes),
+            access_counts.compute_hit_rates(
+                access_counts.rank_by_score(counted.scores), fresh, sizes
+            ),
         ),
         "in-degree": (
             counted.hit_rates_by(degrees, sizes),
-            access_counts.hit_rates_of(access_counts.rank_by_score(degrees), fresh, sizes),
+            access_counts.compute_hit_rates(access_counts.rank_by_score(degrees), fresh, sizes),
         ),
     }
     for name, (predicted, measured) in found.items():
@@ -115,7 +117,7 @@ def test_few_minibatches_promise_no_more_than_they_keep(kind, graphs):
     # the minibatches that choose a set look well on it: they would promise far too much
     counted = presampling.presample(graph, seeds, [5, 5], 64, batches=20)
     counts = counted.halves[0] + counted.halves[1]
-    flattered = access_counts.hit_rates_of(
+    flattered = access_counts.compute_hit_rates(
         access_counts.rank_by_score(counts), counts, sizes_of(graph)
     )
     measured = found["presampled"][1]
@@ -128,7 +130,7 @@ def test_few_minibatches_do_not_rank_by_chance(graphs):
     fresh = presampling.count_accesses(Loader(graph, None, seeds, [5, 5], 64), 100)
     counts = counted.halves[0] + counted.halves[1]
     plain, mine, degree = (
-        access_counts.hit_rates_of(access_counts.rank_by_score(scores), fresh, [12_000])[0]
+        access_counts.compute_hit_rates(access_counts.rank_by_score(scores), fresh, [12_000])[0]
         for scores in (counts, counted.scores, graph.in_degrees())
     )
     assert mine > plain + 0.2
@@ -197,7 +199,7 @@ def test_minibatches_of_all_training_nodes(small):
     fresh = presampling.count_accesses(Loader(graph, None, seeds, [2], len(seeds)), 3)
     assert (fresh[seeds] == 3).all()
     (predicted,) = counted.hit_rates([len(seeds)])
-    (measured,) = access_counts.hit_rates_of(
+    (measured,) = access_counts.compute_hit_rates(
         access_counts.rank_by_score(counted.scores), fresh, [len(seeds)]
     )
     assert abs(predicted - measured) < 0.01
@@ -234,14 +236,14 @@ def test_a_cached_table_gathers_the_same_rows(share, dtype, small):
             assert torch.equal(mine.gather(ids), table.gather(ids))
             assert mine.gather(ids, out, threads=2) is out
             assert torch.equal(out, table.gather(ids))
-            asked, hits = asked + 2 * count, hits + 2 * int(torch.isin(ids, mine.hot).sum())
+            asked, hits = asked + 2 * count, hits + 2 * int(torch.isin(ids, mine.cached_ids).sum())
     counters = mine.counters()
     assert (counters.rows, counters.hits) == (asked, hits)
     assert counters.bytes_saved == hits * 6 * dtype.itemsize
     assert counters.hit_rate == hits / asked
     if share == 1.0:
         assert counters.hit_rate == 1.0
-    assert repr(mine) == f"CachedTable({table!r}, {mine.num_cached} hot rows counted)"
+    assert repr(mine) == f"CachedTable({table!r}, {mine.num_cached} cached rows, not copied)"
     mine.reset_counters()
     assert mine.counters() == cache_counters.CacheCounters(0, 0, 6 * dtype.itemsize)
     assert mine.counters().hit_rate == 0.0
@@ -255,12 +257,12 @@ def test_an_id_outside_is_not_counted(small):
     assert mine.counters().rows == 0
 
 
-def test_the_hot_rows_are_those_that_rank_highest():
+def test_the_rows_with_the_highest_scores_are_cached():
     scores = torch.tensor([1.0, 5.0, 3.0, 5.0, 3.0, 0.0, 3.0])
     table = FeatureTable(torch.zeros(7, 2))
     for num_cached, expected in ((1, [1]), (2, [1, 3]), (4, [1, 2, 3, 4]), (7, list(range(7)))):
         mine = gcnzc.cached(table, num_cached / 7, scores, device="cpu")
-        assert mine.hot.tolist() == expected
+        assert mine.cached_ids.tolist() == expected
         assert mine.num_cached == num_cached
         assert mine.hits(torch.arange(7)) == num_cached
     assert mine.hits(torch.tensor([7])) == -1
@@ -274,7 +276,7 @@ def test_sizes_in_bytes(device):
         mine = gcnzc.cached(table, num_bytes, scores, device="cpu")
         assert mine.num_cached == num_cached
         assert mine.cache_nbytes == num_bytes
-        copies = make_cached_rows(rows, mine.hot, device)
+        copies = make_cached_rows(rows, mine.cached_ids, device)
         assert copies.nbytes <= num_bytes
         assert gcnzc.cached(table, num_bytes + 100, scores, device="cpu").num_cached == num_cached
         with_copies = replace(mine, copies=copies)
@@ -289,8 +291,8 @@ def test_sizes_in_bytes(device):
         (1.5, "a share 1.5 of the rows"),
         (-0.1, "a share -0.1"),
         (float("nan"), "a share nan"),
-        (0, "0 bytes hold no hot row"),
-        (4000, "4000 bytes hold no hot row: the first takes 4512 bytes"),
+        (0, "0 bytes are too few for one cached row"),
+        (4000, "4000 bytes are too few for one cached row: it takes 4512 bytes"),
     ],
 )
 def test_sizes_that_make_no_sense(size, message):
@@ -311,7 +313,7 @@ def test_rows_that_a_gpu_cannot_read():
     table = FeatureTable(torch.zeros(10, 2))
     with pytest.raises(ValueError, match=r"cuda:0 cannot read the rows .* not page-locked"):
         gcnzc.cached(table, 0.5, torch.rand(10), device="cuda:0")
-    with pytest.raises(ValueError, match="all rows of this table lie on meta"):
+    with pytest.raises(ValueError, match="all rows of this table are on meta"):
         gcnzc.cached(FeatureTable(torch.zeros(10, 2, device="meta")), 0.5, torch.rand(10))
 
 
@@ -334,7 +336,7 @@ def test_a_loader_gathers_and_counts(threads, small):
             assert torch.equal(plain.x, batch.x)
             rows, hits = (
                 rows + len(batch.nodes),
-                hits + int(torch.isin(batch.nodes, mine.hot).sum()),
+                hits + int(torch.isin(batch.nodes, mine.cached_ids).sum()),
             )
     counters = mine.counters()
     assert (counters.rows, counters.hits) == (rows, hits)
@@ -343,7 +345,7 @@ def test_a_loader_gathers_and_counts(threads, small):
     fresh = presampling.count_accesses(
         Loader(graph, None, seeds, **options), len(Loader(graph, None, seeds, **options))
     )
-    assert access_counts.hit_rates_of(
+    assert access_counts.compute_hit_rates(
         access_counts.rank_by_score(counted.scores), fresh, [mine.num_cached]
     ) == [counters.hit_rate]
 
@@ -373,13 +375,13 @@ def test_copies_are_what_is_gathered(device):
     rows = torch.randn(200, 30)
     table = FeatureTable(rows if device.type == "cpu" else rows.pin_memory())
     mine = gcnzc.cached(table, 0.3, torch.rand(200), device="cpu")
-    mine = replace(mine, copies=make_cached_rows(table.rows, mine.hot, device))
+    mine = replace(mine, copies=make_cached_rows(table.rows, mine.cached_ids, device))
     before, ids = rows.clone(), torch.randint(200, (500,))
-    table.rows[mine.hot] = 0
+    table.rows[mine.cached_ids] = 0
     for kind in (torch.int32, torch.int64):
         assert torch.equal(mine.gather(ids.to(device, kind)).cpu(), before[ids])
     counters = mine.counters()
-    assert (counters.rows, counters.hits) == (1000, 2 * int(torch.isin(ids, mine.hot).sum()))
+    assert (counters.rows, counters.hits) == (1000, 2 * int(torch.isin(ids, mine.cached_ids).sum()))
 
 
 def test_hits_on_several_streams_add_up():
@@ -403,17 +405,17 @@ def test_codes_are_cached_as_they_are_stored(scale_columns, dtype, device):
     assert torch.equal(mine.gather(ids), expected[ids])
     if device.type == "cuda":
         mine = replace(mine, rows=mine.rows.pin_memory())
-    mine = replace(mine, copies=make_cached_rows(mine.rows, mine.hot, device))
-    mine.rows.view(torch.uint8)[mine.hot] = 0
+    mine = replace(mine, copies=make_cached_rows(mine.rows, mine.cached_ids, device))
+    mine.rows.view(torch.uint8)[mine.cached_ids] = 0
     assert torch.equal(mine.gather(ids.to(device)).cpu(), expected[ids])
     # the tally is the same one
     assert mine.counters().rows == 1000
-    assert mine.counters().bytes_saved == 2 * 30 * int(torch.isin(ids, mine.hot).sum())
+    assert mine.counters().bytes_saved == 2 * 30 * int(torch.isin(ids, mine.cached_ids).sum())
 
 
 @pytest.mark.parametrize("gpus", [2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_a_split_set_gathers_the_same_rows(dtype, gpus, small):
+def test_a_sharded_cache_gathers_the_same_rows(dtype, gpus, small):
     graph, _ = small
     table = FeatureTable((100 * table_for(graph).rows).to(dtype))
     scores = torch.rand(graph.num_nodes)
@@ -424,14 +426,16 @@ def test_a_split_set_gathers_the_same_rows(dtype, gpus, small):
         for kind in (torch.int32, torch.int64):
             ids = torch.randint(graph.num_nodes, (count,), dtype=kind)
             assert torch.equal(mine.gather(ids), table.gather(ids))
-            asked, found = asked + count, torch.isin(ids, mine.hot)
+            asked, found = asked + count, torch.isin(ids, mine.cached_ids)
             hits += int(found.sum())
             peer_hits += int((found & ~torch.isin(ids, own)).sum())
     row_bytes = 6 * dtype.itemsize
     assert mine.counters() == cache_counters.CacheCounters(asked, hits, row_bytes, peer_hits)
     assert mine.counters().own_hit_rate == (hits - peer_hits) / asked
     assert mine.counters().bytes_saved == hits * row_bytes
-    assert repr(mine).endswith(f"{mine.num_cached} hot rows split over {gpus} GPUs, counted)")
+    assert repr(mine).endswith(
+        f"{mine.num_cached} cached rows, sharded over {gpus} GPUs, not copied)"
+    )
     with pytest.raises(IndexError, match=f"id {graph.num_nodes} is not in a table"):
         mine.gather(torch.tensor([0, graph.num_nodes]))
     assert mine.peer_hits(torch.tensor([0, graph.num_nodes])) == 0
@@ -441,11 +445,11 @@ def test_a_split_set_gathers_the_same_rows(dtype, gpus, small):
     assert mine.counters().own_hit_rate == 0.0
 
 
-def test_a_set_of_one_gpu_is_not_split():
+def test_a_cache_on_one_gpu_is_not_sharded():
     table, scores = FeatureTable(torch.randn(50, 3)), torch.rand(50)
     for mine in (
         gcnzc.cached(table, 0.2, scores, devices=["cpu"]),
-        (share := gcnzc.cached_share(table, 0.2, scores, number=0, of=1, device="cpu")).joined(
+        (share := gcnzc.cached_share(table, 0.2, scores, rank=0, world_size=1, device="cpu")).join(
             [share.handle]
         ),
     ):
@@ -460,60 +464,80 @@ def test_copies_of_several_gpus_are_what_is_gathered(monkeypatch):
     table, scores = FeatureTable(torch.randn(200, 30)), torch.rand(200)
     mine = gcnzc.cached(table, 0.3, scores, devices=["cpu"] * 3)
     places = [torch.device("cpu")] * 3
-    copies = peer_memory.split(
+    copies = peer_memory.make_sharded_rows(
         table.rows, access_counts.rank_by_score(scores)[:60], places, FakePeers()
     )
     before, ids = table.rows.clone(), torch.randint(200, (500,))
-    table.rows[mine.hot] = 0
+    table.rows[mine.cached_ids] = 0
     counted = mine.peer_hits(ids)
     for number, first in enumerate(copies):
-        others = tuple(each for each in copies if each is not first)
-        again = replace(mine, copies=first, others=others, _peer_tally=cache_counters.Tally())
+        other_copies = tuple(each for each in copies if each is not first)
+        again = replace(
+            mine, copies=first, other_copies=other_copies, _peer_tally=cache_counters.Tally()
+        )
         again.reset_counters()
         assert again.cache_nbytes == first.nbytes == cache.cache_bytes(table, 60, 3)
         assert torch.equal(again.gather(ids), before[ids])
         own = access_counts.rank_by_score(scores)[number:60:3]
-        hits = int(torch.isin(ids, mine.hot).sum())
+        hits = int(torch.isin(ids, mine.cached_ids).sum())
         peer_hits = hits - int(torch.isin(ids, own).sum())
         assert again.counters() == cache_counters.CacheCounters(500, hits, 120, peer_hits)
         # by bits, and by slots
         assert number > 0 or peer_hits == counted
 
 
-@pytest.mark.parametrize("of", [1, 3])
-def test_processes_split_a_set(of, small):
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_processes_shard_a_cache(world_size, small):
     graph, seeds = small
     table = table_for(graph)
     options = {"fanouts": [5, 5], "batch_size": 64, "seed": 2}
     counted = gcnzc.presample(graph, seeds, [5, 5], 64, seed=2)
     shares = [
-        gcnzc.cached_share(table, 0.1, counted, number=number, of=of, device="cpu")
-        for number in range(of)
+        gcnzc.cached_share(table, 0.1, counted, rank=rank, world_size=world_size, device="cpu")
+        for rank in range(world_size)
     ]
     sent = [pickle.loads(pickle.dumps(share.handle)) for share in shares]
     whole = gcnzc.cached(table, 0.1, counted, device="cpu")
-    for number, share in enumerate(shares):
-        mine = share.joined(sent[::-1])
-        assert torch.equal(mine.hot, whole.hot)
-        own = access_counts.rank_by_score(counted.scores)[number : mine.num_cached : of]
+    for rank, share in enumerate(shares):
+        mine = share.join(sent[::-1])
+        assert torch.equal(mine.cached_ids, whole.cached_ids)
+        own = access_counts.rank_by_score(counted.scores)[rank : mine.num_cached : world_size]
         assert (mine.hits(own), mine.peer_hits(own)) == (len(own), 0)
         assert mine.predicted_hit_rate == pytest.approx(whole.predicted_hit_rate, rel=1e-12)
-        loader = Loader(graph, mine, seeds, **options, rank=number, world_size=of)
+        loader = Loader(graph, mine, seeds, **options, rank=rank, world_size=world_size)
         for batch in loader:
             assert torch.equal(batch.x, table.rows[batch.nodes])
         counters = mine.counters()
         assert abs(counters.hit_rate - mine.predicted_hit_rate) < 0.03
-        assert abs(counters.own_hit_rate - mine.predicted_own_hit_rate) < 0.03 / of
-        assert (counters.peer_hits > 0) == (of > 1)
-    with pytest.raises(ValueError, match="of a hot set that"):
-        shares[0].joined(sent[1:])
-    other = gcnzc.cached_share(table, 0.2, counted, number=0, of=of, device="cpu")
-    with pytest.raises(ValueError, match="share 0 is of 12000 of 60000 rows"):
-        shares[-1].joined([other.handle, *sent[1:]])
+        assert abs(counters.own_hit_rate - mine.predicted_own_hit_rate) < 0.03 / world_size
+        assert (counters.peer_hits > 0) == (world_size > 1)
+    with pytest.raises(ValueError, match="of a cache that is sharded"):
+        shares[0].join(sent[1:])
+    other = gcnzc.cached_share(table, 0.2, counted, rank=0, world_size=world_size, device="cpu")
+    with pytest.raises(ValueError, match="rank 0 caches 12000 of 60000 rows"):
+        shares[-1].join([other.handle, *sent[1:]])
+
+
+def test_old_names_of_arguments_and_attributes_work_and_warn():
+    table, scores = FeatureTable(torch.randn(50, 3)), torch.rand(50)
+    with pytest.warns(DeprecationWarning, match="of cached_share is now") as warned:
+        share = gcnzc.cached_share(table, 0.2, scores, number=0, of=1, device="cpu")
+    assert [str(each.message).partition(";")[0] for each in warned] == [
+        "argument number of cached_share is now rank",
+        "argument of of cached_share is now world_size",
+    ]
+    with pytest.warns(DeprecationWarning, match=r"CachedShare\.joined is now CachedShare\.join;"):
+        mine = share.joined([share.handle])
+    with pytest.warns(DeprecationWarning, match="num_hot is now CachedTable.num_cached"):
+        assert mine.num_hot == mine.num_cached == 10
+    with pytest.warns(DeprecationWarning, match="hot_nbytes is now CachedTable.cache_nbytes"):
+        assert mine.hot_nbytes == mine.cache_nbytes
+    with pytest.raises(TypeError, match=r"by two names(.|\n)*hint: use rank, world_size"):
+        gcnzc.cached_share(table, 0.2, scores, number=0, rank=0, world_size=1, device="cpu")
 
 
 @pytest.mark.parametrize("gpus", [2, 8])
-def test_every_gpu_has_as_much_of_what_is_hot(gpus, small):
+def test_hits_are_balanced_over_the_gpus_of_a_sharded_cache(gpus, small):
     graph, seeds = small
     counted = presampling.presample(graph, seeds, [5, 5], 64, batches=20)
     sizes, degrees = [600, 6000], graph.in_degrees()
@@ -522,8 +546,8 @@ def test_every_gpu_has_as_much_of_what_is_hot(gpus, small):
         (counted.hit_rates(sizes), counted.own_hit_rates(sizes, gpus)),
         (counted.hit_rates_by(degrees, sizes), counted.own_hit_rates_by(degrees, sizes, gpus)),
         (
-            access_counts.hit_rates_of(access_counts.rank_by_score(degrees), fresh, sizes),
-            access_counts.own_hit_rates_of(
+            access_counts.compute_hit_rates(access_counts.rank_by_score(degrees), fresh, sizes),
+            access_counts.compute_own_hit_rates(
                 access_counts.rank_by_score(degrees), fresh, sizes, gpus
             ),
         ),
@@ -531,14 +555,14 @@ def test_every_gpu_has_as_much_of_what_is_hot(gpus, small):
         for rate, of_gpus in zip(rates, own, strict=True):
             assert len(of_gpus) == gpus
             assert sum(of_gpus) == pytest.approx(rate, rel=1e-9)
-            # and no link carries much more than another
+            # no GPU serves many more reads than another
             assert max(of_gpus) - min(of_gpus) < 0.1 * rate / gpus
 
 
-def test_sizes_of_split_sets():
+def test_sizes_of_sharded_caches():
     table, scores = FeatureTable(torch.zeros(1000, 100)), torch.rand(1000)
     for gpus in (1, 2, 3):
-        # bytes are of each GPU, a share is of the whole set
+        # bytes are of each GPU, a share is of the whole cache
         num_bytes = cache.cache_bytes(table, 50)
         mine = gcnzc.cached(table, num_bytes, scores, devices=["cpu"] * gpus)
         assert mine.num_cached == 50 * gpus
@@ -563,8 +587,8 @@ def test_sizes_of_split_sets():
     ],
     ids=str,
 )
-def test_devices_that_cannot_split_a_set(given):
-    with pytest.raises(ValueError, match=r"cannot be split over \[.*\](.|\n)*hint: GPUs"):
+def test_devices_that_cannot_share_a_cache_are_rejected(given):
+    with pytest.raises(ValueError, match=r"cannot be sharded over \[.*\](.|\n)*GPUs"):
         gcnzc.cached(FeatureTable(torch.zeros(10, 2)), 0.5, torch.rand(10), **given)
 
 
@@ -579,9 +603,9 @@ def test_a_loader_on_a_gpu(small, device):
         for batch in Loader(graph, mine, seeds, [5, 5], 128, device=device):
             nodes = batch.nodes.cpu()
             assert torch.equal(batch.x.cpu(), table.rows[nodes])
-            rows, hits = rows + len(nodes), hits + int(torch.isin(nodes, mine.hot).sum())
+            rows, hits = rows + len(nodes), hits + int(torch.isin(nodes, mine.cached_ids).sum())
         assert (mine.counters().rows, mine.counters().hits) == (rows, hits)
-        # gathered on the host, where no copy is of use
+        # a gather on the host does not read the copies
         assert torch.equal(mine.gather(nodes), table.rows[nodes])
         assert mine.counters().hits == hits
 

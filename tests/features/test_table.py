@@ -137,7 +137,7 @@ def test_a_table_keeps_its_way_and_gathers_by_it(quantized, device, monkeypatch)
     assert told == [way, None, way, None]
     if device.type == "cpu":
         # as a GPU would
-        copied = replace(cached, copies=make_cached_rows(plain.rows, cached.hot, device))
+        copied = replace(cached, copies=make_cached_rows(plain.rows, cached.cached_ids, device))
         assert torch.equal(copied.gather(ids), plain.gather(ids))
         assert told[-2:] == [way, None]
 
@@ -600,7 +600,7 @@ def test_wsl_that_locks_a_page_but_not_the_table(cuda, caplog, monkeypatch):
     driver = cuda(FakeDriver(largest=PAGE))
     small, large = torch.randn(3, 8), torch.randn(3000, 8)
     # the ledger of `cuda` would go on down to single pages
-    monkeypatch.setattr(registrations.process_ledger(), "_smallest_bytes", 4 * PAGE)
+    monkeypatch.setattr(registrations.process_page_locks(), "_smallest_bytes", 4 * PAGE)
     with pytest.raises(RuntimeError, match="would not lock"), pinned(large):
         pytest.fail("nothing is locked here")
     monkeypatch.setattr(platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
@@ -657,7 +657,7 @@ def test_one_ledger_for_a_process(monkeypatch):
         with ThreadPoolExecutor(4) as pool:
             ledgers = {
                 id(ledger)
-                for ledger in pool.map(lambda _: registrations.process_ledger(), range(4))
+                for ledger in pool.map(lambda _: registrations.process_page_locks(), range(4))
             }
         assert len(ledgers) == len(made) == 1
     finally:
@@ -671,7 +671,7 @@ def test_no_ledger_without_a_driver(monkeypatch):
     monkeypatch.setattr(registrations, "Driver", missing)
     registrations._open_ledger.cache_clear()
     try:
-        assert registrations.process_ledger() is None
+        assert registrations.process_page_locks() is None
     finally:
         registrations._open_ledger.cache_clear()
 

@@ -367,7 +367,7 @@ def pin_prepared(folder, codes):
 def pin_once(data, group, code):
     driver = FakeDriver(read_only_code=code)
     ledger = PageLocks(driver)
-    registrations.process_ledger = lambda: ledger
+    registrations.process_page_locks = lambda: ledger
     with feature_table(data, "host", torch.device("cuda"), group) as table:
         assert driver.is_covered(table.rows.data_ptr(), table.nbytes)
         assert torch.equal(table.rows, data.table.rows)
