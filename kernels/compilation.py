@@ -1,4 +1,4 @@
-"""Report when numba or Triton compiles kernels, which takes seconds in a first run."""
+"""Report the compilation of numba and Triton kernels, which takes seconds in a first run."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,15 +8,15 @@ from typing import Any
 import triton
 from numba.core import event
 
-REPORT_S = 1.0  # of compilation in all before it is reported
+REPORT_S = 1.0  # total seconds of compilation before it is reported
 
 
 @contextmanager
 def report_compilation(say: Callable[[str], None]) -> Iterator[None]:
-    """Call `say` once, when compilation has taken more than REPORT_S seconds.
+    """Call `say` once with a message when compilation has taken more than REPORT_S seconds.
 
-    Kernels that are loaded from a cache on disk do not count. Threads may compile side by side;
-    their seconds are added.
+    Kernels that are loaded from the cache on disk do not count. The times of threads that compile
+    in parallel are added.
     """
     watch = _Watch(say)
     listener = _Listener(watch)
@@ -34,7 +34,7 @@ def report_compilation(say: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Watch:
-    """Seconds of compilation, and whether they were reported."""
+    """Adds up the seconds of compilation, and reports them once."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.seconds, self.is_reported = say, 0.0, False
@@ -60,7 +60,7 @@ class _Watch:
 
 
 class _Listener(event.Listener):
-    """Times numba's compiler; what a kernel calls is compiled within it, and counts once."""
+    """Measures numba's compilation; functions compiled within a caller's are not counted twice."""
 
     def __init__(self, watch: _Watch) -> None:
         self.watch, self.depth = watch, 0

@@ -5,15 +5,19 @@ from torch import Tensor
 
 
 def are_finite(*tensors: Tensor) -> Tensor:
-    """() bool on the device of the tensors: whether all their elements are, True of none.
+    """Return whether all elements of the tensors are finite, without synchronizing with a GPU.
 
-    Reads them once, while `Tensor.isfinite` makes other vectors, and a norm without end is a loop
-    of its own on a CPU: every step asks this of every gradient.
+    Reads each tensor once and allocates no temporary of its size, unlike `Tensor.isfinite`, since
+    optimizers check every gradient in every step.
 
     Args:
-        tensors: at least one, all on one device, of any shapes, and of floats of at least 16 bits.
+        tensors: at least one, all on one device, of any shapes, with a floating-point dtype of at
+            least 16 bits.
+
+    Returns:
+        () bool on the device of the tensors; True if they have no elements.
     """
-    # one element that is no number makes both so
+    # one NaN makes both the minimum and the maximum NaN
     bounds = [bound for each in tensors if each.numel() for bound in torch.aminmax(each)]
     if not bounds:
         return torch.ones((), dtype=torch.bool, device=tensors[0].device)

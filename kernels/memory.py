@@ -1,10 +1,11 @@
-"""Prefetches, streaming stores and wide moves, as numba intrinsics.
+"""Prefetches, streaming stores and wide copies as numba intrinsics, for memory-bound kernels.
 
-For kernels that are bound by memory. Addresses are integers, so one compiled kernel serves every
-dtype; the caller keeps the tensors alive, and answers for what lies there.
+Addresses are integers, so that one compiled kernel works for every dtype. The caller keeps the
+tensors alive and guarantees that addresses are valid.
 
-A streaming (non-temporal) store writes a whole line without reading it first and without filling
-the cache. LLVM makes of a 64 B move what the processor has: one instruction, two or four.
+A streaming (non-temporal) store writes a whole cache line without reading it first and without
+allocating it in the cache. LLVM lowers a 64 B copy to one, two or four instructions, as the
+processor allows.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from numba.extending import intrinsic
 
 LINE_BYTES = 64
 
-# without its types, which count the typing context among the arguments of a call
+# untyped: numba's annotations count the typing context among the arguments of a call
 _intrinsic: Any = intrinsic
 
 _BYTE = ir.IntType(8)
@@ -29,7 +30,7 @@ def _prefetch(locality):
             pointer = _BYTE.as_pointer()
             wanted = ir.FunctionType(ir.VoidType(), [pointer, _INT32, _INT32, _INT32])
             function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], wanted)
-            # 0 is to read, 1 is data
+            # arguments: 0 for a read, the locality, 1 for the data cache
             line = builder.inttoptr(args[0], pointer)
             builder.call(function, [line, _INT32(0), _INT32(locality), _INT32(1)])
             return context.get_dummy_value()
@@ -39,15 +40,15 @@ def _prefetch(locality):
     return ask
 
 
-# ask for the line at an address; one that does not exist is no error
+# prefetch the line at an address; an invalid address is no error
 prefetch = _prefetch(3)
-# likewise for a line that is read once: it does not push others out of the outer caches
+# the same for a line that is read once, which does not evict lines of the outer caches
 prefetch_once = _prefetch(0)
 
 
 @_intrinsic
 def fence(_typing):
-    """Order streaming stores before whatever another thread is told next."""
+    """Make earlier streaming stores visible to other threads before later stores."""
 
     def codegen(context, builder, _signature, _args):
         builder.fence("seq_cst")
@@ -57,7 +58,7 @@ def fence(_typing):
 
 
 def _move(num_bytes, streaming=False, count=1):
-    # `count` moves of vectors that follow each other: all loads, then all stores
+    # copies `count` consecutive vectors: all loads, then all stores
     @_intrinsic
     def move(_typing, _to, _from):
         def codegen(context, builder, _signature, args):
@@ -89,7 +90,7 @@ move_16 = _move(16)
 move_32 = _move(32)
 move_64 = _move(64)
 move_256 = _move(64, count=4)
-# to an address that is a multiple of 64
+# to an address aligned to 64 B
 stream_64 = _move(64, streaming=True)
 stream_256 = _move(64, streaming=True, count=4)
 stream_512 = _move(64, streaming=True, count=8)
@@ -108,14 +109,14 @@ def _load(bits):
     return load
 
 
-# a signed integer at any address, as int64
+# load a signed integer from any address, as int64
 load_int32 = _load(32)
 load_int64 = _load(64)
 
 
 @_intrinsic
 def lines_on_stack(_typing):
-    """The address of four lines of scratch memory that lives until the caller returns."""
+    """Return the address of four cache lines on the stack, valid until the caller returns."""
 
     def codegen(_context, builder, _signature, _args):
         with builder.goto_entry_block():
@@ -128,7 +129,7 @@ def lines_on_stack(_typing):
 
 @njit(nogil=True, cache=True)
 def move_few(to, from_, num_bytes):
-    """Copy fewer than 64 bytes, and touch no others: in pieces that may overlap."""
+    """Copy fewer than 64 bytes, in pieces that may overlap; no other bytes are accessed."""
     if num_bytes >= 32:
         move_32(to, from_)
         move_32(to + num_bytes - 32, from_ + num_bytes - 32)

@@ -1,11 +1,11 @@
 """Philox 4x32-10: four random 32-bit words as a function of a counter and a key.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
-https://doi.org/10.1145/2063384.2063405. Triton's `tl.philox` gives the same words, and its
+https://doi.org/10.1145/2063384.2063405. Triton's `tl.philox` computes the same words, and
 `tl.randint4x(seed, offset)` those of the counter (offset, 0, 0, 0) and the key of `seed`.
 
-A random choice that is a function of what it is for does not depend on who makes it: any thread,
-worker or device draws the same.
+The generator has no state: the random words of a node or element depend only on its counter and the
+key, so every thread, process and device computes the same ones.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from numba import njit, uint64
 from numpy.typing import ArrayLike, NDArray
 
 ROUNDS = 10
-# the paper's constants: two multipliers, and the Weyl steps of the key
+# the constants of the paper: two multipliers, and the Weyl sequence of the key
 MULTIPLIER_0 = 0xD2511F53
 MULTIPLIER_1 = 0xCD9E8D57
 WEYL_0 = 0x9E3779B9
@@ -22,10 +22,10 @@ MASK = 0xFFFFFFFF
 
 
 def split_key(seed: int) -> tuple[int, int]:
-    """The key of a 64-bit seed: its low and its high 32 bits.
+    """Return the key of a 64-bit seed: its low and its high 32 bits.
 
     Args:
-        seed: in [-2**63, 2**64); negative ones count from 2**64, as in Triton.
+        seed: in [-2**63, 2**64); a negative seed is taken modulo 2**64, as in Triton.
 
     Raises:
         ValueError: `seed` does not fit 64 bits.
@@ -38,14 +38,15 @@ def split_key(seed: int) -> tuple[int, int]:
 def philox4x32_reference(
     c0: ArrayLike, c1: ArrayLike, c2: ArrayLike, c3: ArrayLike, k0: ArrayLike, k1: ArrayLike
 ) -> tuple[NDArray[np.uint32], ...]:
-    """What `philox4x32` must equal, for arrays of counters and keys.
+    """Reference for `philox4x32`, for arrays of counters and keys.
 
     Args:
-        c0, c1, c2, c3: the counter's words, integers in [0, 2**32) or arrays of them.
-        k0, k1: the key's words, likewise; all broadcast against each other.
+        c0, c1, c2, c3: words of the counters, integers in [0, 2**32) or arrays of them.
+        k0, k1: words of the keys, integers in [0, 2**32) or arrays of them. All arguments are
+            broadcast against each other.
 
     Returns:
-        Four uint32 arrays of the common shape.
+        Four uint32 arrays of the broadcast shape.
     """
     c0, c1, c2, c3, k0, k1 = (np.asarray(word, np.uint64) for word in (c0, c1, c2, c3, k0, k1))
     mask, half = np.uint64(MASK), np.uint64(32)
@@ -58,16 +59,16 @@ def philox4x32_reference(
     return tuple(np.asarray(word, np.uint32) for word in np.broadcast_arrays(c0, c1, c2, c3))
 
 
-# inlined by numba, since LLVM inlines too late for the caller's loop to become vector code
+# inlined by numba, since LLVM inlines too late to vectorize the caller's loop
 @njit(inline="always")
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Four words in [0, 2**32), as uint64, for compiled callers.
+    """Return four random words in [0, 2**32) as uint64, for compiled callers.
 
     Args:
-        c0, c1, c2, c3: the counter's words, unsigned, below 2**32.
-        k0, k1: the key's words, unsigned, below 2**32.
+        c0, c1, c2, c3: words of the counter, unsigned, below 2**32.
+        k0, k1: words of the key, unsigned, below 2**32.
     """
-    # in 64 bits throughout: numba would turn a mixture with int64 into float64
+    # uint64 throughout, since numba converts uint64 mixed with int64 to float64
     c0, c1, c2, c3 = uint64(c0), uint64(c1), uint64(c2), uint64(c3)
     k0, k1 = uint64(k0), uint64(k1)
     for _ in range(ROUNDS):

@@ -65,7 +65,7 @@ class Transfer:
         self._device = Pool(
             lambda num_bytes: streams.device_memory(num_bytes, copying),
             small_bytes=0,
-            before_end=lambda events: _wait(copying, events),
+            on_release=lambda events: _wait(copying, events),
         )
         self._lock = threading.Lock()
         # what copies read on the host, and the event after which they have
@@ -235,7 +235,7 @@ class _Memory:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *writers: Stream) -> Tensor:
         """Memory into which `writers` may write what they queue next."""
-        tensor, events = self.pool.lend(shape, dtype, self._ends)
+        tensor, events = self.pool.allocate(shape, dtype, self._ends)
         for writer in writers:
             _wait(writer, events)
         return tensor

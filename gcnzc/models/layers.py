@@ -230,7 +230,7 @@ class GATLayer(Layer):
             rows.view(len(rows), parts, -1),
             scores,
             self._scores(x_target, self.target_attention),
-            own=hop.own,
+            self_index=hop.own,
             dropout=self.dropout if self.training else 0.0,
             seed=draw_seed() if self.training and self.dropout else 0,
         )

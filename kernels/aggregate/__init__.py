@@ -1,9 +1,9 @@
 """Sum the rows of in-neighbours: `out[t] = b[t] * sum of a[s] * x[s] over the edges s -> t`.
 
-With `b` one over the number of edges it is GraphSAGE's mean (Hamilton et al., 2017,
-https://arxiv.org/abs/1706.02216), with both scales Kipf and Welling's normalisation (2017,
-https://arxiv.org/abs/1609.02907). The gradient is the same sum over the block turned round, with
-`a` and `b` exchanged, so every row of it is written once and in a fixed order.
+With `b[t]` = 1 / in-degree this is GraphSAGE's mean (Hamilton et al., 2017,
+https://arxiv.org/abs/1706.02216); with both scales it is the normalisation of Kipf and Welling
+(2017, https://arxiv.org/abs/1609.02907). The gradient is the same sum over the transposed block
+with `a` and `b` exchanged, so each of its rows is written once, in a fixed order of summation.
 
 Letters: S sources, T targets, E edges of the block, F columns.
 """
@@ -24,25 +24,26 @@ from gcnzc.kernels.memory import LINE_BYTES, prefetch
 from gcnzc.kernels.structure.transpose import transpose
 from gcnzc.kernels.threads import parallel_for
 
-AHEAD_BYTES = 8192  # of rows asked for before they are summed; bench/aggregate.py says why
+PREFETCH_BYTES = 8192  # bytes of rows prefetched before they are summed; see bench/aggregate.py
 
 
-AHEAD_ROWS = 16  # and no more rows than these
+PREFETCH_ROWS = 16  # rows prefetched, at most
 
 
-GRAIN_SIZE = 4096  # targets and edges worth a thread
+GRAIN_SIZE = 4096  # fewest targets and edges for a thread
 
 
-EDGES = 8  # edges a GPU program reads at once
+EDGES = 8  # edges that a GPU program loads at once
 
 
 BLOCK = 128  # columns of a GPU program
 
 
-VECTOR_BYTES = 16  # the widest load of a GPU's lane
+VECTOR_BYTES = 16  # the widest load of a GPU lane
 
 
-# most of a sum that is new memory is page faults; what one batch leaves, the next one takes
+# page faults of newly allocated memory would take most of the time of a sum, so the memory of
+# earlier minibatches is reused
 empty_rows = Pool().empty
 
 
@@ -53,7 +54,7 @@ def aggregate_reference(
     source_scale: Tensor | None = None,
     target_scale: Tensor | None = None,
 ) -> Tensor:
-    """What `aggregate` computes, in the precision of `x`; differentiable."""
+    """Reference for `aggregate`, in the precision of `x`; differentiable."""
     num_targets = len(indptr) - 1
     target_of = torch.repeat_interleave(
         torch.arange(num_targets, device=x.device), indptr.diff(), output_size=len(indices)
@@ -65,7 +66,7 @@ def aggregate_reference(
 
 @njit(nogil=True, cache=True)
 def first_target(indptr, work):
-    """Return the first target whose work, itself and its edges, begins at `work` or later."""
+    """Return the first target with at least `work` targets and edges before it."""
     low, high = 0, len(indptr) - 1
     while low < high:
         middle = (low + high) // 2
@@ -78,7 +79,7 @@ def first_target(indptr, work):
 
 @njit(nogil=True, cache=True)
 def prefetch_row(address, num_bytes):
-    """Ask for every line that `num_bytes` from `address` on touch."""
+    """Prefetch the cache lines of `num_bytes` bytes at `address`."""
     line = address - address % LINE_BYTES
     while line < address + num_bytes:
         prefetch(line)
@@ -91,58 +92,58 @@ def _scale(a_S, s):
 
 
 @njit(nogil=True, cache=True)
-def _sum_rows(indptr, indices, x, row_bytes, a_S, b_T, out, num_cols, ahead, begin, end):
+def _sum_rows(indptr, indices, x, row_bytes, a_S, b_T, out, num_cols, distance, begin, end):
     num_edges = len(indices)
     out_bytes = num_cols * out.itemsize
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         e, last = indptr[t], indptr[t + 1]
-        for soon in range(e + ahead, min(last + ahead, num_edges)):
-            prefetch_row(x + indices[soon] * row_bytes, out_bytes)
+        for upcoming in range(e + distance, min(last + distance, num_edges)):
+            prefetch_row(x + indices[upcoming] * row_bytes, out_bytes)
         out[t * num_cols : (t + 1) * num_cols] = 0
-        into = out.ctypes.data + t * out_bytes
-        # four rows of x for each reading and writing of out
+        out_row = out.ctypes.data + t * out_bytes
+        # four rows at a time, to read and write out once for them
         while e + 4 <= last:
             s0, s1, s2, s3 = indices[e], indices[e + 1], indices[e + 2], indices[e + 3]
             rows = x + s0 * row_bytes, x + s1 * row_bytes, x + s2 * row_bytes, x + s3 * row_bytes
             weights = _scale(a_S, s0), _scale(a_S, s1), _scale(a_S, s2), _scale(a_S, s3)
-            add_rows(into, num_cols, rows, weights)
+            add_rows(out_row, num_cols, rows, weights)
             e += 4
         if e + 2 <= last:
             s0, s1 = indices[e], indices[e + 1]
             pair = x + s0 * row_bytes, x + s1 * row_bytes
-            add_rows(into, num_cols, pair, (_scale(a_S, s0), _scale(a_S, s1)))
+            add_rows(out_row, num_cols, pair, (_scale(a_S, s0), _scale(a_S, s1)))
             e += 2
         if e < last:
             s0 = indices[e]
-            add_rows(into, num_cols, (x + s0 * row_bytes,), (_scale(a_S, s0),))
+            add_rows(out_row, num_cols, (x + s0 * row_bytes,), (_scale(a_S, s0),))
         if len(b_T):
-            scale_row(into, num_cols, b_T[t])
+            scale_row(out_row, num_cols, b_T[t])
 
 
-def by_rows(x: Tensor) -> Tensor:
-    """`x`, its last axis contiguous; other axes may step as they like."""
+def make_rows_contiguous(x: Tensor) -> Tensor:
+    """Return `x` with a contiguous last axis; the other axes may have any stride."""
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 def sum_dtype(x: Tensor) -> tuple[torch.dtype, Any]:
-    """In what to sum: torch's name and Triton's. Half precision is summed in float32."""
+    """Return torch's and Triton's dtype of sums over `x`; float32 for half precision."""
     if x.dtype == torch.float64:
         return torch.float64, tl.float64
     return torch.float32, tl.float32
 
 
-def rows_ahead(row_bytes: int) -> int:
-    """How many rows to ask for before they are needed."""
-    return max(1, min(AHEAD_ROWS, AHEAD_BYTES // max(row_bytes, 1)))
+def prefetch_distance(row_bytes: int) -> int:
+    """Return how many rows ahead to prefetch."""
+    return max(1, min(PREFETCH_ROWS, PREFETCH_BYTES // max(row_bytes, 1)))
 
 
 def sum_numba(
     indptr: Tensor, indices: Tensor, x: Tensor, a_S: Tensor | None, b_T: Tensor | None
 ) -> Tensor:
-    """`sum_rows` on the CPU: threads share the targets out by their edges."""
+    """`sum_rows` on the CPU; threads get ranges of targets with equal numbers of edges."""
     dtype, _ = sum_dtype(x)
     ones = torch.empty(0, dtype=dtype)
-    wide = by_rows(x.to(dtype))
+    x_wide = make_rows_contiguous(x.to(dtype))
     num_targets, num_cols = len(indptr) - 1, x.shape[1]
     out = empty_rows((num_targets, num_cols), dtype)
     parallel_for(
@@ -150,12 +151,12 @@ def sum_numba(
         num_targets + len(indices),
         indptr.numpy(),
         indices.numpy(),
-        wide.data_ptr(),
-        wide.stride(0) * dtype.itemsize,
+        x_wide.data_ptr(),
+        x_wide.stride(0) * dtype.itemsize,
         *((ones if s is None else s.detach().to(dtype).contiguous()).numpy() for s in (a_S, b_T)),
         out.view(-1).numpy(),
         num_cols,
-        rows_ahead(num_cols * dtype.itemsize),
+        prefetch_distance(num_cols * dtype.itemsize),
         grain_size=GRAIN_SIZE,
     )
     return out.to(x.dtype)
@@ -182,48 +183,49 @@ def _sum_triton(
 ):
     t = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # products with VECTOR, from which the compiler knows that rows begin and end with whole vectors
-    inside = cols < num_cols * VECTOR
+    # as products with VECTOR, so that Triton can infer that rows consist of whole vectors
+    col_mask = cols < num_cols * VECTOR
     first = tl.load(indptr + t).to(tl.int64)
     last = tl.load(indptr + t + 1).to(tl.int64)
     sum_EF = tl.zeros([EDGES, BLOCK], SUM)
     for begin in range(first, last, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        there = edge < last
+        edge_mask = edge < last
         # int64 before the multiply: 2**31 elements is only 8 GB of float32
-        s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
-        mask = there[:, None] & inside[None, :]
-        at = (s * x_stride * VECTOR)[:, None] + cols[None, :]
-        values = tl.load(x + at, mask=mask, other=0.0).to(SUM)
+        s = tl.load(indices + edge, mask=edge_mask, other=0).to(tl.int64)
+        mask = edge_mask[:, None] & col_mask[None, :]
+        offsets = (s * x_stride * VECTOR)[:, None] + cols[None, :]
+        values = tl.load(x + offsets, mask=mask, other=0.0).to(SUM)
         if HAS_A:
-            values *= tl.load(a_S + s, mask=there, other=0.0)[:, None]
+            values *= tl.load(a_S + s, mask=edge_mask, other=0.0)[:, None]
         sum_EF += values
     sum_F = tl.sum(sum_EF, 0)
     if HAS_B:
         sum_F *= tl.load(b_T + t)
-    tl.store(out + t * out_stride * VECTOR + cols, sum_F, mask=inside)
+    tl.store(out + t * out_stride * VECTOR + cols, sum_F, mask=col_mask)
 
 
 def vector_elements(x: Tensor, num_cols: int) -> int:
-    """Elements of the widest vector, up to 16 B, that divides rows, their distances and address.
+    """Return the elements of the widest aligned vector load, of up to 16 B, for the rows of `x`.
 
     Args:
         x: (S, F), or (S, H, F) with a row for each head; the last axis is contiguous.
         num_cols: F.
     """
-    # an axis of one element has no distance
-    strides = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    distances = [step * x.itemsize for step in (num_cols, *strides)]
-    return gcd(*distances, x.data_ptr(), VECTOR_BYTES) // x.itemsize
+    # the stride of an axis with one element is arbitrary
+    axes = zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    strides = [stride for stride, size in axes if size > 1]
+    strides_bytes = [stride * x.itemsize for stride in (num_cols, *strides)]
+    return gcd(*strides_bytes, x.data_ptr(), VECTOR_BYTES) // x.itemsize
 
 
 def sum_triton(
     indptr: Tensor, indices: Tensor, x: Tensor, a_S: Tensor | None, b_T: Tensor | None
 ) -> Tensor:
-    """`sum_rows` on a GPU: one program per target and block of columns, so the order is fixed."""
+    """`sum_rows` on a GPU; one program per target and block of columns, in a fixed order."""
     dtype, triton_dtype = sum_dtype(x)
     num_targets, num_cols = len(indptr) - 1, x.shape[1]
-    x = by_rows(x)
+    x = make_rows_contiguous(x)
     out = torch.empty(num_targets, num_cols, dtype=x.dtype, device=x.device)
     a, b = (out if s is None else s.to(dtype).contiguous() for s in (a_S, b_T))
     grid = (num_targets, triton.cdiv(num_cols, BLOCK))
@@ -240,7 +242,7 @@ def sum_triton(
 def sum_rows(
     indptr: Tensor, indices: Tensor, x: Tensor, a_S: Tensor | None = None, b_T: Tensor | None = None
 ) -> Tensor:
-    """`aggregate` without its checks and its gradient."""
+    """Compute `aggregate` without checks and without a gradient."""
     run = sum_triton if x.is_cuda else sum_numba
     return run(indptr, indices, x, a_S, b_T)
 
@@ -269,24 +271,24 @@ def aggregate(
     source_scale: Tensor | None = None,
     target_scale: Tensor | None = None,
 ) -> Tensor:
-    """Sum the rows of each target's in-neighbours, each scaled by its source, then by its target.
+    """Sum the rows of each target's in-neighbours, scaled per source and per target.
 
-    Differentiable in `x`, once. The same bits for any number of threads. Half precision is summed
-    in float32 and rounded once.
+    Differentiable once, in `x`. The result does not depend on the number of threads. Half precision
+    is summed in float32 and rounded once.
 
     Args:
-        indptr: (T + 1,) int32 or int64, where the edges of each target begin.
-        indices: (E,) int32 or int64 sources in [0, S). Not checked: an id outside reads foreign
-            memory.
-        x: (S, F) floating point, on the device of the block; rows may lie apart.
-        source_scale: (S,), or None for ones; a constant to the gradient.
-        target_scale: (T,), or None for ones; likewise.
+        indptr: (T + 1,) int32 or int64, the CSC pointers: the first edge of each target.
+        indices: (E,) int32 or int64 sources in [0, S). They are not checked: an id out of range
+            reads out of bounds.
+        x: (S, F) floating point, on the device of the block; rows may be strided.
+        source_scale: (S,), or None for ones; gets no gradient.
+        target_scale: (T,), or None for ones; gets no gradient.
 
     Returns:
-        (T, F) of the dtype of `x`; a target without edges gets zeros.
+        (T, F) with the dtype of `x`; zeros for a target without edges.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        ValueError: a shape, dtype or device does not match.
     """
     check_block("aggregate", indptr, indices, x)
     for name, scale, length in (
@@ -295,12 +297,22 @@ def aggregate(
     ):
         if scale is not None and scale.shape != (length,):
             raise ValueError(f"aggregate: {name} has shape {tuple(scale.shape)}, not ({length},)")
-    # one type of pointers, so that kernels are compiled once
+    # always int64, so that kernels are compiled once
     return _Aggregate.apply(indptr.long(), indices, x, source_scale, target_scale)
 
 
 def check_block(name: str, indptr: Tensor, indices: Tensor, x: Tensor) -> None:
-    """Raise a ValueError, for the operation called `name`, if a block and its rows do not fit."""
+    """Check the shapes, dtypes and devices of a block and its rows.
+
+    Args:
+        name: of the operation, for messages.
+        indptr: (T + 1,) int32 or int64.
+        indices: (E,) int32 or int64.
+        x: two or more dimensions, floating point.
+
+    Raises:
+        ValueError: a shape, dtype or device does not match.
+    """
     for what, tensor in (("indptr", indptr), ("indices", indices)):
         if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1:
             raise ValueError(
@@ -313,10 +325,8 @@ def check_block(name: str, indptr: Tensor, indices: Tensor, x: Tensor) -> None:
                 "hint: move the block and its rows to one device with .to()"
             )
     if len(indptr) == 0:
-        raise ValueError(f"{name}: indptr is empty; it must have one entry more than targets")
+        raise ValueError(f"{name}: indptr is empty; it must have one more entry than targets")
     if not x.is_floating_point():
-        raise ValueError(
-            f"{name}: x is {x.dtype}, not floating point\n\nhint: x.float() makes it so"
-        )
+        raise ValueError(f"{name}: x is {x.dtype}, not floating point\n\nhint: pass x.float()")
     if x.dim() < 2:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}; it must have rows and columns")

@@ -1,13 +1,14 @@
-"""Dropout, with or without ReLU, from a counter-based random generator.
+"""Dropout, optionally fused with ReLU, with a counter-based random generator.
 
-Srivastava et al., "Dropout", JMLR 2014. torch draws the bits one after another on the CPU, which
-takes half of the time of a training step of GraphSAGE; here they are a function of the place, by
-Philox, so that threads and vector lanes draw side by side, the backward pass draws them again
-instead of keeping them, and the CPU leaves out what a GPU would.
+Dropout is Srivastava et al., JMLR 2014. On a CPU torch generates the random bits sequentially,
+which takes half of the time of a training step of GraphSAGE. Here the bits are a function of the
+element's position, computed by Philox, so that threads and vector lanes generate them in parallel,
+the backward pass recomputes the mask instead of storing it, and the CPU and a GPU drop the same
+elements.
 
-Elements are numbered as in memory. A lot of 1024 has 128 counters, each of which gives eight halves
-of words: element `e` of a lot takes half `e // 128` of counter `e % 128`, so that neighbours in
-memory are neighbours among the counters.
+Elements are numbered in memory order, in chunks of 1024. A chunk has 128 counters, each of which
+gives eight 16-bit halves of words: element `e` of a chunk uses half `e // 128` of counter
+`e % 128`, so that neighbours in memory use neighbouring counters.
 """
 
 import math
@@ -23,28 +24,32 @@ from torch import Tensor
 from gcnzc.kernels.philox import philox4x32, philox4x32_reference, split_key
 from gcnzc.kernels.threads import parallel_for
 
-COUNTERS = 128  # of a lot
+COUNTERS = 128  # counters of a chunk
 
 
-HALVES = 8  # of the words of a counter
+HALVES = 8  # 16-bit halves of a counter's four words
 
 
-LOT = COUNTERS * HALVES
+CHUNK = COUNTERS * HALVES  # elements of a chunk
 
 
-LEVELS = 1 << 16  # a half is left out if it is below the share of these
+NUM_LEVELS = 1 << 16  # an element is dropped if its half is below p * NUM_LEVELS
 
 
-def dropout_reference(x: Tensor, share: float, seed: int, floor: float = math.nan) -> Tensor:
-    """What `dropout` must equal, bit for bit; and `relu_dropout_`, with a floor of 0."""
-    places = torch.arange(x.numel())
-    counters = (places // LOT) * COUNTERS + places % COUNTERS
-    halves = places % LOT // COUNTERS
+def dropout_reference(x: Tensor, p: float, seed: int, floor: float = math.nan) -> Tensor:
+    """Reference for `dropout` and, with a floor of 0, for `relu_dropout_`.
+
+    Both must match it bit for bit. Elements at or below `floor` are set to zero.
+    """
+    positions = torch.arange(x.numel())
+    counters = (positions // CHUNK) * COUNTERS + positions % COUNTERS
+    halves = positions % CHUNK // COUNTERS
     words = np.stack(philox4x32_reference(*_counter(counters), *split_key(seed)))
-    drawn = words[halves.numpy() // 2, places.numpy()] >> (halves.numpy() % 2 * 16) & 0xFFFF
-    kept = torch.from_numpy(drawn >= _level(share)).view(x.shape).to(x.device)
-    # nothing is at or below NaN, and NaN stays
-    return torch.where(kept & ~(x <= floor), x * _scale(share), 0.0)
+    shifts = halves.numpy() % 2 * 16
+    random_bits = words[halves.numpy() // 2, positions.numpy()] >> shifts & 0xFFFF
+    is_kept = torch.from_numpy(random_bits >= _threshold(p)).view(x.shape).to(x.device)
+    # written so that a floor of NaN has no effect, and NaN elements stay NaN
+    return torch.where(is_kept & ~(x <= floor), x * _scale(p), 0.0)
 
 
 def _counter(counters: Tensor) -> tuple[Any, Any, int, int]:
@@ -52,50 +57,51 @@ def _counter(counters: Tensor) -> tuple[Any, Any, int, int]:
     return numbers & np.uint64(0xFFFFFFFF), numbers >> np.uint64(32), 0, 0
 
 
-def _level(share: float) -> int:
-    return round(share * LEVELS)
+def _threshold(p: float) -> int:
+    return round(p * NUM_LEVELS)
 
 
-def _scale(share: float) -> float:
-    # of the share that is really left out, so that the mean stays
-    return LEVELS / (LEVELS - _level(share))
+def _scale(p: float) -> float:
+    # from the rounded probability, so that the expected value is exact
+    return NUM_LEVELS / (NUM_LEVELS - _threshold(p))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _drop(x, out, level, scale, floor, key_0, key_1, begin, end):
+def _dropout_numba(x, out, threshold, scale, floor, key_0, key_1, begin, end):
     words = np.empty((4, COUNTERS), np.uint32)
-    for lot in range(begin, end):
-        first = lot * COUNTERS
+    for chunk in range(begin, end):
+        first = chunk * COUNTERS
         for i in range(COUNTERS):
             number = uint64(first + i)
             low, high = number & uint64(0xFFFFFFFF), number >> uint64(32)
             c0, c1, c2, c3 = philox4x32(low, high, uint64(0), uint64(0), key_0, key_1)
             words[0, i], words[1, i], words[2, i], words[3, i] = c0, c1, c2, c3
         for half in range(HALVES):
-            place = lot * LOT + half * COUNTERS
+            position = chunk * CHUNK + half * COUNTERS
             row = words[half // 2]
             shift = np.uint32(16 * (half % 2))
-            for i in range(min(COUNTERS, len(x) - place)):
-                kept = (row[i] >> shift) & np.uint32(0xFFFF) >= level
-                value = x[place + i]
-                out[place + i] = value * scale if kept and not value <= floor else x.dtype.type(0)
+            for i in range(min(COUNTERS, len(x) - position)):
+                is_kept = (row[i] >> shift) & np.uint32(0xFFFF) >= threshold
+                value = x[position + i]
+                is_kept = is_kept and not value <= floor
+                out[position + i] = value * scale if is_kept else x.dtype.type(0)
 
 
-# count and seed change from one minibatch to the next, and must not cause another compilation
+# count and seed change between minibatches, and must not cause a recompilation
 @triton.jit(do_not_specialize=["count", "seed"])
-def _drop_gpu(
+def _dropout_triton(
     x,
     out,
     count,
     seed: tl.int64,
-    level,
+    threshold,
     scale,
     COUNTERS: tl.constexpr,
-    RECTIFIED: tl.constexpr,
+    RELU: tl.constexpr,
 ):
-    lot = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, COUNTERS)
-    counter = lot * COUNTERS + i
+    counter = chunk * COUNTERS + i
     zero = tl.zeros([COUNTERS], tl.uint32)
     low, high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c0, c1, c2, c3 = tl.philox(seed, low, high, zero, zero)
@@ -108,19 +114,19 @@ def _drop_gpu(
             word = c2
         else:
             word = c3
-        place = lot * (8 * COUNTERS) + half * COUNTERS + i
-        inside = place < count
-        drawn = (word.to(tl.uint32) >> (16 * (half % 2))) & 0xFFFF
-        value = tl.load(x + place, mask=inside)
-        kept = tl.where(drawn >= level, (value * scale).to(value.dtype), 0.0)
-        if RECTIFIED:
-            kept = tl.where(value <= 0, 0.0, kept)
-        tl.store(out + place, kept.to(value.dtype), mask=inside)
+        position = chunk * (8 * COUNTERS) + half * COUNTERS + i
+        mask = position < count
+        random_bits = (word.to(tl.uint32) >> (16 * (half % 2))) & 0xFFFF
+        value = tl.load(x + position, mask=mask)
+        result = tl.where(random_bits >= threshold, (value * scale).to(value.dtype), 0.0)
+        if RELU:
+            result = tl.where(value <= 0, 0.0, result)
+        tl.store(out + position, result.to(value.dtype), mask=mask)
 
 
-def drop_numba(
+def dropout_numba(
     x: Tensor,
-    share: float,
+    p: float,
     seed: int,
     threads: int | None = None,
     *,
@@ -129,113 +135,128 @@ def drop_numba(
 ) -> Tensor:
     """`dropout_reference` on the CPU, for contiguous float32 or float64; `out` may be `x`."""
     out = torch.empty_like(x) if out is None else out
-    flat, into = x.detach().view(-1).numpy(), out.detach().view(-1).numpy()
+    flat, out_flat = x.detach().view(-1).numpy(), out.detach().view(-1).numpy()
     key_0, key_1 = (np.uint64(word) for word in split_key(seed))
-    level, scale = np.uint32(_level(share)), flat.dtype.type(_scale(share))
+    threshold, scale = np.uint32(_threshold(p)), flat.dtype.type(_scale(p))
     floor = flat.dtype.type(floor)
-    lots = -(-len(flat) // LOT)
+    num_chunks = -(-len(flat) // CHUNK)
     parallel_for(
-        _drop, lots, flat, into, level, scale, floor, key_0, key_1, threads=threads, grain_size=64
+        _dropout_numba,
+        num_chunks,
+        flat,
+        out_flat,
+        threshold,
+        scale,
+        floor,
+        key_0,
+        key_1,
+        threads=threads,
+        grain_size=64,
     )
     return out
 
 
-def drop_triton(
-    x: Tensor, share: float, seed: int, *, rectified: bool = False, out: Tensor | None = None
+def dropout_triton(
+    x: Tensor, p: float, seed: int, *, relu: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """`dropout_reference` in Triton, for contiguous rows on its device; `out` may be `x`."""
+    """`dropout_reference` in Triton, for contiguous tensors; `out` may be `x`."""
     out = torch.empty_like(x) if out is None else out
-    lots = triton.cdiv(x.numel(), LOT)
+    num_chunks = triton.cdiv(x.numel(), CHUNK)
     with torch.cuda.device_of(x):
-        level, scale = _level(share), _scale(share)
-        # the same 64 bits as a signed number
+        threshold, scale = _threshold(p), _scale(p)
+        # Triton expects the 64 bits as a signed integer
         signed_seed = seed - 2**64 if seed >= 2**63 else seed
-        _drop_gpu[(lots,)](x, out, x.numel(), signed_seed, level, scale, COUNTERS, rectified)
+        _dropout_triton[(num_chunks,)](
+            x, out, x.numel(), signed_seed, threshold, scale, COUNTERS, relu
+        )
     return out
 
 
-def _drop_anywhere(x: Tensor, share: float, seed: int) -> Tensor:
+def _dropout_on_device(x: Tensor, p: float, seed: int) -> Tensor:
     x = x.contiguous()
     if x.is_cuda:
-        return drop_triton(x, share, seed)
+        return dropout_triton(x, p, seed)
     if x.dtype in (torch.float32, torch.float64):
-        return drop_numba(x, share, seed)
-    # numba has no half precision; a product that is rounded twice is the same here, since the
-    # scale is one of float32 in any case
-    return drop_numba(x.float(), share, seed).to(x.dtype)
+        return dropout_numba(x, p, seed)
+    # numba has no half precision; rounding the float32 product to it gives the same bits, since
+    # the scale is a float32 number in both cases
+    return dropout_numba(x.float(), p, seed).to(x.dtype)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float, seed: int) -> Tensor:
-        ctx.share, ctx.seed = share, seed
-        return _drop_anywhere(x, share, seed)
+    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
+        ctx.p, ctx.seed = p, seed
+        return _dropout_on_device(x, p, seed)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _drop_anywhere(grad, ctx.share, ctx.seed), None, None
+        return _dropout_on_device(grad, ctx.p, ctx.seed), None, None
 
 
 class _ReluDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float, seed: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
         if x.is_cuda:
-            drop_triton(x, share, seed, rectified=True, out=x)
+            dropout_triton(x, p, seed, relu=True, out=x)
         else:
-            drop_numba(x, share, seed, floor=0.0, out=x)
+            dropout_numba(x, p, seed, floor=0.0, out=x)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x)
-        ctx.scale = _scale(share)
+        ctx.scale = _scale(p)
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # what was left out or rectified is zero, so nothing needs to be drawn again
+        # elements that were dropped or rectified are zero in the output, which gives the mask
         (out,) = ctx.saved_tensors
         return torch.ops.aten.threshold_backward(grad, out, 0.0).mul_(ctx.scale), None, None
 
 
-def _check_share(share: float) -> None:
-    if not 0 <= share < 1 or _level(share) == LEVELS:
-        raise ValueError(f"a share of {share} cannot be left out\n\nhint: from 0 to below 1")
+def _check_probability(p: float) -> None:
+    if not 0 <= p < 1 or _threshold(p) == NUM_LEVELS:
+        raise ValueError(f"the dropout probability is {p}\n\nhint: use a number from 0 to below 1")
 
 
-def dropout(x: Tensor, share: float, seed: int) -> Tensor:
-    """Zero elements of `x` independently and scale the others, so that the mean stays.
+def dropout(x: Tensor, p: float, seed: int) -> Tensor:
+    """Zero elements of `x` at random and scale the others by 1 / (1 - p).
 
     Args:
         x: floating point, of any shape, on the CPU or a GPU.
-        share: of the elements that become zero, in [0, 1); the nearest multiple of 2**-16 is taken.
-        seed: 64 bits that choose them; the same seed leaves out the same places of the same shape.
+        p: probability of an element to be zeroed, in [0, 1); rounded to a multiple of 2**-16.
+        seed: 64-bit seed of the mask. Whether an element is zeroed depends on the seed and on its
+            position in memory order.
 
     Returns:
-        Like `x`, contiguous; ready on the current stream. Gradients flow through what is kept.
+        A contiguous tensor like `x`; on a GPU, computed on the current stream. Gradients flow
+        through the elements that are not zeroed.
 
     Raises:
-        ValueError: the share is outside [0, 1), or rounds to 1.
+        ValueError: p is outside [0, 1), or rounds to 1.
     """
-    _check_share(share)
-    return _Dropout.apply(x, share, seed)
+    _check_probability(p)
+    return _Dropout.apply(x, p, seed)
 
 
-def relu_dropout_(x: Tensor, share: float, seed: int) -> Tensor:
-    """`dropout(relu(x), share, seed)` in one pass, written over `x`.
+def relu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
+    """Compute `dropout(relu(x), p, seed)` in place, in one pass.
 
     Args:
-        x: as for `dropout`; not a leaf that needs a gradient. Nobody else may need its values.
-        share: as for `dropout`; with 0 it is `torch.relu_`.
+        x: as for `dropout`; not a leaf that requires a gradient. Its values must not be needed
+            elsewhere, for example in the backward pass of another operation.
+        p: as for `dropout`; with 0 this is `torch.relu_`.
         seed: as for `dropout`.
 
     Returns:
-        `x`, or what takes its place if it is not contiguous or of half precision on the CPU.
+        `x`; a new tensor if `x` is not contiguous, or has half precision and is on the CPU.
 
     Raises:
-        ValueError: the share is outside [0, 1), or rounds to 1.
+        ValueError: p is outside [0, 1), or rounds to 1.
     """
-    _check_share(share)
-    if share == 0:
+    _check_probability(p)
+    if p == 0:
         return x.relu_()
     x = x.contiguous()
     if not x.is_cuda and x.dtype not in (torch.float32, torch.float64):
-        return dropout(x.relu_(), share, seed)
-    return _ReluDropout.apply(x, share, seed)
+        return dropout(x.relu_(), p, seed)
+    return _ReluDropout.apply(x, p, seed)

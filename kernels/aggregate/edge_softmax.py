@@ -1,7 +1,7 @@
-"""Softmax over the in-edges of every target, head by head.
+"""Softmax over the in-edges of every target, per attention head.
 
 `weight[e] = softmax of leaky_relu(score_source[s] + score_target[t])` over the edges `e = s -> t`
-of each `t`: the attention of Veličković et al., 2018, https://arxiv.org/abs/1710.10903.
+of each `t`: the attention weights of Veličković et al., 2018, https://arxiv.org/abs/1710.10903.
 
 Letters: S sources, T targets, E edges of the block, H heads.
 """
@@ -28,16 +28,16 @@ from gcnzc.kernels.aggregate import (
 from gcnzc.kernels.structure.transpose import transpose
 from gcnzc.kernels.threads import parallel_for
 
-AHEAD = 16  # scores asked for before they are needed
+PREFETCH_EDGES = 16  # edges ahead for which scores are prefetched
 
 
-EDGES = 32  # edges a GPU program reads at once
+EDGES = 32  # edges that a GPU program loads at once
 
 
 def edge_softmax_reference(
     indptr: Tensor, indices: Tensor, score_source: Tensor, score_target: Tensor, slope: float
 ) -> Tensor:
-    """What `edge_softmax` computes, in the precision of the scores; differentiable."""
+    """Reference for `edge_softmax`, in the precision of the scores; differentiable."""
     target_of = torch.repeat_interleave(
         torch.arange(len(indptr) - 1, device=indices.device),
         indptr.diff(),
@@ -47,9 +47,9 @@ def edge_softmax_reference(
         score_source[indices.long()] + score_target[target_of], slope
     )
     wide_EH = target_of[:, None].expand_as(score_EH)
-    most_TH = torch.full_like(score_target, -torch.inf)
-    most_TH = most_TH.scatter_reduce(0, wide_EH, score_EH.detach(), "amax")
-    weight_EH = (score_EH - most_TH[target_of]).exp()
+    max_TH = torch.full_like(score_target, -torch.inf)
+    max_TH = max_TH.scatter_reduce(0, wide_EH, score_EH.detach(), "amax")
+    weight_EH = (score_EH - max_TH[target_of]).exp()
     total_TH = torch.zeros_like(score_target).index_add(0, target_of, weight_EH)
     return weight_EH / total_TH[target_of]
 
@@ -57,15 +57,17 @@ def edge_softmax_reference(
 @njit(nogil=True, cache=True)
 def _edge_softmax(indptr, indices, score_S, score_T, slope, weight_E, num_heads, begin, end):
     H, row_bytes = num_heads, num_heads * score_S.itemsize
-    most = np.empty(H, dtype=weight_E.dtype)
-    # double, of which there are few: the error is then that of the weights alone
+    max_H = np.empty(H, dtype=weight_E.dtype)
+    # float64, which is cheap for one sum per head, so that its rounding error does not matter
     total = np.empty(H, dtype=np.float64)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
-        most[:] = -np.inf
+        max_H[:] = -np.inf
         total[:] = 0
         target_H = score_T[t * H : (t + 1) * H]
-        for soon in range(indptr[t] + AHEAD, min(indptr[t + 1] + AHEAD, len(indices))):
-            prefetch_row(score_S.ctypes.data + indices[soon] * row_bytes, row_bytes)
+        for upcoming in range(
+            indptr[t] + PREFETCH_EDGES, min(indptr[t + 1] + PREFETCH_EDGES, len(indices))
+        ):
+            prefetch_row(score_S.ctypes.data + indices[upcoming] * row_bytes, row_bytes)
         for e in range(indptr[t], indptr[t + 1]):
             s = np.int64(indices[e])
             source_H = score_S[s * H : (s + 1) * H]
@@ -73,11 +75,11 @@ def _edge_softmax(indptr, indices, score_S, score_T, slope, weight_E, num_heads,
             for h in range(H):
                 score = source_H[h] + target_H[h]
                 weight_H[h] = score if score > 0 else score * slope
-                most[h] = max(most[h], weight_H[h])
+                max_H[h] = max(max_H[h], weight_H[h])
         for e in range(indptr[t], indptr[t + 1]):
             weight_H = weight_E[e * H : (e + 1) * H]
             for h in range(H):
-                weight_H[h] = np.exp(weight_H[h] - most[h])
+                weight_H[h] = np.exp(weight_H[h] - max_H[h])
                 total[h] += weight_H[h]
         for e in range(indptr[t], indptr[t + 1]):
             weight_H = weight_E[e * H : (e + 1) * H]
@@ -95,8 +97,10 @@ def _edge_softmax_grad(
         total[:] = 0
         sum_H[:] = 0
         target_H = score_T[t * H : (t + 1) * H]
-        for soon in range(indptr[t] + AHEAD, min(indptr[t + 1] + AHEAD, len(indices))):
-            prefetch_row(score_S.ctypes.data + indices[soon] * row_bytes, row_bytes)
+        for upcoming in range(
+            indptr[t] + PREFETCH_EDGES, min(indptr[t + 1] + PREFETCH_EDGES, len(indices))
+        ):
+            prefetch_row(score_S.ctypes.data + indices[upcoming] * row_bytes, row_bytes)
         for e in range(indptr[t], indptr[t + 1]):
             for h in range(H):
                 total[h] += np.float64(weight_E[e * H + h]) * grad_E[e * H + h]
@@ -120,27 +124,27 @@ def _edge_softmax_triton(
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS)
-    inside = heads < num_heads
+    head_mask = heads < num_heads
     first = tl.load(indptr + t).to(tl.int64)
     last = tl.load(indptr + t + 1).to(tl.int64)
-    target_H = tl.load(score_T + t * num_heads + heads, mask=inside, other=0.0)
-    most_H = tl.full([HEADS], float("-inf"), SUM)
+    target_H = tl.load(score_T + t * num_heads + heads, mask=head_mask, other=0.0)
+    max_H = tl.full([HEADS], float("-inf"), SUM)
     total_H = tl.zeros([HEADS], SUM)
-    # the scores are read anew in the last round rather than kept: any number of edges fits
+    # the scores are read again in every pass, so that a target may have any number of edges
     for round in tl.static_range(3):
         for begin in range(first, last, EDGES):
             edge = begin + tl.arange(0, EDGES)
-            there = edge < last
-            mask = there[:, None] & inside[None, :]
-            s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
-            at = s[:, None] * num_heads + heads[None, :]
-            score_EH = tl.load(score_S + at, mask=mask, other=0.0) + target_H[None, :]
+            edge_mask = edge < last
+            mask = edge_mask[:, None] & head_mask[None, :]
+            s = tl.load(indices + edge, mask=edge_mask, other=0).to(tl.int64)
+            offsets = s[:, None] * num_heads + heads[None, :]
+            score_EH = tl.load(score_S + offsets, mask=mask, other=0.0) + target_H[None, :]
             score_EH = tl.where(score_EH > 0, score_EH, score_EH * slope)
-            score_EH = tl.where(there[:, None], score_EH, float("-inf"))
+            score_EH = tl.where(edge_mask[:, None], score_EH, float("-inf"))
             if round == 0:
-                most_H = tl.maximum(most_H, tl.max(score_EH, 0))
+                max_H = tl.maximum(max_H, tl.max(score_EH, 0))
             else:
-                weight_EH = tl.exp(score_EH - most_H[None, :])
+                weight_EH = tl.exp(score_EH - max_H[None, :])
                 if round == 1:
                     total_H += tl.sum(weight_EH, 0)
                 else:
@@ -156,37 +160,37 @@ def _edge_softmax_grad_triton(
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS)
-    inside = heads < num_heads
+    head_mask = heads < num_heads
     first = tl.load(indptr + t).to(tl.int64)
     last = tl.load(indptr + t + 1).to(tl.int64)
-    target_H = tl.load(score_T + t * num_heads + heads, mask=inside, other=0.0)
+    target_H = tl.load(score_T + t * num_heads + heads, mask=head_mask, other=0.0)
     total_H = tl.zeros([HEADS], SUM)
     out_H = tl.zeros([HEADS], SUM)
     for round in tl.static_range(2):
         for begin in range(first, last, EDGES):
             edge = begin + tl.arange(0, EDGES)
-            there = edge < last
-            mask = there[:, None] & inside[None, :]
-            at = edge[:, None] * num_heads + heads[None, :]
-            weight_EH = tl.load(weight_E + at, mask=mask, other=0.0)
-            grad_EH = tl.load(grad_E + at, mask=mask, other=0.0)
+            edge_mask = edge < last
+            mask = edge_mask[:, None] & head_mask[None, :]
+            offsets = edge[:, None] * num_heads + heads[None, :]
+            weight_EH = tl.load(weight_E + offsets, mask=mask, other=0.0)
+            grad_EH = tl.load(grad_E + offsets, mask=mask, other=0.0)
             if round == 0:
                 total_H += tl.sum(weight_EH * grad_EH, 0)
             else:
-                s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
+                s = tl.load(indices + edge, mask=edge_mask, other=0).to(tl.int64)
                 source = score_S + s[:, None] * num_heads + heads[None, :]
                 score_EH = tl.load(source, mask=mask, other=0.0) + target_H[None, :]
                 grad_EH = weight_EH * (grad_EH - total_H[None, :])
                 grad_EH = tl.where(score_EH > 0, grad_EH, grad_EH * slope)
-                tl.store(out_E + at, grad_EH, mask=mask)
+                tl.store(out_E + offsets, grad_EH, mask=mask)
                 out_H += tl.sum(grad_EH, 0)
-    tl.store(out_T + t * num_heads + heads, out_H, mask=inside)
+    tl.store(out_T + t * num_heads + heads, out_H, mask=head_mask)
 
 
 def edge_softmax_forward(
     indptr: Tensor, indices: Tensor, score_S: Tensor, score_T: Tensor, slope: float
 ) -> Tensor:
-    """`edge_softmax` of contiguous float32 or float64 scores, without its gradient."""
+    """Compute `edge_softmax` of contiguous float32 or float64 scores, without a gradient."""
     num_targets, num_heads = score_T.shape
     if score_S.is_cuda:
         weight_E = score_S.new_empty(len(indices), num_heads)
@@ -213,7 +217,7 @@ def edge_softmax_triton(
     slope: float,
     weight_E: Tensor,
 ) -> Tensor:
-    """Fill and return `weight_E` on a GPU: one program per target."""
+    """Fill `weight_E` on a GPU, with one program per target, and return it."""
     num_targets, num_heads = score_T.shape
     heads = triton.next_power_of_2(num_heads)
     with torch.cuda.device_of(weight_E):
@@ -233,7 +237,11 @@ def edge_softmax_backward(
     weight_E: Tensor,
     grad_E: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the edges' scores (E, H), and of the targets' (T, H), their sums."""
+    """Compute the gradient of `edge_softmax`.
+
+    Returns:
+        The gradient of each edge's score (E, H), and of `score_T` (T, H), its sum over in-edges.
+    """
     num_targets, num_heads = score_T.shape
     out_T = torch.empty_like(score_T)
     if score_S.is_cuda:
@@ -265,7 +273,7 @@ def edge_softmax_backward_triton(
     out_E: Tensor,
     out_T: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Fill and return `out_E` and `out_T` on a GPU: one program per target."""
+    """Fill `out_E` and `out_T` on a GPU, with one program per target, and return them."""
     num_targets, num_heads = score_T.shape
     heads = triton.next_power_of_2(num_heads)
     with torch.cuda.device_of(out_E):
@@ -308,30 +316,31 @@ def edge_softmax(
     score_target: Tensor,
     negative_slope: float = 0.2,
 ) -> Tensor:
-    """Return the weight of every edge among the in-edges of its target; they sum to one.
+    """Compute attention weights: the softmax of edge scores over the in-edges of each target.
 
-    Differentiable in both scores, once. The same bits for any number of threads. Half precision
-    is computed in float32 and rounded once.
+    Differentiable once, in both scores. The result does not depend on the number of threads. Half
+    precision is computed in float32 and rounded once.
 
     Args:
-        indptr: (T + 1,) int32 or int64, where the edges of each target begin.
-        indices: (E,) int32 or int64 sources in [0, S). Not checked.
+        indptr: (T + 1,) int32 or int64, the CSC pointers: the first edge of each target.
+        indices: (E,) int32 or int64 sources in [0, S). They are not checked: an id out of range
+            reads out of bounds.
         score_source: (S, H) floating point.
         score_target: (T, H) of the same dtype and device.
-        negative_slope: of the leaky rectifier.
+        negative_slope: of the LeakyReLU.
 
     Returns:
-        (E, H) of the dtype of the scores.
+        (E, H) with the dtype of the scores.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        ValueError: a shape, dtype or device does not match.
     """
-    check_block("attention", indptr, indices, score_source)
+    check_block("edge_softmax", indptr, indices, score_source)
     expected = (len(indptr) - 1, score_source.shape[1])
     if score_target.shape != expected or score_target.dtype != score_source.dtype:
         raise ValueError(
-            f"attention: score_target has shape {tuple(score_target.shape)} and dtype "
+            f"edge_softmax: score_target has shape {tuple(score_target.shape)} and dtype "
             f"{score_target.dtype}, not {expected} and {score_source.dtype}"
         )
-    # one type of pointers, so that kernels are compiled once
+    # always int64, so that kernels are compiled once
     return _EdgeSoftmax.apply(indptr.long(), indices, score_source, score_target, negative_slope)

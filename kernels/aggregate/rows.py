@@ -1,8 +1,9 @@
-"""Sums of scaled rows, and products of rows, by address: the inner loops of the aggregations.
+"""Inner loops of the aggregations as numba intrinsics: sums of scaled rows, and dot products.
 
-Left to itself the compiler unrolls such a loop to 64 columns or so and does the rest one by one,
-and most of a row of 16, 25 or 47 columns is rest. Here a row is done by 64 B, then by 16 B, then
-one by one. Addresses are integers, as in memory.py; the caller answers for what lies there.
+LLVM unrolls such a loop to about 64 columns and processes the remainder one by one, which would be
+most of a row of 16, 25 or 47 columns. Here a row is processed in vectors of 64 B, then of 16 B, and
+then one by one. Addresses are integers, as in memory.py; the caller guarantees that they are
+valid.
 """
 
 from collections.abc import Callable
@@ -20,38 +21,38 @@ INT64 = ir.IntType(64)
 
 
 def _chunks(scalar: Any) -> list[Any]:
-    """The types that a row is done by, widest first."""
+    """Return the types of the vectors that a row is processed in, widest first."""
     itemsize = 8 if isinstance(scalar, ir.DoubleType) else 4
     return [*(ir.VectorType(scalar, num_bytes // itemsize) for num_bytes in CHUNK_BYTES), scalar]
 
 
 def _each_chunk(builder: Any, count: Any, scalar: Any, body: Callable[[Any, Any], None]) -> None:
-    """Call `body(byte offset, type of the chunk)` for chunks that cover `count` elements."""
+    """Generate loops of `body(byte offset, type of the chunk)` that cover `count` elements."""
     itemsize = 8 if isinstance(scalar, ir.DoubleType) else 4
     begin = INT64(0)
     for chunk in _chunks(scalar):
-        # a power of two, of which `begin` is a multiple
+        # `begin` is a multiple of the number of lanes, a power of two
         lanes = getattr(chunk, "count", 1)
         end = builder.and_(count, INT64(-lanes))
-        with cgutils.for_range_slice(builder, begin, end, INT64(lanes), INT64) as (place, _):
-            body(builder.mul(place, INT64(itemsize)), chunk)
+        with cgutils.for_range_slice(builder, begin, end, INT64(lanes), INT64) as (index, _):
+            body(builder.mul(index, INT64(itemsize)), chunk)
         begin = end
 
 
-def _at(builder: Any, address: Any, offset: Any, chunk: Any) -> Any:
+def _pointer(builder: Any, address: Any, offset: Any, chunk: Any) -> Any:
     return builder.inttoptr(builder.add(address, offset), chunk.as_pointer())
 
 
 def _load(builder: Any, address: Any, offset: Any, chunk: Any) -> Any:
-    return builder.load(_at(builder, address, offset, chunk), align=4)
+    return builder.load(_pointer(builder, address, offset, chunk), align=4)
 
 
 def _store(builder: Any, value: Any, address: Any, offset: Any) -> None:
-    builder.store(value, _at(builder, address, offset, value.type), align=4)
+    builder.store(value, _pointer(builder, address, offset, value.type), align=4)
 
 
-def _filled(builder: Any, value: Any, chunk: Any) -> Any:
-    """The chunk whose every element is `value`."""
+def _broadcast(builder: Any, value: Any, chunk: Any) -> Any:
+    """Broadcast `value` to all elements of a chunk."""
     if not isinstance(chunk, ir.VectorType):
         return value
     one = builder.insert_element(ir.Constant(chunk, ir.Undefined), value, INT64(0))
@@ -60,7 +61,7 @@ def _filled(builder: Any, value: Any, chunk: Any) -> Any:
 
 
 def _multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
-    """`one * other + total`, rounded once where the processor can."""
+    """Return `one * other + total`, fused where the processor has such an instruction."""
     kind = ir.FunctionType(total.type, [total.type] * 3)
     return builder.call(_intrinsic(builder, "fmuladd", kind, total.type), [one, other, total])
 
@@ -72,12 +73,14 @@ def _intrinsic(builder: Any, name: str, kind: Any, chunk: Any) -> Any:
     return cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.{suffix}")
 
 
-def _pair(builder: Any, rows: list[Any], weights: list[Any], offset: Any, chunk: Any) -> Any:
-    """The weighted sum of one row or two."""
-    wide = [_filled(builder, weight, chunk) for weight in weights]
+def _weighted_sum(
+    builder: Any, rows: list[Any], weights: list[Any], offset: Any, chunk: Any
+) -> Any:
+    """Return the weighted sum of one row or two."""
+    factors = [_broadcast(builder, weight, chunk) for weight in weights]
     values = [_load(builder, row, offset, chunk) for row in rows]
-    total = builder.fmul(wide[0], values[0])
-    return total if len(rows) == 1 else _multiply_add(builder, wide[1], values[1], total)
+    total = builder.fmul(factors[0], values[0])
+    return total if len(rows) == 1 else _multiply_add(builder, factors[1], values[1], total)
 
 
 def _add_rows(_typing: Any, _out: Any, _count: Any, rows: Any, weights: Any) -> Any:
@@ -86,13 +89,13 @@ def _add_rows(_typing: Any, _out: Any, _count: Any, rows: Any, weights: Any) -> 
         sources, scales = (cgutils.unpack_tuple(builder, pack, rows.count) for pack in args[2:])
 
         def body(offset: Any, chunk: Any) -> None:
-            # four rows as two pairs: the error grows with the depth of a sum
-            total = _pair(builder, sources[:2], scales[:2], offset, chunk)
+            # four rows as two pairs, since the rounding error grows with the depth of a sum
+            total = _weighted_sum(builder, sources[:2], scales[:2], offset, chunk)
             if rows.count > 2:
-                other = _pair(builder, sources[2:], scales[2:], offset, chunk)
+                other = _weighted_sum(builder, sources[2:], scales[2:], offset, chunk)
                 total = builder.fadd(total, other)
-            before = _load(builder, out, offset, chunk)
-            _store(builder, builder.fadd(before, total), out, offset)
+            current = _load(builder, out, offset, chunk)
+            _store(builder, builder.fadd(current, total), out, offset)
 
         _each_chunk(builder, count, scales[0].type, body)
         return context.get_dummy_value()
@@ -106,7 +109,9 @@ def _scale_row(_typing: Any, _out: Any, _count: Any, weight: Any) -> Any:
         out, count, scale = args
 
         def body(offset: Any, chunk: Any) -> None:
-            value = builder.fmul(_load(builder, out, offset, chunk), _filled(builder, scale, chunk))
+            value = builder.fmul(
+                _load(builder, out, offset, chunk), _broadcast(builder, scale, chunk)
+            )
             _store(builder, value, out, offset)
 
         _each_chunk(builder, count, scale.type, body)
@@ -118,7 +123,7 @@ def _scale_row(_typing: Any, _out: Any, _count: Any, weight: Any) -> Any:
 def _product(_typing: Any, _one: Any, _other: Any, _count: Any, zero: Any) -> Any:
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         one, other, count, start = args
-        # one sum for each size of chunk, which the compiler keeps in registers
+        # one partial sum for each size of chunk, which LLVM keeps in a register
         sums = {}
         for chunk in _chunks(start.type):
             sums[str(chunk)] = cgutils.alloca_once_value(builder, ir.Constant(chunk, None))
@@ -130,25 +135,24 @@ def _product(_typing: Any, _one: Any, _other: Any, _count: Any, zero: Any) -> An
 
         _each_chunk(builder, count, start.type, body)
         total = start
-        for place in sums.values():
-            total = _sum_of_lanes(builder, total, builder.load(place))
+        for pointer in sums.values():
+            total = _add_lanes(builder, total, builder.load(pointer))
         return total
 
     return zero(types.int64, types.int64, types.int64, zero), codegen
 
 
-def _sum_of_lanes(builder: Any, begin: Any, value: Any) -> Any:
+def _add_lanes(builder: Any, begin: Any, value: Any) -> Any:
     if not isinstance(value.type, ir.VectorType):
         return builder.fadd(begin, value)
     kind = ir.FunctionType(begin.type, [begin.type, value.type])
     function = _intrinsic(builder, "vector.reduce.fadd", kind, value.type)
-    # in any order, which is then that of the processor's own instructions
+    # "reassoc" allows the order of the processor's horizontal instructions
     return builder.call(function, [begin, value], fastmath=("reassoc",))
 
 
-# add_rows(out, count, (row, ...), (weight, ...)): out += weight * row + ..., for one row, or two or
-# four at once, so that out is read and written once for them; `count` elements of the type of the
-# weights
+# add_rows(out, count, (row, ...), (weight, ...)): out += weight * row + ..., for one, two or four
+# rows of `count` elements of the type of the weights; `out` is read and written once for all rows
 add_rows: Any = intrinsic(_add_rows)
 
 
@@ -156,5 +160,5 @@ add_rows: Any = intrinsic(_add_rows)
 scale_row: Any = intrinsic(_scale_row)
 
 
-# product(one, other, count, zero): the sum of the products of `count` elements of the type of zero
+# product(one, other, count, zero): the dot product of `count` elements of the type of `zero`
 product: Any = intrinsic(_product)

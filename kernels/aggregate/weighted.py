@@ -1,8 +1,8 @@
-"""Weighted sums of the rows of in-neighbours, head by head.
+"""Weighted sums of the rows of in-neighbours (SpMM), per attention head.
 
-`out[t, h] = sum of weight[e, h] * x[s, h] over the edges e = s -> t`. The rows may have a part for
-each head, or one part that all heads share. The gradient of `x` is the same sum over the block
-turned round; that of a weight is the product of two rows.
+`out[t, h] = sum of weight[e, h] * x[s, h] over the edges e = s -> t`. A row of `x` has a part for
+each head, or one part that all heads share. The gradient of `x` is the same sum over the transposed
+block; the gradient of a weight is the dot product of two rows (SDDMM).
 
 Letters: S sources, T targets, E edges of the block, H heads, F columns a head.
 """
@@ -19,12 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from gcnzc.kernels.aggregate import (
     GRAIN_SIZE,
-    by_rows,
     check_block,
     empty_rows,
     first_target,
+    make_rows_contiguous,
+    prefetch_distance,
     prefetch_row,
-    rows_ahead,
     sum_dtype,
     vector_elements,
 )
@@ -32,14 +32,14 @@ from gcnzc.kernels.aggregate.rows import add_rows, product
 from gcnzc.kernels.structure.transpose import transpose
 from gcnzc.kernels.threads import parallel_for
 
-EDGES = 8  # edges a GPU program reads at once
+EDGES = 8  # edges that a GPU program loads at once
 
 
 BLOCK = 128  # columns of a GPU program
 
 
 def weighted_spmm_reference(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    """What `weighted_spmm` computes, in the precision of `x`; differentiable."""
+    """Reference for `weighted_spmm`, in the precision of `x`; differentiable."""
     num_targets = len(indptr) - 1
     target_of = torch.repeat_interleave(
         torch.arange(num_targets, device=x.device), indptr.diff(), output_size=len(indices)
@@ -51,23 +51,23 @@ def weighted_spmm_reference(indptr: Tensor, indices: Tensor, weight: Tensor, x: 
 @njit(nogil=True, cache=True)
 def _weighted_spmm(
     indptr, indices, edges, weight_E, x, row_bytes, head_bytes, out, out_heads, num_heads, num_cols,
-    ahead, begin, end,
+    distance, begin, end,
 ):  # fmt: skip
     H, num_edges = num_heads, len(indices)
     part_bytes, weight_bytes = num_cols * out.itemsize, H * out.itemsize
-    wanted_bytes = (H - 1) * head_bytes + part_bytes
-    # how far the next head's sum is: nowhere if they are added up
+    source_bytes = (H - 1) * head_bytes + part_bytes
+    # bytes to the next head's sum; 0 if the heads are summed
     out_step = part_bytes if out_heads > 1 else 0
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         e, last = indptr[t], indptr[t + 1]
-        for soon in range(e + ahead, min(last + ahead, num_edges)):
-            prefetch_row(x + indices[soon] * row_bytes, wanted_bytes)
+        for upcoming in range(e + distance, min(last + distance, num_edges)):
+            prefetch_row(x + indices[upcoming] * row_bytes, source_bytes)
             if len(edges):
-                weight = edges[soon] * weight_bytes
+                weight = edges[upcoming] * weight_bytes
                 prefetch_row(weight_E.ctypes.data + weight, weight_bytes)
         out[t * out_heads * num_cols : (t + 1) * out_heads * num_cols] = 0
-        into = out.ctypes.data + t * out_heads * part_bytes
-        # four rows of x for each reading and writing of out
+        out_row = out.ctypes.data + t * out_heads * part_bytes
+        # four rows at a time, to read and write out once for them
         while e + 4 <= last:
             e0, e1, e2, e3 = e, e + 1, e + 2, e + 3
             x0, x1 = x + indices[e0] * row_bytes, x + indices[e1] * row_bytes
@@ -75,33 +75,33 @@ def _weighted_spmm(
             if len(edges):
                 e0, e1, e2, e3 = edges[e0], edges[e1], edges[e2], edges[e3]
             for h in range(H):
-                at = h * head_bytes
+                head_offset = h * head_bytes
                 w0, w1 = weight_E[e0 * H + h], weight_E[e1 * H + h]
                 w2, w3 = weight_E[e2 * H + h], weight_E[e3 * H + h]
-                rows = x0 + at, x1 + at, x2 + at, x3 + at
-                add_rows(into + h * out_step, num_cols, rows, (w0, w1, w2, w3))
+                rows = x0 + head_offset, x1 + head_offset, x2 + head_offset, x3 + head_offset
+                add_rows(out_row + h * out_step, num_cols, rows, (w0, w1, w2, w3))
             e += 4
         while e < last:
             x0 = x + indices[e] * row_bytes
             e0 = edges[e] if len(edges) else e
             for h in range(H):
                 row = (x0 + h * head_bytes,)
-                add_rows(into + h * out_step, num_cols, row, (weight_E[e0 * H + h],))
+                add_rows(out_row + h * out_step, num_cols, row, (weight_E[e0 * H + h],))
             e += 1
 
 
 @njit(nogil=True, cache=True)
 def _products(
-    indptr, indices, x, row_bytes, head_bytes, y, out_E, num_heads, num_cols, ahead, begin, end
+    indptr, indices, x, row_bytes, head_bytes, y, out_E, num_heads, num_cols, distance, begin, end
 ):  # fmt: skip
     H, num_edges = num_heads, len(indices)
     part_bytes = num_cols * out_E.itemsize
-    wanted_bytes = (H - 1) * head_bytes + part_bytes
+    source_bytes = (H - 1) * head_bytes + part_bytes
     zero = out_E.dtype.type(0)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         first, last = indptr[t], indptr[t + 1]
-        for soon in range(first + ahead, min(last + ahead, num_edges)):
-            prefetch_row(x + indices[soon] * row_bytes, wanted_bytes)
+        for upcoming in range(first + distance, min(last + distance, num_edges)):
+            prefetch_row(x + indices[upcoming] * row_bytes, source_bytes)
         for e in range(first, last):
             row, other = x + indices[e] * row_bytes, y + t * H * part_bytes
             for h in range(H):
@@ -118,21 +118,21 @@ def weighted_spmm_numba(
     x: Tensor,
     out_heads: int,
 ) -> Tensor:
-    """Weigh on the CPU.
+    """Compute `weighted_spmm` on the CPU, without checks and without a gradient.
 
     Args:
         indptr: (T + 1,).
         indices: (E,) rows of `x`.
-        edges: (E,) rows of `weight_E`; in order if None.
+        edges: (E,) the row of `weight_E` of each edge; edge e has row e if None.
         weight_E: (E, H) float32 or float64, contiguous.
         x: (S, H, F) of the same dtype, or (S, 1, F) shared by all heads.
-        out_heads: H, or 1 to add the heads up.
+        out_heads: H, or 1 to sum over the heads.
 
     Returns:
         (T, out_heads, F).
     """
     num_targets, num_heads, num_cols = len(indptr) - 1, weight_E.shape[1], x.shape[2]
-    x = by_rows(x)
+    x = make_rows_contiguous(x)
     out = empty_rows((num_targets, out_heads, num_cols), x.dtype)
     parallel_for(
         _weighted_spmm,
@@ -148,16 +148,23 @@ def weighted_spmm_numba(
         out_heads,
         num_heads,
         num_cols,
-        rows_ahead(x.shape[1] * num_cols * x.itemsize),
+        prefetch_distance(x.shape[1] * num_cols * x.itemsize),
         grain_size=GRAIN_SIZE,
     )
     return out
 
 
 def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return (E, H) `sum of x[s, h] * y[t, h]` for each edge; `y` is (T, H, F) and contiguous."""
+    """Return the (E, H) dot products of `x[s, h]` and `y[t, h]` for each edge.
+
+    Args:
+        indptr: (T + 1,).
+        indices: (E,) rows of `x`.
+        x: (S, H, F) float32 or float64, or (S, 1, F) shared by all heads.
+        y: (T, H, F) of the same dtype, contiguous.
+    """
     num_targets, num_heads, num_cols = y.shape
-    x = by_rows(x)
+    x = make_rows_contiguous(x)
     out_E = empty_rows((len(indices), num_heads), x.dtype)
     parallel_for(
         _products,
@@ -171,7 +178,7 @@ def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Ten
         out_E.view(-1).numpy(),
         num_heads,
         num_cols,
-        rows_ahead(x.shape[1] * num_cols * x.itemsize),
+        prefetch_distance(x.shape[1] * num_cols * x.itemsize),
         grain_size=GRAIN_SIZE,
     )
     return out_E
@@ -188,27 +195,27 @@ def _weighted_spmm_triton(
     t = tl.program_id(0).to(tl.int64)
     out_head = tl.program_id(1)
     cols = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    # products with VECTOR, from which the compiler knows that rows begin and end with whole vectors
-    inside = cols < num_cols * VECTOR
+    # as products with VECTOR, so that Triton can infer that rows consist of whole vectors
+    col_mask = cols < num_cols * VECTOR
     first = tl.load(indptr + t).to(tl.int64)
     last = tl.load(indptr + t + 1).to(tl.int64)
     sum_EF = tl.zeros([EDGES, BLOCK], SUM)
     for begin in range(first, last, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        there = edge < last
-        mask = there[:, None] & inside[None, :]
+        edge_mask = edge < last
+        mask = edge_mask[:, None] & col_mask[None, :]
         # int64 before the multiply: 2**31 elements is only 8 GB of float32
-        s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
+        s = tl.load(indices + edge, mask=edge_mask, other=0).to(tl.int64)
         if HAS_EDGES:
-            edge = tl.load(edges + edge, mask=there, other=0).to(tl.int64)
-        # heads that are added up, or the one of this program
+            edge = tl.load(edges + edge, mask=edge_mask, other=0).to(tl.int64)
+        # all heads if they are summed, otherwise the head of this program
         for h in range(out_head, num_heads, out_heads):
-            weight = tl.load(weight_E + edge * num_heads + h, mask=there, other=0.0)
-            begins = (s * row_stride + h * head_stride) * VECTOR
-            at = begins[:, None] + cols[None, :]
-            sum_EF += weight[:, None] * tl.load(x + at, mask=mask, other=0.0)
-    at = (t * out_heads + out_head) * num_cols * VECTOR + cols
-    tl.store(out + at, tl.sum(sum_EF, 0), mask=inside)
+            weight = tl.load(weight_E + edge * num_heads + h, mask=edge_mask, other=0.0)
+            row_offsets = (s * row_stride + h * head_stride) * VECTOR
+            offsets = row_offsets[:, None] + cols[None, :]
+            sum_EF += weight[:, None] * tl.load(x + offsets, mask=mask, other=0.0)
+    offsets = (t * out_heads + out_head) * num_cols * VECTOR + cols
+    tl.store(out + offsets, tl.sum(sum_EF, 0), mask=col_mask)
 
 
 # blocks are views of one buffer, whose alignments differ between minibatches
@@ -224,19 +231,19 @@ def _products_triton(
     last = tl.load(indptr + t + 1).to(tl.int64)
     for begin in range(first, last, EDGES):
         edge = begin + tl.arange(0, EDGES)
-        there = edge < last
-        s = tl.load(indices + edge, mask=there, other=0).to(tl.int64)
+        edge_mask = edge < last
+        s = tl.load(indices + edge, mask=edge_mask, other=0).to(tl.int64)
         sum_E = tl.zeros([EDGES], SUM)
-        begins = (s * row_stride + h * head_stride) * VECTOR
+        row_offsets = (s * row_stride + h * head_stride) * VECTOR
         y_begin = (t * num_heads + h) * num_cols * VECTOR
         for start in range(0, num_cols * VECTOR, BLOCK):
             cols = start + tl.arange(0, BLOCK)
-            inside = cols < num_cols * VECTOR
-            mask = there[:, None] & inside[None, :]
-            x_EF = tl.load(x + begins[:, None] + cols[None, :], mask=mask, other=0.0)
-            y_F = tl.load(y + y_begin + cols, mask=inside, other=0.0)
+            col_mask = cols < num_cols * VECTOR
+            mask = edge_mask[:, None] & col_mask[None, :]
+            x_EF = tl.load(x + row_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+            y_F = tl.load(y + y_begin + cols, mask=col_mask, other=0.0)
             sum_E += tl.sum(x_EF * y_F[None, :], 1)
-        tl.store(out_E + edge * num_heads + h, sum_E, mask=there)
+        tl.store(out_E + edge * num_heads + h, sum_E, mask=edge_mask)
 
 
 def weighted_spmm_triton(
@@ -247,9 +254,9 @@ def weighted_spmm_triton(
     x: Tensor,
     out_heads: int,
 ) -> Tensor:
-    """`weighted_spmm_numba` on a GPU: one program per target, head and block of columns."""
+    """`weighted_spmm_numba` on a GPU; one program per target, head and block of columns."""
     num_targets, num_heads, num_cols = len(indptr) - 1, weight_E.shape[1], x.shape[2]
-    x = by_rows(x)
+    x = make_rows_contiguous(x)
     out = x.new_empty(num_targets, out_heads, num_cols)
     head_stride = x.stride(1) if x.shape[1] > 1 else 0
     grid = (num_targets, out_heads, triton.cdiv(num_cols, BLOCK))
@@ -264,9 +271,9 @@ def weighted_spmm_triton(
 
 
 def products_triton(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """`products_numba` on a GPU: one program per target and head."""
+    """`products_numba` on a GPU; one program per target and head."""
     num_targets, num_heads, num_cols = y.shape
-    x = by_rows(x)
+    x = make_rows_contiguous(x)
     out_E = x.new_empty(len(indices), num_heads)
     head_stride = x.stride(1) if x.shape[1] > 1 else 0
     vector = gcd(vector_elements(x, num_cols), vector_elements(y, num_cols))
@@ -308,33 +315,34 @@ class _WeightedSpmm(torch.autograd.Function):
 
 
 def weighted_spmm(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    """Return, for each target and head, the weighted sum over its in-edges.
+    """Sum the rows of each target's in-neighbours, weighted per edge and head.
 
-    Differentiable in `weight` and `x`, once. The same bits for any number of threads. Half
-    precision is summed in float32 and rounded once.
+    Differentiable once, in `weight` and `x`. The result does not depend on the number of threads.
+    Half precision is summed in float32 and rounded once.
 
     Args:
-        indptr: (T + 1,) int32 or int64, where the edges of each target begin.
-        indices: (E,) int32 or int64 sources in [0, S). Not checked.
+        indptr: (T + 1,) int32 or int64, the CSC pointers: the first edge of each target.
+        indices: (E,) int32 or int64 sources in [0, S). They are not checked: an id out of range
+            reads out of bounds.
         weight: (E, H) floating point.
-        x: (S, H, F) floating point on the same device, or (S, 1, F): one row shared by all heads,
-            which is then read once.
+        x: (S, H, F) floating point on the same device, or (S, 1, F): rows shared by all heads,
+            each of which is then read once.
 
     Returns:
-        (T, H, F) of the dtype of `x`; a target without edges gets zeros.
+        (T, H, F) with the dtype of `x`; zeros for a target without edges.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        ValueError: a shape, dtype or device does not match.
     """
-    check_block("weigh", indptr, indices, x)
+    check_block("weighted_spmm", indptr, indices, x)
     if weight.dim() != 2 or len(weight) != len(indices):
         raise ValueError(
-            f"weigh: weight has shape {tuple(weight.shape)}, not ({len(indices)}, heads)"
+            f"weighted_spmm: weight has shape {tuple(weight.shape)}, not ({len(indices)}, heads)"
         )
     if x.dim() != 3 or x.shape[1] not in (1, weight.shape[1]):
         raise ValueError(
-            f"weigh: x has shape {tuple(x.shape)}; for {weight.shape[1]} heads it must be "
+            f"weighted_spmm: x has shape {tuple(x.shape)}; for {weight.shape[1]} heads it must be "
             f"(sources, {weight.shape[1]} or 1, columns)"
         )
-    # one type of pointers, so that kernels are compiled once
+    # always int64, so that kernels are compiled once
     return _WeightedSpmm.apply(indptr.long(), indices, weight, x)

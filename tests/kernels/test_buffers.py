@@ -193,10 +193,10 @@ def test_events_of_the_last_borrower_come_with_the_memory():
     pool = Pool(small_bytes=0)
     events = iter([["first"], ["second"], []])
 
-    def lend():
-        return pool.lend(10, torch.uint8, lambda: next(events))
+    def allocate():
+        return pool.allocate(10, torch.uint8, lambda: next(events))
 
-    tensor, before = lend()
+    tensor, before = allocate()
     address = tensor.data_ptr()
     assert list(before) == []
     kept = tensor[3:4]
@@ -204,7 +204,7 @@ def test_events_of_the_last_borrower_come_with_the_memory():
     assert pool.idle_bytes == 0  # it is still read
     del kept
     for expected in (["first"], ["second"], []):
-        tensor, before = lend() if expected != [] else pool.lend(10, torch.uint8)
+        tensor, before = allocate() if expected != [] else pool.allocate(10, torch.uint8)
         assert tensor.data_ptr() == address
         assert list(before) == expected
         del tensor
@@ -212,8 +212,8 @@ def test_events_of_the_last_borrower_come_with_the_memory():
 
 def test_memory_that_is_let_go_of_is_told_with_its_events():
     ended = []
-    pool = Pool(small_bytes=0, before_end=ended.extend)
-    tensors = [pool.lend(1 << 16, torch.uint8, lambda n=n: [n])[0] for n in range(3)]
+    pool = Pool(small_bytes=0, on_release=ended.extend)
+    tensors = [pool.allocate(1 << 16, torch.uint8, lambda n=n: [n])[0] for n in range(3)]
     tensors.clear()
     assert ended == []
     # as much as was lent at one time, but in one piece
@@ -224,15 +224,15 @@ def test_memory_that_is_let_go_of_is_told_with_its_events():
 
 def test_no_bytes_are_lent_too():
     pool = Pool(small_bytes=0)
-    tensor, _ = pool.lend((0, 7), torch.float32)
+    tensor, _ = pool.allocate((0, 7), torch.float32)
     assert tensor.shape == (0, 7)
     assert tensor.dtype == torch.float32
 
 
 def test_events_are_told_also_if_the_pool_ends_first():
     ended = []
-    pool = Pool(small_bytes=0, before_end=ended.extend)
-    idle, lent = (pool.lend(10, torch.uint8, lambda n=n: [n])[0] for n in ("idle", "lent"))
+    pool = Pool(small_bytes=0, on_release=ended.extend)
+    idle, lent = (pool.allocate(10, torch.uint8, lambda n=n: [n])[0] for n in ("idle", "lent"))
     del idle
     del pool
     assert ended == ["idle"]

@@ -15,14 +15,14 @@ import pytest
 CASES = [
     (
         "aggregate.dropout",
-        "_drop_gpu",
+        "_dropout_triton",
         {"x": f"*{dtype}", "out": f"*{dtype}", "count": "i64", "seed": "i64"}
-        | {"level": "i32", "scale": "fp32"},
-        {"COUNTERS": 128, "RECTIFIED": rectified},
+        | {"threshold": "i32", "scale": "fp32"},
+        {"COUNTERS": 128, "RELU": relu},
         ["ld.global", "st.global", "mul.hi.u32"],
     )
     for dtype in ("fp32", "fp16", "bf16")
-    for rectified in (False, True)
+    for relu in (False, True)
 ]
 
 PROGRAM = """

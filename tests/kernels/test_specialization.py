@@ -49,7 +49,7 @@ JITFunction._do_compile = do_compile
 
 from gcnzc.kernels.aggregate import sum_triton
 from gcnzc.kernels.aggregate.edge_softmax import edge_softmax_backward_triton, edge_softmax_triton
-from gcnzc.kernels.aggregate.dropout import drop_triton
+from gcnzc.kernels.aggregate.dropout import dropout_triton
 from gcnzc.kernels.gather.gpu import gather_rows
 from gcnzc.kernels.aggregate.weighted import products_triton, weighted_spmm_triton
 
@@ -64,8 +64,8 @@ def step(size, offset, seed):
     gather_rows(table, ids)
     gather_rows(table, ids, order=ids, checked=False)
     x = torch.zeros(size, 100)
-    drop_triton(x, 0.5, seed)
-    drop_triton(x, 0.5, seed, rectified=True)
+    dropout_triton(x, 0.5, seed)
+    dropout_triton(x, 0.5, seed, relu=True)
     indptr = torch.zeros(size + 1 + offset, dtype=torch.int64)[offset:]
     sum_triton(indptr, ids, x, None, x[:, 0].contiguous())
     score = torch.zeros(size, 4)

@@ -173,7 +173,7 @@ def test_turns_the_block_round_only_if_there_is_a_gradient(monkeypatch):
 def test_refuses_what_does_not_fit():
     indptr, indices = random_block(70, 50, 9)
     x = torch.randn(70, 8)
-    with pytest.raises(ValueError, match=r"x is torch.int64.*\n\nhint: x.float"):
+    with pytest.raises(ValueError, match=r"x is torch.int64.*\n\nhint: pass x.float"):
         aggregate(indptr, indices, x.long())
     with pytest.raises(ValueError, match=r"indices is 1-dimensional torch.int16"):
         aggregate(indptr, indices.short(), x)

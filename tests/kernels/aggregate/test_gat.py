@@ -14,11 +14,11 @@ from gcnzc.kernels.aggregate.edge_softmax import (
     edge_softmax_triton,
 )
 from gcnzc.kernels.aggregate.gat import (
+    add_self_loops,
+    add_self_loops_reference,
+    add_self_loops_torch,
     gat_aggregate,
     gat_aggregate_reference,
-    with_self_loops,
-    with_self_loops_reference,
-    with_self_loops_torch,
 )
 from gcnzc.kernels.aggregate.weighted import (
     products_numba,
@@ -140,7 +140,7 @@ def test_targets_that_are_not_the_first_sources():
     order = torch.cat([own, torch.tensor(sorted(set(range(70)) - set(own.tolist())))])
     place = torch.empty_like(order).scatter(0, order, torch.arange(70))
     expected = gat_aggregate(indptr, place[indices].int(), x[order], source[order], target)
-    found = gat_aggregate(indptr, indices, x, source, target, own=own)
+    found = gat_aggregate(indptr, indices, x, source, target, self_index=own)
     torch.testing.assert_close(found, expected)
 
 
@@ -162,11 +162,11 @@ def test_dropout_keeps_the_mean_and_follows_the_seed():
 def test_self_loops_are_there_once(pointers, ids):
     indptr, indices = random_block(12, 10, 9, pointers=pointers, ids=ids)
     own = torch.randperm(12)[:10].to(ids)
-    found = with_self_loops(indptr, indices, own, 12)
-    expected = with_self_loops_reference(indptr, indices, own)
+    found = add_self_loops(indptr, indices, own, 12)
+    expected = add_self_loops_reference(indptr, indices, own)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-    padded_indptr, padded = with_self_loops_torch(indptr, indices, own, 12)
+    padded_indptr, padded = add_self_loops_torch(indptr, indices, own, 12)
     assert torch.equal(padded_indptr, expected[0])
     assert padded.dtype == ids
     assert torch.equal(padded[: len(expected[1])], expected[1])
@@ -184,7 +184,7 @@ def test_the_host_waits_for_no_device_to_give_targets_their_loops(monkeypatch):
     leaves = inputs((4, 4, 3))
     expected = both(gat_aggregate_reference, indptr, indices, leaves)
     # as on a device: the loops by operations of torch, and edges by sources too
-    monkeypatch.setattr("gcnzc.kernels.aggregate.gat.with_self_loops", with_self_loops_torch)
+    monkeypatch.setattr("gcnzc.kernels.aggregate.gat.add_self_loops", add_self_loops_torch)
     monkeypatch.setattr("gcnzc.kernels.aggregate.weighted.transpose", transpose_reference)
     monkeypatch.setattr("gcnzc.kernels.aggregate.edge_softmax.transpose", transpose_reference)
     with Reads(everywhere=True):
