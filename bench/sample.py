@@ -70,7 +70,9 @@ def measure(
     sample.DIRECT_NODES = kept
     for table, timing in timings.items():
         space = workspaces[table]
-        table_bytes = space.direct.nbytes + (space.hashed.nbytes if table == "hashed" else 0)
+        table_bytes = space.direct_table.nbytes + (
+            space.hash_table.nbytes if table == "hashed" else 0
+        )
         record(
             "sample",
             {"table": table, "graph_nodes": num_nodes, "batch_size": BATCH_SIZE},

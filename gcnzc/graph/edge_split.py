@@ -13,7 +13,7 @@ import numpy as np
 from gcnzc.datasets.rows import Array
 from gcnzc.datasets.source import PARTS, LinkParts, clean_links
 from gcnzc.graph.graph import Graph
-from gcnzc.kernels.sample.exclude import is_sorted, sorted_columns
+from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
 from gcnzc.kernels.sample.negatives import sample_negatives
 
 # far from any epoch of a training, so that its negatives are others
@@ -49,7 +49,7 @@ def with_sorted_columns(graph: Graph) -> Graph:
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
     if is_sorted(indptr, indices):
         return graph
-    return Graph(indptr, sorted_columns(indptr, indices)[0], check=False)
+    return Graph(indptr, sort_columns(indptr, indices)[0], check=False)
 
 
 def split_edges(

@@ -61,7 +61,7 @@ class Graph:
             ValueError: `indptr` falls somewhere, or an index is no node.
         """
         if not self._is_checked:
-            _check_numbers(self._indptr.numpy(), self._indices.numpy(), csc.VERIFY)
+            _check_numbers(self._indptr.numpy(), self._indices.numpy(), csc.VERIFY_HINT)
             self._is_checked = True
 
     @property
@@ -137,8 +137,8 @@ class Graph:
                 "hint: an edge is one number in each"
             )
         return _build(
-            csc.slices(source, target),
-            csc.slices(target, source) if bidirected else [],
+            csc.edge_list_segments(source, target),
+            csc.edge_list_segments(target, source) if bidirected else [],
             num_nodes,
             self_loops,
             duplicates,
@@ -181,8 +181,8 @@ class Graph:
         rows = cls(indptr, indices)
         offsets, targets = rows.indptr.numpy(), rows.indices.numpy()
         return _build(
-            csc.columns(offsets, targets, reverse=True),
-            csc.columns(offsets, targets) if bidirected else [],
+            csc.csc_segments(offsets, targets, reverse=True),
+            csc.csc_segments(offsets, targets) if bidirected else [],
             rows.num_nodes,
             self_loops,
             duplicates,
@@ -295,8 +295,8 @@ class Graph:
         self.check()
         offsets, sources = self._indptr.numpy(), self._indices.numpy()
         return _build(
-            csc.columns(offsets, sources),
-            csc.columns(offsets, sources, reverse=True) if bidirected else [],
+            csc.csc_segments(offsets, sources),
+            csc.csc_segments(offsets, sources, reverse=True) if bidirected else [],
             self.num_nodes,
             self_loops,
             duplicates,
@@ -314,12 +314,12 @@ def _build(
     check_choice("duplicates", duplicates, ("keep", "remove"))
     num_nodes = check_integer("num_nodes", num_nodes, 0, hint="the number of nodes")
     listed = [*forward, *backward]
-    added = csc.loops(num_nodes) if self_loops == "add" else []
-    indptr, indices = csc.csc(
-        [*listed, *added], num_nodes, without_loops=0 if self_loops == "keep" else len(listed)
+    added = csc.self_loop_segments(num_nodes) if self_loops == "add" else []
+    indptr, indices = csc.build_csc(
+        [*listed, *added], num_nodes, num_without_loops=0 if self_loops == "keep" else len(listed)
     )
     if duplicates == "remove":
-        indptr, indices = csc.coalesced(indptr, indices)
+        indptr, indices = csc.coalesce(indptr, indices)
     return Graph(indptr, indices, check=False)
 
 
@@ -362,13 +362,13 @@ def _check_numbers(
     indptr: NDArray[np.integer], indices: NDArray[np.integer], hint: str | None = None
 ) -> None:
     num_nodes = len(indptr) - 1
-    node = csc.first_descent(indptr)
+    node = csc.find_descent(indptr)
     if node >= 0:
         raise ValueError(
             f"indptr falls from {indptr[node]} to {indptr[node + 1]} at node {node}\n\n"
             + (hint or "hint: it is the running sum of the numbers of in-neighbours")
         )
-    place = csc.first_outside(indices, num_nodes)
+    place = csc.find_out_of_range(indices, num_nodes)
     if place >= 0:
         raise ValueError(
             f"indices[{place}] is {indices[place]}, but the graph has {num_nodes} nodes\n\n"

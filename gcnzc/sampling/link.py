@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
-from gcnzc.kernels.sample.exclude import ExcludedEdges, exclude_edges, is_sorted, sorted_columns
-from gcnzc.kernels.sample.negatives import in_batch, sample_negatives
+from gcnzc.kernels.sample.exclude import ExcludedEdges, exclude_edges, is_sorted, sort_columns
+from gcnzc.kernels.sample.negatives import in_batch_negatives, sample_negatives
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.neighbor import Sampler, check_graph, check_range
 from gcnzc.system.arguments import (
@@ -189,7 +189,9 @@ class LinkSampler:
         indptr, indices = self._known.indptr.numpy(), self._known.indices.numpy()
         count, strict = self.num_negatives, self.strict
         if self.negatives == "in-batch":
-            return torch.from_numpy(in_batch(indptr, indices, positives.numpy(), count, strict))
+            return torch.from_numpy(
+                in_batch_negatives(indptr, indices, positives.numpy(), count, strict)
+            )
         sources, numbers = positives[0].numpy(), items.numpy()
         return torch.from_numpy(
             sample_negatives(
@@ -247,7 +249,7 @@ def _sorted(graph: Graph, order: bool) -> tuple[Graph, Tensor | None]:
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
     if is_sorted(indptr, indices):
         return graph, None
-    sources, places = sorted_columns(indptr, indices, order=order)
+    sources, places = sort_columns(indptr, indices, order=order)
     found = None if places is None else torch.from_numpy(places)
     return Graph(np.asarray(indptr), sources, check=False), found
 

@@ -100,7 +100,7 @@ class Sampler:
             self.seed,
             epoch,
             edge_ids=self.edge_ids,
-            without=without,
+            excluded=without,
             workspace=workspace,
             empty=self.pool.empty,
         )

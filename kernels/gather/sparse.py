@@ -12,7 +12,7 @@ from numba import njit
 from torch import Tensor
 
 from gcnzc.kernels.gather.overlap import check_apart
-from gcnzc.kernels.structure.csc import VERIFY
+from gcnzc.kernels.structure.csc import VERIFY_HINT
 from gcnzc.kernels.threads import parallel_for
 
 # fewer bytes of the result than this are not worth a thread
@@ -124,4 +124,4 @@ def _explain(table: Tensor, ids: Tensor) -> None:
     what = (
         f"column {int(wrong[0])} of {num_columns}" if len(wrong) else "an entry that is not there"
     )
-    raise ValueError(f"gather_sparse: the table names {what}\n\n{VERIFY}")
+    raise ValueError(f"gather_sparse: the table names {what}\n\n{VERIFY_HINT}")

@@ -1,73 +1,74 @@
-"""Neighbor sampling on CPUs: one numba kernel per minibatch and hop."""
+"""Neighbour sampling on CPUs, with numba."""
 
 import numpy as np
 from numba import int64, njit, uint32, uint64
 
 from gcnzc.kernels.memory import prefetch
 from gcnzc.kernels.philox import philox4x32
-from gcnzc.kernels.sample.exclude import num_removed, position_of
+from gcnzc.kernels.sample.exclude import num_excluded, original_position
 
-# destinations, and about how many edges, taken at once: what they need stays in the first caches
-LOT_DESTINATIONS = 256
-
-
-LOT_EDGES = 4096
+# destinations, and approximate number of edges, that are processed at once: their data fit the
+# first-level cache
+CHUNK_DESTINATIONS = 256
 
 
-AHEAD = 64  # slots of a table are asked for this many edges before they are due
+CHUNK_EDGES = 4096
 
 
-LINE_IDS = 8  # ids of 8 B in a line of the cache
+PREFETCH_DISTANCE = 64  # edges ahead for which table slots are prefetched
 
 
-# Up to here a position is compared with all those chosen before it, many destinations at a time;
-# beyond, each destination marks its positions in a map of bits.
-COMPARED = 64
+LINE_IDS = 8  # 8 B ids in a cache line
 
 
-# the hash table is at most half full, so that a search ends after a slot or two
+# Up to this fan-out a position is compared with all positions sampled before it, for many
+# destinations at once; beyond it, the positions of a destination are marked in a bitmap.
+MAX_COMPARED = 64
+
+
+# the hash table is at most half full, so that a probe ends after one or two slots
 SLOTS_PER_NODE = 2
 
 
-# fields of `progress`; WRONG_NODE is -1 unless the graph's numbers for a node are damaged
-HOP, DESTINATION, NODES, EDGES, WRONG_NODE, NEED_INDPTR, NEED_NODES, NEED_EDGES = range(8)
+# fields of `progress`; INVALID_NODE is a node with invalid offsets or neighbours, or -1
+HOP, DESTINATION, NODES, EDGES, INVALID_NODE, NEED_INDPTR, NEED_NODES, NEED_EDGES = range(8)
 
 
 @njit(cache=True, nogil=True)
-def _ask(array, position):
+def _prefetch_element(array, position):
     prefetch(int64(array.ctypes.data) + position * array.itemsize)
 
 
 @njit(cache=True, nogil=True)
-def _draw_few(low, high, degrees, num_drawn, fanout, key, words, clash):
-    """Floyd's method for many destinations at once, in loops that become vector code.
+def _sample_small_fanout(low, high, degrees, num_sampled, fanout, key, words, clash):
+    """Floyd's algorithm for many destinations at once, in loops that LLVM vectorizes.
 
-    Column i of `words` becomes the `fanout` positions of destination i below `degrees[i]`.
+    Column i of `words` receives the `fanout` positions of destination i, below `degrees[i]`.
     """
     key_0, key_1, epoch = key[0], key[1], key[2]
     for quad in range((fanout + 3) // 4):
-        for i in range(num_drawn):
+        for i in range(num_sampled):
             w0, w1, w2, w3 = philox4x32(quad, low[i], high[i], epoch, key_0, key_1)
             words[4 * quad, i] = w0
             words[4 * quad + 1, i] = w1
             words[4 * quad + 2, i] = w2
             words[4 * quad + 3, i] = w3
     for draw in range(fanout):
-        for i in range(num_drawn):
+        for i in range(num_sampled):
             below = degrees[i] - uint32(fanout - draw - 1)
             words[draw, i] = (uint64(words[draw, i]) * uint64(below)) >> uint64(32)
             clash[i] = 0
         for earlier in range(draw):
-            for i in range(num_drawn):
+            for i in range(num_sampled):
                 clash[i] |= words[earlier, i] == words[draw, i]
-        for i in range(num_drawn):
+        for i in range(num_sampled):
             if clash[i]:
                 words[draw, i] = degrees[i] - uint32(fanout - draw)
 
 
 @njit(cache=True, nogil=True)
-def _draw_many(low, high, degree, fanout, key, bits, positions):
-    """Floyd's method for one destination with a map of bits, which is left empty."""
+def _sample_large_fanout(low, high, degree, fanout, key, bits, positions):
+    """Floyd's algorithm for one destination with a bitmap, which is zero before and after."""
     for quad in range((fanout + 3) // 4):
         words = philox4x32(quad, low, high, key[2], key[0], key[1])
         for draw in range(4 * quad, min(4 * quad + 4, fanout)):
@@ -82,17 +83,17 @@ def _draw_many(low, high, degree, fanout, key, bits, positions):
 
 
 @njit(cache=True, nogil=True)
-def _number_directly(sources, table, base, nodes, count, places):
-    """Write the local numbers of `sources`; new ones get the next, and join `nodes`.
+def _relabel_direct(sources, table, base, nodes, count, local_ids):
+    """Write the local ids of `sources`, and append new nodes to `nodes`; return their number.
 
-    A node's slot holds its stamp, which is `base` plus its local number; a stamp below `base` is of
-    an earlier batch. There is no branch to be foretold: every slot is written, changed or not.
+    The slot of a node holds its stamp, which is `base` plus its local id; a stamp below `base` is
+    from an earlier batch. Every slot is written, changed or not, to avoid unpredictable branches.
     """
-    for i in range(min(AHEAD, len(sources))):
-        _ask(table, sources[i])
+    for i in range(min(PREFETCH_DISTANCE, len(sources))):
+        _prefetch_element(table, sources[i])
     for i in range(len(sources)):
-        if i + AHEAD < len(sources):
-            _ask(table, sources[i + AHEAD])
+        if i + PREFETCH_DISTANCE < len(sources):
+            _prefetch_element(table, sources[i + PREFETCH_DISTANCE])
         source = sources[i]
         stamp = int64(table[source])
         new = stamp < base
@@ -100,7 +101,7 @@ def _number_directly(sources, table, base, nodes, count, places):
         table[source] = stamp
         nodes[count] = source
         count += 1 if new else 0
-        places[i] = stamp - base
+        local_ids[i] = stamp - base
     return count
 
 
@@ -112,85 +113,87 @@ def _slot(node, num_slots):
 
 
 @njit(cache=True, nogil=True)
-def _look(entry, source, base, nodes, wide):
-    """What a slot holds: a local number; all ones if it is free; nonzero if of another node.
+def _probe(entry, source, base, nodes, has_wide_ids):
+    """Decode a slot without branches, since new nodes are unpredictable.
 
-    In words, since the processor cannot foretell whether a node is new.
+    Returns:
+        The local id; -1 if the slot is free, else 0; and nonzero if it is occupied by another node.
     """
     local = (entry & 0xFFFFFFFF) - base
     free = local >> 63
     other = ((entry >> 32) ^ source) & 0xFFFFFFFF & ~free
-    # ids that differ by a multiple of 2**32 share their low half; for None this is not compiled
-    if wide is not None:
+    # ids that differ by a multiple of 2**32 have the same low half; not compiled for None
+    if has_wide_ids is not None:
         other = (nodes[local & ~free] ^ source) & ~free
     return local, free, other
 
 
 @njit(cache=True, nogil=True)
-def _number_by_hash(sources, table, base, nodes, count, places, wide):
-    """The same with a hash table of a power of two of slots, searched one by one.
+def _relabel_hashed(sources, table, base, nodes, count, local_ids, has_wide_ids):
+    """`_relabel_direct` with a hash table with linear probing, whose size is a power of two.
 
-    A slot holds the low half of an id above its stamp; with a stamp below `base` it is free. The
-    one branch is taken where the first slot holds another node, and that is rare.
+    A slot holds the low half of an id in its high half, and the stamp in its low half; it is free
+    if the stamp is below `base`. The only branch is taken if the first slot holds another node,
+    which is rare.
     """
-    for i in range(min(AHEAD, len(sources))):
-        _ask(table, _slot(sources[i], len(table)))
+    for i in range(min(PREFETCH_DISTANCE, len(sources))):
+        _prefetch_element(table, _slot(sources[i], len(table)))
     for i in range(len(sources)):
-        if i + AHEAD < len(sources):
-            _ask(table, _slot(sources[i + AHEAD], len(table)))
+        if i + PREFETCH_DISTANCE < len(sources):
+            _prefetch_element(table, _slot(sources[i + PREFETCH_DISTANCE], len(table)))
         source = sources[i]
         slot = _slot(source, len(table))
-        local, free, other = _look(table[slot], source, base, nodes, wide)
-        # not `while` alone, which becomes twice as slow
+        local, free, other = _probe(table[slot], source, base, nodes, has_wide_ids)
+        # with `while` alone, the loop is twice as slow
         if other != 0:
             while other != 0:
                 slot = (slot + 1) & (len(table) - 1)
-                local, free, other = _look(table[slot], source, base, nodes, wide)
+                local, free, other = _probe(table[slot], source, base, nodes, has_wide_ids)
         local += (count - local) & free
         table[slot] = (source << 32) | (base + local)
         nodes[count] = source
         count -= free
-        places[i] = local
+        local_ids[i] = local
     return count
 
 
 @njit(cache=True, nogil=True)
-def enter(direct, hashed, base, nodes, count, wide):
-    """Number the first `count` nodes by their places; one that occurs twice by its first."""
-    for place in range(count):
-        node = nodes[place]
-        if len(direct):
-            if direct[node] < base:
-                direct[node] = base + place
+def insert_nodes(direct_table, hash_table, base, nodes, count, has_wide_ids):
+    """Insert the first `count` nodes with their positions; duplicates get the first position."""
+    for position in range(count):
+        node = nodes[position]
+        if len(direct_table):
+            if direct_table[node] < base:
+                direct_table[node] = base + position
         else:
-            slot = _slot(node, len(hashed))
-            _, free, other = _look(hashed[slot], node, base, nodes, wide)
+            slot = _slot(node, len(hash_table))
+            _, free, other = _probe(hash_table[slot], node, base, nodes, has_wide_ids)
             while other != 0:
-                slot = (slot + 1) & (len(hashed) - 1)
-                _, free, other = _look(hashed[slot], node, base, nodes, wide)
+                slot = (slot + 1) & (len(hash_table) - 1)
+                _, free, other = _probe(hash_table[slot], node, base, nodes, has_wide_ids)
             if free:
-                hashed[slot] = (node << 32) | (base + place)
+                hash_table[slot] = (node << 32) | (base + position)
 
 
 @njit(cache=True, nogil=True)
-def _draw_lot(
+def _sample_chunk(
     nodes, begins, degrees, hop, fanout, key, scratch, bits, indices, positions, ends
 ):  # fmt: skip
-    """Write where the kept edges of a lot of destinations stand in `indices`, and their ends.
+    """Sample the edges of a chunk of destinations: write their positions and each one's end.
 
-    The edges are asked for as their positions are written: by the time the lot is drawn they have
-    come, which is twice as quick as to ask 64 entries ahead while they are read.
+    The sources of the edges are prefetched as the positions are written, and have arrived when the
+    chunk is complete. This is twice as fast as prefetching 64 elements ahead while reading them.
     """
-    low, high, drawn_degrees, words, clash = scratch
-    if 0 <= fanout <= COMPARED:
-        num_drawn = 0
+    low, high, sampled_degrees, words, clash = scratch
+    if 0 <= fanout <= MAX_COMPARED:
+        num_sampled = 0
         for i in range(len(nodes)):
             if degrees[i] > fanout:
-                low[num_drawn] = nodes[i] & 0xFFFFFFFF
-                high[num_drawn] = (nodes[i] >> 32) | (hop << 16)
-                drawn_degrees[num_drawn] = degrees[i]
-                num_drawn += 1
-        _draw_few(low, high, drawn_degrees, num_drawn, fanout, key, words, clash)
+                low[num_sampled] = nodes[i] & 0xFFFFFFFF
+                high[num_sampled] = (nodes[i] >> 32) | (hop << 16)
+                sampled_degrees[num_sampled] = degrees[i]
+                num_sampled += 1
+        _sample_small_fanout(low, high, sampled_degrees, num_sampled, fanout, key, words, clash)
     filled = 0
     column = 0
     for i in range(len(nodes)):
@@ -199,71 +202,71 @@ def _draw_lot(
             for position in range(degree):
                 positions[filled + position] = begin + position
                 if position % LINE_IDS == 0:
-                    _ask(indices, begin + position)
+                    _prefetch_element(indices, begin + position)
             filled += degree
-        elif fanout <= COMPARED:
+        elif fanout <= MAX_COMPARED:
             for draw in range(fanout):
                 position = begin + words[draw, column]
                 positions[filled + draw] = position
-                _ask(indices, position)
+                _prefetch_element(indices, position)
             column += 1
             filled += fanout
         else:
-            chosen = positions[filled : filled + fanout]
+            chosen_positions = positions[filled : filled + fanout]
             half, rest = nodes[i] & 0xFFFFFFFF, (nodes[i] >> 32) | (hop << 16)
-            _draw_many(half, rest, degree, fanout, key, bits, chosen)
+            _sample_large_fanout(half, rest, degree, fanout, key, bits, chosen_positions)
             for draw in range(fanout):
-                chosen[draw] += begin
-                _ask(indices, chosen[draw])
+                chosen_positions[draw] += begin
+                _prefetch_element(indices, chosen_positions[draw])
             filled += fanout
         ends[i] = filled
 
 
 @njit(cache=True, nogil=True)
-def _pass_over(left, destination, begins, ends, taken, positions):
-    """Turn positions among the edges that are kept into positions among all."""
-    first, kept_before, removed = left
+def _skip_excluded(excluded, destination, begins, ends, chunk_size, positions):
+    """Map positions among the edges that are not excluded to positions among all edges."""
+    first, kept_before, removed = excluded
     filled = 0
-    for i in range(taken):
-        if num_removed(first, removed, destination + i) > 0:
-            for place in range(filled, ends[i]):
-                kept = positions[place] - begins[i]
-                positions[place] = begins[i] + position_of(
+    for i in range(chunk_size):
+        if num_excluded(first, removed, destination + i) > 0:
+            for edge in range(filled, ends[i]):
+                kept = positions[edge] - begins[i]
+                positions[edge] = begins[i] + original_position(
                     first, kept_before, removed, destination + i, kept
                 )
         filled = ends[i]
 
 
 @njit(cache=True, nogil=True)
-def _are_outside(numbers, end):
-    """Whether one of the numbers is below 0 or not below `end`.
+def _is_any_out_of_range(ids, end):
+    """Return whether an id is outside [0, end).
 
-    A pass of its own over numbers that are in the first cache, which becomes vector code. As part
-    of the loop that reads them from the graph it costs several times as much.
+    This is a separate, vectorized pass over ids that are in the first-level cache. As part of the
+    loop that reads them from the graph it would take several times as long.
     """
     signs = int64(0)
-    for i in range(len(numbers)):
-        signs |= numbers[i] | (end - 1 - numbers[i])
+    for i in range(len(ids)):
+        signs |= ids[i] | (end - 1 - ids[i])
     return signs < 0
 
 
 @njit(cache=True, nogil=True)
-def _first_wrong_source(sources, ends, end):
-    """The first destination of a lot with a source that is no node."""
-    wrong = 0
-    while 0 <= sources[wrong] < end:
-        wrong += 1
-    place = 0
-    while ends[place] <= wrong:
-        place += 1
-    return place
+def _find_invalid_source(sources, ends, end):
+    """Return the first destination of a chunk with a source that is out of range."""
+    invalid = 0
+    while 0 <= sources[invalid] < end:
+        invalid += 1
+    destination = 0
+    while ends[destination] <= invalid:
+        destination += 1
+    return destination
 
 
 @njit(cache=True, nogil=True)
-def _first_wrong_column(begins, degrees, num_edges):
-    """The first destination of a lot whose edges are not those of the graph, or -1."""
+def _find_invalid_column(begins, degrees, num_edges):
+    """Return the first destination of a chunk whose offsets are out of range, or -1."""
     for i in range(len(begins)):
-        # no number of 64 bits can wrap round once the first two are known to be in range
+        # num_edges - begins[i] cannot overflow, since begins[i] is checked first
         if not (0 <= begins[i] <= num_edges and 0 <= degrees[i] <= num_edges - begins[i]):
             return i
     return -1
@@ -275,87 +278,88 @@ def sample_hops(
     indices,
     fanouts,
     key,
-    left,
+    excluded,
     once,
-    direct,
-    hashed,
+    direct_table,
+    hash_table,
     base,
-    wide,
+    has_wide_ids,
     out,
     progress,
     num_nodes,
     num_edges,
 ):
-    """Go on from `progress`; False if it cannot, and then `progress` says why.
+    """Sample from the state in `progress` on; return whether the batch is complete.
 
-    Either a buffer is too small, or the numbers of a node lead outside the graph. All are checked
-    here, where they are read first, since a graph may be a mapped file that nobody has read.
+    Otherwise a buffer is too small, and `progress` has the needed sizes, or a node has offsets or
+    neighbours out of range, and `progress` has the node. They are checked here, where they are
+    read, since a graph may be a mapped file that has not been checked as a whole.
     """
     nodes, out_indptr, out_indices, out_edge_ids = out
     hop, destination = progress[HOP], progress[DESTINATION]
     count, edges = progress[NODES], progress[EDGES]
-    begins = np.empty(LOT_DESTINATIONS, np.int64)
-    degrees = np.empty(LOT_DESTINATIONS, np.int64)
-    ends = np.empty(LOT_DESTINATIONS, np.int64)
+    begins = np.empty(CHUNK_DESTINATIONS, np.int64)
+    degrees = np.empty(CHUNK_DESTINATIONS, np.int64)
+    ends = np.empty(CHUNK_DESTINATIONS, np.int64)
     scratch = (
-        np.empty(LOT_DESTINATIONS, np.uint32),
-        np.empty(LOT_DESTINATIONS, np.uint32),
-        np.empty(LOT_DESTINATIONS, np.uint32),
-        # a line more, so that a column's entries fall into different sets of the cache
-        np.empty((COMPARED, LOT_DESTINATIONS + 16), np.uint32),
-        np.empty(LOT_DESTINATIONS, np.uint32),
+        np.empty(CHUNK_DESTINATIONS, np.uint32),
+        np.empty(CHUNK_DESTINATIONS, np.uint32),
+        np.empty(CHUNK_DESTINATIONS, np.uint32),
+        # padded by a cache line, so that the elements of a column are in different cache sets
+        np.empty((MAX_COMPARED, CHUNK_DESTINATIONS + 16), np.uint32),
+        np.empty(CHUNK_DESTINATIONS, np.uint32),
     )
-    positions = np.empty(LOT_EDGES + 64 * LOT_DESTINATIONS, np.int64)
+    positions = np.empty(CHUNK_EDGES + 64 * CHUNK_DESTINATIONS, np.int64)
     bits = np.zeros(1, np.uint64)
-    room = len(nodes)
-    if not len(direct):
-        room = min(room, len(hashed) // SLOTS_PER_NODE)
+    capacity = len(nodes)
+    if not len(direct_table):
+        capacity = min(capacity, len(hash_table) // SLOTS_PER_NODE)
     done = True
     while hop < len(fanouts) and done:
         fanout, num_destinations = fanouts[hop], num_nodes[hop]
-        # the hops' offsets lie one behind the other, each with its own leading zero
+        # the offsets of all hops are concatenated, each with its own leading zero
         first = hop + num_nodes[:hop].sum()
         if len(out_indptr) < first + num_destinations + 1:
             progress[NEED_INDPTR] = first + num_destinations + 1
             done = False
             break
-        # nodes of earlier hops were drawn for, and get no edges again
-        drawn_before = num_nodes[hop - 1] if once and hop > 0 else 0
-        out_indptr[first : first + drawn_before + 1] = 0
-        destination = max(destination, drawn_before)
+        # with `once`, destinations of earlier hops get no further edges
+        num_sampled_before = num_nodes[hop - 1] if once and hop > 0 else 0
+        out_indptr[first : first + num_sampled_before + 1] = 0
+        destination = max(destination, num_sampled_before)
         while destination < num_destinations:
-            taken = total = longest = 0
+            chunk_size = total = longest = 0
             while (
-                taken < LOT_DESTINATIONS
-                and total < LOT_EDGES
-                and destination + taken < num_destinations
+                chunk_size < CHUNK_DESTINATIONS
+                and total < CHUNK_EDGES
+                and destination + chunk_size < num_destinations
             ):
-                node = nodes[destination + taken]
+                node = nodes[destination + chunk_size]
                 begin, degree = indptr[node], indptr[node + 1] - indptr[node]
-                # for None this is not compiled
-                if left is not None:
-                    degree -= num_removed(left[0], left[2], destination + taken)
-                begins[taken], degrees[taken] = begin, degree
+                # not compiled for None
+                if excluded is not None:
+                    degree -= num_excluded(excluded[0], excluded[2], destination + chunk_size)
+                begins[chunk_size], degrees[chunk_size] = begin, degree
                 total += degree if fanout < 0 else min(degree, fanout)
                 longest = max(longest, degree)
-                taken += 1
-            wrong = _first_wrong_column(begins[:taken], degrees[:taken], len(indices))
-            if wrong >= 0:
-                progress[WRONG_NODE], progress[NODES] = nodes[destination + wrong], count
+                chunk_size += 1
+            invalid = _find_invalid_column(begins[:chunk_size], degrees[:chunk_size], len(indices))
+            if invalid >= 0:
+                progress[INVALID_NODE], progress[NODES] = nodes[destination + invalid], count
                 return False
-            if count + total > room or edges + total > len(out_indices):
+            if count + total > capacity or edges + total > len(out_indices):
                 progress[NEED_NODES], progress[NEED_EDGES] = count + total, edges + total
                 done = False
                 break
-            # the next lot's offsets are on their way while this lot is drawn
-            last = destination + taken
-            for i in range(last, min(last + LOT_DESTINATIONS, num_destinations)):
-                _ask(indptr, nodes[i])
+            # prefetch the offsets of the next chunk
+            last = destination + chunk_size
+            for i in range(last, min(last + CHUNK_DESTINATIONS, num_destinations)):
+                _prefetch_element(indptr, nodes[i])
             if total > len(positions):
                 positions = np.empty(2 * total, np.int64)
-            if fanout > COMPARED and longest > 64 * len(bits):
+            if fanout > MAX_COMPARED and longest > 64 * len(bits):
                 bits = np.zeros((longest + 63) // 64, np.uint64)
-            _draw_lot(
+            _sample_chunk(
                 nodes[destination:last],
                 begins,
                 degrees,
@@ -368,27 +372,29 @@ def sample_hops(
                 positions,
                 ends,
             )
-            # the seeds come first, and no other column has edges to leave out
-            if left is not None and destination < len(left[0]) - 1:
-                _pass_over(left, destination, begins, ends, taken, positions)
-            for i in range(taken):
+            # only columns of seeds have excluded edges, and seeds are the first destinations
+            if excluded is not None and destination < len(excluded[0]) - 1:
+                _skip_excluded(excluded, destination, begins, ends, chunk_size, positions)
+            for i in range(chunk_size):
                 out_indptr[first + destination + i + 1] = edges - num_edges[hop] + ends[i]
             if len(out_edge_ids):
                 out_edge_ids[edges : edges + total] = positions[:total]
             sources = positions[:total]
             for i in range(total):
                 sources[i] = indices[positions[i]]
-            if _are_outside(sources, len(indptr) - 1):
-                wrong = _first_wrong_source(sources, ends, len(indptr) - 1)
-                progress[WRONG_NODE], progress[NODES] = nodes[destination + wrong], count
+            if _is_any_out_of_range(sources, len(indptr) - 1):
+                invalid = _find_invalid_source(sources, ends, len(indptr) - 1)
+                progress[INVALID_NODE], progress[NODES] = nodes[destination + invalid], count
                 return False
-            places = out_indices[edges : edges + total]
-            if len(direct):
-                count = _number_directly(sources, direct, base, nodes, count, places)
+            local_ids = out_indices[edges : edges + total]
+            if len(direct_table):
+                count = _relabel_direct(sources, direct_table, base, nodes, count, local_ids)
             else:
-                count = _number_by_hash(sources, hashed, base, nodes, count, places, wide)
+                count = _relabel_hashed(
+                    sources, hash_table, base, nodes, count, local_ids, has_wide_ids
+                )
             edges += total
-            destination += taken
+            destination += chunk_size
         if done:
             hop += 1
             destination = 0

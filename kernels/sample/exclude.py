@@ -1,8 +1,8 @@
-"""Find edges in sorted columns, and exclude them from sampling.
+"""Find edges in sorted columns, and exclude edges from sampling.
 
-A column is sorted if its sources ascend; then an edge is found by bisection, and equal edges lie
-side by side, so that the edges to leave out of a column are a few ranges of it. A position among
-the edges that are kept becomes one among all by adding the length of the ranges before it.
+In a column with ascending sources an edge is found by binary search, and duplicate edges are
+adjacent, so the edges to exclude from a column form a few ranges. A position among the remaining
+edges is mapped to a position among all edges by adding the lengths of the ranges before it.
 
 Letters: N nodes, E edges, S seeds, P pairs, R ranges.
 """
@@ -21,15 +21,18 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class ExcludedEdges:
-    """For each of S columns, the ranges of edges that are left out, in their order."""
+    """The ranges of edges that are excluded from each of S columns, in ascending order."""
 
-    first: Array  # (S + 1,) int64: the ranges of column i are those from first[i] to first[i + 1]
-    kept_before: Array  # (R,) int64 edges of the column before the range that are kept
-    removed: Array  # (R,) int64 edges of the column left out up to the end of the range
+    first: Array  # (S + 1,) int64: the ranges of column i are first[i] to first[i + 1] - 1
+    kept_before: Array  # (R,) int64: the column's edges before the range that are not excluded
+    removed: Array  # (R,) int64: the column's excluded edges up to the end of the range
 
 
 def exclude_edges_reference(indptr: Array, indices: Array, nodes: Array, edges: set) -> list[Array]:
-    """Of each column of `nodes`, what is kept if the (source, node) of `edges` are left out."""
+    """Return the positions of the edges that remain in each column of `nodes`.
+
+    `edges` is the set of (source, node) pairs to exclude.
+    """
     return [
         np.array(
             [e for e in range(*indptr[n : n + 2]) if (int(indices[e]), int(n)) not in edges],
@@ -41,7 +44,7 @@ def exclude_edges_reference(indptr: Array, indices: Array, nodes: Array, edges: 
 
 @njit(cache=True, nogil=True)
 def lower_bound(indices, begin, end, source):
-    """The first place from `begin` to `end` of an ascending column that is not below `source`."""
+    """Return the first position in [begin, end) of an id not below `source`, or `end`."""
     while begin < end:
         middle = (begin + end) >> 1
         if indices[middle] < source:
@@ -53,10 +56,10 @@ def lower_bound(indices, begin, end, source):
 
 @njit(cache=True, nogil=True)
 def has_edge(indptr, indices, source, target):
-    """Whether there is an edge from `source` to `target`, in sorted columns."""
+    """Return whether there is an edge from `source` to `target`, in sorted columns."""
     end = indptr[target + 1]
-    place = lower_bound(indices, indptr[target], end, source)
-    return place < end and indices[place] == source
+    position = lower_bound(indices, indptr[target], end, source)
+    return position < end and indices[position] == source
 
 
 @njit(cache=True, nogil=True)
@@ -68,7 +71,10 @@ def _are_edges(indptr, indices, sources, targets, out, begin, end):
 def are_edges(
     indptr: Array, indices: Array, sources: Array, targets: Array, *, threads: int | None = None
 ) -> Array:
-    """(P,) bool: whether there is an edge from each source to its target, in sorted columns."""
+    """Return (P,) bool: whether there is an edge from each source to its target.
+
+    The columns must be sorted.
+    """
     out = np.empty(len(sources), np.bool_)
     parallel_for(_are_edges, len(out), indptr, indices, sources, targets, out, threads=threads)
     return out
@@ -84,64 +90,64 @@ def _first_unsorted(indptr, indices, found, begin, end):
 
 
 @njit(cache=True, nogil=True)
-def _sort(indptr, indices, out, order, begin, end):
+def _sort_columns(indptr, indices, out, order, begin, end):
     for node in range(begin, end):
         first, last = indptr[node], indptr[node + 1]
         if len(order):
-            places = np.argsort(indices[first:last], kind="mergesort")
+            positions = np.argsort(indices[first:last], kind="mergesort")
             for i in range(last - first):
-                order[first + i] = first + places[i]
-                out[first + i] = indices[first + places[i]]
+                order[first + i] = first + positions[i]
+                out[first + i] = indices[first + positions[i]]
         else:
             out[first:last] = indices[first:last]
             out[first:last].sort()
 
 
 def is_sorted(indptr: Array, indices: Array, *, threads: int | None = None) -> bool:
-    """Whether the sources of every column ascend; equal ones may follow each other."""
+    """Return whether the sources of every column are in ascending order, with duplicates."""
     found = np.zeros(1, np.bool_)
     parallel_for(_first_unsorted, len(indptr) - 1, indptr, indices, found, threads=threads)
     return not found[0]
 
 
-def sorted_columns(
+def sort_columns(
     indptr: Array, indices: Array, *, order: bool = False, threads: int | None = None
 ) -> tuple[Array, Array | None]:
-    """The columns with their sources in ascending order, as a copy.
+    """Return a copy of `indices` with the sources of each column in ascending order.
 
     Args:
         indptr: (N + 1,) int64.
         indices: (E,) int32 or int64.
-        order: also say where in `indices` each edge stood; equal ones stay in their order.
-        threads: how many at once; `torch.get_num_threads()` if None.
+        order: also return the original position of each edge; the sort is then stable.
+        threads: number of threads; `torch.get_num_threads()` if None.
 
     Returns:
         (E,) sources, and (E,) int64 positions or None.
     """
     out = np.empty_like(indices)
-    places = np.empty(len(indices) if order else 0, np.int64)
-    parallel_for(_sort, len(indptr) - 1, indptr, indices, out, places, threads=threads)
-    return out, places if order else None
+    positions = np.empty(len(indices) if order else 0, np.int64)
+    parallel_for(_sort_columns, len(indptr) - 1, indptr, indices, out, positions, threads=threads)
+    return out, positions if order else None
 
 
 @njit(cache=True, nogil=True)
 def _ranges(indptr, indices, nodes, locals_P, sources_P, first, kept_before, removed):
-    """Write the ranges that hold the pairs; return how many there are."""
+    """Write the ranges of the pairs' edges; return the number of ranges."""
     count = pair = 0
     for i in range(len(nodes)):
         begin, end = indptr[nodes[i]], indptr[nodes[i] + 1]
         first[i] = count
-        gone = 0
-        place = begin
+        num_excluded_so_far = 0
+        position = begin
         while pair < len(locals_P) and locals_P[pair] == i:
-            low = lower_bound(indices, place, end, sources_P[pair])
+            low = lower_bound(indices, position, end, sources_P[pair])
             high = lower_bound(indices, low, end, sources_P[pair] + 1)
             if high > low:
-                kept_before[count] = low - begin - gone
-                gone += high - low
-                removed[count] = gone
+                kept_before[count] = low - begin - num_excluded_so_far
+                num_excluded_so_far += high - low
+                removed[count] = num_excluded_so_far
                 count += 1
-            place = high
+            position = high
             pair += 1
     first[len(nodes)] = count
     return count
@@ -150,41 +156,41 @@ def _ranges(indptr, indices, nodes, locals_P, sources_P, first, kept_before, rem
 def exclude_edges(
     indptr: Array, indices: Array, nodes: Array, locals_: Array, sources: Array
 ) -> ExcludedEdges:
-    """What to leave out of the columns of `nodes`, so that no edge of the pairs is kept.
+    """Find the ranges of edges to exclude so that no edge between the given pairs is sampled.
 
     Args:
         indptr: (N + 1,) int64.
         indices: (E,) int32 or int64, each column ascending.
         nodes: (S,) int64 in [0, N).
-        locals_: (P,) int64 in [0, S): the place in `nodes` of each pair's destination.
-        sources: (P,) int64 in [0, N): its source. Pairs that are no edges leave nothing out; a pair
-            may occur several times.
+        locals_: (P,) int64 in [0, S): the position in `nodes` of each pair's destination.
+        sources: (P,) int64 in [0, N): each pair's source. Pairs without an edge have no effect; a
+            pair may occur several times.
 
     Returns:
-        The ranges, which `gcnzc.kernels.sample.sample` takes for the same `nodes` as seeds.
+        The ranges, to pass to `gcnzc.kernels.sample.sample` with `nodes` as seeds.
     """
     num_nodes = len(indptr) - 1
     keys = np.unique(locals_ * num_nodes + sources)
     first = np.empty(len(nodes) + 1, np.int64)
     kept_before, removed = np.empty((2, len(keys)), np.int64)
-    wanted = keys // num_nodes, keys % num_nodes
-    count = _ranges(indptr, indices, nodes, *wanted, first, kept_before, removed)
+    pairs = keys // num_nodes, keys % num_nodes
+    count = _ranges(indptr, indices, nodes, *pairs, first, kept_before, removed)
     return ExcludedEdges(first, kept_before[:count], removed[:count])
 
 
 @njit(cache=True, nogil=True)
-def num_removed(first, removed, column):
-    """How many edges are left out of a column; none beyond the last that is told of."""
+def num_excluded(first, removed, column):
+    """Return the number of edges excluded from a column; 0 for columns without ranges."""
     if column >= len(first) - 1 or first[column] == first[column + 1]:
         return 0
     return removed[first[column + 1] - 1]
 
 
 @njit(cache=True, nogil=True)
-def position_of(first, kept_before, removed, column, kept):
-    """Where the edge number `kept` of those that are kept stands among all of its column."""
+def original_position(first, kept_before, removed, column, kept):
+    """Map a position among a column's remaining edges to a position among all its edges."""
     begin, end = first[column], first[column + 1]
-    # the last range that begins at or before it
+    # binary search for the last range that begins at or before the edge
     while begin < end:
         middle = (begin + end) >> 1
         if kept_before[middle] <= kept:

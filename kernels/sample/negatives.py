@@ -1,14 +1,15 @@
-"""Sample negatives: pairs of nodes that are not edges, if required.
+"""Negative sampling for link prediction: random pairs of nodes, optionally only non-edges.
 
-Each negative is drawn by Philox 4x32-10, keyed by the seed and counted by the epoch, the number of
-the edge that it is drawn for and the number of the draw, so it is the same in whatever batch,
-order, thread or process it is drawn. Two words make a node's number: the high half of their product
-with N, whose probabilities are within N / 2**64 of uniform, relatively.
+The random words of Philox 4x32-10 have the seed as key, and the epoch, the id of the positive edge
+and the index of the negative as counter. A negative therefore does not depend on the batch, the
+order, the thread or the process. Two words give a node: the high half of their product with N,
+whose probability differs from 1 / N by a factor of at most 1 +- N / 2**64.
 
-A pair that may not be is drawn again, 32 times at most; then the next destination that may be is
-taken, counted upward from the last one drawn, for "both" with the next source where one has none.
+A rejected pair is sampled again, up to 32 times in all. After that the next valid destination is
+taken, counting upward from the last one; for "both", the next sources are tried as well if a source
+has no valid destination.
 
-Letters: N nodes, P edges to draw for, K draws for each.
+Letters: N nodes, P positive edges, K negatives for each.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -29,41 +30,46 @@ Kind: TypeAlias = Literal["uniform", "both"]
 TRIES = 32
 
 
-# in the place where the neighbour sampler's counters have the hop, of which there are never so many
-MARK = 0xFFFF
+# a hop number that the neighbour sampler's counters never have, so that the random words differ
+NEGATIVE_MARK = 0xFFFF
 
 
 MAX_NODES = 2**32 - 1
 
 
-def draw_reference(
+def sample_negative_reference(
     item: int, draw: int, attempt: int, num_nodes: int, seed: int, epoch: int
 ) -> tuple[int, int]:
-    """The destination and the source of one try, with Python's own integers."""
-    counter = (draw * TRIES + attempt, item & 0xFFFFFFFF, (item >> 32) | (MARK << 16), epoch)
+    """Return the destination and the source of one attempt: a reference in plain Python."""
+    counter = (
+        draw * TRIES + attempt,
+        item & 0xFFFFFFFF,
+        (item >> 32) | (NEGATIVE_MARK << 16),
+        epoch,
+    )
     w0, w1, w2, w3 = (int(word) for word in philox4x32_reference(*counter, *split_key(seed)))
     return ((w1 << 32) | w0) * num_nodes >> 64, ((w3 << 32) | w2) * num_nodes >> 64
 
 
 @njit(cache=True, nogil=True)
 def _below(low, high, num_nodes):
-    carried = (low * uint64(num_nodes)) >> uint64(32)
-    return int64((high * uint64(num_nodes) + carried) >> uint64(32))
+    carry = (low * uint64(num_nodes)) >> uint64(32)
+    return int64((high * uint64(num_nodes) + carry) >> uint64(32))
 
 
 @njit(cache=True, nogil=True)
-def _may_be(indptr, indices, source, target):
+def _is_negative(indptr, indices, source, target):
     return source != target and not has_edge(indptr, indices, source, target)
 
 
 @njit(cache=True, nogil=True)
-def _draw(indptr, indices, sources, items, per_item, both, strict, key, out):
-    """Write the negatives; the place of an edge that has none, or -1."""
+def _sample_negatives(indptr, indices, sources, items, num_negatives, both, strict, key, out):
+    """Write the negatives; return the index of an edge without any, or -1."""
     num_nodes = len(indptr) - 1
     key_0, key_1, epoch = key[0], key[1], key[2]
     for i in range(len(items)):
-        low, high = items[i] & 0xFFFFFFFF, (items[i] >> 32) | (MARK << 16)
-        for draw in range(per_item):
+        low, high = items[i] & 0xFFFFFFFF, (items[i] >> 32) | (NEGATIVE_MARK << 16)
+        for draw in range(num_negatives):
             source = target = int64(0)
             found = False
             for attempt in range(TRIES):
@@ -71,14 +77,14 @@ def _draw(indptr, indices, sources, items, per_item, both, strict, key, out):
                 w0, w1, w2, w3 = philox4x32(counter, low, high, epoch, key_0, key_1)
                 target = _below(w0, w1, num_nodes)
                 source = _below(w2, w3, num_nodes) if both else int64(sources[i])
-                if not strict or _may_be(indptr, indices, source, target):
+                if not strict or _is_negative(indptr, indices, source, target):
                     found = True
                     break
             more_sources = num_nodes if both else 1
             while not found and more_sources > 0:
                 for _ in range(num_nodes):
                     target = target + 1 if target + 1 < num_nodes else 0
-                    if _may_be(indptr, indices, source, target):
+                    if _is_negative(indptr, indices, source, target):
                         found = True
                         break
                 if not found:
@@ -86,8 +92,8 @@ def _draw(indptr, indices, sources, items, per_item, both, strict, key, out):
                     source = source + 1 if source + 1 < num_nodes else 0
             if not found:
                 return i
-            out[0, i * per_item + draw] = source
-            out[1, i * per_item + draw] = target
+            out[0, i * num_negatives + draw] = source
+            out[1, i * num_negatives + draw] = target
     return -1
 
 
@@ -96,57 +102,65 @@ def sample_negatives(
     indices: Array,
     sources: Array,
     items: Array,
-    per_item: int,
+    num_negatives: int,
     kind: Kind,
     strict: bool,
     seed: int,
     epoch: int,
 ) -> Array:
-    """Draw `per_item` negatives for each edge.
+    """Sample `num_negatives` negatives for each positive edge.
 
     Args:
         indptr: (N + 1,) int64.
-        indices: (E,) int32 or int64, each column ascending; looked at if `strict`.
-        sources: (P,) int64 in [0, N): where the edges begin.
-        items: (P,) int64 in [0, 2**48): their numbers, which count the choices.
-        per_item: K, below 2**27.
-        kind: "uniform" keeps the source and draws the destination; "both" draws both ends.
-        strict: neither edges of the graph nor a node with itself.
-        seed: the key, of 64 bits.
+        indices: (E,) int32 or int64, each column ascending; used only if `strict`.
+        sources: (P,) int64 in [0, N): the sources of the positive edges.
+        items: (P,) int64 in [0, 2**48): ids of the positive edges, which select random words.
+        num_negatives: K, below 2**27.
+        kind: "uniform" keeps the source and samples the destination; "both" samples both nodes.
+        strict: reject edges of the graph and self loops.
+        seed: 64-bit seed.
         epoch: in [0, 2**32).
 
     Returns:
-        (2, P * K) int64 sources and destinations, those of one edge side by side.
+        (2, P * K) int64 sources and destinations; the K negatives of an edge are adjacent.
 
     Raises:
-        ValueError: the graph has 2**32 nodes or more, or none; or `strict` leaves nothing to draw.
+        ValueError: the graph has no nodes or 2**32 nodes or more, or with `strict` there is no
+            valid pair.
     """
     num_nodes = len(indptr) - 1
     if not 0 < num_nodes <= MAX_NODES:
         raise ValueError(
-            f"negatives in a graph of {num_nodes} nodes\n\nhint: 1 to {MAX_NODES} are drawn from"
+            f"negative sampling in a graph of {num_nodes} nodes\n\n"
+            f"hint: the graph must have 1 to {MAX_NODES} nodes"
         )
     key = np.array([*split_key(seed), epoch], np.uint64)
-    out = np.empty((2, len(items) * per_item), np.int64)
-    wrong = _draw(indptr, indices, sources, items, per_item, kind == "both", strict, key, out)
-    if wrong >= 0:
-        who = "every pair of nodes" if kind == "both" else f"node {sources[wrong]} with every other"
+    out = np.empty((2, len(items) * num_negatives), np.int64)
+    failed = _sample_negatives(
+        indptr, indices, sources, items, num_negatives, kind == "both", strict, key, out
+    )
+    if failed >= 0:
+        pairs = (
+            "every pair of nodes" if kind == "both" else f"node {sources[failed]} with every other"
+        )
         raise ValueError(
-            f"no negative can be drawn: there are edges of {who}\n\n"
-            "hint: draw negatives that may be edges"
+            f"there is no negative: the graph has edges between {pairs}\n\n"
+            "hint: allow negatives that are edges of the graph"
         )
     return out
 
 
 @njit(cache=True, nogil=True)
-def _in_batch(indptr, indices, edges, per_item, strict, out):
+def _in_batch_negatives(indptr, indices, edges, num_negatives, strict, out):
     count = 0
     num_edges = edges.shape[1]
     for i in range(num_edges):
-        source, own = edges[0, i], edges[1, i]
-        for draw in range(per_item):
+        source, own_target = edges[0, i], edges[1, i]
+        for draw in range(num_negatives):
             target = edges[1, (i + 1 + draw) % num_edges]
-            if target == own or (strict and not _may_be(indptr, indices, source, target)):
+            if target == own_target or (
+                strict and not _is_negative(indptr, indices, source, target)
+            ):
                 continue
             out[0, count] = source
             out[1, count] = target
@@ -154,20 +168,22 @@ def _in_batch(indptr, indices, edges, per_item, strict, out):
     return count
 
 
-def in_batch(indptr: Array, indices: Array, edges: Array, per_item: int, strict: bool) -> Array:
-    """Set each edge's source beside the destinations of the edges that follow in the batch.
+def in_batch_negatives(
+    indptr: Array, indices: Array, edges: Array, num_negatives: int, strict: bool
+) -> Array:
+    """Pair each edge's source with the destinations of the next edges of the batch.
 
     Args:
         indptr: (N + 1,) int64.
-        indices: (E,) int32 or int64, each column ascending; looked at if `strict`.
-        edges: (2, P) int64; behind the last edge comes the first.
-        per_item: K, how many of those that follow; all others if there are no more.
-        strict: leave out pairs that are edges of the graph or a node with itself.
+        indices: (E,) int32 or int64, each column ascending; used only if `strict`.
+        edges: (2, P) int64 sources and destinations; the first edge follows the last one.
+        num_negatives: K, the number of following edges; all other edges if there are fewer.
+        strict: drop pairs that are edges of the graph or self loops.
 
     Returns:
-        (2, at most P * K) int64 sources and destinations, without pairs that are the edge itself.
+        (2, at most P * K) int64 sources and destinations, without pairs equal to the edge itself.
     """
-    per_item = min(per_item, max(0, edges.shape[1] - 1))
-    out = np.empty((2, edges.shape[1] * per_item), np.int64)
-    count = _in_batch(indptr, indices, edges, per_item, strict, out)
+    num_negatives = min(num_negatives, max(0, edges.shape[1] - 1))
+    out = np.empty((2, edges.shape[1] * num_negatives), np.int64)
+    count = _in_batch_negatives(indptr, indices, edges, num_negatives, strict, out)
     return out[:, :count]

@@ -1,1 +1,1 @@
-"""The structure of a graph: edge lists, columns and their transpose."""
+"""Conversions of graph structure: edge lists, CSC, and the transpose of a block."""

@@ -1,7 +1,7 @@
-"""From CSC to an edge list.
+"""Convert CSC to an edge list (COO).
 
-One pass by the calling thread alone: threads that make minibatches side by side are not to start
-others, which would wait for work where the model could run.
+The conversion runs in the calling thread: the loader's worker threads already run in parallel, and
+further threads would compete with the model for cores.
 
 Letters: T targets, E edges.
 """
@@ -11,14 +11,14 @@ from numba import njit
 from torch import Tensor
 
 
-def edges_reference(indptr: Tensor, indices: Tensor, first: int = 0) -> Tensor:
-    """What `edges` must equal."""
+def csc_to_coo_reference(indptr: Tensor, indices: Tensor, first: int = 0) -> Tensor:
+    """Reference for `csc_to_coo`."""
     targets = torch.arange(len(indptr) - 1).repeat_interleave(indptr.diff())
     return torch.stack([indices.long(), targets])[:, int(indptr[first]) :]
 
 
 @njit(nogil=True, cache=True)
-def _edges(indptr, indices, first, src_E, dst_E):
+def _csc_to_coo(indptr, indices, first, src_E, dst_E):
     begin = indptr[first]
     for target in range(first, len(indptr) - 1):
         for edge in range(indptr[target], indptr[target + 1]):
@@ -26,18 +26,18 @@ def _edges(indptr, indices, first, src_E, dst_E):
             dst_E[edge - begin] = target
 
 
-def edges(indptr: Tensor, indices: Tensor, out: Tensor, first: int = 0) -> Tensor:
-    """Write the sources and targets of the columns from `first` on, column by column.
+def csc_to_coo(indptr: Tensor, indices: Tensor, out: Tensor, first: int = 0) -> Tensor:
+    """Write the sources and targets of the edges in CSC order, from column `first` on.
 
     Args:
         indptr: (T + 1,) int64 on the host.
         indices: (E,) int32 or int64 sources, on the host.
-        out: (2, E) int64 on the host, E without the edges of columns before `first`; rows may be
-            apart.
-        first: the first column.
+        out: (2, edges) int64 on the host, with as many edges as the columns from `first` on have;
+            its rows need not be adjacent in memory.
+        first: the first column to convert.
 
     Returns:
         `out`.
     """
-    _edges(indptr.numpy(), indices.numpy(), first, out[0].numpy(), out[1].numpy())
+    _csc_to_coo(indptr.numpy(), indices.numpy(), first, out[0].numpy(), out[1].numpy())
     return out

@@ -1,11 +1,12 @@
-"""From an edge list to CSC: a stable counting sort by destination.
+"""Build CSC from an edge list, with a stable counting sort by destination.
 
-A plain counting sort writes each edge to a random place, which misses the cache once the graph
-is larger than it. Here the edges are first dealt out into buckets of neighbouring destinations, by
-the high bits of the destination, and then sorted bucket by bucket inside the cache. Both steps
-keep the order of the list, so the result does not depend on the number of threads.
+A plain counting sort writes each edge to a random position, which misses the cache for large
+graphs. Here the edges are first partitioned into buckets of neighbouring destinations, by the high
+bits of the destination, and then each bucket is sorted in the cache. Both steps are stable, so the
+result does not depend on the number of threads.
 
-Beside the result lie two bytes an edge (the low bits of its destination) and one bucket a thread.
+The temporary memory is two bytes per edge (the low bits of its destination) and one bucket per
+thread.
 
 Letters: N nodes, E edges, P buckets, S segments of the edge list.
 """
@@ -23,50 +24,50 @@ from gcnzc.kernels.threads import parallel_for
 Array = NDArray[Any]
 
 
-# the remedy for numbers that no graph has
-VERIFY = "hint: `gcnzc info DATA --verify` says which file of a prepared folder is damaged"
+# for graphs with invalid offsets or ids
+VERIFY_HINT = "hint: `gcnzc info DATA --verify` says which file of a prepared folder is damaged"
 
 
-# one run of the edge list: its sources and destinations, made when asked for
+# a segment of an edge list: a function that returns its sources and destinations
 Segment = Callable[[], tuple[Array, Array]]
 
 
-SEGMENT_EDGES = 1 << 21  # edges a segment should have: small beside the graph, large beside P
+SEGMENT_EDGES = 1 << 21  # edges of a segment: far fewer than a graph has, and far more than P
 
 
-LOW_BITS = 16  # of a destination, kept per edge while it lies in its bucket
+LOW_BITS = 16  # low bits of a destination, stored for each edge while it is in its bucket
 
 
-# a bucket that holds more than this share of the edges is sorted from the edge list once more,
-# so that the threads' buckets together stay an eighth of the result
-SHARE_OF_BUCKETS = 8
+# buckets with more than 1 / (BUCKET_SHARE * threads) of the edges are sorted from the edge list
+# instead of a copy, so that the copies of all threads take at most an eighth of the result
+BUCKET_SHARE = 8
 
 
 def csc_reference(src: Array, dst: Array, num_nodes: int) -> tuple[Array, Array]:
-    """What `csc` must equal: `(indptr, indices)` by numpy's stable sort."""
+    """Reference for `build_csc`: return `(indptr, indices)` from numpy's stable sort."""
     indptr = np.concatenate([[0], np.bincount(dst, minlength=num_nodes).cumsum()])
     return indptr, src[np.argsort(dst, kind="stable")]
 
 
 def index_dtype(num_nodes: int) -> type[np.signedinteger]:
-    """The narrowest of int32 and int64 that can number `num_nodes` nodes."""
+    """Return the smaller of int32 and int64 that can represent the ids of `num_nodes` nodes."""
     return np.int32 if num_nodes < 2**31 else np.int64
 
 
-def slices(src: Array, dst: Array) -> list[Segment]:
-    """The segments of an edge list that lies in memory or is memory-mapped."""
+def edge_list_segments(src: Array, dst: Array) -> list[Segment]:
+    """Return the segments of an edge list in memory or in a memory-mapped file."""
 
-    def run(begin: int) -> Segment:
+    def make_segment(begin: int) -> Segment:
         return lambda: (src[begin : begin + SEGMENT_EDGES], dst[begin : begin + SEGMENT_EDGES])
 
-    return [run(begin) for begin in range(0, len(src), SEGMENT_EDGES)]
+    return [make_segment(begin) for begin in range(0, len(src), SEGMENT_EDGES)]
 
 
-def columns(indptr: Array, indices: Array, *, reverse: bool = False) -> list[Segment]:
-    """The segments of a CSC graph's edges, `indices[e] -> column of e`, or of their reverse."""
+def csc_segments(indptr: Array, indices: Array, *, reverse: bool = False) -> list[Segment]:
+    """Return the segments of a CSC graph's edges, `indices[e] -> column of e`, or reversed."""
     num_edges, dtype = len(indices), index_dtype(len(indptr) - 1)
 
-    def run(begin: int) -> Segment:
+    def make_segment(begin: int) -> Segment:
         def edges() -> tuple[Array, Array]:
             end = min(begin + SEGMENT_EDGES, num_edges)
             column = np.empty(end - begin, dtype)
@@ -76,13 +77,13 @@ def columns(indptr: Array, indices: Array, *, reverse: bool = False) -> list[Seg
 
         return edges
 
-    return [run(begin) for begin in range(0, num_edges, SEGMENT_EDGES)]
+    return [make_segment(begin) for begin in range(0, num_edges, SEGMENT_EDGES)]
 
 
-def loops(num_nodes: int) -> list[Segment]:
-    """The segments of one self loop per node."""
+def self_loop_segments(num_nodes: int) -> list[Segment]:
+    """Return the segments of an edge list with one self loop per node."""
 
-    def run(begin: int) -> Segment:
+    def make_segment(begin: int) -> Segment:
         def edges() -> tuple[Array, Array]:
             end = min(begin + SEGMENT_EDGES, num_nodes)
             nodes = np.arange(begin, end, dtype=index_dtype(num_nodes))
@@ -90,7 +91,7 @@ def loops(num_nodes: int) -> list[Segment]:
 
         return edges
 
-    return [run(begin) for begin in range(0, num_nodes, SEGMENT_EDGES)]
+    return [make_segment(begin) for begin in range(0, num_nodes, SEGMENT_EDGES)]
 
 
 @njit(nogil=True, cache=True)
@@ -104,7 +105,7 @@ def _columns(indptr, begin, column_E):
 
 @njit(nogil=True, cache=True)
 def _count(src_E, dst_E, num_nodes, shift, drop_loops, count_P):
-    """Count the edges of each bucket; the first edge out of range, or -1."""
+    """Count the edges of each bucket; return the first edge out of range, or -1."""
     for i in range(len(src_E)):
         source, target = src_E[i], dst_E[i]
         if source < 0 or source >= num_nodes or target < 0 or target >= num_nodes:
@@ -115,30 +116,33 @@ def _count(src_E, dst_E, num_nodes, shift, drop_loops, count_P):
 
 
 @njit(nogil=True, cache=True)
-def _deal(src_E, dst_E, shift, drop_loops, head_P, indices_E, low_E):
-    """Write each edge behind those already in its bucket."""
+def _scatter_to_buckets(src_E, dst_E, shift, drop_loops, head_P, indices_E, low_E):
+    """Append each edge to its bucket."""
     mask = (1 << shift) - 1
     for i in range(len(src_E)):
         source, target = src_E[i], dst_E[i]
         if drop_loops and source == target:
             continue
         bucket = target >> shift
-        place = head_P[bucket]
-        head_P[bucket] = place + 1
-        indices_E[place] = source
-        low_E[place] = target & mask
+        position = head_P[bucket]
+        head_P[bucket] = position + 1
+        indices_E[position] = source
+        low_E[position] = target & mask
 
 
 @njit(nogil=True, cache=True)
 def _sort_buckets(start_P, shift, largest, low_E, indptr_N, indices_E, begin, end):
-    """Sort each bucket of at most `largest` edges that starts in `[begin, end)`; point into all."""
+    """Sort the buckets that start in `[begin, end)`, and write their part of `indptr_N`.
+
+    Buckets of more than `largest` edges are not sorted.
+    """
     num_nodes, num_edges = len(indptr_N) - 1, len(indices_E)
     head = np.empty(1 << shift, np.int64)
-    held = np.empty(largest, indices_E.dtype)
+    bucket_indices = np.empty(largest, indices_E.dtype)
     bucket = np.searchsorted(start_P[:-1], begin, side="left")
     while bucket < len(start_P) - 1:
         start, stop = start_P[bucket], start_P[bucket + 1]
-        # empty buckets behind the last edge belong to the last part
+        # empty buckets after the last edge belong to the last range
         if start >= end and end < num_edges:
             break
         first = bucket << shift
@@ -146,87 +150,91 @@ def _sort_buckets(start_P, shift, largest, low_E, indptr_N, indices_E, begin, en
         head[:] = 0
         for e in range(start, stop):
             head[low_E[e]] += 1
-        total = start
+        offset = start
         for node in range(first, last):
             count = head[node - first]
-            head[node - first] = total
-            total += count
-            indptr_N[node + 1] = total
+            head[node - first] = offset
+            offset += count
+            indptr_N[node + 1] = offset
         if stop - start <= largest:
             for e in range(start, stop):
-                held[e - start] = indices_E[e]
+                bucket_indices[e - start] = indices_E[e]
             for e in range(start, stop):
-                place = head[low_E[e]]
-                head[low_E[e]] = place + 1
-                indices_E[place] = held[e - start]
+                position = head[low_E[e]]
+                head[low_E[e]] = position + 1
+                indices_E[position] = bucket_indices[e - start]
         bucket += 1
 
 
 @njit(nogil=True, cache=True)
 def _scatter(src_E, dst_E, drop_loops, first, last, head_N, indices_E):
-    """Write the edges into nodes `[first, last)` behind those already in their columns."""
+    """Append the edges into the nodes `[first, last)` to their columns."""
     for i in range(len(src_E)):
         source, target = src_E[i], dst_E[i]
         if target >= first and target < last and not (drop_loops and source == target):
-            place = head_N[target - first]
-            head_N[target - first] = place + 1
-            indices_E[place] = source
+            position = head_N[target - first]
+            head_N[target - first] = position + 1
+            indices_E[position] = source
 
 
-def csc(
+def build_csc(
     segments: Sequence[Segment],
     num_nodes: int,
     *,
-    without_loops: int = 0,
+    num_without_loops: int = 0,
     threads: int | None = None,
 ) -> tuple[Array, Array]:
-    """Sort edges by destination, those of one destination in the order of the list.
+    """Build CSC from an edge list; the edges of a column keep the order of the list.
 
     Args:
-        segments: the edge list in runs, each giving (E,) sources and (E,) destinations, int32 or
-            int64; each is asked for two or three times.
-        num_nodes: nodes are 0 to num_nodes - 1.
-        without_loops: leave out the edges from a node to itself in this many first segments.
-        threads: how many at once; `torch.get_num_threads()` if None.
+        segments: the edge list in segments, each of which returns (e,) sources and (e,)
+            destinations, int32 or int64; each is called two or three times.
+        num_nodes: N; nodes are numbered from 0 to N - 1.
+        num_without_loops: number of segments, from the first, whose self loops are removed.
+        threads: number of threads; `torch.get_num_threads()` if None.
 
     Returns:
-        `indptr` (N + 1,) int64 and `indices` (E,) int32, or int64 from 2**31 nodes on.
+        `indptr` (N + 1,) int64 and `indices` (E,) int32; int64 for 2**31 nodes or more.
 
     Raises:
-        ValueError: an edge has an end that is no node.
+        ValueError: a source or destination is out of range.
     """
     shift = min(LOW_BITS, max(0, (num_nodes - 1).bit_length() - 8))
     num_buckets = (num_nodes + (1 << shift) - 1) >> shift
     if threads is None:
         threads = torch.get_num_threads()
-    place_SP = np.zeros((len(segments), num_buckets), np.int64)
-    wrong_S = np.full(len(segments), -1, np.int64)
+    offset_SP = np.zeros((len(segments), num_buckets), np.int64)
+    invalid_S = np.full(len(segments), -1, np.int64)
 
     def count(begin: int, end: int) -> None:
         for s in range(begin, end):
-            wrong_S[s] = _count(*segments[s](), num_nodes, shift, s < without_loops, place_SP[s])
+            invalid_S[s] = _count(
+                *segments[s](), num_nodes, shift, s < num_without_loops, offset_SP[s]
+            )
 
     parallel_for(count, len(segments), threads=threads, grain_size=1)
-    _check_in_range(segments, wrong_S, num_nodes)
+    _check_in_range(segments, invalid_S, num_nodes)
 
-    # bucket by bucket, and inside a bucket segment by segment
-    ends_PS = place_SP.T.reshape(-1).cumsum().reshape(num_buckets, len(segments))
-    place_SP[:] = ends_PS.T - place_SP
+    # ordered by bucket, then by segment
+    ends_PS = offset_SP.T.reshape(-1).cumsum().reshape(num_buckets, len(segments))
+    offset_SP[:] = ends_PS.T - offset_SP
     num_edges = int(ends_PS[-1, -1]) if ends_PS.size else 0
-    start_P = np.append(place_SP[0] if len(segments) else [], num_edges).astype(np.int64)
+    start_P = np.append(offset_SP[0] if len(segments) else [], num_edges).astype(np.int64)
     indptr = np.zeros(num_nodes + 1, np.int64)
     indices = np.empty(num_edges, index_dtype(num_nodes))
     if num_edges == 0:
         return indptr, indices
     low_E = np.empty(num_edges, np.uint16)
 
-    def deal(begin: int, end: int) -> None:
+    def scatter_to_buckets(begin: int, end: int) -> None:
         for s in range(begin, end):
-            _deal(*segments[s](), shift, s < without_loops, place_SP[s], indices, low_E)
+            _scatter_to_buckets(
+                *segments[s](), shift, s < num_without_loops, offset_SP[s], indices, low_E
+            )
 
-    parallel_for(deal, len(segments), threads=threads, grain_size=1)
+    parallel_for(scatter_to_buckets, len(segments), threads=threads, grain_size=1)
     sizes = np.diff(start_P)
-    limit = max(1 << 16, num_edges // (SHARE_OF_BUCKETS * threads))
+    limit = max(1 << 16, num_edges // (BUCKET_SHARE * threads))
     largest = int(sizes[sizes <= limit].max(initial=0))
     parallel_for(
         _sort_buckets, num_edges, start_P, shift, largest, low_E, indptr, indices, threads=threads
@@ -238,25 +246,25 @@ def csc(
             first, last = int(bucket) << shift, min((int(bucket) + 1) << shift, num_nodes)
             head = indptr[first:last].copy()
             for s, segment in enumerate(segments):
-                _scatter(*segment(), s < without_loops, first, last, head, indices)
+                _scatter(*segment(), s < num_without_loops, first, last, head, indices)
 
     parallel_for(scatter, len(large), threads=threads, grain_size=1)
     return indptr, indices
 
 
-def _check_in_range(segments: Sequence[Segment], wrong_S: Array, num_nodes: int) -> None:
-    for s in np.flatnonzero(wrong_S >= 0).tolist():
+def _check_in_range(segments: Sequence[Segment], invalid_S: Array, num_nodes: int) -> None:
+    for s in np.flatnonzero(invalid_S >= 0).tolist():
         src, dst = segments[s]()
-        source, target = int(src[wrong_S[s]]), int(dst[wrong_S[s]])
+        source, target = int(src[invalid_S[s]]), int(dst[invalid_S[s]])
         raise ValueError(
             f"an edge goes from {source} to {target}, but the graph has {num_nodes} nodes\n\n"
-            f"hint: nodes are numbered from 0 to {num_nodes - 1}"
+            f"hint: number the nodes from 0 to {num_nodes - 1}"
         )
 
 
 @njit(nogil=True, cache=True)
 def _sort_columns(indptr_N, indices_E, count_N, begin, end):
-    """Sort each column, and move its distinct ids to its front."""
+    """Sort each column in place, and move its distinct ids to its front."""
     for node in range(begin, end):
         column = indices_E[indptr_N[node] : indptr_N[node + 1]]
         column.sort()
@@ -276,8 +284,8 @@ def _move_columns(indptr_N, indices_E, new_indptr_N, new_indices_E, begin, end):
             new_indices_E[new + i] = indices_E[old + i]
 
 
-def coalesced(indptr: Array, indices: Array, *, threads: int | None = None) -> tuple[Array, Array]:
-    """Sort the ids of each column and keep one of each. `indices` is used up."""
+def coalesce(indptr: Array, indices: Array, *, threads: int | None = None) -> tuple[Array, Array]:
+    """Sort the sources of each column and remove duplicates; overwrites `indices`."""
     num_nodes = len(indptr) - 1
     new_indptr = np.zeros_like(indptr)
     parallel_for(_sort_columns, num_nodes, indptr, indices, new_indptr, threads=threads)
@@ -292,7 +300,7 @@ def coalesced(indptr: Array, indices: Array, *, threads: int | None = None) -> t
 
 
 @njit(nogil=True, cache=True)
-def _first_descent(indptr_N, begin, end):
+def _find_descent(indptr_N, begin, end):
     for node in range(begin, end):
         if indptr_N[node + 1] < indptr_N[node]:
             return node
@@ -300,30 +308,30 @@ def _first_descent(indptr_N, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def _first_outside(indices_E, num_nodes, begin, end):
+def _find_out_of_range(indices_E, num_nodes, begin, end):
     for e in range(begin, end):
         if indices_E[e] < 0 or indices_E[e] >= num_nodes:
             return e
     return -1
 
 
-def first_descent(indptr: Array, *, threads: int | None = None) -> int:
-    """The first node whose column ends before it starts, or -1."""
-    return _first(_first_descent, len(indptr) - 1, indptr, threads=threads)
+def find_descent(indptr: Array, *, threads: int | None = None) -> int:
+    """Return the first node whose column ends before it begins, or -1."""
+    return _find_first(_find_descent, len(indptr) - 1, indptr, threads=threads)
 
 
-def first_outside(indices: Array, num_nodes: int, *, threads: int | None = None) -> int:
-    """The first place in `indices` with a number that is no node, or -1."""
-    return _first(_first_outside, len(indices), indices, num_nodes, threads=threads)
+def find_out_of_range(indices: Array, num_nodes: int, *, threads: int | None = None) -> int:
+    """Return the first position in `indices` of an id outside [0, N), or -1."""
+    return _find_first(_find_out_of_range, len(indices), indices, num_nodes, threads=threads)
 
 
-def _first(search: Callable[..., int], num_items: int, *args: Any, threads: int | None) -> int:
+def _find_first(search: Callable[..., int], num_items: int, *args: Any, threads: int | None) -> int:
     found: list[int] = []
 
-    def part(begin: int, end: int) -> None:
-        place = search(*args, begin, end)
-        if place >= 0:
-            found.append(place)
+    def search_range(begin: int, end: int) -> None:
+        position = search(*args, begin, end)
+        if position >= 0:
+            found.append(position)
 
-    parallel_for(part, num_items, threads=threads)
+    parallel_for(search_range, num_items, threads=threads)
     return min(found, default=-1)

@@ -1,4 +1,4 @@
-"""The permutation from an edge list to CSC.
+"""The permutation that sorts an edge list into CSC order.
 
 Letters: N nodes, E edges.
 """
@@ -10,29 +10,29 @@ from torch import Tensor
 
 
 def csc_order_reference(dst: Tensor) -> Tensor:
-    """What `csc_order` must equal."""
+    """Reference for `csc_order`."""
     return torch.argsort(dst, stable=True)
 
 
 @njit(nogil=True, cache=True)
-def _order(dst_E, head_N, out_E):
+def _csc_order(dst_E, head_N, out_E):
     for edge in range(len(dst_E)):
-        place = head_N[dst_E[edge]]
-        head_N[dst_E[edge]] = place + 1
-        out_E[place] = edge
+        position = head_N[dst_E[edge]]
+        head_N[dst_E[edge]] = position + 1
+        out_E[position] = edge
 
 
 def csc_order(indptr: Tensor, dst: Tensor) -> Tensor:
-    """The edges of a list, as the columns of `gcnzc.Graph.from_edges` keep them.
+    """Return the permutation that sorts an edge list as `gcnzc.Graph.from_edges` does.
 
     Args:
-        indptr: (N + 1,) int64 on the host: where each node's column begins.
+        indptr: (N + 1,) int64 on the host: the offset of each node's column.
         dst: (E,) int32 or int64 on the host, destinations in [0, N), not checked; may be strided.
 
     Returns:
-        (E,) int64 places in the list.
+        (E,) int64 positions in the list, in CSC order.
     """
     out = torch.empty(len(dst), dtype=torch.int64)
-    # a view as a plain array: its strides may be those of a row of (2, E)
-    _order(np.asarray(dst.numpy()), indptr[:-1].numpy().copy(), out.numpy())
+    # `dst` may be a strided view, such as a row of an (E, 2) tensor
+    _csc_order(np.asarray(dst.numpy()), indptr[:-1].numpy().copy(), out.numpy())
     return out

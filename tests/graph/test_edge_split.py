@@ -96,7 +96,7 @@ def test_graphs_too_small_or_too_full():
     with pytest.raises(ValueError, match="edges between 2 pairs of nodes, of which 0 are for"):
         split_edges(few, EdgeShares())
     full = [(s, t) for s in range(6) for t in range(6) if s != t]
-    with pytest.raises(ValueError, match="no negative can be drawn"):
+    with pytest.raises(ValueError, match="there is no negative"):
         split_edges(Graph.from_edges(*torch.tensor(full).T, 6), EdgeShares(0.2, 0.2))
 
 

@@ -24,7 +24,7 @@ from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.neighbors import Draw
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.sample import Sample
-from gcnzc.kernels.structure.coo import edges
+from gcnzc.kernels.structure.coo import csc_to_coo
 from gcnzc.sampling.batch import Block
 
 _pool = Pool()
@@ -186,7 +186,7 @@ def edge_index_of(blocks: Sequence[Block]) -> Tensor:
         part = out[:, begin : begin + block.num_edges]
         # nodes of earlier hops have no edges at this one
         if on_host:
-            edges(block.indptr, block.indices, part, drawn_before)
+            csc_to_coo(block.indptr, block.indices, part, drawn_before)
         else:
             _edges_on_gpu(block, part, drawn_before)
         begin, drawn_before = begin + block.num_edges, block.num_dst

@@ -9,9 +9,9 @@ from gcnzc.kernels.sample.exclude import (
     exclude_edges_reference,
     has_edge,
     is_sorted,
-    num_removed,
-    position_of,
-    sorted_columns,
+    num_excluded,
+    original_position,
+    sort_columns,
 )
 
 
@@ -30,7 +30,7 @@ def columns():
 def test_sorted_columns(columns, dtype, threads):
     indptr, indices = columns[0], columns[1].astype(dtype)
     assert not is_sorted(indptr, indices, threads=threads)
-    out, order = sorted_columns(indptr, indices, order=True, threads=threads)
+    out, order = sort_columns(indptr, indices, order=True, threads=threads)
     assert is_sorted(indptr, out, threads=threads)
     assert out.dtype == dtype
     assert np.array_equal(indices[order], out)
@@ -38,7 +38,7 @@ def test_sorted_columns(columns, dtype, threads):
         begin, end = indptr[node : node + 2]
         expected = begin + np.argsort(indices[begin:end], kind="stable")
         assert np.array_equal(order[begin:end], expected)
-    alone, none = sorted_columns(indptr, indices)
+    alone, none = sort_columns(indptr, indices)
     assert none is None
     assert np.array_equal(alone, out)
 
@@ -50,7 +50,7 @@ def test_a_descent_between_columns_is_none():
 
 def test_every_pair_is_found_or_not(columns):
     indptr = columns[0]
-    indices, _ = sorted_columns(*columns)
+    indices, _ = sort_columns(*columns)
     there = {(int(s), t) for t in range(60) for s in indices[indptr[t] : indptr[t + 1]]}
     found = {(s, t) for s in range(60) for t in range(60) if has_edge(indptr, indices, s, t)}
     assert found == there
@@ -62,7 +62,7 @@ def test_every_pair_is_found_or_not(columns):
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_positions_pass_over_what_is_left_out(columns, share):
     indptr = columns[0]
-    indices, _ = sorted_columns(*columns)
+    indices, _ = sort_columns(*columns)
     random = np.random.default_rng(1)
     nodes = random.permutation(60)[:40]
     gone = random.random((60, 60)) < share
@@ -74,11 +74,11 @@ def test_positions_pass_over_what_is_left_out(columns, share):
     expected = exclude_edges_reference(indptr, indices, nodes, edges)
     for i, node in enumerate(nodes):
         begin, end = indptr[node : node + 2]
-        removed = num_removed(left.first, left.removed, i)
+        removed = num_excluded(left.first, left.removed, i)
         assert end - begin - removed == len(expected[i])
         kept = [
-            begin + position_of(left.first, left.kept_before, left.removed, i, position)
+            begin + original_position(left.first, left.kept_before, left.removed, i, position)
             for position in range(end - begin - removed)
         ]
         assert np.array_equal(kept, expected[i])
-    assert num_removed(left.first, left.removed, len(nodes)) == 0
+    assert num_excluded(left.first, left.removed, len(nodes)) == 0

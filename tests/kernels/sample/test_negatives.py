@@ -8,8 +8,8 @@ from gcnzc.kernels.sample.exclude import has_edge
 from gcnzc.kernels.sample.negatives import (
     MAX_NODES,
     TRIES,
-    draw_reference,
-    in_batch,
+    in_batch_negatives,
+    sample_negative_reference,
     sample_negatives,
 )
 
@@ -41,7 +41,9 @@ def test_equals_reference(kind, strict, dense):
     for place, (source, target) in enumerate(drawn.T.tolist()):
         i, draw = divmod(place, 3)
         for attempt in range(TRIES):
-            expected = draw_reference(int(items[i]), draw, attempt, 50, 2**64 - 5, 2**32 - 1)
+            expected = sample_negative_reference(
+                int(items[i]), draw, attempt, 50, 2**64 - 5, 2**32 - 1
+            )
             s, t = expected[1] if kind == "both" else int(sources[i]), expected[0]
             if not strict or (s != t and not has_edge(*dense, s, t)):
                 break
@@ -110,15 +112,18 @@ def test_epochs_seeds_items_and_draws_draw_others(dense):
 def test_in_batch_pairs_are_those_that_follow():
     edges = np.array([[0, 1, 2, 3], [4, 5, 6, 4]])
     graph = graph_of([(0, 5), (2, 4)], 7)
-    everything = in_batch(*graph, edges, 2, False)
+    everything = in_batch_negatives(*graph, edges, 2, False)
     assert everything.T.tolist() == [
         [0, 5], [0, 6], [1, 6], [1, 4], [2, 4], [2, 4], [3, 5]
     ]  # fmt: skip
     # 0 -> 5 and 2 -> 4 are edges
-    assert in_batch(*graph, edges, 2, True).T.tolist() == [[0, 6], [1, 6], [1, 4], [3, 5]]
+    assert in_batch_negatives(*graph, edges, 2, True).T.tolist() == [[0, 6], [1, 6], [1, 4], [3, 5]]
     # there are three others at most, and none of a single edge
-    assert in_batch(*graph, edges, 9, False).tolist() == in_batch(*graph, edges, 3, False).tolist()
-    assert in_batch(*graph, edges[:, :1], 9, False).shape == (2, 0)
+    assert (
+        in_batch_negatives(*graph, edges, 9, False).tolist()
+        == in_batch_negatives(*graph, edges, 3, False).tolist()
+    )
+    assert in_batch_negatives(*graph, edges[:, :1], 9, False).shape == (2, 0)
 
 
 def test_graphs_that_cannot_be_drawn_from():
@@ -127,7 +132,7 @@ def test_graphs_that_cannot_be_drawn_from():
             return MAX_NODES + 2
 
     for indptr in (np.zeros(1, np.int64), Many()):
-        with pytest.raises(ValueError, match="negatives in a graph of"):
+        with pytest.raises(ValueError, match="negative sampling in a graph of"):
             sample_negatives(
                 indptr, np.empty(0), np.arange(1), np.arange(1), 1, "both", False, 0, 0
             )

@@ -233,13 +233,15 @@ def test_nodes_beyond_32_bits(fanout):
     # the formula alone: a graph of so many nodes has offsets of 32 GB and more
     nodes = np.array([5, 2**31 + 5, 2**32 + 5, 2**47 + 5], np.int64)
     degrees, begins = np.full(4, 1000), np.array([0, 10, 20, 30])
-    lot = cpu.LOT_DESTINATIONS
-    words = np.empty((cpu.COMPARED, lot), np.uint32)
+    lot = cpu.CHUNK_DESTINATIONS
+    words = np.empty((cpu.MAX_COMPARED, lot), np.uint32)
     low, high, drawn, clash = (np.empty(lot, np.uint32) for _ in range(4))
     scratch = low, high, drawn, words, clash
     positions, ends = np.empty(4 * fanout, np.int64), np.empty(4, np.int64)
     key, bits = np.array([*split_key(9), 4], np.uint64), np.zeros(16, np.uint64)
-    cpu._draw_lot(nodes, begins, degrees, 2, fanout, key, scratch, bits, begins, positions, ends)
+    cpu._sample_chunk(
+        nodes, begins, degrees, 2, fanout, key, scratch, bits, begins, positions, ends
+    )
     expected = [
         begin + np.array(kernels_sample._draw(1000, fanout, node, 2, 9, 4))
         for begin, node in zip(begins, nodes.tolist(), strict=True)
@@ -253,7 +255,7 @@ def test_nodes_beyond_32_bits(fanout):
 def test_ids_that_share_their_low_half():
     sources = np.array([5, 2**32 + 5, 5, 2**33 + 5, 2**32 + 5, 0, 2**32], np.int64)
     nodes, places = np.zeros(16, np.int64), np.zeros(7, np.int32)
-    count = cpu._number_by_hash(sources, np.zeros(16, np.int64), 1, nodes, 0, places, True)
+    count = cpu._relabel_hashed(sources, np.zeros(16, np.int64), 1, nodes, 0, places, True)
     assert places.tolist() == [0, 1, 0, 2, 1, 3, 4]
     assert nodes[:count].tolist() == [5, 2**32 + 5, 2**33 + 5, 0, 2**32]
 
@@ -261,8 +263,8 @@ def test_ids_that_share_their_low_half():
 def test_small_buffers_grow(uneven, table):
     seeds = torch.randperm(500)[:50]
     workspace = Workspace()
-    workspace.room_indptr = workspace.room_nodes = workspace.room_edges = 1
-    workspace.hashed = np.zeros(2, np.int64)
+    workspace.capacity_indptr = workspace.capacity_nodes = workspace.capacity_edges = 1
+    workspace.hash_table = np.zeros(2, np.int64)
     requests = []
 
     def empty(length, dtype):

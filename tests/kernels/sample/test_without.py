@@ -7,7 +7,7 @@ from scipy.stats import chi2
 
 from gcnzc.kernels import sample as kernels_sample
 from gcnzc.kernels.sample import Workspace, sample, sample_reference
-from gcnzc.kernels.sample.exclude import exclude_edges, exclude_edges_reference, sorted_columns
+from gcnzc.kernels.sample.exclude import exclude_edges, exclude_edges_reference, sort_columns
 
 FANOUTS = [[5], [3, 4, 2], [64, 65], [-1, 0, 7], [130, -1], [1, 1, 1, 1], [127, 128]]
 
@@ -29,7 +29,7 @@ def uneven():
     degrees = random.integers(0, 40, 400)
     degrees[:9] = [3000, 0, 63, 64, 65, 66, 127, 128, 129]
     indptr = np.concatenate([[0], degrees.cumsum()])
-    indices, _ = sorted_columns(indptr, random.integers(0, 400, indptr[-1]))
+    indices, _ = sort_columns(indptr, random.integers(0, 400, indptr[-1]))
     return indptr, indices
 
 
@@ -67,7 +67,7 @@ def test_equals_reference(fanouts, share, table, uneven):
         7,
         3,
         edge_ids=True,
-        without=exclude_edges(indptr, indices, seeds, locals_, sources),
+        excluded=exclude_edges(indptr, indices, seeds, locals_, sources),
         workspace=Workspace(),
     )
     kept = [part.tolist() for part in exclude_edges_reference(indptr, indices, seeds, edges)]
@@ -99,7 +99,7 @@ def test_nothing_left_out_changes_nothing(uneven):
     none = np.empty(0, np.int64)
     without = exclude_edges(*uneven, seeds.numpy(), none, none)
     assert_same(
-        sample(indptr, indices, seeds, [5, 70], 1, 2, edge_ids=True, without=without),
+        sample(indptr, indices, seeds, [5, 70], 1, 2, edge_ids=True, excluded=without),
         sample(indptr, indices, seeds, [5, 70], 1, 2, edge_ids=True),
     )
 
@@ -120,7 +120,7 @@ def test_what_is_left_is_drawn_uniformly(fanout):
         1,
         0,
         edge_ids=True,
-        without=exclude_edges(indptr, indices, np.arange(nodes), locals_, sources),
+        excluded=exclude_edges(indptr, indices, np.arange(nodes), locals_, sources),
     )
     counts = np.bincount(drawn.edge_ids[0].numpy() % degree, minlength=degree)
     assert (counts[gone] == 0).all()

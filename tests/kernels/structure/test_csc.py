@@ -3,15 +3,15 @@ import pytest
 
 from gcnzc.kernels.structure import csc as module
 from gcnzc.kernels.structure.csc import (
-    coalesced,
-    columns,
-    csc,
+    build_csc,
+    coalesce,
     csc_reference,
-    first_descent,
-    first_outside,
+    csc_segments,
+    edge_list_segments,
+    find_descent,
+    find_out_of_range,
     index_dtype,
-    loops,
-    slices,
+    self_loop_segments,
 )
 from gcnzc.kernels.threads import parallel_for
 
@@ -40,14 +40,16 @@ def short_segments(monkeypatch):
 @pytest.mark.parametrize("num_edges", [0, 1, 999, 1000, 1001, 20_000])
 def test_equals_a_stable_sort(num_nodes, num_edges, short_segments):
     src, dst = random_edges(num_nodes, num_edges, skew=2)
-    assert_equal(csc(slices(src, dst), num_nodes), csc_reference(src, dst, num_nodes))
+    assert_equal(
+        build_csc(edge_list_segments(src, dst), num_nodes), csc_reference(src, dst, num_nodes)
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("skew", [1, 30])
 def test_threads_do_not_matter(threads, skew):
     src, dst = random_edges(300_000, 400_000, skew)
-    built = csc(slices(src, dst), 300_000, threads=threads)
+    built = build_csc(edge_list_segments(src, dst), 300_000, threads=threads)
     assert_equal(built, csc_reference(src, dst, 300_000))
 
 
@@ -58,16 +60,16 @@ def test_crowded_buckets_are_sorted_too(threads, short_segments):
     dst = np.concatenate([np.full(150_000, 5), np.full(150_000, 69_999), np.arange(100_000) % 7])
     RNG.shuffle(dst)
     src[:100] = dst[:100]
-    built = csc(slices(src, dst), 70_000, threads=threads)
+    built = build_csc(edge_list_segments(src, dst), 70_000, threads=threads)
     assert_equal(built, csc_reference(src, dst, 70_000))
     apart = src != dst
-    built = csc(slices(src, dst), 70_000, without_loops=400, threads=threads)
+    built = build_csc(edge_list_segments(src, dst), 70_000, num_without_loops=400, threads=threads)
     assert_equal(built, csc_reference(src[apart], dst[apart], 70_000))
 
 
 def test_nodes_without_edges_before_between_and_behind():
     src, dst = np.array([3, 1, 2]), np.array([500, 100_000, 500])
-    indptr, indices = csc(slices(src, dst), 200_000)
+    indptr, indices = build_csc(edge_list_segments(src, dst), 200_000)
     assert_equal((indptr, indices), csc_reference(src, dst, 200_000))
     assert indices.tolist() == [3, 2, 1]
     assert indptr[100_000] == 2
@@ -80,7 +82,7 @@ def test_types_layouts_and_read_only_memory(dtype, short_segments):
     expected = csc_reference(src, dst, 5000)
     pairs = np.stack([src, dst], axis=1)
     pairs.setflags(write=False)
-    indptr, indices = csc(slices(*pairs.T), 5000)
+    indptr, indices = build_csc(edge_list_segments(*pairs.T), 5000)
     assert_equal((indptr, indices), expected)
     assert (indptr.dtype, indices.dtype) == (np.int64, np.int32)
 
@@ -89,7 +91,7 @@ def test_int64_indices(monkeypatch):
     # 2**31 nodes need 17 GB of indptr, so the choice of type is made smaller, not the graph larger
     monkeypatch.setattr(module, "index_dtype", lambda num_nodes: np.int64)
     src, dst = random_edges(3000, 20_000)
-    indptr, indices = csc(slices(src, dst), 3000)
+    indptr, indices = build_csc(edge_list_segments(src, dst), 3000)
     assert indices.dtype == np.int64
     assert_equal((indptr, indices), csc_reference(src, dst, 3000))
 
@@ -101,9 +103,9 @@ def test_index_dtype():
 
 def test_columns_give_the_edges_back(short_segments):
     src, dst = random_edges(3000, 20_000, skew=3)
-    indptr, indices = csc(slices(src, dst), 3000)
-    ends = [segment() for segment in columns(indptr, indices)]
-    backward = [segment() for segment in columns(indptr, indices, reverse=True)]
+    indptr, indices = build_csc(edge_list_segments(src, dst), 3000)
+    ends = [segment() for segment in csc_segments(indptr, indices)]
+    backward = [segment() for segment in csc_segments(indptr, indices, reverse=True)]
     order = np.argsort(dst, kind="stable")
     assert_equal(map(np.concatenate, zip(*ends, strict=True)), (src[order], dst[order]))
     assert_equal(map(np.concatenate, zip(*backward, strict=True)), (dst[order], src[order]))
@@ -112,7 +114,9 @@ def test_columns_give_the_edges_back(short_segments):
 
 def test_loops_come_only_from_the_segments_that_keep_them():
     src, dst = np.array([0, 1, 2, 2]), np.array([1, 1, 0, 2])
-    indptr, indices = csc([*slices(src, dst), *loops(3)], 3, without_loops=1)
+    indptr, indices = build_csc(
+        [*edge_list_segments(src, dst), *self_loop_segments(3)], 3, num_without_loops=1
+    )
     assert indptr.tolist() == [0, 2, 4, 5]
     assert indices.tolist() == [2, 0, 0, 1, 2]
 
@@ -124,13 +128,13 @@ def test_an_end_that_is_no_node(wrong, end, short_segments):
     ends[end, 4321] = wrong
     source, target = ends[:, 4321]
     with pytest.raises(ValueError, match=rf"edge goes from {source} to {target}.*50 nodes"):
-        csc(slices(*ends), 50)
+        build_csc(edge_list_segments(*ends), 50)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_coalesced(threads):
     src, dst = random_edges(2000, 100_000, skew=5)
-    indptr, indices = coalesced(*csc(slices(src, dst), 2000), threads=threads)
+    indptr, indices = coalesce(*build_csc(edge_list_segments(src, dst), 2000), threads=threads)
     pairs = np.unique(np.stack([dst, src]), axis=1)
     assert len(indices) == pairs.shape[1] < 100_000
     assert_equal((indptr, indices), csc_reference(pairs[1], pairs[0], 2000))
@@ -138,33 +142,33 @@ def test_coalesced(threads):
 
 def test_coalesced_without_duplicates_only_sorts():
     src, dst = np.array([2, 1, 0]), np.array([0, 0, 1])
-    indptr, indices = coalesced(*csc(slices(src, dst), 3))
+    indptr, indices = coalesce(*build_csc(edge_list_segments(src, dst), 3))
     assert (indptr.tolist(), indices.tolist()) == ([0, 2, 3, 3], [1, 2, 0])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_first_wrong_places(threads):
     indptr = np.arange(20_001)
-    assert first_descent(indptr, threads=threads) == -1
+    assert find_descent(indptr, threads=threads) == -1
     # of two threads the second one sees its own first
     indptr[[9990, 10_010]] = 0
-    assert first_descent(indptr, threads=threads) == 9989
+    assert find_descent(indptr, threads=threads) == 9989
     indices = np.arange(20_000, dtype=np.int32)
-    assert first_outside(indices, 20_000, threads=threads) == -1
-    assert first_outside(indices, 15_000, threads=threads) == 15_000
+    assert find_out_of_range(indices, 20_000, threads=threads) == -1
+    assert find_out_of_range(indices, 15_000, threads=threads) == 15_000
     indices[[9990, 10_010]] = -1
-    assert first_outside(indices, 20_000, threads=threads) == 9990
+    assert find_out_of_range(indices, 20_000, threads=threads) == 9990
 
 
 def test_no_thread_holds_more_than_its_share_of_the_crowded(monkeypatch):
-    held = []
+    bucket_indices = []
 
     def spy(kernel, num_items, *args, **options):
         if kernel is module._sort_buckets:
-            held.append(args[2])
+            bucket_indices.append(args[2])
         return parallel_for(kernel, num_items, *args, **options)
 
     monkeypatch.setattr(module, "parallel_for", spy)
     dst = np.concatenate([np.full(2_000_000, 5), np.full(60_000, 90_000)])
-    csc(slices(dst, dst), 100_000, threads=2)
-    assert held == [60_000]
+    build_csc(edge_list_segments(dst, dst), 100_000, threads=2)
+    assert bucket_indices == [60_000]

@@ -44,11 +44,11 @@ def test_is_made_again_when_the_block_is_written_to():
 
 
 def test_is_forgotten_with_the_block():
-    from gcnzc.kernels.structure.transpose import _made
+    from gcnzc.kernels.structure.transpose import _transposed_blocks
 
     indptr, indices = random_block(20, 100, 6)
-    before = len(_made)
+    before = len(_transposed_blocks)
     transpose(indptr, indices, 20)
-    assert len(_made) == before + 1
+    assert len(_transposed_blocks) == before + 1
     del indices
-    assert len(_made) == before
+    assert len(_transposed_blocks) == before
