@@ -1,4 +1,4 @@
-"""Models: GCN, GraphSAGE and GAT, decoders for links, and metrics."""
+"""GNN models (GCN, GraphSAGE, GAT), decoders for link prediction, and metrics."""
 
 from typing import TYPE_CHECKING
 

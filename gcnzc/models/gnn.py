@@ -1,4 +1,4 @@
-"""GraphSAGE, GCN and GAT on blocks: layers with what happens between them."""
+"""GraphSAGE, GCN and GAT models on blocks."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -8,22 +8,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcnzc.kernels.aggregate.dropout import dropout, relu_dropout_
-from gcnzc.models.layers import GATLayer, GCNLayer, Layer, SAGELayer, draw_seed
+from gcnzc.models.layers import GATLayer, GCNLayer, Layer, SAGELayer, random_seed
 from gcnzc.sampling.batch import Block
 from gcnzc.system.arguments import check_flag, check_integer, check_number
 
 
 class Model(nn.Module):
-    """Layers, with batch normalisation, an activation and dropout between them.
+    """A stack of layers, with batch normalisation, an activation and dropout between them.
 
     Args:
-        layers: the first reads the features, the last gives the logits.
+        layers: from the input layer to the layer that returns the logits.
         widths: columns of each layer's output.
-        activate: `(x, share, seed)` gives what follows a layer's output `x`, with a share of it
-            left out; may write over `x`.
-        dropout: the share of the hidden columns left out in training.
-        input_dropout: the same of the features.
-        batch_norm: normalise the columns between layers.
+        activate: `activate(x, p, seed)` returns the activation of `x` with dropout of probability
+            p; it may overwrite `x`.
+        dropout: probability of a hidden element to be zeroed in training.
+        input_dropout: probability of a feature to be zeroed in training.
+        batch_norm: apply batch normalisation between layers.
 
     Raises:
         ValueError: a dropout outside [0, 1).
@@ -40,8 +40,8 @@ class Model(nn.Module):
         batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        dropout = _checked_share("dropout", dropout)
-        input_dropout = _checked_share("input_dropout", input_dropout)
+        dropout = _check_probability("dropout", dropout)
+        input_dropout = _check_probability("input_dropout", input_dropout)
         batch_norm = check_flag("batch_norm", batch_norm)
         self.layers = nn.ModuleList(layers)
         hidden = widths[:-1] if batch_norm else []
@@ -52,39 +52,42 @@ class Model(nn.Module):
         self.input_dropout = input_dropout
 
     def reset_parameters(self) -> None:
-        """Draw new weights from torch's generator."""
-        for part in (*self.layers, *self.norms):
-            part.reset_parameters()
+        """Reset all parameters, with random numbers from torch's default generator."""
+        for module in (*self.layers, *self.norms):
+            module.reset_parameters()
 
-    def between(self, index: int, x: Tensor) -> Tensor:
-        """What happens to the output of layer `index` before the next layer."""
+    def transform_output(self, index: int, x: Tensor) -> Tensor:
+        """Apply normalisation, activation and dropout to the output of layer `index`.
+
+        The output of the last layer is returned unchanged.
+        """
         if index == len(self.layers) - 1:
             return x
         if self.norms:
             x = self.norms[index](x)
-        share = self.dropout if self.training else 0.0
-        return self.activate(x, share, draw_seed() if share else 0)
+        p = self.dropout if self.training else 0.0
+        return self.activate(x, p, random_seed() if p else 0)
 
     def forward(self, blocks: Sequence[Block], x: Tensor) -> Tensor:
         """Return the logits of the seeds.
 
         Args:
-            blocks: one a layer, input layer first, as a `Batch` has them.
-            x: (B, in_features) features of the sources of the first block, on its device; of half
-                precision too.
+            blocks: one per layer, input layer first, as in `Batch.blocks`.
+            x: (B, in_features) features of the sources of the first block, on its device; any
+                floating-point dtype, converted to that of the model.
 
         Returns:
             (seeds, classes).
 
         Raises:
-            ValueError: another number of blocks than layers, or `x` has other rows or columns than
-                are asked for.
+            ValueError: the number of blocks is not the number of layers, or `x` has the wrong
+                number of rows or columns.
         """
         layers = len(self.layers)
         if len(blocks) != layers:
             raise ValueError(
                 f"{len(blocks)} blocks for a model of {layers} layers\n\n"
-                "hint: give as many fan-outs as the model has layers"
+                "hint: sample with as many fan-outs as the model has layers"
             )
         check_columns(self, x.shape[1])
         if len(x) != blocks[0].num_src:
@@ -92,29 +95,29 @@ class Model(nn.Module):
                 f"{len(x)} rows of features for a first block of {blocks[0].num_src} sources\n\n"
                 "hint: pass the features of batch.nodes, in their order"
             )
-        x = x.to(dtype_of(self))
+        x = x.to(parameter_dtype(self))
         if self.training and self.input_dropout:
-            x = dropout(x, self.input_dropout, draw_seed())
+            x = dropout(x, self.input_dropout, random_seed())
         for index, (layer, block) in enumerate(zip(self.layers, blocks, strict=True)):
-            x = self.between(index, layer(block, x, x[: block.num_dst]))
+            x = self.transform_output(index, layer(block, x, x[: block.num_dst]))
         return x
 
 
 class SAGE(Model):
-    """GraphSAGE with the mean of the neighbours, as OGB's examples have it.
+    """GraphSAGE with mean aggregation, as in OGB's examples.
 
     Args:
         in_features: columns of the features.
-        hidden: columns between layers.
+        hidden: columns of the hidden layers.
         num_classes: columns of the logits.
-        num_layers: how many, and how many fan-outs.
-        dropout: the share of the hidden columns left out in training.
-        input_dropout: the same of the features.
-        batch_norm: normalise the columns between layers.
+        num_layers: number of layers, and of fan-outs.
+        dropout: probability of a hidden element to be zeroed in training.
+        input_dropout: probability of a feature to be zeroed in training.
+        batch_norm: apply batch normalisation between layers.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: no layers or columns, or a dropout outside [0, 1).
+        TypeError: an argument has the wrong type.
+        ValueError: a number of layers or columns is below 1, or a dropout is outside [0, 1).
     """
 
     def __init__(
@@ -128,9 +131,9 @@ class SAGE(Model):
         input_dropout: float = 0.0,
         batch_norm: bool = False,
     ) -> None:
-        in_features, widths = _widths(in_features, hidden, num_classes, num_layers)
+        in_features, widths = _check_widths(in_features, hidden, num_classes, num_layers)
         super().__init__(
-            [SAGELayer(*ends) for ends in pairwise([in_features, *widths])],
+            [SAGELayer(*columns) for columns in pairwise([in_features, *widths])],
             widths,
             relu_dropout_,
             dropout=dropout,
@@ -140,9 +143,10 @@ class SAGE(Model):
 
 
 class GCN(Model):
-    """The graph convolutional network, as OGB's examples have it.
+    """The graph convolutional network (GCN) of Kipf and Welling, as in OGB's examples.
 
-    Its arguments are those of `SAGE`. Blocks must know their graph, as those of a `Sampler` do.
+    The arguments are those of `SAGE`. Blocks must have the degrees of their graph, as those of a
+    `Sampler` do.
     """
 
     def __init__(
@@ -156,9 +160,9 @@ class GCN(Model):
         input_dropout: float = 0.0,
         batch_norm: bool = False,
     ) -> None:
-        in_features, widths = _widths(in_features, hidden, num_classes, num_layers)
+        in_features, widths = _check_widths(in_features, hidden, num_classes, num_layers)
         super().__init__(
-            [GCNLayer(*ends) for ends in pairwise([in_features, *widths])],
+            [GCNLayer(*columns) for columns in pairwise([in_features, *widths])],
             widths,
             relu_dropout_,
             dropout=dropout,
@@ -168,27 +172,27 @@ class GCN(Model):
 
 
 class GAT(Model):
-    """The graph attention network: heads side by side, and the mean of them in the last layer.
+    """The graph attention network (GAT) of Veličković et al.
 
-    With the defaults it is that of OGB's example for ogbn-products. The network of Veličković et
-    al. for Cora is `GAT(1433, 8, 7, 2, 0.6, heads=8, output_heads=1, input_dropout=0.6,
-    attention_dropout=0.6, skip=False)`.
+    Hidden layers concatenate their heads; the last layer averages them. The defaults are those of
+    OGB's example for ogbn-products. The paper's model for Cora is `GAT(1433, 8, 7, 2, 0.6, heads=8,
+    output_heads=1, input_dropout=0.6, attention_dropout=0.6, skip=False)`.
 
     Args:
         in_features: columns of the features.
-        hidden: columns of each head between layers.
+        hidden: columns of each head of the hidden layers.
         num_classes: columns of the logits.
-        num_layers: how many, and how many fan-outs.
-        dropout: the share of the hidden columns left out in training.
-        input_dropout: the same of the features.
-        heads: of every layer but the last.
-        output_heads: of the last layer; as many as `heads` if None.
-        attention_dropout: the share of the neighbours left out in training, for each head.
-        skip: add a linear map of each layer's input to its output.
+        num_layers: number of layers, and of fan-outs.
+        dropout: probability of a hidden element to be zeroed in training.
+        input_dropout: probability of a feature to be zeroed in training.
+        heads: heads of every layer but the last.
+        output_heads: heads of the last layer; the same as `heads` if None.
+        attention_dropout: probability of an attention weight to be zeroed in training.
+        skip: add a linear projection of each layer's input to its output.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: no layers, columns or heads, or a dropout outside [0, 1).
+        TypeError: an argument has the wrong type.
+        ValueError: a number of layers, columns or heads is below 1, or a dropout is outside [0, 1).
     """
 
     def __init__(
@@ -209,9 +213,9 @@ class GAT(Model):
         hidden = check_integer("hidden", hidden, 1)
         last_heads = heads if output_heads is None else output_heads
         last_heads = check_integer("output_heads", last_heads, 1, hint="None takes heads")
-        attention_dropout = _checked_share("attention_dropout", attention_dropout)
+        attention_dropout = _check_probability("attention_dropout", attention_dropout)
         skip = check_flag("skip", skip)
-        in_features, widths = _widths(in_features, hidden * heads, num_classes, num_layers)
+        in_features, widths = _check_widths(in_features, hidden * heads, num_classes, num_layers)
         layers = [
             GATLayer(
                 before,
@@ -229,15 +233,15 @@ class GAT(Model):
         )
 
 
-def _elu_dropout_(x: Tensor, share: float, seed: int) -> Tensor:
+def _elu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
     x = functional.elu(x, inplace=True)
-    return dropout(x, share, seed) if share else x
+    return dropout(x, p, seed) if p else x
 
 
-def _widths(
+def _check_widths(
     in_features: int, hidden: int, num_classes: int, num_layers: int
 ) -> tuple[int, list[int]]:
-    """The columns that the first layer takes, and those that each layer gives."""
+    """Check the arguments; return the input columns and the output columns of each layer."""
     num_layers = check_integer("num_layers", num_layers, 1)
     hidden = check_integer("hidden", hidden, 1)
     num_classes = check_integer("num_classes", num_classes, 1)
@@ -245,22 +249,24 @@ def _widths(
     return in_features, [hidden] * (num_layers - 1) + [num_classes]
 
 
-def _checked_share(name: str, share: float) -> float:
-    return check_number(
-        name, share, lambda value: 0 <= value < 1, "it is a share, from 0 to below 1"
-    )
+def _check_probability(name: str, p: float) -> float:
+    return check_number(name, p, lambda value: 0 <= value < 1, "it is a share, from 0 to below 1")
 
 
-def dtype_of(model: Model) -> torch.dtype:
-    """Of the parameters, and of what it computes with."""
+def parameter_dtype(model: Model) -> torch.dtype:
+    """Return the dtype of the model's parameters, in which it computes."""
     return next(model.parameters()).dtype
 
 
 def check_columns(model: Model, num_columns: int) -> None:
-    """Refuse features of another width than the first layer takes."""
+    """Check that features have as many columns as the first layer expects.
+
+    Raises:
+        ValueError: they do not.
+    """
     expected = model.layers[0].in_features
     if num_columns != expected:
         raise ValueError(
             f"features of {num_columns} columns for a model of {expected}\n\n"
-            "hint: make the model with in_features equal to the columns of the features"
+            "hint: create the model with in_features equal to the columns of the features"
         )

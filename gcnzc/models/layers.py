@@ -1,7 +1,7 @@
-"""Layers of GraphSAGE, GCN and GAT on one block.
+"""GraphSAGE, GCN and GAT layers on one block.
 
-Each layer is one class that knows its formula. A linear map and a sum over neighbours may be taken
-in either order, so each layer takes the cheaper one for the block at hand.
+A linear projection and a sum over neighbours can be computed in either order, so each layer chooses
+the cheaper order for the block.
 
 Letters: S sources, T targets, E edges of a block, H heads, F columns (of a head).
 """
@@ -16,35 +16,35 @@ from gcnzc.kernels.aggregate import aggregate
 from gcnzc.kernels.aggregate.gat import gat_aggregate
 from gcnzc.sampling.batch import Block
 
-# what a column of an edge costs, in multiplications of a linear map; bench/aggregate.py says why
+# cost of one column of an edge, in multiplications of a projection; measured by bench/aggregate.py
 EDGE_COST = 8
 
 
 @dataclass(frozen=True)
 class Hop:
-    """The edges that a layer sums over, and what GCN needs of the whole graph."""
+    """The edges that a layer aggregates over, and the degrees in the whole graph for GCN."""
 
     indptr: Tensor  # (T + 1,)
     indices: Tensor  # (E,) rows of the sources
-    own: Tensor | None  # (T,) each target's row among the sources; None: target t has row t
-    source_norms: Tensor | None = None  # (S,) one over the root of the degree, loop included
-    target_degrees: Tensor | None = None  # (T,) in the graph, without the loop
+    self_index: Tensor | None  # (T,) row of each target among the sources; row t if None
+    source_norms: Tensor | None = None  # (S,) 1 / sqrt(degree + 1)
+    target_degrees: Tensor | None = None  # (T,) in the graph, without the self loop
 
     @property
     def num_targets(self) -> int:
-        """T."""
+        """The number of targets, T."""
         return self.indptr.shape[0] - 1
 
-    def of_targets(self, rows: Tensor) -> Tensor:
-        """The targets' rows among those of the sources."""
-        return rows[: self.num_targets] if self.own is None else rows[self.own]
+    def target_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of the targets, given those of the sources."""
+        return rows[: self.num_targets] if self.self_index is None else rows[self.self_index]
 
 
 class Layer(nn.Module):
-    """One layer: what sources send, and what targets make of what they receive."""
+    """Base class of a message-passing layer: messages of sources, and their aggregation."""
 
-    needs_degrees = False  # of the graph
-    has_scores = False
+    needs_degrees = False  # whether it needs the degrees of the whole graph
+    has_scores = False  # whether sources have attention scores
 
     def __init__(self, in_features: int, out_features: int, heads: int = 1) -> None:
         super().__init__()
@@ -52,33 +52,43 @@ class Layer(nn.Module):
         self.out_features = out_features  # of one head, if there are heads
         self.heads = heads
 
-    def maps_first(self, num_sources: int, num_targets: int, num_edges: int) -> bool:
-        """Whether to map all sources and sum the images costs less than to map the sums."""
-        map_cost = self.in_features * self.heads * self.out_features
-        first = num_sources * map_cost + EDGE_COST * num_edges * self.heads * self.out_features
-        # the heads share a row that is not mapped: it is read once, and weighed in the cache
+    def should_project_first(self, num_sources: int, num_targets: int, num_edges: int) -> bool:
+        """Return whether projecting all sources before the sum is cheaper than after it."""
+        projection_cost = self.in_features * self.heads * self.out_features
+        first = (
+            num_sources * projection_cost + EDGE_COST * num_edges * self.heads * self.out_features
+        )
+        # without a projection all heads share a row, which is read once and then is in the cache
         shared = self.in_features * (3 + self.heads) / 4
-        return first < num_targets * map_cost + EDGE_COST * num_edges * shared
+        return first < num_targets * projection_cost + EDGE_COST * num_edges * shared
 
-    def mapped(self, x: Tensor) -> Tensor:
-        """The images of rows (n, in_features) that sources send: (n, heads * out_features)."""
-        raise NotImplementedError(f"each kind of layer maps in its own way: {type(self).__name__}")
+    def project(self, x: Tensor) -> Tensor:
+        """Project rows (n, in_features) to messages (n, heads * out_features)."""
+        raise NotImplementedError(f"{type(self).__name__} must implement project()")
 
     def scores(self, x: Tensor) -> Tensor:
-        """What sources send besides: (n, heads), or (n, 0) of a layer without attention."""
+        """Return the attention scores of sources: (n, heads), or (n, 0) without attention."""
         return x[:, :0]
 
-    def receive(
-        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_mapped: bool
+    def compute_targets(
+        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
-        """The outputs of the targets, from the rows that `hop.indices` point at."""
-        raise NotImplementedError(f"each kind of layer sums in its own way: {type(self).__name__}")
+        """Aggregate the rows of in-neighbours, and return the outputs of the targets.
+
+        Args:
+            hop: the edges; its indices refer to `rows`.
+            rows: (S, in_features), or the messages of the sources if `is_projected`.
+            scores: (S, heads), or (S, 0) without attention.
+            x_target: (T, in_features).
+            is_projected: whether `rows` are results of `project`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement compute_targets()")
 
     def forward(self, block: Block, x_source: Tensor, x_target: Tensor) -> Tensor:
         """Compute the layer on a block.
 
         Args:
-            block: S sources, T targets.
+            block: the sampled edges, from S sources to T targets.
             x_source: (S, in_features) on the device of the block.
             x_target: (T, in_features), the first T rows of `x_source`.
 
@@ -87,11 +97,13 @@ class Layer(nn.Module):
         """
         hop = Hop(block.indptr, block.indices, None)
         if self.needs_degrees:
-            norms = root_norms(block.in_degrees, x_source.dtype)
+            norms = inverse_sqrt_degrees(block.in_degrees, x_source.dtype)
             hop = Hop(hop.indptr, hop.indices, None, norms, block.in_degrees[: block.num_dst])
-        is_mapped = self.maps_first(block.num_src, block.num_dst, block.indices.shape[0])
-        rows = self.mapped(x_source) if is_mapped else x_source
-        return self.receive(hop, rows, self.scores(x_source), x_target, is_mapped)
+        is_projected = self.should_project_first(
+            block.num_src, block.num_dst, block.indices.shape[0]
+        )
+        rows = self.project(x_source) if is_projected else x_source
+        return self.compute_targets(hop, rows, self.scores(x_source), x_target, is_projected)
 
 
 class SAGELayer(Layer):
@@ -103,31 +115,31 @@ class SAGELayer(Layer):
         self.own = nn.Linear(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw new weights as `torch.nn.Linear` does, and PyG with it."""
+        """Reset all weights, as `torch.nn.Linear` and PyG do."""
         self.neighbours.reset_parameters()
         self.own.reset_parameters()
 
-    def mapped(self, x: Tensor) -> Tensor:
-        """W x."""
+    def project(self, x: Tensor) -> Tensor:
+        """Return W x."""
         return functional.linear(x, self.neighbours.weight)
 
-    def receive(
-        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_mapped: bool
+    def compute_targets(
+        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
-        """See `Layer`."""
+        """See `Layer.compute_targets`."""
         mean = aggregate(
             hop.indptr, hop.indices, rows, None, 1 / hop.indptr.diff().clamp(min=1).to(rows.dtype)
         )
-        out = mean + self.neighbours.bias if is_mapped else self.neighbours(mean)
+        out = mean + self.neighbours.bias if is_projected else self.neighbours(mean)
         return out.addmm_(x_target, self.own.weight.t())
 
 
 class GCNLayer(Layer):
     """`W sum(x[s] / sqrt((d[s] + 1) (d[t] + 1))) + b` with a self loop: Kipf and Welling, 2017.
 
-    Degrees `d` are those in the whole graph. Of a target that keeps k of its d in-neighbours, their
-    sum counts d / k times, so that it estimates the sum over all. A self loop that is in the graph
-    counts as an edge like any other.
+    Degrees `d` are those in the whole graph. If k of a target's d in-neighbours are sampled, their
+    sum is multiplied by d / k, so that it estimates the sum over all in-neighbours. A self loop of
+    the graph counts as an ordinary edge.
     """
 
     needs_degrees = True
@@ -139,40 +151,42 @@ class GCNLayer(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights as Glorot and Bengio do; no bias."""
+        """Reset the weight with Glorot (Xavier) initialisation, and the bias to zero."""
         nn.init.xavier_uniform_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def mapped(self, x: Tensor) -> Tensor:
-        """W x."""
+    def project(self, x: Tensor) -> Tensor:
+        """Return W x."""
         return functional.linear(x, self.weight)
 
-    def receive(
-        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_mapped: bool
+    def compute_targets(
+        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
-        """See `Layer`."""
-        assert hop.target_degrees is not None, "layers that need degrees are given them"
-        norms = root_norms(hop.target_degrees, rows.dtype)
+        """See `Layer.compute_targets`."""
+        assert hop.target_degrees is not None, "a layer with needs_degrees gets degrees"
+        norms = inverse_sqrt_degrees(hop.target_degrees, rows.dtype)
         kept = hop.indptr.diff().clamp(min=1)
         total = aggregate(
             hop.indptr, hop.indices, rows, hop.source_norms, norms * hop.target_degrees / kept
         )
-        total.addcmul_(hop.of_targets(rows), norms.square()[:, None])
-        return total + self.bias if is_mapped else functional.linear(total, self.weight, self.bias)
+        total.addcmul_(hop.target_rows(rows), norms.square()[:, None])
+        return (
+            total + self.bias if is_projected else functional.linear(total, self.weight, self.bias)
+        )
 
 
 class GATLayer(Layer):
     """Attention over the in-neighbours and the target itself: Veličković et al., 2018.
 
-    As PyG's `GATConv`, plus a linear skip connection from the target.
+    Like PyG's `GATConv`, with an optional linear skip connection.
 
     Args:
-        in_features: columns of a row.
-        out_features: columns of a head.
-        heads: how many.
-        concatenate: give the heads side by side; else their mean.
-        dropout: the share of the attention weights left out in training.
-        skip: add a linear map of the target's own row.
+        in_features: columns of the input.
+        out_features: columns of each head.
+        heads: number of heads.
+        concatenate: concatenate the outputs of the heads instead of averaging them.
+        dropout: probability of an attention weight to be zeroed in training.
+        skip: add a linear projection of the target's input to its output.
     """
 
     has_scores = True
@@ -199,7 +213,7 @@ class GATLayer(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights as PyG does: Glorot and Bengio's over all heads; no bias."""
+        """Reset all weights as PyG does: Glorot initialisation over all heads, and a zero bias."""
         nn.init.xavier_uniform_(self.weight.view(-1, self.in_features))
         nn.init.xavier_uniform_(self.source_attention)
         nn.init.xavier_uniform_(self.target_attention)
@@ -207,45 +221,45 @@ class GATLayer(Layer):
         if self.skip is not None:
             self.skip.reset_parameters()
 
-    def mapped(self, x: Tensor) -> Tensor:
-        """W x, the heads side by side."""
+    def project(self, x: Tensor) -> Tensor:
+        """Return W x, with the heads concatenated."""
         return functional.linear(x, self.weight.flatten(0, 1))
 
     def scores(self, x: Tensor) -> Tensor:
-        """What a source's row adds to the score of its edges."""
-        return self._scores(x, self.source_attention)
+        """Return the sources' terms of the attention scores of their edges."""
+        return self._attention_scores(x, self.source_attention)
 
-    def _scores(self, x: Tensor, attention_HF: Tensor) -> Tensor:
-        # a (W x) is (a W) x, which needs no image of x
+    def _attention_scores(self, x: Tensor, attention_HF: Tensor) -> Tensor:
+        # a (W x) is computed as (a W) x, without projecting x
         return x @ (attention_HF[:, None, :] @ self.weight).squeeze(1).t()
 
-    def receive(
-        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_mapped: bool
+    def compute_targets(
+        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
-        """See `Layer`."""
-        parts = self.heads if is_mapped else 1
+        """See `Layer.compute_targets`."""
+        parts = self.heads if is_projected else 1
         out_THF = gat_aggregate(
             hop.indptr,
             hop.indices,
             rows.view(len(rows), parts, -1),
             scores,
-            self._scores(x_target, self.target_attention),
-            self_index=hop.own,
+            self._attention_scores(x_target, self.target_attention),
+            self_index=hop.self_index,
             dropout=self.dropout if self.training else 0.0,
-            seed=draw_seed() if self.training and self.dropout else 0,
+            seed=random_seed() if self.training and self.dropout else 0,
         )
-        if not is_mapped:
+        if not is_projected:
             out_THF = (out_THF.transpose(0, 1) @ self.weight.mT).transpose(0, 1)
         out = (out_THF.flatten(1) if self.concatenate else out_THF.mean(1)) + self.bias
         return out if self.skip is None else self.skip(x_target).add_(out)
 
 
-def draw_seed() -> int:
-    """64 bits for a kernel that draws by itself."""
-    # from torch's generator, so that `torch.manual_seed` decides as usual
+def random_seed() -> int:
+    """Return a random seed for a kernel with a generator of its own."""
+    # from torch's default generator, so that `torch.manual_seed` makes runs reproducible
     return int(torch.randint(2**63 - 1, ()))
 
 
-def root_norms(degrees: Tensor, dtype: torch.dtype) -> Tensor:
-    """One over the root of each degree, the self loop counted."""
+def inverse_sqrt_degrees(degrees: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 1 / sqrt(degree + 1) for each degree, which counts the self loop."""
     return (degrees + 1).to(dtype).rsqrt()

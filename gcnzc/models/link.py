@@ -1,6 +1,6 @@
-"""Decoders for link prediction: scores of pairs from the outputs for their two nodes.
+"""Decoders for link prediction: compute scores of node pairs from the embeddings of both nodes.
 
-Letters: P pairs, S nodes, D columns of a model's outputs.
+Letters: P pairs, S nodes, D columns of an embedding.
 """
 
 from collections.abc import Sequence
@@ -13,50 +13,50 @@ from torch.nn import functional
 from gcnzc.models.gnn import Model
 from gcnzc.sampling.batch import Block
 
-# pairs at a time where there is no gradient: two rows of 256 float32 of each are 128 MB
-PAIRS = 1 << 16
+# pairs scored at once without gradients: two rows of 256 float32 for each take 128 MB
+PAIRS_PER_CHUNK = 1 << 16
 
 
 class Dot(nn.Module):
-    """The product of both ends' outputs, summed over the columns; it has no weights."""
+    """Dot-product decoder; it has no parameters."""
 
     def reset_parameters(self) -> None:
-        """There are none."""
+        """Do nothing, since there are no parameters."""
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """(P,) scores of the pairs whose outputs (P, D) are given."""
+        """Return the (P,) scores of pairs, given both nodes' embeddings, each (P, D)."""
         return (source * target).sum(dim=-1)
 
 
 class HadamardMLP(nn.Module):
-    """Linear layers on the product of both ends' outputs by columns, as OGB's examples have them.
+    """MLP decoder on the elementwise (Hadamard) product of both embeddings, as in OGB's examples.
 
     Args:
-        columns: D, and the columns between its layers.
-        num_layers: linear layers, with an activation and dropout between them.
-        dropout: the share of the columns between layers that is left out in training.
+        columns: D, which is also the width of the hidden layers.
+        num_layers: number of linear layers, with ReLU and dropout between them.
+        dropout: probability of a hidden element to be zeroed in training.
 
     Raises:
-        ValueError: no layers.
+        ValueError: there are no layers.
     """
 
     def __init__(self, columns: int, num_layers: int = 3, dropout: float = 0.0) -> None:
         super().__init__()
         if num_layers < 1:
             raise ValueError(
-                f"a decoder of {num_layers} layers\n\nhint: one or more; `Dot` has none"
+                f"a decoder of {num_layers} layers\n\nhint: use at least one; `Dot` has none"
             )
         widths = [columns] * num_layers + [1]
         self.layers = nn.ModuleList(nn.Linear(*ends) for ends in pairwise(widths))
         self.dropout = dropout
 
     def reset_parameters(self) -> None:
-        """Draw new weights from torch's generator."""
+        """Reset all parameters, with random numbers from torch's default generator."""
         for layer in self.layers:
             layer.reset_parameters()  # type: ignore[operator]
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """(P,) scores of the pairs whose outputs (P, D) are given."""
+        """Return the (P,) scores of pairs, given both nodes' embeddings, each (P, D)."""
         x = source * target
         for layer in self.layers[:-1]:
             x = functional.dropout(functional.relu(layer(x)), self.dropout, self.training)
@@ -64,11 +64,11 @@ class HadamardMLP(nn.Module):
 
 
 class LinkModel(nn.Module):
-    """A model whose outputs for two nodes a decoder turns into the score of an edge.
+    """A model for link prediction: a GNN encoder and a decoder of node pairs.
 
     Args:
-        encoder: gives D columns for each node.
-        decoder: takes those of the sources and of the targets.
+        encoder: computes an embedding of D columns for each node.
+        decoder: computes scores from the embeddings of the sources and of the targets.
     """
 
     def __init__(self, encoder: Model, decoder: nn.Module) -> None:
@@ -77,45 +77,45 @@ class LinkModel(nn.Module):
         self.decoder = decoder
 
     def reset_parameters(self) -> None:
-        """Draw new weights from torch's generator."""
+        """Reset all parameters, with random numbers from torch's default generator."""
         self.encoder.reset_parameters()
         self.decoder.reset_parameters()  # type: ignore[operator]
 
     def forward(self, blocks: Sequence[Block], x: Tensor, pairs: Tensor) -> Tensor:
-        """Return the logits of edges between the pairs.
+        """Return the logits of the pairs.
 
         Args:
-            blocks: one a layer, input layer first, as a `Batch` has them.
+            blocks: one per layer, input layer first, as in `Batch.blocks`.
             x: features of the sources of the first block, on its device.
-            pairs: (2, P) places among the seeds, as a `LinkSampler`'s batch has them.
+            pairs: (2, P) positions among the seeds, as in a batch of a `LinkSampler`.
 
         Returns:
-            (P,).
+            (P,) logits, one for each pair.
         """
         rows = self.encoder(blocks, x)
-        # gradients of an embedding are summed in the same order every time, also on a GPU
+        # the gradient of `embedding` is deterministic, also on a GPU
         source, target = functional.embedding(pairs, rows)
         return self.decoder(source, target)
 
     def scores(self, rows: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
-        """The logits of pairs whose ends' outputs are there already, without gradients.
+        """Compute the logits of pairs from precomputed embeddings, without gradients.
 
-        The model computes as in evaluation, and is left in the mode it was in.
+        The model is in evaluation mode during the call.
 
         Args:
-            rows: (S, D) outputs of the encoder, on any device.
-            sources: places in `rows`, of any shape; like all ids on the device of `rows`.
-            targets: of the same shape, or of one that broadcasts with it.
+            rows: (S, D) embeddings from the encoder, on any device.
+            sources: rows of the sources, of any shape, on the device of `rows`.
+            targets: rows of the targets, of a shape that broadcasts with that of `sources`.
 
         Returns:
-            On the CPU, of the common shape.
+            The logits on the CPU, of the broadcast shape.
         """
         weights = next(self.encoder.parameters())
         shape = torch.broadcast_shapes(sources.shape, targets.shape)
         ends = [part.expand(shape) for part in (sources, targets)]
         out = torch.empty(shape, dtype=weights.dtype)
-        # whole rows of pairs at a time, so that what is broadcast need not be copied at once
-        step = max(1, PAIRS // max(1, shape[1:].numel()))
+        # in chunks along the first axis, so that broadcast rows are not all copied at once
+        step = max(1, PAIRS_PER_CHUNK // max(1, shape[1:].numel()))
         was_training = self.training
         self.eval()
         try:

@@ -1,4 +1,4 @@
-"""Losses, and the metrics of OGB's evaluators."""
+"""Losses, and the metrics of OGB's evaluators for nodes and links."""
 
 import math
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean loss over the seeds.
+def compute_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean loss over the seeds.
 
     Args:
         logits: (S, C).
-        labels: (S,) int64 classes; or (S, C), each 0, 1 or NaN, one task a column.
+        labels: (S,) int64 classes; or (S, C) of 0, 1 or NaN for unknown, one task per column.
 
     Returns:
-        (): cross-entropy, or binary cross-entropy over the labels that are not NaN.
+        () cross-entropy, or binary cross-entropy over the labels that are not NaN.
     """
     if labels.ndim == 1:
         return functional.cross_entropy(logits, labels)
@@ -29,17 +29,17 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 def score(
     logits: Tensor, labels: Tensor, parts: Mapping[str, Tensor], metric: str
 ) -> dict[str, dict[str, float]]:
-    """Each metric of each part, as OGB's evaluators compute them.
+    """Compute node-classification metrics of each split, as OGB's evaluators do.
 
     Args:
         logits: (M, C) on the CPU.
-        labels: (M,) int64, or (M, T) with NaN for unknown, of the same nodes.
-        parts: name -> rows of `logits`; an empty part gets no value.
+        labels: (M,) int64 classes; or (M, T) of 0, 1 or NaN for unknown, one task per column.
+        parts: rows of `logits` by name of the split; empty splits are omitted from the result.
         metric: `accuracy`, or `rocauc`, the mean over the tasks.
 
     Returns:
-        Metric -> part -> value in [0, 1]. There is an `accuracy` beside `rocauc` where a node has
-        one class.
+        Values in [0, 1] by metric and name of the split. The accuracy of (M,) labels is included
+        with either metric.
 
     Raises:
         ValueError: the metric is `rocauc`, and a value of `logits` is NaN or infinite.
@@ -57,7 +57,7 @@ def score(
 
 
 def _rocauc(logits: Tensor, labels: Tensor) -> float:
-    # a task without both outcomes has no curve, and OGB leaves it out of the mean
+    # OGB excludes tasks whose labels are all equal from the mean, since they have no ROC curve
     areas = []
     for task in range(labels.shape[1]):
         known = ~torch.isnan(labels[:, task])
@@ -85,11 +85,11 @@ def _check_finite(name: str, scores: Tensor) -> None:
 
 
 def auc(positives: Tensor, negatives: Tensor) -> float:
-    """Area under the ROC curve of pairs' scores, as OGB's link evaluator computes it.
+    """Return the area under the ROC curve of scored pairs, as OGB's link evaluator does.
 
     Args:
         positives: (P,) scores of the edges, on the CPU.
-        negatives: (Q,), or of any shape, those of the pairs that are none.
+        negatives: (Q,), or of any shape, scores of the negative pairs.
     """
     negatives = negatives.flatten()
     truth = torch.cat([torch.ones(len(positives)), torch.zeros(len(negatives))])
@@ -97,12 +97,12 @@ def auc(positives: Tensor, negatives: Tensor) -> float:
 
 
 def hits(positives: Tensor, negatives: Tensor, k: int) -> float:
-    """Hits@K as OGB computes it: the share of edges above the K-th best of all negatives.
+    """Return Hits@K as OGB does: the share of edges that score above the K-th best negative.
 
     Args:
         positives: (P,) scores of the edges.
-        negatives: (Q,) those of the pairs that are none; with fewer than K of them all are hits.
-        k: K, 1 or more.
+        negatives: (Q,) scores of the negative pairs; with fewer than K, all edges are hits.
+        k: K, at least 1.
     """
     if len(negatives) < k:
         return 1.0
@@ -111,13 +111,13 @@ def hits(positives: Tensor, negatives: Tensor, k: int) -> float:
 
 
 def ranks(positives: Tensor, negatives: Tensor) -> Tensor:
-    """(P,) float32: the place of each edge among its own negatives, counted from 1.
+    """Return the (P,) float32 rank of each edge among its negatives, from 1.
 
-    Among equal scores it is the mean of the first and the last place.
+    With ties, it is the mean of the best and the worst possible rank.
 
     Args:
         positives: (P,) scores of the edges.
-        negatives: (P, K) those of the pairs that each is set beside.
+        negatives: (P, K) scores of the negatives of each edge.
     """
     better = (negatives > positives[:, None]).sum(dim=1)
     no_worse = (negatives >= positives[:, None]).sum(dim=1)
@@ -125,20 +125,20 @@ def ranks(positives: Tensor, negatives: Tensor) -> Tensor:
 
 
 def score_pairs(positives: Tensor, negatives: Tensor, metric: str) -> dict[str, float]:
-    """The metrics of one part's pairs, as OGB's link evaluators compute them.
+    """Compute link-prediction metrics of one split, as OGB's link evaluators do.
 
     Args:
         positives: (P,) scores of the edges, on the CPU.
-        negatives: (Q,) scores of pairs that are no edges; or (P, K), a row for each edge.
-        metric: `auc`, `hits@K` for a number K, or `mrr`, which takes a row for each edge.
+        negatives: (Q,) scores of negative pairs; or (P, K), a row of negatives for each edge.
+        metric: `auc`, `hits@K` for a number K, or `mrr`, which needs a row for each edge.
 
     Returns:
-        Metric -> value in [0, 1]. `auc` is always there; beside `mrr` there are `hits@1`, `hits@3`
-        and `hits@10`, the shares of edges with no higher rank.
+        Values in [0, 1] by metric. `auc` is always included; `mrr` also includes `hits@1`, `hits@3`
+        and `hits@10`, the shares of edges with at most that rank.
 
     Raises:
-        ValueError: the metric is not known, or does not fit the negatives; or a score is NaN or
-            infinite.
+        ValueError: the metric is unknown, or does not match the shape of the negatives; or a score
+            is NaN or infinite.
     """
     _check_finite("positives", positives)
     _check_finite("negatives", negatives)
@@ -146,12 +146,12 @@ def score_pairs(positives: Tensor, negatives: Tensor, metric: str) -> dict[str, 
     if metric.startswith("hits@"):
         result[metric] = hits(positives, negatives.flatten(), int(metric.removeprefix("hits@")))
     elif metric == "mrr" and negatives.ndim == 2:
-        places = ranks(positives, negatives)
-        result["mrr"] = (1 / places).mean().item()
-        result |= {f"hits@{k}": (places <= k).float().mean().item() for k in (1, 3, 10)}
+        positions = ranks(positives, negatives)
+        result["mrr"] = (1 / positions).mean().item()
+        result |= {f"hits@{k}": (positions <= k).float().mean().item() for k in (1, 3, 10)}
     elif metric != "auc":
         raise ValueError(
             f"the metric {metric} for negatives of shape {tuple(negatives.shape)}\n\n"
-            "hint: auc, hits@K such as hits@50, or mrr with a row of negatives for each edge"
+            "hint: use auc, hits@K such as hits@50, or mrr with a row of negatives for each edge"
         )
     return result

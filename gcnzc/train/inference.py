@@ -19,8 +19,8 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models.gnn import Model, check_columns, dtype_of
-from gcnzc.models.layers import Hop, Layer, root_norms
+from gcnzc.models.gnn import Model, check_columns, parameter_dtype
+from gcnzc.models.layers import Hop, Layer, inverse_sqrt_degrees
 from gcnzc.sampling.neighbor import Sampler, check_graph, check_seeds
 from gcnzc.system.arguments import IdsLike, check_callable, check_device, check_integer, check_kind
 from gcnzc.train.shared_data import first_workers, shared_empty
@@ -118,7 +118,7 @@ def inference(
                 step = _FullLayer(model, index, graph, rows, place, device)
                 step.send(sources, batch_nodes, crew)
                 count = graph.num_nodes if targets is None else len(targets)
-                out = crew.empty(dtype_of(model), count, model.widths[index])
+                out = crew.empty(parameter_dtype(model), count, model.widths[index])
                 with joint_work(crew.group) as work:
                     for begin, end in shares[index][crew.rank]:
                         ids = torch.arange(begin, end) if targets is None else targets[begin:end]
@@ -211,7 +211,7 @@ class _FullLayer:
         # images of rows that are wider than themselves would only cost memory
         self.is_mapped = self.layer.heads * self.layer.out_features < self.layer.in_features
         # codes are of another dtype than what is gathered from them
-        same = not table.is_sparse and table.rows.dtype == dtype_of(model)
+        same = not table.is_sparse and table.rows.dtype == parameter_dtype(model)
         readable = same and not table.rows.is_cuda
         self.is_direct = device.type == "cpu" and (self.is_mapped or readable)
         self.neighbours = Sampler(graph, [-1])
@@ -226,7 +226,7 @@ class _FullLayer:
             return
         num_rows = self.table.num_rows
         count = self.graph.num_nodes if sources is None else len(sources)
-        dtype, images = dtype_of(self.model), None
+        dtype, images = parameter_dtype(self.model), None
         if self.is_mapped:
             num_rows, self.sent_place = count, _places(sources, self.graph)
             images = crew.empty(dtype, num_rows, self.layer.heads * self.layer.out_features)
@@ -246,11 +246,11 @@ class _FullLayer:
                 ids = torch.arange(begin, end) if sources is None else sources[begin:end]
                 at = place(begin, end)
                 if self.norms is not None:
-                    self.norms[at] = root_norms(_degrees(self.graph, ids), dtype)
+                    self.norms[at] = inverse_sqrt_degrees(_degrees(self.graph, ids), dtype)
                 if self.is_mapped or self.layer.has_scores:
                     x = self._rows(self.table, self.place, ids)
                     if images is not None:
-                        images[at] = self.layer.mapped(x).cpu()
+                        images[at] = self.layer.project(x).cpu()
                     self.scores[at] = self.layer.scores(x).cpu()
                 work.goes_on()
         for rows in (images, self.scores, self.norms):
@@ -262,7 +262,7 @@ class _FullLayer:
     def outputs(self, ids: Tensor, *, is_range: bool) -> Tensor:
         """The rows of nodes `ids` after the layer; `is_range` if they are consecutive numbers."""
         receive = self._receive_direct if self.is_direct else self._receive_gathered
-        return self.model.between(self.index, receive(ids, is_range))
+        return self.model.transform_output(self.index, receive(ids, is_range))
 
     def _receive_direct(self, ids: Tensor, is_range: bool) -> Tensor:
         bounds = slice(int(ids[0]), int(ids[-1]) + 1) if is_range else ids
@@ -271,7 +271,7 @@ class _FullLayer:
         if self.sent_place is not None:
             indices, own = self.sent_place[indices], self.sent_place[ids].long()
         degrees = indptr.diff() if self.layer.needs_degrees else None
-        return self.layer.receive(
+        return self.layer.compute_targets(
             Hop(indptr, indices, own, self.norms, degrees),
             self.sent.rows,
             self.scores,
@@ -289,17 +289,20 @@ class _FullLayer:
         at = batch.nodes if self.sent_place is None else self.sent_place[batch.nodes].long()
         norms = degrees = None
         if self.layer.needs_degrees:
-            norms, degrees = root_norms(block.in_degrees, rows.dtype), block.in_degrees[: len(ids)]
+            norms, degrees = (
+                inverse_sqrt_degrees(block.in_degrees, rows.dtype),
+                block.in_degrees[: len(ids)],
+            )
         hop = Hop(block.indptr, block.indices, None, norms, degrees)
         x_target = self._rows(self.table, self.place, ids)
         scores = self.scores[at].to(self.device)
-        return self.layer.receive(hop, rows, scores, x_target, True)
+        return self.layer.compute_targets(hop, rows, scores, x_target, True)
 
     def _rows(self, table: FeatureTable, place: Tensor | None, ids: Tensor) -> Tensor:
         at = ids if place is None else place[ids]
         reads = self.device.type == "cuda" and not table.is_sparse and table.rows.is_pinned()
         rows = table.gather(at.to(self.device if reads else table.device))
-        return rows.to(self.device, dtype_of(self.model))
+        return rows.to(self.device, parameter_dtype(self.model))
 
 
 def _needed(

@@ -19,7 +19,7 @@ def test_order_of_map_and_sum_does_not_matter(name, monkeypatch):
     x = torch.randn(len(batch.nodes), 6).double()
     results = []
     for first in (False, True):
-        monkeypatch.setattr(Layer, "maps_first", lambda *_, first=first: first)
+        monkeypatch.setattr(Layer, "should_project_first", lambda *_, first=first: first)
         model.zero_grad()
         rows = x.clone().requires_grad_()
         out = model.eval()(batch.blocks, rows)
@@ -31,11 +31,11 @@ def test_order_of_map_and_sum_does_not_matter(name, monkeypatch):
 
 def test_maps_first_where_it_narrows_rows():
     layer = SAGELayer(1433, 16)
-    assert layer.maps_first(2708, 2708, 10556)
-    assert not SAGELayer(100, 256).maps_first(400_000, 50_000, 700_000)
+    assert layer.should_project_first(2708, 2708, 10556)
+    assert not SAGELayer(100, 256).should_project_first(400_000, 50_000, 700_000)
     # of a GAT, not where one row serves all heads
     gat = GATLayer(100, 128, 4, concatenate=True, dropout=0.0, skip=False)
-    assert not gat.maps_first(400_000, 50_000, 700_000)
+    assert not gat.should_project_first(400_000, 50_000, 700_000)
 
 
 def test_gcn_scales_what_it_keeps_up_to_all_neighbours():

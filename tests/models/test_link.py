@@ -49,7 +49,7 @@ def test_a_batch_s_logits_are_those_of_its_seeds(model):
 
 @pytest.mark.parametrize("at_once", [1, 7, 10**6])
 def test_scores_in_parts(at_once, model, monkeypatch):
-    monkeypatch.setattr(link, "PAIRS", at_once)
+    monkeypatch.setattr(link, "PAIRS_PER_CHUNK", at_once)
     rows = torch.randn(20, 8)
     sources, targets = torch.randint(0, 20, (2, 13))
     model.train()

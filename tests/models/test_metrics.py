@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gcnzc.models.metrics import loss_of, score, score_pairs
+from gcnzc.models.metrics import compute_loss, score, score_pairs
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_unknown_labels_count_for_nothing():
     logits = torch.randn(6, 3, requires_grad=True)
     labels = torch.randint(2, (6, 3)).float()
     labels[2], labels[0, 1] = np.nan, np.nan
-    loss = loss_of(logits, labels)
+    loss = compute_loss(logits, labels)
     known = ~torch.isnan(labels)
     expected = functional.binary_cross_entropy_with_logits(logits[known], labels[known])
     torch.testing.assert_close(loss, expected)
@@ -74,7 +74,7 @@ def test_unknown_labels_count_for_nothing():
 def test_loss_of_classes():
     logits, labels = torch.randn(5, 4), torch.tensor([0, 3, 1, 1, 2])
     expected = -logits.log_softmax(1)[torch.arange(5), labels].mean()
-    torch.testing.assert_close(loss_of(logits, labels), expected)
+    torch.testing.assert_close(compute_loss(logits, labels), expected)
 
 
 @pytest.fixture(scope="module")

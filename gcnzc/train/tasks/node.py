@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from gcnzc.exchange import Group
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
-from gcnzc.models.metrics import loss_of, score
+from gcnzc.models.metrics import compute_loss, score
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.protocol import Samples
 from gcnzc.train.config import TrainConfig
@@ -57,7 +57,7 @@ class NodeTask:
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See `Task`."""
-        return loss_of(logits, labels)
+        return compute_loss(logits, labels)
 
     def evaluate(
         self,
