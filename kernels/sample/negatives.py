@@ -141,7 +141,7 @@ def sample_negatives(
     )
     if failed >= 0:
         pairs = (
-            "every pair of nodes" if kind == "both" else f"node {sources[failed]} with every other"
+            "every pair of nodes" if kind == "both" else f"node {sources[failed]} and all others"
         )
         raise ValueError(
             f"there is no negative: the graph has edges between {pairs}\n\n"

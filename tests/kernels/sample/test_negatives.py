@@ -70,11 +70,11 @@ def test_the_one_pair_that_is_left_is_found(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "who"), [("uniform", "node 2 with every"), ("both", "every pair")]
+    ("kind", "who"), [("uniform", "node 2 and all others"), ("both", "every pair")]
 )
 def test_where_there_is_no_negative(kind, who):
     graph = graph_of([(s, t) for s in range(5) for t in range(5) if s != t], 5)
-    with pytest.raises(ValueError, match=rf"edges of {who}.*\n\nhint: "):
+    with pytest.raises(ValueError, match=rf"edges between {who}.*\n\nhint: "):
         sample_negatives(*graph, np.array([2, 1]), np.arange(2), 1, kind, True, 0, 0)
     assert sample_negatives(*graph, np.array([2, 1]), np.arange(2), 1, kind, False, 0, 0).shape == (
         2,

@@ -243,7 +243,7 @@ def test_nodes_beyond_32_bits(fanout):
         nodes, begins, degrees, 2, fanout, key, scratch, bits, begins, positions, ends
     )
     expected = [
-        begin + np.array(kernels_sample._draw(1000, fanout, node, 2, 9, 4))
+        begin + np.array(kernels_sample._sample_positions(1000, fanout, node, 2, 9, 4))
         for begin, node in zip(begins, nodes.tolist(), strict=True)
     ]
     assert np.array_equal(positions.reshape(4, fanout), expected)
