@@ -250,7 +250,9 @@ def _check_widths(
 
 
 def _check_probability(name: str, p: float) -> float:
-    return check_number(name, p, lambda value: 0 <= value < 1, "it is a share, from 0 to below 1")
+    return check_number(
+        name, p, lambda value: 0 <= value < 1, "use a probability from 0 to below 1"
+    )
 
 
 def parameter_dtype(model: Model) -> torch.dtype:

@@ -98,7 +98,7 @@ def test_says_what_does_not_fit():
     table = FeatureTable(torch.randn(60, 5))
     batch = Sampler(graph, [3, 3, 3]).sample(torch.arange(5), epoch=0)
     x = table.gather(batch.nodes)
-    with pytest.raises(ValueError, match="3 blocks for a model of 2 layers\n\nhint: give as many"):
+    with pytest.raises(ValueError, match="3 blocks for a model of 2 layers\n\nhint: sample with"):
         model(batch.blocks, x)
     with pytest.raises(ValueError, match="features of 6 columns for a model of 5\n\nhint:"):
         model(batch.blocks[:2], torch.randn(len(x), 6))
