@@ -236,6 +236,23 @@ def metric_of(labels: Array, metric: Metric) -> Metric:
     return "rocauc" if labels.ndim == 2 and metric == "accuracy" else metric
 
 
+def check_metric(metric: Metric, labels: Array, num_classes: int) -> Metric:
+    """Check that a metric fits cleaned labels, and return it.
+
+    Raises:
+        ValueError: it is unknown, or does not fit.
+    """
+    several = labels.ndim == 2
+    fits = several or num_classes == 2 if metric == "rocauc" else not several
+    if metric not in METRICS.values() or not fits:
+        known = f"{labels.shape[1]} tasks" if several else f"{num_classes} classes"
+        raise ValueError(
+            f"the metric {metric!r} does not fit labels of {known}\n\n"
+            "hint: accuracy is of one task, rocauc of two classes or of several tasks"
+        )
+    return metric
+
+
 def most_classes(num_nodes: int) -> int:
     """More classes than this are a damaged number: a class needs nodes, but in small examples."""
     return max(num_nodes, 1 << 16)

@@ -7,9 +7,18 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets import store
-from gcnzc.datasets.rows import Array, Progress, Rows, no_progress, normalized
-from gcnzc.datasets.source import PARTS, LinkParts, Source, has_label, node_dtype
+from gcnzc.datasets.rows import Progress, Rows, no_progress, normalized
+from gcnzc.datasets.source import (
+    PARTS,
+    LinkParts,
+    Metric,
+    Source,
+    check_metric,
+    has_label,
+    node_dtype,
+)
 from gcnzc.datasets.store import Prepared
+from gcnzc.graph.arrays import from_arrays
 from gcnzc.graph.edge_split import EdgeShares, split_edges, with_sorted_columns
 from gcnzc.graph.graph import Duplicates, Graph, Loops
 from gcnzc.graph.load import (
@@ -36,12 +45,17 @@ from gcnzc.kernels.sample.exclude import are_edges
 
 
 def prepare(
-    source: str | Path | Source,
-    dest: str | Path,
+    source: Any,
+    dest: str | Path | None = None,
     *,
+    edges: Any = None,
+    labels: Any = None,
+    splits: Any = None,
+    num_nodes: int | None = None,
+    metric: Metric | None = None,
     name: str | None = None,
     download: bool = False,
-    features: str | Path | Array | None = None,
+    features: Any = None,
     normalize_features: bool = False,
     sparse_features: bool = False,
     feature_dtype: FeatureDtype | None = None,
@@ -57,17 +71,28 @@ def prepare(
 ) -> None:
     """Write a prepared folder, which `load` opens at once.
 
+    From a graph in memory, with the folder alone as position::
+
+        gcnzc.prepare("data/mine", edges=edge_index, features=x, labels=y, splits=splits)
+
     Features pass through in chunks, so that memory does not grow with their table. Edges lie in
     nameless files beside the destination meanwhile; the graph itself is built in memory.
 
     Args:
         source: a folder in OGB's layout, an `.npz`, a prepared folder, or the name of one of OGB's
-            sets, which is looked for in the folder `downloads` beside `dest`; or a source itself,
-            as readers and generators make them.
+            sets, which is looked for in the folder `downloads` beside `dest`; or a graph in memory,
+            as for `edges`; or, if `edges` is given, the folder to write.
         dest: the folder to write; must not exist, and is there only when all of it is.
+        edges: of a graph in memory: a tensor, an array, a pandas table, a SciPy matrix, or a graph
+            of networkx, PyG or DGL; see `gcnzc.graph.arrays.from_arrays`, also for the next three.
+        labels: (N,) classes, -1 for none, or (N, T) tasks.
+        splits: node ids or masks of "train", "valid" and "test".
+        num_nodes: N, if features and labels do not tell it.
+        metric: "accuracy" or "rocauc"; by default that of the source.
         name: see `load`; this and `split` are of files only.
         download: get the named set from OGB if it is not there.
-        features: (N, D), or the path of a `.npy` of them, to be put in the place of the source's.
+        features: (N, D), or the path of a `.npy` of them, in place of the source's; of a graph in
+            memory also a pandas table or a SciPy matrix.
         normalize_features: divide each row by the sum of its absolute values.
         sparse_features: keep features that come sparse as CSR, instead of making them dense.
         feature_dtype: None keeps float16, bfloat16 and codes as they are, and makes all else
@@ -92,7 +117,18 @@ def prepare(
         ValueError: what the source holds is wrong; the message says what and where.
         RuntimeError: the disk is full, the network is not there, or another process writes `dest`.
     """
-    dest = Path(dest)
+    source, dest = _positions(source, dest, edges)
+    if edges is not None or not _is_on_disk_or_source(source):
+        memory = {"labels": labels, "splits": splits, "num_nodes": num_nodes, "metric": metric}
+        in_memory = None if isinstance(features, str | Path) else features
+        graph = source if edges is None else edges
+        source = from_arrays(graph, in_memory, **memory, name=name or dest.name)
+        features = features if isinstance(features, str | Path) else None
+    elif any(each is not None for each in (labels, splits, num_nodes)):
+        raise ValueError(
+            f"labels, splits and num_nodes are of a graph in memory, not of {source}\n\n"
+            "hint: give edges= too, or write the arrays into an .npz"
+        )
     choices = Choices(bidirected, self_loops, duplicates, allow_nan)
     opened: Source | Prepared | None
     if isinstance(source, str | Path):
@@ -118,6 +154,8 @@ def prepare(
         parts = read_parts(opened, choices, allocate, progress)
         if edge_split is not None and parts.links is None:
             parts = _with_split_edges(parts, edge_split)
+        if metric is not None:
+            parts.told["metric"] = check_metric(metric, parts.labels, parts.num_classes)
         writer = store.Writer(folder, progress)
         writer.save("indptr.npy", parts.graph.indptr.numpy())
         writer.save("indices.npy", parts.graph.indices.numpy())
@@ -162,6 +200,22 @@ def prepare(
                 "links": None if parts.links is None else _about_links(parts.links, parts.graph),
             }
         )
+
+
+def _positions(source: Any, dest: str | Path | None, edges: Any) -> tuple[Any, Path]:
+    """Return the source, None for a graph in memory, and the folder to write."""
+    if edges is None and dest is not None:
+        return source, Path(dest)
+    if edges is not None and dest is None and isinstance(source, str | Path):
+        return None, Path(source)
+    raise TypeError(
+        "prepare takes a source and the folder to write, or the folder and edges=\n\n"
+        'hint: prepare("mine.npz", "data/mine"), or prepare("data/mine", edges=..., labels=...)'
+    )
+
+
+def _is_on_disk_or_source(source: Any) -> bool:
+    return isinstance(source, str | Path) or hasattr(source, "split_name")
 
 
 def _with_split_edges(parts: Parts, shares: EdgeShares) -> Parts:

@@ -16,10 +16,10 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "check": {"hot_memory": "cache_memory"},
 }
-# of options of `train`, by their present names
-VALUES: Mapping[str, Mapping[Any, Any]] = {
-    "local_steps": {"usual": "default"},
-    "delay": {"usual": "default"},
+# by command and by present name of the option
+VALUES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "train": {"local_steps": {"usual": "default"}, "delay": {"usual": "default"}},
+    "prepare": {"bidirected": {"as-usual": "auto"}, "duplicates": {"as-usual": "auto"}},
 }
 
 
@@ -55,4 +55,4 @@ def rename_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed_value(command: str, option: str, value: str) -> str:
-    return VALUES.get(option, {}).get(value, value) if command == "train" else value
+    return VALUES.get(command, {}).get(option, {}).get(value, value)

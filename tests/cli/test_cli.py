@@ -62,7 +62,7 @@ def said(capsys, words, status) -> tuple[str, str]:
 
 def test_prepare_says_that_edges_lack_their_reverse(tmp_path, capsys):
     archive = tiny().write_npz(tmp_path / "mine.npz")
-    for choice, expected in (("as-usual", True), ("yes", False), ("no", False)):
+    for choice, expected in (("auto", True), ("yes", False), ("no", False)):
         dest = tmp_path / choice
         assert main(["prepare", str(archive), str(dest), "--bidirected", choice]) == 0
         assert ("most edges lack their reverse" in capsys.readouterr().err) == expected

@@ -59,7 +59,7 @@ CASES = list(cases())
 
 def test_the_cases_are_of_all_commands_with_numbers():
     names = {kind.__name__.removesuffix("Config") for kind, _, _ in CASES}
-    expected = {"Train", "Make", "Prepare", "Embed", "Check", "Link", "PlanCache", "Plan"}
+    expected = {"Train", "Make", "Prepare", "Embed", "Check", "Pcie", "CacheForecast", "Cost"}
     assert names == expected
     assert len(CASES) > 60
 

@@ -113,8 +113,10 @@ def test_the_commands_of_a_page_run(page, data, tmp_path, monkeypatch, capsys):
     given = [data / name for name in ("arxiv", "products")]
     enter_folder(tmp_path, given, monkeypatch)
     if page == "docs/tutorials/own_graph.md":
-        # the archive
-        exec(CODE.search(PAGES[page])[1], {})
+        # the folder and the archive
+        scope: dict = {}
+        for block in CODE.finditer(PAGES[page]):
+            exec(block[1], scope)
     for _, *words in commands_of(PAGES[page]):
         if "--download" not in words:
             assert main(words) == 0, f"{' '.join(words)}: {capsys.readouterr().err}"

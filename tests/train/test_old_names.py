@@ -28,6 +28,8 @@ def test_old_options_on_the_command_line():
     assert parse(["train", "--features=cached", "--hot=0.4"]).cache_size == "0.4"
     assert parse(["check", "--hot-memory", "2GB"]).cache_memory == "2GB"
     assert isinstance(parse(["check"]), CheckConfig)
+    words = ["prepare", "a", "b", "--bidirected", "as-usual", "--duplicates=as-usual"]
+    assert parse(words) == parse(["prepare", "a", "b"])
 
 
 def new_name(old):

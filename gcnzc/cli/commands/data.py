@@ -81,14 +81,16 @@ class PrepareConfig:
     """keep features that are stored sparse as they are"""
     pitch_bytes: int | None = None
     """distance from one row of features to the next; 0 is side by side; chosen if not given"""
-    bidirected: Literal["as-usual", "yes", "no"] = "as-usual"
-    """add the reverse of every edge; as usual for this dataset if not said"""
+    bidirected: Literal["auto", "yes", "no"] = "auto"
+    """add the reverse of every edge; auto takes the default of SOURCE"""
     self_loops: Literal["keep", "add", "remove"] = "keep"
     """what to do with edges from a node to itself"""
-    duplicates: Literal["as-usual", "keep", "remove"] = "as-usual"
-    """what to do with edges stored more than once"""
+    duplicates: Literal["auto", "keep", "remove"] = "auto"
+    """edges that are stored more than once; auto takes the default of SOURCE"""
     split: str | None = None
     """which of several splits: its name or number"""
+    metric: Literal["as-is", "accuracy", "rocauc"] = "as-is"
+    """metric of predictions; as-is takes that of SOURCE"""
     task: Literal["as-is", "link"] = "as-is"
     """link: take edges out for validation and test, if they are not split already"""
     valid_edges: float = 0.05
@@ -168,15 +170,16 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
             pitch_bytes=config.pitch_bytes,
             bidirected=choices.get(config.bidirected),
             self_loops=config.self_loops,
-            duplicates=None if config.duplicates == "as-usual" else config.duplicates,
+            duplicates=None if config.duplicates == "auto" else config.duplicates,
             split=config.split,
+            metric=None if config.metric == "as-is" else config.metric,
             edge_split=shares if config.task == "link" else None,
             allow_nan=config.allow_nan,
             progress=progress,
         )
     reporter.say(f"wrote {config.dest}")
     loaded = load.load(config.dest, allow_nan=True)
-    if config.bidirected == "as-usual" and _is_mostly_one_way(loaded.graph):
+    if config.bidirected == "auto" and _is_mostly_one_way(loaded.graph):
         reporter.say(
             "most edges lack their reverse: the graph is taken as directed; --bidirected yes adds "
             "the reverse of each edge"

@@ -1,0 +1,307 @@
+"""Graphs in memory as sources of `prepare`: arrays, and the objects of other libraries."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gcnzc.datasets.rows import Allocate, Array, Csr, Progress, Rows, rows_of_array, rows_of_csr
+from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, check_ends, node_dtype
+from gcnzc.system.arguments import check_integer, describe
+
+# names of the validation part in other libraries
+OTHER_NAMES = {"val": "valid", "validation": "valid", "dev": "valid"}
+# columns of a table of edges, which need no order if they have these names
+END_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"), ("u", "v"))
+HINT = (
+    "hint: edges are a (2, E) tensor or array of node ids, a pair (sources, targets), a pandas "
+    "table of two columns, a SciPy matrix, or a graph of networkx, PyG or DGL"
+)
+
+
+@dataclass
+class ArrayGraph:
+    """A graph in memory; a `gcnzc.datasets.source.Source`. See `from_arrays`."""
+
+    name: str
+    num_nodes: int
+    ends: tuple[Array, Array]
+    features: Rows | None
+    node_labels: Array
+    parts: dict[str, Array]
+    metric: Metric
+    split_name: str
+    default: EdgeDefaults | None = None
+    origin: dict[str, Any] = field(default_factory=lambda: {"format": "arrays"})
+    num_classes: int | None = None
+    best_accuracy: float | None = None
+    mapping: Path | None = None
+
+    @property
+    def num_edges(self) -> int:
+        """E."""
+        return len(self.ends[0])
+
+    def usual(self) -> EdgeDefaults | None:
+        """Return both directions for undirected graphs; None if the directions are unknown."""
+        return self.default
+
+    def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
+        """See `Source.edges`."""
+        dtype = node_dtype(self.num_nodes)
+        found = []
+        for which, ids in zip(("sources", "destinations"), self.ends, strict=True):
+            check_ends(ids, self.num_nodes, f"{self.name}: {which}")
+            out = allocate(which, len(ids), dtype)
+            out[:] = ids
+            found.append(out)
+        progress("edges", self.num_edges, self.num_edges)
+        return found[0], found[1]
+
+    def labels(self) -> Array:
+        """See `Source.labels`."""
+        return self.node_labels
+
+    def split(self) -> dict[str, Array]:
+        """See `Source.split`."""
+        return self.parts
+
+
+def from_arrays(
+    edges: Any,
+    features: Any = None,
+    labels: Any = None,
+    splits: Any = None,
+    *,
+    num_nodes: int | None = None,
+    metric: Metric | None = None,
+    name: str = "graph",
+) -> ArrayGraph:
+    """Describe a graph in memory for `prepare`. Nothing is copied before `prepare` writes it.
+
+    Args:
+        edges: (2, E) node ids, sources then targets; a pair of (E,) ids; a pandas table of two
+            columns; a SciPy matrix (N, N) whose stored elements are edges from row to column; a
+            networkx graph, whose nodes are numbered in their order; a PyG `Data` or a DGL graph
+            of one node type, whose features, labels and masks are the defaults of the arguments.
+        features: (N, D) numbers, a pandas table, or a SciPy matrix, which is kept sparse until
+            `prepare` decides; None for a graph without features.
+        labels: (N,) classes, -1 or NaN for none; or (N, T) tasks.
+        splits: for "train", "valid" (or "val") and "test" node ids or (N,) masks; or an (N,) array
+            with one of these words for each node.
+        num_nodes: N; by default the largest of the lengths of features and labels, or the largest
+            id plus one.
+        metric: "accuracy" or "rocauc"; by default accuracy, and ROC AUC for several tasks.
+        name: the graph's.
+
+    Raises:
+        TypeError: an argument is of an unknown type.
+        ValueError: sizes do not match, or labels or splits are missing.
+    """
+    found = _read_object(edges)
+    features = found.get("features") if features is None else features
+    labels = found.get("labels") if labels is None else labels
+    splits = found.get("splits") if splits is None else splits
+    ends = found["ends"]
+    rows = _rows(features)
+    values = None if labels is None else _array(labels, "labels")
+    lengths = {
+        what: length
+        for what, length in (
+            ("features", None if rows is None else rows.num_rows),
+            ("labels", None if values is None else len(values)),
+            ("nodes", found.get("num_nodes")),
+        )
+        if length is not None
+    }
+    if num_nodes is not None:
+        lengths = {"num_nodes": check_integer("num_nodes", num_nodes, 1), **lengths}
+    if len(set(lengths.values())) > 1:
+        given = ", ".join(f"{count:,} {what}" for what, count in lengths.items())
+        raise ValueError(
+            f"{name}: the numbers of nodes differ: {given}\n\n"
+            "hint: features and labels have one row for each node, in the order of the node ids"
+        )
+    largest = max((int(ids.max()) + 1 for ids in ends if len(ids)), default=0)
+    count = next(iter(lengths.values()), largest)
+    if values is None or splits is None:
+        missing = " and ".join(
+            what for what, given in (("labels", values), ("splits", splits)) if given is None
+        )
+        raise ValueError(
+            f"{name} has no {missing}\n\n"
+            "hint: labels= takes the class of each node, -1 for none; splits= takes the node ids "
+            'or masks of "train", "valid" and "test"'
+        )
+    several = values.ndim == 2 and values.shape[1] > 1
+    return ArrayGraph(
+        name,
+        count,
+        ends,
+        rows,
+        values,
+        _parts(splits, count),
+        metric or ("rocauc" if several else "accuracy"),
+        "given",
+        found.get("default"),
+    )
+
+
+def _read_object(edges: Any) -> dict[str, Any]:
+    """Return `ends`, and what else the object of another library has, by argument names."""
+    library = type(edges).__module__.split(".")[0]
+    if library == "networkx":
+        return _from_networkx(edges)
+    if library == "pandas":
+        return {"ends": _ends_of_table(edges)}
+    if hasattr(edges, "tocoo") and hasattr(edges, "shape"):
+        matrix = edges.tocoo()
+        if matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(
+                f"edges is a matrix of shape {matrix.shape}\n\n"
+                "hint: an adjacency matrix has as many rows as columns"
+            )
+        return {"ends": (matrix.row, matrix.col), "num_nodes": int(matrix.shape[0])}
+    if hasattr(edges, "canonical_etypes"):
+        return _from_dgl(edges)
+    if hasattr(edges, "edge_index") and hasattr(edges, "num_nodes"):
+        return _from_pyg(edges)
+    return {"ends": _ends(edges)}
+
+
+def _ends(edges: Any) -> tuple[Array, Array]:
+    if isinstance(edges, tuple | list) and len(edges) == 2:
+        pair = [_array(ids, "edges") for ids in edges]
+    else:
+        array = _array(edges, "edges")
+        if array.ndim != 2 or len(array) != 2:
+            raise ValueError(
+                f"edges has shape {array.shape}\n\n{HINT}; edges.T turns (E, 2) into (2, E)"
+            )
+        pair = [array[0], array[1]]
+    if any(ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)) for ids in pair):
+        types = " and ".join(f"{ids.dtype} of shape {ids.shape}" for ids in pair)
+        raise ValueError(f"edges has {types}\n\n{HINT}")
+    if len(pair[0]) != len(pair[1]):
+        raise ValueError(
+            f"edges has {len(pair[0]):,} sources and {len(pair[1]):,} targets\n\n{HINT}"
+        )
+    return pair[0], pair[1]
+
+
+def _ends_of_table(table: Any) -> tuple[Array, Array]:
+    columns = list(getattr(table, "columns", []))
+    names = next((pair for pair in END_NAMES if set(pair) <= set(columns)), None)
+    if names is None and len(columns) == 2:
+        names = tuple(columns)
+    if names is None:
+        raise ValueError(
+            f"edges is a table with the columns {', '.join(map(str, columns))}\n\n"
+            "hint: give two columns, or name them source and target"
+        )
+    return _ends([table[name].to_numpy() for name in names])
+
+
+def _from_networkx(graph: Any) -> dict[str, Any]:
+    number = {node: place for place, node in enumerate(graph.nodes)}
+    ends = np.array([[number[u], number[v]] for u, v in graph.edges], np.int64).reshape(-1, 2).T
+    default = None
+    if not graph.is_directed():
+        default = EdgeDefaults(True, "keep", "a networkx graph without directions")
+    return {"ends": (ends[0], ends[1]), "num_nodes": len(number), "default": default}
+
+
+def _from_pyg(data: Any) -> dict[str, Any]:
+    if data.edge_index is None:
+        raise ValueError("the PyG data has no edge_index\n\nhint: Data(edge_index=...)")
+    masks = {part: getattr(data, f"{key}_mask", None) for key, part in _KEYS.items()}
+    return {
+        "ends": _ends(data.edge_index),
+        "num_nodes": int(data.num_nodes),
+        "features": getattr(data, "x", None),
+        "labels": getattr(data, "y", None),
+        "splits": masks if all(mask is not None for mask in masks.values()) else None,
+    }
+
+
+def _from_dgl(graph: Any) -> dict[str, Any]:
+    if len(graph.ntypes) != 1 or len(graph.etypes) != 1:
+        raise ValueError(
+            f"the DGL graph has node types {graph.ntypes} and edge types {graph.etypes}\n\n"
+            "hint: a prepared folder has one type of each; graph[etype] selects one"
+        )
+    masks = {part: graph.ndata.get(f"{key}_mask") for key, part in _KEYS.items()}
+    return {
+        "ends": _ends(graph.edges(order="eid")),
+        "num_nodes": int(graph.num_nodes()),
+        "features": graph.ndata.get("feat"),
+        "labels": graph.ndata.get("label"),
+        "splits": masks if all(mask is not None for mask in masks.values()) else None,
+    }
+
+
+# keys of PyG's and DGL's masks, and the names of the parts
+_KEYS = {"train": "train", "val": "valid", "test": "test"}
+
+
+def _rows(features: Any) -> Rows | None:
+    if features is None:
+        return None
+    if hasattr(features, "tocsr") and hasattr(features, "shape"):
+        matrix = features.tocsr()
+        csr = Csr(matrix.indptr, matrix.indices, matrix.data)
+        return rows_of_csr(csr, int(matrix.shape[1]), "features")
+    array = _array(features, "features")
+    if array.ndim != 2 or array.dtype.kind not in "fiub":
+        raise ValueError(
+            f"features has shape {array.shape} and type {array.dtype}\n\n"
+            "hint: features are (N, D) numbers, one row for each node"
+        )
+    return rows_of_array(array, "features")
+
+
+def _parts(splits: Any, num_nodes: int) -> dict[str, Array]:
+    if not isinstance(splits, Mapping):
+        words = _array(splits, "splits")
+        if words.shape != (num_nodes,) or words.dtype.kind not in "UO":
+            raise ValueError(
+                f"splits is {describe(splits)}\n\n"
+                'hint: a dict with node ids or masks for "train", "valid" and "test", or one of '
+                "these words for each node"
+            )
+        names = np.array([OTHER_NAMES.get(str(word), str(word)) for word in words])
+        return {part: np.flatnonzero(names == part) for part in PARTS}
+    named = {OTHER_NAMES.get(key, key): value for key, value in splits.items()}
+    if set(named) != set(PARTS):
+        raise ValueError(
+            f"splits has {', '.join(map(str, splits)) or 'nothing'}\n\n"
+            'hint: it has "train", "valid" and "test"'
+        )
+    return {part: _ids(named[part], part, num_nodes) for part in PARTS}
+
+
+def _ids(given: Any, part: str, num_nodes: int) -> Array:
+    array = _array(given, f"splits[{part!r}]")
+    if array.dtype.kind != "b":
+        return array
+    if array.shape != (num_nodes,):
+        raise ValueError(
+            f"splits[{part!r}] is a mask of shape {array.shape} for {num_nodes:,} nodes\n\n"
+            "hint: a mask is (N,); of several splits in its columns, give one: mask[:, 0]"
+        )
+    return np.flatnonzero(array)
+
+
+def _array(values: Any, name: str) -> Array:
+    if isinstance(values, Tensor):
+        return values.detach().cpu().numpy()
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        return np.asarray(values, None if values else np.int64)
+    to_numpy = getattr(values, "to_numpy", None)
+    array = to_numpy() if to_numpy is not None else values
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name} is {describe(values)}\n\nhint: a tensor, an array or a list")
+    return array
