@@ -367,7 +367,9 @@ def measure_two_engines(
         drawn = [torch.randint(table.num_rows, (num_ids,)) for _ in range(4)]
         for threads in (1, 4, 12):
             for share in SHARES:
-                transfer = Transfer(CudaStreams(bench.device), table, share, most=threads + 2)
+                transfer = Transfer(
+                    CudaStreams(bench.device), table, share, max_pending=threads + 2
+                )
                 with sending(transfer, drawn, threads) as send:
                     send(batches // 2)
                     torch.cuda.synchronize()
@@ -389,7 +391,7 @@ def measure_two_engines(
 def sending(
     transfer: Transfer, drawn: list[Tensor], threads: int
 ) -> Iterator[Callable[[int], None]]:
-    """What sends so many batches by threads, and takes them over."""
+    """Yield a function that copies a number of batches, started by several threads."""
 
     def batch(number: int) -> Batch:
         ids = transfer.host.empty(drawn[0].shape, torch.int64)
@@ -399,10 +401,10 @@ def sending(
     with ThreadPoolExecutor(threads) as executor:
 
         def send(number: int) -> None:
-            for sent in executor.map(lambda n: transfer.send(batch(n)), range(number)):
-                transfer.hand_over(sent)
+            for sent in executor.map(lambda n: transfer.start(batch(n)), range(number)):
+                transfer.wait(sent)
 
-        transfer.begin()
+        transfer.order_after_current_stream()
         yield send
     transfer.close()
 

@@ -1,4 +1,4 @@
-"""The loader: minibatches of an epoch, sampled by threads and gathered on a device."""
+"""Minibatch loader, whose worker threads sample neighbours and gather features."""
 
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.presampling import presample

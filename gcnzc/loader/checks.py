@@ -22,12 +22,12 @@ from gcnzc.system.arguments import (
     describe,
 )
 
-# batches are begun by a loop over these many
+# an iterator submits this many batches in a loop when it starts
 AHEAD_LIMIT = 2**16
 
 
-def checked(sampler: Samples) -> Samples:
-    """Check a loader's sampler, and return it."""
+def check_sampler(sampler: Samples) -> Samples:
+    """Check that a loader's sampler has the method `sample`, and return it."""
     if not callable(getattr(sampler, "sample", None)):
         raise TypeError(
             f"sampler is {describe(sampler)}, which has no method sample(seeds, epoch)\n\n"
@@ -37,7 +37,7 @@ def checked(sampler: Samples) -> Samples:
 
 
 def check_seeds(seeds: IdsLike, graph: Graph, num_items: int | None, may_be_empty: bool) -> Tensor:
-    """Check the seeds' shape, dtype, range and number; return them as the sampler takes them."""
+    """Check the seeds' shape, dtype, range and number; return them as (S,) integers on the host."""
     found = as_ids("seeds", seeds, "a mask becomes ids by .nonzero().flatten()")
     found = found.cpu().contiguous()
     if len(found) == 0:
@@ -73,7 +73,7 @@ def check_share(copied_share: float) -> float:
 def check_loader_device(
     device: torch.device, table: FeatureTable | None, copied_share: float
 ) -> torch.device:
-    """Check that minibatches can be sent to a device; return it with its index."""
+    """Check that minibatches can be copied to a device; return it with its index."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device}: batches go to cpu or cuda\n\nhint: device='cpu'")
     if device.type == "cuda":
@@ -112,7 +112,7 @@ def is_copied(device: torch.device, table: FeatureTable | None) -> bool:
     """Whether rows are gathered on the host and copied, since the GPU cannot read them in place."""
     if device.type != "cuda" or table is None or table.device.type != "cpu":
         return False
-    # what somebody else locked is read in place, whatever could be locked here
+    # rows that are page-locked already can be read in place, even if gcnzc could not lock them
     locked = not table.is_sparse and table.rows.is_pinned()
     return not (locked or can_read_host(device))
 
@@ -120,7 +120,7 @@ def is_copied(device: torch.device, table: FeatureTable | None) -> bool:
 def check_threads(
     threads: int | None, ahead: int | None, sampler: Samples, world_size: int
 ) -> tuple[int, int]:
-    """Check the numbers of threads and of prefetched minibatches; fill in their defaults."""
+    """Check the numbers of threads and of prefetched minibatches; replace None by the default."""
     hint = "None takes the default"
     if threads is None:
         threads = default_threads(world_size)
@@ -146,7 +146,7 @@ def check_labels(graph: Graph, labels: Tensor | NDArray[Any] | None) -> Tensor |
     if labels is None:
         return None
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "biuf":
-        # torch warns of memory that may not be written
+        # torch warns about read-only arrays
         labels = torch.from_numpy(np.require(labels, requirements=["C", "W"]))
     if not isinstance(labels, Tensor):
         raise TypeError(

@@ -1,8 +1,9 @@
-"""Mini-batch loader: shuffles the seeds, and prefetches batches with their features.
+"""Minibatch loader: shuffles the seeds, and prefetches batches with their features.
 
-Worker threads make whole batches: they sample, gather features and select labels, all in compiled
-code that runs in parallel to the model. For a GPU, `transfer` queues the copies and the gather
-there. Batches are yielded in order, so they do not depend on the number of threads.
+Each worker thread prepares whole batches: it samples neighbours, gathers features and selects
+labels, in compiled code that releases the GIL and runs in parallel to the model. For a GPU,
+`transfer` queues the copies and the gather there. Batches are yielded in order, so they do not
+depend on the number of threads.
 """
 
 import os
@@ -29,15 +30,15 @@ from gcnzc.loader.checks import (
     check_labels,
     check_loader_device,
     check_rows,
+    check_sampler,
     check_seeds,
     check_share,
     check_threads,
-    checked,
     is_copied,
 )
 from gcnzc.loader.seeds import Shares, epoch_order
 from gcnzc.loader.state import SHARED, check_position, check_state
-from gcnzc.loader.transfer import Sent, Transfer
+from gcnzc.loader.transfer import PendingBatch, Transfer
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.neighbor import Sampler, check_graph
 from gcnzc.sampling.protocol import Samples
@@ -54,15 +55,15 @@ from gcnzc.system.spans import Span
 from gcnzc.system.streams import CudaStreams
 from gcnzc.system.threads import lower_priority
 
-# a dropped iterator waits this long for its threads, each of which ends after its present batch
+# the longest that a dropped iterator waits for a thread, which ends after its current batch
 JOIN_S = 30.0
 
 
-# the number of an iterator whose progress no longer counts
-NOBODY = -1
+# the number of an iterator whose progress does not count for its loader
+NO_ITERATOR = -1
 
 
-# arguments of a loader that are its attributes, or attributes of its `shares`
+# arguments of a loader that are attributes of it, and those that are attributes of its `shares`
 OPTIONS = (
     *("graph", "table", "seeds", "labels", "device", "shuffle", "seed", "threads", "ahead"),
     *("sampler", "copied_share", "priority", "in_degrees"),
@@ -74,53 +75,57 @@ _names = count()
 
 
 class Loader:
-    """Batches of seeds with their neighbourhoods, features and labels.
+    """Load batches of seeds with their neighbourhoods, features and labels.
 
-    Iterating gives the batches of one epoch. The next iteration gives the next epoch, unless the
-    last one was left early: then it begins again, or `set_epoch` says which. Each iterator has its
-    own threads, which end with it: after the last batch, `break`, an exception, or Ctrl-C. Several
-    threads may share an iterator; each batch goes to one of them. A forked child may iterate over
-    the loader on the host, but an iterator works only in the process that made it.
+    Each iteration yields the batches of one epoch, and the next iteration those of the next epoch.
+    If an iteration was stopped early, the next one starts the same epoch again, unless `set_epoch`
+    sets another. Each iterator has its own threads, which end after the last batch, on `break`, an
+    exception or Ctrl-C. Several threads may share an iterator; each batch goes to one of them. A
+    forked child process may iterate over the loader on the host, but an iterator works only in the
+    process that created it.
 
-    `copy.deepcopy` and `pickle` give a loader with the same arguments that continues where this one
-    is. Rows that were page-locked or mapped from a file are ordinary memory in the copy.
+    `copy.deepcopy` and `pickle` create a loader with the same arguments and the same position. Rows
+    that were page-locked or mapped from a file are ordinary memory in the copy.
 
-    A batch's tensors live for as long as anything refers to them; their memory is then used again.
-    On a GPU they are ready for work that is queued later on the stream that was current when the
-    batch was handed out, and that stream alone is waited for before the memory is used again.
+    The memory of a batch is reused after the last reference to its tensors is dropped. On a GPU the
+    tensors are ready for work queued later on the stream that was current when the batch was
+    yielded, and only that stream is waited for before the memory is reused.
 
     Args:
-        graph: on the host.
-        table: rows of features, one per node; None leaves `batch.x` out. For a GPU they lie there,
-            or inside `gcnzc.pinned`; if `gcnzc.features.can_read_host` is False of it, or if they
-            are sparse, anywhere on the host, and worker threads gather what is then copied.
-        seeds: (S,) ids of nodes, all different, as a tensor, an array or a list; or what else the
-            sampler takes.
-        fanouts: as `gcnzc.Sampler` takes them; unused if `sampler` is given.
-        batch_size: seeds of a batch of one worker.
-        labels: (N,) or (N, T), one row per node, a tensor or an array; None leaves `batch.y` out.
-        device: where batches are handed out.
-        shuffle: take the seeds of an epoch as `epoch_order` puts them, not as they are.
-        drop_last: leave out a last step that is not full.
-        seed: of the order and, unless `sampler` is given, of the sampling; an integer of 64 bits.
-        rank, world_size: this worker's number and how many there are; `Shares` says who takes what.
-        threads: worker threads, each of which makes whole batches; `default_threads` if None.
-        ahead: batches that are begun or ready at most, besides the one that is handed out; one more
-            than `threads` if None.
-        sampler: draws the neighbourhoods; `gcnzc.Sampler(graph, fanouts, seed)` if None.
-        copied_share: of each batch's rows, those that a worker thread gathers and the GPU's copy
-            engine sends, while its threads read the others from the host: from 0 to 1, where any
-            table on the host will do. It changes no bit of a batch, and nothing on a CPU.
-        priority: of the GPU's streams that bring the batches, as PyTorch counts: -1 goes before
-            the model's work, 0 beside it.
-        in_degrees: give the blocks their nodes' degrees, which GCN needs, so that it need not wait
-            for them.
-        may_be_empty: an epoch without batches is no error: without seeds, or with fewer than a step
-            takes and `drop_last`.
+        graph: the graph whose neighbours are sampled, on the host.
+        table: features, one row per node; None for batches without `x`. For a GPU, the rows must be
+            there, or inside `gcnzc.pinned`. If they are sparse, or the GPU cannot read host memory
+            (see `gcnzc.features.can_read_host`), they may be anywhere on the host: worker threads
+            gather the rows, which are then copied.
+        seeds: (S,) unique node ids, as a tensor, an array or a list; or other items of `sampler`.
+        fanouts: see `gcnzc.Sampler`; unused if `sampler` is given.
+        batch_size: number of seeds in a batch of one rank.
+        labels: (N,) or (N, T), one row per node, a tensor or an array; None for batches without
+            `y`.
+        device: device of the batches.
+        shuffle: shuffle the seeds each epoch, by `epoch_order`.
+        drop_last: drop the last step if it is not full.
+        seed: of the shuffling and, unless `sampler` is given, of the sampling; a 64-bit integer.
+        rank, world_size: this process's rank and the number of ranks, which share the seeds of each
+            step; see `Shares`.
+        threads: number of worker threads. Default: one per core, at most four.
+        ahead: number of batches that are prefetched: ready or in preparation. Default: one more
+            than `threads`.
+        sampler: samples the neighbourhoods. Default: `gcnzc.Sampler(graph, fanouts, seed)`.
+        copied_share: share of each batch's rows, from 0 to 1, that a worker thread gathers on the
+            host and the GPU's copy engine copies, while the GPU reads the other rows from the host.
+            With 1 the table need not be page-locked. It does not change the batches, and has no
+            effect on a CPU.
+        priority: CUDA priority of the streams that copy and gather batches: -1 is higher than the
+            model's, 0 is equal.
+        in_degrees: add the in-degrees of nodes to the blocks, for models such as GCN, which would
+            otherwise synchronize to compute them.
+        may_be_empty: accept an epoch without batches: without seeds, or with fewer seeds than a
+            step and `drop_last`.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: an argument that makes no sense, or that does not fit another.
+        TypeError: an argument has another type.
+        ValueError: an argument is out of range, or does not fit another.
     """
 
     def __init__(
@@ -151,11 +156,11 @@ class Loader:
         self.graph = graph
         self.table = table
         self.seed = check_seed("seed", seed)
-        self.sampler = Sampler(graph, fanouts, seed) if sampler is None else checked(sampler)
+        self.sampler = Sampler(graph, fanouts, seed) if sampler is None else check_sampler(sampler)
         limit = getattr(self.sampler, "num_items", None)
         may_be_empty = check_flag("may_be_empty", may_be_empty)
         self.seeds = check_seeds(seeds, graph, limit, may_be_empty)
-        # worker threads pick them
+        # on the host, where worker threads select those of a batch
         self.labels = check_labels(graph, labels)
         check_rows(graph, table)
         self.copied_share = check_share(copied_share)
@@ -172,32 +177,32 @@ class Loader:
         safe = getattr(self.sampler, "thread_safe", True)
         self._sampling: AbstractContextManager = nullcontext() if safe else ForkSafeLock()
         self._epoch = 0
-        # batches of this epoch that were handed out by the iterator that was begun last
+        # number of batches of this epoch that the newest iterator has yielded
         self._position = 0
-        # where the next iterator begins
+        # the step at which the next iterator starts
         self._resume_at = 0
         self._iterators = 0
 
     def __len__(self) -> int:
-        """Batches of an epoch, or of what was left of it, the same for every worker."""
+        """Return the number of batches of an epoch or its remainder, the same on every rank."""
         return len(self.shares)
 
     @property
     def epoch(self) -> int:
-        """The epoch in progress, or the next one; counted from 0."""
+        """The current epoch, or the next one between iterations; counted from 0."""
         return self._epoch
 
     @property
     def position(self) -> int:
-        """The step that the next iteration begins with, of `len(loader)`."""
+        """The step at which the next iteration starts, from 0 to `len(loader)`."""
         return self._resume_at
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin that epoch at the next iteration: another order, other neighbours.
+        """Set the epoch of the next iteration, which determines its order and its neighbours.
 
         Args:
-            epoch: counted from 0, below 2**32. The present one, if a state was just loaded, goes
-                on where that state says.
+            epoch: from 0 to 2**32 - 1. If a state of this epoch was just loaded, the next iteration
+                resumes at its position.
 
         Raises:
             TypeError: `epoch` is no integer.
@@ -208,29 +213,29 @@ class Loader:
             self._epoch = epoch
             self._position = self._resume_at = 0
             self.shares = replace(self.shares, done=0)
-            # an iterator of the epoch before no longer counts
+            # progress of an iterator of the previous epoch no longer counts
             self._iterators += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position as plain values, from which an equal loader can resume.
 
-        The batch that was handed out last counts as used: a loader that takes up the state begins
-        with the one after it. With several iterators, the one that was begun last counts.
+        The batch that was yielded last counts as used: a resumed loader starts with the next one.
+        With several iterators, the position is that of the newest one.
         """
         done = {"position": self._position, "done": self.shares.done}
         shared = {name: getattr(self.shares, name) for name in SHARED}
         return {"epoch": self._epoch} | done | shared | self._same()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next iteration where `state` was taken, with the same batches bit for bit.
+        """Resume at the position of `state`, with the same batches bit for bit.
 
-        With another number of workers or batch size, the seeds of the epoch that were not used are
-        shared anew: none is lost or used twice.
+        With another world size or batch size, the unused seeds of the epoch are divided anew among
+        the ranks: none is lost or used twice.
 
         Raises:
-            TypeError: `state` is no mapping, or a value of it is of another type.
-            ValueError: `state` is of a loader with other seeds, order, fan-outs or other settings
-                of the sampler; or is no state of a loader.
+            TypeError: `state` is not a mapping, or one of its values has another type.
+            ValueError: `state` is not of a loader, or of one with other seeds, order, fan-outs or
+                other settings of the sampler.
         """
         numbers = check_state(state, self._same(), len(self.seeds))
         shared = {name: numbers[name] for name in SHARED}
@@ -250,7 +255,7 @@ class Loader:
         return _construct, (type(self), options | shares, self.state_dict())
 
     def read_in_place(self, nodes: Tensor) -> Tensor:
-        """Those of a batch's nodes whose rows the device reads; the CPU gathers the others."""
+        """Return the nodes of a batch whose rows the device reads; the CPU gathers the others."""
         return nodes if self._transfer is None else self._transfer.read_in_place(nodes)
 
     def __iter__(self) -> "Batches":
@@ -263,18 +268,18 @@ class Loader:
         return Batches(self, self._iterators, self._epoch, steps, begin)
 
     def batches_of(self, steps: Iterable[Tensor], epoch: int) -> "Batches":
-        """Batches of given seeds, in the given order.
+        """Return an iterator over the batches of given seeds, in the given order.
 
-        They do not count as progress of this loader: its epoch and its state stay what they are.
+        It does not change the epoch or the state of this loader.
 
         Args:
-            steps: (S,) seeds of each batch, int64 on the host; read as far ahead as batches are.
-            epoch: which, with the seed, decides the sampling; in [0, 2**32).
+            steps: (S,) seeds of each batch, int64 on the host; consumed as batches are prefetched.
+            epoch: of the sampling, which depends on the seed and the epoch; in [0, 2**32).
         """
-        return Batches(self, NOBODY, epoch, iter(steps))
+        return Batches(self, NO_ITERATOR, epoch, iter(steps))
 
     def _same(self) -> dict[str, Any]:
-        """Return the settings that a state must have in common with this loader."""
+        """Return the settings that must be equal in a state that this loader can resume."""
         return {
             "seed": self.seed,
             "num_seeds": len(self.seeds),
@@ -284,11 +289,11 @@ class Loader:
             **getattr(self.sampler, "settings", {}),
         }
 
-    def _handed_out(self, iterator: int, position: int) -> None:
+    def _record_progress(self, iterator: int, position: int) -> None:
         if iterator == self._iterators:
             self._position = position
 
-    def _ended(self, iterator: int) -> None:
+    def _finish_epoch(self, iterator: int) -> None:
         if iterator == self._iterators:
             self._epoch += 1
             self._position = 0
@@ -296,19 +301,19 @@ class Loader:
             self._iterators += 1
 
     def _open_transfer(self) -> Transfer:
-        # a GPU that cannot read the rows is sent what the CPU gathered
+        # if the GPU cannot read the rows, the CPU gathers all of them
         table = self.table
-        sent = is_copied(self.device, table) or (table is not None and table.is_sparse)
-        share = 1.0 if sent else self.copied_share
+        copy_all = is_copied(self.device, table) or (table is not None and table.is_sparse)
+        share = 1.0 if copy_all else self.copied_share
         streams = CudaStreams(self.device)
-        transfer = Transfer(streams, table, share, self.priority, most=self.ahead + 1)
+        transfer = Transfer(streams, table, share, self.priority, max_pending=self.ahead + 1)
         if hasattr(self.sampler, "pool"):
-            # from there the copy engine reads without a detour
+            # page-locked memory, from which the copy engine copies asynchronously
             self.sampler.pool = transfer.host
         return transfer
 
-    def _make(self, seeds: Tensor, epoch: int) -> Batch | Sent:
-        # one batch, in a worker thread
+    def _prepare(self, seeds: Tensor, epoch: int) -> Batch | PendingBatch:
+        """Prepare one batch, in a worker thread."""
         began_s = time.perf_counter()
         with self._sampling:
             batch = self.sampler.sample(seeds, epoch)
@@ -322,43 +327,43 @@ class Loader:
             y = self._host.empty((len(batch.seeds), *self.labels.shape[1:]), self.labels.dtype)
             batch.y = torch.index_select(self.labels, 0, batch.seeds, out=y)
         if self._transfer is not None:
-            return self._transfer.send(batch)
-        batch.x = self._gathered(batch)
+            return self._transfer.start(batch)
+        batch.x = self._gather(batch)
         ended_s = time.perf_counter()
         batch.times["gather_s"] = ended_s - sampled_s
         batch.spans.append(Span("gather", thread, sampled_s, ended_s))
         return batch
 
     def _with_degrees(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-        # the nodes of every block are the first of the outermost's
+        # the nodes of each block are a prefix of the outermost block's
         nodes, indptr = blocks[0].nodes, self.graph.indptr
         degrees = self._host.empty(nodes.shape, indptr.dtype)
         torch.index_select(indptr[1:], 0, nodes, out=degrees)
         degrees -= indptr[:-1][nodes]
         return tuple(replace(block, degrees=degrees[: block.num_src]) for block in blocks)
 
-    def _gathered(self, batch: Batch) -> Tensor | None:
+    def _gather(self, batch: Batch) -> Tensor | None:
         if self.table is None:
             return None
         shape = (len(batch.nodes), self.table.num_columns)
         out = self._host.empty(shape, self.table.dtype)
         return self.table.gather(batch.nodes, out, threads=1)
 
-    def _handed_over(self, made: Batch | Sent) -> Batch:
-        if isinstance(made, Batch):
-            return made
-        assert self._transfer is not None, "batches that are sent are those of a GPU"
-        return self._transfer.hand_over(made)
+    def _wait_for_copies(self, prepared: Batch | PendingBatch) -> Batch:
+        if isinstance(prepared, Batch):
+            return prepared
+        assert self._transfer is not None, "only batches on a GPU are pending"
+        return self._transfer.wait(prepared)
 
 
 class Batches(Iterator[Batch]):
-    """The batches of some steps, in order; made by threads of its own.
+    """Iterator over the batches of given steps, in order, prefetched by threads of its own.
 
-    The threads end when the batches do, with `close`, or when nobody refers to this any more.
-    Several threads may share it: each batch goes to one of them.
+    The threads end after the last batch, on `close`, or when the iterator is deleted. Several
+    threads may share the iterator: each batch goes to one of them.
 
     Raises:
-        RuntimeError: by `next`, in a process that was forked from the one that made this.
+        RuntimeError: by `next`, in a process that was forked from the one that created it.
     """
 
     def __init__(
@@ -368,75 +373,75 @@ class Batches(Iterator[Batch]):
         self._steps = steps
         self._position = begin
         self._process = os.getpid()
-        # of the thread that waits for the next batch
-        self._turn = threading.Lock()
+        # held by the thread that waits for the next batch
+        self._next_lock = threading.Lock()
         if loader._transfer is not None:
-            # the table may still be on its way there
-            loader._transfer.begin()
+            # the table may still be in the process of being copied to the GPU
+            loader._transfer.order_after_current_stream()
         self._name = f"gcnzc-loader-{next(_names)}-"
         self._executor = ThreadPoolExecutor(loader.threads, self._name, initializer=lower_priority)
-        self._coming: deque[Future[Batch | Sent]] = deque()
+        self._pending: deque[Future[Batch | PendingBatch]] = deque()
         for _ in range(loader.ahead):
-            self._begin_next()
+            self._submit_next()
 
     def __next__(self) -> Batch:
         self._check_process()
-        with self._turn:
-            made = self._take()
-        return self._loader._handed_over(made)
+        with self._next_lock:
+            prepared = self._take()
+        return self._loader._wait_for_copies(prepared)
 
-    def _take(self) -> Batch | Sent:
-        if not self._coming:
+    def _take(self) -> Batch | PendingBatch:
+        if not self._pending:
             number = self._number
             self.close()
-            self._loader._ended(number)
+            self._loader._finish_epoch(number)
             raise StopIteration
         try:
-            made = self._coming.popleft().result()
+            prepared = self._pending.popleft().result()
         except CancelledError:
-            # another thread has closed this meanwhile
+            # another thread has closed the iterator
             raise StopIteration from None
         except BaseException:
-            # the batch's own error, or Ctrl-C while waiting
+            # an exception in the worker thread, or Ctrl-C while waiting
             self.close()
             raise
-        self._begin_next()
+        self._submit_next()
         self._position += 1
-        self._loader._handed_out(self._number, self._position)
-        return made
+        self._loader._record_progress(self._number, self._position)
+        return prepared
 
     def close(self) -> None:
-        """End the threads, each after the batch it is making. No more batches come after this."""
-        self._number = NOBODY
-        self._coming.clear()
+        """End the threads, each after its current batch; the iterator yields no more batches."""
+        self._number = NO_ITERATOR
+        self._pending.clear()
         self._steps = iter(())
         if self._process != os.getpid():
-            # the threads are the parent's, and one of them may hold the executor's lock
+            # the threads exist in the parent only, and one may hold the executor's lock
             return
         self._executor.shutdown(wait=False, cancel_futures=True)
-        # Not `wait=True`: a garbage collection may call this in one of these very threads.
+        # Not `wait=True`: a garbage collection may call this in one of the threads themselves.
         for thread in threading.enumerate():
             if thread.name.startswith(self._name) and thread is not threading.current_thread():
                 thread.join(JOIN_S)
 
     def __del__(self) -> None:
-        if hasattr(self, "_coming"):
+        if hasattr(self, "_pending"):
             self.close()
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise RuntimeError(
-                f"this iterator belongs to process {self._process}, whose threads make its batches "
-                f"and do not exist in process {os.getpid()}, which was forked from it\n\n"
+                f"this iterator belongs to process {self._process}, whose worker threads do not "
+                f"exist in the forked process {os.getpid()}\n\n"
                 "hint: call iter(loader) in the child process, or start the child with "
                 'multiprocessing.get_context("spawn")'
             )
 
-    def _begin_next(self) -> None:
-        # tasks refer to the loader and not to this, which may thus be dropped while they run
+    def _submit_next(self) -> None:
+        # tasks refer to the loader only, so that the iterator can be deleted while they run
         seeds = next(self._steps, None)
         if seeds is not None:
-            self._coming.append(self._executor.submit(self._loader._make, seeds, self._epoch))
+            self._pending.append(self._executor.submit(self._loader._prepare, seeds, self._epoch))
 
 
 def _construct(cls: type[Loader], options: Mapping[str, Any], state: Mapping[str, Any]) -> Loader:
@@ -446,5 +451,5 @@ def _construct(cls: type[Loader], options: Mapping[str, Any], state: Mapping[str
 
 
 def _thread() -> str:
-    # ThreadPoolExecutor counts its threads at the end of their names
+    # ThreadPoolExecutor appends the number of each thread to its name
     return f"loader {threading.current_thread().name.rsplit('_', 1)[-1]}"

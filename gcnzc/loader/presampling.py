@@ -19,14 +19,14 @@ from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.neighbor import Sampler, check_graph, check_seeds
 from gcnzc.system.arguments import THREADS_LIMIT, IdsLike, check_callable, check_integer, check_seed
 
-BATCHES = 100  # that are counted before training; bench/hot.py says what more would bring
+BATCHES = 100  # sampled before training; bench/hot.py measures other numbers
 
 
-# mixed into a run's seed, so that no minibatch counted here is one of the run
-OTHER = 0x5DEECE66D1B54A33
+# XORed with a run's seed, so that the sampled minibatches differ from those of the run
+SEED_MIX = 0x5DEECE66D1B54A33
 
 
-# degrees below this have a class of their own; above, eight classes for each doubling
+# each degree up to OWN_CLASS has its own class; above, there are eight classes per doubling
 OWN_CLASS, CLASSES_PER_DOUBLING = 64, 8
 
 
@@ -44,25 +44,26 @@ def presample(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Presample:
-    """Draw minibatches as a run would, and count in how many of them each node is.
+    """Sample minibatches like those of a run, and count how many of them contain each node.
 
-    The result depends on `seed` alone, and not on the threads. No minibatch is one of the run's,
-    and each draws its neighbours anew, while those of one epoch of a run share what is drawn for a
-    node.
+    The counts rank the rows for `gcnzc.cached`. They depend on `seed`, but not on the number of
+    threads. The minibatches differ from those of the run: each one samples its neighbours
+    independently, while the minibatches of one epoch of a run share the neighbours of a node.
 
     Args:
         graph: on the host.
         seeds: (S,) ids of the run's training nodes: a tensor, an array or a list.
-        fanouts: of the run, as `gcnzc.Sampler` takes them.
-        batch_size: seeds of a minibatch.
+        fanouts: of the run; see `gcnzc.Sampler`.
+        batch_size: number of seeds in a minibatch.
         seed: of the run.
-        batches: how many are drawn, in two halves; at least 4.
-        threads: that sample; one per core, but four at most, if None.
+        batches: number of sampled minibatches, which form two halves; at least 4.
+        threads: number of threads. Default: one per core, at most four.
         progress: called with (done, total), in minibatches.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: too few batches, no seeds, or what `gcnzc.Sampler` refuses.
+        TypeError: an argument has another type.
+        ValueError: `batches` is too small, there are no seeds, or `gcnzc.Sampler` rejects an
+            argument.
     """
     check_graph(graph)
     batches = check_integer("batches", batches, 4, hint="4 at least; the default is 100")
@@ -72,36 +73,36 @@ def presample(
     check_callable("progress", progress)
     seeds = check_seeds("seeds", seeds, graph.num_nodes)
     if len(seeds) == 0:
-        raise ValueError("seeds is empty: nothing to draw\n\nhint: is the training split empty?")
-    key = (check_seed("seed", seed) ^ OTHER) % 2**64
+        raise ValueError("seeds is empty: nothing to sample\n\nhint: is the training split empty?")
+    key = (check_seed("seed", seed) ^ SEED_MIX) % 2**64
     sampler, each = Sampler(graph, fanouts, key), batches // 2
     halves = tuple(torch.zeros(graph.num_nodes, dtype=torch.int32) for _ in range(2))
-    # orders of the seeds that the halves do not share: a seed is used once in each
-    picked = [
+    # the halves use different orders of the seeds, and each order uses every seed once
+    seed_batches = [
         islice(_batches_of(seeds, batch_size, key, first_order), each) for first_order in (0, 2**31)
     ]
-    for number, nodes in enumerate(_drawn(sampler, chain(*picked), threads)):
+    for number, nodes in enumerate(_sample_nodes(sampler, chain(*seed_batches), threads)):
         count_into(halves[number // each], nodes)
         if progress is not None:
             progress(number + 1, 2 * each)
-    kinds = _kinds(graph, seeds)
+    kinds = _classify_nodes(graph, seeds)
     return Presample((halves[0], halves[1]), each, kinds)
 
 
 def count_accesses(loader: Loader, batches: int, progress: Progress | None = None) -> Tensor:
-    """In how many of the next minibatches of a loader each node is.
+    """Return how many of the next minibatches of a loader contain each node.
 
     Args:
-        loader: begins with its present epoch.
-        batches: how many to look at, over as many epochs as they take.
+        loader: starts with its current epoch.
+        batches: number of minibatches, from as many epochs as needed.
         progress: called with (done, total), in minibatches.
 
     Returns:
         (N,) int32 on the host.
     """
     counts = torch.zeros(loader.graph.num_nodes, dtype=torch.int32)
-    made = chain.from_iterable(iter(loader) for _ in count())
-    for number, batch in enumerate(islice(made, batches)):
+    endless = chain.from_iterable(iter(loader) for _ in count())
+    for number, batch in enumerate(islice(endless, batches)):
         count_into(counts, batch.nodes)
         if progress is not None:
             progress(number + 1, batches)
@@ -109,28 +110,32 @@ def count_accesses(loader: Loader, batches: int, progress: Progress | None = Non
 
 
 def _batches_of(seeds: Tensor, batch_size: int, key: int, first_order: int) -> Iterator[Tensor]:
-    """The seeds of minibatches without end: all of them in one order, then in another."""
+    """Yield the seeds of minibatches without end, in a new order each epoch."""
     for number in count(first_order):
         yield from epoch_order(seeds, key, number).split(batch_size)
 
 
-def _drawn(sampler: Sampler, picked: Iterator[Tensor], threads: int | None) -> Iterator[Tensor]:
-    """The nodes of the minibatches of these seeds, in turn, drawn by threads that work ahead."""
+def _sample_nodes(
+    sampler: Sampler, seed_batches: Iterator[Tensor], threads: int | None
+) -> Iterator[Tensor]:
+    """Yield the nodes of the minibatches of given seeds in order, prefetched by threads."""
     if threads is None:
         threads = default_threads()
-    coming: deque[Future[Tensor]] = deque()
+    pending: deque[Future[Tensor]] = deque()
     with ThreadPoolExecutor(threads, "gcnzc-presample") as executor:
-        for number, seeds in enumerate(picked):
-            # an epoch of its own for each: within one, a node's neighbours are drawn once
-            coming.append(executor.submit(lambda *what: sampler.sample(*what).nodes, seeds, number))
-            if len(coming) > threads:
-                yield coming.popleft().result()
-        while coming:
-            yield coming.popleft().result()
+        for number, seeds in enumerate(seed_batches):
+            # each has its own epoch: within one epoch, a node's sampled neighbours are the same
+            pending.append(
+                executor.submit(lambda *what: sampler.sample(*what).nodes, seeds, number)
+            )
+            if len(pending) > threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
-def _kinds(graph: Graph, seeds: Tensor) -> Tensor:
-    """(N,) int16: nodes of about the same degree, seeds apart from others."""
+def _classify_nodes(graph: Graph, seeds: Tensor) -> Tensor:
+    """Return a class for each node, by its in-degree and by whether it is a seed, (N,) int16."""
     degrees = graph.in_degrees().numpy()
     kinds = degrees.clip(max=OWN_CLASS).astype(np.int16)
     wide = degrees > OWN_CLASS

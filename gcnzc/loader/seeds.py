@@ -10,42 +10,43 @@ from gcnzc.system.arguments import check_flag, check_integer
 
 
 def epoch_order(seeds: Tensor, seed: int, epoch: int) -> Tensor:
-    """The epoch's order of `seeds`, the same on every worker.
+    """Return `seeds` in the order of an epoch, which is the same on every rank.
 
-    A permutation by NumPy's generator over Philox 4x64, keyed by (seed, epoch).
+    The permutation is drawn by NumPy's generator over Philox 4x64 with the key (seed, epoch).
 
     Args:
         seeds: (S,) on the host.
-        seed: of the run; any integer, of which the low 64 bits count.
+        seed: of the run; any integer, of which the low 64 bits are used.
         epoch: counted from 0.
     """
     key = np.array([seed % 2**64, epoch], np.uint64)
     shuffled = np.random.Generator(np.random.Philox(key=key)).permutation(len(seeds))
-    # not torch's indexing, whose threads do not exist in a forked child
+    # torch's indexing uses threads, which do not exist in a forked child
     return torch.from_numpy(seeds.numpy()[shuffled])
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Who takes which seeds of an epoch's order, at which step.
+    """The division of an epoch's seeds into steps, and of each step among the ranks.
 
-    A step takes the next `world_size * batch_size` seeds, the last step what is left. Worker r of W
-    takes those from m * r // W to m * (r + 1) // W of the m seeds of a step: `batch_size` each, but
-    at the last step. So all workers have the same number of steps, every seed is used once, and W
-    workers together take what one worker with a W times larger batch would. A last step with fewer
-    seeds than workers takes some from the step before it, so that no worker goes without.
+    Each step takes the next `world_size * batch_size` seeds, and the last step the remainder. Of
+    the m seeds of a step, rank r of W takes those from m * r // W to m * (r + 1) // W, which are
+    `batch_size` except in the last step. So all ranks have the same number of steps, every seed is
+    used once, and W ranks together take the same seeds as one rank with a W times larger batch. A
+    last step with fewer seeds than ranks takes some from the step before, so that every rank has at
+    least one.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: there are too few seeds, or rank, world size or batch size make no sense.
+        TypeError: an argument has another type.
+        ValueError: there are too few seeds, or rank, world size or batch size are out of range.
     """
 
     num_seeds: int
     batch_size: int
     rank: int = 0
     world_size: int = 1
-    drop_last: bool = False  # leave out a last step that is not full
-    done: int = 0  # seeds at the beginning of the order that others have used
+    drop_last: bool = False  # drop the last step if it is not full
+    done: int = 0  # seeds at the beginning of the order that were used before resuming
     may_be_empty: bool = False  # accept an epoch without steps
 
     def __post_init__(self) -> None:
@@ -57,38 +58,38 @@ class Shares:
             "drop_last": check_flag("drop_last", self.drop_last),
         }
         for name, value in checked.items():
-            # NumPy's numbers become Python's, which any checkpoint format can store
+            # Python's integers, which any checkpoint format can store, instead of NumPy's
             object.__setattr__(self, name, value)
         if self.rank >= self.world_size:
             raise ValueError(
                 f"rank is {self.rank} with a world_size of {self.world_size}\n\nhint: {ranks}"
             )
         if self.done:
-            # the rest of an epoch is shared, however little it is
+            # the remainder of a resumed epoch may be smaller than a step
             return
         if self.may_be_empty and len(self) == 0:
             return
         if self.num_seeds < self.world_size:
             raise ValueError(
-                f"{self.num_seeds} seeds for {self.world_size} workers: some would have none\n\n"
-                "hint: use as many workers as seeds at most"
+                f"{self.num_seeds} seeds for {self.world_size} ranks: some would have none\n\n"
+                "hint: use at most as many ranks as seeds"
             )
         if self.drop_last and self.num_seeds < self._step_seeds:
             raise ValueError(
                 f"{self.num_seeds} seeds do not fill one step of {self.world_size} batches with a "
-                f"batch_size of {self.batch_size}, and drop_last leaves out the rest\n\n"
+                f"batch_size of {self.batch_size}, and drop_last drops the rest\n\n"
                 "hint: drop_last=False, or a smaller batch_size"
             )
         left = self.num_seeds % self._step_seeds
         if not self.drop_last and self.batch_size == 1 and left:
             raise ValueError(
-                f"{self.num_seeds} seeds in batches of 1 for {self.world_size} workers: {left} are "
-                "left for the last step, in which every worker needs one\n\n"
+                f"{self.num_seeds} seeds in batches of 1 for {self.world_size} ranks: {left} are "
+                "left for the last step, in which every rank needs one\n\n"
                 "hint: drop_last=True, or batch_size=2"
             )
 
     def resumed(self, done: int, batch_size: int, world_size: int) -> "Shares":
-        """Return rank 0's shares with other sizes, after `done` seeds of the epoch were used."""
+        """Return the shares of rank 0 with other sizes, after `done` seeds were used."""
         return replace(self, rank=0, done=done, batch_size=batch_size, world_size=world_size)
 
     @property
@@ -100,20 +101,20 @@ class Shares:
         return full + (left > 0 and not self.drop_last)
 
     def at(self, step: int) -> slice:
-        """Where in the order this worker's seeds of a step lie."""
+        """Return the range of this rank's seeds of a step, within the epoch's order."""
         begin, end = self.begin(step), self.begin(step + 1)
         seeds, rank, world_size = end - begin, self.rank, self.world_size
         return slice(begin + seeds * rank // world_size, begin + seeds * (rank + 1) // world_size)
 
     def begin(self, step: int) -> int:
-        """Where in the order the seeds of all workers of a step begin."""
+        """Return the start of a step's seeds of all ranks, within the epoch's order."""
         begin = self.done + step * self._step_seeds
         if step == len(self):
             return min(self.num_seeds, begin)
-        # after others there may be fewer seeds than workers; some go without
+        # after resuming there may be fewer seeds than ranks, of which some then have none
         return min(begin, max(self.num_seeds - self.world_size, self.done))
 
     def weight(self, step: int) -> float:
-        """This worker's seeds of a step, over the mean seeds of the workers."""
+        """Return this rank's number of seeds in a step, divided by the mean over the ranks."""
         mine, seeds = self.at(step), self.begin(step + 1) - self.begin(step)
         return (mine.stop - mine.start) * self.world_size / seeds

@@ -7,11 +7,11 @@ import numpy as np
 
 from gcnzc.system.arguments import check_epoch, check_integer, check_kind, describe
 
-# with these as well, the batches are the same
+# if these are equal as well, a resumed loader yields the same batches
 SHARED = ("batch_size", "world_size")
 
 
-# what states of all versions have
+# settings that states of all versions contain
 REQUIRED = {"seed", "num_seeds", "num_items", "shuffle", "drop_last", "seeds_crc32", "items_crc32"}
 
 
@@ -22,17 +22,17 @@ def check_state(
 
     Args:
         state: of a loader.
-        same: what the state must have in common with the loader that resumes it. States of older
-            versions lack settings of samplers, which are then not compared.
-        num_items: seeds of the loader that resumes it.
+        same: settings of the loader that resumes it, which must be equal in the state. States of
+            older versions lack settings of samplers, which are then not compared.
+        num_items: number of seeds of the loader that resumes it.
 
     Returns:
         epoch, position, done, batch_size and world_size, as integers in their ranges; `position`
         may still be beyond the epoch's end, see `check_position`.
 
     Raises:
-        TypeError: the state is no mapping, or one of the numbers no integer.
-        ValueError: something is missing, out of range, or not the same.
+        TypeError: the state is not a mapping, or one of the numbers not an integer.
+        ValueError: a value is missing, out of range, or not equal.
     """
     hint = "load what state_dict() of a loader gave"
     check_kind("state", state, Mapping, hint)
@@ -55,10 +55,10 @@ def check_state(
 
 
 def check_position(position: int, num_steps: int | None) -> None:
-    """Check that a state's position is within its epoch; not checked if `num_steps` is None.
+    """Check that a state's position is within its epoch of `num_steps`; None skips the check.
 
     Raises:
-        ValueError: it is.
+        ValueError: the position is beyond the end of the epoch.
     """
     if num_steps is not None and position > num_steps:
         raise ValueError(
@@ -68,7 +68,7 @@ def check_position(position: int, num_steps: int | None) -> None:
 
 
 def _is_equal(value: object, mine: object) -> bool:
-    """Whether two settings are equal; a tuple may have become a list, and a bool an int."""
+    """Whether settings are equal; saving may turn a tuple into a list, or a bool into an int."""
     if isinstance(mine, list):
         return isinstance(value, list | tuple) and list(value) == mine
     return isinstance(value, int | str | np.integer) and bool(value == mine)

@@ -2,16 +2,17 @@
 
 import os
 
-# Each thread holds a batch of up to hundreds of megabytes. Without a model two threads on two cores
-# make 1.6 times as many batches as one, and three no more; beside a model any number does.
+# Each thread holds a batch of up to hundreds of megabytes. On two cores without a model, two
+# threads prepare 1.6 times as many batches as one, and three threads as many as two. With a model,
+# one thread is enough.
 MOST_THREADS = 4
 
 
 def default_threads(world_size: int = 1) -> int:
-    """Worker threads of a loader that is told no number: one per core, but four at most.
+    """Return the default number of a loader's worker threads: one per core, at most four.
 
-    Workers on one machine share its cores. How many there are is what LOCAL_WORLD_SIZE says in the
-    environment, as torchrun sets it; without it, all `world_size`.
+    Ranks on one machine share its cores. Their number is the environment variable LOCAL_WORLD_SIZE,
+    which torchrun sets, or else `world_size`.
     """
-    workers = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return max(1, min((os.cpu_count() or 1) // workers, MOST_THREADS))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return max(1, min((os.cpu_count() or 1) // ranks, MOST_THREADS))

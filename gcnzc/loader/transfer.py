@@ -1,20 +1,20 @@
 """Asynchronous copies of sampled minibatches and their features to a device.
 
-A batch takes two streams, one for each thing that can move bytes over the bus. `copying` belongs to
-the copy engine: the ids of the nodes first, then the blocks and labels. `reading` belongs to the
-GPU's threads: the gather, which waits for the ids. A share of the rows may come the other way: this
-thread gathers them on the host while the GPU reads the others, and the copy engine sends them.
+Each batch uses two streams, one for each engine that moves bytes over the bus. `copying` is for the
+copy engine: first the node ids, then the blocks and the labels. `reading` is for the gather kernel,
+which waits for the ids. A share of the rows can take the other path: the worker thread
+gathers them on the host while the GPU reads the others, and the copy engine copies them.
 
-Memory is lent for a batch by pools and comes back when nothing refers to the batch any more. What
-follows is the whole of the order between streams, of which a test leaves out each part in turn:
+Pools lend memory to a batch, and get it back when the last reference to the batch is dropped. These
+are all dependencies between streams; a test removes each of them in turn:
 
-    what is queued                     waits for
-    anything                           what the caller had queued when the epoch began
-    a write into memory                the end of what was queued by its last borrower's reader
+    operation                          waits for
+    any operation                      what the caller had queued when the epoch began
+    a write into memory                what the last borrower's reader had queued
     the gather                         the copy of the ids
     what the model queues              both streams' work on the batch
-    a borrower of the host's memory    the copies out of it
-    the end of memory                  the end of what was queued by its last borrower's reader
+    reuse of host memory               the copies that read it
+    release of memory                  what the last borrower's reader had queued
 """
 
 import threading
@@ -33,19 +33,20 @@ from gcnzc.system.streams import Event, Stream, Streams
 
 
 class Transfer:
-    """The way of a loader's batches to one device.
+    """Copies a loader's batches to one device, asynchronously.
 
-    Any number of threads may send.
+    `start` queues the copies of a batch and the gather of its features; `wait` returns the batch,
+    ordered before later work on the current stream. Any number of threads may call `start`.
 
     Args:
-        streams: of the device.
-        table: features, one row per node, on the device, or where it can read them, or with a
-            `copied_share` of 1 anywhere on the host; None if batches have none.
-        copied_share: of the rows of each batch, those that a thread gathers on the host and the
-            copy engine sends; of a table on the device none. They are the last of a batch, which
-            hot sets hold the fewest of.
-        priority: of both streams; a lower number is done before the model's work.
-        most: batches under way at a time, after which a thread that sends waits.
+        streams: the streams of the device.
+        table: features, one row per node: on the device, where the device can read them, or with a
+            `copied_share` of 1 anywhere on the host. None for batches without features.
+        copied_share: share of each batch's rows that a thread gathers on the host and the copy
+            engine copies; unused if the table is on the device. They are the last rows of a batch,
+            which are the least likely to be cached.
+        priority: of both streams; those with a lower number are scheduled before the model's work.
+        max_pending: number of batches whose copies may be pending, above which `start` blocks.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Transfer:
         table: FeatureTable | None,
         copied_share: float = 0.0,
         priority: int = 0,
-        most: int = 4,
+        max_pending: int = 4,
     ) -> None:
-        self._streams, self._table, self._most = streams, table, most
+        self._streams, self._table, self._max_pending = streams, table, max_pending
         self._copied_share = copied_share
         copying = streams.new(priority)
         self._copying, self._reading = copying, streams.new(priority)
-        # where samplers write, so that the copy engine reads it without a detour
+        # page-locked memory for samplers, from which the copy engine copies asynchronously
         self.host = Pool(streams.host_memory, small_bytes=0)
         self._device = Pool(
             lambda num_bytes: streams.device_memory(num_bytes, copying),
@@ -68,100 +69,101 @@ class Transfer:
             on_release=lambda events: _wait(copying, events),
         )
         self._lock = threading.Lock()
-        # what copies read on the host, and the event after which they have
-        self._under_way: deque[tuple[Event, list[Tensor]]] = deque()
+        # host memory that pending copies read, and the event that follows these copies
+        self._pending: deque[tuple[Event, list[Tensor]]] = deque()
 
-    def begin(self) -> None:
-        """Order what is sent from now on after what the caller has queued, a table's copy say."""
+    def order_after_current_stream(self) -> None:
+        """Order later batches after the work on the current stream, such as a copy of the table."""
         queued = self._streams.current().record()
         for stream in (self._copying, self._reading):
             stream.wait(queued)
 
-    def send(self, batch: Batch) -> "Sent":
-        """Queue the copies of a batch and the gather of its features.
+    def start(self, batch: Batch) -> "PendingBatch":
+        """Queue the copies of a batch and the gather of its features, without waiting for them.
 
         Args:
-            batch: on the host. Its tensors are kept until they are copied; what else a subclass has
-                is handed on as it is.
+            batch: on the host. References to its tensors are kept until they are copied; further
+                attributes of a subclass are passed through.
 
         Returns:
-            What `hand_over` makes the batch on the device of.
+            The pending batch, for `wait`.
         """
         self._wait_for_room()
-        memory = _Memory(self._device, self._reading)
-        # all memory first, so that what is waited for is no part of the stages' times
+        memory = _BatchMemory(self._device, self._reading)
+        # all memory is allocated first, so that waiting for it does not count for the stages' times
         copies: list[tuple[Tensor, Tensor]] = []
 
-        def there(tensor: Tensor) -> Tensor:
-            lent = memory.empty(tensor.shape, tensor.dtype, self._copying)
-            copies.append((lent, tensor))
-            return lent
+        def allocate_copy(source: Tensor) -> Tensor:
+            target = memory.empty(source.shape, source.dtype, self._copying)
+            copies.append((target, source))
+            return target
 
-        nodes = there(batch.nodes)
-        sent = replace(
+        nodes = allocate_copy(batch.nodes)
+        result = replace(
             batch,
             nodes=nodes,
             seeds=nodes[: len(batch.seeds)],
-            blocks=_blocks_there(batch.blocks, nodes, there),
-            y=None if batch.y is None else there(batch.y),
-            pairs=None if batch.pairs is None else there(batch.pairs),
+            blocks=_copy_blocks(batch.blocks, nodes, allocate_copy),
+            y=None if batch.y is None else allocate_copy(batch.y),
+            pairs=None if batch.pairs is None else allocate_copy(batch.pairs),
         )
-        rows = None if self._table is None else self._rows_there(self._table, batch, memory)
+        rows = None if self._table is None else self._allocate_rows(self._table, batch, memory)
         try:
-            sent.stages = [*batch.stages, *self._queue(rows, batch, nodes, copies)]
+            result.stages = [*batch.stages, *self._queue(rows, batch, nodes, copies)]
         finally:
-            # also of a batch that failed, what is queued reads the host's memory
+            # copies that were queued before an exception also read the host's memory
             copied = self._copying.record()
             with self._lock:
-                self._under_way.append((copied, [here for _, here in copies]))
+                self._pending.append((copied, [source for _, source in copies]))
         if rows is None:
-            return Sent(sent, memory, [copied])
-        sent.x = rows.x
-        return Sent(sent, memory, [copied, self._reading.record()])
+            return PendingBatch(result, memory, [copied])
+        result.x = rows.x
+        return PendingBatch(result, memory, [copied, self._reading.record()])
 
-    def hand_over(self, sent: "Sent") -> Batch:
-        """The batch, after whose making the caller's stream is ordered.
+    def wait(self, pending: "PendingBatch") -> Batch:
+        """Return the batch, after ordering the current stream after its copies and its gather.
 
-        Its memory is kept from being used again before that stream is done with what is queued on
-        it when the last reference is dropped. Other streams must be waited for before that.
+        The host does not wait. The memory is not reused before the current stream has finished the
+        work that is queued on it when the last reference is dropped. If other streams use the
+        batch, wait for them before dropping it.
         """
         reader = self._streams.current()
-        sent.memory.readers.append(reader)
-        for event in sent.ready:
+        pending.memory.readers.append(reader)
+        for event in pending.events:
             reader.wait(event)
-        return sent.batch
+        return pending.batch
 
     def read_in_place(self, nodes: Tensor) -> Tensor:
-        """The first of a batch's nodes, whose rows the device reads; the others' are copied."""
+        """Return the first of a batch's nodes, whose rows the device reads; others are copied."""
         own = self._table is None or self._table.device == self._streams.device
         share = 0.0 if own else self._copied_share
         return nodes[: len(nodes) - round(share * len(nodes))]
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for pending copies."""
         with self._lock:
-            while self._under_way:
-                copied, _ = self._under_way[0]
+            while self._pending:
+                copied, _ = self._pending[0]
                 copied.synchronize()
-                self._under_way.popleft()
+                self._pending.popleft()
 
     def __del__(self) -> None:
-        # the host's memory must not go before the copies out of it are done
-        if hasattr(self, "_under_way"):
+        # host memory must not be freed before the copies that read it are finished
+        if hasattr(self, "_pending"):
             self.close()
 
     def _wait_for_room(self) -> None:
         with self._lock:
-            while self._under_way:
-                copied, _ = self._under_way[0]
-                if len(self._under_way) >= self._most:
+            while self._pending:
+                copied, _ = self._pending[0]
+                if len(self._pending) >= self._max_pending:
                     copied.synchronize()
                 elif not copied.is_past():
                     return
-                self._under_way.popleft()
+                self._pending.popleft()
 
-    def _rows_there(self, table: FeatureTable, batch: Batch, memory: "_Memory") -> "_Rows":
-        """Memory for the features of a batch."""
+    def _allocate_rows(self, table: FeatureTable, batch: Batch, memory: "_BatchMemory") -> "_Rows":
+        """Allocate the features of a batch."""
         num_rows, num_columns = len(batch.nodes), table.num_columns
         num_copied = num_rows - len(self.read_in_place(batch.nodes))
         both = (self._copying, self._reading) if num_copied else (self._reading,)
@@ -174,7 +176,7 @@ class Transfer:
     def _queue(
         self, rows: "_Rows | None", batch: Batch, ids: Tensor, copies: list[tuple[Tensor, Tensor]]
     ) -> list[Stage]:
-        """Queue the copies, of which the first is that of the ids, and the gather between them."""
+        """Queue the copies, of which the ids are the first, and after the ids the gather."""
         began, stages = self._copying.moment(), []
         self._copying.do(_copy, *copies[0])
         if rows is not None and (rows.num_read > 0 or len(ids) == 0):
@@ -182,10 +184,10 @@ class Transfer:
         for pair in copies[1:]:
             self._copying.do(_copy, *pair)
         if rows is not None and rows.num_read < len(ids):
-            staged = self._staged(rows, batch.nodes)
+            source = self._gather_on_host(rows, batch.nodes)
             target = rows.x[rows.num_read :] if rows.codes is None else rows.codes
-            copies.append((target, staged))
-            self._copying.do(_copy, target, staged)
+            copies.append((target, source))
+            self._copying.do(_copy, target, source)
             if rows.codes is not None:
                 out, last = rows.x[rows.num_read :], ids[rows.num_read :]
                 self._copying.do(_dequantize, rows.table, rows.codes, last, out)
@@ -199,51 +201,51 @@ class Transfer:
         self._reading.do(_gather, rows.table, ids[: rows.num_read], rows.x[: rows.num_read])
         return Stage("gather", "gather stream", began, self._reading.moment())
 
-    def _staged(self, rows: "_Rows", ids: Tensor) -> Tensor:
-        """Gather the other rows in this thread, while the device reads."""
+    def _gather_on_host(self, rows: "_Rows", ids: Tensor) -> Tensor:
+        """Gather the rows to be copied, in this thread, while the device reads the others."""
         last = ids[rows.num_read :]
-        staged = self.host.empty((len(last), rows.table.num_columns), rows.table.stored_dtype)
-        return rows.table.gather_stored(last, staged, threads=1)
+        out = self.host.empty((len(last), rows.table.num_columns), rows.table.stored_dtype)
+        return rows.table.gather_stored(last, out, threads=1)
 
 
 @dataclass(frozen=True)
-class Sent:
+class PendingBatch:
     """A batch whose copies and gather are queued."""
 
     batch: Batch  # on the device
-    memory: "_Memory"
-    ready: Sequence[Event]  # after which all of it is there
+    memory: "_BatchMemory"
+    events: Sequence[Event]  # after which all of its tensors are complete
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where the features of a batch go, and which way."""
+    """The features of a batch on the device, and how many of them are copied."""
 
     table: FeatureTable
     x: Tensor  # (B, D)
-    num_read: int  # that the device reads by itself; the others are copied
-    codes: Tensor | None  # of those, before they are multiplied by their scales
+    num_read: int  # rows that the device reads; the others are copied
+    codes: Tensor | None  # the copied rows before they are dequantized
 
 
 @dataclass(frozen=True, eq=False)
-class _Memory:
-    """Memory of the device that is lent for one batch, and the streams that use it."""
+class _BatchMemory:
+    """Device memory that is lent to one batch, and the streams that use it."""
 
     pool: Pool
     reading: Stream
-    readers: list[Stream] = field(default_factory=list)  # the model's
+    readers: list[Stream] = field(default_factory=list)  # streams of the model
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *writers: Stream) -> Tensor:
-        """Memory into which `writers` may write what they queue next."""
-        tensor, events = self.pool.allocate(shape, dtype, self._ends)
+        """Allocate memory into which `writers` may write in the work that they queue next."""
+        tensor, events = self.pool.allocate(shape, dtype, self._record_last_use)
         for writer in writers:
             _wait(writer, events)
         return tensor
 
-    def _ends(self) -> Sequence[Event]:
-        """The places after all that was queued with the memory, when nothing refers to it."""
-        # The model has waited for the gather and the copies. A batch that never came to it has been
-        # copied before later batches are, to whose copies all that writes again is ordered.
+    def _record_last_use(self) -> Sequence[Event]:
+        """Record the events after all work with the memory, when the last reference is dropped."""
+        # The model's stream waits for the gather and the copies. A batch that was never waited for
+        # was copied before later batches are, and whatever writes again is ordered after these.
         return [stream.record() for stream in self.readers or [self.reading]]
 
 
@@ -252,17 +254,17 @@ def _wait(stream: Stream, events: Sequence[Event]) -> None:
         stream.wait(event)
 
 
-def _blocks_there(
-    blocks: Sequence[Block], nodes: Tensor, there: Callable[[Tensor], Tensor]
+def _copy_blocks(
+    blocks: Sequence[Block], nodes: Tensor, allocate_copy: Callable[[Tensor], Tensor]
 ) -> tuple[Block, ...]:
-    # the degrees of every block are the first of the outermost's
-    degrees = there(blocks[0].degrees) if blocks and blocks[0].degrees is not None else None
+    # the degrees of each block are a prefix of the outermost block's
+    degrees = allocate_copy(blocks[0].degrees) if blocks and blocks[0].degrees is not None else None
     return tuple(
         replace(
             block,
-            indptr=there(block.indptr),
-            indices=there(block.indices),
-            edge_ids=None if block.edge_ids is None else there(block.edge_ids),
+            indptr=allocate_copy(block.indptr),
+            indices=allocate_copy(block.indices),
+            edge_ids=None if block.edge_ids is None else allocate_copy(block.edge_ids),
             nodes=nodes[: block.num_src],
             degrees=None if degrees is None else degrees[: block.num_src],
         )
@@ -270,8 +272,8 @@ def _blocks_there(
     )
 
 
-def _copy(there: Tensor, here: Tensor) -> None:
-    there.copy_(here, non_blocking=True)
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 def _gather(table: FeatureTable, ids: Tensor, out: Tensor) -> None:

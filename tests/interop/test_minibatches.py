@@ -111,7 +111,7 @@ def test_columns_that_are_none(rows, message):
 def through(loader, device):
     """Let a loader send its minibatches through the streams of a device, as to a GPU."""
     inner = loader._engine
-    inner._transfer = Transfer(device, inner.table, 0.5, most=inner.ahead + 1)
+    inner._transfer = Transfer(device, inner.table, 0.5, max_pending=inner.ahead + 1)
     inner._host = loader.pool = inner._transfer.host
     return loader
 

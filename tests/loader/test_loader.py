@@ -20,7 +20,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.loader import checks
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.seeds import Shares, epoch_order
-from gcnzc.loader.transfer import Transfer, _Memory
+from gcnzc.loader.transfer import Transfer, _BatchMemory
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.link import LinkSampler
 from gcnzc.sampling.neighbor import Sampler
@@ -657,7 +657,7 @@ def test_the_process_ends_with_batches_in_flight():
         ({"rank": 2, "world_size": 2}, "rank is 2 with a world_size of 2"),
         ({"rank": -1}, "rank is -1"),
         ({"world_size": 0}, "world_size is 0"),
-        ({"world_size": 1001}, "1000 seeds for 1001 workers"),
+        ({"world_size": 1001}, "1000 seeds for 1001 ranks"),
         ({"batch_size": 1, "world_size": 3}, "1 are left"),
         ({"batch_size": 1001, "drop_last": True}, "do not fill one step"),
         ({"table": FeatureTable(torch.zeros(5, 3))}, "table has 5 rows, but the graph 3000"),
@@ -695,7 +695,7 @@ def test_epoch_out_of_range(make, epoch):
 
 def through(loader, device, share=0.0):
     """Let a loader for the CPU send its batches through the streams of a device."""
-    loader._transfer = Transfer(device, loader.table, share, most=loader.ahead + 1)
+    loader._transfer = Transfer(device, loader.table, share, max_pending=loader.ahead + 1)
     loader._host = loader.sampler.pool = loader._transfer.host
     return loader
 
@@ -817,7 +817,7 @@ def test_gpu_batches_equal_those_of_the_cpu(make, table, device, where, share, p
 def test_gpu_memory_is_not_used_again_before_the_model_is_done(
     make, table, device, share, monkeypatch
 ):
-    lend = _Memory.empty
+    lend = _BatchMemory.empty
 
     def poisoned(memory, shape, dtype, *writers):
         """As soon as it is allowed, whoever is lent memory writes over all of it."""
@@ -827,7 +827,7 @@ def test_gpu_memory_is_not_used_again_before_the_model_is_done(
             other.wait(writers[0].record())
         return tensor
 
-    monkeypatch.setattr(_Memory, "empty", poisoned)
+    monkeypatch.setattr(_BatchMemory, "empty", poisoned)
     with pinned(table.rows) as rows:
         loader = make(device=device, table=rows, batch_size=100, threads=4, copied_share=share)
         sums = []

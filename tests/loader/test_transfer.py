@@ -1,4 +1,4 @@
-"""Batches come to a device whole, whatever is done first; without any one wait they do not."""
+"""Batches on a device are complete in any order of execution; without any one wait they are not."""
 
 import gc
 from dataclasses import replace
@@ -16,9 +16,9 @@ from gcnzc.sampling.neighbor import Sampler
 NUM_NODES = 3000
 SIDES = ("model", "side 1", "side 2")
 SCHEDULES = ("eager", "lazy", *(f"not {name}" for name in SIDES), *range(3))
-# batches of other sizes, some so much larger that memory is let go of
+# batches of different sizes, some so much larger that memory is released
 SIZES = (30, 34, 4, 33, 31, 300, 5, 29, 32, 30, 40, 310, 32, 280, 6, 31, 33)
-# batches that are dropped without being handed over, as when an epoch is left early
+# batches that are dropped without `wait`, as when an epoch is stopped early
 DROPPED = (7, 8, 12, len(SIZES) - 1)
 
 
@@ -41,8 +41,8 @@ def table_of(kind, num_columns=12):
     return FeatureTable(rows.to(getattr(torch, kind)))
 
 
-def kept(batch):
-    """Every tensor of a batch, by name."""
+def tensors_of(batch):
+    """Return every tensor of a batch, by name."""
     found = {"nodes": batch.nodes, "seeds": batch.seeds, "x": batch.x, "y": batch.y}
     found["pairs"] = batch.pairs
     for hop, block in enumerate(batch.blocks):
@@ -54,7 +54,7 @@ def kept(batch):
 
 
 class Run:
-    """Batches through a device, and whether they were whole when the model read them."""
+    """Batches copied to a device, and whether they were complete when the model read them."""
 
     def __init__(self, graph, table, share, schedule, without=None, ahead=2):
         self.device = Device(schedule, without)
@@ -62,10 +62,10 @@ class Run:
         self.graph, self.ahead = graph, ahead
         self.sampler = Sampler(graph, [4, 3], seed=7, edge_ids=True)
         self.labels = torch.arange(graph.num_nodes) % 7
-        self.seen = []  # what the model read, and what it should have
+        self.seen = []  # what the model read, and the expected values
 
     def table(self):
-        """The source, or if only the device reads it, a copy that is still on its way there."""
+        """Return the source, or if only the device reads it, a copy there that is still pending."""
         if self.share > 0:
             return self.source
         rows = self.source.rows
@@ -85,34 +85,34 @@ class Run:
             self.labels, 0, seeds, out=transfer.host.empty(size, torch.int64)
         )
         batch.pairs = transfer.host.empty((2, size), torch.int64).copy_(seeds.expand(2, size))
-        want = {name: tensor.clone() for name, tensor in kept(batch).items()}
+        want = {name: tensor.clone() for name, tensor in tensors_of(batch).items()}
         want["x"] = self.source.gather(batch.nodes)
         return batch, want
 
-    def model(self, transfer, sent, want):
-        batch = transfer.hand_over(sent)
+    def model(self, transfer, pending_batch, want):
+        batch = transfer.wait(pending_batch)
         found = {name: torch.empty_like(tensor) for name, tensor in want.items()}
-        assert found.keys() == kept(batch).keys()
-        for name, tensor in kept(batch).items():
+        assert found.keys() == tensors_of(batch).keys()
+        for name, tensor in tensors_of(batch).items():
             self.device.own.do(lambda to, tensor: to.copy_(tensor), found[name], tensor)
         self.seen.append((found, want))
 
     def go(self, sizes=SIZES):
         table = self.table()
-        transfer = Transfer(self.device, table, self.share, most=3)
-        transfer.begin()
-        coming = []
+        transfer = Transfer(self.device, table, self.share, max_pending=3)
+        transfer.order_after_current_stream()
+        pending = []
         for number, size in enumerate(sizes):
             batch, want = self.batch(transfer, size, number)
-            sent = transfer.send(batch)
+            pending_batch = transfer.start(batch)
             del batch
             if number not in DROPPED:
-                coming.append((sent, want))
-            del sent
-            if len(coming) > self.ahead:
-                self.model(transfer, *coming.pop(0))
-        while coming:
-            self.model(transfer, *coming.pop(0))
+                pending.append((pending_batch, want))
+            del pending_batch
+            if len(pending) > self.ahead:
+                self.model(transfer, *pending.pop(0))
+        while pending:
+            self.model(transfer, *pending.pop(0))
         transfer.close()
         self.sampler = None
         del transfer, table
@@ -146,7 +146,7 @@ MORE_CASES = [
     + [(*case, schedule) for case in MORE_CASES for schedule in ("lazy", "not model", 0)],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_batches_are_whole_whatever_is_done_first(graph, kind, share, schedule):
+def test_batches_are_complete_in_any_order_of_execution(graph, kind, share, schedule):
     run = Run(graph, table_of(kind), share, schedule).go()
     assert not run.device.faults
     assert run.is_whole()
@@ -155,7 +155,7 @@ def test_batches_are_whole_whatever_is_done_first(graph, kind, share, schedule):
 
 @pytest.fixture(scope="module")
 def calls(graph):
-    """All that wait for, record or ask about an event, as `Device` takes them."""
+    """Return all calls that wait for, record or query an event, as `Device` identifies them."""
     found = set()
     for share in (0.0, 0.5):
         for schedule in ("eager", "lazy"):
@@ -176,19 +176,19 @@ def test_every_call_that_orders_streams_is_needed(graph, calls):
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "int8", "codes", "columns"])
 @pytest.mark.parametrize("num_columns", [1, 7, 33])
-@pytest.mark.parametrize("hot", [None, 0.01, 0.5, 1.0])
-def test_two_engines_bring_what_a_plain_gather_does(kind, num_columns, hot):
+@pytest.mark.parametrize("cached_share", [None, 0.01, 0.5, 1.0])
+def test_two_engines_give_the_same_rows_as_a_plain_gather(kind, num_columns, cached_share):
     table, device = table_of(kind, num_columns), Device("not model")
-    if hot is not None:
-        table = cached(table, hot, torch.arange(NUM_NODES), device="cpu")
+    if cached_share is not None:
+        table = cached(table, cached_share, torch.arange(NUM_NODES), device="cpu")
     seen = []
     for share in (0.0, 0.01, 0.5, 0.99, 1.0):
         transfer = Transfer(device, table, share)
         for num_ids in (0, 1, 2, 1000):
             ids = transfer.host.empty(num_ids, torch.int64).random_(NUM_NODES)
             want = table.gather(ids)
-            sent = transfer.send(Batch(ids, ids[:0], ()))
-            x = transfer.hand_over(sent).x
+            pending_batch = transfer.start(Batch(ids, ids[:0], ()))
+            x = transfer.wait(pending_batch).x
             assert x.dtype == table.dtype
             found = torch.empty_like(want)
             device.own.do(lambda to, x: to.copy_(x), found, x)
@@ -199,7 +199,7 @@ def test_two_engines_bring_what_a_plain_gather_does(kind, num_columns, hot):
     assert all(torch.equal(found, want) for found, want in seen)
 
 
-def test_the_share_that_is_copied_counts_as_no_hits(graph):
+def test_copied_rows_do_not_count_as_hits(graph):
     table = table_of("cached")
     run = Run(graph, table, 0.25, "eager").go()
     rows = copied = 0
@@ -214,12 +214,12 @@ def test_the_share_that_is_copied_counts_as_no_hits(graph):
     assert 0 < counters.hits < 2 * (rows - copied)
 
 
-def test_stages_are_told_once_they_are_past(graph):
+def test_stages_have_spans_after_they_end(graph):
     run = Run(graph, table_of("float32"), 0.5, "lazy")
     transfer = Transfer(run.device, run.source, 0.5)
     batch, _ = run.batch(transfer, 20, 0)
-    sent = transfer.send(batch)
-    stages = {stage.name: stage for stage in sent.batch.stages}
+    pending_batch = transfer.start(batch)
+    stages = {stage.name: stage for stage in pending_batch.batch.stages}
     assert stages.keys() == {"gather", "copy"}
     assert not any(stage.is_past() for stage in stages.values())
     spans = [stage.span() for stage in stages.values()]
@@ -228,32 +228,32 @@ def test_stages_are_told_once_they_are_past(graph):
     assert {span.lane for span in spans} == {"gather stream", "copy stream"}
 
 
-def test_a_batch_that_fails_leaves_its_memory_whole(graph):
-    """What is queued of it still reads the host's memory, which others would write into."""
+def test_memory_of_a_failed_batch_is_kept_until_its_copies_end(graph):
+    """Its queued copies still read host memory, which other batches must not overwrite."""
     table = table_of("float32")
     run = Run(graph, table, 0.5, "lazy")
-    transfer = Transfer(run.device, FeatureTable(table.rows[:2000]), 0.5, most=8)
+    transfer = Transfer(run.device, FeatureTable(table.rows[:2000]), 0.5, max_pending=8)
     failed, _ = run.batch(transfer, 300, 0)
     assert failed.nodes.max() >= 2000
     with pytest.raises(IndexError, match="is not in a table of 2000 rows"):
-        transfer.send(failed)
+        transfer.start(failed)
     want = failed.nodes.clone()
     del failed
     # the copy of the ids, which is still queued, is the first to read them
     others = [transfer.host.empty(len(want), torch.int64).fill_(-1) for _ in range(4)]
-    [(copied, held)] = transfer._under_way
+    [(copied, held)] = transfer._pending
     assert torch.equal(held[0], want)
     assert not copied.is_past()
     del others
     transfer.close()
 
 
-def test_an_empty_batch(graph):
+def test_an_empty_batch_is_copied(graph):
     run = Run(graph, table_of("float32"), 0.5, "eager")
     transfer = Transfer(run.device, run.source, 0.5)
     batch, want = run.batch(transfer, 0, 0)
     assert len(batch.nodes) == 0
-    run.model(transfer, transfer.send(batch), want)
+    run.model(transfer, transfer.start(batch), want)
     run.device.finish()
     assert run.is_whole()
     assert run.seen[0][0]["x"].shape == (0, 12)
