@@ -244,10 +244,10 @@ class ZeroOneAdamDeepSpeed(Replicated):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, group)
         names = ("momentum", "variance", "update")
-        self.vectors = {name: self.space.zeros() for name in names}
-        lengths = tuple(each.end - each.begin for each in self.space.segments)
+        self.vectors = {name: self.flat_params.zeros() for name in names}
+        lengths = tuple(each.end - each.begin for each in self.flat_params.segments)
         self.signs = PaddedSign(lengths)
-        self.reducers = {"signs": self.reducer(self.signs, self.space.num_elements)}
+        self.reducers = {"signs": self.reducer(self.signs, self.flat_params.num_elements)}
         self.length = 0.0
         """sum of step sizes since all agreed"""
 
@@ -259,7 +259,7 @@ class ZeroOneAdamDeepSpeed(Replicated):
         refreshes = not is_alone and schedule.refreshes(step)
         if is_alone and not schedule.is_frozen(step - 1):
             # what is left out of updates is no continuation of what was left out of gradients
-            signs = self.reducers["signs"] = self.reducer(self.signs, self.space.num_elements)
+            signs = self.reducers["signs"] = self.reducer(self.signs, self.flat_params.num_elements)
         if refreshes:
             skip_reason = yield from self.dense_mean(values)
         elif not is_alone:
@@ -271,8 +271,8 @@ class ZeroOneAdamDeepSpeed(Replicated):
         agrees = is_alone and schedule.agrees(step)
         self.length += float(self.param_groups[0]["lr"])
         # each tensor by itself: where a vector ends, some processors round otherwise
-        vectors = map(self.space.views, self._with(values))
-        tensors = list(zip(self.space.parameters, *vectors, strict=True))
+        vectors = map(self.flat_params.views, self._with(values))
+        tensors = list(zip(self.flat_params.parameters, *vectors, strict=True))
         for parameter, gradient, momentum, variance, update in tensors:
             if refreshes:
                 beta2 = self.param_groups[0]["betas"][1]

@@ -253,7 +253,7 @@ def build(
 def describe(optimizer: DistributedOptimizer) -> str:
     """The options that an optimizer has on all ranks."""
     if isinstance(optimizer, LocalUpdates):
-        return optimizer.words()
+        return optimizer.describe_options()
     return "; ".join(optimizer.layout()) if isinstance(optimizer, Replicated) else ""
 
 
@@ -284,7 +284,7 @@ def train(task: Task, method: str, options: Mapping[str, Any], steps: int, seed:
 
     def end(rank: int) -> Algorithm[None]:
         yield from take(rank, LAST)
-        yield from optimizers[rank].finalized()
+        yield from optimizers[rank].finalize_algorithm()
 
     first = lockstep([take(rank, steps - LAST) for rank in range(WORLD_SIZE)])
     last = lockstep([end(rank) for rank in range(WORLD_SIZE)])

@@ -129,7 +129,7 @@ def compare(options: argparse.Namespace, workers: int) -> None:
     usual = optim_cost.default_method(model)
     for rate in options.mbit_per_s:
         network = optim_cost.Network(rate, config.delay_ms / 1e3, config.message_us / 1e6)
-        cost = optim_cost.cost_of(model, workers, network, usual)
+        cost = optim_cost.step_cost(model, workers, network, usual)
         line = reports_network.line_of(cost, computed, network)
         measured_s = _fast(seconds[rate])
         record(
@@ -176,7 +176,7 @@ def draw(options: argparse.Namespace) -> None:
         points = {line["mbit_per_s"]: line["measured_step_s"] for line in lines}
         computed = optim_cost.Computed(lines[-1]["crowded_compute_s"])
         network = replace(commands_plan.network_of(config), mbit_per_s=100.0)
-        costs = optim_cost.costs_of(commands_plan.model_of(config, loaded), [workers], network)
+        costs = optim_cost.step_costs(commands_plan.model_of(config, loaded), [workers], network)
         times = reports_network.drawn(costs, computed, network, loaded.name)
         compute_s |= times.compute_s
         curves |= times.curves

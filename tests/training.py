@@ -43,7 +43,7 @@ def train_as_worker(
             nonlocal steps
             steps += 1
             if self.group.rank == 0 and stop_at is not None and steps >= stop_at:
-                self.asks[0] = True
+                self.signals[0] = True
             if self.group.rank == 1 and steps - 1 == bad_at:
                 self.param_groups[0]["params"][0].grad[0] = math.nan
             usual(self, closure)

@@ -26,7 +26,7 @@ from gcnzc.optim.group_options import (
     option_lines,
     trained_lines,
 )
-from gcnzc.optim.resize import packed, unpacked
+from gcnzc.optim.resize import pack_state, unpack_state
 from gcnzc.optim.scaling import report_overflow
 from gcnzc.optim.validation import check_count, check_group, check_param_group
 
@@ -35,12 +35,12 @@ P = ParamSpec("P")
 Self = TypeVar("Self", bound="DistributedOptimizer")
 
 
-def identified(
+def identify_caller(
     method: Callable[Concatenate[Self, P], Algorithm[T]],
 ) -> Callable[Concatenate[Self, P], Algorithm[T]]:
-    """Decorate an algorithm of an optimizer, so that headers of its requests name the optimizer.
+    """Decorate an algorithm of an optimizer so that the headers of its requests name the optimizer.
 
-    Ranks that step several optimizers in different orders would otherwise exchange the gradients of
+    Otherwise ranks that step several optimizers in different orders would exchange the gradients of
     different models.
     """
 
@@ -81,7 +81,7 @@ class DistributedOptimizer(Optimizer):
     is_replicated = True
     """whether trained parameters are equal on all ranks after every exchange"""
 
-    # torch's GradScaler then leaves the division by the scale and the skipping to `step`
+    # GradScaler then leaves unscaling, and skipping steps that overflow, to `step`
     _step_supports_amp_scaling = True
 
     grad_scale: Tensor | None
@@ -109,10 +109,11 @@ class DistributedOptimizer(Optimizer):
         self.module = module
         self.weight = 1.0
         """weight of this rank's next gradient: its number of seeds over the mean of the ranks"""
-        self.asks = [False] * signals
-        """signals that this rank sends with the next exchange"""
-        self.heard = [False] * signals
-        """for each signal, whether a rank sent it with this step's exchange; else False"""
+        self.signals = [False] * signals
+        """this rank's flags for the next exchange, such as a request to stop"""
+        self.received_signals = [False] * signals
+        """for each signal, whether any rank sent it in this step's exchange; all False without
+        one"""
         self.skipped = 0
         """number of steps that were skipped because a gradient was not finite"""
         self.steps = 0
@@ -121,7 +122,7 @@ class DistributedOptimizer(Optimizer):
         """description of the state that was loaded last; equal on all ranks"""
         self.identity = type(self).__name__
         """name in the headers of requests: the class, and the number of this optimizer in its
-        group, which copies keep"""
+        group; copies have the same name"""
         self.comparison, self.checksums = Comparison(), Checksums()
         self.is_trainable: list[bool] = []
         """`requires_grad` of all parameters when they were laid out"""
@@ -198,9 +199,9 @@ class DistributedOptimizer(Optimizer):
             raise RequestMismatch(difference) from error
 
     def hashed_lines(self, with_gpu: bool) -> list[str]:
-        """Return the lines for the hash bit of every exchange; see `Comparison`."""
+        """Return the lines whose hash bit every exchange sends; see `Comparison`."""
         options = option_lines(self.param_groups, with_gpu=with_gpu)
-        # the first line that differs is reported, so an optimizer in place of another comes first
+        # the first difference is reported, and a different optimizer explains all others
         own = [f"{OPTIMIZER}\t{self.identity}", f"{STEPS}\t{self.steps}"]
         return [*own, f"{LOADED}\t{self.loaded}", *options]
 
@@ -217,11 +218,11 @@ class DistributedOptimizer(Optimizer):
 
     def common_notes(self) -> list[float]:
         """Return the numbers that every exchange sends: the hash bit, and the signals."""
-        if self.trainable() != self.is_trainable:
+        if self.trainable_flags() != self.is_trainable:
             self.comparison.is_requested = True
         if self.group.world_size > 1:
             self.checksums.update(self.comparison.received, self.replicated_parameters)
-        return [self.comparison.bit(self._bit_lines), *self.asks]
+        return [self.comparison.bit(self._bit_lines), *self.signals]
 
     def _bit_lines(self, with_gpu: bool) -> list[str]:
         return [*self.hashed_lines(with_gpu), self.checksums.line]
@@ -229,7 +230,7 @@ class DistributedOptimizer(Optimizer):
     @property
     def num_common_notes(self) -> int:
         """The length of `common_notes`."""
-        return 1 + len(self.asks)
+        return 1 + len(self.signals)
 
     def fill_state(self) -> None:
         """Add an empty entry to `state` for each parameter.
@@ -245,18 +246,18 @@ class DistributedOptimizer(Optimizer):
 
         `state` has the step count of each trained parameter. The first of them has two more
         entries, as bytes: the state that is the same on all ranks, and the state of this rank, such
-        as its compression errors. The name of the second contains the rank, because
-        torch.distributed.checkpoint saves an entry that several ranks have only once.
+        as its compression errors. The key of the second contains the rank, because
+        torch.distributed.checkpoint saves an entry with the same key on several ranks only once.
         """
-        return packed(type(self).__name__, self.snapshot(), self.param_groups)
+        return pack_state(type(self).__name__, self.snapshot(), self.param_groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict` or `snapshot` of this rank, or a result of `resized`.
+        """Load a `state_dict` or `snapshot` of this rank, or a result of `resize_state`.
 
         Raises:
             ValueError: it is of another rank, number of ranks, type of optimizer, or model.
         """
-        self.restore(unpacked(type(self).__name__, state_dict, self.group.rank))
+        self.restore(unpack_state(type(self).__name__, state_dict, self.group.rank))
         self.mark_loaded()
 
     def mark_loaded(self) -> None:
@@ -311,14 +312,14 @@ class DistributedOptimizer(Optimizer):
         scale = getattr(self, "grad_scale", None)
         factor: float | Tensor = self.weight
         if scale is not None:
-            # the scale on a GPU stays there: the host would wait to read it
+            # a scale on a GPU is not read, because reading it synchronises with the GPU
             factor = self.weight / (float(scale) if scale.device.type == "cpu" else scale.double())
         is_needed = isinstance(factor, Tensor) or factor != 1.0
         for parameter in parameters if is_needed else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    @identified
+    @identify_caller
     def broadcast_model(self) -> Algorithm[None]:
         """Broadcast the parameters and buffers of rank 0, once, before the first step.
 
@@ -386,7 +387,7 @@ class DistributedOptimizer(Optimizer):
             if self.is_replicated or not each.requires_grad
         ]
 
-    def trainable(self) -> list[bool]:
+    def trainable_flags(self) -> list[bool]:
         """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
         return [each.requires_grad for group in self.param_groups for each in group["params"]]
 
@@ -398,7 +399,7 @@ class DistributedOptimizer(Optimizer):
         Raises:
             ValueError: a parameter was frozen, unfrozen, added or removed.
         """
-        found, expected = self.trainable(), self.is_trainable
+        found, expected = self.trainable_flags(), self.is_trainable
         if found == expected:
             return
         pairs = enumerate(zip_longest(found, expected))
@@ -407,9 +408,8 @@ class DistributedOptimizer(Optimizer):
         name = names[place] if place < len(names) else f"parameter {place} of all groups"
         raise ValueError(
             f"{name}: {_describe_trainable(now)} now, but {_describe_trainable(before)} when "
-            f"{type(self).__name__} was made\n\nhint: its vectors are laid out once; set "
-            "requires_grad and add parameters first, on all ranks, and then make the optimizer, or "
-            "a new one"
+            f"{type(self).__name__} was constructed\n\nhint: set requires_grad and add parameters "
+            "on all ranks before constructing the optimizer, or construct a new one"
         )
 
     def late_phase(self) -> str:
@@ -420,7 +420,7 @@ class DistributedOptimizer(Optimizer):
         """Warn on rank 0, at one step of the run, if a phase has not begun.
 
         Args:
-            steps: that were taken so far.
+            steps: the number of steps so far.
         """
         total = self.total_steps
         limit = LATE_STEPS if total is None else max(1, round(LATE_SHARE * total))
@@ -445,14 +445,14 @@ class DistributedOptimizer(Optimizer):
             ValueError: the ranks took different numbers of steps, or their options differ; raised
                 on all ranks.
         """
-        self._run(self.finalized())
+        self._run(self.finalize_algorithm())
 
-    @identified
-    def finalized(self) -> Algorithm[None]:
+    @identify_caller
+    def finalize_algorithm(self) -> Algorithm[None]:
         """The communication and computation of `finalize`, for `lockstep`."""
         yield from self.broadcast_model()
         if self.group.world_size > 1:
-            # a rank with fewer steps has averaged its last ones with others of the other ranks
+            # a rank with fewer steps has averaged different steps than the other ranks
             self.comparison.is_due = True
             self.checksums.renew(self.replicated_parameters())
             yield from self.compare()
@@ -465,21 +465,21 @@ class DistributedOptimizer(Optimizer):
         return
         yield
 
-    def parameters_averaged(self) -> Algorithm[Any]:
+    def average_parameters(self) -> Algorithm[Any]:
         """Set the parameters to their mean over the ranks; does nothing if they are in sync.
 
         Returns:
-            The argument of `parameters_restored`.
+            The argument of `restore_parameters`.
         """
         return
         yield
 
-    def parameters_restored(self, own: Any) -> Algorithm[None]:
-        """Restore the parameters from before `parameters_averaged`, which returned `own`."""
+    def restore_parameters(self, own: Any) -> Algorithm[None]:
+        """Restore the parameters from before `average_parameters`, which returned `own`."""
         return
         yield
 
-    def check_own(self, state_dict: Mapping[str, Any]) -> None:
+    def check_rank(self, state_dict: Mapping[str, Any]) -> None:
         """Check that a state is of this rank, with the same number of ranks.
 
         Raises:
@@ -489,9 +489,9 @@ class DistributedOptimizer(Optimizer):
         own = self.group.rank, self.group.world_size
         if found != own:
             raise ValueError(
-                f"the state of worker {found[0]} of {found[1]} is not that of worker {own[0]} of "
-                f"{own[1]}\n\nhint: gcnzc.optim.resized makes the states of all workers fit "
-                "another number of them"
+                f"the state of rank {found[0]} of {found[1]} cannot be loaded on rank {own[0]} of "
+                f"{own[1]}\n\nhint: gcnzc.optim.resize_state converts the states of all ranks for "
+                "another number of ranks"
             )
 
 

@@ -1,12 +1,12 @@
-"""Compare the parameters of replicas between ranks, by checksums in messages that exist already.
+"""Compare the parameters of the replicas between ranks by checksums, without extra messages.
 
-If one rank alone loads weights or edits a parameter, the replicas stay apart. Therefore a checksum
-of the parameters is taken once in `INTERVAL` exchanges, and is one of the lines of which every
-exchange sends a bit; see `Comparison`. The host reads it after the exchange, without waiting for
-the device once more. If it differs, the ranks compare the parameters themselves.
+If only one rank loads weights or edits a parameter, the replicas stay out of sync. Therefore a
+checksum of the parameters is computed every `INTERVAL` exchanges. It is one of the lines whose hash
+bit every exchange sends; see `Comparison`. The host reads the checksum after the exchange, without
+another synchronisation with the device. If checksums differ, the ranks compare the parameters.
 
-Ranks with other hardware, or other numbers of threads, may round differently. Such small
-differences are removed with a warning, and are no error.
+Ranks with different hardware or numbers of threads may round differently. Such small differences
+cause a warning, not an error, and rank 0's parameters are broadcast.
 
 Letters: W ranks, P parameters, k of them with different checksums.
 """
@@ -33,47 +33,47 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class Checksums:
-    """Checksums of the parameters that must be equal on all ranks."""
+    """Computes checksums of the parameters, and compares them between ranks."""
 
     def __init__(self) -> None:
         self.line = ""
-        """for the hash bits; equal on all ranks whose parameters are equal"""
+        """the line for the hash bits; equal on ranks with equal parameters"""
         self._sums: dict[str, int] = {}
         self._names: list[str] = []
         self._pending: list[Tensor] = []  # sums of each device
-        self._begun_at = -INTERVAL
+        self._started_at = -INTERVAL
 
     def update(self, received: int, find: Callable[[], Named | None]) -> None:
-        """Read the last checksums once an exchange has come in between; take new ones if due.
+        """Read pending checksums if an exchange has followed them; start new ones if due.
 
         Args:
             received: the number of exchanges so far.
             find: returns names and tensors that must be equal on all ranks now; None if
                 parameters differ between ranks by design now.
         """
-        if self._pending and received > self._begun_at:
-            # the host has read a result for which the device had to be past the copies
+        if self._pending and received > self._started_at:
+            # the host has read the result of an exchange that the device computed after the copies
             self._read()
-        if not self._pending and received >= self._begun_at + INTERVAL:
+        if not self._pending and received >= self._started_at + INTERVAL:
             named = find()
             if named:
-                self._begun_at = received
-                self._begin(named)
-                self._pending = [_copied(each) for each in self._pending]
+                self._started_at = received
+                self._start(named)
+                self._pending = [_copy_to_host(each) for each in self._pending]
 
     def renew(self, named: Named | None) -> None:
-        """Take checksums now, which waits for the device."""
+        """Compute and read the checksums now, which synchronises with the device."""
         self._forget()
         if named:
-            self._begin(named)
+            self._start(named)
             self._read()
 
     def check_equal(self, named: Named | None) -> Algorithm[None]:
         """Compare the checksums of all ranks, and the parameters whose checksums differ.
 
         Args:
-            named: names and tensors that must be equal now; those with differences by rounding
-                become rank 0's.
+            named: names and tensors that must be equal now. Those that differ by rounding are set
+                to rank 0's.
 
         Raises:
             ValueError: a parameter differs by more than rounding; raised on all ranks.
@@ -85,11 +85,10 @@ class Checksums:
         names = {name for name, flag in zip(self._sums, is_different, strict=True) if flag}
         suspects = [pair for pair in named if pair[0] in names]
         if suspects:
-            # until the next ones
             self._forget()
-            yield from _demand_close(suspects)
+            yield from _check_close(suspects)
 
-    def _begin(self, named: Named) -> None:
+    def _start(self, named: Named) -> None:
         by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
         for name, tensor in named:
             by_device.setdefault(tensor.device, []).append((name, tensor))
@@ -101,7 +100,7 @@ class Checksums:
 
     def _read(self) -> None:
         sums = [each for part in self._pending for each in part.tolist()]
-        # in the same order on ranks whose parameters lie on other devices
+        # the order must not depend on the devices of a rank's parameters
         self._sums = dict(sorted(zip(self._names, sums, strict=True)))
         self._pending = []
         self.line = f"parameters\t{hash_of([str(each) for each in self._sums.values()])}"
@@ -111,7 +110,7 @@ class Checksums:
 
 
 @torch.no_grad()
-def _demand_close(suspects: Named) -> Algorithm[None]:
+def _check_close(suspects: Named) -> Algorithm[None]:
     """Set parameters to those of rank 0 if they differ by rounding; else raise an error."""
     firsts, excess = [], []
     for _, tensor in suspects:
@@ -119,7 +118,7 @@ def _demand_close(suspects: Named) -> Algorithm[None]:
         yield Broadcast(first)
         firsts.append(first)
         excess.append(_excess(tensor, first))
-    # (W, k): by how much each rank's parameter differs from rank 0's, in units of rounding
+    # (W, k): the difference of each rank's parameter from rank 0's, in units of rounding
     found = yield AllGather(torch.tensor(excess, dtype=torch.float64))
     is_far = ~(found <= 1)
     for place, (name, _) in enumerate(suspects):
@@ -141,10 +140,10 @@ def _demand_close(suspects: Named) -> Algorithm[None]:
 
 
 def _excess(tensor: Tensor, first: Tensor) -> float:
-    """The largest difference of two tensors, over the largest that rounding may have caused."""
+    """Return the largest difference of two tensors divided by the largest due to rounding."""
     if not tensor.dtype.is_floating_point or not tensor.numel():
         return 0.0 if torch.equal(tensor, first) else float("inf")
-    # of many steps; an element's own rounding is eps
+    # sqrt(eps), not eps, because rounding errors of many steps accumulate
     limit = torch.finfo(tensor.dtype).eps ** 0.5 * float(first.abs().max())
     difference = float((tensor.double() - first.double()).abs().max())
     return difference / limit if limit else float("inf") if difference else 0.0
@@ -156,19 +155,19 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 @torch.no_grad()
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """() int64: the sum of a tensor's memory as integers, which is exact in any order."""
+    """Return the sum () int64 of a tensor's memory as integers, which is exact in any order."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = real.detach().reshape(-1)
     size = flat.element_size()
     places = (flat.numel() * size, flat.storage_offset() * size)
     width = next(each for each in _INTEGERS if all(place % each == 0 for place in places))
-    # sums of a wider type than the elements' take a hundred times as long on a CPU
+    # on a CPU, sums in a wider type than that of the elements take a hundred times as long
     dtype = _INTEGERS[width]
     return flat.view(dtype).sum(dtype=torch.int64 if width == 1 else dtype).long()
 
 
-def _copied(values: Tensor) -> Tensor:
-    """A copy on the host, valid when the device is past it; the host does not wait."""
+def _copy_to_host(values: Tensor) -> Tensor:
+    """Start a copy to the host, valid once the device has finished it; the host does not wait."""
     if values.device.type == "cpu":
         return values
     memory = CudaStreams(values.device).host_memory(values.nbytes)

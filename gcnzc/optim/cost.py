@@ -1,4 +1,4 @@
-"""What a step of each method costs on a network: bytes, messages and seconds."""
+"""Cost model: the bytes and seconds that each optimizer's exchange takes on a given network."""
 
 import copy
 import math
@@ -22,34 +22,38 @@ from gcnzc.optim.synchronous.averaged import Gradients
 
 Progress: TypeAlias = Callable[[int, int], object]
 
-
-# one step's exchange of models that are alike, over a link
+# runs the exchange of one step between replicas of a model, over an emulated link
 Method: TypeAlias = Callable[[Sequence[nn.Module], Link], Outcome]
 
-
-# What TCP with time stamps leaves for the payload of full Ethernet frames, where as much comes as
-# goes: every second frame that comes is acknowledged, by 66 B.
+# share of the payload in the bytes of a link: full Ethernet frames of TCP with timestamps, and one
+# acknowledgement of 66 B for every second frame of the opposite direction
 PAYLOAD = 1448 / (1514 + 66 / 2)
+# `gcnzc train` sends two signals with its gradients: to stop, and to save
+SIGNALS = 2
+# number of timed repetitions of the codec, of which the fastest counts
+CODEC_REPEATS = 5
 
 
-SIGNALS = 2  # that `gcnzc train` sends with its gradients: to stop, and to save
-
-
-CODED = 5  # times that codes are made to be timed
-
-
-def averaged(models: Sequence[nn.Module], link: Link, name: str) -> Outcome:
-    """A step of `gcnzc.optim.Averaged`, which sums all gradients by the algorithm `name`."""
+def exchange_averaged(models: Sequence[nn.Module], link: Link, name: str) -> Outcome:
+    """Run the exchange of one step of `gcnzc.optim.Averaged` with the all-reduce `name`."""
     gradients = [Gradients(model.named_parameters()) for model in models]
-    # once in a run, so it counts in no step
-    lockstep([each.agree(SIGNALS) for each in gradients])
-    asks = [False] * SIGNALS
+    # happens once per run, so it is not part of a step's cost
+    lockstep([each.determine_layout(SIGNALS) for each in gradients])
+    signals = [False] * SIGNALS
     choices = Choices.always(Sum=name)
-    return lockstep([each.exchanged(1.0, asks) for each in gradients], link, choices=choices)
+    return lockstep(
+        [each.exchange_gradients(1.0, signals) for each in gradients], link, choices=choices
+    )
 
 
-def in_codes(models: Sequence[nn.Module], link: Link, words: str) -> Outcome:
-    """A mean of all elements by `gcnzc.compress`, in codes that `words` name."""
+def exchange_compressed(models: Sequence[nn.Module], link: Link, words: str) -> Outcome:
+    """Run a mean of all trained elements with a compression of `gcnzc.compress`.
+
+    Args:
+        models: one replica for each rank.
+        link: the emulated link.
+        words: the name of the compression, as `gcnzc.compress.compression` takes it.
+    """
     sizes = [sum(p.numel() for p in model.parameters() if p.requires_grad) for model in models]
     reducers = [
         compression(words).reducer(
@@ -66,19 +70,19 @@ def in_codes(models: Sequence[nn.Module], link: Link, words: str) -> Outcome:
 
 @dataclass(frozen=True)
 class MethodTraffic:
-    """What a method exchanges."""
+    """The exchanges of a method, averaged over its steps."""
 
     parts: tuple[tuple[float, Method], ...]
-    """the share of the steps in which something is exchanged, and what"""
+    """pairs of a share of the steps, and the exchange of these steps"""
     codes: str = ""
-    """what turns elements into codes in the last part's steps, if anything does"""
+    """name of the compression of the last of `parts`; empty if it is not compressed"""
     behind: float = 0.0
-    """share of the computing of all steps behind which exchanges hide"""
+    """share of the compute time of all steps that overlaps with exchanges"""
 
 
-def _usual(name: str) -> Method:
-    # whatever sums as `gcnzc train` does unless it is told otherwise
-    return partial(in_codes, words=name)
+def _dense(name: str) -> Method:
+    # the same all-reduce as `gcnzc train` uses by default
+    return partial(exchange_compressed, words=name)
 
 
 def _every(method: str) -> float:
@@ -88,22 +92,22 @@ def _every(method: str) -> float:
 WARMUP = WARMUP_DEFAULTS.share  # share of the steps of a run
 
 
-# by the names of `gcnzc train --optimizer`, with the options that are usual
+# by the names of `gcnzc train --optimizer`, with their default options
 METHODS: dict[str, MethodTraffic] = {
     **{
-        f"averaged, {name}": MethodTraffic(((1.0, partial(averaged, name=name)),))
+        f"averaged, {name}": MethodTraffic(((1.0, partial(exchange_averaged, name=name)),))
         for name in ALGORITHMS["Sum"]
     },
     **{
-        name: MethodTraffic(((WARMUP, _usual("float32")), (1 - WARMUP, _usual("sign"))), "sign")
+        name: MethodTraffic(((WARMUP, _dense("float32")), (1 - WARMUP, _dense("sign"))), "sign")
         for name in ("onebit-adam", "onebit-lamb")
     },
-    "local-sgd": MethodTraffic(((_every("local-sgd"), _usual("float32")),)),
-    "diloco": MethodTraffic(((_every("diloco"), _usual("float32")),)),
-    "co2": MethodTraffic(((_every("co2"), _usual("float32")),), behind=1.0),
-    # each fragment hides behind one step
+    "local-sgd": MethodTraffic(((_every("local-sgd"), _dense("float32")),)),
+    "diloco": MethodTraffic(((_every("diloco"), _dense("float32")),)),
+    "co2": MethodTraffic(((_every("co2"), _dense("float32")),), behind=1.0),
+    # the exchange of each fragment overlaps with one step
     "streaming-diloco": MethodTraffic(
-        ((_every("streaming-diloco"), _usual("float32")),),
+        ((_every("streaming-diloco"), _dense("float32")),),
         behind=FRAGMENTS * _every("streaming-diloco"),
     ),
 }
@@ -111,122 +115,131 @@ METHODS: dict[str, MethodTraffic] = {
 
 @dataclass(frozen=True)
 class Network:
-    """The links between machines, as they are named by who sells them.
+    """The network links between machines, with their nominal rate.
 
     Raises:
-        ValueError: there is no such link.
+        ValueError: a value is out of range.
     """
 
     mbit_per_s: float
-    """of each machine's link, headers included, in each direction"""
+    """rate of each machine's link in each direction, including headers, in Mbit/s"""
     delay_s: float = 0.0
-    """from one machine to another"""
+    """one-way latency between two machines, in seconds"""
     message_s: float = 0.0
-    """of a sender's time, for each message"""
+    """time that a sender spends on each message, in seconds"""
 
     def __post_init__(self) -> None:
         if not 0 < self.mbit_per_s < math.inf:
             raise ValueError(
-                f"a link of {self.mbit_per_s} Mbit/s\n\nhint: 1000 is usual in a building"
+                f"a link of {self.mbit_per_s} Mbit/s\n\nhint: give a finite rate above 0, such as "
+                "1000 for gigabit Ethernet"
             )
         for name, seconds in (("delay", self.delay_s), ("time of a message", self.message_s)):
             if not 0 <= seconds < math.inf:
-                raise ValueError(f"a {name} of {seconds} s\n\nhint: it is 0 s or more")
+                raise ValueError(f"a {name} of {seconds} s\n\nhint: give at least 0 s")
 
     @property
     def bytes_per_s(self) -> float:
-        """Of payload."""
+        """Payload rate in bytes per second."""
         return self.mbit_per_s * 1e6 / 8 * PAYLOAD
 
     @property
     def link(self) -> Link:
-        """For `lockstep`."""
+        """The emulated link for `lockstep`."""
         return Link(self.bytes_per_s, self.delay_s, self.message_s)
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What a worker does in a step apart from the exchange."""
+    """The compute time of a worker's step, without the exchange."""
 
     seconds: float
     steps: int = 0
-    """that were timed; 0 if the seconds were given"""
+    """number of steps that were timed; 0 if the seconds were given"""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What the exchange of a step costs by one method, on links of any rate; of all steps the mean.
+    """The mean cost of a step's exchange with one method, as a function of the link rate.
 
-    Its time is `code_s + latency_s + serial_bytes / rate`: exactly so where every message waits for
-    bytes and for messages alike, as in all collectives of `gcnzc.exchange`.
+    The time is `code_s + latency_s + serial_bytes / rate`. This is exact if the critical path of
+    messages does not depend on the rate, as in all collectives of `gcnzc.exchange`.
     """
 
     workers: int
     method: str
     sent_bytes: int
-    """of the worker that sends most"""
+    """bytes sent by the worker that sends most"""
     latency_s: float
-    """of delays and messages, whatever the rate"""
+    """the part of the time that does not depend on the rate: latency and time of messages"""
     serial_bytes: float
-    """that cross the links one after another"""
+    """bytes on the critical path, which are transferred one after another"""
     code_s: float = 0.0
-    """of a worker, for codes"""
+    """time that a worker compresses and decompresses"""
     behind: float = 0.0
-    """share of the computing behind which the exchange hides"""
+    """share of the compute time that overlaps with the exchange"""
 
     def seconds(self, bytes_per_s: float) -> float:
-        """Of the exchange, over links of that rate, hidden or not."""
+        """Return the time of the exchange at a payload rate, whether it overlaps or not."""
         return self.code_s + self.latency_s + self.serial_bytes / bytes_per_s
 
     def waited_s(self, bytes_per_s: float, compute_s: float) -> float:
-        """What of the exchange is not hidden behind that much computing a step."""
+        """Return the time of the exchange that does not overlap with `compute_s` per step."""
         return max(0.0, self.seconds(bytes_per_s) - self.behind * compute_s)
 
     def mbit_per_s(self, seconds: float, compute_s: float = 0.0) -> float | None:
-        """The rate of links over which the exchange is waited for that long; None if there is none.
-
-        That is where latency alone takes more.
+        """Return the link rate, in Mbit/s, at which the step waits `seconds` for the exchange.
 
         Args:
-            seconds: above 0.
-            compute_s: of a step, behind which some of it may hide.
+            seconds: the waiting time per step, above 0.
+            compute_s: the compute time per step, which may overlap with the exchange.
+
+        Returns:
+            The rate including headers; None if latency and compression alone take longer.
         """
         left_s = seconds + self.behind * compute_s - self.latency_s - self.code_s
         return self.serial_bytes / left_s * 8 / 1e6 / PAYLOAD if left_s > 0 else None
 
 
-def cost_of(model: nn.Module, workers: int, network: Network, name: str) -> Cost:
-    """What a step's exchange costs, by running it.
+def step_cost(model: nn.Module, workers: int, network: Network, name: str) -> Cost:
+    """Return the cost of a step's exchange, by running it over emulated links.
 
     Args:
-        model: on the host, whose parameters all get gradients.
-        workers: how many; at least 2.
-        network: between them.
-        name: of the method, in `METHODS`.
+        model: a model on the host; all its trained parameters have gradients.
+        workers: the number of workers, at least 2.
+        network: the network between the workers.
+        name: the method, a key of `METHODS`.
     """
     models = [_with_gradients(model) for _ in range(workers)]
-    link, way = network.link, METHODS[name]
+    link, traffic = network.link, METHODS[name]
     sent = latency_s = serial_bytes = 0.0
-    for share, method in way.parts:
+    for share, method in traffic.parts:
         whole = method(models, link)
         least_s = max(method(models, replace(link, bytes_per_s=math.inf)).seconds)
         latency_s += share * least_s
         serial_bytes += share * (max(whole.seconds) - least_s) * link.bytes_per_s
         sent += share * max(ledger.bytes_sent for ledger in whole.ledgers)
-    code_s = way.parts[-1][0] * coding_s(model, workers, way.codes) if way.codes else 0.0
-    return Cost(workers, name, round(sent), latency_s, serial_bytes, code_s, way.behind)
+    code_s = (
+        traffic.parts[-1][0] * measure_codec_s(model, workers, traffic.codes)
+        if traffic.codes
+        else 0.0
+    )
+    return Cost(workers, name, round(sent), latency_s, serial_bytes, code_s, traffic.behind)
 
 
-def coding_s(model: nn.Module, workers: int, words: str) -> float:
-    """What one of so many workers takes for the codes of all elements, measured here: the least."""
+def measure_codec_s(model: nn.Module, workers: int, words: str) -> float:
+    """Measure the time that a worker compresses and decompresses all elements, in seconds.
+
+    It is the minimum of several repetitions on this machine.
+    """
     codes = compression(words)
-    assert isinstance(codes, Codec), f"{words} are codes"
+    assert isinstance(codes, Codec), f"{words} is a codec"
     values = torch.randn(sum(p.numel() for p in model.parameters() if p.requires_grad))
     error, cut = torch.zeros_like(values), codes.cut(len(values), workers)
     rows = torch.zeros(workers, cut.row_bytes, dtype=torch.uint8)
     own = cut.part_layout(0)
     seconds = []
-    for step in range(CODED):
+    for step in range(CODEC_REPEATS):
         begin = time.perf_counter()
         codes.encode(values, error, None, cut, rows, (step, 0))
         codes.update_error(values, error, None, cut, rows)
@@ -237,34 +250,34 @@ def coding_s(model: nn.Module, workers: int, words: str) -> float:
     return min(seconds)
 
 
-def costs_of(
+def step_costs(
     model: nn.Module, workers: Sequence[int], network: Network, advance: Progress | None = None
 ) -> list[Cost]:
-    """What each method costs with each number of workers, in that order.
+    """Return the cost of every method for each number of workers, ordered by number.
 
     Args:
-        model: see `cost_of`.
-        workers: numbers of them.
-        network: between them.
-        advance: told how far it is.
+        model: see `step_cost`.
+        workers: the numbers of workers.
+        network: the network between the workers.
+        advance: called with the number of finished cases and their total number.
     """
     cases = [(number, name) for number in workers for name in METHODS]
     found = []
     for done, (number, name) in enumerate(cases):
         if advance is not None:
             advance(done, len(cases))
-        found.append(cost_of(model, number, network, name))
+        found.append(step_cost(model, number, network, name))
     return found
 
 
 def default_method(model: nn.Module) -> str:
-    """The method that `gcnzc train` takes for a model, unless it is told another."""
+    """Return the method that `gcnzc train` uses for a model by default."""
     largest = max(gradient_bytes(model).values())
     return f"averaged, {Choices().name_of('Sum', largest)}"
 
 
 def gradient_bytes(model: nn.Module) -> dict[str, int]:
-    """The bytes of a worker's gradient, by dtype."""
+    """Return the bytes of a worker's gradients for each dtype, such as "float32"."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     sizes: dict[str, int] = {}
     for kind in group_by_dtype(named):

@@ -1,13 +1,13 @@
-"""Use an optimizer of gcnzc with DistributedDataParallel, which then leaves gradients local.
+"""A communication hook that makes DistributedDataParallel leave gradients to gcnzc's optimizers.
 
     model = DistributedDataParallel(model)
-    model.register_comm_hook(None, leave_local)
-    optimizer = OneBitAdam(model.parameters())  # the workers are those of torch.distributed
+    model.register_comm_hook(None, keep_gradients_local)
+    optimizer = OneBitAdam(model.parameters())  # uses torch.distributed's default process group
 
-DistributedDataParallel still sends parameters and buffers of worker 0 to all when it is made, and,
-unless it is told `broadcast_buffers=False`, buffers such as BatchNorm's before every forward pass.
-With `find_unused_parameters=True` it also asks at every step which parameters were used; that is
-needed where some have no gradient, and they then have none here either.
+DistributedDataParallel still broadcasts rank 0's parameters and buffers when it is constructed, and
+buffers such as BatchNorm's before every forward pass unless `broadcast_buffers=False`. If some
+parameters have no gradient in a step, `find_unused_parameters=True` is required; each step then has
+one more all-reduce.
 """
 
 import torch
@@ -15,12 +15,17 @@ from torch import Tensor
 
 
 def keep_gradients_local(state: object, bucket) -> torch.futures.Future[Tensor]:  # type: ignore[no-untyped-def]
-    """Give a bucket of gradients back as it is.
+    """Return a bucket of gradients without communication.
+
+    Register it with `model.register_comm_hook(None, keep_gradients_local)`.
 
     Args:
-        state: of the hook, which needs none.
-        bucket: a `GradBucket` of torch.distributed. Torch looks at these two names, and at the
-            types if there are any; that one's is known to `gcnzc.exchange` alone.
+        state: the hook's state; not used.
+        bucket: a `torch.distributed.GradBucket`. It has no annotation because only
+            `gcnzc.exchange` imports torch.distributed; torch checks the names of both arguments.
+
+    Returns:
+        A completed future with the bucket's buffer.
     """
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())

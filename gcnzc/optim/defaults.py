@@ -1,6 +1,6 @@
 """Defaults of the optimizers' options, for their classes and for the command line.
 
-They suit short runs, of some hundred steps and more; `bench/defaults.py` compares them with others.
+They were chosen for runs of a few hundred steps or more; `bench/defaults.py` compares alternatives.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WarmupDefaults:
-    """The length of the warm-up, whose gradients are not compressed."""
+    """Length of the warm-up, in which gradients are not compressed."""
 
     share: float = 0.15
     """share of `total_steps`, if they are known"""
@@ -17,7 +17,7 @@ class WarmupDefaults:
     auto_share: float = 0.25
     """limit of an automatic warm-up as a share of `total_steps`, if they are known"""
     auto_intervals: int = 5
-    """limit of an automatic warm-up in units of 1 / (1 - beta2) steps, in any case"""
+    """limit of an automatic warm-up in units of 1 / (1 - beta2) steps"""
 
     def warmup_steps(self, total_steps: int | None) -> int:
         """Return the number of steps of the warm-up.
@@ -80,7 +80,7 @@ DILOCO = LocalDefaults(12, 0.4, 0.9)
 STREAMING_DILOCO = LocalDefaults(12, 0.4, 0.9)
 FRAGMENTS = 4
 DELAY = 1
-"""number of steps with which an exchange of Streaming DiLoCo overlaps"""
+"""number of steps that overlap with an exchange of Streaming DiLoCo"""
 CO2 = LocalDefaults(8, 0.4, 0.7)
 EAGER = 0.5
 """share of its own last update that a rank of CO2 applies before the mean is available"""
@@ -90,7 +90,7 @@ LOCAL = {
     "streaming-diloco": STREAMING_DILOCO,
     "co2": CO2,
 }
-"""by the names of the command line"""
+"""defaults by the names of the optimizers on the command line"""
 
 LATE_SHARE = 0.5
 """share of `total_steps` after which a phase that has not begun causes a warning"""

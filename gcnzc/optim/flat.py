@@ -1,8 +1,7 @@
-"""Parameters and gradients as one vector for each dtype and device.
+"""Copy parameters and gradients to and from one flat vector for each dtype and device.
 
-Parameters stay ordinary tensors: their values are copied into the vector and out of it, so that
-nothing else that holds them notices. Exchanging a vector takes as many messages whatever the number
-of parameters.
+The parameters keep their own memory, so other references to them remain valid. The number of
+messages of an exchange does not depend on the number of parameters.
 
 Letters: P parameters, n elements of a vector.
 """
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Where one parameter lies in its vector."""
+    """The position of one parameter in its flat vector: elements `begin` to `end`."""
 
     name: str
     parameter: nn.Parameter
@@ -25,11 +24,11 @@ class Segment:
 
 
 class FlatVector:
-    """The parameters of one dtype on one device, as a vector.
+    """A flat vector for the parameters of one dtype on one device.
 
     Args:
-        named: names and parameters, in the order in which they lie in the vector.
-        extra: elements after those of the parameters, for what else is to be exchanged.
+        named: names and parameters, in the order of the vector.
+        extra: the number of elements after those of the parameters, for other exchanged values.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], extra: int = 0) -> None:
@@ -42,22 +41,22 @@ class FlatVector:
         self.num_elements = begin
         first = named[0][1]
         self.values = torch.zeros(begin + extra, dtype=first.dtype, device=first.device)
-        """(n + extra,), on the device of the parameters; what was read last"""
+        """(n + extra,), on the device of the parameters: the values that were read last"""
 
     @property
     def extra(self) -> Tensor:
-        """(extra,): the elements after those of the parameters."""
+        """A view (extra,) of the elements after those of the parameters."""
         return self.values[self.num_elements :]
 
     def views(self) -> list[Tensor]:
-        """The part of each parameter in the vector, in its shape."""
+        """Return a view of the vector for each parameter, in the parameter's shape."""
         return [
             self.values[each.begin : each.end].view(each.parameter.shape) for each in self.segments
         ]
 
     @torch.no_grad()
     def read_parameters(self) -> Tensor:
-        """Copy the parameters into the vector, and return it, (n + extra,)."""
+        """Copy the parameters into the vector, and return it: (n + extra,)."""
         torch._foreach_copy_(self.views(), [each.parameter for each in self.segments])
         return self.values
 
@@ -68,9 +67,9 @@ class FlatVector:
 
     @torch.no_grad()
     def read_gradients(self, scale: float | Tensor = 1.0) -> Tensor:
-        """Copy the gradients, times `scale`, into the vector; one that is missing is zeros.
+        """Copy the gradients, times `scale`, into the vector, and return it: (n + extra,).
 
-        A sparse gradient is made dense.
+        A missing gradient becomes zeros, and a sparse gradient becomes dense.
         """
         present, into = [], []
         for segment, view in zip(self.segments, self.views(), strict=True):
@@ -85,15 +84,15 @@ class FlatVector:
         if present:
             torch._foreach_copy_(into, present)
         if isinstance(scale, Tensor) or scale != 1.0:
-            self.values[: self.num_elements] *= on(scale, self.values.device)
+            self.values[: self.num_elements] *= to_device(scale, self.values.device)
         return self.values
 
     @torch.no_grad()
     def write_gradients(self, wanted: Sequence[bool]) -> None:
-        """Copy the vector into the gradients of the parameters that are `wanted`; others have none.
+        """Copy the vector into the gradients of the `wanted` parameters; set others to None.
 
         Args:
-            wanted: one for each parameter.
+            wanted: a flag for each parameter.
         """
         for segment, view, is_wanted in zip(self.segments, self.views(), wanted, strict=True):
             parameter = segment.parameter
@@ -105,6 +104,6 @@ class FlatVector:
                 parameter.grad.copy_(view)
 
 
-def on(number: float | Tensor, device: torch.device) -> float | Tensor:
-    """A number, or a tensor () moved to a device."""
+def to_device(number: float | Tensor, device: torch.device) -> float | Tensor:
+    """Return a number unchanged, or a tensor () on `device`."""
     return number.to(device) if isinstance(number, Tensor) else number

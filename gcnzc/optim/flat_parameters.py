@@ -1,8 +1,8 @@
-"""The parameters of an optimizer as one vector, whatever their dtypes and groups.
+"""Copy all trained parameters of an optimizer to and from one flat vector.
 
-Parameters stay ordinary tensors: vectors are made for a step, and copied out of and into them.
-Those that are exchanged densely come first in a vector, then those that are exchanged in codes, so
-that notes may follow these.
+The vector has one dtype, whatever the dtypes of the parameters, which keep their own memory. The
+parameters of groups with `compress=False`, which are exchanged densely, are at its beginning. The
+notes of an exchange (numbers such as flags) can therefore be appended to the compressed elements.
 
 Letters: P parameters, n elements, d of them dense.
 """
@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.optim.flat import Segment, on
+from gcnzc.optim.flat import Segment, to_device
 
-TILE_ELEMENTS = 1 << 16  # some of which, of several vectors, fit into a core's cache together
+# tiles of several vectors fit into the cache of a CPU core together
+TILE_ELEMENTS = 1 << 16
 
 
 def tiles(begin: int, end: int, device: torch.device) -> Iterator[slice]:
-    """Places from `begin` to `end` of a vector, so few at a time that a cache holds them.
+    """Iterate over slices that cover `begin` to `end` of a vector.
 
-    For several operations in a row, which then read memory once. A GPU takes all at once.
+    On a CPU a slice fits into the cache, so that several operations on it read memory once. On a
+    GPU there is one slice.
     """
     step = TILE_ELEMENTS if device.type == "cpu" else max(1, end - begin)
     for at in range(begin, end, step):
@@ -31,27 +33,27 @@ def tiles(begin: int, end: int, device: torch.device) -> Iterator[slice]:
 
 @dataclass(frozen=True, eq=False)
 class GroupSlice:
-    """What lies together in the vector: parameters of one group."""
+    """The elements `begin` to `end` of the flat vector, which belong to one parameter group."""
 
     group: dict[str, Any]
-    """of the optimizer, with its options as they are now"""
+    """the optimizer's parameter group, with its current options"""
     begin: int
     end: int
     first: int
-    """of the segments"""
+    """index of the first segment"""
     last: int
-    """of the segments, plus 1"""
+    """index after the last segment"""
 
 
 class FlatParameters:
-    """Where the parameters of an optimizer lie in a vector.
+    """The layout of an optimizer's trained parameters in one flat vector.
 
     Args:
-        groups: `param_groups` of an optimizer. Frozen parameters are left out; a group whose
-            `compress` is False is exchanged densely.
+        groups: the `param_groups` of an optimizer. Parameters without `requires_grad` are excluded.
+            Groups with `compress=False`, which are exchanged densely, come first.
 
     Raises:
-        ValueError: there are no parameters, or they lie on several devices.
+        ValueError: no parameter has `requires_grad`, or the parameters are on several devices.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -78,41 +80,45 @@ class FlatParameters:
         tensors = [segment.parameter for segment in self.segments]
         if not tensors:
             raise ValueError(
-                "no parameter of the optimizer has requires_grad\n\nhint: give those to be trained"
+                "no parameter of the optimizer has requires_grad\n\nhint: give the parameters that "
+                "are to be trained"
             )
         if len({parameter.device for parameter in tensors}) > 1:
             devices = ", ".join(sorted({str(parameter.device) for parameter in tensors}))
             raise ValueError(
-                f"parameters on several devices: {devices}\n\nhint: one worker has one device; "
-                "start a worker for each"
+                f"parameters on several devices: {devices}\n\nhint: one worker uses one device; "
+                "start a worker for each device"
             )
         self.device = tensors[0].device
         doubles = any(parameter.dtype == torch.float64 for parameter in tensors)
         self.dtype = torch.float64 if doubles else torch.float32
-        """of vectors: float32, or float64 if a parameter has it"""
+        """dtype of the flat vectors: float64 if any parameter has it, else float32"""
 
     @property
     def parameters(self) -> list[Tensor]:
-        """(P,), in the order in which they lie in a vector."""
+        """The P trained parameters, in the order of the vector."""
         return [segment.parameter for segment in self.segments]
 
     def layout(self) -> list[str]:
-        """What must be the same on all workers, a line for each parameter."""
+        """Return a line for each parameter, with its shape, dtype and position.
+
+        The lines must be equal on all ranks.
+        """
         return [
             f"{each.name} {tuple(each.parameter.shape)} {each.parameter.dtype} at {each.begin}"
             for each in self.segments
         ]
 
     def zeros(self, extra: int = 0) -> Tensor:
-        """(n + extra,) on the device of the parameters."""
+        """Return zeros (n + extra,) on the device of the parameters."""
         return torch.zeros(self.num_elements + extra, dtype=self.dtype, device=self.device)
 
     def empty(self, extra: int = 0) -> Tensor:
-        """(n + extra,) on the device of the parameters, of any content."""
+        """Return an uninitialised vector (n + extra,) on the device of the parameters."""
         return torch.empty(self.num_elements + extra, dtype=self.dtype, device=self.device)
 
     def views(self, values: Tensor) -> list[Tensor]:
-        """The part of each parameter in a vector, in its shape."""
+        """Return a view of `values` for each parameter, in the parameter's shape."""
         return [values[each.begin : each.end].view(each.parameter.shape) for each in self.segments]
 
     def tiles(self, begin: int, end: int) -> Iterator[slice]:
@@ -135,14 +141,14 @@ class FlatParameters:
         """Add the first n elements of a vector to the parameters."""
         views = self.views(values)
         for parameter, view in zip(self.parameters, views, strict=True):
-            # as torch's optimizers do, in the parameter's dtype
+            # like torch's optimizers, add in the parameter's dtype
             parameter.add_(view.to(parameter.dtype))
 
     @torch.no_grad()
     def read_gradients(self, out: Tensor, scale: float | Tensor = 1.0) -> Tensor:
         """Copy the gradients, times `scale`, into the first n elements of `out`, and return it.
 
-        One that is missing is zeros; a sparse one is made dense.
+        A missing gradient becomes zeros, and a sparse gradient becomes dense.
         """
         present, into = [], []
         for segment, view in zip(self.segments, self.views(out), strict=True):
@@ -157,9 +163,9 @@ class FlatParameters:
         if present:
             torch._foreach_copy_(into, present)
         if isinstance(scale, Tensor) or scale != 1.0:
-            out[: self.num_elements] *= on(scale, out.device)
+            out[: self.num_elements] *= to_device(scale, out.device)
         return out
 
     def have_gradients(self) -> list[bool]:
-        """(P,): which parameters have one now."""
+        """Return for each of the P parameters whether it has a gradient now."""
         return [segment.parameter.grad is not None for segment in self.segments]

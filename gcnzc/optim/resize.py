@@ -1,8 +1,8 @@
 """Convert optimizer states of W ranks for another number of ranks.
 
-What compression has left out so far is kept whatever the number of workers: the mean of the
-workers' errors is added to the servers', whose parts are cut anew. Where workers were apart, as
-between two synchronisations, each new one begins at their mean.
+The compression errors are preserved: the mean of the ranks' worker errors is added to the server
+errors, which are sharded again for the new number of ranks. If the replicas were out of sync, as
+between two synchronisations, every new rank starts from their mean.
 """
 
 import io
@@ -12,30 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# keys of a state dict: the state that is the same on all ranks, and the state of one rank
 COMMON = "of all ranks"
-
-
-"""name of the entry of a packed state that is the same on all ranks"""
-
-
 OWN = "of rank {rank} of {world_size}"
-
-
+# keys of a snapshot that belong to the first of them
 COMMON_KEYS = ("optimizer", "shared", "layout")
 
 
-def packed(
+def pack_state(
     optimizer: str, snapshot: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Convert a snapshot into the layout of torch's state dicts.
 
     Args:
         optimizer: the name of the optimizer's type.
-        snapshot: of the optimizer on this rank.
-        groups: its param_groups.
+        snapshot: the optimizer's snapshot on this rank.
+        groups: the optimizer's `param_groups`.
 
     Returns:
-        `param_groups` with numbers in place of parameters, and `state` of the trained parameters.
+        `param_groups` with indices in place of parameters, and `state` of the trained parameters.
     """
     numbered: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
@@ -57,15 +52,15 @@ def packed(
     return {"state": state, "param_groups": numbered}
 
 
-def unpacked(
+def unpack_state(
     optimizer: str, state_dict: Mapping[str, Any], rank: int | None = None
 ) -> dict[str, Any]:
     """Extract the snapshot of a state dict; a snapshot, as older versions saved, is returned.
 
     Args:
         optimizer: the name of the optimizer type to restore; any if empty.
-        state_dict: a result of `packed`; parameters may have names in place of numbers.
-        rank: whose own state to extract; None if there is only one.
+        state_dict: a result of `pack_state`; parameters may have names in place of indices.
+        rank: the rank whose state to extract; None if the state dict has only one.
 
     Raises:
         ValueError: it is of another type of optimizer.
@@ -76,23 +71,24 @@ def unpacked(
     holder = next((entry for entry in entries if COMMON in entry), None)
     if holder is None:
         raise ValueError(
-            f"{_described(state_dict)}, not the state of {optimizer or 'an optimizer of gcnzc'}\n\n"
-            "hint: load it into the optimizer that it is of; that of an inner optimizer is loaded "
-            "with inner.load_state_dict before it is wrapped"
+            f"{_describe_state(state_dict)}, not the state of "
+            f"{optimizer or 'an optimizer of gcnzc'}\n\n"
+            "hint: load it into the type of optimizer that saved it; load the state of an inner "
+            "optimizer with inner.load_state_dict before wrapping it"
         )
     found = {name: value for name, value in holder.items() if name not in (COMMON, "step")}
     wanted = [name for name in found if name.startswith(f"of rank {rank} of ")]
     if not found:
         raise ValueError(
-            "the state has what all ranks have in common, but no rank's own state\n\n"
-            "hint: load the state dict that `state_dict` returned on this rank, whole"
+            "the state has the part that all ranks share, but not the state of any rank\n\n"
+            "hint: load the complete result of `state_dict` on this rank"
         )
     snapshot = {**_from_bytes(holder[COMMON]), **_from_bytes(found[next(iter([*wanted, *found]))])}
     kind = snapshot.pop("optimizer")
     if optimizer and kind != optimizer:
         raise ValueError(
-            f"the state of {kind}, not of {optimizer}\n\nhint: load it into the optimizer that it "
-            "is of"
+            f"the state of {kind}, not of {optimizer}\n\nhint: load it into the type of optimizer "
+            "that saved it"
         )
     # options may have been changed in the `param_groups` of the state dict
     groups = snapshot.get("inner", snapshot)
@@ -110,12 +106,12 @@ def check_is_inner(state_dict: Mapping[str, Any]) -> None:
     entries = state_dict.get("state", {}).values()
     if "rank" in state_dict or any(COMMON in entry for entry in entries):
         raise ValueError(
-            "the state of an optimizer with a state of its own on each rank, not of the inner "
+            "the state of an optimizer whose ranks have different states, not of the inner "
             "optimizer\n\nhint: load it into an optimizer with the same options, such as `compress`"
         )
 
 
-def _described(state_dict: Mapping[str, Any]) -> str:
+def _describe_state(state_dict: Mapping[str, Any]) -> str:
     entries: Iterable[Any] = state_dict.get("state", {}).values()
     names = sorted({name for entry in entries if isinstance(entry, Mapping) for name in entry})
     if names:
@@ -135,31 +131,34 @@ def _from_bytes(data: bytes) -> dict[str, Any]:
 
 
 def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """What a worker of another number of workers goes on from.
+    """Convert the optimizer states of all ranks for a different number of ranks.
+
+    Call it on each new rank, and load the result with `load_state_dict`.
 
     Args:
-        states: `state_dict()` or `snapshot()` of all old workers, in the order of ranks, at the
+        states: the `state_dict()` or `snapshot()` of all old ranks, in the order of ranks, from the
             same step.
-        rank: of the new worker.
-        world_size: how many new ones there are; if as many as before, its own state is given.
+        rank: the new rank.
+        world_size: the new number of ranks. If it is the old one, the state of `rank` is returned
+            unchanged.
 
     Returns:
-        What `load_state_dict` takes; tensors may be those of `states`.
+        The argument of `load_state_dict` on the new rank; tensors may share memory with `states`.
 
     Raises:
-        ValueError: states are missing, or of different steps.
+        ValueError: states are missing, or from different steps.
     """
-    states = [unpacked("", state) for state in states]
+    states = [unpack_state("", state) for state in states]
     ranks = [state["rank"] for state in states]
     if ranks != list(range(len(states))) or any(
         state["world_size"] != len(states) for state in states
     ):
         raise ValueError(
-            f"states of workers {ranks} of {[state['world_size'] for state in states]}\n\nhint: "
-            "give those of all workers, in the order of ranks"
+            f"states of ranks {ranks} of {[state['world_size'] for state in states]}\n\nhint: "
+            "give the states of all ranks, in the order of ranks"
         )
     if len({repr(state["shared"].get("numbers")) for state in states}) > 1:
-        raise ValueError("states of different steps\n\nhint: give those of one checkpoint")
+        raise ValueError("states of different steps\n\nhint: give the states of one checkpoint")
     if world_size == len(states):
         return dict(states[rank])
     first = dict(states[0])
@@ -168,57 +167,59 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
     if "inner" in first:
         first["inner"] = _mean([state["inner"] for state in states])
     first["shards"] = {
-        name: _part(torch.cat([state["shards"][name] for state in states]), rank, world_size)
+        name: _take_shard(torch.cat([state["shards"][name] for state in states]), rank, world_size)
         for name in first["shards"]
     }
     first["errors"] = {
-        name: _folded([state["errors"][name] for state in states], rank, world_size)
+        name: _fold_errors([state["errors"][name] for state in states], rank, world_size)
         for name in first["errors"]
     }
     return first
 
 
-def part_of(num_elements: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return begin and end of a rank's part of a vector, as `BlockLayout` has them."""
+def shard_bounds(num_elements: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return begin and end of a rank's shard of a vector, the same as in `BlockLayout`."""
     each = -(-num_elements // world_size)
     each = -(-each // 32) * 32
     begin = min(rank * each, num_elements)
     return begin, min(begin + each, num_elements)
 
 
-def _part(vector: Tensor, rank: int, world_size: int) -> Tensor:
-    begin, end = part_of(len(vector), rank, world_size)
+def _take_shard(vector: Tensor, rank: int, world_size: int) -> Tensor:
+    begin, end = shard_bounds(len(vector), rank, world_size)
     return vector[begin:end].clone()
 
 
-def _folded(errors: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Any]:
-    """All that was left out, as the errors of servers."""
+def _fold_errors(
+    errors: Sequence[Mapping[str, Tensor]], rank: int, world_size: int
+) -> dict[str, Any]:
+    """Return the errors of a new rank: the sum of all compression errors, as server errors."""
     if "server" not in errors[0]:
         return dict(errors[0])
     pending = torch.cat([each["server"] for each in errors]).double()
     for each in errors:
         pending += each["worker"].double() / len(errors)
     worker = errors[0]["worker"]
-    # such as how many means were taken
-    alike = {name: error for name, error in errors[0].items() if name not in ("worker", "server")}
+    # such as the number of means
+    others = {name: error for name, error in errors[0].items() if name not in ("worker", "server")}
     if world_size == 1:
-        # one worker has no errors: there is nobody to whom to send
-        return alike
-    return alike | {
+        # a single rank does not exchange, so it has no errors
+        return others
+    return others | {
         "worker": torch.zeros_like(worker),
-        "server": _part(pending, rank, world_size).to(worker.dtype),
+        "server": _take_shard(pending, rank, world_size).to(worker.dtype),
     }
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """The mean of the tensors of several structures that are alike; the rest is the first one's."""
+    """Return the mean over nested structures of tensors; other values are those of the first."""
     first = values[0]
     if isinstance(first, Tensor):
         if not first.dtype.is_floating_point:
             return first
         return torch.stack([value.double() for value in values]).mean(dim=0).to(first.dtype)
     if isinstance(first, Mapping):
-        # a worker has no inner state for a parameter of which it had no gradient yet
+        # a rank has no inner state for a parameter that has not had a gradient there
         names = dict.fromkeys(name for value in values for name in value)
         return {name: _mean([each[name] for each in values if name in each]) for name in names}
     if isinstance(first, list | tuple):

@@ -26,8 +26,8 @@ def check_group(group: object) -> None:
         return
     raise TypeError(
         f"group is a {type(group).__name__}, not a gcnzc.exchange.Group\n\nhint: for the ranks of "
-        "a process group of torch.distributed, give gcnzc.exchange.present().subgroup("
-        "torch.distributed.get_process_group_ranks(process_group)); for all ranks, leave group out"
+        "a process group of torch.distributed, give gcnzc.exchange.current_group().subgroup("
+        "torch.distributed.get_process_group_ranks(process_group)); for all ranks, omit group"
     )
 
 
@@ -35,8 +35,8 @@ def check_parameters(optimizer: str, parameters: Iterable[Tensor]) -> None:
     """Check that parameters are plain tensors, and that trained ones are real floating-point.
 
     Args:
-        optimizer: its name, for the message.
-        parameters: of one of its groups.
+        optimizer: the name of the optimizer, for the message.
+        parameters: the parameters of one group.
 
     Raises:
         TypeError: a parameter is a shard of FSDP, a DTensor, complex, or of another dtype that
@@ -45,16 +45,16 @@ def check_parameters(optimizer: str, parameters: Iterable[Tensor]) -> None:
     for place, parameter in enumerate(parameters):
         if kind := _sharded_kind(parameter):
             raise TypeError(
-                f"parameter {place} is a {kind}, of which {optimizer} would average shards that "
-                "belong to different elements\n\nhint: give the plain tensors of a model that is "
-                "replicated on every rank, not sharded"
+                f"parameter {place} is a {kind}; {optimizer} would average shards that belong to "
+                "different elements\n\nhint: give the plain tensors of a model that is replicated "
+                "on every rank, not sharded"
             )
         if not parameter.requires_grad or parameter.dtype in DTYPES:
             continue
-        hint = f"one of {', '.join(map(str, DTYPES))}"
+        hint = f"use one of {', '.join(map(str, DTYPES))}"
         if parameter.is_complex():
             hint = (
-                "hold its real and imaginary parts in a parameter of shape (..., 2), and use "
+                "store its real and imaginary parts in a parameter of shape (..., 2), and use "
                 "torch.view_as_complex(parameter) in forward"
             )
         raise TypeError(
@@ -67,11 +67,12 @@ def check_inner(wrapper: str, inner: object) -> None:
     """Check that `inner` is an optimizer of torch that takes one step for one gradient.
 
     Args:
-        wrapper: name of the optimizer that wraps it, for the message.
+        wrapper: the name of the wrapping optimizer, for the message.
         inner: the object to check.
 
     Raises:
-        TypeError: it is not an optimizer, communicates itself, or needs a closure, as LBFGS does.
+        TypeError: it is not an optimizer, it communicates itself, or it requires a closure, as
+            LBFGS does.
     """
     kind = type(inner).__name__
     if not isinstance(inner, Optimizer):
@@ -82,7 +83,7 @@ def check_inner(wrapper: str, inner: object) -> None:
     if hasattr(inner, "algorithm"):
         raise TypeError(
             f"{wrapper} cannot wrap a {kind}, which communicates itself\n\nhint: wrap an optimizer "
-            "of torch.optim, or use this one as it is"
+            f"of torch.optim, or use {kind} without {wrapper}"
         )
     closure = inspect.signature(type(inner).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -102,8 +103,8 @@ def check_adam_options(optimizer: str, group: Mapping[str, Any]) -> None:
     for name in UNSUPPORTED:
         if group.get(name):
             raise ValueError(
-                f"{name}={group[name]!r} is not supported by {optimizer}\n\nhint: leave {name} "
-                "out, or give gcnzc.optim.Averaged an optimizer of torch that has it"
+                f"{name}={group[name]!r} is not supported by {optimizer}\n\nhint: omit {name}, or "
+                "wrap an optimizer of torch that supports it in gcnzc.optim.Averaged"
             )
     for name in ("lr", "eps", "weight_decay"):
         check_at_least_zero(name, group[name])
@@ -117,7 +118,7 @@ def check_adam_options(optimizer: str, group: Mapping[str, Any]) -> None:
 def check_param_group(optimizer: str, group: Mapping[str, Any]) -> None:
     """Check the parameters of a group, and `lr`, `eps`, `weight_decay` and `betas` if it has them.
 
-    torch's optimizers check their arguments, but not the options that a group overrides.
+    torch's optimizers check their arguments, but not the options of a single parameter group.
 
     Raises:
         TypeError: see `check_parameters`.

@@ -47,7 +47,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
                 loss = trainer.task.loss(logits, batch.y)
                 loss.backward()
             trainer.optimizer.weight = trainer.loader.shares.weight(step)
-            trainer.optimizer.asks = [stopped.is_set(), trainer.is_due()]
+            trainer.optimizer.signals = [stopped.is_set(), trainer.is_due()]
             trainer.optimizer.step()
             stepped = trainer.now()
             if trainer.optimizer.skip_reason:
@@ -81,7 +81,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
             trace(trainer, batch.spans + waits + beside, stages)
             began = trainer.now()
             advance(step + 1, steps, trainer.tally.shown)
-            handle_stop_request(trainer, trainer.optimizer.heard)
+            handle_stop_request(trainer, trainer.optimizer.received_signals)
 
 
 def finish_epoch(trainer: Trainer) -> None:
@@ -112,7 +112,7 @@ def finish_epoch(trainer: Trainer) -> None:
         if last:
             trainer.optimizer.finalize()
         # between two exchanges workers may be apart
-        own: Any = run(trainer.optimizer.parameters_averaged(), trainer.group)
+        own: Any = run(trainer.optimizer.average_parameters(), trainer.group)
         trainer.group.at(trainer.steps, f"evaluation in epoch {trainer.epoch + 1}")
         with trainer.reporter.task(
             f"evaluate {trainer.epoch + 1}/{trainer.config.epochs}"
@@ -131,7 +131,7 @@ def finish_epoch(trainer: Trainer) -> None:
                 "model": weights,
             }
             trainer.is_best_written = False
-        run(trainer.optimizer.parameters_restored(own), trainer.group)
+        run(trainer.optimizer.restore_parameters(own), trainer.group)
     trainer.lines.append(line)
     trainer.epoch, trainer.in_epoch = trainer.epoch + 1, False
     trainer.tally = EpochStats(trainer.device)

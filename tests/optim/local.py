@@ -22,8 +22,8 @@ class Handed(Clocks):
     """Clocks of a worker that a test sets forward."""
 
     def __init__(self):
-        self.passed_s = self.worked_s = 0.0
-        super().__init__(lambda: self.passed_s, lambda: self.worked_s)
+        self.wall_s = self.cpu_s = 0.0
+        super().__init__(lambda: self.wall_s, lambda: self.cpu_s)
 
     # so that a test may
     __setattr__ = object.__setattr__
@@ -136,9 +136,9 @@ def _trained_over(make, group, steps):
         optimizer.step()
         if number == steps // 2:
             state = saved(optimizer.state_dict())
-            own = run(optimizer.parameters_averaged(), group)
+            own = run(optimizer.average_parameters(), group)
             averaged = vector_of(model)
-            run(optimizer.parameters_restored(own), group)
+            run(optimizer.restore_parameters(own), group)
             optimizer.load_state_dict(state)
     before = vector_of(model)
     optimizer.finalize()
@@ -151,7 +151,7 @@ def check_processes_as_lockstep(found, make, steps):
     train(models, optimizers, steps)
     for (_, before, _), model in zip(found, models, strict=True):
         assert torch.equal(before, vector_of(model))
-    lockstep([optimizer.finalized() for optimizer in optimizers])
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
     for averaged, _, after in found:
         assert torch.equal(after, vector_of(models[0]))

@@ -141,14 +141,14 @@ def test_signals_of_one_are_heard_by_all():
         Averaged(INNER["sgd"](model.parameters()), Group(rank, 3), 2)
         for rank, model in enumerate(models)
     ]
-    for asks in ([False, False], [False, True], [True, True]):
-        optimizers[2].asks = asks
+    for signals in ([False, False], [False, True], [True, True]):
+        optimizers[2].signals = signals
         lockstep([optimizer.algorithm() for optimizer in optimizers])
-        assert all(optimizer.heard == asks for optimizer in optimizers)
+        assert all(optimizer.received_signals == signals for optimizer in optimizers)
     alone = Averaged(INNER["sgd"](models[0].parameters()), Group(), 2)
-    alone.asks = [True, False]
+    alone.signals = [True, False]
     alone.step()
-    assert alone.heard == [True, False]
+    assert alone.received_signals == [True, False]
 
 
 def begin(models):
@@ -267,7 +267,7 @@ def test_signals_and_options_travel_with_sparse_gradients_alone():
         table = nn.Embedding(5, 2, sparse=True)
         inner = torch.optim.SGD(table.parameters(), lr=0.1)
         optimizers.append((table, Averaged(inner, Group(rank, 2), signals=2)))
-    optimizers[1][1].asks = [False, True]
+    optimizers[1][1].signals = [False, True]
 
     def take(steps):
         for _ in range(steps):
@@ -276,7 +276,7 @@ def test_signals_and_options_travel_with_sparse_gradients_alone():
             lockstep([optimizer.algorithm() for _, optimizer in optimizers])
 
     take(1)
-    assert [optimizer.heard for _, optimizer in optimizers] == [[False, True]] * 2
+    assert [optimizer.received_signals for _, optimizer in optimizers] == [[False, True]] * 2
     optimizers[1][1].param_groups[0]["lr"] = 0.2
     with pytest.raises(ValueError, match=r"lr of parameter group 0 differs between ranks"):
         take(20)

@@ -80,7 +80,7 @@ def test_the_state_of_another_optimizer_is_refused_by_name(make):
     with pytest.raises(ValueError, match=f"the state of {other.__name__}, not of {make.__name__}"):
         optimizer.load_state_dict(state)
     wrapper = DiLoCo(torch.optim.AdamW([parameter]), Group())
-    with pytest.raises(ValueError, match="before it is wrapped"):
+    with pytest.raises(ValueError, match="before wrapping it"):
         wrapper.load_state_dict(adamw.state_dict())
     with pytest.raises(ValueError, match="not of the inner optimizer"):
         Averaged(torch.optim.AdamW([parameter]), Group()).load_state_dict(state)

@@ -30,7 +30,7 @@ from gcnzc.compress.dense import DenseReducer
 from gcnzc.exchange import Choices, Compute, Group, Link, init_group, lockstep
 from gcnzc.optim.local.co2 import CO2
 from gcnzc.optim.local.diloco import DiLoCo
-from gcnzc.optim.local.sync_interval import FIRST, MEASURED, WARM_UP
+from gcnzc.optim.local.sync_interval import INITIAL_STEPS, NUM_MEASURED, WARM_UP
 from gcnzc.optim.resize import resize_state
 
 HALF = Dense(torch.float16)
@@ -509,7 +509,7 @@ def test_another_number_of_workers_goes_on_where_the_old_were(old, new, options)
         # nobody is left to exchange with: what the last round comes to is taken at once
         starts = [optimizer.start for optimizer in optimizers]
         before = torch.cat(starts if "sharded" in options else starts[:1])
-        moved = optimizers[0].flight.values[: len(before)] - before
+        moved = optimizers[0].pending.values[: len(before)] - before
         assert moved.abs().max() > 0.001
         expected = Everything().float()
         nn.utils.vector_to_parameters(mean, expected.parameters())
@@ -549,7 +549,7 @@ def test_another_number_of_eager_workers_ends_where_the_old_would_have(old, new,
     if new > 1:
         torch.testing.assert_close(mean_of(again), before, rtol=0, atol=1e-12)
     for team_of in (optimizers, others):
-        lockstep([optimizer.finalized() for optimizer in team_of])
+        lockstep([optimizer.finalize_algorithm() for optimizer in team_of])
     assert (vector_of(models[0]) - before).abs().max() > 0.001
     torch.testing.assert_close(vector_of(again[0]), vector_of(models[0]), rtol=0, atol=1e-12)
 
@@ -592,7 +592,7 @@ def test_an_eager_worker_that_is_not_finite_begins_where_all_have_come(bad, shar
     train(models, optimizers, 12, 4)
     assert all(vector_of(model).isfinite().all() for model in models)
     assert all(optimizer.dropped == 1 for optimizer in optimizers)
-    lockstep([optimizer.finalized() for optimizer in optimizers])
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
 
 
@@ -605,15 +605,15 @@ def test_an_eager_worker_that_is_not_finite_begins_where_all_have_come(bad, shar
 def test_all_end_with_the_same_bit_for_bit(steps, options):
     models, optimizers = team(3, every(4, **options))
     train(models, optimizers, steps)
-    lockstep([optimizer.finalized() for optimizer in optimizers])
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
     after = vector_of(models[0])
     assert all(optimizer.gap.distance == 0 for optimizer in optimizers)
-    lockstep([optimizer.finalized() for optimizer in optimizers])
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert torch.equal(vector_of(models[0]), after)
     # and may go on
     train(models, optimizers, 20, steps)
-    lockstep([optimizer.finalized() for optimizer in optimizers])
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
 
 
@@ -633,7 +633,7 @@ def test_no_step_is_lost_at_the_end(eager):
                 # whatever the parameters are
                 vector.grad = targets[rank].clone()
             lockstep([optimizer.algorithm() for optimizer in optimizers])
-        lockstep([optimizer.finalized() for optimizer in optimizers])
+        lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
         expected = -0.1 * steps * targets.mean(dim=0)
         for vector in vectors:
             torch.testing.assert_close(vector.detach(), expected, rtol=0, atol=1e-14)
@@ -642,11 +642,11 @@ def test_no_step_is_lost_at_the_end(eager):
 def test_signals_are_told_with_a_round_and_heard_with_its_mean():
     models, optimizers = team(3, every(2, signals=2))
     for step in range(10):
-        optimizers[2].asks = [step in (2, 3), step == 4]
+        optimizers[2].signals = [step in (2, 3), step == 4]
         train(models, optimizers, step + 1, step)
         # what is asked at the end of the second round is heard at that of the third
         expected = [step == 5, False]
-        assert all(optimizer.heard == expected for optimizer in optimizers)
+        assert all(optimizer.received_signals == expected for optimizer in optimizers)
 
 
 def test_the_mean_is_there_for_evaluation_and_goes_again():
@@ -655,11 +655,11 @@ def test_the_mean_is_there_for_evaluation_and_goes_again():
     train(models, optimizers, 7)
     own = [vector_of(model) for model in models]
     mean = mean_of(models)
-    kept = lockstep([optimizer.parameters_averaged() for optimizer in optimizers]).results
+    kept = lockstep([optimizer.average_parameters() for optimizer in optimizers]).results
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean, rtol=1e-14, atol=1e-15)
     pairs = zip(optimizers, kept, strict=True)
-    lockstep([optimizer.parameters_restored(each) for optimizer, each in pairs])
+    lockstep([optimizer.restore_parameters(each) for optimizer, each in pairs])
     assert all(map(torch.equal, own, map(vector_of, models)))
     train(models, optimizers, 15, 7)
     train(undisturbed, others, 15)
@@ -679,7 +679,7 @@ def test_options_that_differ_or_contradict_are_told():
     # a function has the same name on all
     lockstep([of(rank, gap=root).broadcast_model() for rank in range(2)])
     for options, words in (
-        ({"sharded": True, "compress": HALF}, "sharded with"),
+        ({"sharded": True, "compress": HALF}, "sharded=True with"),
         ({"delay": 2}, "a delay of 2 rounds"),
         ({"clip": 0.0}, "clip is 0.0"),
         ({"gap": "gap"}, "gap is 'gap'"),
@@ -777,7 +777,7 @@ def test_steps_are_taken_while_an_exchange_goes_on(tmp_path):
     found = results(2, tmp_path, patient, 12)
     models, optimizers = team(2, every(3), adamw)
     train(models, optimizers, 12)
-    lockstep([optimizer.finalized() for optimizer in optimizers])
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     for parameters, begun in found:
         assert begun == 4
         assert torch.equal(parameters, vector_of(models[0]))
@@ -803,7 +803,7 @@ def test_over_processes_as_in_lockstep(tmp_path):
     # of the steps' time a half or a twentieth; of their work, 2 s each, a fortieth
     [(1, 0.0, 13), (0, 0.0, 130), (1, 0.5, 13), (1, 3.0, 60), (0, 3.0, 130), (0, 13.0, 260)],
 )
-def test_the_number_of_local_steps_is_measured(delay, worked_s, expected):
+def test_the_number_of_local_steps_is_measured(delay, cpu_s, expected):
     clocks, seen = [Handed(), Handed()], []
 
     def make(inner, group):
@@ -815,17 +815,17 @@ def test_the_number_of_local_steps_is_measured(delay, worked_s, expected):
         mean = reducer.mean
 
         def slower(values, notes=0):
-            clocks[rank].passed_s += 6.5
-            clocks[rank].worked_s += worked_s
+            clocks[rank].wall_s += 6.5
+            clocks[rank].cpu_s += cpu_s
             return (yield from mean(values, notes))
 
         reducer.mean = slower
 
     def timed(rank):
         yield from optimizers[rank].broadcast_model()
-        for number, rows in enumerate(batches(WARM_UP + MEASURED + 2)):
-            clocks[rank].passed_s += 1.0
-            clocks[rank].worked_s += 2.0
+        for number, rows in enumerate(batches(WARM_UP + NUM_MEASURED + 2)):
+            clocks[rank].wall_s += 1.0
+            clocks[rank].cpu_s += 2.0
             gradients_of(models[rank], optimizers[rank], rows)
             yield from optimizers[rank].algorithm()
             seen.append((number, optimizers[rank].local_steps))
@@ -834,15 +834,15 @@ def test_the_number_of_local_steps_is_measured(delay, worked_s, expected):
         slow(optimizer.mean, rank)
     lockstep([timed(rank) for rank in range(2)])
     for number, steps in seen:
-        assert steps == (FIRST if number < WARM_UP + MEASURED - 1 else expected)
+        assert steps == (INITIAL_STEPS if number < WARM_UP + NUM_MEASURED - 1 else expected)
 
 
 def test_momentum_is_warned_of_when_the_number_of_steps_is_known():
     make = every("auto", outer_momentum=0.5)
     optimizer = make(sgd(nn.Linear(2, 2).parameters()), Group(0, 2))
     optimizer.warn_of_momentum()
-    optimizer.pace.steps, optimizer.pace.is_measuring = 100, False
-    with pytest.warns(UserWarning, match="100 steps late"):
+    optimizer.sync_interval.steps, optimizer.sync_interval.is_measuring = 100, False
+    with pytest.warns(UserWarning, match="delayed by one round of 100 steps"):
         optimizer.warn_of_momentum()
     # once
     optimizer.warn_of_momentum()
@@ -852,7 +852,7 @@ def test_a_signal_that_was_under_way_is_not_heard_by_the_run_that_goes_on():
     def until_saved(rank):
         parameter = torch.nn.Parameter(torch.ones(5))
         optimizer = CO2(torch.optim.SGD([parameter], 0.1), Group(rank, 2), local_steps=2, signals=1)
-        optimizer.asks = [rank == 0]
+        optimizer.signals = [rank == 0]
         for _ in range(2):
             parameter.grad = torch.ones(5)
             yield from optimizer.algorithm()
@@ -863,12 +863,12 @@ def test_a_signal_that_was_under_way_is_not_heard_by_the_run_that_goes_on():
         parameter = torch.nn.Parameter(torch.ones(5))
         optimizer = CO2(torch.optim.SGD([parameter], 0.1), Group(rank, 2), local_steps=2, signals=1)
         optimizer.load_state_dict(state)
-        heard = []
+        received_signals = []
         for _ in range(4):
             parameter.grad = torch.ones(5)
             yield from optimizer.algorithm()
-            heard += optimizer.heard
-        return heard
+            received_signals += optimizer.received_signals
+        return received_signals
 
     states = lockstep([until_saved(rank) for rank in range(2)]).results
     found = lockstep([going_on(rank, state) for rank, state in enumerate(states)]).results

@@ -53,7 +53,7 @@ def line(workers=4, method="averaged, ring", latency_s=0.0, serial_bytes=1e6, co
     ],
 )
 def test_a_cost_is_what_the_formula_says(name, workers, messages, vectors):
-    cost = optim_cost.cost_of(MODEL, workers, NETWORK, f"averaged, {name}")
+    cost = optim_cost.step_cost(MODEL, workers, NETWORK, f"averaged, {name}")
     assert cost.latency_s == pytest.approx(messages * ALPHA_S, rel=1e-12)
     assert cost.serial_bytes == pytest.approx(vectors * BYTES, rel=1e-9)
     ask = Sum(torch.zeros(BYTES // 4))
@@ -62,7 +62,7 @@ def test_a_cost_is_what_the_formula_says(name, workers, messages, vectors):
 
 def test_a_worker_without_a_place_waits_twice():
     # its values go to the one beside it, which sends two messages after that, one after the other
-    cost = optim_cost.cost_of(MODEL, 3, NETWORK, "averaged, doubling")
+    cost = optim_cost.step_cost(MODEL, 3, NETWORK, "averaged, doubling")
     assert cost.latency_s == pytest.approx(3 * NETWORK.message_s + 2 * NETWORK.delay_s, rel=1e-12)
     assert cost.serial_bytes == pytest.approx(3 * BYTES, rel=1e-9)
     assert cost.sent_bytes == 2 * BYTES
@@ -71,7 +71,7 @@ def test_a_worker_without_a_place_waits_twice():
 @pytest.mark.parametrize("workers", [2, 3, 6, 7])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_cost_at_one_rate_tells_the_others(name, workers):
-    cost = replace(optim_cost.cost_of(MODEL, workers, NETWORK, name), code_s=0.0)
+    cost = replace(optim_cost.step_cost(MODEL, workers, NETWORK, name), code_s=0.0)
     for mbit_per_s in (0.01, 1e4):
         network = Network(mbit_per_s, NETWORK.delay_s, NETWORK.message_s)
         models = [optim_cost._with_gradients(MODEL) for _ in range(workers)]
@@ -85,7 +85,7 @@ def test_a_cost_at_one_rate_tells_the_others(name, workers):
 
 def test_shares_that_are_not_even_change_little():
     odd = nn.Linear(10, 67)
-    cost = optim_cost.cost_of(odd, 7, NETWORK, "averaged, ring")
+    cost = optim_cost.step_cost(odd, 7, NETWORK, "averaged, ring")
     assert cost.serial_bytes == pytest.approx(12 / 7 * 4 * (10 * 67 + 67 + 4), rel=0.01)
 
 
@@ -93,7 +93,7 @@ def test_gradients_of_every_dtype_are_sent():
     model = nn.ModuleList([nn.Linear(3, 5), nn.Linear(7, 2).double()])
     model.append(nn.Linear(50, 50).requires_grad_(False))
     assert optim_cost.gradient_bytes(model) == {"float32": 4 * 20, "float64": 8 * 16}
-    cost = optim_cost.cost_of(model, 2, NETWORK, "averaged, doubling")
+    cost = optim_cost.step_cost(model, 2, NETWORK, "averaged, doubling")
     # two flags and two signals with each
     assert cost.sent_bytes == 4 * (20 + 4) + 8 * (16 + 4)
     assert cost.latency_s == pytest.approx(2 * ALPHA_S, rel=1e-12)
@@ -138,7 +138,9 @@ def test_what_hides_is_not_waited_for():
 @pytest.mark.parametrize("workers", [2, 4, 5])
 def test_methods_send_what_they_exchange(workers):
     model, elements = nn.ParameterList([nn.Parameter(torch.zeros(40_000))]), 40_000
-    sent = {name: optim_cost.cost_of(model, workers, NETWORK, name).sent_bytes for name in METHODS}
+    sent = {
+        name: optim_cost.step_cost(model, workers, NETWORK, name).sent_bytes for name in METHODS
+    }
     whole = sent["averaged, ring"]
     assert whole == pytest.approx(2 * (workers - 1) / workers * 4 * elements, rel=1e-3)
     signs = 2 * (workers - 1) / workers * elements / 8
@@ -310,7 +312,7 @@ def test_a_graph_without_features(tmp_path, capsys):
 
 
 def test_a_picture_has_every_method_at_the_rate_that_was_asked_for():
-    costs = optim_cost.costs_of(MODEL, [2, 3], NETWORK)
+    costs = optim_cost.step_costs(MODEL, [2, 3], NETWORK)
     times = reports_network.drawn(costs, Computed(0.5), NETWORK, "g")
     assert [list(curves) for curves in times.curves.values()] == [list(METHODS)] * 2
     for each in costs:
@@ -344,7 +346,9 @@ def test_the_steps_of_a_trace_that_count():
 
 
 def test_the_first_step_s_agreement_is_in_no_step():
-    once = lockstep([averaged.Gradients(MODEL.named_parameters()).agree(2) for _ in "ab"])
+    once = lockstep(
+        [averaged.Gradients(MODEL.named_parameters()).determine_layout(2) for _ in "ab"]
+    )
     assert once.ledgers[0].bytes_sent > 0
-    cost = optim_cost.cost_of(MODEL, 2, NETWORK, "averaged, doubling")
+    cost = optim_cost.step_cost(MODEL, 2, NETWORK, "averaged, doubling")
     assert cost.sent_bytes == BYTES

@@ -70,8 +70,8 @@ def train(parameters, optimizers, steps, growth=1.0):
 
 def describe(optimizer):
     """The options that ranks compare."""
-    if hasattr(optimizer, "words"):
-        return optimizer.words()
+    if hasattr(optimizer, "describe_options"):
+        return optimizer.describe_options()
     return optimizer.layout()
 
 
@@ -108,7 +108,7 @@ def test_with_defaults_0_1_adam_takes_local_steps_in_a_run_of_300_steps(options)
     apart = 0
     for _ in range(300):
         train(parameters, optimizers, 1)
-        apart += optimizers[0].is_apart
+        apart += optimizers[0].is_out_of_sync
     assert apart >= 50
 
 

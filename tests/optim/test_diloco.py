@@ -57,7 +57,7 @@ def test_an_outer_step_is_torchs_on_the_mean_of_what_workers_did(nesterov):
                 saved(optimizers[optimizer.group.rank].inner.state_dict())
             )
             optimizer.is_broadcast = True
-            optimizer.started()
+            optimizer.initialize()
         train(others, theirs, begin + 4, begin)
         train(models, optimizers, begin + 4, begin)
         common.grad = common.detach() - mean_of(others)
@@ -96,7 +96,7 @@ def test_workers_are_one_after_every_outer_step_and_at_the_end(options):
         train(models, optimizers, step + 1, step)
         assert all_equal(models) == (step % 4 == 3)
     mean = mean_of(models)
-    lockstep([optimizer.finalized() for optimizer in optimizers])
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean)
     for optimizer in optimizers:
@@ -113,7 +113,7 @@ def test_shares_change_nothing_but_the_memory():
     others, theirs = team(3, every(4), adamw)
     train(others, theirs, 12)
     torch.testing.assert_close(vector_of(models[0]), vector_of(others[0]), rtol=0, atol=1e-12)
-    count = theirs[0].space.num_elements
+    count = theirs[0].flat_params.num_elements
     assert theirs[0].state_bytes == 2 * count * 8
     assert sum(optimizer.state_bytes for optimizer in optimizers) == 2 * count * 8
     assert max(optimizer.state_bytes for optimizer in optimizers) <= 2 * (count // 3 + 32) * 8
@@ -147,7 +147,7 @@ def test_shares_are_exact_where_sums_are():
 
 
 def test_shares_are_not_compressed():
-    with pytest.raises(ValueError, match="sharded with Dense"):
+    with pytest.raises(ValueError, match="sharded=True with compress=Dense"):
         DiLoCo(sgd(Everything().parameters()), sharded=True, compress=HALF)
 
 
@@ -276,10 +276,10 @@ def test_one_worker_takes_the_inner_steps_alone_or_outer_ones_if_asked_to():
 
 def test_signals_are_heard_with_shares_too():
     models, optimizers = team(3, every(2, sharded=True, signals=2))
-    optimizers[1].asks = [False, True]
+    optimizers[1].signals = [False, True]
     for step, expected in enumerate([[False, False], [False, True]]):
         train(models, optimizers, step + 1, step)
-        assert all(optimizer.heard == expected for optimizer in optimizers)
+        assert all(optimizer.received_signals == expected for optimizer in optimizers)
 
 
 def test_a_sparse_gradient_is_stepped_by_the_inner_optimizer():

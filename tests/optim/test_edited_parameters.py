@@ -149,7 +149,7 @@ def test_replicas_in_lockstep_stay_without_an_error(name, monkeypatch):
         for rank, model in enumerate(models):
             set_gradients(model, step, rank)
         lockstep([each.algorithm() for each in optimizers])
-    lockstep([each.finalized() for each in optimizers])
+    lockstep([each.finalize_algorithm() for each in optimizers])
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
@@ -161,7 +161,7 @@ def test_differences_by_rounding_are_removed_with_a_warning():
         models[1][1].weight.mul_(1 + 1e-6)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        lockstep([each.finalized() for each in optimizers])
+        lockstep([each.finalize_algorithm() for each in optimizers])
     assert "1 parameters differed between ranks by rounding" in str(found[0].message)
     assert torch.equal(models[0][1].weight, models[1][1].weight)
 

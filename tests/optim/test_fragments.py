@@ -19,15 +19,15 @@ def space_of(model):
     return FlatParameters(torch.optim.SGD(model.parameters(), lr=1.0).param_groups)
 
 
-def check_every_element_once(space, fragments):
+def check_every_element_once(flat_params, fragments):
     """Each fragment writes a number of its own; every element gets one, and is read back."""
-    assert sum(fragment.num_elements for fragment in fragments) == space.num_elements
-    seen = torch.zeros(space.num_elements, dtype=torch.int64)
+    assert sum(fragment.num_elements for fragment in fragments) == flat_params.num_elements
+    seen = torch.zeros(flat_params.num_elements, dtype=torch.int64)
     for number, fragment in enumerate(fragments, 1):
-        space.write_parameters(space.zeros())
-        before = torch.arange(1, fragment.num_elements + 1).to(space.dtype)
+        flat_params.write_parameters(flat_params.zeros())
+        before = torch.arange(1, fragment.num_elements + 1).to(flat_params.dtype)
         fragment.write(before)
-        written = space.read_parameters(space.empty())
+        written = flat_params.read_parameters(flat_params.empty())
         assert int((written != 0).sum()) == fragment.num_elements, fragment.name
         seen[written != 0] += number
         seen[written != 0] += 1000
@@ -37,20 +37,20 @@ def check_every_element_once(space, fragments):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 100])
 def test_slices_cover_every_element_once_and_are_alike_in_size(count):
-    space = space_of(Everything())
-    fragments = split_into_fragments(space, count)
+    flat_params = space_of(Everything())
+    fragments = split_into_fragments(flat_params, count)
     assert len(fragments) == count
-    check_every_element_once(space, fragments)
+    check_every_element_once(flat_params, fragments)
     sizes = [fragment.num_elements for fragment in fragments]
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_as_many_slices_as_elements_and_no_more():
-    space = space_of(nn.Linear(2, 2))
-    check_every_element_once(space, split_into_fragments(space, 6))
+    flat_params = space_of(nn.Linear(2, 2))
+    check_every_element_once(flat_params, split_into_fragments(flat_params, 6))
     for count in (0, 7):
         with pytest.raises(ValueError, match=f"{count} fragments of 6 elements"):
-            split_into_fragments(space, count)
+            split_into_fragments(flat_params, count)
 
 
 def test_a_fragment_for_each_module():
@@ -99,19 +99,19 @@ def test_parameters_that_do_not_lie_flat():
     model = nn.Linear(3, 4)
     model.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     assert not model.weight.is_contiguous()
-    space = space_of(model)
-    fragments = split_into_fragments(space, 3)
-    expected = space.read_parameters(space.empty())
+    flat_params = space_of(model)
+    fragments = split_into_fragments(flat_params, 3)
+    expected = flat_params.read_parameters(flat_params.empty())
     read = [each.read(torch.empty(each.num_elements)) for each in fragments]
     assert torch.equal(torch.cat(read), expected)
-    check_every_element_once(space, fragments)
+    check_every_element_once(flat_params, fragments)
 
 
 def test_half_precision_is_read_exactly_and_rounded_when_written():
     model = nn.Linear(3, 4).bfloat16()
-    space = space_of(model)
-    (fragment,) = split_into_fragments(space, 1)
-    values = fragment.read(space.empty())
+    flat_params = space_of(model)
+    (fragment,) = split_into_fragments(flat_params, 1)
+    values = fragment.read(flat_params.empty())
     assert torch.equal(values[:12].view(4, 3), model.weight.float())
     fragment.write(values + 1)
     assert model.weight.dtype == torch.bfloat16

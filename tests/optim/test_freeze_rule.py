@@ -6,7 +6,7 @@ from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 def frozen_at(rule, norm_at, steps):
     """The first step after which a rule wants to freeze, or 0."""
     for step in range(1, steps + 1):
-        if rule.wants(step, norm_at(step) if rule.is_due(step) else None):
+        if rule.should_freeze(step, norm_at(step) if rule.is_due(step) else None):
             return step
     return 0
 
@@ -51,6 +51,6 @@ def test_it_goes_on_from_its_state():
     assert frozen_at(rule, lambda _: 1.0, 25) == 0
     state = rule.state_dict()
     other.load_state_dict(state)
-    assert other.wants(30, 1.0)
+    assert other.should_freeze(30, 1.0)
     # the state is a copy
     assert state == rule.state_dict() == {"norms": [1.0, 1.0]}

@@ -21,7 +21,7 @@ from torch import nn
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Choices, Compute, Group, lockstep
 from gcnzc.optim.local.local_sgd import LocalSGD
-from gcnzc.optim.local.sync_interval import FIRST, MEASURED, WARM_UP
+from gcnzc.optim.local.sync_interval import INITIAL_STEPS, NUM_MEASURED, WARM_UP
 from gcnzc.optim.resize import resize_state
 
 HALF = Dense(torch.float16)
@@ -98,7 +98,7 @@ def test_a_run_goes_on_from_any_step(options):
 def test_a_state_is_of_one_worker():
     models, optimizers = team(2, every(3))
     train(models, optimizers, 1)
-    with pytest.raises(ValueError, match=r"(?s)worker 0 of 2 is not .* 1 of 2.*resized"):
+    with pytest.raises(ValueError, match=r"(?s)rank 0 of 2 cannot .* 1 of 2.*resize_state"):
         optimizers[1].load_state_dict(optimizers[0].state_dict())
 
 
@@ -129,7 +129,7 @@ def test_bytes_and_requests_are_as_stated(compress):
         [taught(model, optimizer, 15) for model, optimizer in pairs],
         choices=Choices.always(Sum="ring"),
     )
-    count = optimizers[0].space.num_elements
+    count = optimizers[0].flat_params.num_elements
     for ledger in found.ledgers:
         # ring's parts differ by an element
         stated = 3 * compress.bytes_sent(count, 4, 4)
@@ -206,14 +206,14 @@ def test_nothing_changes_where_no_worker_is_finite():
 def test_signals_are_told_with_a_mean_and_heard_by_all():
     models, optimizers = team(3, every(2, signals=2))
     for step in range(6):
-        optimizers[2].asks = [step >= 2, False]
+        optimizers[2].signals = [step >= 2, False]
         train(models, optimizers, step + 1, step)
         expected = [step in (3, 5), False]
-        assert all(optimizer.heard == expected for optimizer in optimizers)
+        assert all(optimizer.received_signals == expected for optimizer in optimizers)
     (model,), (optimizer,) = team(1, every(2, signals=1))
-    optimizer.asks = [True]
+    optimizer.signals = [True]
     train([model], [optimizer], 1)
-    assert optimizer.heard == [True]
+    assert optimizer.received_signals == [True]
 
 
 def test_the_mean_is_there_for_evaluation_and_goes_again():
@@ -221,11 +221,11 @@ def test_the_mean_is_there_for_evaluation_and_goes_again():
     train(models, optimizers, 7)
     own = [vector_of(model) for model in models]
     mean = mean_of(models)
-    kept = lockstep([optimizer.parameters_averaged() for optimizer in optimizers]).results
+    kept = lockstep([optimizer.average_parameters() for optimizer in optimizers]).results
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean, rtol=1e-14, atol=1e-15)
     pairs = zip(optimizers, kept, strict=True)
-    lockstep([optimizer.parameters_restored(each) for optimizer, each in pairs])
+    lockstep([optimizer.restore_parameters(each) for optimizer, each in pairs])
     assert all(map(torch.equal, own, map(vector_of, models)))
 
 
@@ -234,7 +234,7 @@ def test_all_end_with_the_mean_bit_for_bit(compress):
     models, optimizers = team(3, every(5, compress=compress))
     train(models, optimizers, 7)
     mean = mean_of(models)
-    lockstep([optimizer.finalized() for optimizer in optimizers])
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean, rtol=1e-14, atol=1e-15)
     for optimizer in optimizers:
@@ -277,9 +277,9 @@ def test_the_number_of_local_steps_is_measured(exchange_s, slowest_s, expected):
         mean = reducer.mean
 
         def slower(values, notes=0):
-            clocks[rank].passed_s += exchange_s
+            clocks[rank].wall_s += exchange_s
             # who waits for the other sees more
-            clocks[rank].passed_s += (slowest_s - 0.5) * rank
+            clocks[rank].wall_s += (slowest_s - 0.5) * rank
             return (yield from mean(values, notes))
 
         reducer.mean = slower
@@ -287,8 +287,8 @@ def test_the_number_of_local_steps_is_measured(exchange_s, slowest_s, expected):
     def timed(rank):
         # of other workers than those that see most of the exchange
         yield from optimizers[rank].broadcast_model()
-        for number, rows in enumerate(batches(WARM_UP + MEASURED + 2)):
-            clocks[rank].passed_s += 100.0 if number < WARM_UP else (slowest_s, 0.5)[rank]
+        for number, rows in enumerate(batches(WARM_UP + NUM_MEASURED + 2)):
+            clocks[rank].wall_s += 100.0 if number < WARM_UP else (slowest_s, 0.5)[rank]
             optimizers[rank].zero_grad()
             loss_of(models[rank], rows).backward()
             yield from optimizers[rank].algorithm()
@@ -299,7 +299,7 @@ def test_the_number_of_local_steps_is_measured(exchange_s, slowest_s, expected):
         slow(optimizer.mean, rank)
     lockstep([timed(rank) for rank in range(2)])
     for number, steps in seen:
-        assert steps == (FIRST if number < WARM_UP + MEASURED - 1 else expected)
+        assert steps == (INITIAL_STEPS if number < WARM_UP + NUM_MEASURED - 1 else expected)
     state = saved(optimizers[0].state_dict())
     _, (other, _) = team(2, make)
     other.load_state_dict(state)
@@ -336,7 +336,7 @@ def test_it_is_an_optimizer():
     assert optimizer.step(lambda: (model.weight.sum() ** 2).backward() or 3.0) == 3.0
     scheduler.step()
     assert optimizer.inner.param_groups[0]["lr"] == 0.5
-    with pytest.raises(RuntimeError, match="takes no more parameters"):
+    with pytest.raises(RuntimeError, match="does not support adding parameters"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     optimizer.zero_grad()
     assert model.weight.grad is None
@@ -348,7 +348,7 @@ def test_half_precision_parameters_keep_their_dtype():
     train(models, optimizers, 4)
     assert all_equal(models)
     assert all(parameter.dtype == torch.bfloat16 for parameter in models[0].parameters())
-    assert optimizers[0].space.dtype == torch.float32
+    assert optimizers[0].flat_params.dtype == torch.float32
 
 
 def test_parameters_of_several_dtypes():

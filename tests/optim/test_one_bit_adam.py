@@ -19,7 +19,7 @@ from torch import nn
 from gcnzc.compress import Dense, Sign, WorkerInfo
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import OneBitAdam, resize_state
-from gcnzc.optim.resize import unpacked
+from gcnzc.optim.resize import unpack_state
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 
 
@@ -374,7 +374,7 @@ def test_rows_that_were_never_looked_up_only_decay():
 
 
 def test_without_the_mask_such_rows_explode(monkeypatch):
-    monkeypatch.setattr(OneBitAdam, "_keep_to", lambda self, active: None)
+    monkeypatch.setattr(OneBitAdam, "_set_active", lambda self, active: None)
     _, table, _ = embeddings(10, warmup=5)
     assert float(table.abs().max()) > 1e3
 
@@ -539,7 +539,7 @@ def test_frozen_and_tied_parameters():
         assert torch.equal(model.frozen, Everything().float().frozen)
         # it never had a gradient: not even decay moves it
         assert torch.equal(model.unused, Everything().float().unused)
-    assert sum(parameter.numel() for parameter in optimizers[0].space.parameters) == len(
+    assert sum(parameter.numel() for parameter in optimizers[0].flat_params.parameters) == len(
         values_of(models[0])
     )
 
@@ -581,7 +581,7 @@ def test_it_resumes_to_the_bit_at_every_step():
 
 
 def total_pending(states):
-    errors = [unpacked("", state)["errors"]["momentum"] for state in states]
+    errors = [unpack_state("", state)["errors"]["momentum"] for state in states]
     pending = torch.cat([each["server"] for each in errors]).double()
     return pending + sum(each["worker"].double() for each in errors) / len(errors)
 
@@ -687,12 +687,12 @@ def test_a_state_of_others_is_refused():
         give(models, number)
         step(optimizers)
     state = saved(optimizers[1])
-    with pytest.raises(ValueError, match="worker 1 of 2 is not that of worker 0 of 2"):
+    with pytest.raises(ValueError, match="rank 1 of 2 cannot be loaded on rank 0 of 2"):
         optimizers[0].load_state_dict(state)
     _, (_, other) = small_team(2, shapes=((6, 4), (4,)), warmup=2)
     with pytest.raises(ValueError, match=r"parameter 1 \(5,\).*parameter 1 \(4,\)"):
         other.load_state_dict(state)
-    with pytest.raises(ValueError, match="takes no parameters later"):
+    with pytest.raises(ValueError, match="does not support adding parameters"):
         other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
@@ -707,7 +707,7 @@ def test_a_state_in_memory_does_not_move_on():
     give(models, 4)
     step(optimizers)
     assert state["shared"]["numbers"]["norms"] == norms
-    assert unpacked("OneBitAdam", packed)["shared"]["numbers"]["norms"] == norms
+    assert unpack_state("OneBitAdam", packed)["shared"]["numbers"]["norms"] == norms
 
 
 def test_memory_is_counted():
@@ -816,7 +816,7 @@ def test_it_is_an_optimizer_of_torch():
     assert model.weight.grad is None
     with pytest.raises(ValueError, match="join or stay"):
         OneBitAdam(model.parameters(), wake="maybe", group=Group())
-    with pytest.raises(ValueError, match="carries errors over"):
+    with pytest.raises(ValueError, match="uses error feedback"):
         OneBitAdam(model.parameters(), dense=Sign(), group=Group())
 
 
@@ -835,11 +835,11 @@ def test_a_schedulers_step_size_is_kept_in_the_state():
 def test_signals_of_one_are_heard_by_all():
     models, optimizers = small_team(3, warmup=2, signals=2)
     for number in range(4):
-        for asks in ([False, False], [False, True], [True, False]):
+        for signals in ([False, False], [False, True], [True, False]):
             give(models, number)
-            optimizers[2].asks = asks
+            optimizers[2].signals = signals
             step(optimizers)
-            assert all(optimizer.heard == asks for optimizer in optimizers)
+            assert all(optimizer.received_signals == signals for optimizer in optimizers)
 
 
 def test_it_freezes_by_itself_when_the_variance_has_settled():

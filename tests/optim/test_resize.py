@@ -3,7 +3,7 @@ import torch
 
 from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.optim import resize_state
-from gcnzc.optim.resize import part_of
+from gcnzc.optim.resize import shard_bounds
 
 
 def states(world_size, n=150, steps=3):
@@ -12,7 +12,7 @@ def states(world_size, n=150, steps=3):
     whole = torch.randn(n)
     made = []
     for rank in range(world_size):
-        begin, end = part_of(n, rank, world_size)
+        begin, end = shard_bounds(n, rank, world_size)
         made.append(
             {
                 "shared": {"numbers": {"steps": steps}, "vectors": {"momentum": torch.ones(n)}},
@@ -74,9 +74,9 @@ def test_what_was_given_is_not_changed():
 
 
 def test_states_that_do_not_belong_together_are_told():
-    with pytest.raises(ValueError, match="give those of all workers, in the order of ranks"):
+    with pytest.raises(ValueError, match="give the states of all ranks, in the order of ranks"):
         resize_state(states(3)[:2], 0, 2)
-    with pytest.raises(ValueError, match="give those of all workers, in the order of ranks"):
+    with pytest.raises(ValueError, match="give the states of all ranks, in the order of ranks"):
         resize_state(states(3)[::-1], 0, 2)
     with pytest.raises(ValueError, match="states of different steps"):
         resize_state([*states(2)[:1], *states(2, steps=4)[1:]], 0, 3)
@@ -87,7 +87,7 @@ def test_states_that_do_not_belong_together_are_told():
 def test_parts_are_those_of_codes(n, bits):
     for world_size in (1, 2, 3, 5, 8):
         cut = BlockLayout(n, world_size, bits, 128)
-        bounds = [part_of(n, rank, world_size) for rank in range(world_size)]
+        bounds = [shard_bounds(n, rank, world_size) for rank in range(world_size)]
         assert bounds == [cut.bounds(rank) for rank in range(world_size)]
         assert sum(end - begin for begin, end in bounds) == n
 

@@ -19,50 +19,52 @@ def groups():
 
 def test_dense_parameters_come_first_and_none_comes_twice():
     made = groups()
-    space = FlatParameters(made)
+    flat_params = FlatParameters(made)
     (coded, _), (dense,), (more, _) = (group["params"] for group in made)
-    assert [id(each) for each in space.parameters] == [id(dense), id(coded), id(more)]
-    assert (space.num_dense, space.num_elements) == (4, 11)
-    assert [(each.begin, each.end) for each in space.segments] == [(0, 4), (4, 10), (10, 11)]
-    bounds = [(part.begin, part.end, part.first, part.last) for part in space.parts]
+    assert [id(each) for each in flat_params.parameters] == [id(dense), id(coded), id(more)]
+    assert (flat_params.num_dense, flat_params.num_elements) == (4, 11)
+    assert [(each.begin, each.end) for each in flat_params.segments] == [(0, 4), (4, 10), (10, 11)]
+    bounds = [(part.begin, part.end, part.first, part.last) for part in flat_params.parts]
     assert bounds == [(0, 4, 0, 1), (4, 10, 1, 2), (10, 11, 2, 3)]
     # options are those of the group as they are later
     made[0]["lr"] = 3.0
-    assert space.parts[1].group["lr"] == 3.0
-    assert "group 1, parameter 0 (4,) torch.bfloat16 at 0" in space.layout()
+    assert flat_params.parts[1].group["lr"] == 3.0
+    assert "group 1, parameter 0 (4,) torch.bfloat16 at 0" in flat_params.layout()
 
 
 def test_parameters_go_into_a_vector_and_back():
     made = groups()
-    space = FlatParameters(made)
-    before = [each.detach().clone() for each in space.parameters]
-    values = space.read_parameters(space.empty(2))
+    flat_params = FlatParameters(made)
+    before = [each.detach().clone() for each in flat_params.parameters]
+    values = flat_params.read_parameters(flat_params.empty(2))
     assert values.shape == (13,)
     assert values.dtype == torch.float32
     assert torch.equal(values[:4].bfloat16(), before[0])
     assert torch.equal(values[4:10].view(2, 3), before[1])
-    space.write_parameters(values * 2)
-    assert all(map(torch.equal, space.parameters, [2 * each for each in before]))
-    space.add_to_parameters(-values)
-    assert all(map(torch.equal, space.parameters, before))
-    assert all(not each.requires_grad or each.is_leaf for each in space.parameters)
+    flat_params.write_parameters(values * 2)
+    assert all(map(torch.equal, flat_params.parameters, [2 * each for each in before]))
+    flat_params.add_to_parameters(-values)
+    assert all(map(torch.equal, flat_params.parameters, before))
+    assert all(not each.requires_grad or each.is_leaf for each in flat_params.parameters)
 
 
 def test_gradients_of_all_kinds_are_read():
     table, dense, none = (nn.Parameter(torch.ones(4, 2)) for _ in range(3))
-    space = FlatParameters([{"params": [table, dense, none]}])
+    flat_params = FlatParameters([{"params": [table, dense, none]}])
     table.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (4, 2), check_invariants=True)
     dense.grad = torch.full((4, 2), 3.0)
     values = torch.full((25,), 7.0)
-    space.read_gradients(values, 0.5)
-    of_table, of_dense, of_none = space.views(values)
+    flat_params.read_gradients(values, 0.5)
+    of_table, of_dense, of_none = flat_params.views(values)
     assert of_table.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
     assert bool((of_dense == 1.5).all())
     assert not bool(of_none.any())
     # what follows the gradients is left alone
     assert values[24] == 7
-    assert space.have_gradients() == [True, True, False]
-    assert torch.equal(space.read_gradients(space.empty(), torch.tensor([0.5])), values[:24])
+    assert flat_params.have_gradients() == [True, True, False]
+    assert torch.equal(
+        flat_params.read_gradients(flat_params.empty(), torch.tensor([0.5])), values[:24]
+    )
 
 
 def test_one_double_makes_all_vectors_double():

@@ -24,7 +24,7 @@ from gcnzc.exchange import Choices, Compute, Group, Link, lockstep
 from gcnzc.optim.local.diloco import DiLoCo
 from gcnzc.optim.local.local_sgd import LocalSGD
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
-from gcnzc.optim.local.sync_interval import FIRST, MEASURED, WARM_UP
+from gcnzc.optim.local.sync_interval import INITIAL_STEPS, NUM_MEASURED, WARM_UP
 from gcnzc.optim.resize import resize_state
 
 HALF = Dense(torch.float16)
@@ -152,7 +152,7 @@ def test_anchors_are_the_same_on_all_workers_at_every_step():
 def test_all_end_with_the_mean_of_what_came_back():
     models, optimizers = team(3, every(5, fragments=3, delay=4), adamw, torch.float32)
     train(models, optimizers, 12)
-    assert optimizers[0].flights
+    assert optimizers[0].pending
 
     def apply_pending(optimizer):
         yield from optimizer.apply_pending()
@@ -160,14 +160,14 @@ def test_all_end_with_the_mean_of_what_came_back():
     lockstep([apply_pending(optimizer) for optimizer in optimizers])
     assert not all_equal(models)
     mean = mean_of(models)
-    lockstep([optimizer.finalized() for optimizer in optimizers])
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean)
-    assert not optimizers[0].flights
+    assert not optimizers[0].pending
     # slices lie in the order of the vector
     assert all(torch.equal(each.anchor, each.vector()) for each in optimizers)
     train(models, optimizers, 20, 12)
-    lockstep([optimizer.finalized() for optimizer in optimizers])
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
 
 
@@ -202,7 +202,7 @@ def test_another_number_of_workers_goes_on_with_fragments_under_way(old, new, co
     train(again, others, 10, 6)
     # no mean counted too few or too many workers
     assert all(optimizer.dropped == 0 for optimizer in others)
-    lockstep([optimizer.finalized() for optimizer in others])
+    lockstep([optimizer.finalize_algorithm() for optimizer in others])
     assert all_equal(again)
 
 
@@ -231,7 +231,7 @@ def test_bytes_and_requests_are_as_stated(compress):
 
 def test_memory_is_two_vectors_and_what_is_under_way():
     models, optimizers = team(2, every(6, fragments=4, delay=4))
-    count = optimizers[0].space.num_elements
+    count = optimizers[0].flat_params.num_elements
     lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     begins = {round(p * 6 / 4) + 6 * r: p for p in range(4) for r in range(1, 4)}
     for step in range(1, 20):
@@ -245,12 +245,12 @@ def test_what_is_under_way_is_a_copy():
     # lockstep raises where a tensor is changed while it is sent
     models, optimizers = team(3, every(4, fragments=2, delay=3), adamw)
     train(models, optimizers, 6)
-    flights = [flight.values.clone() for _, flight in optimizers[0].flights.values()]
-    assert flights
+    pending = [flight.values.clone() for _, flight in optimizers[0].pending.values()]
+    assert pending
     with torch.no_grad():
         for parameter in models[0].parameters():
             parameter.fill_(5.0)
-    for before, (_, flight) in zip(flights, optimizers[0].flights.values(), strict=True):
+    for before, (_, flight) in zip(pending, optimizers[0].pending.values(), strict=True):
         assert torch.equal(before, flight.values)
 
 
@@ -270,7 +270,7 @@ def test_a_slow_network_is_hidden_behind_the_steps():
         make = every(4, fragments=1, delay=delay)
         models, optimizers = team(2, make, dtype=torch.float32)
         lockstep([optimizer.broadcast_model() for optimizer in optimizers])
-        size = optimizers[0].space.num_elements * 4
+        size = optimizers[0].flat_params.num_elements * 4
         found = lockstep(
             [timed(*pair) for pair in zip(models, optimizers, strict=True)],
             Link(bytes_per_s=size / 0.12),
@@ -332,10 +332,10 @@ def test_a_fragment_whose_mean_overflows_changes_nothing():
 
 def test_signals_are_heard_with_a_fragment_that_comes_back():
     models, optimizers = team(3, every(4, fragments=2, delay=1, signals=2))
-    optimizers[1].asks = [False, True]
+    optimizers[1].signals = [False, True]
     for step in range(1, 12):
         train(models, optimizers, step, step - 1)
-        assert all(each.heard == [False, step in (5, 7, 9, 11)] for each in optimizers)
+        assert all(each.received_signals == [False, step in (5, 7, 9, 11)] for each in optimizers)
 
 
 def test_fragments_by_module():
@@ -354,7 +354,7 @@ def test_fragments_by_module():
     optimizers = [make(sgd(model.parameters()), Group(rank, 2)) for rank, model in enumerate(made)]
     assert len(optimizers[0].fragments) == 4
     train(made, optimizers, 8)
-    lockstep([optimizer.finalized() for optimizer in optimizers])
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(made)
 
 
@@ -362,8 +362,8 @@ def test_options_that_contradict_one_another():
     inner = sgd(Everything().parameters())
     for options, words in [
         ({"local_steps": 3, "delay": 3}, "a delay of 3 steps(?s:.*)from 0 to 2"),
-        ({"local_steps": "auto", "delay": FIRST}, f"from 0 to {FIRST - 1}"),
-        ({"local_steps": 3, "delay": "auto"}, "measured, with 3 local steps"),
+        ({"local_steps": "auto", "delay": INITIAL_STEPS}, f"from 0 to {INITIAL_STEPS - 1}"),
+        ({"local_steps": 3, "delay": "auto"}, "delay='auto' with local_steps=3"),
         ({"local_steps": 3, "delay": "some"}, "a delay of some steps"),
         ({"mixing": 1.5}, "mixing is 1.5"),
         ({"fragments": 0}, "0 fragments"),
@@ -408,7 +408,7 @@ def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, t
         mean = reducer.mean
 
         def slower(values, notes=0):
-            clocks[rank].passed_s += exchange_s
+            clocks[rank].wall_s += exchange_s
             return (yield from mean(values, notes))
 
         reducer.mean = slower
@@ -418,12 +418,12 @@ def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, t
     def timed(rank):
         optimizer, dues = optimizers[rank], set()
         yield from optimizer.broadcast_model()
-        for number, rows in enumerate(batches(WARM_UP + MEASURED + 100), 1):
-            clocks[rank].passed_s += 1.0
+        for number, rows in enumerate(batches(WARM_UP + NUM_MEASURED + 100), 1):
+            clocks[rank].wall_s += 1.0
             optimizer.zero_grad()
             loss_of(models[rank], rows).backward()
             yield from optimizer.algorithm()
-            for due, _ in optimizer.flights.values():
+            for due, _ in optimizer.pending.values():
                 if due not in dues:
                     dues.add(due)
                     begun[rank].append(number)
@@ -434,7 +434,7 @@ def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, t
         for reducer in optimizer.means:
             slow(reducer, rank)
     lockstep([timed(rank) for rank in range(2)])
-    end = WARM_UP + MEASURED
+    end = WARM_UP + NUM_MEASURED
     measured = [10, 13, 17, 20, 23]
     later = sorted(
         end + offset + expected * window

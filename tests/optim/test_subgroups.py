@@ -36,7 +36,7 @@ def test_two_subgroups_of_four_processes_train_by_themselves(tmp_path):
         optimizers = [streaming(model, Group(rank, 2)) for rank, model in enumerate(models)]
         pairs = zip(models, optimizers, strict=True)
         lockstep([taught_locally(*pair, STEPS) for pair in pairs])
-        lockstep([optimizer.finalized() for optimizer in optimizers])
+        lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
         for rank, member in enumerate(members):
             answers, values, message, (near, apart) = found[member]
             for each in answers:

@@ -206,5 +206,5 @@ def test_a_refresh_is_of_1_bit_adam():
 
 def test_resized_is_told_of_states_that_do_not_belong_together():
     states = [{"rank": 0, "world_size": 2, "shared": {}} for _ in range(2)]
-    with pytest.raises(ValueError, match="states of workers"):
+    with pytest.raises(ValueError, match="states of ranks"):
         resize_state(states, 0, 3)

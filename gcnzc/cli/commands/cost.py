@@ -231,7 +231,7 @@ def cost_command(config: CostConfig, reporter: Reporter) -> None:
         with reporter.task("measure steps") as advance:
             computed = measured(config, loaded, advance)
     with reporter.task("run exchanges") as advance:
-        costs = optim_cost.costs_of(model, config.workers, network, advance)
+        costs = optim_cost.step_costs(model, config.workers, network, advance)
     lines = [reports_network.line_of(cost, computed, network) for cost in costs]
     usual = optim_cost.default_method(model)
     chosen = reports_network.advice(lines, usual)

@@ -1,15 +1,14 @@
-"""The base class of optimizers with local updates: local steps, and a synchronisation every H.
+"""The base class of optimizers that take local steps and synchronise every H steps.
 
-It has local steps, means over the workers whose parameters are finite, overlapped exchanges, and
-checkpoints. A subclass defines what is exchanged, when, and how the result is applied.
+It implements local steps, means over the ranks whose parameters are finite, overlapped exchanges,
+and checkpoints. A subclass defines what is exchanged, when, and how the result is applied.
 
-Letters: W workers, n elements of the parameters as one vector, k notes appended to a vector, H
-steps from one synchronisation to the next.
+Letters: W ranks, n elements of the flat parameter vector, k notes (numbers appended to an exchanged
+vector, such as signals), H steps from one synchronisation to the next.
 """
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,53 +16,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
-from gcnzc.exchange import Algorithm, Group, Start, Wait, run
+from gcnzc.exchange import Algorithm, Group, Start, run
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.base import DistributedOptimizer, identified
+from gcnzc.optim.base import DistributedOptimizer, identify_caller
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
+from gcnzc.optim.local.pending_reduction import CHANNEL, PendingReduction
 from gcnzc.optim.local.sync_interval import SyncInterval
 from gcnzc.optim.validation import check_inner
 from gcnzc.system.scalars import read_scalars, scalars_like
-
-CHANNEL = "outer"
-"""the channel of exchanges that overlap with compute"""
-
-
-@dataclass
-class PendingReduction:
-    """A pending reduction, or a finished one whose result has not been applied yet."""
-
-    values: Tensor
-    """(elements + k,); must not be used until the reduction has finished"""
-    workers: int | None = None
-    """the number of workers in the mean; the current number if None"""
-    pending: Any = None
-    """the result of `Start`; None if the reduction has finished"""
-    skip_reason: str = ""
-    """why there is no mean; empty if there is one"""
-
-    def ended(self) -> Algorithm[None]:
-        """Wait until the reduction has finished."""
-        if self.pending is not None:
-            self.skip_reason = yield Wait(self.pending)
-            self.pending = None
-
-    def saved(self, name: str) -> dict[str, Any]:
-        """Return the state of a finished reduction for a checkpoint."""
-        return {
-            f"{name} values": self.values,
-            f"{name} workers": self.workers,
-            f"{name} blame": self.skip_reason,
-        }
 
 
 class LocalUpdates(DistributedOptimizer):
     """The base class of optimizers that take local steps and synchronise every H of them.
 
-    Rank 0's parameters are broadcast at the start. If a gradient of a worker is not finite, only
-    that worker skips its local step. If parameters of a worker are not finite, the mean is taken
-    over the other workers, and that worker continues from their mean.
+    Rank 0's parameters are broadcast at the start. If a gradient of a rank is not finite, only that
+    rank skips its local step. If parameters of a rank are not finite, the mean is taken over the
+    other ranks, and that rank continues from their mean.
 
     Args:
         inner: the optimizer that takes the local steps. The wrapper shares its parameter groups and
@@ -72,8 +41,8 @@ class LocalUpdates(DistributedOptimizer):
         signals: the number of flags, such as a request to stop, that each synchronisation combines
             over the ranks.
         total_steps: the number of steps of the run; None if it is not known.
-        pace: the interval of synchronisations.
-        alone: whether a single worker runs the whole method; if False, it only takes the inner
+        sync_interval: the number of steps between synchronisations.
+        alone: whether a single rank runs the whole method; if False, it only takes the inner
             optimizer's steps.
         module: see `DistributedOptimizer`.
 
@@ -87,7 +56,7 @@ class LocalUpdates(DistributedOptimizer):
     """
 
     exchanges = 1
-    """the number of exchanges in H steps, of those whose time `pace` measures"""
+    """the number of exchanges in H steps, of those whose time `sync_interval` measures"""
     is_replicated = False
 
     def __init__(
@@ -97,50 +66,50 @@ class LocalUpdates(DistributedOptimizer):
         *,
         signals: int = 0,
         total_steps: int | None = None,
-        pace: SyncInterval,
+        sync_interval: SyncInterval,
         alone: bool = False,
         module: nn.Module | None = None,
     ) -> None:
-        self.is_made = False
+        self.is_constructed = False
         check_inner(type(self).__name__, inner)
         super().__init__(inner.param_groups, inner.defaults, group, signals, module, total_steps)
-        self.is_made = True
+        self.is_constructed = True
         self.inner = inner
-        self._share()
-        self.space = FlatParameters(self.param_groups)
-        self.is_trainable = self.trainable()
+        self._share_inner_state()
+        self.flat_params = FlatParameters(self.param_groups)
+        self.is_trainable = self.trainable_flags()
         self.place = WorkerInfo(
-            self.group.rank, self.group.world_size, self.space.device, self.space.dtype
+            self.group.rank, self.group.world_size, self.flat_params.device, self.flat_params.dtype
         )
-        self.pace = pace
-        pace.counts_work = self.space.device.type == "cpu"
-        self.is_plain = self.group.world_size == 1 and not alone
+        self.sync_interval = sync_interval
+        sync_interval.counts_cpu_time = self.flat_params.device.type == "cpu"
+        self.is_inner_only = self.group.world_size == 1 and not alone
         """whether this optimizer only takes the inner optimizer's steps"""
         self.reducers: dict[str, Reducer] = {}
-        """by name; checkpoints have the same names"""
+        """reducers by name; checkpoints use the same names"""
         self.is_in_sync = False
         """whether all ranks have the same parameters now"""
         self.is_counted: bool | Tensor = True
-        """whether this worker's last contribution was finite; a tensor () until it is read"""
+        """whether this rank's last contribution was finite; a tensor () until it is read"""
         self.since = 0
         """steps since the last synchronisation"""
         self.dropped = 0
-        """number of means without some or all workers, whose parameters were not finite"""
+        """number of means that excluded ranks, whose parameters were not finite, or failed"""
 
     @abstractmethod
-    def words(self) -> str:
-        """Return the options, which must be the same on all workers, as text."""
+    def describe_options(self) -> str:
+        """Return the options, which must be equal on all ranks, as text."""
 
     @abstractmethod
-    def started(self) -> None:
+    def initialize(self) -> None:
         """Initialise the method from the current parameters, which are equal on all ranks."""
 
-    def restarted(self) -> None:
+    def reinitialize(self) -> None:
         """Continue in the middle of a run from the current parameters, equal on all ranks."""
 
     @abstractmethod
-    def synchronised(self) -> Algorithm[None]:
-        """Synchronise the workers; called every H steps."""
+    def synchronize(self) -> Algorithm[None]:
+        """Synchronise the ranks; called every H steps."""
 
     def apply_pending(self) -> Algorithm[None]:
         """Wait for the pending exchanges, and apply their results."""
@@ -153,26 +122,29 @@ class LocalUpdates(DistributedOptimizer):
         yield
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the tensors and numbers that are the same on all workers."""
+        """Return the tensors and numbers that are equal on all ranks."""
         return {}
 
     def local_state(self) -> dict[str, Tensor]:
-        """Return the vectors (n,) of this worker besides its parameters.
+        """Return the vectors (n,) of this rank, without its parameters.
 
-        With another number of workers, their means are loaded.
+        If the number of ranks changes, their means are loaded.
         """
         return {}
 
     def shard_state(self) -> dict[str, Tensor]:
-        """Return this worker's slices of sharded vectors."""
+        """Return this rank's shards of sharded vectors."""
         return {}
 
     def load_own(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
-        """Load the three states above; the parameters are loaded already."""
+        """Load results of `shared_state`, `local_state` and `shard_state`.
 
-    @identified
+        The parameters are loaded already.
+        """
+
+    @identify_caller
     def algorithm(self) -> Algorithm[None]:
         """See `DistributedOptimizer`: an inner step, and every H steps a synchronisation."""
         if self.group.world_size == 1:
@@ -181,29 +153,29 @@ class LocalUpdates(DistributedOptimizer):
         self.skip_reason = ""
         self.local_step()
         self.steps += 1
-        if self.is_plain:
+        if self.is_inner_only:
             # there are no other ranks
-            self.heard = list(self.asks)
+            self.received_signals = list(self.signals)
             return
-        self.heard = [False] * len(self.asks)
+        self.received_signals = [False] * len(self.signals)
         self.is_in_sync = False
-        self.pace.stepped()
+        self.sync_interval.record_step()
         yield from self.after_step()
-        yield from self.pace.chosen(self.exchanges)
+        yield from self.sync_interval.choose(self.exchanges)
         if (yield from self.compare()):
             self.check_trainable()
         self.warn_of_late_phase(self.steps)
 
     def late_phase(self) -> str:
         """See `DistributedOptimizer`."""
-        return "exchange" if self.steps < self.pace.steps else ""
+        return "exchange" if self.steps < self.sync_interval.steps else ""
 
     def after_step(self) -> Algorithm[None]:
-        """Run `synchronised` after every H local steps; called after each local step."""
+        """Run `synchronize` after every H local steps; called after each local step."""
         self.since += 1
-        if self.since >= self.pace.steps:
+        if self.since >= self.sync_interval.steps:
             self.since = 0
-            yield from self.synchronised()
+            yield from self.synchronize()
 
     def local_step(self) -> None:
         """Take the inner optimizer's step, if the gradients are finite."""
@@ -211,12 +183,12 @@ class LocalUpdates(DistributedOptimizer):
             self.skipped += 1
             self.skip_reason = f"a gradient of worker {self.group.rank} is not finite: step skipped"
             return
-        self.scale_gradients(self.space.parameters)
+        self.scale_gradients(self.flat_params.parameters)
         self.inner.step()
 
     def _can_step(self) -> bool:
         """Whether the gradients are finite, and GradScaler has found no overflow."""
-        gradients = [p.grad for p in self.space.parameters if p.grad is not None]
+        gradients = [p.grad for p in self.flat_params.parameters if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         flags = [are_finite(*values)] if values else []
         found_inf = getattr(self, "found_inf", None)
@@ -225,21 +197,22 @@ class LocalUpdates(DistributedOptimizer):
 
     def layout(self) -> list[str]:
         """See `DistributedOptimizer`."""
-        own = f"{self.words()} around {type(self.inner).__name__} and {len(self.asks)} signals"
-        return [own, *self.space.layout(), *option_lines(self.param_groups, with_gpu=True)]
+        inner = type(self.inner).__name__
+        own = f"{self.describe_options()} around {inner} and {len(self.signals)} signals"
+        return [own, *self.flat_params.layout(), *option_lines(self.param_groups, with_gpu=True)]
 
     def on_broadcast(self) -> None:
         """See `DistributedOptimizer`."""
         self.is_in_sync = True
-        if not self.is_plain:
-            self.started()
+        if not self.is_inner_only:
+            self.initialize()
 
     @property
     def notes(self) -> int:
         """k, the number of notes after a vector: whether it is finite, and the common notes."""
         return 1 + self.num_common_notes
 
-    def offer(self, values: Tensor) -> None:
+    def prepare_mean(self, values: Tensor) -> None:
         """Prepare a vector (elements + k,) for a mean: write its notes; zero it if not finite.
 
         Sets `is_counted`. Does not synchronise with a GPU.
@@ -251,19 +224,19 @@ class LocalUpdates(DistributedOptimizer):
         values[end:] = scalars_like([0, *self.common_notes()], values)
         values[end] = self.is_counted
 
-    def accept(
+    def complete_mean(
         self,
         values: Tensor,
         skip_reason: str,
         workers: int | None = None,
         sums: Sequence[float] | None = None,
     ) -> bool:
-        """Convert a mean over all workers to one over those that are finite; read the signals.
+        """Convert a mean over all ranks to one over those that are finite; read the signals.
 
         Args:
-            values: (elements + k,), after `offer` and the reduction; scaled in place.
-            blame: the error of the reducer; empty if it succeeded.
-            workers: the number of workers in the mean; the current number if None.
+            values: (elements + k,), after `prepare_mean` and the reduction; scaled in place.
+            skip_reason: the error of the reducer; empty if it succeeded.
+            workers: the number of ranks in the mean; the current number if None.
             sums: the sums of the notes if they have been read; None to read them from `values`.
 
         Returns:
@@ -271,127 +244,131 @@ class LocalUpdates(DistributedOptimizer):
         """
         end, workers = values.numel() - self.notes, workers or self.group.world_size
         if skip_reason:
-            self.drop(f"synchronisation skipped: {skip_reason}")
+            self.record_drop(f"synchronisation skipped: {skip_reason}")
             return False
         count, bits, *signals = sums or values[end:].tolist()
         count = round(count)
         self.comparison.receive(bits, workers)
-        self.heard = [was or round(each) > 0 for was, each in zip(self.heard, signals, strict=True)]
+        self.received_signals = [
+            was or round(each) > 0 for was, each in zip(self.received_signals, signals, strict=True)
+        ]
         if count == workers:
             self.is_counted = True
             return True
         if not count:
-            self.drop("synchronisation skipped: no worker's parameters are finite")
+            self.record_drop("synchronisation skipped: no worker's parameters are finite")
             return False
-        self.drop(f"the parameters of {workers - count} of {workers} workers are not finite")
+        self.record_drop(f"the parameters of {workers - count} of {workers} workers are not finite")
         values[:end] *= workers / count
         return True
 
-    def silenced(self, flight: PendingReduction, num_elements: int) -> PendingReduction:
+    def clear_notes(self, pending: PendingReduction, num_elements: int) -> PendingReduction:
         """Clear the notes of a reduction from a checkpoint, which belong to the earlier run.
 
         Args:
-            flight: with values (num_elements + k,), or with the fewer notes of an older version.
+            pending: its values are (num_elements + k,), or have the fewer notes of an older
+                version.
             num_elements: the number of elements of its vector.
         """
-        notes = flight.values.new_zeros(self.notes)
-        notes[0] = flight.values[num_elements]
-        flight.values = torch.cat([flight.values[:num_elements], notes])
-        return flight
+        notes = pending.values.new_zeros(self.notes)
+        notes[0] = pending.values[num_elements]
+        pending.values = torch.cat([pending.values[:num_elements], notes])
+        return pending
 
-    def drop(self, why: str) -> None:
+    def record_drop(self, why: str) -> None:
         """Count a mean that does not include all ranks, and append the reason to `skip_reason`."""
         self.dropped += 1
         self.skip_reason = f"{self.skip_reason}; {why}" if self.skip_reason else why
 
-    def averaged(self, reducer: Reducer, values: Tensor) -> Algorithm[bool]:
-        """Replace a vector by its mean over the workers whose vector is finite.
+    def average(self, reducer: Reducer, values: Tensor) -> Algorithm[bool]:
+        """Replace a vector by its mean over the ranks whose vector is finite.
 
         Args:
-            reducer: for the vector's number of elements.
+            reducer: a reducer for the vector's number of elements.
             values: (elements + k,), written in place.
 
         Returns:
             Whether there is a mean. If not, no rank may change its parameters.
         """
-        self.offer(values)
-        skip_reason = yield from self.pace.timed(reducer.mean(values, self.notes))
-        return self.accept(values, skip_reason, sums=reducer.note_sums)
+        self.prepare_mean(values)
+        skip_reason = yield from self.sync_interval.time_exchange(reducer.mean(values, self.notes))
+        return self.complete_mean(values, skip_reason, sums=reducer.note_sums)
 
-    def launched(self, reducer: Reducer, values: Tensor) -> Algorithm[PendingReduction]:
-        """Start a mean as `averaged` takes it, overlapped with compute.
+    def start_mean(self, reducer: Reducer, values: Tensor) -> Algorithm[PendingReduction]:
+        """Start the reduction of `average`, overlapped with compute.
 
         Args:
-            reducer: for the vector's number of elements; not to be used until the mean is finished.
-            values: (elements + k,); not to be used until then. `accept` completes the mean.
+            reducer: a reducer for the vector's number of elements; must not be used until the
+                reduction has finished.
+            values: (elements + k,); must not be used until then. Pass it to `complete_mean` after.
 
         Returns:
             The pending reduction.
         """
-        self.offer(values)
-        flight = PendingReduction(values, self.group.world_size)
-        flight.pending = yield Start(reducer.mean(values, self.notes), CHANNEL)
-        if self.pace.is_measuring:
-            yield from self.pace.timed(flight.ended())
-        return flight
+        self.prepare_mean(values)
+        pending = PendingReduction(values, self.group.world_size)
+        pending.handle = yield Start(reducer.mean(values, self.notes), CHANNEL)
+        if self.sync_interval.is_measuring:
+            yield from self.sync_interval.time_exchange(pending.wait())
+        return pending
 
-    def mean_of_parameters(self) -> Algorithm[Tensor | None]:
-        """Return the mean (n,) of the parameters over the workers; None if there is none."""
-        values = self.space.read_parameters(self.space.empty(self.notes))
-        self.offer(values)
-        reducer = Dense().reducer(self.space.num_elements, self.place)
+    def compute_parameter_mean(self) -> Algorithm[Tensor | None]:
+        """Return the mean (n,) of the parameters over the ranks; None if no rank's are finite."""
+        values = self.flat_params.read_parameters(self.flat_params.empty(self.notes))
+        self.prepare_mean(values)
+        reducer = Dense().reducer(self.flat_params.num_elements, self.place)
         skip_reason = yield from reducer.mean(values, self.notes)
-        has_mean = self.accept(values, skip_reason, sums=reducer.note_sums)
-        return values[: self.space.num_elements] if has_mean else None
+        has_mean = self.complete_mean(values, skip_reason, sums=reducer.note_sums)
+        return values[: self.flat_params.num_elements] if has_mean else None
 
     def vector(self, values: Tensor | None = None) -> Tensor:
         """Return a copy (n,) of `values` on the parameters' device; of the parameters if None."""
         if values is None:
-            return self.space.read_parameters(self.space.empty())
-        return values.to(self.space.device, self.space.dtype, copy=True)
+            return self.flat_params.read_parameters(self.flat_params.empty())
+        return values.to(self.flat_params.device, self.flat_params.dtype, copy=True)
 
-    def adopt(self, common: Tensor) -> None:
-        """Set the parameters to the first n elements of a vector that is equal on all workers."""
-        self.space.write_parameters(common)
+    def set_parameters(self, common: Tensor) -> None:
+        """Set the parameters to the first n elements of a vector that is equal on all ranks."""
+        self.flat_params.write_parameters(common)
         self.is_in_sync = True
         if not self.is_counted:
-            self.forget_what_is_not_finite()
+            self.reset_nonfinite_state()
 
-    def forget_what_is_not_finite(self) -> None:
+    def reset_nonfinite_state(self) -> None:
         """Delete the inner optimizer's state of parameters for which it is not finite."""
-        for parameter in self.space.parameters:
+        for parameter in self.flat_params.parameters:
             kept = self.state.get(parameter, {}).values()
             tensors = [each for each in kept if isinstance(each, Tensor)]
             if not all(bool(are_finite(each)) for each in tensors):
                 del self.state[parameter]
 
-    @identified
-    def parameters_averaged(self) -> Algorithm[Tensor]:
-        """Set the parameters to their mean over the workers, and return this worker's own (n,)."""
+    @identify_caller
+    def average_parameters(self) -> Algorithm[Tensor]:
+        """Set the parameters to their mean over the ranks, and return this rank's own (n,)."""
         own = self.vector()
-        if not (self.is_plain or self.is_in_sync):
-            mean = yield from self.mean_of_parameters()
+        if not (self.is_inner_only or self.is_in_sync):
+            mean = yield from self.compute_parameter_mean()
             if mean is not None:
-                self.space.write_parameters(mean)
+                self.flat_params.write_parameters(mean)
         return own
 
-    def parameters_restored(self, own: Tensor) -> Algorithm[None]:
-        """Set the parameters to the result of `parameters_averaged`; does not communicate."""
-        self.space.write_parameters(own)
+    def restore_parameters(self, own: Tensor) -> Algorithm[None]:
+        """Set the parameters to the result of `average_parameters`; does not communicate."""
+        self.flat_params.write_parameters(own)
         return
         yield
 
     def finish(self) -> Algorithm[None]:
         """See `DistributedOptimizer`: set the parameters to their mean over the ranks."""
-        if self.is_plain:
+        if self.is_inner_only:
             return
         yield from self.apply_pending()
         if not self.is_in_sync:
-            mean = yield from self.mean_of_parameters()
+            mean = yield from self.compute_parameter_mean()
             if mean is not None:
-                self.adopt(mean)
+                self.set_parameters(mean)
                 self.since = 0
-                self.restarted()
+                self.reinitialize()
         yield from self.compare()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -401,15 +378,15 @@ class LocalUpdates(DistributedOptimizer):
         return super().__getstate__()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state of this worker; the tensors are not copied.
+        """Return the state of this rank; the tensors are not copied.
 
         It waits for pending exchanges, whose results are applied when they are due.
-        `gcnzc.optim.resized` converts the states for another number of workers. The keys are
+        `gcnzc.optim.resize_state` converts the states for another number of ranks. The keys are
 
             inner    the inner optimizer's state
-            shared   tensors, numbers and strings that are the same on all workers
-            local    vectors (n,) of this worker; has `parameters` unless they are in sync
-            shards   this worker's slices of sharded vectors
+            shared   tensors, numbers and strings that are equal on all ranks
+            local    vectors (n,) of this rank; has `parameters` unless they are in sync
+            shards   this rank's shards of sharded vectors
             errors   the compression errors of each reducer
             rank, world_size
         """
@@ -418,63 +395,64 @@ class LocalUpdates(DistributedOptimizer):
         numbers = {
             "steps": self.steps,
             "since": self.since,
-            "local_steps": 0 if self.pace.is_measuring else self.pace.steps,
-            "is_plain": self.is_plain,
+            "local_steps": 0 if self.sync_interval.is_measuring else self.sync_interval.steps,
+            "is_plain": self.is_inner_only,
         }
         shared: dict[str, Any] = {"numbers": numbers}
         local: dict[str, Tensor] = {}
         (shared if self.is_in_sync else local)["parameters"] = self.vector()
-        if not self.is_plain:
+        if not self.is_inner_only:
             shared |= self.shared_state()
             local |= self.local_state()
         return {
             "inner": self.inner.state_dict(),
             "shared": shared,
             "local": local,
-            "shards": {} if self.is_plain else self.shard_state(),
+            "shards": {} if self.is_inner_only else self.shard_state(),
             "errors": {name: reducer.errors() for name, reducer in self.reducers.items()},
             "rank": self.group.rank,
             "world_size": self.group.world_size,
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Load a `snapshot` of this worker, or a result of `gcnzc.optim.resized`.
+        """Load a `snapshot` of this rank, or a result of `gcnzc.optim.resize_state`.
 
         Raises:
-            ValueError: it is the state of another worker, or of another number of workers.
+            ValueError: it is the state of another rank, or of another number of ranks.
         """
-        self.check_own(snapshot)
+        self.check_rank(snapshot)
         self.inner.load_state_dict(snapshot["inner"])
-        self._share()
+        self._share_inner_state()
         shared, local = snapshot["shared"], snapshot["local"]
         numbers = shared["numbers"]
         self.steps, self.since = numbers["steps"], numbers["since"]
-        if self.pace.wanted == "auto" and numbers["local_steps"]:
-            self.pace.steps, self.pace.is_measuring = numbers["local_steps"], False
+        if self.sync_interval.requested == "auto" and numbers["local_steps"]:
+            self.sync_interval.steps = numbers["local_steps"]
+            self.sync_interval.is_measuring = False
         for name, reducer in self.reducers.items():
             reducer.load_errors(snapshot["errors"].get(name, {}))
         self.is_broadcast, self.is_in_sync = True, "parameters" in shared
         own = (shared if self.is_in_sync else local)["parameters"]
-        self.space.write_parameters(self.vector(own))
-        if self.is_plain:
+        self.flat_params.write_parameters(self.vector(own))
+        if self.is_inner_only:
             return
         if numbers["is_plain"]:
-            # a state of a single worker has no state of the method
-            self.started()
+            # the state of a single rank has no state of the method
+            self.initialize()
         else:
             self.load_own(shared, local, snapshot["shards"])
 
     @property
     def local_steps(self) -> int:
         """H, the current number of steps from one synchronisation to the next."""
-        return self.pace.steps
+        return self.sync_interval.steps
 
     def reducer(self, name: str, compress: Compression, num_elements: int) -> Reducer:
         """Make a reducer for vectors of `num_elements`; checkpoints have its compression errors."""
         self.reducers[name] = compress.reducer(num_elements, self.place)
         return self.reducers[name]
 
-    def _share(self) -> None:
+    def _share_inner_state(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.fill_state()
 
@@ -488,12 +466,12 @@ class LocalUpdates(DistributedOptimizer):
         Raises:
             RuntimeError: the optimizer is constructed already.
         """
-        if self.is_made:
+        if self.is_constructed:
             raise RuntimeError(
-                f"{type(self).__name__} takes no more parameters\n\nhint: give them to the inner "
-                "optimizer before it is wrapped"
+                f"{type(self).__name__} does not support adding parameters\n\nhint: add them to "
+                "the inner optimizer before wrapping it"
             )
         super().add_param_group(param_group)
 
     def __repr__(self) -> str:
-        return f"{self.words()} of {self.inner!r}, workers={self.group.world_size}"
+        return f"{self.describe_options()} of {self.inner!r}, workers={self.group.world_size}"

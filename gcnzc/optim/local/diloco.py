@@ -1,16 +1,16 @@
 """DiLoCo: H local steps, then one step of an outer optimizer on all ranks.
 
-    x_i <- InnerOpt(x_i, gradient of worker i)       H times, each worker on its own
-    d   <- mean_i (a - x_i)                          a: where all began, the same on all workers
+    x_i <- InnerOpt(x_i, gradient of rank i)         H local steps
+    d   <- mean_i (a - x_i)                          a: the anchor, where all ranks started
     b   <- m b + d
-    a   <- a - lr (d + m b)                          Nesterov's momentum; lr b without it
+    a   <- a - lr (d + m b)                          Nesterov momentum; lr b without it
     x_i <- a
 
-as in Douillard et al., "DiLoCo" (2023, https://arxiv.org/abs/2311.08105). Without Nesterov's
+as in Douillard et al., "DiLoCo" (2023, https://arxiv.org/abs/2311.08105). Without Nesterov
 momentum it is SlowMo (Wang et al., 2020, https://arxiv.org/abs/1910.00643), and with m = 0 and
-lr = 1 it is local SGD. The state of the inner optimizers stays with the workers.
+lr = 1 it is local SGD. The states of the inner optimizers are not exchanged.
 
-Letters: W workers, n elements, k notes, s elements of a worker's share.
+Letters: W ranks, n elements, k notes, s elements of a rank's shard.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ from gcnzc.optim.defaults import DILOCO
 from gcnzc.optim.flat_parameters import tiles
 from gcnzc.optim.local.base import LocalUpdates
 from gcnzc.optim.local.sync_interval import Clocks, SyncInterval
-from gcnzc.optim.resize import part_of
+from gcnzc.optim.resize import shard_bounds
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
 
 @dataclass(frozen=True)
 class Outer:
-    """The outer optimizer: torch's SGD, on one vector."""
+    """The outer optimizer: SGD with momentum, as in torch, on one flat vector."""
 
     lr: float
     momentum: float
@@ -42,13 +42,12 @@ class Outer:
 
     @torch.no_grad()
     def step(self, anchor: Tensor, buffer: Tensor, difference: Tensor) -> None:
-        """Move the anchor.
+        """Update the anchor and the momentum in place; all vectors have the same shape.
 
         Args:
-            anchor: where all began; written in place.
-            buffer: of the momentum, written in place; of the anchor's shape, as the next.
-            difference: the anchor less the mean of where the workers came; used as memory to work
-                in.
+            anchor: the parameters at the last outer step.
+            buffer: the momentum.
+            difference: the anchor minus the mean of the ranks' parameters; overwritten.
         """
         for here in tiles(0, len(anchor), anchor.device):
             step = difference[here]
@@ -59,31 +58,32 @@ class Outer:
 
 
 class DiLoCo(LocalUpdates):
-    """An optimizer that steps on this worker alone, and now and then takes an outer step with all.
+    """DiLoCo: take local steps, and every H steps one step of an outer optimizer on all ranks.
 
-    One worker without others just takes the inner optimizer's steps.
+    A single rank only takes the inner optimizer's steps, unless `alone`.
 
     Args:
-        inner: of the parameters, on this worker; any of torch's.
-        group: of all workers; those for which torch.distributed was initialised if None.
-        local_steps: H; or "auto", so many that exchange takes `target` of the time of
-            steps, and a fortieth of their work (`SyncInterval`).
-        outer_lr: the outer optimizer's step size.
-        outer_momentum: its momentum.
-        nesterov: whether that is Nesterov's.
-        compress: how means are taken.
-        sharded: whether each worker keeps the anchor and the momentum of its share alone; only
-            for means that are not compressed.
-        alone: whether one worker without others takes outer steps nevertheless.
-        signals: how many things, such as a wish to stop, are told with an outer step.
-        total_steps: of the run, for a warning if the first exchange comes late in it; None if that
-            is not known.
+        inner: the optimizer of torch that takes the local steps.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        local_steps: H; or "auto", the smallest H for which exchanges take at most `target` of the
+            wall time and add at most 1/40 to the CPU time of the steps (`SyncInterval`).
+        outer_lr: the learning rate of the outer optimizer.
+        outer_momentum: the momentum of the outer optimizer.
+        nesterov: whether to use Nesterov momentum.
+        compress: compression of the exchanged differences.
+        sharded: whether to shard the anchor and the momentum over the ranks; not with compression.
+        alone: whether a single rank also takes outer steps.
+        signals: the number of flags, such as a request to stop, that each outer step combines over
+            the ranks.
+        total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
+            first exchange is late in the run.
         module: see `DistributedOptimizer`.
-        target: the share of exchange for "auto".
-        clocks: seconds, for "auto".
+        target: the largest share of exchanges in the wall time for "auto".
+        clocks: the clocks that measure for "auto".
 
     Raises:
-        ValueError: options contradict one another, or the parameters of workers differ.
+        ValueError: an option is out of range, options contradict each other, or the parameters of
+            the ranks differ.
     """
 
     def __init__(
@@ -108,102 +108,102 @@ class DiLoCo(LocalUpdates):
         check_fraction("outer_momentum", outer_momentum)
         if sharded and compress != Dense():
             raise ValueError(
-                f"sharded with {compress}\n\nhint: shares are exchanged whole; leave out one of "
-                "the two"
+                f"sharded=True with compress={compress}\n\nhint: omit one of them, because shards "
+                "are exchanged uncompressed"
             )
-        pace = SyncInterval(local_steps, target, clocks)
+        sync_interval = SyncInterval(local_steps, target, clocks)
         super().__init__(
             inner,
             group,
             signals=signals,
             total_steps=total_steps,
-            pace=pace,
+            sync_interval=sync_interval,
             module=module,
             alone=alone,
         )
         self.outer = Outer(outer_lr, outer_momentum, nesterov)
         self.compress, self.is_sharded = compress, sharded
-        count, world_size = self.space.num_elements, self.group.world_size
-        self.share = part_of(count, 0, world_size)[1]
-        """s, elements; the last workers' may be fewer"""
+        count, world_size = self.flat_params.num_elements, self.group.world_size
+        self.share = shard_bounds(count, 0, world_size)[1]
+        """s, elements of a shard; those of the last ranks may be smaller"""
         self.begin, self.end = (
-            part_of(count, self.group.rank, world_size) if sharded else (0, count)
+            shard_bounds(count, self.group.rank, world_size) if sharded else (0, count)
         )
         if not sharded:
             self.mean = self.reducer("difference", compress, count)
-        self.anchor = self.space.zeros()[:0]
-        """of elements begin to end: where all began"""
+        self.anchor = self.flat_params.zeros()[:0]
+        """elements begin to end of the parameters at the last outer step"""
         self.momentum = self.anchor
-        """of the same elements"""
+        """the outer momentum of the same elements"""
         self.connect()
 
-    def words(self) -> str:
+    def describe_options(self) -> str:
         """See `LocalUpdates`."""
         return (
-            f"DiLoCo(local_steps={self.pace.wanted}, outer_lr={self.outer.lr}, "
+            f"DiLoCo(local_steps={self.sync_interval.requested}, outer_lr={self.outer.lr}, "
             f"outer_momentum={self.outer.momentum}, nesterov={self.outer.nesterov}, "
             f"compress={self.compress}, sharded={self.is_sharded})"
         )
 
-    def started(self) -> None:
+    def initialize(self) -> None:
         """See `LocalUpdates`."""
-        self.restarted()
+        self.reinitialize()
         self.momentum = torch.zeros_like(self.anchor)
 
-    def restarted(self) -> None:
+    def reinitialize(self) -> None:
         """See `LocalUpdates`."""
         self.anchor = self.vector()[self.begin : self.end].clone()
 
-    def synchronised(self) -> Algorithm[None]:
+    def synchronize(self) -> Algorithm[None]:
         """See `LocalUpdates`."""
         if self.is_sharded:
-            yield from self.pace.timed(self.synchronised_by_shares())
+            yield from self.sync_interval.time_exchange(self._synchronize_sharded())
             return
-        values = self.space.read_parameters(self.space.empty(self.notes))
-        difference = values[: self.space.num_elements]
+        values = self.flat_params.read_parameters(self.flat_params.empty(self.notes))
+        difference = values[: self.flat_params.num_elements]
         torch.sub(self.anchor, difference, out=difference)
-        if (yield from self.averaged(self.mean, values)):
+        if (yield from self.average(self.mean, values)):
             self.outer.step(self.anchor, self.momentum, difference)
-            self.adopt(self.anchor)
+            self.set_parameters(self.anchor)
 
-    def synchronised_by_shares(self) -> Algorithm[None]:
-        """The same, each worker for its share: a sum of shares out, the new anchors back."""
-        count, share, notes = self.space.num_elements, self.share, self.notes
-        values = self.space.read_parameters(self.space.empty(notes))
-        self.offer(values)
-        # a row for each worker, with the notes
+    def _synchronize_sharded(self) -> Algorithm[None]:
+        """Reduce-scatter the parameters, take the outer step per shard, all-gather the anchors."""
+        count, share, notes = self.flat_params.num_elements, self.share, self.notes
+        values = self.flat_params.read_parameters(self.flat_params.empty(notes))
+        self.prepare_mean(values)
+        # a row for each rank: its shard and the notes
         rows = values.new_zeros(self.group.world_size, share + notes)
         for row, part in zip(rows, values[:count].split(share), strict=False):
             row[: len(part)] = part
         rows[:, share:] = values[count:]
         summed = yield ReduceScatter(rows.view(-1))
-        # as a mean over all, which `accept` makes one over those that count
+        # `complete_mean` expects a mean over all ranks
         summed[:share] /= self.group.world_size
-        if not self.accept(summed, ""):
+        if not self.complete_mean(summed, ""):
             return
         anchor, momentum = self.anchor.clone(), self.momentum.clone()
         self.outer.step(anchor, momentum, anchor - summed[: len(anchor)])
         sent = anchor.new_zeros(share)
         sent[: len(anchor)] = anchor
         everyones = (yield AllGather(sent)).view(-1)[:count]
-        # a sum that overflows on one worker shows on all
+        # all ranks detect a sum that overflows on one rank
         if not bool(are_finite(everyones)):
-            self.drop("synchronisation skipped: the mean overflows")
+            self.record_drop("synchronisation skipped: the mean overflows")
             return
         self.anchor, self.momentum = anchor, momentum
-        self.adopt(everyones)
+        self.set_parameters(everyones)
 
     @property
     def bytes_per_synchronisation(self) -> int:
-        """What this worker sends for an outer step: the formula."""
-        workers, size = self.group.world_size, self.space.dtype.itemsize
+        """Bytes that this rank sends for an outer step."""
+        workers, size = self.group.world_size, self.flat_params.dtype.itemsize
         if self.is_sharded:
             return (workers - 1) * (2 * self.share + self.notes) * size
-        return self.compress.bytes_sent(self.space.num_elements, workers, self.notes)
+        return self.compress.bytes_sent(self.flat_params.num_elements, workers, self.notes)
 
     @property
     def state_bytes(self) -> int:
-        """Memory from one step to the next, besides that of the inner optimizer."""
+        """Bytes of optimizer state between steps, without that of the inner optimizer."""
         errors = sum(reducer.state_bytes for reducer in self.reducers.values())
         return self.anchor.nbytes + self.momentum.nbytes + errors
 

@@ -1,7 +1,7 @@
-"""Fragments: parts of the parameters that are exchanged at different steps.
+"""Split the parameters into fragments that are synchronised at different steps.
 
-Every element lies in one fragment. A fragment is so many elements of the vector of all parameters,
-or whole parameters chosen by their names.
+Each element is in exactly one fragment. A fragment is a range of the flat vector of all parameters,
+or a set of whole parameters that is selected by name.
 
 Letters: P fragments, n elements of all parameters, m of a fragment.
 """
@@ -20,7 +20,7 @@ from gcnzc.optim.flat_parameters import FlatParameters
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Elements `begin` to `end` of a parameter, as it lies flat."""
+    """The elements `begin` to `end` of a flattened parameter."""
 
     parameter: nn.Parameter
     begin: int
@@ -28,11 +28,11 @@ class Piece:
 
 
 class Fragment:
-    """Pieces of parameters, one after the other as a vector (m,).
+    """Pieces of parameters, concatenated to a vector (m,).
 
     Args:
-        name: for messages.
-        pieces: of several parameters, or of one.
+        name: the name in error messages.
+        pieces: the pieces, in the order of the vector.
     """
 
     def __init__(self, name: str, pieces: Sequence[Piece]) -> None:
@@ -46,7 +46,7 @@ class Fragment:
     @torch.no_grad()
     def read(self, out: Tensor) -> Tensor:
         """Copy the parameters into the first m elements of `out`, and return it."""
-        # what does not lie flat is copied on the way
+        # reshape copies parameters that are not contiguous
         flat = [each.parameter.reshape(-1)[each.begin : each.end] for each in self.pieces]
         torch._foreach_copy_(self._views(out), flat)
         return out
@@ -63,42 +63,45 @@ class Fragment:
 
 
 def split_into_fragments(
-    space: FlatParameters,
-    wanted: int | str | Sequence[str],
+    flat_params: FlatParameters,
+    requested: int | str | Sequence[str],
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
 ) -> list[Fragment]:
-    """The fragments of all parameters, each element in one.
+    """Split the parameters into fragments; each element is in exactly one.
 
     Args:
-        space: where the parameters lie in the vector.
-        wanted: how many, of as many elements each as can be; or "modules", one for each submodule
-            of the model, and for each member of lists of them; or regular expressions, one for the
-            parameters whose names each is the first to match, and one for what is left.
-        named_parameters: of the model; for names.
+        flat_params: the layout of the parameters.
+        requested: the number of fragments, of nearly equal sizes; or "modules" for one fragment
+            for each submodule of the model, and for each member of its module lists; or regular
+            expressions. Each expression selects the parameters whose names it is the first to
+            match; parameters that match none are one more fragment.
+        named_parameters: the model's `named_parameters()`; required for fragments by name.
 
     Raises:
-        ValueError: there are no such fragments.
+        ValueError: the number is out of range, an expression selects no parameter, or a parameter
+            has no name.
     """
-    if isinstance(wanted, int):
-        return _slices(space, wanted)
-    if isinstance(wanted, str) and wanted != "modules":
+    if isinstance(requested, int):
+        return _slices(flat_params, requested)
+    if isinstance(requested, str) and requested != "modules":
         raise ValueError(
-            f"fragments {wanted!r}\n\nhint: a number, 'modules', or a list of regular expressions"
+            f"fragments is {requested!r}\n\nhint: give a number, 'modules', or a list of regular "
+            "expressions"
         )
-    named = _named(space, named_parameters)
-    if isinstance(wanted, str):
+    named = _named(flat_params, named_parameters)
+    if isinstance(requested, str):
         keys = [_module_of(name) for name, _ in named]
         order = list(dict.fromkeys(keys))
     else:
-        keys = [_first_match(name, wanted) for name, _ in named]
-        for pattern in wanted:
+        keys = [_first_match(name, requested) for name, _ in named]
+        for pattern in requested:
             if pattern not in keys:
                 raise ValueError(
-                    f"no parameter for the fragment {pattern!r}\n\nhint: a parameter lies in the "
-                    "fragment of the first expression that is found in its name: "
+                    f"no parameter for the fragment {pattern!r}\n\nhint: a parameter is in the "
+                    "fragment of the first expression that is found in its name; the names are "
                     f"{', '.join(name for name, _ in named)}"
                 )
-        order = [key for key in [*dict.fromkeys(wanted), ""] if key in keys]
+        order = [key for key in [*dict.fromkeys(requested), ""] if key in keys]
     return [
         Fragment(
             order_key or "the rest",
@@ -112,10 +115,12 @@ def split_into_fragments(
     ]
 
 
-def _slices(space: FlatParameters, count: int) -> list[Fragment]:
-    total = space.num_elements
+def _slices(flat_params: FlatParameters, count: int) -> list[Fragment]:
+    total = flat_params.num_elements
     if not 1 <= count <= total:
-        raise ValueError(f"{count} fragments of {total:,} elements\n\nhint: from 1 to that number")
+        raise ValueError(
+            f"{count} fragments of {total:,} elements\n\nhint: give a number from 1 to {total}"
+        )
     bounds = [total * number // count for number in range(count + 1)]
     return [
         Fragment(
@@ -126,7 +131,7 @@ def _slices(space: FlatParameters, count: int) -> list[Fragment]:
                     max(begin, segment.begin) - segment.begin,
                     min(end, segment.end) - segment.begin,
                 )
-                for segment in space.segments
+                for segment in flat_params.segments
                 if max(begin, segment.begin) < min(end, segment.end)
             ],
         )
@@ -135,24 +140,27 @@ def _slices(space: FlatParameters, count: int) -> list[Fragment]:
 
 
 def _named(
-    space: FlatParameters, named_parameters: Iterable[tuple[str, nn.Parameter]] | None
+    flat_params: FlatParameters, named_parameters: Iterable[tuple[str, nn.Parameter]] | None
 ) -> list[tuple[str, Segment]]:
-    """Segments with the names that the model gives them."""
+    """Return the segments with the names of their parameters in the model."""
     names: dict[int, str] = {}
     for name, parameter in named_parameters or ():
-        # a tied one has several: the first
+        # a tied parameter has several names
         names.setdefault(id(parameter), name)
-    for segment in space.segments:
+    for segment in flat_params.segments:
         if id(segment.parameter) not in names:
             raise ValueError(
-                f"no name for {segment.name} of the optimizer\n\nhint: fragments by name need "
+                f"no name for {segment.name} of the optimizer\n\nhint: for fragments by name, give "
                 "named_parameters=model.named_parameters()"
             )
-    return [(names[id(segment.parameter)], segment) for segment in space.segments]
+    return [(names[id(segment.parameter)], segment) for segment in flat_params.segments]
 
 
 def _module_of(name: str) -> str:
-    """`layers.0` of `layers.0.weight`, `head` of `head.first.bias`."""
+    """Return the module of a parameter's name, such as `layers.0` for `layers.0.weight`.
+
+    For `head.first.bias` it is `head`.
+    """
     words = name.split(".")[:-1]
     return (
         ".".join(words[:2] if len(words) > 1 and words[1].isdigit() else words[:1]) or "the model"

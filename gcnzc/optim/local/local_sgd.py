@@ -1,13 +1,13 @@
 """Local SGD: average the parameters of all ranks every H steps.
 
-    x_i <- x_i - InnerOpt(gradient of worker i)      H times, each worker on its own
-    x_i <- mean_j x_j
+    x_i <- x_i - InnerOpt(gradient of rank i)        H local steps
+    x_i <- mean_j x_j                                synchronisation
 
 as in Stich, "Local SGD converges fast and communicates little" (2019,
-https://arxiv.org/abs/1805.09767). Where the mean is compressed, that of how far each worker has
-come is taken, which is small where parameters are not:
+https://arxiv.org/abs/1805.09767). With compression the ranks average the differences from the last
+mean, which are smaller than the parameters:
 
-    x_i <- a - mean_j (a - x_j)                      a: the last mean, the same on all workers
+    x_i <- a - mean_j (a - x_j)                      a: the last mean, equal on all ranks
 
 Letters: n elements, k notes, H local steps.
 """
@@ -26,20 +26,21 @@ from gcnzc.optim.local.sync_interval import Clocks, SyncInterval
 
 
 class LocalSGD(LocalUpdates):
-    """An optimizer that steps on this worker alone, and takes means of the parameters.
+    """Local SGD: take local steps, and average the parameters of all ranks every H steps.
 
     Args:
-        inner: of the parameters, on this worker; any of torch's.
-        group: of all workers; those for which torch.distributed was initialised if None.
-        local_steps: H; or "auto", so many that exchange takes `target` of the time of
-            steps, and a fortieth of their work (`SyncInterval`).
-        compress: how means are taken.
-        signals: how many things, such as a wish to stop, are told with a mean.
-        total_steps: of the run, for a warning if the first exchange comes late in it; None if that
-            is not known.
+        inner: the optimizer of torch that takes the local steps.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        local_steps: H; or "auto", the smallest H for which exchanges take at most `target` of the
+            wall time and add at most 1/40 to the CPU time of the steps (`SyncInterval`).
+        compress: compression of the exchanged differences.
+        signals: the number of flags, such as a request to stop, that each synchronisation combines
+            over the ranks.
+        total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
+            first exchange is late in the run.
         module: see `DistributedOptimizer`.
-        target: the share of exchange for "auto".
-        clocks: seconds, for "auto".
+        target: the largest share of exchanges in the wall time for "auto".
+        clocks: the clocks that measure for "auto".
     """
 
     def __init__(
@@ -55,44 +56,49 @@ class LocalSGD(LocalUpdates):
         target: float = 0.05,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
-        pace = SyncInterval(local_steps, target, clocks)
+        sync_interval = SyncInterval(local_steps, target, clocks)
         super().__init__(
-            inner, group, signals=signals, total_steps=total_steps, pace=pace, module=module
+            inner,
+            group,
+            signals=signals,
+            total_steps=total_steps,
+            sync_interval=sync_interval,
+            module=module,
         )
         self.compress = compress
         self.anchor: Tensor | None = None
         """(n,): the last mean, if means are compressed"""
-        self.mean = self.reducer("parameters", compress, self.space.num_elements)
+        self.mean = self.reducer("parameters", compress, self.flat_params.num_elements)
         self.connect()
 
-    def words(self) -> str:
+    def describe_options(self) -> str:
         """See `LocalUpdates`."""
-        return f"LocalSGD(local_steps={self.pace.wanted}, compress={self.compress})"
+        return f"LocalSGD(local_steps={self.sync_interval.requested}, compress={self.compress})"
 
-    def started(self) -> None:
+    def initialize(self) -> None:
         """See `LocalUpdates`."""
         if self.compress != Dense():
             self.anchor = self.vector()
 
-    def restarted(self) -> None:
+    def reinitialize(self) -> None:
         """See `LocalUpdates`."""
-        self.started()
+        self.initialize()
 
-    def synchronised(self) -> Algorithm[None]:
+    def synchronize(self) -> Algorithm[None]:
         """See `LocalUpdates`."""
-        values = self.space.read_parameters(self.space.empty(self.notes))
-        mean = values[: self.space.num_elements]
+        values = self.flat_params.read_parameters(self.flat_params.empty(self.notes))
+        mean = values[: self.flat_params.num_elements]
         if self.anchor is not None:
             mean.neg_().add_(self.anchor)
-        if not (yield from self.averaged(self.mean, values)):
+        if not (yield from self.average(self.mean, values)):
             return
         if self.anchor is not None:
             mean = self.anchor.sub_(mean)
-        self.adopt(mean)
+        self.set_parameters(mean)
 
     @property
     def state_bytes(self) -> int:
-        """Memory from one step to the next, besides that of the inner optimizer."""
+        """Bytes of optimizer state between steps, without that of the inner optimizer."""
         anchor = 0 if self.anchor is None else self.anchor.nbytes
         return anchor + self.mean.state_bytes
 

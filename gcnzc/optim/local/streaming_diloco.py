@@ -1,16 +1,16 @@
-"""Streaming DiLoCo: DiLoCo of one fragment at a time, overlapped with the steps.
+"""Streaming DiLoCo: synchronise one fragment of the parameters at a time, overlapped with steps.
 
-Of every fragment p, at every H-th step t of its own, an exchange begins that ends D steps later:
+Every H steps an exchange of fragment p starts, which finishes D steps later:
 
-    after step t       d_p   <- mean_i (a_p - x_p,i), begun
+    after step t       d_p   <- mean_i (a_p - x_p,i)           started
     after step t + D   b_p   <- m b_p + d_p
                        a_p   <- a_p - lr (d_p + m b_p)
-                       x_p,i <- mix x_p,i + (1 - mix) a_p      x as it has become by now
+                       x_p,i <- mix x_p,i + (1 - mix) a_p      with the current x
 
 as in Douillard et al., "Streaming DiLoCo with overlapping communication" (2025,
-https://arxiv.org/abs/2501.18512). The anchors a and momenta b are the same on all workers, which
-themselves differ, until `finalize`. Fragment p of P begins at steps round(p H / P) + H, and every H
-steps from there.
+https://arxiv.org/abs/2501.18512). The anchors a and momenta b are equal on all ranks; the
+parameters differ until `finalize`. The first exchange of fragment p of P starts after step
+round(p H / P) + H.
 
 Letters: n elements, P fragments, H local steps, D the delay, k notes.
 """
@@ -26,41 +26,45 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.defaults import DELAY, FRAGMENTS, STREAMING_DILOCO
-from gcnzc.optim.local.base import LocalUpdates, PendingReduction
+from gcnzc.optim.local.base import LocalUpdates
 from gcnzc.optim.local.diloco import Outer
 from gcnzc.optim.local.fragments import Fragment, split_into_fragments
-from gcnzc.optim.local.sync_interval import FIRST, HIDDEN, Clocks, SyncInterval
+from gcnzc.optim.local.pending_reduction import PendingReduction
+from gcnzc.optim.local.sync_interval import INITIAL_STEPS, MAX_OVERLAP_SHARE, Clocks, SyncInterval
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
 
 class StreamingDiLoCo(LocalUpdates):
-    """An optimizer that steps on this worker alone, and takes outer steps beside that.
+    """Streaming DiLoCo: DiLoCo that exchanges fragments of the parameters, overlapped with steps.
 
-    One worker without others just takes the inner optimizer's steps.
+    A single rank only takes the inner optimizer's steps, unless `alone`.
 
     Args:
-        inner: of the parameters, on this worker; any of torch's.
-        group: of all workers; those for which torch.distributed was initialised if None.
-        local_steps: H; or "auto", so many that the exchanges take half the time of the
-            steps, and a fortieth of their work (`SyncInterval`).
+        inner: the optimizer of torch that takes the local steps.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        local_steps: H; or "auto", the smallest H for which exchanges take at most half the wall
+            time and add at most 1/40 to the CPU time of the steps (`SyncInterval`).
         fragments: P; or "modules", or regular expressions: see
             `gcnzc.optim.local.fragments.split_into_fragments`.
-        delay: D, steps from an exchange's beginning to its end; less than H. Or "auto", with H
-            that is measured too: so many that an exchange takes half their time.
-        mixing: how much of a worker's own parameters stays: 0 nothing, 1 everything.
-        outer_lr: the outer optimizer's step size.
-        outer_momentum: its momentum, Nesterov's.
-        compress: how means are taken.
-        named_parameters: of the model, for fragments by name.
-        alone: whether one worker without others takes outer steps nevertheless.
-        signals: how many things, such as a wish to stop, are told with each fragment.
-        total_steps: of the run, for a warning if the first exchange comes late in it; None if that
-            is not known.
+        delay: D, the number of steps that overlap with an exchange, below H; or "auto", which
+            requires local_steps="auto": the smallest D of which an exchange takes at most half the
+            time.
+        mixing: the weight of a rank's own parameters when a fragment is synchronised, from 0 to 1.
+        outer_lr: the learning rate of the outer optimizer.
+        outer_momentum: the Nesterov momentum of the outer optimizer.
+        compress: compression of the exchanged differences.
+        named_parameters: the model's `named_parameters()`, for fragments by name.
+        alone: whether a single rank also takes outer steps.
+        signals: the number of flags, such as a request to stop, that each exchange of a fragment
+            combines over the ranks.
+        total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
+            first exchange is late in the run.
         module: see `DistributedOptimizer`.
-        clocks: seconds, for "auto".
+        clocks: the clocks that measure for "auto".
 
     Raises:
-        ValueError: options contradict one another, or the parameters of workers differ.
+        ValueError: an option is out of range, options contradict each other, or the parameters of
+            the ranks differ.
     """
 
     def __init__(
@@ -86,129 +90,133 @@ class StreamingDiLoCo(LocalUpdates):
         check_fraction("outer_momentum", outer_momentum)
         if delay == "auto" and local_steps != "auto":
             raise ValueError(
-                f"a delay that is measured, with {local_steps} local steps\n\n"
-                "hint: local_steps='auto' measures both"
+                f"delay='auto' with local_steps={local_steps}\n\n"
+                "hint: give local_steps='auto', which measures both"
             )
-        self.wanted_delay = delay
+        self.requested_delay = delay
         self.delay = 1 if isinstance(delay, str) else delay
-        """D, as it is now"""
-        pace = SyncInterval(local_steps, HIDDEN, clocks, least=self.delay + 1)
+        """the current D"""
+        sync_interval = SyncInterval(local_steps, MAX_OVERLAP_SHARE, clocks, least=self.delay + 1)
         super().__init__(
             inner,
             group,
             signals=signals,
             total_steps=total_steps,
-            pace=pace,
+            sync_interval=sync_interval,
             module=module,
             alone=alone,
         )
-        if (isinstance(delay, str) and delay != "auto") or not 0 <= self.delay < pace.steps:
+        if (
+            isinstance(delay, str) and delay != "auto"
+        ) or not 0 <= self.delay < sync_interval.steps:
             raise ValueError(
-                f"a delay of {delay} steps\n\nhint: from 0 to {pace.steps - 1}, since a fragment "
-                "must be back before it leaves again"
-                + (f"; H is {FIRST} while it is measured" if local_steps == "auto" else "")
+                f"a delay of {delay} steps\n\nhint: give a delay from 0 to "
+                f"{sync_interval.steps - 1}, so that an exchange of a fragment finishes before the "
+                "next one starts"
+                + (f"; H is {INITIAL_STEPS} while it is measured" if local_steps == "auto" else "")
             )
         if not 0 <= mixing <= 1:
-            raise ValueError(f"mixing is {mixing}\n\nhint: from 0 to 1")
+            raise ValueError(f"mixing is {mixing}\n\nhint: give a number from 0 to 1")
         self.outer = Outer(outer_lr, outer_momentum)
         self.mixing, self.compress = mixing, compress
-        self.fragments = split_into_fragments(self.space, fragments, named_parameters)
+        self.fragments = split_into_fragments(self.flat_params, fragments, named_parameters)
         self.exchanges = len(self.fragments)
         self.means = [
             self.reducer(f"fragment {number}", compress, fragment.num_elements)
             for number, fragment in enumerate(self.fragments)
         ]
-        self.anchor = self.space.zeros()[:0]
-        """(n,), one fragment after the other: where all would begin"""
+        self.anchor = self.flat_params.zeros()[:0]
+        """(n,), fragment by fragment: the parameters after the last outer steps"""
         self.momentum = self.anchor
-        """(n,), in the same order"""
-        self.flights: dict[int, tuple[int, PendingReduction]] = {}
-        """of fragments, by number: the step after which it ends"""
-        self.origin, self.period = 0, pace.steps
-        """the step from which beginnings are counted, and the H of that"""
+        """(n,), in the same order: the outer momentum"""
+        self.pending: dict[int, tuple[int, PendingReduction]] = {}
+        """for each fragment with a pending exchange: the step after which to finish it, and the
+        reduction"""
+        self.origin, self.period = 0, sync_interval.steps
+        """the step from which the starts of exchanges are counted, and the H since then"""
         self.connect()
 
-    def words(self) -> str:
+    def describe_options(self) -> str:
         """See `LocalUpdates`."""
         sizes = ", ".join(str(fragment.num_elements) for fragment in self.fragments)
         return (
-            f"StreamingDiLoCo(local_steps={self.pace.wanted}, fragments of {sizes}, "
-            f"delay={self.wanted_delay}, mixing={self.mixing}, outer_lr={self.outer.lr}, "
+            f"StreamingDiLoCo(local_steps={self.sync_interval.requested}, fragments of {sizes}, "
+            f"delay={self.requested_delay}, mixing={self.mixing}, outer_lr={self.outer.lr}, "
             f"outer_momentum={self.outer.momentum}, compress={self.compress})"
         )
 
-    def started(self) -> None:
+    def initialize(self) -> None:
         """See `LocalUpdates`."""
-        self.restarted()
+        self.reinitialize()
         self.momentum = torch.zeros_like(self.anchor)
 
-    def restarted(self) -> None:
+    def reinitialize(self) -> None:
         """See `LocalUpdates`."""
-        self.anchor = self.space.empty()
+        self.anchor = self.flat_params.empty()
         for fragment, part in zip(self.fragments, self._parts(self.anchor), strict=True):
             fragment.read(part)
 
-    def begins(self, number: int) -> bool:
-        """Whether the exchange of a fragment begins after the step taken last."""
+    def is_due(self, number: int) -> bool:
+        """Return whether to start the exchange of fragment `number` after the last step."""
         offset = round(number * self.period / len(self.fragments))
         since = self.steps - self.origin - offset
         return since > 0 and since % self.period == 0
 
     def after_step(self) -> Algorithm[None]:
-        """See `LocalUpdates`: any step may be one of some fragment's."""
-        yield from self.synchronised()
+        """See `LocalUpdates`: exchanges of fragments may start or finish after any step."""
+        yield from self.synchronize()
 
-    def synchronised(self) -> Algorithm[None]:
-        """Begin the exchanges, and end those, for which it is time."""
-        if self.period != self.pace.steps:
-            # H was chosen after the last step
-            self.origin, self.period = self.steps - 1, self.pace.steps
-            if self.wanted_delay == "auto":
-                self.delay = min(self.pace.steps_an_exchange, self.period - 1)
+    def synchronize(self) -> Algorithm[None]:
+        """Start the exchanges that are due, and finish those whose delay is over."""
+        if self.period != self.sync_interval.steps:
+            # H was measured, and set after the last step
+            self.origin, self.period = self.steps - 1, self.sync_interval.steps
+            if self.requested_delay == "auto":
+                self.delay = min(self.sync_interval.steps_per_exchange, self.period - 1)
         for number in range(len(self.fragments)):
-            if self.begins(number):
-                yield from self.leave(number)
-        for number in [each for each, (due, _) in self.flights.items() if due == self.steps]:
-            yield from self.arrive(number)
+            if self.is_due(number):
+                yield from self._start_exchange(number)
+        for number in [each for each, (due, _) in self.pending.items() if due == self.steps]:
+            yield from self._finish_exchange(number)
 
-    def leave(self, number: int) -> Algorithm[None]:
-        """Begin the exchange of a fragment, of a copy that no step changes."""
+    def _start_exchange(self, number: int) -> Algorithm[None]:
+        """Start the exchange of a fragment from a copy of its parameters."""
         fragment = self.fragments[number]
         values = self.anchor.new_empty(fragment.num_elements + self.notes)
         difference = fragment.read(values)[: fragment.num_elements]
         torch.sub(self._parts(self.anchor)[number], difference, out=difference)
-        flight = yield from self.launched(self.means[number], values)
-        self.flights[number] = self.steps + self.delay, flight
+        pending = yield from self.start_mean(self.means[number], values)
+        self.pending[number] = self.steps + self.delay, pending
 
-    def arrive(self, number: int) -> Algorithm[None]:
-        """End the exchange of a fragment, and take its outer step."""
-        fragment, (_, flight) = self.fragments[number], self.flights.pop(number)
-        yield from flight.ended()
-        if not self.accept(flight.values, flight.skip_reason, flight.workers):
+    def _finish_exchange(self, number: int) -> Algorithm[None]:
+        """Wait for the exchange of a fragment, and take its outer step."""
+        fragment, (_, pending) = self.fragments[number], self.pending.pop(number)
+        yield from pending.wait()
+        if not self.complete_mean(pending.values, pending.skip_reason, pending.workers):
             return
         anchor, momentum = (self._parts(each)[number] for each in (self.anchor, self.momentum))
-        self.outer.step(anchor, momentum, flight.values[: fragment.num_elements])
-        # its memory serves for the parameters
-        own = fragment.read(flight.values)[: fragment.num_elements]
+        self.outer.step(anchor, momentum, pending.values[: fragment.num_elements])
+        # the memory of the exchange is reused
+        own = fragment.read(pending.values)[: fragment.num_elements]
         if bool(are_finite(own)):
             fragment.write(own.mul_(self.mixing).add_(anchor, alpha=1 - self.mixing))
         else:
             fragment.write(anchor)
-            self.forget_what_is_not_finite()
+            self.reset_nonfinite_state()
 
     def apply_pending(self) -> Algorithm[None]:
         """See `LocalUpdates`."""
-        for number in list(self.flights):
-            yield from self.arrive(number)
+        for number in list(self.pending):
+            yield from self._finish_exchange(number)
 
     def finish_pending(self) -> Algorithm[None]:
         """See `LocalUpdates`."""
-        for _, flight in self.flights.values():
-            yield from flight.ended()
+        for _, pending in self.pending.values():
+            yield from pending.wait()
 
     @property
     def bytes_per_window(self) -> int:
-        """What this worker sends in H steps: the formula."""
+        """Bytes that this rank sends in H steps."""
         world_size, notes = self.group.world_size, self.notes
         return sum(
             self.compress.bytes_sent(fragment.num_elements, world_size, notes)
@@ -217,18 +225,18 @@ class StreamingDiLoCo(LocalUpdates):
 
     @property
     def state_bytes(self) -> int:
-        """Memory from one step to the next now, besides that of the inner optimizer."""
+        """Current bytes of optimizer state between steps, without the inner optimizer's."""
         errors = sum(reducer.state_bytes for reducer in self.reducers.values())
-        flying = sum(flight.values.nbytes for _, flight in self.flights.values())
-        return self.anchor.nbytes + self.momentum.nbytes + errors + flying
+        reductions = sum(pending.values.nbytes for _, pending in self.pending.values())
+        return self.anchor.nbytes + self.momentum.nbytes + errors + reductions
 
     def shared_state(self) -> dict[str, Any]:
-        """See `LocalUpdates`; exchanges that go on must have been ended, by `finish_pending`."""
+        """See `LocalUpdates`; call `finish_pending` first, so that no exchange is running."""
         shared: dict[str, Any] = {"anchor": self.anchor, "momentum": self.momentum}
         shared |= {"origin": self.origin, "period": self.period, "delay": self.delay}
-        for number, (due, flight) in self.flights.items():
-            assert flight.pending is None, "drained before"
-            shared |= {f"flight {number} due": due, **flight.saved(f"flight {number}")}
+        for number, (due, pending) in self.pending.items():
+            assert pending.handle is None, "finish_pending was called"
+            shared |= {f"flight {number} due": due, **pending.state(f"flight {number}")}
         return shared
 
     def load_own(
@@ -237,12 +245,12 @@ class StreamingDiLoCo(LocalUpdates):
         """See `LocalUpdates`."""
         self.anchor, self.momentum = self.vector(shared["anchor"]), self.vector(shared["momentum"])
         self.origin, self.period = shared["origin"], shared["period"]
-        if self.wanted_delay == "auto":
+        if self.requested_delay == "auto":
             self.delay = shared["delay"]
-        self.flights = {
+        self.pending = {
             number: (
                 shared[f"flight {number} due"],
-                self.silenced(
+                self.clear_notes(
                     PendingReduction(
                         self.vector(shared[f"flight {number} values"]),
                         shared[f"flight {number} workers"],
@@ -256,7 +264,7 @@ class StreamingDiLoCo(LocalUpdates):
         }
 
     def _parts(self, values: Tensor) -> tuple[Tensor, ...]:
-        """A vector of all fragments, as one for each."""
+        """Return a view of a vector (n,) for each fragment."""
         return values.split([fragment.num_elements for fragment in self.fragments])
 
 

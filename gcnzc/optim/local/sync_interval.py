@@ -1,8 +1,8 @@
-"""The number of local steps between exchanges, fixed or measured.
+"""The synchronisation interval H of optimizers with local steps: fixed, or chosen by measurement.
 
-So many as were asked for; or as few as keep the exchange from costing the steps more than a share
-of their time, and of their processors: an exchange that goes on beside the steps hides its waiting,
-but not the work on its codes and messages.
+A measured interval is the shortest one whose exchange takes at most a given share of the wall time
+of the steps, and a given share of their CPU time. Both are limited because an exchange that
+overlaps with the steps hides its latency, but still uses the CPU to compress and send.
 """
 
 import math
@@ -14,129 +14,127 @@ from typing import Any
 
 from gcnzc.exchange import Algorithm, AllGatherScalar
 
-FIRST = 10  # steps between synchronisations while they are measured
-
-
-WARM_UP, MEASURED = 5, 20  # steps
-
-
-HIDDEN = 0.5
-
-
-"""of the time of steps, that exchanges beside them may take"""
-
-
-WORKED = 0.025
-
-
-"""of the work of steps on processors, that exchanges may add: codes and messages take them too, and
-caches and the interpreter change hands"""
+# H during the measurement
+INITIAL_STEPS = 10
+# steps that are not measured, and measured steps after them
+WARM_UP, NUM_MEASURED = 5, 20
+# largest share of the wall time of H steps that an overlapped exchange may take
+MAX_OVERLAP_SHARE = 0.5
+# largest share of the CPU time of H steps that an exchange may add; its effect on the steps is
+# larger, because it also competes for caches and for the interpreter lock
+MAX_CPU_SHARE = 0.025
 
 
 @dataclass(frozen=True)
-class Spent:
-    """Time that something took, and the work of processors in it."""
+class Elapsed:
+    """Wall time and CPU time of an interval, in seconds."""
 
-    passed_s: float = 0.0
-    worked_s: float = 0.0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
 
     @classmethod
-    def usually(cls, seen: Sequence["Spent"]) -> "Spent":
-        """The medians; of two the lesser, since a first time may have made kernels ready."""
+    def median(cls, measured: Sequence["Elapsed"]) -> "Elapsed":
+        """Return the medians; of an even number, the lower middle values.
+
+        The lower value is chosen because a first measurement may include compilation of kernels.
+        """
         return cls(
-            statistics.median_low(each.passed_s for each in seen),
-            statistics.median_low(each.worked_s for each in seen),
+            statistics.median_low(each.wall_s for each in measured),
+            statistics.median_low(each.cpu_s for each in measured),
         )
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """What tells the seconds."""
+    """Clocks that measure the steps and exchanges for `local_steps="auto"`, in seconds."""
 
-    passed: Callable[[], float] = time.perf_counter
-    worked: Callable[[], float] = time.process_time
-    """by this worker's processors, all threads together"""
+    wall: Callable[[], float] = time.perf_counter
+    cpu: Callable[[], float] = time.process_time
+    """CPU time of this process, over all threads"""
 
-    def now(self) -> Spent:
-        """Until now."""
-        return Spent(self.passed(), self.worked())
+    def now(self) -> Elapsed:
+        """Return the current values of both clocks."""
+        return Elapsed(self.wall(), self.cpu())
 
-    def since(self, then: Spent) -> Spent:
-        """From another moment until now."""
+    def since(self, then: Elapsed) -> Elapsed:
+        """Return the time since an earlier result of `now`."""
         now = self.now()
-        return Spent(now.passed_s - then.passed_s, now.worked_s - then.worked_s)
+        return Elapsed(now.wall_s - then.wall_s, now.cpu_s - then.cpu_s)
 
 
 @dataclass
 class SyncInterval:
-    """How many steps lie between synchronisations: so many as were asked for, or as are measured.
+    """The number H of local steps from one synchronisation to the next.
 
     Args:
-        wanted: H, or "auto": after `MEASURED` steps, so many that exchange takes `share` of the
-            time of the steps at most, and `WORKED` of their processors' work.
-        share: of the time of H steps that their exchange may take: `HIDDEN` if it goes on beside
-            them.
-        clocks: that tell both.
+        requested: H, or "auto". "auto" measures `NUM_MEASURED` steps, and then sets the smallest H
+            for which the exchange takes at most `share` of the wall time of H steps and adds at
+            most `MAX_CPU_SHARE` to their CPU time.
+        share: largest share of the wall time of H steps that their exchange may take;
+            `MAX_OVERLAP_SHARE` if it overlaps with the steps.
+        clocks: the clocks that measure steps and exchanges.
     """
 
-    wanted: int | str
+    requested: int | str
     share: float = 0.05
     clocks: Clocks = Clocks()
     least: int = 1
-    """what H may be at least"""
+    """lower limit of H if it is measured"""
     steps: int = 0
-    """H, as it is now"""
+    """the current H"""
     is_measuring: bool = False
-    counts_work: bool = True
-    """whether processors' work is what steps take; not where a GPU takes them"""
-    seen: int = 0
-    left: Spent | None = None
-    of_steps: list[Spent] = field(default_factory=list)
-    of_exchanges: list[Spent] = field(default_factory=list)
-    steps_an_exchange: int = 1
-    """whose time, or `share` of it, one exchange takes, when it was measured"""
+    counts_cpu_time: bool = True
+    """whether CPU time limits H; False if the steps run on a GPU"""
+    num_steps: int = 0
+    step_began: Elapsed | None = None
+    step_times: list[Elapsed] = field(default_factory=list)
+    exchange_times: list[Elapsed] = field(default_factory=list)
+    steps_per_exchange: int = 1
+    """number of steps whose time, multiplied by `share`, covers one exchange, as measured"""
 
     def __post_init__(self) -> None:
-        if self.wanted != "auto" and not (isinstance(self.wanted, int) and self.wanted >= 1):
+        if self.requested != "auto" and not (
+            isinstance(self.requested, int) and self.requested >= 1
+        ):
             raise ValueError(
-                f"local_steps is {self.wanted!r}\n\nhint: a number of steps from 1 on, or 'auto'"
+                f"local_steps is {self.requested!r}\n\nhint: a number of steps from 1 on, or 'auto'"
             )
-        self.is_measuring = self.wanted == "auto"
-        self.steps = FIRST if isinstance(self.wanted, str) else self.wanted
+        self.is_measuring = self.requested == "auto"
+        self.steps = INITIAL_STEPS if isinstance(self.requested, str) else self.requested
 
-    def stepped(self) -> None:
-        """Say that a worker's own step is done."""
+    def record_step(self) -> None:
+        """Record that a local step has finished."""
         if self.is_measuring:
-            self.seen += 1
-            if self.left is not None and self.seen > WARM_UP:
-                self.of_steps.append(self.clocks.since(self.left))
+            self.num_steps += 1
+            if self.step_began is not None and self.num_steps > WARM_UP:
+                self.step_times.append(self.clocks.since(self.step_began))
 
-    def timed(self, exchange: Algorithm[Any]) -> Algorithm[Any]:
-        """Go through one exchange, and keep its seconds while these are asked for."""
-        began = self.clocks.now() if self.is_measuring else Spent()
+    def time_exchange(self, exchange: Algorithm[Any]) -> Algorithm[Any]:
+        """Run one exchange and return its result; record its time during the measurement."""
+        began = self.clocks.now() if self.is_measuring else Elapsed()
         answer = yield from exchange
-        if self.is_measuring and self.seen > WARM_UP:
-            self.of_exchanges.append(self.clocks.since(began))
+        if self.is_measuring and self.num_steps > WARM_UP:
+            self.exchange_times.append(self.clocks.since(began))
         return answer
 
-    def chosen(self, exchanges: int = 1) -> Algorithm[None]:
-        """Choose H when enough was measured, the same on all workers.
+    def choose(self, exchanges: int = 1) -> Algorithm[None]:
+        """Set H, equal on all ranks, once enough steps have been measured.
 
         Args:
-            exchanges: of those measured, in H steps.
+            exchanges: the number of exchanges in H steps.
         """
-        if self.is_measuring and self.seen >= WARM_UP + MEASURED:
-            step, exchange = Spent.usually(self.of_steps), Spent.usually(self.of_exchanges)
-            # the slowest worker's steps; and its exchange, since others wait for it in theirs
-            step_s = max((yield AllGatherScalar(step.passed_s)))
-            exchange_s = min((yield AllGatherScalar(exchange.passed_s)))
+        if self.is_measuring and self.num_steps >= WARM_UP + NUM_MEASURED:
+            step, exchange = Elapsed.median(self.step_times), Elapsed.median(self.exchange_times)
+            # the exchange time of the slowest rank, because the other ranks' include waiting for it
+            step_s = max((yield AllGatherScalar(step.wall_s)))
+            exchange_s = min((yield AllGatherScalar(exchange.wall_s)))
             work = statistics.median(
-                (yield AllGatherScalar(exchange.worked_s / max(step.worked_s, 1e-9)))
+                (yield AllGatherScalar(exchange.cpu_s / max(step.cpu_s, 1e-9)))
             )
             hiding = exchange_s / max(step_s, 1e-9) / self.share
-            needed = max(hiding, work / WORKED if self.counts_work else 0.0)
-            # what the clock leaves out is no reason for a step more
+            needed = max(hiding, work / MAX_CPU_SHARE if self.counts_cpu_time else 0.0)
+            # the tolerance keeps rounding errors of the clocks from adding a step
             self.steps = max(self.least, math.ceil(exchanges * needed - 1e-6))
-            self.steps_an_exchange = max(1, math.ceil(hiding - 1e-6))
+            self.steps_per_exchange = max(1, math.ceil(hiding - 1e-6))
             self.is_measuring = False
-        self.left = self.clocks.now() if self.is_measuring else None
+        self.step_began = self.clocks.now() if self.is_measuring else None

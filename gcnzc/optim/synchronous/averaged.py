@@ -4,7 +4,7 @@ Gradients are weighted by the ranks' shares of the global minibatch, so a step e
 rank on all minibatches. The averaged vector also has a flag for each parameter, whether it has a
 gradient, and signals such as a request to stop.
 
-Letters: W workers, P parameters.
+Letters: W ranks, P parameters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +20,8 @@ from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Grou
 from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.base import DistributedOptimizer, identified
-from gcnzc.optim.flat import FlatVector, on
+from gcnzc.optim.base import DistributedOptimizer, identify_caller
+from gcnzc.optim.flat import FlatVector, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner
 from gcnzc.optim.validation import check_above_zero, check_inner
@@ -74,7 +74,7 @@ class Averaged(DistributedOptimizer):
         super().__init__(inner.param_groups, inner.defaults, group, signals, module)
         self.inner, self.compress, self.clip_norm = inner, compress, clip_norm
         self.is_shared = compress is None
-        self._share()
+        self._share_inner_state()
         self.broadcast_names: set[str] = set()
         """names of the tensors that were broadcast; tensors of a copy have other ids"""
         self._lay_out()
@@ -85,7 +85,7 @@ class Averaged(DistributedOptimizer):
         for group in self.param_groups:
             self.check_param_group(group)
         rank, world_size = self.group.rank, self.group.world_size
-        self.is_trainable = self.trainable()
+        self.is_trainable = self.trainable_flags()
         self.gradients = Gradients(self.named_parameters(), self.compress, rank, world_size)
         # parameters may have been added
         self.is_broadcast = False
@@ -103,7 +103,7 @@ class Averaged(DistributedOptimizer):
         """See `DistributedOptimizer`."""
         self.broadcast_names |= {name for name, _ in self.tensors()}
 
-    def _share(self) -> None:
+    def _share_inner_state(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         if not self.is_shared:
             self.fill_state()
@@ -152,13 +152,13 @@ class Averaged(DistributedOptimizer):
         if self.is_shared:
             check_is_inner(snapshot)
         else:
-            self.check_own(snapshot)
+            self.check_rank(snapshot)
             inner = snapshot["inner"]
             self.skipped = snapshot["shared"]["skipped"]
             errors = snapshot["errors"]
             self.gradients.load_errors([errors[str(i)] for i in range(len(errors))])
         self.inner.load_state_dict(dict(inner))
-        self._share()
+        self._share_inner_state()
         self.steps = self._steps_of(snapshot)
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True
@@ -188,23 +188,23 @@ class Averaged(DistributedOptimizer):
     def __repr__(self) -> str:
         return f"Averaged({self.inner!r}, workers={self.group.world_size})"
 
-    @identified
+    @identify_caller
     def algorithm(self) -> Algorithm[None]:
         """See `DistributedOptimizer`: the inner optimizer's step, on all ranks or on none."""
         if not self.gradients.is_known or self.group.world_size == 1:
-            # before the first exchange `agree` compares the layouts
-            self._follow_changes()
+            # before the first exchange `determine_layout` compares the layouts
+            self._update_layout()
         yield from self.broadcast_model()
         if self.group.world_size == 1:
             # with one rank, the gradients are the means
-            self.heard = list(self.asks)
+            self.received_signals = list(self.signals)
             self._step_alone()
             return
-        flags = yield from self._exchanged()
-        if (yield from self.compare()) and self._follow_changes():
+        flags = yield from self._exchange_gradients()
+        if (yield from self.compare()) and self._update_layout():
             # all ranks have changed the same parameters, and no gradient was written yet
             yield from self.broadcast_model()
-            flags = yield from self._exchanged()
+            flags = yield from self._exchange_gradients()
         self.skip_reason = flags.skip_reason
         if flags.skip_reason:
             self.skipped += 1
@@ -212,24 +212,30 @@ class Averaged(DistributedOptimizer):
             self.gradients.write(flags)
             self._inner_step()
 
-    def _follow_changes(self) -> bool:
-        """Lay out the gradients anew if `requires_grad` or the parameters have changed."""
-        is_changed = self.trainable() != self.is_trainable
+    def _update_layout(self) -> bool:
+        """Lay out the gradients again if `requires_grad` or the parameters have changed.
+
+        Returns:
+            Whether they have changed.
+        """
+        is_changed = self.trainable_flags() != self.is_trainable
         if is_changed:
             self._lay_out()
         return is_changed
 
-    def _exchanged(self) -> Algorithm["Flags"]:
-        """Exchange the gradients, the signals and the bit that compares the ranks."""
+    def _exchange_gradients(self) -> Algorithm["GradientMeans"]:
+        """Exchange the gradients, the signals and the hash bit; see `Comparison`."""
         world_size = self.group.world_size
         if not self.gradients.is_known:
             # bits of different options may be equal, so the first step compares the options
             lines = option_lines(self.param_groups, with_gpu=True)
             lines += trained_lines(self.param_groups)
-            yield from self.gradients.agree(self.num_common_notes, lines)
-        flags = yield from self.gradients.exchanged(self.gradient_factor(), self.common_notes())
+            yield from self.gradients.determine_layout(self.num_common_notes, lines)
+        flags = yield from self.gradients.exchange_gradients(
+            self.gradient_factor(), self.common_notes()
+        )
         bits, *shares = flags.shares
-        self.heard = [share > 0 for share in shares]
+        self.received_signals = [share > 0 for share in shares]
         self.comparison.receive(bits * world_size, world_size)
         return flags
 
@@ -251,7 +257,7 @@ class Averaged(DistributedOptimizer):
 
 
 @dataclass(frozen=True)
-class Flags:
+class GradientMeans:
     """The result of an exchange of gradients, the same on all ranks."""
 
     shares: list[float]
@@ -290,38 +296,38 @@ class Gradients:
         self.sparse: list[nn.Parameter] = []
         self.is_known = False
 
-    def exchanged(
-        self, factor: float | Tensor = 1.0, asks: Sequence[float] = ()
-    ) -> Algorithm[Flags]:
+    def exchange_gradients(
+        self, factor: float | Tensor = 1.0, signals: Sequence[float] = ()
+    ) -> Algorithm[GradientMeans]:
         """Compute the weighted means of the gradients over the ranks, for `write`.
 
         Args:
             factor: factor of this rank's gradients, whose mean over the ranks is 1; NaN makes all
                 ranks skip the step.
-            asks: this rank's signals; their number is the same on all ranks.
+            signals: this rank's signals; their number is equal on all ranks.
         """
         if not self.is_known:
-            yield from self.agree(len(asks))
+            yield from self.determine_layout(len(signals))
         for vector, reducer in zip(self.vectors, self.reducers, strict=True):
             vector.read_gradients(factor)
             present = [each.parameter.grad is not None for each in vector.segments]
-            vector.extra.copy_(scalars_like([*present, *asks], vector.extra))
+            vector.extra.copy_(scalars_like([*present, *signals], vector.extra))
             if reducer is None:
                 yield Mean(vector.values)
             elif skip_reason := (yield from reducer.mean(vector.values, len(vector.extra))):
-                return Flags([0.0] * len(asks), skip_reason, [], [])
+                return GradientMeans([0.0] * len(signals), skip_reason, [], [])
         bad = [_count_bad(parameter) for parameter in self.sparse]
         sparse = []
         for parameter in self.sparse:
             sparse.append((yield from self.mean_of_sparse(parameter, factor)))
-        shares = [float(each) for each in asks]
-        signals = torch.empty(0)
+        shares = [float(each) for each in signals]
+        signal_values = torch.empty(0)
         if self.sparse and not self.vectors:
             # without dense gradients there is no vector to append the signals to
-            signals = torch.zeros(len(shares), device=self.sparse[0].device)
-            signals.copy_(scalars_like(shares, signals))
-            yield Mean(signals)
-        notes, signal_means, is_finite = self._read(signals, sparse)
+            signal_values = torch.zeros(len(shares), device=self.sparse[0].device)
+            signal_values.copy_(scalars_like(shares, signal_values))
+            yield Mean(signal_values)
+        notes, signal_means, is_finite = self._read(signal_values, sparse)
         skip_reason = ""
         if not is_finite:
             parameters = [each.parameter for vector in self.vectors for each in vector.segments]
@@ -338,10 +344,10 @@ class Gradients:
             # a reducer returns the sums of notes, and Mean their means
             among = 1 if reducer is None else self.world_size
             shares = [each / among for each in told[len(vector.segments) :]]
-        return Flags(shares, skip_reason, flags, sparse)
+        return GradientMeans(shares, skip_reason, flags, sparse)
 
-    def write(self, flags: Flags) -> None:
-        """Write the means that `exchanged` computed last into the gradients."""
+    def write(self, flags: GradientMeans) -> None:
+        """Write the means that `exchange_gradients` computed last into the gradients."""
         for vector, present in zip(self.vectors, flags.present, strict=True):
             vector.write_gradients(present)
         for parameter, mean in zip(self.sparse, flags.sparse, strict=True):
@@ -369,7 +375,7 @@ class Gradients:
         notes = [next(extras) if each is None else each.note_sums for each in self.reducers]
         return notes, found[0], all(flag > 0 for (flag,) in flags)
 
-    def agree(self, signals: int, options: Sequence[str] = ()) -> Algorithm[None]:
+    def determine_layout(self, signals: int, options: Sequence[str] = ()) -> Algorithm[None]:
         """Determine which gradients are sparse, together with the other ranks, at the first step.
 
         Args:
@@ -425,7 +431,10 @@ class Gradients:
         if gradient is not None:
             gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
             gradient = gradient.coalesce()
-            rows, values = gradient.indices()[0], gradient.values() * on(factor, parameter.device)
+            rows, values = (
+                gradient.indices()[0],
+                gradient.values() * to_device(factor, parameter.device),
+            )
         counts = yield AllGatherScalar(len(rows))
         if not sum(counts):
             return None

@@ -1,11 +1,11 @@
 """The base class of optimizers that keep the replicas in sync at every step.
 
-Their state is a few vectors over all parameters (`FlatParameters`), so that a step takes as many
-collectives whatever the number of parameters. A step is taken by all
-workers or by none: an element that is not finite on one of them makes all skip it, with their state
-as it was.
+Their state is a few flat vectors over all parameters (`FlatParameters`), so the number of
+collectives of a step does not depend on the number of parameters. If a gradient element is not
+finite on any rank, all ranks skip the step, and their state does not change.
 
-Letters: n elements, d of them dense, W workers, k notes.
+Letters: n elements, d of them dense, W ranks, k notes: numbers that are exchanged with a vector,
+such as signals.
 """
 
 import copy
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, AllGather, Group
-from gcnzc.optim.base import DistributedOptimizer, identified
+from gcnzc.optim.base import DistributedOptimizer, identify_caller
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.validation import check_above_zero, check_adam_options, check_parameters
@@ -27,16 +27,18 @@ from gcnzc.system.scalars import scalars_like
 
 
 class Replicated(DistributedOptimizer):
-    """The base of optimizers whose `step` exchanges with the other workers.
+    """The base class of optimizers that keep the replicas in sync at every exchange.
 
     Args:
-        params: as torch's optimizers take them. A group's `compress=False` has its gradients
-            exchanged densely at every step.
-        defaults: options of the groups.
-        group: of all workers; None for those of torch.distributed as it was initialised.
-        clip_norm: largest norm of the gradient; all workers scale theirs by the same factor.
-        signals: how many things, such as a wish to stop, are told with an exchange.
-        total_steps: of the run; None if that is not known.
+        params: an iterable of parameters or parameter groups, as for torch's optimizers. The
+            gradients of a group with `compress=False` are exchanged densely at every step.
+        defaults: default options of the parameter groups.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        clip_norm: the maximum norm of the gradient; all ranks scale their gradients by the same
+            factor. None does not clip.
+        signals: the number of flags, such as a request to stop, that each exchange combines over
+            the ranks.
+        total_steps: the number of steps of the run; None if it is not known.
         module: see `DistributedOptimizer`.
 
     With torch's GradScaler, all ranks skip an exchanged step that overflows on one rank, and all
@@ -45,9 +47,9 @@ class Replicated(DistributedOptimizer):
 
     Raises:
         TypeError: a parameter is sharded, complex, or of a dtype that cannot be averaged.
-        ValueError: the parameters of the workers differ in shape, dtype or order, or an option is
+        ValueError: the parameters of the ranks differ in shape, dtype or order, or an option is
             out of range.
-        WorkerLost: another worker is gone.
+        WorkerLost: another rank did not respond in time, or its process has ended.
     """
 
     def __init__(
@@ -66,24 +68,28 @@ class Replicated(DistributedOptimizer):
         options = {"compress": True, "maximize": False, **defaults}
         super().__init__(params, options, group, signals, module, total_steps)
         self.fill_state()
-        self.space = FlatParameters(self.param_groups)
-        self.is_trainable = self.trainable()
+        self.flat_params = FlatParameters(self.param_groups)
+        self.is_trainable = self.trainable_flags()
         self.clip_norm = clip_norm
         self.vectors: dict[str, Tensor] = {}
-        """what is the same on all workers, (n,) each"""
+        """the part of the state that is equal on all ranks, mostly vectors (n,)"""
         self.numbers: dict[str, Any] = {}
-        """what is the same on all workers, besides the steps"""
+        """other values of the state that are equal on all ranks"""
         self.reducers: dict[str, Reducer] = {}
-        """whose errors are this worker's own"""
-        self._dense = self.reducer(Dense(), self.space.num_elements)
+        """reducers by name; their compression errors are this rank's own"""
+        self._dense = self.reducer(Dense(), self.flat_params.num_elements)
         self.connect()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after the beginning: the vectors of a state are of all parameters at once."""
-        if hasattr(self, "space"):
+        """Add a parameter group; not supported after construction.
+
+        Raises:
+            ValueError: the optimizer is constructed already, so its flat vectors are laid out.
+        """
+        if hasattr(self, "flat_params"):
             raise ValueError(
-                f"{type(self).__name__} takes no parameters later\n\nhint: give it all groups at "
-                "the beginning; requires_grad may not change either"
+                f"{type(self).__name__} does not support adding parameters\n\nhint: give all "
+                "groups to the constructor; requires_grad may not change either"
             )
         super().add_param_group(param_group)
 
@@ -93,33 +99,33 @@ class Replicated(DistributedOptimizer):
         check_adam_options(type(self).__name__, group)
 
     def reducer(self, compress: Compression, num_elements: int) -> Reducer:
-        """What takes means of so many elements for this worker."""
-        space, group = self.space, self.group
-        place = WorkerInfo(group.rank, group.world_size, space.device, space.dtype)
+        """Return a reducer of this rank for vectors of `num_elements`."""
+        flat_params, group = self.flat_params, self.group
+        place = WorkerInfo(group.rank, group.world_size, flat_params.device, flat_params.dtype)
         return compress.reducer(num_elements, place)
 
-    def whole(self, compress: Compression, num_elements: int) -> Reducer:
-        """The same for whole gradients, of which no checkpoint keeps errors.
+    def dense_reducer(self, compress: Compression, num_elements: int) -> Reducer:
+        """Return a reducer for dense gradients, whose compression must not use error feedback.
 
         Raises:
-            ValueError: it carries errors from one step to the next.
+            ValueError: the compression uses error feedback.
         """
         if getattr(compress, "has_feedback", False):
             raise ValueError(
-                f"whole gradients by {compress}, which carries errors over that no checkpoint "
-                "keeps\n\nhint: `dense` takes what has no error feedback"
+                f"dense is {compress}, which uses error feedback, but checkpoints have no errors "
+                "of dense gradients\n\nhint: give a compression without error feedback"
             )
         return self.reducer(compress, num_elements)
 
     def bound_sums(self, sums: Tensor) -> Tensor:
         """Clamp sums of gradients in place so that a dense exchange of them cannot overflow.
 
-        Sums are kept when a step is skipped. If their mean over the ranks or its square overflowed,
+        Sums remain when a step is skipped. If their mean over the ranks or its square overflowed,
         all later dense steps would be skipped.
         """
-        sent = getattr(self._dense, "dtype", self.space.dtype)
+        sent = getattr(self._dense, "dtype", self.flat_params.dtype)
         largest = torch.finfo(sent).max / (2 * self.group.world_size)
-        largest = min(largest, torch.finfo(self.space.dtype).max ** 0.5 / 2)
+        largest = min(largest, torch.finfo(self.flat_params.dtype).max ** 0.5 / 2)
         return sums.clamp_(-largest, largest)
 
     def restore_sums(self, saved: Tensor) -> Tensor:
@@ -127,24 +133,24 @@ class Replicated(DistributedOptimizer):
 
         Older versions saved states with such elements.
         """
-        sums = saved.to(self.space.device, self.space.dtype, copy=True)
+        sums = saved.to(self.flat_params.device, self.flat_params.dtype, copy=True)
         return self.bound_sums(sums.nan_to_num_(0.0, 0.0, 0.0))
 
     def layout(self) -> list[str]:
         """See `DistributedOptimizer`."""
         options = option_lines(self.param_groups, with_gpu=True)
-        own = f"{type(self).__name__}, clip_norm {self.clip_norm}, {len(self.asks)} signals"
-        return [own, *self.space.layout(), *options]
+        own = f"{type(self).__name__}, clip_norm {self.clip_norm}, {len(self.signals)} signals"
+        return [own, *self.flat_params.layout(), *options]
 
-    @identified
+    @identify_caller
     def algorithm(self) -> Algorithm[None]:
-        """See `DistributedOptimizer`: change the parameters on all workers alike, or on none."""
+        """See `DistributedOptimizer`: take the step on all ranks, or skip it on all."""
         if self.group.world_size == 1:
             self.check_trainable()
         yield from self.broadcast_model()
-        values = self.space.empty(self.num_notes)
-        self.space.read_gradients(values, self.gradient_factor())
-        for part in self.space.parts:
+        values = self.flat_params.empty(self.num_notes)
+        self.flat_params.read_gradients(values, self.gradient_factor())
+        for part in self.flat_params.parts:
             if part.group["maximize"]:
                 values[part.begin : part.end].neg_()
         common = scalars_like(self.common_notes(), values)
@@ -152,7 +158,7 @@ class Replicated(DistributedOptimizer):
         self.skip_reason = yield from self.advance(values)
         if self.skip_reason:
             self.skipped += 1
-            self.heard = [False] * len(self.asks)
+            self.received_signals = [False] * len(self.signals)
         else:
             self.steps += 1
             self.warn_of_late_phase(self.steps)
@@ -161,50 +167,54 @@ class Replicated(DistributedOptimizer):
 
     @abstractmethod
     def advance(self, values: Tensor) -> Algorithm[str]:
-        """Take a step with the gradients of this worker.
+        """Take a step with the gradients of this rank.
 
         Args:
-            values: (n + k,): the gradients, and notes, which begin with the common ones. May be
-                used as memory to work in.
+            values: (n + k,): the gradients and the notes, which begin with the common ones; may be
+                overwritten.
 
         Returns:
-            Why no worker took it, in words; empty if all did.
+            Why all ranks skipped the step; empty if they took it.
         """
 
     @property
     def num_notes(self) -> int:
-        """k: what travels with every exchange besides elements."""
+        """k, the number of notes in the next exchange."""
         return self.num_common_notes
 
     def notes(self, values: Tensor) -> Tensor:
-        """(k,): the notes of a vector."""
-        return values[self.space.num_elements :]
+        """Return a view (k,) of the notes of a vector (n + k,)."""
+        return values[self.flat_params.num_elements :]
 
-    def hear(self, sums: Sequence[float]) -> None:
-        """Update signals and comparison from the sums of the common notes, the first of `sums`."""
+    def receive_notes(self, sums: Sequence[float]) -> None:
+        """Update the received signals and the comparison.
+
+        Args:
+            sums: the sums of the notes over the ranks, which begin with the common ones.
+        """
         bits, *signals = sums[: self.num_common_notes]
         self.comparison.receive(bits, self.group.world_size)
-        self.heard = [share > 0 for share in signals]
+        self.received_signals = [share > 0 for share in signals]
 
     def dense_mean(self, values: Tensor) -> Algorithm[str]:
-        """Replace all gradients by their means, clipped; see `Reducer.mean`."""
+        """Replace all gradients by their clipped means over the ranks; see `Reducer.mean`."""
         skip_reason = yield from self._dense.mean(values, self.num_notes)
         if not skip_reason and self.clip_norm is not None:
-            gradients = values[: self.space.num_elements]
+            gradients = values[: self.flat_params.num_elements]
             self._clip(gradients, gradients.double().square().sum())
         return skip_reason
 
-    def clipped(self, values: Tensor) -> Algorithm[str]:
-        """Scale the gradients of this worker by a factor that is the same on all workers.
+    def clip_gradients(self, values: Tensor) -> Algorithm[str]:
+        """Clip the gradients of this rank by a factor that is equal on all ranks.
 
-        The norm is the root of the mean over the workers of their squared norms: at least that of
-        the mean gradient, which nobody has. It costs 8 bytes to each worker.
+        The norm is the root mean square of the ranks' gradient norms. This is an upper bound of the
+        norm of the mean gradient, which no rank has. Each rank sends 8 bytes to each other rank.
         """
         if self.clip_norm is None:
             return ""
-        gradients = values[: self.space.num_elements]
+        gradients = values[: self.flat_params.num_elements]
         squares = yield AllGather(gradients.double().square().sum()[None])
-        # what is not finite is found by the exchange, which names the worker
+        # the exchange detects gradients that are not finite, and names the rank
         self._clip_finite(gradients, sum(squares.unbind()) / len(squares))
         return ""
 
@@ -214,29 +224,29 @@ class Replicated(DistributedOptimizer):
 
     def _clip(self, gradients: Tensor, square: Tensor) -> None:
         """Scale gradients in place, whose squared norm is () float64, to a norm of `clip_norm`."""
-        assert self.clip_norm is not None, "asked for"
+        assert self.clip_norm is not None, "callers check it"
         if square.device.type == "cpu":
             norm = float(square) ** 0.5
             if norm > self.clip_norm:
                 gradients *= self.clip_norm / (norm + 1e-6)
             return
-        # the norm on a GPU stays there: the host would wait to read it
+        # a norm on a GPU is not read, because reading it synchronises with the GPU
         norms = square.sqrt()
         gradients *= (self.clip_norm / (norms + 1e-6)).where(norms > self.clip_norm, 1.0)
 
     @property
     def state_bytes(self) -> int:
-        """Memory that is kept from one step to the next, besides parameters and gradients."""
+        """Bytes of optimizer state between steps, without parameters and gradients."""
         vectors = sum(each.numel() * each.element_size() for each in self.vectors.values())
         return vectors + sum(reducer.state_bytes for reducer in self.reducers.values())
 
     def snapshot(self) -> dict[str, Any]:
-        """What this worker goes on from: plain tensors, numbers and words.
+        """Return the state of this rank as plain tensors, numbers and strings.
 
-        `shared` is the same on all workers; `errors` are this worker's own. The tensors are those
-        of the optimizer, not copies.
+        `shared` is equal on all ranks; `errors` are the compression errors of this rank. The
+        tensors are not copied.
         """
-        # copied: the tensors move on in place, as torch's do, but half a state must not
+        # the numbers are copied, so that lists among them do not change with later steps
         numbers = {"steps": self.steps, "skipped": self.skipped, **copy.deepcopy(self.numbers)}
         groups, first = [], 0
         for group in self.param_groups:
@@ -249,30 +259,31 @@ class Replicated(DistributedOptimizer):
             "shards": {},
             "errors": {name: each.errors() for name, each in self.reducers.items()},
             "parts": {name: list(each.part) for name, each in self.reducers.items()},
-            "layout": self.space.layout(),
+            "layout": self.flat_params.layout(),
             "rank": self.group.rank,
             "world_size": self.group.world_size,
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on from what `snapshot` gave on this worker, or from what `resized` made of it.
+        """Load a `snapshot` of this rank, or a result of `resize_state`.
 
         Raises:
-            ValueError: it is of another worker, another number of workers or other parameters.
+            ValueError: it is of another rank, another number of ranks or other parameters.
         """
-        self.check_own(snapshot)
+        self.check_rank(snapshot)
         counts = [len(group["params"]) for group in self.param_groups]
         saved = [len(group["params"]) for group in snapshot["param_groups"]]
         if counts != saved:
             raise ValueError(
-                f"the state is of groups of {saved} parameters, not {counts}\n\n"
-                "hint: load it into an optimizer of the same model"
+                f"the state has groups of {saved} parameters, but this optimizer has groups of "
+                f"{counts}\n\nhint: load it into an optimizer of the same model"
             )
-        for own, other in zip_longest(self.space.layout(), snapshot["layout"]):
+        for own, other in zip_longest(self.flat_params.layout(), snapshot["layout"]):
             if own != other:
                 raise ValueError(
-                    f"the state is of {other or 'nothing more'}, where this optimizer has "
-                    f"{own or 'nothing more'}\n\nhint: load it into an optimizer of the same model"
+                    f"the state has {other or 'no more parameters'}, but this optimizer has "
+                    f"{own or 'no more parameters'}\n\nhint: load it into an optimizer of the same "
+                    "model"
                 )
         for group, other in zip(self.param_groups, snapshot["param_groups"], strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
@@ -280,7 +291,7 @@ class Replicated(DistributedOptimizer):
         self.steps, self.skipped = numbers.pop("steps"), numbers.pop("skipped")
         self.numbers = numbers
         self.vectors = {
-            name: vector.to("cpu" if name == "awake" else self.space.device, copy=True)
+            name: vector.to("cpu" if name == "awake" else self.flat_params.device, copy=True)
             for name, vector in snapshot["shared"]["vectors"].items()
         }
         # no broadcast after this: buffers differ between ranks in the middle of a run
@@ -288,6 +299,6 @@ class Replicated(DistributedOptimizer):
         self.restore_errors(snapshot["errors"])
 
     def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Make what depends on the state that was loaded, and load the reducers' errors."""
+        """Initialise what depends on the loaded state, and load the reducers' errors."""
         for name, reducer in self.reducers.items():
             reducer.load_errors(errors[name])

@@ -1,8 +1,9 @@
-"""Detect when Adam's variance has settled and may be frozen.
+"""Detect when Adam's variance is stable, so that 1-bit Adam may freeze it.
 
-Tang et al. (2021) freeze when the variance's L1 norm is at least 0.96 times what it was 1 / (1 -
-beta2) steps before. That also holds while the norm still grows, so here the ratio must be near 1
-from both sides, and stay there: a run whose variance is frozen too early does not recover.
+Tang et al. (2021) freeze when the variance's L1 norm is at least 0.96 times its value 1 / (1 -
+beta2) steps earlier. This also holds while the norm still grows. Here the ratio must therefore be
+near 1 from both sides for several checks, because a run whose variance is frozen too early does not
+recover.
 """
 
 from collections.abc import Mapping
@@ -13,35 +14,38 @@ from typing import Any
 
 @dataclass
 class FreezeRule:
-    """Says at each step whether to freeze; the same on all workers, whose variances are."""
+    """Decides when to freeze the variance.
+
+    The variance is equal on all ranks, so all ranks make the same decision.
+    """
 
     beta2: float
     least: int = 0
-    """steps before the first look: those in which the step size grows"""
+    """number of steps before the first check, such as those of a learning rate warm-up"""
     most: int | None = None
-    """steps after which to freeze in any case; None for no limit"""
+    """largest number of steps before the freeze; None for no limit"""
     tolerance: float = 0.04
-    """how far the ratio may be from 1"""
+    """largest difference of the ratio from 1"""
     patience: int = 2
-    """looks in a row that must find it so near"""
+    """number of consecutive checks with a ratio within the tolerance"""
     norms: list[float] = field(default_factory=list)
-    """of the variance, at each look"""
+    """L1 norm of the variance at each check"""
 
     @property
     def interval(self) -> int:
-        """Steps between looks: what the variance is an average over."""
+        """Steps between checks: 1 / (1 - beta2), the averaging period of the variance."""
         return max(1, round(1 / (1 - self.beta2)))
 
     def is_due(self, step: int) -> bool:
-        """Whether the norm is asked for after a step, counted from 1."""
+        """Return whether to check the norm after a step, counted from 1."""
         return step % self.interval == 0 and step >= self.least
 
-    def wants(self, step: int, norm: float | None) -> bool:
-        """Whether to freeze after a step.
+    def should_freeze(self, step: int, norm: float | None) -> bool:
+        """Return whether to freeze the variance after a step.
 
         Args:
-            step: counted from 1.
-            norm: L1 norm of the variance without bias, where `is_due`.
+            step: the number of the step, counted from 1.
+            norm: L1 norm of the bias-corrected variance if `is_due(step)`, else None.
         """
         if norm is not None:
             self.norms.append(norm)
@@ -53,9 +57,9 @@ class FreezeRule:
         return all(old > 0 and abs(new / old - 1) <= self.tolerance for old, new in pairwise(last))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return the norms of the past checks."""
         return {"norms": list(self.norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Load a result of `state_dict`."""
         self.norms = list(state["norms"])

@@ -1,21 +1,26 @@
-"""1-bit Adam: signs of momenta in place of gradients, once the variance is frozen.
+"""1-bit Adam: after a warm-up, freeze the variance and exchange the signs of momenta.
 
 Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
 Speed" (2021, https://arxiv.org/abs/2102.02888). With a constant variance Adam's step is linear in
-the momentum, so that what compression leaves out of one step is made up for in later ones.
+the momentum, so error feedback corrects the compression error of a step in later steps.
 
     warm-up   g = mean_i g_i          m <- b1 m + (1 - b1) g     v <- b2 v + (1 - b2) g^2
     freeze    V = v / (1 - b2^t)
     after     m_i = b1 m + (1 - b1) g_i     m <- compressed mean of m_i
     always    x <- x - lr (m / (1 - b1^t) / (sqrt(V) + eps) + weight_decay x)
 
-Beyond the paper: an element whose variance is 0 when it freezes, such as of an embedding's row that
-was never looked up, would take steps of lr times scale / eps. It is left out of scales and errors,
-and stays where it is until a worker has a gradient for it; then all take a dense step, to
-which workers give all gradients that such elements had by then, and which gives these a variance.
-From one such step to the next there are 1, 2, 4, ... 256 others at least. An element whose variance
-is small, such as of a row that was looked up long ago, would take large steps; its variance is
-raised to a share of the mean of its parameter's.
+Two changes to the paper concern sparse gradients, such as those of embeddings:
+
+Inactive elements. An element with zero variance at the freeze, such as of an embedding row that was
+never looked up, would take steps of lr * scale / eps. It is inactive: excluded from the compression
+and its errors, and not updated. Each rank sums the gradients of inactive elements. Once a rank has
+such a gradient, all ranks take a dense step that includes these sums, and which reactivates the
+elements: it initialises their variance. At least 1, 2, 4, ... 256 steps lie between such steps.
+
+Variance floor. An element with a small variance, such as of a row that was looked up long ago,
+would take large steps. Its variance is raised to a share of the mean variance of its parameter.
+
+Letters: n elements, d of them dense, k notes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,50 +44,53 @@ from gcnzc.optim.validation import (
 )
 from gcnzc.system.scalars import read_scalars, scalars_like
 
-# most steps between two dense steps in which elements join; they begin at 1, and double
-MOST_JOIN_GAP = 256
+# largest number of steps between dense steps that reactivate elements; it doubles, starting at 1
+MAX_JOIN_GAP = 256
 
-
-# what becomes of elements that have a gradient for the first time after the variance froze
-WAKE = ("join", "stay")
+# values of the option `wake`
+WAKE_CHOICES = ("join", "stay")
 
 
 class OneBitAdam(Replicated):
-    """Adam with decoupled weight decay, whose momenta are exchanged as signs after a warm-up.
+    """1-bit Adam: AdamW that exchanges the signs of momenta after a warm-up.
 
-    With one worker it is `torch.optim.AdamW`, and during the warm-up that of the mean gradients. A
-    parameter that never had a gradient on any worker is left alone; one without a gradient at some
-    step takes part with zeros.
+    With a single rank it is `torch.optim.AdamW`. During the warm-up it is AdamW with the mean
+    gradients of the ranks. A parameter that never had a gradient on any rank is not updated; a
+    missing gradient of another parameter counts as zeros.
 
     Args:
-        params: as torch's optimizers take them; a group's `compress=False` stays dense, with a
-            variance that moves on.
-        lr: step size.
-        betas: of the averages of gradients and of their squares.
-        eps: added to the root of the variance.
-        weight_decay: share of a parameter that is taken off it for each unit of `lr`.
-        warmup: steps before the variance freezes; None to see when it has settled. "default" takes
-            0.15 of `total_steps`, or 100 steps if these are not known.
-        warmup_range: fewest and most steps, if `warmup` is None. If the most is None, the warm-up
-            ends after 5 / (1 - beta2) steps and a quarter of `total_steps` at the latest.
-        refresh: steps from the freeze to the first refresh of the variance; each next one is twice
-            as far from it. 0 for none.
-        refresh_steps: dense steps of a refresh, at most `refresh`. Together they forget as much of
-            the variance as steps of Adam would have since the last one.
-        compress: how momenta are exchanged after the warm-up.
-        dense: how gradients are exchanged before.
-        bias_correction: False for the paper's form, with its larger first steps.
-        wake: "join" or "stay": what becomes of elements that were asleep when the variance froze.
-        floor: least variance of an element after the warm-up, as a share of the mean over those of
-            its parameter that are not asleep; 0 for none, as in the paper.
-        group: of all workers; None for those of torch.distributed as it was initialised.
-        clip_norm: largest norm of the gradient.
+        params: an iterable of parameters or parameter groups, as for torch's optimizers. A group
+            with `compress=False` is exchanged densely, and its variance is not frozen.
+        lr: the learning rate.
+        betas: coefficients of the running averages of the gradient and its square.
+        eps: added to the square root of the variance.
+        weight_decay: coefficient of the decoupled weight decay, as in AdamW.
+        warmup: the number of uncompressed steps before the variance is frozen. "default" is 0.15 of
+            `total_steps`, or 100 if that is None. None freezes the variance once it is stable.
+        warmup_range: the smallest and the largest number of these steps if `warmup` is None. If the
+            largest is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`.
+        refresh: the number of steps from the freeze to the first refresh of the variance; it
+            doubles for each further refresh. 0 for no refresh.
+        refresh_steps: the number of dense steps of a refresh, at most `refresh`. Together they
+            decay the old variance as much as Adam would have since the last refresh.
+        compress: compression of the momenta after the warm-up; signs if None.
+        dense: compression of the gradients in dense steps, without error feedback; uncompressed if
+            None.
+        bias_correction: whether to correct the bias of momentum and variance; the paper does not,
+            which makes its first steps larger.
+        wake: "join" reactivates elements that were inactive at the freeze once they have a
+            gradient; "stay" updates them only after a refresh of the variance.
+        floor: the smallest variance of an active element after the warm-up, as a share of the mean
+            variance of the active elements of its parameter; 0 for none, as in the paper.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        clip_norm: the maximum norm of the gradient; None does not clip.
         signals: see `Replicated`.
-        total_steps: of the run, of which the warm-up is a share; None if that is not known. One of
-            rank 0's warnings, `LatePhaseWarning`, says that compression begins late in it.
+        total_steps: the number of steps of the run, from which the default warm-up follows; None if
+            it is not known. If compression begins late in the run, rank 0 warns with a
+            `LatePhaseWarning`.
         module: see `DistributedOptimizer`.
-        maximize: whether to step along the gradient instead of against it.
-        unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
+        maximize: whether to maximize the objective instead of minimizing it.
+        unsupported: options of torch's Adam that are accepted only if they are off: `amsgrad`,
             `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
@@ -112,19 +120,20 @@ class OneBitAdam(Replicated):
         **unsupported: object,
     ) -> None:
         check_unsupported(type(self).__name__, unsupported)
-        if wake not in WAKE:
-            raise ValueError(f"no way {wake!r} to wake\n\nhint: {' or '.join(WAKE)}")
+        if wake not in WAKE_CHOICES:
+            raise ValueError(f"wake is {wake!r}\n\nhint: give {' or '.join(WAKE_CHOICES)}")
         if refresh_steps < 1:
             raise ValueError(
-                f"a refresh of {refresh_steps} steps\n\nhint: at least 1; refresh=0 for no refresh"
+                f"refresh_steps is {refresh_steps}\n\nhint: give at least 1; refresh=0 turns "
+                "refreshes off"
             )
         check_at_least_zero("floor", floor)
         check_count("refresh", refresh)
         if isinstance(warmup, str):
             if warmup != "default":
                 raise ValueError(
-                    f"warmup is {warmup!r}\n\nhint: a number of steps, 'default', or None to see "
-                    "when the variance has settled"
+                    f"warmup is {warmup!r}\n\nhint: give a number of steps, 'default', or None to "
+                    "end it when the variance is stable"
                 )
             warmup = WARMUP.warmup_steps(total_steps)
         elif warmup is not None:
@@ -141,7 +150,7 @@ class OneBitAdam(Replicated):
         self.rule = FreezeRule(betas[1], warmup_range[0])
         most = warmup_range[1]
         if most is None:
-            # a variance that never settles must not prevent compression
+            # compression must begin even if the variance never becomes stable
             most = WARMUP.most_auto_steps(self.rule.interval, total_steps)
         self.rule.most = max(most, warmup_range[0])
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -155,18 +164,18 @@ class OneBitAdam(Replicated):
             total_steps=total_steps,
             module=module,
         )
-        space = self.space
-        self.vectors = {"momentum": space.zeros(), "variance": space.zeros()}
-        self.vectors["awake"] = torch.zeros(len(space.segments), dtype=torch.bool)
-        # `wakes`: elements that slept have a gradient; the next step from `join_from` on is dense
+        flat_params = self.flat_params
+        self.vectors = {"momentum": flat_params.zeros(), "variance": flat_params.zeros()}
+        self.vectors["awake"] = torch.zeros(len(flat_params.segments), dtype=torch.bool)
+        # `wakes`: inactive elements have a gradient; the first step from `join_from` on is dense
         self.numbers = {"frozen_at": 0, "wakes": False, "norms": []}
-        # `next_refresh`: the first step of it; `fresh_at`: the last step of the one before
+        # `next_refresh`: first step of the next refresh; `fresh_at`: last step of the last one
         self.numbers |= {"next_refresh": 0, "fresh_at": 0, "join_from": 0, "join_gap": 1}
-        self.waiting: Tensor | None = None
-        """(elements that sleep,): sums of this worker's gradients since they might join last"""
+        self.pending_gradients: Tensor | None = None
+        """(inactive elements,): sums of this rank's gradients since the last dense step"""
         self._inactive: Tensor | None = None
-        self._dense = self.whole(self.dense, space.num_elements)
-        self._dense_part = self.whole(self.dense, space.num_dense)
+        self._dense = self.dense_reducer(self.dense, flat_params.num_elements)
+        self._dense_part = self.dense_reducer(self.dense, flat_params.num_dense)
 
     def layout(self) -> list[str]:
         """See `Replicated`."""
@@ -177,7 +186,7 @@ class OneBitAdam(Replicated):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the warm-up is over."""
+        """Whether the variance is frozen, which ends the warm-up."""
         return bool(self.numbers["frozen_at"])
 
     def late_phase(self) -> str:
@@ -186,7 +195,7 @@ class OneBitAdam(Replicated):
 
     @property
     def is_dense_step(self) -> bool:
-        """Whether the next step exchanges whole gradients."""
+        """Whether the next step exchanges dense gradients."""
         if not self.is_frozen:
             return True
         if self.numbers["wakes"] and self.steps + 1 >= self.numbers["join_from"]:
@@ -195,8 +204,12 @@ class OneBitAdam(Replicated):
 
     @property
     def num_notes(self) -> int:
-        """Signals, and which parameters have a gradient, or how many elements would wake."""
-        return self.num_common_notes + (len(self.space.segments) if self.is_dense_step else 1)
+        """See `Replicated`.
+
+        In addition to the common notes, there is a flag for each parameter, whether it has a
+        gradient, in dense steps, and the number of elements to reactivate in other steps.
+        """
+        return self.num_common_notes + (len(self.flat_params.segments) if self.is_dense_step else 1)
 
     def advance(self, values: Tensor) -> Algorithm[str]:
         """See `Replicated`."""
@@ -207,37 +220,37 @@ class OneBitAdam(Replicated):
     @torch.no_grad()
     def _dense_step(self, values: Tensor) -> Algorithm[str]:
         flags = self.notes(values)[self.num_common_notes :]
-        flags.copy_(scalars_like(self.space.have_gradients(), values))
-        if self.waiting is not None:
-            # what woke elements since the last dense step is given to this one
-            dense, end = self.space.num_dense, self.space.num_elements
-            values[dense:end].index_add_(0, self._find_inactive(), self.waiting)
+        flags.copy_(scalars_like(self.flat_params.have_gradients(), values))
+        if self.pending_gradients is not None:
+            # add the gradients of inactive elements since the last dense step
+            dense, end = self.flat_params.num_dense, self.flat_params.num_elements
+            values[dense:end].index_add_(0, self._find_inactive(), self.pending_gradients)
         if skip_reason := (yield from self.dense_mean(values)):
             return skip_reason
         sums = self._dense.note_sums
-        self.hear(sums)
+        self.receive_notes(sums)
         self.vectors["awake"] |= torch.tensor(sums[self.num_common_notes :]) > 0
-        for part in self.space.parts:
-            self._average(part, values, with_variance=not self._is_still(part))
+        for part in self.flat_params.parts:
+            self._average(part, values, with_variance=not self._is_variance_frozen(part))
         if self.is_frozen:
-            self._bring_up_to_date(values)
+            self._refresh_variance(values)
         self._apply(values)
-        self._consider_freezing()
+        self._freeze_if_due()
         return ""
 
     @torch.no_grad()
     def _compressed_step(self, values: Tensor) -> Algorithm[str]:
-        yield from self.clipped(values)
-        space, active = self.space, self.vectors.get("active")
-        dense, end = space.num_dense, space.num_elements
+        yield from self.clip_gradients(values)
+        flat_params, active = self.flat_params, self.vectors.get("active")
+        dense, end = flat_params.num_dense, flat_params.num_elements
         coded = values[dense:].clone()
         momenta, notes = coded[: end - dense], coded[end - dense :]
-        asleep = None if active is None else values[dense:end][self._find_inactive()]
-        notes[-1] = 0 if asleep is None else self._count_waking(asleep)
-        for part in space.parts:
+        inactive = None if active is None else values[dense:end][self._find_inactive()]
+        notes[-1] = 0 if inactive is None else self._count_reactivated(inactive)
+        for part in flat_params.parts:
             if part.begin >= dense:
                 beta = part.group["betas"][0]
-                for here in space.tiles(part.begin, part.end):
+                for here in flat_params.tiles(part.begin, part.end):
                     own = momenta[here.start - dense : here.stop - dense]
                     torch.mul(self.vectors["momentum"][here], beta, out=own)
                     own.add_(values[here], alpha=1 - beta)
@@ -247,57 +260,66 @@ class OneBitAdam(Replicated):
         if skip_reason := (yield from self.reducers["momentum"].mean(coded, self.num_notes)):
             return skip_reason
         sums = self.reducers["momentum"].note_sums
-        self.hear(sums)
-        self.wait(asleep, sums[-1])
-        for part in space.parts:
+        self.receive_notes(sums)
+        self.add_pending_gradients(inactive, sums[-1])
+        for part in flat_params.parts:
             if part.begin < dense:
                 self._average(part, values, with_variance=True)
         self._after_exchange(momenta, values)
-        self._awaken_dense(values)
+        self._mark_dense_gradients(values)
         self._apply(values)
         return ""
 
     def _before_exchange(self, momenta: Tensor) -> None:
-        """Change this worker's momenta (n - d,) in place to what is exchanged."""
+        """Transform this rank's momenta (n - d,) in place before they are exchanged."""
 
     def _after_exchange(self, momenta: Tensor, values: Tensor) -> None:
-        """Take up what was exchanged (n - d,), and may change; `values` is memory to work in."""
-        self.vectors["momentum"][self.space.num_dense :] = momenta
-
-    def wait(self, asleep: Tensor | None, waking: float) -> None:
-        """Keep the gradients of elements that sleep until the next step in which they may join.
+        """Store the exchanged momenta.
 
         Args:
-            asleep: their gradients on this worker; None if no element sleeps.
-            waking: how many would wake, on all workers.
+            momenta: (n - d,), the mean; may be overwritten.
+            values: (n + k,), the gradients; may be overwritten.
         """
-        if asleep is None or self.wake == "stay":
-            return
-        self.waiting = asleep if self.waiting is None else self.waiting.add_(asleep)
-        self.bound_sums(self.waiting)
-        self.numbers["wakes"] |= waking > 0
+        self.vectors["momentum"][self.flat_params.num_dense :] = momenta
 
-    def _count_waking(self, gradients: Tensor) -> Tensor:
-        """Count the elements whose gradient can give them a variance.
+    def add_pending_gradients(self, inactive: Tensor | None, num_reactivated: float) -> None:
+        """Add gradients of inactive elements to the sums for the next dense step.
+
+        Args:
+            inactive: the gradients of the inactive elements on this rank; None if there are none.
+            num_reactivated: the number of elements to reactivate, summed over the ranks.
+        """
+        if inactive is None or self.wake == "stay":
+            return
+        self.pending_gradients = (
+            inactive if self.pending_gradients is None else self.pending_gradients.add_(inactive)
+        )
+        self.bound_sums(self.pending_gradients)
+        self.numbers["wakes"] |= num_reactivated > 0
+
+    def _count_reactivated(self, gradients: Tensor) -> Tensor:
+        """Count the inactive elements whose gradient is large enough for a variance above 0.
 
         NaN if a gradient is not finite. The exchange checks only active elements; this note makes
-        all ranks skip the step before such a gradient is added to `waiting`.
+        all ranks skip the step before such a gradient is added to `pending_gradients`.
         """
-        # a square that is rounded to 0 would ask for one dense step after the other
+        # an element whose square is rounded to 0 would remain inactive after each dense step
         count = (gradients.square() > torch.finfo(gradients.dtype).tiny).sum()
         return torch.where(are_finite(gradients), count.to(gradients.dtype), torch.nan)
 
-    def _awaken_dense(self, means: Tensor) -> None:
-        """Note which dense parameters have a gradient for the first time, as all workers see it."""
-        awake = self.vectors["awake"]
-        asleep = {
+    def _mark_dense_gradients(self, means: Tensor) -> None:
+        """Mark the dense parameters that have a mean gradient for the first time."""
+        is_active = self.vectors["awake"]
+        inactive = {
             place: means[segment.begin : segment.end].any()
-            for place, segment in enumerate(self.space.segments)
-            if segment.begin < self.space.num_dense and not awake[place]
+            for place, segment in enumerate(self.flat_params.segments)
+            if segment.begin < self.flat_params.num_dense and not is_active[place]
         }
-        if asleep:
-            for place, (has_gradient,) in zip(asleep, read_scalars(*asleep.values()), strict=True):
-                awake[place] = has_gradient > 0
+        if inactive:
+            for place, (has_gradient,) in zip(
+                inactive, read_scalars(*inactive.values()), strict=True
+            ):
+                is_active[place] = has_gradient > 0
 
     def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
         here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
@@ -307,27 +329,27 @@ class OneBitAdam(Replicated):
             variance = self.vectors["variance"][here]
             variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
-    def _is_still(self, part: GroupSlice) -> bool:
-        """Whether the variance of a part is frozen, and without bias."""
-        return self.is_frozen and part.begin >= self.space.num_dense
+    def _is_variance_frozen(self, part: GroupSlice) -> bool:
+        """Return whether the variance of a group slice is frozen; it is then bias-corrected."""
+        return self.is_frozen and part.begin >= self.flat_params.num_dense
 
     def _apply(self, values: Tensor) -> None:
-        """Take the step; `values` is memory to work in."""
-        step, space = self.steps + 1, self.space
-        roots, momenta = space.views(values), space.views(self.vectors["momentum"])
-        parameters, awake = space.parameters, self.vectors["awake"].tolist()
-        for part in space.parts:
+        """Update the parameters; `values` (n + k,) is overwritten."""
+        step, flat_params = self.steps + 1, self.flat_params
+        roots, momenta = flat_params.views(values), flat_params.views(self.vectors["momentum"])
+        parameters, is_active = flat_params.parameters, self.vectors["awake"].tolist()
+        for part in flat_params.parts:
             here, options = slice(part.begin, part.end), part.group
             (beta1, beta2), lr = options["betas"], float(options["lr"])
             decay, size = options["weight_decay"], -lr
             root = torch.sqrt(self.vectors["variance"][here], out=values[here])
             if self.bias_correction:
                 size /= 1 - beta1**step
-                if not self._is_still(part):
+                if not self._is_variance_frozen(part):
                     root /= (1 - beta2**step) ** 0.5
             root += options["eps"]
             for place in range(part.first, part.last):
-                if awake[place]:
+                if is_active[place]:
                     pair = momenta[place], roots[place]
                     self._move(parameters[place], *pair, size, lr, decay)
 
@@ -346,7 +368,7 @@ class OneBitAdam(Replicated):
         else:
             parameter += (momentum / root * size).to(parameter.dtype)
 
-    def _consider_freezing(self) -> None:
+    def _freeze_if_due(self) -> None:
         step = self.steps + 1
         if self.is_frozen or self.group.world_size == 1:
             return
@@ -357,70 +379,73 @@ class OneBitAdam(Replicated):
         norm = None
         self.rule.norms = self.numbers["norms"]
         if self.rule.is_due(step):
-            norm = float(self.vectors["variance"][self.space.num_dense :].double().sum())
+            norm = float(self.vectors["variance"][self.flat_params.num_dense :].double().sum())
             norm /= 1 - self.rule.beta2**step
-        if self.rule.wants(step, norm):
+        if self.rule.should_freeze(step, norm):
             self._freeze(step)
 
     def _freeze(self, step: int) -> None:
         self.numbers["frozen_at"] = step
         self.numbers |= {"next_refresh": step + self.refresh, "fresh_at": step}
-        variance, dense = self.vectors["variance"], self.space.num_dense
+        variance, dense = self.vectors["variance"], self.flat_params.num_dense
         if self.bias_correction:
-            for part in self.space.parts:
+            for part in self.flat_params.parts:
                 if part.begin >= dense:
                     variance[part.begin : part.end] /= 1 - part.group["betas"][1] ** step
         self._raise_small_variances()
-        self.reducers = {"momentum": self._coder()}
-        self._keep_to(variance[dense:] > 0)
+        self.reducers = {"momentum": self._make_reducer()}
+        self._set_active(variance[dense:] > 0)
 
     def _find_inactive(self) -> Tensor:
-        """(elements that sleep,) int64: where they lie in (n - d,).
+        """Return the indices (inactive elements,) int64 of the inactive elements in (n - d,).
 
-        Kept as long as the same elements are inactive: the host waits for a GPU to find them.
+        They are cached while the same elements are inactive, because finding them synchronises with
+        a GPU.
         """
         if self._inactive is None:
-            # of a state that was loaded
+            # a state was loaded
             self._inactive = (~self.vectors["active"]).nonzero().flatten()
         return self._inactive
 
     def _raise_small_variances(self) -> None:
         if not self.floor:
             return
-        for segment in self.space.segments:
-            if segment.begin < self.space.num_dense:
+        for segment in self.flat_params.segments:
+            if segment.begin < self.flat_params.num_dense:
                 continue
             variance = self.vectors["variance"][segment.begin : segment.end]
-            awake = variance > 0
-            least = self.floor * variance.sum() / awake.sum().clamp(min=1)
-            variance.copy_(torch.where(awake, torch.maximum(variance, least), variance))
+            is_active = variance > 0
+            least = self.floor * variance.sum() / is_active.sum().clamp(min=1)
+            variance.copy_(torch.where(is_active, torch.maximum(variance, least), variance))
 
-    def _coder(self) -> Reducer:
-        return self.reducer(self.compress, self.space.num_elements - self.space.num_dense)
+    def _make_reducer(self) -> Reducer:
+        return self.reducer(
+            self.compress, self.flat_params.num_elements - self.flat_params.num_dense
+        )
 
-    def _keep_to(self, active: Tensor) -> None:
-        """Let the elements that are not active sleep."""
+    def _set_active(self, active: Tensor) -> None:
+        """Make all other elements inactive; `active` is a mask (n - d,)."""
         self.vectors.pop("active", None)
-        self.waiting = self._inactive = None
+        self.pending_gradients = self._inactive = None
         inactive = (~active).nonzero().flatten()
         if len(inactive):
             self._inactive = inactive
             self.vectors["active"] = active
-            self.vectors["momentum"][self.space.num_dense :].masked_fill_(~active, 0)
+            self.vectors["momentum"][self.flat_params.num_dense :].masked_fill_(~active, 0)
         self.reducers["momentum"].keep_to(self.vectors.get("active"))
 
-    def _bring_up_to_date(self, values: Tensor) -> None:
-        """Let elements join, and refresh the variance if it is time, from mean gradients."""
-        dense, step, numbers = self.space.num_dense, self.steps + 1, self.numbers
+    def _refresh_variance(self, values: Tensor) -> None:
+        """Reactivate elements, and refresh the variance if it is due, from the mean gradients."""
+        dense, step, numbers = self.flat_params.num_dense, self.steps + 1, self.numbers
         is_refresh = bool(self.refresh) and step >= numbers["next_refresh"]
-        # of this refresh, and the steps from the end of the one before to its end
+        # the last step of this refresh, and the number of steps since the end of the last one
         last = numbers["next_refresh"] + self.refresh_steps - 1
         passed = last - numbers["fresh_at"]
         if is_refresh and step == last:
             gap = numbers["next_refresh"] - numbers["frozen_at"]
             numbers |= {"next_refresh": numbers["next_refresh"] + gap, "fresh_at": step}
         active = self.vectors.get("active")
-        for part in self.space.parts:
+        for part in self.flat_params.parts:
             if part.begin < dense:
                 continue
             gradient = values[part.begin : part.end]
@@ -432,40 +457,42 @@ class OneBitAdam(Replicated):
             else:
                 refreshed = variance.clone()
             if active is not None:
-                # the first gradient of an element is all that is known of its variance
-                asleep = ~active[part.begin - dense : part.end - dense]
-                refreshed = torch.where(asleep, square, refreshed)
+                # the first gradient is the only estimate of the variance
+                inactive = ~active[part.begin - dense : part.end - dense]
+                refreshed = torch.where(inactive, square, refreshed)
             variance.copy_(refreshed)
         if self.numbers["wakes"] or is_refresh:
             self._raise_small_variances()
-            self._keep_to(self.vectors["variance"][dense:] > 0)
+            self._set_active(self.vectors["variance"][dense:] > 0)
         if self.numbers["wakes"]:
-            # where elements wake all the time, dense steps become rare all the same
+            # even if elements are reactivated continually, dense steps become rare
             gap = self.numbers["join_gap"]
-            self.numbers |= {"join_from": step + gap, "join_gap": min(2 * gap, MOST_JOIN_GAP)}
+            self.numbers |= {"join_from": step + gap, "join_gap": min(2 * gap, MAX_JOIN_GAP)}
             self.numbers["wakes"] = False
 
     @property
     def state_bytes(self) -> int:
-        """See `Replicated`; with what is kept of elements that sleep."""
-        kept = [each for each in (self.waiting, self._inactive) if each is not None]
+        """See `Replicated`; includes the sums and indices of inactive elements."""
+        kept = [each for each in (self.pending_gradients, self._inactive) if each is not None]
         return super().state_bytes + sum(each.nbytes for each in kept)
 
     def snapshot(self) -> dict[str, Any]:
-        """See `Replicated`; `local` has the gradients of elements that sleep."""
-        local = {} if self.waiting is None else {"waiting": self.waiting}
+        """See `Replicated`; `local` has the gradient sums of inactive elements."""
+        local = {} if self.pending_gradients is None else {"waiting": self.pending_gradients}
         return {**super().snapshot(), "local": local}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """See `Replicated`."""
         super().restore(snapshot)
         self._inactive = None
-        waiting = snapshot["local"].get("waiting")
-        self.waiting = None if waiting is None else self.restore_sums(waiting)
+        pending_gradients = snapshot["local"].get("waiting")
+        self.pending_gradients = (
+            None if pending_gradients is None else self.restore_sums(pending_gradients)
+        )
 
     def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """See `Replicated`."""
-        self.reducers = {"momentum": self._coder()} if self.is_frozen else {}
+        self.reducers = {"momentum": self._make_reducer()} if self.is_frozen else {}
         for reducer in self.reducers.values():
             reducer.active = self.vectors.get("active")
         super().restore_errors(errors)

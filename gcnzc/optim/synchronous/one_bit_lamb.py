@@ -1,9 +1,10 @@
 """1-bit LAMB: 1-bit Adam with a trust ratio for each tensor.
 
 Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
-Convergence Speed" (2021, https://arxiv.org/abs/2104.06069). LAMB takes a step of |x| / |u| for each
-tensor. That ratio is lost with the variance when it freezes; its average over the warm-up is kept,
-and scaled by how far a variance of the momenta that are received has moved from the frozen one.
+Convergence Speed" (2021, https://arxiv.org/abs/2104.06069). LAMB scales the update u of each tensor
+x by the trust ratio |x| / |u|. With a frozen variance this ratio is no longer meaningful. Its
+average over the warm-up is used instead, scaled by how much the variance of the received momenta,
+the fresh variance, has changed since the freeze.
 
     always    u = m / (1 - b1^t) / (sqrt(V) + eps) + weight_decay x
     warm-up   m, v, V as in 1-bit Adam     c = |x| / |u| in trust_range     C = average of c
@@ -11,14 +12,14 @@ and scaled by how far a variance of the momenta that are received has moved from
     freeze    w = v / (1 - b2^t)     k = (mean over the tensors of rms(m)) / rms(m)
     after     k m <- compressed mean of k (b1 m + (1 - b1) g_i)
               g = (m - b1 m_before) / (1 - b1)     w <- b2 w + (1 - b2) g^2
-              f = max (sqrt(V) + eps) / (sqrt(w) + eps), in factor_range, near the f before
+              f = max (sqrt(V) + eps) / (sqrt(w) + eps), in factor_range, near the last f
               x <- x - lr C f u
 
 C is an exponential average with trust_beta over the n steps in which c is not 1. At the freeze it
-is divided by 1 - trust_beta^n, unless bias_correction is off. With a weight decay f counts in the
-share of u that is not decay. By k all tensors are of one magnitude while they are compressed.
-Elements that never had a gradient sleep as in `one_bit_adam`; a tensor whose momentum is 0 at the
-freeze sleeps as a whole, and gets its k and C when it wakes.
+is divided by 1 - trust_beta^n, unless bias_correction is off. With weight decay, f applies only to
+the share of u that is not decay. The scaling k gives all tensors the same magnitude while they are
+compressed. Elements that never had a gradient are inactive as in `one_bit_adam`; a tensor with zero
+momentum at the freeze is inactive as a whole, and gets its k and C when it is reactivated.
 
 Letters: P parameters, n elements, d of them dense.
 """
@@ -35,46 +36,52 @@ from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
 from gcnzc.optim.validation import check_fraction, check_unsupported
 
-# of k: a tensor whose momentum has all but died away must not drown the others when it comes back
-MOST_SCALING = 1e6
+# largest k: a tensor whose momentum has almost vanished must not dominate the others when it grows
+MAX_SCALING = 1e6
 
 
 class OneBitLamb(OneBitAdam):
-    """LAMB, whose momenta are exchanged as signs after a warm-up.
+    """1-bit LAMB: LAMB that exchanges the signs of momenta after a warm-up.
 
-    With one worker, and during the warm-up, it is LAMB with the mean gradient.
+    With a single rank, and during the warm-up, it is LAMB with the mean gradient of the ranks.
 
     Args:
-        params: as torch's optimizers take them; a group's `compress=False` stays dense, with a
-            variance and trust ratios that move on.
-        lr: step size, for a trust ratio of 1.
-        betas: of the averages of gradients and of their squares.
-        eps: added to the root of the variance.
-        weight_decay: share of a parameter that is added to its update.
-        trust_range: least and largest trust ratio: the norm of x divided by that of u, or 1 where
-            one of them is 0.
-        trust_beta: of the average of trust ratios; the warm-up should be longer than 1 / (1 -
-            trust_beta).
-        factor_range: least and largest factor by which that average is scaled.
-        factor_change: share by which the factor may change in a step.
-        warmup: steps before the variance freezes; None to see when it has settled. "default" takes
-            0.15 of `total_steps`, or 100 steps if these are not known.
-        warmup_range: fewest and most steps, if `warmup` is None. If the most is None, the warm-up
-            ends after 5 / (1 - beta2) steps and a quarter of `total_steps` at the latest.
-        compress: how momenta are exchanged after the warm-up.
-        dense: how gradients are exchanged before.
-        bias_correction: False for the paper's form, with its larger first steps.
-        wake: "join" or "stay": what becomes of elements that were asleep when the variance froze.
-        floor: least variance of an element after the warm-up, frozen or fresh, as a share of the
-            mean over those of its parameter that are not asleep; 0 for none, as in the paper.
-        group: of all workers; None for those of torch.distributed as it was initialised.
-        clip_norm: largest norm of the gradient.
+        params: an iterable of parameters or parameter groups, as for torch's optimizers. A group
+            with `compress=False` is exchanged densely, and its variance and trust ratios are not
+            frozen.
+        lr: the learning rate, for a trust ratio of 1.
+        betas: coefficients of the running averages of the gradient and its square.
+        eps: added to the square root of the variance.
+        weight_decay: coefficient of the weight decay, which is part of the update.
+        trust_range: the smallest and the largest trust ratio. The ratio is the norm of the
+            parameter divided by that of its update, or 1 if one of them is 0.
+        trust_beta: coefficient of the running average of trust ratios; the warm-up should be longer
+            than 1 / (1 - trust_beta) steps.
+        factor_range: the smallest and the largest factor of that average after the warm-up.
+        factor_change: the largest relative change of the factor in a step.
+        warmup: the number of uncompressed steps before the variance is frozen. "default" is 0.15 of
+            `total_steps`, or 100 if that is None. None freezes the variance once it is stable.
+        warmup_range: the smallest and the largest number of these steps if `warmup` is None. If the
+            largest is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`.
+        compress: compression of the momenta after the warm-up; signs if None.
+        dense: compression of the gradients in dense steps, without error feedback; uncompressed if
+            None.
+        bias_correction: whether to correct the bias of momentum and variance; the paper does not,
+            which makes its first steps larger.
+        wake: "join" reactivates elements that were inactive at the freeze once they have a
+            gradient; "stay" leaves them inactive.
+        floor: the smallest variance of an active element after the warm-up, frozen or fresh, as a
+            share of the mean variance of the active elements of its parameter; 0 for none, as in
+            the paper.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        clip_norm: the maximum norm of the gradient; None does not clip.
         signals: see `Replicated`.
-        total_steps: of the run, of which the warm-up is a share; None if that is not known. One of
-            rank 0's warnings, `LatePhaseWarning`, says that compression begins late in it.
+        total_steps: the number of steps of the run, from which the default warm-up follows; None if
+            it is not known. If compression begins late in the run, rank 0 warns with a
+            `LatePhaseWarning`.
         module: see `DistributedOptimizer`.
-        maximize: whether to step along the gradient instead of against it.
-        unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
+        maximize: whether to maximize the objective instead of minimizing it.
+        unsupported: options of torch's Adam that are accepted only if they are off: `amsgrad`,
             `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
@@ -109,8 +116,8 @@ class OneBitLamb(OneBitAdam):
         for name, (least, most) in {"trust": trust_range, "factor": factor_range}.items():
             if not 0 < least <= most:
                 raise ValueError(
-                    f"no {name}_range from {least} to {most}\n\nhint: give the least, above 0, and "
-                    "the most"
+                    f"{name}_range is ({least}, {most})\n\nhint: give the smallest value, above 0, "
+                    "and the largest"
                 )
         check_fraction("trust_beta", trust_beta)
         check_fraction("factor_change", factor_change)
@@ -136,9 +143,9 @@ class OneBitLamb(OneBitAdam):
             maximize=maximize,
             module=module,
         )
-        # (P,) each. `trust`: the average C, of which `trust_weight` is known; `factor`: the last f;
-        # `scaling`: k, 0 for a tensor that sleeps
-        zeros = self._of_tensors([0.0] * len(self.space.segments))
+        # (P,) each. `trust`: the average C, and `trust_weight` its sum of weights; `factor`: the
+        # last f; `scaling`: k, 0 for an inactive tensor
+        zeros = self._tensor_values([0.0] * len(self.flat_params.segments))
         self.vectors |= {"trust": zeros, "trust_weight": zeros.clone()}
         self.vectors |= {"factor": zeros + 1, "scaling": zeros.clone()}
 
@@ -148,87 +155,90 @@ class OneBitLamb(OneBitAdam):
         return [*super().layout(), f"{trust}, factor {self.factor_range} {self.factor_change}"]
 
     def _before_exchange(self, momenta: Tensor) -> None:
-        scaling = self.vectors["scaling"][self._first :]
-        torch._foreach_mul_(self._each(momenta), list(scaling))
+        scaling = self.vectors["scaling"][self._first_compressed :]
+        torch._foreach_mul_(self._split_by_tensor(momenta), list(scaling))
 
     def _after_exchange(self, momenta: Tensor, values: Tensor) -> None:
-        space, dense, scaling = self.space, self.space.num_dense, self.vectors["scaling"]
+        flat_params, scaling = self.flat_params, self.vectors["scaling"]
+        dense = flat_params.num_dense
         momentum, fresh = self.vectors["momentum"], self.vectors["fresh"]
         divisors = scaling.where(scaling > 0, torch.inf)
-        for part, place in self._places():
-            if not self._is_still(part):
+        for part, place in self._indexed_tensors():
+            if not self._is_variance_frozen(part):
                 continue
             beta1, beta2 = part.group["betas"]
-            for here in space.tiles(space.segments[place].begin, space.segments[place].end):
+            segment = flat_params.segments[place]
+            for here in flat_params.tiles(segment.begin, segment.end):
                 there = slice(here.start - dense, here.stop - dense)
                 own = momenta[there].div_(divisors[place])
-                # the gradient that the new momentum stands for
+                # the mean gradient, reconstructed from the new momentum
                 gradient = torch.mul(momentum[here], beta1, out=values[here])
                 torch.sub(own, gradient, out=gradient).div_(1 - beta1)
                 fresh[there].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
                 momentum[here] = own
 
-    def _renew(self, gradients: Tensor) -> None:
-        """Bring the fresh variance up to date."""
-        for part in self._still_parts():
+    def _update_fresh_variance(self, gradients: Tensor) -> None:
+        """Update the fresh variance with the mean gradients (n,)."""
+        for part in self._compressed_slices():
             gradient, beta = gradients[part.begin : part.end], part.group["betas"][1]
             self._fresh(part).mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
 
-    def _bring_up_to_date(self, values: Tensor) -> None:
-        """Let elements join, with all that depends on their variance."""
-        dense, active = self.space.num_dense, self.vectors.get("active")
-        super()._bring_up_to_date(values)
-        self._renew(values)
+    def _refresh_variance(self, values: Tensor) -> None:
+        """See `OneBitAdam`; also updates the fresh variance and the scaling."""
+        dense, active = self.flat_params.num_dense, self.vectors.get("active")
+        super()._refresh_variance(values)
+        self._update_fresh_variance(values)
         if active is not None:
             fresh, variance = self.vectors["fresh"], self.vectors["variance"][dense:]
             fresh.copy_(fresh.where(active, variance))
         self._scale()
 
     def _freeze(self, step: int) -> None:
-        dense = self.space.num_dense
-        if dense == self.space.num_elements:
-            # nothing is exchanged in codes: LAMB goes on
+        dense = self.flat_params.num_dense
+        if dense == self.flat_params.num_elements:
+            # all groups are dense, so it remains LAMB
             return
-        # a tensor without momentum has no scaling: it sleeps, whatever its variance
-        moves = self._norms(self._each(self.vectors["momentum"][dense:])) > 0
-        torch._foreach_mul_(self._each(self.vectors["variance"][dense:]), list(moves))
+        # a tensor with zero momentum has no scaling, so all its elements are inactive
+        moves = self._norms(self._split_by_tensor(self.vectors["momentum"][dense:])) > 0
+        torch._foreach_mul_(self._split_by_tensor(self.vectors["variance"][dense:]), list(moves))
         super()._freeze(step)
         self.vectors["fresh"] = self.vectors["variance"][dense:].clone()
         self._scale()
 
     def _scale(self) -> None:
-        """Give a scaling to the tensors that have momentum, and had none."""
-        momenta = self._each(self.vectors["momentum"][self.space.num_dense :])
-        scaling = self.vectors["scaling"][self._first :]
-        roots = self._counts().sqrt().to(self.space.dtype)
-        # on the host, which waits for a GPU once
+        """Set the scaling of tensors that have momentum but no scaling yet."""
+        momenta = self._split_by_tensor(self.vectors["momentum"][self.flat_params.num_dense :])
+        scaling = self.vectors["scaling"][self._first_compressed :]
+        roots = self._num_active().sqrt().to(self.flat_params.dtype)
+        # computed on the host, with one synchronisation with a GPU
         known, magnitudes = torch.stack([scaling, (self._norms(momenta) / roots).double()]).cpu()
         are_known = known > 0
         are_new = ~are_known & (magnitudes > 0)
         sent = magnitudes[are_new]
         if bool(are_known.any()):
-            # tensors that wake take the magnitude that the others are sent with now
+            # reactivated tensors get the current mean magnitude of the other scaled tensors
             sent = (known * magnitudes)[are_known]
-        known[are_new] = (sent.mean() / magnitudes[are_new]).clamp(max=MOST_SCALING)
+        known[are_new] = (sent.mean() / magnitudes[are_new]).clamp(max=MAX_SCALING)
         scaling.copy_(known, non_blocking=True)
 
     def _apply(self, values: Tensor) -> None:
-        """Take the step; `values` is memory to work in."""
-        space, awake = self.space, self.vectors["awake"].tolist()
+        """Update the parameters; `values` (n + k,) is overwritten."""
+        flat_params, is_active = self.flat_params, self.vectors["awake"].tolist()
         longest = max((each.stop - each.start for each in self._tiles()), default=0)
         work = values.new_empty(longest)
-        floors = self._floors()
+        floors = self._variance_floors()
         measured = [
-            self._straighten(part, place, floors[place], values, work)
-            for part, place in self._places()
+            self._compute_update(part, place, floors[place], values, work)
+            for part, place in self._indexed_tensors()
         ]
-        rates = [-float(part.group["lr"]) for part, _ in self._places()]
-        sizes = self._of_tensors(rates) * self._ratios(*torch.stack(measured).unbind(1))
-        for part, place in self._places():
-            if not awake[place]:
+        rates = [-float(part.group["lr"]) for part, _ in self._indexed_tensors()]
+        sizes = self._tensor_values(rates) * self._compute_ratios(*torch.stack(measured).unbind(1))
+        for part, place in self._indexed_tensors():
+            if not is_active[place]:
                 continue
-            segment, flat = space.segments[place], _flat(space.segments[place].parameter)
-            for here in space.tiles(segment.begin, segment.end):
+            segment = flat_params.segments[place]
+            flat = _flat(segment.parameter)
+            for here in flat_params.tiles(segment.begin, segment.end):
                 own = flat[here.start - segment.begin : here.stop - segment.begin]
                 update = work[: len(own)].copy_(own).mul_(part.group["weight_decay"])
                 update.add_(values[here]).mul_(sizes[place])
@@ -236,37 +246,37 @@ class OneBitLamb(OneBitAdam):
             if flat.data_ptr() != segment.parameter.data_ptr():
                 segment.parameter.copy_(flat.view_as(segment.parameter))
 
-    def _straighten(
+    def _compute_update(
         self, part: GroupSlice, place: int, floor: Tensor, values: Tensor, work: Tensor
     ) -> Tensor:
-        """Put a tensor's update without decay into `values`, and measure what its step depends on.
+        """Write a tensor's update without weight decay into `values`, and measure its norms.
 
         Args:
-            part: that the tensor is of.
-            place: of the tensor.
-            floor: (), what its fresh variance is at least.
-            values: (n + k,).
-            work: (elements of a tile,), to work in.
+            part: the group slice of the tensor.
+            place: the index of the tensor.
+            floor: (), the lower limit of its fresh variance.
+            values: (n + k,), receives the update.
+            work: (elements of a tile,), overwritten.
 
         Returns:
-            (4,) float64: how many times the root of its fresh variance the frozen one is, at most,
-            0 where nothing is frozen, or all sleeps; and the lengths of the parameter, of this
-            update, and of the update with decay.
+            (4,) float64: the largest ratio of the frozen to the fresh denominator sqrt(V) + eps, or
+            0 if the variance is not frozen or the tensor is inactive; and the norms of the
+            parameter, of this update, and of the update with weight decay.
         """
-        space, options, step = self.space, part.group, self.steps + 1
-        segment, (beta1, beta2) = space.segments[place], part.group["betas"]
-        flat, is_still = _flat(segment.parameter), self._is_still(part)
-        # finite even if the fresh variance has died away and eps is 0
-        most = torch.finfo(space.dtype).max
+        flat_params, options, step = self.flat_params, part.group, self.steps + 1
+        segment, (beta1, beta2) = flat_params.segments[place], part.group["betas"]
+        flat, is_frozen = _flat(segment.parameter), self._is_variance_frozen(part)
+        # limits the ratio if the fresh variance and eps are 0
+        most = torch.finfo(flat_params.dtype).max
         found: list[list[Tensor]] = [[], [], [], []]
-        for here in space.tiles(segment.begin, segment.end):
+        for here in flat_params.tiles(segment.begin, segment.end):
             update = torch.sqrt(self.vectors["variance"][here], out=values[here])
-            if self.bias_correction and not is_still:
+            if self.bias_correction and not is_frozen:
                 update /= (1 - beta2**step) ** 0.5
             update += options["eps"]
             own = work[: len(update)]
-            if is_still:
-                change = self._change(here, update, floor, own, options["eps"])
+            if is_frozen:
+                change = self._variance_ratio(here, update, floor, own, options["eps"])
                 found[0].append(change.amax().clamp(max=most))
             torch.div(self.vectors["momentum"][here], update, out=update)
             if self.bias_correction:
@@ -277,104 +287,124 @@ class OneBitLamb(OneBitAdam):
             own.mul_(options["weight_decay"]).add_(update)
             found[3].append(torch.linalg.vector_norm(own))
         nothing = floor.new_zeros((), dtype=torch.float64)
-        change, *lengths = (torch.stack(each).double() if each else nothing for each in found)
-        # the length of lengths; one tile's own to the bit
-        return torch.stack([change.amax(), *map(torch.linalg.vector_norm, lengths)])
+        change, *parameter_norms = (
+            torch.stack(each).double() if each else nothing for each in found
+        )
+        # the norm of the tiles' norms; with one tile, exactly its norm
+        return torch.stack([change.amax(), *map(torch.linalg.vector_norm, parameter_norms)])
 
-    def _change(self, here: slice, root: Tensor, floor: Tensor, out: Tensor, eps: float) -> Tensor:
-        """How many times the root of the fresh variance the frozen one is; 0 where it sleeps."""
-        there = slice(here.start - self.space.num_dense, here.stop - self.space.num_dense)
-        # raised as the frozen one was: else the smallest elements would decide for their tensors
+    def _variance_ratio(
+        self, here: slice, root: Tensor, floor: Tensor, out: Tensor, eps: float
+    ) -> Tensor:
+        """Return the ratio of the frozen to the fresh denominator; 0 for inactive elements."""
+        there = slice(
+            here.start - self.flat_params.num_dense, here.stop - self.flat_params.num_dense
+        )
+        # the same floor as of the frozen variance; else the smallest elements would determine the
+        # maximum over their tensor
         torch.clamp(self.vectors["fresh"][there], min=floor, out=out).sqrt_().add_(eps)
         torch.div(root, out, out=out)
         active = self.vectors.get("active")
         return out if active is None else out.masked_fill_(~active[there], 0)
 
-    def _floors(self) -> Tensor:
-        """(P,): what elements of the fresh variance of each tensor are at least; 0 without one."""
-        floors = self._of_tensors([0.0] * len(self.space.segments))
+    def _variance_floors(self) -> Tensor:
+        """Return the lower limit (P,) of each tensor's fresh variance; 0 if it has none."""
+        floors = self._tensor_values([0.0] * len(self.flat_params.segments))
         if self.is_frozen and self.floor:
-            sums = torch.stack([each.sum() for each in self._each(self.vectors["fresh"])])
-            floors[self._first :] = self.floor * sums / self._counts()
-        return floors.to(self.space.dtype)
+            sums = torch.stack(
+                [each.sum() for each in self._split_by_tensor(self.vectors["fresh"])]
+            )
+            floors[self._first_compressed :] = self.floor * sums / self._num_active()
+        return floors.to(self.flat_params.dtype)
 
-    def _ratios(self, changes: Tensor, lengths: Tensor, straight: Tensor, norms: Tensor) -> Tensor:
-        """(P,): the lengths of the steps, in those of updates; all arguments are (P,).
+    def _compute_ratios(
+        self,
+        variance_ratios: Tensor,
+        parameter_norms: Tensor,
+        update_norms: Tensor,
+        decayed_norms: Tensor,
+    ) -> Tensor:
+        """Return the factor (P,) of each tensor's update; all arguments are (P,).
 
         Args:
-            changes: of their variances; see `_straighten`.
-            lengths: of the parameters.
-            straight: lengths of the updates without decay.
-            norms: lengths of the updates.
+            variance_ratios: see `_compute_update`.
+            parameter_norms: the norms of the parameters.
+            update_norms: the norms of the updates without weight decay.
+            decayed_norms: the norms of the updates with weight decay.
         """
         average, weight = self.vectors["trust"], self.vectors["trust_weight"]
-        is_known = (lengths > 0) & (norms > 0)
-        trust = (lengths / norms).double().clamp(*self.trust_range).where(is_known, 1.0)
-        is_still = torch.zeros_like(is_known)
-        is_still[self._first :] = self.is_frozen
-        # a tensor that wakes after the freeze learns its first ratio then
-        learns = is_known & (straight > 0) & ~(is_still & (weight > 0))
+        is_known = (parameter_norms > 0) & (decayed_norms > 0)
+        trust = (
+            (parameter_norms / decayed_norms).double().clamp(*self.trust_range).where(is_known, 1.0)
+        )
+        is_frozen = torch.zeros_like(is_known)
+        is_frozen[self._first_compressed :] = self.is_frozen
+        # a tensor that is reactivated after the freeze gets its first ratio then
+        is_updated = is_known & (update_norms > 0) & ~(is_frozen & (weight > 0))
         beta = self.trust_beta
-        average.copy_((beta * average + (1 - beta) * trust).where(learns, average))
-        weight.copy_((beta * weight + (1 - beta)).where(learns, weight))
+        average.copy_((beta * average + (1 - beta) * trust).where(is_updated, average))
+        weight.copy_((beta * weight + (1 - beta)).where(is_updated, weight))
         kept = average / weight if self.bias_correction else average
-        share = (straight / norms).double().clamp(max=1.0).where(norms > 0, 1.0)
-        factor = (changes * share + (1 - share)).where(changes > 0, 1.0).clamp(*self.factor_range)
+        share = (update_norms / decayed_norms).double().clamp(max=1.0).where(decayed_norms > 0, 1.0)
+        factor = (
+            (variance_ratios * share + (1 - share))
+            .where(variance_ratios > 0, 1.0)
+            .clamp(*self.factor_range)
+        )
         last = self.vectors["factor"]
         least, most = last * (1 - self.factor_change), last * (1 + self.factor_change)
         last.copy_(factor.clamp(least, most))
-        return torch.where(is_still, kept.where(weight > 0, 1.0) * last, trust)
+        return torch.where(is_frozen, kept.where(weight > 0, 1.0) * last, trust)
 
     @property
-    def _first(self) -> int:
-        """Of the tensors that are exchanged in codes."""
-        dense = self.space.num_dense
-        return max((part.last for part in self.space.parts if part.begin < dense), default=0)
+    def _first_compressed(self) -> int:
+        """Index of the first tensor that is compressed."""
+        dense = self.flat_params.num_dense
+        return max((part.last for part in self.flat_params.parts if part.begin < dense), default=0)
 
-    def _places(self) -> Iterator[tuple[GroupSlice, int]]:
-        """The numbers of all tensors, with the part that each is of."""
-        for part in self.space.parts:
+    def _indexed_tensors(self) -> Iterator[tuple[GroupSlice, int]]:
+        """Iterate over the indices of all tensors, each with its group slice."""
+        for part in self.flat_params.parts:
             for place in range(part.first, part.last):
                 yield part, place
 
     def _tiles(self) -> Iterator[slice]:
-        """Of all tensors."""
-        for segment in self.space.segments:
-            yield from self.space.tiles(segment.begin, segment.end)
+        """Iterate over the tiles of all tensors."""
+        for segment in self.flat_params.segments:
+            yield from self.flat_params.tiles(segment.begin, segment.end)
 
-    def _still_parts(self) -> list[GroupSlice]:
-        return [part for part in self.space.parts if part.begin >= self.space.num_dense]
+    def _compressed_slices(self) -> list[GroupSlice]:
+        return [part for part in self.flat_params.parts if part.begin >= self.flat_params.num_dense]
 
     def _fresh(self, part: GroupSlice) -> Tensor:
-        dense = self.space.num_dense
+        dense = self.flat_params.num_dense
         return self.vectors["fresh"][part.begin - dense : part.end - dense]
 
-    def _each(self, coded: Tensor) -> list[Tensor]:
-        """The part of each tensor in (n - d,), of those that are exchanged in codes."""
-        dense = self.space.num_dense
-        segments = self.space.segments[self._first :]
+    def _split_by_tensor(self, coded: Tensor) -> list[Tensor]:
+        """Return a view of `coded` (n - d,) for each compressed tensor."""
+        dense = self.flat_params.num_dense
+        segments = self.flat_params.segments[self._first_compressed :]
         return [coded[each.begin - dense : each.end - dense] for each in segments]
 
-    def _counts(self) -> Tensor:
-        """How many elements of each tensor that is exchanged in codes are awake; at least 1."""
+    def _num_active(self) -> Tensor:
+        """Return the number of active elements of each compressed tensor, at least 1."""
         active = self.vectors.get("active")
         if active is None:
-            sizes = self.space.segments[self._first :]
-            counts = self._of_tensors([each.end - each.begin for each in sizes])
+            sizes = self.flat_params.segments[self._first_compressed :]
+            counts = self._tensor_values([each.end - each.begin for each in sizes])
         else:
-            counts = torch.stack([each.sum() for each in self._each(active)]).double()
+            counts = torch.stack([each.sum() for each in self._split_by_tensor(active)]).double()
         return counts.clamp(min=1)
 
-    def _of_tensors(self, numbers: Sequence[float]) -> Tensor:
-        """(P,) float64 on the device: some things of tensors."""
-        # an ordinary copy would make the host wait for the device
+    def _tensor_values(self, numbers: Sequence[float]) -> Tensor:
+        """Return numbers as a float64 tensor on the device, without waiting for the device."""
         on_host = torch.tensor(numbers, dtype=torch.float64)
-        return on_host.to(self.space.device, non_blocking=True)
+        return on_host.to(self.flat_params.device, non_blocking=True)
 
     def _norms(self, tensors: list[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(tensors))
 
 
 def _flat(parameter: Tensor) -> Tensor:
-    """(elements,): a view of the parameter if it lies in one piece, else a copy."""
+    """Return the parameter as (elements,): a view if it is contiguous, else a copy."""
     return parameter.detach().flatten()

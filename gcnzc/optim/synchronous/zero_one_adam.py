@@ -1,27 +1,29 @@
-"""0/1 Adam: gradients, signs of updates, or no exchange, by a schedule of steps.
+"""0/1 Adam: exchange gradients, signs of updates, or nothing, by a schedule.
 
 Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam" (2022,
-https://arxiv.org/abs/2202.06009). Whole gradients refresh the variance ever more rarely. At other
-steps workers agree on the sum u of what they did since they last agreed, sent as signs; later they
-also take steps that nobody hears of. The variance V only moves when all agree, so that
+https://arxiv.org/abs/2202.06009). Dense gradients update the variance at growing intervals. At
+other steps the ranks synchronise: they exchange the signs of u, the sum of their updates since the
+last synchronisation. After the warm-up some steps are local, without an exchange. The variance V
+changes only in steps with dense gradients:
 
-    refresh   g = mean_i g_i             m <- b1 m + (1 - b1) g     V <- b2 V + (1 - b2) g^2
+    gradient  g = mean_i g_i             m <- b1 m + (1 - b1) g     V <- b2 V + (1 - b2) g^2
               x <- x - lr m / (sqrt(V) + eps)
-    alone     m_i <- b1 m_i + (1 - b1) g_i     u_i <- u_i + lr m_i
+    local     m_i <- b1 m_i + (1 - b1) g_i     u_i <- u_i + lr m_i
               x_i = a - u_i / (sqrt(V) + eps)
-    agreed    as alone, and then         u <- compressed mean of u_i     m <- u / s
+    update    a local step, and then     u <- compressed mean of u_i     m <- u / s
               x <- a - u / (sqrt(V) + eps)
 
-where s is the sum of lr since the last agreement, each lr divided by 1 - b1^t, and s multiplied by
-1 - lr weight_decay in every step, as u is; and where a is x as all last had it: parameters are the
-same on all workers, to the bit, whenever they agree. Beside the paper, m and V are corrected for
-their bias, weight decay is decoupled (of a and u alike, so that x is the same), and the step before
-a refresh is one of agreement, so that one mean of gradients serves both m and V.
+Here s is the sum of lr since the last synchronisation, each lr divided by 1 - b1^t; like u, s is
+multiplied by 1 - lr weight_decay in every step. The anchor a is x at the last synchronisation,
+after which the parameters are bitwise equal on all ranks. Unlike in the paper, m and V are
+bias-corrected, weight decay is decoupled (it applies to a and u in the same way), and the step
+before a variance update synchronises, so that one mean gradient updates both m and V.
 
-As in `OneBitAdam`, an element whose variance is 0 sleeps: it is left out of scales and errors, and
-stays where it is until all have its gradient. What workers see of it until then is kept for that.
+As in `OneBitAdam`, an element with zero variance is inactive: it is excluded from the compression
+and its errors, and not updated until the ranks exchange its gradient. Each rank sums the gradients
+of inactive elements until then.
 
-Letters: n elements, d of them dense, c = n - d in codes, P parameters, W workers, k notes.
+Letters: n elements, d of them dense, c = n - d compressed, P parameters, W ranks, k notes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,46 +37,51 @@ from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.anchored import Anchored
-from gcnzc.optim.synchronous.one_bit_adam import MOST_JOIN_GAP, WAKE
+from gcnzc.optim.synchronous.one_bit_adam import MAX_JOIN_GAP, WAKE_CHOICES
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
 from gcnzc.optim.validation import check_at_least_zero, check_unsupported
 from gcnzc.system.scalars import scalars_like
 
 
 class ZeroOneAdam(Anchored):
-    """Adam with decoupled weight decay that exchanges signs of updates, and at some steps nothing.
+    """0/1 Adam: AdamW that exchanges signs of updates, and takes local steps without an exchange.
 
-    With one worker it is `torch.optim.AdamW` whose variance moves at the steps of the schedule.
-    Between agreements workers differ: `parameters_averaged` is for evaluation, and `finalize` for
-    the end. A gradient that is not finite makes all skip a step with an exchange, with what they
-    have as it was. In a step alone its worker goes on with its momentum, and counts it in
-    `left_out`: all have then gone as far, which the mean of updates relies on.
+    With a single rank it is `torch.optim.AdamW` whose variance is updated at the steps of the
+    schedule. Between synchronisations the parameters differ between ranks: use `average_parameters`
+    for evaluation, and `finalize` after the last step. If a gradient is not finite, all ranks skip
+    a step with an exchange, and their state does not change. In a local step, its rank steps with
+    the unchanged momentum instead, and counts it in `num_nonfinite`; the mean of updates requires
+    that all ranks take the same number of steps.
 
-    A group's `compress=False` is exchanged densely at every step, also where the rest is silent.
-    Signals are told at steps with an exchange of the rest.
+    A group with `compress=False` is exchanged densely at every step, including local steps. Signals
+    are exchanged only at steps that exchange the other groups.
 
     Args:
-        params: as torch's optimizers take them.
-        lr: step size.
-        betas: of the averages of gradients and of their squares.
-        eps: added to the root of the variance.
-        weight_decay: share of a parameter that is taken off it for each unit of `lr`.
-        schedule: what is exchanged when; `ZeroOneSchedule.for_run(total_steps)` if None.
-        compress: how updates are exchanged.
-        dense: how gradients are exchanged.
-        bias_correction: False for the paper's form, with its larger first steps.
-        wake: "join" or "stay": what becomes of elements that sleep when a worker has a gradient for
-            them: all exchange gradients at the step after the next agreement, or wait for the
-            schedule's next refresh.
-        floor: least variance of an element that is not refreshed at the next step, as a share of
-            the mean over those of its parameter that are not asleep; 0 for none, as in the paper.
-        group: of all workers; None for those of torch.distributed as it was initialised.
-        clip_norm: largest norm of the gradient; in steps alone, of a worker's own.
+        params: an iterable of parameters or parameter groups, as for torch's optimizers.
+        lr: the learning rate.
+        betas: coefficients of the running averages of the gradient and its square.
+        eps: added to the square root of the variance.
+        weight_decay: coefficient of the decoupled weight decay, as in AdamW.
+        schedule: the steps of each kind; `ZeroOneSchedule.for_run(total_steps)` if None.
+        compress: compression of the updates; signs if None.
+        dense: compression of the gradients, without error feedback; uncompressed if None.
+        bias_correction: whether to correct the bias of momentum and variance; the paper does not,
+            which makes its first steps larger.
+        wake: how inactive elements with a gradient are reactivated: "join" exchanges gradients at
+            the step after the next synchronisation; "stay" waits for the schedule's next variance
+            update.
+        floor: the smallest variance of an active element, as a share of the mean variance of the
+            active elements of its parameter, unless the next step updates the variance; 0 for none,
+            as in the paper.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        clip_norm: the maximum norm of the gradient, in local steps that of the rank's own gradient;
+            None does not clip.
         signals: see `Replicated`.
-        total_steps: of the run, on which the default schedule depends; None if that is not known.
+        total_steps: the number of steps of the run, from which the default schedule follows; None
+            if it is not known.
         module: see `DistributedOptimizer`.
-        maximize: whether to step along the gradient instead of against it.
-        unsupported: options of torch's Adam that may be given if they are off: `amsgrad`,
+        maximize: whether to maximize the objective instead of minimizing it.
+        unsupported: options of torch's Adam that are accepted only if they are off: `amsgrad`,
             `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
@@ -101,8 +108,8 @@ class ZeroOneAdam(Anchored):
         **unsupported: object,
     ) -> None:
         check_unsupported(type(self).__name__, unsupported)
-        if wake not in WAKE:
-            raise ValueError(f"no way {wake!r} to wake\n\nhint: {' or '.join(WAKE)}")
+        if wake not in WAKE_CHOICES:
+            raise ValueError(f"wake is {wake!r}\n\nhint: give {' or '.join(WAKE_CHOICES)}")
         check_at_least_zero("floor", floor)
         self.schedule = ZeroOneSchedule.for_run(total_steps) if schedule is None else schedule
         self.wake, self.floor = wake, floor
@@ -119,23 +126,23 @@ class ZeroOneAdam(Anchored):
             total_steps=total_steps,
             module=module,
         )
-        space = self.space
-        self.num_coded = space.num_elements - space.num_dense
-        # while workers are apart, the coded momenta are this worker's own, and `anchor` (c,) is
-        # where they were before
-        self.vectors = {"momentum": space.zeros(), "variance": space.zeros()}
-        self.vectors["awake"] = torch.zeros(len(space.segments), dtype=torch.bool)
-        # `wakes`: sleepers have a gradient; `lengths`: of each part, the sum of lr since agreement
-        self.numbers = {"refreshes": 0, "wakes": False, "lengths": [0.0] * len(space.parts)}
+        flat_params = self.flat_params
+        self.num_coded = flat_params.num_elements - flat_params.num_dense
+        # while the ranks are out of sync, the compressed momenta are this rank's own, and `anchor`
+        # (c,) has the parameters of the last synchronisation
+        self.vectors = {"momentum": flat_params.zeros(), "variance": flat_params.zeros()}
+        self.vectors["awake"] = torch.zeros(len(flat_params.segments), dtype=torch.bool)
+        # `wakes`: inactive elements have a gradient; `lengths`: s of each group slice
+        self.numbers = {"refreshes": 0, "wakes": False, "lengths": [0.0] * len(flat_params.parts)}
         self.numbers |= {"join_from": 0, "join_gap": 1}
         self.update: Tensor | None = None
-        """(c,): u_i, while workers are apart"""
-        self.waiting: Tensor | None = None
-        """(c,): what this worker saw of the gradients of sleepers since all exchanged theirs"""
-        self.left_out = 0
-        """gradients of this worker that were not finite in a step alone"""
-        self._dense = self.whole(self.dense, space.num_elements)
-        self._dense_part = self.whole(self.dense, space.num_dense)
+        """(c,): u_i while the ranks are out of sync"""
+        self.pending_gradients: Tensor | None = None
+        """(c,): sums of this rank's gradients of inactive elements since the last dense exchange"""
+        self.num_nonfinite = 0
+        """number of local steps of this rank in which its gradient was not finite"""
+        self._dense = self.dense_reducer(self.dense, flat_params.num_elements)
+        self._dense_part = self.dense_reducer(self.dense, flat_params.num_dense)
         self.reducers = {"update": self.reducer(self.compress, self.num_coded)}
 
     def layout(self) -> list[str]:
@@ -153,23 +160,28 @@ class ZeroOneAdam(Anchored):
 
     @property
     def exchange(self) -> Exchange:
-        """What is exchanged at the next step; "gradient" with one worker, who has all of it."""
+        """What is exchanged at the next step; always "gradient" with a single rank."""
         if self.group.world_size == 1 or self.numbers["wakes"]:
             return "gradient"
         due = self.schedule.exchange(self.steps + 1)
-        return "update" if self.is_apart and due == "gradient" else due
+        return "update" if self.is_out_of_sync and due == "gradient" else due
 
     @property
     def num_notes(self) -> int:
-        """Signals, and which parameters have a gradient, or how many elements would wake."""
-        more = {"gradient": len(self.space.segments), "update": 1, "nothing": 0}
+        """See `Replicated`.
+
+        In addition to the common notes, there is a flag for each parameter, whether it has a
+        gradient, if gradients are exchanged, and the number of inactive elements with a gradient if
+        updates are exchanged.
+        """
+        more = {"gradient": len(self.flat_params.segments), "update": 1, "nothing": 0}
         return self.num_common_notes + more[self.exchange]
 
     def algorithm(self) -> Algorithm[None]:
         """See `Replicated`."""
-        left_out = self.left_out
+        num_nonfinite = self.num_nonfinite
         yield from super().algorithm()
-        if self.left_out > left_out:
+        if self.num_nonfinite > num_nonfinite:
             rank = self.group.rank
             self.skip_reason = (
                 f"a gradient of worker {rank} is not finite: it went on with its momentum"
@@ -180,57 +192,57 @@ class ZeroOneAdam(Anchored):
         """See `Replicated`."""
         exchange = self.exchange
         if exchange == "gradient":
-            return (yield from self._refreshed(values))
+            return (yield from self._gradient_step(values))
         if exchange == "update":
-            yield from self.clipped(values)
+            yield from self.clip_gradients(values)
         else:
             self._clip_own(values)
-        dense = self.space.num_dense
+        dense = self.flat_params.num_dense
         if dense and (skip_reason := (yield from self._dense_part.mean(values[:dense]))):
             return skip_reason
-        coded = values[dense : self.space.num_elements]
+        coded = values[dense : self.flat_params.num_elements]
         if exchange == "nothing":
-            self._step_alone(coded)
+            self._local_step(coded)
         else:
             notes = self.notes(values)
-            notes[-1] = self._count_waiting(coded)
-            if skip_reason := (yield from self._agreed(coded, notes)):
+            notes[-1] = self._count_inactive_gradients(coded)
+            if skip_reason := (yield from self._synchronize(coded, notes)):
                 return skip_reason
             sums = self.reducers["update"].note_sums
-            self.hear(sums)
+            self.receive_notes(sums)
             may_join = self.wake == "join" and self.steps + 2 >= self.numbers["join_from"]
             self.numbers["wakes"] = may_join and sums[-1] > 0
-        for part in self.space.parts:
+        for part in self.flat_params.parts:
             if part.begin < dense:
                 self._average(part, values, with_variance=True)
                 self._move(part, values)
         return ""
 
-    # --- with whole gradients
+    # --- steps with dense gradients
 
-    def _refreshed(self, values: Tensor) -> Algorithm[str]:
-        """Take a step with the mean of the gradients; the variance moves if it is time."""
-        space, numbers = self.space, self.numbers
-        coded = values[space.num_dense : space.num_elements]
+    def _gradient_step(self, values: Tensor) -> Algorithm[str]:
+        """Take a step with the mean gradients, and update the variance if it is due."""
+        flat_params, numbers = self.flat_params, self.numbers
+        coded = values[flat_params.num_dense : flat_params.num_elements]
         flags = self.notes(values)[self.num_common_notes :]
-        flags.copy_(scalars_like(self.space.have_gradients(), values))
-        if self.waiting is not None:
-            coded += self.waiting
-            flags += self._have_waiting()
+        flags.copy_(scalars_like(self.flat_params.have_gradients(), values))
+        if self.pending_gradients is not None:
+            coded += self.pending_gradients
+            flags += self._has_pending_gradients()
         if skip_reason := (yield from self.dense_mean(values)):
             return skip_reason
         sums = self._dense.note_sums
-        self.hear(sums)
+        self.receive_notes(sums)
         self.vectors["awake"] |= torch.tensor(sums[self.num_common_notes :]) > 0
         is_due = self.schedule.refreshes(self.steps + 1)
         numbers["refreshes"] += is_due
-        for part in space.parts:
-            with_variance = is_due or part.begin < space.num_dense
+        for part in flat_params.parts:
+            with_variance = is_due or part.begin < flat_params.num_dense
             self._average(part, values, with_variance=with_variance)
         if is_due or self.wake == "join":
-            self._let_join(coded)
-        self._fall_asleep()
-        for part in space.parts:
+            self._reactivate(coded)
+        self._update_active()
+        for part in flat_params.parts:
             self._move(part, values)
         return ""
 
@@ -243,147 +255,149 @@ class ZeroOneAdam(Anchored):
             variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
     def _move(self, part: GroupSlice, values: Tensor) -> None:
-        """Take Adam's step with momenta that all have; `values` is memory to work in."""
-        space, lr = self.space, float(part.group["lr"])
-        here, size = slice(part.begin, part.end), self._size(part)
-        self._root(part, values[here])
-        roots, momenta = space.views(values), space.views(self.vectors["momentum"])
-        awake, decay = self.vectors["awake"].tolist(), 1 - lr * part.group["weight_decay"]
+        """Take Adam's step with momenta that are in sync; `values` is overwritten."""
+        flat_params, lr = self.flat_params, float(part.group["lr"])
+        here, size = slice(part.begin, part.end), self._step_size(part)
+        self._compute_denominator(part, values[here])
+        roots, momenta = flat_params.views(values), flat_params.views(self.vectors["momentum"])
+        is_active, decay = self.vectors["awake"].tolist(), 1 - lr * part.group["weight_decay"]
         for place in range(part.first, part.last):
-            if not awake[place]:
+            if not is_active[place]:
                 continue
-            parameter = space.parameters[place].mul_(decay)
-            if parameter.dtype == space.dtype:
+            parameter = flat_params.parameters[place].mul_(decay)
+            if parameter.dtype == flat_params.dtype:
                 parameter.addcdiv_(momenta[place], roots[place], value=-size)
             else:
                 parameter -= (momenta[place] / roots[place] * size).to(parameter.dtype)
 
-    def _let_join(self, gradient: Tensor) -> None:
-        """Give sleepers a variance: their first gradient is all that is known of it."""
+    def _reactivate(self, gradient: Tensor) -> None:
+        """Initialise the variance of inactive elements from their first gradient (c,)."""
         active = self.vectors.get("active")
         for part in self._coded_parts():
             if active is not None:
-                here = self._of_coded(part)
-                asleep, first = ~active[here], gradient[here].square()
+                here = self._coded_slice(part)
+                inactive, first = ~active[here], gradient[here].square()
                 if self.bias_correction:
                     first *= 1 - part.group["betas"][1] ** self.numbers["refreshes"]
                 variance = self.vectors["variance"][part.begin : part.end]
-                variance.copy_(torch.where(asleep, first, variance))
+                variance.copy_(torch.where(inactive, first, variance))
         if self.numbers["wakes"]:
-            # where elements wake all the time, dense steps become rare all the same
+            # even if elements are reactivated continually, dense steps become rare
             step, gap = self.steps + 1, self.numbers["join_gap"]
-            self.numbers |= {"join_from": step + gap, "join_gap": min(2 * gap, MOST_JOIN_GAP)}
+            self.numbers |= {"join_from": step + gap, "join_gap": min(2 * gap, MAX_JOIN_GAP)}
             self.numbers["wakes"] = False
 
-    def _fall_asleep(self) -> None:
-        """Let elements without a variance sleep, if anything comes before the next refresh."""
-        dense = self.space.num_dense
+    def _update_active(self) -> None:
+        """Make elements with zero variance inactive, unless the next step updates the variance."""
+        dense = self.flat_params.num_dense
         self.vectors.pop("active", None)
-        self.waiting = None
+        self.pending_gradients = None
         active = self.vectors["variance"][dense:] > 0
-        stands = not self.schedule.refreshes(self.steps + 2)
-        if stands:
+        is_kept_fixed = not self.schedule.refreshes(self.steps + 2)
+        if is_kept_fixed:
             self._raise_small_variances(active)
-        if stands and not bool(active.all()):
+        if is_kept_fixed and not bool(active.all()):
             self.vectors["active"] = active
             self.vectors["momentum"][dense:].masked_fill_(~active, 0)
-            self._let_wait()
+            self._allocate_pending_gradients()
         self.reducers["update"].keep_to(self.vectors.get("active"))
 
     def _raise_small_variances(self, active: Tensor) -> None:
-        """Keep variances that stand still from what later gradients would make explode."""
-        dense = self.space.num_dense
-        for segment in self.space.segments if self.floor else []:
+        """Apply the variance floor, because later gradients may be larger than earlier ones."""
+        dense = self.flat_params.num_dense
+        for segment in self.flat_params.segments if self.floor else []:
             if segment.begin >= dense:
                 variance = self.vectors["variance"][segment.begin : segment.end]
-                awake = active[segment.begin - dense : segment.end - dense]
-                least = self.floor * variance.sum() / awake.sum().clamp(min=1)
-                variance.copy_(torch.where(awake, torch.maximum(variance, least), variance))
+                is_active = active[segment.begin - dense : segment.end - dense]
+                least = self.floor * variance.sum() / is_active.sum().clamp(min=1)
+                variance.copy_(torch.where(is_active, torch.maximum(variance, least), variance))
 
-    # --- with updates
+    # --- steps with updates
 
-    def _step_alone(self, gradient: Tensor) -> None:
-        """Take a step that nobody hears of.
+    def _local_step(self, gradient: Tensor) -> None:
+        """Take a local step, without an exchange.
 
         Args:
-            gradient: (c,) of this worker; used as memory to work in.
+            gradient: (c,), this rank's gradient; overwritten.
         """
-        self.heard = [False] * len(self.asks)
-        if not self.is_apart:
+        self.received_signals = [False] * len(self.signals)
+        if not self.is_out_of_sync:
             self.vectors["anchor"] = self._read_coded()
             self.update = torch.zeros_like(gradient)
-        assert self.update is not None, "made with the anchor"
+        assert self.update is not None, "created with the anchor"
         is_finite = bool(are_finite(gradient))
-        self.left_out += not is_finite
+        self.num_nonfinite += not is_finite
         if is_finite:
-            self._set_aside(gradient)
-        momentum = self.vectors["momentum"][self.space.num_dense :]
-        self._go_on(momentum, self.update, gradient if is_finite else None)
+            self._add_pending_gradients(gradient)
+        momentum = self.vectors["momentum"][self.flat_params.num_dense :]
+        self._accumulate_update(momentum, self.update, gradient if is_finite else None)
         self._count_step()
-        self._place(self.vectors["anchor"], self.update, out=gradient)
+        self._set_parameters(self.vectors["anchor"], self.update, out=gradient)
 
     def _clip_own(self, values: Tensor) -> None:
-        """Scale the gradients of this worker by their own norm, without asking others."""
+        """Clip the gradients of this rank by their own norm, without communication."""
         if self.clip_norm is not None:
-            gradients = values[: self.space.num_elements]
+            gradients = values[: self.flat_params.num_elements]
             self._clip_finite(gradients, gradients.double().square().sum())
 
-    def _agreed(self, gradient: Tensor | None, notes: Tensor) -> Algorithm[str]:
-        """Agree on what was done since the last time, and on a step more.
+    def _synchronize(self, gradient: Tensor | None, notes: Tensor) -> Algorithm[str]:
+        """Take a local step, and exchange the updates since the last synchronisation.
 
         Args:
-            gradient: (c,) of this worker; None for no step more.
-            notes: (k,) of this rank; the reducer's `note_sums` are their sums over the ranks.
+            gradient: (c,), this rank's gradient; None to synchronise without a step.
+            notes: (k,), this rank's notes; the reducer's `note_sums` are their sums over the ranks.
 
         Returns:
-            Why nothing was changed, in words; empty if all agree.
+            Why the step was skipped, without changes; empty if it was not.
         """
-        dense, count = self.space.num_dense, self.num_coded
+        dense, count = self.flat_params.num_dense, self.num_coded
         momentum = self.vectors["momentum"][dense:].clone()
         sent = torch.cat([momentum.new_zeros(count), notes])
         if self.update is not None:
             sent[:count] = self.update
         if gradient is not None:
-            self._go_on(momentum, sent[:count], gradient)
+            self._accumulate_update(momentum, sent[:count], gradient)
         if skip_reason := (yield from self.reducers["update"].mean(sent, len(notes))):
             return skip_reason
         update, anchor = sent[:count], self.vectors.pop("anchor", None)
         if anchor is None:
             anchor = self._read_coded()
-        # for what follows of it
+        # `_count_step` applies weight decay to it
         self.vectors["anchor"] = anchor
         if gradient is not None:
-            self._set_aside(gradient)
+            self._add_pending_gradients(gradient)
             self._count_step()
         for number, part in self._numbered_coded_parts():
             length = self.numbers["lengths"][number]
-            # where all steps were of size 0, momenta are as they were
+            # if all learning rates were 0, the momenta have not changed
             if length > 0:
                 torch.div(
-                    update[self._of_coded(part)],
+                    update[self._coded_slice(part)],
                     length,
                     out=self.vectors["momentum"][part.begin : part.end],
                 )
-        self._place(anchor, update, out=update)
+        self._set_parameters(anchor, update, out=update)
         del self.vectors["anchor"]
         self.update = None
-        self.numbers["lengths"] = [0.0] * len(self.space.parts)
+        self.numbers["lengths"] = [0.0] * len(self.flat_params.parts)
         return ""
 
-    # --- sleepers
+    # --- inactive elements
 
-    def _let_wait(self) -> None:
-        """Begin to keep gradients of sleepers, if there will be anything to keep."""
+    def _allocate_pending_gradients(self) -> None:
+        """Allocate the gradient sums of inactive elements, if they are needed."""
         if "active" in self.vectors and self.wake == "join" and self.group.world_size > 1:
-            self.waiting = torch.zeros_like(self.vectors["active"], dtype=self.space.dtype)
+            self.pending_gradients = torch.zeros_like(
+                self.vectors["active"], dtype=self.flat_params.dtype
+            )
 
-    def _set_aside(self, gradient: Tensor) -> None:
-        """Keep what there is for sleepers until all exchange their gradients."""
-        if self.waiting is not None:
-            self.waiting += gradient.masked_fill(self.vectors["active"], 0)
-            self.bound_sums(self.waiting)
+    def _add_pending_gradients(self, gradient: Tensor) -> None:
+        """Add the gradients of inactive elements to the sums for the next dense exchange."""
+        if self.pending_gradients is not None:
+            self.pending_gradients += gradient.masked_fill(self.vectors["active"], 0)
+            self.bound_sums(self.pending_gradients)
 
-    def _count_waiting(self, gradient: Tensor) -> Tensor:
+    def _count_inactive_gradients(self, gradient: Tensor) -> Tensor:
         """Count the inactive elements of which this rank has a gradient, now or from before.
 
         NaN if such a gradient is not finite. The exchange checks only active elements; this note
@@ -393,80 +407,83 @@ class ZeroOneAdam(Anchored):
         if active is None:
             return gradient.new_zeros(())
         own = gradient.masked_fill(active, 0)
-        # one whose square is 0 gives no variance
-        seen = (self.waiting + own).square() > 0 if self.waiting is not None else own[:0]
+        # the variance of an element whose square is rounded to 0 would remain 0
+        seen = (
+            (self.pending_gradients + own).square() > 0
+            if self.pending_gradients is not None
+            else own[:0]
+        )
         return torch.where(are_finite(own), seen.sum().to(own.dtype), torch.nan)
 
-    def _have_waiting(self) -> Tensor:
-        """(P,) bool: which parameters have sleepers with a gradient."""
-        assert self.waiting is not None, "asked for where there are sleepers"
-        dense, none = self.space.num_dense, self.waiting[:0]
-        # of no elements none is above 0
+    def _has_pending_gradients(self) -> Tensor:
+        """Return for each parameter (P,) bool whether it has sums of inactive elements."""
+        assert self.pending_gradients is not None, "callers check it"
+        dense, none = self.flat_params.num_dense, self.pending_gradients[:0]
+        # for dense parameters `any` of an empty slice is False
         return torch.stack(
             [
                 (
                     none
                     if each.begin < dense
-                    else self.waiting[each.begin - dense : each.end - dense]
+                    else self.pending_gradients[each.begin - dense : each.end - dense]
                 ).any()
-                for each in self.space.segments
+                for each in self.flat_params.segments
             ]
         )
 
-    # --- in the middle, and at the end
+    # --- the end of the run
 
     @torch.no_grad()
     def finish(self) -> Algorithm[None]:
-        """See `DistributedOptimizer`: workers agree, without a step more."""
-        if self.is_apart:
-            self.skip_reason = yield from self._agreed(None, self.space.empty()[:0])
+        """See `DistributedOptimizer`: synchronise the updates."""
+        if self.is_out_of_sync:
+            self.skip_reason = yield from self._synchronize(None, self.flat_params.empty()[:0])
 
-    # --- what a checkpoint keeps
+    # --- checkpoints
 
     @property
     def state_bytes(self) -> int:
         """See `Replicated`."""
-        own = [each for each in (self.update, self.waiting) if each is not None]
+        own = [each for each in (self.update, self.pending_gradients) if each is not None]
         return super().state_bytes + sum(each.numel() * each.element_size() for each in own)
 
     def snapshot(self) -> dict[str, Any]:
-        """See `Replicated`. `local` has what differs while workers are apart.
+        """See `Replicated`; `local` has the state that differs between ranks.
 
-        A worker's parameters follow from it, and are set by `restore`: they are where all
-        last agreed, less its own update.
+        `restore` computes this rank's parameters from the anchor and its own update.
         """
         state = super().snapshot()
-        local: dict[str, Any] = {"left_out": self.left_out}
-        if self.waiting is not None:
-            local["waiting"] = self.waiting
-        if self.is_apart:
-            momentum, dense = self.vectors["momentum"], self.space.num_dense
+        local: dict[str, Any] = {"left_out": self.num_nonfinite}
+        if self.pending_gradients is not None:
+            local["waiting"] = self.pending_gradients
+        if self.is_out_of_sync:
+            momentum, dense = self.vectors["momentum"], self.flat_params.num_dense
             local |= {"update": self.update, "momentum": momentum[dense:].clone()}
             state["shared"]["vectors"]["momentum"] = momentum[:dense].clone()
         return {**state, "local": local}
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """See `Replicated`; one worker alone ends what several were in the middle of."""
+        """See `Replicated`; a single rank also applies the updates since the last exchange."""
         super().restore(snapshot)
-        local, device = snapshot["local"], self.space.device
-        self.left_out = local["left_out"]
+        local, device = snapshot["local"], self.flat_params.device
+        self.num_nonfinite = local["left_out"]
         own = {
             name: vector.to(device, copy=True)
             for name, vector in local.items()
             if isinstance(vector, Tensor)
         }
-        self.update, self.waiting = own.get("update"), None
+        self.update, self.pending_gradients = own.get("update"), None
         if "waiting" in own:
-            self.waiting = self.restore_sums(own["waiting"])
+            self.pending_gradients = self.restore_sums(own["waiting"])
         else:
-            self._let_wait()
+            self._allocate_pending_gradients()
         if self.update is None:
             return
         self.vectors["momentum"] = torch.cat([self.vectors["momentum"], own["momentum"]])
-        self._place(self.vectors["anchor"], self.update, out=torch.empty_like(self.update))
+        self._set_parameters(self.vectors["anchor"], self.update, out=torch.empty_like(self.update))
         if self.group.world_size == 1:
-            run(self.finalized(), self.group)
+            run(self.finalize_algorithm(), self.group)
 
     def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """See `Replicated`."""
@@ -474,5 +491,5 @@ class ZeroOneAdam(Anchored):
         if errors["update"]:
             super().restore_errors(errors)
         else:
-            # of one worker, who leaves nothing out
+            # a state of a single rank, which has no errors
             self.reducers["update"].forget()

@@ -12,74 +12,87 @@ Exchange: TypeAlias = Literal["gradient", "update", "nothing"]
 
 @dataclass(frozen=True)
 class ZeroOneSchedule:
-    """What is exchanged at which step. Steps count from 1; nothing depends on what was before."""
+    """The schedule of 0/1 Adam: what is exchanged at each step, counted from 1.
+
+    In the warm-up the ranks exchange gradients or updates at every step. After it they take local
+    steps, and synchronise their updates at intervals that double until they reach `longest`.
+    The schedule depends only on the number of the step.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
 
     warmup: int | None = WARMUP.steps
-    """steps in which workers agree every time, as long as the step size grows; None for all"""
+    """number of first steps that all exchange; should cover a learning rate warm-up; None for no
+    local steps at all"""
     variance_doubling: int = ZERO_ONE.variance_doubling
-    """refreshes of the variance after which the steps between them double"""
+    """number of variance updates after which the interval between them doubles"""
     local_doubling: int = ZERO_ONE.local_doubling
-    """steps after the warm-up after which the steps between agreements double"""
+    """number of steps after which the synchronisation interval doubles, after the warm-up"""
     longest: int = ZERO_ONE.longest
-    """most steps between agreements: a power of two"""
+    """largest synchronisation interval, in steps; a power of two"""
     step_size: Callable[[int], float] | None = None
-    """of a step: the steps between agreements then double as it halves, whatever `local_doubling`;
-    the same on all workers"""
+    """returns the learning rate of a step, equal on all ranks. If given, the synchronisation
+    interval doubles each time the learning rate halves, and `local_doubling` has no effect."""
     goes_on: bool = False
-    """whether the variance is refreshed after the warm-up too"""
+    """whether the variance is also updated after the warm-up"""
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup < 1:
             raise ValueError(
-                f"a warm-up of {self.warmup} steps\n\nhint: the first step gives the variance; 1 or"
-                " more, or None for no steps alone"
+                f"a warm-up of {self.warmup} steps\n\nhint: give at least 1, because the first "
+                "step initialises the variance, or None for no local steps"
             )
         if min(self.variance_doubling, self.local_doubling) < 1:
             raise ValueError(
-                f"intervals that double after {self.variance_doubling} refreshes and "
-                f"{self.local_doubling} steps\n\nhint: 1 or more"
+                f"variance_doubling is {self.variance_doubling} and local_doubling is "
+                f"{self.local_doubling}\n\nhint: give at least 1 for both"
             )
         if self.longest < 1 or self.longest & (self.longest - 1):
-            raise ValueError(f"at most {self.longest} steps alone\n\nhint: a power of two")
+            raise ValueError(f"longest is {self.longest}\n\nhint: give a power of two")
 
     @classmethod
     def for_run(
         cls, total_steps: int | None = None, warmup: int | str | None = "default"
     ) -> "ZeroOneSchedule":
-        """The default schedule.
+        """Return the default schedule.
 
         Args:
-            total_steps: of the run: of it the warm-up takes 0.15, and after each quarter the steps
-                between agreements double. None if that is not known.
-            warmup: steps, if not "default"; None for no local steps.
+            total_steps: the number of steps of the run. The warm-up is 0.15 of it, and the
+                synchronisation interval doubles after each quarter of it. If None, the warm-up is
+                100 steps, and the interval doubles every 100 steps.
+            warmup: the number of warm-up steps if not "default"; None for no local steps.
         """
         if isinstance(warmup, str):
             warmup = WARMUP.warmup_steps(total_steps)
         return cls(warmup, local_doubling=ZERO_ONE.local_doubling_steps(total_steps))
 
     def exchange(self, step: int) -> Exchange:
-        """What workers tell one another at a step."""
+        """Return what is exchanged at a step: "gradient", "update" or "nothing"."""
         if self.refreshes(step):
             return "gradient"
-        # before a refresh too: it takes the mean of gradients that were seen at the same place
+        # also before a variance update, which needs all ranks' gradients at the same parameters
         is_due = step % self.local_interval(step) == 0 or self.refreshes(step + 1)
         return "update" if is_due else "nothing"
 
     def refreshes(self, step: int) -> bool:
-        """Whether the variance is refreshed at a step."""
+        """Return whether the variance is updated at a step."""
         if self.warmup is not None and step > self.warmup and not self.goes_on:
             return False
         interval = self.variance_interval(step)
         return (step - 1 - self.variance_doubling * (interval - 1)) % interval == 0
 
     def variance_interval(self, step: int) -> int:
-        """Steps between refreshes: 2^floor(j / variance_doubling) after refresh j, from 0."""
-        # 2^i of them begin when variance_doubling (1 + 2 + ... + 2^(i - 1)) steps are over
+        """Return the steps to the next variance update.
+
+        After update j, counted from 0, it is 2^floor(j / variance_doubling).
+        """
+        # the interval 2^i begins after variance_doubling (1 + 2 + ... + 2^(i - 1)) steps
         doublings = ((step - 1) // self.variance_doubling + 1).bit_length() - 1
         return 1 << doublings
 
     def local_interval(self, step: int) -> int:
-        """Steps between agreements: those whose numbers it divides."""
+        """Return the synchronisation interval; steps that are its multiples synchronise."""
         if self.warmup is None or step <= self.warmup:
             return 1
         if self.step_size is None:
@@ -87,11 +100,11 @@ class ZeroOneSchedule:
         else:
             size, largest = self.step_size(step), self.step_size(self.warmup)
             halvings = math.log2(largest / size) if size > 0 and largest > 0 else math.inf
-            # a half that was rounded is a half
+            # the tolerance makes rounded halves count
             doublings = math.floor(max(0.0, min(halvings + 1e-9, 62.0)))
         return min(1 << min(doublings, 62), self.longest)
 
     def layout(self) -> str:
-        """What tells a schedule from another, also where its function has no name."""
+        """Return a text that identifies the schedule, including the effect of `step_size`."""
         seen = [(self.variance_interval(1 << i), self.local_interval(1 << i)) for i in range(24)]
         return f"warm-up {self.warmup}, goes on {self.goes_on}, intervals {seen}"
