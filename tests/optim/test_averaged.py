@@ -33,7 +33,7 @@ def whole(make_inner, sparse=False):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("inner", INNER)
-def test_workers_on_shares_equal_one_on_the_whole(inner, world_size):
+def test_ranks_on_shards_of_a_minibatch_equal_one_rank_on_all_of_it(inner, world_size):
     expected = whole(INNER[inner])
     models = [Everything() for _ in range(world_size)]
     lockstep(
@@ -100,7 +100,7 @@ def with_gradients(model, value):
     return model
 
 
-def test_a_parameter_without_a_gradient_on_some_workers_takes_part_with_zeros():
+def test_a_gradient_missing_on_some_ranks_counts_as_zeros():
     models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(4)]
     models[1].bias.grad = models[2].bias.grad = None
     one_step(models)
@@ -108,7 +108,7 @@ def test_a_parameter_without_a_gradient_on_some_workers_takes_part_with_zeros():
     assert all(torch.equal(model.weight.grad, torch.ones(2, 2)) for model in models)
 
 
-def test_a_parameter_without_a_gradient_on_all_workers_is_left_alone():
+def test_a_parameter_without_a_gradient_on_any_rank_is_not_updated():
     models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(2)]
     before = models[0].bias.detach().clone()
     for model in models:
@@ -120,7 +120,7 @@ def test_a_parameter_without_a_gradient_on_all_workers_is_left_alone():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_all_skip_a_step_that_is_not_finite_on_one(bad):
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(bad):
     models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(3)]
     # with which all begin
     first = copy.deepcopy(list(models[0].parameters()))
@@ -135,7 +135,7 @@ def test_all_skip_a_step_that_is_not_finite_on_one(bad):
         )
 
 
-def test_signals_of_one_are_heard_by_all():
+def test_signals_of_one_rank_reach_all_ranks():
     models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(3)]
     optimizers = [
         Averaged(INNER["sgd"](model.parameters()), Group(rank, 3), 2)
@@ -160,7 +160,7 @@ def begin(models):
     return lockstep([optimizer.broadcast_model() for optimizer in optimizers])
 
 
-def test_models_that_differ_are_told_and_do_not_hang():
+def test_models_that_differ_are_an_error_and_do_not_hang():
     models = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)]
     with pytest.raises(ValueError, match=r"workers 0 and 2 differ: at 1, .*\(2, 2\).*\(3, 2\)"):
         begin(models)
@@ -197,7 +197,7 @@ def test_buffers_become_their_means():
         assert model.num_batches_tracked == 5
 
 
-def test_all_begin_alike():
+def test_all_ranks_start_with_equal_models():
     models = []
     for rank in range(3):
         torch.manual_seed(rank)
@@ -222,7 +222,7 @@ def test_the_number_of_messages_does_not_grow_with_the_parameters():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS["Sum"])
-def test_workers_agree_bit_for_bit_whatever_the_algorithm(name):
+def test_replicas_are_bitwise_equal_with_every_algorithm(name):
     models = [Everything() for _ in range(5)]
     lockstep(
         [
@@ -261,7 +261,7 @@ def test_it_is_an_optimizer():
     assert optimizer.step(lambda: (model.weight.sum() ** 2).backward() or 3.0) == 3.0
 
 
-def test_signals_and_options_travel_with_sparse_gradients_alone():
+def test_signals_and_options_are_exchanged_if_all_gradients_are_sparse():
     optimizers = []
     for rank in range(2):
         table = nn.Embedding(5, 2, sparse=True)

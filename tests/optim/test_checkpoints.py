@@ -14,7 +14,7 @@ from gcnzc.exchange import Group
 from gcnzc.optim import Averaged, DiLoCo, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 
-def test_each_rank_goes_on_bit_for_bit_from_a_distributed_checkpoint(tmp_path):
+def test_each_rank_resumes_bit_for_bit_from_a_distributed_checkpoint(tmp_path):
     found = results(2, tmp_path, save_and_load, tmp_path)
     for name in KINDS:
         for is_same, saved, loaded in (each[name] for each in found):
@@ -25,13 +25,13 @@ def test_each_rank_goes_on_bit_for_bit_from_a_distributed_checkpoint(tmp_path):
         assert found[0][name][1] != found[1][name][1], name
 
 
-def test_copies_and_unpickled_optimizers_go_on_as_the_first(tmp_path):
+def test_copies_and_unpickled_optimizers_continue_like_the_original(tmp_path):
     found = results(2, tmp_path, copy_and_pickle)
     for name in COPIED:
         assert found[0][name] == found[1][name] == [True, True], name
 
 
-def test_what_is_unpickled_without_the_other_ranks_says_so_at_its_step():
+def test_the_step_of_an_optimizer_unpickled_without_other_ranks_is_an_error():
     group = pickle.loads(pickle.dumps(Group(1, 2, "")))
     parameter = nn.Parameter(torch.ones(3))
     optimizer = pickle.loads(pickle.dumps(OneBitAdam([parameter], group=group)))

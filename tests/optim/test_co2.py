@@ -132,9 +132,7 @@ GAPS = {"none": lambda *_: 1.0, "gap_aware": ratio, 2.5: lambda *_: 2.5, root: r
     ],
 )
 @pytest.mark.parametrize("sharded", [False, True])
-def test_rounds_are_as_written_by_hand(
-    gap, world_size, each, lr, momentum, clip, delay, eager, sharded
-):
+def test_rounds_match_a_reference(gap, world_size, each, lr, momentum, clip, delay, eager, sharded):
     options = {"outer_lr": lr, "outer_momentum": momentum, "clip": clip, "delay": delay}
     options |= {"eager": eager, "sharded": sharded}
     models, optimizers = team(world_size, every(each, gap=gap, **options))
@@ -197,7 +195,7 @@ def test_without_delay_gap_and_clip_it_is_diloco_without_nesterov(compress):
     [{}, {"sharded": True}, {"compress": HALF}, {"compress": Sign(block=64)}, {"delay": 0}],
     ids=str,
 )
-def test_workers_are_one_after_each_round_and_apart_within(options):
+def test_ranks_are_in_sync_after_each_round_and_not_within(options):
     models, optimizers = team(3, every(4, **options), adamw, torch.float32)
     for step in range(20):
         train(models, optimizers, step + 1, step)
@@ -205,7 +203,7 @@ def test_workers_are_one_after_each_round_and_apart_within(options):
     assert all(optimizer.dropped == 0 for optimizer in optimizers)
 
 
-def test_one_worker_takes_the_inner_steps_alone():
+def test_a_single_rank_takes_only_the_inner_steps():
     (model,), optimizers = team(1, every(2))
     train([model], optimizers, 20)
     (right,) = [Everything()]
@@ -219,7 +217,7 @@ def test_one_worker_takes_the_inner_steps_alone():
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("delay", [0, 1])
-def test_shares_are_the_whole(world_size, delay):
+def test_sharding_does_not_change_the_result(world_size, delay):
     models, optimizers = team(world_size, every(3, delay=delay), adamw)
     train(models, optimizers, 12)
     others, theirs = team(world_size, every(3, delay=delay, sharded=True), adamw)
@@ -228,7 +226,7 @@ def test_shares_are_the_whole(world_size, delay):
     torch.testing.assert_close(vector_of(models[0]), vector_of(others[0]), rtol=0, atol=1e-12)
 
 
-def test_a_worker_may_have_no_share():
+def test_a_shard_may_be_empty():
     # of 32 elements at least
     targets = torch.randn(3, 5, dtype=torch.float64)
     found = [quadratic(3, every(2, sharded=sharded), targets, 5)(20) for sharded in (False, True)]
@@ -261,7 +259,7 @@ def quadratic(world_size, make, targets, size, lr=0.1):
 
 
 @pytest.mark.parametrize(("delay", "eager"), [(0, 0.0), (1, 0.0), (1, 0.5)])
-def test_memory_is_as_stated(delay, eager):
+def test_state_bytes_is_the_memory_of_the_state(delay, eager):
     # of a number of elements that four workers share without a remainder
     size, world_size, signals = 1024, 4, 2
     targets = torch.randn(world_size, size, dtype=torch.float64)
@@ -292,7 +290,7 @@ def test_the_clip_holds_every_element_of_the_momentum():
     assert float((found[-1] - found[-2]).abs().max()) > 1.0
 
 
-def test_what_is_usual_is_stable_in_long_rounds_and_much_momentum_is_not():
+def test_defaults_are_stable_in_long_rounds_and_large_momentum_is_not():
     targets = torch.randn(2, 30, dtype=torch.float64)
     best = targets.mean(dim=0)
 
@@ -305,12 +303,12 @@ def test_what_is_usual_is_stable_in_long_rounds_and_much_momentum_is_not():
     assert left(delay=0) < 1e-6
     # no gap need hold eager workers back
     assert left(**EAGER, outer_lr=0.5, outer_momentum=0.0) < 1e-4
-    with pytest.warns(UserWarning, match="outer momentum of 0.2"):
+    with pytest.warns(UserWarning, match="with outer_momentum=0.2"):
         assert left(gap="none", clip=None) > 1
-    with pytest.warns(UserWarning, match="outer momentum of 0.9"):
+    with pytest.warns(UserWarning, match="with outer_momentum=0.9"):
         # an error grows by the root of 1.9 in each of 18 rounds
         assert left(outer_momentum=0.9, gap="none", clip=None) > 100
-    with pytest.warns(UserWarning, match="outer momentum of 0.9"):
+    with pytest.warns(UserWarning, match="with outer_momentum=0.9"):
         assert left(outer_momentum=0.9, gap="none", clip=0.1) < 100
 
 
@@ -334,7 +332,7 @@ def test_what_is_usual_is_stable_in_long_rounds_and_much_momentum_is_not():
     ],
     ids=str,
 )
-def test_much_late_momentum_in_long_rounds_is_warned_of(options, is_warned, recwarn):
+def test_large_momentum_in_long_rounds_causes_a_warning(options, is_warned, recwarn):
     inner = sgd(nn.Linear(2, 2).parameters())
     options = {"local_steps": 48, **PUBLISHED, **options}
     if is_warned:
@@ -360,7 +358,7 @@ def test_much_late_momentum_in_long_rounds_is_warned_of(options, is_warned, recw
     ids=str,
 )
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_worker_whose_parameters_are_not_finite_is_left_out(options, bad):
+def test_a_rank_whose_parameters_are_not_finite_is_excluded(options, bad):
     delay = options.get("delay", 1)
     models, optimizers = team(3, every(2, **options), adamw, torch.float32)
     train(models, optimizers, 3)
@@ -386,7 +384,7 @@ def test_a_worker_whose_parameters_are_not_finite_is_left_out(options, bad):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_the_mean_is_that_of_the_workers_that_are_left(sharded):
+def test_the_mean_is_over_the_remaining_ranks(sharded):
     targets = [1.0, 2.0, 6.0]
     vectors = [nn.Parameter(torch.zeros(40, dtype=torch.float64)) for _ in range(3)]
     make = every(1, sharded=sharded, **LATE)
@@ -487,14 +485,14 @@ def test_bytes_and_requests_are_as_stated(options, requests):
     ],
     ids=str,
 )
-def test_a_run_goes_on_from_any_step(options):
+def test_a_run_resumes_from_any_step(options):
     dtype = torch.float32 if "compress" in options else torch.float64
     check_resuming_at_every_step(every(3, **options), 2, 11, inner=adamw, dtype=dtype)
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
 @pytest.mark.parametrize("options", [{}, {"sharded": True}, {"compress": Sign(block=64)}], ids=str)
-def test_another_number_of_workers_goes_on_where_the_old_were(old, new, options):
+def test_another_number_of_ranks_resumes_from_the_old_parameters(old, new, options):
     make = every(4, **options)
     models, optimizers = team(old, make, dtype=torch.float32)
     # in the middle of a round, with the mean of the last one under way
@@ -535,7 +533,7 @@ def test_another_number_of_workers_goes_on_where_the_old_were(old, new, options)
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1)])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_another_number_of_eager_workers_ends_where_the_old_would_have(old, new, sharded):
+def test_another_number_of_eager_ranks_has_the_same_result(old, new, sharded):
     # so that a difference counts as much whether the outer step or the only worker left takes it
     make = every(4, sharded=sharded, outer_lr=1.0, outer_momentum=0.0, **EAGER)
     models, optimizers = team(old, make)
@@ -557,15 +555,15 @@ def test_another_number_of_eager_workers_ends_where_the_old_would_have(old, new,
 @pytest.mark.parametrize(
     ("of", "to", "words"),
     [
-        (EAGER, {}, "the state of a CO2 with eager, for one without it"),
-        ({}, EAGER, "the state of a CO2 without eager, for one with it"),
-        ({"sharded": True}, {}, "with sharded, for one without"),
-        ({"delay": 0}, {}, "without delay, for one with"),
+        (EAGER, {}, "saved by CO2 with eager, but this one is without it"),
+        ({}, EAGER, "saved by CO2 without eager, but this one is with it"),
+        ({"sharded": True}, {}, "with sharded, but this one is without"),
+        ({"delay": 0}, {}, "without delay, but this one is with"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("new", [1, 2])
-def test_the_state_of_other_ways_is_told_and_not_taken_up(of, to, words, new):
+def test_a_state_saved_with_other_options_is_rejected(of, to, words, new):
     models, optimizers = team(2, every(3, **of))
     train(models, optimizers, 4)
     lockstep([optimizer.finish_pending() for optimizer in optimizers])
@@ -580,7 +578,7 @@ def test_the_state_of_other_ways_is_told_and_not_taken_up(of, to, words, new):
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_eager_worker_that_is_not_finite_begins_where_all_have_come(bad, sharded):
+def test_an_eager_rank_that_is_not_finite_starts_from_the_mean(bad, sharded):
     models, optimizers = team(3, every(2, sharded=sharded, **EAGER), adamw, torch.float32)
     train(models, optimizers, 3)
     with torch.no_grad():
@@ -602,7 +600,7 @@ def test_an_eager_worker_that_is_not_finite_begins_where_all_have_come(bad, shar
     [{}, {"sharded": True}, {"compress": HALF}, {"delay": 0}, EAGER, {**EAGER, "sharded": True}],
     ids=str,
 )
-def test_all_end_with_the_same_bit_for_bit(steps, options):
+def test_finalize_makes_parameters_bitwise_equal(steps, options):
     models, optimizers = team(3, every(4, **options))
     train(models, optimizers, steps)
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
@@ -618,7 +616,7 @@ def test_all_end_with_the_same_bit_for_bit(steps, options):
 
 
 @pytest.mark.parametrize("eager", [0.0, 0.8])
-def test_no_step_is_lost_at_the_end(eager):
+def test_finalize_includes_all_steps(eager):
     # plain sums of differences: each round counts once, though it comes late
     size, targets = 10, torch.randn(3, 10, dtype=torch.float64)
     for steps in (3, 4, 5, 8, 11):
@@ -639,7 +637,7 @@ def test_no_step_is_lost_at_the_end(eager):
             torch.testing.assert_close(vector.detach(), expected, rtol=0, atol=1e-14)
 
 
-def test_signals_are_told_with_a_round_and_heard_with_its_mean():
+def test_signals_are_sent_with_a_round_and_received_with_its_mean():
     models, optimizers = team(3, every(2, signals=2))
     for step in range(10):
         optimizers[2].signals = [step in (2, 3), step == 4]
@@ -649,7 +647,7 @@ def test_signals_are_told_with_a_round_and_heard_with_its_mean():
         assert all(optimizer.received_signals == expected for optimizer in optimizers)
 
 
-def test_the_mean_is_there_for_evaluation_and_goes_again():
+def test_parameters_are_averaged_for_evaluation_and_restored():
     models, optimizers = team(3, every(5))
     undisturbed, others = team(3, every(5))
     train(models, optimizers, 7)
@@ -666,7 +664,7 @@ def test_the_mean_is_there_for_evaluation_and_goes_again():
     assert torch.equal(vector_of(models[0]), vector_of(undisturbed[0]))
 
 
-def test_options_that_differ_or_contradict_are_told():
+def test_options_that_differ_or_contradict_are_an_error():
     def of(rank, **options):
         options = {**PUBLISHED, **options}
         return CO2(sgd(nn.Linear(2, 2).parameters()), Group(rank, 2), **options)
@@ -773,7 +771,7 @@ def patient(steps):
         return vector_of(model), optimizer.mean.begun
 
 
-def test_steps_are_taken_while_an_exchange_goes_on(tmp_path):
+def test_steps_are_taken_during_an_exchange(tmp_path):
     found = results(2, tmp_path, patient, 12)
     models, optimizers = team(2, every(3), adamw)
     train(models, optimizers, 12)
@@ -799,7 +797,7 @@ def test_over_processes_as_in_lockstep(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("delay", "worked_s", "expected"),
+    ("delay", "cpu_s", "expected"),
     # of the steps' time a half or a twentieth; of their work, 2 s each, a fortieth
     [(1, 0.0, 13), (0, 0.0, 130), (1, 0.5, 13), (1, 3.0, 60), (0, 3.0, 130), (0, 13.0, 260)],
 )
@@ -837,7 +835,7 @@ def test_the_number_of_local_steps_is_measured(delay, cpu_s, expected):
         assert steps == (INITIAL_STEPS if number < WARM_UP + NUM_MEASURED - 1 else expected)
 
 
-def test_momentum_is_warned_of_when_the_number_of_steps_is_known():
+def test_the_warning_about_momentum_waits_for_the_measured_interval():
     make = every("auto", outer_momentum=0.5)
     optimizer = make(sgd(nn.Linear(2, 2).parameters()), Group(0, 2))
     optimizer.warn_of_momentum()
@@ -848,7 +846,7 @@ def test_momentum_is_warned_of_when_the_number_of_steps_is_known():
     optimizer.warn_of_momentum()
 
 
-def test_a_signal_that_was_under_way_is_not_heard_by_the_run_that_goes_on():
+def test_a_pending_signal_is_not_restored_by_a_resumed_run():
     def until_saved(rank):
         parameter = torch.nn.Parameter(torch.ones(5))
         optimizer = CO2(torch.optim.SGD([parameter], 0.1), Group(rank, 2), local_steps=2, signals=1)

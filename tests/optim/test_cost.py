@@ -52,7 +52,7 @@ def line(workers=4, method="averaged, ring", latency_s=0.0, serial_bytes=1e6, co
         *(("doubling", w, math.log2(w), math.log2(w)) for w in (2, 4, 8)),
     ],
 )
-def test_a_cost_is_what_the_formula_says(name, workers, messages, vectors):
+def test_a_cost_matches_its_formula(name, workers, messages, vectors):
     cost = optim_cost.step_cost(MODEL, workers, NETWORK, f"averaged, {name}")
     assert cost.latency_s == pytest.approx(messages * ALPHA_S, rel=1e-12)
     assert cost.serial_bytes == pytest.approx(vectors * BYTES, rel=1e-9)
@@ -60,7 +60,7 @@ def test_a_cost_is_what_the_formula_says(name, workers, messages, vectors):
     assert cost.sent_bytes == max(sent_bytes(ask, rank, workers, name) for rank in range(workers))
 
 
-def test_a_worker_without_a_place_waits_twice():
+def test_a_rank_beyond_a_power_of_two_waits_twice():
     # its values go to the one beside it, which sends two messages after that, one after the other
     cost = optim_cost.step_cost(MODEL, 3, NETWORK, "averaged, doubling")
     assert cost.latency_s == pytest.approx(3 * NETWORK.message_s + 2 * NETWORK.delay_s, rel=1e-12)
@@ -70,7 +70,7 @@ def test_a_worker_without_a_place_waits_twice():
 
 @pytest.mark.parametrize("workers", [2, 3, 6, 7])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_cost_at_one_rate_tells_the_others(name, workers):
+def test_a_cost_at_one_rate_predicts_other_rates(name, workers):
     cost = replace(optim_cost.step_cost(MODEL, workers, NETWORK, name), code_s=0.0)
     for mbit_per_s in (0.01, 1e4):
         network = Network(mbit_per_s, NETWORK.delay_s, NETWORK.message_s)
@@ -83,7 +83,7 @@ def test_a_cost_at_one_rate_tells_the_others(name, workers):
         assert rate == pytest.approx(mbit_per_s, rel=1e-4)
 
 
-def test_shares_that_are_not_even_change_little():
+def test_uneven_shards_change_little():
     odd = nn.Linear(10, 67)
     cost = optim_cost.step_cost(odd, 7, NETWORK, "averaged, ring")
     assert cost.serial_bytes == pytest.approx(12 / 7 * 4 * (10 * 67 + 67 + 4), rel=0.01)
@@ -106,7 +106,7 @@ def test_the_payload_of_a_link_is_less_than_its_rate():
     assert Network(100.0).bytes_per_s == pytest.approx(share * 1e8 / 8, rel=1e-12)
 
 
-def test_the_figures_of_a_line_belong_together():
+def test_the_figures_of_a_line_are_consistent():
     told = line(latency_s=0.01, compute_s=0.2)
     exchange_s = 0.01 + 1e6 / NETWORK.bytes_per_s
     assert told["exchange_s"] == pytest.approx(exchange_s)
@@ -120,7 +120,7 @@ def test_the_figures_of_a_line_belong_together():
     assert even["speed_up"] == pytest.approx(1.0)
 
 
-def test_what_hides_is_not_waited_for():
+def test_overlapped_exchanges_are_not_waited_for():
     cost = Cost(4, "co2", 0, 0.01, 1e6, code_s=0.02, behind=1.0)
     rate = NETWORK.bytes_per_s
     exchange_s = 0.03 + 1e6 / rate
@@ -149,7 +149,7 @@ def test_methods_send_what_they_exchange(workers):
         assert sent[name] == pytest.approx(whole / LOCAL[name].local_steps, rel=0.05)
 
 
-def test_no_rate_mends_delays():
+def test_no_rate_compensates_latency():
     told = line(latency_s=1.0, compute_s=0.2)
     assert told["easy_mbit_per_s"] is None
     assert told["even_mbit_per_s"] is None
@@ -169,7 +169,7 @@ def test_one_worker_may_be_the_fastest():
     assert "no bandwidth helps" in hopeless["why"]
 
 
-def test_most_workers_if_they_bring_more():
+def test_most_workers_are_chosen_if_faster():
     lines = [line(2), line(8)]
     chosen = reports_network.advice(lines, "averaged, ring")
     assert chosen["choose_workers"] == 8
@@ -181,7 +181,7 @@ def test_most_workers_if_they_bring_more():
     )
 
 
-def test_fewer_workers_that_are_as_good():
+def test_fewer_workers_are_chosen_if_as_fast():
     lines = [line(2, serial_bytes=0.0), line(8, latency_s=0.2063)]
     assert lines[0]["speed_up"] < lines[1]["speed_up"]
     chosen = reports_network.advice(lines, "averaged, ring")
@@ -190,7 +190,7 @@ def test_fewer_workers_that_are_as_good():
     assert "more bandwidth would bring little" in chosen["why"]
 
 
-def test_delays_are_told_from_bytes():
+def test_latency_is_named_as_the_cause():
     chosen = reports_network.advice([line(8, latency_s=0.2)], "averaged, ring")
     assert "most of it for delays and messages" in chosen["why"]
 
@@ -207,12 +207,12 @@ def test_seconds_for_people():
 
 
 @pytest.mark.parametrize(("serial_bytes", "method"), [(1.02e6, "usual"), (2e6, "other")])
-def test_the_usual_method_unless_another_is_clearly_faster(serial_bytes, method):
+def test_the_default_method_unless_another_is_clearly_faster(serial_bytes, method):
     lines = [line(method="other"), line(method="usual", serial_bytes=serial_bytes)]
     assert reports_network.advice(lines, "usual")["choose_method"] == method
 
 
-def test_training_takes_the_method_that_is_called_usual():
+def test_training_uses_the_default_method():
     for size in (10, 100_000):
         model = nn.Linear(size, 1)
         taken = Choices().of(Sum(torch.zeros(size + 1)))
@@ -279,7 +279,7 @@ def test_the_command_measures_what_it_is_not_given(graph, capsys):
         (["--fanouts", "5,5"], "2 fan-outs (5,5) for 3 layers", "--layers 2"),
     ],
 )
-def test_options_that_make_no_sense(words, error, hint, capsys):
+def test_invalid_options_are_rejected(words, error, hint, capsys):
     capsys.readouterr()
     assert main(["cost", "x", *words]) == 2
     out, err = capsys.readouterr()
@@ -297,7 +297,7 @@ def test_options_that_make_no_sense(words, error, hint, capsys):
         ((1.0, 0.0, math.nan), "a time of a message of nan s"),
     ],
 )
-def test_links_that_are_none(words, message):
+def test_invalid_networks_are_rejected(words, message):
     with pytest.raises(ValueError, match=message) as error:
         Network(*words)
     assert "\n\nhint: " in str(error.value)
@@ -323,7 +323,7 @@ def test_a_picture_has_every_method_at_the_rate_that_was_asked_for():
         assert any(rate == pytest.approx(NETWORK.mbit_per_s) for rate, _ in points)
 
 
-def test_the_steps_of_a_trace_that_count():
+def test_steps_of_a_trace_after_the_warm_up_count():
     # of three steps an epoch, where the first ten of a run are not traced
     lanes = {"worker 0, model": 4, "worker 1, model": 5}
     events = [
@@ -345,7 +345,7 @@ def test_the_steps_of_a_trace_that_count():
     assert [step.exchange_s for _, step in counted] == pytest.approx([0.2] * 3)
 
 
-def test_the_first_step_s_agreement_is_in_no_step():
+def test_the_layout_exchange_of_the_first_step_is_not_counted():
     once = lockstep(
         [averaged.Gradients(MODEL.named_parameters()).determine_layout(2) for _ in "ab"]
     )

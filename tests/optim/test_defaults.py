@@ -114,7 +114,9 @@ def test_with_defaults_0_1_adam_takes_local_steps_in_a_run_of_300_steps(options)
 
 @pytest.mark.parametrize(("total_steps", "expected"), [(None, 50), (120, 30), (1000, 50)])
 @pytest.mark.parametrize("method", ["onebit-adam", "onebit-lamb"])
-def test_an_automatic_warm_up_ends_where_the_variance_never_settles(method, total_steps, expected):
+def test_an_automatic_warm_up_ends_if_the_variance_never_becomes_stable(
+    method, total_steps, expected
+):
     options = {"warmup": None, "betas": (0.9, 0.9)}
     if total_steps is not None:
         options["total_steps"] = total_steps
@@ -123,7 +125,7 @@ def test_an_automatic_warm_up_ends_where_the_variance_never_settles(method, tota
     assert [optimizer.numbers["frozen_at"] for optimizer in optimizers] == [expected, expected]
 
 
-def test_an_automatic_warm_up_takes_the_fewest_steps_that_were_asked_for():
+def test_an_automatic_warm_up_takes_at_least_the_requested_steps():
     options = {"warmup": None, "betas": (0.9, 0.9), "warmup_range": (55, None)}
     parameters, optimizers = build_team("onebit-adam", 20, **options)
     train(parameters, optimizers, 60, growth=1.05)
@@ -174,7 +176,7 @@ def test_defaults_do_not_warn():
             train(*build_team(method, 20, total_steps=steps), steps)
 
 
-def test_options_that_make_no_sense_are_refused():
+def test_invalid_options_are_rejected():
     for options, message in (
         ({"warmup": "auto"}, "warmup is 'auto'"),
         ({"total_steps": 0}, "total_steps"),

@@ -43,7 +43,7 @@ def test_the_outer_step_is_that_of_torch_bit_for_bit(momentum, nesterov):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_an_outer_step_is_torchs_on_the_mean_of_what_workers_did(nesterov):
+def test_an_outer_step_is_torchs_on_the_mean_difference(nesterov):
     models, optimizers = team(3, every(4, nesterov=nesterov), adamw)
     lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     common = torch.nn.Parameter(vector_of(models[0]))
@@ -90,7 +90,7 @@ def test_without_an_outer_optimizer_it_is_local_sgd():
 
 
 @pytest.mark.parametrize("options", [{}, {"compress": HALF}, {"sharded": True}])
-def test_workers_are_one_after_every_outer_step_and_at_the_end(options):
+def test_ranks_are_in_sync_after_every_outer_step_and_at_the_end(options):
     models, optimizers = team(3, every(4, **options), adamw, torch.float32)
     for step in range(10):
         train(models, optimizers, step + 1, step)
@@ -107,7 +107,7 @@ def test_workers_are_one_after_every_outer_step_and_at_the_end(options):
     assert all_equal(models)
 
 
-def test_shares_change_nothing_but_the_memory():
+def test_sharding_changes_only_the_memory():
     models, optimizers = team(3, every(4, sharded=True), adamw)
     train(models, optimizers, 12)
     others, theirs = team(3, every(4), adamw)
@@ -119,7 +119,7 @@ def test_shares_change_nothing_but_the_memory():
     assert max(optimizer.state_bytes for optimizer in optimizers) <= 2 * (count // 3 + 32) * 8
 
 
-def test_shares_are_exact_where_sums_are():
+def test_sharding_is_exact_if_sums_are():
     """Whole numbers, whose sums over two and four workers lose no bit."""
 
     def stepped(optimizer, model):
@@ -146,7 +146,7 @@ def test_shares_are_exact_where_sums_are():
         assert torch.equal(*results)
 
 
-def test_shares_are_not_compressed():
+def test_sharding_with_compression_is_rejected():
     with pytest.raises(ValueError, match="sharded=True with compress=Dense"):
         DiLoCo(sgd(Everything().parameters()), sharded=True, compress=HALF)
 
@@ -156,14 +156,14 @@ def test_shares_are_not_compressed():
     [{}, {"compress": HALF}, {"sharded": True}, {"compress": Sign(block=64)}],
     ids=["dense", "half", "sharded", "sign"],
 )
-def test_a_run_goes_on_from_any_step(options):
+def test_a_run_resumes_from_any_step(options):
     dtype = torch.float32 if "compress" in options else torch.float64
     check_resuming_at_every_step(every(3, **options), 2, 8, inner=adamw, dtype=dtype)
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
 @pytest.mark.parametrize("options", [{}, {"sharded": True}, {"compress": Sign(block=64)}])
-def test_another_number_of_workers_goes_on(old, new, options):
+def test_another_number_of_ranks_resumes(old, new, options):
     make = every(4, **options)
     models, optimizers = team(old, make, dtype=torch.float32)
     train(models, optimizers, 6)
@@ -202,7 +202,7 @@ def test_bytes_and_requests_are_as_stated(options, world_size):
 
 
 @pytest.mark.parametrize("options", [{}, {"compress": HALF}, {"sharded": True}])
-def test_a_worker_whose_parameters_are_not_finite_takes_up_the_common_ones(options):
+def test_a_rank_whose_parameters_are_not_finite_gets_the_common_ones(options):
     models, optimizers = team(3, every(3, **PLAIN, **options), sgd, torch.float32)
     train(models, optimizers, 2)
     with torch.no_grad():
@@ -219,7 +219,7 @@ def test_a_worker_whose_parameters_are_not_finite_takes_up_the_common_ones(optio
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_nothing_changes_where_no_worker_is_finite(sharded):
+def test_nothing_changes_if_no_rank_is_finite(sharded):
     models, optimizers = team(2, every(2, sharded=sharded))
     train(models, optimizers, 3)
     kept = [(each.anchor.clone(), each.momentum.clone()) for each in optimizers]
@@ -235,7 +235,7 @@ def test_nothing_changes_where_no_worker_is_finite(sharded):
 
 
 @pytest.mark.parametrize("options", [{"compress": HALF}, {"sharded": True}])
-def test_nothing_changes_where_a_mean_overflows(options):
+def test_nothing_changes_if_the_mean_overflows(options):
     models, optimizers = team(2, every(2, **options), sgd, torch.float32)
     train(models, optimizers, 3)
     kept = [(each.anchor.clone(), each.momentum.clone()) for each in optimizers]
@@ -251,7 +251,7 @@ def test_nothing_changes_where_a_mean_overflows(options):
         assert optimizer.dropped == 1
 
 
-def test_one_worker_takes_the_inner_steps_alone_or_outer_ones_if_asked_to():
+def test_a_single_rank_takes_inner_steps_and_outer_ones_if_requested():
     (plain,), optimizers = team(1, every(2))
     train([plain], optimizers, 6)
     expected = Everything()
@@ -274,7 +274,7 @@ def test_one_worker_takes_the_inner_steps_alone_or_outer_ones_if_asked_to():
     torch.testing.assert_close(*results, rtol=0, atol=1e-14)
 
 
-def test_signals_are_heard_with_shares_too():
+def test_signals_are_received_with_sharding_too():
     models, optimizers = team(3, every(2, sharded=True, signals=2))
     optimizers[1].signals = [False, True]
     for step, expected in enumerate([[False, False], [False, True]]):

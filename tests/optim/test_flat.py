@@ -66,7 +66,7 @@ def test_one_vector_for_each_dtype_and_each_tied_parameter_once():
     ]
 
 
-def test_layouts_tell_what_differs():
+def test_layouts_name_the_difference():
     lines = layout(model().named_parameters())
     assert lines[0] == "0.weight (2, 3) torch.float32 cpu"
     frozen = model()

@@ -15,7 +15,7 @@ class Layers(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-def space_of(model):
+def flat_params_of(model):
     return FlatParameters(torch.optim.SGD(model.parameters(), lr=1.0).param_groups)
 
 
@@ -36,8 +36,8 @@ def check_every_element_once(flat_params, fragments):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 100])
-def test_slices_cover_every_element_once_and_are_alike_in_size(count):
-    flat_params = space_of(Everything())
+def test_slices_cover_every_element_once_and_have_nearly_equal_sizes(count):
+    flat_params = flat_params_of(Everything())
     fragments = split_into_fragments(flat_params, count)
     assert len(fragments) == count
     check_every_element_once(flat_params, fragments)
@@ -45,8 +45,8 @@ def test_slices_cover_every_element_once_and_are_alike_in_size(count):
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_as_many_slices_as_elements_and_no_more():
-    flat_params = space_of(nn.Linear(2, 2))
+def test_there_are_at_most_as_many_slices_as_elements():
+    flat_params = flat_params_of(nn.Linear(2, 2))
     check_every_element_once(flat_params, split_into_fragments(flat_params, 6))
     for count in (0, 7):
         with pytest.raises(ValueError, match=f"{count} fragments of 6 elements"):
@@ -55,7 +55,7 @@ def test_as_many_slices_as_elements_and_no_more():
 
 def test_a_fragment_for_each_module():
     model = Layers()
-    fragments = split_into_fragments(space_of(model), "modules", model.named_parameters())
+    fragments = split_into_fragments(flat_params_of(model), "modules", model.named_parameters())
     assert [(each.name, each.num_elements) for each in fragments] == [
         ("the model", 1),
         ("layers.0", 12),
@@ -63,43 +63,43 @@ def test_a_fragment_for_each_module():
         ("head.0", 8),
         ("head.1", 4),
     ]
-    check_every_element_once(space_of(model), fragments)
+    check_every_element_once(flat_params_of(model), fragments)
 
 
 def test_fragments_by_names_and_the_rest():
     model = Layers()
     fragments = split_into_fragments(
-        space_of(model), [r"bias$", r"^layers"], model.named_parameters()
+        flat_params_of(model), [r"bias$", r"^layers"], model.named_parameters()
     )
     assert [(each.name, each.num_elements) for each in fragments] == [
         ("bias$", 10),
         ("^layers", 18),
         ("the rest", 9),
     ]
-    check_every_element_once(space_of(model), fragments)
+    check_every_element_once(flat_params_of(model), fragments)
     with pytest.raises(ValueError, match="no parameter for the fragment 'tail'"):
-        split_into_fragments(space_of(model), ["head", "tail"], model.named_parameters())
+        split_into_fragments(flat_params_of(model), ["head", "tail"], model.named_parameters())
 
 
 def test_tied_and_frozen_parameters_and_those_without_a_name():
     model = Everything()
     fragments = split_into_fragments(
-        space_of(model), "modules", model.named_parameters(remove_duplicate=False)
+        flat_params_of(model), "modules", model.named_parameters(remove_duplicate=False)
     )
-    check_every_element_once(space_of(model), fragments)
+    check_every_element_once(flat_params_of(model), fragments)
     names = [fragment.name for fragment in fragments]
     assert names.count("first") == 1
     with pytest.raises(ValueError, match=r"(?s)no name for group 0, parameter 1.*named_parameters"):
-        split_into_fragments(space_of(model), "modules")
-    with pytest.raises(ValueError, match="fragments 'layers'"):
-        split_into_fragments(space_of(model), "layers", model.named_parameters())
+        split_into_fragments(flat_params_of(model), "modules")
+    with pytest.raises(ValueError, match="fragments is 'layers'"):
+        split_into_fragments(flat_params_of(model), "layers", model.named_parameters())
 
 
-def test_parameters_that_do_not_lie_flat():
+def test_parameters_that_are_not_contiguous():
     model = nn.Linear(3, 4)
     model.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     assert not model.weight.is_contiguous()
-    flat_params = space_of(model)
+    flat_params = flat_params_of(model)
     fragments = split_into_fragments(flat_params, 3)
     expected = flat_params.read_parameters(flat_params.empty())
     read = [each.read(torch.empty(each.num_elements)) for each in fragments]
@@ -109,7 +109,7 @@ def test_parameters_that_do_not_lie_flat():
 
 def test_half_precision_is_read_exactly_and_rounded_when_written():
     model = nn.Linear(3, 4).bfloat16()
-    flat_params = space_of(model)
+    flat_params = flat_params_of(model)
     (fragment,) = split_into_fragments(flat_params, 1)
     values = fragment.read(flat_params.empty())
     assert torch.equal(values[:12].view(4, 3), model.weight.float())

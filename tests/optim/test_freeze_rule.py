@@ -11,7 +11,7 @@ def frozen_at(rule, norm_at, steps):
     return 0
 
 
-def test_it_looks_as_often_as_the_average_is_long():
+def test_it_checks_once_in_an_averaging_period():
     assert FreezeRule(0.999).interval == 1000
     assert FreezeRule(0.9).interval == 10
     assert FreezeRule(0.0).interval == 1
@@ -20,11 +20,11 @@ def test_it_looks_as_often_as_the_average_is_long():
 
 
 @pytest.mark.parametrize(("patience", "step"), [(1, 20), (2, 30), (5, 60)])
-def test_a_settled_variance_is_frozen_after_so_many_looks(patience, step):
+def test_a_stable_variance_is_frozen_after_the_given_number_of_checks(patience, step):
     assert frozen_at(FreezeRule(0.9, patience=patience), lambda _: 3.0, 100) == step
 
 
-def test_neither_growth_nor_decline_is_settled():
+def test_neither_growth_nor_decline_is_stable():
     # the paper's rule, a ratio of at least 0.96, would take the first for settled at once
     assert frozen_at(FreezeRule(0.9), lambda step: 1.05 ** (step / 10), 500) == 0
     assert frozen_at(FreezeRule(0.9), lambda step: 0.95 ** (step / 10), 500) == 0
@@ -32,21 +32,21 @@ def test_neither_growth_nor_decline_is_settled():
     assert frozen_at(FreezeRule(0.9), lambda step: 0.97 ** (step / 10), 500) == 30
 
 
-def test_one_jump_begins_the_wait_anew():
+def test_a_jump_restarts_the_count_of_checks():
     assert frozen_at(FreezeRule(0.9), lambda step: 1.0 if step <= 20 else 2.0, 100) == 50
 
 
-def test_it_waits_for_the_least_and_no_longer_than_the_most():
+def test_it_freezes_between_the_smallest_and_the_largest_number_of_steps():
     assert frozen_at(FreezeRule(0.9, least=45), lambda _: 1.0, 200) == 70
     assert frozen_at(FreezeRule(0.9, most=33), lambda step: 2.0**step, 200) == 33
 
 
-def test_a_variance_of_nothing_is_not_settled():
+def test_a_zero_variance_is_not_stable():
     assert frozen_at(FreezeRule(0.9), lambda _: 0.0, 200) == 0
     assert frozen_at(FreezeRule(0.9), lambda _: float("nan"), 200) == 0
 
 
-def test_it_goes_on_from_its_state():
+def test_it_resumes_from_its_state():
     rule, other = FreezeRule(0.9), FreezeRule(0.9)
     assert frozen_at(rule, lambda _: 1.0, 25) == 0
     state = rule.state_dict()

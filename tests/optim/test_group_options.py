@@ -56,7 +56,7 @@ def without_bits(snapshot):
 
 
 @pytest.mark.parametrize("name", ["streaming-diloco", "co2"])
-def test_exchanges_that_go_on_in_states_of_older_versions_still_end(name):
+def test_pending_exchanges_in_states_of_older_versions_finish(name):
     def team():
         models = [Everything().float() for _ in range(2)]
         pairs = enumerate(models)

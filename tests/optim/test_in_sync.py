@@ -106,7 +106,7 @@ def are_equal(one, other, names=None):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_all_begin_with_the_parameters_of_rank_0(ranks, name):
+def test_all_ranks_start_with_the_parameters_of_rank_0(ranks, name):
     (before, start, end), (other, second, last) = (found[name, False] for found, _, _ in ranks)
     parameters = [each for each, _ in Model(0).named_parameters()]
     assert not any(
@@ -120,7 +120,7 @@ def test_all_begin_with_the_parameters_of_rank_0(ranks, name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_with_the_module_buffers_begin_and_end_equal(ranks, name):
+def test_with_the_module_buffers_are_equal_at_start_and_end(ranks, name):
     (before, start, end), (_, second, last) = (found[name, True] for found, _, _ in ranks)
     assert are_equal(start, before)
     assert are_equal(second, before)
@@ -151,7 +151,7 @@ def test_added_parameters_begin_and_train_in_sync(ranks, name):
     assert not torch.equal(after["weight"], before["weight"])
 
 
-def test_freezing_later_is_an_error_where_the_layout_is_fixed():
+def test_freezing_later_is_an_error_if_the_layout_is_fixed():
     model = Model(0)
     for make in (OneBitAdam, lambda given: LocalSGD(torch.optim.SGD(given), local_steps=2)):
         optimizer = make(list(model.parameters()))

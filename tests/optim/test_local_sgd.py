@@ -68,14 +68,14 @@ def test_means_of_differences_are_means_of_parameters():
     assert all(torch.equal(each.anchor, each.vector()) for each in optimizers)
 
 
-def test_workers_are_apart_between_means_and_one_at_them():
+def test_ranks_are_in_sync_only_after_each_mean():
     models, optimizers = team(3, every(4), adamw)
     for step in range(12):
         train(models, optimizers, step + 1, step)
         assert all_equal(models) == (step % 4 == 3)
 
 
-def test_one_worker_takes_the_inner_steps_alone():
+def test_a_single_rank_takes_only_the_inner_steps():
     (model,), optimizers = team(1, every(2))
     train([model], optimizers, 20)
     assert all(map(torch.equal, model.parameters(), whole(20).parameters()))
@@ -90,12 +90,12 @@ def test_one_worker_takes_the_inner_steps_alone():
 
 
 @pytest.mark.parametrize("options", [{}, {"compress": HALF}, {"compress": Sign(block=64)}])
-def test_a_run_goes_on_from_any_step(options):
+def test_a_run_resumes_from_any_step(options):
     dtype = torch.float32 if "compress" in options else torch.float64
     check_resuming_at_every_step(every(3, **options), 2, 8, inner=adamw, dtype=dtype)
 
 
-def test_a_state_is_of_one_worker():
+def test_a_state_belongs_to_one_rank():
     models, optimizers = team(2, every(3))
     train(models, optimizers, 1)
     with pytest.raises(ValueError, match=r"(?s)rank 0 of 2 cannot .* 1 of 2.*resize_state"):
@@ -104,7 +104,7 @@ def test_a_state_is_of_one_worker():
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
 @pytest.mark.parametrize("compress", [Dense(), Sign(block=64)], ids=["dense", "sign"])
-def test_another_number_of_workers_begins_at_the_mean_of_the_old(old, new, compress):
+def test_another_number_of_ranks_starts_from_the_mean_of_the_old(old, new, compress):
     make = every(4, compress=compress)
     models, optimizers = team(old, make, dtype=torch.float32)
     train(models, optimizers, 6)
@@ -138,7 +138,7 @@ def test_bytes_and_requests_are_as_stated(compress):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_costs_one_worker_its_step(bad):
+def test_a_rank_skips_its_step_if_its_gradient_is_not_finite(bad):
     models, optimizers = team(3, every(2))
     lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     before = vector_of(models[0])
@@ -164,7 +164,7 @@ def test_a_gradient_that_is_not_finite_costs_one_worker_its_step(bad):
 
 
 @pytest.mark.parametrize("compress", [Dense(), HALF, Sign(block=64)], ids=["dense", "half", "sign"])
-def test_a_worker_whose_parameters_are_not_finite_takes_up_those_of_the_others(compress):
+def test_a_rank_whose_parameters_are_not_finite_gets_those_of_the_others(compress):
     models, optimizers = team(3, every(3, compress=compress), adamw, torch.float32)
     train(models, optimizers, 2)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_a_worker_whose_parameters_are_not_finite_takes_up_those_of_the_others(c
     assert vector_of(models[0]).isfinite().all()
 
 
-def test_nothing_changes_where_no_worker_is_finite():
+def test_nothing_changes_if_no_rank_is_finite():
     models, optimizers = team(2, every(1, compress=Dense(torch.float32)))
     train(models, optimizers, 1)
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_nothing_changes_where_no_worker_is_finite():
         assert torch.equal(optimizer.anchor, anchor)
 
 
-def test_signals_are_told_with_a_mean_and_heard_by_all():
+def test_signals_are_sent_with_a_mean_and_reach_all_ranks():
     models, optimizers = team(3, every(2, signals=2))
     for step in range(6):
         optimizers[2].signals = [step >= 2, False]
@@ -216,7 +216,7 @@ def test_signals_are_told_with_a_mean_and_heard_by_all():
     assert optimizer.received_signals == [True]
 
 
-def test_the_mean_is_there_for_evaluation_and_goes_again():
+def test_parameters_are_averaged_for_evaluation_and_restored():
     models, optimizers = team(3, every(5))
     train(models, optimizers, 7)
     own = [vector_of(model) for model in models]
@@ -230,7 +230,7 @@ def test_the_mean_is_there_for_evaluation_and_goes_again():
 
 
 @pytest.mark.parametrize("compress", [Dense(), HALF], ids=["dense", "half"])
-def test_all_end_with_the_mean_bit_for_bit(compress):
+def test_finalize_sets_the_mean_bit_for_bit(compress):
     models, optimizers = team(3, every(5, compress=compress))
     train(models, optimizers, 7)
     mean = mean_of(models)
@@ -245,7 +245,7 @@ def test_all_end_with_the_mean_bit_for_bit(compress):
     assert all_equal(models)
 
 
-def test_layouts_and_options_that_differ_are_told():
+def test_layouts_and_options_that_differ_are_an_error():
     inner = [sgd(nn.Linear(2, size).parameters()) for size in (2, 3)]
     optimizers = [LocalSGD(each, Group(rank, 2), local_steps=2) for rank, each in enumerate(inner)]
     with pytest.raises(ValueError, match=r"worker 0 has 'group 0, parameter 0 \(2, 2\)"):

@@ -95,7 +95,7 @@ def train(tables, optimizers, begin, end, scale=1.0):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_state_that_an_earlier_version_spoilt_goes_on(name):
+def test_a_non_finite_state_of_an_earlier_version_is_repaired(name):
     tables, optimizers = make_team(name)
     train(tables, optimizers, 1, FIRST - 1)
     # the row has had a gradient on rank 0, and waits for a dense step
@@ -117,7 +117,7 @@ def test_a_state_that_an_earlier_version_spoilt_goes_on(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_sums_that_wait_do_not_overflow_a_short_dtype(name):
+def test_pending_gradients_do_not_overflow_a_short_dtype(name):
     tables, optimizers = make_team(name, dense=Dense(torch.float16))
     train(tables, optimizers, 1, FIRST - 1)
     for optimizer in optimizers:

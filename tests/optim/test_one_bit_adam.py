@@ -83,7 +83,7 @@ def test_it_follows_deepspeed():
     assert [not is_frozen for is_frozen in frozen[:-1]] == dense[2:]
 
 
-def test_a_wrong_rounding_of_the_mean_would_be_seen():
+def test_a_wrong_rounding_of_the_mean_is_detected():
     recorded = fixture("onebitadam")
     hyper = recorded["hyper"]
     make = lambda parameters, group: OneBitAdam(  # noqa: E731
@@ -162,7 +162,7 @@ def test_gradients_of_warm_up_may_be_sent_in_half():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_workers_are_alike_after_every_step(world_size):
+def test_replicas_are_equal_after_every_step(world_size):
     models, optimizers = team(world_size, warmup=4, refresh=5)
     kinds = set()
     for number in range(14):
@@ -218,7 +218,7 @@ def test_collectives_and_bytes_of_a_step(layers, options, excluded, requests):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("block", [32, 4096])
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_nothing_that_is_left_out_is_lost(world_size, block, dtype):
+def test_error_feedback_keeps_all_that_compression_leaves_out(world_size, block, dtype):
     n, steps = 333, 40
     places = [
         WorkerInfo(rank, world_size, torch.device("cpu"), dtype) for rank in range(world_size)
@@ -300,7 +300,7 @@ PHASES = {"warm-up": 1, "compressed": 4, "refresh": 5, "in a refresh": 6}
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("phase", PHASES)
-def test_all_skip_what_is_not_finite_on_one_worker(phase, bad):
+def test_all_ranks_skip_gradients_that_are_not_finite_on_one(phase, bad):
     models, optimizers = small_team(3, warmup=3, refresh=3)
     for number in range(PHASES[phase]):
         give(models, number)
@@ -328,7 +328,7 @@ def test_all_skip_what_is_not_finite_on_one_worker(phase, bad):
     assert not torch.equal(models[0][0], before[0][0][0])
 
 
-def test_a_worker_without_a_gradient_takes_part_with_zeros():
+def test_a_missing_gradient_counts_as_zeros():
     trained = []
     for missing in (True, False):
         models, optimizers = small_team(3, warmup=2)
@@ -406,7 +406,7 @@ def test_rows_that_are_looked_up_later(wake):
     assert not optimizer.is_dense_step
 
 
-def test_where_rows_wake_all_the_time_dense_steps_become_rare():
+def test_dense_steps_become_rare_if_rows_are_reactivated_continually():
     tables = [nn.Parameter(torch.zeros(64, 8)) for _ in range(2)]
     optimizers = [
         OneBitAdam([table], lr=0.01, warmup=5, group=Group(rank, 2))
@@ -428,7 +428,7 @@ def test_where_rows_wake_all_the_time_dense_steps_become_rare():
     assert torch.equal(*tables)
 
 
-def test_a_gradient_too_small_for_a_variance_wakes_nobody():
+def test_a_gradient_too_small_for_a_variance_reactivates_nothing():
     models, optimizers = small_team(2, shapes=[(40,)], warmup=2)
     for number in range(6):
         give(models, number)
@@ -439,7 +439,7 @@ def test_a_gradient_too_small_for_a_variance_wakes_nobody():
 
 
 @pytest.mark.parametrize(("floor", "explodes"), [(1e-4, False), (0.0, True)])
-def test_elements_that_wake_with_a_small_gradient_do_not_explode(floor, explodes):
+def test_elements_reactivated_by_a_small_gradient_do_not_explode(floor, explodes):
     # in reach of the others' scale, which is that of the block
     models, optimizers = small_team(2, shapes=[(64,)], warmup=2, floor=floor)
     start = models[0][0].detach().clone()
@@ -473,7 +473,7 @@ def test_parameters_that_differ_are_named_on_all_workers():
         assert "group 0, parameter 1 (2, 3)" in found
 
 
-def test_options_that_differ_are_told():
+def test_options_that_differ_are_an_error():
     optimizers = [
         OneBitAdam([nn.Parameter(torch.ones(3))], warmup=5 + rank, group=Group(rank, 2))
         for rank in range(2)
@@ -482,7 +482,7 @@ def test_options_that_differ_are_told():
         step(optimizers)
 
 
-def test_workers_begin_with_the_parameters_of_the_first():
+def test_all_ranks_start_with_the_parameters_of_rank_0():
     models, optimizers = small_team(3)
     for rank, model in enumerate(models):
         model[0].data.add_(rank)
@@ -505,7 +505,7 @@ def test_sparse_gradients_are_as_dense_ones():
     assert torch.equal(*trained)
 
 
-def test_half_parameters_beside_whole_ones():
+def test_parameters_of_half_and_single_precision_train_together():
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -587,7 +587,7 @@ def total_pending(states):
 
 
 @pytest.mark.parametrize("new", [2, 8, 3])
-def test_another_number_of_workers_keeps_what_is_pending(new):
+def test_another_number_of_ranks_keeps_the_compression_errors(new):
     models, optimizers = team(4, warmup=3)
     # the last step is compressed or not, as rows wake
     train(models, optimizers, 9)
@@ -663,7 +663,7 @@ def regression(steps, between=None):
     return sum(losses[-20:]) / 20
 
 
-def test_what_is_pending_is_worth_keeping():
+def test_resizing_without_the_compression_errors_is_worse():
     def folded(states):
         new = 2 if len(states) == 4 else 4
         return [resize_state(states, rank, new) for rank in range(new)]
@@ -681,7 +681,7 @@ def test_what_is_pending_is_worth_keeping():
     assert fold < 0.3 * reset
 
 
-def test_a_state_of_others_is_refused():
+def test_states_of_other_ranks_and_models_are_rejected():
     models, optimizers = small_team(2, warmup=2)
     for number in range(3):
         give(models, number)
@@ -696,7 +696,7 @@ def test_a_state_of_others_is_refused():
         other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
-def test_a_state_in_memory_does_not_move_on():
+def test_later_steps_do_not_change_the_numbers_of_a_state():
     models, optimizers = small_team(2, warmup=None, betas=(0.9, 0.5))
     for number in range(3):
         give(models, number)
@@ -724,7 +724,7 @@ def test_memory_is_counted():
 
 
 @pytest.mark.parametrize("warmup", [100, 2])
-def test_all_clip_by_the_same_factor(warmup):
+def test_all_ranks_clip_by_the_same_factor(warmup):
     models, optimizers = small_team(3, warmup=warmup, clip_norm=0.5)
     plain, others = small_team(3, warmup=warmup)
     for number in range(5):
@@ -832,7 +832,7 @@ def test_a_schedulers_step_size_is_kept_in_the_state():
     assert other.param_groups[0]["initial_lr"] == 0.01
 
 
-def test_signals_of_one_are_heard_by_all():
+def test_signals_of_one_rank_reach_all_ranks():
     models, optimizers = small_team(3, warmup=2, signals=2)
     for number in range(4):
         for signals in ([False, False], [False, True], [True, False]):
@@ -842,7 +842,7 @@ def test_signals_of_one_are_heard_by_all():
             assert all(optimizer.received_signals == signals for optimizer in optimizers)
 
 
-def test_it_freezes_by_itself_when_the_variance_has_settled():
+def test_it_freezes_by_itself_when_the_variance_is_stable():
     models, optimizers = small_team(2, betas=(0.9, 0.9), warmup=None, warmup_range=(40, 1000))
     frozen_at = 0
     for number in range(200):
@@ -872,7 +872,7 @@ def test_it_freezes_by_itself_when_the_variance_has_settled():
         ({"refresh": 3}, [7, 8, 9, 10, 11, 12, 16, 17, 18, 28, 29, 30]),
     ],
 )
-def test_the_variance_is_refreshed_twice_as_far_each_time(options, expected):
+def test_intervals_between_variance_refreshes_double(options, expected):
     models, optimizers = small_team(2, warmup=4, betas=(0.9, 0.99), floor=0.0, **options)
     dense, variances = [], {}
     for number in range(1, 32):
@@ -886,7 +886,7 @@ def test_the_variance_is_refreshed_twice_as_far_each_time(options, expected):
     assert dense == [1, 2, 3, 4, *expected]
 
 
-def test_a_refresh_forgets_as_much_as_all_steps_since_the_last_one():
+def test_a_refresh_decays_the_variance_like_all_steps_since_the_last_one():
     models, optimizers = small_team(
         2, warmup=2, betas=(0.9, 0.9), floor=0.0, refresh=8, refresh_steps=4
     )

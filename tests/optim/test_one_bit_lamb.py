@@ -241,7 +241,7 @@ def test_the_warm_up_is_lamb_on_the_mean_gradient(world_size):
 
 @pytest.mark.parametrize("correct", [True, False])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_where_nothing_is_left_out_it_follows_its_equations_after_the_freeze(correct, decay):
+def test_without_compression_it_follows_its_equations_after_the_freeze(correct, decay):
     models, optimizers = made(
         3, lr=0.02, betas=(0.8, 0.9), weight_decay=decay, warmup=5, compress=Dense(),
         bias_correction=correct, floor=0.0,
@@ -264,7 +264,7 @@ def test_where_nothing_is_left_out_it_follows_its_equations_after_the_freeze(cor
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_replicas_stay_alike_in_two_collectives_a_step(world_size):
+def test_replicas_stay_equal_with_two_collectives_per_step(world_size):
     options = {"warmup": 3, "dtype": torch.float32}
     shapes = [*SHAPES, (0,), (300,)]
     models, optimizers = made(world_size, shapes=shapes, compress=Sign(), **options)
@@ -285,7 +285,7 @@ def test_replicas_stay_alike_in_two_collectives_a_step(world_size):
             )
 
 
-def test_a_dense_group_costs_one_collective_more_and_goes_on_as_lamb():
+def test_a_dense_group_adds_one_collective_and_remains_lamb():
     group = lambda model: [{"params": model[:2]}, {"params": model[2:], "compress": False}]  # noqa: E731
     models, optimizers = made(2, group=group, warmup=3, compress=Sign())
     plain = PlainLamb(models[0][2:], 1e-3, (0.9, 0.999), 1e-8, 0.01, (0.01, 10.0))
@@ -301,7 +301,7 @@ def test_a_dense_group_costs_one_collective_more_and_goes_on_as_lamb():
         torch.testing.assert_close(found.detach(), right, rtol=1e-12, atol=1e-14)
 
 
-def test_without_a_coded_group_it_stays_lamb():
+def test_without_a_compressed_group_it_remains_lamb():
     models, optimizers = made(
         2, group=lambda model: [{"params": model, "compress": False}], warmup=2
     )
@@ -313,7 +313,7 @@ def test_without_a_coded_group_it_stays_lamb():
         torch.testing.assert_close(found.detach(), right, rtol=1e-12, atol=1e-14)
 
 
-def test_scalings_give_all_tensors_one_magnitude():
+def test_scalings_give_all_tensors_the_same_magnitude():
     scales = [1e-4, 1.0, 1e-2, 1e-1]
     models, optimizers = made(2, warmup=4, compress=Dense(), betas=(0.9, 0.9))
     for step in range(4):
@@ -328,7 +328,7 @@ def test_scalings_give_all_tensors_one_magnitude():
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])
-def test_scalings_save_small_tensors_from_large_ones(is_scaled):
+def test_scalings_protect_small_tensors_from_large_ones(is_scaled):
     # signs with one scale for all: what is small drowns
     scales = [1e-4, 1.0, 1e-2, 1e-1]
     models, optimizers = made(2, warmup=4, compress=Sign(block=None), dtype=torch.float32)
@@ -344,7 +344,7 @@ def test_scalings_save_small_tensors_from_large_ones(is_scaled):
 
 @pytest.mark.parametrize("step_of_fault", [1, 5])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_all_skip_a_step_that_is_not_finite_on_one(step_of_fault, bad):
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(step_of_fault, bad):
     models, optimizers = made(3, warmup=3, compress=Sign(), dtype=torch.float32)
 
     def change(rank, gradients):
@@ -399,7 +399,7 @@ def table_with(rows):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_rows_without_a_gradient_sleep(decay):
+def test_rows_without_a_gradient_are_inactive(decay):
     options = {"weight_decay": decay, "lr": 0.01, "betas": (0.9, 0.9)}
     models, optimizers = made(2, warmup=3, compress=Sign(), **options)
     asleep = models[0][0].detach()[2:].clone()
@@ -417,7 +417,7 @@ def test_rows_without_a_gradient_sleep(decay):
     assert optimizers[0].vectors["factor"][0] < 0.8
 
 
-def test_without_sleep_rows_would_explode():
+def test_rows_explode_if_none_are_inactive():
     models, optimizers = made(2, warmup=3, compress=Sign())
     for step in range(6):
         if step == 3:
@@ -428,7 +428,7 @@ def test_without_sleep_rows_would_explode():
 
 
 @pytest.mark.parametrize("wake", ["join", "stay"])
-def test_rows_wake_when_they_have_a_gradient(wake):
+def test_rows_are_reactivated_by_a_gradient(wake):
     models, optimizers = made(2, warmup=3, compress=Sign(), weight_decay=0.0, wake=wake, lr=0.01)
     before = models[0][0].detach()[2:].clone()
     for step in range(12):
@@ -447,7 +447,7 @@ def test_rows_wake_when_they_have_a_gradient(wake):
         assert torch.all(optimizers[0].vectors["fresh"] > 0)
 
 
-def test_an_unused_tensor_sleeps_as_a_whole_and_wakes():
+def test_an_unused_tensor_is_inactive_as_a_whole_and_reactivated():
     models, optimizers = made(2, warmup=3, compress=Sign(), lr=0.01)
     before = models[0][1].detach().clone()
     for step in range(6):
@@ -472,7 +472,7 @@ def test_an_unused_tensor_sleeps_as_a_whole_and_wakes():
     assert 0.1 < sent[1] / sent.mean() < 10
 
 
-def test_a_tensor_whose_momentum_has_died_away_sleeps_whatever_its_variance():
+def test_a_tensor_with_zero_momentum_is_inactive_whatever_its_variance():
     options = {"warmup": 4, "betas": (0.0, 0.9), "compress": Sign()}
     models, optimizers = made(2, **options)
 
@@ -491,7 +491,7 @@ def test_a_tensor_whose_momentum_has_died_away_sleeps_whatever_its_variance():
     assert all(are_equal(model, models[0]) for model in models)
 
 
-def test_a_tensor_that_was_quiet_at_the_freeze_does_not_drown_the_others():
+def test_a_tensor_with_tiny_momentum_at_the_freeze_does_not_dominate_others():
     models, optimizers = made(2, warmup=4, compress=Sign())
     quiet = [1.0, 1e-30, 1.0, 1.0]
     for step in range(8):
@@ -502,7 +502,7 @@ def test_a_tensor_that_was_quiet_at_the_freeze_does_not_drown_the_others():
 
 
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
-def test_factors_stay_in_range_when_gradients_die_away(eps):
+def test_factors_stay_in_range_if_gradients_vanish(eps):
     models, optimizers = made(
         2, warmup=3, compress=Dense(), betas=(0.5, 0.5), eps=eps, weight_decay=0.0,
         dtype=torch.float32,
@@ -534,7 +534,7 @@ def saved(optimizers):
 
 # rows wake at step 6: it is known after it, and the next step is dense
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 6, 7, 8, 9])
-def test_a_run_goes_on_bit_for_bit(stop):
+def test_a_run_resumes_bit_for_bit(stop):
     options = {"warmup": 3, "compress": Sign(), "dtype": torch.float32}
 
     def change(step):
@@ -559,7 +559,7 @@ def test_a_run_goes_on_bit_for_bit(stop):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_another_number_of_workers_goes_on_with_all_that_was_left_out(world_size):
+def test_another_number_of_ranks_resumes_with_all_compression_errors(world_size):
     options = {"warmup": 3, "compress": Sign(), "lr": 0.01}
     models, optimizers = made(4, **options)
     for step in range(8):
@@ -673,7 +673,7 @@ def test_it_learns_about_as_well_with_signs_as_with_whole_momenta():
     assert signs[-1] < 2 * whole[-1]
 
 
-def test_an_element_of_small_variance_does_not_decide_for_its_tensor():
+def test_an_element_of_small_variance_does_not_determine_the_factor():
     models, optimizers = made(2, warmup=3, compress=Dense(), betas=(0.5, 0.9), floor=1e-4)
 
     def change(_, gradients):

@@ -37,7 +37,7 @@ def joined(made, name):
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (4, 8), (3, 5), (1, 3), (5, 1)])
-def test_another_number_of_workers_has_the_same_in_all(old, new):
+def test_resizing_keeps_the_sum_of_the_errors(old, new):
     before = states(old)
     after = [resize_state(before, rank, new) for rank in range(new)]
     for rank, state in enumerate(after):
@@ -58,7 +58,7 @@ def test_another_number_of_workers_has_the_same_in_all(old, new):
     assert not bool(joined(after, "worker").any())
 
 
-def test_as_many_workers_go_on_with_their_own():
+def test_the_same_number_of_ranks_keeps_its_states():
     before = states(3)
     for rank in range(3):
         after = resize_state(before, rank, 3)
@@ -66,14 +66,14 @@ def test_as_many_workers_go_on_with_their_own():
         assert after["errors"]["momentum"]["worker"] is before[rank]["errors"]["momentum"]["worker"]
 
 
-def test_what_was_given_is_not_changed():
+def test_resizing_does_not_change_its_arguments():
     before, same = states(4), states(4)
     resize_state(before, 1, 2)
     assert torch.equal(joined(before, "server"), joined(same, "server"))
     assert torch.equal(joined(before, "worker"), joined(same, "worker"))
 
 
-def test_states_that_do_not_belong_together_are_told():
+def test_states_that_do_not_belong_together_are_an_error():
     with pytest.raises(ValueError, match="give the states of all ranks, in the order of ranks"):
         resize_state(states(3)[:2], 0, 2)
     with pytest.raises(ValueError, match="give the states of all ranks, in the order of ranks"):
@@ -84,7 +84,7 @@ def test_states_that_do_not_belong_together_are_told():
 
 @pytest.mark.parametrize("bits", [1, 4, 8])
 @pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 150, 4097])
-def test_parts_are_those_of_codes(n, bits):
+def test_shards_are_those_of_the_block_layout(n, bits):
     for world_size in (1, 2, 3, 5, 8):
         cut = BlockLayout(n, world_size, bits, 128)
         bounds = [shard_bounds(n, rank, world_size) for rank in range(world_size)]
@@ -92,7 +92,7 @@ def test_parts_are_those_of_codes(n, bits):
         assert sum(end - begin for begin, end in bounds) == n
 
 
-def test_inner_state_that_one_worker_lacks_is_that_of_the_others():
+def test_inner_state_missing_on_one_rank_is_that_of_the_others():
     # AdamW has no state for a parameter before its first gradient
     with_first = {"state": {0: {"exp_avg": torch.tensor([2.0]), "step": torch.tensor(3.0)}}}
     with_both = {

@@ -149,7 +149,7 @@ def test_anchors_are_the_same_on_all_workers_at_every_step():
             assert torch.equal(optimizer.momentum, optimizers[0].momentum)
 
 
-def test_all_end_with_the_mean_of_what_came_back():
+def test_finalize_sets_the_mean_after_pending_exchanges():
     models, optimizers = team(3, every(5, fragments=3, delay=4), adamw, torch.float32)
     train(models, optimizers, 12)
     assert optimizers[0].pending
@@ -181,14 +181,14 @@ def test_all_end_with_the_mean_of_what_came_back():
     ],
     ids=["dense", "half", "sign", "random"],
 )
-def test_a_run_goes_on_from_any_step_with_fragments_under_way(options):
+def test_a_run_resumes_from_any_step_with_pending_fragments(options):
     dtype = torch.float32 if "compress" in options else torch.float64
     check_resuming_at_every_step(every(4, **options), 2, 11, inner=adamw, dtype=dtype)
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
 @pytest.mark.parametrize("compress", [Dense(), Sign(block=64)], ids=["dense", "sign"])
-def test_another_number_of_workers_goes_on_with_fragments_under_way(old, new, compress):
+def test_another_number_of_ranks_resumes_with_pending_fragments(old, new, compress):
     make = every(4, fragments=3, delay=3, signals=1, compress=compress)
     models, optimizers = team(old, make, dtype=torch.float32)
     train(models, optimizers, 6)
@@ -229,7 +229,7 @@ def test_bytes_and_requests_are_as_stated(compress):
         assert abs(ledger.bytes_sent - stated) <= len(means) * 2 * world_size * 4
 
 
-def test_memory_is_two_vectors_and_what_is_under_way():
+def test_memory_is_two_vectors_and_the_pending_fragments():
     models, optimizers = team(2, every(6, fragments=4, delay=4))
     count = optimizers[0].flat_params.num_elements
     lockstep([optimizer.broadcast_model() for optimizer in optimizers])
@@ -241,7 +241,7 @@ def test_memory_is_two_vectors_and_what_is_under_way():
         assert optimizers[0].state_bytes == (2 * count + expected) * 8
 
 
-def test_what_is_under_way_is_a_copy():
+def test_a_pending_exchange_has_a_copy_of_the_parameters():
     # lockstep raises where a tensor is changed while it is sent
     models, optimizers = team(3, every(4, fragments=2, delay=3), adamw)
     train(models, optimizers, 6)
@@ -254,7 +254,7 @@ def test_what_is_under_way_is_a_copy():
         assert torch.equal(before, flight.values)
 
 
-def test_a_slow_network_is_hidden_behind_the_steps():
+def test_exchanges_over_a_slow_network_overlap_with_steps():
     step_s = 0.1
 
     def timed(model, optimizer):
@@ -281,7 +281,7 @@ def test_a_slow_network_is_hidden_behind_the_steps():
 
 
 @pytest.mark.parametrize("compress", [Dense(), HALF], ids=["dense", "half"])
-def test_a_worker_whose_parameters_are_not_finite_takes_up_the_anchor(compress):
+def test_a_rank_whose_parameters_are_not_finite_gets_the_anchor(compress):
     make = every(4, fragments=2, delay=1, compress=compress)
     models, optimizers = team(3, make, adamw, torch.float32)
     train(models, optimizers, 3)
@@ -330,7 +330,7 @@ def test_a_fragment_whose_mean_overflows_changes_nothing():
         assert optimizer.dropped == 1
 
 
-def test_signals_are_heard_with_a_fragment_that_comes_back():
+def test_signals_are_received_when_a_fragment_finishes():
     models, optimizers = team(3, every(4, fragments=2, delay=1, signals=2))
     optimizers[1].signals = [False, True]
     for step in range(1, 12):
@@ -358,7 +358,7 @@ def test_fragments_by_module():
     assert all_equal(made)
 
 
-def test_options_that_contradict_one_another():
+def test_options_that_contradict_each_other_are_an_error():
     inner = sgd(Everything().parameters())
     for options, words in [
         ({"local_steps": 3, "delay": 3}, "a delay of 3 steps(?s:.*)from 0 to 2"),
@@ -372,7 +372,7 @@ def test_options_that_contradict_one_another():
             StreamingDiLoCo(inner, **options)
 
 
-def test_one_worker_takes_the_inner_steps_alone():
+def test_a_single_rank_takes_only_the_inner_steps():
     (model,), optimizers = team(1, every(2, delay=1))
     train([model], optimizers, 8)
     (other,), theirs = team(1, lambda *of: LocalSGD(*of, local_steps=2))

@@ -43,7 +43,7 @@ def parameter():
 
 
 @pytest.mark.parametrize("make", ALL, ids=ALL_NAMES)
-def test_a_complex_parameter_is_refused_by_name(make):
+def test_a_complex_parameter_is_rejected_by_name(make):
     values = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     with pytest.raises(TypeError, match=r"parameter 1, of shape \(2,\), is torch.complex64.*\n"):
         make([parameter(), values])
@@ -52,7 +52,7 @@ def test_a_complex_parameter_is_refused_by_name(make):
     make([parameter(), values])
 
 
-def test_sharded_parameters_are_refused_by_their_type():
+def test_sharded_parameters_are_rejected_by_their_type():
     store = distributed.HashStore()
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

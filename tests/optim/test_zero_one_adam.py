@@ -100,7 +100,7 @@ def test_intervals_between_refreshes_double():
     assert found == expected[:-1]
 
 
-def test_agreement_precedes_a_refresh_and_windows_have_their_length():
+def test_a_synchronisation_precedes_each_variance_update():
     schedule = ZeroOneSchedule(
         warmup=20, variance_doubling=3, local_doubling=30, longest=8, goes_on=True
     )
@@ -117,7 +117,7 @@ def test_agreement_precedes_a_refresh_and_windows_have_their_length():
     assert not any(frozen.refreshes(step) for step in range(21, 2000))
 
 
-def test_windows_double_as_the_step_size_halves():
+def test_intervals_double_as_the_learning_rate_halves():
     def step_size(step):
         return min(1.0, step / 100) * 0.5 ** (max(0, step - 100) / 50)
 
@@ -138,7 +138,7 @@ def test_windows_double_as_the_step_size_halves():
         ({"longest": 12}, "longest is 12"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(options, message):
+def test_an_invalid_schedule_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         ZeroOneSchedule(**options)
 
@@ -291,7 +291,7 @@ def slow_zero_one(steps, world_size, options, schedule):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_without_compression_workers_take_their_steps_and_meet_at_their_mean(world_size, goes_on):
+def test_without_compression_a_synchronisation_is_the_mean_of_local_steps(world_size, goes_on):
     schedule = ZeroOneSchedule(8, 2, 4, 4, goes_on=goes_on)
     for steps in (23, 24):
         options = {**OPTIONS, "schedule": schedule, "compress": Dense(), "floor": 0.0}
@@ -305,7 +305,7 @@ def test_without_compression_workers_take_their_steps_and_meet_at_their_mean(wor
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_workers_are_the_same_to_the_bit_whenever_they_agree(world_size):
+def test_replicas_are_bitwise_equal_after_each_synchronisation(world_size):
     models, optimizers = made(world_size, dtype=torch.float32, weight_decay=0.1)
     n = optimizers[0].flat_params.num_elements
     were_apart = 0
@@ -353,7 +353,7 @@ def test_the_loss_falls_as_adams():
 # --- in the middle, and at the end
 
 
-def test_in_the_middle_the_mean_is_shown_and_taken_back():
+def test_parameters_are_averaged_between_synchronisations_and_restored():
     models, optimizers = made(3)
     train(models, optimizers, 15)
     own = [vector(model) for model in models]
@@ -370,7 +370,7 @@ def test_in_the_middle_the_mean_is_shown_and_taken_back():
 
 
 @pytest.mark.parametrize("compress", [Dense(), Sign()])
-def test_finalize_leaves_all_with_the_same(compress):
+def test_finalize_makes_all_replicas_equal(compress):
     models, optimizers = made(3, compress=compress, weight_decay=0.3)
     train(models, optimizers, 15)
     mean = sum(vector(model) for model in models) / 3
@@ -410,7 +410,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("step", [1, 5, 6, 12, 20])
-def test_where_something_is_exchanged_all_skip_what_is_not_finite_on_one(step, value):
+def test_all_ranks_skip_an_exchanged_step_that_is_not_finite_on_one(step, value):
     models, optimizers = made(3, weight_decay=0.1)
     train(models, optimizers, step - 1)
     assert optimizers[0].exchange != "nothing"
@@ -431,7 +431,7 @@ def test_where_something_is_exchanged_all_skip_what_is_not_finite_on_one(step, v
     assert vector(models[0]).isfinite().all()
 
 
-def test_in_a_step_alone_a_worker_goes_on_with_its_momentum():
+def test_in_a_local_step_a_non_finite_gradient_is_replaced_by_the_momentum():
     models, optimizers = made(3, compress=Dense(), weight_decay=0.1)
     train(models, optimizers, 14)
     twins, others = made(3, compress=Dense(), weight_decay=0.1)
@@ -531,7 +531,7 @@ def test_without_the_mask_they_would_not():
 
 # in a step alone, and in one of agreement
 @pytest.mark.parametrize("when", [15, 16])
-def test_a_row_that_one_worker_looks_up_once_joins(when):
+def test_a_row_that_one_rank_looks_up_once_is_reactivated(when):
     models, optimizers = tables(2)
     look_up(models, optimizers, range(1, when + 1), (1, when))
     assert torch.equal(models[1].table[41], torch.ones(8))
@@ -554,7 +554,7 @@ def test_a_row_that_one_worker_looks_up_once_joins(when):
     assert models[0].table.abs().max() < 1.5
 
 
-def test_where_rows_wake_all_the_time_steps_with_gradients_become_rare():
+def test_gradient_steps_become_rare_if_rows_are_reactivated_continually():
     models, optimizers = tables(2)
     look_up(models, optimizers, range(1, 17))
     with_gradients = []
@@ -575,7 +575,7 @@ def test_where_rows_wake_all_the_time_steps_with_gradients_become_rare():
     assert models[0].table.abs().max() < 1.5
 
 
-def test_a_gradient_too_small_for_a_variance_wakes_nobody():
+def test_a_gradient_too_small_for_a_variance_reactivates_nothing():
     models, optimizers = tables(2)
     look_up(models, optimizers, range(1, 16))
     for model in models:
@@ -586,7 +586,7 @@ def test_a_gradient_too_small_for_a_variance_wakes_nobody():
 
 
 @pytest.mark.parametrize(("floor", "explodes"), [(1e-4, False), (0.0, True)])
-def test_a_variance_that_was_nearly_nothing_does_not_stay_so(floor, explodes):
+def test_a_tiny_variance_is_raised(floor, explodes):
     models, optimizers = tables(2, floor=floor, compress=Dense())
     for step in range(1, 13):
         for rank, model in enumerate(models):
@@ -600,7 +600,7 @@ def test_a_variance_that_was_nearly_nothing_does_not_stay_so(floor, explodes):
     assert explodes or moved < 5
 
 
-def test_a_row_may_be_told_to_stay():
+def test_with_stay_a_row_remains_inactive():
     models, optimizers = tables(2, wake="stay")
     look_up(models, optimizers, range(1, 41), (1, 15))
     assert torch.equal(models[0].table[41], torch.ones(8))
@@ -634,7 +634,7 @@ def test_it_resumes_to_the_bit_at_every_step(world_size):
     assert same(optimizers[-1].snapshot(), last[-1].snapshot())
 
 
-def test_parameters_follow_from_the_state_in_the_middle():
+def test_parameters_are_computed_from_a_state_between_synchronisations():
     models, optimizers = made(2, weight_decay=0.1)
     train(models, optimizers, 15)
     assert optimizers[0].is_out_of_sync
@@ -680,7 +680,7 @@ def test_it_resumes_with_another_number_of_workers(step, world_size):
     assert new[0].loss(rows) < 1.1 * models[0].loss(rows)
 
 
-def test_one_worker_becomes_several():
+def test_a_state_of_one_rank_resumes_on_several():
     models, optimizers = tables(1)
     look_up(models, optimizers, range(1, 16))
     others, fresh = tables(2)
@@ -696,7 +696,7 @@ def test_one_worker_becomes_several():
     assert torch.equal(others[0].table[43], torch.ones(8))
 
 
-def test_waiting_rows_survive_a_checkpoint():
+def test_pending_gradients_survive_a_checkpoint():
     models, optimizers = tables(2)
     look_up(models, optimizers, range(1, 16), (1, 15))
     others, fresh = tables(2)
@@ -709,7 +709,7 @@ def test_waiting_rows_survive_a_checkpoint():
     assert (others[0].table[41] < 1).all()
 
 
-def test_a_state_of_another_worker_is_refused():
+def test_a_state_of_another_rank_is_rejected():
     _, optimizers = made(2)
     with pytest.raises(ValueError, match="rank 1 of 2 cannot be loaded on rank 0 of 2"):
         optimizers[0].load_state_dict(optimizers[1].state_dict())
@@ -757,7 +757,7 @@ def test_an_excluded_group_is_exchanged_at_every_step(dtype):
     assert are_alike(models)
 
 
-def test_gradients_are_clipped_alike_where_all_hear_of_it():
+def test_gradients_are_clipped_by_one_factor_in_exchanged_steps():
     models, optimizers = made(2, clip_norm=0.1, compress=Dense(), eps=1e-3)
     free, others = made(2, compress=Dense(), eps=1e-3)
     for pair in ((models, optimizers), (free, others)):
@@ -769,7 +769,7 @@ def test_gradients_are_clipped_alike_where_all_hear_of_it():
     assert are_alike(models)
 
 
-def test_signals_are_heard_when_workers_meet():
+def test_signals_are_received_at_synchronisations():
     models, optimizers = made(3, signals=2)
     train(models, optimizers, 12)
     optimizers[1].signals = [False, True]

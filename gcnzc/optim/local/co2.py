@@ -195,7 +195,7 @@ class CO2(LocalUpdates):
         may_diverge = self.gap.may_diverge(self.outer_lr, momentum, self.eager)
         if may_diverge and (momentum > 0.5 or steps > LONG_ROUND):
             warnings.warn(
-                f"CO2: with an outer momentum of {momentum} and gap={self.gap}, means delayed by one "
+                f"CO2: with outer_momentum={momentum} and gap={self.gap}, means delayed by one "
                 f"round of {steps} steps may make training diverge; outer_momentum=0.2 with "
                 "gap='gap_aware' or eager=0.5 is safer, or shorter rounds",
                 stacklevel=3,
@@ -217,23 +217,23 @@ class CO2(LocalUpdates):
         self.gap.update(0.0)
         if self.delay:
             # an exchange that is finished already, whose result is the start of this round
-            workers = self.group.world_size
-            self.pending = self._make_finished(own, [workers], workers)
+            world_size = self.group.world_size
+            self.pending = self._make_finished(own, [world_size], world_size)
 
     def _make_finished(
-        self, start: Tensor, told: Sequence[float], workers: int, skip_reason: str = ""
+        self, start: Tensor, note_sums: Sequence[float], workers: int, skip_reason: str = ""
     ) -> PendingReduction:
         """Return a finished exchange with a given result.
 
         Args:
             start: (n,), the start of the next round.
-            told: the sums of the first notes over the ranks; the other notes are 0.
+            note_sums: the sums of the first notes over the ranks; the other notes are 0.
             workers: the number of ranks.
             skip_reason: why there was no mean; empty if there was one.
         """
         values = self._make_buffer()
         values[: len(start)] = start
-        values[self.padded : self.padded + len(told)] = scalars_like(told, values)
+        values[self.padded : self.padded + len(note_sums)] = scalars_like(note_sums, values)
         return PendingReduction(values, workers, skip_reason=skip_reason)
 
     def _make_buffer(self) -> Tensor:
@@ -349,8 +349,8 @@ class CO2(LocalUpdates):
                 momentum.clamp_(-self.clip, self.clip)
             moved = self.outer_lr * float(torch.linalg.vector_norm(momentum))
             start = torch.sub(self.start, momentum, alpha=self.outer_lr)
-            told = moved if math.isfinite(largest) else largest
-            moved = yield from self._gather_start(start, told, values)
+            distance = moved if math.isfinite(largest) else largest
+            moved = yield from self._gather_start(start, distance, values)
             if math.isfinite(moved):
                 self.momentum.copy_(momentum)
                 self._record_distance(moved)
@@ -468,8 +468,8 @@ class CO2(LocalUpdates):
         self.gap.distance, self.gap.average = shared["gap"]
         if self.delay:
             # signals of the run that saved the state are not restored
-            told = shared["told"][:1], shared["workers"], shared["blame"]
-            self.pending = self._make_finished(self.vector(shared["next"]), *told)
+            saved = shared["told"][:1], shared["workers"], shared["blame"]
+            self.pending = self._make_finished(self.vector(shared["next"]), *saved)
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """See `LocalUpdates`.

@@ -339,11 +339,11 @@ class Gradients:
             )
         shares = signal_means or shares
         flags = []
-        for vector, reducer, told in zip(self.vectors, self.reducers, notes, strict=True):
-            flags.append([each > 0 for each in told[: len(vector.segments)]])
+        for vector, reducer, extra in zip(self.vectors, self.reducers, notes, strict=True):
+            flags.append([each > 0 for each in extra[: len(vector.segments)]])
             # a reducer returns the sums of notes, and Mean their means
             among = 1 if reducer is None else self.world_size
-            shares = [each / among for each in told[len(vector.segments) :]]
+            shares = [each / among for each in extra[len(vector.segments) :]]
         return GradientMeans(shares, skip_reason, flags, sparse)
 
     def write(self, flags: GradientMeans) -> None:

@@ -73,7 +73,7 @@ def test_one_double_makes_all_vectors_double():
     assert FlatParameters([{"params": [single, double]}]).zeros().dtype == torch.float64
 
 
-def test_nothing_to_train_and_several_devices_are_told():
+def test_nothing_to_train_and_several_devices_are_errors():
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     with pytest.raises(ValueError, match="no parameter of the optimizer has requires_grad"):
         FlatParameters([{"params": [frozen]}])
