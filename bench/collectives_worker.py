@@ -41,8 +41,8 @@ from gcnzc.exchange import (
 )
 from gcnzc.exchange.choices import ALGORITHMS, BUILTIN, CHAIN, kind_of, sent_bytes
 from gcnzc.exchange.ledger import Entry
-from gcnzc.exchange.measure import ask, request_of, timed
-from gcnzc.exchange.requests import Collective, bytes_of
+from gcnzc.exchange.measure import make_request, time_algorithms, yield_request
+from gcnzc.exchange.requests import Collective, num_bytes_of
 from gcnzc.exchange.tuner import candidates
 
 TIMEOUT_S = 120.0
@@ -66,7 +66,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with init_group(timeout_s=TIMEOUT_S) as group:
         for _ in range(WARMUP):
-            group.run(ask(AllGatherScalar(0)))
+            group.run(yield_request(AllGatherScalar(0)))
         for task in sys.argv[1:]:
             for line in measured(group, json.loads(task)):
                 if group.rank == 0:
@@ -86,7 +86,7 @@ def measured(group: Group, task: Line) -> Iterator[Line]:
         tuning = tune(group, Path(folder), {kind: sizes}, budget_s=task["budget_s"])
     choices = tuning.choices
     for size in sizes:
-        chosen = choices.name_of(kind, size)
+        chosen = choices.find_for_size(kind, size)
         tried = tuning.times[kind][size]
         names = {*(candidates(kind, size, group.world_size) if size <= SMALL_BYTES else tried)}
         names = sorted({*names, chosen, BUILTIN})
@@ -105,7 +105,9 @@ def measured_link(group: Group) -> tuple[float, float]:
     alpha_s = rallies_s / (2 * RALLIES)
     request = SendReceive(torch.zeros(PAIR_BYTES, dtype=torch.uint8), group.rank ^ 1)
     # over gloo the two also tell one another that they wait
-    return alpha_s, PAIR_BYTES / (_least_s(group, lambda: ask(request), rounds=5) - 2 * alpha_s)
+    return alpha_s, PAIR_BYTES / (
+        _least_s(group, lambda: yield_request(request), rounds=5) - 2 * alpha_s
+    )
 
 
 def rounds_of(round_s: float) -> int:
@@ -116,7 +118,7 @@ def rounds_of(round_s: float) -> int:
 
 def times(group: Group, kind: str, size: int, names: Sequence[str], rounds: int) -> dict[str, Line]:
     """Each algorithm's times, taken in turns."""
-    seconds = timed(group, kind, size, names, rounds)
+    seconds = time_algorithms(group, kind, size, names, rounds)
     least, median = seconds.amin(0).tolist(), seconds.quantile(0.5, 0).tolist()
     return {
         name: {"least_s": least[i], "median_s": median[i], "equal": equal(group, kind, size, name)}
@@ -126,7 +128,7 @@ def times(group: Group, kind: str, size: int, names: Sequence[str], rounds: int)
 
 def equal(group: Group, kind: str, size: int, name: str) -> bool:
     """Whether all workers got the same, bit for bit, of random values; or what was sent to them."""
-    request = request_of(kind, size, group.rank, group.world_size)
+    request = make_request(kind, size, group.rank, group.world_size)
     generator = torch.Generator().manual_seed(group.rank)
     if isinstance(request, AllToAll):
         for part in request.parts:
@@ -134,13 +136,20 @@ def equal(group: Group, kind: str, size: int, name: str) -> bool:
         sent = sum(_hash(part, group.rank, to) for to, part in enumerate(request.parts))
         got = _answer(group, kind, request, name)
         received = sum(_hash(part, source, group.rank) for source, part in enumerate(got))
-        return sum(group.run(ask(AllGatherScalar(sent - received)))) == 0
+        return sum(group.run(yield_request(AllGatherScalar(sent - received)))) == 0
     if isinstance(request, Sum):
         request.values.normal_(generator=generator)
     else:
         request.values.random_(generator=generator)
     return (
-        len(set(group.run(ask(AllGatherScalar(_hash(_answer(group, kind, request, name))))))) == 1
+        len(
+            set(
+                group.run(
+                    yield_request(AllGatherScalar(_hash(_answer(group, kind, request, name))))
+                )
+            )
+        )
+        == 1
     )
 
 
@@ -184,13 +193,15 @@ def counted(group: Group) -> Iterator[Line]:
             after = _counters(group, request)
             formula = times * sent_bytes(request, group.rank, group.world_size, name)
             told = [*(b - a for a, b in zip(before, after, strict=True)), formula]
-            everybodys = group.run(ask(AllGather(torch.tensor(told, dtype=torch.float64))))
+            everybodys = group.run(
+                yield_request(AllGather(torch.tensor(told, dtype=torch.float64)))
+            )
             sent, messages, wire, packets, formula = everybodys.sum(0).tolist()
             yield {
                 "request": type(request).__name__,
                 "algorithm": name,
                 "requests": times,
-                "num_bytes": bytes_of(request),
+                "num_bytes": num_bytes_of(request),
                 "ledger_bytes": sent,
                 "formula_bytes": formula,
                 "same_on_each": bool((everybodys[:, 0] == everybodys[:, 4]).all()),
@@ -221,7 +232,7 @@ def requests(rank: int, world_size: int) -> list[Collective]:
 def _answer(group: Group, kind: str, request: Collective, name: str) -> Any:
     usual = group.choices
     group.choices = Choices.always(**{kind: name})
-    answer = group.run(ask(request))
+    answer = group.run(yield_request(request))
     group.choices = usual
     return answer
 
@@ -244,11 +255,11 @@ def _least_s(group: Group, make: Callable[[], Algorithm[Any]], rounds: int) -> f
     """Of the slowest worker, in the fastest round."""
     seconds = []
     for _ in range(rounds):
-        group.run(ask(AllGatherScalar(0)))
+        group.run(yield_request(AllGatherScalar(0)))
         begin = time.perf_counter()
         group.run(make())
         seconds.append(time.perf_counter() - begin)
-    everybodys = group.run(ask(AllGather(torch.tensor(seconds, dtype=torch.float64))))
+    everybodys = group.run(yield_request(AllGather(torch.tensor(seconds, dtype=torch.float64))))
     return float(everybodys.amax(0).min())
 
 
@@ -262,7 +273,7 @@ def _counters(group: Group, request: Collective) -> list[float]:
     """This worker's bytes and messages by its ledger, and bytes and packets by its interface."""
     # all wait for all, by something that is not counted here
     is_vote = isinstance(request, AllGatherScalar)
-    group.run(ask(AllGather(torch.zeros(1)) if is_vote else AllGatherScalar(0)))
+    group.run(yield_request(AllGather(torch.zeros(1)) if is_vote else AllGatherScalar(0)))
     time.sleep(SETTLE_S)
     entry = group.ledger.entries.get(type(request).__name__, Entry())
     fields = [0] * 16

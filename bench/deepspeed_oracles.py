@@ -48,40 +48,40 @@ class PaddedSign(Compression):
     lengths: tuple[int, ...]
     """of the buffers, which follow one another in the vector"""
 
-    def reducer(self, num_elements: int, place: WorkerInfo) -> "PaddedSignReducer":
+    def reducer(self, num_elements: int, worker: WorkerInfo) -> "PaddedSignReducer":
         """See `Compression`."""
-        return PaddedSignReducer(num_elements, place, self.lengths)
+        return PaddedSignReducer(num_elements, worker, self.lengths)
 
-    def bytes_sent(self, num_elements: int, world_size: int, notes: int = 0) -> int:
+    def bytes_sent(self, num_elements: int, world_size: int, extras: int = 0) -> int:
         """See `Compression`; bits are sent as bytes, since nobody trains with this."""
         chunks = [_padded(length, world_size) // world_size for length in self.lengths]
         rounds = sum((world_size - 1) * (2 * (chunk + 4)) for chunk in chunks)
-        return rounds + (8 + 4 * notes) * (world_size - 1)
+        return rounds + (8 + 4 * extras) * (world_size - 1)
 
 
 class PaddedSignReducer(Reducer):
     """See `PaddedSign`."""
 
-    def __init__(self, num_elements: int, place: WorkerInfo, lengths: tuple[int, ...]) -> None:
-        super().__init__(num_elements, place)
+    def __init__(self, num_elements: int, worker: WorkerInfo, lengths: tuple[int, ...]) -> None:
+        super().__init__(num_elements, worker)
         assert sum(lengths) == num_elements, "buffers cover the vector"
         self.lengths = lengths
-        world_size = place.world_size
+        world_size = worker.world_size
         padded = [_padded(length, world_size) for length in lengths]
-        self.worker_errors = [torch.zeros(size, dtype=place.dtype) for size in padded]
+        self.worker_errors = [torch.zeros(size, dtype=worker.dtype) for size in padded]
         self.server_errors = [
             error.new_zeros(len(error) // world_size) for error in self.worker_errors
         ]
 
-    def mean(self, values: Tensor, notes: int = 0) -> Algorithm[str]:
+    def mean(self, values: Tensor, extras: int = 0) -> Algorithm[str]:
         """See `Reducer`."""
         bad = yield AllGatherScalar(int(count_not_finite(values)))
         if any(bad):
             return describe_non_finite(bad)
-        noted = values[self.num_elements :]
-        if notes:
-            noted.copy_((yield AllGather(noted.clone())).sum(dim=0))
-        self.note_sums = noted.tolist()
+        extra_values = values[self.num_elements :]
+        if extras:
+            extra_values.copy_((yield AllGather(extra_values.clone())).sum(dim=0))
+        self.extra_sums = extra_values.tolist()
         begin = 0
         for place, length in enumerate(self.lengths):
             here = values[begin : begin + length]
@@ -90,7 +90,7 @@ class PaddedSignReducer(Reducer):
         return ""
 
     def _buffer(self, place: int, values: Tensor) -> Algorithm[Tensor]:
-        world_size = self.place.world_size
+        world_size = self.worker.world_size
         worker, server = self.worker_errors[place], self.server_errors[place]
         worker[: len(values)] += values
         scale = worker.norm() / math.sqrt(len(worker))
@@ -121,29 +121,29 @@ class PaddedSignReducer(Reducer):
 class RefedPaddedSign(PaddedSign):
     """The buffer of 1-bit LAMB: what its padding receives is what it sends at the next step."""
 
-    def reducer(self, num_elements: int, place: WorkerInfo) -> "RefedPaddedSignReducer":
+    def reducer(self, num_elements: int, worker: WorkerInfo) -> "RefedPaddedSignReducer":
         """See `Compression`."""
-        return RefedPaddedSignReducer(num_elements, place, self.lengths)
+        return RefedPaddedSignReducer(num_elements, worker, self.lengths)
 
 
 class RefedPaddedSignReducer(PaddedSignReducer):
     """See `RefedPaddedSign`."""
 
-    def __init__(self, num_elements: int, place: WorkerInfo, lengths: tuple[int, ...]) -> None:
-        super().__init__(num_elements, place, lengths)
+    def __init__(self, num_elements: int, worker: WorkerInfo, lengths: tuple[int, ...]) -> None:
+        super().__init__(num_elements, worker, lengths)
         padded = len(self.worker_errors[0])
-        self.padding = torch.zeros(padded - num_elements, dtype=place.dtype)
-        self.whole = PaddedSign((padded,)).reducer(padded, place)
+        self.padding = torch.zeros(padded - num_elements, dtype=worker.dtype)
+        self.whole = PaddedSign((padded,)).reducer(padded, worker)
 
-    def mean(self, values: Tensor, notes: int = 0) -> Algorithm[str]:
+    def mean(self, values: Tensor, extras: int = 0) -> Algorithm[str]:
         """See `Reducer`."""
-        sizes = [self.num_elements, len(self.padding), notes]
+        sizes = [self.num_elements, len(self.padding), extras]
         whole = torch.cat([values[: sizes[0]], self.padding, values[sizes[0] :]])
-        if skip_reason := (yield from self.whole.mean(whole, notes)):
+        if skip_reason := (yield from self.whole.mean(whole, extras)):
             return skip_reason
-        own, self.padding, noted = whole.split(sizes)
-        values.copy_(torch.cat([own, noted]))
-        self.note_sums = noted.tolist()
+        own, self.padding, extra_values = whole.split(sizes)
+        values.copy_(torch.cat([own, extra_values]))
+        self.extra_sums = extra_values.tolist()
         return ""
 
 

@@ -17,7 +17,7 @@ import torch
 
 from gcnzc.compress import Dense, Sign, compression
 from gcnzc.exchange import AllGather, AllGatherScalar, Group, init_group
-from gcnzc.exchange.measure import ask
+from gcnzc.exchange.measure import yield_request
 from gcnzc.optim import Averaged, OneBitAdam, OneBitLamb, StreamingDiLoCo
 
 SETTLE_S = 0.1  # until the last acknowledgements have come
@@ -58,7 +58,7 @@ def measured(group: Group, task: dict[str, Any]) -> dict[str, Any]:
     assert before is not None, "there are steps"
     found = [b - a for a, b in zip(before, counters(group), strict=True)]
     mine = torch.tensor([*found, most], dtype=torch.float64)
-    rows = group.run(ask(AllGather(mine)))
+    rows = group.run(yield_request(AllGather(mine)))
     ledger_bytes, requests, wire_bytes, packets, _ = rows.sum(0).tolist()
     return {
         "ledger_bytes": ledger_bytes,
@@ -95,7 +95,7 @@ def optimizer_of(task: dict[str, Any], parameters: list[Any], group: Group) -> A
 
 def counters(group: Group) -> list[float]:
     """This worker's bytes and requests by its ledger, and bytes and packets by its interface."""
-    group.run(ask(AllGatherScalar(0)))
+    group.run(yield_request(AllGatherScalar(0)))
     time.sleep(SETTLE_S)
     fields = [0] * 16
     for line in Path("/proc/self/net/dev").read_text().splitlines():

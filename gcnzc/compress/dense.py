@@ -1,4 +1,4 @@
-"""Uncompressed means, in float32 or a shorter dtype."""
+"""Means with one all-reduce, in the vector's dtype or in a shorter one."""
 
 from dataclasses import dataclass
 
@@ -19,47 +19,47 @@ from gcnzc.system.scalars import read_scalars
 
 @dataclass(frozen=True)
 class Dense(Compression):
-    """The mean of all elements, in one all-reduce."""
+    """The mean of all elements with one all-reduce, without error feedback."""
 
     dtype: torch.dtype | None = None
-    """what is sent: float16 or bfloat16, whose sums are rounded to it as well; the vector's own if
-    None"""
+    """dtype of the messages: float16 or bfloat16, to which sums are rounded as well; None for the
+    vector's dtype"""
 
-    def reducer(self, num_elements: int, place: WorkerInfo) -> "DenseReducer":
+    def reducer(self, num_elements: int, worker: WorkerInfo) -> "DenseReducer":
         """See `Compression`."""
-        return DenseReducer(num_elements, place, self.dtype)
+        return DenseReducer(num_elements, worker, self.dtype)
 
-    def bytes_sent(self, num_elements: int, world_size: int, notes: int = 0) -> int:
-        """See `Compression`. Of a ring; other algorithms of sums send more, in fewer rounds."""
+    def bytes_sent(self, num_elements: int, world_size: int, extras: int = 0) -> int:
+        """See `Compression`; of a ring all-reduce. Others send more bytes in fewer rounds."""
         size = 4 if self.dtype is None else self.dtype.itemsize
-        return 2 * (world_size - 1) * (num_elements + notes) * size // world_size
+        return 2 * (world_size - 1) * (num_elements + extras) * size // world_size
 
 
 class DenseReducer(Reducer):
-    """See `Dense`; it keeps nothing."""
+    """The reducer of `Dense`, which has no state."""
 
-    def __init__(self, num_elements: int, place: WorkerInfo, dtype: torch.dtype | None) -> None:
-        super().__init__(num_elements, place)
-        self.dtype = dtype or place.dtype
+    def __init__(self, num_elements: int, worker: WorkerInfo, dtype: torch.dtype | None) -> None:
+        super().__init__(num_elements, worker)
+        self.dtype = dtype or worker.dtype
 
-    def mean(self, values: Tensor, notes: int = 0) -> Algorithm[str]:
-        """See `Reducer`; sums of notes are rounded to the dtype, and must not overflow it.
+    def mean(self, values: Tensor, extras: int = 0) -> Algorithm[str]:
+        """See `Reducer`; sums of extras are rounded to the dtype, and must not overflow it.
 
-        Whole numbers up to 2,048 are exact in float16, and up to 256 in bfloat16.
+        Integers up to 2,048 are exact in float16, and up to 256 in bfloat16.
         """
         vector = values[: self.num_elements]
         self.clear_inactive(vector)
-        # counted now, since the sum may take their place
+        # count now, since the sum may overwrite the values
         bad = count_not_finite(values)
-        if self.place.world_size == 1:
-            found, self.note_sums = read_scalars(bad, values[self.num_elements :])
-            return describe_non_finite(found) if any(found) else ""
-        # not the mean: thirds of notes, added up, are not whole
-        sent = yield Sum(values.to(self.dtype))
-        (is_finite,), sums = read_scalars(are_finite(sent), sent[self.num_elements :])
+        if self.worker.world_size == 1:
+            counts, self.extra_sums = read_scalars(bad, values[self.num_elements :])
+            return describe_non_finite(counts) if any(counts) else ""
+        # a sum, not a mean: the means of integer extras, such as thirds, would not add up exactly
+        sums = yield Sum(values.to(self.dtype))
+        (is_finite,), extra_sums = read_scalars(are_finite(sums), sums[self.num_elements :])
         if not is_finite:
             return describe_non_finite((yield AllGatherScalar(int(bad))))
-        self.note_sums = sums
-        values.copy_(sent)
-        vector /= self.place.world_size
+        self.extra_sums = extra_sums
+        values.copy_(sums)
+        vector /= self.worker.world_size
         return ""

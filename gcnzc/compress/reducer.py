@@ -1,10 +1,10 @@
-"""The base class of reducers, which compute the mean of a vector over the ranks.
+"""Base classes of compressed all-reduces, which compute the mean of a vector over the ranks.
 
-A way of compressing is a few options; what it leaves out of one mean and adds to the next is kept
-by a `Reducer`, one for each vector. Optimizers are written against these, and do not know which one
-they were given.
+A `Compression` is a set of options. A `Reducer`, one per vector, computes the means with these
+options, and stores the state between them, such as error feedback. Optimizers use only these two
+interfaces, so every optimizer works with every compression.
 
-Letters: n elements of the vector, W workers, k notes.
+Letters: n elements of the vector, W ranks, k extras.
 """
 
 from abc import ABC, abstractmethod
@@ -20,66 +20,82 @@ from gcnzc.kernels.finite import are_finite
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a reducer works."""
+    """The rank, device and dtype that a reducer is created for."""
 
     rank: int
     world_size: int
     device: torch.device
+    """of the vector"""
     dtype: torch.dtype
     """of the vector: float32 or float64"""
 
 
 class Compression(ABC):
-    """A way of taking means: options alone, which are the same on all workers."""
+    """Options of a compressed all-reduce, the same on all ranks."""
 
     @abstractmethod
-    def reducer(self, num_elements: int, place: WorkerInfo) -> "Reducer":
-        """What takes the means of vectors of so many elements, one after the other."""
+    def reducer(self, num_elements: int, worker: WorkerInfo) -> "Reducer":
+        """Create the reducer of a vector.
+
+        Args:
+            num_elements: n, the length of the vector.
+            worker: this rank, and the vector's device and dtype.
+        """
 
     @abstractmethod
-    def bytes_sent(self, num_elements: int, world_size: int, notes: int = 0) -> int:
-        """What one worker sends for the mean of a float32 vector: the formula."""
+    def bytes_sent(self, num_elements: int, world_size: int, extras: int = 0) -> int:
+        """Return the bytes that one rank sends for the mean of a float32 vector, by formula.
+
+        Args:
+            num_elements: n, the length of the vector.
+            world_size: W.
+            extras: k, the number of extras; see `Reducer.mean`.
+        """
 
 
 class Reducer(ABC):
-    """Takes the means of one vector at every step, together with those of the other workers.
+    """Computes the means of one vector, which changes at every step, over all ranks.
 
     Args:
-        num_elements: n.
-        place: of this worker.
+        num_elements: n, the length of the vector.
+        worker: this rank, and the vector's device and dtype.
     """
 
     worker_error: Tensor | None = None
-    """(n,) on the device: what this worker has not sent yet"""
+    """(n,) on the device: the compression error of this rank's vector; None without feedback"""
     server_error: Tensor | None = None
-    """(elements of this worker's part,): what it has not passed on yet"""
-    note_sums: Sequence[float] = ()
-    """(k,): the sums of the last mean's notes, which `mean` reads together with its checks"""
+    """(elements of this rank's part,) on the device: the compression error of the part's mean"""
+    extra_sums: Sequence[float] = ()
+    """(k,): the sums of the extras of the last mean, on the host; `mean` copies them together with
+    the flags that it checks, so reading them does not synchronise with the device again"""
 
-    def __init__(self, num_elements: int, place: WorkerInfo) -> None:
-        self.num_elements, self.place = num_elements, place
+    def __init__(self, num_elements: int, worker: WorkerInfo) -> None:
+        self.num_elements, self.worker = num_elements, worker
         self.active: Tensor | None = None
-        """(n,) bool: elements that are exchanged; all if None"""
+        """(n,) bool: the elements that are reduced; None for all"""
 
     @abstractmethod
-    def mean(self, values: Tensor, notes: int = 0) -> Algorithm[str]:
-        """Replace a vector by its mean over the workers, or by what comes close to it.
+    def mean(self, values: Tensor, extras: int = 0) -> Algorithm[str]:
+        """Replace a vector by its mean over the ranks, or by an approximation of it.
 
         Args:
-            values: (n + k,), contiguous, on the device. Written in place, equal on all workers.
-                Elements that are not active become 0, whatever they were.
-            notes: k, the last elements: small numbers for all, whose sums over the workers are
-                written there, exact to float32, and to `note_sums`.
+            values: (n + k,), contiguous, on the device; written in place, equal on all ranks.
+                Inactive elements become 0, whatever their values.
+            extras: k, the number of scalars appended to the vector. They are replaced by their
+                sums over the ranks, which are computed in float32, and also stored in `extra_sums`.
 
         Returns:
-            Why there is no mean, in words, if elements are not finite: the same on all workers, the
-            errors are as before, and `values` is of no use. Otherwise nothing.
+            An empty string, or the reason why there is no mean because elements are not finite,
+            the same on all ranks. Then the errors are unchanged, and `values` is undefined.
         """
 
-    def keep_to(self, active: Tensor | None) -> None:
-        """Exchange only these elements from now on, (n,) bool; what others left out is forgotten.
+    def restrict_to(self, active: Tensor | None) -> None:
+        """Reduce only the active elements from now on, and set the errors of the others to 0.
 
-        Must be called with the same on all workers.
+        All ranks must call it with the same mask.
+
+        Args:
+            active: (n,) bool on the device; None for all elements.
         """
         self.active = active
         if active is None:
@@ -92,33 +108,33 @@ class Reducer(ABC):
             self.server_error.masked_fill_(~active[begin:end], 0)
 
     def clear_inactive(self, vector: Tensor) -> None:
-        """Set the elements of a vector (n,) that are not active to 0."""
+        """Set the inactive elements of a vector (n,) to 0."""
         if self.active is not None:
             vector.masked_fill_(~self.active, 0)
 
     @property
     def part(self) -> tuple[int, int]:
-        """Where this worker's part of the vector begins and ends, if it keeps a server error."""
+        """The first and one past the last element of this rank's part, if it has a server error."""
         return 0, 0
 
-    def forget(self) -> None:
+    def reset_errors(self) -> None:
         """Set all errors to 0."""
         for error in (self.worker_error, self.server_error):
             if error is not None:
                 error.zero_()
 
     def errors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: the tensors themselves."""
+        """Return the state that a checkpoint saves, by name; the tensors are not copies."""
         named = {"worker": self.worker_error, "server": self.server_error}
         return {name: error for name, error in named.items() if error is not None}
 
     def load_errors(self, errors: Mapping[str, Tensor]) -> None:
-        """Take up what `errors` gave, or what `gcnzc.optim.resized` made of it.
+        """Load the state that `errors` returned, or that `gcnzc.optim.resize_state` converted.
 
-        What is not there becomes 0: one worker alone, for instance, has left nothing out.
+        State that is missing becomes 0; a single rank, for example, has no errors.
 
         Raises:
-            ValueError: they are of another vector, or another number of workers.
+            ValueError: the shapes are those of another vector or another number of ranks.
         """
         own = self.errors()
         for name, error in errors.items():
@@ -126,29 +142,33 @@ class Reducer(ABC):
                 raise ValueError(
                     f"errors of shapes { {name: tuple(e.shape) for name, e in errors.items()} }, "
                     f"not { {name: tuple(e.shape) for name, e in own.items()} }\n\n"
-                    "hint: a state of another number of workers is made to fit by "
-                    "gcnzc.optim.resized"
+                    "hint: convert the state of another number of ranks with "
+                    "gcnzc.optim.resize_state"
                 )
         for name, error in own.items():
             error.copy_(errors[name] if name in errors else torch.zeros_like(error))
 
     @property
     def state_bytes(self) -> int:
-        """Memory that is kept from one mean to the next."""
+        """The memory of the state between two means, in bytes."""
         return sum(error.numel() * error.element_size() for error in self.errors().values())
 
 
 def count_not_finite(values: Tensor) -> Tensor:
-    """() int64 on the device: how many elements are not finite. Nothing is read from a GPU."""
+    """Count the elements that are not finite, without a device synchronisation.
+
+    Returns:
+        () int64 on the device of `values`.
+    """
     if values.device.type == "cpu" and bool(are_finite(values)):
-        # the check is faster than the count, and nearly always enough
+        # the check is faster than the count, and nearly always sufficient
         return torch.zeros((), dtype=torch.int64)
     return (~values.isfinite()).sum()
 
 
-def describe_non_finite(found: Iterable[float]) -> str:
-    """Who has elements that are not finite, in words, of how many each worker has."""
-    words = [f"worker {rank} has {count:,.0f}" for rank, count in enumerate(found) if count]
-    if not words:
+def describe_non_finite(counts: Iterable[float]) -> str:
+    """Return the skip reason for the numbers of non-finite elements of all ranks."""
+    ranks = [f"rank {rank} has {count:,.0f}" for rank, count in enumerate(counts) if count]
+    if not ranks:
         return "the mean overflows"
-    return f"elements that are not finite: {', '.join(words)}"
+    return f"elements that are not finite: {', '.join(ranks)}"

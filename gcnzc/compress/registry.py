@@ -1,4 +1,4 @@
-"""Compressions by name, as on the command line."""
+"""Compressions by name, as the command line uses them."""
 
 import torch
 
@@ -10,28 +10,29 @@ from gcnzc.compress.sign import Sign
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-# elements that share a scale, where it is not 256: codes that are powers of two follow the size of
-# each element, and are as good with fewer scales
+# block sizes other than 256: codes that are powers of two have a wide range, so they are as
+# accurate with fewer scales
 BLOCKS = {"float4_e3m0": 1024}
 
 
 NAMES = (*DTYPES, "sign", *NUMBER_FORMATS)
 
 
-def compression(word: str) -> Compression:
-    """The compression that a word stands for, with its usual options.
+def compression(name: str) -> Compression:
+    """Return the compression of a name, with its default options.
 
     Args:
-        word: one of `NAMES`: "float32", "float16" and "bfloat16" send all numbers in that dtype,
-            "sign" one bit of each, with error feedback, and the forms of `Blocks` 8 or 4 bits.
+        name: one of `NAMES`. "float32", "float16" and "bfloat16" send all elements in that dtype;
+            "sign" sends one bit per element, with error feedback; the number formats of `Blocks`
+            send 8 or 4 bits per element.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: there is no compression of that name.
     """
-    if word in DTYPES:
-        return Dense(DTYPES[word])
-    if word == "sign":
+    if name in DTYPES:
+        return Dense(DTYPES[name])
+    if name == "sign":
         return Sign()
-    if word in NUMBER_FORMATS:
-        return Blocks(word, BLOCKS.get(word, 256))
-    raise ValueError(f"no compression {word!r}\n\nhint: one of {', '.join(NAMES)}")
+    if name in NUMBER_FORMATS:
+        return Blocks(name, BLOCKS.get(name, 256))
+    raise ValueError(f"no compression {name!r}\n\nhint: use one of {', '.join(NAMES)}")

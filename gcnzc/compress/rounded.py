@@ -1,9 +1,9 @@
 """Means in a short dtype, in two stages with sums in float32.
 
-`Dense` of the same dtype rounds sums to it after every addition, and they may overflow it. This
-rounds each worker's elements once and their mean once more, and can keep what that leaves out.
+`Dense` with the same dtype rounds the sum after every addition, and the sum may overflow. `Rounded`
+rounds the elements of each rank once and their mean once, and may have error feedback.
 
-Letters: n elements, W workers.
+Letters: n elements, W ranks.
 """
 
 from dataclasses import dataclass
@@ -20,75 +20,85 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Rounded(Codec):
-    """The elements themselves as codes, without scales; see `two_stage`."""
+    """A codec that rounds elements to a dtype, without scales, in two stages; see `Codec`.
+
+    Raises:
+        ValueError: the dtype is not one of those below.
+    """
 
     dtype: torch.dtype = torch.bfloat16
     """float32, bfloat16 or float16"""
     has_feedback: bool = False
+    """whether the rounding error of a mean is added to the next vector"""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(
-                f"{self.dtype} is not sent\n\nhint: one of {', '.join(map(str, DTYPES))}"
+                f"cannot send {self.dtype}\n\nhint: use one of {', '.join(map(str, DTYPES))}"
             )
 
-    def cut(self, num_elements: int, parts: int) -> BlockLayout:
-        """See `Codec`; of it only the parts are used."""
+    def block_layout(self, num_elements: int, parts: int) -> BlockLayout:
+        """See `Codec`; only the parts of the layout are used."""
         return BlockLayout(num_elements, parts, 8, None)
 
-    def row_bytes(self, cut: BlockLayout) -> int:
+    def row_bytes(self, layout: BlockLayout) -> int:
         """See `Codec`."""
-        return cut.part_elements * self.dtype.itemsize
+        return layout.part_elements * self.dtype.itemsize
 
-    def are_finite(self, rows: Tensor, cut: BlockLayout) -> Tensor:
+    def are_finite(self, rows: Tensor, layout: BlockLayout) -> Tensor:
         """See `Codec`."""
-        return are_finite(self._numbers(rows, cut))
+        return are_finite(self._view_parts(rows, layout))
 
     def encode(
         self,
         values: Tensor,
         error: Tensor | None,
         active: Tensor | None,
-        cut: BlockLayout,
+        layout: BlockLayout,
         rows: Tensor,
         draw: tuple[int, int],
     ) -> None:
-        """See `Codec`; nothing is drawn."""
-        y = values.new_zeros(cut.num_parts * cut.part_elements)
+        """See `Codec`; rounding is to the nearest, so `draw` is not used."""
+        y = values.new_zeros(layout.num_parts * layout.part_elements)
         y[: len(values)] = values if error is None else values + error
         if active is not None:
             y[: len(values)].masked_fill_(~active, 0)
-        self._numbers(rows, cut).copy_(y.view(cut.num_parts, cut.part_elements))
+        self._view_parts(rows, layout).copy_(y.view(layout.num_parts, layout.part_elements))
 
     def update_error(
-        self, values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor
+        self,
+        values: Tensor,
+        error: Tensor,
+        active: Tensor | None,
+        layout: BlockLayout,
+        rows: Tensor,
     ) -> None:
         """See `Codec`."""
         error += values
-        error -= self._vector(rows, cut)
+        error -= self._join_parts(rows, layout)
         if active is not None:
             error.masked_fill_(~active, 0)
 
-    def mean_of(self, rows: Tensor, cut: BlockLayout, out: Tensor) -> None:
+    def decode_mean(self, rows: Tensor, layout: BlockLayout, out: Tensor) -> None:
         """See `Codec`."""
         total = torch.zeros(len(out), device=out.device)
-        for row in self._numbers(rows, cut):
+        for row in self._view_parts(rows, layout):
             total += row[: len(out)]
         out.copy_(total / len(rows))
 
-    def decode(self, rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor) -> None:
+    def decode(self, rows: Tensor, layout: BlockLayout, active: Tensor | None, out: Tensor) -> None:
         """See `Codec`."""
-        out.copy_(self._vector(rows, cut))
+        out.copy_(self._join_parts(rows, layout))
         if active is not None:
             out.masked_fill_(~active, 0)
 
-    def _numbers(self, rows: Tensor, cut: BlockLayout) -> Tensor:
-        """(rows, part): what lies in them."""
-        if not cut.part_elements:
-            # no bytes have no view of another size
+    def _view_parts(self, rows: Tensor, layout: BlockLayout) -> Tensor:
+        """Return (rows, part) in this dtype: a view of the elements in the rows."""
+        if not layout.part_elements:
+            # an empty tensor of bytes has no view of another element size
             return rows.new_empty(len(rows), 0, dtype=self.dtype)
-        return rows[:, : self.row_bytes(cut)].view(self.dtype)
+        return rows[:, : self.row_bytes(layout)].view(self.dtype)
 
-    def _vector(self, rows: Tensor, cut: BlockLayout) -> Tensor:
-        """(n,): what all parts stand for."""
-        return self._numbers(rows, cut).reshape(-1)[: cut.num_elements]
+    def _join_parts(self, rows: Tensor, layout: BlockLayout) -> Tensor:
+        """Return (n,) in this dtype: the elements of all parts."""
+        return self._view_parts(rows, layout).reshape(-1)[: layout.num_elements]

@@ -1,4 +1,4 @@
-"""Signs of elements, with one magnitude per block."""
+"""One-bit compression: the signs of elements, with one magnitude per block."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,20 +12,26 @@ from gcnzc.kernels.codec.block_layout import BlockLayout
 
 @dataclass(frozen=True)
 class Sign(Codec):
-    """Signs in two stages, with error feedback (Tang et al., 2021; see `two_stage`)."""
+    """Signs in two stages with error feedback, as in 1-bit Adam (Tang et al., 2021); see `Codec`.
+
+    Raises:
+        ValueError: an option is not one of those below.
+    """
 
     block: int | None = 4096
-    """elements that share a magnitude, a multiple of 32; all of a worker's part if None"""
+    """elements that share a magnitude, a multiple of 32; None for a rank's whole part"""
     scale: Literal["rms", "l1"] = "rms"
     """a block's magnitude: "rms", the root of its mean square, or "l1", its mean absolute value"""
     has_feedback: bool = True
+    """whether the compression error of a mean is added to the next vector"""
 
     def __post_init__(self) -> None:
         if self.scale not in ("rms", "l1"):
-            raise ValueError(f"no scale {self.scale!r}\n\nhint: rms or l1")
-        self.cut(0, 1)
+            raise ValueError(f"no scale {self.scale!r}\n\nhint: use rms or l1")
+        # the layout checks the block size
+        self.block_layout(0, 1)
 
-    def cut(self, num_elements: int, parts: int) -> BlockLayout:
+    def block_layout(self, num_elements: int, parts: int) -> BlockLayout:
         """See `Codec`."""
         return BlockLayout(num_elements, parts, 1, self.block)
 
@@ -34,23 +40,28 @@ class Sign(Codec):
         values: Tensor,
         error: Tensor | None,
         active: Tensor | None,
-        cut: BlockLayout,
+        layout: BlockLayout,
         rows: Tensor,
         draw: tuple[int, int],
     ) -> None:
-        """See `Codec`; nothing is drawn."""
-        signs.encode_signs(values, error, active, cut, rows, self.scale)
+        """See `Codec`; signs are deterministic, so `draw` is not used."""
+        signs.encode_signs(values, error, active, layout, rows, self.scale)
 
     def update_error(
-        self, values: Tensor, error: Tensor, active: Tensor | None, cut: BlockLayout, rows: Tensor
+        self,
+        values: Tensor,
+        error: Tensor,
+        active: Tensor | None,
+        layout: BlockLayout,
+        rows: Tensor,
     ) -> None:
         """See `Codec`."""
-        signs.update_error_signs(values, error, active, cut, rows)
+        signs.update_error_signs(values, error, active, layout, rows)
 
-    def mean_of(self, rows: Tensor, cut: BlockLayout, out: Tensor) -> None:
+    def decode_mean(self, rows: Tensor, layout: BlockLayout, out: Tensor) -> None:
         """See `Codec`."""
-        signs.mean_of_signs(rows, cut, out)
+        signs.mean_of_signs(rows, layout, out)
 
-    def decode(self, rows: Tensor, cut: BlockLayout, active: Tensor | None, out: Tensor) -> None:
+    def decode(self, rows: Tensor, layout: BlockLayout, active: Tensor | None, out: Tensor) -> None:
         """See `Codec`."""
-        signs.decode_signs(rows, cut, active, out)
+        signs.decode_signs(rows, layout, active, out)

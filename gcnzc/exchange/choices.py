@@ -1,7 +1,7 @@
-"""The algorithm that executes a request, and how many bytes it sends.
+"""The choice of a collective algorithm for each request, and the bytes that each one sends.
 
-The answers of a request do not depend on the choice, except for the order in which sums are added.
-`builtin` is the process group's own; in one process, where there is none, it is what gloo does.
+The answer of a request does not depend on the algorithm, except for the order of additions in sums.
+`builtin` is the process group's own collective; simulations use the algorithm that gloo uses.
 """
 
 import math
@@ -24,13 +24,12 @@ from gcnzc.exchange.requests import (
     ReduceScatter,
     SendReceive,
     Sum,
-    bytes_of,
+    num_bytes_of,
 )
 
 BUILTIN = "builtin"
 CHAIN = "chain"
-# what may answer a kind of request; the first is what small ones get where nothing was measured.
-# "chain:16384" is a chain in pieces of so many bytes
+# algorithms for each kind of request; "chain:16384" is a chain in pieces of 16384 bytes
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "Sum": ("doubling", "halving", "ring", BUILTIN),
     "AllGather": ("doubling", "ring", BUILTIN),
@@ -40,9 +39,9 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "SendReceive": ("direct",),
     "AllGatherScalar": ("doubling",),
 }
-# what builtin stands for where there is no process group
+# what builtin means without a process group
 _LIKE_GLOO = {"Sum": "ring", "AllGather": "ring", "Broadcast": "binomial", "AllToAll": "direct"}
-# up to so many bytes a message's time is mostly its latency: 64 KiB take 5 ms at 100 Mbit/s
+# up to this size a message's time is mostly latency: 64 KiB take 5 ms at 100 Mbit/s
 SMALL_BYTES = 16 * 1024
 DEFAULT_STEPS: dict[str, "Steps"] = {
     "Sum": ((SMALL_BYTES, "doubling"), (None, BUILTIN)),
@@ -58,15 +57,15 @@ Steps = tuple[tuple[int | None, str], ...]
 
 @dataclass(frozen=True)
 class Choices:
-    """For each kind of request, which algorithm serves up to how many bytes.
+    """The collective algorithm for each kind and size of request.
 
     Raises:
-        ValueError: an algorithm is not known, or steps do not serve every size.
+        ValueError: an algorithm does not exist, or the steps of a kind do not cover all sizes.
     """
 
     steps: Mapping[str, Steps] = field(default_factory=dict)
-    """(bytes or None for any, name of the algorithm), ascending, of a kind; a kind that is not
-    there gets the usual ones"""
+    """by kind, pairs (largest size in bytes, name of the algorithm), ascending; the last size is
+    None, for no limit. Kinds that are missing have the default steps"""
 
     def __post_init__(self) -> None:
         for kind, steps in self.steps.items():
@@ -75,22 +74,22 @@ class Choices:
             limits = [math.inf if limit is None else limit for limit, _ in steps]
             if limits != sorted(set(limits)) or limits[-1:] != [math.inf]:
                 raise ValueError(
-                    f"{kind}: steps {tuple(steps)} do not serve every size\n\n"
-                    "hint: their bytes rise, and None comes last"
+                    f"{kind}: steps {tuple(steps)} do not cover all sizes\n\n"
+                    "hint: sort the steps by size, and end with None"
                 )
-            # workers send parts of different sizes, and would choose differently
+            # ranks may send parts of different sizes, and would choose different algorithms
             if kind == "AllToAll" and len(steps) > 1:
                 raise ValueError(
-                    f"AllToAll: steps {tuple(steps)} tell sizes apart\n\n"
-                    "hint: one algorithm must serve all, as each worker knows only its own sizes"
+                    f"AllToAll: steps {tuple(steps)} depend on the size\n\n"
+                    "hint: use one algorithm for all sizes, since each rank knows only its own"
                 )
 
-    def of(self, request: Collective) -> str:
-        """The name of the algorithm that answers `request`."""
-        return self.name_of(kind_of(request), bytes_of(request))
+    def find(self, request: Collective) -> str:
+        """Return the name of the algorithm for a request."""
+        return self.find_for_size(kind_of(request), num_bytes_of(request))
 
-    def name_of(self, kind: str, num_bytes: int) -> str:
-        """The name of the algorithm that answers a request of this kind and size."""
+    def find_for_size(self, kind: str, num_bytes: int) -> str:
+        """Return the name of the algorithm for requests of a kind and a size in bytes."""
         for limit, name in self.steps.get(kind, DEFAULT_STEPS[kind]):
             if limit is None or num_bytes <= limit:
                 return name
@@ -98,15 +97,17 @@ class Choices:
 
     @classmethod
     def always(cls, **names: str) -> "Choices":
-        """These algorithms whatever the size, such as `always(Sum="ring")`; else the usual ones.
+        """Create choices with one algorithm for all sizes of some kinds, as `always(Sum="ring")`.
+
+        Other kinds have the default algorithms.
 
         Raises:
             ValueError: there is no such algorithm for that kind.
         """
-        return cls().but(**names)
+        return cls().replace(**names)
 
-    def but(self, **names: str) -> "Choices":
-        """These, but of some kinds one algorithm whatever the size, as for `always`."""
+    def replace(self, **names: str) -> "Choices":
+        """Return a copy with one algorithm for all sizes of some kinds; see `always`."""
         return Choices({**self.steps, **{kind: ((None, name),) for kind, name in names.items()}})
 
 
@@ -115,42 +116,42 @@ def _check_known(kind: str, name: str) -> None:
     fits = not colon or (plain == CHAIN and piece.isdecimal() and int(piece) > 0)
     if plain not in ALGORITHMS.get(kind, ()) or not fits:
         known = ", ".join(ALGORITHMS.get(kind, ALGORITHMS))
-        raise ValueError(f"no algorithm {name!r} for {kind}\n\nhint: there are {known}")
+        raise ValueError(f"no algorithm {name!r} for {kind}\n\nhint: use one of {known}")
 
 
 def kind_of(request: Collective) -> str:
-    """The kind that algorithms are chosen for; a mean is a sum."""
+    """Return the kind of a request in `ALGORITHMS`; a mean is a kind of sum."""
     return "Sum" if isinstance(request, Mean) else type(request).__name__
 
 
 def expand(
     request: Collective, rank: int, world_size: int, choices: Choices, name: str | None = None
 ) -> Algorithm[Any]:
-    """The messages that answer `request` on worker `rank`, and the answer.
+    """Execute a collective by point-to-point messages, and return its answer.
 
     Args:
-        request: whose tensors lie on the host.
-        rank: of this worker.
-        world_size: how many workers there are.
-        choices: which algorithm to take.
-        name: of the algorithm, in place of the choice.
+        request: the collective, with tensors on the host.
+        rank: this rank.
+        world_size: the number of ranks.
+        choices: selects the algorithm.
+        name: the name of the algorithm; overrides `choices`.
 
     Raises:
-        ValueError: the request does not fit the number of workers.
+        ValueError: the request is invalid, or does not match the number of ranks.
     """
     check_request(request, world_size)
     kind = kind_of(request)
-    name = name or choices.of(request)
+    name = name or choices.find(request)
     if name == BUILTIN:
         name = _LIKE_GLOO[kind]
     name, _, piece = name.partition(":")
     if isinstance(request, Sum | Mean):
-        way = getattr(collectives, f"{name}_sum")
-        yield from way(request.values.view(-1), rank, world_size)
-        return finished(request, world_size)
+        all_reduce = getattr(collectives, f"{name}_sum")
+        yield from all_reduce(request.values.view(-1), rank, world_size)
+        return finish_sum(request, world_size)
     if isinstance(request, AllGather):
-        way = getattr(collectives, f"{name}_gather")
-        rows = yield from way(as_bytes(request.values), rank, world_size)
+        gather = getattr(collectives, f"{name}_gather")
+        rows = yield from gather(as_bytes(request.values), rank, world_size)
         return rows.view(-1).view(request.values.dtype).view(world_size, *request.values.shape)
     if isinstance(request, AllGatherScalar):
         value = scalar_tensor(request)
@@ -165,15 +166,15 @@ def expand(
             yield from collectives.chain(flat, request.root, rank, world_size, piece_bytes)
         else:
             yield from collectives.binomial(flat, request.root, rank, world_size)
-        return restored(request.values, flat)
+        return copy_back(request.values, flat)
     if isinstance(request, SendReceive):
-        flat = yield from collectives.swap(as_bytes(request.values), request.peer, rank)
+        flat = yield from collectives.send_receive(as_bytes(request.values), request.peer, rank)
         return flat.view(request.values.dtype).view(request.values.shape)
     counts = request.counts
     if counts is None:
-        sizes = [torch.tensor([len(part)]) for part in request.parts]
-        told = yield from collectives.direct_exchange(sizes, [1] * world_size, rank)
-        counts = [int(count) for count in told]
+        lengths = [torch.tensor([len(part)]) for part in request.parts]
+        received = yield from collectives.direct_exchange(lengths, [1] * world_size, rank)
+        counts = [int(count) for count in received]
     dtype, size = request.parts[0].dtype, request.parts[0].element_size()
     parts = yield from collectives.direct_exchange(
         [as_bytes(part) for part in request.parts], [count * size for count in counts], rank
@@ -182,12 +183,13 @@ def expand(
 
 
 def sent_bytes(request: Collective, rank: int, world_size: int, name: str) -> float:
-    """The bytes that worker `rank` sends for a request: the formula of its algorithm.
+    """Return the bytes that a rank sends for a request, by the formula of its algorithm.
 
-    Exact where the elements divide by the number of workers, and for sums by halving where that is
-    a power of two. Of a `builtin` it is what gloo's algorithms send.
+    The formula is exact if the number of elements is a multiple of the number of ranks and, for
+    sums by halving, the number of ranks is a power of two. For `builtin` it is that of gloo's
+    algorithms.
     """
-    size, world = bytes_of(request), world_size
+    size, world = num_bytes_of(request), world_size
     if name == BUILTIN:
         name = _LIKE_GLOO[kind_of(request)]
     if isinstance(request, Sum | Mean):
@@ -207,28 +209,32 @@ def sent_bytes(request: Collective, rank: int, world_size: int, name: str) -> fl
     if isinstance(request, SendReceive):
         return 0 if request.peer == rank else size
     if isinstance(request, Broadcast):
-        place = (rank - request.root) % world
+        position = (rank - request.root) % world
         if name.startswith(CHAIN):
-            return size if place < world - 1 else 0
+            return size if position < world - 1 else 0
         step = 1
-        while step < world and not place & step:
+        while step < world and not position & step:
             step *= 2
-        return size * sum(place + (1 << b) < world for b in range(step.bit_length() - 1))
+        return size * sum(position + (1 << b) < world for b in range(step.bit_length() - 1))
     own = request.parts[rank].numel() * request.parts[rank].element_size()
     return size - own + (8 * (world - 1) if request.counts is None else 0)
 
 
 def check_request(request: Collective, world_size: int) -> None:
-    """Raise a ValueError if `request` does not fit so many workers."""
+    """Check a request.
+
+    Raises:
+        ValueError: it is invalid, or does not match the number of ranks.
+    """
     if isinstance(request, AllToAll):
         if len(request.parts) != world_size:
             raise ValueError(
-                f"AllToAll: {len(request.parts)} parts for {world_size} workers\n\n"
-                "hint: one for each, which may be empty"
+                f"AllToAll: {len(request.parts)} parts for {world_size} ranks\n\n"
+                "hint: give one part per rank, which may be empty"
             )
         if len({part.dtype for part in request.parts}) > 1:
             raise ValueError(
-                "AllToAll: parts of several dtypes\n\nhint: send bytes, with .view(torch.uint8)"
+                "AllToAll: parts of several dtypes\n\nhint: send bytes with .view(torch.uint8)"
             )
         return
     if isinstance(request, AllGatherScalar):
@@ -236,23 +242,22 @@ def check_request(request: Collective, world_size: int) -> None:
     if isinstance(request, Broadcast):
         if not 0 <= request.root < world_size:
             raise ValueError(
-                f"Broadcast from worker {request.root} of {world_size}\n\n"
-                "hint: workers are counted from 0"
+                f"Broadcast from rank {request.root} of {world_size}\n\nhint: ranks start at 0"
             )
         return
     if not request.values.is_contiguous():
         raise ValueError(
-            f"{type(request).__name__}: values of strides {tuple(request.values.stride())} are not "
-            "contiguous\n\nhint: .contiguous() makes a copy that is"
+            f"{type(request).__name__}: values with strides {tuple(request.values.stride())} are "
+            "not contiguous\n\nhint: copy them with .contiguous()"
         )
     if isinstance(request, Mean) and not request.values.dtype.is_floating_point:
         raise ValueError(
-            f"Mean of {request.values.dtype}\n\nhint: Sum takes whole numbers; a mean needs floats"
+            f"Mean of {request.values.dtype}\n\nhint: use a floating-point dtype, or Sum"
         )
     if isinstance(request, ReduceScatter) and request.values.numel() % world_size:
         raise ValueError(
-            f"ReduceScatter: {request.values.numel()} elements for {world_size} workers\n\n"
-            "hint: pad them to a multiple"
+            f"ReduceScatter: {request.values.numel()} elements for {world_size} ranks\n\n"
+            "hint: pad the values to a multiple of the number of ranks"
         )
     if isinstance(request, SendReceive) and not 0 <= request.peer < world_size:
         raise ValueError(
@@ -260,27 +265,27 @@ def check_request(request: Collective, world_size: int) -> None:
         )
 
 
-def finished(request: Sum | Mean, world_size: int) -> Tensor:
-    """The answer, of the sum that lies in the request's values."""
+def finish_sum(request: Sum | Mean, world_size: int) -> Tensor:
+    """Return the answer of a request whose values are the sum: divide them for a mean."""
     if isinstance(request, Mean):
         request.values.div_(world_size)
     return request.values
 
 
 def scalar_tensor(request: AllGatherScalar) -> Tensor:
-    """(1,), int64 or float64, of the number."""
+    """Return the number as (1,) int64 or float64."""
     dtype = torch.float64 if isinstance(request.value, float) else torch.int64
     return torch.tensor([request.value], dtype=dtype)
 
 
 def as_bytes(values: Tensor) -> Tensor:
-    """(bytes,) uint8 of the same memory, or of a copy if `values` is not contiguous."""
-    # a tensor of no dimension has no view of another size
+    """Return (bytes,) uint8: a view of `values`, or of a copy if it is not contiguous."""
+    # a zero-dimensional tensor has no view of another element size
     return values.contiguous().view(-1).view(torch.uint8)
 
 
-def restored(values: Tensor, flat: Tensor) -> Tensor:
-    """`values`, once its bytes, in its own memory or in a copy, have come."""
+def copy_back(values: Tensor, flat: Tensor) -> Tensor:
+    """Return `values`, after copying `flat`, its bytes, to it if `as_bytes` has copied them."""
     if not values.is_contiguous():
         values.copy_(flat.view(values.dtype).view(values.shape))
     return values

@@ -1,8 +1,8 @@
 """Collective algorithms made of point-to-point messages.
 
-Each is a generator that yields the begins and ends of `Send` and `Receive`, and `Scratch`, so that
-its steps are the lines of the function. Times below are of W workers, M bytes, α seconds a message
-and B bytes a second out of each worker (Thakur, Rabenseifner and Gropp, "Optimization of Collective
+Each is a generator that yields `Scratch`, `Send` and `Receive`, and `Start` and `Wait` of messages.
+The table has their times for W ranks, M bytes, a latency of α seconds per message and an outgoing
+bandwidth of B bytes/s per rank (Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH", 2005):
 
     doubling_sum     ⌈log2 W⌉ (α + M/B)
@@ -12,13 +12,13 @@ Communication Operations in MPICH", 2005):
     chain            (⌈M/C⌉ + W - 2) (α + C/B), in pieces of C bytes
     binomial         ⌈log2 W⌉ (α + M/B)
 
-Sums are equal on all workers bit for bit: an element is either summed on one worker, or by the same
-pairs on all, and a + b is b + a.
+Sums are equal on all ranks bit for bit: an element is either summed on one rank, or by the same
+pairs on all ranks, and addition is commutative.
 
-What will be received is expected from the begin. Over gloo a message leaves when its sender knows
-that it is expected, and to tell it takes as long as a message: so only the first round waits, and
-takes 2 α. Nothing comes too early into memory that is still read: what a worker gets in its place
-was made with what it sent from there.
+All receives are posted at the start. gloo sends a message only when its receiver has posted the
+receive, and the notification takes as long as a message; so only the first round takes 2 α. A
+message cannot overwrite memory that is still read: the sender computed the message from the data
+that this rank sent from that memory.
 """
 
 from collections.abc import Sequence
@@ -29,75 +29,80 @@ from torch import Tensor
 
 from gcnzc.exchange.requests import Algorithm, Receive, Scratch, Send, Start, Wait
 
-PIECE_BYTES = 32 * 1024  # of a chain; the best from 16 to 32 KiB at 100 Mbit/s with 2 to 8 workers
+# piece size of a chain: 16 to 32 KiB are fastest at 100 Mbit/s with 2 to 8 ranks
+PIECE_BYTES = 32 * 1024
 
 
 def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """Sum (n,) in place by recursive doubling: whole vectors, in few rounds.
+    """All-reduce (n,) in place by recursive doubling: whole vectors in ⌈log2 W⌉ rounds.
 
-    It works in log2 W times the memory of the values; the other sums in no more than they take.
+    Uses log2 W times the memory of the values as scratch; the other sums use at most their size.
     """
-    fold = yield from _folded(values, rank, world_size)
-    peers = [fold.worker(fold.place ^ step) for step in fold.steps]
-    coming = []
+    fold = yield from _make_fold(values, rank, world_size)
+    peers = [fold.find_rank(fold.position ^ step) for step in fold.steps]
+    receives = []
     for peer in peers:
-        coming.append((yield from _expect((yield Scratch(values)), peer)))
-    yield from fold.enter(values)
-    for peer, receipt in zip(peers, coming, strict=True):
-        yield from _trade(values, peer, receipt)
-        values += receipt.into
-    yield from fold.leave(values)
+        receives.append((yield from _start_receive((yield Scratch(values)), peer)))
+    yield from fold.reduce_pairs(values)
+    for peer, receive in zip(peers, receives, strict=True):
+        yield from _send_and_wait(values, peer, receive)
+        values += receive.values
+    yield from fold.send_results(values)
     return values
 
 
 def halving_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """Sum (n,) in place: halves are summed until a worker has one share, then doubled again."""
-    fold = yield from _folded(values, rank, world_size)
+    """All-reduce (n,) in place by recursive halving (reduce-scatter) and doubling (all-gather)."""
+    fold = yield from _make_fold(values, rank, world_size)
     halves = []
     begin, end = 0, len(values)
     for step in reversed(fold.steps):
         middle = (begin + end) // 2
         lower, upper = values[begin:middle], values[middle:end]
-        is_upper = bool(fold.place & step)
-        mine, theirs = (upper, lower) if is_upper else (lower, upper)
-        halves.append((mine, theirs, fold.worker(fold.place ^ step)))
+        is_upper = bool(fold.position & step)
+        own, other = (upper, lower) if is_upper else (lower, upper)
+        halves.append((own, other, fold.find_rank(fold.position ^ step)))
         begin, end = (middle, end) if is_upper else (begin, middle)
-    summed, gathered = [], []
-    for mine, _, peer in halves:
-        summed.append((yield from _expect((yield Scratch(mine)), peer)))
-    for _, theirs, peer in reversed(halves):
-        gathered.append((yield from _expect(theirs, peer)))
-    yield from fold.enter(values)
-    for (mine, theirs, peer), receipt in zip(halves, summed, strict=True):
-        yield from _trade(theirs, peer, receipt)
-        mine += receipt.into
-    for (mine, _, peer), receipt in zip(reversed(halves), gathered, strict=True):
-        yield from _trade(mine, peer, receipt)
-    yield from fold.leave(values)
+    reduces, gathers = [], []
+    for own, _, peer in halves:
+        reduces.append((yield from _start_receive((yield Scratch(own)), peer)))
+    for _, other, peer in reversed(halves):
+        gathers.append((yield from _start_receive(other, peer)))
+    yield from fold.reduce_pairs(values)
+    for (own, other, peer), receive in zip(halves, reduces, strict=True):
+        yield from _send_and_wait(other, peer, receive)
+        own += receive.values
+    for (own, _, peer), receive in zip(reversed(halves), gathers, strict=True):
+        yield from _send_and_wait(own, peer, receive)
+    yield from fold.send_results(values)
     return values
 
 
 def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """Sum (n,) in place around a ring: the fewest bytes, in the most rounds."""
+    """All-reduce (n,) in place around a ring: the fewest bytes in the most rounds."""
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     parts = values.tensor_split(world_size)
-    # the share that leaves in each turn; the next one's is what comes
+    # part `turn` is sent in this turn, and part `turn + 1` is received
     shares = [parts[(rank - turn) % world_size] for turn in range(world_size)]
-    summed, gathered = [], []
+    reduces, gathers = [], []
     for share in shares[1:]:
-        summed.append((yield from _expect((yield Scratch(share)), before)))
+        reduces.append((yield from _start_receive((yield Scratch(share)), before)))
     for share in shares[:-1]:
-        gathered.append((yield from _expect(share, before)))
-    for turn, receipt in enumerate(summed):
-        yield from _trade(shares[turn], after, receipt)
-        shares[turn + 1] += receipt.into
-    for turn, receipt in enumerate(gathered):
-        yield from _trade(shares[turn - 1], after, receipt)
+        gathers.append((yield from _start_receive(share, before)))
+    for turn, receive in enumerate(reduces):
+        yield from _send_and_wait(shares[turn], after, receive)
+        shares[turn + 1] += receive.values
+    for turn, receive in enumerate(gathers):
+        yield from _send_and_wait(shares[turn - 1], after, receive)
     return values
 
 
 def direct_scatter(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """Sum this worker's share of (n,), which all others send it, in the order of ranks."""
+    """Reduce-scatter (n,): each rank receives its share from all others, and adds them by rank.
+
+    Returns:
+        (n / W,): the sum of this rank's share.
+    """
     shares = values.view(world_size, -1)
     parts = yield from direct_exchange(list(shares), [shares.shape[1]] * world_size, rank)
     total = parts[0].clone()
@@ -109,7 +114,7 @@ def direct_scatter(values: Tensor, rank: int, world_size: int) -> Algorithm[Tens
 def direct_exchange(
     parts: Sequence[Tensor], counts: Sequence[int], rank: int
 ) -> Algorithm[list[Tensor]]:
-    """Send part r to worker r, and receive `counts[r]` elements from it, all at once."""
+    """All-to-all: send part r to rank r, and receive `counts[r]` elements from it, concurrently."""
     world_size = len(parts)
     received = [parts[rank].new_empty(count) for count in counts]
     received[rank] = parts[rank]
@@ -119,7 +124,7 @@ def direct_exchange(
         if counts[before]:
             pending.append((yield Start(Receive(received[before], before))))
     for distance in range(1, world_size):
-        # everybody's first message goes to another worker
+        # each rank starts with another receiver, so that no rank receives all first messages
         after = (rank + distance) % world_size
         if len(parts[after]):
             pending.append((yield Start(Send(parts[after].contiguous(), after))))
@@ -129,171 +134,176 @@ def direct_exchange(
 
 
 def doubling_gather(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """Gather (n,) of every worker as (W, n), in rounds that double what each has.
+    """All-gather (n,) to (W, n) in ⌈log2 W⌉ rounds, each of which doubles the gathered rows.
 
     Source: Bruck et al., "Efficient Algorithms for All-to-All Communications", 1997.
     """
-    # row i is of worker rank + i until the end
+    # row i belongs to rank `rank + i` until the rows are rolled at the end
     rows = values.new_empty(world_size, len(values))
     rows[0] = values
     rounds = []
-    have = 1
-    while have < world_size:
-        count = min(have, world_size - have)
-        before, after = (rank - have) % world_size, (rank + have) % world_size
-        receipt = yield from _expect(rows[have : have + count], after)
-        rounds.append((rows[:count], before, receipt))
-        have += count
-    for leaving, to, receipt in rounds:
-        yield from _trade(leaving, to, receipt)
+    gathered = 1
+    while gathered < world_size:
+        count = min(gathered, world_size - gathered)
+        before, after = (rank - gathered) % world_size, (rank + gathered) % world_size
+        receive = yield from _start_receive(rows[gathered : gathered + count], after)
+        rounds.append((rows[:count], before, receive))
+        gathered += count
+    for sent, peer, receive in rounds:
+        yield from _send_and_wait(sent, peer, receive)
     return rows.roll(rank, 0)
 
 
 def ring_gather(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """Gather (n,) of every worker as (W, n), a row a round."""
+    """All-gather (n,) to (W, n) around a ring, one row per round."""
     rows = values.new_empty(world_size, len(values))
     rows[rank] = values
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    coming = []
+    receives = []
     for turn in range(1, world_size):
-        coming.append((yield from _expect(rows[(rank - turn) % world_size], before)))
-    for turn, receipt in enumerate(coming):
-        yield from _trade(rows[(rank - turn) % world_size], after, receipt)
+        receives.append((yield from _start_receive(rows[(rank - turn) % world_size], before)))
+    for turn, receive in enumerate(receives):
+        yield from _send_and_wait(rows[(rank - turn) % world_size], after, receive)
     return rows
 
 
 def chain(
     values: Tensor, root: int, rank: int, world_size: int, piece_bytes: int = PIECE_BYTES
 ) -> Algorithm[Tensor]:
-    """Broadcast (n,) along a chain, each worker passing on a piece while the next one comes."""
-    place = (rank - root) % world_size
+    """Broadcast (n,) along a chain: each rank forwards a piece while it receives the next one."""
+    position = (rank - root) % world_size
     pieces = values.split(max(piece_bytes // values.element_size(), 1))
     if world_size == 1 or not len(values):
         return values
     before, after = (rank - 1) % world_size, (rank + 1) % world_size
-    coming, leaving = [], []
-    if place > 0:
+    receives, sends = [], []
+    if position > 0:
         for piece in pieces:
-            coming.append((yield Start(Receive(piece, before))))
-    for number, piece in enumerate(pieces):
-        if place > 0:
-            yield Wait(coming[number])
-        if place < world_size - 1:
-            leaving.append((yield Start(Send(piece, after))))
-    for each in leaving:
-        yield Wait(each)
+            receives.append((yield Start(Receive(piece, before))))
+    for index, piece in enumerate(pieces):
+        if position > 0:
+            yield Wait(receives[index])
+        if position < world_size - 1:
+            sends.append((yield Start(Send(piece, after))))
+    for send in sends:
+        yield Wait(send)
     return values
 
 
 def binomial(values: Tensor, root: int, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """Broadcast (n,) down a tree: whoever has it sends it to one more, in every round."""
-    place = (rank - root) % world_size
+    """Broadcast (n,) down a binomial tree: each round doubles the ranks that have the values."""
+    position = (rank - root) % world_size
     step = 1
-    while step < world_size and not place & step:
+    while step < world_size and not position & step:
         step *= 2
-    if place > 0:
+    if position > 0:
         yield Receive(values, (rank - step) % world_size)
     step //= 2
     while step:
-        if place + step < world_size:
+        if position + step < world_size:
             yield Send(values, (rank + step) % world_size)
         step //= 2
     return values
 
 
 def barrier(rank: int, world_size: int) -> Algorithm[None]:
-    """Wait until all workers have come here, in rounds that double whom each has heard of."""
+    """Wait until all ranks have called it, by a dissemination barrier of ⌈log2 W⌉ rounds."""
     rounds, distance = [], 1
     while distance < world_size:
         before, after = (rank - distance) % world_size, (rank + distance) % world_size
         token = torch.zeros(1, dtype=torch.uint8)
-        rounds.append((after, (yield from _expect(token, before))))
+        rounds.append((after, (yield from _start_receive(token, before))))
         distance *= 2
-    for after, receipt in rounds:
-        yield from _trade(torch.zeros(1, dtype=torch.uint8), after, receipt)
+    for after, receive in rounds:
+        yield from _send_and_wait(torch.zeros(1, dtype=torch.uint8), after, receive)
 
 
-def swap(values: Tensor, peer: int, rank: int) -> Algorithm[Tensor]:
-    """The values of `peer`, which gets this worker's."""
+def send_receive(values: Tensor, peer: int, rank: int) -> Algorithm[Tensor]:
+    """Send `values` to `peer`, and return the values that it sends to this rank."""
     if peer == rank:
         return values.clone()
-    receipt = yield from _expect(torch.empty_like(values), peer)
-    yield from _trade(values, peer, receipt)
-    return receipt.into
+    receive = yield from _start_receive(torch.empty_like(values), peer)
+    yield from _send_and_wait(values, peer, receive)
+    return receive.values
 
 
 class _Fold:
-    """Of W workers, a power of two of them that do the work of all.
+    """Folds W ranks to the next lower power of two, which recursive doubling and halving need.
 
-    The first pairs share a place: the even one takes the odd one's values, and gives it the result.
+    If W is not a power of two, the first ranks form pairs: the odd rank of a pair sends its values
+    to the even one, which takes part for both and sends the result back. Each pair, and each rank
+    without a pair, has a position in [0, power of two).
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         power = 1 << (world_size.bit_length() - 1)
-        self.pairs = world_size - power
-        in_pair = rank < 2 * self.pairs
+        self.num_pairs = world_size - power
+        in_pair = rank < 2 * self.num_pairs
         self.is_folded = in_pair and rank % 2 == 1
         self.has_folded = in_pair and rank % 2 == 0
-        self.place = rank // 2 if in_pair else rank - self.pairs
-        # bits of a place, in which a worker differs from its peers
+        self.position = rank // 2 if in_pair else rank - self.num_pairs
+        # the positions of a rank and of its peers differ in one of these bits
         self.steps = [] if self.is_folded else [1 << bit for bit in range(power.bit_length() - 1)]
-        self.receipt: _Receipt | None = None
+        self.receive: _PendingReceive | None = None
 
-    def worker(self, place: int) -> int:
-        return 2 * place if place < self.pairs else place + self.pairs
+    def find_rank(self, position: int) -> int:
+        """Return the rank that takes part for a position."""
+        return 2 * position if position < self.num_pairs else position + self.num_pairs
 
-    def enter(self, values: Tensor) -> Algorithm[None]:
-        """Add up the pairs."""
+    def reduce_pairs(self, values: Tensor) -> Algorithm[None]:
+        """Add the values of each odd rank to those of its even one."""
         if self.is_folded:
             yield from _send(values, self.rank - 1)
-        elif self.receipt is not None:
-            yield from self.receipt.end()
-            values += self.receipt.into
+        elif self.receive is not None:
+            yield from self.receive.wait()
+            values += self.receive.values
 
-    def leave(self, values: Tensor) -> Algorithm[None]:
+    def send_results(self, values: Tensor) -> Algorithm[None]:
+        """Send the result of each even rank to its odd one."""
         if self.is_folded:
-            assert self.receipt is not None, "expected from the begin"
-            yield from self.receipt.end()
+            assert self.receive is not None, "_make_fold has started it"
+            yield from self.receive.wait()
         elif self.has_folded:
             yield from _send(values, self.rank + 1)
 
 
-def _folded(values: Tensor, rank: int, world_size: int) -> Algorithm[_Fold]:
-    """A fold that expects what comes into it, or out of it."""
+def _make_fold(values: Tensor, rank: int, world_size: int) -> Algorithm[_Fold]:
+    """Create a fold, and start the receive of this rank's pair."""
     fold = _Fold(rank, world_size)
     if fold.is_folded:
-        fold.receipt = yield from _expect(values, rank - 1)
+        fold.receive = yield from _start_receive(values, rank - 1)
     elif fold.has_folded:
-        fold.receipt = yield from _expect((yield Scratch(values)), rank + 1)
+        fold.receive = yield from _start_receive((yield Scratch(values)), rank + 1)
     return fold
 
 
-class _Receipt:
-    """A message that is expected, and where it will lie."""
+class _PendingReceive:
+    """A receive that has started, and the tensor that it writes."""
 
-    def __init__(self, into: Tensor, pending: Any) -> None:
-        self.into, self.pending = into, pending
+    def __init__(self, values: Tensor, pending: Any) -> None:
+        self.values, self.pending = values, pending
 
-    def end(self) -> Algorithm[None]:
-        """Wait for it."""
+    def wait(self) -> Algorithm[None]:
+        """Wait until the message is received."""
         if self.pending is not None:
             yield Wait(self.pending)
 
 
-def _expect(into: Tensor, source: int) -> Algorithm[_Receipt]:
-    """Begin to receive. An empty message is not sent, as both sides know its size."""
-    return _Receipt(into, (yield Start(Receive(into, source))) if into.numel() else None)
+def _start_receive(values: Tensor, source: int) -> Algorithm[_PendingReceive]:
+    """Start to receive `values`; empty messages are not sent, since both ranks know their size."""
+    pending = (yield Start(Receive(values, source))) if values.numel() else None
+    return _PendingReceive(values, pending)
 
 
-def _send(values: Tensor, to: int) -> Algorithm[None]:
+def _send(values: Tensor, peer: int) -> Algorithm[None]:
     if values.numel():
-        yield Send(values, to)
+        yield Send(values, peer)
 
 
-def _trade(leaving: Tensor, to: int, coming: _Receipt) -> Algorithm[None]:
-    """Send, and wait for what is expected."""
-    sent = (yield Start(Send(leaving, to))) if leaving.numel() else None
-    yield from coming.end()
-    if sent is not None:
-        yield Wait(sent)
+def _send_and_wait(values: Tensor, peer: int, receive: _PendingReceive) -> Algorithm[None]:
+    """Send `values`, and wait for both the send and a receive."""
+    pending = (yield Start(Send(values, peer))) if values.numel() else None
+    yield from receive.wait()
+    if pending is not None:
+        yield Wait(pending)

@@ -1,4 +1,4 @@
-"""The layout of a list of tensors: groups by dtype and device, and a hash of it."""
+"""Describe, hash and group lists of tensors, which must have the same layout on all ranks."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,18 @@ T = TypeVar("T", bound=Tensor)
 
 def group_by_dtype(named: Iterable[tuple[str, T]]) -> list[list[tuple[str, T]]]:
     """Group named tensors by dtype and device, each tensor once, in their order."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, T]]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, T]]] = {}
     seen = set()
     for name, parameter in named:
-        # tied ones have several names
+        # a tied parameter has several names
         if id(parameter) not in seen:
             seen.add(id(parameter))
-            kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
-    return list(kinds.values())
+            groups.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+    return list(groups.values())
 
 
-def layout(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """What must be the same on all workers, a line for each tensor, which may be repeated."""
+def describe_layout(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Describe tensors by what must be the same on all ranks; return a line for each tensor."""
     return [
         f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.device.type}"
         f"{'' if tensor.requires_grad else ' without gradient'}"
@@ -31,7 +31,7 @@ def layout(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     ]
 
 
-def hash_of(lines: Sequence[str]) -> int:
-    """A number of 63 bits that tells layouts apart."""
+def hash_lines(lines: Sequence[str]) -> int:
+    """Return a 63-bit hash of lines of text."""
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

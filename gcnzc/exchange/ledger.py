@@ -1,11 +1,11 @@
-"""The ledger: bytes that a rank sent, by kind of request."""
+"""Counters of the requests, messages and bytes that a rank has sent."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Entry:
-    """What one kind of request came to."""
+    """The counters of one kind of request."""
 
     requests: int = 0
     messages: int = 0
@@ -14,29 +14,29 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """The payload that one worker sent, by kind of request; headers are not counted."""
+    """Counters of one rank, by kind of request; bytes are those of payloads, without headers."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def count(self, kind: str) -> None:
-        """Count a request."""
-        self._of(kind).requests += 1
+        """Count one request of a kind."""
+        self._find(kind).requests += 1
 
     def add(self, kind: str, num_bytes: int, messages: int = 1) -> None:
-        """Count what is sent for a kind of request."""
-        entry = self._of(kind)
+        """Add the messages and bytes that were sent for a request of a kind."""
+        entry = self._find(kind)
         entry.messages += messages
         entry.bytes_sent += num_bytes
 
     @property
     def bytes_sent(self) -> int:
-        """Of all requests."""
+        """The bytes sent for all kinds of requests."""
         return sum(entry.bytes_sent for entry in self.entries.values())
 
     @property
     def requests(self) -> int:
-        """Of all kinds."""
+        """The number of requests of all kinds."""
         return sum(entry.requests for entry in self.entries.values())
 
-    def _of(self, kind: str) -> Entry:
+    def _find(self, kind: str) -> Entry:
         return self.entries.setdefault(kind, Entry())

@@ -1,8 +1,8 @@
-"""Long work on some ranks, for which the others wait without a time limit.
+"""Long work between exchanges, for which the other ranks wait without a time limit.
 
-A request waits for a limited time, so that nobody waits for a worker that is gone. Work such as
-reading a graph may take longer: those who are at it say so now and then, by a vote in which those
-who are done take part.
+A request has a time limit, so that no rank waits forever for one that has failed. Work such as
+reading a graph may take longer. Ranks that are still working therefore report it at intervals, by
+an all-gather of a scalar, in which ranks that have finished take part while they wait.
 """
 
 import threading
@@ -20,90 +20,110 @@ from gcnzc.exchange.sync import all_gather_scalar
 T = TypeVar("T")
 
 
-# how often a worker at long work says so, in the time that a request waits for at most
-SIGNS = 6
+# number of reports within the time limit of a request
+REPORTS = 6
 
 
-# what a worker says of its part of some work
-_AT_WORK, _DONE, _FAILED = range(3)
+# the state that a rank reports
+_WORKING, _DONE, _FAILED = range(3)
 
 
-# errors that other workers get as they are; anything else is the machine's
-_KINDS: tuple[type[Exception], ...] = (FileNotFoundError, OSError, ValueError, RuntimeError)
+# errors that are raised on the other ranks with the same type; other types become a RuntimeError
+_ERROR_TYPES: tuple[type[Exception], ...] = (FileNotFoundError, OSError, ValueError, RuntimeError)
 
 
 @contextmanager
 def joint_work(group: Group) -> Iterator["Work"]:
-    """Work of which each worker does a part by itself; the end of the `with` waits for all.
+    """Work on all ranks without exchanges; the end of the `with` waits for all ranks.
 
-    Nobody waits longer than the group's time limit for a sign of the others, however long the work
-    takes, if those that are at it call `Work.goes_on` between its pieces.
+    The work may take longer than the group's time limit, if each rank that works calls
+    `Work.report_progress` between the pieces of its work.
+
+    Yields:
+        This rank's work.
 
     Raises:
-        Exception: what the block raised, on the worker where it did; the others get an error of
-            the same kind that names that worker.
-        WorkerLost: another worker is gone.
+        Exception: the error of the block, on the rank where it was raised. The other ranks raise an
+            error of the same type that names this rank.
+        WorkerLost: another rank did not respond in time, or has ended.
     """
     work, error = Work(group), None
     try:
         yield work
     except WorkerLost:
         raise
-    except Exception as failure:  # whatever it is, the others must not wait for it
+    except Exception as failure:  # any error, so that the other ranks do not wait
         error = failure
-    work.end(error)
+    work.finish(error)
 
 
 class Work:
-    """The part of one worker in what all are at; made by `joint_work`."""
+    """The work of one rank, which `joint_work` creates.
+
+    Args:
+        group: the ranks that work.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.every_s = group.timeout_s / SIGNS
-        self.told_at = time.monotonic()
+        self.interval_s = group.timeout_s / REPORTS
+        self.reported_at = time.monotonic()
 
-    def goes_on(self) -> None:
-        """Tell those who wait that this worker is at work, if it is time to."""
-        if time.monotonic() - self.told_at >= self.every_s and self.group.world_size > 1:
-            run(all_gather_scalar(_AT_WORK), self.group)
-            self.told_at = time.monotonic()
+    def report_progress(self) -> None:
+        """Report to the other ranks that this one is working, if the last report is long ago."""
+        is_due = time.monotonic() - self.reported_at >= self.interval_s
+        if is_due and self.group.world_size > 1:
+            run(all_gather_scalar(_WORKING), self.group)
+            self.reported_at = time.monotonic()
 
-    def meanwhile(self, deed: Callable[[], T]) -> T:
-        """The result of `deed`, which a thread does while this one tells that it goes on."""
+    def run_in_thread(self, function: Callable[[], T]) -> T:
+        """Run a function in another thread, report progress meanwhile, and return its result.
+
+        Raises:
+            Exception: the error of the function.
+        """
         outcome: Future[T] = Future()
 
         def work() -> None:
             try:
-                outcome.set_result(deed())
+                outcome.set_result(function())
             except Exception as error:
                 outcome.set_exception(error)
 
-        # a daemon, so that Ctrl-C need not wait for it
+        # a daemon thread does not delay the end of the process after Ctrl-C
         thread = threading.Thread(target=work, name="gcnzc-work", daemon=True)
         thread.start()
         while thread.is_alive():
-            thread.join(self.every_s)
-            self.goes_on()
+            thread.join(self.interval_s)
+            self.report_progress()
         return outcome.result()
 
-    def end(self, error: Exception | None = None) -> None:
-        """Wait until all are done; raise if one has failed."""
+    def finish(self, error: Exception | None = None) -> None:
+        """Wait until all ranks have finished.
+
+        Args:
+            error: the error of this rank's work, which is raised; None if it succeeded.
+
+        Raises:
+            Exception: the work of a rank has failed; see `joint_work`.
+        """
         state = _DONE if error is None else _FAILED
-        while _AT_WORK in (states := run(all_gather_scalar(state), self.group)):
+        while _WORKING in (states := run(all_gather_scalar(state), self.group)):
             continue
         if _FAILED in states:
-            told = run(_told(error, states.index(_FAILED), self.group), self.group)
-            raise told if error is None else error
+            failed = run(_broadcast_error(error, states.index(_FAILED), self.group), self.group)
+            raise failed if error is None else error
 
 
-def _told(error: Exception | None, root: int, group: Group) -> Algorithm[Exception]:
-    """The error of worker `root`, for all."""
-    kind = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
-    text = bytes([kind]) + (str(error) or type(error).__name__).encode()
+def _broadcast_error(error: Exception | None, root: int, group: Group) -> Algorithm[Exception]:
+    """Broadcast the error of rank `root`, and return it."""
+    types = len(_ERROR_TYPES)
+    index = next((i for i in range(types) if isinstance(error, _ERROR_TYPES[i])), types - 1)
+    text = bytes([index]) + (str(error) or type(error).__name__).encode()
     lengths = yield AllGatherScalar(len(text))
     values = torch.zeros(lengths[root], dtype=torch.uint8)
     if group.rank == root:
         values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     yield Broadcast(values, root)
-    told = bytes(values.tolist())
-    return _KINDS[told[0]](f"worker {root}: {told[1:].decode()}")
+    received = bytes(values.tolist())
+    return _ERROR_TYPES[received[0]](f"rank {root}: {received[1:].decode()}")

@@ -1,6 +1,6 @@
-"""Measure collective algorithms on the ranks of a run, and keep the times in a file.
+"""Measure collective algorithms on the ranks of a group, and cache the times in a file.
 
-All workers time the same requests in turns and share their times, so that all choose alike.
+All ranks time the same requests and exchange their times, so that all make the same choices.
 
 Letters: R rounds, A algorithms.
 """
@@ -33,7 +33,8 @@ from gcnzc.exchange.requests import (
 )
 from gcnzc.exchange.tuner import KINDS, PIECES, SIZES, Times, Tuning, measure
 
-HOST_BYTES = 64  # of a machine's name
+# length to which names of machines are cut and padded
+HOST_BYTES = 64
 
 
 def tune(
@@ -44,51 +45,53 @@ def tune(
     budget_s: float = 60.0,
     again: bool = False,
 ) -> Tuning:
-    """What was measured on these workers, after measuring what is missing of it.
+    """Measure collective algorithms on a group, and return all measured times and the choices.
 
-    All workers must call this together, with the same arguments. Nothing is measured over NCCL,
-    which chooses by itself, or for one worker. What is sent while measuring counts in the group's
-    ledger.
+    All ranks must call it with the same arguments. Times in the cache file are not measured again.
+    Nothing is measured over NCCL, which has its own tuner, or for a single rank. The group's ledger
+    counts the messages of the measurement.
 
     Args:
-        group: whose `choices` stay as they are.
-        folder: where times are kept; only worker 0's is used, and made if need be.
-        sizes: the bytes that will be asked for, of each kind in `KINDS`; all kinds with `SIZES` if
-            None.
-        budget_s: what measuring takes at most, about. Larger sizes are left out first, and are not
-            tried again next time.
-        again: measure anew what is asked for.
+        group: the ranks; its `choices` are not changed.
+        folder: the folder of the cache file, created if needed; only that of rank 0 is used.
+        sizes: sizes in bytes to measure, by kind, one of `KINDS`; None measures all kinds at
+            `SIZES`.
+        budget_s: approximate limit of the measurement in seconds. The largest sizes are left out
+            first, and are not measured by later calls either.
+        again: measure the sizes even if the cache file has their times.
 
     Raises:
         ValueError: a kind has no algorithms to choose from.
-        WorkerLost: another worker did not answer in time, or is gone.
+        WorkerLost: another rank did not respond in time, or has ended.
     """
-    wanted = dict.fromkeys(KINDS, SIZES) if sizes is None else sizes
-    for kind in wanted:
+    requested = dict.fromkeys(KINDS, SIZES) if sizes is None else sizes
+    for kind in requested:
         if kind not in KINDS:
-            raise ValueError(f"no choice for {kind}\n\nhint: there is one for {', '.join(KINDS)}")
+            raise ValueError(f"no choice for {kind}\n\nhint: use one of {', '.join(KINDS)}")
     if group.world_size == 1 or group.backend == "nccl":
         return Tuning({})
-    made_for = _made_for(group)
-    digest = hashlib.sha256(json.dumps(made_for).encode()).hexdigest()
+    environment = _describe_environment(group)
+    digest = hashlib.sha256(json.dumps(environment).encode()).hexdigest()
     path = folder / f"collectives-{digest[:16]}.json"
-    found = _shared(group, path)
-    known = {} if again else found
-    missing = {kind: sorted({*wanted[kind]} - {*known.get(kind, {})}) for kind in wanted}
+    times = _read_and_broadcast(group, path)
+    known = {} if again else times
+    missing = {kind: sorted({*requested[kind]} - {*known.get(kind, {})}) for kind in requested}
     missing = {kind: of_kind for kind, of_kind in missing.items() if of_kind}
     if not missing:
-        return Tuning(found)
-    new = measure(lambda *case: _least(group, *case), missing, group.world_size, budget_s)
-    group.forget_buffers()
+        return Tuning(times)
+    new = measure(
+        lambda *case: _time_fastest_rounds(group, *case), missing, group.world_size, budget_s
+    )
+    group.free_buffers()
     for kind, by_size in new.items():
-        found[kind] = found.get(kind, {}) | by_size
+        times[kind] = times.get(kind, {}) | by_size
     if group.rank == 0:
-        _keep(path, made_for, found)
-    return Tuning(found)
+        _write(path, environment, times)
+    return Tuning(times)
 
 
-def request_of(kind: str, num_bytes: int, rank: int, world_size: int) -> Collective:
-    """A request that is about so many bytes, of zeros."""
+def make_request(kind: str, num_bytes: int, rank: int, world_size: int) -> Collective:
+    """Create a request of zeros, of about `num_bytes` bytes."""
     values = torch.zeros(num_bytes, dtype=torch.uint8)
     if kind == "Sum":
         return Sum(torch.zeros(max(num_bytes // 4, 1)))
@@ -96,60 +99,65 @@ def request_of(kind: str, num_bytes: int, rank: int, world_size: int) -> Collect
         return AllGather(values)
     if kind == "Broadcast":
         return Broadcast(values)
-    assert kind == "AllToAll", "all kinds with a choice"
+    assert kind == "AllToAll", "the other kinds have one algorithm"
     parts = values.tensor_split(world_size)
     return AllToAll(parts, [len(parts[rank])] * world_size)
 
 
-def timed(group: Group, kind: str, num_bytes: int, names: Sequence[str], rounds: int) -> Tensor:
-    """Time algorithms in turns on all workers, after a first round that is not counted.
+def time_algorithms(
+    group: Group, kind: str, num_bytes: int, names: Sequence[str], rounds: int
+) -> Tensor:
+    """Time algorithms on all ranks, after a warm-up round, in a random order in each round.
+
+    An all-gather precedes each algorithm, so that all ranks start it at about the same time.
 
     Returns:
-        (R, A) float64, the same on all workers: seconds of the slowest one. Each algorithm began
-        when everybody had voted.
+        (R, A) float64: seconds on the slowest rank, the same on all ranks.
     """
-    request = request_of(kind, num_bytes, group.rank, group.world_size)
+    request = make_request(kind, num_bytes, group.rank, group.world_size)
     seconds = torch.empty(1 + rounds, len(names), dtype=torch.float64)
-    usual, shuffler = group.choices, random.Random(0)
+    choices, shuffler = group.choices, random.Random(0)
     try:
         for turn in range(1 + rounds):
-            for place in shuffler.sample(range(len(names)), len(names)):
-                group.choices = Choices.always(**{kind: names[place]})
-                group.run(ask(AllGatherScalar(0)))
+            for index in shuffler.sample(range(len(names)), len(names)):
+                group.choices = Choices.always(**{kind: names[index]})
+                group.run(yield_request(AllGatherScalar(0)))
                 begin = time.perf_counter()
-                group.run(ask(request))
-                seconds[turn, place] = time.perf_counter() - begin
+                group.run(yield_request(request))
+                seconds[turn, index] = time.perf_counter() - begin
     finally:
-        group.choices = usual
-    everybodys = group.run(ask(AllGather(seconds[1:].flatten())))
-    return everybodys.amax(0).view(rounds, len(names))
+        group.choices = choices
+    gathered = group.run(yield_request(AllGather(seconds[1:].flatten())))
+    return gathered.amax(0).view(rounds, len(names))
 
 
-def ask(request: Request) -> Algorithm[Any]:
-    """An algorithm that asks for one thing, and returns the answer."""
+def yield_request(request: Request) -> Algorithm[Any]:
+    """Yield one request, and return its answer: the algorithm of a single request."""
     return (yield request)
 
 
-def _least(
+def _time_fastest_rounds(
     group: Group, kind: str, num_bytes: int, names: Sequence[str], rounds: int
 ) -> tuple[list[float], float]:
+    """Return the seconds of each algorithm's fastest round, and of the whole measurement."""
     begin = time.perf_counter()
-    seconds = timed(group, kind, num_bytes, names, rounds)
-    # others' load only ever adds to a time
+    seconds = time_algorithms(group, kind, num_bytes, names, rounds)
+    # the fastest round, since other load on the machines only adds time
     return seconds.amin(0).tolist(), max(
-        group.run(ask(AllGatherScalar(time.perf_counter() - begin)))
+        group.run(yield_request(AllGatherScalar(time.perf_counter() - begin)))
     )
 
 
-def _made_for(group: Group) -> dict[str, Any]:
-    """What times depend on."""
+def _describe_environment(group: Group) -> dict[str, Any]:
+    """Return what the times depend on; its hash is part of the cache file's name."""
     host = torch.zeros(HOST_BYTES, dtype=torch.uint8)
     name = socket.gethostname().encode()[:HOST_BYTES]
     host[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
     return {
         "backend": group.backend,
         "hosts": [
-            bytes(each.tolist()).rstrip(b"\0").decode() for each in group.run(ask(AllGather(host)))
+            bytes(each.tolist()).rstrip(b"\0").decode()
+            for each in group.run(yield_request(AllGather(host)))
         ],
         "torch": torch.__version__,
         "algorithms": {kind: ALGORITHMS[kind] for kind in KINDS},
@@ -157,35 +165,36 @@ def _made_for(group: Group) -> dict[str, Any]:
     }
 
 
-def _shared(group: Group, path: Path) -> Times:
-    """What worker 0 finds in a file, on all workers."""
+def _read_and_broadcast(group: Group, path: Path) -> Times:
+    """Read times from a file on rank 0, and broadcast them."""
     text = json.dumps(_read(path)).encode() if group.rank == 0 else b""
-    length = int(group.run(ask(AllGatherScalar(len(text))))[0])
+    length = int(group.run(yield_request(AllGatherScalar(len(text))))[0])
     data = torch.tensor(list(text.ljust(length)), dtype=torch.uint8)
-    group.run(ask(Broadcast(data)))
-    return _times(json.loads(bytes(data.tolist())))
+    group.run(yield_request(Broadcast(data)))
+    return _parse(json.loads(bytes(data.tolist())))
 
 
 def _read(path: Path) -> Times:
     try:
-        return _times(json.loads(path.read_text())["times"])
+        return _parse(json.loads(path.read_text())["times"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        # not there, or damaged: it is made again
+        # the file does not exist or is damaged: measure again
         return {}
 
 
-def _times(words: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Times:
+def _parse(times: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Times:
+    """Convert the sizes, which are strings in JSON, to integers."""
     return {
         kind: {int(size): dict(seconds) for size, seconds in by_size.items()}
-        for kind, by_size in words.items()
+        for kind, by_size in times.items()
     }
 
 
-def _keep(path: Path, made_for: Mapping[str, Any], times: Times) -> None:
+def _write(path: Path, environment: Mapping[str, Any], times: Times) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({**made_for, "times": times}, indent=1) + "\n")
+        partial.write_text(json.dumps({**environment, "times": times}, indent=1) + "\n")
         os.replace(partial, path)
     except OSError as error:
-        warnings.warn(f"times of collectives are not kept: {error}", stacklevel=2)
+        warnings.warn(f"cannot write the times of collectives: {error}", stacklevel=2)

@@ -26,9 +26,9 @@ from gcnzc.exchange.choices import (
     Choices,
     as_bytes,
     check_request,
+    copy_back,
     expand,
-    finished,
-    restored,
+    finish_sum,
     scalar_tensor,
     sent_bytes,
 )
@@ -211,7 +211,7 @@ class Channel:
     def _conduct(self, algorithm: Algorithm[Any]) -> Any:
         # each message of gcnzc's collectives resumes this thread, which takes the GIL from the
         # training thread; on busy cores that costs more than these collectives save here
-        choices = self.group.choices.but(AllGather=BUILTIN, AllToAll=BUILTIN)
+        choices = self.group.choices.replace(AllGather=BUILTIN, AllToAll=BUILTIN)
         answer: Any = None
         while True:
             try:
@@ -244,7 +244,7 @@ class Channel:
             is_checked = self._add_pair(before, self.header.words)
             is_checked |= self.header.number % CHECK_EVERY == 0
             staged = StagedRequest(request, self.memory)
-            name = (choices or group.choices).of(staged.request)
+            name = (choices or group.choices).find(staged.request)
             if name == BUILTIN and group.world_size > 1:
                 sent = round(sent_bytes(request, group.rank, group.world_size, name))
                 group.ledger.add(kind, sent, 0)
@@ -361,7 +361,7 @@ class Channel:
     def _nccl(self, request: Collective) -> "_Finish":
         group, kind = self.group, type(request).__name__
         group.ledger.count(kind)
-        sent = round(sent_bytes(request, group.rank, group.world_size, group.choices.of(request)))
+        sent = round(sent_bytes(request, group.rank, group.world_size, group.choices.find(request)))
         group.ledger.add(kind, sent, 0)
         return self._builtin(request)
 
@@ -371,11 +371,11 @@ class Channel:
         limit_s = self._limit_s(request)
         if isinstance(request, Sum | Mean):
             work = dist.all_reduce(request.values.view(-1), **over)
-            return _Finish(work, lambda: finished(request, world), limit_s)
+            return _Finish(work, lambda: finish_sum(request, world), limit_s)
         if isinstance(request, Broadcast):
             flat = as_bytes(request.values)
             work = dist.broadcast(flat, self.group.ranks[request.root], **over)
-            return _Finish(work, lambda: restored(request.values, flat), limit_s)
+            return _Finish(work, lambda: copy_back(request.values, flat), limit_s)
         if isinstance(request, AllGather):
             values = as_bytes(request.values)
             rows = values.new_empty(world * len(values))

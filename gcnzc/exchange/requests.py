@@ -1,11 +1,11 @@
-"""Requests: collectives and messages that algorithms yield.
+"""The requests of distributed algorithms: collectives and point-to-point messages.
 
-An algorithm is a generator: it yields a request, is sent the answer, and returns its result. It
-never touches a process group, so the same lines run over processes (`run`) and for W workers in one
-process (`lockstep`). Every worker must yield the same requests in the same order; `SendReceive`,
-`Send` and `Receive` name the worker they are for.
+An algorithm is a generator: it yields requests, receives each answer as the value of the `yield`,
+and returns its result. It does not use a process group itself, so the same code runs on processes
+(`run`) and is simulated for W ranks in one process (`lockstep`). All ranks must yield the same
+requests in the same order; the peers of `SendReceive`, `Send` and `Receive` may differ.
 
-Letters: W workers, n elements.
+Letters: W ranks, n elements.
 """
 
 from collections.abc import Generator, Sequence
@@ -19,104 +19,108 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """The sum over the workers. The answer is `values`, written in place, equal on all workers."""
+    """All-reduce with a sum; the answer is `values`, written in place, equal on all ranks."""
 
     values: Tensor
-    """contiguous, of any shape, of the same size and dtype on every worker"""
+    """contiguous, of any shape, with the same size and dtype on all ranks"""
 
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """The mean over the workers. The answer is `values`, written in place, equal on all workers."""
+    """All-reduce with a mean; the answer is `values`, written in place, equal on all ranks."""
 
     values: Tensor
-    """contiguous, floating-point, of any shape, of the same size and dtype on every worker"""
+    """contiguous, floating-point, of any shape, with the same size and dtype on all ranks"""
 
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """Everybody's values: the answer is (W, n), a row for each worker."""
+    """All-gather; the answer is (W, n), with one row per rank."""
 
     values: Tensor
-    """(n,), contiguous, of the same size and dtype on every worker"""
+    """(n,), contiguous, with the same size and dtype on all ranks"""
 
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter:
-    """This worker's share of the sum over the workers: the answer is (n / W,)."""
+    """Reduce-scatter with a sum; the answer is (n / W,), this rank's share of the sum."""
 
     values: Tensor
-    """(n,), contiguous; n is a multiple of W, and share r goes to worker r"""
+    """(n,), contiguous; n is a multiple of W, and rank r gets share r"""
 
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """A part for each worker: the answer is the W parts that are for this one."""
+    """All-to-all; the answer is a list of W tensors, the parts that the ranks sent to this rank."""
 
     parts: Sequence[Tensor]
-    """W tensors of one dimension and one dtype, of any lengths; number r goes to worker r"""
+    """W one-dimensional tensors of one dtype and of any lengths; part r is sent to rank r"""
     counts: Sequence[int] | None = None
-    """elements that come from each worker; asked for first if None"""
+    """the number of elements to receive from each rank; None exchanges the lengths first"""
 
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """One worker's values for all. The answer is `values`, written in place."""
+    """Broadcast from one rank; the answer is `values`, written in place on the other ranks."""
 
     values: Tensor
-    """of any shape, of the same size and dtype on every worker"""
+    """of any shape, with the same size and dtype on all ranks"""
     root: int = 0
+    """the rank that sends its values"""
 
 
 @dataclass(frozen=True, eq=False)
 class SendReceive:
-    """An exchange of two workers: the answer is the other's values."""
+    """Exchange of tensors between pairs of ranks; the answer is the peer's tensor."""
 
     values: Tensor
-    """contiguous, of the same shape and dtype on both"""
+    """contiguous, with the same shape and dtype on both ranks"""
     peer: int
-    """the other, who names this one; a worker that names itself gets a copy of its own"""
+    """the other rank, whose peer is this rank; for this rank itself the answer is a copy"""
 
 
 @dataclass(frozen=True)
 class AllGatherScalar:
-    """Everybody's number: the answer is W of them, in the order of ranks."""
+    """All-gather of a number; the answer is a tuple of W numbers, in the order of ranks."""
 
     value: int | float
-    """int64 or float64, of the same type on every worker"""
+    """sent as int64 or float64; of the same type on all ranks"""
 
 
 @dataclass(frozen=True, eq=False)
 class Send:
-    """A message to one worker, which it must receive; the answer, None, comes when it has left."""
+    """Send a message to one rank, which must receive it; the answer is None, once it is sent."""
 
     values: Tensor
-    """contiguous; not to be changed before"""
+    """contiguous; must not change until the answer"""
     peer: int
+    """the rank that receives the message"""
 
 
 @dataclass(frozen=True, eq=False)
 class Receive:
-    """The next message from one worker. The answer is `values`, written in place."""
+    """Receive the next message from one rank; the answer is `values`, written in place."""
 
     values: Tensor
-    """contiguous, of as many bytes as are sent"""
+    """contiguous, of as many bytes as the message"""
     peer: int
+    """the rank that sends the message"""
 
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """Memory to work in: the answer is like `values`, and lasts to the end of the collective."""
+    """Allocate scratch memory; the answer is like `values`, and valid until the collective ends."""
 
     values: Tensor
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The name of what makes the requests from here on, such as an optimizer; headers include it.
+    """Set the name of the caller of the requests that follow, such as an optimizer.
 
-    Ranks whose requests are equal but have different callers are then a mismatch. The answer is the
-    name before; at the start of an algorithm it is empty. What is begun keeps the name.
+    The name is part of the requests' headers, so equal requests of different callers are a
+    mismatch. The answer is the previous name, which is empty at the start of an algorithm. Requests
+    that have started keep their name.
     """
 
     name: str
@@ -124,30 +128,31 @@ class Caller:
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds of work that is not exchange: a virtual clock advances, a real worker sleeps."""
+    """Computation of some duration: the simulation's clock advances, a real rank sleeps."""
 
     seconds: float
 
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The start of a request, or of a whole algorithm, that goes on beside this one.
+    """Start a request, or a whole algorithm, that is overlapped with the requests that follow.
 
-    The answer is something to be given to `Wait`. Until then tensors of the request belong to it.
+    The answer is a handle for `Wait`. Until then the tensors of the request must not be used.
     """
 
     request: "Request | Algorithm[Any]"
-    """an algorithm asks for collectives alone, and for memory"""
+    """a request, or an algorithm that yields only collectives and `Scratch`"""
     channel: str = "background"
-    """what is begun on one channel is answered one after the other, that on several side by side; a
-    single message needs none"""
+    """requests on one channel run one after the other, those on different channels concurrently;
+    ignored for `Send` and `Receive`"""
 
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """The end of a request that was begun; the answer is that request's."""
+    """Wait for a started request; the answer is the request's answer."""
 
     pending: Any
+    """the answer of `Start`"""
 
 
 Collective: TypeAlias = (
@@ -158,8 +163,8 @@ Request: TypeAlias = Collective | Message | Scratch | Compute | Caller | Start |
 Algorithm: TypeAlias = Generator[Request, Any, T]
 
 
-def bytes_of(request: Collective) -> int:
-    """The bytes that a request is about: what its algorithm is chosen by."""
+def num_bytes_of(request: Collective) -> int:
+    """Return the size of a request in bytes, by which its algorithm is chosen."""
     if isinstance(request, AllToAll):
         return sum(part.numel() * part.element_size() for part in request.parts)
     if isinstance(request, AllGatherScalar):
@@ -168,16 +173,16 @@ def bytes_of(request: Collective) -> int:
 
 
 def describe_request(request: object) -> str:
-    """A request in words, for messages."""
+    """Describe a request, for error messages."""
     if isinstance(request, Start):
         return f"the start of {describe_request(request.request)}"
     if isinstance(request, Wait):
-        return "the end of a request begun before"
+        return "the end of a started request"
     if isinstance(request, Generator):
         return getattr(request, "__name__", "an algorithm")
     name = type(request).__name__
     if isinstance(request, Compute):
         return f"{name} of {request.seconds:g} s"
     peer = getattr(request, "peer", None)
-    of = f"{name} of {bytes_of(request):,} bytes"  # type: ignore[arg-type]
-    return of if peer is None else f"{of} with worker {peer}"
+    text = f"{name} of {num_bytes_of(request):,} bytes"  # type: ignore[arg-type]
+    return text if peer is None else f"{text} with rank {peer}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Broadcast, Mean
-from gcnzc.exchange.layout import group_by_dtype, hash_of
+from gcnzc.exchange.layout import group_by_dtype, hash_lines
 
 
 def broadcast(tensors: Sequence[tuple[str, Tensor]]) -> Algorithm[None]:
@@ -20,44 +20,44 @@ def broadcast(tensors: Sequence[tuple[str, Tensor]]) -> Algorithm[None]:
         tensors: names and tensors, which are overwritten; with the same shapes and dtypes, in the
             same order, on all ranks.
     """
-    for kind in group_by_dtype(tensors):
-        yield from _broadcast([tensor for _, tensor in kind])
+    for same_dtype in group_by_dtype(tensors):
+        yield from _broadcast([tensor for _, tensor in same_dtype])
 
 
 def check_same(lines: Sequence[str], what: str) -> Algorithm[None]:
     """Check that `lines` are equal on all ranks; if they are, each rank sends only a hash (8 B).
 
     Args:
-        lines: of this rank.
-        what: what the lines describe, for the error message.
+        lines: this rank's lines.
+        what: the name of what the lines describe, for the error message.
 
     Raises:
-        ValueError: they differ; raised on all ranks. The message has the first different line.
+        ValueError: they differ; raised on all ranks. The message has the first line that differs.
     """
-    hashes = yield AllGatherScalar(hash_of(lines))
+    hashes = yield AllGatherScalar(hash_lines(lines))
     if len(set(hashes)) == 1:
         return
     texts = yield from all_gather_text("\n".join(lines))
-    mine, *others = (text.splitlines() for text in texts)
-    for rank, theirs in enumerate(others, 1):
-        if theirs == mine:
+    first, *others = (text.splitlines() for text in texts)
+    for rank, other in enumerate(others, 1):
+        if other == first:
             continue
-        place = next(
-            (i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]),
-            min(len(mine), len(theirs)),
+        index = next(
+            (i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]),
+            min(len(first), len(other)),
         )
-        first, other = (
-            repr(each[place]) if place < len(each) else "nothing more" for each in (mine, theirs)
+        first_line, other_line = (
+            repr(each[index]) if index < len(each) else "no line" for each in (first, other)
         )
         raise ValueError(
-            f"the {what} of workers 0 and {rank} differ: at {place}, worker 0 has {first} and "
-            f"worker {rank} has {other}\n\nhint: all workers must run the same program with the "
-            "same options"
+            f"the {what} of ranks 0 and {rank} differ: at line {index}, rank 0 has {first_line} "
+            f"and rank {rank} has {other_line}\n\nhint: all ranks must run the same program with "
+            "the same options"
         )
 
 
 def all_gather_text(text: str) -> Algorithm[list[str]]:
-    """All-gather a string: return the texts of all workers, in the order of ranks."""
+    """All-gather a string, and return the texts of all ranks, in their order."""
     lengths = yield AllGatherScalar(len(data := text.encode()))
     # frombuffer needs at least one byte
     values = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
@@ -66,7 +66,7 @@ def all_gather_text(text: str) -> Algorithm[list[str]]:
 
 
 def broadcast_bytes(data: bytes, rank: int) -> Algorithm[bytes]:
-    """Broadcast the bytes of worker 0 to all workers; the `data` of others is ignored."""
+    """Broadcast the bytes of rank 0, and return them; the `data` of other ranks is ignored."""
     lengths = yield AllGatherScalar(len(data))
     values = torch.empty(lengths[0], dtype=torch.uint8)
     if rank == 0 and data:
@@ -76,17 +76,17 @@ def broadcast_bytes(data: bytes, rank: int) -> Algorithm[bytes]:
 
 
 def all_gather(values: Tensor) -> Algorithm[Tensor]:
-    """All-gather a tensor (n,): return (W, n), in the order of ranks."""
+    """All-gather a tensor (n,), and return (W, n), in the order of ranks."""
     return (yield AllGather(values))
 
 
 def all_gather_scalar(value: int | float) -> Algorithm[tuple[Any, ...]]:
-    """All-gather a number: return the numbers of all workers, in the order of ranks."""
+    """All-gather a number, and return the numbers of all ranks, in their order."""
     return (yield AllGatherScalar(value))
 
 
 def dense_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Names and buffers of a model, without sparse ones such as a fixed adjacency matrix."""
+    """Return the named buffers of a model, except sparse ones such as an adjacency matrix."""
     return [pair for pair in model.named_buffers() if pair[1].layout == torch.strided]
 
 
@@ -103,16 +103,16 @@ def synchronise_buffers(model: nn.Module) -> Algorithm[None]:
     own = [tensor.detach().clone() for _, tensor in floating]
     yield from broadcast(buffers)
     copies = [(name, mine) for (name, _), mine in zip(floating, own, strict=True)]
-    for kind in group_by_dtype(copies):
-        names = {name for name, _ in kind}
+    for same_dtype in group_by_dtype(copies):
+        names = {name for name, _ in same_dtype}
         tensors = [tensor for name, tensor in floating if name in names]
         first, mine = (
             torch.cat([each.reshape(-1) for each in part])
-            for part in (tensors, [each for _, each in kind])
+            for part in (tensors, [each for _, each in same_dtype])
         )
         base = first.masked_fill(~first.isfinite(), 0)
         is_finite = mine.isfinite()
-        # differences, since the rounded mean of equal values may not be the value
+        # average differences, since the rounded mean of equal values may differ from the value
         difference = torch.where(is_finite, mine - base, 0)
         sums = torch.cat([difference, is_finite.to(mine.dtype)])
         yield Mean(sums)

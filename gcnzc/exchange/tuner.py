@@ -11,100 +11,112 @@ from gcnzc.exchange.choices import ALGORITHMS, BUILTIN, CHAIN, DEFAULT_STEPS, Ch
 KINDS = tuple(kind for kind, names in ALGORITHMS.items() if len(names) > 1)
 
 
-SIZES = tuple(4 << power for power in range(23))  # 4 B to 16 MiB
+# default sizes to measure: 4 B to 16 MiB
+SIZES = tuple(4 << power for power in range(23))
 
 
-PIECES = tuple(1024 << power for power in (3, 4, 5, 6, 8))  # of chains, in bytes
+# piece sizes of chains to measure, in bytes
+PIECES = tuple(1024 << power for power in (3, 4, 5, 6, 8))
 
 
-# the best number of pieces rises with the root of the bytes; more cost time of processors, too
+# the best number of pieces is proportional to the square root of the size; more pieces also take
+# more CPU time
 MOST_PIECES = 128
 
 
-# what is not faster than this share of another's time is no reason to leave that other
+# an algorithm replaces another only if its time is below this share of the other's
 CLEARLY = 0.95
 
 
-HOPELESS = 2.0  # times the fastest
+# an algorithm that takes this many times as long as the fastest may be left out at larger sizes
+HOPELESS = 2.0
 
 
-MOSTLY_BYTES = 0.8  # of the rise in bytes, where messages cost little beside them
+# times are dominated by bandwidth if they grow by at least this share of the growth in size
+MOSTLY_BYTES = 0.8
 
 
-# of all algorithms at one size: as many as take this time
+# number of rounds at one size: as many as take `ROUNDS_S` seconds
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 16, 0.3
 
 
-# a size is timed only after one of this share of it, which tells what it will take
+# a size is measured only after a size of at least 1/8 of it, which predicts its time
 PROBE_GAP = 8
 
 
+# the smallest size that is measured only for such a prediction
 PROBE_BYTES = 4 << 10
 
 
-SECOND_LOOK = 0.3  # of a kind's time, to time what would be chosen and the builtin one again
+# share of a kind's budget for a second measurement of the choice and of builtin
+SECOND_LOOK = 0.3
 
 
 Times = dict[str, dict[int, dict[str, float]]]
 
 
-"""Seconds by kind, bytes and algorithm. A size that would have taken too long has no algorithms."""
+"""Seconds by kind, size in bytes and algorithm; sizes beyond the budget have no algorithms."""
 
 
 Timer = Callable[[str, int, Sequence[str], int], tuple[list[float], float]]
 
 
-"""From kind, bytes, algorithms and rounds to the least seconds of each, and what it took in all.
-The answer is the same on all workers."""
+"""A function of kind, size in bytes, algorithms and rounds; returns the least seconds of each
+algorithm and the seconds of the measurement, the same on all ranks."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was measured of one kind of request of one size."""
+class Measurement:
+    """The times of all algorithms for one kind and size of request."""
 
     kind: str
     num_bytes: int
     chosen: str
-    seconds: float  # of the chosen one
+    """the algorithm that is chosen"""
+    seconds: float
+    """time of the chosen algorithm"""
     builtin_s: float
+    """time of the process group's own collective"""
     all_s: Mapping[str, float]
+    """time by algorithm"""
 
-    def told(self) -> str:
-        """In a line."""
-        beside = "" if self.chosen == BUILTIN else f", {BUILTIN} {1e3 * self.builtin_s:.2f} ms"
-        took = f"{self.chosen} {1e3 * self.seconds:.2f} ms{beside}"
-        return f"{self.kind} of {self.num_bytes:,} B: {took}"
+    def summary(self) -> str:
+        """Return one line with the chosen algorithm, its time, and that of builtin."""
+        builtin = "" if self.chosen == BUILTIN else f", {BUILTIN} {1e3 * self.builtin_s:.2f} ms"
+        chosen = f"{self.chosen} {1e3 * self.seconds:.2f} ms{builtin}"
+        return f"{self.kind} of {self.num_bytes:,} B: {chosen}"
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Times, and what follows from them."""
+    """Measured times of collective algorithms, and the choices that follow from them."""
 
     times: Times
+    """seconds by kind, size in bytes and algorithm"""
 
     @property
     def choices(self) -> Choices:
-        """The fastest, or the builtin one where none is clearly faster.
+        """The fastest algorithms; builtin where no other is clearly faster.
 
-        Between two sizes that were measured the nearer one tells, by its ratio; the first tells of
-        smaller ones, and the last of some times larger ones. Beyond that, and for a kind that was
-        not measured, there are the usual ones.
+        A size between two measured sizes has the choice of the nearer one, by ratio. Sizes below
+        the smallest measured one have its choice, and so have sizes up to `PROBE_GAP` times the
+        largest one. Larger sizes, and kinds that were not measured, have the default algorithms.
         """
         steps = {}
         for kind, by_size in self._measured().items():
             if kind == "AllToAll":
-                steps[kind] = _for_all_sizes(by_size)
+                steps[kind] = _choose_for_all_sizes(by_size)
             else:
-                steps[kind] = _by_size(by_size, DEFAULT_STEPS[kind])
+                steps[kind] = _choose_by_size(by_size, DEFAULT_STEPS[kind])
         return Choices(steps)
 
-    def rows(self) -> list[Row]:
-        """A row for each kind and size that was measured, in order."""
+    def rows(self) -> list[Measurement]:
+        """Return the measurements, by kind and ascending size."""
         choices, rows = self.choices, []
         for kind, by_size in self._measured().items():
             for size, seconds in by_size.items():
-                name = choices.name_of(kind, size)
-                rows.append(Row(kind, size, name, seconds[name], seconds[BUILTIN], seconds))
+                name = choices.find_for_size(kind, size)
+                rows.append(Measurement(kind, size, name, seconds[name], seconds[BUILTIN], seconds))
         return rows
 
     def _measured(self) -> Times:
@@ -119,49 +131,50 @@ class Tuning:
 def measure(
     timer: Timer, sizes: Mapping[str, Sequence[int]], world_size: int, budget_s: float
 ) -> Times:
-    """Time all algorithms, at sizes that rise, as long as the budget lasts.
+    """Measure all algorithms at ascending sizes, within a time budget.
 
     Args:
-        timer: that is asked.
-        sizes: bytes of each kind.
-        world_size: how many workers there are.
-        budget_s: seconds of the timer's in all; what a kind leaves is for those that follow.
+        timer: measures one kind and size.
+        sizes: sizes in bytes, by kind.
+        world_size: the number of ranks.
+        budget_s: seconds for all measurements; time that a kind does not use is available to the
+            kinds after it.
     """
     times: Times = {}
-    for number, kind in enumerate(sizes):
-        allowance = budget_s / (len(sizes) - number)
+    for index, kind in enumerate(sizes):
+        allowance = budget_s / (len(sizes) - index)
         first_s = (1 - SECOND_LOOK) * allowance
         times[kind], spent_s = _measure_kind(timer, kind, sizes[kind], world_size, first_s)
-        spent_s += _look_again(timer, kind, times[kind], allowance - spent_s)
+        spent_s += _measure_again(timer, kind, times[kind], allowance - spent_s)
         budget_s -= spent_s
     return times
 
 
-def _look_again(
+def _measure_again(
     timer: Timer, kind: str, found: dict[int, dict[str, float]], budget_s: float
 ) -> float:
-    """Time what would be chosen once more beside the builtin one; the worse of two shares counts.
+    """Measure the chosen algorithms and builtin again, and keep the worse of the two ratios.
 
-    On busy machines a few rounds may make any algorithm the fastest by chance.
+    On busy machines, any algorithm may be the fastest of a few rounds by chance.
 
     Returns:
-        What it took.
+        The seconds that it took.
     """
     choices, spent_s = Tuning({kind: found}).choices, 0.0
     for size in sorted(found, reverse=True):
-        # large ones had the fewest rounds
-        seconds, name = found[size], choices.name_of(kind, size)
+        # large sizes first: they had the fewest rounds
+        seconds, name = found[size], choices.find_for_size(kind, size)
         if name == BUILTIN or name not in seconds:
             continue
         round_s = seconds[name] + seconds[BUILTIN]
         rounds = _rounds(round_s, budget_s - spent_s)
         if (1 + rounds) * round_s > budget_s - spent_s:
             continue
-        (again_s, builtin_s), took_s = timer(kind, size, [name, BUILTIN], rounds)
-        spent_s += took_s
-        share = max(seconds[name] / seconds[BUILTIN], again_s / builtin_s)
+        (again_s, builtin_s), elapsed_s = timer(kind, size, [name, BUILTIN], rounds)
+        spent_s += elapsed_s
+        ratio = max(seconds[name] / seconds[BUILTIN], again_s / builtin_s)
         seconds[BUILTIN] = min(seconds[BUILTIN], builtin_s)
-        seconds[name] = share * seconds[BUILTIN]
+        seconds[name] = ratio * seconds[BUILTIN]
     return spent_s
 
 
@@ -170,34 +183,35 @@ def _measure_kind(
 ) -> tuple[dict[int, dict[str, float]], float]:
     found: dict[int, dict[str, float]] = {}
     hopeless: set[str] = set()
-    known: list[tuple[int, float]] = []  # sizes, and the seconds of an algorithm there
+    known: list[tuple[int, float]] = []  # sizes, and the mean seconds of an algorithm
     spent_s = 0.0
-    for size, is_probe in _ladder(sizes):
+    for size, is_probe in _add_probes(sizes):
         names = [name for name in candidates(kind, size, world_size) if name not in hopeless]
         if is_probe:
             last = next(reversed(found.values()), {BUILTIN: 0.0})
             names = [min(last, key=last.__getitem__)]
-        round_s = len(names) * _foreseen_s(known, size)
+        round_s = len(names) * _predict_s(known, size)
         rounds = 1 if is_probe else _rounds(round_s, budget_s - spent_s)
         if (1 + rounds) * round_s > budget_s - spent_s:
             found |= {size: {} for size in sizes if size not in found}
             break
-        seconds, took_s = timer(kind, size, names, rounds)
-        spent_s += took_s
+        seconds, elapsed_s = timer(kind, size, names, rounds)
+        spent_s += elapsed_s
         known.append((size, sum(seconds) / len(seconds)))
         if not is_probe:
             found[size] = dict(zip(names, seconds, strict=True))
-            if kind != "AllToAll":  # whose sizes are judged together
-                hopeless |= _hopeless(found)
+            # the one algorithm of AllToAll is chosen by all sizes together
+            if kind != "AllToAll":
+                hopeless |= _find_hopeless(found)
     return found, spent_s
 
 
 def candidates(kind: str, num_bytes: int, world_size: int) -> list[str]:
-    """The algorithms that may be the fastest; of chains, those with a fair number of pieces."""
+    """Return the algorithms to measure; chains only with 2 to `MOST_PIECES` pieces."""
     names = [name for name in ALGORITHMS[kind] if name != CHAIN]
     if kind == "Broadcast" and world_size > 2:
-        fair = [piece for piece in PIECES if piece < num_bytes <= MOST_PIECES * piece]
-        names += [f"{CHAIN}:{piece}" for piece in fair]
+        pieces = [piece for piece in PIECES if piece < num_bytes <= MOST_PIECES * piece]
+        names += [f"{CHAIN}:{piece}" for piece in pieces]
     return names
 
 
@@ -206,8 +220,12 @@ def _rounds(round_s: float, left_s: float) -> int:
     return int(max(min(wanted, affordable, MOST_ROUNDS), LEAST_ROUNDS))
 
 
-def _ladder(sizes: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """The sizes, and before the first, and those that are far above the last, some that probe."""
+def _add_probes(sizes: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """Yield the sizes in ascending order, each with False, and smaller probes before them.
+
+    A probe, with True, precedes the first size and each size that is more than `PROBE_GAP` times
+    the previous one.
+    """
     before = min(*sizes, PROBE_BYTES)
     yield before, True
     for size in sorted(sizes):
@@ -218,17 +236,21 @@ def _ladder(sizes: Sequence[int]) -> Iterator[tuple[int, bool]]:
         before = size
 
 
-def _foreseen_s(known: Sequence[tuple[int, float]], size: int) -> float:
-    """What an algorithm will take, on a line through the first and the last time; 0 without any."""
+def _predict_s(known: Sequence[tuple[int, float]], size: int) -> float:
+    """Predict the seconds of an algorithm by a line through the first and the last measurement."""
     if not known:
         return 0.0
     (first, first_s), (last, last_s) = known[0], known[-1]
-    rise = (last_s - first_s) / (last - first) if last > first else 0.0
-    return last_s + max(rise, 0.0) * (size - last)
+    slope = (last_s - first_s) / (last - first) if last > first else 0.0
+    return last_s + max(slope, 0.0) * (size - last)
 
 
-def _hopeless(found: Mapping[int, Mapping[str, float]]) -> set[str]:
-    """Those far behind that do not catch up, once a time rises as its bytes do; never builtin."""
+def _find_hopeless(found: Mapping[int, Mapping[str, float]]) -> set[str]:
+    """Return algorithms that need not be measured at larger sizes; never builtin.
+
+    They are much slower than the fastest one, and their ratio to it does not improve with the size,
+    which must be large enough that times are dominated by bandwidth.
+    """
     if len(found) < 2:
         return set()
     (size_before, before), (size, last) = list(found.items())[-2:]
@@ -243,11 +265,17 @@ def _hopeless(found: Mapping[int, Mapping[str, float]]) -> set[str]:
     }
 
 
-def _by_size(by_size: Mapping[int, Mapping[str, float]], usual: Steps) -> Steps:
+def _choose_by_size(by_size: Mapping[int, Mapping[str, float]], default: Steps) -> Steps:
+    """Choose an algorithm for each size.
+
+    Args:
+        by_size: seconds by size in bytes and algorithm.
+        default: the steps for sizes that are far larger than the measured ones.
+    """
     chosen: list[tuple[int, str]] = []
-    for size, shares in _shares(by_size).items():
-        name = _best(shares, chosen[-1][1] if chosen else BUILTIN)
-        # neighbours do not outvote what speaks for builtin: gloo does less for a few elements
+    for size, ratios in _smooth_ratios(by_size).items():
+        name = _choose(ratios, chosen[-1][1] if chosen else BUILTIN)
+        # builtin must not lose by its neighbours' times: gloo has a shortcut for a few elements
         seconds = by_size[size]
         chosen.append((size, BUILTIN if seconds[name] > seconds[BUILTIN] else name))
     steps: list[tuple[int | None, str]] = [
@@ -257,42 +285,43 @@ def _by_size(by_size: Mapping[int, Mapping[str, float]], usual: Steps) -> Steps:
     ]
     largest, last = chosen[-1]
     most = PROBE_GAP * largest
-    beyond = [(limit, name) for limit, name in usual if limit is None or limit > most]
-    # a chain that was timed is better than the usual one
+    beyond = [(limit, name) for limit, name in default if limit is None or limit > most]
+    # a measured chain is better than the default one
     if {name.partition(":")[0] for _, name in beyond} == {last.partition(":")[0]}:
         return (*steps, (None, last))
     return (*steps, (most, last), *beyond)
 
 
-def _shares(by_size: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
-    """Times in those of the fastest: medians over sizes of a quarter to four times as much.
+def _smooth_ratios(by_size: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
+    """Return each algorithm's time relative to the fastest, smoothed over neighbouring sizes.
 
-    Such shares rise or fall slowly with the size, and what chance did to one is outvoted.
+    The result is the median over sizes from a quarter to four times the size, which removes
+    outliers, since the ratios change slowly with the size.
     """
-    alone = {
+    ratios = {
         size: {name: each / min(seconds.values()) for name, each in seconds.items()}
         for size, seconds in by_size.items()
     }
     found: dict[int, dict[str, float]] = {}
-    for size, shares in alone.items():
-        near = [alone[other] for other in alone if size <= 4 * other and other <= 4 * size]
-        found[size] = {name: median(each[name] for each in near if name in each) for name in shares}
+    for size, own in ratios.items():
+        near = [ratios[other] for other in ratios if size <= 4 * other and other <= 4 * size]
+        found[size] = {name: median(each[name] for each in near if name in each) for name in own}
     return found
 
 
-def _best(shares: Mapping[str, float], smaller: str) -> str:
-    """The fastest, unless the builtin one, or what serves the size before, is about as fast."""
-    best = min(shares, key=shares.__getitem__)
-    for usual in (BUILTIN, smaller):
-        if shares[best] > CLEARLY * shares.get(usual, math.inf):
-            return usual
+def _choose(ratios: Mapping[str, float], previous: str) -> str:
+    """Return the fastest algorithm, unless builtin or the previous size's is about as fast."""
+    best = min(ratios, key=ratios.__getitem__)
+    for preferred in (BUILTIN, previous):
+        if ratios[best] > CLEARLY * ratios.get(preferred, math.inf):
+            return preferred
     return best
 
 
-def _for_all_sizes(by_size: Mapping[int, Mapping[str, float]]) -> Steps:
-    """One that is nowhere clearly slower than the builtin one, and somewhere clearly faster."""
+def _choose_for_all_sizes(by_size: Mapping[int, Mapping[str, float]]) -> Steps:
+    """Choose an algorithm that is clearly faster than builtin at a size, and slower at none."""
     for name in set.intersection(*(set(seconds) for seconds in by_size.values())) - {BUILTIN}:
-        shares = [seconds[name] / seconds[BUILTIN] for seconds in by_size.values()]
-        if max(shares) <= 1 / CLEARLY and min(shares) < CLEARLY:
+        ratios = [seconds[name] / seconds[BUILTIN] for seconds in by_size.values()]
+        if max(ratios) <= 1 / CLEARLY and min(ratios) < CLEARLY:
             return ((None, name),)
     return ((None, BUILTIN),)

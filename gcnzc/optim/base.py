@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, current_group, run
-from gcnzc.exchange.layout import layout
+from gcnzc.exchange.layout import describe_layout
 from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronise_buffers
 from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
@@ -333,7 +333,7 @@ class DistributedOptimizer(Optimizer):
             names = names_in_model(self.module, self.param_groups)
             lines = [
                 f"{line}{names.get(id(tensor), '')}"
-                for line, (_, tensor) in zip(layout(tensors), tensors, strict=True)
+                for line, (_, tensor) in zip(describe_layout(tensors), tensors, strict=True)
             ]
             yield from check_same([*self.layout(), *lines], "optimizers")
             yield from broadcast(tensors)

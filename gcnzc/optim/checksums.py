@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, AllGather, Broadcast
-from gcnzc.exchange.layout import hash_of
+from gcnzc.exchange.layout import hash_lines
 from gcnzc.system.streams import CudaStreams
 
 # exchanges from one checksum to the next
@@ -103,7 +103,7 @@ class Checksums:
         # the order must not depend on the devices of a rank's parameters
         self._sums = dict(sorted(zip(self._names, sums, strict=True)))
         self._pending = []
-        self.line = f"parameters\t{hash_of([str(each) for each in self._sums.values()])}"
+        self.line = f"parameters\t{hash_lines([str(each) for each in self._sums.values()])}"
 
     def _forget(self) -> None:
         self._sums, self._pending, self.line = {}, [], ""

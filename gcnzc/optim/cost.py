@@ -235,17 +235,17 @@ def measure_codec_s(model: nn.Module, workers: int, words: str) -> float:
     codes = compression(words)
     assert isinstance(codes, Codec), f"{words} is a codec"
     values = torch.randn(sum(p.numel() for p in model.parameters() if p.requires_grad))
-    error, cut = torch.zeros_like(values), codes.cut(len(values), workers)
-    rows = torch.zeros(workers, cut.row_bytes, dtype=torch.uint8)
-    own = cut.part_layout(0)
+    error, layout = torch.zeros_like(values), codes.block_layout(len(values), workers)
+    rows = torch.zeros(workers, layout.row_bytes, dtype=torch.uint8)
+    own = layout.part_layout(0)
     seconds = []
     for step in range(CODEC_REPEATS):
         begin = time.perf_counter()
-        codes.encode(values, error, None, cut, rows, (step, 0))
-        codes.update_error(values, error, None, cut, rows)
-        codes.mean_of(rows, own, values[: own.num_elements])
+        codes.encode(values, error, None, layout, rows, (step, 0))
+        codes.update_error(values, error, None, layout, rows)
+        codes.decode_mean(rows, own, values[: own.num_elements])
         codes.encode(values[: own.num_elements], None, None, own, rows[:1], (step, workers))
-        codes.decode(rows, cut, None, values)
+        codes.decode(rows, layout, None, values)
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
 
@@ -273,7 +273,7 @@ def step_costs(
 def default_method(model: nn.Module) -> str:
     """Return the method that `gcnzc train` uses for a model by default."""
     largest = max(gradient_bytes(model).values())
-    return f"averaged, {Choices().name_of('Sum', largest)}"
+    return f"averaged, {Choices().find_for_size('Sum', largest)}"
 
 
 def gradient_bytes(model: nn.Module) -> dict[str, int]:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gcnzc.exchange import Algorithm, Group
-from gcnzc.exchange.layout import hash_of
+from gcnzc.exchange.layout import hash_lines
 from gcnzc.exchange.sync import all_gather_text
 
 # these choose an implementation for the rank's device and do not change the method
@@ -70,7 +70,7 @@ class Comparison:
             # the sum over the ranks is then neither 0 nor their number
             return 0.5
         found = lines(self.count % GPU_INTERVAL == 0)
-        return float(hash_of([str(self.count), *found]) & 1)
+        return float(hash_lines([str(self.count), *found]) & 1)
 
     def receive(self, total: float, ranks: int) -> None:
         """Update `is_due` with the sum of the numbers that `ranks` ranks sent."""

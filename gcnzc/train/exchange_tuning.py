@@ -3,7 +3,7 @@
 import torch
 
 from gcnzc.exchange import Group, Tuning, run, tune
-from gcnzc.exchange.layout import group_by_dtype, layout
+from gcnzc.exchange.layout import describe_layout, group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.system.files import cache_folder
 
@@ -29,7 +29,7 @@ def exchange_tuning(model: torch.nn.Module, group: Group) -> Tuning:
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     # with other sizes workers would wait for each other for ever
-    run(check_same(layout(named), "models"), group)
+    run(check_same(describe_layout(named), "models"), group)
     whole = [
         sum(tensor.numel() * tensor.element_size() for _, tensor in kind)
         for kind in group_by_dtype(named)

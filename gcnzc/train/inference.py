@@ -126,7 +126,7 @@ def inference(
                         done += end - begin
                         if progress is not None:
                             progress(done, total)
-                        work.goes_on()
+                        work.report_progress()
                 crew.spread(out, shares[index], slice)
                 # the rows before these may go
                 rows, place = FeatureTable(out), _places(targets, graph)
@@ -252,7 +252,7 @@ class _FullLayer:
                     if images is not None:
                         images[at] = self.layer.project(x).cpu()
                     self.scores[at] = self.layer.scores(x).cpu()
-                work.goes_on()
+                work.report_progress()
         for rows in (images, self.scores, self.norms):
             if rows is not None:
                 crew.spread(rows, shares, place)

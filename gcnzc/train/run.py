@@ -102,7 +102,7 @@ def train(
             tuning = exchange_tuning(model, group)
             group.choices = tuning.choices
             for row in tuning.rows():
-                reporter.say(row.told())
+                reporter.say(row.summary())
         if group.rank:
             # dropout is not that of the other workers
             torch.manual_seed(mixed_seed(config.seed, group.rank))
@@ -138,7 +138,7 @@ def _verify(path: Path, group: Group, reporter: Reporter) -> None:
     with joint_work(group) as work:
         if group.local_rank == 0 and is_prepared(path):
             with reporter.stages(f"verify {path}") as progress:
-                work.meanwhile(lambda: verify(path, progress))
+                work.run_in_thread(lambda: verify(path, progress))
 
 
 def _close_together(group: Group, device: torch.device) -> Callable[..., None]:

@@ -92,7 +92,7 @@ def shared(make: Callable[[Allocate], T], group: Group) -> T:
         own = _Handle(0, 0, 0)
         with joint_work(group) as work:
             if group.local_rank == 0:
-                own = work.meanwhile(lambda: maker.placed(make(maker.allocate)))
+                own = work.run_in_thread(lambda: maker.placed(make(maker.allocate)))
         handle = _of_first(own, group)
         with joint_work(group):
             memory = maker.memory_of if group.local_rank == 0 else _opened

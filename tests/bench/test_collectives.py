@@ -9,7 +9,7 @@ import pytest
 from collectives_worker import formula_s
 
 from gcnzc.exchange import Choices, Link, lockstep
-from gcnzc.exchange.measure import ask, request_of
+from gcnzc.exchange.measure import make_request, yield_request
 
 ALPHA_S, BYTES_PER_S, WORKERS = 1e-3, 1e7, 8
 
@@ -29,7 +29,7 @@ ALPHA_S, BYTES_PER_S, WORKERS = 1e-3, 1e7, 8
 )
 @pytest.mark.parametrize("size", [4096, 128 << 10])
 def test_the_formulas_are_what_the_virtual_clock_says(kind, name, size):
-    algorithms = [ask(request_of(kind, size, rank, WORKERS)) for rank in range(WORKERS)]
+    algorithms = [yield_request(make_request(kind, size, rank, WORKERS)) for rank in range(WORKERS)]
     link = Link(BYTES_PER_S, message_s=ALPHA_S)
     ran = lockstep(algorithms, link, choices=Choices.always(**{kind: name}))
     expected = formula_s(kind, name, size, WORKERS, ALPHA_S, BYTES_PER_S)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from compress.ways import mean_of, reducers, vectors
+from compress.cases import mean_of, reducers, vectors
 
 from gcnzc.compress import Sign
 
@@ -17,9 +17,8 @@ def magnitude(x, scale):
 
 @pytest.mark.parametrize("scale", ["rms", "l1"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_it_is_the_paper_s_algorithm(scale, world_size):
-    """Tang et al., 2021, algorithm 1, in float64: every worker's buffer in as many blocks as parts,
-    since there are as many magnitudes."""
+def test_means_are_those_of_algorithm_1_of_1_bit_adam(scale, world_size):
+    """Algorithm 1 of Tang et al., 2021, in float64, with one magnitude per rank and part."""
     part = 64
     count = part * world_size
     them = reducers(Sign(block=None, scale=scale), count, world_size)
@@ -47,22 +46,22 @@ def test_it_is_the_paper_s_algorithm(scale, world_size):
         )
 
 
-# of a normal distribution: 2 - 2 sqrt(2 / pi), and 1 - 2 / pi
+# relative errors of a normal distribution: 2 - 2 sqrt(2 / pi), and 1 - 2 / pi
 @pytest.mark.parametrize(
     ("scale", "share"), [("rms", 2 - 2 * math.sqrt(2 / math.pi)), ("l1", 1 - 2 / math.pi)]
 )
 @pytest.mark.parametrize("block", [4096, None])
-def test_of_a_normal_vector_a_known_share_is_left_out(scale, share, block):
-    # all have the same, of which the signs are the same, and those of the mean
+def test_the_relative_error_of_a_normal_vector_is_known(scale, share, block):
+    # the same vector on all ranks, so the mean has the same signs
     vector = torch.randn(40_000)
-    way = Sign(block=block, scale=scale, has_feedback=False)
-    found = mean_of(reducers(way, 40_000, 2), [vector, vector])[0]
+    codec = Sign(block=block, scale=scale, has_feedback=False)
+    found = mean_of(reducers(codec, 40_000, 2), [vector, vector])[0]
     left_out = (vector - found).square().sum() / vector.square().sum()
     assert left_out == pytest.approx(share, rel=0.03)
 
 
-def test_mistaken_options_are_told():
-    with pytest.raises(ValueError, match=r"(?s)no scale 'l2'.*hint: rms or l1"):
+def test_invalid_options_are_rejected():
+    with pytest.raises(ValueError, match=r"(?s)no scale 'l2'.*hint: use rms or l1"):
         Sign(scale="l2")
     with pytest.raises(ValueError, match=r"(?s)blocks of 33 elements.*multiple of 32"):
         Sign(block=33)

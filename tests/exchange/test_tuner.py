@@ -5,7 +5,7 @@ import pytest
 from processes import results
 
 from gcnzc.exchange import AllGatherScalar, Choices, Link, Tuning, init_group, lockstep, tune
-from gcnzc.exchange.measure import ask, request_of, timed
+from gcnzc.exchange.measure import make_request, time_algorithms, yield_request
 from gcnzc.exchange.tuner import KINDS, SIZES, candidates, measure
 
 ALPHA_S, BYTES_PER_S = 1e-3, 1e7
@@ -16,7 +16,7 @@ def virtual(kind, size, names, rounds):
     """What the virtual clock says of four workers."""
     seconds = []
     for name in names:
-        algorithms = [ask(request_of(kind, size, rank, 4)) for rank in range(4)]
+        algorithms = [yield_request(make_request(kind, size, rank, 4)) for rank in range(4)]
         seconds.append(
             max(lockstep(algorithms, LINK, choices=Choices.always(**{kind: name})).seconds)
         )
@@ -59,7 +59,9 @@ def test_the_builtin_one_stays_where_none_is_clearly_faster():
         "Sum": ((16, "builtin"), (round(math.sqrt(1024 * 8192)), "halving"), (None, "builtin"))
     }
     # kinds without times have what is usual
-    assert choices.name_of("Broadcast", 1 << 20) == Choices().name_of("Broadcast", 1 << 20)
+    assert choices.find_for_size("Broadcast", 1 << 20) == Choices().find_for_size(
+        "Broadcast", 1 << 20
+    )
 
 
 def test_neighbours_outvote_chance():
@@ -71,11 +73,11 @@ def test_neighbours_outvote_chance():
     assert Tuning({"Sum": times}).choices.steps["Sum"] == ((724, "doubling"), (None, "builtin"))
     # but not for what was slower itself
     times[64]["doubling"] = 1.6
-    assert Tuning({"Sum": times}).choices.name_of("Sum", 64) == "builtin"
+    assert Tuning({"Sum": times}).choices.find_for_size("Sum", 64) == "builtin"
     times[64]["doubling"] = 1.45
     # farther ones do not
     times = {size: times[size] for size in (64, 512, 4096)}
-    assert Tuning({"Sum": times}).choices.name_of("Sum", 64) == "builtin"
+    assert Tuning({"Sum": times}).choices.find_for_size("Sum", 64) == "builtin"
 
 
 @pytest.mark.parametrize(
@@ -140,8 +142,8 @@ def test_what_is_fast_once_by_chance_is_not_chosen():
         return [seconds.get(name, 1.0) for name in names], 0.0
 
     tuning = Tuning(measure(timer, {"Sum": [64, 64 << 10]}, 8, 600.0))
-    assert tuning.choices.name_of("Sum", 64) == "doubling"
-    assert tuning.choices.name_of("Sum", 64 << 10) == "builtin"
+    assert tuning.choices.find_for_size("Sum", 64) == "doubling"
+    assert tuning.choices.find_for_size("Sum", 64 << 10) == "builtin"
     assert tuning.times["Sum"][64 << 10]["doubling"] == 2.0
 
 
@@ -192,9 +194,9 @@ def tune_twice(folder):
         asked_again = group.ledger.entries["Sum"].requests - asked
         third = tune(group, folder, {"AllGather": [64]})
         group.choices = third.choices
-        votes = group.run(ask(AllGatherScalar(group.rank)))
+        votes = group.run(yield_request(AllGatherScalar(group.rank)))
         assert group.choices is not usual
-        seconds = timed(group, "AllToAll", 100, ["direct", "builtin"], 3)
+        seconds = time_algorithms(group, "AllToAll", 100, ["direct", "builtin"], 3)
         return first.times, second.times, third.times, buffers, asked, asked_again, votes, seconds
 
 

@@ -130,9 +130,7 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(bad):
         assert all(map(torch.equal, model.parameters(), first))
         assert not optimizer.state
         assert optimizer.skipped == 1
-        assert (
-            optimizer.skip_reason == "elements of the gradient that are not finite: worker 1 has 1"
-        )
+        assert optimizer.skip_reason == "elements of the gradient that are not finite: rank 1 has 1"
 
 
 def test_signals_of_one_rank_reach_all_ranks():
@@ -162,15 +160,13 @@ def begin(models):
 
 def test_models_that_differ_are_an_error_and_do_not_hang():
     models = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)]
-    with pytest.raises(ValueError, match=r"workers 0 and 2 differ: at 1, .*\(2, 2\).*\(3, 2\)"):
+    with pytest.raises(ValueError, match=r"ranks 0 and 2 differ: at line 1, .*\(2, 2\).*\(3, 2\)"):
         begin(models)
     models = [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
-    with pytest.raises(
-        ValueError, match=r"at 2, worker 0 has .* 1 \(2,\).* worker 1 has nothing more"
-    ):
+    with pytest.raises(ValueError, match=r"at line 2, rank 0 has .* 1 \(2,\).* rank 1 has no line"):
         begin(models)
     models = [with_gradients(nn.Linear(2, 2), 1.0), with_gradients(nn.Linear(2, 3), 1.0)]
-    with pytest.raises(ValueError, match="the optimizers of workers 0 and 1 differ"):
+    with pytest.raises(ValueError, match="the optimizers of ranks 0 and 1 differ"):
         one_step(models)
 
 

@@ -672,7 +672,7 @@ def test_options_that_differ_or_contradict_are_an_error():
     contradicting = ({"gap": "none", "local_steps": 4}, {"gap": root}, {"clip": None}, {"delay": 0})
     for options in (*contradicting, {"eager": 0.5}):
         optimizers = [of(0, local_steps=4), of(1, **{"local_steps": 4, **options})]
-        with pytest.raises(ValueError, match="optimizers of workers 0 and 1 differ"):
+        with pytest.raises(ValueError, match="optimizers of ranks 0 and 1 differ"):
             lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     # a function has the same name on all
     lockstep([of(rank, gap=root).broadcast_model() for rank in range(2)])

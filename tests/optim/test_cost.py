@@ -215,7 +215,7 @@ def test_the_default_method_unless_another_is_clearly_faster(serial_bytes, metho
 def test_training_uses_the_default_method():
     for size in (10, 100_000):
         model = nn.Linear(size, 1)
-        taken = Choices().of(Sum(torch.zeros(size + 1)))
+        taken = Choices().find(Sum(torch.zeros(size + 1)))
         assert optim_cost.default_method(model) == f"averaged, {taken}"
 
 

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from gcnzc.exchange.layout import group_by_dtype, hash_of, layout
+from gcnzc.exchange.layout import describe_layout, group_by_dtype, hash_lines
 from gcnzc.optim.flat import FlatVector
 
 
@@ -67,17 +67,17 @@ def test_one_vector_for_each_dtype_and_each_tied_parameter_once():
 
 
 def test_layouts_name_the_difference():
-    lines = layout(model().named_parameters())
+    lines = describe_layout(model().named_parameters())
     assert lines[0] == "0.weight (2, 3) torch.float32 cpu"
     frozen = model()
     frozen[0].weight.requires_grad = False
     others = [
-        layout(frozen.named_parameters()),
-        layout(model().double().named_parameters()),
-        layout(nn.Sequential(nn.Linear(3, 2)).named_parameters()),
+        describe_layout(frozen.named_parameters()),
+        describe_layout(model().double().named_parameters()),
+        describe_layout(nn.Sequential(nn.Linear(3, 2)).named_parameters()),
         lines[::-1],
     ]
-    hashes = {hash_of(each) for each in [lines, *others]}
+    hashes = {hash_lines(each) for each in [lines, *others]}
     assert len(hashes) == 5
-    assert hash_of(lines) == hash_of(layout(model().named_parameters()))
+    assert hash_lines(lines) == hash_lines(describe_layout(model().named_parameters()))
     assert all(0 <= each < 2**63 for each in hashes)

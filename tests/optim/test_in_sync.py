@@ -237,5 +237,5 @@ def test_ranks_whose_buffers_differ_in_shape_are_an_error():
         Averaged(torch.optim.SGD(model.parameters()), Group(rank, 2), module=model)
         for rank, model in enumerate(models)
     ]
-    with pytest.raises(ValueError, match=r"worker 0 has 'extra \(1,\)"):
+    with pytest.raises(ValueError, match=r"rank 0 has 'extra \(1,\)"):
         lockstep([optimizer.broadcast_model() for optimizer in optimizers])

@@ -248,7 +248,7 @@ def test_finalize_sets_the_mean_bit_for_bit(compress):
 def test_layouts_and_options_that_differ_are_an_error():
     inner = [sgd(nn.Linear(2, size).parameters()) for size in (2, 3)]
     optimizers = [LocalSGD(each, Group(rank, 2), local_steps=2) for rank, each in enumerate(inner)]
-    with pytest.raises(ValueError, match=r"worker 0 has 'group 0, parameter 0 \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"rank 0 has 'group 0, parameter 0 \(2, 2\)"):
         lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     inner = [sgd(nn.Linear(2, 2).parameters()) for _ in range(2)]
     optimizers = [

@@ -226,7 +226,7 @@ def test_error_feedback_keeps_all_that_compression_leaves_out(world_size, block,
     reducers = [Sign(block=block).reducer(n, place) for place in places]
     active = torch.arange(n) % 7 > 0
     for reducer in reducers:
-        reducer.keep_to(active)
+        reducer.restrict_to(active)
     inputs, outputs = torch.zeros(n).double(), torch.zeros(n).double()
     for _ in range(steps):
         vectors = [torch.randn(n, dtype=dtype) * 10 ** torch.randn(n) for _ in range(world_size)]
@@ -319,7 +319,7 @@ def test_all_ranks_skip_gradients_that_are_not_finite_on_one(phase, bad):
         assert all(map(torch.equal, tensors_of(optimizer), before[1][rank]))
         assert (optimizer.steps, optimizer.numbers) == numbers[rank]
         assert optimizer.skipped == 2
-        assert "not finite: worker 1 has 2" in optimizer.skip_reason
+        assert "not finite: rank 1 has 2" in optimizer.skip_reason
     # and it goes on
     give(models, 5)
     step(optimizers)
@@ -468,7 +468,7 @@ def test_parameters_that_differ_are_named_on_all_workers():
             return str(error)
 
     for found in lockstep([words(optimizer) for optimizer in optimizers]).results:
-        assert "workers 0 and 2 differ" in found
+        assert "ranks 0 and 2 differ" in found
         assert "group 0, parameter 1 (2, 2)" in found
         assert "group 0, parameter 1 (2, 3)" in found
 

@@ -281,7 +281,7 @@ def test_replicas_stay_equal_with_two_collectives_per_step(world_size):
                 "AllGather": 1,
             }
             assert sent == Sign().bytes_sent(
-                optimizers[0].flat_params.num_elements, world_size, notes=2
+                optimizers[0].flat_params.num_elements, world_size, extras=2
             )
 
 
@@ -357,7 +357,7 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(step_of_fault, bad):
             take_step(models, optimizers, step, change)
             for optimizer in optimizers:
                 assert optimizer.skipped == 1
-                assert "worker 1 has 1" in optimizer.skip_reason
+                assert "rank 1 has 1" in optimizer.skip_reason
                 optimizer.skipped = 0
             for model, values in zip(models, before[0], strict=True):
                 assert are_equal(model, values)
@@ -699,5 +699,5 @@ def test_options_are_checked_and_the_same_on_all_workers():
         OneBitLamb([nn.Parameter(torch.ones(2))], trust_beta=beta, group=Group(rank, 2))
         for rank, beta in enumerate((0.9, 0.8))
     ]
-    with pytest.raises(ValueError, match="optimizers of workers 0 and 1 differ"):
+    with pytest.raises(ValueError, match="optimizers of ranks 0 and 1 differ"):
         lockstep([optimizer.broadcast_model() for optimizer in optimizers])

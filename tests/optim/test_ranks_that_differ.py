@@ -180,7 +180,7 @@ def test_a_rank_that_took_fewer_steps_is_an_error_on_both_in_finalize(ranks, nam
 @pytest.mark.parametrize("name", SETTINGS)
 def test_other_settings_on_one_rank_are_an_error_on_both_at_construction(ranks, name):
     for found, _ in ranks:
-        assert "the optimizers of workers 0 and 1 differ" in found[name, "settings"]
+        assert "the optimizers of ranks 0 and 1 differ" in found[name, "settings"]
 
 
 # --- copies of Averaged, which broadcast only what is added

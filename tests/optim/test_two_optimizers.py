@@ -109,7 +109,7 @@ def test_optimizers_stepped_in_the_same_order_keep_their_models_in_sync(ranks, n
 def test_optimizers_constructed_in_another_order_are_an_error_if_their_names_differ(ranks):
     for each in ranks:
         assert each["construct", False] == ""
-        assert "the optimizers of workers 0 and 1 differ" in each["construct", True]
+        assert "the optimizers of ranks 0 and 1 differ" in each["construct", True]
         assert "named 0.weight" in each["construct", True]
 
 

@@ -424,7 +424,7 @@ def test_all_ranks_skip_an_exchanged_step_that_is_not_finite_on_one(step, value)
         assert same(state_of(optimizer), state)
         assert torch.equal(vector(model), values)
         assert (optimizer.steps, optimizer.skipped) == (step - 1, 1)
-        assert "worker 1 has 1" in optimizer.skip_reason
+        assert "rank 1 has 1" in optimizer.skip_reason
     train(models, optimizers, 24, step - 1)
     assert are_alike(models)
     assert optimizers[0].skip_reason == ""
@@ -724,7 +724,7 @@ def test_options_must_be_the_same_on_all_workers():
         ZeroOneAdam(model.parameters(), schedule=ZeroOneSchedule(8 + rank), group=Group(rank, 2))
         for rank, model in enumerate(models)
     ]
-    with pytest.raises(ValueError, match="optimizers of workers 0 and 1 differ"):
+    with pytest.raises(ValueError, match="optimizers of ranks 0 and 1 differ"):
         one_step(models, optimizers, 1)
 
 

@@ -396,8 +396,8 @@ def test_worker_0_chooses_the_folder_and_an_error_of_any_worker_reaches_all(conf
         assert max(seconds for _, seconds in outcomes[1:]) < 20
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["graph-sage-1"]
     first, second = talk(tmp_path, 0), talk(tmp_path, 1)
-    assert "error: worker 0: the disk is broken" in second
-    assert "error: worker 1: the disk is broken" in first
+    assert "error: rank 0: the disk is broken" in second
+    assert "error: rank 1: the disk is broken" in first
 
 
 def test_what_fails_on_the_first_worker_fails_on_all_at_once(config, tmp_path):
@@ -417,7 +417,7 @@ def test_a_gradient_that_is_no_number_is_skipped_by_all_and_told(config, tmp_pat
     assert found[0]["said"] == found[1]["said"]
     (line,) = found[0]["said"]
     assert "step 6 of epoch 1 was skipped on all workers" in line
-    assert "worker 1 has" in line
+    assert "rank 1 has" in line
     assert found[0]["test_accuracy"] > 0.3
 
 

@@ -256,15 +256,13 @@ def test_errors_reach_all_workers(tmp_path):
     first, second = results(2, tmp_path, fail_to_load, broken, tmp_path / "missing")
     for mine, other in zip(first, second, strict=True):
         assert mine[0] == other[0]
-        assert mine[1].replace("worker 1: ", "") == other[1].replace("worker 0: ", "")
+        assert mine[1].replace("rank 1: ", "") == other[1].replace("rank 0: ", "")
         assert "\n\nhint: " in mine[1]
     kinds, texts = zip(*first, strict=True)
     assert kinds == ("FileNotFoundError", "ValueError", "RuntimeError", "RuntimeError")
     assert texts[0].startswith(f"no folder {tmp_path / 'missing'}\n\nhint: ")
     assert str(broken) in texts[1]
-    assert re.match(
-        r"worker 1: process \d+ cannot open the memory of .*Permission denied", texts[2]
-    )
+    assert re.match(r"rank 1: process \d+ cannot open the memory of .*Permission denied", texts[2])
     assert texts[3].startswith("100 bytes for the workers of this machine to share do not fit")
 
 

@@ -29,7 +29,7 @@ def _find_data_and_launch(
 
     with joint_work(group) as work:
         # one process alone has nobody to inform, and must be able to clean up when it is ended
-        path = work.meanwhile(find_data) if group.world_size > 1 else find_data()
+        path = work.run_in_thread(find_data) if group.world_size > 1 else find_data()
         own = launch.own_launch()
     return path, run(launch.agree_on_launch(own), group)
 

@@ -292,7 +292,7 @@ class LocalUpdates(DistributedOptimizer):
         """
         self.prepare_mean(values)
         skip_reason = yield from self.sync_interval.time_exchange(reducer.mean(values, self.notes))
-        return self.complete_mean(values, skip_reason, sums=reducer.note_sums)
+        return self.complete_mean(values, skip_reason, sums=reducer.extra_sums)
 
     def start_mean(self, reducer: Reducer, values: Tensor) -> Algorithm[PendingReduction]:
         """Start the reduction of `average`, overlapped with compute.
@@ -318,7 +318,7 @@ class LocalUpdates(DistributedOptimizer):
         self.prepare_mean(values)
         reducer = Dense().reducer(self.flat_params.num_elements, self.place)
         skip_reason = yield from reducer.mean(values, self.notes)
-        has_mean = self.complete_mean(values, skip_reason, sums=reducer.note_sums)
+        has_mean = self.complete_mean(values, skip_reason, sums=reducer.extra_sums)
         return values[: self.flat_params.num_elements] if has_mean else None
 
     def vector(self, values: Tensor | None = None) -> Tensor:

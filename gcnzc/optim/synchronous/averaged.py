@@ -372,7 +372,7 @@ class Gradients:
         means += [each.values() for each in sparse if each is not None]
         found = read_scalars(signals, *map(are_finite, means), *(each.extra for each in whole))
         flags, extras = found[1 : 1 + len(means)], iter(found[1 + len(means) :])
-        notes = [next(extras) if each is None else each.note_sums for each in self.reducers]
+        notes = [next(extras) if each is None else each.extra_sums for each in self.reducers]
         return notes, found[0], all(flag > 0 for (flag,) in flags)
 
     def determine_layout(self, signals: int, options: Sequence[str] = ()) -> Algorithm[None]:
@@ -454,7 +454,7 @@ class Gradients:
 def _skip_reason(bad: int) -> Algorithm[str]:
     """Return why a step is skipped: the ranks' numbers of gradient elements that are not finite."""
     found = yield AllGatherScalar(bad)
-    words = [f"worker {rank} has {count:,}" for rank, count in enumerate(found) if count]
+    words = [f"rank {rank} has {count:,}" for rank, count in enumerate(found) if count]
     if not words:
         return "the mean of the gradients overflows"
     return f"elements of the gradient that are not finite: {', '.join(words)}"

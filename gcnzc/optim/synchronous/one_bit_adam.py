@@ -227,7 +227,7 @@ class OneBitAdam(Replicated):
             values[dense:end].index_add_(0, self._find_inactive(), self.pending_gradients)
         if skip_reason := (yield from self.dense_mean(values)):
             return skip_reason
-        sums = self._dense.note_sums
+        sums = self._dense.extra_sums
         self.receive_notes(sums)
         self.vectors["awake"] |= torch.tensor(sums[self.num_common_notes :]) > 0
         for part in self.flat_params.parts:
@@ -259,7 +259,7 @@ class OneBitAdam(Replicated):
             return skip_reason
         if skip_reason := (yield from self.reducers["momentum"].mean(coded, self.num_notes)):
             return skip_reason
-        sums = self.reducers["momentum"].note_sums
+        sums = self.reducers["momentum"].extra_sums
         self.receive_notes(sums)
         self.add_pending_gradients(inactive, sums[-1])
         for part in flat_params.parts:
@@ -432,7 +432,7 @@ class OneBitAdam(Replicated):
             self._inactive = inactive
             self.vectors["active"] = active
             self.vectors["momentum"][self.flat_params.num_dense :].masked_fill_(~active, 0)
-        self.reducers["momentum"].keep_to(self.vectors.get("active"))
+        self.reducers["momentum"].restrict_to(self.vectors.get("active"))
 
     def _refresh_variance(self, values: Tensor) -> None:
         """Reactivate elements, and refresh the variance if it is due, from the mean gradients."""

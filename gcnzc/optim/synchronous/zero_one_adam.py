@@ -208,7 +208,7 @@ class ZeroOneAdam(Anchored):
             notes[-1] = self._count_inactive_gradients(coded)
             if skip_reason := (yield from self._synchronize(coded, notes)):
                 return skip_reason
-            sums = self.reducers["update"].note_sums
+            sums = self.reducers["update"].extra_sums
             self.receive_notes(sums)
             may_join = self.wake == "join" and self.steps + 2 >= self.numbers["join_from"]
             self.numbers["wakes"] = may_join and sums[-1] > 0
@@ -231,7 +231,7 @@ class ZeroOneAdam(Anchored):
             flags += self._has_pending_gradients()
         if skip_reason := (yield from self.dense_mean(values)):
             return skip_reason
-        sums = self._dense.note_sums
+        sums = self._dense.extra_sums
         self.receive_notes(sums)
         self.vectors["awake"] |= torch.tensor(sums[self.num_common_notes :]) > 0
         is_due = self.schedule.refreshes(self.steps + 1)
@@ -300,7 +300,7 @@ class ZeroOneAdam(Anchored):
             self.vectors["active"] = active
             self.vectors["momentum"][dense:].masked_fill_(~active, 0)
             self._allocate_pending_gradients()
-        self.reducers["update"].keep_to(self.vectors.get("active"))
+        self.reducers["update"].restrict_to(self.vectors.get("active"))
 
     def _raise_small_variances(self, active: Tensor) -> None:
         """Apply the variance floor, because later gradients may be larger than earlier ones."""
@@ -345,7 +345,7 @@ class ZeroOneAdam(Anchored):
 
         Args:
             gradient: (c,), this rank's gradient; None to synchronise without a step.
-            notes: (k,), this rank's notes; the reducer's `note_sums` are their sums over the ranks.
+            notes: (k,), this rank's notes; the reducer's `extra_sums` are their sums over the ranks.
 
         Returns:
             Why the step was skipped, without changes; empty if it was not.
@@ -492,4 +492,4 @@ class ZeroOneAdam(Anchored):
             super().restore_errors(errors)
         else:
             # a state of a single rank, which has no errors
-            self.reducers["update"].forget()
+            self.reducers["update"].reset_errors()

@@ -1,4 +1,4 @@
-"""Every way of taking means, and steps of it for workers in lockstep and in processes."""
+"""All compressions, and steps with them for ranks in lockstep and in processes."""
 
 import torch
 
@@ -11,7 +11,7 @@ DENSE = {
     "dense bfloat16": Dense(torch.bfloat16),
     "dense float16": Dense(torch.float16),
 }
-# whose errors are added to the next vector
+# with error feedback
 FEEDBACK = {
     "sign": Sign(),
     "sign of 32": Sign(block=32),
@@ -29,7 +29,7 @@ FEEDBACK = {
     "rounded": Rounded(has_feedback=True),
     "rounded float16": Rounded(torch.float16, has_feedback=True),
 }
-FORGETFUL = {
+NO_FEEDBACK = {
     "sign without errors": Sign(block=32, has_feedback=False),
     "int8 without errors": Blocks("int8", 32),
     "int4 at random without errors": Blocks("int4", stochastic=True),
@@ -37,17 +37,17 @@ FORGETFUL = {
     "rounded without errors": Rounded(),
     "rounded float32": Rounded(torch.float32),
 }
-WAYS = DENSE | FEEDBACK | FORGETFUL
-CODES = FEEDBACK | FORGETFUL
-# of a few kinds, for what takes long
+COMPRESSIONS = DENSE | FEEDBACK | NO_FEEDBACK
+CODES = FEEDBACK | NO_FEEDBACK
+# a few compressions, for slow tests
 FEW = {
-    name: WAYS[name]
+    name: COMPRESSIONS[name]
     for name in ("dense", "sign of 32", "int8", "float4_e3m0 at random", "int4, then bfloat16")
 }
 
 
 def reducers(way, num_elements, world_size, dtype=torch.float32, device="cpu"):
-    """Of all workers."""
+    """Return the reducers of all ranks."""
     places = [
         WorkerInfo(rank, world_size, torch.device(device), dtype) for rank in range(world_size)
     ]
@@ -55,7 +55,7 @@ def reducers(way, num_elements, world_size, dtype=torch.float32, device="cpu"):
 
 
 def vectors(count, world_size, step=0, dtype=torch.float32):
-    """(count,) of each worker: of several sizes, with zeros among them."""
+    """Return a vector (count,) per rank, with elements of several magnitudes and zeros."""
     generator = torch.Generator().manual_seed(100 * step + world_size)
     found = torch.randn(world_size, count, generator=generator, dtype=torch.float64)
     found *= torch.exp(2 * torch.randn(count, generator=generator, dtype=torch.float64))
@@ -64,31 +64,33 @@ def vectors(count, world_size, step=0, dtype=torch.float32):
 
 
 def masked(count, share=0.7):
-    """(count,) bool: elements that are active."""
+    """Return (count,) bool: a random mask of active elements."""
     return torch.rand(count, generator=torch.Generator().manual_seed(3)) < share
 
 
-def mean_of(them, given, notes=0):
-    """One mean: vectors that the workers end with, all the same; no blame."""
-    outcome, found = attempt(them, given, notes)
+def mean_of(them, given, extras=0):
+    """Return the results of one mean, which must succeed, of all ranks."""
+    outcome, found = attempt(them, given, extras)
     assert outcome.results == [""] * len(them)
     return found
 
 
-def attempt(them, given, notes=0):
-    """One mean that may fail, of copies of the vectors given: what it came to, and the copies."""
+def attempt(them, given, extras=0):
+    """Compute one mean, which may fail, of copies; return the outcome and the copies."""
     found = [vector.clone() for vector in given]
-    outcome = lockstep([each.mean(vector, notes) for each, vector in zip(them, found, strict=True)])
+    outcome = lockstep(
+        [each.mean(vector, extras) for each, vector in zip(them, found, strict=True)]
+    )
     return outcome, found
 
 
 def errors_of(them):
-    """Copies of all that the reducers keep."""
+    """Return copies of the state of all reducers."""
     return [{name: error.clone() for name, error in each.errors().items()} for each in them]
 
 
 def are_same(errors, others):
-    """Whether what is kept is the same bit for bit."""
+    """Whether two states are equal bit for bit."""
     return [list(each) for each in errors] == [list(each) for each in others] and all(
         torch.equal(each[name], other[name])
         for each, other in zip(errors, others, strict=True)
@@ -97,7 +99,7 @@ def are_same(errors, others):
 
 
 def pending(them):
-    """(n,) float64: all that was left out, as a share of the mean."""
+    """Return (n,) float64: the errors of all ranks, as a share of the mean."""
     total = torch.cat([each.server_error for each in them]).double()
     for each in them:
         total += each.worker_error.double() / len(them)
@@ -105,16 +107,16 @@ def pending(them):
 
 
 def steps_of(rank, world_size, lengths):
-    """What one worker's vectors become, step by step; an algorithm.
+    """Return the means of one rank, step by step; an algorithm.
 
     Args:
-        lengths: names of ways, for each length of vectors.
+        lengths: names of compressions, by length of the vectors.
     """
     found = []
     for count, names in lengths.items():
         place = WorkerInfo(rank, world_size, torch.device("cpu"), torch.float32)
         for name in names:
-            reducer = WAYS[name].reducer(count, place)
+            reducer = COMPRESSIONS[name].reducer(count, place)
             for step in range(2):
                 values = vectors(count + 2, world_size, step)[rank]
                 assert (yield from reducer.mean(values, 2)) == ""
@@ -123,7 +125,7 @@ def steps_of(rank, world_size, lengths):
 
 
 def as_worker(lengths):
-    """`steps_of` as a process: what it found, and what was sent."""
+    """Run `steps_of` in a process; return the means and the bytes sent."""
     with init_group() as group:
         before = group.ledger.bytes_sent
         found = run(steps_of(group.rank, group.world_size, lengths), group)
