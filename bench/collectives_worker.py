@@ -181,8 +181,8 @@ def formula_s(
 
 def counted(group: Group) -> Iterator[Line]:
     """For each kind of request and algorithm: the ledger, the formula, and the interface."""
-    if group.watch is not None:
-        group.watch.leave()  # its signs of life are bytes too
+    if group.monitor is not None:
+        group.monitor.stop()  # its heartbeats count as bytes too
     for request in requests(group.rank, group.world_size):
         kind = kind_of(request)
         for name in ALGORITHMS[kind]:

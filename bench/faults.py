@@ -66,7 +66,9 @@ OPTIONS = "--layers 2 --fanouts 5,5 --hidden 16 --batch-size 20 --evaluate-every
 EVERYWHERE = f"{OPTIONS} --checkpoint-every-s 0.5 --timeout-s {TIMEOUT_S}"
 # a launcher needs as long as hundreds of epochs to start, and those that are there do not wait
 EPOCHS, EPOCHS_UNTIL_JOINED = 60, 400
-NAMED = re.compile(r"worker \d on \S+ (gives no sign of life|is alive)|worker \d never came")
+NAMED = re.compile(
+    r"rank \d on \S+ (has stopped sending heartbeats|is running)|rank \d never connected"
+)
 
 # one step of worker 1 gets a gradient that is no number
 SPOIL = """

@@ -29,8 +29,8 @@ def main() -> None:
     """Measure what the command line says."""
     torch.set_num_threads(1)
     with init_group(timeout_s=120) as group:
-        if group.watch is not None:
-            group.watch.leave()  # its signs of life are bytes too
+        if group.monitor is not None:
+            group.monitor.stop()  # its heartbeats count as bytes too
         for text in sys.argv[1:]:
             line = measured(group, json.loads(text))
             if group.rank == 0:

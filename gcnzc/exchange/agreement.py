@@ -1,19 +1,18 @@
 """Check that all ranks make the same requests in the same order, and report mismatches.
 
 Each message has a header: the kind, dtype and size of its request, its caller, such as one of
-several optimizers, and the round, which is the number of the request and a checksum of all requests
-before it. Over gloo a hash of the header is
-the message's tag, which gloo sends in any case, so it costs no byte and no round trip. gloo does
-not match messages with different tags: nothing is read with the wrong size or dtype, and both sides
-wait. A rank that waits for longer than `STALL_S` compares its last requests with those of the rank
-it waits for, through the store. The comparison proves a mismatch or finds none, so a slow rank is
-never reported as a mismatch.
+several optimizers, the number of the request, and a checksum of all requests before it. Over gloo a
+hash of the header is the message's tag, which gloo sends in any case, so it costs no byte and no
+round trip. gloo does not match messages with different tags: no message is read with the wrong size
+or dtype, and both ranks wait. A rank that waits for longer than `STALL_S` compares its last
+requests with those of the rank that it waits for, through the store. The comparison proves a
+mismatch or finds none, so a slow rank is never reported as a mismatch.
 
 The collectives of torch.distributed have no headers. A barrier with headers precedes a collective
 that follows the previous request for the first time, and at least one of 128 requests. Limit: if
 ranks differ at two requests that each of them has made in this order before, torch's collective
-begins on both. It may hang, which is reported too; fail; or give a wrong result, which the next
-message with a header shows, at most 127 requests later.
+starts on both. It may hang, which is reported too; fail; or give a wrong result, which the next
+message with a header detects, at most 127 requests later.
 """
 
 import json
@@ -43,8 +42,8 @@ from gcnzc.exchange.requests import (
 # a rank that waits for longer compares its requests with those of other ranks
 STALL_S = 0.5
 # interval of these comparisons, at first and at most
-LOOK_S, MOST_LOOK_S = 0.25, 5.0
-# how long a rank whose connection broke waits for the reason, which another rank writes
+COMPARE_S, MOST_COMPARE_S = 0.25, 5.0
+# how long a rank whose connections broke waits for another rank to write the reason
 REASON_S = 1.5
 # requests of each sequence whose headers are kept for comparison; those between two checks of
 # torch's collectives are fewer
@@ -80,7 +79,7 @@ class Need(NamedTuple):
     peer: int
     sequence: str
     number: int
-    of_all: bool = False
+    is_for_all: bool = False
     """whether the rank waits for this request of all ranks; `peer` is one of them"""
 
 
@@ -137,23 +136,23 @@ class RequestLog:
 
 
 def channel_sequence(channel: str) -> str:
-    """The name of the sequence of a channel's collectives."""
+    """Return the name of the sequence of a channel's collectives."""
     return f"channel {channel or 'default'}"
 
 
 def message_sequence(message: Message, rank: int) -> str:
-    """The name of the sequence that a message of `rank` belongs to."""
+    """Return the name of the sequence that a message of `rank` belongs to."""
     pair = (rank, message.peer) if isinstance(message, Send) else (message.peer, rank)
     return f"messages from rank {pair[0]} to rank {pair[1]}"
 
 
 def message_tag(header: Header, num_bytes: int) -> int:
-    """The tag, below `ABORT_TAG`, of a message of so many bytes that belongs to a request."""
+    """Return the tag, below `ABORT_TAG`, of a message of a request."""
     return zlib.crc32(num_bytes.to_bytes(8, "little"), header.digest) % ABORT_TAG
 
 
 def describe_values(values: Tensor) -> str:
-    """The size and dtype of a tensor, in words."""
+    """Return the size and dtype of a tensor as text."""
     return f"{values.numel()} {str(values.dtype).removeprefix('torch.')}"
 
 
@@ -191,26 +190,27 @@ def find_difference(ranks: tuple[int, int], sequence: str, one: Header, other: H
         )
     if one.digest != other.digest:
         return f"requests before number {one.number} of {sequence} differ on ranks {ranks}"
-    for sender, its, receiver, theirs in (
+    for sender, all_sent, receiver, all_expected in (
         (first, one.sent, second, other.expected),
         (second, other.sent, first, one.expected),
     ):
-        leaves, comes = its.get(receiver, "nothing"), theirs.get(sender, "nothing")
-        if theirs and leaves != comes:
+        sent = all_sent.get(receiver, "nothing")
+        expected = all_expected.get(sender, "nothing")
+        if all_expected and sent != expected:
             return (
-                f"request {one.number} of {sequence}, {one.words}: rank {sender} sends {leaves} to "
-                f"rank {receiver}, which expects {comes}"
+                f"request {one.number} of {sequence}, {one.words}: rank {sender} sends {sent} to "
+                f"rank {receiver}, which expects {expected}"
             )
     return ""
 
 
-def mismatch(what: str) -> RequestMismatch:
-    """The error of ranks whose requests differ."""
+def mismatch(difference: str) -> RequestMismatch:
+    """Return the error of ranks whose requests differ."""
     return RequestMismatch(
-        f"the ranks' requests do not match: {what}\n\n"
+        f"the ranks' requests do not match: {difference}\n\n"
         "hint: every rank must make the same requests in the same order, with the same sizes and "
         "dtypes, and construct and step its optimizers in the same order; a Send needs a Receive "
-        "that its peer begins at the same time"
+        "that its peer starts at the same time"
     )
 
 
@@ -229,8 +229,8 @@ class StallMonitor:
     Args:
         store: shared by all ranks.
         log: this rank's requests.
-        find_busy: returns the sequences whose next requests another thread than the waiting one
-            makes.
+        find_busy: returns the sequences whose next requests are made by another thread than the
+            one that waits.
         abort: ends all waits of this rank for messages with an error.
     """
 
@@ -246,10 +246,10 @@ class StallMonitor:
         """set and cleared by the thread that makes requests"""
         self.verdict = ""
         """how the ranks' requests differ; empty until a mismatch is found"""
-        self._looks = 0
+        self._num_records = 0
         self._cycle: dict[int, _Record] = {}
-        self._wanted, self._looked = threading.Event(), threading.Event()
-        self._done = threading.Event()
+        self._requested, self._compared = threading.Event(), threading.Event()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gcnzc-stalls", daemon=True)
         self._thread.start()
 
@@ -259,32 +259,32 @@ class StallMonitor:
         Waits for at most `REASON_S`. Empty if no mismatch was found.
         """
         if not self.verdict:
-            self._looked.clear()
-            self._wanted.set()
-            self._looked.wait(REASON_S)
+            self._compared.clear()
+            self._requested.set()
+            self._compared.wait(REASON_S)
         return self.verdict
 
     def close(self) -> None:
-        """End the thread."""
-        self._done.set()
-        self._wanted.set()
+        """Stop the thread."""
+        self._closed.set()
+        self._requested.set()
 
     def _watch(self) -> None:
-        pause_s = LOOK_S
-        while not self._done.is_set() and not self.verdict:
-            is_wanted = self._wanted.wait(pause_s)
-            self._wanted.clear()
+        pause_s = COMPARE_S
+        while not self._closed.is_set() and not self.verdict:
+            is_requested = self._requested.wait(pause_s)
+            self._requested.clear()
             wait = self.wait
             if wait is not None and time.perf_counter() - wait.began_s < STALL_S:
                 wait = None
             # the interval grows, so that many waiting ranks do not overload the store
-            pause_s = LOOK_S if wait is None else min(1.5 * pause_s, MOST_LOOK_S)
-            if not self._done.is_set() and (wait is not None or is_wanted):
-                self._look(wait)
-            if is_wanted:
-                self._looked.set()
+            pause_s = COMPARE_S if wait is None else min(1.5 * pause_s, MOST_COMPARE_S)
+            if not self._closed.is_set() and (wait is not None or is_requested):
+                self._compare(wait)
+            if is_requested:
+                self._compared.set()
 
-    def _look(self, wait: CurrentWait | None) -> None:
+    def _compare(self, wait: CurrentWait | None) -> None:
         try:
             if self.store.check([_VERDICT_KEY]):
                 self.verdict = self.store.get(_VERDICT_KEY).decode()
@@ -295,17 +295,17 @@ class StallMonitor:
                     self.store.set(_VERDICT_KEY, verdict)
                     self.verdict = verdict
         except RuntimeError:
-            return  # the store is gone or slow: the time limit of the wait ends it
+            return  # the store has ended or is slow; the wait ends with its time limit
         if self.verdict:
             self.abort()
 
     def _publish(self, wait: CurrentWait, need: Need) -> "_Record":
         """Write what this rank waits for, and its last requests, to the store."""
-        self._looks += 1
+        self._num_records += 1
         # copies, since other threads append to the originals
         sequences = {name: list(each) for name, each in list(self.log.sequences.items())}
         own = _Record(
-            self._looks,
+            self._num_records,
             wait.began_s,
             describe_request(wait.request),
             need,
@@ -320,7 +320,7 @@ class StallMonitor:
         return _Record.from_json(self.store.get(key)) if self.store.check([key]) else None
 
     def _follow(self, own: "_Record") -> str:
-        """Follow the chain of waiting ranks from this one, and compare each two that are adjacent.
+        """Follow the chain of waiting ranks from this one, and compare each two adjacent ranks.
 
         Returns:
             How requests differ, or the cycle of waits; empty if no mismatch is proved.
@@ -353,18 +353,18 @@ class StallMonitor:
         }:
             self._cycle = cycle
             return ""
-        if any(each.look < first[rank].look + 2 for rank, each in cycle.items()):
+        if any(each.number < first[rank].number + 2 for rank, each in cycle.items()):
             return ""
         waits = "; ".join(f"rank {rank} waits for {each.words}" for rank, each in cycle.items())
-        return f"{waits}, and none of them can go on"
+        return f"{waits}, and none of them can continue"
 
 
 @dataclass(frozen=True)
 class _Record:
     """The record that a waiting rank writes to the store."""
 
-    look: int
-    """how many records the rank has written"""
+    number: int
+    """of the record, from 1"""
     began_s: float
     words: str
     need: Need
@@ -404,7 +404,7 @@ def _find_peer(need: Need, path: dict[int, _Record]) -> int:
         for rank, record in path.items()
         if not record.has_made(need.sequence, need.number) and need.sequence not in record.busy
     )
-    return next(missing, need.peer) if need.of_all else need.peer
+    return next(missing, need.peer) if need.is_for_all else need.peer
 
 
 def _find_difference(ranks: tuple[int, int], own: _Record, theirs: _Record) -> str:

@@ -1,17 +1,20 @@
-"""Errors of an exchange."""
+"""Errors of exchanges between ranks."""
 
 from gcnzc.exchange.heartbeat import HeartbeatMonitor
 
 
 class WorkerLost(RuntimeError):
-    """An exchange failed, because a worker or the network failed, or a worker is far behind."""
+    """An exchange failed, because a rank or the network failed, or a rank is far behind."""
 
 
 class ConnectionBroken(Exception):
-    """The network failed; the cause is torch's error."""
+    """A request of torch.distributed failed; the cause is torch's error."""
 
 
-def explain(watch: HeartbeatMonitor, error: BaseException | None) -> str:
-    """Describe the missing workers, with the first line of torch's error; C++ frames may follow."""
+def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> str:
+    """Describe the failed ranks, and append the first line of torch's error.
+
+    The other lines of torch's error may be C++ stack frames.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"{watch.culprits()} (torch.distributed reports: {lines[0]})"
+    return f"{monitor.describe_failure()} (torch.distributed reports: {lines[0]})"

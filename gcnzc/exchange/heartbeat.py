@@ -1,8 +1,8 @@
-"""Heartbeats of all workers on a shared store, which identify the worker that an exchange lacks.
+"""Heartbeats of all ranks in a shared store, which show the rank that made an exchange fail.
 
-If a worker stops responding, the others get a socket error that does not name it. Therefore each
-worker writes its step and activity to the store every second. A worker whose exchange failed reads
-the heartbeats, and reports the workers that have stopped writing.
+If a rank stops responding, the others get a socket error that does not name it. Therefore each rank
+writes its step and activity to the store every second. A rank whose exchange failed reads the
+heartbeats, and reports the ranks that have stopped sending them.
 """
 
 import json
@@ -22,6 +22,7 @@ from gcnzc.exchange.rendezvous import Store, read_existing
 T = TypeVar("T")
 
 
+# interval of heartbeats
 BEAT_S = 1.0
 
 
@@ -29,23 +30,27 @@ BEAT_S = 1.0
 STORE_S = 10.0
 
 
-LAST_WORDS_S = 5.0  # time for a worker to print its error before its launcher is ended
+# time for a worker to print its error before its launcher is ended
+ERROR_OUTPUT_S = 5.0
 
 
-# number of missed heartbeats after which a worker counts as stopped
-MISSED = 3
+# number of missed heartbeats after which a rank counts as stopped
+MISSED_BEATS = 3
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A worker's last heartbeat."""
+    """The last heartbeat of a rank."""
 
     beat: int
+    """the number of this heartbeat, from 1"""
     step: int
-    doing: str
+    """the rank's training step"""
+    activity: str
     host: str
-    left: str = ""
-    """why the worker ended; empty if it did not report that"""
+    """the name of the rank's machine"""
+    end_reason: str = ""
+    """why the rank ended; empty while it is running, or if it did not report a reason"""
 
 
 @dataclass(frozen=True)
@@ -53,30 +58,31 @@ class StoreHost:
     """The process that hosts the store, for error messages if the store does not respond."""
 
     name: str
+    """in messages, such as `rank 0` or `the first machine's launcher`"""
     address: tuple[str, int]
     """host and port of the store"""
 
 
-class _Reach(Enum):
+class _Reachability(Enum):
     """The result of connecting to the store's address."""
 
-    ANSWERS = "the kernel there accepts connections"
-    REFUSED = "the machine answers, and nothing listens there"
-    NOTHING = "no answer"
+    ACCEPTED = "the kernel accepts connections"
+    REFUSED = "the machine responds, but no process listens on the port"
+    NO_RESPONSE = "there is no response"
 
 
 class HeartbeatMonitor:
-    """Writes the heartbeats of this worker in a thread, and reads those of the others.
+    """Writes the heartbeats of this rank in a thread, and reads those of the other ranks.
 
     Args:
-        store: shared by all workers of this attempt, and not used by an earlier attempt. It should
+        store: shared by all ranks of this attempt, and not used by an earlier attempt. It should
             have its own connection, because a request that waits blocks the others of its
             connection.
-        rank: this worker.
-        world_size: the number of workers.
+        rank: this rank.
+        world_size: the number of ranks.
         host: the name of this machine.
-        keeper: the process that hosts the store; None if it is not known.
-        global_ranks: of a subgroup, the ranks of its workers among all workers.
+        store_host: the process that hosts the store; None if it is not known.
+        global_ranks: for a subgroup, its members' ranks in the default group.
     """
 
     def __init__(
@@ -85,168 +91,177 @@ class HeartbeatMonitor:
         rank: int,
         world_size: int,
         host: str,
-        keeper: StoreHost | None = None,
+        store_host: StoreHost | None = None,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
         self.global_ranks = global_ranks
         self.store, self.rank, self.world_size, self.host = store, rank, world_size, host
-        self.keeper = keeper
+        self.store_host = store_host
         self.beat = 0
-        self.step, self.doing, self.left = 0, "start", ""
+        self.step, self.activity, self.end_reason = 0, "start", ""
         self.parent = os.getppid()
         self.has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
-        self.done = threading.Event()
+        self.stopped = threading.Event()
         self.lock = threading.Lock()
         self.write()
-        self.thread = threading.Thread(target=self._live, name="gcnzc-watch", daemon=True)
+        self.thread = threading.Thread(
+            target=self._write_heartbeats, name="gcnzc-heartbeats", daemon=True
+        )
         self.thread.start()
 
-    def at(self, step: int, doing: str) -> None:
+    def set_status(self, step: int, activity: str) -> None:
         """Set the step and activity of the next heartbeats; does not access the store."""
-        self.step, self.doing = step, doing
+        self.step, self.activity = step, activity
 
     def write(self) -> None:
-        """Write one heartbeat of this worker."""
+        """Write one heartbeat of this rank."""
         with self.lock:
             self.beat += 1
-            sign = (self.beat, self.step, self.doing, self.host, self.left)
-            self.store.set(f"gcnzc/alive/{self.rank}", json.dumps(sign))
+            fields = (self.beat, self.step, self.activity, self.host, self.end_reason)
+            self.store.set(f"gcnzc/alive/{self.rank}", json.dumps(fields))
 
-    def signs(self) -> dict[int, Heartbeat]:
-        """Return the last heartbeat of each worker that has written one.
+    def read_heartbeats(self) -> dict[int, Heartbeat]:
+        """Return the last heartbeat of each rank that has written one.
 
-        Takes two requests to the store if all workers have.
+        Takes two requests to the store if all ranks have.
         """
         keys = {f"gcnzc/alive/{rank}": rank for rank in range(self.world_size)}
         found = read_existing(self.store, list(keys))
         return {keys[key]: Heartbeat(*json.loads(text)) for key, text in found.items()}
 
-    def culprits(self) -> str:
-        """Describe which workers have stopped or are behind; takes some seconds.
+    def describe_failure(self) -> str:
+        """Describe which ranks have stopped or are behind; takes some seconds.
 
-        Time is counted by this worker's own heartbeats in the store, so that a slow store does not
-        make workers look stopped. If the store does not respond, the result names its host instead.
+        Time is counted by this rank's own heartbeats in the store, so that other ranks do not seem
+        stopped if the store is slow. If the store does not respond, the result names its host.
         """
         try:
-            before = _within(STORE_S, self.signs)
+            before = _run_with_timeout(STORE_S, self.read_heartbeats)
             end = time.monotonic() + STORE_S
             while True:
                 time.sleep(BEAT_S)
-                after = _within(STORE_S, self.signs)
-                if self._beats(after) - self._beats(before) >= MISSED:
+                after = _run_with_timeout(STORE_S, self.read_heartbeats)
+                if self._count_beats(after) - self._count_beats(before) >= MISSED_BEATS:
                     break
                 if time.monotonic() > end:
-                    return f"unknown: in {STORE_S:g} s the store took in no signs of life"
+                    return f"unknown: the store accepted no heartbeats in {STORE_S:g} s"
         except RuntimeError:
-            return self._without_store()
+            return self._describe_store_failure()
         ranks = range(self.world_size)
-        return describe_stopped_workers(
-            self.rank, self.step, ranks, before, after, self.global_ranks
-        )
+        return describe_stopped_ranks(self.rank, self.step, ranks, before, after, self.global_ranks)
 
-    def _beats(self, signs: dict[int, Heartbeat]) -> int:
-        return signs[self.rank].beat if self.rank in signs else 0
+    def _count_beats(self, heartbeats: dict[int, Heartbeat]) -> int:
+        """Return the number of this rank's heartbeats that the store has accepted."""
+        return heartbeats[self.rank].beat if self.rank in heartbeats else 0
 
-    def _without_store(self) -> str:
+    def _describe_store_failure(self) -> str:
         """Describe why the store does not respond.
 
         If nothing at the store's address responds, this ends the launcher, which would otherwise
         wait for the store for a quarter of an hour. A store that is only slow or stopped does not
         end the launcher, because the kernel of its machine still accepts connections.
         """
-        if self.keeper is None:
-            return "unknown: the store does not answer"
-        who, reach = self.keeper.name, _reach(self.keeper.address, STORE_S)
-        if reach is _Reach.ANSWERS:
-            return f"{who}, which keeps the store, does not answer: it is stopped, or very slow"
-        if reach is _Reach.REFUSED:
-            return f"{who}, which kept the store, is gone"
+        if self.store_host is None:
+            return "unknown: the store does not respond"
+        name = self.store_host.name
+        reachability = _check_reachability(self.store_host.address, STORE_S)
+        if reachability is _Reachability.ACCEPTED:
+            return f"{name}, which hosts the store, does not respond: it is stopped or very slow"
+        if reachability is _Reachability.REFUSED:
+            return f"{name}, which hosted the store, has ended"
         if self.has_launcher:
             _end_launcher(self.parent)
-        return f"{who} does not answer either: it is gone, or this machine is cut off"
+        return (
+            f"{name}, which hosts the store, cannot be reached: its machine or the network of this "
+            "machine has failed"
+        )
 
-    def leave(self, why: str = "") -> None:
-        """Stop the heartbeats; if `why` is given, write it as the reason for the other workers."""
-        self.done.set()
-        self.thread.join(MISSED * BEAT_S)
+    def stop(self, reason: str = "") -> None:
+        """Stop the heartbeats, and write the reason why this rank ends, if there is one.
+
+        Args:
+            reason: for the error messages of the other ranks.
+        """
+        self.stopped.set()
+        self.thread.join(MISSED_BEATS * BEAT_S)
         # a thread that is still alive waits for a store that does not respond
-        if why and not self.thread.is_alive():
-            self.left = why
+        if reason and not self.thread.is_alive():
+            self.end_reason = reason
             try:
                 self.write()
             except RuntimeError:
-                return  # the store is gone already
+                return  # the store has already ended
 
-    def _live(self) -> None:
-        while not self.done.wait(BEAT_S):
+    def _write_heartbeats(self) -> None:
+        while not self.stopped.wait(BEAT_S):
             if self.has_launcher and os.getppid() != self.parent:
-                # the launcher is gone, so nothing would end or restart this worker; files are
-                # replaced atomically, so a kill leaves no partial ones in their place
+                # the launcher has ended, so nothing would end or restart this worker; files are
+                # replaced atomically, so a kill leaves no partial ones
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 self.write()
             except RuntimeError:
-                # the store is gone with its launcher; the next exchange reports that
+                # the store has ended with its launcher; the next exchange reports that
                 continue
 
 
-def _within(seconds: float, deed: Callable[[], T]) -> T:
+def _run_with_timeout(seconds: float, function: Callable[[], T]) -> T:
     """Run a function in a thread with a time limit, and return its result.
 
     Requests to torch's store have no time limit of their own if the network drops their packets.
-    After the limit the thread goes on.
+    After the limit the thread continues to run.
 
     Raises:
-        RuntimeError: it took longer, or raised this error.
+        RuntimeError: the function took longer, or raised this error.
     """
     answers: list[T] = []
     failures: list[RuntimeError] = []
 
     def work() -> None:
         try:
-            answers.append(deed())
+            answers.append(function())
         except RuntimeError as error:
             failures.append(error)
 
-    thread = threading.Thread(target=work, name="gcnzc-watch-signs", daemon=True)
+    thread = threading.Thread(target=work, name="gcnzc-heartbeat-reader", daemon=True)
     thread.start()
     thread.join(seconds)
     if not answers:
-        raise failures[0] if failures else RuntimeError(f"no answer within {seconds:g} s")
+        raise failures[0] if failures else RuntimeError(f"no result within {seconds:g} s")
     return answers[0]
 
 
-def _reach(address: tuple[str, int], seconds: float) -> _Reach:
+def _check_reachability(address: tuple[str, int], seconds: float) -> _Reachability:
     """Connect to an address, and retry until there is a response or `seconds` have passed."""
     end = time.monotonic() + seconds
 
-    def attempt() -> _Reach:
+    def attempt() -> _Reachability:
         try:
             with socket.create_connection(address, max(end - time.monotonic(), 0.1)):
-                return _Reach.ANSWERS
+                return _Reachability.ACCEPTED
         except ConnectionRefusedError:
-            return _Reach.REFUSED
+            return _Reachability.REFUSED
         except OSError:
-            return _Reach.NOTHING
+            return _Reachability.NO_RESPONSE
 
     while time.monotonic() < end:
         try:
             # a name lookup has no time limit
-            reach = _within(end - time.monotonic() + 1.0, attempt)
+            reachability = _run_with_timeout(end - time.monotonic() + 1.0, attempt)
         except RuntimeError:
             break
-        if reach is not _Reach.NOTHING:
-            return reach
+        if reachability is not _Reachability.NO_RESPONSE:
+            return reachability
         time.sleep(min(BEAT_S, seconds / 10))
-    return _Reach.NOTHING
+    return _Reachability.NO_RESPONSE
 
 
 def _end_launcher(parent: int) -> None:
-    """End this worker's launcher after `LAST_WORDS_S`, so that the worker can print its error."""
+    """End this worker's launcher after `ERROR_OUTPUT_S`, so that the worker can print its error."""
     if os.getppid() != parent:
         return
-    wait = f"sleep {LAST_WORDS_S:g}"
-    # in a separate process, which outlives this one and is no child of it
+    wait = f"sleep {ERROR_OUTPUT_S:g}"
+    # in a process that is not a child of this one, and may run longer
     subprocess.run(
         ["sh", "-c", f"({wait}; kill -TERM {parent}; {wait}; kill -KILL {parent}) &"],
         start_new_session=True,
@@ -257,7 +272,7 @@ def _end_launcher(parent: int) -> None:
     )
 
 
-def describe_stopped_workers(
+def describe_stopped_ranks(
     rank: int,
     step: int,
     ranks: Sequence[int],
@@ -265,38 +280,44 @@ def describe_stopped_workers(
     after: dict[int, Heartbeat],
     global_ranks: Sequence[int] | None = None,
 ) -> str:
-    """Describe which workers made an exchange of worker `rank` in step `step` fail.
+    """Describe which ranks made an exchange of rank `rank` in step `step` fail.
 
     Args:
-        rank: the worker whose exchange failed.
+        rank: the rank whose exchange failed.
         step: its step.
-        ranks: the ranks of all workers.
+        ranks: all ranks of the group.
         before, after: heartbeats by rank, read some intervals apart.
-        global_ranks: of a subgroup, the ranks of its workers among all workers.
+        global_ranks: for a subgroup, its members' ranks in the default group.
     """
-    lines, told = [], []
+    failed, ended = [], []
     for other in ranks:
         if other == rank:
             continue
         if other not in after:
-            lines.append(f"{name_of(other, global_ranks)} never came")
+            failed.append(f"{describe_rank(other, global_ranks)} never connected")
             continue
-        sign = after[other]
-        where = f"{name_of(other, global_ranks)} on {sign.host}"
-        if sign.left:
-            told.append(f"{where} left: {sign.left}")
-        elif other in before and before[other].beat == sign.beat:
-            lines.append(
-                f"{where} gives no sign of life; it was last in step {sign.step}, at {sign.doing}"
+        last = after[other]
+        name = f"{describe_rank(other, global_ranks)} on {last.host}"
+        if last.end_reason:
+            ended.append(f"{name} ended: {last.end_reason}")
+        elif other in before and before[other].beat == last.beat:
+            failed.append(
+                f"{name} has stopped sending heartbeats; it was last in step {last.step}, at "
+                f"{last.activity}"
             )
-        elif sign.step < step:
-            lines.append(f"{where} is alive and still in step {sign.step}, at {sign.doing}")
-    # workers that reported their end are named only if no worker is missing or behind
-    return "; ".join(lines or told) or "all other workers are alive, so the network may be broken"
+        elif last.step < step:
+            failed.append(f"{name} is running and still in step {last.step}, at {last.activity}")
+    # ranks that reported their end are named only if no rank is missing or behind
+    return "; ".join(failed or ended) or "all other ranks are running, so the network may be broken"
 
 
-def name_of(rank: int, global_ranks: Sequence[int] | None) -> str:
-    """Return the name of a worker in messages, in a subgroup also its rank among all workers."""
+def describe_rank(rank: int, global_ranks: Sequence[int] | None) -> str:
+    """Return the name of a rank in messages; in a subgroup that of its rank in the default group.
+
+    Args:
+        rank: the rank in the group.
+        global_ranks: for a subgroup, its members' ranks in the default group.
+    """
     if global_ranks is None or list(global_ranks) == list(range(len(global_ranks))):
-        return f"worker {rank}"
-    return f"worker {global_ranks[rank]}, rank {rank} of the subgroup,"
+        return f"rank {rank}"
+    return f"rank {global_ranks[rank]} (rank {rank} of the subgroup)"

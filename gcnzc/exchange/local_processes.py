@@ -1,7 +1,8 @@
-"""Detect stopped workers of this machine from /proc, before they write heartbeats.
+"""Detect stopped worker processes of this machine from /proc, before they write heartbeats.
 
-A worker that is stopped while it imports torch never connects to the store, so the store cannot
-distinguish it from a slow one. /proc can: the other workers are children of the same launcher.
+A worker that is stopped while it imports torch never connects to the store, so in the store it
+cannot be distinguished from a slow one. It can in /proc, since all workers of a machine are
+children of the same launcher.
 """
 
 import os
@@ -10,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# states in /proc/PID/stat; D, a process that waits for a device or a file system, is not stopped
+# states in /proc/PID/stat; a process in state D waits for a device, and is not stopped
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger"}
 
 
@@ -40,48 +41,48 @@ class LocalProcesses:
                 CPU time in between; the message names it.
         """
         if stopped := self._find_stopped(seconds):
-            words = [f"worker {rank} is {why}" for rank, why in sorted(stopped.items())]
-            raise TimeoutError(f"{'; '.join(words)} and did not run for {seconds:g} s")
+            texts = [f"rank {rank} is {reason}" for rank, reason in sorted(stopped.items())]
+            raise TimeoutError(f"{'; '.join(texts)} and did not run for {seconds:g} s")
 
     def _find_stopped(self, seconds: float) -> dict[int, str]:
         """Return the ranks of workers that were stopped for `seconds`, each with the reason."""
         now = time.monotonic()
         before, self.found = self.found, {}
-        long = {}
-        for process in _children(self.parent):
+        stopped = {}
+        for process in _find_children(self.parent):
             if process.pid == self.own or process.state not in STATES:
                 continue
             earlier, since = before.get(process.pid, (process, now))
             if earlier.ticks != process.ticks:
                 since = now
             self.found[process.pid] = (process, since)
-            rank = _rank(process.pid)
+            rank = _read_rank(process.pid)
             if rank is not None and now - since >= seconds:
-                long[rank] = f"{STATES[process.state]} (process {process.pid})"
-        return long
+                stopped[rank] = f"{STATES[process.state]} (process {process.pid})"
+        return stopped
 
 
-def _children(parent: int) -> list[Process]:
+def _find_children(parent: int) -> list[Process]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             # the process may have ended, or belong to another user
             with suppress(OSError):
-                process = _parsed((entry / "stat").read_text())
+                process = _parse_stat((entry / "stat").read_text())
                 if process.parent == parent:
                     found.append(process)
     return found
 
 
-def _parsed(stat: str) -> Process:
+def _parse_stat(stat: str) -> Process:
     # the program's name, in parentheses, may contain spaces and parentheses
     begin, end = stat.index("("), stat.rindex(")")
     fields = stat[end + 1 :].split()
     return Process(int(stat[:begin]), int(fields[1]), fields[0], int(fields[11]) + int(fields[12]))
 
 
-def _rank(pid: int) -> int | None:
-    """Return RANK of a process's environment; None if it is not a worker."""
+def _read_rank(pid: int) -> int | None:
+    """Return RANK from a process's environment; None if it is not a worker."""
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(b"RANK="):

@@ -1,8 +1,8 @@
-"""Simulate W workers in one process, in lockstep, with a virtual clock.
+"""Simulate W ranks in one process, in lockstep, with a virtual clock.
 
 The algorithms are the same as over processes, without a network and without threads. A test has
-access to all workers, every byte is counted, and the clock predicts the time on given network
-links. The worker with the earliest time runs next, so the clock does not depend on their order.
+access to all ranks, every byte is counted, and the clock predicts the time on given network links.
+The rank with the earliest time runs next, so the times do not depend on the order of the ranks.
 """
 
 import heapq
@@ -42,13 +42,14 @@ from gcnzc.exchange.requests import (
 
 @dataclass(frozen=True)
 class Link:
-    """The network link of a worker's outgoing messages, or from one worker to another."""
+    """The network link of a rank's outgoing messages, or from one rank to another."""
 
     bytes_per_s: float = float("inf")
+    """bandwidth"""
     delay_s: float = 0.0
     """latency, from the departure of the last byte to its arrival"""
     message_s: float = 0.0
-    """overhead of the sender for each message"""
+    """overhead of the sender per message"""
 
 
 @dataclass
@@ -58,10 +59,11 @@ class Outcome:
     results: list[Any]
     """return values of the algorithms"""
     seconds: list[float]
-    """end of each algorithm, by the virtual clock"""
+    """the end of each algorithm, by the virtual clock"""
     exchange_s: list[float]
-    """seconds that each worker waited for others: all its time except `Compute`"""
+    """the time of each algorithm without `Compute`, in seconds"""
     ledgers: list[Ledger]
+    """counters of the messages that each rank sent"""
 
 
 def lockstep(
@@ -70,70 +72,75 @@ def lockstep(
     links: Mapping[tuple[int, int], Link] | None = None,
     choices: Choices | None = None,
 ) -> Outcome:
-    """Run the algorithms of W workers in one process.
+    """Run the algorithms of W ranks in one process, and simulate the time that they take.
 
     Args:
-        algorithms: one for each worker, in the order of ranks.
-        link: the outgoing link of every worker; None has no limits.
-        links: by sender and receiver, links that limit their messages in addition to `link`.
+        algorithms: one for each rank, in the order of ranks.
+        link: the outgoing link of each rank; None has no limits.
+        links: by (sender, receiver), links that limit their messages in addition to `link`.
         choices: the collective algorithm for each kind of request; None uses the defaults.
 
     Returns:
-        Results, times and ledgers of all workers.
+        The results, times and ledgers of all ranks.
 
     Raises:
         RequestMismatch: ranks make different requests, or wait for one another in a cycle, as over
             processes.
         RuntimeError: a tensor was changed while it was being sent.
     """
-    return _World(algorithms, link or Link(), links or {}, choices or Choices()).run()
+    return _Simulation(algorithms, link or Link(), links or {}, choices or Choices()).run()
 
 
 @dataclass
 class _Task:
-    """A worker's algorithm, or a request that it began."""
+    """The algorithm of a rank, or a request that it has started."""
 
     rank: int
-    channel: tuple[Any, ...]  # empty for a worker's own algorithm
-    stack: list[Algorithm[Any]]  # the last one is running, for the one before it
+    channel: tuple[Any, ...]  # empty for the algorithm of a rank
+    stack: list[Algorithm[Any]]  # the last one runs; its result is an answer of the one before
     now: float
-    kind: str = ""  # of the request that it is in
+    kind: str = ""  # of the collective that it executes
     caller: str = ""
     computed_s: float = 0.0
     answer: Any = None
     waits_for: Any = None
     is_done: bool = False
-    waiting: list["_Task"] = field(default_factory=list)  # for its end
+    waiting: list["_Task"] = field(default_factory=list)  # tasks that wait for this one
 
 
 @dataclass
 class _Mailbox:
-    """Messages from one worker to another, in order."""
+    """The messages from one rank to another, in order."""
 
-    messages: deque[tuple[Tensor, float]] = field(default_factory=deque)  # and when each arrives
-    waiting: list[_Task] = field(default_factory=list)  # for a message, or to be received
-    promised: list[float] = field(default_factory=list)  # when receptions were begun
-    sent: int = 0
-    taken: int = 0
+    messages: deque[tuple[Tensor, float]] = field(default_factory=deque)  # with times of arrival
+    waiting: list[_Task] = field(default_factory=list)  # tasks that wait for a message or a receive
+    receives_started_at: list[float] = field(default_factory=list)
+    num_sent: int = 0
+    num_received: int = 0
 
 
 @dataclass
-class _Sent:
+class _PendingSend:
     request: Send
     copy: Tensor
-    left_at: float
+    """of the values, to detect that they changed"""
+    sent_at: float
     mailbox: _Mailbox
     number: int
+    """of the message in its mailbox, from 1"""
 
 
 @dataclass
-class _Receipt:
+class _PendingReceive:
     request: Receive
     mailbox: _Mailbox
     number: int
+    """of the message in its mailbox, from 1"""
 
 
-class _World:
+class _Simulation:
+    """The state of one run of `lockstep`."""
+
     def __init__(
         self,
         algorithms: Sequence[Algorithm[Any]],
@@ -145,22 +152,22 @@ class _World:
         self.link, self.links, self.choices = link, links, choices
         self.ledgers = [Ledger() for _ in algorithms]
         self.logs = [RequestLog(rank) for rank in range(self.world_size)]
-        # when what leaves a worker, or goes to one other, may follow
+        # when the link of a rank, or of a pair of ranks, has sent its last message
         self.free_at: dict[Any, float] = {}
         self.mailboxes: dict[Any, _Mailbox] = {}
-        self.last_of_channel: dict[tuple[int, str], _Task] = {}
+        self.last_in_channel: dict[tuple[int, str], _Task] = {}
         self.tasks: list[_Task] = []
         self.ready: list[tuple[float, int, _Task]] = []
         self.order = itertools.count()
-        self.mains = [self.start(rank, (), each, 0.0) for rank, each in enumerate(algorithms)]
+        self.mains = [self.add_task(rank, (), each, 0.0) for rank, each in enumerate(algorithms)]
 
     def run(self) -> Outcome:
         while self.ready:
             _, _, task = heapq.heappop(self.ready)
             self.advance(task)
         if stuck := [task for task in self.tasks if not task.is_done]:
-            waits = "; ".join(_waiting(task) for task in stuck)
-            raise mismatch(f"{waits}, and none of them can go on")
+            waits = "; ".join(_describe_wait(task) for task in stuck)
+            raise mismatch(f"{waits}, and none of them can continue")
         return Outcome(
             [task.answer for task in self.mains],
             [task.now for task in self.mains],
@@ -168,7 +175,7 @@ class _World:
             self.ledgers,
         )
 
-    def start(
+    def add_task(
         self, rank: int, channel: tuple[Any, ...], algorithm: Algorithm[Any], now: float
     ) -> _Task:
         task = _Task(rank, channel, [algorithm], now)
@@ -177,15 +184,15 @@ class _World:
         return task
 
     def push(self, task: _Task, at: float) -> None:
-        """Let a task go on at a time, or when it has come there."""
+        """Schedule a task for a time, or for its own time if that is later."""
         heapq.heappush(self.ready, (max(task.now, at), next(self.order), task))
 
     def advance(self, task: _Task) -> None:
-        """Go on with a task until its clock moves, or it waits, or it is done."""
+        """Run a task until its clock advances, it waits, or it is done."""
         now, pending = task.now, task.waits_for
         if pending is not None:
             task.waits_for = None
-            self.end(task, pending)
+            self.wait(task, pending)
         while task.now == now and task.waits_for is None:
             try:
                 request = task.stack[-1].send(task.answer)
@@ -212,49 +219,49 @@ class _World:
         elif isinstance(request, Caller):
             task.answer, task.caller = task.caller, request.name
         elif isinstance(request, Scratch):
-            # whole bytes of ones are NaN in every floating-point dtype
+            # bytes of ones are NaN in every floating-point dtype
             task.answer = torch.empty_like(request.values)
             as_bytes(task.answer).fill_(0xFF)
         elif isinstance(request, Send | Receive):
-            self.end(task, self.begin(task, request))
+            self.wait(task, self.start_request(task, request))
         elif isinstance(request, Start):
-            task.answer = self.begin(task, request.request, request.channel)
+            task.answer = self.start_request(task, request.request, request.channel)
         elif isinstance(request, Wait):
-            self.end(task, request.pending)
+            self.wait(task, request.pending)
         else:
             channel = task.channel[0] if task.channel else ""
-            task.kind = self.counted(task.rank, request)
-            task.stack.append(self.expanded(task.rank, task.caller, channel, request))
+            task.kind = self.count_request(task.rank, request)
+            task.stack.append(self.execute(task.rank, task.caller, channel, request))
 
-    def begin(
+    def start_request(
         self, task: _Task, request: Request | Algorithm[Any], channel: str = ""
-    ) -> _Task | _Sent | _Receipt:
+    ) -> _Task | _PendingSend | _PendingReceive:
         if isinstance(request, Send):
             return self.send(task, request)
         if isinstance(request, Receive):
             if not task.kind:
                 self.check_message(task, request)
             mailbox = self.mailbox(request.peer, task.rank, task)
-            mailbox.promised.append(task.now)
-            self.wake(mailbox, task.now)
-            return _Receipt(request, mailbox, len(mailbox.promised))
+            mailbox.receives_started_at.append(task.now)
+            self.resume_waiting(mailbox, task.now)
+            return _PendingReceive(request, mailbox, len(mailbox.receives_started_at))
         assert not isinstance(request, Start | Wait | Compute | Scratch | Caller), (
-            "only an exchange can be begun"
+            "only exchanges can be started"
         )
-        before = self.last_of_channel.get((task.rank, channel))
+        before = self.last_in_channel.get((task.rank, channel))
         kind = ""
         if isinstance(request, Generator):
             algorithm = request
         else:
-            algorithm = self.expanded(task.rank, task.caller, channel, request)
-            kind = self.counted(task.rank, request)
-        begun = self.start(task.rank, (channel,), _after(before, algorithm), task.now)
-        begun.kind, begun.caller = kind, task.caller
-        self.last_of_channel[task.rank, channel] = begun
-        return begun
+            algorithm = self.execute(task.rank, task.caller, channel, request)
+            kind = self.count_request(task.rank, request)
+        started = self.add_task(task.rank, (channel,), _run_after(before, algorithm), task.now)
+        started.kind, started.caller = kind, task.caller
+        self.last_in_channel[task.rank, channel] = started
+        return started
 
-    def expanded(self, rank: int, caller: str, channel: str, request: Collective) -> Algorithm[Any]:
-        """The messages of a request, when its turn comes, once other ranks' requests fit it."""
+    def execute(self, rank: int, caller: str, channel: str, request: Collective) -> Algorithm[Any]:
+        """Execute a collective by its messages, after checking it against those of other ranks."""
         header = self.logs[rank].record_collective(channel, request, caller)
         self.check(rank, channel_sequence(channel), header, range(self.world_size))
         return (yield from expand(request, rank, self.world_size, self.choices))
@@ -273,91 +280,91 @@ class _World:
                 if difference:
                     raise mismatch(difference)
 
-    def wake(self, mailbox: _Mailbox, at: float) -> None:
+    def resume_waiting(self, mailbox: _Mailbox, at: float) -> None:
         for other in mailbox.waiting:
             self.push(other, at)
         mailbox.waiting.clear()
 
-    def counted(self, rank: int, request: Collective) -> str:
+    def count_request(self, rank: int, request: Collective) -> str:
         kind = type(request).__name__
         self.ledgers[rank].count(kind)
         return kind
 
-    def send(self, task: _Task, request: Send) -> _Sent:
+    def send(self, task: _Task, request: Send) -> _PendingSend:
         if not task.kind:
             self.check_message(task, request)
         copy = as_bytes(request.values).clone()
         num_bytes, pair = len(copy), (task.rank, request.peer)
-        narrow = self.links.get(pair, Link())
-        begins = max(task.now, self.free_at.get(task.rank, 0.0)) + self.link.message_s
-        left_at = begins + num_bytes / self.link.bytes_per_s
-        through = max(begins, self.free_at.get(pair, 0.0)) + num_bytes / narrow.bytes_per_s
-        self.free_at[task.rank], self.free_at[pair] = left_at, through
-        arrives = max(left_at, through) + self.link.delay_s + narrow.delay_s
+        pair_link = self.links.get(pair, Link())
+        begin = max(task.now, self.free_at.get(task.rank, 0.0)) + self.link.message_s
+        sent_at = begin + num_bytes / self.link.bytes_per_s
+        pair_sent_at = max(begin, self.free_at.get(pair, 0.0)) + num_bytes / pair_link.bytes_per_s
+        self.free_at[task.rank], self.free_at[pair] = sent_at, pair_sent_at
+        arrival = max(sent_at, pair_sent_at) + self.link.delay_s + pair_link.delay_s
         mailbox = self.mailbox(*pair, task)
-        mailbox.messages.append((copy, arrives))
-        mailbox.sent += 1
-        self.wake(mailbox, arrives)
+        mailbox.messages.append((copy, arrival))
+        mailbox.num_sent += 1
+        self.resume_waiting(mailbox, arrival)
         self.ledgers[task.rank].add(task.kind or "Send", num_bytes)
-        return _Sent(request, copy, left_at, mailbox, mailbox.sent)
+        return _PendingSend(request, copy, sent_at, mailbox, mailbox.num_sent)
 
     def mailbox(self, sender: int, receiver: int, task: _Task) -> _Mailbox:
-        # a collective's message never meets one that is a request of its own
+        # messages of collectives are not received by `Receive` requests of algorithms
         key = sender, receiver, task.channel, bool(task.kind)
         return self.mailboxes.setdefault(key, _Mailbox())
 
-    def end(self, task: _Task, pending: Any) -> None:
-        """Take the answer of what was begun, or wait for it."""
+    def wait(self, task: _Task, pending: Any) -> None:
+        """Set the task's answer to that of a started request, or suspend the task."""
         if isinstance(pending, _Task):
             if not pending.is_done:
                 task.waits_for = pending
                 pending.waiting.append(task)
                 return
             task.now, task.answer = max(task.now, pending.now), pending.answer
-        elif isinstance(pending, _Sent):
-            if len(pending.mailbox.promised) < pending.number:
-                # as over gloo, a message leaves when its peer has begun to receive it
+        elif isinstance(pending, _PendingSend):
+            if len(pending.mailbox.receives_started_at) < pending.number:
+                # as over gloo, a message is sent when its peer has started to receive it
                 task.waits_for = pending
                 pending.mailbox.waiting.append(task)
                 return
             if not torch.equal(as_bytes(pending.request.values), pending.copy):
                 raise RuntimeError(
-                    f"worker {task.rank} changed a tensor while it was being sent\n\n"
-                    "hint: a tensor that was given to Begin is free again after End"
+                    f"rank {task.rank} changed a tensor while it was being sent\n\n"
+                    "hint: do not write to a tensor between Start and Wait"
                 )
-            begun_at = pending.mailbox.promised[pending.number - 1]
-            task.now = max(task.now, pending.left_at, begun_at)
+            started_at = pending.mailbox.receives_started_at[pending.number - 1]
+            task.now = max(task.now, pending.sent_at, started_at)
         else:
             self.receive(task, pending)
 
-    def receive(self, task: _Task, receipt: _Receipt) -> None:
-        mailbox = receipt.mailbox
+    def receive(self, task: _Task, pending: _PendingReceive) -> None:
+        mailbox = pending.mailbox
         if not mailbox.messages:
-            task.waits_for = receipt
+            task.waits_for = pending
             mailbox.waiting.append(task)
             return
-        mailbox.taken += 1
-        assert receipt.number == mailbox.taken, "receptions end in the order in which they began"
-        values, arrives = mailbox.messages.popleft()
-        into = as_bytes(receipt.request.values)
+        mailbox.num_received += 1
+        assert pending.number == mailbox.num_received, "receives finish in the order of their start"
+        values, arrival = mailbox.messages.popleft()
+        into = as_bytes(pending.request.values)
         if len(into) != len(values):
             raise mismatch(
-                f"rank {task.rank} expects {len(into)} bytes from rank {receipt.request.peer}, "
-                f"and {len(values)} came"
+                f"rank {task.rank} expects {len(into)} bytes from rank {pending.request.peer}, "
+                f"which sends {len(values)}"
             )
         into.copy_(values)
-        task.now, task.answer = max(task.now, arrives), receipt.request.values
+        task.now, task.answer = max(task.now, arrival), pending.request.values
 
 
-def _after(before: _Task | None, algorithm: Algorithm[Any]) -> Algorithm[Any]:
-    """A channel answers one request after the other."""
+def _run_after(before: _Task | None, algorithm: Algorithm[Any]) -> Algorithm[Any]:
+    """Run an algorithm after the previous request of its channel."""
     if before is not None:
         yield Wait(before)
     return (yield from algorithm)
 
 
-def _waiting(task: _Task) -> str:
+def _describe_wait(task: _Task) -> str:
     within = f" in {task.kind}" if task.kind else ""
-    if isinstance(task.waits_for, _Receipt | _Sent):
+    if isinstance(task.waits_for, _PendingReceive | _PendingSend):
         return f"rank {task.rank} waits for {describe_request(task.waits_for.request)}{within}"
-    return f"rank {task.rank} waits for a request that it began{within}"
+    return f"rank {task.rank} waits for a request that it started{within}"

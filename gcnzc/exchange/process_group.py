@@ -1,4 +1,4 @@
-"""A channel: one torch.distributed process group, and the requests it answers."""
+"""Channels: execute requests one after the other over a process group of torch.distributed."""
 
 import threading
 import time
@@ -71,12 +71,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# pairs of successive requests that a channel stores
+# how many pairs of successive requests a channel stores
 PAIRS_KEPT = 4096
 
 
-# at least one of so many requests of a channel has a header; the barrier for that takes about as
-# long as a short collective of torch
+# at least one of this many requests of a channel has a header; the barrier that sends it takes
+# about as long as a short collective of torch
 CHECK_EVERY = 128
 
 
@@ -89,13 +89,13 @@ def network() -> Iterator[None]:
         raise ConnectionBroken from error
 
 
-class _Work:
-    """A pending message."""
+class _PendingMessage:
+    """A message that has started."""
 
     def __init__(
         self, work: Any, finish: Callable[[], Any], keep: Any, need: Need, limit_s: float | None
     ) -> None:
-        # `keep`: memory that must not be freed until the message is finished
+        # `keep` is memory that must not be freed until the message is sent or received
         self.work, self.finish, self.keep, self.need = work, finish, keep, need
         self.limit_s = limit_s
 
@@ -108,10 +108,10 @@ class _Work:
 
 
 def _wait(work: Any, limit_s: float | None) -> None:
-    """Wait for work of torch.distributed; None for NCCL's, which has the process group's limit."""
+    """Wait for work of torch.distributed; `limit_s` is None for NCCL, which has its own limit."""
     with network():
         if limit_s is None:
-            # with a time limit, the host would poll until the device is done
+            # with a time limit, the host would poll until the device has finished
             work.wait()
         else:
             # gloo's messages have no other time limit; after a timeout the connection is closed
@@ -119,11 +119,11 @@ def _wait(work: Any, limit_s: float | None) -> None:
 
 
 class Channel:
-    """Executes requests one after the other, over a process group of its own."""
+    """Executes requests one after the other, over its own process group."""
 
     def __init__(self, group: "Group", name: str, process_group: Any) -> None:
         self.group, self.process_group = group, process_group
-        self.memory = StagingBuffers()
+        self.buffers = StagingBuffers()
         self.threads: ThreadPoolExecutor | None = None
         self.streams: CudaStreams | None = None
         self.stream: Any = None
@@ -134,31 +134,31 @@ class Channel:
         self.header = Header(0, 0, "")  # of the current request
         self.pairs: set[tuple[str, str]] = set()  # of successive requests
         self.need: Need | None = None
-        self.begun = self.ended = 0  # number of tasks of this channel's thread
+        self.num_started = self.num_finished = 0  # tasks of this channel's thread
 
     @property
     def is_busy(self) -> bool:
         """Whether its thread has unfinished tasks."""
-        return self.begun > self.ended
+        return self.num_started > self.num_finished
 
     def find_need(self) -> Need | None:
         """Return the request of a peer that the current request waits for."""
         return self.need
 
-    def begin(self, request: Request | Algorithm[Any]) -> Any:
+    def start(self, request: Request | Algorithm[Any]) -> Any:
         """Start a request, or an algorithm, in the background."""
         if isinstance(request, Generator):
-            return self._conducted(request)
+            return self._start_algorithm(request)
         assert not isinstance(
             request, Start | Wait | Compute | Scratch | Caller | Send | Receive
-        ), "only an exchange can be begun"
+        ), "only exchanges can be started"
         if self.group.backend == "nccl" and is_on_gpu(request):
-            # it runs on a stream of its own, without a thread
+            # NCCL runs it on its own stream, without a thread
             return self._nccl(request)
-        done = torch.cuda.current_stream().record_event() if is_on_gpu(request) else None
-        return _Background(self._submit(lambda: self._after(done, request)), self)
+        ready = torch.cuda.current_stream().record_event() if is_on_gpu(request) else None
+        return _Background(self._submit(lambda: self._run_after(ready, request)), self)
 
-    def _submit(self, deed: Callable[[], T]) -> "Future[T]":
+    def _submit(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function on this channel's thread."""
         if self.threads is None:
             self.threads = ThreadPoolExecutor(1, f"gcnzc-exchange-{self.name}")
@@ -167,34 +167,34 @@ class Channel:
         def work() -> T:
             self.caller = caller
             try:
-                return deed()
+                return function()
             finally:
-                self.ended += 1
+                self.num_finished += 1
 
-        self.begun += 1
+        self.num_started += 1
         return self.threads.submit(work)
 
-    def _after(self, ready: Any, request: Collective) -> Any:
+    def _run_after(self, ready: Any, request: Collective) -> Any:
         if ready is not None:
             ready.synchronize()
-        return self._beside(request)
+        return self._run_timed(request)
 
-    def _beside(self, request: Collective, choices: Choices | None = None) -> Any:
+    def _run_timed(self, request: Collective, choices: Choices | None = None) -> Any:
         """Execute `request` on this channel's thread, and record its time."""
         began = time.perf_counter()
-        answer = self.answer(request, choices)
+        answer = self.execute(request, choices)
         if self.group.world_size > 1:
-            self.group.beside.append((began, time.perf_counter()))
+            self.group.overlapped.append((began, time.perf_counter()))
         return answer
 
-    def _conducted(self, algorithm: Algorithm[Any]) -> Any:
+    def _start_algorithm(self, algorithm: Algorithm[Any]) -> Any:
         """Run an algorithm on this channel's thread, and with CUDA on this channel's stream.
 
         The stream first waits for the work queued on the caller's stream. The result's stream waits
         for the work of the algorithm.
         """
         if not torch.cuda.is_initialized():
-            return _Background(self._submit(lambda: self._conduct(algorithm)), self)
+            return _Background(self._submit(lambda: self._run_algorithm(algorithm)), self)
         if self.streams is None:
             self.streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
             self.stream = self.streams.new()
@@ -203,12 +203,12 @@ class Channel:
         def on_stream() -> Any:
             stream.wait(ready)
             answers: list[Any] = []
-            stream.do(lambda: answers.append(self._conduct(algorithm)))
+            stream.do(lambda: answers.append(self._run_algorithm(algorithm)))
             return answers[0], stream.record()
 
-        return _Conducted(self._submit(on_stream), self)
+        return _AlgorithmOnStream(self._submit(on_stream), self)
 
-    def _conduct(self, algorithm: Algorithm[Any]) -> Any:
+    def _run_algorithm(self, algorithm: Algorithm[Any]) -> Any:
         # each message of gcnzc's collectives resumes this thread, which takes the GIL from the
         # training thread; on busy cores that costs more than these collectives save here
         choices = self.group.choices.replace(AllGather=BUILTIN, AllToAll=BUILTIN)
@@ -224,10 +224,15 @@ class Channel:
                 time.sleep(request.seconds)
                 answer = None
             else:
-                answer = self._beside(request, choices)  # type: ignore[arg-type]
+                answer = self._run_timed(request, choices)  # type: ignore[arg-type]
 
-    def answer(self, request: Collective, choices: Choices | None = None) -> Any:
-        """Execute `request` together with the other workers; None uses the group's choices."""
+    def execute(self, request: Collective, choices: Choices | None = None) -> Any:
+        """Execute a request together with the other ranks, and return its answer.
+
+        Args:
+            request: the same on all ranks.
+            choices: selects the algorithm; None uses those of the group.
+        """
         group = self.group
         check_request(request, group.world_size)
         if group.backend == "nccl" and is_on_gpu(request):
@@ -243,19 +248,19 @@ class Channel:
             self.header = group.log.record_collective(self.name, request, self.caller)
             is_checked = self._add_pair(before, self.header.words)
             is_checked |= self.header.number % CHECK_EVERY == 0
-            staged = StagedRequest(request, self.memory)
+            staged = StagedRequest(request, self.buffers)
             name = (choices or group.choices).find(staged.request)
             if name == BUILTIN and group.world_size > 1:
                 sent = round(sent_bytes(request, group.rank, group.world_size, name))
                 group.ledger.add(kind, sent, 0)
-                answer = self._by_builtin(staged.request, is_checked=is_checked)
+                answer = self._run_builtin(staged.request, is_checked=is_checked)
             else:
                 algorithm = expand(
                     staged.request, group.rank, group.world_size, group.choices, name
                 )
-                answer = self._by_messages(algorithm, kind)
-            answer = staged.back(answer)
-            self.memory.take_back()
+                answer = self._run_messages(algorithm, kind)
+            answer = staged.copy_answer(answer)
+            self.buffers.take_back()
         return answer
 
     def _add_pair(self, before: str, words: str) -> bool:
@@ -266,7 +271,7 @@ class Channel:
         self.pairs.add((before, words))
         return len(self.pairs) > count
 
-    def _by_builtin(self, request: Collective, *, is_checked: bool) -> Any:
+    def _run_builtin(self, request: Collective, *, is_checked: bool) -> Any:
         """Execute `request` with the process group's own collective, which has no headers.
 
         If `is_checked`, a barrier, whose messages have headers, precedes it: if the request follows
@@ -277,22 +282,22 @@ class Channel:
         """
         group, header = self.group, self.header
         if is_checked:
-            self._by_messages(barrier(group.rank, group.world_size), "")
+            self._run_messages(barrier(group.rank, group.world_size), "")
         peer = (group.rank + 1) % group.world_size
-        self.need = Need(peer, self.sequence, header.number, of_all=True)
+        self.need = Need(peer, self.sequence, header.number, is_for_all=True)
         with network():
             work = self._builtin(request)
         answer = work.result()
         self.need = None
         return answer
 
-    def agree(self, words: str) -> None:
+    def check_agreement(self, words: str) -> None:
         """Wait until all ranks have made the same call, described by `words`, with a barrier."""
         with self.lock:
             self.header = self.group.log.record(self.sequence, words, caller=self.caller)
-            self._by_messages(barrier(self.group.rank, self.group.world_size), "")
+            self._run_messages(barrier(self.group.rank, self.group.world_size), "")
 
-    def _by_messages(self, algorithm: Algorithm[Any], kind: str) -> Any:
+    def _run_messages(self, algorithm: Algorithm[Any], kind: str) -> Any:
         """Run a collective by its messages; the ledger counts them as `kind` unless it is empty."""
         answer: Any = None
         while True:
@@ -302,7 +307,7 @@ class Channel:
                 return stop.value
             answer = None
             if isinstance(step, Scratch):
-                answer = self.memory.lend(step.values)
+                answer = self.buffers.lend(step.values)
             elif isinstance(step, Start):
                 answer = self._message(step.request, self.sequence, self.header, kind)  # type: ignore[arg-type]
             else:
@@ -315,29 +320,31 @@ class Channel:
                 answer = work.result()
                 self.need = None
 
-    def begin_message(self, request: Message) -> _Work:
+    def start_message(self, request: Message) -> _PendingMessage:
         """Start a `Send` or `Receive` of the algorithm itself, not of a collective."""
         group, values = self.group, request.values
         header = group.log.record_message(request, self.caller)
         sequence = message_sequence(request, group.rank)
         if group.backend == "nccl" or not is_on_gpu(request):
             return self._message(request, sequence, header, "Send")
-        host = self.memory.lend(values, pinned=True, is_kept=True)
+        host = self.buffers.lend(values, pinned=True, is_kept=True)
         if isinstance(request, Send):
             host.view(values.shape).copy_(values)
         work = self._message(replace(request, values=host), sequence, header, "Send")
 
         def finish() -> Tensor | None:
             answer = None if isinstance(request, Send) else values.copy_(host.view(values.shape))
-            self.memory.give_back(host, pinned=True)
+            self.buffers.give_back(host, pinned=True)
             return answer
 
         work.finish = finish
         return work
 
-    def _message(self, request: Message, sequence: str, header: Header, kind: str) -> _Work:
+    def _message(
+        self, request: Message, sequence: str, header: Header, kind: str
+    ) -> _PendingMessage:
         """Start to send or to receive a message."""
-        data, over, values = as_bytes(request.values), self.process_group, request.values
+        data, values = as_bytes(request.values), request.values
         tag = message_tag(header, len(data))
         need = Need(request.peer, sequence, header.number)
         limit_s, peer = self._limit_s(request), self.group.ranks[request.peer]
@@ -345,10 +352,10 @@ class Channel:
             if isinstance(request, Send):
                 if kind:
                     self.group.ledger.add(kind, len(data))
-                work = dist.isend(data, peer, over, tag)
-                return _Work(work, lambda: None, data, need, limit_s)
-            work = dist.irecv(data, peer, over, tag)
-            return _Work(work, lambda: values, data, need, limit_s)
+                work = dist.isend(data, peer, self.process_group, tag)
+                return _PendingMessage(work, lambda: None, data, need, limit_s)
+            work = dist.irecv(data, peer, self.process_group, tag)
+            return _PendingMessage(work, lambda: values, data, need, limit_s)
 
     def abort(self) -> None:
         """End all waits over this channel's connections."""
@@ -358,45 +365,47 @@ class Channel:
             work: Any = dist.irecv(torch.empty(1), peer, self.process_group, ABORT_TAG)
             work.wait(timedelta(milliseconds=1))
 
-    def _nccl(self, request: Collective) -> "_Finish":
+    def _nccl(self, request: Collective) -> "_PendingCollective":
         group, kind = self.group, type(request).__name__
         group.ledger.count(kind)
         sent = round(sent_bytes(request, group.rank, group.world_size, group.choices.find(request)))
         group.ledger.add(kind, sent, 0)
         return self._builtin(request)
 
-    def _builtin(self, request: Collective) -> "_Finish":
+    def _builtin(self, request: Collective) -> "_PendingCollective":
         """Start the process group's own collective."""
-        over, world = {"group": self.process_group, "async_op": True}, self.group.world_size
+        options, world = {"group": self.process_group, "async_op": True}, self.group.world_size
         limit_s = self._limit_s(request)
         if isinstance(request, Sum | Mean):
-            work = dist.all_reduce(request.values.view(-1), **over)
-            return _Finish(work, lambda: finish_sum(request, world), limit_s)
+            work = dist.all_reduce(request.values.view(-1), **options)
+            return _PendingCollective(work, lambda: finish_sum(request, world), limit_s)
         if isinstance(request, Broadcast):
             flat = as_bytes(request.values)
-            work = dist.broadcast(flat, self.group.ranks[request.root], **over)
-            return _Finish(work, lambda: copy_back(request.values, flat), limit_s)
+            work = dist.broadcast(flat, self.group.ranks[request.root], **options)
+            return _PendingCollective(work, lambda: copy_back(request.values, flat), limit_s)
         if isinstance(request, AllGather):
             values = as_bytes(request.values)
             rows = values.new_empty(world * len(values))
-            work = _all_gather(rows, values, **over)
+            work = _all_gather(rows, values, **options)
             shape = (world, *request.values.shape)
-            return _Finish(work, lambda: rows.view(request.values.dtype).view(shape), limit_s)
+            return _PendingCollective(
+                work, lambda: rows.view(request.values.dtype).view(shape), limit_s
+            )
         if isinstance(request, ReduceScatter):
             share = request.values.new_empty(request.values.numel() // world)
-            work = _reduce_scatter(share, request.values.view(-1), **over)
-            return _Finish(work, lambda: share, limit_s)
+            work = _reduce_scatter(share, request.values.view(-1), **options)
+            return _PendingCollective(work, lambda: share, limit_s)
         if isinstance(request, AllToAll):
-            return self._all_to_all(request, over, limit_s)
+            return self._all_to_all(request, options, limit_s)
         if isinstance(request, AllGatherScalar):
             value = scalar_tensor(request)
             rows = value.new_empty(world)
-            work = _all_gather(rows, value, **over)
-            return _Finish(work, lambda: tuple(rows.tolist()), limit_s)
+            work = _all_gather(rows, value, **options)
+            return _PendingCollective(work, lambda: tuple(rows.tolist()), limit_s)
         assert isinstance(request, SendReceive), "all kinds of requests"
         other = torch.empty_like(request.values)
         if request.peer == self.group.rank:
-            return _Finish(None, lambda: other.copy_(request.values), limit_s)
+            return _PendingCollective(None, lambda: other.copy_(request.values), limit_s)
         peer = self.group.ranks[request.peer]
         works = dist.batch_isend_irecv(
             [
@@ -404,7 +413,7 @@ class Channel:
                 dist.P2POp(dist.irecv, other, peer, self.process_group),
             ]
         )
-        return _Finish(works[-1], lambda: other, limit_s)
+        return _PendingCollective(works[-1], lambda: other, limit_s)
 
     def _limit_s(self, request: Collective | Message) -> float | None:
         """Return the time limit of a wait in seconds; None for NCCL, which has its own limit."""
@@ -412,32 +421,34 @@ class Channel:
         return None if is_nccl else self.group.timeout_s
 
     def _all_to_all(
-        self, request: AllToAll, over: dict[str, Any], limit_s: float | None
-    ) -> "_Finish":
+        self, request: AllToAll, options: dict[str, Any], limit_s: float | None
+    ) -> "_PendingCollective":
         parts, size = [as_bytes(part) for part in request.parts], request.parts[0].element_size()
         counts = request.counts
         if counts is None:
-            # on the host, and so over gloo, without a device synchronisation
+            # host tensors, so gloo exchanges them without a device synchronisation
             lengths = torch.tensor([len(part) for part in request.parts])
-            told = torch.empty_like(lengths)
-            dist.all_to_all_single(told, lengths, group=self.process_group)
-            counts = told.tolist()
-        leaving = [len(part) for part in parts]
-        coming = [count * size for count in counts]
-        received = parts[0].new_empty(sum(coming))
-        work = dist.all_to_all_single(received, torch.cat(parts), coming, leaving, **over)
+            received_lengths = torch.empty_like(lengths)
+            dist.all_to_all_single(received_lengths, lengths, group=self.process_group)
+            counts = received_lengths.tolist()
+        sent_sizes = [len(part) for part in parts]
+        sizes = [count * size for count in counts]
+        received = parts[0].new_empty(sum(sizes))
+        work = dist.all_to_all_single(received, torch.cat(parts), sizes, sent_sizes, **options)
         dtype = request.parts[0].dtype
         # the parts have one dtype, so they are aligned for the view
-        return _Finish(work, lambda: [part.view(dtype) for part in received.split(coming)], limit_s)
+        return _PendingCollective(
+            work, lambda: [part.view(dtype) for part in received.split(sizes)], limit_s
+        )
 
     def close(self) -> None:
-        """Stop the threads that drive algorithms in the background."""
+        """Stop the thread that executes requests in the background."""
         if self.threads is not None:
             self.threads.shutdown(wait=False, cancel_futures=True)
 
 
-class _Finish:
-    """A pending collective, and the function that makes its result."""
+class _PendingCollective:
+    """A collective that has started, and the function that returns its answer."""
 
     def __init__(self, work: Any, finish: Callable[[], Any], limit_s: float | None) -> None:
         self.work, self.finish, self.limit_s = work, finish, limit_s
@@ -461,11 +472,11 @@ class _Background:
         return self.future.result()
 
 
-class _Conducted:
+class _AlgorithmOnStream:
     """An algorithm that runs on a channel's thread and CUDA stream."""
 
     def __init__(self, future: Future[Any], channel: Channel) -> None:
-        assert channel.streams is not None, "made before an algorithm goes on there"
+        assert channel.streams is not None, "created before the algorithm starts"
         self.future, self.streams, self.find_need = future, channel.streams, channel.find_need
 
     def result(self) -> Any:

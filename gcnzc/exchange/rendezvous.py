@@ -1,9 +1,9 @@
 """Rendezvous of restarted workers on a store that still has keys of earlier attempts.
 
-torch's elastic agents keep one store for all attempts, with the addresses of ended workers still in
-it, and agents on several machines may number attempts differently. Therefore worker 0 draws a
-random name for each round, which prefixes all keys of the round. The other workers register under
-it, and use it once worker 0 has confirmed them.
+torch's elastic agents use one store for all attempts, which still has the addresses of ended
+workers, and agents on different machines may number attempts differently. Therefore rank 0 draws a
+random name for each round, which prefixes all keys of the round. The other ranks register under
+this name, and use it once rank 0 has confirmed them.
 """
 
 import json
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 POLL_S = 0.05
 
 
-# poll interval for each worker, so that many workers do not overload the store
+# poll interval per rank, so that many ranks do not overload the store
 POLL_S_PER_WORKER = 0.001
 
 
-# interval at which worker 0 writes the missing ranks, and all check the processes of their machine
-LOOK_S = 1.0
+# interval at which rank 0 writes the missing ranks, and all check the processes of their machine
+CHECK_S = 1.0
 
 
 class Store(Protocol):
@@ -61,7 +61,7 @@ def _existing(store: Store, keys: list[str]) -> list[str]:
 
 
 def _check_nothing(seconds: float) -> None:
-    """Check nothing; the default where the processes of the other workers are not visible."""
+    """Check nothing; the default if the processes of the other ranks are not visible."""
 
 
 def join_workers(
@@ -69,29 +69,33 @@ def join_workers(
     rank: int,
     world_size: int,
     timeout_s: float,
-    silent_s: float | None = None,
+    stopped_s: float | None = None,
     check_running: Callable[[float], None] = _check_nothing,
 ) -> str:
-    """Wait for all workers of this round, and return the round's unique name, the same on all.
+    """Wait until all ranks of this round have joined, and return the round's name.
 
     Args:
-        store: shared by all workers.
-        rank: this worker.
-        world_size: the number of workers.
-        timeout_s: how long to wait for all workers, in seconds.
-        silent_s: after how many seconds without a sign worker 0, or a worker whose process is
-            visible, counts as stopped; `timeout_s` if None.
-        demand_running: raises TimeoutError if a worker was stopped for so many seconds.
+        store: shared by all ranks.
+        rank: this rank.
+        world_size: the number of ranks.
+        timeout_s: time limit in seconds.
+        stopped_s: seconds after which a rank counts as stopped: rank 0 if it has written nothing,
+            and a process of this machine if it is stopped; None for `timeout_s`.
+        check_running: raises TimeoutError if a process of this machine was stopped for the given
+            number of seconds.
+
+    Returns:
+        The unique name of the round, the same on all ranks.
 
     Raises:
-        TimeoutError: workers are missing or stopped; the message names them.
+        TimeoutError: ranks are missing or stopped; the message names them.
     """
-    silent_s = timeout_s if silent_s is None else silent_s
-    limits = _Limits(timeout_s, silent_s, check_running, world_size)
+    stopped_s = timeout_s if stopped_s is None else stopped_s
+    limits = _Limits(timeout_s, stopped_s, check_running, world_size)
     own = uuid.uuid4().hex
     if rank == 0:
-        return _lead(store, own, world_size, limits)
-    return _follow(store, own, rank, limits)
+        return _join_as_rank_zero(store, own, world_size, limits)
+    return _join_as_other_rank(store, own, rank, limits)
 
 
 class _Limits:
@@ -100,20 +104,20 @@ class _Limits:
     def __init__(
         self,
         timeout_s: float,
-        silent_s: float,
+        stopped_s: float,
         check_running: Callable[[float], None],
         world_size: int,
     ) -> None:
-        self.end, self.silent_s = time.monotonic() + timeout_s, silent_s
-        self.check_running = lambda: check_running(silent_s)
+        self.end, self.stopped_s = time.monotonic() + timeout_s, stopped_s
+        self.check_running = lambda: check_running(stopped_s)
         self.poll_s = max(POLL_S, world_size * POLL_S_PER_WORKER)
-        self.looked_at = float("-inf")
+        self.checked_at = float("-inf")
 
-    def is_time_to_look(self) -> bool:
-        """Whether `LOOK_S` has passed since the last call that returned True."""
-        if time.monotonic() - self.looked_at < LOOK_S:
+    def is_check_due(self) -> bool:
+        """Whether `CHECK_S` has passed since the last call that returned True."""
+        if time.monotonic() - self.checked_at < CHECK_S:
             return False
-        self.looked_at = time.monotonic()
+        self.checked_at = time.monotonic()
         return True
 
     def wait(self, missing: Sequence[int]) -> None:
@@ -123,21 +127,22 @@ class _Limits:
             TimeoutError: the time limit has passed.
         """
         if time.monotonic() > self.end:
-            raise TimeoutError(f"no sign of worker {', '.join(map(str, missing))}")
+            ranks = f"{', '.join(map(str, missing))} never connected"
+            raise TimeoutError(f"rank {ranks}" if len(missing) == 1 else f"ranks {ranks}")
         time.sleep(self.poll_s)
 
 
-def _lead(store: Store, own: str, world_size: int, limits: _Limits) -> str:
+def _join_as_rank_zero(store: Store, own: str, world_size: int, limits: _Limits) -> str:
     store.set("gcnzc/round", own)
     seen: dict[int, str] = {}
     count, unread, beat = 0, set[str](), 0
     while len(seen) < world_size - 1:
         missing = [rank for rank in range(1, world_size) if rank not in seen]
-        if limits.is_time_to_look():
+        if limits.is_check_due():
             beat += 1
             store.set(f"{own}/waiting", json.dumps([beat, missing]))
             limits.check_running()
-        # arrivals are numbered, so that a poll takes three requests for any number of workers
+        # arrivals are numbered, so that a poll takes three requests for any number of ranks
         arrived = store.add(f"{own}/arrivals", 0)
         unread |= {f"{own}/arrival/{number}" for number in range(count + 1, arrived + 1)}
         count = arrived
@@ -151,31 +156,31 @@ def _lead(store: Store, own: str, world_size: int, limits: _Limits) -> str:
     return own
 
 
-def _follow(store: Store, own: str, rank: int, limits: _Limits) -> str:
-    announced, first = "", _First(limits.silent_s)
+def _join_as_other_rank(store: Store, own: str, rank: int, limits: _Limits) -> str:
+    announced, rank_zero = "", _RankZero(limits.stopped_s)
     while True:
         # the name may be that of an earlier round, which gets no confirmation
         name = store.get("gcnzc/round").decode() if store.check(["gcnzc/round"]) else ""
         if name and name != announced:
             number = store.add(f"{name}/arrivals", 1)
             store.set(f"{name}/arrival/{number}", json.dumps([rank, own]))
-            announced, first = name, _First(limits.silent_s)
+            announced, rank_zero = name, _RankZero(limits.stopped_s)
         if name and own in json.loads(
             read_existing(store, [f"{name}/all"]).get(f"{name}/all", b"[]")
         ):
             return name
-        if limits.is_time_to_look():
+        if limits.is_check_due():
             limits.check_running()
             if name:
-                first.read(read_existing(store, [f"{name}/waiting"]))
-        limits.wait([each for each in first.missing if each != rank] or [0])
+                rank_zero.read(read_existing(store, [f"{name}/waiting"]))
+        limits.wait([each for each in rank_zero.missing if each != rank] or [0])
 
 
-class _First:
-    """The ranks that worker 0 waits for, and whether worker 0 is still running."""
+class _RankZero:
+    """The state of rank 0: the ranks that it waits for, and whether it is still running."""
 
-    def __init__(self, silent_s: float) -> None:
-        self.silent_s = silent_s
+    def __init__(self, stopped_s: float) -> None:
+        self.stopped_s = stopped_s
         self.beats: list[int] = []
         self.changed_at = time.monotonic()
         self.waiting: list[int] = []
@@ -184,25 +189,26 @@ class _First:
         """Update from the values read from the store.
 
         Raises:
-            TimeoutError: worker 0 has written, and then stopped for `silent_s`.
+            TimeoutError: rank 0 has written before, but not for `stopped_s`.
         """
         for text in found.values():
             beat, self.waiting = json.loads(text)
             if beat not in self.beats:
                 self.beats.append(beat)
                 self.changed_at = time.monotonic()
-        # worker 0 of an earlier round never writes again, and is no error
-        if self.is_alive and time.monotonic() - self.changed_at > self.silent_s:
+        # rank 0 of an earlier round does not write any more, which is not an error
+        if self.is_alive and time.monotonic() - self.changed_at > self.stopped_s:
             raise TimeoutError(
-                f"worker 0 gives no sign of life for {self.silent_s:g} s while workers meet"
+                f"rank 0 has stopped sending heartbeats for {self.stopped_s:g} s while the ranks "
+                "connected"
             )
 
     @property
     def is_alive(self) -> bool:
-        """Whether worker 0 has written at least twice since this worker registered."""
+        """Whether rank 0 has written at least twice since this rank registered."""
         return len(self.beats) > 1
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that worker 0 waits for; empty unless `is_alive`."""
+        """The ranks that rank 0 waits for; empty unless `is_alive`."""
         return self.waiting if self.is_alive else []

@@ -1,4 +1,4 @@
-"""Joining a launcher's workers: the store, the process group and the watch."""
+"""Initialize torch.distributed in a launcher's workers: store, heartbeats and process group."""
 
 import os
 import socket
@@ -31,79 +31,84 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
     """Initialize torch.distributed together with the other workers.
 
     Returns:
-        The process group's store and the heartbeats, each on its own connection.
+        The process group's store and the heartbeat monitor, each with its own connection.
 
     Raises:
-        WorkerLost: workers are missing or stopped; the message names them.
+        WorkerLost: ranks are missing or stopped; the message names them.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    keeper, siblings = _keeper(), LocalProcesses()
-    began, watch = time.monotonic(), None
+    store_host, local_processes = _find_store_host(), LocalProcesses()
+    began, monitor = time.monotonic(), None
     try:
-        whole, signs = _connect(rank, keeper, timeout_s, siblings)
-        name = join_workers(signs, rank, world_size, JOIN_S, timeout_s, siblings.check_running)
-        host = socket.gethostname()
-        watch = HeartbeatMonitor(PrefixStore(name, signs), rank, world_size, host, keeper)
+        store, heartbeat_store = _connect(rank, store_host, timeout_s, local_processes)
+        name = join_workers(
+            heartbeat_store, rank, world_size, JOIN_S, timeout_s, local_processes.check_running
+        )
+        monitor = HeartbeatMonitor(
+            PrefixStore(name, heartbeat_store), rank, world_size, socket.gethostname(), store_host
+        )
         dist.init_process_group(
-            # gloo exchanges tensors on the host with either backend
+            # gloo exchanges host tensors with either backend
             "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-            store=PrefixStore(name, whole),
+            store=PrefixStore(name, store),
             rank=rank,
             world_size=world_size,
-            # all workers have registered, so connecting takes no longer than a request
+            # all ranks have registered, so connecting takes no longer than a request
             timeout=timedelta(seconds=timeout_s),
         )
     except (RuntimeError, TimeoutError) as error:
         waited = time.monotonic() - began
-        why = str(error)
-        if watch is not None:
-            why = explain(watch, error)
-            watch.leave(why)
+        reason = str(error)
+        if monitor is not None:
+            reason = explain(monitor, error)
+            monitor.stop(reason)
         raise WorkerLost(
-            f"worker {rank} of {world_size} waited {waited:.0f} s for the others at "
-            f"{keeper.address[0]}:{keeper.address[1]}: {why}\n\nhint: do all machines reach that "
-            "address? GLOO_SOCKET_IFNAME names the network to use"
+            f"rank {rank} of {world_size} waited {waited:.0f} s for the other ranks at "
+            f"{store_host.address[0]}:{store_host.address[1]}: {reason}\n\nhint: check that all "
+            "machines can reach that address; GLOO_SOCKET_IFNAME selects the network interface"
         ) from error
     except BaseException as error:
-        # such as Ctrl-C, or options that torch rejects
-        if watch is not None:
-            watch.leave(f"{type(error).__name__}: {error}")
+        # for example Ctrl-C, or options that torch rejects
+        if monitor is not None:
+            monitor.stop(f"{type(error).__name__}: {error}")
         raise
-    return whole, watch
+    return store, monitor
 
 
-def _keeper() -> StoreHost:
+def _find_store_host() -> StoreHost:
     """Return the process that hosts the store of this attempt."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return StoreHost("the first machine's launcher" if _is_of_launcher() else "worker 0", address)
+    return StoreHost(
+        "the first machine's launcher" if _is_store_in_launcher() else "rank 0", address
+    )
 
 
-def _is_of_launcher() -> bool:
-    """Whether a launcher hosts the store; otherwise worker 0 does."""
+def _is_store_in_launcher() -> bool:
+    """Whether a launcher hosts the store; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _connect(
-    rank: int, keeper: StoreHost, timeout_s: float, siblings: LocalProcesses
+    rank: int, store_host: StoreHost, timeout_s: float, local_processes: LocalProcesses
 ) -> tuple[TCPStore, TCPStore]:
-    """Open two connections to the store; worker 0 creates it unless the launcher did."""
+    """Open two connections to the store; rank 0 creates it unless the launcher hosts it."""
     end = time.monotonic() + JOIN_S
     limit = timedelta(seconds=JOIN_S)
-    host, port = keeper.address
-    makes_it = rank == 0 and not _is_of_launcher()
-    if not makes_it:
-        while not _listens(keeper.address):
-            siblings.check_running(timeout_s)
+    host, port = store_host.address
+    is_host = rank == 0 and not _is_store_in_launcher()
+    if not is_host:
+        while not _is_listening(store_host.address):
+            local_processes.check_running(timeout_s)
             if time.monotonic() > end:
-                raise TimeoutError(f"{keeper.name}, which keeps the store, is not there")
+                raise TimeoutError(f"{store_host.name}, which hosts the store, never connected")
             time.sleep(CONNECT_POLL_S)
-    whole = TCPStore(host, port, is_master=makes_it, timeout=limit, wait_for_workers=False)
-    signs = TCPStore(host, port, timeout=limit, wait_for_workers=False)
-    signs.set_timeout(timedelta(seconds=STORE_S))
-    return whole, signs
+    store = TCPStore(host, port, is_master=is_host, timeout=limit, wait_for_workers=False)
+    heartbeat_store = TCPStore(host, port, timeout=limit, wait_for_workers=False)
+    heartbeat_store.set_timeout(timedelta(seconds=STORE_S))
+    return store, heartbeat_store
 
 
-def _listens(address: tuple[str, int]) -> bool:
+def _is_listening(address: tuple[str, int]) -> bool:
     try:
         with socket.create_connection(address, STORE_S):
             return True

@@ -39,7 +39,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
             ready = trainer.now()
             assert batch.x is not None, "the loader has a table"
             assert batch.y is not None, "the loader or its sampler has labels"
-            trainer.group.at(trainer.steps, f"training in epoch {trainer.epoch + 1}")
+            trainer.group.set_status(trainer.steps, f"training in epoch {trainer.epoch + 1}")
             trainer.optimizer.zero_grad(set_to_none=True)
             # a worker may have no seed when others have taken up the rest of an epoch
             if len(batch.y):
@@ -67,7 +67,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
             ]
             waits = [Span("exchange", "model", *wait) for wait in trainer.group.take_waits()]
             trainer.waits += waits
-            beside = [Span("beside", "exchange", *each) for each in trainer.group.take_beside()]
+            beside = [Span("beside", "exchange", *each) for each in trainer.group.take_overlapped()]
             trainer.tally.time(batch.times, stages, waits)
             if beside:
                 # what of it nobody waited for
@@ -113,7 +113,7 @@ def finish_epoch(trainer: Trainer) -> None:
             trainer.optimizer.finalize()
         # between two exchanges workers may be apart
         own: Any = run(trainer.optimizer.average_parameters(), trainer.group)
-        trainer.group.at(trainer.steps, f"evaluation in epoch {trainer.epoch + 1}")
+        trainer.group.set_status(trainer.steps, f"evaluation in epoch {trainer.epoch + 1}")
         with trainer.reporter.task(
             f"evaluate {trainer.epoch + 1}/{trainer.config.epochs}"
         ) as advance:

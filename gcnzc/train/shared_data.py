@@ -64,7 +64,7 @@ def load_shared(path: str | Path, group: Group, *, allow_nan: bool = False) -> D
     path = Path(path)
     if group.world_size == 1:
         return load(path, allow_nan=allow_nan)
-    group.at(0, "loading")
+    group.set_status(0, "loading")
     if all(run(all_gather_scalar(int(store.is_prepared(path))), group)):
         with joint_work(group):
             data = load(path, allow_nan=allow_nan)

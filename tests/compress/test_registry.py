@@ -1,6 +1,6 @@
 import pytest
 import torch
-from compress.found import mean_of, reducers, vectors
+from compress.cases import mean_of, reducers, vectors
 
 from gcnzc.compress import NAMES, Blocks, Dense, Rounded, Sign, compression
 

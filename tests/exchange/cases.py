@@ -1,4 +1,4 @@
-"""Algorithms that ask for everything, for workers in lockstep and in processes."""
+"""Algorithms with all kinds of requests, for ranks in lockstep and in processes."""
 
 import dataclasses
 import os
@@ -35,14 +35,14 @@ def values(rank, count, dtype=torch.float32):
 
 
 def in_two_rounds(rank):
-    """An algorithm that is begun as a whole."""
-    held = yield Scratch(values(rank, 13))
-    rows = yield AllGather(held.copy_(values(rank, 13)))
+    """An algorithm that is started as a whole."""
+    scratch = yield Scratch(values(rank, 13))
+    rows = yield AllGather(scratch.copy_(values(rank, 13)))
     return (yield Sum(rows.cumsum(0).contiguous()))
 
 
 def everything(rank, world_size):
-    """Ask for each kind of request, small and large, and return all answers."""
+    """Make each kind of request, small and large, and return all answers."""
     found = []
     for count in (0, 1, 1000, 24_000):
         found.append((yield Mean(values(rank, count))))
@@ -67,12 +67,12 @@ def everything(rank, world_size):
         found.append((yield Wait(pending)))
     if world_size == 1:
         return found
-    coming = torch.zeros(9)
-    receipt = yield Start(Receive(coming, (rank - 1) % world_size))
-    message = yield Start(Send(values(rank, 9), (rank + 1) % world_size))
-    yield Wait(receipt)
-    yield Wait(message)
-    found.append(coming)
+    received = torch.zeros(9)
+    receive = yield Start(Receive(received, (rank - 1) % world_size))
+    send = yield Start(Send(values(rank, 9), (rank + 1) % world_size))
+    yield Wait(receive)
+    yield Wait(send)
+    found.append(received)
     return found
 
 
@@ -81,7 +81,7 @@ def ask(request):
 
 
 def answer_everything(names):
-    """What a worker process gets for everything, twice, and what that took."""
+    """Run `everything` twice in a process; return answers, ledger and numbers of buffers."""
     with init_group(choices=Choices.always(**names), timeout_s=60) as group:
         found = run(everything(group.rank, group.world_size), group)
         made = group.staging_buffers
@@ -90,16 +90,16 @@ def answer_everything(names):
 
 
 def exchange_until(what):
-    """Exchange until worker 1 is gone, or late."""
+    """Exchange until rank 1 is killed, stopped or slow."""
     with init_group(timeout_s=5) as group:
         for step in range(1000):
-            group.at(step, "exchange")
+            group.set_status(step, "exchange")
             if step == 20 and group.rank == 1:
-                group.at(step, "sampling")
+                group.set_status(step, "sampling")
                 if what == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if what == "stopped":
-                    time.sleep(1.5)  # until its sign says what it is at
+                    time.sleep(1.5)  # until its heartbeat has the new activity
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if what == "slow":
                     time.sleep(60)
@@ -108,14 +108,14 @@ def exchange_until(what):
 
 
 def stop_while_joining():
-    """Join, but worker 1 is stopped when the others know that it came."""
+    """Connect, but stop rank 1 after it has registered."""
     if os.environ["RANK"] == "1":
-        met = rendezvous.join_workers
+        join = rendezvous.join_workers
 
-        def met_and_stop(*words):
-            met(*words)
+        def join_and_stop(*arguments):
+            join(*arguments)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        start.join_workers = met_and_stop
+        start.join_workers = join_and_stop
     with init_group(timeout_s=6):
         pass

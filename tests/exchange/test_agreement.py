@@ -82,11 +82,11 @@ def begun_for_another(rank):
 MISMATCHES = {
     "both send first": (
         lambda rank: do(Send(floats(2), 1 - rank), Receive(floats(2), 1 - rank)),
-        "rank . waits for Send of 8 bytes with worker .*none of them can go on",
+        "rank . waits for Send of 8 bytes with rank .*none of them can continue",
     ),
     "both receive first": (
         lambda rank: do(Receive(floats(2), 1 - rank), Send(floats(2), 1 - rank)),
-        "rank . waits for Receive of 8 bytes with worker .*none of them can go on",
+        "rank . waits for Receive of 8 bytes with rank .*none of them can continue",
     ),
     "a send of 3 for a receive of 2": (
         lambda rank: do(Receive(floats(2), 0) if rank else Send(floats(3), 1)),
@@ -147,7 +147,7 @@ MISMATCHES = {
     ),
     "a receive after large sums": (
         lambda rank: do(large(), large(), Receive(floats(2), 0) if rank else large()),
-        "rank . waits for (Receive of 8|Sum of 32000) bytes.*none of them can go on",
+        "rank . waits for (Receive of 8|Sum of 32000) bytes.*none of them can continue",
     ),
     # each pair was made before, so no check comes first; the next is at most 127 requests later
     "a large mean for a sum where both have followed a sum before": (
@@ -174,7 +174,7 @@ MISMATCHES = {
     ),
     "in the background and not": (
         beside,
-        "rank . waits for .*none of them can go on",
+        "rank . waits for .*none of them can continue",
     ),
 }
 
@@ -242,7 +242,7 @@ def report_three(timeout_s):
 def test_all_ranks_report_what_two_of_them_do_and_a_late_rank_is_waited_for(tmp_path):
     for differs, early, cycle, well in results(3, tmp_path, report_three, 60):
         assert "requests Sum of 3 float32" in differs[0]
-        assert re.search("rank . waits for Send of 8 bytes with worker .; rank", cycle[0])
+        assert re.search("rank . waits for Send of 8 bytes with rank .; rank", cycle[0])
         assert re.search(
             "requests (Sum of 8000 float32|AllGatherScalar of int64), rank .", early[0]
         )

@@ -43,7 +43,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(("world_size", "names"), list(zip((2, 3, 5), OURS, strict=True)))
-def test_processes_answer_as_lockstep_does(world_size, names, tmp_path):
+def test_processes_get_the_same_answers_as_lockstep(world_size, names, tmp_path):
     found = results(world_size, tmp_path, answer_everything, names)
     expected = lockstep(
         [everything(rank, world_size) for rank in range(world_size)],
@@ -53,15 +53,15 @@ def test_processes_answer_as_lockstep_does(world_size, names, tmp_path):
         assert all(map(same, answers, expected.results[rank]))
         twice = dataclasses.asdict(expected.ledgers[rank])["entries"]
         for kind, entry in ledger["entries"].items():
-            # what the process group does by itself has no messages of ours
+            # collectives of the process group have no messages of gcnzc
             if names.get(kind) or kind not in ALL_BUILTIN:
                 assert entry["bytes_sent"] == 2 * twice[kind]["bytes_sent"], kind
             assert entry["requests"] == 2 * twice[kind]["requests"], kind
-        # memory to work in is kept
+        # buffers are reused
         assert made == made_later
 
 
-def test_the_builtin_ones_answer_the_same(tmp_path):
+def test_builtin_collectives_give_the_same_answers(tmp_path):
     found = results(3, tmp_path, answer_everything, ALL_BUILTIN)
     expected = lockstep([everything(rank, 3) for rank in range(3)]).results
     for rank, (answers, ledger, *_) in enumerate(found):
@@ -75,9 +75,9 @@ def test_the_builtin_ones_answer_the_same(tmp_path):
         assert ledger["entries"]["Sum"]["bytes_sent"] > 0
 
 
-def test_one_worker_alone_asks_nobody():
+def test_a_single_rank_sends_no_messages():
     with init_group() as group:
-        assert (group.rank, group.world_size, group.watch) == (0, 1, None)
+        assert (group.rank, group.world_size, group.monitor) == (0, 1, None)
         found = run(everything(0, 1), group)
         assert group.ledger.bytes_sent == 0
     for answer, right in zip(found, lockstep([everything(0, 1)]).results[0], strict=True):
@@ -87,12 +87,15 @@ def test_one_worker_alone_asks_nobody():
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("killed", "worker 1 on .* gives no sign of life"),
-        ("stopped", "worker 1 on .* gives no sign of life; it was last in step 20, at sampling"),
-        ("slow", "worker 1 on .* is alive|all other workers are alive"),
+        ("killed", "rank 1 on .* has stopped sending heartbeats"),
+        (
+            "stopped",
+            "rank 1 on .* has stopped sending heartbeats; it was last in step 20, at sampling",
+        ),
+        ("slow", "rank 1 on .* is running|all other ranks are running"),
     ],
 )
-def test_a_missing_worker_is_named_in_time(what, message, tmp_path):
+def test_a_missing_rank_is_reported_in_time(what, message, tmp_path):
     began = time.monotonic()
     with workers(3, tmp_path, exchange_until, what) as processes:
         for rank in (0, 2):
@@ -100,17 +103,17 @@ def test_a_missing_worker_is_named_in_time(what, message, tmp_path):
             assert processes[rank].exitcode == 1
         assert time.monotonic() - began < 40
     talks = [talk(tmp_path, rank) for rank in (0, 2)]
-    # who comes late hears it of the first
+    # the second rank to fail may report the reason of the first
     assert any(re.search(message, each) for each in talks), talks
     for each in talks:
-        assert re.search(message, each) or "left: worker 1" in each, each
+        assert re.search(message, each) or "ended: rank 1" in each, each
         assert "step 20 for Mean of 40 bytes" in each
-        # no command of gcnzc runs here
+        # the processes are not started by a command of gcnzc
         assert "hint: start all workers again, and load the state_dict() and the model" in each
         assert "--resume" not in each
 
 
-def test_a_worker_that_stops_while_it_joins_is_named_in_time(tmp_path):
+def test_a_rank_that_stops_during_the_rendezvous_is_reported_in_time(tmp_path):
     began = time.monotonic()
     with workers(3, tmp_path, stop_while_joining) as processes:
         for rank in (0, 2):
@@ -119,9 +122,11 @@ def test_a_worker_that_stops_while_it_joins_is_named_in_time(tmp_path):
         assert time.monotonic() - began < 40
     for rank in (0, 2):
         said = talk(tmp_path, rank)
-        assert f"WorkerLost: worker {rank} of 3 waited" in said
-        assert re.search("worker 1 (never came|on .* gives no sign of life)", said), said
-        assert not re.search(r"worker [02] (never came|on \S+ gives no)", said), said
+        assert f"WorkerLost: rank {rank} of 3 waited" in said
+        assert re.search("rank 1 (never connected|on .* has stopped sending heartbeats)", said), (
+            said
+        )
+        assert not re.search(r"rank [02] (never connected|on \S+ has stopped)", said), said
 
 
 def ask(request):
@@ -132,30 +137,30 @@ def begin(request):
     return (yield Wait((yield Start(request))))
 
 
-def count_watches():
-    return sum(thread.name == "gcnzc-watch" for thread in threading.enumerate())
+def count_heartbeat_threads():
+    return sum(thread.name == "gcnzc-heartbeats" for thread in threading.enumerate())
 
 
 def fail_to_connect():
-    """What is said where rank 1 cannot make a process group, and where it cannot join."""
+    """Return the errors if rank 1 cannot create a process group, or cannot connect."""
     rank, new_group = int(os.environ["RANK"]), dist.new_group
 
     def fail(*_, **__):
         raise RuntimeError("too many open sockets")
 
-    messages, watches = [], []
+    messages, num_threads = [], []
     with init_group(timeout_s=4) as group:
         if rank == 1:
             dist.new_group = fail
-        for deed in (
+        for function in (
             lambda: run(begin(AllGatherScalar(0)), group),
             lambda: group.subgroup([0, 1]),
         ):
             try:
-                deed()
+                function()
             except (WorkerLost, RuntimeError) as error:
                 messages.append(f"{type(error).__name__}: {error}")
-            watches.append(count_watches())
+            num_threads.append(count_heartbeat_threads())
         dist.new_group = new_group
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
@@ -164,21 +169,23 @@ def fail_to_connect():
             pass
     except WorkerLost as error:
         messages.append(f"{type(error).__name__}: {error}")
-    return messages, watches, count_watches()
+    return messages, num_threads, count_heartbeat_threads()
 
 
-def test_a_group_that_cannot_be_made_says_why_on_all_ranks_and_leaves_no_thread(tmp_path):
-    for messages, watches, watches_later in results(2, tmp_path, fail_to_connect):
-        beside, part, joining = messages
-        assert re.match("WorkerLost: worker . waited .*too many open sockets", beside), beside
-        assert re.match("WorkerLost: rank . could not create the subgroup of ranks", part), part
-        # gloo's words
-        assert re.match("WorkerLost: worker . of 2 waited .*nowhere0", joining), joining
-        assert (watches, watches_later) == ([0, 0], 0)
+def test_a_failure_to_create_a_group_is_reported_on_all_ranks_and_leaves_no_thread(tmp_path):
+    for messages, num_threads, threads_later in results(2, tmp_path, fail_to_connect):
+        background, subgroup, joining = messages
+        assert re.match("WorkerLost: rank . waited .*too many open sockets", background), background
+        assert re.match("WorkerLost: rank . could not create the subgroup of ranks", subgroup), (
+            subgroup
+        )
+        # gloo's message
+        assert re.match("WorkerLost: rank . of 2 waited .*nowhere0", joining), joining
+        assert (num_threads, threads_later) == ([0, 0], 0)
 
 
 def use_a_closed_group():
-    """The error of a request, or one begun, to a group that rank 1 has closed, on each rank."""
+    """Return each rank's error of a request, and of a started one, in a group rank 1 has closed."""
     found = []
     with init_group(timeout_s=20) as whole:
         for program in (ask(AllGatherScalar(0)), begin(AllGatherScalar(0))):
@@ -190,14 +197,14 @@ def use_a_closed_group():
                 run(program, group)
             except RuntimeError as error:
                 found.append(f"{type(error).__name__}: {error}")
-                # connections end with the process
+                # otherwise the connections last until the process ends
                 group.close()
-        # rank 0 waits for answers
+        # wait until rank 0 has its errors
         run(ask(AllGatherScalar(0)), whole)
     return found
 
 
-def test_a_closed_group_refuses_requests_with_a_remedy(tmp_path):
+def test_a_closed_group_rejects_requests_with_a_remedy(tmp_path):
     with workers(2, tmp_path, use_a_closed_group) as processes:
         for process in processes:
             process.join(60)
@@ -209,7 +216,7 @@ def test_a_closed_group_refuses_requests_with_a_remedy(tmp_path):
         )
         assert "of a group that is closed\n\nhint: call finalize()" in text
     for text in waiting:
-        assert re.match("WorkerLost: worker 0 waited .* its group is closed", text), text
+        assert re.match("WorkerLost: rank 0 waited .* its group is closed", text), text
 
 
 def sum_or_mean(rank):
@@ -217,19 +224,19 @@ def sum_or_mean(rank):
 
 
 def late(rank):
-    """A request for which rank 0 waits for so long that it looks what rank 1 does."""
+    """A request that rank 1 makes so late that rank 0 compares their requests."""
     time.sleep(1.5 * rank)
     return ask(Sum(torch.ones(2)))
 
 
-def find_present_group():
-    """Whether `current_group` gives the same group, and how many threads write signs of life."""
+def use_current_group():
+    """Return whether `current_group` returns the same group, and the heartbeat threads."""
     with init_group(timeout_s=20) as whole:
-        rank, counts = whole.rank, [count_watches()]
+        rank, counts = whole.rank, [count_heartbeat_threads()]
         group = current_group()
         is_same = current_group() is group and current_group() is group
-        counts.append(count_watches())
-        # each subgroup has an exchange of its own, whatever became of the one before
+        counts.append(count_heartbeat_threads())
+        # a new subgroup works after a mismatch in an earlier one
         first, error = group.subgroup([0, 1]), ""
         try:
             run(sum_or_mean(rank), first)
@@ -240,19 +247,19 @@ def find_present_group():
         group.close()
         is_new = current_group() is not group
         total += run(late(rank), current_group()).tolist()
-        counts.append(count_watches())
+        counts.append(count_heartbeat_threads())
     # the process group is destroyed
-    counts.append(count_watches())
+    counts.append(count_heartbeat_threads())
     with init_group(timeout_s=20):
         total += run(late(rank), current_group()).tolist()
-        counts.append(count_watches())
+        counts.append(count_heartbeat_threads())
     return is_same, is_new, counts, error, total
 
 
-def test_the_present_group_is_one_as_long_as_the_process_group_is(tmp_path):
-    for is_same, is_new, counts, error, total in results(2, tmp_path, find_present_group):
+def test_the_current_group_lasts_as_long_as_the_process_group(tmp_path):
+    for is_same, is_new, counts, error, total in results(2, tmp_path, use_current_group):
         assert (is_same, is_new) == (True, True)
-        # of `init_group`, and of `current_group`
+        # one thread of `init_group`, and one of `current_group`
         assert counts == [1, 2, 2, 0, 2]
         assert "requests (Sum|Mean) of 2 float32" in error or "do not match" in error
         assert total == [2.0] * 6

@@ -1,4 +1,4 @@
-"""Who is named when the store is slow, silent or gone, and what happens to the launcher."""
+"""Which rank is reported if the store is slow or fails, and what happens to the launcher."""
 
 import json
 import os
@@ -17,16 +17,16 @@ from gcnzc.exchange.heartbeat import (
     Heartbeat,
     HeartbeatMonitor,
     StoreHost,
-    describe_stopped_workers,
+    describe_stopped_ranks,
 )
 
-# a name that nobody has (RFC 6761)
+# a name that never resolves (RFC 6761)
 NOWHERE = ("machine0.invalid", 29400)
 
 
 @contextmanager
 def served():
-    """A store, and a function that connects to it."""
+    """Yield a store and its port."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store, store.port
 
@@ -37,7 +37,7 @@ def connected(port):
 
 
 class Proxy:
-    """A port that hands on to another what it is sent, and back, each piece after `delay_s`."""
+    """Forwards connections to another port, each piece of data after `delay_s`."""
 
     def __init__(self, port, delay_s):
         self.target, self.delay_s, self.is_cut_off = port, delay_s, False
@@ -45,8 +45,8 @@ class Proxy:
         self.port = self.listener.getsockname()[1]
         self.run(self.accept)
 
-    def run(self, deed, *words):
-        threading.Thread(target=deed, args=words, daemon=True).start()
+    def run(self, function, *arguments):
+        threading.Thread(target=function, args=arguments, daemon=True).start()
 
     def accept(self):
         while True:
@@ -55,10 +55,10 @@ class Proxy:
             except OSError:
                 return
             server = socket.create_connection(("127.0.0.1", self.target))
-            self.run(self.hand_on, client, server, self.delay_s)
-            self.run(self.hand_on, server, client, 0.0)
+            self.run(self.forward, client, server, self.delay_s)
+            self.run(self.forward, server, client, 0.0)
 
-    def hand_on(self, source, dest, delay_s):
+    def forward(self, source, dest, delay_s):
         with suppress(OSError), source, dest:
             while data := source.recv(1 << 20):
                 time.sleep(delay_s)
@@ -68,14 +68,14 @@ class Proxy:
 
 @pytest.fixture
 def quick(monkeypatch):
-    # STORE_S is only waited for in full where the store does not answer
-    for name, seconds in (("STORE_S", 2.0), ("LAST_WORDS_S", 0.2), ("BEAT_S", 0.1)):
+    # only tests of stores that do not respond wait for all of STORE_S
+    for name, seconds in (("STORE_S", 2.0), ("ERROR_OUTPUT_S", 0.2), ("BEAT_S", 0.1)):
         monkeypatch.setattr(heartbeat, name, seconds)
 
 
 @pytest.fixture
 def launcher(monkeypatch):
-    """A process in the place of this one's parent, which seems to be one of torch's launchers."""
+    """A process that replaces the parent of this one, and looks like a launcher of torch."""
     process = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(os, "getppid", lambda: process.pid)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
@@ -85,10 +85,10 @@ def launcher(monkeypatch):
 
 
 class Others:
-    """Workers that write signs of life directly into a store, but for some."""
+    """Ranks that write heartbeats directly to a store; some stop after the first one."""
 
-    def __init__(self, store, world_size, silent):
-        self.store, self.silent, self.beat = store, silent, 0
+    def __init__(self, store, world_size, stopped):
+        self.store, self.stopped, self.beat = store, stopped, 0
         self.ranks, self.done = range(1, world_size), threading.Event()
         self.write()
         self.thread = threading.Thread(target=self.live, daemon=True)
@@ -96,9 +96,9 @@ class Others:
 
     def write(self):
         self.beat += 1
-        sign = json.dumps([self.beat, 5, "training", "there", ""])
-        ranks = [rank for rank in self.ranks if rank not in self.silent or self.beat == 1]
-        self.store.multi_set([f"gcnzc/alive/{rank}" for rank in ranks], [sign] * len(ranks))
+        text = json.dumps([self.beat, 5, "training", "there", ""])
+        ranks = [rank for rank in self.ranks if rank not in self.stopped or self.beat == 1]
+        self.store.multi_set([f"gcnzc/alive/{rank}" for rank in ranks], [text] * len(ranks))
 
     def live(self):
         while not self.done.wait(heartbeat.BEAT_S):
@@ -106,74 +106,78 @@ class Others:
 
 
 @pytest.mark.parametrize(("world_size", "delay_s"), [(64, 0.08), (1024, 0.005)])
-def test_a_slow_store_blames_only_who_is_silent_and_ends_no_launcher(world_size, delay_s, launcher):
+def test_with_a_slow_store_only_stopped_ranks_are_reported_and_no_launcher_is_ended(
+    world_size, delay_s, launcher
+):
     with served() as (store, port):
         proxy = Proxy(port, delay_s)
-        others = Others(store, world_size, silent={world_size - 2})
-        alive = HeartbeatMonitor(connected(proxy.port), 0, world_size, "here")
-        alive.at(5, "training")
-        why = alive.culprits()
-        alive.leave()
+        others = Others(store, world_size, stopped={world_size - 2})
+        monitor = HeartbeatMonitor(connected(proxy.port), 0, world_size, "here")
+        monitor.set_status(5, "training")
+        why = monitor.describe_failure()
+        monitor.stop()
         others.done.set()
         others.thread.join()
     assert why == (
-        f"worker {world_size - 2} on there gives no sign of life; it was last in step 5, at "
+        f"rank {world_size - 2} on there has stopped sending heartbeats; it was last in step 5, at "
         "training"
     )
     assert launcher.poll() is None
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_worker_that_is_cut_off_says_so_in_time_and_ends_its_launcher(launcher):
+def test_a_rank_without_a_network_reports_it_in_time_and_ends_its_launcher(launcher):
     with served() as (_, port):
         proxy = Proxy(port, 0.0)
-        alive = HeartbeatMonitor(
-            connected(proxy.port), 0, 2, "here", StoreHost("worker 1", NOWHERE)
+        monitor = HeartbeatMonitor(
+            connected(proxy.port), 0, 2, "here", StoreHost("rank 1", NOWHERE)
         )
         proxy.is_cut_off = True
         began = time.monotonic()
-        why = alive.culprits()
-        assert "this machine is cut off" in why
-        alive.leave(why)
+        why = monitor.describe_failure()
+        assert "the network of this machine has failed" in why
+        monitor.stop(why)
         assert time.monotonic() - began < 20
-    # by SIGTERM, when the worker has said why
+    # ended by SIGTERM, after the rank has printed the reason
     assert launcher.wait(30) == -15
 
 
 CASES = {
-    "silent": "worker 1, which keeps the store, does not answer: it is stopped, or very slow",
-    "gone": "worker 1, which kept the store, is gone",
-    "unknown": "unknown: the store does not answer",
+    "stopped": "rank 1, which hosts the store, does not respond: it is stopped or very slow",
+    "gone": "rank 1, which hosted the store, has ended",
+    "unknown": "unknown: the store does not respond",
 }
 
 
 @contextmanager
 def closed():
-    """The address of a port on which nobody listens, and that nobody else can take."""
+    """Yield the address of a port that refuses connections and cannot be bound."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_launcher_that_can_be_reached_is_never_ended(launcher):
+def test_no_launcher_is_ended_if_the_store_can_be_reached(launcher):
     found, threads = {}, []
     with served() as (_, port), closed() as nobody:
         proxies = {case: Proxy(port, 0.0) for case in CASES}
-        keepers = {
-            "silent": StoreHost("worker 1", ("127.0.0.1", proxies["silent"].port)),
-            "gone": StoreHost("worker 1", nobody),
+        store_hosts = {
+            "stopped": StoreHost("rank 1", ("127.0.0.1", proxies["stopped"].port)),
+            "gone": StoreHost("rank 1", nobody),
         }
 
-        def ask(case):
-            alive = HeartbeatMonitor(connected(proxies[case].port), 0, 2, "here", keepers.get(case))
+        def diagnose(case):
+            monitor = HeartbeatMonitor(
+                connected(proxies[case].port), 0, 2, "here", store_hosts.get(case)
+            )
             proxies[case].is_cut_off = True
-            found[case] = alive.culprits()
-            alive.leave()
+            found[case] = monitor.describe_failure()
+            monitor.stop()
 
-        # all at once, since each waits
+        # concurrently, since each waits
         for case in CASES:
-            threads.append(threading.Thread(target=ask, args=(case,)))
+            threads.append(threading.Thread(target=diagnose, args=(case,)))
             threads[-1].start()
         for thread in threads:
             thread.join()
@@ -182,14 +186,14 @@ def test_a_launcher_that_can_be_reached_is_never_ended(launcher):
     assert launcher.poll() is None
 
 
-def test_a_worker_that_never_came_is_named(monkeypatch):
+def test_a_rank_that_never_connected_is_reported(monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     with served() as (_, port):
-        alive = HeartbeatMonitor(
-            connected(port), 0, 2, "here", StoreHost("worker 1", ("127.0.0.1", port))
+        monitor = HeartbeatMonitor(
+            connected(port), 0, 2, "here", StoreHost("rank 1", ("127.0.0.1", port))
         )
-        assert alive.culprits() == "worker 1 never came"
-        alive.leave()
+        assert monitor.describe_failure() == "rank 1 never connected"
+        monitor.stop()
 
 
 @pytest.mark.parametrize("has_launcher", [True, False])
@@ -197,25 +201,25 @@ def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launche
     if has_launcher:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     else:
-        # a shell, say, that started a script in the background
+        # as in a script that a shell has started in the background
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
     killed = threading.Event()
     monkeypatch.setattr(os, "kill", lambda *_: killed.set())
-    alive = HeartbeatMonitor(HashStore(), 0, 2, "here")
+    monitor = HeartbeatMonitor(HashStore(), 0, 2, "here")
     parent = os.getppid()
     monkeypatch.setattr(os, "getppid", lambda: parent + 1)
-    before = alive.beat
-    while alive.beat < before + 3 and not killed.is_set():
+    before = monitor.beat
+    while monitor.beat < before + 3 and not killed.is_set():
         time.sleep(0.05)
-    alive.leave()
+    monitor.stop()
     assert killed.is_set() == has_launcher
 
 
-def test_workers_of_a_subgroup_are_named_by_their_ranks_among_all():
-    silent = {1: Heartbeat(beat=3, step=2, doing="training", host="here")}
-    text = describe_stopped_workers(0, 2, range(2), silent, silent, [0, 2])
-    assert text.startswith("worker 2, rank 1 of the subgroup, on here gives no sign of life")
-    assert describe_stopped_workers(0, 2, range(2), silent, silent).startswith(
-        "worker 1 on here gives no sign"
+def test_ranks_of_a_subgroup_are_reported_with_their_ranks_in_the_default_group():
+    stopped = {1: Heartbeat(beat=3, step=2, activity="training", host="here")}
+    text = describe_stopped_ranks(0, 2, range(2), stopped, stopped, [0, 2])
+    assert text.startswith("rank 2 (rank 1 of the subgroup) on here has stopped sending heartbeats")
+    assert describe_stopped_ranks(0, 2, range(2), stopped, stopped).startswith(
+        "rank 1 on here has stopped sending"
     )

@@ -15,93 +15,93 @@ from gcnzc.exchange.local_processes import LocalProcesses
 from gcnzc.exchange.rendezvous import join_workers
 
 
-def meet(store, ranks, world_size, timeout_s=10.0):
-    """What each of some workers hears, or its error."""
-    heard = {}
+def join_all(store, ranks, world_size, timeout_s=10.0):
+    """Return the round's name on each of some ranks, or its error."""
+    found = {}
 
-    def come(rank, delay_s):
+    def join(rank, delay_s):
         time.sleep(delay_s)
         try:
-            heard[rank] = join_workers(store, rank, world_size, timeout_s)
+            found[rank] = join_workers(store, rank, world_size, timeout_s)
         except TimeoutError as error:
-            heard[rank] = error
+            found[rank] = error
 
-    threads = [threading.Thread(target=come, args=(rank, 0.1 * ((rank + 2) % 3))) for rank in ranks]
+    threads = [threading.Thread(target=join, args=(rank, 0.1 * ((rank + 2) % 3))) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return heard
+    return found
 
 
-def test_every_round_has_a_name_of_its_own():
+def test_each_round_has_its_own_name():
     store = HashStore()
-    names = [meet(store, range(3), 3) for _ in range(3)]
-    for heard in names:
-        assert len(set(heard.values())) == 1
-    assert len({heard[0] for heard in names}) == 3
-    # another number of workers, on the same store
-    assert len(set(meet(store, range(2), 2).values())) == 1
+    names = [join_all(store, range(3), 3) for _ in range(3)]
+    for found in names:
+        assert len(set(found.values())) == 1
+    assert len({found[0] for found in names}) == 3
+    # another number of ranks, with the same store
+    assert len(set(join_all(store, range(2), 2).values())) == 1
 
 
-def test_who_comes_first_does_not_join_the_round_before():
+def test_early_ranks_do_not_join_the_previous_round():
     store = HashStore()
-    before = meet(store, range(3), 3)[0]
-    heard = {}
+    before = join_all(store, range(3), 3)[0]
+    found = {}
     early = [
-        threading.Thread(target=lambda r=rank: heard.update({r: join_workers(store, r, 3, 10.0)}))
+        threading.Thread(target=lambda r=rank: found.update({r: join_workers(store, r, 3, 10.0)}))
         for rank in (1, 2)
     ]
     for thread in early:
         thread.start()
     time.sleep(0.5)
-    assert not heard
-    heard[0] = join_workers(store, 0, 3, 10.0)
+    assert not found
+    found[0] = join_workers(store, 0, 3, 10.0)
     for thread in early:
         thread.join()
-    assert len(set(heard.values())) == 1
-    assert heard[0] != before
+    assert len(set(found.values())) == 1
+    assert found[0] != before
 
 
-def test_who_does_not_come_is_named():
-    heard = meet(HashStore(), (0, 1, 3), 4, timeout_s=1.0)
-    assert str(heard[0]) == "no sign of worker 2"
-    assert str(heard[1]) == "no sign of worker 0"
+def test_missing_ranks_are_reported():
+    found = join_all(HashStore(), (0, 1, 3), 4, timeout_s=1.0)
+    assert str(found[0]) == "rank 2 never connected"
+    assert str(found[1]) == "rank 0 never connected"
 
 
-def test_a_round_that_failed_does_not_spoil_the_next():
+def test_a_failed_round_does_not_affect_the_next():
     store = HashStore()
-    meet(store, (0, 1), 3, timeout_s=0.5)
-    assert len(set(meet(store, range(3), 3).values())) == 1
+    join_all(store, (0, 1), 3, timeout_s=0.5)
+    assert len(set(join_all(store, range(3), 3).values())) == 1
 
 
 @pytest.mark.parametrize("world_size", [1, 8])
-def test_any_number(world_size):
-    assert len(set(meet(HashStore(), range(world_size), world_size).values())) == 1
+def test_rounds_of_any_number_of_ranks(world_size):
+    assert len(set(join_all(HashStore(), range(world_size), world_size).values())) == 1
 
 
-def test_all_name_who_is_missing_and_not_who_waits_for_it():
-    store, heard = HashStore(), {}
+def test_all_ranks_report_the_missing_rank_and_not_those_that_wait_for_it():
+    store, found = HashStore(), {}
 
-    def come(rank):
+    def join(rank):
         with pytest.raises(TimeoutError) as error:
             join_workers(store, rank, 3, timeout_s=3.0)
-        heard[rank] = str(error.value)
+        found[rank] = str(error.value)
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert heard == {0: "no sign of worker 2", 1: "no sign of worker 2"}
+    assert found == {0: "rank 2 never connected", 1: "rank 2 never connected"}
 
 
-def test_worker_0_is_named_when_it_stops_while_workers_meet():
+def test_rank_0_is_reported_if_it_stops_during_the_rendezvous():
     store, end = HashStore(), time.monotonic() + 3.0
     store.set("gcnzc/round", "seven")
 
     def lead():
-        # worker 0, until it is stopped
+        # as rank 0, until it is stopped
         beat = 0
         while time.monotonic() < end:
             beat += 1
@@ -111,41 +111,41 @@ def test_worker_0_is_named_when_it_stops_while_workers_meet():
     thread = threading.Thread(target=lead)
     thread.start()
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match="worker 0 gives no sign of life for 2 s"):
-        join_workers(store, 1, 3, timeout_s=60.0, silent_s=2.0)
+    with pytest.raises(TimeoutError, match="rank 0 has stopped sending heartbeats for 2 s"):
+        join_workers(store, 1, 3, timeout_s=60.0, stopped_s=2.0)
     assert time.monotonic() - began < 10
     thread.join()
 
 
-def test_a_process_that_is_stopped_before_it_comes_is_named_in_time(monkeypatch):
-    # as a worker that the launcher has started, and that was stopped while it imports torch
+def test_a_process_that_is_stopped_before_it_connects_is_reported_in_time(monkeypatch):
+    # a worker that the launcher has started, and that is stopped while it imports torch
     monkeypatch.setattr(os, "getppid", os.getpid)
     environment = os.environ | {"RANK": "2"}
     with subprocess.Popen(["sleep", "60"], env=environment) as process:
-        store, heard = HashStore(), {}
+        store, found = HashStore(), {}
 
-        def come(rank):
+        def join(rank):
             with pytest.raises(TimeoutError) as error:
                 join_workers(store, rank, 3, 60.0, 2.0, LocalProcesses().check_running)
-            heard[rank] = str(error.value)
+            found[rank] = str(error.value)
 
-        threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
         for thread in threads:
             thread.start()
-        # one that only sleeps is at work for all that is known
+        # a process that sleeps does not count as stopped
         time.sleep(3.0)
-        assert not heard
+        assert not found
         process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         for thread in threads:
             thread.join()
         assert time.monotonic() - began < 10
         process.kill()
-    why = f"worker 2 is stopped by a signal (process {process.pid}) and did not run for 2 s"
-    assert heard == {0: why, 1: why}
+    why = f"rank 2 is stopped by a signal (process {process.pid}) and did not run for 2 s"
+    assert found == {0: why, 1: why}
 
 
-# a process that waits in its own kernel call, as for a device, until its child ends
+# a process that waits in a system call, as for a device, until its child ends
 WAITING = """
 import ctypes, platform, time
 CLONE_VFORK, SIGCHLD, CLONE = 0x4000, 17, {"x86_64": 56, "aarch64": 220}[platform.machine()]
@@ -167,14 +167,14 @@ def test_a_process_that_waits_for_a_device_does_not_count_as_stopped(monkeypatch
         while state_of(process.pid) != "D":
             assert time.monotonic() < end
             time.sleep(0.05)
-        siblings = LocalProcesses()
+        processes = LocalProcesses()
         for _ in range(3):
-            siblings.check_running(0.0)
+            processes.check_running(0.0)
         os.killpg(process.pid, signal.SIGKILL)
 
 
 class CountingStore:
-    """A store that counts requests, as a slow network would make felt."""
+    """A store that counts requests."""
 
     def __init__(self):
         self.store, self.requests = HashStore(), 0
@@ -187,10 +187,10 @@ class CountingStore:
         return request
 
 
-def test_waiting_for_a_thousand_workers_costs_a_few_requests_a_poll(monkeypatch):
+def test_waiting_for_a_thousand_ranks_takes_a_few_requests_per_poll(monkeypatch):
     monkeypatch.setattr(rendezvous, "POLL_S_PER_WORKER", 0.0)
     monkeypatch.setattr(rendezvous, "POLL_S", 0.02)
     store = CountingStore()
-    with pytest.raises(TimeoutError, match=r"no sign of worker 1, 2, 3, "):
+    with pytest.raises(TimeoutError, match=r"ranks 1, 2, 3, "):
         join_workers(store, 0, 1024, timeout_s=0.5)
     assert store.requests < 3 * 0.5 / 0.02 + 10
