@@ -28,7 +28,7 @@ def ask(request):
     return (yield request)
 
 
-def asked(world_size, make, **options):
+def run_all(world_size, make, **options):
     return lockstep([ask(make(rank)) for rank in range(world_size)], **options)
 
 
@@ -39,18 +39,18 @@ def always(kind, name):
 @pytest.mark.parametrize("name", ALGORITHMS["Sum"])
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("elements", [0, 1, 7, 48])
-def test_sums_are_sums_and_equal_everywhere(name, world_size, elements):
+def test_sums_are_correct_and_equal_on_all_ranks(name, world_size, elements):
     values = torch.randn(world_size, elements)
     exact = values.double().sum(0)
-    found = asked(
+    found = run_all(
         world_size, lambda rank: Sum(values[rank].clone()), choices=always("Sum", name)
     ).results
     for each in found:
         assert torch.equal(each, found[0])
     torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-5)
-    # whole numbers are exact in any order
+    # sums of integers are exact in any order
     whole = torch.arange(elements).repeat(world_size, 1) + torch.arange(world_size)[:, None]
-    found = asked(
+    found = run_all(
         world_size, lambda rank: Sum(whole[rank].clone()), choices=always("Sum", name)
     ).results
     assert all(torch.equal(each, whole.sum(0)) for each in found)
@@ -59,19 +59,19 @@ def test_sums_are_sums_and_equal_everywhere(name, world_size, elements):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_means_are_written_in_place(dtype):
     values = [torch.full((2, 3), float(rank), dtype=dtype) for rank in range(4)]
-    found = asked(4, lambda rank: Mean(values[rank])).results
+    found = run_all(4, lambda rank: Mean(values[rank])).results
     for mine, answer in zip(values, found, strict=True):
         assert answer is mine
         assert torch.equal(mine, torch.full((2, 3), 1.5, dtype=dtype))
 
 
-MOVED = [
+DTYPES = [
     *(torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int16, torch.int64),
     torch.float8_e4m3fn,
 ]
 
 
-def some(rank, shape, dtype):
+def random_values(rank, shape, dtype):
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
@@ -84,50 +84,50 @@ def same(one, other):
     )
 
 
-@pytest.mark.parametrize("dtype", MOVED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_moves_are_exact(dtype, world_size):
-    mine = [some(rank, (13,), dtype) for rank in range(world_size)]
+def test_gathers_broadcasts_and_swaps_are_exact(dtype, world_size):
+    mine = [random_values(rank, (13,), dtype) for rank in range(world_size)]
     for name in ALGORITHMS["AllGather"]:
         choices = always("AllGather", name)
-        for each in asked(world_size, lambda r: AllGather(mine[r]), choices=choices).results:
+        for each in run_all(world_size, lambda r: AllGather(mine[r]), choices=choices).results:
             assert same(each, torch.stack(mine))
     for name in ALGORITHMS["Broadcast"]:
         for root in range(world_size):
             choices = always("Broadcast", name)
             given = [each.clone() for each in mine]
             requests = [Broadcast(each, root) for each in given]
-            found = asked(world_size, requests.__getitem__, choices=choices)
+            found = run_all(world_size, requests.__getitem__, choices=choices)
             for rank, each in enumerate(found.results):
                 assert each is given[rank]
                 assert same(each, mine[root])
-    for each in asked(world_size, lambda r: SendReceive(mine[r], world_size - 1 - r)).results:
+    for each in run_all(world_size, lambda r: SendReceive(mine[r], world_size - 1 - r)).results:
         assert each.dtype == dtype
-    swapped = asked(world_size, lambda r: SendReceive(mine[r], world_size - 1 - r)).results
-    assert all(same(each, mine[world_size - 1 - rank]) for rank, each in enumerate(swapped))
+    received = run_all(world_size, lambda r: SendReceive(mine[r], world_size - 1 - r)).results
+    assert all(same(each, mine[world_size - 1 - rank]) for rank, each in enumerate(received))
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 5, 1000])
-def test_a_chain_passes_on_pieces(piece_bytes):
+def test_a_chain_broadcasts_in_pieces(piece_bytes):
     values = [torch.zeros(4, 6)[:, ::2] if rank else torch.rand(4, 6)[:, ::2] for rank in range(5)]
     choices = Choices.always(Broadcast=f"chain:{piece_bytes}")
-    found = asked(5, lambda rank: Broadcast(values[rank]), choices=choices).results
-    # also into memory that is not contiguous
+    found = run_all(5, lambda rank: Broadcast(values[rank]), choices=choices).results
+    # also to tensors that are not contiguous
     assert all(torch.equal(each, values[0]) for each in found)
     assert values[3].any()
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("has_counts", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-def test_parts_of_any_size_reach_whom_they_are_for(world_size, told):
+def test_all_to_all_delivers_parts_of_any_size(world_size, has_counts):
     counts = torch.randint(0, 4, (world_size, world_size))
     parts = [
         [torch.full((int(counts[r, to]),), 10 * r + to) for to in range(world_size)]
         for r in range(world_size)
     ]
-    found = asked(
+    found = run_all(
         world_size,
-        lambda r: AllToAll(parts[r], counts[:, r].tolist() if told else None),
+        lambda r: AllToAll(parts[r], counts[:, r].tolist() if has_counts else None),
     ).results
     for rank, received in enumerate(found):
         for source, part in enumerate(received):
@@ -135,24 +135,25 @@ def test_parts_of_any_size_reach_whom_they_are_for(world_size, told):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_shares_of_a_sum(world_size):
+def test_reduce_scatter_returns_shares_of_the_sum(world_size):
     values = torch.arange(world_size * world_size * 3.0).view(world_size, -1)
-    found = asked(world_size, lambda rank: ReduceScatter(values[rank])).results
+    found = run_all(world_size, lambda rank: ReduceScatter(values[rank])).results
     assert torch.equal(torch.cat(found), values.sum(0))
     assert torch.equal(values, torch.arange(world_size * world_size * 3.0).view(world_size, -1))
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_votes_tell_everybodys_number(world_size):
-    assert set(asked(world_size, lambda rank: AllGatherScalar(rank**7)).results) == {
+def test_numbers_of_all_ranks_are_gathered(world_size):
+    assert set(run_all(world_size, lambda rank: AllGatherScalar(rank**7)).results) == {
         tuple(rank**7 for rank in range(world_size))
     }
-    assert set(asked(world_size, lambda rank: AllGatherScalar(rank / 3)).results) == {
+    assert set(run_all(world_size, lambda rank: AllGatherScalar(rank / 3)).results) == {
         tuple(rank / 3 for rank in range(world_size))
     }
-    # a hash of eight bytes
+    # a 64-bit hash
     assert (
-        asked(world_size, lambda rank: AllGatherScalar(-(2**63) + 1)).results[0][0] == -(2**63) + 1
+        run_all(world_size, lambda rank: AllGatherScalar(-(2**63) + 1)).results[0][0]
+        == -(2**63) + 1
     )
 
 
@@ -165,7 +166,7 @@ REQUESTS = {
     "AllToAll": lambda rank, world: AllToAll(
         [torch.ones(r + 1) for r in range(world)], [rank + 1] * world
     ),
-    "AllToAll, counts asked for": lambda rank, world: AllToAll(
+    "AllToAll, without counts": lambda rank, world: AllToAll(
         [torch.ones(r + 1) for r in range(world)]
     ),
     "SendReceive": lambda rank, world: SendReceive(torch.ones(9), world - 1 - rank),
@@ -175,13 +176,13 @@ REQUESTS = {
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("title", REQUESTS)
-def test_the_ledger_is_the_formula(title, world_size):
+def test_the_ledger_counts_the_bytes_of_the_formula(title, world_size):
     kind = title.split(",")[0]
     for name in ALGORITHMS["Sum" if kind == "Mean" else kind]:
         if name == "halving" and world_size == 6:
             continue
         choices = always("Sum" if kind == "Mean" else kind, name)
-        found = asked(world_size, lambda r: REQUESTS[title](r, world_size), choices=choices)
+        found = run_all(world_size, lambda r: REQUESTS[title](r, world_size), choices=choices)
         for rank, ledger in enumerate(found.ledgers):
             request = REQUESTS[title](rank, world_size)
             assert ledger.bytes_sent == sent_bytes(request, rank, world_size, name)
@@ -192,7 +193,7 @@ LINK = Link(bytes_per_s=1e6, delay_s=0.01)
 
 
 def seconds(request, world_size, choices):
-    return max(asked(world_size, request, link=LINK, choices=choices).seconds)
+    return max(run_all(world_size, request, link=LINK, choices=choices).seconds)
 
 
 def test_the_clock_agrees_with_the_formulas():
@@ -209,26 +210,26 @@ def test_the_clock_agrees_with_the_formulas():
     choices = Choices.always(Broadcast="chain:1000")
     sent = seconds(lambda rank: Broadcast(torch.zeros(size // 4)), 8, choices)
     assert sent == pytest.approx((80 + 8 - 2) * 0.001 + 7 * alpha)
-    votes = seconds(lambda rank: AllGatherScalar(rank), 8, None)
-    assert votes == pytest.approx(3 * alpha + 7 * 8 / LINK.bytes_per_s)
+    scalars = seconds(lambda rank: AllGatherScalar(rank), 8, None)
+    assert scalars == pytest.approx(3 * alpha + 7 * 8 / LINK.bytes_per_s)
 
 
-def test_what_is_begun_hides_behind_computing():
+def test_started_requests_overlap_with_compute():
     def steps(rank, seconds):
         pending = yield Start(Sum(torch.zeros(20_000)))
         yield Compute(seconds)
         yield Wait(pending)
 
-    alone = lockstep([steps(rank, 0.0) for rank in range(2)], LINK)
-    assert alone.exchange_s[0] == pytest.approx(alone.seconds[0])
-    assert alone.seconds[0] > 0.05
+    exchange = lockstep([steps(rank, 0.0) for rank in range(2)], LINK)
+    assert exchange.exchange_s[0] == pytest.approx(exchange.seconds[0])
+    assert exchange.seconds[0] > 0.05
     for computing in (0.05, 0.2, 1.0):
-        hidden = lockstep([steps(rank, computing) for rank in range(2)], LINK)
-        assert hidden.seconds[0] == pytest.approx(max(computing, alone.seconds[0]))
-        assert hidden.exchange_s[0] == pytest.approx(max(0, alone.seconds[0] - computing))
+        overlapped = lockstep([steps(rank, computing) for rank in range(2)], LINK)
+        assert overlapped.seconds[0] == pytest.approx(max(computing, exchange.seconds[0]))
+        assert overlapped.exchange_s[0] == pytest.approx(max(0, exchange.seconds[0] - computing))
 
 
-def test_a_channel_answers_one_after_the_other_and_channels_side_by_side():
+def test_requests_run_in_order_on_one_channel_and_concurrently_on_several():
     def steps(rank, channels):
         pending = []
         for channel in channels:
@@ -245,15 +246,15 @@ def test_a_channel_answers_one_after_the_other_and_channels_side_by_side():
     assert three.seconds[0] < 1.1 * LINK.delay_s
 
 
-def test_a_slow_link_slows_what_crosses_it():
+def test_a_slow_link_delays_only_its_messages():
     narrow = {(0, 1): Link(bytes_per_s=1e5)}
     request = lambda rank: SendReceive(torch.zeros(2500), rank ^ 1)  # noqa: E731
-    found = asked(4, request, link=LINK, links=narrow)
+    found = run_all(4, request, link=LINK, links=narrow)
     assert found.seconds[1] == pytest.approx(0.1 + LINK.delay_s)
     assert found.seconds[0] == found.seconds[2] == pytest.approx(0.01 + LINK.delay_s)
 
 
-def test_a_tensor_that_is_being_sent_must_stay():
+def test_changing_a_tensor_while_it_is_sent_is_an_error():
     def careless(rank):
         values = torch.zeros(3)
         pending = yield Start(Send(values, 1 - rank))
@@ -268,26 +269,26 @@ def test_a_tensor_that_is_being_sent_must_stay():
 @pytest.mark.parametrize(
     ("request_of_three", "message"),
     [
-        (lambda: AllToAll([torch.zeros(1)] * 2), "2 parts for 3 workers"),
+        (lambda: AllToAll([torch.zeros(1)] * 2), "2 parts for 3 ranks"),
         (
             lambda: AllToAll([torch.zeros(1), torch.zeros(1), torch.zeros(1).int()]),
             "several dtypes",
         ),
         (lambda: Mean(torch.zeros(3, dtype=torch.int64)), "Mean of torch.int64"),
         (lambda: Sum(torch.zeros(4, 4).T), "not contiguous"),
-        (lambda: ReduceScatter(torch.zeros(4)), "4 elements for 3 workers"),
-        (lambda: Broadcast(torch.zeros(4), 3), "from worker 3 of 3"),
-        (lambda: SendReceive(torch.zeros(4), -1), "with worker -1 of 3"),
+        (lambda: ReduceScatter(torch.zeros(4)), "4 elements for 3 ranks"),
+        (lambda: Broadcast(torch.zeros(4), 3), "from rank 3 of 3"),
+        (lambda: SendReceive(torch.zeros(4), -1), "with rank -1 of 3"),
     ],
 )
-def test_requests_that_make_no_sense(request_of_three, message):
+def test_invalid_requests_are_rejected(request_of_three, message):
     with pytest.raises(ValueError, match=message):
-        asked(3, lambda rank: request_of_three())
+        run_all(3, lambda rank: request_of_three())
 
 
 @pytest.mark.parametrize("name", ["fastest", "chain:0", "chain:", "ring:5", "doubling"])
-def test_only_known_algorithms(name):
-    with pytest.raises(ValueError, match="hint: there are binomial, chain, builtin"):
+def test_unknown_algorithms_are_rejected(name):
+    with pytest.raises(ValueError, match="hint: use one of binomial, chain, builtin"):
         Choices.always(Broadcast=name)
 
 
@@ -300,11 +301,11 @@ def test_only_known_algorithms(name):
         ((9, "ring"), (8, "ring"), (None, "ring")),
     ],
 )
-def test_choices_serve_every_size(steps):
-    with pytest.raises(ValueError, match="hint: their bytes rise, and None comes last"):
+def test_choices_that_do_not_cover_all_sizes_are_rejected(steps):
+    with pytest.raises(ValueError, match="hint: sort the steps by size, and end with None"):
         Choices({"Sum": steps})
 
 
-def test_workers_cannot_choose_by_sizes_that_only_they_know():
-    with pytest.raises(ValueError, match="hint: one algorithm must serve all"):
+def test_the_algorithm_of_all_to_all_cannot_depend_on_the_size():
+    with pytest.raises(ValueError, match="hint: use one algorithm for all sizes"):
         Choices({"AllToAll": ((8, "direct"), (None, "builtin"))})

@@ -1,4 +1,4 @@
-"""Requests for tensors of a device over gloo, which knows the host's memory alone."""
+"""Requests with tensors on a device over gloo, which uses host memory."""
 
 import torch
 from processes import results
@@ -30,23 +30,23 @@ def exchange_on_device(rank):
 
     peer = 1 - rank
     for _ in range(2):
-        coming, arriving = filled(-1, 2, 3), filled(-1, 5)
+        first, second = filled(-1, 2, 3), filled(-1, 5)
         if rank:
-            answer = yield Receive(coming, 0)
+            answer = yield Receive(first, 0)
             yield Send(filled(7, 4), 0)
         else:
             yield Send(filled(5, 2, 3), 1)
             answer = yield Receive(filled(-1, 4), 1)
-        receipt = yield Start(Receive(arriving, peer))
-        # of the same size, while the other is under way
+        receive = yield Start(Receive(second, peer))
+        # a request of the same size, while the other is pending
         mean = yield Mean(filled(rank, 5))
-        message = yield Start(Send(filled(10 + rank, 5), peer))
-        late = yield Wait(receipt)
-        yield Wait(message)
+        send = yield Start(Send(filled(10 + rank, 5), peer))
+        late = yield Wait(receive)
+        yield Wait(send)
         swapped = yield SendReceive(filled(20 + rank, 3), peer)
         gathered = yield AllGather(filled(rank, 2))
         shared = yield Broadcast(filled(rank, 2), 1)
-    return [answer, late, arriving, mean, swapped, gathered, shared]
+    return [answer, late, second, mean, swapped, gathered, shared]
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def answers():
         return [type(each) is OnDevice for each in found], [each.inner for each in found]
 
 
-def test_messages_and_swaps_of_a_device_go_through_host_memory_over_gloo(tmp_path):
+def test_device_tensors_are_exchanged_through_host_memory_over_gloo(tmp_path):
     for rank, (are_on_device, found) in enumerate(results(2, tmp_path, answers)):
         assert all(are_on_device)
         received = torch.full((2, 3), 5.0) if rank else torch.full((4,), 7.0)
@@ -70,7 +70,7 @@ def test_messages_and_swaps_of_a_device_go_through_host_memory_over_gloo(tmp_pat
 
 
 class Work:
-    """What a process group of NCCL answers with, as far as this test goes."""
+    """A replacement for the work of an NCCL process group."""
 
     def __init__(self):
         self.limits = []
@@ -80,7 +80,7 @@ class Work:
 
 
 @torch.no_grad()
-def test_the_host_does_not_wait_for_what_nccl_exchanges(monkeypatch):
+def test_the_host_does_not_wait_for_requests_over_nccl(monkeypatch):
     work, peers = Work(), Group()
     peers.backend, peers.world_size, peers.ranks = "nccl", 2, [0, 1]
     for name in ("all_reduce", "broadcast", "isend", "irecv", "all_to_all_single"):
@@ -100,5 +100,5 @@ def test_the_host_does_not_wait_for_what_nccl_exchanges(monkeypatch):
         for request in requests:
             run(only(request), peers)
         assert not Reads.seen
-    # a limit of its own would have the host poll; the process group has one
+    # with a time limit the host would poll; the process group has its own limit
     assert work.limits == [()] * len(requests)

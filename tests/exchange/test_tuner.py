@@ -13,7 +13,7 @@ LINK = Link(bytes_per_s=BYTES_PER_S, delay_s=ALPHA_S)
 
 
 def virtual(kind, size, names, rounds):
-    """What the virtual clock says of four workers."""
+    """Time four ranks by the virtual clock of `lockstep`."""
     seconds = []
     for name in names:
         algorithms = [yield_request(make_request(kind, size, rank, 4)) for rank in range(4)]
@@ -23,7 +23,7 @@ def virtual(kind, size, names, rounds):
     return seconds, (1 + rounds) * sum(seconds)
 
 
-def test_the_fastest_serve_their_sizes():
+def test_the_fastest_algorithm_is_chosen_for_each_size():
     sizes = dict.fromkeys(KINDS, (4, 1 << 10, 64 << 10))
     tuning = Tuning(measure(virtual, sizes, 4, math.inf))
     rows = {(row.kind, row.num_bytes): row for row in tuning.rows()}
@@ -33,23 +33,23 @@ def test_the_fastest_serve_their_sizes():
             assert row.seconds <= min(row.all_s.values()) / 0.95
         assert row.seconds <= row.builtin_s == row.all_s["builtin"]
         assert row.seconds == row.all_s[row.chosen]
-    # two rounds beat six, and four that send less beat both of them
+    # two rounds take less time than six; four rounds that send less are fastest for large sizes
     assert rows["Sum", 4].chosen == "doubling"
     assert rows["Sum", 4].seconds == pytest.approx(2 * ALPHA_S, rel=1e-2)
     assert rows["Sum", 4].builtin_s == pytest.approx(6 * ALPHA_S, rel=1e-2)
     assert rows["Sum", 64 << 10].chosen == "halving"
-    # which is what the builtin one does where there is no process group
+    # in lockstep builtin is binomial, so no other algorithm is faster
     assert rows["Broadcast", 4].chosen == "builtin"
     assert rows["AllGather", 4].chosen == "doubling"
     assert rows["Broadcast", 64 << 10].chosen == "chain:8192"
     assert rows["AllToAll", 4].chosen == "builtin"
 
 
-def test_the_builtin_one_stays_where_none_is_clearly_faster():
+def test_builtin_is_chosen_unless_another_is_clearly_faster():
     times = {
         4: {"doubling": 1.0, "builtin": 1.04},
         64: {"doubling": 1.0, "halving": 0.9, "builtin": 2.0},
-        # about as fast as what serves the size before
+        # about as fast as the choice for the previous size
         1024: {"doubling": 0.97, "halving": 1.0, "builtin": 2.0},
         8192: {"doubling": 1.0, "halving": 1.2, "builtin": 1.04},
         9_000_000: {},
@@ -58,24 +58,24 @@ def test_the_builtin_one_stays_where_none_is_clearly_faster():
     assert choices.steps == {
         "Sum": ((16, "builtin"), (round(math.sqrt(1024 * 8192)), "halving"), (None, "builtin"))
     }
-    # kinds without times have what is usual
+    # kinds without times have the default
     assert choices.find_for_size("Broadcast", 1 << 20) == Choices().find_for_size(
         "Broadcast", 1 << 20
     )
 
 
-def test_neighbours_outvote_chance():
-    chance = {64: 1.45, 8192: 0.7}
+def test_outliers_are_removed_by_neighbouring_sizes():
+    outliers = {64: 1.45, 8192: 0.7}
     times = {
-        size: {"doubling": chance.get(size, 1.0), "builtin": 1.5 if size < 1000 else 0.8}
+        size: {"doubling": outliers.get(size, 1.0), "builtin": 1.5 if size < 1000 else 0.8}
         for size in (16 << power for power in range(12))
     }
     assert Tuning({"Sum": times}).choices.steps["Sum"] == ((724, "doubling"), (None, "builtin"))
-    # but not for what was slower itself
+    # but not if the time itself is slower than builtin
     times[64]["doubling"] = 1.6
     assert Tuning({"Sum": times}).choices.find_for_size("Sum", 64) == "builtin"
     times[64]["doubling"] = 1.45
-    # farther ones do not
+    # sizes that are farther apart are not smoothed
     times = {size: times[size] for size in (64, 512, 4096)}
     assert Tuning({"Sum": times}).choices.find_for_size("Sum", 64) == "builtin"
 
@@ -84,7 +84,7 @@ def test_neighbours_outvote_chance():
     ("direct", "chosen"),
     [((0.5, 1.0, 1.05), "direct"), ((0.5, 1.0, 1.1), "builtin"), ((1.0, 0.96, 1.0), "builtin")],
 )
-def test_one_serves_all_sizes_of_parts(direct, chosen):
+def test_one_algorithm_is_chosen_for_all_sizes_of_all_to_all(direct, chosen):
     times = {
         size: {"direct": seconds, "builtin": 1.0}
         for size, seconds in zip((4, 64, 1024), direct, strict=True)
@@ -92,38 +92,38 @@ def test_one_serves_all_sizes_of_parts(direct, chosen):
     assert Tuning({"AllToAll": times}).choices.steps["AllToAll"] == ((None, chosen),)
 
 
-class Watched:
-    """A timer whose times are a formula; it keeps what it was asked."""
+class FormulaTimer:
+    """A timer with times by a formula; records what it measures."""
 
     def __init__(self, rise, message_s=1e-3):
         self.rise, self.message_s = rise, message_s
-        self.asked, self.spent_s = [], 0.0
+        self.measured, self.spent_s = [], 0.0
 
     def __call__(self, kind, size, names, rounds):
-        self.asked += [(kind, size, name) for name in names]
+        self.measured += [(kind, size, name) for name in names]
         seconds = [self.message_s + self.rise.get(name, 1.0) * size * 1e-7 for name in names]
         self.spent_s += (1 + rounds) * sum(seconds)
         return seconds, (1 + rounds) * sum(seconds)
 
 
-def test_the_hopeless_are_not_asked_again():
-    timer = Watched({"builtin": 5.0, "binomial": 5.0, "chain:262144": 1.9})
+def test_slow_algorithms_are_not_measured_at_larger_sizes():
+    timer = FormulaTimer({"builtin": 5.0, "binomial": 5.0, "chain:262144": 1.9})
     measure(timer, {"Broadcast": SIZES}, 8, math.inf)
-    asked = [size for _, size, name in timer.asked if name == "binomial"]
-    assert 16 << 10 in asked
-    assert 512 << 10 not in asked
-    assert ("Broadcast", 16 << 20, "chain:262144") in timer.asked
-    # with which all are compared
-    assert ("Broadcast", 16 << 20, "builtin") in timer.asked
-    # where messages cost most, what is slow may still catch up
-    timer = Watched({"doubling": 5.0, "ring": 1.0}, message_s=1e3)
+    sizes = [size for _, size, name in timer.measured if name == "binomial"]
+    assert 16 << 10 in sizes
+    assert 512 << 10 not in sizes
+    assert ("Broadcast", 16 << 20, "chain:262144") in timer.measured
+    # all are compared with builtin
+    assert ("Broadcast", 16 << 20, "builtin") in timer.measured
+    # if latency dominates, slow algorithms may be fastest at larger sizes
+    timer = FormulaTimer({"doubling": 5.0, "ring": 1.0}, message_s=1e3)
     measure(timer, {"Sum": SIZES}, 8, math.inf)
-    assert ("Sum", 16 << 20, "doubling") in timer.asked
+    assert ("Sum", 16 << 20, "doubling") in timer.measured
 
 
 @pytest.mark.parametrize("budget_s", [0.1, 1.0, 10.0, 100.0])
-def test_the_budget_holds(budget_s):
-    timer = Watched({})
+def test_measuring_stays_within_the_budget(budget_s):
+    timer = FormulaTimer({})
     times = measure(timer, {"Sum": SIZES, "Broadcast": SIZES}, 8, budget_s)
     assert 0.4 * min(budget_s, 60) < timer.spent_s < budget_s
     measured = [size for size, seconds in times["Sum"].items() if seconds]
@@ -131,13 +131,13 @@ def test_the_budget_holds(budget_s):
     assert set(times["Sum"]) == set(SIZES)
 
 
-def test_what_is_fast_once_by_chance_is_not_chosen():
-    looks = {}
+def test_an_algorithm_that_is_fast_only_once_is_not_chosen():
+    measurements = {}
 
     def timer(kind, size, names, rounds):
-        looks[size] = looks.get(size, 0) + 1
-        # at the first look at 64 KiB doubling seems to be fast
-        fast = 0.5 if (size, looks[size]) == (64 << 10, 1) else 2.0
+        measurements[size] = measurements.get(size, 0) + 1
+        # in the first measurement of 64 KiB doubling is fast
+        fast = 0.5 if (size, measurements[size]) == (64 << 10, 1) else 2.0
         seconds = {"doubling": 0.5 if size < 1024 else fast, "halving": 3.0, "ring": 3.0}
         return [seconds.get(name, 1.0) for name in names], 0.0
 
@@ -147,7 +147,7 @@ def test_what_is_fast_once_by_chance_is_not_chosen():
     assert tuning.times["Sum"][64 << 10]["doubling"] == 2.0
 
 
-def test_what_was_not_timed():
+def test_sizes_that_were_not_measured_have_a_choice():
     times = {64: {"doubling": 1.0, "builtin": 2.0}, 800_000: {}}
     assert Tuning({"Sum": times}).choices.steps["Sum"] == (
         (512, "doubling"),
@@ -158,52 +158,61 @@ def test_what_was_not_timed():
     assert Tuning({"Broadcast": times}).choices.steps["Broadcast"] == ((None, "chain:65536"),)
 
 
-def test_a_large_size_alone_is_felt_for():
-    timer = Watched({})
+def test_smaller_sizes_are_probed_before_a_large_one():
+    timer = FormulaTimer({})
     times = measure(timer, {"Sum": [800_000]}, 8, 60.0)
     assert set(times["Sum"]) == {800_000}
-    before = [(size, name) for _, size, name in timer.asked if size != 800_000]
+    before = [(size, name) for _, size, name in timer.measured if size != 800_000]
     assert before == [(4 << 10, "builtin"), (32 << 10, "builtin"), (256 << 10, "builtin")]
-    # after sizes that were timed, by the fastest there
-    timer = Watched({"builtin": 5.0})
+    # after measured sizes, the fastest algorithm is probed
+    timer = FormulaTimer({"builtin": 5.0})
     measure(timer, {"Broadcast": [*SIZES[:18:2], 16 << 20]}, 8, 60.0)
-    assert [name for _, size, name in timer.asked if size == 2 << 20] == ["binomial"]
-    timer = Watched({})
+    assert [name for _, size, name in timer.measured if size == 2 << 20] == ["binomial"]
+    timer = FormulaTimer({})
     assert measure(timer, {"Sum": [1 << 30]}, 8, 2.0) == {"Sum": {1 << 30: {}}}
     assert timer.spent_s < 2.0
 
 
-def test_only_chains_of_a_fair_number_of_pieces():
+def test_chains_are_candidates_with_a_moderate_number_of_pieces():
     assert candidates("Broadcast", 16 << 10, 8) == ["binomial", "builtin", "chain:8192"]
     assert candidates("Broadcast", 16 << 20, 8) == ["binomial", "builtin", "chain:262144"]
-    # between two workers there is nothing to pass on
+    # two ranks have no chain
     assert candidates("Broadcast", 16 << 20, 2) == ["binomial", "builtin"]
     assert "chain" not in candidates("Sum", 16 << 20, 8)
 
 
 def tune_twice(folder):
-    """Tune, load what was kept, and tune more."""
+    """Tune, read the cached times, and tune another kind."""
     with init_group() as group:
-        usual = group.choices
+        default = group.choices
         first = tune(group, folder, {"Sum": [4, 4000], "Broadcast": [20_000]}, budget_s=30)
-        asked = group.ledger.entries["Sum"].requests
+        requested = group.ledger.entries["Sum"].requests
         buffers = sum(
-            len(free) for each in group._channels.values() for free in each.memory.free.values()
+            len(free) for each in group._channels.values() for free in each.buffers.free.values()
         )
         second = tune(group, folder, {"Sum": [4000], "Broadcast": [20_000]}, budget_s=30)
-        asked_again = group.ledger.entries["Sum"].requests - asked
+        repeated = group.ledger.entries["Sum"].requests - requested
         third = tune(group, folder, {"AllGather": [64]})
         group.choices = third.choices
-        votes = group.run(yield_request(AllGatherScalar(group.rank)))
-        assert group.choices is not usual
+        scalars = group.run(yield_request(AllGatherScalar(group.rank)))
+        assert group.choices is not default
         seconds = time_algorithms(group, "AllToAll", 100, ["direct", "builtin"], 3)
-        return first.times, second.times, third.times, buffers, asked, asked_again, votes, seconds
+        return (
+            first.times,
+            second.times,
+            third.times,
+            buffers,
+            requested,
+            repeated,
+            scalars,
+            seconds,
+        )
 
 
-def test_workers_measure_once_and_agree(tmp_path):
+def test_ranks_measure_once_and_have_the_same_times(tmp_path):
     folder = tmp_path / "cache"
     found = results(2, tmp_path, tune_twice, folder)
-    for first, second, third, buffers, asked, asked_again, votes, seconds in found:
+    for first, second, third, buffers, requested, repeated, scalars, seconds in found:
         assert {kind: set(sizes) for kind, sizes in first.items()} == {
             "Sum": {4, 4000},
             "Broadcast": {20_000},
@@ -213,26 +222,26 @@ def test_workers_measure_once_and_agree(tmp_path):
         assert first == found[0][0]
         assert third == found[0][2]
         assert set(third["AllGather"]) == {64}
-        assert asked > 0
-        assert asked_again == 0
+        assert requested > 0
+        assert repeated == 0
         assert buffers == 0
-        assert votes == (0, 1)
+        assert scalars == (0, 1)
         assert seconds.shape == (3, 2)
         assert bool((seconds > 0).all())
     (path,) = folder.iterdir()
-    kept = json.loads(path.read_text())
-    assert kept["backend"] == "gloo"
-    assert len(kept["hosts"]) == 2
-    # what is damaged is made again
+    cached = json.loads(path.read_text())
+    assert cached["backend"] == "gloo"
+    assert len(cached["hosts"]) == 2
+    # a damaged file is replaced
     path.write_text(path.read_text()[:100])
     again = results(2, tmp_path, tune_twice, folder)
     assert again[0][4] > 0
     assert json.loads(path.read_text())["times"].keys() == {"Sum", "Broadcast", "AllGather"}
 
 
-def test_one_worker_has_nothing_to_choose(tmp_path):
+def test_a_single_rank_measures_nothing(tmp_path):
     with init_group() as group:
         assert tune(group, tmp_path).times == {}
-        with pytest.raises(ValueError, match="hint: there is one for Sum, AllGather"):
+        with pytest.raises(ValueError, match="hint: use one of Sum, AllGather"):
             tune(group, tmp_path, {"SendReceive": [4]})
     assert list(tmp_path.iterdir()) == []
