@@ -1,13 +1,13 @@
-"""Which algorithm answers requests fastest on slow links, and how many bytes that takes.
+"""Measure collective algorithms on slow links: their times and the bytes that they send.
 
     python bench/collectives.py --workers 8 --links delay --kinds Sum Broadcast
     python bench/collectives.py --workers 8 --links slow --bytes
     python bench/collectives.py --workers 2 --links here --most-bytes 4096
 
-The workers run on the machines of bench/cluster.py, which needs root; with `--links here` they are
-processes beside each other, whose times say nothing of slow links. Each kind of request is tuned,
-and all algorithms are timed afterwards, in turns, beside their formulas; `--bytes` counts what
-every kind of request sends instead, by the ledger, the formula and the interfaces.
+The ranks run on the emulated machines of bench/cluster.py, which needs root; with `--links here`
+they are local processes, whose times do not show the effect of slow links. Each kind of request is
+tuned; then all algorithms are timed in turns, and compared with their formulas. `--bytes` instead
+counts the bytes of each kind of request by the ledger, the formula and the network interfaces.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from harness import record
 from gcnzc.exchange.tuner import KINDS
 
 WORKER = Path(__file__).with_name("collectives_worker.py")
-# Mbit/s, and milliseconds from one machine to another
+# bandwidth in Mbit/s, and latency between two machines in ms
 LINKS: dict[str, tuple[float | None, float]] = {
     "delay": (None, 1.0),
     "slow": (100.0, 0.0),
@@ -75,7 +75,7 @@ def _tasks(options: argparse.Namespace, workers: int) -> Iterator[Line]:
         yield {"part": "bytes"}
         return
     for kind in options.kinds:
-        # what is gathered is as large as what others end with
+        # limit the size of the result of a gather
         most = options.most_bytes // (workers if kind == "AllGather" else 1)
         sizes = []
         size = options.least_bytes
@@ -86,7 +86,7 @@ def _tasks(options: argparse.Namespace, workers: int) -> Iterator[Line]:
 
 
 def _run_here(workers: int, tasks: Sequence[str]) -> Iterator[Line]:
-    """Lines of workers that are processes on this machine."""
+    """Run the ranks as processes on this machine, and yield their lines."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = [
@@ -119,10 +119,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--links", nargs="+", choices=[*LINKS, HERE], default=list(LINKS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--bytes", action="store_true", help="count bytes instead of timing")
-    parser.add_argument("--step", type=int, default=2, help="from one size to the next: times this")
-    parser.add_argument("--least-bytes", type=int, default=4, help="of what a worker has")
+    parser.add_argument("--step", type=int, default=2, help="ratio of successive sizes")
+    parser.add_argument(
+        "--least-bytes", type=int, default=4, help="smallest size of a rank's values"
+    )
     parser.add_argument("--most-bytes", type=int, default=16 << 20)
-    parser.add_argument("--budget-s", type=float, default=60.0, help="for tuning, of each kind")
+    parser.add_argument(
+        "--budget-s", type=float, default=60.0, help="seconds to tune each kind of request"
+    )
     options = parser.parse_args()
     if options.bytes and HERE in options.links:
         parser.error("all workers of this machine share its interface, so no bytes can be counted")

@@ -1,10 +1,10 @@
-"""What each worker measures for bench/collectives.py; worker 0 prints JSON lines.
+"""The program that bench/collectives.py runs on each rank; rank 0 prints JSON lines.
 
     python bench/collectives_worker.py '{"part": "bytes"}' '{"part": "times", "kind": "Sum", ...}'
 
-It runs on every machine, with the environment that torch.distributed reads.
+It runs on each machine, with the environment variables of torch.distributed.
 
-Letters: W workers.
+Letters: W ranks.
 """
 
 import hashlib
@@ -47,39 +47,41 @@ from gcnzc.exchange.tuner import candidates
 
 TIMEOUT_S = 120.0
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 40, 1.0
-# up to this size also what the tuner gave up
+# up to this size, measure also the algorithms that the tuner left out
 SMALL_BYTES = 1 << 20
-# of votes, until the scheduler has spread processes that began on one core
+# scalar all-gathers before measuring, until the scheduler has distributed the processes over cores
 WARMUP = 200
-# of one request while bytes are counted, where acknowledgements and signs of life are few beside it
-COUNTED_BYTES, COUNTED, COUNTED_VOTES = 1 << 20, 4, 200
-# Ethernet, IP, and TCP with its time stamps
+# size and number of requests whose bytes are counted, so that acknowledgements are negligible
+COUNTED_BYTES, COUNTED, COUNTED_SCALARS = 1 << 20, 4, 200
+# headers of Ethernet, IP, and TCP with time stamps
 HEADER_BYTES = 14 + 20 + 32
-SETTLE_S = 0.1  # until the last acknowledgements have come
-PAIR_BYTES, RALLIES = 1 << 20, 8
+# time until the last acknowledgements have arrived
+SETTLE_S = 0.1
+# size of the messages that measure bandwidth, and number of round trips that measure latency
+PAIR_BYTES, ROUND_TRIPS = 1 << 20, 8
 
 Line = dict[str, Any]
 
 
 def main() -> None:
-    """Measure what the command line says."""
+    """Run the tasks of the command line."""
     torch.set_num_threads(1)
     with init_group(timeout_s=TIMEOUT_S) as group:
         for _ in range(WARMUP):
             group.run(yield_request(AllGatherScalar(0)))
         for task in sys.argv[1:]:
-            for line in measured(group, json.loads(task)):
+            for line in measure_task(group, json.loads(task)):
                 if group.rank == 0:
                     print(json.dumps(line), flush=True)
 
 
-def measured(group: Group, task: Line) -> Iterator[Line]:
-    """Lines of results, the same on every worker, for a task of bench/collectives.py."""
+def measure_task(group: Group, task: Line) -> Iterator[Line]:
+    """Run a task of bench/collectives.py, and yield its results, the same on all ranks."""
     if task["part"] == "bytes":
-        for line in counted(group):
+        for line in count_bytes(group):
             yield {"part": "bytes"} | line
         return
-    alpha_s, bytes_per_s = measured_link(group)
+    alpha_s, bytes_per_s = measure_link(group)
     link = {"alpha_s": alpha_s, "bytes_per_s": bytes_per_s}
     kind, sizes = task["kind"], task["sizes"]
     with tempfile.TemporaryDirectory() as folder:
@@ -90,73 +92,77 @@ def measured(group: Group, task: Line) -> Iterator[Line]:
         tried = tuning.times[kind][size]
         names = {*(candidates(kind, size, group.world_size) if size <= SMALL_BYTES else tried)}
         names = sorted({*names, chosen, BUILTIN})
-        rounds = rounds_of(sum(tried.values()))
-        ways = times(group, kind, size, names, rounds)
-        for name, way in ways.items():
-            way["formula_s"] = formula_s(kind, name, size, group.world_size, alpha_s, bytes_per_s)
-        share = ways[chosen]["least_s"] / ways[BUILTIN]["least_s"]
-        case = {"part": "times", "kind": kind, "num_bytes": size, "rounds": rounds, "ways": ways}
+        rounds = choose_rounds(sum(tried.values()))
+        algorithms = time_all(group, kind, size, names, rounds)
+        for name, line in algorithms.items():
+            line["formula_s"] = formula_s(kind, name, size, group.world_size, alpha_s, bytes_per_s)
+        share = algorithms[chosen]["least_s"] / algorithms[BUILTIN]["least_s"]
+        case = {
+            "part": "times",
+            "kind": kind,
+            "num_bytes": size,
+            "rounds": rounds,
+            "ways": algorithms,
+        }
         yield case | link | {"tuned": chosen, "tuned_of_builtin": share}
 
 
-def measured_link(group: Group) -> tuple[float, float]:
-    """Seconds of a message that is waited for, and bytes per second, of all pairs at once."""
-    rallies_s = _least_s(group, lambda: _rally(group.rank), rounds=30)
-    alpha_s = rallies_s / (2 * RALLIES)
+def measure_link(group: Group) -> tuple[float, float]:
+    """Return the seconds of a message, and bytes per second, with all pairs of ranks active."""
+    round_trips_s = _least_s(group, lambda: _ping_pong(group.rank), rounds=30)
+    alpha_s = round_trips_s / (2 * ROUND_TRIPS)
     request = SendReceive(torch.zeros(PAIR_BYTES, dtype=torch.uint8), group.rank ^ 1)
-    # over gloo the two also tell one another that they wait
+    # over gloo both ranks also send a notification that they are ready to receive
     return alpha_s, PAIR_BYTES / (
         _least_s(group, lambda: yield_request(request), rounds=5) - 2 * alpha_s
     )
 
 
-def rounds_of(round_s: float) -> int:
-    """As many as take ROUNDS_S; a size that was too large for the tuner has no time, and few."""
+def choose_rounds(round_s: float) -> int:
+    """Return the number of rounds that take ROUNDS_S; the least if the time is unknown."""
     wanted = ROUNDS_S / round_s if round_s else 0
     return int(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
 
 
-def times(group: Group, kind: str, size: int, names: Sequence[str], rounds: int) -> dict[str, Line]:
-    """Each algorithm's times, taken in turns."""
+def time_all(
+    group: Group, kind: str, size: int, names: Sequence[str], rounds: int
+) -> dict[str, Line]:
+    """Return the times of each algorithm, measured in turns."""
     seconds = time_algorithms(group, kind, size, names, rounds)
     least, median = seconds.amin(0).tolist(), seconds.quantile(0.5, 0).tolist()
     return {
-        name: {"least_s": least[i], "median_s": median[i], "equal": equal(group, kind, size, name)}
+        name: {
+            "least_s": least[i],
+            "median_s": median[i],
+            "equal": is_equal(group, kind, size, name),
+        }
         for i, name in enumerate(names)
     }
 
 
-def equal(group: Group, kind: str, size: int, name: str) -> bool:
-    """Whether all workers got the same, bit for bit, of random values; or what was sent to them."""
+def is_equal(group: Group, kind: str, size: int, name: str) -> bool:
+    """Whether all ranks get bit-identical answers, or in an all-to-all the values sent to them."""
     request = make_request(kind, size, group.rank, group.world_size)
     generator = torch.Generator().manual_seed(group.rank)
     if isinstance(request, AllToAll):
         for part in request.parts:
             part.random_(generator=generator)
         sent = sum(_hash(part, group.rank, to) for to, part in enumerate(request.parts))
-        got = _answer(group, kind, request, name)
-        received = sum(_hash(part, source, group.rank) for source, part in enumerate(got))
+        parts = _answer(group, kind, request, name)
+        received = sum(_hash(part, source, group.rank) for source, part in enumerate(parts))
         return sum(group.run(yield_request(AllGatherScalar(sent - received)))) == 0
     if isinstance(request, Sum):
         request.values.normal_(generator=generator)
     else:
         request.values.random_(generator=generator)
-    return (
-        len(
-            set(
-                group.run(
-                    yield_request(AllGatherScalar(_hash(_answer(group, kind, request, name))))
-                )
-            )
-        )
-        == 1
-    )
+    own = _hash(_answer(group, kind, request, name))
+    return len(set(group.run(yield_request(AllGatherScalar(own))))) == 1
 
 
 def formula_s(
     kind: str, name: str, size: int, world_size: int, alpha_s: float, bytes_per_s: float
 ) -> float | None:
-    """What gcnzc/exchange/collectives.py says; of gloo's own, what its rings say."""
+    """Return the time by the formulas of gcnzc/exchange/collectives.py; gloo uses rings."""
     transfer_s, others = size / bytes_per_s, world_size - 1
     doublings = math.ceil(math.log2(world_size))
     shares_s = others / world_size * transfer_s
@@ -179,24 +185,22 @@ def formula_s(
     return None if name == BUILTIN else doublings * (alpha_s + transfer_s)
 
 
-def counted(group: Group) -> Iterator[Line]:
-    """For each kind of request and algorithm: the ledger, the formula, and the interface."""
+def count_bytes(group: Group) -> Iterator[Line]:
+    """Count the bytes of each request and algorithm: by ledger, formula and network interface."""
     if group.monitor is not None:
-        group.monitor.stop()  # its heartbeats count as bytes too
-    for request in requests(group.rank, group.world_size):
+        group.monitor.stop()  # its heartbeats would be counted too
+    for request in make_requests(group.rank, group.world_size):
         kind = kind_of(request)
         for name in ALGORITHMS[kind]:
-            times = COUNTED_VOTES if isinstance(request, AllGatherScalar) else COUNTED
+            times = COUNTED_SCALARS if isinstance(request, AllGatherScalar) else COUNTED
             before = _counters(group, request)
             for _ in range(times):
                 _answer(group, kind, request, name)
             after = _counters(group, request)
             formula = times * sent_bytes(request, group.rank, group.world_size, name)
-            told = [*(b - a for a, b in zip(before, after, strict=True)), formula]
-            everybodys = group.run(
-                yield_request(AllGather(torch.tensor(told, dtype=torch.float64)))
-            )
-            sent, messages, wire, packets, formula = everybodys.sum(0).tolist()
+            own = [*(b - a for a, b in zip(before, after, strict=True)), formula]
+            gathered = group.run(yield_request(AllGather(torch.tensor(own, dtype=torch.float64))))
+            sent, messages, wire, packets, formula = gathered.sum(0).tolist()
             yield {
                 "request": type(request).__name__,
                 "algorithm": name,
@@ -204,7 +208,7 @@ def counted(group: Group) -> Iterator[Line]:
                 "num_bytes": num_bytes_of(request),
                 "ledger_bytes": sent,
                 "formula_bytes": formula,
-                "same_on_each": bool((everybodys[:, 0] == everybodys[:, 4]).all()),
+                "same_on_each": bool((gathered[:, 0] == gathered[:, 4]).all()),
                 "messages": messages,
                 "wire_bytes": wire,
                 "packets": packets,
@@ -213,8 +217,8 @@ def counted(group: Group) -> Iterator[Line]:
             }
 
 
-def requests(rank: int, world_size: int) -> list[Collective]:
-    """One of every kind, all but the vote of about COUNTED_BYTES."""
+def make_requests(rank: int, world_size: int) -> list[Collective]:
+    """Return a request of each kind, of about COUNTED_BYTES except the scalar."""
     count = COUNTED_BYTES // 4 // world_size * world_size
     parts = torch.zeros(count).tensor_split(world_size)
     return [
@@ -230,37 +234,37 @@ def requests(rank: int, world_size: int) -> list[Collective]:
 
 
 def _answer(group: Group, kind: str, request: Collective, name: str) -> Any:
-    usual = group.choices
+    default = group.choices
     group.choices = Choices.always(**{kind: name})
     answer = group.run(yield_request(request))
-    group.choices = usual
+    group.choices = default
     return answer
 
 
-def _rally(rank: int) -> Algorithm[None]:
-    """Messages to and fro between two workers, each of which waits for all of them."""
-    peer, ball = rank ^ 1, torch.zeros(4)
+def _ping_pong(rank: int) -> Algorithm[None]:
+    """Send messages to and fro between pairs of ranks."""
+    peer, values = rank ^ 1, torch.zeros(4)
     pending = []
-    for _ in range(RALLIES):
+    for _ in range(ROUND_TRIPS):
         pending.append((yield Start(Receive(torch.empty(4), peer))))
     for each in pending:
         if rank % 2:
             yield Wait(each)
-        yield Send(ball, peer)
+        yield Send(values, peer)
         if not rank % 2:
             yield Wait(each)
 
 
 def _least_s(group: Group, make: Callable[[], Algorithm[Any]], rounds: int) -> float:
-    """Of the slowest worker, in the fastest round."""
+    """Return the seconds of the fastest round, on the slowest rank."""
     seconds = []
     for _ in range(rounds):
         group.run(yield_request(AllGatherScalar(0)))
         begin = time.perf_counter()
         group.run(make())
         seconds.append(time.perf_counter() - begin)
-    everybodys = group.run(yield_request(AllGather(torch.tensor(seconds, dtype=torch.float64))))
-    return float(everybodys.amax(0).min())
+    gathered = group.run(yield_request(AllGather(torch.tensor(seconds, dtype=torch.float64))))
+    return float(gathered.amax(0).min())
 
 
 def _hash(values: torch.Tensor, *labels: int) -> int:
@@ -270,10 +274,10 @@ def _hash(values: torch.Tensor, *labels: int) -> int:
 
 
 def _counters(group: Group, request: Collective) -> list[float]:
-    """This worker's bytes and messages by its ledger, and bytes and packets by its interface."""
-    # all wait for all, by something that is not counted here
-    is_vote = isinstance(request, AllGatherScalar)
-    group.run(yield_request(AllGather(torch.zeros(1)) if is_vote else AllGatherScalar(0)))
+    """Return bytes and messages by the ledger, and bytes and packets by the network interface."""
+    # a barrier, by a kind of request that is not counted here
+    is_scalar = isinstance(request, AllGatherScalar)
+    group.run(yield_request(AllGather(torch.zeros(1)) if is_scalar else AllGatherScalar(0)))
     time.sleep(SETTLE_S)
     entry = group.ledger.entries.get(type(request).__name__, Entry())
     fields = [0] * 16

@@ -43,14 +43,14 @@ WARM_UP, ROUNDS = 200, 1000  # of messages
 # each worker sends to the other, and waits for what that one sent
 MESSAGE = f"""
 import json, statistics, time, torch
-from gcnzc.exchange import Swap, joined
+from gcnzc.exchange import SendReceive, init_group
 def ask(request):
     return (yield request)
-with joined() as group:
+with init_group() as group:
     values, seconds = torch.zeros(1), []
     for _ in range({WARM_UP + ROUNDS}):
         begin = time.perf_counter()
-        group.run(ask(Swap(values, 1 - group.rank)))
+        group.run(ask(SendReceive(values, 1 - group.rank)))
         seconds.append(time.perf_counter() - begin)
     seconds = seconds[{WARM_UP}:]
     print(json.dumps([min(seconds), *statistics.quantiles(seconds, n=10)]))
