@@ -1,4 +1,4 @@
-"""Exchange between ranks: requests, algorithms, and groups that execute them."""
+"""Distributed algorithms: their requests, the groups of ranks that execute them, a simulator."""
 
 from gcnzc._moved import renamed
 from gcnzc.exchange.agreement import RequestMismatch
