@@ -44,10 +44,8 @@ from gcnzc.exchange.start import initialize, is_worker
 # default time limit of a request
 TIMEOUT_S = 60.0
 
-
 # default remedy in the message of `WorkerLost`
 REMEDY = "start all workers again, and load the state_dict() and the model that were saved last"
-
 
 # how many times of waits and of overlapped exchanges are stored until they are taken
 TIMES_KEPT = 10_000

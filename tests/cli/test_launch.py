@@ -115,7 +115,7 @@ def test_a_lost_worker_is_replaced_and_the_run_ends_as_if_nothing_were(graph, tm
         out, err = process.communicate(timeout=150)
         assert not of_this(run)
     assert process.returncode == 0, err
-    assert "worker 1 is stopped by a signal" in err
+    assert "rank 1 is stopped by a signal" in err
     assert "rank 1 on" in err
     assert "has stopped sending heartbeats" in err
     assert "rank 0 on" not in err

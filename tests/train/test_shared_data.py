@@ -304,7 +304,7 @@ def test_nothing_is_left_of_a_killed_worker(moment, tmp_path):
             processes[rank].join(30)
             assert processes[rank].exitcode == 1
             assert "WorkerLost" in talk(tmp_path, rank)
-            assert "worker 0" in talk(tmp_path, rank)
+            assert "rank 0" in talk(tmp_path, rank)
     if moment == "writing":
         names = (tmp_path / "names0").read_text()
         # there was memory, and it never had a name
