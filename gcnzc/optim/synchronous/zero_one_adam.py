@@ -345,7 +345,7 @@ class ZeroOneAdam(Anchored):
 
         Args:
             gradient: (c,), this rank's gradient; None to synchronise without a step.
-            notes: (k,), this rank's notes; the reducer's `extra_sums` are their sums over the ranks.
+            notes: (k,), this rank's notes; the reducer's `extra_sums` are their sums over ranks.
 
         Returns:
             Why the step was skipped, without changes; empty if it was not.
