@@ -221,19 +221,19 @@ class CO2(LocalUpdates):
             self.pending = self._make_finished(own, [world_size], world_size)
 
     def _make_finished(
-        self, start: Tensor, extra_sums: Sequence[float], workers: int, skip_reason: str = ""
+        self, start: Tensor, note_sums: Sequence[float], workers: int, skip_reason: str = ""
     ) -> PendingReduction:
         """Return a finished exchange with a given result.
 
         Args:
             start: (n,), the start of the next round.
-            extra_sums: the sums of the first notes over the ranks; the other notes are 0.
+            note_sums: the sums of the first notes over the ranks; the other notes are 0.
             workers: the number of ranks.
             skip_reason: why there was no mean; empty if there was one.
         """
         values = self._make_buffer()
         values[: len(start)] = start
-        values[self.padded : self.padded + len(extra_sums)] = scalars_like(extra_sums, values)
+        values[self.padded : self.padded + len(note_sums)] = scalars_like(note_sums, values)
         return PendingReduction(values, workers, skip_reason=skip_reason)
 
     def _make_buffer(self) -> Tensor:
