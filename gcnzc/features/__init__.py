@@ -1,4 +1,4 @@
-"""Rows of features: tables in host memory, page-locked for the GPU, and caches in GPU memory."""
+"""Tables of features in host memory, page-locked for GPUs, and caches of rows in GPU memory."""
 
 from gcnzc._moved import renamed
 from gcnzc.features.access_counts import Presample

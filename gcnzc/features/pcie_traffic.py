@@ -1,18 +1,20 @@
 """Model of PCIe traffic: requests and bytes when a GPU reads rows from host memory.
 
-The lanes of a warp load together. What one such load touches, in sectors of 32 B, is asked for in
-requests of 32, 64, 96 or 128 B: each run of adjoining sectors is cut where a line of 128 B ends,
-and every piece is one request (Min et al., EMOGI, VLDB 2020, https://arxiv.org/abs/2006.06890, sees
-such requests on the bus). A request comes back as a packet with a header. Everything follows from
-`gcnzc.kernels.gather.lanes`, exactly; what is assumed of the machine is this:
+The lanes of a warp execute one load together. The GPU reads the sectors of 32 B that the load
+touches by requests of 32, 64, 96 or 128 B: each run of adjacent sectors is split at the boundaries
+of 128 B lines, and each piece is one request (Min et al., EMOGI, VLDB 2020,
+https://arxiv.org/abs/2006.06890, observes such requests on the bus). The answer to a request is a
+packet with a header. The counts follow exactly from `gcnzc.kernels.gather.lanes` and these
+assumptions:
 
-- Sectors of a line with a gap between them make two requests: a request is one range, and a GPU
-  fetches no sector that nobody touched. Only `wrapped` rows of items of 1 or 2 B have such loads.
-- Loads share nothing: a sector that two loads touch crosses the bus twice, whatever caches there
-  are. Rows asked for one after another do not lie beside each other.
-- A request is answered by one packet, or, by root complexes that are said to cut answers at
-  multiples of 64 B, by as many as it has such pieces: `split_bytes`.
-- Only packets from the host are counted. Requests travel the other way, `REQUEST_BYTES` each.
+- A request covers one contiguous range, and no sector that the load does not touch. So a gap within
+  a line results in two requests. Only `wrapped` rows with items of 1 or 2 B have such loads.
+- Loads do not share sectors: a sector that two loads touch is read twice, since caches are ignored.
+  Rows that are gathered consecutively are not adjacent in memory.
+- A request is answered by one packet, or with `split_bytes` by several: some root complexes are
+  reported to split answers at multiples of 64 B.
+- Only packets from the host are counted. Requests have the opposite direction, and take
+  `REQUEST_BYTES` each.
 
 Letters: S starts of rows within a line, P passes of lanes over a row.
 """
@@ -37,11 +39,11 @@ Run: TypeAlias = tuple[Array, Array]  # the first sector of each load, and the o
 SECTOR_BYTES = 32
 
 
-# of a completion: a header of 12 B, 4 B to begin a packet and 4 B of checksum (PCI Express 3.0)
+# of a completion packet: header 12 B, framing 4 B and checksum 4 B (PCI Express 3.0)
 HEADER_BYTES = 20
 
 
-# of a request for memory above 4 GB: a header of 16 B, and the same 8 B around it
+# of a read request for an address above 4 GB: header 16 B, framing and checksum 8 B
 REQUEST_BYTES = 24
 
 
@@ -51,7 +53,7 @@ SIZES = (32, 64, 96, 128)
 LINE_SECTORS = LINE_BYTES // SECTOR_BYTES
 
 
-# `choose_pitch`: requests that a pitch must save, and memory that it may cost
+# `choose_pitch`: the least share of requests to save, and the largest share of memory to add
 LEAST_SAVED = Fraction(5, 100)
 
 
@@ -60,30 +62,30 @@ MOST_MEMORY = Fraction(10, 100)
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one row costs on the bus, on average over the rows it was asked about."""
+    """The PCIe traffic of one row, averaged over rows."""
 
-    payload_bytes: int  # of a row
-    requests: Mapping[int, Fraction]  # how many of each of `SIZES`
+    payload_bytes: int  # bytes of a row
+    requests: Mapping[int, Fraction]  # number of requests of each of `SIZES`
     wire_bytes: Fraction  # from the host, headers included
 
     @property
     def requests_per_row(self) -> Fraction:
-        """Of all sizes."""
+        """Number of requests of all sizes."""
         return sum(self.requests.values(), Fraction(0))
 
     @property
     def read_bytes(self) -> Fraction:
-        """Bytes that are asked for."""
+        """Bytes that are requested."""
         return sum((size * count for size, count in self.requests.items()), Fraction(0))
 
     @property
     def efficiency(self) -> Fraction:
-        """Bytes of the row for each byte on the wire; at most 128 / 148."""
+        """Bytes of the row divided by bytes on the wire; at most 128 / 148."""
         return self.payload_bytes / self.wire_bytes
 
 
 class HasRows(Protocol):
-    """Such as `gcnzc.FeatureTable`."""
+    """An object with `rows`, such as `gcnzc.FeatureTable`."""
 
     @property
     def rows(self) -> Tensor:
@@ -99,16 +101,17 @@ def traffic(
     base: int = 0,
     split_bytes: int | None = None,
 ) -> Traffic:
-    """The traffic of a row, on average over a table without end, each of its rows once.
+    """Return the traffic of a row, averaged over all rows of an unbounded table.
 
     Args:
-        row_bytes: of one row.
-        layout: of lanes over rows, see `gcnzc.kernels.gather.lanes.Lanes`.
-        item_bytes: of one element, a power of two, of which the other sizes are multiples.
-        stride_bytes: from one row to the next; if None rows are side by side, or for `pitched` on
-            the lines that follow.
-        base: the address of the first row, or what remains of it modulo 128.
-        split_bytes: where answers are cut, a power of two of at least 32; nowhere if None.
+        row_bytes: bytes of one row.
+        layout: of lanes over rows; see `gcnzc.kernels.gather.lanes.Lanes`.
+        item_bytes: bytes of one element, a power of two that divides the other sizes.
+        stride_bytes: from the start of a row to the next. Default: rows are contiguous, or for
+            `pitched` padded to lines.
+        base: address of the first row, or its remainder modulo 128.
+        split_bytes: the root complex splits answers at multiples of this power of two, at least
+            32; None if it does not.
 
     Raises:
         ValueError: sizes are not whole elements, or `layout` is `pitched` and rows do not begin on
@@ -130,11 +133,11 @@ def table_traffic(
     layout: Layout,
     split_bytes: int | None = None,
 ) -> Traffic:
-    """The traffic of a table that is there, or of some of its rows.
+    """Return the traffic of a row, averaged over the rows of a table or some of them.
 
     Args:
-        table: (N, D), each row contiguous, wherever it lies; nothing of it is read.
-        ids: (B,) integers in [0, N); one that occurs twice counts twice. All rows once if None.
+        table: (N, D), each row contiguous, on any device; its values are not read.
+        ids: (B,) integers in [0, N); repeated ids are counted repeatedly. All rows if None.
         layout: see `traffic`.
         split_bytes: see `traffic`.
 
@@ -163,7 +166,7 @@ def table_traffic(
         if chosen.min() < 0 or chosen.max() >= num_rows:
             raise IndexError(
                 f"ids from {chosen.min()} to {chosen.max()} are not in a table of {num_rows} rows"
-                "\n\nhint: is the table that of another graph?"
+                "\n\nhint: is the table of another graph?"
             )
         counts = np.bincount(chosen % period, minlength=period)
     starts = (base + residues * stride_bytes) % LINE_BYTES
@@ -172,17 +175,17 @@ def table_traffic(
 
 
 def choose_layout(stride_bytes: int, base: int = 0) -> Layout:
-    """The layout of a gather that is not told one: it asks for no line of a row twice."""
+    """Return the default layout of a gather, which requests no line of a row twice."""
     on_lines = stride_bytes % LINE_BYTES == 0 and base % LINE_BYTES == 0
     return "pitched" if on_lines else "shifted"
 
 
 def choose_pitch(row_bytes: int, item_bytes: int) -> tuple[int, str]:
-    """How far apart to store the rows of a table, and why.
+    """Choose the pitch of a table's rows, in bytes, and return it with the reason.
 
-    They are put on lines of 128 B if that saves a share `LEAST_SAVED` of the requests that a
-    shifted gather of rows side by side makes, for at most a share `MOST_MEMORY` more memory; else
-    they lie side by side.
+    Rows are padded to lines of 128 B if that saves at least a share `LEAST_SAVED` of the requests
+    of a shifted gather of contiguous rows, and takes at most a share `MOST_MEMORY` more memory.
+    Otherwise they are contiguous.
 
     Raises:
         ValueError: a row is not whole elements.
@@ -190,47 +193,47 @@ def choose_pitch(row_bytes: int, item_bytes: int) -> tuple[int, str]:
     packed = traffic(row_bytes, layout="shifted", item_bytes=item_bytes).requests_per_row
     pitch_bytes = row_bytes + -row_bytes % LINE_BYTES
     if pitch_bytes == row_bytes:
-        return row_bytes, "rows side by side begin on lines"
+        return row_bytes, "contiguous rows begin on lines"
     pitched = traffic(row_bytes, layout="pitched", item_bytes=item_bytes).requests_per_row
     saved, memory = 1 - pitched / packed, Fraction(pitch_bytes, row_bytes) - 1
-    told = (
+    reason = (
         f"lines of {LINE_BYTES} B save {float(100 * saved):.3g} % of the requests "
         f"and cost {float(100 * memory):.3g} % of memory"
     )
     if saved < LEAST_SAVED:
-        return row_bytes, f"{told}: too few"
+        return row_bytes, f"{reason}: too few"
     if memory > MOST_MEMORY:
-        return row_bytes, f"{told}: too much"
-    return pitch_bytes, told
+        return row_bytes, f"{reason}: too much"
+    return pitch_bytes, reason
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Bytes of rows a second that a link lets through, by each of its two limits."""
+    """The highest rate of a gather over a PCIe link, by each of two limits, in bytes of rows."""
 
-    by_wire_bytes_per_s: float  # its bytes, headers included
-    by_tags_bytes_per_s: float  # how many requests may be on their way
+    by_wire_bytes_per_s: float  # limited by the bytes on the wire, headers included
+    by_tags_bytes_per_s: float  # limited by the number of outstanding requests
 
     @property
     def bytes_per_s(self) -> float:
-        """By both."""
+        """The lower of both limits."""
         return min(self.by_wire_bytes_per_s, self.by_tags_bytes_per_s)
 
     @property
     def binds(self) -> Literal["wire", "tags"]:
-        """The lower limit."""
+        """Which limit is the lower one."""
         return "tags" if self.by_tags_bytes_per_s < self.by_wire_bytes_per_s else "wire"
 
 
 def ceiling(link_bytes_per_s: float, latency_s: float, tags: int, row_traffic: Traffic) -> Ceiling:
-    """What no gather of such rows passes.
+    """Return an upper bound of the rate at which rows can be gathered.
 
     Args:
-        link_bytes_per_s: of the link in one direction, headers included.
+        link_bytes_per_s: bandwidth of the link in one direction, headers included.
         latency_s: from a request to its answer.
-        tags: requests that may be on their way at once; 256 with the 8-bit tags of PCI Express up
-            to its third version, 768 with 10-bit ones. What a GPU really has is not published.
-        row_traffic: what each row costs.
+        tags: maximum number of outstanding requests: 256 with the 8-bit tags of PCI Express up to
+            version 3, 768 with 10-bit tags. The number of tags of GPUs is not published.
+        row_traffic: traffic of one row.
     """
     rows_per_s = tags / latency_s / float(row_traffic.requests_per_row)
     return Ceiling(
@@ -247,22 +250,22 @@ def _check(
         raise ValueError(
             f"rows of {row_bytes} bytes, {stride_bytes} bytes apart from address {base:#x}, are "
             f"not whole elements of {item_bytes} bytes\n\n"
-            "hint: item_bytes is that of the table's type, such as 2 for float16"
+            "hint: item_bytes is the size of the table's dtype, such as 2 for float16"
         )
     if split_bytes is not None and (
         split_bytes < SECTOR_BYTES or split_bytes & (split_bytes - 1) != 0
     ):
         raise ValueError(
-            f"answers cannot be cut at multiples of {split_bytes} bytes\n\n"
-            "hint: a root complex that cuts them does so at 64 or 128 bytes"
+            f"answers cannot be split at multiples of {split_bytes} bytes\n\n"
+            "hint: root complexes that split answers do so at 64 or 128 bytes"
         )
 
 
 def _traffic(lanes: Lanes, starts: Array, counts: Array, split_bytes: int | None) -> Traffic:
-    """The mean over rows that begin at each of `starts` as often as `counts` says."""
+    """Return the mean over rows, `counts` of which begin at each of `starts`."""
     totals = dict.fromkeys(SIZES, 0)
     packets = 0
-    # a request ends where its line does
+    # a request does not extend beyond its line
     split = min(split_bytes or LINE_BYTES, LINE_BYTES) // SECTOR_BYTES
     for first_SP, end_SP in _touched(lanes, starts):
         some = first_SP < end_SP
@@ -287,12 +290,12 @@ def _traffic(lanes: Lanes, starts: Array, counts: Array, split_bytes: int | None
 
 
 def _pieces(first: Array, end: Array, size: int) -> Array:
-    """Into how many pieces [first, end) is cut at the multiples of `size`."""
+    """Return the number of pieces of [first, end) when split at multiples of `size`."""
     return (end - 1) // size - first // size + 1
 
 
 def _touched(lanes: Lanes, starts: Array) -> list[Run]:
-    """The runs of sectors that each load of a warp touches, each (S, P); some of them are empty."""
+    """Return the runs of sectors that each load of a warp touches, each (S, P); may be empty."""
     vector_bytes = lanes.vector_bytes
     begin_S1 = (starts - starts % vector_bytes)[:, None]
     count_S1 = np.array([[lanes.vectors(int(start))] for start in starts])
@@ -307,14 +310,14 @@ def _touched(lanes: Lanes, starts: Array) -> list[Run]:
     def sectors(low_SP: Array, high_SP: Array) -> Run:
         first_SP = (begin_S1 + low_SP * vector_bytes) // SECTOR_BYTES
         end_SP = -(-(begin_S1 + high_SP * vector_bytes) // SECTOR_BYTES)
-        # a lane with nothing to load touches nothing, and no sector is half touched
+        # lanes without elements touch no sector, and sectors are touched as a whole
         return first_SP, np.where(low_SP < high_SP, end_SP, first_SP)
 
     stop_SP = np.minimum(number_P + lanes.lanes, last_S1)
     head = sectors(np.maximum(number_P, lead_S1) - lead_S1, stop_SP - lead_S1)
     if lanes.layout != "wrapped":
         return [head]
-    # the lanes in front of the row's first vector load its last ones
+    # the lanes before the row's first vector load its last vectors
     turn_S1 = count_S1 - lead_S1
     tail = sectors(number_P + turn_S1, np.minimum(stop_SP, lead_S1) + turn_S1)
     joined = tail[0] <= head[1]

@@ -1,4 +1,4 @@
-"""What this process has page-locked, and copies of it between host and GPUs that CUDA accepts."""
+"""Page-locks of this process, and copies that respect the boundaries of CUDA's registrations."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.system.cuda_driver import Driver
 from gcnzc.system.page_lock import PageLocks
 
-# of a table that is copied, at a time
+# bytes of a table that are copied at a time
 COPY_BYTES = 1 << 26
 
 
@@ -17,14 +17,14 @@ _opening = ForkSafeLock()
 
 
 def process_page_locks() -> PageLocks | None:
-    """What this process has locked; None where there is no CUDA driver, as with AMD's GPUs."""
-    # two ledgers would let go of what the other has
+    """Return the page-locks of this process; None without a CUDA driver, as with AMD's GPUs."""
+    # two instances would unlock memory that the other one still uses
     with _opening:
-        return _open_ledger()
+        return _open_page_locks()
 
 
 @cache
-def _open_ledger() -> PageLocks | None:
+def _open_page_locks() -> PageLocks | None:
     try:
         return PageLocks(Driver())
     except OSError:
@@ -34,8 +34,8 @@ def _open_ledger() -> PageLocks | None:
 def copy_to(rows: Tensor, device: torch.device | str) -> Tensor:
     """Return `rows.to(device)`, also if `pinned` has locked the rows in several registrations.
 
-    CUDA copies no range of host memory that begins in one registration and ends in another. Rows
-    that lie apart, which torch first copies side by side on the host, are copied in parts.
+    CUDA cannot copy a range of host memory that begins in one registration and ends in another.
+    Padded rows are copied in parts, since torch would first make them contiguous on the host.
     """
     device = torch.device(device)
     if device.type == rows.device.type:
@@ -52,32 +52,32 @@ def copy_to(rows: Tensor, device: torch.device | str) -> Tensor:
 
 
 def copy_into(out: Tensor, source: Tensor, *, non_blocking: bool = False) -> Tensor:
-    """`out.copy_(source)`, in parts where CUDA would refuse the whole, as `copy_to` says.
+    """Copy `source` to `out`, in parts where CUDA cannot copy the whole range; see `copy_to`.
 
     Args:
-        out: of the shape and dtype of `source`, on any device.
+        out: of the same shape and dtype as `source`, on any device.
         source: on any device.
-        non_blocking: queue the copy and do not wait, as for `Tensor.copy_`.
+        non_blocking: queue the copy without waiting for it; see `Tensor.copy_`.
     """
     stretches = _stretches(source)
     if len(stretches) < 2 or not out.is_contiguous() or out.dtype != source.dtype:
         return out.copy_(source, non_blocking=non_blocking)
     begin = source.data_ptr()
-    there, here = (tensor.view(-1).view(torch.uint8) for tensor in (out, source))
+    target_bytes, source_bytes = (tensor.view(-1).view(torch.uint8) for tensor in (out, source))
     for first, last in stretches:
         part = slice(first - begin, last - begin)
-        there[part].copy_(here[part], non_blocking=non_blocking)
+        target_bytes[part].copy_(source_bytes[part], non_blocking=non_blocking)
     return out
 
 
 def _stretches(source: Tensor) -> list[tuple[int, int]]:
-    """What of `source` can be copied at a time; none if torch copies it to other memory first."""
+    """Return the address ranges that can each be copied at once; none if torch stages the copy."""
     if source.device.type != "cpu" or source.layout != torch.strided or not source.is_contiguous():
         return []
     if (
         source.numel() == 0
         or not torch.cuda.is_available()
-        or (ledger := process_page_locks()) is None
+        or (page_locks := process_page_locks()) is None
     ):
         return []
-    return ledger.stretches(source.data_ptr(), source.nbytes)
+    return page_locks.stretches(source.data_ptr(), source.nbytes)

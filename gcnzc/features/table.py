@@ -21,25 +21,28 @@ _copying_scales = ForkSafeLock()
 
 @dataclass(frozen=True, eq=False)
 class FeatureTable:
-    """Rows of features, one per node.
+    """A table of features, one row per node, from which minibatches are gathered.
 
-    Where the rows lie is the caller's choice: on a GPU, on the host for the CPU, or on the host
-    inside `pinned` for GPUs too. They may be memory-mapped and read-only.
+    The rows can be on a GPU; on the host, for gathers on the CPU; or on the host inside `pinned`,
+    for gathers on GPUs as well. They may be memory-mapped and read-only.
 
     Args:
-        rows: (N, D), each row contiguous; or `torch.sparse_csr`, float32, on the host, whose rows
-            are spread out when they are gathered; or codes with `scales`, int8, float8_e4m3fn or
-            float8_e5m2, which are multiplied by them when they are gathered.
-        scales: of codes, float32, contiguous, on any device: (N,), one for each row, or
-            (ceil(D / scale_columns),). A device that gathers gets a copy, which the table keeps.
-        scale_columns: how many columns share a scale, for all rows; None if each row has its own.
-        way: how a GPU's threads share a gather, such as `gcnzc check --tune` measured it; as usual
-            if None. It changes no bit of what is gathered.
+        rows: one of
+
+            - (N, D) of any dtype, each row contiguous;
+            - (N, D) `torch.sparse_csr`, float32 on the host; gathered rows are dense;
+            - (N, D) quantized codes of int8, float8_e4m3fn or float8_e5m2 with `scales`; gathered
+              rows are dequantized.
+        scales: scales of codes, float32, contiguous, on any device: (N,), one for each row, or
+            (ceil(D / scale_columns),). Each device that gathers gets a copy, which is kept.
+        scale_columns: number of adjacent columns that share a scale; None for one scale per row.
+        way: configuration of the GPU's gather kernel, such as `gcnzc check --tune` measures. It
+            does not change the results.
 
     Raises:
-        TypeError: `scale_columns` or `way` are of another type.
-        ValueError: `rows` is no such table, or wants a gradient; or `scales` do not fit it, or are
-            not finite.
+        TypeError: `scale_columns` or `way` has another type.
+        ValueError: `rows` is not such a table or requires a gradient, or `scales` have another
+            shape or dtype or are not finite.
     """
 
     rows: Tensor
@@ -51,21 +54,22 @@ class FeatureTable:
     def quantized(
         cls, rows: Tensor, dtype: torch.dtype = torch.int8, *, scale_columns: int | None = None
     ) -> "FeatureTable":
-        """The table of the codes of `rows`: a byte an element.
+        """Return a table of quantized rows, with one byte for each element.
 
-        `gcnzc.kernels.gather.quantize` says how far codes are from the rows.
+        `gcnzc.kernels.gather.quantize` states the quantization error.
 
         Args:
             rows: (N, D) floating point on the host, finite; D at least 1.
             dtype: int8, float8_e4m3fn or float8_e5m2.
-            scale_columns: how many columns share a scale, for all rows; None for a scale a row.
+            scale_columns: number of adjacent columns that share a scale; None for one scale per
+                row.
 
         Raises:
-            ValueError: `rows`, `dtype` or `scale_columns` are not of these.
+            ValueError: `rows`, `dtype` or `scale_columns` is not supported.
         """
         plain = FeatureTable(rows)
         if scale_columns is not None:
-            check_integer("scale_columns", scale_columns, 1, hint="None for a scale a row")
+            check_integer("scale_columns", scale_columns, 1, hint="None for one scale per row")
         check_kind("dtype", dtype, torch.dtype, "torch.int8")
         floating = rows.is_floating_point() and rows.device.type == "cpu" and not plain.is_sparse
         if dtype not in LARGEST or not floating or not plain.num_columns:
@@ -96,8 +100,8 @@ class FeatureTable:
             check_kind("way", self.way, KernelConfig, "None takes the default")
         if rows.requires_grad:
             raise ValueError(
-                f"a table of features of shape {tuple(rows.shape)} wants a gradient, which gathers "
-                "do not carry\n\nhint: rows.detach()"
+                f"a table of features of shape {tuple(rows.shape)} requires a gradient, which "
+                "gathers do not propagate\n\nhint: rows.detach()"
             )
         if rows.is_neg() or rows.is_conj():
             # the bytes in memory are those of other values
@@ -125,7 +129,7 @@ class FeatureTable:
         if scales is None and per is None:
             return
         if per is not None:
-            check_integer("scale_columns", per, 1, hint="None for a scale a row")
+            check_integer("scale_columns", per, 1, hint="None for one scale per row")
         if scales is not None:
             check_kind("scales", scales, Tensor, "float32, one for each row, or None")
         count = self.num_rows if per is None else -(-self.num_columns // per)
@@ -137,10 +141,10 @@ class FeatureTable:
             or tuple(scales.shape) != (count,)
             or not scales.is_contiguous()
         ):
-            told = None if scales is None else f"{scales.dtype} of shape {tuple(scales.shape)}"
+            given = None if scales is None else f"{scales.dtype} of shape {tuple(scales.shape)}"
             raise ValueError(
                 f"rows of {self.rows.dtype} and shape {tuple(self.rows.shape)} cannot be scaled by "
-                f"{told}, with scale_columns {per}\n\n"
+                f"{given}, with scale_columns {per}\n\n"
                 "hint: FeatureTable.quantized(rows) makes codes and their scales"
             )
         if scales.device.type != "meta" and not are_finite(scales.cpu().view(1, -1)):
@@ -151,42 +155,42 @@ class FeatureTable:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the rows are kept as CSR."""
+        """Whether the rows are stored as CSR."""
         return self.rows.layout == torch.sparse_csr
 
     @property
     def num_rows(self) -> int:
-        """N."""
+        """Number of rows, N."""
         return self.rows.shape[0]
 
     @property
     def num_columns(self) -> int:
-        """D."""
+        """Number of columns, D."""
         return self.rows.shape[1]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row as it is stored, hence as it crosses the bus."""
+        """Bytes of one row as it is stored, and as it is read over the bus."""
         return self.num_columns * self.stored_dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements of a minibatch: float32 if the rows are codes with scales."""
+        """Dtype of gathered rows: float32 if the rows are codes with scales."""
         return self.rows.dtype if self.scales is None else torch.float32
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of the elements as they are stored."""
+        """Dtype of the rows as they are stored."""
         return self.rows.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the rows lie."""
+        """Device of the rows."""
         return self.rows.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all the rows' elements, without scales; of entries and indices if sparse."""
+        """Bytes of all rows without scales; of the values and indices if sparse."""
         if not self.is_sparse:
             return self.num_rows * self.row_bytes
         rows = self.rows
@@ -208,18 +212,18 @@ class FeatureTable:
     def gather(
         self, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
     ) -> Tensor:
-        """Rows `ids` as a dense (B, D) on the device of `ids`.
+        """Gather rows `ids` into a dense (B, D) tensor on the device of `ids`.
 
         Args:
             ids: (B,) int32 or int64 in [0, N), on the device of the rows; or on a GPU, if the rows
                 are inside `pinned`.
-            out: (B, D) to write into, on the device of `ids`, of `dtype`; allocated if None. Of
+            out: (B, D) of `dtype` on the device of `ids`, to write into; allocated if None. For
                 codes with scales it may also be float16 or bfloat16.
-            threads: how many share the work on the host; `torch.get_num_threads()` if None.
+            threads: number of threads on the host. Default: `torch.get_num_threads()`.
 
         Raises:
-            TypeError: `ids` or `out` are no tensors, or `threads` is no integer.
-            ValueError, IndexError: as `gcnzc.kernels.gather.gather` does.
+            TypeError: `ids` or `out` is not a tensor, or `threads` is not an integer.
+            ValueError, IndexError: see `gcnzc.kernels.gather.gather`.
         """
         check_gather(ids, out, threads)
         if self.is_sparse:
@@ -237,15 +241,15 @@ class FeatureTable:
     def gather_stored(
         self, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
     ) -> Tensor:
-        """Rows `ids` as they are stored, hence codes without their scales; dense if they are CSR.
+        """Gather rows `ids` without dequantizing them; CSR rows become dense.
 
         Args:
-            ids: as for `gather`.
-            out: (B, D) to write into, of `stored_dtype`; allocated if None.
-            threads: as for `gather`.
+            ids: see `gather`.
+            out: (B, D) of `stored_dtype`, to write into; allocated if None.
+            threads: see `gather`.
 
         Raises:
-            TypeError, ValueError, IndexError: as `gather` does.
+            TypeError, ValueError, IndexError: see `gather`.
         """
         check_gather(ids, out, threads)
         if self.is_sparse:
@@ -253,7 +257,7 @@ class FeatureTable:
         return gather(self.rows, ids, out, threads=threads)
 
     def scales_on(self, device: torch.device) -> Tensor | None:
-        """The scales on a device, ready for any stream there; copied once."""
+        """Return the scales on a device, ready for any stream there; they are copied once."""
         if self.scales is None or self.scales.device == device:
             return self.scales
         with _copying_scales:
@@ -263,14 +267,14 @@ class FeatureTable:
 
     @cached_property
     def _scales(self) -> dict[torch.device, Tensor]:
-        # no field: a table that is made from the fields of this one begins without copies
+        # not a field, so that `dataclasses.replace` does not share the copies
         return {}
 
     def to(self, device: torch.device | str) -> "FeatureTable":
-        """The table with its rows and scales on a device; itself if they are there.
+        """Return the table with its rows and scales on a device; itself if they are there already.
 
         Args:
-            device: the host, a GPU, or "cuda" for the current one.
+            device: the host, a GPU, or "cuda" for the current GPU.
         """
         rows = copy_to(self.rows, check_device("device", device))
         if rows is self.rows:
@@ -280,10 +284,10 @@ class FeatureTable:
 
 
 def check_gather(ids: object, out: object, threads: object) -> None:
-    """Check the types of what a table is asked to gather.
+    """Check the types of the arguments of a gather.
 
     Raises:
-        TypeError: `ids` or `out` are no tensors, or `threads` is no integer.
+        TypeError: `ids` or `out` is not a tensor, or `threads` is not an integer.
         ValueError: `threads` is out of range.
     """
     check_kind("ids", ids, Tensor, "torch.as_tensor(ids)")

@@ -1,9 +1,9 @@
 """One attribute of nodes or edges, gathered for a minibatch.
 
-A column is a tensor of any rank with one row per node or edge, or a `gcnzc.FeatureTable`. One wide
-column of the nodes is gathered by `gcnzc.Loader`, for a GPU by the GPU itself; the others by the
-threads that make the minibatch, on the host. Rows that lie on a GPU are gathered there, when the
-minibatch is handed out.
+A column is a tensor of any rank with one row per node or edge, or a `gcnzc.FeatureTable`. One
+column of the nodes, the features, is gathered by `gcnzc.Loader`, on a GPU by the GPU itself. The
+others are gathered on the host by the threads that prepare the minibatch. Rows on a GPU are
+gathered there, when the minibatch is yielded.
 """
 
 from contextlib import ExitStack
@@ -15,22 +15,22 @@ from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.buffers import Pool
 
-# fresh pages would cost more than the gather that fills them
+# reused, since page faults of new memory would take longer than the gather
 _pool = Pool()
 
 
 class Column:
-    """Rows of one attribute, and how minibatches of them come to where they are wanted.
+    """Rows of one attribute, from which minibatches are gathered.
 
     Args:
-        name: the attribute's, for what is said of it.
+        name: the attribute's name, for error messages.
         rows: (N, ...) on the host or a GPU; or a table of features.
-        num_rows: how many there must be.
-        device: where minibatches are handed out.
-        locks: keeps what is page-locked for a GPU until it is closed.
+        num_rows: the required number of rows.
+        device: device of the minibatches.
+        locks: keeps rows page-locked for a GPU until it is closed.
 
     Raises:
-        ValueError: the rows are not one per node or edge, or want a gradient.
+        ValueError: there is not one row per node or edge, or the rows require a gradient.
     """
 
     def __init__(
@@ -50,25 +50,25 @@ class Column:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one row."""
+        """Shape of one row."""
         return tuple(self.rows.shape[1:])
 
     @property
     def is_on_host(self) -> bool:
-        """Whether threads can gather the rows beside the model."""
+        """Whether worker threads can gather the rows, in parallel to the model."""
         return self.rows.device.type == "cpu"
 
     @property
     def is_prefetched(self) -> bool:
-        """Whether `gcnzc.Loader` can gather the rows before the minibatch is handed out."""
+        """Whether `gcnzc.Loader` can prefetch the rows."""
         can = self.is_on_host or self.rows.device == self._device
         return can and self.table is not None and self.rows.ndim > 1
 
     def locked(self) -> FeatureTable | None:
-        """The rows where a GPU can read them, if minibatches go to one and it can.
+        """Return the rows as a table, page-locked if the minibatches are on a GPU.
 
-        If the driver does not lock read-only memory, each rank locks a copy of its own: ranks share
-        one only through a group, by `gcnzc.train.shared_data.share_copy`.
+        If the driver cannot lock read-only memory, each rank makes a copy of its own. Ranks can
+        share a copy only with a group; see `gcnzc.train.shared_data.share_copy`.
         """
         if not self._is_locked and self.table is not None and not self.table.is_sparse:
             self.table = self._locks.enter_context(pinned(self.table))
@@ -76,7 +76,7 @@ class Column:
         return self.table
 
     def on_host(self, ids: Tensor) -> Tensor:
-        """(B, ...) the rows of `ids`, gathered by the calling thread alone.
+        """Gather rows `ids`, (B, ...), on the host, in the calling thread.
 
         Args:
             ids: (B,) int64 on the host, in range.
@@ -86,7 +86,7 @@ class Column:
         return gather_on_host(self.table, ids, threads=1).view(len(ids), *self.shape)
 
     def in_place(self, ids: Tensor) -> Tensor:
-        """(B, ...) the rows of `ids`, gathered where they lie.
+        """Gather rows `ids`, (B, ...), on the device of the rows.
 
         Args:
             ids: (B,) int64 on any device, in range.
@@ -112,14 +112,14 @@ class Column:
             )
         if rows.requires_grad:
             raise ValueError(
-                f"{self.name} wants a gradient, which minibatches do not carry back\n\n"
+                f"{self.name} requires a gradient, which minibatches do not propagate\n\n"
                 f"hint: {self.name}.detach(), or a torch.nn.Embedding that the model indexes by "
                 "the minibatch's node ids"
             )
 
 
 def as_table(rows: Tensor) -> FeatureTable | None:
-    """The rows as a table of two dimensions in the same memory; None if there is no such view."""
+    """Return a view of the rows as a table of two dimensions; None if there is no such view."""
     if rows.layout == torch.sparse_csr:
         return FeatureTable(rows)
     if rows.ndim == 1:
@@ -131,12 +131,12 @@ def as_table(rows: Tensor) -> FeatureTable | None:
 
 
 def gather_on_host(table: FeatureTable, ids: Tensor, threads: int | None = None) -> Tensor:
-    """(B, D) rows of a table on the host, in memory that is used again.
+    """Gather rows of a table, (B, D), on the host, in memory that is reused.
 
     Args:
         table: on the host.
         ids: (B,) int32 or int64 on the host, in range.
-        threads: how many share the work; `torch.get_num_threads()` if None.
+        threads: number of threads. Default: `torch.get_num_threads()`.
     """
     out = _pool.empty((len(ids), table.num_columns), table.dtype)
     return table.gather(ids, out, threads=threads)

@@ -235,24 +235,24 @@ class Minibatches(DataLoader[Any], ABC):
 
     @abstractmethod
     def sample(self, seeds: Tensor, epoch: int) -> Carrier:
-        """For `gcnzc.Loader`: a minibatch of some items, on the host; many threads ask at once.
+        """Sample a minibatch of some items on the host, for `gcnzc.Loader`; called by many threads.
 
         Args:
-            seeds: (S,) int64 numbers of the items, in [0, num_items).
+            seeds: (S,) int64 indices of the items, in [0, num_items).
             epoch: in [0, 2**32).
         """
 
     @abstractmethod
     def _begin(self) -> None:
-        """Before an epoch: look at what may have changed."""
+        """Check attributes that may have been replaced since the previous epoch."""
 
     @abstractmethod
     def _handed_over(self, batch: Carrier) -> Any:
-        """The minibatch as the library has it, made in the caller's thread and on its stream."""
+        """Return the library's minibatch, built in the caller's thread and on its stream."""
 
     @abstractmethod
     def _on_host(self, items: Tensor, epoch: int) -> Any:
-        """The minibatch of some items as the library has it, on the host, made at once."""
+        """Return the library's minibatch of some items on the host, sampled synchronously."""
 
     def _set_seed(self, seed: int) -> None:
         self._seed = seed
@@ -279,13 +279,13 @@ class Minibatches(DataLoader[Any], ABC):
         return (items[shares.at(step)] for step in range(begin, len(shares)))
 
     def _read_first(self, column: Column | None) -> None:
-        """Let `gcnzc.Loader` gather this column, as `batch.x`, from the next epoch on."""
+        """Set the column that `gcnzc.Loader` gathers as `batch.x` from the next epoch on."""
         table = None if column is None else column.locked()
         if table is not self._engine.table:
             self._engine = self._opened(table)
 
     def _opened(self, table: FeatureTable | None) -> Loader:
-        # which items make a batch is said here, and not by that loader
+        # this class determines the items of each batch; the inner loader's seeds are not used
         return Loader(
             self._graph,
             table,
@@ -313,18 +313,18 @@ class Minibatches(DataLoader[Any], ABC):
             self,
             cast(Dataset[Any], range(num_items)),
             batch_size=self._shares.batch_size,
-            # which torch refuses beside a sampler of the user's
+            # torch rejects shuffle=True with a user's sampler
             shuffle=options.shuffle and options.is_ordered_outside,
             drop_last=options.drop_last,
             num_workers=options.num_workers,
             collate_fn=self.collate_fn,
             **given,
         )
-        # the method is enough, and Lightning gives attributes to the loader that it makes anew
+        # the method suffices, and Lightning would pass the attribute to the loader that it rebuilds
         del self.__dict__["collate_fn"]
 
     def _described(self) -> dict[str, Any]:
-        """What a state must have in common with this loader, besides the seed."""
+        """Return the settings that must be equal in a state, besides the seed."""
         options = self.options
         return {
             "num_items": self.num_items,
@@ -334,14 +334,14 @@ class Minibatches(DataLoader[Any], ABC):
         }
 
     def _settings(self) -> dict[str, Any]:
-        """What decides which neighbours are drawn, by name, as plain values."""
+        """Return the settings that determine the sampled neighbours, by name, as plain values."""
         return {}
 
     def _shared(self) -> dict[str, int]:
         return {name: getattr(self._shares, name) for name in SHARED}
 
     def _resumed(self, numbers: Mapping[str, int]) -> Iteration:
-        """An iteration of a state, as one of this loader."""
+        """Return an iteration of a state, converted to this loader's batch size and world size."""
         iteration = Iteration(numbers["epoch"], numbers["position"], numbers["done"])
         mine = self._shared()
         theirs = {name: numbers[name] for name in SHARED}
@@ -402,7 +402,7 @@ class Epoch(Iterator[Any]):
         self._owner = owner
         self._started: tuple[Iteration, Batches] | None = None
         self._is_closed = False
-        # of the thread that waits for the next minibatch
+        # held by the thread that waits for the next minibatch
         self._turn = ForkSafeLock()
 
     def __next__(self) -> Any:
@@ -448,7 +448,7 @@ def _construct(
 
 
 def _interleaved(state: Mapping[str, Any]) -> list[Any]:
-    """Epoch, position and items used before of the other iterations of a state."""
+    """Return epoch, position and number of used items of a state's other iterations."""
     found = state.get("interleaved", ())
     lists = isinstance(found, list | tuple) and all(
         isinstance(each, list | tuple) for each in found

@@ -11,21 +11,21 @@ from gcnzc.interop.dgl.importing import graphbolt_works, import_dgl
 
 
 def feature(table: FeatureTable) -> Any:
-    """The table as a `dgl.graphbolt.Feature`, for a GraphBolt feature store.
+    """Return a table as a `dgl.graphbolt.Feature`, for a GraphBolt feature store.
 
-    `read(ids)` gathers rows on the device of `ids`: a GPU reads a table that is inside
-    `gcnzc.pinned` in place. The rows are not written to, so `update` is refused.
+    `read(ids)` gathers rows on the device of `ids`: a GPU reads a table inside `gcnzc.pinned` in
+    place. The feature is read-only: `update` raises an error.
 
     Args:
-        table: of any kind.
+        table: any table of features.
 
     Raises:
-        RuntimeError: there is no DGL, or its GraphBolt is not made for this torch.
+        RuntimeError: DGL is not installed, or its GraphBolt is not compiled for this torch.
     """
     dgl = import_dgl()
     if not graphbolt_works():
         raise RuntimeError(
-            f"GraphBolt of DGL {dgl.__version__} is not made for torch {torch.__version__}\n\n"
+            f"GraphBolt of DGL {dgl.__version__} is not compiled for torch {torch.__version__}\n\n"
             "hint: gcnzc.Loader, or gcnzc.interop.dgl.DataLoader, which need no GraphBolt"
         )
     return _feature_class()(table)
@@ -33,7 +33,7 @@ def feature(table: FeatureTable) -> Any:
 
 @cache
 def _feature_class() -> Any:
-    # the base is there only where GraphBolt works
+    # the base class can be imported only where GraphBolt works
 
     class TableFeature(import_dgl().graphbolt.Feature):  # type: ignore[misc]
         """Rows of a `gcnzc.FeatureTable`."""
@@ -43,24 +43,24 @@ def _feature_class() -> Any:
             self.table = table
 
         def read(self, ids: Tensor | None = None) -> Tensor:
-            """Rows `ids`, where these lie; all rows if None."""
+            """Return rows `ids` on the device of `ids`; all rows if None."""
             if ids is None:
                 ids = torch.arange(self.table.num_rows, device=self.table.device)
             return self.table.gather(ids)
 
         def size(self) -> torch.Size:
-            """Of one row."""
+            """Return the shape of one row."""
             return torch.Size([self.table.num_columns])
 
         def update(self, value: Tensor, ids: Tensor | None = None) -> None:
-            """Refused.
+            """Raise an error, since the rows are read-only.
 
             Raises:
                 RuntimeError: always.
             """
             raise RuntimeError(
-                "the rows of a table of features are not written to\n\n"
-                "hint: gcnzc.FeatureTable(rows) of other rows"
+                "a table of features is read-only\n\n"
+                "hint: create a gcnzc.FeatureTable of the new rows"
             )
 
     return TableFeature

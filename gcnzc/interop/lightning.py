@@ -1,9 +1,10 @@
 """A `LightningDataModule` with gcnzc's loaders.
 
-Lightning asks for loaders, hands their batches to the model, and keeps their state in its
-checkpoints, so that a run goes on within an epoch. Batches are `gcnzc.Batch`.
+Lightning's checkpoints contain the state of the loaders, so that a run can resume within an epoch.
+Batches are `gcnzc.Batch`.
 
-Importing this imports Lightning, under whichever of its two names is there or in use.
+Importing this module imports Lightning, as `lightning.pytorch` or `pytorch_lightning`, whichever is
+in use or installed.
 """
 
 import sys
@@ -29,12 +30,12 @@ INSTALL = "pip install lightning"
 
 
 def import_lightning() -> Any:
-    """The module `lightning.pytorch` or `pytorch_lightning`: the one that is in use, or is there.
+    """Import `lightning.pytorch` or `pytorch_lightning`, whichever is in use or installed.
 
-    What Lightning warns of while it is imported is not shown.
+    Warnings during the import are suppressed.
 
     Raises:
-        RuntimeError: there is neither.
+        RuntimeError: neither is installed.
     """
     there = [name for name in NAMES if find_spec(name.partition(".")[0]) is not None]
     if not there:
@@ -46,14 +47,14 @@ def import_lightning() -> Any:
 
 
 class Feed:
-    """A loader as Lightning iterates over it: as many batches as it has, and then the next epoch.
+    """Iterable over a loader, of which each iteration is the next epoch, for Lightning.
 
-    Lightning may stop before the last batch, and never asks for one more after it.
+    Lightning may stop an iteration before the last batch, and does not request one after it.
 
     Args:
-        loader: of batches.
-        advances: every iteration is another epoch; else all are the first, so that validations
-            draw the same neighbours and compare.
+        loader: the loader.
+        advances: each iteration is the next epoch; if False, each is the first epoch, so that
+            validations sample the same neighbours.
     """
 
     def __init__(self, loader: Loader, advances: bool) -> None:
@@ -69,14 +70,14 @@ class Feed:
         return self._turns.begin()
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands; see `gcnzc.Loader.state_dict`."""
+        """Return the position of the loader; see `gcnzc.Loader.state_dict`."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin the next iteration where `state` was taken.
+        """Resume the next iteration at the position of `state`.
 
         Raises:
-            ValueError: as `gcnzc.Loader.load_state_dict` does.
+            ValueError: see `gcnzc.Loader.load_state_dict`.
         """
         self._turns.load_state_dict(state)
 
@@ -84,26 +85,25 @@ class Feed:
 class DataModule(import_lightning().LightningDataModule):  # type: ignore[misc]
     """Batches of a dataset for Lightning's Trainer: `trainer.fit(model, datamodule=module)`.
 
-    The loaders follow the trainer: batches come on its device, and each of its workers takes its
-    share. On a GPU features are page-locked and read in place, from `setup` to `teardown`; a copy
-    that this takes, as `gcnzc.pinned` says, is each rank's own. Without a trainer batches stay on
-    the host.
+    Batches are on the trainer's device, and its ranks share the seeds. On a GPU the features are
+    page-locked and read in place, from `setup` to `teardown`; if `gcnzc.pinned` has to copy them,
+    each rank makes a copy of its own. Without a trainer, batches are on the host.
 
-    A batch has as many samples as it has seeds; tell Lightning so where it averages:
+    The batch size that Lightning needs for averages is the number of seeds:
     `self.log(..., batch_size=len(batch.seeds))`.
 
     Args:
-        data: with a split into "train", "valid" and "test".
-        fanouts: neighbours kept at each layer, input layer first; -1 keeps all.
-        batch_size: seeds of a batch of one worker.
-        eval_fanouts: for validation, test and prediction; as `fanouts` if None.
-        predict_nodes: (P,) ids that `trainer.predict` goes over; all nodes if None.
-        seed: orders the seeds and draws the neighbours; an integer of 64 bits.
-        threads, ahead: as of `gcnzc.Loader`.
+        data: a dataset with a split into "train", "valid" and "test".
+        fanouts: number of sampled neighbours at each layer, input layer first; -1 for all.
+        batch_size: number of seeds in a batch of one rank.
+        eval_fanouts: for validation, test and prediction. Default: `fanouts`.
+        predict_nodes: (P,) node ids for `trainer.predict`. Default: all nodes.
+        seed: of the shuffling and the sampling; a 64-bit integer.
+        threads, ahead: see `gcnzc.Loader`.
 
     Raises:
         ValueError: the dataset has no features.
-        RuntimeError: there is no Lightning, on import.
+        RuntimeError: Lightning is not installed; raised on import.
     """
 
     def __init__(
@@ -134,19 +134,19 @@ class DataModule(import_lightning().LightningDataModule):  # type: ignore[misc]
         self._state: dict[str, int] | None = None
 
     def setup(self, stage: str) -> None:
-        """Page-lock the features, if the trainer works on a GPU; Lightning calls this."""
+        """Page-lock the features, if the trainer uses a GPU; called by Lightning."""
         self._locks.close()
         if self._device().type == "cuda":
-            assert self.data.table is not None, "looked at before"
+            assert self.data.table is not None, "checked by the constructor"
             self._table = self._locks.enter_context(pinned(self.data.table))
 
     def teardown(self, stage: str) -> None:
-        """Let go of the features; Lightning calls this."""
+        """Unlock the features; called by Lightning."""
         self._train, self._table = None, self.data.table
         self._locks.close()
 
     def train_dataloader(self) -> Feed:
-        """Batches of the training nodes, in another order every epoch."""
+        """Return batches of the training nodes, in another order each epoch."""
         if self._train is None:
             self._train = self._feed(self.data.split["train"], self.fanouts, shuffle=True)
             if self._state is not None:
@@ -155,15 +155,15 @@ class DataModule(import_lightning().LightningDataModule):  # type: ignore[misc]
         return self._train
 
     def val_dataloader(self) -> Feed:
-        """Batches of the validation nodes, the same every time."""
+        """Return batches of the validation nodes, the same in each iteration."""
         return self._feed(self.data.split["valid"], self.eval_fanouts, shuffle=False)
 
     def test_dataloader(self) -> Feed:
-        """Batches of the test nodes, the same every time."""
+        """Return batches of the test nodes, the same in each iteration."""
         return self._feed(self.data.split["test"], self.eval_fanouts, shuffle=False)
 
     def predict_dataloader(self) -> Feed:
-        """Batches of the nodes to predict, in their order."""
+        """Return batches of the nodes to predict, in their order."""
         nodes = self.predict_nodes
         if nodes is None:
             nodes = torch.arange(self.data.graph.num_nodes)
@@ -172,17 +172,17 @@ class DataModule(import_lightning().LightningDataModule):  # type: ignore[misc]
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
     ) -> Any:
-        """The batch as it is, for the loader put it there; Lightning calls this."""
+        """Return the batch, which the loader has copied to the device; called by Lightning."""
         if isinstance(batch, Batch):
             return batch
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def state_dict(self) -> dict[str, int]:
-        """Where training stands, for a checkpoint; empty before it began."""
+        """Return the position of training for a checkpoint; empty before training."""
         return {} if self._train is None else self._train.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Let training go on where the state was taken."""
+        """Resume training at the position of `state_dict`."""
         self._state = state_dict
         if self._train is not None:
             self._train.load_state_dict(state_dict)

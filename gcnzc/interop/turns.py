@@ -1,30 +1,30 @@
-"""The epoch of the next iteration over a loader whose epochs a framework counts.
+"""Advance the epoch of a loader with each iteration, for the loops of other libraries.
 
-`gcnzc.Loader` begins an epoch again that was left early. The loops of other libraries leave one
-when they like, and take no step beyond the last minibatch; for them each iteration is another.
+`gcnzc.Loader` repeats an epoch that was stopped early. Other libraries may stop an iteration at any
+batch, and do not request one after the last; for them each iteration is the next epoch.
 """
 
 from gcnzc.loader.loader import Batches, Loader
 
 
 class Turns:
-    """Iterations over a loader, each of them the next epoch.
+    """Iterations over a loader, each of which is the next epoch.
 
     Args:
-        loader: that nobody else iterates over; another may be put in its place between iterations.
+        loader: a loader without other iterations; it may be replaced between iterations.
     """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        # epoch and batch where the last iteration began
+        # epoch and position at which the last iteration began
         self._begun: tuple[int, int] | None = None
         self._is_loaded = False
 
     def begin(self) -> Batches:
-        """The batches of the next epoch; of the present one, where a loaded state left it."""
+        """Return the batches of the next epoch, or the remaining ones of a loaded state."""
         now, loader = self._now(), self.loader
         if self._begun == now:
-            # nothing was taken
+            # the last iteration yielded no batch
             loader.load_state_dict(loader.state_dict())
         elif self._is_over(now):
             loader.set_epoch(now[0] + 1)
@@ -32,22 +32,22 @@ class Turns:
         return iter(loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that epoch: from its begin, or where a loaded state left it.
+        """Set the epoch of the next iteration, which resumes a loaded state of that epoch.
 
         Raises:
             ValueError: `epoch` is not from 0 to 2**32 - 1.
         """
         if not self._is_loaded:
-            # by way of another, since a loader stays where it is in the present one
+            # set another epoch first, since setting the current epoch keeps the position
             self.loader.set_epoch(0 if self.loader.epoch else 1)
         self.loader.set_epoch(epoch)
         self._begun = None
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next iteration begin where `state` was taken.
+        """Resume the next iteration at the position of `state`.
 
         Raises:
-            ValueError: as `gcnzc.Loader.load_state_dict` does.
+            ValueError: see `gcnzc.Loader.load_state_dict`.
         """
         self.loader.load_state_dict(state)
         self._begun, self._is_loaded = None, True

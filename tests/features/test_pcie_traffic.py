@@ -210,8 +210,8 @@ def test_ids_outside(ids):
         ({"row_bytes": 400, "stride_bytes": 402}, "402 bytes apart"),
         ({"row_bytes": 400, "base": 2}, "address 0x2"),
         ({"row_bytes": 6, "item_bytes": 3}, "elements of 3 bytes"),
-        ({"row_bytes": 400, "split_bytes": 16}, "cut at multiples of 16"),
-        ({"row_bytes": 400, "split_bytes": 96}, "cut at multiples of 96"),
+        ({"row_bytes": 400, "split_bytes": 16}, "split at multiples of 16"),
+        ({"row_bytes": 400, "split_bytes": 96}, "split at multiples of 96"),
         ({"row_bytes": 400, "layout": "pitched", "stride_bytes": 400}, "do not begin on lines"),
     ],
 )

@@ -234,7 +234,7 @@ def test_rows_are_not_copied():
     [
         (torch.zeros(5), r"shape \(5,\), but a table of features is a tensor of two dimensions"),
         (torch.zeros(5, 2).numpy(), "rows is an ndarray"),
-        (torch.zeros(5, 2, requires_grad=True), "wants a gradient"),
+        (torch.zeros(5, 2, requires_grad=True), "requires a gradient"),
         # the bytes in memory are those of other values
         (torch._neg_view(torch.ones(5, 2)), "negated or conjugated"),
         (torch.ones(5, 2, dtype=torch.complex64).conj(), "negated or conjugated"),
@@ -496,7 +496,7 @@ def test_a_read_only_map_is_copied_where_the_driver_cannot(
     assert driver.ranges == {}
     size = span_of(rows)[1]
     assert caplog.messages == [
-        f"{stored} is mapped read-only, which the driver will not lock: copying {size:,} bytes "
+        f"{stored} is mapped read-only, which the driver cannot lock: copying {size:,} bytes "
         "into shared memory"
     ]
     # the caller still has a table
@@ -652,7 +652,7 @@ def test_one_ledger_for_a_process(monkeypatch):
         return FakeDriver()
 
     monkeypatch.setattr(registrations, "Driver", make)
-    registrations._open_ledger.cache_clear()
+    registrations._open_page_locks.cache_clear()
     try:
         with ThreadPoolExecutor(4) as pool:
             ledgers = {
@@ -661,7 +661,7 @@ def test_one_ledger_for_a_process(monkeypatch):
             }
         assert len(ledgers) == len(made) == 1
     finally:
-        registrations._open_ledger.cache_clear()
+        registrations._open_page_locks.cache_clear()
 
 
 def test_no_ledger_without_a_driver(monkeypatch):
@@ -669,11 +669,11 @@ def test_no_ledger_without_a_driver(monkeypatch):
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(registrations, "Driver", missing)
-    registrations._open_ledger.cache_clear()
+    registrations._open_page_locks.cache_clear()
     try:
         assert registrations.process_page_locks() is None
     finally:
-        registrations._open_ledger.cache_clear()
+        registrations._open_page_locks.cache_clear()
 
 
 @pytest.mark.gpu

@@ -591,7 +591,7 @@ def test_features_that_want_a_gradient():
     graph = make_graph()
     graph.ndata["feat"] = graph.ndata["feat"].requires_grad_()
     sampler = loading.NeighborSampler([3], prefetch_node_feats=["feat"])
-    with pytest.raises(ValueError, match=r"feat wants a gradient(.|\n)*Embedding"):
+    with pytest.raises(ValueError, match=r"feat requires a gradient(.|\n)*Embedding"):
         DataLoader(graph, torch.arange(9), sampler)
 
 

@@ -99,7 +99,7 @@ def test_columns_of_tables_and_sparse_rows():
     [
         (torch.ones(8, 2), r"x has shape \(8, 2\), but 9 rows are needed"),
         (torch.tensor(1.0), r"x has shape \(\)"),
-        (torch.ones(9, 2, requires_grad=True), r"x wants a gradient(.|\n)*x\.detach"),
+        (torch.ones(9, 2, requires_grad=True), r"x requires a gradient(.|\n)*x\.detach"),
         (torch.eye(9).to_sparse_coo(), "x is of torch.sparse_coo"),
     ],
 )

@@ -481,7 +481,7 @@ EDGE = torch.tensor([[0], [1]])
         ({"data": Data(edge_index=EDGE + 5, num_nodes=3)}, "nodes"),
         (
             {"data": Data(edge_index=EDGE, x=torch.rand(2, 2).requires_grad_())},
-            "x wants a gradient",
+            "x requires a gradient",
         ),
         (
             {"data": Data(edge_index=EDGE, x=torch.eye(2).to_sparse_coo())},
