@@ -39,7 +39,7 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         ledger = None if driver is None else PageLocks(driver, segment_pages * PAGE, PAGE)
-        monkeypatch.setattr(registrations, "process_ledger", lambda: ledger)
+        monkeypatch.setattr(registrations, "process_page_locks", lambda: ledger)
         if driver is not None:
             copies.enter_context(FakeGpu(driver))
         return driver
@@ -695,7 +695,7 @@ def test_rows_across_the_borders_of_segments(device, monkeypatch):
     # rows of 404 bytes, segments of 64 KiB: every 162nd row crosses a border
     rows = torch.randn(100_000, 101)
     ledger = PageLocks(Driver(), segment_bytes=1 << 16)
-    monkeypatch.setattr(registrations, "process_ledger", lambda: ledger)
+    monkeypatch.setattr(registrations, "process_page_locks", lambda: ledger)
     with pinned(rows) as table:
         assert len(ledger._segments) > 600
         ids = torch.arange(100_000, device=device)

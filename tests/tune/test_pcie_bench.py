@@ -133,7 +133,7 @@ def test_the_link(machine):
 def test_the_link_of_a_driver_that_locks_little_at_a_time(machine, monkeypatch):
     driver = FakeDriver(largest=8 * PAGE)
     ledger = PageLocks(driver, smallest_bytes=PAGE)
-    monkeypatch.setattr(registrations, "process_ledger", lambda: ledger)
+    monkeypatch.setattr(registrations, "process_page_locks", lambda: ledger)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(pcie_bench, "programs_of", lambda device: 2)
