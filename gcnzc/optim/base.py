@@ -375,15 +375,15 @@ class DistributedOptimizer(Optimizer):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all groups, including frozen ones, named by their positions."""
         for number, group in enumerate(self.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                yield f"group {number}, parameter {place}", parameter
+            for index, parameter in enumerate(group["params"]):
+                yield f"group {number}, parameter {index}", parameter
 
     def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:
         """Return names and parameters that are equal on all ranks now; None if none need be."""
         names = names_in_model(self.module, self.param_groups)
         return [
-            (f"{place}{names.get(id(each), '')}", each)
-            for place, each in self.named_parameters()
+            (f"{position}{names.get(id(each), '')}", each)
+            for position, each in self.named_parameters()
             if self.is_replicated or not each.requires_grad
         ]
 
@@ -403,9 +403,9 @@ class DistributedOptimizer(Optimizer):
         if found == expected:
             return
         pairs = enumerate(zip_longest(found, expected))
-        place, (now, before) = next(each for each in pairs if each[1][0] != each[1][1])
+        index, (now, before) = next(each for each in pairs if each[1][0] != each[1][1])
         names = [name for name, _ in self.named_parameters()]
-        name = names[place] if place < len(names) else f"parameter {place} of all groups"
+        name = names[index] if index < len(names) else f"parameter {index} of all groups"
         raise ValueError(
             f"{name}: {_describe_trainable(now)} now, but {_describe_trainable(before)} when "
             f"{type(self).__name__} was constructed\n\nhint: set requires_grad and add parameters "

@@ -121,8 +121,8 @@ def _check_close(suspects: Named) -> Algorithm[None]:
     # (W, k): the difference of each rank's parameter from rank 0's, in units of rounding
     found = yield AllGather(torch.tensor(excess, dtype=torch.float64))
     is_far = ~(found <= 1)
-    for place, (name, _) in enumerate(suspects):
-        if ranks := is_far[:, place].nonzero().flatten().tolist():
+    for index, (name, _) in enumerate(suspects):
+        if ranks := is_far[:, index].nonzero().flatten().tolist():
             more = int(is_far.any(dim=0).sum()) - 1
             others = f"; {more} more differ" if more else ""
             raise ValueError(
@@ -159,8 +159,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = real.detach().reshape(-1)
     size = flat.element_size()
-    places = (flat.numel() * size, flat.storage_offset() * size)
-    width = next(each for each in _INTEGERS if all(place % each == 0 for place in places))
+    offsets = (flat.numel() * size, flat.storage_offset() * size)
+    width = next(each for each in _INTEGERS if all(offset % each == 0 for offset in offsets))
     # on a CPU, sums in a wider type than that of the elements take a hundred times as long
     dtype = _INTEGERS[width]
     return flat.view(dtype).sum(dtype=torch.int64 if width == 1 else dtype).long()

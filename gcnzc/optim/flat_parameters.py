@@ -64,12 +64,12 @@ class FlatParameters:
         order = sorted(enumerate(groups), key=lambda pair: bool(pair[1].get("compress", True)))
         for number, group in order:
             first, part_begin = len(self.segments), begin
-            for place, parameter in enumerate(group["params"]):
+            for index, parameter in enumerate(group["params"]):
                 if not parameter.requires_grad or id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
                 end = begin + parameter.numel()
-                name = f"group {number}, parameter {place}"
+                name = f"group {number}, parameter {index}"
                 self.segments.append(Segment(name, parameter, begin, end))
                 begin = end
             part = GroupSlice(group, part_begin, begin, first, len(self.segments))  # type: ignore[arg-type]

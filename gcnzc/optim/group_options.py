@@ -150,12 +150,12 @@ def trained_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     lines = []
     for number, group in enumerate(groups):
         flags = [bool(parameter.requires_grad) for parameter in group["params"]]
-        frozen, place = [], 0
+        frozen, index = [], 0
         for is_trained, run in groupby(flags):
-            last = place + len(list(run)) - 1
+            last = index + len(list(run)) - 1
             if not is_trained:
-                frozen.append(str(place) if place == last else f"{place}-{last}")
-            place = last + 1
+                frozen.append(str(index) if index == last else f"{index}-{last}")
+            index = last + 1
         found = f"False for parameters {', '.join(frozen)}" if frozen else "True for all parameters"
         lines.append(f"{TRAINED} parameter group {number}\t{found}, of {len(flags)}")
     return lines

@@ -45,10 +45,10 @@ def pack_state(
         numbered.append({**group, "params": numbers})
     common = {name: value for name, value in snapshot.items() if name in COMMON_KEYS}
     own = {name: value for name, value in snapshot.items() if name not in COMMON_KEYS}
-    place = OWN.format(rank=snapshot["rank"], world_size=snapshot["world_size"])
+    own_key = OWN.format(rank=snapshot["rank"], world_size=snapshot["world_size"])
     holder = state.setdefault(min(state, default=0), {})
     holder[COMMON] = _to_bytes({"optimizer": optimizer, **common})
-    holder[place] = _to_bytes(own)
+    holder[own_key] = _to_bytes(own)
     return {"state": state, "param_groups": numbered}
 
 

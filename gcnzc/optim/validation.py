@@ -42,10 +42,10 @@ def check_parameters(optimizer: str, parameters: Iterable[Tensor]) -> None:
         TypeError: a parameter is a shard of FSDP, a DTensor, complex, or of another dtype that
             cannot be averaged.
     """
-    for place, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters):
         if kind := _sharded_kind(parameter):
             raise TypeError(
-                f"parameter {place} is a {kind}; {optimizer} would average shards that belong to "
+                f"parameter {index} is a {kind}; {optimizer} would average shards that belong to "
                 "different elements\n\nhint: give the plain tensors of a model that is replicated "
                 "on every rank, not sharded"
             )
@@ -58,7 +58,7 @@ def check_parameters(optimizer: str, parameters: Iterable[Tensor]) -> None:
                 "torch.view_as_complex(parameter) in forward"
             )
         raise TypeError(
-            f"parameter {place}, of shape {tuple(parameter.shape)}, is {parameter.dtype}, which "
+            f"parameter {index}, of shape {tuple(parameter.shape)}, is {parameter.dtype}, which "
             f"{optimizer} does not support\n\nhint: {hint}"
         )
 
@@ -111,8 +111,8 @@ def check_adam_options(optimizer: str, group: Mapping[str, Any]) -> None:
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas is {betas!r}\n\nhint: give two numbers, such as (0.9, 0.999)")
-    for place, beta in enumerate(betas):
-        check_fraction(f"betas[{place}]", beta)
+    for index, beta in enumerate(betas):
+        check_fraction(f"betas[{index}]", beta)
 
 
 def check_param_group(optimizer: str, group: Mapping[str, Any]) -> None:
@@ -130,9 +130,9 @@ def check_param_group(optimizer: str, group: Mapping[str, Any]) -> None:
         if _number(group.get(name)) is not None:
             check_at_least_zero(name, group[name])
     betas = group.get("betas", ())
-    for place, beta in enumerate(betas if isinstance(betas, tuple | list) else ()):
+    for index, beta in enumerate(betas if isinstance(betas, tuple | list) else ()):
         if _number(beta) is not None:
-            check_fraction(f"betas[{place}]", beta)
+            check_fraction(f"betas[{index}]", beta)
 
 
 def check_unsupported(optimizer: str, options: Mapping[str, object]) -> None:

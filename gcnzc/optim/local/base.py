@@ -78,7 +78,7 @@ class LocalUpdates(DistributedOptimizer):
         self._share_inner_state()
         self.flat_params = FlatParameters(self.param_groups)
         self.is_trainable = self.trainable_flags()
-        self.place = WorkerInfo(
+        self.worker_info = WorkerInfo(
             self.group.rank, self.group.world_size, self.flat_params.device, self.flat_params.dtype
         )
         self.sync_interval = sync_interval
@@ -316,7 +316,7 @@ class LocalUpdates(DistributedOptimizer):
         """Return the mean (n,) of the parameters over the ranks; None if no rank's are finite."""
         values = self.flat_params.read_parameters(self.flat_params.empty(self.notes))
         self.prepare_mean(values)
-        reducer = Dense().reducer(self.flat_params.num_elements, self.place)
+        reducer = Dense().reducer(self.flat_params.num_elements, self.worker_info)
         skip_reason = yield from reducer.mean(values, self.notes)
         has_mean = self.complete_mean(values, skip_reason, sums=reducer.extra_sums)
         return values[: self.flat_params.num_elements] if has_mean else None
@@ -449,7 +449,7 @@ class LocalUpdates(DistributedOptimizer):
 
     def reducer(self, name: str, compress: Compression, num_elements: int) -> Reducer:
         """Make a reducer for vectors of `num_elements`; checkpoints have its compression errors."""
-        self.reducers[name] = compress.reducer(num_elements, self.place)
+        self.reducers[name] = compress.reducer(num_elements, self.worker_info)
         return self.reducers[name]
 
     def _share_inner_state(self) -> None:

@@ -72,9 +72,9 @@ class Anchored(Replicated):
         for number, part in self._numbered_coded_parts():
             decay = self._decay_factor(part)
             lengths[number] = lengths[number] * decay + self._step_size(part)
-            for place in range(part.first, part.last):
-                segment = self.flat_params.segments[place]
-                if is_active[place] and decay != 1:
+            for index in range(part.first, part.last):
+                segment = self.flat_params.segments[index]
+                if is_active[index] and decay != 1:
                     anchor[segment.begin - dense : segment.end - dense] *= decay
         self.numbers["lengths"] = lengths
 

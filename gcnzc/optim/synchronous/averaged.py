@@ -401,8 +401,8 @@ class Gradients:
         dtype, device = vector.values.dtype, vector.values.device
         if self.compress is None or dtype not in (torch.float32, torch.float64):
             return None
-        place = WorkerInfo(self.rank, self.world_size, device, dtype)
-        return self.compress.reducer(vector.num_elements, place)
+        worker_info = WorkerInfo(self.rank, self.world_size, device, dtype)
+        return self.compress.reducer(vector.num_elements, worker_info)
 
     def errors(self) -> list[dict[str, Tensor]]:
         """Return the compression errors of each vector; before the first step, the loaded ones."""

@@ -101,8 +101,10 @@ class Replicated(DistributedOptimizer):
     def reducer(self, compress: Compression, num_elements: int) -> Reducer:
         """Return a reducer of this rank for vectors of `num_elements`."""
         flat_params, group = self.flat_params, self.group
-        place = WorkerInfo(group.rank, group.world_size, flat_params.device, flat_params.dtype)
-        return compress.reducer(num_elements, place)
+        worker_info = WorkerInfo(
+            group.rank, group.world_size, flat_params.device, flat_params.dtype
+        )
+        return compress.reducer(num_elements, worker_info)
 
     def dense_reducer(self, compress: Compression, num_elements: int) -> Reducer:
         """Return a reducer for dense gradients, whose compression must not use error feedback.

@@ -311,15 +311,15 @@ class OneBitAdam(Replicated):
         """Mark the dense parameters that have a mean gradient for the first time."""
         is_active = self.vectors["awake"]
         inactive = {
-            place: means[segment.begin : segment.end].any()
-            for place, segment in enumerate(self.flat_params.segments)
-            if segment.begin < self.flat_params.num_dense and not is_active[place]
+            index: means[segment.begin : segment.end].any()
+            for index, segment in enumerate(self.flat_params.segments)
+            if segment.begin < self.flat_params.num_dense and not is_active[index]
         }
         if inactive:
-            for place, (has_gradient,) in zip(
+            for index, (has_gradient,) in zip(
                 inactive, read_scalars(*inactive.values()), strict=True
             ):
-                is_active[place] = has_gradient > 0
+                is_active[index] = has_gradient > 0
 
     def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
         here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
@@ -348,10 +348,10 @@ class OneBitAdam(Replicated):
                 if not self._is_variance_frozen(part):
                     root /= (1 - beta2**step) ** 0.5
             root += options["eps"]
-            for place in range(part.first, part.last):
-                if is_active[place]:
-                    pair = momenta[place], roots[place]
-                    self._move(parameters[place], *pair, size, lr, decay)
+            for index in range(part.first, part.last):
+                if is_active[index]:
+                    pair = momenta[index], roots[index]
+                    self._move(parameters[index], *pair, size, lr, decay)
 
     def _move(
         self,

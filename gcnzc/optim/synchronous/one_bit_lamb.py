@@ -163,14 +163,14 @@ class OneBitLamb(OneBitAdam):
         dense = flat_params.num_dense
         momentum, fresh = self.vectors["momentum"], self.vectors["fresh"]
         divisors = scaling.where(scaling > 0, torch.inf)
-        for part, place in self._indexed_tensors():
+        for part, index in self._indexed_tensors():
             if not self._is_variance_frozen(part):
                 continue
             beta1, beta2 = part.group["betas"]
-            segment = flat_params.segments[place]
+            segment = flat_params.segments[index]
             for here in flat_params.tiles(segment.begin, segment.end):
                 there = slice(here.start - dense, here.stop - dense)
-                own = momenta[there].div_(divisors[place])
+                own = momenta[there].div_(divisors[index])
                 # the mean gradient, reconstructed from the new momentum
                 gradient = torch.mul(momentum[here], beta1, out=values[here])
                 torch.sub(own, gradient, out=gradient).div_(1 - beta1)
@@ -228,32 +228,32 @@ class OneBitLamb(OneBitAdam):
         work = values.new_empty(longest)
         floors = self._variance_floors()
         measured = [
-            self._compute_update(part, place, floors[place], values, work)
-            for part, place in self._indexed_tensors()
+            self._compute_update(part, index, floors[index], values, work)
+            for part, index in self._indexed_tensors()
         ]
         rates = [-float(part.group["lr"]) for part, _ in self._indexed_tensors()]
         sizes = self._tensor_values(rates) * self._compute_ratios(*torch.stack(measured).unbind(1))
-        for part, place in self._indexed_tensors():
-            if not is_active[place]:
+        for part, index in self._indexed_tensors():
+            if not is_active[index]:
                 continue
-            segment = flat_params.segments[place]
+            segment = flat_params.segments[index]
             flat = _flat(segment.parameter)
             for here in flat_params.tiles(segment.begin, segment.end):
                 own = flat[here.start - segment.begin : here.stop - segment.begin]
                 update = work[: len(own)].copy_(own).mul_(part.group["weight_decay"])
-                update.add_(values[here]).mul_(sizes[place])
+                update.add_(values[here]).mul_(sizes[index])
                 own += update.to(own.dtype)
             if flat.data_ptr() != segment.parameter.data_ptr():
                 segment.parameter.copy_(flat.view_as(segment.parameter))
 
     def _compute_update(
-        self, part: GroupSlice, place: int, floor: Tensor, values: Tensor, work: Tensor
+        self, part: GroupSlice, index: int, floor: Tensor, values: Tensor, work: Tensor
     ) -> Tensor:
         """Write a tensor's update without weight decay into `values`, and measure its norms.
 
         Args:
             part: the group slice of the tensor.
-            place: the index of the tensor.
+            index: the index of the tensor.
             floor: (), the lower limit of its fresh variance.
             values: (n + k,), receives the update.
             work: (elements of a tile,), overwritten.
@@ -264,7 +264,7 @@ class OneBitLamb(OneBitAdam):
             parameter, of this update, and of the update with weight decay.
         """
         flat_params, options, step = self.flat_params, part.group, self.steps + 1
-        segment, (beta1, beta2) = flat_params.segments[place], part.group["betas"]
+        segment, (beta1, beta2) = flat_params.segments[index], part.group["betas"]
         flat, is_frozen = _flat(segment.parameter), self._is_variance_frozen(part)
         # limits the ratio if the fresh variance and eps are 0
         most = torch.finfo(flat_params.dtype).max
@@ -365,8 +365,8 @@ class OneBitLamb(OneBitAdam):
     def _indexed_tensors(self) -> Iterator[tuple[GroupSlice, int]]:
         """Iterate over the indices of all tensors, each with its group slice."""
         for part in self.flat_params.parts:
-            for place in range(part.first, part.last):
-                yield part, place
+            for index in range(part.first, part.last):
+                yield part, index
 
     def _tiles(self) -> Iterator[slice]:
         """Iterate over the tiles of all tensors."""

@@ -261,14 +261,14 @@ class ZeroOneAdam(Anchored):
         self._compute_denominator(part, values[here])
         roots, momenta = flat_params.views(values), flat_params.views(self.vectors["momentum"])
         is_active, decay = self.vectors["awake"].tolist(), 1 - lr * part.group["weight_decay"]
-        for place in range(part.first, part.last):
-            if not is_active[place]:
+        for index in range(part.first, part.last):
+            if not is_active[index]:
                 continue
-            parameter = flat_params.parameters[place].mul_(decay)
+            parameter = flat_params.parameters[index].mul_(decay)
             if parameter.dtype == flat_params.dtype:
-                parameter.addcdiv_(momenta[place], roots[place], value=-size)
+                parameter.addcdiv_(momenta[index], roots[index], value=-size)
             else:
-                parameter -= (momenta[place] / roots[place] * size).to(parameter.dtype)
+                parameter -= (momenta[index] / roots[index] * size).to(parameter.dtype)
 
     def _reactivate(self, gradient: Tensor) -> None:
         """Initialise the variance of inactive elements from their first gradient (c,)."""
