@@ -123,6 +123,19 @@ def renamed_arguments(
     return decorate
 
 
+# names in these modules that changed as well
+RENAMED = {
+    "Choice": "Setting",
+    "Counters": "CacheCounters",
+    "Plan": "TuningProfile",
+    "Way": "KernelConfig",
+    "attend": "gat_aggregate",
+    "ranked": "rank_by_score",
+    "vote": "all_gather_scalar",
+    "told": "broadcast_bytes",
+}
+
+
 class _OldModule(ModuleType):
     """A module that takes each name from where it is now, and says so."""
 
@@ -130,10 +143,11 @@ class _OldModule(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         for path in MOVED[self.__name__]:
-            value = getattr(importlib.import_module(path), name, None)
+            present = RENAMED.get(name, name)
+            value = getattr(importlib.import_module(path), present, None)
             if value is not None:
                 warnings.warn(
-                    f"{self.__name__}.{name} moved to {path}.{name}; the old path goes with 0.3",
+                    f"{self.__name__}.{name} moved to {path}.{present}; the old path goes with 0.3",
                     DeprecationWarning,
                     stacklevel=2,
                 )

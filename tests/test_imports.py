@@ -239,6 +239,9 @@ def test_old_paths_work_and_warn():
     from gcnzc.features import can_read_host as new
 
     assert can_read_host is new
+    with pytest.warns(DeprecationWarning, match=r"moved to gcnzc\.tune\.profiles\.TuningProfile"):
+        from gcnzc.plan import Plan
+    assert Plan.__name__ == "TuningProfile"
     for old, places in MOVED.items():
         assert old not in MODULES, f"{old} is still there"
         for place in places:

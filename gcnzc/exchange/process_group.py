@@ -360,7 +360,8 @@ class Channel:
     def abort(self) -> None:
         """End all waits over this channel's connections."""
         peer = self.group.ranks[(self.group.rank + 1) % self.group.world_size]
-        with suppress(RuntimeError):
+        # ValueError: the process group is destroyed already
+        with suppress(RuntimeError, ValueError):
             # gloo closes all connections when a wait times out, and has no other call to do so
             work: Any = dist.irecv(torch.empty(1), peer, self.process_group, ABORT_TAG)
             work.wait(timedelta(milliseconds=1))

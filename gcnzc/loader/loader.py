@@ -445,7 +445,9 @@ class Batches(Iterator[Batch]):
 
 
 def _construct(cls: type[Loader], options: Mapping[str, Any], state: Mapping[str, Any]) -> Loader:
-    loader = cls(**options, fanouts=())
+    loader = cls.__new__(cls)
+    # a subclass may take other arguments
+    Loader.__init__(loader, **options, fanouts=())
     loader.load_state_dict(state)
     return loader
 

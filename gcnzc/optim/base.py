@@ -382,9 +382,12 @@ class DistributedOptimizer(Optimizer):
         """Return names and parameters that are equal on all ranks now; None if none need be."""
         names = names_in_model(self.module, self.param_groups)
         return [
-            (f"{position}{names.get(id(each), '')}", each)
-            for position, each in self.named_parameters()
-            if self.is_replicated or not each.requires_grad
+            (f"{place}{names.get(id(each), '')}", each)
+            for (place, each), is_trained in zip(
+                self.named_parameters(), self.is_trainable, strict=False
+            )
+            # the replicas of trained ones may differ by design, also if they are frozen meanwhile
+            if self.is_replicated or not is_trained
         ]
 
     def trainable_flags(self) -> list[bool]:

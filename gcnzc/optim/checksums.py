@@ -23,6 +23,8 @@ from gcnzc.system.streams import CudaStreams
 
 # exchanges from one checksum to the next
 INTERVAL = 100
+# elements are summed by rows and by columns of so many
+COLUMNS = 4096
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _HINT = (
     "load or change parameters in the same way on all ranks; an optimizer broadcasts those of rank "
@@ -41,6 +43,7 @@ class Checksums:
         self._sums: dict[str, int] = {}
         self._names: list[str] = []
         self._pending: list[Tensor] = []  # sums of each device
+        self._ignored: set[str] = set()  # frozen parameters that differ; the same on all ranks
         self._started_at = -INTERVAL
 
     def update(self, received: int, find: Callable[[], Named | None]) -> None:
@@ -56,8 +59,9 @@ class Checksums:
             self._read()
         if not self._pending and received >= self._started_at + INTERVAL:
             named = find()
-            if named:
+            if named is not None:
                 self._started_at = received
+            if named:
                 self._start(named)
                 self._pending = [_copy_to_host(each) for each in self._pending]
 
@@ -84,13 +88,29 @@ class Checksums:
         is_different = (sums != sums[0]).any(dim=0).tolist()
         names = {name for name, flag in zip(self._sums, is_different, strict=True) if flag}
         suspects = [pair for pair in named if pair[0] in names]
-        if suspects:
+        self._warn_of_frozen([name for name, tensor in suspects if not tensor.requires_grad])
+        suspects = [pair for pair in suspects if pair[1].requires_grad]
+        if names:
             self._forget()
+        if suspects:
             yield from _check_close(suspects)
+
+    def _warn_of_frozen(self, names: Sequence[str]) -> None:
+        """Warn once if frozen parameters differ, as moving averages may by design."""
+        if not names:
+            return
+        self._ignored.update(names)
+        warnings.warn(
+            f"{len(names)} frozen parameters differ between ranks: {', '.join(names[:3])}\n\n"
+            "hint: load them in the same way on all ranks; they are not compared again",
+            stacklevel=2,
+        )
 
     def _start(self, named: Named) -> None:
         by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
         for name, tensor in named:
+            if name in self._ignored:
+                continue
             by_device.setdefault(tensor.device, []).append((name, tensor))
         self._names = [name for pairs in by_device.values() for name, _ in pairs]
         self._pending = [
@@ -132,8 +152,9 @@ def _check_close(suspects: Named) -> Algorithm[None]:
     for (_, tensor), first in zip(suspects, firsts, strict=True):
         tensor.copy_(first)
     warnings.warn(
-        f"{len(suspects)} parameters differed between ranks by rounding, and are those of rank 0 "
-        "now\n\nhint: use the same hardware, numbers of threads and implementations (foreach, "
+        f"{len(suspects)} parameters differed slightly between ranks, and are those of rank 0 "
+        "now\n\nhint: rounding may differ; use the same hardware, numbers of threads and "
+        "implementations (foreach, "
         "fused) on all ranks",
         stacklevel=2,
     )
@@ -155,15 +176,24 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 @torch.no_grad()
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return the sum () int64 of a tensor's memory as integers, which is exact in any order."""
+    """Return a weighted sum () int64 of a tensor's memory as integers, exact in any order."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = real.detach().reshape(-1)
     size = flat.element_size()
-    offsets = (flat.numel() * size, flat.storage_offset() * size)
-    width = next(each for each in _INTEGERS if all(offset % each == 0 for offset in offsets))
+    # the same for equal parameters, whatever memory they are views of
+    width = next(each for each in _INTEGERS if flat.numel() * size % each == 0)
+    values = (flat if flat.storage_offset() * size % width == 0 else flat.clone()).view(
+        _INTEGERS[width]
+    )
     # on a CPU, sums in a wider type than that of the elements take a hundred times as long
-    dtype = _INTEGERS[width]
-    return flat.view(dtype).sum(dtype=torch.int64 if width == 1 else dtype).long()
+    dtype = torch.int64 if width == 1 else _INTEGERS[width]
+    whole = values.numel() // COLUMNS * COLUMNS
+    matrix = values[:whole].view(-1, COLUMNS)
+    parts = [matrix.sum(0, dtype=dtype), matrix.sum(1, dtype=dtype), values[whole:]]
+    mixed = torch.cat([part.long() for part in parts])
+    # weights, so that another order of the same elements has another sum
+    weights = torch.arange(1, 2 * mixed.numel(), 2, device=mixed.device)
+    return (mixed * weights).sum()
 
 
 def _copy_to_host(values: Tensor) -> Tensor:

@@ -32,12 +32,14 @@ def rename_words(words: Sequence[str]) -> list[str]:
     for word in words[1:]:
         flag, equals, value = word.partition("=")
         if flag.startswith("--"):
-            no = "no-" if flag.startswith("--no-") else ""
-            name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+            name = flag.removeprefix("--").replace("-", "_")
+            no = "no-" if name.startswith("no_") else ""
+            name = name.removeprefix("no_")
             option = options.get(name, name)
             flag = f"--{no}{option.replace('_', '-')}" if name in options else flag
             value = _renamed_value(command, option, value)
             changed.append(flag + equals + value)
+            option = "" if equals else option
         else:
             changed.append(_renamed_value(command, option, word))
             option = ""

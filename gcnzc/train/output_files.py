@@ -30,10 +30,12 @@ class OutputFiles:
         self.is_training = False
         """whether failures are reported; before the training begins they are raised"""
         self._identity: str | None = None
+        self._config_time: int | None = None
 
     def identify(self) -> None:
         """From now on the folder must stay where it is."""
         self._identity = folder_identity(self.folder)
+        self._config_time = _time_of(self.folder / CONFIG)
 
     def attempt(self, name: str, write: Callable[[], object]) -> bool:
         """Call `write`, which writes the file `name`, and return whether it could be written.
@@ -76,12 +78,21 @@ class OutputFiles:
         """
         is_same = folder_identity(self.folder) == self._identity
         # some network file systems number a folder anew
-        if self._identity is not None and not is_same and not (self.folder / CONFIG).is_file():
+        is_ours = is_same or _time_of(self.folder / CONFIG) == self._config_time is not None
+        if self._identity is not None and not is_ours:
             raise ValueError(moved(self.folder))
 
     def causes(self) -> dict[str, str]:
         """Return the names of the files that are not up to date, with the cause."""
         return {name: cause_of(error) for name, error in sorted(self.failures.items())}
+
+
+def _time_of(path: Path) -> int | None:
+    """Return when a file was written, in nanoseconds; None if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def moved(folder: Path) -> str:

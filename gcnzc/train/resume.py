@@ -14,6 +14,7 @@ from gcnzc.system import files
 from gcnzc.train import checkpoint, record
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import BEST_KEYS
+from gcnzc.train.old_names import rename_options
 from gcnzc.train.options import to_words
 from gcnzc.train.output_files import moved
 from gcnzc.train.run_folder import (
@@ -131,7 +132,7 @@ def _check_free_folder(trainer: Trainer) -> None:
 def _check_options(trainer: Trainer, options: Mapping[str, Any] | None) -> None:
     """Check the options against those of the resumed run; old checkpoints have none."""
     given = to_words(trainer.config)
-    for name, value in (options or {}).items():
+    for name, value in rename_options(options or {}).items():
         if name in given and given[name] != value and name not in FREE_ON_RESUME:
             raise ValueError(
                 f"the run in {trainer.folder} has {name} {value!r}, not {given[name]!r}\n\n"

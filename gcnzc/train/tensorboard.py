@@ -9,7 +9,7 @@ import io
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,16 @@ from gcnzc.train.record import Journal
 
 
 class EventFile:
-    """The event file of this process in a folder; nothing is written without TensorBoard."""
+    """The event file of this process in a folder; nothing is written without TensorBoard.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: of the event files.
+        say: called with a message if TensorBoard is installed, but cannot be imported.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = lambda text: None) -> None:
         self.is_available = importlib.util.find_spec("tensorboard") is not None
+        self.say = say
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.0"
         self.folder, self._journal = folder, Journal(folder / name)
         self._has_begun = False
@@ -33,7 +39,14 @@ class EventFile:
         if not self.is_available:
             return
         if not self._has_begun:
-            self._journal.pending += _head(step)
+            try:
+                self._journal.pending += _head(step)
+            except Exception as error:  # a broken package raises anything, and must not end the run
+                self.is_available = False
+                self.say(
+                    f"warning: no events are written: TensorBoard does not import: {error!r:.200}"
+                )
+                return
             self._has_begun = True
         self._journal.pending += _events(step, line)
 

@@ -82,7 +82,7 @@ class Trainer:
         self.files = OutputFiles(folder, reporter.say)
         self.record = record.Journal(folder / RECORD)
         self.worker_record = record.Journal(folder / WORKERS)
-        self.events = EventFile(folder / BOARD)
+        self.events = EventFile(folder / BOARD, reporter.say)
         self.writer = checkpoint.Writer()
         self.is_checkpoint_written = True  # the last one that was begun
         self.worker_states = WorkerStates(folder, self.group.rank)

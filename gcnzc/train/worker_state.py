@@ -6,6 +6,7 @@ folder as each worker sees it: on several machines it must be shared for another
 to go on.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class WorkerStates:
             error = str(failure)
         failed = [rank for rank, bad in enumerate((yield AllGatherScalar(int(bool(error))))) if bad]
         if failed:
-            self.path(generation, self.rank).unlink(missing_ok=True)
+            _remove(self.path(generation, self.rank))
             who = ", ".join(map(str, failed))
             return f"worker {who} could not write its state{f': {error}' if error else ''}"
         self.generation = generation
@@ -67,7 +68,7 @@ class WorkerStates:
             self.named = self.generation
         for path in self.folder.glob(f"*-{self.rank}.pt"):
             if int(path.name.split("-")[0]) < self.named:
-                path.unlink(missing_ok=True)
+                _remove(path)
 
     def load(self, generation: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
         """The states of some workers in a generation, on the CPU.
@@ -88,3 +89,9 @@ class WorkerStates:
     def path(self, generation: int, rank: int) -> Path:
         """Of one worker's file."""
         return self.folder / f"{generation:06}-{rank}.pt"
+
+
+def _remove(path: Path) -> None:
+    # a file that is left on a read-only disk does no harm: checkpoints name generations
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)

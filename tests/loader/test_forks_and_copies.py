@@ -188,3 +188,19 @@ def test_a_copy_of_a_loader_goes_on_where_the_loader_is(graph, kind, copied):
         for name in ("nodes", "seeds", "x", "y", "pairs"):
             mine, theirs = getattr(batch, name), getattr(other, name)
             assert mine is theirs is None or torch.equal(mine, theirs), name
+
+
+class Fixed(Loader):
+    """A subclass with arguments of its own."""
+
+    def __init__(self, batch_size):
+        graph, table = Graph.from_edges([0, 1, 2], [1, 2, 0], 3), FeatureTable(torch.rand(3, 2))
+        super().__init__(graph, table, torch.arange(3), [2], batch_size)
+
+
+def test_a_loader_of_a_subclass_is_copied():
+    loader = Fixed(2)
+    copied = copy.deepcopy(loader)
+    assert type(copied) is Fixed
+    for one, other in zip(loader, copied, strict=True):
+        assert torch.equal(one.nodes, other.nodes)

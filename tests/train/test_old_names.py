@@ -1,11 +1,14 @@
 """Old names of commands, options and values."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from gcnzc.cli.commands import COMMANDS as CONFIGS
 from gcnzc.cli.commands.check import CheckConfig
 from gcnzc.cli.parser import parse
-from gcnzc.train import old_names
+from gcnzc.train import old_names, resume
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import from_words, option_name
 
@@ -28,6 +31,8 @@ def test_old_options_on_the_command_line():
     assert parse(["train", "--features=cached", "--hot=0.4"]).cache_size == "0.4"
     assert parse(["check", "--hot-memory", "2GB"]).cache_memory == "2GB"
     assert isinstance(parse(["check"]), CheckConfig)
+    assert not parse(["train", "--no_plan"]).tuning_profile
+    assert parse(["train", "--optimizer=co2", "--local-steps=8", "usual"]).data == Path("usual")
     words = ["prepare", "a", "b", "--bidirected", "as-usual", "--duplicates=as-usual"]
     assert parse(words) == parse(["prepare", "a", "b"])
 
@@ -41,6 +46,14 @@ def test_old_options_in_a_file():
     config = from_words(TrainConfig, values, "a file")
     assert (config.cache_size, config.cache_policy) == ("0.3", "in-degree")
     assert (config.tuning_profile, config.delay) == (False, "default")
+
+
+def test_a_run_with_old_options_is_resumed():
+    trainer = SimpleNamespace(config=TrainConfig(), folder="run")
+    old = {"local_steps": "usual", "delay": "usual", "hot": "auto", "inner": "adam", "eager": 0.5}
+    resume._check_options(trainer, old)
+    with pytest.raises(ValueError, match=r"has cache_size '0\.5', not 'auto'"):
+        resume._check_options(trainer, old | {"hot": "0.5"})
 
 
 @pytest.mark.parametrize(("old", "new"), old_names.COMMANDS.items())

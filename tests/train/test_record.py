@@ -99,6 +99,22 @@ def test_tensorboard_where_it_is_installed(tmp_path):
     assert [event.step for event in found.Scalars("loss")] == [0, 1, 2, 3, 4]
 
 
+def test_a_tensorboard_that_does_not_import(tmp_path, monkeypatch):
+    def fail(step):
+        raise ModuleNotFoundError("No module named 'tensorboard.compat'")
+
+    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(tensorboard, "_head", fail)
+    said = []
+    events = EventFile(tmp_path / "events", said.append)
+    for step in range(2):
+        events.add(step, {"loss": 1.0})
+        events.append()
+    assert list(tmp_path.iterdir()) == []
+    (text,) = said
+    assert "TensorBoard does not import: ModuleNotFoundError" in text
+
+
 def test_no_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
     events = EventFile(tmp_path / "events")

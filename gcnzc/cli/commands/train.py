@@ -63,12 +63,12 @@ def train_command(config: TrainConfig, reporter: Reporter, group: Group | None =
     reporter.say(f"rows of features arrived at {gathered / 1e9:.1f} GB/s{share}")
     if "hit_rate" in result:
         predicted = result["predicted_hit_rate"]
-        told = "" if predicted is None else f", {predicted:.1%} predicted"
+        details = "" if predicted is None else f", {predicted:.1%} predicted"
         peers = result["peer_hit_rate"]
-        told += f", {peers:.1%} on the GPUs of other workers" if peers else ""
+        details += f", {peers:.1%} on the GPUs of other workers" if peers else ""
         reporter.say(
-            f"{result['hit_rate']:.1%} of the rows were hot{broadcast_bytes}: "
-            f"{result['bytes_saved'] / 1e6:.1f} MB an epoch had no need to cross the bus"
+            f"{result['hit_rate']:.1%} of the rows were read from the feature cache{details}: "
+            f"{result['bytes_saved'] / 1e6:.1f} MB per epoch did not cross the bus"
         )
     print_json(result)
     if result["unsaved"]:
