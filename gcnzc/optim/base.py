@@ -382,11 +382,10 @@ class DistributedOptimizer(Optimizer):
         """Return names and parameters that are equal on all ranks now; None if none need be."""
         names = names_in_model(self.module, self.param_groups)
         named = zip(self.named_parameters(), self.is_trainable, strict=False)
-        # the replicas of trained ones may differ by design, also if they are frozen meanwhile
         return [
             (f"{position}{names.get(id(each), '')}", each)
             for (position, each), is_trained in named
-            if self.is_replicated or not is_trained
+            if self.is_replicated or not is_trained  # since the optimizer was constructed
         ]
 
     def trainable_flags(self) -> list[bool]:
