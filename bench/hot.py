@@ -109,7 +109,7 @@ def compare(
     if pictures is not None and name == DRAWN and (fanouts, batch_size) == DRAWS[-1]:
         found = cache_forecast.forecast(counted, table, degrees, fresh)
         title = f"{name}, fan-outs {draw['fanouts']}, {batch_size} seeds"
-        hit_rates(HitRates(title, *cache.drawn(found)), pictures / "hot.png")
+        hit_rates(HitRates(title, *cache.hit_rate_points(found)), pictures / "hot.png")
 
 
 def cost() -> None:

@@ -125,7 +125,7 @@ def compare(options: argparse.Namespace, workers: int) -> None:
     found = trained(config, workers, len(loaded.split["train"]), rates, options.limit_s)
     seconds = {rate: [step.seconds for step in each] for rate, each in found.steps.items()}
     computed = optim_cost.Computed(_fast(seconds[NO_LIMIT]))
-    model = commands_plan.model_of(config, loaded)
+    model = commands_plan.build_model(config, loaded)
     usual = optim_cost.default_method(model)
     for rate in options.mbit_per_s:
         network = optim_cost.Network(rate, config.delay_ms / 1e3, config.message_us / 1e6)
@@ -176,8 +176,8 @@ def draw(options: argparse.Namespace) -> None:
         points = {line["mbit_per_s"]: line["measured_step_s"] for line in lines}
         computed = optim_cost.Computed(lines[-1]["crowded_compute_s"])
         network = replace(commands_plan.network_of(config), mbit_per_s=100.0)
-        costs = optim_cost.step_costs(commands_plan.model_of(config, loaded), [workers], network)
-        times = reports_network.drawn(costs, computed, network, loaded.name)
+        costs = optim_cost.step_costs(commands_plan.build_model(config, loaded), [workers], network)
+        times = reports_network.step_time_points(costs, computed, network, loaded.name)
         compute_s |= times.compute_s
         curves |= times.curves
         measured[workers] = sorted(points.items())

@@ -277,7 +277,7 @@ def predicted_step_s(
 ) -> float:
     """What `gcnzc cost` says of a step, at so many seeds a second without exchange."""
     config = CostConfig(data=graph, workers=(WORKERS,), threads=1, device="cpu", **case.config)
-    model = cost.model_of(config, load.load(graph))
+    model = cost.build_model(config, load.load(graph))
     network = optim_cost.Network(mbit_per_s, 0.0, config.message_us / 1e6)
     name = optim_cost.default_method(model) if method == "adamw" else method
     predicted = optim_cost.step_cost(model, WORKERS, network, name)

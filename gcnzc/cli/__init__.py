@@ -1,8 +1,8 @@
-"""The `gcnzc` command: options in, JSON on stdout, progress and messages on stderr.
+"""The `gcnzc` command: prints results as JSON on stdout, progress and messages on stderr.
 
-Every subcommand is a class of `gcnzc.train.config`. A user's mistake is one `error:` and one
-`hint:` line; the exit status is 0, 1 for what failed, or 2 for what was misused. `--debug`,
-anywhere among the words, adds the traceback.
+Each subcommand has a config class with its options; see `gcnzc.cli.commands`. An error is printed
+as an `error:` and a `hint:` line, with `--debug` after its traceback. The exit status is 0, 1 after
+a failure, or 2 if the command line is not valid.
 """
 
 import sys
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str], is_debug: bool) -> int:
-    """Run the command that `words` spell and return its exit status."""
+    """Run a command line and return the exit status."""
     reporter = Reporter()
     config = parse(words)
     if isinstance(config, TrainConfig) and is_worker():
@@ -69,35 +69,35 @@ def _run(words: Sequence[str], is_debug: bool) -> int:
 
 
 def start_workers(config: TrainConfig, words: Sequence[str], reporter: Reporter) -> int:
-    """`gcnzc train --workers N`, which is this command once for each worker."""
-    # made once, and not by each
+    """Run `gcnzc train --workers N`: start this command in each worker, and wait for them."""
+    # generated here, and not by each worker
     data = config.data or builtin_graph.prepared(reporter)
     folder = config.resume or config.out or run_folder.new_folder(replace(config, data=data))
-    own = list(words)
+    worker_words = list(words)
     if config.data is None:
-        own.append(str(data))
+        worker_words.append(str(data))
     if config.resume is None and config.out is None:
-        own += ["--out", str(folder)]
-    return launch.launch(own, config.workers, folder, config.restarts)
+        worker_words += ["--out", str(folder)]
+    return launch.launch(worker_words, config.workers, folder, config.restarts)
 
 
-REMEDY = "`gcnzc train --resume RUN` starts the run again from its last checkpoint"
+REMEDY = "`gcnzc train --resume RUN` resumes the run from its last checkpoint"
 
 
 def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int:
-    """`gcnzc train` as one of several workers."""
+    """Run `gcnzc train` as one of several workers, and return the exit status."""
     if launch.has_reported_fatal_error():
         return 0
     backend = "gloo" if choose_device(config.device).type == "cpu" else "auto"
     try:
         with init_group(backend, timeout_s=config.timeout_s, remedy=REMEDY) as group:
-            own = reporter if group.rank == 0 else NullReporter()
+            worker_reporter = reporter if group.rank == 0 else NullReporter()
             if launch.cannot_be_joined():
-                own.say(
-                    "a machine that is lost cannot be replaced in this run: torchrun allows it "
-                    "where TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set on all machines"
+                worker_reporter.say(
+                    "if a machine fails in this run, no other one can replace it: set "
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines to permit that"
                 )
-            train_command(config, own, group)
+            train_command(config, worker_reporter, group)
     except PeerFailed:
         return 0 if launch.report_fatal_error() else FAILED
     except (ValueError, OSError, OverflowError, Interrupted, Unsaved) as error:
@@ -106,7 +106,7 @@ def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int
         status = complain(message_of(error), FAILED)
         if isinstance(error, OSError) and error.errno in PASSING:
             return status
-        # all would fail in the same way again
+        # restarted workers would fail in the same way
         return 0 if launch.report_fatal_error() else status
     return 0
 

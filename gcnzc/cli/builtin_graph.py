@@ -1,4 +1,4 @@
-"""The built-in graph: generated on first use, then kept."""
+"""The built-in graph: generated on first use, and stored in the user's cache folder."""
 
 import fcntl
 import shutil
@@ -9,7 +9,7 @@ from gcnzc.graph import prepare
 from gcnzc.system.files import cache_folder
 from gcnzc.train.progress import Reporter
 
-# the name carries a version: another generator makes another folder
+# the name ends in a version, which changes with the generator
 NAME = "planted-arxiv-1"
 
 
@@ -20,40 +20,42 @@ SEED = 0
 
 
 def folder() -> Path:
-    """Where the built-in graph is kept: in the user's cache."""
+    """Return the folder of the built-in graph, in the user's cache folder."""
     return cache_folder() / NAME
 
 
 def prepared(reporter: Reporter) -> Path:
-    """The folder of the built-in graph, of ogbn-arxiv's shape; it is made if it is not there.
+    """Return the folder of the built-in graph, which has the sizes of ogbn-arxiv.
+
+    The graph is generated if the folder does not exist.
 
     Raises:
-        OSError: the cache may not be written.
+        OSError: the cache folder is not writable.
         RuntimeError: the disk is full.
     """
-    place = folder()
-    if place.exists():
-        return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with (place.parent / f".{NAME}.lock").open("w") as lock:
-        # another process may be making it; the kernel lets go of the lock if that one dies
+    graph = folder()
+    if graph.exists():
+        return graph
+    graph.parent.mkdir(parents=True, exist_ok=True)
+    with (graph.parent / f".{NAME}.lock").open("w") as lock:
+        # another process may be generating it; the kernel releases the lock if that process ends
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not place.exists():
-            reporter.say(f"making the built-in graph in {place}, once")
-            _make(place, reporter)
-    return place
+        if not graph.exists():
+            reporter.say(f"generating the built-in graph in {graph}; this happens only once")
+            _generate(graph, reporter)
+    return graph
 
 
-def _make(place: Path, reporter: Reporter) -> None:
-    # by way of OGB's layout, as a graph of the user's own
-    workshop = place.with_name(f"{NAME}-raw")
-    shutil.rmtree(workshop, ignore_errors=True)
-    workshop.mkdir()
-    raw = workshop / NAME
+def _generate(graph: Path, reporter: Reporter) -> None:
+    # generated in OGB's layout and then prepared, as a graph of the user is
+    temporary = graph.with_name(f"{NAME}-raw")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    raw = temporary / NAME
     try:
-        with reporter.stages("make") as progress:
+        with reporter.stages("generate") as progress:
             generate.make(raw, "planted", generate.like(SHAPE), seed=SEED, progress=progress)
         with reporter.stages("prepare") as progress:
-            prepare.prepare(raw, place, progress=progress)
+            prepare.prepare(raw, graph, progress=progress)
     finally:
-        shutil.rmtree(workshop, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)

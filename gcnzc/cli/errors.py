@@ -1,4 +1,4 @@
-"""Errors: one line with the cause, one with the remedy, and an exit status."""
+"""Errors of the command line: their messages, hints and exit statuses."""
 
 import contextlib
 import errno
@@ -22,12 +22,12 @@ UNKNOWN_REMEDY = f"{DEBUG} shows the traceback, which helps to report this"
 NO_MEMORY = ("can't allocate memory", "DefaultCPUAllocator", "not enough memory")
 
 
-# what may be over when workers are started again
+# errors that may be gone when the workers are restarted
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 
 class Misuse(Exception):
-    """The words of the command line make no command."""
+    """The command line is not valid."""
 
 
 class OutputClosed(Exception):
@@ -40,7 +40,7 @@ class _Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM end the command as Ctrl-C does."""
+    """Within the `with`, raise KeyboardInterrupt on SIGTERM, as on Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -70,44 +70,44 @@ def message_of(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, KeyboardInterrupt):
         how = "terminated" if isinstance(error, _Terminated) else "interrupted"
-        return f"{how}\n\nhint: nothing half written is left behind"
+        return f"{how}\n\nhint: partial files were removed"
     if "\n\nhint:" in text:
         return text
     if isinstance(error, MemoryError) or any(sign in text for sign in NO_MEMORY):
-        return _out_of_memory(text)
+        return _memory_message(text)
     if isinstance(error, OSError):
-        return _of_the_system(error)
+        return _system_message(error)
     if text.startswith("CUDA"):
-        return _of_the_gpu(text)
+        return _gpu_message(text)
     if isinstance(error, ValueError | RuntimeError | Interrupted | Misuse) and text:
         return text
     return f"unexpected {type(error).__name__}: {text}"
 
 
-def _out_of_memory(text: str) -> str:
+def _memory_message(text: str) -> str:
     detail = text.splitlines()[0] if text else "an allocation failed"
     return (
         f"not enough memory: {detail}\n\n"
-        "hint: a smaller --batch-size, --hidden or --threads needs less; the features of a folder "
-        "that `gcnzc prepare` made need not fit into memory"
+        "hint: use a smaller --batch-size, --hidden or --threads; the features of a folder that "
+        "`gcnzc prepare` wrote need not fit into memory"
     )
 
 
-def _of_the_gpu(text: str) -> str:
+def _gpu_message(text: str) -> str:
     wrong = text.splitlines()[0]
     if wrong.startswith("CUDA out of memory"):
-        return f"{wrong}\n\nhint: a smaller --batch-size or --hidden, or --features host"
+        return f"{wrong}\n\nhint: use a smaller --batch-size or --hidden, or --features host"
     return (
-        f"the GPU failed, or was lost: {wrong}\n\nhint: `nvidia-smi` shows whether it is there; "
-        "`gcnzc train --resume RUN` goes on from the last checkpoint"
+        f"the GPU failed: {wrong}\n\nhint: `nvidia-smi` shows whether it still works; "
+        "`gcnzc train --resume RUN` resumes from the last checkpoint"
     )
 
 
-def _of_the_system(error: OSError) -> str:
+def _system_message(error: OSError) -> str:
     text = str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = error.filename or "the disk"
-        return f"no space left on {where}\n\nhint: free some, or write to another disk"
+        return f"no space left on {where}\n\nhint: free space on it, or write to another disk"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{text}\n\nhint: choose a place that this user may write to"
+        return f"{text}\n\nhint: choose a path that this user may write to"
     return f"{text}\n\nhint: check the path and the disk"

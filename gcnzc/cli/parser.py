@@ -1,4 +1,4 @@
-"""The command line and the configuration file, parsed to a command's options."""
+"""Parse the command line and the configuration file to the options of a command."""
 
 import contextlib
 import difflib
@@ -21,7 +21,7 @@ from gcnzc.cli.errors import Misuse
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.old_names import rename_words
-from gcnzc.train.options import check_picture, check_writable, from_words, option_name
+from gcnzc.train.options import check_picture, check_writable, config_from_dict, option_name
 from gcnzc.train.unused_options import unused_options
 
 if sys.version_info >= (3, 11):
@@ -31,7 +31,11 @@ else:
 
 
 def parse(words: Sequence[str]) -> Any:
-    """The config that `words` spell, or None when they asked for help and got it."""
+    """Parse the command line to the config of a command; return None if it printed the help.
+
+    Raises:
+        Misuse: a command, an option or a value is not valid.
+    """
     words = rename_words(words)
     default = _defaults(words)
     choices: Any = None
@@ -40,9 +44,9 @@ def parse(words: Sequence[str]) -> Any:
         own = {"default": default} if kind is TrainConfig and default is not None else {}
         choice = Annotated[kind, tyro.conf.subcommand(name, **own)]  # type: ignore[valid-type]
         choices = choice if choices is None else choices | choice
-    talk = io.StringIO()
+    messages = io.StringIO()
     try:
-        with contextlib.redirect_stderr(talk):
+        with contextlib.redirect_stderr(messages):
             config = tyro.cli(
                 choices,
                 prog="gcnzc",
@@ -51,29 +55,30 @@ def parse(words: Sequence[str]) -> Any:
                 args=list(words),
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
             )
-    except SystemExit as left:
-        if not left.code:
+    except SystemExit as ended:
+        if not ended.code:
             return None
-        raise Misuse(_plain(talk.getvalue(), words)) from None
+        raise Misuse(_format_message(messages.getvalue(), words)) from None
     except ValueError as error:
-        # a config's own check
+        # from the __post_init__ of a config
         raise Misuse(str(error)) from None
     if isinstance(config, TrainConfig):
-        _demand_used(config, default or TrainConfig())
+        _check_used(config, default or TrainConfig())
     return config
 
 
-def _demand_used(config: TrainConfig, default: TrainConfig) -> None:
-    """Raise if an option of the command line has no effect; a file may serve other runs too."""
+def _check_used(config: TrainConfig, default: TrainConfig) -> None:
+    """Raise if an option of the command line has no effect; those of a file may have none."""
     for name, message in unused_options(config).items():
         if getattr(config, name) != getattr(default, name):
             raise Misuse(message)
 
 
 def check_outputs(config: Any) -> None:
-    """Raise before the work if its result could not be written.
+    """Raise Misuse if the output of a command cannot be written, before its work begins.
 
-    Not in the configs themselves: the parser breaks the lines of their messages, and so long paths.
+    The configs do not check this themselves, because tyro wraps the lines of their messages, and
+    so breaks long paths.
     """
     try:
         if isinstance(config, EvaluateConfig):
@@ -87,12 +92,12 @@ def check_outputs(config: Any) -> None:
 
 
 def _name(kind: type) -> str:
-    """The subcommand of a config: `cache-forecast` of `CacheForecastConfig`."""
+    """Return the subcommand of a config class: `cache-forecast` for `CacheForecastConfig`."""
     return re.sub("(?<=.)([A-Z])", r"-\1", kind.__name__.removesuffix("Config")).lower()
 
 
 def _defaults(words: Sequence[str]) -> TrainConfig | None:
-    """What --config or --resume says before the other words are read."""
+    """Read the options of --resume or --config, which the other options then override."""
     if not words or words[0] != "train":
         return None
     for option, read in (("--resume", run_folder.read_config), ("--config", _read_toml)):
@@ -110,16 +115,18 @@ def _read_toml(path: Path) -> TrainConfig:
         with path.open("rb") as file:
             values = tomllib.load(file)
     except tomllib.TOMLDecodeError as error:
-        raise Misuse(f"{path} is not TOML: {error}\n\nhint: lines like `epochs = 20`") from error
+        raise Misuse(
+            f"{path} is not TOML: {error}\n\nhint: write one option per line, such as `epochs = 20`"
+        ) from error
     try:
-        return from_words(TrainConfig, values, str(path))
+        return config_from_dict(TrainConfig, values, str(path))
     except ValueError as error:
         raise Misuse(str(error)) from error
 
 
-def _plain(framed: str, words: Sequence[str]) -> str:
-    """The parser's message without its frames: what is wrong, then what to do."""
-    # a title, perhaps a rule, what is wrong, a rule, and what is left out here
+def _format_message(framed: str, words: Sequence[str]) -> str:
+    """Convert a framed message of tyro to our format: the error, and after an empty line a hint."""
+    # the frame has a title, perhaps a rule, the error, a rule, and the usage, which is not used
     lines: list[str] = []
     for line in framed.splitlines()[1:]:
         text = line.strip("│╭╮╰╯ ")
@@ -128,7 +135,7 @@ def _plain(framed: str, words: Sequence[str]) -> str:
             break
         if not is_rule:
             lines.append(text)
-    wrong = "\n".join(lines).strip() or "not understood"
+    wrong = "\n".join(lines).strip() or "the command line is not valid"
     message = re.sub("^Error parsing [A-Z]\\w+Config: ", "", wrong)
     if "\n\nhint: " in message:
         return message
@@ -137,35 +144,38 @@ def _plain(framed: str, words: Sequence[str]) -> str:
     if first and first not in kinds and not first.startswith("-"):
         return (
             f"there is no command {first!r}\n\n"
-            f"hint: {_meant([first], kinds)}`gcnzc --help` lists the commands"
+            f"hint: {_suggest([first], kinds)}`gcnzc --help` lists the commands"
         )
     unknown = re.match("Unrecognized options: (.*)", wrong)
-    near = ""
+    suggestion = ""
     if unknown and first in kinds:
         names = [option.partition("=")[0] for option in unknown[1].split(", ")]
-        near = _meant([name for name in names if name.startswith("--")], _flags(kinds[first]))
-    command = f"gcnzc {first}" if first in kinds else "gcnzc"
-    wrong = _named(message.split("\n\n")[0])
-    return f"{wrong}\n\nhint: {near}`{command} --help` lists what there is"
+        options = [name for name in names if name.startswith("--")]
+        suggestion = _suggest(options, _flags(kinds[first]))
+    command, listed = ("gcnzc", "commands")
+    if first in kinds:
+        command, listed = (f"gcnzc {first}", "options")
+    wrong = _format_value_error(message.split("\n\n")[0])
+    return f"{wrong}\n\nhint: {suggestion}`{command} --help` lists the {listed}"
 
 
-def _meant(words: Sequence[str], names: Iterable[str]) -> str:
-    """A question for the names that are most like the given words; empty if none is."""
+def _suggest(words: Sequence[str], names: Iterable[str]) -> str:
+    """Ask for the names that are most similar to `words`; return an empty text if none is."""
     known = sorted(names)
     near = [name for word in words for name in difflib.get_close_matches(word, known, 1)]
     return f"did you mean {' or '.join(dict.fromkeys(near))}? " if near else ""
 
 
 def _flags(kind: type) -> list[str]:
-    """The options of a command; one that is on by default has the flag that turns it off."""
+    """Return the options of a command, as --no-NAME for a flag that is on by default."""
     return [
         option_name(f"no_{field.name}" if field.default is True else field.name)
         for field in fields(kind)
     ]
 
 
-def _named(wrong: str) -> str:
-    """What is wrong with a value, in words that begin with its option."""
+def _format_value_error(wrong: str) -> str:
+    """Reword a message of tyro about a value, to begin with the option."""
     found = re.match(r"Error parsing (\S+): (.*)", " ".join(wrong.split()))
     if found is None:
         return wrong

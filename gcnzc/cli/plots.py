@@ -1,4 +1,4 @@
-"""Figures of the commands that measure and predict."""
+"""Plots of `gcnzc pcie`, `gcnzc cache-forecast` and `gcnzc cost`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from gcnzc.train.plots import save
 
-# how far apart rows may begin, at the least: colour and name
+# colour and label by the largest power of two, up to 16, that divides the bytes of a row
 UNITS = {
     16: ("C0", "a row is a multiple of 16 B"),
     8: ("C2", "of 8 B"),
@@ -22,16 +22,16 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """How much of what crosses the bus is rows: of each layout, bytes of a row and the share."""
+    """Points (bytes per row, efficiency) of each layout; efficiency is row bytes per bus byte."""
 
-    dtype: str  # of the rows' elements
-    curves: Mapping[str, Sequence[tuple[int, float]]]  # as the model says
+    dtype: str  # of the features
+    curves: Mapping[str, Sequence[tuple[int, float]]]  # predicted
     measured: Mapping[str, Sequence[tuple[int, float]]]
-    roofs: Mapping[str, float]  # shares that requests of one size reach, by what to call them
+    roofs: Mapping[str, float]  # efficiency if all requests have one size, by label
 
 
 def efficiencies(shares: Efficiencies, out: Path) -> None:
-    """Draw `shares` by the bytes of a row, a panel a layout, to a picture whose ending names it."""
+    """Plot the efficiency by bytes per row, one panel per layout, to the image `out`."""
     figure = Figure(figsize=(15, 4.6), layout="constrained")
     panels = figure.subplots(1, len(shares.curves), sharey=True, squeeze=False)[0]
     seen = set()
@@ -52,23 +52,21 @@ def efficiencies(shares: Efficiencies, out: Path) -> None:
         axis.grid(alpha=0.3)
     for name, share in shares.roofs.items():
         panels[0].text(4, share, name, color="grey", fontsize="x-small", va="bottom")
-    panels[0].set_ylabel("bytes of rows for each byte on the bus")
+    panels[0].set_ylabel("bytes of rows per byte on the bus")
     panels[len(panels) // 2].set_xlabel(
-        f"bytes of a row of {shares.dtype}; rows lie side by side, pitched ones on lines of 128 B"
+        f"bytes per row of {shares.dtype}; rows without padding, except pitched: aligned to 128 B"
     )
-    figure.suptitle(
-        "How much of what the bus carries for a gather is rows, for each layout of lanes"
-    )
+    figure.suptitle("Efficiency of a gather on the PCIe bus, by layout of lanes")
     marks = [
         Line2D([], [], color=colour, marker="o", linestyle="", markersize=4, label=label)
         for unit_bytes, (colour, label) in UNITS.items()
         if unit_bytes in seen
     ]
     marks.append(
-        Line2D([], [], color="grey", linestyle="--", linewidth=1, label="only such requests")
+        Line2D([], [], color="grey", linestyle="--", linewidth=1, label="all requests of one size")
     )
     if any(shares.measured.values()):
-        label = "measured; the dense read would be at its roof"
+        label = "measured, relative to a dense read"
         marks.append(Line2D([], [], color="k", marker="x", linestyle="", label=label))
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), fontsize="small")
     save(figure, out)
@@ -76,7 +74,7 @@ def efficiencies(shares: Efficiencies, out: Path) -> None:
 
 @dataclass(frozen=True)
 class HitRates:
-    """How many of the rows of minibatches hot sets have: of each ranking, by share of all rows."""
+    """Points (cached share of the rows, hit rate) of feature caches, by cache policy."""
 
     data: str  # name of the graph
     predicted: Mapping[str, Sequence[tuple[float, float]]]
@@ -84,7 +82,7 @@ class HitRates:
 
 
 def hit_rates(rates: HitRates, out: Path) -> None:
-    """Draw `rates` by the size of the hot set, to a picture whose ending names it."""
+    """Plot hit rates by cache size, to the image `out`."""
     figure = Figure(figsize=(7, 4.6), layout="constrained")
     axis = figure.subplots()
     shares: list[float] = []
@@ -94,14 +92,14 @@ def hit_rates(rates: HitRates, out: Path) -> None:
         if seen := rates.measured.get(name):
             label = f"{name}, measured"
             axis.plot(*zip(*seen, strict=True), "k" + "x+"[number % 2], markersize=8, label=label)
-    axis.plot(shares, shares, color="grey", linestyle="--", linewidth=1, label="rows at random")
+    axis.plot(shares, shares, color="grey", linestyle="--", linewidth=1, label="random rows cached")
     axis.set_xscale("log")
     axis.set_xticks(shares, [f"{100 * share:g} %" for share in shares])
     axis.minorticks_off()
     axis.set_ylim(0, 1)
-    axis.set_xlabel("size of the hot set, of all rows")
-    axis.set_ylabel("hit rate, of the rows of a minibatch")
-    axis.set_title(f"{rates.data}: rows that need not cross the bus", fontsize="medium")
+    axis.set_xlabel("size of the feature cache, as a share of all rows")
+    axis.set_ylabel("hit rate")
+    axis.set_title(f"{rates.data}: hit rate of the feature cache", fontsize="medium")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small", loc="upper left")
     save(figure, out)
@@ -109,23 +107,23 @@ def hit_rates(rates: HitRates, out: Path) -> None:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How long a step takes over links of several rates."""
+    """Seconds per step by network bandwidth."""
 
     data: str  # name of the graph
-    compute_s: Mapping[int, float]  # of a step without exchange, by the number of workers
-    # of each number of workers and method: Mbit/s and seconds of a step
+    compute_s: Mapping[int, float]  # seconds per step without exchange, by number of workers
+    # points (Mbit/s, seconds per step), by number of workers and method
     curves: Mapping[int, Mapping[str, Sequence[tuple[float, float]]]]
-    measured: Mapping[int, Sequence[tuple[float, float]]]  # of training, by the number of workers
-    mbit_per_s: float | None = None  # that was asked for
+    measured: Mapping[int, Sequence[tuple[float, float]]]  # measured points, by number of workers
+    mbit_per_s: float | None = None  # bandwidth to mark; none if None
 
 
 def step_times(times: StepTimes, out: Path) -> None:
-    """Draw `times` by the rate of the links, a panel a number of workers, to a picture."""
+    """Plot seconds per step by bandwidth, one panel per number of workers, to the image `out`."""
     figure = Figure(figsize=(1.6 + 3.8 * len(times.curves), 4.4), layout="constrained")
     panels = figure.subplots(1, len(times.curves), sharey=True, squeeze=False)[0]
     for axis, (workers, curves) in zip(panels, times.curves.items(), strict=True):
         for number, (method, points) in enumerate(curves.items()):
-            # those that cost the same lie on one another
+            # curves of equal cost overlap, so their dashes differ
             style = ("-", "--", ":", "-.")[number % 4]
             axis.plot(*zip(*points, strict=True), style, color=f"C{number}", label=method)
         compute_s = times.compute_s[workers]
@@ -135,7 +133,7 @@ def step_times(times: StepTimes, out: Path) -> None:
             color="k",
             linestyle="--",
             linewidth=1,
-            label="as many seeds a second as one worker",
+            label="same throughput as one worker",
         )
         if seen := times.measured.get(workers):
             axis.plot(*zip(*seen, strict=True), "kx", markersize=8, label="measured")
@@ -145,10 +143,10 @@ def step_times(times: StepTimes, out: Path) -> None:
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.xaxis.set_major_formatter("{x:g}")
-        axis.set_xlabel("Mbit/s of each link")
+        axis.set_xlabel("bandwidth in Mbit/s")
         axis.grid(alpha=0.3)
-    panels[0].set_ylabel("seconds a step")
-    figure.suptitle(f"{times.data}: a step by the rate of the links, below the dashes it pays")
+    panels[0].set_ylabel("seconds per step")
+    figure.suptitle(f"{times.data}: time of a step; workers pay off below the dashed line")
     marks, labels = panels[0].get_legend_handles_labels()
     figure.legend(marks, labels, loc="outside lower center", ncols=3, fontsize="small")
     save(figure, out)

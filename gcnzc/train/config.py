@@ -1,6 +1,6 @@
-"""The options of a run, shared by the command line, Python and the run folder.
+"""Options of `gcnzc train` and `gcnzc evaluate`, for the command line, Python and the run folder.
 
-Each class is one subcommand of `gcnzc`: a field is an option, and the string under it its help.
+Each class is a subcommand: its fields are the options, and the string below a field is its help.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from gcnzc.train.options import (
     check_fanouts,
     check_number,
     check_numbers,
-    fragments_of,
     option_name,
     parse_cache_size,
+    parse_fragments,
 )
 
 OneBit: TypeAlias = Literal["onebit-adam", "onebit-lamb", "zero-one-adam"]
@@ -51,7 +51,7 @@ Compress: TypeAlias = Literal[
 CachePolicy: TypeAlias = Literal["presampled", "in-degree"]
 
 
-# more would only exhaust the machine; the largest servers have some hundred cores
+# protects the machine against a mistyped number; the largest servers have some hundred cores
 MOST_THREADS = MOST_WORKERS = 1024
 
 
@@ -232,7 +232,7 @@ class TrainConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
                     f"{option_name(name)} must be from 0 to below 1, got {getattr(self, name)}\n\n"
-                    "hint: it is the share that is dropped; 0 drops nothing"
+                    "hint: it is the probability that a value is dropped; 0 drops nothing"
                 )
         if not 0 <= self.eager_weight < 1:
             raise ValueError(
@@ -257,8 +257,8 @@ class TrainConfig:
             given = ",".join(map(str, self.fanouts))
             raise ValueError(
                 f"{len(self.fanouts)} fan-outs ({given}) for {self.layers} layers\n\n"
-                "hint: --fanouts takes one number a layer, input layer first; --layers "
-                f"{len(self.fanouts)} would fit"
+                "hint: --fanouts takes one number per layer, input layer first; use --layers "
+                f"{len(self.fanouts)} with these"
             )
         check_fanouts(self.fanouts)
         if self.cache_size != "auto":
@@ -271,12 +271,12 @@ class TrainConfig:
             "12 is the default of most methods",
             whole=True,
         )
-        fragments_of(self.fragments)
+        parse_fragments(self.fragments)
         check_number("--delay", self.delay, ("default", "auto"), "the default is 1", whole=True)
         if self.delay == "auto" and self.local_steps != "auto":
             raise ValueError(
                 f"--delay auto with --local-steps {self.local_steps}\n\n"
-                "hint: both are measured together, with --local-steps auto"
+                "hint: auto needs --local-steps auto; both are measured together"
             )
 
 
@@ -285,10 +285,10 @@ class EvaluateConfig:
     """Evaluate the best model of a run with all neighbours, and print one JSON line."""
 
     run: tyro.conf.Positional[Path]
-    """folder that `gcnzc train` wrote"""
+    """run folder that `gcnzc train` wrote"""
     data: Path | None = None
-    """another graph than the run's"""
+    """folder of another graph to evaluate on; the graph of the run if not given"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to evaluate"""
+    """where to evaluate; auto takes CUDA if there is a GPU"""
     predictions: Path | None = None
-    """also write the logits of every node to this .npy"""
+    """also write the logits of all nodes to this .npy"""

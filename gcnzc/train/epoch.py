@@ -1,4 +1,4 @@
-"""An epoch: its steps, its evaluation and its record."""
+"""Train one epoch, evaluate the model after it, and record both."""
 
 import math
 import threading
@@ -14,15 +14,15 @@ from gcnzc.optim import LocalUpdates
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.train import record
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
-from gcnzc.train.evaluation import named
-from gcnzc.train.results import summary_of
-from gcnzc.train.saving import handle_stop_request, write_pending
+from gcnzc.train.evaluation import flatten_scores
+from gcnzc.train.results import format_epoch
+from gcnzc.train.saving import handle_stop_request, rewrite_record, write_pending
 from gcnzc.train.tracing import trace
 from gcnzc.train.trainer import Trainer
 
 
 def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
-    """Take the steps of this epoch that are not taken yet."""
+    """Train the rest of this epoch: all of its steps, or those after the resumed checkpoint."""
     if not trainer.in_epoch:
         trainer.loader.set_epoch(trainer.epoch)
         trainer.in_epoch = True
@@ -30,9 +30,9 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
     steps, done = len(trainer.loader), trainer.loader.position
     title = f"epoch {trainer.epoch + 1}/{trainer.config.epochs}"
     with ExitStack() as stack, trainer.reporter.task(title) as advance:
-        # those of loading and evaluation are not of a step
+        # discard the waits of loading and evaluation, which are no part of a step
         trainer.group.take_waits()
-        # closed, so that no row is read any more when the run is left
+        # closed on an error, so that no thread reads the feature table after it is released
         batches = stack.enter_context(closing(iter(trainer.loader)))
         began = trainer.now()
         for step, batch in enumerate(batches, done):
@@ -41,7 +41,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
             assert batch.y is not None, "the loader or its sampler has labels"
             trainer.group.set_status(trainer.steps, f"training in epoch {trainer.epoch + 1}")
             trainer.optimizer.zero_grad(set_to_none=True)
-            # a worker may have no seed when others have taken up the rest of an epoch
+            # after resuming with another number of workers, a worker may have no seeds left
             if len(batch.y):
                 logits = trainer.task.logits(trainer.model, batch)
                 loss = trainer.task.loss(logits, batch.y)
@@ -57,7 +57,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
                     f"{trainer.optimizer.skip_reason}"
                 )
             if len(batch.y):
-                assert batch.items is not None, "the loader says which seeds it took"
+                assert batch.items is not None, "the loader sets the seeds of its minibatches"
                 trainer.tally.add(logits.detach(), loss.detach(), batch.y, batch.items)
             trainer.tally.steps += 1
             stages = [
@@ -67,28 +67,28 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
             ]
             waits = [Span("exchange", "model", *wait) for wait in trainer.group.take_waits()]
             trainer.waits += waits
-            beside = [Span("beside", "exchange", *each) for each in trainer.group.take_overlapped()]
+            overlapped = [Span("beside", "exchange", *each) for each in trainer.group.take_overlapped()]
             trainer.tally.time(batch.times, stages, waits)
-            if beside:
-                # what of it nobody waited for
-                hidden_s = seconds_outside(beside, trainer.waits)
+            if overlapped:
+                # the part of the overlapped exchange for which no step waited
+                hidden_s = seconds_outside(overlapped, trainer.waits)
                 trainer.tally.seconds.add_seconds("hidden_s", hidden_s)
             trainer.tally.bytes += len(batch.nodes) * trainer.table.row_bytes
             if isinstance(trainer.table, CachedTable):
                 in_place = trainer.loader.read_in_place(batch.nodes)
                 trainer.tally.hits += trainer.table.hits(in_place)
                 trainer.tally.peer_hits += trainer.table.peer_hits(in_place)
-            trace(trainer, batch.spans + waits + beside, stages)
+            trace(trainer, batch.spans + waits + overlapped, stages)
             began = trainer.now()
             advance(step + 1, steps, trainer.tally.shown)
             handle_stop_request(trainer, trainer.optimizer.received_signals)
 
 
 def finish_epoch(trainer: Trainer) -> None:
-    """Evaluate, keep the best model, and write the line of this epoch."""
+    """Evaluate the model if an evaluation is due, and record the epoch."""
     last = trainer.epoch + 1 == trainer.config.epochs
     if not last:
-        # the last time it is part of `finalize`
+        # after the last epoch, `finalize` does this
         run(synchronise_buffers(trainer.model), trainer.group)
     trainer.count_sent()
     tallies = run(trainer.tally.of_all_workers(), trainer.group)
@@ -98,7 +98,7 @@ def finish_epoch(trainer: Trainer) -> None:
     if not math.isfinite(figures["loss"]):
         raise ValueError(
             f"the loss is {figures['loss']} in epoch {trainer.epoch + 1}\n\n"
-            "hint: a smaller --lr; features that are not finite do this too"
+            "hint: use a smaller --lr, and check that all features are finite"
         )
     line: dict[str, Any] = {"epoch": trainer.epoch, "metric": trainer.task.metric, **figures}
     if isinstance(trainer.table, CachedTable):
@@ -108,30 +108,7 @@ def finish_epoch(trainer: Trainer) -> None:
     if trainer.task.best_accuracy is not None:
         line["best_possible_accuracy"] = trainer.task.best_accuracy
     if last or (trainer.epoch + 1) % trainer.config.evaluate_every == 0:
-        begin = time.perf_counter()
-        if last:
-            trainer.optimizer.finalize()
-        # between two exchanges workers may be apart
-        own: Any = run(trainer.optimizer.average_parameters(), trainer.group)
-        trainer.group.set_status(trainer.steps, f"evaluation in epoch {trainer.epoch + 1}")
-        with trainer.reporter.task(
-            f"evaluate {trainer.epoch + 1}/{trainer.config.epochs}"
-        ) as advance:
-            scores = trainer.task.evaluate(
-                trainer.model, trainer.table, trainer.device, advance, trainer.group
-            )
-        line |= {"evaluate_s": time.perf_counter() - begin, **named(scores)}
-        mine = scores[trainer.task.metric]["valid"]
-        if not trainer.best or mine > trainer.best["valid"]:
-            weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-            trainer.best = {
-                "epoch": trainer.epoch,
-                "valid": mine,
-                "scores": scores,
-                "model": weights,
-            }
-            trainer.is_best_written = False
-        run(trainer.optimizer.restore_parameters(own), trainer.group)
+        line |= _evaluate(trainer, trainer.epoch, is_last=last)
     trainer.lines.append(line)
     trainer.epoch, trainer.in_epoch = trainer.epoch + 1, False
     trainer.tally = EpochStats(trainer.device)
@@ -139,13 +116,69 @@ def finish_epoch(trainer: Trainer) -> None:
         trainer.record.pending += record.to_line(line)
         trainer.events.add(trainer.epoch, line)
     trainer.on_rank_zero(lambda: write_pending(trainer))
-    trainer.reporter.say(summary_of(line, trainer.config.epochs))
+    trainer.reporter.say(format_epoch(line, trainer.config.epochs))
+
+
+def evaluate_last_epoch(trainer: Trainer) -> None:
+    """Evaluate the last epoch of a run, unless that was done right after it.
+
+    A run that was stopped between two evaluations, and resumed with fewer epochs than it was
+    started with, has not evaluated its last epoch.
+
+    Raises:
+        ValueError: the run was stopped in a later epoch, before its first evaluation.
+    """
+    line, last = trainer.lines[-1], trainer.epoch
+    if f"valid_{trainer.task.metric}" in line:
+        return
+    if not trainer.in_epoch:
+        found = _evaluate(trainer, last - 1, is_last=True)
+        line |= found
+        if trainer.is_first:
+            trainer.events.add(last, found)
+        trainer.on_rank_zero(lambda: rewrite_record(trainer))
+        trainer.reporter.say(format_epoch(line, last))
+    elif not trainer.best:
+        raise ValueError(
+            f"the run in {trainer.folder} was stopped in epoch {last + 1}, before its first "
+            f"evaluation: it cannot end after epoch {last}\n\nhint: --epochs {last + 1}, or more"
+        )
+
+
+def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
+    """Score the model with all neighbours, and keep its weights if it is the best so far.
+
+    Args:
+        trainer: the run.
+        epoch: the epoch that the model was trained in last, counted from 0.
+        is_last: whether the run ends after this epoch.
+
+    Returns:
+        What the evaluation adds to the epoch's line of the record.
+    """
+    begin = time.perf_counter()
+    if is_last:
+        trainer.optimizer.finalize()
+    # with local steps, the parameters of the workers differ between two exchanges
+    own: Any = run(trainer.optimizer.average_parameters(), trainer.group)
+    trainer.group.set_status(trainer.steps, f"evaluation in epoch {epoch + 1}")
+    with trainer.reporter.task(f"evaluate {epoch + 1}/{trainer.config.epochs}") as advance:
+        scores = trainer.task.evaluate(
+            trainer.model, trainer.table, trainer.device, advance, trainer.group
+        )
+    valid = scores[trainer.task.metric]["valid"]
+    if not trainer.best or valid > trainer.best["valid"]:
+        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.best = {"epoch": epoch, "valid": valid, "scores": scores, "model": weights}
+        trainer.is_best_written = False
+    run(trainer.optimizer.restore_parameters(own), trainer.group)
+    return {"evaluate_s": time.perf_counter() - begin, **flatten_scores(scores)}
 
 
 def _add_worker_lines(trainer: Trainer, tallies: Sequence[EpochStats]) -> None:
-    """Add what each worker did in this epoch to the lines to write, a line for each."""
+    """Add this epoch's statistics of each worker to the pending lines of workers.jsonl."""
     if len(tallies) == 1:
-        return  # the record has it all
+        return  # record.jsonl has the same figures
     trainer.worker_lines += len(tallies)
     if not trainer.is_first:
         return

@@ -57,7 +57,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         "run": str(config.run),
         "data": data.name,
         "metric": task.metric,
-        **named(scores),
+        **flatten_scores(scores),
         "best_epoch": best["epoch"] + 1,
         "seconds": time.perf_counter() - begin,
     }
@@ -105,7 +105,7 @@ def _num_outputs(state: Mapping[str, Any]) -> int | None:
     return biases[-1].shape[0] if biases else None
 
 
-def named(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def flatten_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Flatten scores by metric and split to names such as `valid_accuracy`."""
     return {
         f"{part}_{metric}": value

@@ -23,7 +23,7 @@ from gcnzc.optim import (
 from gcnzc.optim.defaults import DELAY
 from gcnzc.optim.defaults import LOCAL as LOCAL_DEFAULTS
 from gcnzc.train.config import LOCAL, ONE_BIT, TrainConfig
-from gcnzc.train.options import fragments_of
+from gcnzc.train.options import parse_fragments
 
 
 def build_optimizer(
@@ -86,7 +86,7 @@ def build_method(
     if config.optimizer == "co2":
         return CO2(inner, group, eager=config.eager_weight, **options)
     options["delay"] = _delay(config)
-    options["fragments"] = fragments_of(config.fragments)
+    options["fragments"] = parse_fragments(config.fragments)
     return StreamingDiLoCo(inner, group, named_parameters=model.named_parameters(), **options)
 
 

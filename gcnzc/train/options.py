@@ -1,4 +1,4 @@
-"""Options: parsers, bounds, and conversion to and from text."""
+"""Options: parse values, check bounds, and convert to and from JSON and TOML."""
 
 import contextlib
 import dataclasses
@@ -18,26 +18,26 @@ from gcnzc.train import old_names
 C = TypeVar("C")
 
 
-# fan-outs are int32 in the samplers of PyG and DGL, too
+# fan-outs are int32, as in the samplers of PyG and DGL
 MOST_NEIGHBOURS = 2**31 - 1
 
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
-# no count of this kind makes sense beyond; 32-bit counters end here
+# the largest value of 32-bit counters
 MOST_COUNT = 2**31 - 1
 
 
-# options that may be larger: the memory of the machine limits `hidden`
+# options that may be larger; `hidden` is limited by the memory of the machine
 LARGE = {"seed": 2**63 - 1, "hidden": 2**63 - 1, "nodes": 2**50, "edges": 2**50}
 
 
-# thirty years in seconds, a terabit per second in Mbit/s; no option is a larger float
+# about thirty years in seconds; no float option is larger
 MOST_FLOAT = 1e9
 
 
-# more than any memory, and less than counters of 64 bits hold
+# larger than any memory, and within the range of 64-bit counters
 MOST_BYTES = 2**60
 
 
@@ -49,7 +49,7 @@ def _integers(words: Sequence[str]) -> tuple[int, ...]:
         return tuple(int(word) for word in words[0].split(","))
     except ValueError:
         raise ValueError(
-            f"{words[0]!r} is not a list of whole numbers with commas between them, such as 15,10"
+            f"{words[0]!r} is not a list of whole numbers separated by commas, such as 15,10"
         ) from None
 
 
@@ -66,78 +66,81 @@ Fanouts = Annotated[
 
 
 def check_number(
-    option: str, words: str, others: Sequence[str], hint: str, *, whole: bool = False
+    option: str, text: str, choices: Sequence[str], hint: str, *, whole: bool = False
 ) -> None:
-    """Raise a ValueError unless `words` are a number above 0, or one of some others."""
+    """Raise a ValueError unless `text` is a number above 0, or one of `choices`."""
     most = MOST_COUNT if whole else MOST_FLOAT
-    is_number = re.fullmatch(r"\d+" if whole else r"\d+\.?\d*|\.\d+", words) is not None
-    if words not in others and not (is_number and float(words) > 0):
+    is_number = re.fullmatch(r"\d+" if whole else r"\d+\.?\d*|\.\d+", text) is not None
+    if text not in choices and not (is_number and float(text) > 0):
         raise ValueError(
-            f"{option} must be a {'whole ' * whole}number above 0 or {' or '.join(others)}, got "
-            f"{words!r:.100}\n\nhint: {hint}"
+            f"{option} must be a {'whole ' * whole}number above 0 or {' or '.join(choices)}, got "
+            f"{text!r:.100}\n\nhint: {hint}"
         )
-    if is_number and float(words) > most:
-        raise ValueError(f"{option} must be at most {most:g}, got {words:.100}\n\nhint: {hint}")
+    if is_number and float(text) > most:
+        raise ValueError(f"{option} must be at most {most:g}, got {text:.100}\n\nhint: {hint}")
 
 
-def fragments_of(words: str) -> int | str | list[str]:
-    """The fragments of a model that `words` say: how many, "modules", or regular expressions.
+def parse_fragments(text: str) -> int | str | list[str]:
+    """Parse the value of --fragments: a number, "modules", or a list of regular expressions.
 
     Raises:
-        ValueError: they say none of these.
+        ValueError: `text` is none of these.
     """
-    if words == "modules":
-        return words
-    if re.fullmatch(r"[-+.\d]*", words):
-        check_number("--fragments", words, ("modules",), "the default is 4", whole=True)
-        return int(words)
-    patterns = words.split(",")
+    if text == "modules":
+        return text
+    if re.fullmatch(r"[-+.\d]*", text):
+        check_number("--fragments", text, ("modules",), "the default is 4", whole=True)
+        return int(text)
+    patterns = text.split(",")
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"--fragments: {pattern!r} is no regular expression: {error}\n\n"
-                "hint: a number, modules, or expressions such as layers.0,layers.1"
+                f"--fragments: {pattern!r} is not a regular expression: {error}\n\n"
+                "hint: give a number, modules, or expressions such as layers.0,layers.1"
             ) from None
     return patterns
 
 
-def parse_cache_size(words: str, option: str = "--cache-size", whole: str = "of the rows") -> float:
-    """The size of a hot set that `words` say: a float is a share of the rows, an int is bytes.
+def parse_cache_size(text: str, option: str = "--cache-size", whole: str = "of the rows") -> float:
+    """Parse the size of a feature cache.
 
     Args:
-        words: of the command line.
-        option: that they are of.
-        whole: what a share is of.
+        text: a share, such as 0.2, or bytes with a unit, such as 2GB.
+        option: name of the option, for the message.
+        whole: what the share refers to, for the message.
+
+    Returns:
+        A float that is a share, or an int that is a number of bytes.
 
     Raises:
-        ValueError: they say neither.
+        ValueError: `text` is neither.
     """
-    told = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(?:([KMG]i?)?(B))?", words.strip())
-    if told is not None:
-        number, unit, is_bytes = told.groups()
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(?:([KMG]i?)?(B))?", text.strip())
+    if found is not None:
+        number, unit, is_bytes = found.groups()
         num_bytes = float(number) * _UNITS[unit or ""]
         if is_bytes and 1 <= num_bytes <= MOST_BYTES:
             return int(num_bytes)
         if not is_bytes and 0 < float(number) <= 1:
             return float(number)
     raise ValueError(
-        f"{option} must be a share {whole} above 0, or bytes, got {words!r:.100}\n\n"
-        f"hint: 0.2 is a fifth {whole}, 1 all; 2GB and 512MiB are bytes"
+        f"{option} must be a share {whole} from above 0 to 1, or bytes, got {text!r:.100}\n\n"
+        f"hint: 0.2 is a fifth {whole}, and 1 is all; 2GB and 512MiB are bytes"
     )
 
 
-def from_words(kind: type[C], values: Mapping[str, Any], source: str) -> C:
-    """The config that a TOML or JSON table spells, with the defaults for what it leaves out.
+def config_from_dict(kind: type[C], values: Mapping[str, Any], source: str) -> C:
+    """Build a config from a table of TOML or JSON; missing options have their defaults.
 
     Args:
-        kind: a class of this module.
+        kind: a class of `gcnzc.train.config`.
         values: option names, with - or _, and their values.
-        source: where the table came from, for messages.
+        source: the file of the table, for messages.
 
     Raises:
-        ValueError: an option is unknown or a value is of the wrong type.
+        ValueError: an option is unknown, or a value has the wrong type.
     """
     hints, given = get_type_hints(kind), {}
     for name, value in old_names.rename_options(values).items():
@@ -146,7 +149,7 @@ def from_words(kind: type[C], values: Mapping[str, Any], source: str) -> C:
                 f"{source}: no option named {name}\n\nhint: `gcnzc train --help` lists the options"
             )
         try:
-            given[name] = _converted(hints[name], value)
+            given[name] = _convert(hints[name], value)
         except (TypeError, OverflowError):
             raise ValueError(
                 f"{source}: {name} cannot be {value!r:.100}\n\n"
@@ -155,29 +158,29 @@ def from_words(kind: type[C], values: Mapping[str, Any], source: str) -> C:
     return kind(**given)
 
 
-def to_words(config: Any) -> dict[str, Any]:
-    """The options of `config` as what JSON can hold; `from_words` reads it back."""
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """Return the options of `config` as values of JSON, for `config_from_dict`."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def _converted(hint: Any, value: Any) -> Any:
-    """A value of TOML or JSON as an option of type `hint` holds it.
+def _convert(hint: Any, value: Any) -> Any:
+    """Convert a value of TOML or JSON to the type `hint` of an option.
 
     Raises:
-        TypeError: it is of another type, or not one of the choices.
-        OverflowError: it is too large for a float.
+        TypeError: the value has another type, or is not one of the choices.
+        OverflowError: the value is too large for a float.
     """
     origin, choices = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         for choice in choices:
             with contextlib.suppress(TypeError):
-                return _converted(choice, value)
+                return _convert(choice, value)
     elif origin is Literal:
-        # 1 and True are equal
+        # 1 == True, so the types are compared as well
         if any(value == choice and type(value) is type(choice) for choice in choices):
             return value
     elif origin is tuple and isinstance(value, list):
-        return tuple(_converted(choices[0], item) for item in value)
+        return tuple(_convert(choices[0], item) for item in value)
     elif hint is Path and isinstance(value, str):
         return Path(value)
     elif hint is float and type(value) in (int, float):
@@ -188,12 +191,12 @@ def _converted(hint: Any, value: Any) -> Any:
 
 
 def option_name(name: str) -> str:
-    """Return the flag of a field: `batch_size` is `--batch-size`."""
+    """Return the option of a field: `--batch-size` for `batch_size`."""
     return "--" + name.replace("_", "-")
 
 
 def at_least(least: int, name: str, value: float) -> None:
-    """Raise unless an option's value reaches a minimum."""
+    """Raise a ValueError if an option's value is below `least`, or NaN."""
     if not value >= least:
         raise ValueError(
             f"{option_name(name)} must be at least {least}, got {value}\n\n"
@@ -202,7 +205,7 @@ def at_least(least: int, name: str, value: float) -> None:
 
 
 def at_most(most: float, name: str, value: float) -> None:
-    """Raise if an option's value exceeds a maximum."""
+    """Raise a ValueError if an option's value is above `most`."""
     if value > most:
         raise ValueError(
             f"{option_name(name)} must be at most {most}, got {value}\n\n"
@@ -211,7 +214,7 @@ def at_most(most: float, name: str, value: float) -> None:
 
 
 def check_numbers(config: Any) -> None:
-    """Raise a ValueError if a number among the options is NaN, infinite or absurdly large."""
+    """Raise a ValueError if an option is NaN, infinite, or above the limit for its type."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -226,7 +229,7 @@ def check_numbers(config: Any) -> None:
 
 
 def check_writable(name: str, path: Path | None) -> None:
-    """Raise a ValueError unless a file can be written to `path`, or there is none to write."""
+    """Raise a ValueError if a file cannot be written to `path`; None is valid."""
     if path is None:
         return
     if path.is_dir():
@@ -236,7 +239,8 @@ def check_writable(name: str, path: Path | None) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise ValueError(
-            f"{option_name(name)}: there is no folder {folder}\n\nhint: mkdir -p {folder} makes it"
+            f"{option_name(name)}: there is no folder {folder}\n\n"
+            f"hint: `mkdir -p {folder}` creates it"
         )
     if not os.access(folder, os.W_OK):
         raise ValueError(
@@ -246,29 +250,29 @@ def check_writable(name: str, path: Path | None) -> None:
 
 
 def check_picture(name: str, path: Path | None) -> None:
-    """Raise a ValueError unless a picture can be written to `path`, or there is none to write."""
+    """Raise a ValueError if an image cannot be written to `path`; None is valid."""
     if path is not None and not path.is_dir() and path.suffix.lower() not in PICTURES:
         raise ValueError(
-            f"{option_name(name)}: no picture can be written as {path.name!r}\n\n"
-            f"hint: a name that ends in {', '.join(PICTURES)}"
+            f"{option_name(name)}: {path.name!r} does not end in an image format\n\n"
+            f"hint: use a name that ends in {', '.join(PICTURES)}"
         )
     check_writable(name, path)
 
 
 def check_fanouts(fanouts: Sequence[int]) -> None:
-    """Raise if there is no fan-out, or one exceeds what the sampler's counters hold."""
+    """Raise a ValueError if there is no fan-out, or one is out of range."""
     if not fanouts:
         raise ValueError(
             "no fan-out is given\n\nhint: the default for three layers is --fanouts 15,10,5"
         )
-    for number in fanouts:
-        if number > MOST_NEIGHBOURS:
+    for fanout in fanouts:
+        if fanout > MOST_NEIGHBOURS:
             raise ValueError(
-                f"a fan-out must be at most {MOST_NEIGHBOURS}, got {number}\n\n"
-                "hint: -1 keeps all neighbours"
+                f"a fan-out must be at most {MOST_NEIGHBOURS}, got {fanout}\n\n"
+                "hint: -1 takes all neighbours"
             )
-        if number < 1 and number != -1:
+        if fanout < 1 and fanout != -1:
             raise ValueError(
-                f"a fan-out must be at least 1, or -1 for all neighbours, got {number}\n\n"
+                f"a fan-out must be at least 1, or -1 for all neighbours, got {fanout}\n\n"
                 "hint: the default for three layers is --fanouts 15,10,5"
             )

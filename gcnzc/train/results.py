@@ -1,4 +1,4 @@
-"""The results of a run: its JSON line, its figures, and the summary of an epoch."""
+"""Results of a run: its JSON line, its curves, and the progress line of an epoch."""
 
 import resource
 import time
@@ -10,8 +10,8 @@ import torch
 from gcnzc.features.cache import CachedTable
 from gcnzc.system import files, machine
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.evaluation import named
-from gcnzc.train.options import to_words
+from gcnzc.train.evaluation import flatten_scores
+from gcnzc.train.options import config_to_dict
 from gcnzc.train.plots import curves
 from gcnzc.train.run_folder import (
     CURVES,
@@ -25,15 +25,15 @@ from gcnzc.tune import pcie_bench
 def _options(config: TrainConfig) -> dict[str, Any]:
     """The options of a run, except paths and time limits."""
     left_out = ("data", "out", "resume", "config", "timeout_s", "restarts", "checkpoint_every_s")
-    return {name: value for name, value in to_words(config).items() if name not in left_out}
+    return {name: value for name, value in config_to_dict(config).items() if name not in left_out}
 
 
 def _peak_gpu_memory_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def summary_of(line: Mapping[str, Any], epochs: int) -> str:
-    """Return the line of progress that an epoch ends with."""
+def format_epoch(line: Mapping[str, Any], epochs: int) -> str:
+    """Return the progress line that is printed after an epoch."""
     metric = line["metric"]
     words = [f"epoch {line['epoch'] + 1}/{epochs}", f"loss {line['loss']:.4f}"]
     for part in ("minibatch", "valid", "test"):
@@ -44,12 +44,12 @@ def summary_of(line: Mapping[str, Any], epochs: int) -> str:
     return "  ".join(words)
 
 
-def result(trainer: Trainer) -> dict[str, Any]:
-    """What the run came to; also written into its folder, with its curves."""
+def write_result(trainer: Trainer) -> dict[str, Any]:
+    """Return the result of a run; worker 0 also writes it and the curves to the run folder."""
     epochs = len(trainer.lines)
 
     def mean(key: str) -> float:
-        # lines from before something was measured do not have it
+        # lines of older versions do not have every key
         return sum(line.get(key, 0.0) for line in trainer.lines) / epochs
 
     data, task, config = trainer.data, trainer.task, trainer.config
@@ -61,7 +61,7 @@ def result(trainer: Trainer) -> dict[str, Any]:
         "model": config.model,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "metric": task.metric,
-        **named(trainer.best["scores"]),
+        **flatten_scores(trainer.best["scores"]),
         "best_epoch": trainer.best["epoch"] + 1,
         "epochs": epochs,
         "epoch_s": mean("epoch_s"),
@@ -74,13 +74,13 @@ def result(trainer: Trainer) -> dict[str, Any]:
         "seeds_per_s": len(task.seeds) / mean("epoch_s"),
         "payload_bytes": int(gathered),
         "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
-        "gather_roof_bytes_per_s": _roof(trainer),
+        "gather_roof_bytes_per_s": _peak_read_rate(trainer),
         "workers": trainer.group.world_size,
         "bytes_sent": sum(line.get("bytes_sent", 0) for line in trainer.lines),
         "seed": config.seed,
         "device": str(trainer.device),
         "options": _options(config),
-        # of this command, which may have resumed the run
+        # seconds of this command, which may have resumed the run
         "total_s": time.perf_counter() - trainer.began,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "peak_gpu_memory_bytes": _peak_gpu_memory_bytes(trainer.device),
@@ -88,14 +88,14 @@ def result(trainer: Trainer) -> dict[str, Any]:
     }
     if isinstance(trainer.table, CachedTable):
         for key in ("hit_rate", "peer_hit_rate"):
-            # lines from before sets were split have no hits of peers
+            # lines of older versions have no peer_hit_rate
             hit = sum(line.get(key, 0.0) * line["payload_bytes"] for line in trainer.lines)
             line[key] = hit / epochs / gathered
         line["predicted_hit_rate"] = trainer.table.predicted_hit_rate
         line["bytes_saved"] = int(mean("bytes_saved"))
     if task.best_accuracy is not None:
         line["best_possible_accuracy"] = task.best_accuracy
-    # of a run with fewer steps than were asked for
+    # the run may have ended before --trace steps were recorded
     draw_trace(trainer)
     if trainer.is_first:
         attempt = trainer.files.attempt
@@ -105,8 +105,8 @@ def result(trainer: Trainer) -> dict[str, Any]:
     return line | {"unsaved": trainer.files.causes()}
 
 
-def _roof(trainer: Trainer) -> float | None:
-    """What no gather of this run passes, where a GPU reads the host's memory."""
+def _peak_read_rate(trainer: Trainer) -> float | None:
+    """Return the measured peak of a GPU reading host memory; None if no GPU does in this run."""
     return (
         pcie_bench.peak_read_rate(trainer.device)
         if trainer.table.device != trainer.device

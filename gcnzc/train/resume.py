@@ -15,7 +15,7 @@ from gcnzc.train import checkpoint, record
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import BEST_KEYS
 from gcnzc.train.old_names import rename_options
-from gcnzc.train.options import to_words
+from gcnzc.train.options import config_to_dict
 from gcnzc.train.output_files import moved
 from gcnzc.train.run_folder import (
     BEST,
@@ -95,7 +95,7 @@ def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
     if is_resumed:
         return _read_checkpoint(trainer)
     # last: a folder without it holds no run
-    files.write_json(trainer.folder / CONFIG, to_words(trainer.config))
+    files.write_json(trainer.folder / CONFIG, config_to_dict(trainer.config))
     return b""
 
 
@@ -131,7 +131,7 @@ def _check_free_folder(trainer: Trainer) -> None:
 
 def _check_options(trainer: Trainer, options: Mapping[str, Any] | None) -> None:
     """Check the options against those of the resumed run; old checkpoints have none."""
-    given = to_words(trainer.config)
+    given = config_to_dict(trainer.config)
     for name, value in rename_options(options or {}).items():
         if name in given and given[name] != value and name not in FREE_ON_RESUME:
             raise ValueError(
@@ -156,7 +156,7 @@ def _check_progress(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _read_checkpoint(trainer: Trainer) -> bytes:
-    _check_options(trainer, to_words(read_config(trainer.folder)))
+    _check_options(trainer, config_to_dict(read_config(trainer.folder)))
     path = trainer.folder / CHECKPOINT
     if path.exists():
         data = path.read_bytes()

@@ -1,9 +1,9 @@
 """Train a model on a graph; this module combines all stages of a run.
 
-`train` makes the data, table, model and loader. It then trains epochs, each followed by an
-evaluation with all neighbours, and finally tests the model that was best on the validation split.
-The checkpoint has everything that later steps depend on, so a run that was killed resumes bit for
-bit.
+`train` loads the graph, and builds the feature table, the model and the loader. It then trains
+epoch by epoch, evaluates with all neighbours, and returns the scores of the model that was best on
+the validation split. A checkpoint has everything that later steps depend on, so a run that was
+killed resumes bit for bit.
 """
 
 import threading
@@ -24,12 +24,12 @@ from gcnzc.graph.load import verify
 from gcnzc.loader.loader import Loader
 from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.epoch import finish_epoch, train_epoch
+from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
 from gcnzc.train.exchange_tuning import exchange_tuning
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.optimizers import build_method
 from gcnzc.train.progress import NullReporter, Reporter
-from gcnzc.train.results import result
+from gcnzc.train.results import write_result
 from gcnzc.train.resume import begin
 from gcnzc.train.saving import handle_stop_request, save, write_pending
 from gcnzc.train.setup import cached_table, choose_device, feature_table, planned
@@ -54,13 +54,13 @@ def train(
         folder: the run folder, created if needed. With `config.resume` it has the run to resume.
             Only worker 0 reads and writes it.
         reporter: shows the progress; None shows nothing.
-        group: the workers that train together; this process alone if None.
+        group: the workers that train together; only this process if None.
         launch: the launch of these workers, the same on all. If `folder` has a run of this launch,
-            these workers were restarted, and resume that run.
+            the workers were restarted, and resume that run.
 
     Returns:
-        The result that `gcnzc train` prints: accuracies, bytes, and seconds per epoch. `unsaved`
-        has the names of files that could not be written, with the cause.
+        The result that `gcnzc train` prints: scores, bytes, and seconds per epoch. `unsaved` maps
+        the names of files that could not be written to the cause.
 
     Raises:
         ValueError: the data, the options or the checkpoint do not match.
@@ -89,11 +89,11 @@ def train(
         settings = planned(config, table, device, reporter.say)
         table = settings.table
         if config.features == "cached":
-            with reporter.task("count how often rows are needed") as advance:
+            with reporter.task("count feature accesses") as advance:
                 table = cached_table(config, data, table, device, group, advance, settings.hot)
             if isinstance(table, CachedTable) and table.gpus > 1:
-                stack.push(_close_together(group, device))
-        # dropout and initial weights draw from torch's generators; the caller's are left alone
+                stack.push(_release_together(group, device))
+        # dropout and initial weights use torch's global generators: restore the caller's states
         stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
         stopped = stack.enter_context(stop_requests())
         torch.manual_seed(config.seed)
@@ -104,7 +104,7 @@ def train(
             for row in tuning.rows():
                 reporter.say(row.summary())
         if group.rank:
-            # dropout is not that of the other workers
+            # each worker has its own dropout masks
             torch.manual_seed(mixed_seed(config.seed, group.rank))
         loader = Loader(
             data.graph,
@@ -141,19 +141,19 @@ def _verify(path: Path, group: Group, reporter: Reporter) -> None:
                 work.run_in_thread(lambda: verify(path, progress))
 
 
-def _close_together(group: Group, device: torch.device) -> Callable[..., None]:
-    """What keeps hot rows until the last worker that reads them has done so.
+def _release_together(group: Group, device: torch.device) -> Callable[..., None]:
+    """Return an exit callback that releases a sharded cache when no worker reads it any more.
 
-    A worker that fails leaves at once, and the others then fail as well.
+    On an error the cache is released at once; the other workers then fail as well.
     """
 
-    def leave(kind: type[BaseException] | None, *what: object) -> None:
+    def wait_for_all(kind: type[BaseException] | None, *details: object) -> None:
         if kind is None or issubclass(kind, Interrupted):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             run(all_gather_scalar(0), group)
 
-    return leave
+    return wait_for_all
 
 
 def _cuda_devices(device: torch.device) -> list[int]:
@@ -161,22 +161,23 @@ def _cuda_devices(device: torch.device) -> list[int]:
 
 
 def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
-    """Train what is left, and test the best model."""
+    """Train the remaining epochs, and return the result of the run; see `train`."""
     while trainer.epoch < trainer.config.epochs and not out_of_patience(trainer):
         train_epoch(trainer, stopped)
         finish_epoch(trainer)
-        asks = [stopped.is_set(), trainer.is_due()]
+        flags = [stopped.is_set(), trainer.is_due()]
         if trainer.group.world_size > 1:
-            # each has its own clock, and its own signals
-            asks = run(all_gather(torch.tensor(asks)), trainer.group).any(dim=0).tolist()
-        handle_stop_request(trainer, asks)
+            # clocks and signals differ between workers
+            flags = run(all_gather(torch.tensor(flags)), trainer.group).any(dim=0).tolist()
+        handle_stop_request(trainer, flags)
+    evaluate_last_epoch(trainer)
     save(trainer)
     trainer.on_rank_zero(lambda: write_pending(trainer))
-    return result(trainer)
+    return write_result(trainer)
 
 
 def out_of_patience(trainer: Trainer) -> bool:
-    """Whether the last evaluations brought no better model."""
+    """Whether the last `patience` evaluations found no better model."""
     if not trainer.config.patience or not trainer.best:
         return False
     key = f"valid_{trainer.task.metric}"

@@ -5,7 +5,7 @@ from pathlib import Path
 from gcnzc.system import files
 from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.options import from_words
+from gcnzc.train.options import config_from_dict
 
 CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE, LOGS = (
     "config.json",
@@ -57,4 +57,4 @@ def read_config(run: Path) -> TrainConfig:
             f"{path} names no data, so it does not hold the options of a run\n\n"
             f"hint: was it edited? `gcnzc train --out FOLDER` starts a new run"
         )
-    return from_words(TrainConfig, values, str(path))
+    return config_from_dict(TrainConfig, values, str(path))

@@ -1,4 +1,4 @@
-"""Saving a run: checkpoints of all ranks, and stop requests."""
+"""Save a run: checkpoints of all workers, records, and stop requests."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ import torch
 
 from gcnzc.exchange import run
 from gcnzc.exchange.sync import all_gather, all_gather_scalar
-from gcnzc.train import checkpoint
-from gcnzc.train.options import to_words
+from gcnzc.train import checkpoint, record
+from gcnzc.train.options import config_to_dict
 from gcnzc.train.output_files import unsaved
 from gcnzc.train.run_folder import BEST, BOARD, CHECKPOINT, RECORD, WORKERS
 from gcnzc.train.signals import STOP
@@ -18,14 +18,13 @@ from gcnzc.train.worker_state import FOLDER
 
 
 def save(trainer: Trainer, *, waits: bool = True) -> None:
-    """Write the checkpoint, on all workers together.
+    """Write a checkpoint; a collective call.
 
-    A file that cannot be written is reported, and does not end the run.
+    If the file cannot be written, this is reported, and the run continues.
 
     Args:
         trainer: the run.
-        waits: whether the file is on the disk when this returns; else it is written in the
-            background.
+        waits: wait until the file is on the disk; if False, it is written in the background.
     """
     optimizer = _save_optimizer(trainer)
     if optimizer is None:
@@ -46,8 +45,8 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
         "best": trainer.best,
         "lines": trainer.lines,
         "worker_lines": trainer.worker_lines,
-        "options": to_words(trainer.config),
-        # sums round as the algorithms add
+        "options": config_to_dict(trainer.config),
+        # how a sum is rounded depends on the collective algorithm
         "choices": dict(trainer.group.choices.steps),
         **states,
     }
@@ -56,7 +55,7 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
 
 
 def _save_optimizer(trainer: Trainer) -> dict[str, Any] | None:
-    """What a checkpoint keeps of the optimizer; None if a worker could not write its state."""
+    """Return the optimizer's entry of a checkpoint; None if a worker could not write its state."""
     state = trainer.optimizer.snapshot()
     if trainer.optimizer.is_shared:
         return state
@@ -91,7 +90,7 @@ def _write_checkpoint(trainer: Trainer, state: Mapping[str, Any], waits: bool) -
 
 
 def write_pending(trainer: Trainer) -> None:
-    """Write what the epochs so far left to write, on worker 0."""
+    """Write the best model, and all pending lines and events, on worker 0."""
     files = trainer.files
     if not trainer.is_best_written:
         best = trainer.best
@@ -103,18 +102,39 @@ def write_pending(trainer: Trainer) -> None:
     files.attempt(BOARD, trainer.events.append)
 
 
-def handle_stop_request(trainer: Trainer, heard: Sequence[bool]) -> None:
-    """Save, and leave, if a worker asked for it."""
-    if any(heard):
-        save(trainer, waits=heard[STOP])
-    if not heard[STOP]:
+def rewrite_record(trainer: Trainer) -> None:
+    """Replace record.jsonl by the lines of all epochs, on worker 0."""
+
+    def write() -> None:
+        record.rewrite(trainer.folder / RECORD, trainer.lines)
+        trainer.record.pending = b""
+
+    trainer.files.attempt(RECORD, write)
+
+
+def handle_stop_request(trainer: Trainer, flags: Sequence[bool]) -> None:
+    """Save a checkpoint if one is requested, and end the run if that is requested.
+
+    Args:
+        trainer: the run.
+        flags: the requests of all workers, combined; see `STOP` and `SAVE`.
+
+    Raises:
+        Interrupted: a worker received a stop request. The run is saved, except for the files that
+            the message names.
+    """
+    if any(flags):
+        save(trainer, waits=flags[STOP])
+    if not flags[STOP]:
         return
     trainer.on_rank_zero(lambda: write_pending(trainer))
     epoch = min(trainer.epoch + 1, trainer.config.epochs)
     if any(run(all_gather_scalar(len(trainer.files.failures)), trainer.group)):
-        what = unsaved(trainer.folder, trainer.files.causes()) if trainer.is_first else ""
-        raise Interrupted(f"stopped in epoch {epoch}; {what or 'worker 0 could not save all'}")
+        message = unsaved(trainer.folder, trainer.files.causes()) if trainer.is_first else ""
+        raise Interrupted(
+            f"stopped in epoch {epoch}; {message or 'worker 0 could not write all files'}"
+        )
     raise Interrupted(
         f"stopped in epoch {epoch}; all is saved\n\n"
-        f"hint: `gcnzc train --resume {trainer.folder}` goes on from here"
+        f"hint: `gcnzc train --resume {trainer.folder}` resumes the run from here"
     )

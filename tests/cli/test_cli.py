@@ -65,7 +65,7 @@ def test_prepare_says_that_edges_lack_their_reverse(tmp_path, capsys):
     for choice, expected in (("auto", True), ("yes", False), ("no", False)):
         dest = tmp_path / choice
         assert main(["prepare", str(archive), str(dest), "--bidirected", choice]) == 0
-        assert ("most edges lack their reverse" in capsys.readouterr().err) == expected
+        assert ("most edges have no reverse edge" in capsys.readouterr().err) == expected
 
 
 def test_training_prints_one_line_and_fills_the_run_folder(graph, tmp_path, capsys):
@@ -155,7 +155,7 @@ def test_a_busy_machine_is_told_of(monkeypatch, capsys):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert main(["check", "--megabytes", "1"]) == 0
         out, err = capsys.readouterr()
-        assert ("other work wants" in err) == told
+        assert ("other processes use" in err) == told
         assert json.loads(out)["load"] == load
 
 
@@ -170,7 +170,7 @@ def test_a_plan_for_no_graph_where_nothing_can_be_kept(tmp_path, monkeypatch, ca
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found["kept_in"] is None
-    assert "the plan is not kept" in err
+    assert "the tuning profile could not be stored" in err
     assert found["plans"][0]["key"]["table"]["row_bytes"] == 100
     assert found["plans"][0]["choices"]["hot"]["basis"] == "default"
     assert main(["check", "--tune", "--row-bytes", "101"]) == 1
@@ -271,7 +271,7 @@ def test_help_explains(words, capsys):
         (["train", "--dropout", "1"], "--dropout must be from 0 to below 1", "share"),
         (["train", "--model", "mlp"], "mlp", "gcnzc train --help"),
         (["make"], "PATH", "gcnzc make --help"),
-        (["plot"], "no run to plot", "gcnzc plot runs/NAME"),
+        (["plot"], "no run is given", "gcnzc plot runs/NAME"),
         (["pcie", "--megabytes", "8"], "--megabytes must be at least 16, got 8", "leave"),
         (["pcie", "--split-bytes", "32"], "32", "gcnzc pcie --help"),
     ],
@@ -445,7 +445,7 @@ def test_an_embedding_becomes_the_features(shared_data, tmp_path, capsys):
     [
         (
             "CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later",
-            "error: the GPU failed, or was lost: CUDA error: unspecified launch failure",
+            "error: the GPU failed: CUDA error: unspecified launch failure",
             "--resume RUN",
         ),
         ("CUDA out of memory. Tried to allocate 2 GiB.", "error: CUDA out of memory.", "smaller"),

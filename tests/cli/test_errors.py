@@ -154,12 +154,15 @@ def test_outputs_are_checked_before_the_work(run, graph, tmp_path, capsys, monke
     for words, wrong in (
         (["plot", run, "--out", tmp_path], f"--out: {tmp_path} is a folder"),
         (["plot", run, "--out", missing / "x.png"], f"--out: there is no folder {missing}"),
-        (["plot", run, "--out", tmp_path / "x.txt"], "--out: no picture can be written as"),
+        (
+            ["plot", run, "--out", tmp_path / "x.txt"],
+            "--out: 'x.txt' does not end in an image format",
+        ),
         (["evaluate", run, "--predictions", missing / "x.npy"], f"there is no folder {missing}"),
         (["evaluate", run, "--predictions", tmp_path], f"{tmp_path} is a folder"),
         (["cache-forecast", graph, "--out", tmp_path], "is a folder"),
         (["pcie", "--out", missing / "x.png"], "there is no folder"),
-        (["cost", graph, "--picture", tmp_path / "x"], "no picture can be written"),
+        (["cost", graph, "--picture", tmp_path / "x"], "does not end in an image format"),
     ):
         assert wrong in answer_of(capsys, words, 2), words
 

@@ -745,7 +745,7 @@ def test_plan_cache(folder, tmp_path, capsys):
             left = 48 * found["nodes_per_batch"] * (1 - rate)
             assert abs(figures["bytes_per_batch"] - left) <= 0.5
         assert line["presampled"]["predicted_hit_rate"] == counted.hit_rates([line["rows"]])[0]
-    assert "hot rows" in talk
+    assert "cached rows" in talk
     assert "measured" in talk
     assert "20.0%" in talk
     with Image.open(out) as picture:
@@ -778,14 +778,14 @@ def test_a_plan_for_several_gpus(folder):
         assert sum(own) == pytest.approx(line["presampled"]["predicted_hit_rate"], rel=1e-9)
     found = cache_forecast.forecast(counted, data.table, degrees, gpus=4)
     assert json.loads(json.dumps(found)) == found
-    told = reports_cache.lines(found)
-    assert "a hot set that 4 GPUs split keeps off the bus" in told[0]
-    assert "memory a GPU" in told[1]
-    assert told[1].count("of it by peers") == 2
+    told = reports_cache.format_forecast(found)
+    assert "a feature cache sharded over 4 GPUs" in told[0]
+    assert "memory per GPU" in told[1]
+    assert told[1].count("peer GPUs") == 2
     peer = found["sizes"][-1]["presampled"]["predicted_peer_hit_rate"]
     assert told[-1].split()[-2] == f"{peer:.1%}"
-    # of one GPU nothing is told apart
-    assert "peers" not in "".join(reports_cache.lines(one))
+    # one GPU has no peers
+    assert "peer" not in "".join(reports_cache.format_forecast(one))
 
 
 def test_plan_cache_of_a_graph_without_features(tmp_path, capsys):

@@ -162,11 +162,11 @@ def test_one_worker_may_be_the_fastest():
     assert chosen["speed_up"] == 1.0
     assert chosen["why"].startswith("one worker is faster: 4 workers reach 0.")
     assert (
-        f"more than {reports_network.rounded(lines[1]['even_mbit_per_s'])} Mbit/s would"
+        f"more than {reports_network.format_number(lines[1]['even_mbit_per_s'])} Mbit/s would"
         in chosen["why"]
     )
     hopeless = reports_network.advice([line(2, latency_s=1.0)], "averaged, ring")
-    assert "no bandwidth helps" in hopeless["why"]
+    assert "no bandwidth is enough" in hopeless["why"]
 
 
 def test_most_workers_are_chosen_if_faster():
@@ -176,7 +176,7 @@ def test_most_workers_are_chosen_if_faster():
     assert chosen["speed_up"] == lines[1]["speed_up"]
     easy = lines[1]["easy_mbit_per_s"]
     assert (
-        f"most of it for bytes: {reports_network.rounded(easy)} Mbit/s would bring it to 10%"
+        f"most of it transfer: {reports_network.format_number(easy)} Mbit/s would reduce it to 10%"
         in chosen["why"]
     )
 
@@ -187,23 +187,24 @@ def test_fewer_workers_are_chosen_if_as_fast():
     chosen = reports_network.advice(lines, "averaged, ring")
     assert chosen["choose_workers"] == 2
     assert f"and 8 workers reach no more than {lines[1]['speed_up']:.2f} times" in chosen["why"]
-    assert "more bandwidth would bring little" in chosen["why"]
+    assert "more bandwidth would help little" in chosen["why"]
 
 
 def test_latency_is_named_as_the_cause():
     chosen = reports_network.advice([line(8, latency_s=0.2)], "averaged, ring")
-    assert "most of it for delays and messages" in chosen["why"]
+    assert "most of it latency and message overhead" in chosen["why"]
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(3024.3, "3,020"), (0.30449, "0.304"), (12.0, "12"), (99999, "100,000")]
 )
-def test_figures_for_people(value, text):
-    assert reports_network.rounded(value) == text
+def test_numbers_are_shown_with_three_digits(value, text):
+    assert reports_network.format_number(value) == text
 
 
-def test_seconds_for_people():
-    assert (reports_network.told(0.0123456), reports_network.told(1.23456)) == ("12.3 ms", "1.23 s")
+def test_times_below_a_second_are_shown_in_milliseconds():
+    assert reports_network.format_seconds(0.0123456) == "12.3 ms"
+    assert reports_network.format_seconds(1.23456) == "1.23 s"
 
 
 @pytest.mark.parametrize(("serial_bytes", "method"), [(1.02e6, "usual"), (2e6, "other")])
@@ -227,8 +228,8 @@ def test_measuring_leaves_torch_alone(graph):
         data=graph, steps=2, threads=1, fanouts=(3, 3), layers=2, hidden=8, batch_size=512
     )
     loaded = load.load(graph)
-    computed = cost.measured(config, loaded)
-    cost.model_of(config, loaded)
+    computed = cost.measure_step(config, loaded)
+    cost.build_model(config, loaded)
     # more steps than there are minibatches in an epoch
     assert computed.steps == 2
     assert 0 < computed.seconds < 60
@@ -265,7 +266,7 @@ def test_the_command_measures_what_it_is_not_given(graph, capsys):
     assert main(["cost", str(graph), *SMALL, "--workers", "2", "--steps", "3"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["measured_steps"] == 3
-    assert "the median of 3 that were measured" in err
+    assert "the median of 3 measured steps" in err
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_a_graph_without_features(tmp_path, capsys):
 
 def test_a_picture_has_every_method_at_the_rate_that_was_asked_for():
     costs = optim_cost.step_costs(MODEL, [2, 3], NETWORK)
-    times = reports_network.drawn(costs, Computed(0.5), NETWORK, "g")
+    times = reports_network.step_time_points(costs, Computed(0.5), NETWORK, "g")
     assert [list(curves) for curves in times.curves.values()] == [list(METHODS)] * 2
     for each in costs:
         points = times.curves[each.workers][each.method]

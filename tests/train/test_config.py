@@ -7,18 +7,22 @@ import pytest
 
 from gcnzc.cli.commands.data import MakeConfig
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.options import from_words, to_words
+from gcnzc.train.options import config_from_dict, config_to_dict
 
 
 def test_a_config_survives_json():
     config = TrainConfig(
         data=Path("g"), fanouts=(5, -1), layers=2, lr=0.1, out=Path("runs/x"), batch_norm=True
     )
-    assert from_words(TrainConfig, json.loads(json.dumps(to_words(config))), "x") == config
+    assert (
+        config_from_dict(TrainConfig, json.loads(json.dumps(config_to_dict(config))), "x") == config
+    )
 
 
 def test_words_may_use_dashes_and_leave_things_out():
-    config = from_words(TrainConfig, {"batch-size": 7, "lr": 1, "fanouts": [3, 2, 1]}, "f.toml")
+    config = config_from_dict(
+        TrainConfig, {"batch-size": 7, "lr": 1, "fanouts": [3, 2, 1]}, "f.toml"
+    )
     assert config == TrainConfig(batch_size=7, lr=1.0, fanouts=(3, 2, 1))
 
 
@@ -41,7 +45,7 @@ def test_words_may_use_dashes_and_leave_things_out():
 )
 def test_words_of_the_wrong_kind(words, message):
     with pytest.raises(ValueError, match=message):
-        from_words(TrainConfig, words, "f.toml")
+        config_from_dict(TrainConfig, words, "f.toml")
 
 
 @pytest.mark.parametrize(

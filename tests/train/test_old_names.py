@@ -10,7 +10,7 @@ from gcnzc.cli.commands.check import CheckConfig
 from gcnzc.cli.parser import parse
 from gcnzc.train import old_names, resume
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.options import from_words, option_name
+from gcnzc.train.options import config_from_dict, option_name
 
 CHANGED = {
     "hot": "0.3",
@@ -43,7 +43,7 @@ def new_name(old):
 
 def test_old_options_in_a_file():
     values = {"hot": "0.3", "hot-by": "in-degree", "plan": False, "delay": "usual"}
-    config = from_words(TrainConfig, values, "a file")
+    config = config_from_dict(TrainConfig, values, "a file")
     assert (config.cache_size, config.cache_policy) == ("0.3", "in-degree")
     assert (config.tuning_profile, config.delay) == (False, "default")
 

@@ -163,7 +163,7 @@ def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
         ({"local_steps": "2.5"}, "--local-steps must be a whole number above 0 or default or auto"),
         ({"local_steps": "0"}, "--local-steps must be a whole number above 0"),
         ({"fragments": "0"}, "--fragments must be a whole number above 0 or modules, got '0'"),
-        ({"fragments": "0.,a("}, r"--fragments: 'a\(' is no regular expression: missing \)"),
+        ({"fragments": "0.,a("}, r"--fragments: 'a\(' is not a regular expression: missing \)"),
         ({"refresh": -1}, "--refresh must be at least 0"),
         ({"delay": "0"}, "--delay must be a whole number above 0"),
         ({"delay": "auto"}, "--delay auto with --local-steps default"),

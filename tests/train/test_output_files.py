@@ -37,13 +37,13 @@ def config(tmp_path_factory) -> TrainConfig:
 def after_epoch(monkeypatch):
     """Call functions of a dict when the line of the epoch that is the key is written."""
     calls = {}
-    summary_of = epoch.summary_of
+    format_epoch = epoch.format_epoch
 
     def watched(line, epochs):
         calls.get(line["epoch"] + 1, lambda: None)()
-        return summary_of(line, epochs)
+        return format_epoch(line, epochs)
 
-    monkeypatch.setattr(epoch, "summary_of", watched)
+    monkeypatch.setattr(epoch, "format_epoch", watched)
     return calls
 
 

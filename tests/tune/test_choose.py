@@ -206,7 +206,7 @@ def test_what_is_chosen_first_is_kept_for_what_comes_after():
         (one.threads, one.ahead, one.copied_share) for one in shares
     }
     assert json.loads(json.dumps(asdict(found))) == asdict(found)
-    told = tuning.lines(found)
+    told = tuning.format_profile(found)
     assert {line.split()[0] for line in told} >= values.keys()
     assert any("best gather: 4 x 4: " in line for line in told)
     assert profiles.keep(found).exists()

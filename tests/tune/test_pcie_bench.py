@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_graph import tiny
 
 from gcnzc.cli.plots import Efficiencies, efficiencies
-from gcnzc.cli.reports import link
+from gcnzc.cli.reports import pcie as reports_pcie
 from gcnzc.datasets import catalog
 from gcnzc.features import registrations
 from gcnzc.features.pcie_traffic import table_traffic, traffic
@@ -205,7 +205,7 @@ def test_a_report(machine):
     assert figures["share_of_copy"] == pytest.approx(0.8e9 / found["link"]["copy_bytes_per_s"])
     # headers count
     assert figures["share_of_link"] == pytest.approx(0.8e9 / 2e9 / figures["efficiency"])
-    told = link.lines(found)
+    told = reports_pcie.format_report(found)
     assert "PCIe 5 with 16 lanes carries 2.0 GB/s" in told[0]
     assert "a load takes 2.00 us, so 16 requests" in told[0]
     shown = next(line for line in told if line.startswith("shifted"))
@@ -218,7 +218,7 @@ def test_a_single_table_is_measured_whatever_its_type(machine):
     half = table_shapes.Shape("half", 5, 602, "float16", 1204)
     found = pcie_bench.report([half], machine.gpu, num_bytes=1 << 17, advance=quiet)
     assert found["tables"][0]["layouts"]["shifted"]["share_of_dense"] == pytest.approx(0.8)
-    shares = link.drawn(found)
+    shares = reports_pcie.efficiency_points(found)
     assert shares.dtype == "float16"
     assert len(shares.curves["vector"]) == (8192 - 4) // 2 + 1
 
@@ -227,7 +227,7 @@ def test_a_report_where_the_library_says_nothing(machine):
     machine.told = dict(UNTOLD)
     found = pcie_bench.report([REDDIT], machine.gpu, num_bytes=1 << 17, advance=quiet)
     assert found["tables"][0]["layouts"]["shifted"]["share_of_link"] is None
-    assert "PCIe" not in link.lines(found)[0]
+    assert "PCIe" not in reports_pcie.format_report(found)[0]
 
 
 def test_of_several_tables_float32_is_measured_and_each_shape_once(machine):
@@ -251,10 +251,10 @@ def test_of_several_tables_float32_is_measured_and_each_shape_once(machine):
     assert len(machine.layouts) == 2 * 5 * (pcie_bench.ROUNDS + 2)
     assert steps == [(n, 4) for n in range(5)]
     assert [row["row_bytes"] for row in found["widths"]] == [4, 400]
-    told = link.lines(found)
+    told = reports_pcie.format_report(found)
     assert len(told) == 2 + len(tables)
     assert told[2].endswith("0.80 GB/s, 80.0% of dense")
-    shares = link.drawn(found)
+    shares = reports_pcie.efficiency_points(found)
     assert shares.dtype == "float32"
     assert shares.curves.keys() == shares.measured.keys() == set(LAYOUTS)
     assert shares.measured["shifted"] == [(2408, pytest.approx(0.8 * 128 / 148))] * 3
@@ -310,13 +310,13 @@ def test_no_gpu(monkeypatch):
     assert pcie_bench.gpu() is None
     found = pcie_bench.report([REDDIT], None, num_bytes=1 << 40, advance=quiet)
     assert found["link"] is None
-    told = link.lines(found)
+    told = reports_pcie.format_report(found)
     assert told[0].startswith("no CUDA device")
     assert any("1.43 times as many" in line for line in told)
     # columns, and no figure that was not measured
     assert len({len(line) for line in told[2:8]}) == 1
     assert not any("GB/s" in line for line in told)
-    assert not any(link.drawn(found).measured.values())
+    assert not any(reports_pcie.efficiency_points(found).measured.values())
 
 
 class NVMLError(Exception):

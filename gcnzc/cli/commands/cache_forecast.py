@@ -19,30 +19,31 @@ from gcnzc.tune import cache_forecast
 
 @dataclass(frozen=True, kw_only=True)
 class CacheForecastConfig:
-    """Predict, before training, how many rows of a minibatch a hot set on the GPU would have.
+    """Predict the hit rate of a feature cache on the GPU, before training.
 
-    Prints one JSON line: for hot sets of several sizes, ranked by in-degree and by pre-sampling,
-    the predicted hit rate and the bytes that a minibatch still brings over the bus.
+    Prints one JSON line: for caches of several sizes, filled by in-degree and by presampling, the
+    predicted hit rate, and the bytes of a minibatch that still cross the bus.
     """
 
     data: tyro.conf.Positional[Path]
     """folder of a graph, prepared or in OGB's layout"""
     fanouts: Fanouts = (15, 10, 5)
-    """neighbours kept, one number a layer, input layer first; -1 keeps all"""
+    """neighbours sampled per node, one number per layer, input layer first; -1 takes all"""
     batch_size: int = 1024
-    """seeds per minibatch"""
+    """seed nodes per minibatch"""
     batches: int = 100
-    """minibatches that are drawn to predict from, in two halves"""
+    """minibatches to sample for the prediction, in two halves"""
     gpus: int = 1
-    """that split the hot set; with 1 each GPU has all of it"""
+    """GPUs that the cache is sharded over, as with `gcnzc train --cache-sharded`; with 1, each GPU
+    has a copy of all cached rows"""
     measure: bool = False
-    """also draw as many fresh minibatches, as training would, and count the hits"""
+    """also sample this number of other minibatches, as training does, and measure the hit rate"""
     threads: int = 0
-    """threads that draw minibatches; 0 leaves the number to the loader"""
+    """threads that sample minibatches; 0 takes the default"""
     seed: int = 0
-    """seed of the run that is planned"""
+    """seed of the run to predict for"""
     out: Path | None = None
-    """picture to write: hit rate by size of the hot set; none if not given"""
+    """image to write: hit rate by cache size; none if not given"""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -62,10 +63,10 @@ def cache_forecast_command(config: CacheForecastConfig, reporter: Reporter) -> N
     if loaded.table is None:
         raise ValueError(
             f"{loaded.name} has no features to cache\n\n"
-            f"hint: `gcnzc embed {config.data} DEST` makes some from its edges"
+            f"hint: `gcnzc embed {config.data} DEST` computes features from the edges"
         )
     threads, fresh = config.threads or None, None
-    with reporter.task("count") as advance:
+    with reporter.task("count feature accesses") as advance:
         counted = presampling.presample(
             graph,
             seeds,
@@ -80,15 +81,15 @@ def cache_forecast_command(config: CacheForecastConfig, reporter: Reporter) -> N
         loader = Loader(
             graph, None, seeds, fanouts, config.batch_size, seed=config.seed, threads=threads
         )
-        with reporter.task("measure") as advance:
+        with reporter.task("measure the hit rate") as advance:
             fresh = presampling.count_accesses(loader, config.batches, advance)
     found = cache_forecast.forecast(
         counted, loaded.table, graph.in_degrees(), fresh, gpus=config.gpus
     )
-    for line in cache.lines(found):
+    for line in cache.format_forecast(found):
         reporter.say(line)
     if config.out is not None:
-        hit_rates(HitRates(loaded.name, *cache.drawn(found)), config.out)
+        hit_rates(HitRates(loaded.name, *cache.hit_rate_points(found)), config.out)
         reporter.say(f"wrote {config.out}")
-    told = {"data": loaded.name, "fanouts": fanouts, "batch_size": config.batch_size}
-    print_json(told | found)
+    options = {"data": loaded.name, "fanouts": fanouts, "batch_size": config.batch_size}
+    print_json(options | found)

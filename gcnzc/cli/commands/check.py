@@ -1,4 +1,4 @@
-"""The command that checks and tunes this machine."""
+"""The command that checks and tunes the machine."""
 
 import importlib.metadata
 import os
@@ -29,27 +29,31 @@ from gcnzc.tune.profiles import TuningProfile
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """Say what this machine can do, and what to mend; with --tune, how it gathers fastest.
+    """Check this machine and its software; with --tune, find the fastest settings for it.
 
-    Prints one JSON line. What --tune finds is kept, and `gcnzc train` uses it.
+    Prints one JSON line. The settings are stored as a tuning profile, which `gcnzc train` uses.
     """
 
     data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph to tune for, prepared or in OGB's layout; without it one at random"""
+    """folder of a graph to tune for, prepared or in OGB's layout; without it, a random graph"""
     tune: bool = False
-    """measure which settings gather fastest, and keep them as the plan for this machine"""
+    """measure which settings load minibatches fastest, and store them as the tuning profile of this
+    machine"""
     fanouts: Fanouts = (15, 10, 5)
-    """neighbours kept in the minibatches of --tune, as of `gcnzc train`"""
+    """with --tune: neighbours sampled per node, one number per layer, input layer first; -1 takes
+    all"""
     batch_size: int = 1024
-    """seeds of a minibatch of --tune"""
+    """with --tune: seed nodes per minibatch"""
     row_bytes: int = 512
-    """bytes of a row, where there is no DATA"""
+    """with --tune and without DATA: bytes of a node's features"""
     cache_memory: str = "0.5"
-    """of the GPU, for hot rows: a share of what is free, or bytes such as 8GB"""
+    """with --tune: GPU memory for the feature cache: a share of the free memory, or bytes such as
+    8GB"""
     compute_ms: float = 0.0
-    """milliseconds that the model takes for a minibatch, if known: hot rows then hide the rest"""
+    """with --tune: milliseconds that the model takes for a minibatch, 0 if not known; the feature
+    cache is then only as large as is needed to overlap the gather with the model"""
     megabytes: int = 512
-    """size of the table whose reading is measured"""
+    """megabytes of features that are read to measure the memory"""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -63,22 +67,22 @@ class CheckConfig:
 ROUNDS = 7
 
 
-BUSY = 0.5  # of the cores, wanted by something else
+BUSY = 0.5  # share of the cores that other processes use, above which a warning is printed
 
 
-ROW_BYTES = 512  # ogbn-arxiv's and ogbn-papers100M's rows: 128 float32
+ROW_BYTES = 512  # of 128 float32, as the rows of ogbn-arxiv and ogbn-papers100M
 
 
 def check_machine(num_bytes: int, advance: ProgressCallback) -> dict[str, Any]:
-    """Look at the machine, and measure how fast its CPU copies and gathers rows.
+    """Inspect the machine, and measure how fast its CPU copies and gathers rows.
 
     Args:
-        num_bytes: size of the table that is read; larger than the caches to mean anything.
-        advance: told how far the measuring is.
+        num_bytes: size of the table to read; it should be larger than the CPU's caches.
+        advance: called with the progress.
 
     Returns:
-        Versions (None where a package is missing), sizes in bytes, rates in bytes per second, and
-        `load`, the processes that wanted a core in the minute before.
+        Versions (None for a missing package), sizes in bytes, rates in bytes per second, and
+        `load`, the load average of the last minute.
     """
     found = machine.machine()
     found["load"] = os.getloadavg()[0]
@@ -93,53 +97,55 @@ def check_machine(num_bytes: int, advance: ProgressCallback) -> dict[str, Any]:
 
 
 def advice(found: Mapping[str, Any]) -> list[str]:
-    """What `machine` found, in sentences: what there is, and what would mend what is missing."""
+    """Describe what `check_machine` found, and how to fix what is missing, as lines of text."""
     giga = 1e9
     lines = [
         f"gcnzc {found['gcnzc']}, torch {found['torch']}, numba {found['numba']}, "
         f"triton {found['triton'] or 'missing'}, Python {found['python']}",
         f"{found['cpu']}, {found['cores']} cores, {found['memory_bytes'] / giga:.1f} GB of memory, "
         f"{found['memory_available_bytes'] / giga:.1f} GB free",
-        f"a large copy moves {found['copy_bytes_per_s'] / giga:.1f} GB/s; gathering rows of "
-        f"{ROW_BYTES} bytes {found['gather_bytes_per_s'] / giga:.1f} GB/s, "
-        f"{found['gather_bytes_per_s'] / found['copy_bytes_per_s']:.0%} of it",
+        f"host memory: {found['copy_bytes_per_s'] / giga:.1f} GB/s for a large copy, "
+        f"{found['gather_bytes_per_s'] / giga:.1f} GB/s for a gather of rows of {ROW_BYTES} bytes "
+        f"({found['gather_bytes_per_s'] / found['copy_bytes_per_s']:.0%} of the copy)",
     ]
     if found["load"] > BUSY * found["cores"]:
         lines.append(
-            f"other work wants {found['load']:.1f} of the {found['cores']} cores: what is measured "
-            "is of a machine shared with it. Mend: measure again when nothing else runs"
+            f"other processes use {found['load']:.1f} of the {found['cores']} cores, so all "
+            "measurements are too low. Fix: measure again when nothing else runs"
         )
     if found["gpu"]:
         lines.append(f"GPU: {found['gpu']}")
         lockable = found["lockable_bytes"]
         if lockable is not None and lockable < found["memory_bytes"]:
             lines.append(
-                f"only {lockable / giga:.3g} GB may be page-locked, where the driver keeps to that "
-                "limit: a larger feature table is then refused to the GPU. Mend: `ulimit -l "
-                "unlimited`, or memlock in limits.conf"
+                f"the memlock limit is {lockable / giga:.3g} GB: some drivers do not page-lock a "
+                "feature table that is larger. Fix: `ulimit -l unlimited`, or memlock in "
+                "limits.conf"
             )
     else:
         lines.append(
-            "no GPU that torch can use: everything runs on the CPU. With an NVIDIA GPU in this "
-            "machine, look at `nvidia-smi`, and install a CUDA build of torch"
+            "torch finds no GPU: everything runs on the CPU. If this machine has an NVIDIA GPU, "
+            "check that `nvidia-smi` shows it, and install a CUDA build of torch"
         )
     if found["triton"] is None:
-        lines.append("no Triton: GPU kernels cannot run. Mend: pip install triton")
+        lines.append("Triton is missing: GPU kernels cannot run. Fix: pip install triton")
     if found["dgl"] is None:
         newest = sys.version_info >= (3, 13)
-        mend = "it has no wheel for this Python; use 3.12" if newest else "pip install dgl==2.1.0"
-        lines.append(f"no DGL: --sampler dgl is not there; all else is. Mend: {mend}")
+        fix = "use Python 3.12, for which DGL has a wheel" if newest else "pip install dgl==2.1.0"
+        lines.append(f"DGL is missing: only --sampler dgl needs it. Fix: {fix}")
     elif not found["dgl_works"]:
-        lines.append("DGL is installed but does not import: --sampler dgl is not there")
+        lines.append("DGL is installed, but cannot be imported: --sampler dgl does not work")
     return lines
 
 
-def tuned(config: CheckConfig, data: Dataset | None, progress: search.Progress) -> TuningProfile:
-    """Measure a plan for this machine.
+def measure_profile(
+    config: CheckConfig, data: Dataset | None, progress: search.Progress
+) -> TuningProfile:
+    """Measure a tuning profile for this machine.
 
     Args:
-        config: what minibatches are like, and what hot rows may take.
-        data: the graph to tune for; one at random if None.
+        config: the minibatches to tune for, and the memory for the feature cache.
+        data: the graph to tune for; a random graph if None.
         progress: see `gcnzc.tune.search.Progress`.
 
     Raises:
@@ -154,25 +160,25 @@ def tuned(config: CheckConfig, data: Dataset | None, progress: search.Progress) 
     return choose.tune(case, room=room, compute_s=compute_s, progress=progress)
 
 
-def kept(found: TuningProfile, say: profiles.Say) -> str | None:
-    """Keep a plan, and say where: its file, or None if that cannot be written."""
-    # said here, once, before the file is written anew
+def store_profile(found: TuningProfile, say: profiles.Say) -> str | None:
+    """Store a tuning profile; return its file, or None if the file cannot be written."""
+    # reports a damaged file, before it is replaced
     profiles.read(say)
     try:
-        place = profiles.keep(found)
+        path = profiles.keep(found)
     except OSError as error:
-        say(f"the plan is not kept: {error}. GCNZC_CACHE names another folder")
+        say(f"the tuning profile could not be stored: {error}. Set GCNZC_CACHE to another folder")
         return None
-    say(f"kept in {place}; `gcnzc train` uses it for such rows on this machine")
-    return str(place)
+    say(f"stored in {path}; `gcnzc train` uses it for features of this layout on this machine")
+    return str(path)
 
 
-def plans_for(data: Dataset | None, say: profiles.Say) -> list[TuningProfile]:
-    """The plans that are kept for this machine, or the one for the features of `data`."""
+def profiles_for(data: Dataset | None, say: profiles.Say) -> list[TuningProfile]:
+    """Return the stored profiles of this machine, or only the one for the features of `data`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if data is None or data.table is None:
         return profiles.of_this_machine(device, say)
-    # not page-locked, which a large table takes long for, and which moves no row within its line
+    # the table need not be page-locked: this takes long, and does not change its alignment
     found = profiles.find(device, data.table, say)
     return [] if found is None else [found]
 
@@ -205,37 +211,37 @@ def _memory_bytes() -> int:
 def _rates(num_bytes: int, advance: ProgressCallback) -> dict[str, float]:
     num_rows = max(1, num_bytes // ROW_BYTES)
     rows = torch.ones(num_rows, ROW_BYTES // 4)
-    table, kept = FeatureTable(rows), torch.empty_like(rows[: num_rows // 4 + 1])
-    ids = torch.randint(num_rows, (len(kept),), generator=torch.Generator().manual_seed(0))
-    ways: dict[str, Callable[[], object]] = {
-        "copy_bytes_per_s": lambda: kept.copy_(rows[: len(kept)]),
-        "gather_bytes_per_s": lambda: table.gather(ids, kept),
+    table, out = FeatureTable(rows), torch.empty_like(rows[: num_rows // 4 + 1])
+    ids = torch.randint(num_rows, (len(out),), generator=torch.Generator().manual_seed(0))
+    functions: dict[str, Callable[[], object]] = {
+        "copy_bytes_per_s": lambda: out.copy_(rows[: len(out)]),
+        "gather_bytes_per_s": lambda: table.gather(ids, out),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(ROUNDS + 1):
-        for name, way in ways.items():
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for done in range(ROUNDS + 1):
+        for name, function in functions.items():
             begin = time.perf_counter()
-            way()
+            function()
             seconds[name].append(time.perf_counter() - begin)
-        advance(turn + 1, ROUNDS + 1, "")
-    # the first round touches fresh pages and compiles
-    return {name: kept.nbytes / statistics.median(s[1:]) for name, s in seconds.items()}
+        advance(done + 1, ROUNDS + 1, "")
+    # without the first round, which includes page faults and compilation
+    return {name: out.nbytes / statistics.median(s[1:]) for name, s in seconds.items()}
 
 
 def check_command(config: CheckConfig, reporter: Reporter) -> None:
     """`gcnzc check`."""
-    with reporter.task("measure") as advance:
+    with reporter.task("measure the memory") as advance:
         found = check_machine(config.megabytes << 20, advance)
     for line in advice(found):
         reporter.say(line)
     loaded = None if config.data is None else load.load(config.data, allow_nan=True)
     if config.tune:
         with reporter.stages("tune") as progress:
-            plans = [tuned(config, loaded, progress)]
-        found["kept_in"] = kept(plans[0], reporter.say)
+            found_profiles = [measure_profile(config, loaded, progress)]
+        found["kept_in"] = store_profile(found_profiles[0], reporter.say)
     else:
-        plans = plans_for(loaded, reporter.say)
-    for plan in plans:
-        for line in tuning.lines(plan):
+        found_profiles = profiles_for(loaded, reporter.say)
+    for profile in found_profiles:
+        for line in tuning.format_profile(profile):
             reporter.say(line)
-    print_json(found | {"plans": [asdict(plan) for plan in plans]})
+    print_json(found | {"plans": [asdict(profile) for profile in found_profiles]})

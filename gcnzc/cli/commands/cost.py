@@ -1,4 +1,4 @@
-"""The command that predicts the cost of methods on a network."""
+"""The command that predicts the cost of training with several workers."""
 
 import statistics
 from collections.abc import Iterator
@@ -35,48 +35,49 @@ from gcnzc.train.tasks import build_task
 
 @dataclass(frozen=True, kw_only=True)
 class CostConfig:
-    """Predict what a step of training costs with several workers, and say how many to take.
+    """Predict the time of a training step with several workers, and recommend how many to use.
 
-    Every worker has a machine like this one, and minibatches of --batch-size. Prints one JSON line:
-    the costs of each number of workers and method of exchange, and what to choose.
+    Each worker has a machine like this one, and minibatches of --batch-size. Prints one JSON line:
+    the cost of each optimizer for each number of workers, and the recommendation.
     """
 
     data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph, prepared or in OGB's layout; without it a built-in graph"""
+    """folder of a graph, prepared or in OGB's layout; without it, a built-in graph"""
     workers: Fanouts = (2, 4, 8)
-    """numbers of workers to look at"""
+    """numbers of workers to predict for"""
     mbit_per_s: float = 1000.0
-    """of each machine's link, in each direction"""
+    """bandwidth of each machine's network link, in each direction, in Mbit/s"""
     delay_ms: float = 0.1
-    """milliseconds from one machine to another"""
+    """latency from one machine to another, in milliseconds"""
     message_us: float = 100.0
-    """microseconds that a worker spends on each message"""
+    """overhead of each message for a worker, in microseconds"""
     step_s: float | None = None
-    """seconds of a step of one worker, which does not exchange; measured here if not given"""
+    """seconds of a step on one worker, without an exchange; measured on this machine if not
+    given"""
     steps: int = 20
-    """steps that are measured, after three"""
+    """steps to measure, after three steps of warm-up"""
     threads: int = 0
-    """threads of a worker, of the model and of the loader; 0 leaves the numbers to them"""
+    """threads of torch and of the loader in each worker; 0 takes the defaults"""
     model: Literal["sage", "gcn", "gat"] = "sage"
-    """as of `gcnzc train`, like all options below but the last"""
+    """GraphSAGE with mean aggregation, GCN, or GAT"""
     task: Literal["node", "link"] = "node"
-    """foretell the classes of nodes, or which edges there are"""
+    """node classification, or link prediction"""
     fanouts: Fanouts = (15, 10, 5)
-    """neighbours kept, one number a layer, input layer first; -1 keeps all"""
+    """neighbours sampled per node, one number per layer, input layer first; -1 takes all"""
     batch_size: int = 1024
-    """seeds per minibatch of one worker"""
+    """seed nodes or seed edges per minibatch of one worker"""
     hidden: int = 256
-    """features between the layers; for GAT, of each head"""
+    """hidden features; for GAT, per attention head"""
     layers: int = 3
     """layers of the model, as many as fan-outs"""
     heads: int = 4
-    """attention heads of GAT"""
+    """GAT: attention heads"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the model trains; auto takes CUDA where there is one"""
+    """where the model trains; auto takes CUDA if there is a GPU"""
     seed: int = 0
-    """seed of every random choice"""
+    """seed of all random numbers"""
     picture: Path | None = None
-    """picture to write: seconds of a step by Mbit/s; none if not given"""
+    """image to write: seconds per step by bandwidth; none if not given"""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -95,7 +96,7 @@ class CostConfig:
                     f"{option_name(name)} must be above 0, got {value}\n\n"
                     f"hint: leave {option_name(name)} out for the default"
                 )
-        # says what is wrong with the options that both have
+        # checks the options that both commands have
         TrainConfig(
             **{
                 name: getattr(self, name)
@@ -104,20 +105,20 @@ class CostConfig:
         )
 
 
-WARM_UP = 3  # steps that compile, and fill the loader's memory
+WARM_UP = 3  # steps that compile kernels and fill the loader's buffers
 
 
-# what must be the same in the run that is planned
+# options with the same meaning in `gcnzc train`
 SAME = ("model", "task", "fanouts", "batch_size", "hidden", "layers", "heads", "device", "threads")
 
 
-def measured(config: CostConfig, data: Dataset, advance: Progress | None = None) -> Computed:
-    """Train for some steps as one worker would, and return what a step takes; the median counts.
+def measure_step(config: CostConfig, data: Dataset, advance: Progress | None = None) -> Computed:
+    """Train for some steps on one worker, and return the median time of a step.
 
     Args:
-        config: of the plan.
-        data: its graph.
-        advance: told how far it is.
+        config: the options of the command.
+        data: the graph.
+        advance: called with the progress.
 
     Raises:
         ValueError: the graph does not fit the options.
@@ -148,10 +149,10 @@ def measured(config: CostConfig, data: Dataset, advance: Progress | None = None)
             threads=config.threads or None,
             in_degrees=config.model == "gcn",
         )
-        most = WARM_UP + config.steps
+        num_steps = WARM_UP + config.steps
         model.train()
-        while len(stages) < most:
-            # from the end of one step to that of the next: waiting for a batch is part of it
+        while len(stages) < num_steps:
+            # a step begins at the end of the previous one, and so includes the wait for its batch
             began = now()
             for batch in loader:
                 assert batch.y is not None, "the loader or its sampler has labels"
@@ -162,43 +163,43 @@ def measured(config: CostConfig, data: Dataset, advance: Progress | None = None)
                 stages.append(Stage("step", "model", began, ended))
                 began = ended
                 if advance is not None:
-                    advance(len(stages), most)
-                if len(stages) == most:
+                    advance(len(stages), num_steps)
+                if len(stages) == num_steps:
                     break
         seconds = [stage.seconds() for stage in stages[WARM_UP:]]
     return Computed(statistics.median(seconds), len(seconds))
 
 
 def run_config(config: CostConfig) -> TrainConfig:
-    """The options of the run that is planned."""
+    """Return the options of the training run whose cost is predicted."""
     same = {name: getattr(config, name) for name in SAME}
     return TrainConfig(data=config.data, seed=config.seed, **same)
 
 
-def model_of(config: CostConfig, data: Dataset) -> nn.Module:
-    """The model of the run, on the host; torch's generators are left alone.
+def build_model(config: CostConfig, data: Dataset) -> nn.Module:
+    """Build the model of the run on the CPU, without a change to torch's random generators.
 
     Raises:
-        ValueError: the graph has no features, or nothing to learn.
+        ValueError: the graph has no features, or no labels or edges for the task.
     """
     with (
         feature_table(data, "host", torch.device("cpu"), Group()) as table,
         torch.random.fork_rng([]),
     ):
-        planned = run_config(config)
-        task = build_task(planned, data)
+        options = run_config(config)
+        task = build_task(options, data)
         sizes = (data.graph.num_nodes, table.num_columns, len(task.seeds))
-        check_memory(footprint_of(planned, task.model, *sizes), torch.device("cpu"), Group())
+        check_memory(footprint_of(options, task.model, *sizes), torch.device("cpu"), Group())
         return task.model()
 
 
 def network_of(config: CostConfig) -> Network:
-    """The links that the options tell."""
+    """Return the network that the options describe."""
     return Network(config.mbit_per_s, config.delay_ms / 1e3, config.message_us / 1e6)
 
 
-def found_by(config: CostConfig, computed: Computed, model: nn.Module) -> Line:
-    """What all lines have in common."""
+def describe_run(config: CostConfig, computed: Computed, model: nn.Module) -> Line:
+    """Return the entries of the JSON line that describe the run."""
     return {
         "data": str(config.data),
         **{name: getattr(config, name) for name in SAME},
@@ -209,10 +210,10 @@ def found_by(config: CostConfig, computed: Computed, model: nn.Module) -> Line:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """So many threads of torch, for the length of a `with`; 0 leaves them."""
+def _threads(count: int) -> Iterator[None]:
+    """Set torch's number of threads for the duration of a `with`; 0 does not change it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:
@@ -223,23 +224,25 @@ def cost_command(config: CostConfig, reporter: Reporter) -> None:
     """`gcnzc cost`."""
     if config.data is None:
         config = replace(config, data=builtin_graph.prepared(reporter))
-    assert config.data is not None, "just filled in"
+    assert config.data is not None, "set above"
     loaded = load.load(config.data)
-    model, network = model_of(config, loaded), network_of(config)
+    model, network = build_model(config, loaded), network_of(config)
     computed = optim_cost.Computed(config.step_s or 0.0)
     if config.step_s is None:
         with reporter.task("measure steps") as advance:
-            computed = measured(config, loaded, advance)
-    with reporter.task("run exchanges") as advance:
+            computed = measure_step(config, loaded, advance)
+    with reporter.task("simulate exchanges") as advance:
         costs = optim_cost.step_costs(model, config.workers, network, advance)
     lines = [reports_network.line_of(cost, computed, network) for cost in costs]
-    usual = optim_cost.default_method(model)
-    chosen = reports_network.advice(lines, usual)
+    default = optim_cost.default_method(model)
+    chosen = reports_network.advice(lines, default)
     reporter.say(f"{loaded.name}, {config.model}:")
-    talk = reports_network.sums(model, computed, network) + reports_network.table_of(lines, usual)
-    for text in [*talk, "* what `gcnzc train` takes", chosen["why"]]:
+    report = reports_network.describe_inputs(model, computed, network)
+    report += reports_network.format_table(lines, default)
+    for text in [*report, "* the default of `gcnzc train`", chosen["why"]]:
         reporter.say(text)
     if config.picture is not None:
-        step_times(reports_network.drawn(costs, computed, network, loaded.name), config.picture)
+        points = reports_network.step_time_points(costs, computed, network, loaded.name)
+        step_times(points, config.picture)
         reporter.say(f"wrote {config.picture}")
-    print_json(found_by(config, computed, model) | {"costs": lines, "choice": chosen})
+    print_json(describe_run(config, computed, model) | {"costs": lines, "choice": chosen})

@@ -1,4 +1,4 @@
-"""The commands that make and describe datasets."""
+"""The commands that generate, prepare and describe graphs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.train.options import at_least, at_most, check_numbers
 from gcnzc.train.progress import Reporter
 
-# of the largest graph, a hundred billion nodes
+# of ogbn-papers100M, these are a hundred billion nodes
 MOST_SCALE = 1000
 
 
@@ -25,23 +25,24 @@ class MakeConfig:
     """Write a synthetic graph, or a small real one, in OGB's layout."""
 
     path: tyro.conf.Positional[Path]
-    """folder to make"""
+    """folder to write"""
     kind: Literal["planted", "rmat", "digits"] = "planted"
-    """communities with a known best accuracy; a power-law graph for scale; handwritten digits"""
+    """planted communities, with a known best accuracy; an R-MAT graph with power-law degrees; or a
+    nearest-neighbour graph of handwritten digits"""
     like: Literal["ogbn-arxiv", "ogbn-products", "ogbn-papers100M", "reddit"] | None = None
-    """take the numbers of nodes, edges, features and classes from this graph"""
+    """take the numbers of nodes, edges, features and classes of this graph"""
     scale: float = 1.0
-    """with --like: the share of its nodes and edges"""
+    """with --like: multiply the numbers of nodes and edges by this"""
     nodes: int = 100_000
     """number of nodes"""
     edges: int = 1_000_000
-    """number of edges, each stored once"""
+    """number of undirected edges"""
     num_features: int = 100
-    """features of a node"""
+    """features per node"""
     classes: int = 10
     """number of classes"""
     seed: int = 0
-    """seed of every random choice"""
+    """seed of all random numbers"""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -55,50 +56,53 @@ class MakeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """Turn a graph into a prepared folder, which opens at once and is shared between workers.
+    """Convert a graph to a prepared folder, which is memory-mapped and shared by all workers.
 
     SOURCE is a folder in OGB's layout, a .npz archive, a prepared folder, or the name of an OGB
     dataset together with --download.
     """
 
     source: tyro.conf.Positional[str]
-    """what to prepare"""
+    """graph to prepare"""
     dest: tyro.conf.Positional[Path]
-    """folder to make"""
+    """folder to write"""
     download: bool = False
-    """fetch the OGB dataset SOURCE first, into the folder `downloads` beside DEST"""
+    """download the OGB dataset SOURCE first, to the folder `downloads` next to DEST"""
     features: Path | None = None
-    """a .npy of (nodes, columns) to use as the features"""
+    """.npy of shape (nodes, columns) to use as features instead of those of SOURCE"""
     feature_dtype: Literal[
         "as-is", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"
     ] = "as-is"
-    """type of the stored features; those of one byte have scales, which a gather multiplies by"""
+    """dtype of the stored features; float8 and int8 values are stored with scales, and are
+    dequantised when they are gathered"""
     scales: Literal["row", "columns"] = "row"
-    """of features of one byte: a scale for each row, or for each 16 columns"""
+    """float8 and int8 features: one scale per row, or one per 16 columns of a row"""
     normalize_features: bool = False
-    """scale each row of features to the sum 1, as is usual for bags of words"""
+    """divide each row of features by the sum of its absolute values, as is common for bags of
+    words"""
     sparse_features: bool = False
-    """keep features that are stored sparse as they are"""
+    """keep sparse features sparse; without it, they are stored dense"""
     pitch_bytes: int | None = None
-    """distance from one row of features to the next; 0 is side by side; chosen if not given"""
+    """bytes from the start of one row of features to the start of the next; 0 stores rows without
+    padding; the most efficient pitch for the PCIe bus if not given"""
     bidirected: Literal["auto", "yes", "no"] = "auto"
     """add the reverse of every edge; auto takes the default of SOURCE"""
     self_loops: Literal["keep", "add", "remove"] = "keep"
-    """what to do with edges from a node to itself"""
+    """keep self loops as they are, leave exactly one at every node (add), or remove all"""
     duplicates: Literal["auto", "keep", "remove"] = "auto"
-    """edges that are stored more than once; auto takes the default of SOURCE"""
+    """keep or remove duplicate edges; auto takes the default of SOURCE"""
     split: str | None = None
-    """which of several splits: its name or number"""
+    """name or number of the split to use, if SOURCE has several"""
     metric: Literal["as-is", "accuracy", "rocauc"] = "as-is"
-    """metric of predictions; as-is takes that of SOURCE"""
+    """metric of node classification; as-is takes that of SOURCE"""
     task: Literal["as-is", "link"] = "as-is"
-    """link: take edges out for validation and test, if they are not split already"""
+    """link holds out edges for validation and test, unless SOURCE has a split of its edges"""
     valid_edges: float = 0.05
-    """with --task link: the share of the edges for validation"""
+    """with --task link: share of the edges to hold out for validation"""
     test_edges: float = 0.1
-    """with --task link: the share of the edges for test"""
+    """with --task link: share of the edges to hold out for test"""
     seed: int = 0
-    """with --task link: the seed that says which edges"""
+    """with --task link: seed that selects the held-out edges"""
     allow_nan: bool = False
     """accept features that are NaN or infinite"""
 
@@ -109,22 +113,22 @@ class PrepareConfig:
             at_least(0, "pitch_bytes", self.pitch_bytes)
         at_least(0, "valid_edges", self.valid_edges)
         at_least(0, "test_edges", self.test_edges)
-        # says what else is wrong with them
+        # checks that the shares leave edges to train on
         EdgeShares(self.valid_edges, self.test_edges)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedConfig:
-    """Give a graph features made from its edges alone, as a prepared folder."""
+    """Compute node features from the edges of a graph, and write it as a prepared folder."""
 
     source: tyro.conf.Positional[Path]
     """folder of a graph, prepared or in OGB's layout, or a .npz archive"""
     dest: tyro.conf.Positional[Path]
-    """folder to make"""
+    """folder to write"""
     dims: int = 128
-    """columns of the embedding"""
+    """features per node"""
     seed: int = 0
-    """seed of every random choice"""
+    """seed of all random numbers"""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -134,12 +138,12 @@ class EmbedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InfoConfig:
-    """Say what a graph is: sizes, types, options and origin, as JSON."""
+    """Print the sizes, dtypes, options and source of a graph as one JSON line."""
 
     data: tyro.conf.Positional[Path]
-    """folder of a graph"""
+    """folder of a graph, prepared or in OGB's layout"""
     verify: bool = False
-    """read everything and compare the checksums"""
+    """first read and check all of the data; of a prepared folder, also the checksums"""
 
 
 def make_command(config: MakeConfig, reporter: Reporter) -> None:
@@ -181,22 +185,22 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
     loaded = load.load(config.dest, allow_nan=True)
     if config.bidirected == "auto" and _is_mostly_one_way(loaded.graph):
         reporter.say(
-            "most edges lack their reverse: the graph is taken as directed; --bidirected yes adds "
-            "the reverse of each edge"
+            "most edges have no reverse edge: the graph was stored as directed; --bidirected yes "
+            "adds the reverse of every edge"
         )
     print_json(load.info(config.dest))
 
 
 def _is_mostly_one_way(graph: Graph) -> bool:
-    """Whether most of up to 1,000 edges, evenly apart, have no reverse."""
-    places = torch.arange(0, graph.num_edges, max(1, graph.num_edges // 1000))
-    sources = graph.indices[places].tolist()
-    targets = (torch.searchsorted(graph.indptr, places, right=True) - 1).tolist()
+    """Whether most of about 1,000 evenly spaced edges have no reverse edge."""
+    edges = torch.arange(0, graph.num_edges, max(1, graph.num_edges // 1000))
+    sources = graph.indices[edges].tolist()
+    targets = (torch.searchsorted(graph.indptr, edges, right=True) - 1).tolist()
     found = 0
     for source, target in zip(sources, targets, strict=True):
         begin, end = graph.indptr[source : source + 2].tolist()
         found += bool((graph.indices[begin:end] == target).any())
-    return found < len(places) / 2
+    return found < len(edges) / 2
 
 
 def embed_command(config: EmbedConfig, reporter: Reporter) -> None:
@@ -216,5 +220,5 @@ def info_command(config: InfoConfig, reporter: Reporter) -> None:
     if config.verify:
         with reporter.stages(f"verify {config.data}") as progress:
             load.verify(config.data, progress)
-        reporter.say("every checksum is right")
+        reporter.say("all checksums match")
     print_json(load.info(config.data))

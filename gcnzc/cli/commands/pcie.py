@@ -8,7 +8,7 @@ import tyro
 
 from gcnzc.cli.output import print_json
 from gcnzc.cli.plots import efficiencies
-from gcnzc.cli.reports import link
+from gcnzc.cli.reports import pcie as reports_pcie
 from gcnzc.train.options import at_least, check_numbers
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import pcie_bench, table_shapes
@@ -16,20 +16,21 @@ from gcnzc.tune import pcie_bench, table_shapes
 
 @dataclass(frozen=True, kw_only=True)
 class PcieConfig:
-    """Say how well gathers use the link between the host's memory and a GPU.
+    """Predict and measure how efficiently feature gathers use the PCIe bus.
 
-    Prints one JSON line: the model's figures for the features of DATA, or for those of public
-    graphs, by layout; with a GPU what it measures as well.
+    Prints one JSON line: for each layout of DATA's features, or of those of public graphs, the
+    predicted efficiency; with a GPU, also the measured one.
     """
 
     data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph, prepared or in OGB's layout; without it public ones"""
+    """folder of a graph, prepared or in OGB's layout; without it, the sizes of public graphs"""
     out: Path | None = None
-    """picture to write: efficiency by the width of a row; none if not given"""
+    """image to write: efficiency by bytes per row; none if not given"""
     split_bytes: Literal[64, 128] = 128
-    """where the host cuts its answers into packets: 64 for root complexes that do so there"""
+    """alignment in bytes at which the host splits read completions into packets (the read
+    completion boundary of its root complex)"""
     megabytes: int = 1024
-    """size of the page-locked memory that a GPU reads from"""
+    """size of the page-locked memory that the GPU reads"""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -42,7 +43,7 @@ def pcie_command(config: PcieConfig, reporter: Reporter) -> None:
         tables, widths = table_shapes.public_shapes(), table_shapes.WIDTHS
     else:
         tables, widths = [table_shapes.shape_of(config.data)], []
-    with reporter.task("measure") as advance:
+    with reporter.task("measure the bus") as advance:
         found = pcie_bench.report(
             tables,
             pcie_bench.gpu(),
@@ -51,9 +52,9 @@ def pcie_command(config: PcieConfig, reporter: Reporter) -> None:
             widths=widths,
             advance=advance,
         )
-    for line in link.lines(found):
+    for line in reports_pcie.format_report(found):
         reporter.say(line)
     if config.out is not None:
-        efficiencies(link.drawn(found), config.out)
+        efficiencies(reports_pcie.efficiency_points(found), config.out)
         reporter.say(f"wrote {config.out}")
     print_json(found)

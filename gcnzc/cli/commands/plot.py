@@ -1,4 +1,4 @@
-"""The command that draws a run."""
+"""The command that plots training curves."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +14,18 @@ from gcnzc.train.progress import Reporter
 
 @dataclass(frozen=True, kw_only=True)
 class PlotConfig:
-    """Draw the curves of one run, or of several in one picture."""
+    """Plot loss, scores and epoch times of one or more runs in one image."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """folders that `gcnzc train` wrote"""
+    """run folders that `gcnzc train` wrote"""
     out: Path | None = None
-    """picture to write; curves.png in the first run if not given"""
+    """image to write; curves.png in the folder of the first run if not given"""
 
 
 def plot_command(config: PlotConfig, reporter: Reporter) -> None:
     """`gcnzc plot`."""
     if not config.runs:
-        raise Misuse("no run to plot\n\nhint: gcnzc plot runs/NAME")
+        raise Misuse("no run is given\n\nhint: `gcnzc plot runs/NAME` plots a run")
     out = config.out or config.runs[0] / run_folder.CURVES
     curves(config.runs, out)
     print_json({"runs": [str(run) for run in config.runs], "picture": str(out)})

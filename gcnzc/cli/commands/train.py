@@ -1,7 +1,9 @@
 """The command that trains."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gcnzc.cli import builtin_graph, launch
 from gcnzc.cli.output import print_json
@@ -19,16 +21,17 @@ from gcnzc.train.record import Launch
 def _find_data_and_launch(
     config: TrainConfig, reporter: Reporter, group: Group
 ) -> tuple[Path, Launch | None]:
-    """Return the graph's folder, which may have to be made first, and the launch of all workers.
+    """Return the folder of the graph, and the launch of all workers.
 
-    An error on one worker ends all of them at once.
+    Without DATA, the built-in graph is generated on first use. An error on one worker is raised on
+    all.
     """
 
     def find_data() -> Path:
         return builtin_graph.prepared(reporter) if config.data is None else config.data
 
     with joint_work(group) as work:
-        # one process alone has nobody to inform, and must be able to clean up when it is ended
+        # in the main thread if there are no other workers, so that SIGTERM removes partial files
         path = work.run_in_thread(find_data) if group.world_size > 1 else find_data()
         own = launch.own_launch()
     return path, run(launch.agree_on_launch(own), group)
@@ -45,31 +48,38 @@ def _choose_folder(config: TrainConfig, group: Group, started_by: Launch | None)
 
 def train_command(config: TrainConfig, reporter: Reporter, group: Group | None = None) -> None:
     """`gcnzc train`."""
-    everybody = group or Group()
-    path, started_by = _find_data_and_launch(config, reporter, everybody)
+    workers = group or Group()
+    path, started_by = _find_data_and_launch(config, reporter, workers)
     config = replace(config, data=path)
-    folder = config.resume or config.out or _choose_folder(config, everybody, started_by)
+    folder = config.resume or config.out or _choose_folder(config, workers, started_by)
     result = train_run.train(config, folder, reporter, group, started_by)
     if group is not None and group.rank:
         return
-    metric, best = result["metric"], result.get("best_possible_accuracy")
-    possible = f" of {best:.4f} possible" if best is not None else ""
-    reporter.say(
-        f"test {metric} {result[f'test_{metric}']:.4f}{possible}, at the best validation, in epoch "
-        f"{result['best_epoch']}; curves in {folder / run_folder.CURVES}"
-    )
-    gathered, roof = result["gather_bytes_per_s"], result["gather_roof_bytes_per_s"]
-    share = "" if roof is None else f", {gathered / roof:.0%} of what this GPU reads from the host"
-    reporter.say(f"rows of features arrived at {gathered / 1e9:.1f} GB/s{share}")
-    if "hit_rate" in result:
-        predicted = result["predicted_hit_rate"]
-        details = "" if predicted is None else f", {predicted:.1%} predicted"
-        peers = result["peer_hit_rate"]
-        details += f", {peers:.1%} on the GPUs of other workers" if peers else ""
-        reporter.say(
-            f"{result['hit_rate']:.1%} of the rows were read from the feature cache{details}: "
-            f"{result['bytes_saved'] / 1e6:.1f} MB per epoch did not cross the bus"
-        )
+    for line in _summary(result, folder):
+        reporter.say(line)
     print_json(result)
     if result["unsaved"]:
         raise Unsaved(unsaved(folder, result["unsaved"]))
+
+
+def _summary(result: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return the lines that summarise the result of the run in `folder`."""
+    metric, best = result["metric"], result.get("best_possible_accuracy")
+    possible = f" of {best:.4f} possible" if best is not None else ""
+    rate, peak = result["gather_bytes_per_s"], result["gather_roof_bytes_per_s"]
+    share = "" if peak is None else f", {rate / peak:.0%} of this GPU's peak host read rate"
+    lines = [
+        f"test {metric} {result[f'test_{metric}']:.4f}{possible}, with the model of the best "
+        f"validation {metric} (epoch {result['best_epoch']}); curves in "
+        f"{folder / run_folder.CURVES}",
+        f"features were gathered at {rate / 1e9:.1f} GB/s{share}",
+    ]
+    if "hit_rate" in result:
+        predicted, peers = result["predicted_hit_rate"], result["peer_hit_rate"]
+        details = "" if predicted is None else f" ({predicted:.1%} predicted)"
+        details += f", {peers:.1%} on the GPUs of other workers" if peers else ""
+        lines.append(
+            f"the feature cache had a hit rate of {result['hit_rate']:.1%}{details}: "
+            f"{result['bytes_saved'] / 1e6:.1f} MB per epoch did not cross the bus"
+        )
+    return lines

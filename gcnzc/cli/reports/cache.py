@@ -1,16 +1,16 @@
-"""Tables and figures of predicted hit rates."""
+"""Format predicted hit rates of feature caches: a table, and points to draw."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from gcnzc.features.access_counts import RANKINGS
 
-# of each ranking, sizes and hit rates
+# cache sizes, as shares of the rows, and hit rates; by cache policy
 Points: TypeAlias = dict[str, list[tuple[float, float]]]
 
 
-def drawn(found: Mapping[str, Any]) -> tuple[Points, Points]:
-    """What there is to draw of a `plan`: shares and hit rates, predicted and measured."""
+def hit_rate_points(found: Mapping[str, Any]) -> tuple[Points, Points]:
+    """Return the predicted and the measured hit rates of a `cache_forecast.forecast`, to draw."""
     points: list[Points] = []
     for key in ("predicted_hit_rate", "measured_hit_rate"):
         points.append(
@@ -23,13 +23,13 @@ def drawn(found: Mapping[str, Any]) -> tuple[Points, Points]:
     return points[0], points[1]
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
-    """What `plan` found, as lines for a person."""
+def format_forecast(found: Mapping[str, Any]) -> list[str]:
+    """Format a `cache_forecast.forecast` as lines of text: an introduction and a table."""
     has_measured = "measured_hit_rate" in found["sizes"][0][RANKINGS[0]]
-    is_split = found["gpus"] > 1
-    heads = ["hot rows", "memory a GPU" if is_split else "GPU memory"]
+    is_sharded = found["gpus"] > 1
+    heads = ["cached rows", "memory per GPU" if is_sharded else "GPU memory"]
     for name in RANKINGS:
-        heads += [name, *["measured"] * has_measured, *["of it by peers"] * is_split, "MB a batch"]
+        heads += [name, *["measured"] * has_measured, *["peer GPUs"] * is_sharded, "MB per batch"]
     rows = [heads]
     for line in found["sizes"]:
         cells = [f"{line['share']:.1%}", f"{line['memory_bytes'] / 1e6:.1f} MB"]
@@ -38,17 +38,18 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             cells.append(f"{figures['predicted_hit_rate']:.1%}")
             if has_measured:
                 cells.append(f"{figures['measured_hit_rate']:.1%}")
-            if is_split:
+            if is_sharded:
                 cells.append(f"{figures['predicted_peer_hit_rate']:.1%}")
             cells.append(f"{figures['bytes_per_batch'] / 1e6:.2f}")
         rows.append(cells)
-    widths = [max(len(row[place]) for row in rows) for place in range(len(heads))]
-    split = f"that {found['gpus']} GPUs split " if is_split else ""
-    told = [
-        f"a minibatch needs {found['nodes_per_batch']:,.0f} rows of {found['row_bytes']} B, "
-        f"{found['bytes_per_batch'] / 1e6:.2f} MB, of which a hot set {split}keeps off the bus the "
-        f"share predicted from {found['batches']} minibatches:"
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    sharded = f" sharded over {found['gpus']} GPUs" if is_sharded else ""
+    return [
+        f"a minibatch reads {found['nodes_per_batch']:,.0f} rows of {found['row_bytes']} B, "
+        f"{found['bytes_per_batch'] / 1e6:.2f} MB; hit rates of a feature cache{sharded}, "
+        f"predicted from {found['batches']} minibatches, and the bytes that still cross the bus:",
+        *(
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ),
     ]
-    for row in rows:
-        told.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    return told

@@ -1,4 +1,4 @@
-"""Tables, advice and figures of the predicted cost of each method."""
+"""Format the predicted cost of each method: a table, a recommendation, and points to draw."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,20 +12,22 @@ from gcnzc.optim.cost import Computed, Cost, Network, gradient_bytes
 Line: TypeAlias = dict[str, Any]
 
 
-SHARE = 0.1  # of a step that exchange may take before its bandwidth is called too small
+SHARE = 0.1  # the largest share of a step that the exchange takes with enough bandwidth
 
 
-AS_GOOD = 0.95  # of the most seeds a second: fewer workers that reach it are as good
+AS_GOOD = 0.95  # share of the highest throughput that counts as equal to it
 
 
-DRAWN = (0.1, 100.0, 31)  # rates of a picture: from and to these times the one asked for, how many
+DRAWN = (0.1, 100.0, 31)  # rates to draw: first and last, as factors of --mbit-per-s; their number
 
 
 def line_of(cost: Cost, computed: Computed, network: Network) -> Line:
-    """The figures of one method, as they are printed; JSON can hold them.
+    """Return the figures of one method as an entry of the JSON line.
 
-    `speed_up` is how many times the seeds of one worker all take in the same time, each with
-    minibatches as large as that one's. Rates are None where latency alone takes too long.
+    `speed_up` is the throughput of all workers, in seeds per second, divided by that of one worker
+    with minibatches of the same size. `even_mbit_per_s` is the bandwidth at which both are equal,
+    `easy_mbit_per_s` the one at which the exchange takes `SHARE` of a step; they are None if
+    latency alone takes longer.
     """
     exchange_s = cost.seconds(network.bytes_per_s)
     waited_s = cost.waited_s(network.bytes_per_s, computed.seconds)
@@ -51,32 +53,33 @@ def line_of(cost: Cost, computed: Computed, network: Network) -> Line:
     }
 
 
-def advice(lines: Sequence[Line], usual: str) -> Line:
-    """Which of the lines to choose, and why, as it is printed.
+def advice(lines: Sequence[Line], default: str) -> Line:
+    """Recommend a number of workers and a method, as an entry of the JSON line.
 
-    The most seeds a second win. Fewer workers that reach `AS_GOOD` of that are as good, and so is
-    the usual method; one worker wins if no others take more seeds than it does.
+    It is the one with the highest throughput. Fewer workers, and then the default method, are
+    preferred if they reach `AS_GOOD` of it; one worker is preferred if no others are faster.
 
     Args:
-        lines: of `line_of`, at least one.
-        usual: the method that training takes unless it is told another.
+        lines: from `line_of`, at least one.
+        default: the method that `gcnzc train` takes by default.
     """
     most = max(lines, key=lambda line: line["speed_up"])
     if most["speed_up"] <= 1:
         rate = most["even_mbit_per_s"]
-        needs = "no bandwidth helps, as delays and messages take longer"
+        needs = "no bandwidth is enough, because latency and message overhead take longer"
         if rate is not None:
-            needs = f"links of more than {rounded(rate)} Mbit/s would change that"
+            needs = f"links of more than {format_number(rate)} Mbit/s would change that"
         why = (
             f"one worker is faster: {most['workers']} workers reach {most['speed_up']:.2f} times "
-            f"its seeds a second, since {most['exchange_share']:.0%} of a step is exchange; {needs}"
+            f"its seeds per second, since {most['exchange_share']:.0%} of a step is exchange; "
+            f"{needs}"
         )
         return {"choose_workers": 1, "choose_method": None, "speed_up": 1.0, "why": why}
     good = [line for line in lines if line["speed_up"] >= AS_GOOD * most["speed_up"]]
     fewest = min(line["workers"] for line in good)
     mine = [line for line in good if line["workers"] == fewest]
     best = max(mine, key=lambda line: line["speed_up"])
-    chosen = next((line for line in mine if line["method"] == usual), best)
+    chosen = next((line for line in mine if line["method"] == default), best)
     return {
         "choose_workers": chosen["workers"],
         "choose_method": chosen["method"],
@@ -89,23 +92,24 @@ def _why(chosen: Line, most: Line) -> str:
     exchange_s, latency_s = chosen["exchange_s"], chosen["latency_s"]
     words = (
         f"{chosen['workers']} workers, {chosen['method']}: {chosen['speed_up']:.2f} times the seeds"
-        " a second of one worker"
+        " per second of one worker"
     )
     if chosen["workers"] != most["workers"]:
         words += f", and {most['workers']} workers reach no more than {most['speed_up']:.2f} times"
     words += f"; {chosen['exchange_share']:.0%} of a step is exchange"
     if chosen["exchange_share"] <= SHARE:
-        return f"{words}, so more bandwidth would bring little"
+        return f"{words}, so more bandwidth would help little"
     if latency_s > exchange_s / 2:
-        return f"{words}, most of it for delays and messages, which no bandwidth makes shorter"
+        return f"{words}, most of it latency and message overhead, which bandwidth does not reduce"
     easy = chosen["easy_mbit_per_s"]
     if easy is None:
-        return f"{words}, most of it for bytes"
-    return f"{words}, most of it for bytes: {rounded(easy)} Mbit/s would bring it to {SHARE:.0%}"
+        return f"{words}, most of it transfer"
+    rate = format_number(easy)
+    return f"{words}, most of it transfer: {rate} Mbit/s would reduce it to {SHARE:.0%}"
 
 
-def table_of(lines: Sequence[Line], usual: str) -> list[str]:
-    """The lines for people: a heading, and a row for each."""
+def format_table(lines: Sequence[Line], default: str) -> list[str]:
+    """Format the figures of all methods as a table, with * for the default method."""
     heads = [
         "workers",
         "method",
@@ -122,41 +126,43 @@ def table_of(lines: Sequence[Line], usual: str) -> list[str]:
         rows.append(
             [
                 str(line["workers"]),
-                line["method"] + (" *" if line["method"] == usual else ""),
-                told(line["exchange_s"]),
-                told(line["step_s"]),
+                line["method"] + (" *" if line["method"] == default else ""),
+                format_seconds(line["exchange_s"]),
+                format_seconds(line["step_s"]),
                 f"{line['exchange_share']:.0%}",
-                f"{rounded(line['sent_bytes'] / 1e6)} MB",
+                f"{format_number(line['sent_bytes'] / 1e6)} MB",
                 f"{line['speed_up']:.2f}",
-                "no rate" if easy is None else f"{rounded(easy)} Mbit/s",
+                "no rate" if easy is None else f"{format_number(easy)} Mbit/s",
             ]
         )
-    widths = [max(len(row[place]) for row in rows) for place in range(len(heads))]
-    # words to the left, figures to the right
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    # names are aligned left, numbers right
     return [
         "  ".join(
-            cell.ljust(width) if place == 1 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column == 1 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
 
 
-def told(seconds: float) -> str:
-    """Seconds for people."""
-    return f"{rounded(seconds)} s" if seconds >= 1 else f"{rounded(seconds * 1e3)} ms"
+def format_seconds(seconds: float) -> str:
+    """Format a time in seconds, or in milliseconds below one second."""
+    return f"{format_number(seconds)} s" if seconds >= 1 else f"{format_number(seconds * 1e3)} ms"
 
 
-def rounded(value: float) -> str:
-    """Three digits for people."""
+def format_number(value: float) -> str:
+    """Format a number with three significant digits."""
     return f"{float(f'{value:.3g}'):,g}"
 
 
-def drawn(costs: Sequence[Cost], computed: Computed, network: Network, name: str) -> StepTimes:
-    """What `gcnzc.cli.plots.step_times` draws: seconds of a step by the rate of the links."""
+def step_time_points(
+    costs: Sequence[Cost], computed: Computed, network: Network, name: str
+) -> StepTimes:
+    """Compute what `gcnzc.cli.plots.step_times` draws: seconds per step by bandwidth."""
     first, last, count = DRAWN
     step = (last / first) ** (1 / (count - 1))
-    rates = [network.mbit_per_s * first * step**number for number in range(count)]
+    rates = [network.mbit_per_s * first * step**index for index in range(count)]
     curves: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for cost in costs:
         points = [
@@ -171,14 +177,16 @@ def drawn(costs: Sequence[Cost], computed: Computed, network: Network, name: str
     return StepTimes(name, dict.fromkeys(curves, computed.seconds), curves, {}, network.mbit_per_s)
 
 
-def sums(model: nn.Module, computed: Computed, network: Network) -> list[str]:
-    """What the table rests on, in sentences."""
+def describe_inputs(model: nn.Module, computed: Computed, network: Network) -> list[str]:
+    """Describe the model, the step and the network that the table is for."""
     sizes = gradient_bytes(model)
-    parts = " and ".join(f"{rounded(size / 1e6)} MB of {dtype}" for dtype, size in sizes.items())
-    how = f"the median of {computed.steps} that were measured" if computed.steps else "as given"
+    parts = " and ".join(
+        f"{format_number(size / 1e6)} MB of {dtype}" for dtype, size in sizes.items()
+    )
+    how = f"the median of {computed.steps} measured steps" if computed.steps else "from --step-s"
     return [
-        f"{sum(p.numel() for p in model.parameters()):,} parameters; a gradient is {parts}",
-        f"a step without exchange takes {told(computed.seconds)}, {how}",
-        f"links of {network.mbit_per_s:g} Mbit/s with {told(network.delay_s)} of delay and "
-        f"{told(network.message_s)} a message",
+        f"{sum(p.numel() for p in model.parameters()):,} parameters; the gradients are {parts}",
+        f"a step without exchange takes {format_seconds(computed.seconds)}, {how}",
+        f"network: {network.mbit_per_s:g} Mbit/s, {format_seconds(network.delay_s)} of latency, "
+        f"{format_seconds(network.message_s)} of overhead per message",
     ]

@@ -1,40 +1,40 @@
-"""Tables of measured settings."""
+"""Format tuning profiles as text."""
 
 import re
 
 from gcnzc.tune.profiles import TuningProfile
 
 
-def lines(found: TuningProfile) -> list[str]:
-    """A plan, as lines for a person: each setting, its reason, and the figures behind it."""
+def format_profile(found: TuningProfile) -> list[str]:
+    """Format a tuning profile: each setting, the reason for it, and the measurements behind it."""
     device = found.key["device"]
-    about = found.key["table"]
-    told = [
-        f"plan for {device['name']} and rows of {about['row_bytes']} B {about['dtype']}, "
-        f"{about['pitch_bytes']} B apart; made with {found.data}, {found.made}"
+    table = found.key["table"]
+    lines = [
+        f"tuning profile for {device['name']} and rows of {table['row_bytes']} B {table['dtype']}, "
+        f"with a pitch of {table['pitch_bytes']} B; measured with {found.data}, {found.made}"
     ]
-    shown = {name: _shown(name, choice.value) for name, choice in found.choices.items()}
-    wide, wider = (max(map(len, words)) for words in (shown, shown.values()))
+    values = {name: _format_setting(name, choice.value) for name, choice in found.choices.items()}
+    name_width, value_width = (max(map(len, texts)) for texts in (values, values.values()))
     for name, choice in found.choices.items():
-        basis = "as usual" if choice.basis == "default" else choice.basis
-        value = shown[name]
-        told.append(f"{name.ljust(wide)}  {value.rjust(wider)}  {basis}: {choice.why}")
+        value = values[name].rjust(value_width)
+        lines.append(f"{name.ljust(name_width)}  {value}  {choice.basis}: {choice.why}")
         if name == "vectors":
-            # those of warps
+            # the measurements are those of `warps`
             continue
-        for kind, values in choice.figures.items():
-            if isinstance(values, dict) and values:
+        for kind, figures in choice.figures.items():
+            if isinstance(figures, dict) and figures:
                 cells = [
-                    f"{_shown(name, float(at)) if name == 'hot' else at}: "
-                    f"{figure_text(kind, figure)}"
-                    for at, figure in values.items()
+                    f"{_format_setting(name, float(tried)) if name == 'hot' else tried}: "
+                    f"{format_figure(kind, figure)}"
+                    for tried, figure in figures.items()
                 ]
-                what = re.sub("_(s|bytes)$", "", kind).replace("_", " ")
-                told.append(f"{' ' * (wide + wider + 4)}{what}: {', '.join(cells)}")
-    return told
+                title = re.sub("_(s|bytes)$", "", kind).replace("_", " ")
+                indent = " " * (name_width + value_width + 4)
+                lines.append(f"{indent}{title}: {', '.join(cells)}")
+    return lines
 
 
-def figure_text(kind: str, value: float) -> str:
+def format_figure(kind: str, value: float) -> str:
     """Format a measured value with the unit that its name implies."""
     if kind.endswith("_s"):
         return f"{value * 1e3:.3g} ms"
@@ -43,7 +43,7 @@ def figure_text(kind: str, value: float) -> str:
     return f"{value / 1e6:.1f} MB" if kind.endswith("bytes") else f"{value:.4g}"
 
 
-def _shown(name: str, value: float | str) -> str:
+def _format_setting(name: str, value: float | str) -> str:
     if isinstance(value, float):
         return f"{value:.1%}" if name == "hot" else f"{value:.2f}"
     return str(value)

@@ -1,0 +1,93 @@
+"""`gcnzc train`: what it prints and records at the end of a run, and of a resumed one."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from gcnzc import prepare
+from gcnzc.cli import main
+from gcnzc.cli.parser import parse
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.train import run as train_run
+from gcnzc.train.progress import NullReporter
+from gcnzc.train.trainer import Interrupted
+
+OPTIONS = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--batch-size", "100"]
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("graph")
+    make(folder / "raw", "planted", Shape(400, 2000, 8, 3), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    return folder / "graph"
+
+
+def train(capsys, words, status=0):
+    """Train by the command line; return the result, the progress lines, and the record."""
+    assert main(["train", *map(str, words)]) == status
+    out, err = capsys.readouterr()
+    return json.loads(out) if out else None, err
+
+
+def record_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+
+
+def test_the_summary_of_a_run_with_a_feature_cache_has_its_hit_rates(graph, tmp_path, capsys):
+    cache = ["--features", "cached", "--cache-size", "0.5"]
+    result, err = train(capsys, [graph, *OPTIONS, "--epochs", 1, *cache, "--out", tmp_path / "run"])
+    (line,) = [line for line in err.splitlines() if "feature cache" in line and "hit" in line]
+    assert f"{result['hit_rate']:.1%}" in line
+    assert f"{result['predicted_hit_rate']:.1%} predicted" in line
+    assert f"{result['bytes_saved'] / 1e6:.1f} MB" in line
+    assert "function" not in line
+
+
+class StopAt(NullReporter):
+    """Sends this process SIGTERM at the first message or task that begins with a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def say(self, text):
+        if text.startswith(self.text):
+            signal.raise_signal(signal.SIGTERM)
+
+    def task(self, what):
+        self.say(what)
+        return super().task(what)
+
+
+def stopped_run(graph, run, text):
+    """Start a run of 9 epochs, evaluated after each fifth one, and stop it; see `StopAt`."""
+    config = parse(["train", str(graph), *OPTIONS, "--epochs", "9", "--evaluate-every", "5"])
+    with pytest.raises(Interrupted):
+        train_run.train(config, run, StopAt(text))
+    return run
+
+
+def test_a_run_that_resumes_to_end_between_two_evaluations_is_evaluated(graph, tmp_path, capsys):
+    options = [graph, *OPTIONS, "--epochs", 2, "--evaluate-every", 5]
+    expected, _ = train(capsys, [*options, "--out", tmp_path / "whole"])
+    run = stopped_run(graph, tmp_path / "stopped", "epoch 2/9  loss")
+    result, _ = train(capsys, ["--resume", run, "--epochs", 2])
+    assert result["test_accuracy"] == expected["test_accuracy"]
+    assert result["best_epoch"] == 2
+    lines = record_of(run)
+    assert [line["epoch"] for line in lines] == [0, 1]
+    assert lines[1]["valid_accuracy"] == record_of(tmp_path / "whole")[1]["valid_accuracy"]
+    # the run can still be resumed with more epochs
+    assert train(capsys, ["--resume", run, "--epochs", 3])[0]["epochs"] == 3
+    assert "valid_accuracy" in record_of(run)[2]
+
+
+def test_a_run_without_an_evaluation_cannot_end_before_the_epoch_it_is_in(graph, tmp_path, capsys):
+    run = stopped_run(graph, tmp_path / "run", "epoch 3/9")
+    _, err = train(capsys, ["--resume", run, "--epochs", 2], 1)
+    assert "was stopped in epoch 3, before its first evaluation" in err
+    assert "hint: --epochs 3, or more" in err
+    assert train(capsys, ["--resume", run, "--epochs", 3])[0]["epochs"] == 3
