@@ -35,7 +35,7 @@ from gcnzc.loader.transfer import Transfer
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.spans import Span, Stage
 from gcnzc.system.streams import CudaStreams, clock_of
-from gcnzc.train.tracing import share_under
+from gcnzc.train.tracing import overlap_share
 from gcnzc.tune import pcie_bench
 
 CLASSES = 47
@@ -335,7 +335,7 @@ def measure_overlap(bench: Bench, locked: Callable[..., Any], shape: Shape) -> N
                     "overlap",
                     {"shape": shape.name, "ahead": ahead, "priority": priority},
                     batch_s=batch_s,
-                    gather_under_compute=share_under(spans, "gather", "compute"),
+                    gather_under_compute=overlap_share(spans, "gather", "compute"),
                     gather_s=sum(s.end_s - s.begin_s for s in spans if s.name == "gather"),
                     compute_s=sum(s.end_s - s.begin_s for s in spans if s.name == "compute"),
                 )

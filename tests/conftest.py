@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # every gather looks at its ids
 os.environ["GCNZC_CHECK_IDS"] = "1"
-# no plan of this user changes how a test runs
+# no tuning profile of this user changes how a test runs
 os.environ["GCNZC_CACHE"] = tempfile.mkdtemp(prefix="gcnzc-cache-")
 # pictures are written, never shown
 os.environ["MPLBACKEND"] = "Agg"

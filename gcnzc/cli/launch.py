@@ -48,12 +48,12 @@ LOOPBACK, LOOPBACK_ADDRESS = "gcnzc-loopback", "127.0.0.1"
 NO_RUN_ID = "none"
 
 
-# the environment of workers on one machine; variables that the user has set take precedence
-OF_ONE_MACHINE = {
+# environment of workers on one machine; variables that the user has set take precedence
+LOCAL_ENVIRONMENT = {
     # connections of gloo and NCCL stay on this machine
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
-    # a store that is gone is reported by a message, not by C++ frames
+    # we report a lost store by a message, without torch's C++ stack
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
@@ -92,16 +92,17 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> 
         logs_specs=DefaultLogsSpecs(str(logs), tee={0: Std.NONE, **others}),
         log_line_prefix_template="[worker ${rank}] ",
     )
-    # workers lock the run folder itself, between whose restarts nobody else may begin
+    # workers lock the run folder itself, but not while they are restarted: the launcher's lock on
+    # the logs prevents that another run starts in between
     with locked_folder(logs, run), _environment(workers, run) as fatal:
         try:
             elastic_launch(config, sys.executable)("-m", "gcnzc", *words)
         except ChildFailedError as error:
             rank, first = min(error.failures.items())
             raise RuntimeError(
-                f"worker {rank} ended with {_ending(first.exitcode)}, after {restarts} new "
-                f"starts\n\nhint: what the workers said is in {logs}; `gcnzc train --resume` goes "
-                "on from the last checkpoint"
+                f"worker {rank} ended with {_describe_exit(first.exitcode)}, after {restarts} "
+                f"restarts\n\nhint: the output of the workers is in {logs}; `gcnzc train --resume` "
+                "resumes from the last checkpoint"
             ) from None
         except SignalException:
             raise KeyboardInterrupt from None
@@ -112,7 +113,7 @@ def report_fatal_error() -> bool:
     """Report to the launcher that this worker failed in a way that a restart cannot fix.
 
     Returns:
-        Whether the launcher reads it; the worker should then end with exit status 0.
+        Whether there is a launcher that reads it; the worker should then exit with status 0.
     """
     path = os.environ.get(FATAL)
     if path is None:
@@ -128,11 +129,11 @@ def has_reported_fatal_error() -> bool:
 
 
 def own_launch() -> Launch | None:
-    """Return what started this worker, as far as it knows by itself; None without a launcher.
+    """Return the launch that this worker belongs to; None without a launcher.
 
-    A launch is known by its run id: the `--rdzv-id` of torchrun, or a random one for
-    `gcnzc train --workers`. Without `--rdzv-id` it is known by its launchers, one on each machine;
-    `agree_on_launch` adds those of the other workers.
+    A launch is identified by its run id: the `--rdzv-id` of torchrun, or a random one for
+    `gcnzc train --workers`. Without `--rdzv-id` it is identified by its launchers, one on each
+    machine; `agree_on_launch` adds those of the other machines.
     """
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     if given is None:
@@ -146,7 +147,7 @@ def agree_on_launch(own: Launch | None) -> Algorithm[Launch | None]:
     """Return the launch of all workers of a group, the same on all.
 
     Args:
-        own: what each worker knows; see `own_launch`.
+        own: the result of `own_launch` on each worker.
     """
     launchers = own.launchers if own is not None else frozenset()
     texts = yield from all_gather_text("\n".join(sorted(launchers)))
@@ -167,7 +168,7 @@ def _launcher() -> str:
 
 
 def cannot_be_joined() -> bool:
-    """Whether no new machine can join this run, not even to replace another.
+    """Whether no machine can join this run later, not even to replace a lost one.
 
     With torch 2.13, launchers that share their store do not send its address to a new launcher: the
     new launcher and the old ones end with DistStoreError.
@@ -196,7 +197,7 @@ class _Loopback(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Make the store of the next attempt."""
+        """Create a store for the next start of the workers."""
         with socket.socket() as listener:
             listener.bind((LOOPBACK_ADDRESS, 0))
             listener.listen(socket.SOMAXCONN)
@@ -233,18 +234,18 @@ class _Loopback(RendezvousHandler):
 
 @contextmanager
 def _environment(workers: int, run: Path) -> Iterator[Path]:
-    """Set the environment of workers: their share of the cores, and OF_ONE_MACHINE.
+    """Set the environment of workers: numbers of threads, and LOCAL_ENVIRONMENT.
 
     Args:
         workers: the number of workers.
         run: the run folder.
 
     Yields:
-        The file that a worker makes by `report_fatal_error`. It is outside the run folder, which
-        may be moved, or on a full disk.
+        The file that `report_fatal_error` creates. It is not in the run folder, which may be moved
+        or on a full disk.
     """
     cores = str(max(len(os.sched_getaffinity(0)) // workers, 1))
-    wanted = {"OMP_NUM_THREADS": cores, "NUMBA_NUM_THREADS": cores, **OF_ONE_MACHINE}
+    wanted = {"OMP_NUM_THREADS": cores, "NUMBA_NUM_THREADS": cores, **LOCAL_ENVIRONMENT}
     with TemporaryDirectory(prefix="gcnzc-") as folder:
         fatal = Path(folder) / "fatal"
         given = {FATAL: str(fatal), RUN_FOLDER: str(folder_identity(run))}
@@ -257,5 +258,5 @@ def _environment(workers: int, run: Path) -> Iterator[Path]:
                 del os.environ[name]
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit status {code}"

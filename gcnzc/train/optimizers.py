@@ -1,4 +1,4 @@
-"""The optimizers of a run, built from its options."""
+"""Build the optimizer of a run from its options."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,12 +29,15 @@ from gcnzc.train.options import parse_fragments
 def build_optimizer(
     config: TrainConfig, model: torch.nn.Module, workers: int = 1
 ) -> torch.optim.Optimizer:
-    """The optimizer of torch over the parameters of `model`, for one of so many workers.
+    """Build the torch optimizer of a run; with local steps, the inner optimizer.
 
-    Of optimizers with local steps it is the inner one.
+    Args:
+        config: options of the run.
+        model: the model whose parameters it updates.
+        workers: number of workers, which may scale the learning rate.
     """
     parameters, decay = model.parameters(), config.weight_decay
-    lr = step_size(config, workers)
+    lr = learning_rate(config, workers)
     name = config.inner_optimizer if config.optimizer in LOCAL else config.optimizer
     if name == "sgd":
         return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay)
@@ -43,25 +46,25 @@ def build_optimizer(
     return torch.optim.Adam(parameters, lr, weight_decay=decay)
 
 
-def step_size(config: TrainConfig, workers: int) -> float:
-    """Of one of so many workers."""
+def learning_rate(config: TrainConfig, workers: int) -> float:
+    """Return the learning rate for a number of workers, scaled by --scale-lr."""
     return config.lr * {"none": 1.0, "linear": workers, "sqrt": workers**0.5}[config.scale_lr]
 
 
 def build_method(
     config: TrainConfig, model: nn.Module, group: Group, steps: int, signals: int = 0
 ) -> DistributedOptimizer:
-    """The optimizer of a run, which exchanges with the other workers.
+    """Build the distributed optimizer of a run.
 
     Args:
-        config: of the run.
+        config: options of the run.
         model: on this worker's device.
-        group: of all workers.
-        steps: of the whole run, of which a warm-up may be a share.
-        signals: how many things are told with an exchange.
+        group: all workers.
+        steps: steps of the whole run; --warmup may be a share of them.
+        signals: number of flags that are sent with each exchange.
 
     Raises:
-        ValueError: the options do not fit each other.
+        ValueError: options contradict each other.
     """
     if config.optimizer in ONE_BIT:
         return _one_bit(config, model, group, steps, signals)
@@ -77,10 +80,10 @@ def build_method(
     options["local_steps"] = _local_steps(config)
     if config.optimizer == "local-sgd":
         return LocalSGD(inner, group, **options)
-    usual = LOCAL_DEFAULTS[config.optimizer]
-    options["outer_lr"] = usual.outer_lr if config.outer_lr is None else config.outer_lr
+    default = LOCAL_DEFAULTS[config.optimizer]
+    options["outer_lr"] = default.outer_lr if config.outer_lr is None else config.outer_lr
     momentum = config.outer_momentum
-    options["outer_momentum"] = usual.outer_momentum if momentum is None else momentum
+    options["outer_momentum"] = default.outer_momentum if momentum is None else momentum
     if config.optimizer == "diloco":
         return DiLoCo(inner, group, **options)
     if config.optimizer == "co2":
@@ -98,7 +101,7 @@ def _one_bit(
         "onebit-lamb": OneBitLamb,
         "zero-one-adam": ZeroOneAdam,
     }
-    options: dict[str, Any] = {"lr": step_size(config, group.world_size), "group": group}
+    options: dict[str, Any] = {"lr": learning_rate(config, group.world_size), "group": group}
     options |= {"weight_decay": config.weight_decay, "signals": signals, "module": model}
     options |= {"total_steps": steps, **_compress(config)}
     warmup = warmup_steps(config, steps)
@@ -112,7 +115,7 @@ def _one_bit(
 
 
 def warmup_steps(config: TrainConfig, steps: int) -> int | None:
-    """Steps with whole gradients, of so many in all; None to see when the variance has settled."""
+    """Return the length of the warm-up in steps, of `steps` in the run; None if it is automatic."""
     if config.warmup == "auto":
         return None
     number = float(config.warmup)
@@ -120,19 +123,19 @@ def warmup_steps(config: TrainConfig, steps: int) -> int | None:
 
 
 def _delay(config: TrainConfig) -> int | str:
-    words = config.delay
-    if words == "default":
+    text = config.delay
+    if text == "default":
         return "auto" if config.local_steps == "auto" else DELAY
-    return words if words == "auto" else int(words)
+    return text if text == "auto" else int(text)
 
 
 def _compress(config: TrainConfig) -> dict[str, Any]:
-    """The option of that name, unless the class's default is asked for."""
+    """Return the optimizer's argument `compress`; auto takes the default of its class."""
     return {} if config.compress == "auto" else {"compress": compression(config.compress)}
 
 
 def _local_steps(config: TrainConfig) -> int | str:
-    words = config.local_steps
-    if words == "default":
+    text = config.local_steps
+    if text == "default":
         return LOCAL_DEFAULTS[config.optimizer].local_steps
-    return words if words == "auto" else int(words)
+    return text if text == "auto" else int(text)

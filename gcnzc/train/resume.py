@@ -1,4 +1,4 @@
-"""Starting a run, or resuming it from its checkpoint."""
+"""Start a run, or resume it from its checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -30,7 +30,7 @@ from gcnzc.train.run_folder import (
 from gcnzc.train.saving import save
 from gcnzc.train.trainer import PeerFailed, Trainer, mixed_seed
 
-# options that a resumed run may be given anew: they change how long it runs, not what it computes
+# options that may differ in a resumed run: they do not change what a step computes
 FREE_ON_RESUME = {
     *(
         "data",
@@ -48,7 +48,7 @@ FREE_ON_RESUME = {
 }
 
 
-# what checkpoint.pt and best.pt hold at least
+# required keys of checkpoint.pt
 CHECKPOINT_KEYS: Mapping[str, type] = {
     "model": dict,
     "optimizer": dict,
@@ -63,9 +63,9 @@ CHECKPOINT_KEYS: Mapping[str, type] = {
 
 
 def begin(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> None:
-    """Start a run, or resume the one in the folder; worker 0 decides.
+    """Start a run, or resume the one in the folder; a collective call, in which worker 0 decides.
 
-    From then on the run can be resumed. Worker 0 locks the folder until `stack` ends.
+    After this call the run can be resumed. Worker 0 locks the folder until `stack` is closed.
     """
     found: list[bytes] = []
     trainer.on_rank_zero(lambda: found.append(_open_folder(trainer, launch, stack)))
@@ -94,15 +94,15 @@ def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
         launch.write(trainer.folder)
     if is_resumed:
         return _read_checkpoint(trainer)
-    # last: a folder without it holds no run
+    # written last: a folder without this file has no run
     files.write_json(trainer.folder / CONFIG, config_to_dict(trainer.config))
     return b""
 
 
 def _lock_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> None:
-    """Lock the run folder, before anything is decided: of two launches that start, one has it.
+    """Lock the run folder, so that no other launch uses it.
 
-    A launcher has locked the folder of logs until its last worker has ended.
+    A launcher locks the folder of logs until its last worker has ended.
     """
     folder, expected = trainer.folder, launch.folder if launch is not None else None
     is_same = expected is None or files.folder_identity(folder) == expected
@@ -120,12 +120,12 @@ def _check_free_folder(trainer: Trainer) -> None:
     """Check that the folder has neither a run nor a prepared graph."""
     if (trainer.folder / CONFIG).exists():
         raise ValueError(
-            f"{trainer.folder} already holds a run\n\n"
-            f"hint: --resume {trainer.folder} goes on with it; another --out starts anew"
+            f"{trainer.folder} already has a run\n\n"
+            f"hint: --resume {trainer.folder} resumes it; another --out starts a new run"
         )
     if is_prepared(trainer.folder):
         raise ValueError(
-            f"{trainer.folder} holds a prepared graph\n\nhint: a run needs a folder of its own"
+            f"{trainer.folder} has a prepared graph\n\nhint: give another folder with --out"
         )
 
 
@@ -143,14 +143,14 @@ def _check_options(trainer: Trainer, options: Mapping[str, Any] | None) -> None:
 def _check_progress(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Check that a checkpoint's epoch, record and tallies are consistent."""
     path, epoch, lines = trainer.folder / CHECKPOINT, state["epoch"], state["lines"]
-    # a checkpoint from before each worker's was kept has their sum
+    # checkpoints of older versions have the sum over the workers, as `tally`
     checkpoint.check_keys(state, {"tallies": list} if "tallies" in state else {"tally": dict}, path)
     if state["best"]:
         checkpoint.check_keys(state["best"], BEST_KEYS, path)
     is_whole = epoch == len(lines) and all(isinstance(line, dict) for line in lines)
     if not is_whole or state["worker_lines"] < 0:
         raise ValueError(
-            f"{path} is after epoch {epoch}, but has the record of {len(lines)} epochs\n\n"
+            f"{path} was written after epoch {epoch}, but has the record of {len(lines)} epochs\n\n"
             f"{checkpoint.RESTORE}"
         )
 
@@ -163,14 +163,14 @@ def _read_checkpoint(trainer: Trainer) -> bytes:
         if not data:
             raise ValueError(f"{path} is damaged: it is empty\n\n{checkpoint.RESTORE}")
         return data
-    # a run that was killed before its first checkpoint has nothing to lose
+    # a run that was killed before its first checkpoint can start again
     for name in (RECORD, BEST):
         if (trainer.folder / name).exists():
             raise ValueError(
-                f"the run in {trainer.folder} has {name}, but its checkpoint {path} is gone\n\n"
-                "hint: put the checkpoint back; or start another run, with --out"
+                f"the run in {trainer.folder} has {name}, but its checkpoint {path} is missing\n\n"
+                "hint: restore the checkpoint from a copy, or start another run with --out"
             )
-    trainer.reporter.say(f"{trainer.folder} has no checkpoint yet: its run starts over")
+    trainer.reporter.say(f"{trainer.folder} has no checkpoint yet: the run starts again")
     return b""
 
 
@@ -181,25 +181,25 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     _restore_optimizer(trainer, state)
     trainer.epoch, trainer.in_epoch = state["epoch"], state["in_epoch"]
     trainer.best, trainer.lines = state["best"], state["lines"]
-    # it may be older than the checkpoint
+    # best.pt may be older than the checkpoint
     trainer.is_best_written = not trainer.best
     _restore_stats(trainer, state["tallies"] if "tallies" in state else [state["tally"]])
     if trainer.in_epoch:
         trainer.loader.load_state_dict(state["loader"])
     _set_random_states(trainer, state)
     if trainer.is_first:
-        # the checkpoint has all lines, also where the file was damaged since
+        # the checkpoint has all lines, so this also repairs a damaged file
         record.rewrite(trainer.folder / RECORD, trainer.lines)
         record.keep(trainer.folder / WORKERS, state["worker_lines"])
     trainer.worker_lines = state["worker_lines"]
     if len(state["rng"]) == trainer.group.world_size:
         trainer.group.choices = Choices(state.get("choices", {}))
     where = f"in epoch {trainer.epoch + 1}" if trainer.in_epoch else f"after epoch {trainer.epoch}"
-    trainer.reporter.say(f"going on with {trainer.folder} {where}")
+    trainer.reporter.say(f"resuming {trainer.folder} {where}")
 
 
 def _restore_stats(trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
-    """Load each worker's tally; if the number of workers changed, worker 0 loads the sum."""
+    """Load each worker's statistics; if the number of workers changed, worker 0 loads the sum."""
     if len(states) == trainer.group.world_size:
         trainer.tally.load_state_dict(states[trainer.group.rank])
     elif trainer.is_first:
@@ -210,38 +210,37 @@ def _restore_stats(trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _restore_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    found = state["optimizer"]
+    saved = state["optimizer"]
     if trainer.optimizer.is_shared:
-        trainer.optimizer.load_state_dict(found)
+        trainer.optimizer.load_state_dict(saved)
         return
-    old, rank, world_size = found["workers"], trainer.group.rank, trainer.group.world_size
-    everyone = list(range(old))
-    ranks = [rank] if old == world_size else everyone
+    old_size, rank, world_size = saved["workers"], trainer.group.rank, trainer.group.world_size
+    ranks = [rank] if old_size == world_size else list(range(old_size))
     failure: Exception | None = None
     try:
-        states = trainer.worker_states.load(found["generation"], ranks)
+        states = trainer.worker_states.load(saved["generation"], ranks)
     except (OSError, ValueError) as error:
         failure = error
     if any(run(all_gather_scalar(int(failure is not None)), trainer.group)):
-        raise failure or PeerFailed("another worker cannot read the run")
-    own = states[0] if old == world_size else resize_state(states, rank, world_size)
+        raise failure or PeerFailed("another worker cannot read its state")
+    own = states[0] if old_size == world_size else resize_state(states, rank, world_size)
     trainer.optimizer.load_state_dict(own)
 
 
 def _set_random_states(trainer: Trainer, state: Mapping[str, Any]) -> None:
     rank, world_size = trainer.group.rank, trainer.group.world_size
     if len(state["rng"]) != world_size:
-        # as many others would draw anew what these have drawn
-        place = (
+        # new seeds, because with the initial ones random numbers of earlier steps would repeat
+        numbers = (
             trainer.config.seed,
             rank + 1,
             world_size,
             trainer.epoch,
             trainer.loader.shares.done,
         )
-        torch.manual_seed(mixed_seed(*place))
+        torch.manual_seed(mixed_seed(*numbers))
         return
-    # torch 2.13 crashes on a state that is part of another tensor
+    # cloned, because torch 2.13 crashes on a state that is a view of another tensor
     torch.set_rng_state(state["rng"][rank].clone())
     if trainer.device.type == "cuda" and "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"][rank].clone(), trainer.device)

@@ -32,7 +32,7 @@ from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import write_result
 from gcnzc.train.resume import begin
 from gcnzc.train.saving import handle_stop_request, save, write_pending
-from gcnzc.train.setup import cached_table, choose_device, feature_table, planned
+from gcnzc.train.setup import apply_profile, cached_table, choose_device, feature_table
 from gcnzc.train.shared_data import load_shared
 from gcnzc.train.signals import stop_requests
 from gcnzc.train.tasks import build_task
@@ -86,11 +86,13 @@ def train(
         check_memory(footprint_of(config, task.model, *sizes), device, group)
     with ExitStack() as stack:
         table = stack.enter_context(feature_table(data, config.features, device, group))
-        settings = planned(config, table, device, reporter.say)
+        settings = apply_profile(config, table, device, reporter.say)
         table = settings.table
         if config.features == "cached":
             with reporter.task("count feature accesses") as advance:
-                table = cached_table(config, data, table, device, group, advance, settings.hot)
+                table = cached_table(
+                    config, data, table, device, group, advance, settings.cached_share
+                )
             if isinstance(table, CachedTable) and table.gpus > 1:
                 stack.push(_release_together(group, device))
         # dropout and initial weights use torch's global generators: restore the caller's states

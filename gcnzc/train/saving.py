@@ -60,7 +60,7 @@ def _save_optimizer(trainer: Trainer) -> dict[str, Any] | None:
     if trainer.optimizer.is_shared:
         return state
     trainer.on_rank_zero(lambda: _finish_checkpoint(trainer))
-    run(trainer.worker_states.forget(trainer.is_checkpoint_written), trainer.group)
+    run(trainer.worker_states.remove_old(trainer.is_checkpoint_written), trainer.group)
     if wrong := run(trainer.worker_states.save(state), trainer.group):
         trainer.on_rank_zero(lambda: _report_worker_states(trainer, wrong))
         trainer.saved_at = time.monotonic()

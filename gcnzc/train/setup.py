@@ -1,4 +1,4 @@
-"""The parts of a run, built from its options: table, model, optimizer, sampler, device."""
+"""Build the parts of a run from its options: device, feature table, cache and loader settings."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,52 +29,53 @@ from gcnzc.train.shared_data import share_copy
 from gcnzc.tune import profiles
 
 
-def choose_device(asked: str, place: int = 0) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` means on this machine; a GPU with its index.
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """Return the device of this worker; a GPU also becomes the current CUDA device.
 
     Args:
-        asked: one of these.
-        place: of this worker among those of its machine, who share its GPUs.
+        name: `auto`, `cpu` or `cuda`; auto is CUDA if there is a GPU.
+        local_rank: of this worker on its machine, whose workers use its GPUs in turn.
 
     Raises:
-        ValueError: CUDA is asked for and there is none.
+        ValueError: `name` is cuda, and there is no GPU.
     """
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cuda" and not torch.cuda.is_available():
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "--device cuda: torch finds no CUDA device here\n\n"
-            "hint: `gcnzc check` says what is missing; --device cpu trains without one"
+            "--device cuda: torch finds no CUDA device\n\n"
+            "hint: `gcnzc check` shows what is missing; --device cpu trains on the CPU"
         )
-    if asked == "cuda":
-        # the caller's own device unless other workers of this machine take others
-        number = place % torch.cuda.device_count() if place else torch.cuda.current_device()
-        torch.cuda.set_device(number)
-        return torch.device(asked, number)
-    return torch.device(asked)
+    if name == "cuda":
+        # the first worker uses the current device, which the caller may have set
+        count, current = torch.cuda.device_count(), torch.cuda.current_device()
+        index = local_rank % count if local_rank else current
+        torch.cuda.set_device(index)
+        return torch.device(name, index)
+    return torch.device(name)
 
 
 @contextmanager
 def feature_table(
     data: Dataset, where: str, device: torch.device, group: Group
 ) -> Iterator[FeatureTable]:
-    """The features of `data` on the host, page-locked where there is CUDA, or on the device.
+    """Provide the feature table of a run, in the memory that --features chooses.
 
     Args:
-        data: the same on all workers.
-        where: `device`, or anything else for the host.
-        device: that reads them.
-        group: of all workers, those of a machine share a copy where the driver demands one.
+        data: the graph, the same on all workers.
+        where: `device` for a copy in device memory; otherwise host memory, page-locked for CUDA.
+        device: the device that gathers rows.
+        group: all workers; those of a machine share one copy if the driver needs a copy.
 
     Raises:
-        ValueError: the graph has no features, or features of no columns.
+        ValueError: the graph has no features, or features with 0 columns.
         RuntimeError, WorkerLost: as `gcnzc.pinned` and `gcnzc.train.shared_data.share_copy` do.
     """
     if data.table is None or data.table.num_columns == 0:
         found = "no features" if data.table is None else "features of 0 columns, nothing"
         raise ValueError(
             f"{data.name} has {found} to train on\n\n"
-            f"hint: `gcnzc embed {data.folder} DEST` makes some from its edges"
+            f"hint: `gcnzc embed {data.folder} DEST` computes features from the edges"
         )
     if where == "device" or data.table.is_sparse:
         yield data.table.to(device)
@@ -92,20 +93,20 @@ def cached_table(
     progress: Progress | None = None,
     share: float | None = None,
 ) -> CachedTable:
-    """`table` with the hot rows that `config` asks for, which the workers of a machine may split.
+    """Put the feature cache of a run in front of its feature table.
 
     Args:
-        config: the run's.
-        data: its graph.
-        table: its features, inside `gcnzc.pinned` for a GPU.
-        device: that gathers.
-        group: of all workers.
-        progress: of the counting, called with (done, total).
-        share: of the rows to keep there, if `config` leaves it open.
+        config: options of the run.
+        data: the graph.
+        table: features of the graph; within `gcnzc.pinned` for a GPU.
+        device: the device that gathers rows, and has the cache.
+        group: all workers; with --cache-sharded, those of a machine share one cache.
+        progress: called with (done, total) while accesses are counted.
+        share: share of the rows to cache if --cache-size is auto; None for the default.
 
     Raises:
-        ValueError: the hot set holds no row, or the device cannot read the others on the host.
-        RuntimeError: GPUs that are to split the set cannot read each other's memory.
+        ValueError: the cache would have no row, or the device cannot read rows on the host.
+        RuntimeError: the GPUs of a sharded cache cannot read each other's memory.
     """
     graph = data.graph
     ranking: Tensor | Presample = graph.in_degrees()
@@ -132,7 +133,7 @@ def cached_table(
 
 
 def _join(own: CachedShare, first: int) -> Algorithm[CachedTable]:
-    """The table that reads what all workers of this machine have, of whom `first` is the first."""
+    """Exchange the handles of a sharded cache; `first` is the first rank of this machine."""
     texts = yield from all_gather_text(own.handle.to_text())
     return own.join(
         [Handle.from_text(text) for text in texts[first : first + own.handle.world_size]]
@@ -140,37 +141,35 @@ def _join(own: CachedShare, first: int) -> Algorithm[CachedTable]:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What a run takes from the plan of its machine and table."""
+class RunSettings:
+    """Settings of a run that affect its speed, but not its results."""
 
-    table: FeatureTable  # read as the plan says
-    loading: dict[str, Any]  # arguments of `Loader`, those of the command line among them
-    hot: float | None  # the share of the rows to keep on the GPU
+    table: FeatureTable  # with the kernel configuration of the tuning profile
+    loading: dict[str, Any]  # arguments of `Loader`
+    cached_share: float | None  # share of the rows to cache; None if there is no tuning profile
 
 
-def planned(
+def apply_profile(
     config: TrainConfig, table: FeatureTable, device: torch.device, say: Callable[[str], object]
-) -> Planned:
-    """What the plan that was kept for this machine and table says, where `config` leaves it open.
-
-    No bit of a minibatch depends on it.
+) -> RunSettings:
+    """Read the tuning profile of this machine and table, for the options that `config` leaves open.
 
     Args:
-        config: the run's.
-        table: the run's, as it lies.
-        device: that gets the minibatches.
-        say: told which plan is used, if one is.
+        config: options of the run.
+        table: feature table of the run.
+        device: the device of the minibatches.
+        say: called with a message if there is a profile.
     """
     loading: dict[str, Any] = {"threads": config.threads or None}
     found = profiles.find(device, table, say) if config.tuning_profile else None
     if found is None:
-        return Planned(table, loading, None)
-    # how far ahead pays goes with the threads, and both with the engine that draws
+        return RunSettings(table, loading, None)
+    # the best look-ahead depends on the number of threads, and both depend on the sampler
     if not config.threads and config.sampler == "gcnzc":
         loading |= {"threads": found.value("threads"), "ahead": found.value("ahead")}
     share = found.value("copied_share")
-    # measured of all rows, of which hot ones leave others
+    # it was measured without a feature cache
     if share and config.features != "cached":
         loading["copied_share"] = share
-    say(f"plan of {found.made[:10]}: {found.told()}; --no-tuning-profile leaves it aside")
-    return Planned(replace(table, way=found.way), loading, found.hot(table.num_rows))
+    say(f"tuning profile of {found.made[:10]}: {found.told()}; --no-tuning-profile ignores it")
+    return RunSettings(replace(table, way=found.way), loading, found.hot(table.num_rows))

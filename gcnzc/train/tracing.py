@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from gcnzc.train.trainer import Trainer
 
 
-def share_under(spans: Sequence[Span], name: str, other: str) -> float:
-    """The share of the seconds of `name` during which some `other` ran too; 0 of no seconds."""
+def overlap_share(spans: Sequence[Span], name: str, other: str) -> float:
+    """Return the share of the time of spans `name` that overlaps spans `other`; 0 without any."""
     whole = [span for span in spans if span.name == name]
     seconds = sum(span.end_s - span.begin_s for span in whole)
     covers = [span for span in spans if span.name == other]
@@ -31,7 +31,7 @@ def share_under(spans: Sequence[Span], name: str, other: str) -> float:
 
 
 def write_trace(spans: Sequence[Span], path: Path) -> None:
-    """Write spans as Chrome's trace events, for `chrome://tracing` or ui.perfetto.dev."""
+    """Write spans in Chrome's trace format, for ui.perfetto.dev or `chrome://tracing`."""
     origin_s = min((span.begin_s for span in spans), default=0.0)
     lanes = {lane: number for number, lane in enumerate(sorted({span.lane for span in spans}))}
     process = os.getpid()
@@ -54,16 +54,16 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
 
 
 def gather_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
-    """The spans of all workers by the clock of worker 0, in lanes that are named after them.
+    """Gather the spans of all workers, on the clock of worker 0, in one set of lanes per worker.
 
     Args:
-        own: of this worker.
-        rank: of this worker.
+        own: spans of this worker.
+        rank: rank of this worker.
     """
     workers = len((yield AllGatherScalar(rank)))
     if workers == 1:
         return list(own)
-    # all pass here at about the same time, whatever their clocks say
+    # all workers are here at about the same time, so this measures the offsets of their clocks
     clocks = yield AllGatherScalar(time.perf_counter())
     texts = yield from all_gather_text(json.dumps([astuple(span) for span in own]))
     return [
@@ -78,12 +78,12 @@ def gather_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
     ]
 
 
-# steps that are not traced: they compile, and fill the loader's memory
+# steps before the traced ones, which compile kernels and fill the loader's buffers
 WARM_UP = 10
 
 
 def trace(trainer: "Trainer", spans: Sequence[Span], stages: Sequence[Stage]) -> None:
-    """Keep when this step's stages ran, if it is to be drawn, and draw after the last one."""
+    """Record the spans of a step if it is traced, and write the trace after the last such step."""
     trainer.steps += 1
     last = WARM_UP + trainer.config.trace
     if not WARM_UP < trainer.steps <= last:
@@ -95,7 +95,7 @@ def trace(trainer: "Trainer", spans: Sequence[Span], stages: Sequence[Stage]) ->
 
 
 def draw_trace(trainer: "Trainer") -> None:
-    """Write the timeline of the steps that were traced, if there are any."""
+    """Write the timeline of the traced steps, if there are any."""
     if trainer.stages:
         own = trainer.spans + [stage.span() for stage in trainer.stages]
         spans = run(gather_spans(own, trainer.group.rank), trainer.group)
@@ -105,7 +105,7 @@ def draw_trace(trainer: "Trainer") -> None:
         attempt = trainer.files.attempt
         attempt(TRACE, lambda: write_trace(spans, trainer.folder / TRACE))
         attempt(TIMELINE, lambda: timeline(spans, trainer.folder / TIMELINE))
-        share = share_under(own, "gather", "compute")
+        share = overlap_share(own, "gather", "compute")
         trainer.reporter.say(
-            f"{share:.0%} of the gathering lay under the model's work; {trainer.folder / TIMELINE}"
+            f"{share:.0%} of the gather time overlapped with compute; {trainer.folder / TIMELINE}"
         )

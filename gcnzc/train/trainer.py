@@ -1,4 +1,4 @@
-"""The trainer: the parts of a run and its progress."""
+"""The state of a training run: its parts, progress and output files."""
 
 import hashlib
 import time
@@ -28,7 +28,7 @@ from gcnzc.train.tasks.base import Task
 from gcnzc.train.tensorboard import EventFile
 from gcnzc.train.worker_state import WorkerStates
 
-# waits for other workers that an exchange beside the steps may have seen
+# waits for other workers to keep, for the comparison with overlapped exchanges
 WAITS = 1000
 
 
@@ -37,11 +37,11 @@ class Interrupted(Exception):
 
 
 class PeerFailed(Exception):
-    """Another worker has failed and reports the error; this worker ends too."""
+    """Another worker failed and reports the error; this worker ends as well."""
 
 
 class Trainer:
-    """What a run trains, how far it is, and its folder."""
+    """A run in progress: its parts, its position, and its run folder."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class Trainer:
         self.group = optimizer.group
         self.is_first = self.group.rank == 0
         self.loader, self.reporter = loader, reporter
-        self.began = began  # by time.perf_counter
+        self.began = began  # time.perf_counter() at the start of the command
         self.epoch = 0
         self.in_epoch = False  # between the first step of an epoch and its evaluation
         self.tally = EpochStats(device)
-        self.lines: list[dict[str, Any]] = []  # of the record, one an epoch
-        self.worker_lines = 0  # of what each worker did in each epoch
+        self.lines: list[dict[str, Any]] = []  # of record.jsonl, one per epoch
+        self.worker_lines = 0  # number of lines of workers.jsonl
         self.best: dict[str, Any] = {}
         self.is_best_written = True
-        self.counted_sent = 0  # bytes of the ledger that were already added to a tally
-        self.steps = 0  # of this command
+        self.counted_sent = 0  # sent bytes of the ledger that are already in an epoch's statistics
+        self.steps = 0  # steps of this command
         self.now = clock_of(device)
-        # of the steps that are traced
+        # spans of the traced steps
         self.spans: list[Span] = []
         self.stages: list[Stage] = []
         self.waits: deque[Span] = deque(maxlen=WAITS)
@@ -84,32 +84,36 @@ class Trainer:
         self.worker_record = record.Journal(folder / WORKERS)
         self.events = EventFile(folder / BOARD, reporter.say)
         self.writer = checkpoint.Writer()
-        self.is_checkpoint_written = True  # the last one that was begun
+        self.is_checkpoint_written = True  # whether the last checkpoint is on the disk
         self.worker_states = WorkerStates(folder, self.group.rank)
 
-    def on_rank_zero(self, deed: Callable[[], None]) -> None:
-        """Call a function on worker 0; if it raises an error, all workers raise one."""
+    def on_rank_zero(self, function: Callable[[], None]) -> None:
+        """Call a function on worker 0; if it raises an error, all workers raise one.
+
+        Raises:
+            PeerFailed: on the other workers, if the function raised an error.
+        """
         error: Exception | None = None
         if self.is_first:
             try:
-                deed()
-            except Exception as failure:  # whatever it is, the others must not wait for it
+                function()
+            except Exception as failure:  # any error, because the other workers wait for the result
                 error = failure
         if any(run(all_gather_scalar(int(error is not None)), self.group)):
             raise error or PeerFailed("worker 0 has failed")
 
     def is_due(self) -> bool:
-        """Whether it is time for a checkpoint."""
+        """Whether the next checkpoint is due, by --checkpoint-every-s."""
         return time.monotonic() - self.saved_at >= self.config.checkpoint_every_s
 
     def count_sent(self) -> None:
-        """Add the bytes that this worker sent since the last call to the epoch's tally."""
+        """Add the bytes sent since the last call to the epoch's statistics."""
         sent = self.group.ledger.bytes_sent
         self.tally.bytes_sent += sent - self.counted_sent
         self.counted_sent = sent
 
 
 def mixed_seed(*numbers: int) -> int:
-    """A seed that differs for other numbers."""
+    """Return a 64-bit seed: a hash of `numbers`."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

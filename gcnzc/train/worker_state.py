@@ -1,9 +1,9 @@
-"""The part of a run's state that differs between ranks, in a file per rank.
+"""The part of a run's state that differs between workers, in one file per worker.
 
-A checkpoint names a generation of these files, and is written once all of them are on the disk; so
-at any moment the last checkpoint's files are whole, whatever was killed. The files lie in the run
-folder as each worker sees it: on several machines it must be shared for another number of workers
-to go on.
+A checkpoint refers to a generation of these files, and is written after all of them are on the
+disk. So the files of the last checkpoint are always complete, whichever process is killed. Each
+worker writes to the run folder on its own machine; to resume with another number of workers on
+several machines, the folder must be on a shared file system.
 """
 
 import contextlib
@@ -18,33 +18,33 @@ FOLDER = "workers"
 
 
 class WorkerStates:
-    """The files of one worker.
+    """Writes and reads the state files of one worker.
 
     Args:
-        run: folder of the run.
-        rank: of this worker.
+        run: the run folder.
+        rank: rank of this worker.
     """
 
     def __init__(self, run: Path, rank: int) -> None:
         self.folder, self.rank = run / FOLDER, rank
         self.generation = 0
-        """of the files that were written last"""
+        """generation of the files that were written last"""
         self.named = 0
-        """the generation that the last checkpoint names"""
+        """generation that the last checkpoint refers to"""
 
     def save(self, state: Mapping[str, Any]) -> Algorithm[str]:
-        """Write the next generation, on all workers together.
+        """Write the next generation of the files; a collective operation.
 
         Args:
-            state: of this worker; see `checkpoint.save`.
+            state: the state of this worker; see `checkpoint.save`.
 
         Returns:
-            Why it could not be written on some worker, in words; empty if it was on all. Then
-            `generation` is what a checkpoint must name.
+            A message if a worker could not write its file; otherwise an empty text. Then
+            `generation` is the one for the checkpoint to refer to.
         """
         generation, error = self.generation + 1, ""
         try:
-            # later the run folder exists, unless it was moved
+            # only the first time: later a missing run folder was moved, and is not created again
             self.folder.mkdir(parents=not self.generation, exist_ok=True)
             checkpoint.save(self.path(generation, self.rank), state)
         except OSError as failure:
@@ -57,12 +57,12 @@ class WorkerStates:
         self.generation = generation
         return ""
 
-    def forget(self, is_named: bool) -> Algorithm[None]:
-        """Remove the files of generations that no checkpoint names any more.
+    def remove_old(self, is_named: bool) -> Algorithm[None]:
+        """Remove the files that the last checkpoint does not refer to; a collective operation.
 
         Args:
-            is_named: whether a checkpoint that names the last generation is on the disk, as worker
-                0 knows it.
+            is_named: whether a checkpoint that refers to the last generation is on the disk; only
+                the value of worker 0 is used.
         """
         if (yield AllGatherScalar(int(is_named)))[0]:
             self.named = self.generation
@@ -71,23 +71,23 @@ class WorkerStates:
                 _remove(path)
 
     def load(self, generation: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
-        """The states of some workers in a generation, on the CPU.
+        """Load the states of some workers in a generation, on the CPU.
 
         Raises:
-            FileNotFoundError: a file is not there.
-            ValueError: one is damaged.
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged.
         """
         self.generation = self.named = generation
         missing = [rank for rank in ranks if not self.path(generation, rank).is_file()]
         if missing:
             raise FileNotFoundError(
                 f"no state of worker {', '.join(map(str, missing))} in {self.folder}\n\nhint: "
-                "workers on several machines need a run folder that all of them share"
+                "put the run folder on a file system that all machines share"
             )
         return [checkpoint.load(self.path(generation, rank)) for rank in ranks]
 
     def path(self, generation: int, rank: int) -> Path:
-        """Of one worker's file."""
+        """Return the path of a worker's file."""
         return self.folder / f"{generation:06}-{rank}.pt"
 
 

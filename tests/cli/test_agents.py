@@ -42,7 +42,7 @@ def check_whole(found, graph, epochs):
     expected = (len(seeds), f"{seeds_checksum(seeds):016x}")
     assert [line["epoch"] for line in found.epochs()] == list(range(epochs))
     assert {(line["seeds"], line["seeds_checksum"]) for line in found.epochs()} == {expected}
-    assert "already holds a run" not in found.output()
+    assert "already has a run" not in found.output()
     assert json.loads((found.run / "result.json").read_text())["workers"] == 2
 
 
@@ -59,7 +59,7 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_when_a_launcher_is_replaced(gra
         second.wait()
         found.start()
         assert found.wait(first) == 0, found.output()
-        assert found.output().count("going on with") >= 2
+        assert found.output().count("resuming ") >= 2
         check_whole(found, graph, 120)
 
 
@@ -90,12 +90,12 @@ def test_a_run_without_an_id_goes_on_when_worker_0_moves_to_another_launcher(gra
         lost.wait()
         found.start()
         assert found.wait(kept) == 0, found.output()
-        assert "going on with" in found.output()
+        assert "resuming " in found.output()
         check_whole(found, graph, 120)
     # launchers of which none has started this run before
     with start(graph, tmp_path / "run", "1", 120, None) as found:
         assert found.start().wait(timeout=240) != 0
-        assert "already holds a run" in found.output()
+        assert "already has a run" in found.output()
 
 
 def has_worker_0(launcher):

@@ -141,13 +141,13 @@ def test_a_plan_is_measured_kept_shown_and_used(graph, tmp_path, monkeypatch, ca
     assert json.loads(capsys.readouterr().out)["plans"] == []
     words = ["train", str(graph), *SMALL, "--epochs", "1"]
     assert main([*words, "--out", str(tmp_path / "with")]) == 0
-    assert f"plan of {made['made'][:10]}: " in capsys.readouterr().err
+    assert f"tuning profile of {made['made'][:10]}: " in capsys.readouterr().err
     assert main([*words, "--no-tuning-profile", "--out", str(tmp_path / "without")]) == 0
-    assert "plan of" not in capsys.readouterr().err
+    assert "tuning profile of" not in capsys.readouterr().err
     # a run may go on with another plan, or none
     words = ["train", "--resume", str(tmp_path / "with"), "--epochs", "2", "--no-tuning-profile"]
     assert main(words) == 0
-    assert "plan of" not in capsys.readouterr().err
+    assert "tuning profile of" not in capsys.readouterr().err
 
 
 def test_a_busy_machine_is_told_of(monkeypatch, capsys):
@@ -322,7 +322,7 @@ def test_damaged_edges(damage, shared_data, tmp_path, capsys):
 
 def test_a_run_is_not_overwritten(run, graph, capsys):
     error, hint = said(capsys, ["train", graph, *SMALL, "--out", run], 1)
-    assert "already holds a run" in error
+    assert "already has a run" in error
     assert "--resume" in hint
 
 
@@ -386,7 +386,7 @@ def test_a_run_without_its_checkpoint_is_not_started_over_in_silence(run, tmp_pa
         if path.is_file() and path.name != "config.json":
             path.unlink()
     assert main(["train", "--resume", str(lost), "--epochs", "1"]) == 0
-    assert "has no checkpoint yet: its run starts over" in capsys.readouterr().err
+    assert "has no checkpoint yet: the run starts again" in capsys.readouterr().err
 
 
 def test_options_that_were_edited_in_a_run_are_found(run, tmp_path, capsys):

@@ -266,7 +266,7 @@ def test_two_processes_do_not_train_in_one_folder(run, capsys):
 def test_a_run_does_not_go_into_the_folder_of_a_graph(graph, capsys):
     before = sorted(graph.iterdir())
     text = answer_of(capsys, ["train", graph, *SMALL, "--out", graph], 1)
-    assert f"error: {graph} holds a prepared graph" in text
+    assert f"error: {graph} has a prepared graph" in text
     assert sorted(graph.iterdir()) == before
 
 

@@ -119,7 +119,7 @@ def test_a_lost_worker_is_replaced_and_the_run_ends_as_if_nothing_were(graph, tm
     assert "rank 1 on" in err
     assert "has stopped sending heartbeats" in err
     assert "rank 0 on" not in err
-    assert "going on with" in err
+    assert "resuming " in err
     # one line, of the first worker
     line = json.loads(out)
     assert (line["workers"], line["epochs"]) == (2, 60)
@@ -170,7 +170,7 @@ def test_a_mistake_is_told_once_and_not_tried_again(graph, tmp_path):
         assert not of_this(run)
     assert process.returncode == 1
     assert out == ""
-    assert err.count("already holds a run") == 1
+    assert err.count("already has a run") == 1
     assert "Traceback" not in err
 
 

@@ -7,7 +7,7 @@ import torch
 
 from gcnzc.system.spans import Seconds, Span, Stage, seconds_outside
 from gcnzc.system.streams import clock_of
-from gcnzc.train.tracing import share_under, write_trace
+from gcnzc.train.tracing import overlap_share, write_trace
 
 
 def spans(name, *parts, lane="a"):
@@ -30,7 +30,7 @@ def spans(name, *parts, lane="a"):
     ],
 )
 def test_share_under(gathers, computes, share):
-    found = share_under(
+    found = overlap_share(
         spans("gather", *gathers) + spans("compute", *computes), "gather", "compute"
     )
     assert found == pytest.approx(share)

@@ -330,10 +330,10 @@ def test_workers_of_the_same_launch_go_on_and_those_of_another_do_not(config, tm
         assert path.exists()
     epochs = saved(run)["epoch"] + 2
     assert results(2, tmp_path, work_for, "seven", [*words, "--epochs", epochs]) == [0, 0]
-    assert "going on with" in talk(tmp_path, 0)
+    assert "resuming " in talk(tmp_path, 0)
     assert [line["epoch"] for line in lines(run / "record.jsonl")] == list(range(epochs))
     assert results(2, tmp_path, work_for, "eight", [*words, "--epochs", epochs]) == [1, 1]
-    assert "already holds a run" in talk(tmp_path, 0)
+    assert "already has a run" in talk(tmp_path, 0)
 
 
 def test_a_run_without_an_id_belongs_to_all_launchers_that_started_its_workers(config, tmp_path):
@@ -348,10 +348,10 @@ def test_a_run_without_an_id_belongs_to_all_launchers_that_started_its_workers(c
     words += ["--epochs", epochs]
     # worker 0 has another launcher, and worker 1 a new one
     assert results(2, tmp_path, work_for, "none", words, ["second", "third"]) == [0, 0]
-    assert "going on with" in talk(tmp_path, 0)
+    assert "resuming " in talk(tmp_path, 0)
     assert [line["epoch"] for line in lines(run / "record.jsonl")] == list(range(epochs))
     assert results(2, tmp_path, work_for, "none", words, ["fourth", "fifth"]) == [1, 1]
-    assert "already holds a run" in talk(tmp_path, 0)
+    assert "already has a run" in talk(tmp_path, 0)
 
 
 def wait_for_record(run, tmp_path):
@@ -408,7 +408,7 @@ def test_what_fails_on_the_first_worker_fails_on_all_at_once(config, tmp_path):
             process.join(60)
             assert process.exitcode == 1
     assert time.monotonic() - began < 40
-    assert "already holds a run" in talk(tmp_path, 0)
+    assert "already has a run" in talk(tmp_path, 0)
     assert "PeerFailed: worker 0 has failed" in talk(tmp_path, 1)
 
 

@@ -98,16 +98,16 @@ def loaders(monkeypatch):
 def test_a_plan_is_used_and_changes_no_result(config, tmp_path, monkeypatch, loaders):
     config, reporter = replace(config, device="cpu"), Listener()
     train(config, tmp_path / "plain", reporter)
-    assert not any("plan" in text for text in reporter.said)
+    assert not any("tuning profile" in text for text in reporter.said)
     planned(config.data, monkeypatch, tmp_path / "cache")
     train(config, tmp_path / "planned", reporter)
-    assert [text for text in reporter.said if "plan" in text] == [
-        "plan of 2026-01-02: 3 threads, 7 batches ahead, 50% of the rows copied; "
-        "--no-tuning-profile leaves it aside"
+    assert [text for text in reporter.said if "tuning profile" in text] == [
+        "tuning profile of 2026-01-02: 3 threads, 7 batches ahead, 50% of the rows copied; "
+        "--no-tuning-profile ignores it"
     ]
     reporter.said.clear()
     train(replace(config, tuning_profile=False), tmp_path / "no-plan", reporter)
-    assert not any("plan of" in text for text in reporter.said)
+    assert not any("tuning profile of" in text for text in reporter.said)
     # what the command line says goes before it, and look-ahead goes with threads
     train(replace(config, threads=2), tmp_path / "threads", reporter)
     usual, planned_for, without, asked = ((made.threads, made.ahead) for made in loaders)

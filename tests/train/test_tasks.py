@@ -187,7 +187,7 @@ def test_the_graph_of_messages_has_no_edge_to_be_foretold(shared_data, tmp_path)
 
 @pytest.fixture(scope="module")
 def chance(tmp_path_factory) -> Path:
-    """A graph whose edges are drawn at random from all pairs, so that nothing foretells them."""
+    """A graph whose edges are drawn at random from all pairs, so that nothing predicts them."""
     random = np.random.default_rng(0)
     num_nodes, num_edges = 1000, 5000
     folder = tmp_path_factory.mktemp("chance")
@@ -286,8 +286,8 @@ def test_from_the_command_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"sampler": "dgl"}, "--sampler dgl draws for nodes"),
-        ({"features": "cached"}, "--cache-policy presampled counts"),
+        ({"sampler": "dgl"}, "--sampler dgl does not support link prediction"),
+        ({"features": "cached"}, "--cache-policy presampled samples"),
     ],
 )
 def test_options_of_nodes_alone(more, message, config):
@@ -310,7 +310,7 @@ def test_hot_rows_by_in_degree(config, tmp_path):
 
 def test_a_graph_whose_edges_are_not_split(config, graph, tmp_path):
     data = load(graph.parent / "raw")
-    with pytest.raises(ValueError, match=r"edges of .* are not split(.|\n)*--task link` takes"):
+    with pytest.raises(ValueError, match=r"edges of .* have no split(.|\n)*--task link` holds"):
         build_task(config, data)
     assert isinstance(build_task(replace(config, task="node"), data), NodeTask)
 

@@ -10,10 +10,10 @@ from gcnzc.train.tasks.node import NodeTask
 
 
 def build_task(config: TrainConfig, data: Dataset) -> Task:
-    """What `config` says is to be learned from `data`.
+    """Build the training task that `config` selects, for the graph `data`.
 
     Raises:
-        ValueError: `data` has nothing of the kind.
+        ValueError: the graph has no labels, or no split of its edges, for the task.
     """
     kinds: Mapping[str, Callable[[TrainConfig, Dataset], Task]] = {
         "node": NodeTask,

@@ -1,4 +1,4 @@
-"""A training task: what a run predicts and how it is scored."""
+"""The protocol of training tasks: seeds, model, loss and evaluation."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
@@ -12,30 +12,30 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.protocol import Samples
 
-Scores: TypeAlias = dict[str, dict[str, float]]  # metric -> part -> value
+Scores: TypeAlias = dict[str, dict[str, float]]  # metric -> split -> value
 
 
 Progress: TypeAlias = Callable[[int, int], object]
 
 
 class Task(Protocol):
-    """One thing to learn from a graph."""
+    """A training task: node classification or link prediction."""
 
-    metric: str  # that the best model is chosen by
-    seeds: Tensor  # (S,) of a loader
-    labels: Tensor | None  # of all nodes, for a loader; None if the sampler gives them
+    metric: str  # selects the best model, by its value on the validation split
+    seeds: Tensor  # (S,) int64 training nodes, or numbers of training edges
+    labels: Tensor | None  # of all nodes; None if the sampler returns the labels
     sampler: Samples
-    has_accuracy: bool  # whether the largest logit is what is foretold
-    best_accuracy: float | None  # what no model can pass, where it is known
+    has_accuracy: bool  # whether the largest logit is the predicted class
+    best_accuracy: float | None  # the best possible accuracy, if it is known
 
     def model(self) -> nn.Module:
-        """A new model, on the CPU, with weights from torch's generator."""
+        """Build a model on the CPU, with initial weights from torch's generator."""
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """What the model gives for a minibatch, one row for each of its labels."""
+        """Compute the logits of a minibatch, one row per label."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(): the mean over the minibatch."""
+        """Compute the loss: a scalar, the mean over the minibatch."""
 
     def evaluate(
         self,
@@ -45,9 +45,9 @@ class Task(Protocol):
         progress: Progress,
         group: Group | None = None,
     ) -> Scores:
-        """Score the model on the validation and test parts, with all neighbours.
+        """Score the model on the validation and test splits, with all neighbours.
 
-        The workers of `group` divide the work, and get the same scores.
+        The workers of `group` share the work, and all return the same scores.
         """
 
     def outputs(
@@ -58,16 +58,17 @@ class Task(Protocol):
         progress: Progress,
         group: Group | None = None,
     ) -> tuple[Tensor, Scores]:
-        """What the model gives for every node, (N, columns) on the CPU, and the scores of parts.
+        """Compute the outputs of the model for all nodes, and the scores of the splits.
 
-        For `group` see `evaluate`; the workers of one machine share what the model gives.
+        Returns:
+            (N, columns) on the CPU, in memory that the workers of a machine share; and the scores.
         """
 
 
 def agreed_scores(scores: Scores, group: Group | None) -> Scores:
-    """The scores of worker 0, on all workers.
+    """Return the scores of worker 0 on all workers.
 
-    The rows are the same on all, but sums of them may not be, on processors of different kinds.
+    The outputs are the same on all workers, but sums of them may differ between processor models.
     """
     if group is None or group.world_size == 1:
         return scores

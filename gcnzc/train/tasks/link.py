@@ -1,4 +1,4 @@
-"""Link prediction."""
+"""The task of link prediction."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ from gcnzc.train.tasks.base import Progress, Scores, agreed_scores
 
 
 class LinkTask:
-    """Which edges there are; a `Task`.
+    """Predict which pairs of nodes have an edge; see `Task`.
 
     Raises:
-        ValueError: the graph has no split of edges, or an option is of nodes alone.
+        ValueError: the graph has no split of its edges, or an option does not support edges.
     """
 
     has_accuracy: bool = False
@@ -34,20 +34,20 @@ class LinkTask:
     def __init__(self, config: TrainConfig, data: Dataset) -> None:
         if data.links is None:
             raise ValueError(
-                f"the edges of {data.name} are not split, so there are none to foretell\n\n"
-                f"hint: `gcnzc prepare {data.folder} DEST --task link` takes some out for "
+                f"the edges of {data.name} have no split, so no edges are held out to predict\n\n"
+                f"hint: `gcnzc prepare {data.folder} DEST --task link` holds out edges for "
                 "validation and test"
             )
         if config.sampler != "gcnzc":
             raise ValueError(
-                f"--sampler {config.sampler} draws for nodes, not for edges\n\n"
-                "hint: --sampler gcnzc draws for both"
+                f"--sampler {config.sampler} does not support link prediction\n\n"
+                "hint: use --sampler gcnzc"
             )
         if config.features == "cached" and config.cache_policy == "presampled":
             raise ValueError(
                 "--cache-policy presampled samples the neighbours of training nodes, not of "
                 "training edges\n\n"
-                "hint: --cache-policy in-degree"
+                "hint: use --cache-policy in-degree"
             )
         self.config, self.data, self.links = config, data, data.links
         self.metric = self.links.metric
@@ -89,7 +89,7 @@ class LinkTask:
         group: Group | None = None,
     ) -> Scores:
         """See `Task`."""
-        nodes = self._judged()
+        nodes = self._evaluated_nodes()
         rows = inference(
             model.encoder,
             self.data.graph,
@@ -111,14 +111,14 @@ class LinkTask:
         progress: Progress,
         group: Group | None = None,
     ) -> tuple[Tensor, Scores]:
-        """See `Task`; the outputs are the encoder's, which the decoder compares."""
+        """See `Task`; the outputs are those of the encoder, the inputs of the decoder."""
         rows = inference(
             model.encoder, self.data.graph, table, device, progress=progress, group=group
         )
         return rows, agreed_scores(self._scores(model, rows, torch.arange(len(rows))), group)
 
-    def _judged(self) -> Tensor:
-        """(M,) int64 ids of the nodes of all pairs that are judged, ascending."""
+    def _evaluated_nodes(self) -> Tensor:
+        """Return the (M,) int64 ids of the nodes of all validation and test pairs, sorted."""
         seen = torch.zeros(self.data.graph.num_nodes, dtype=torch.bool)
         for part in ("valid", "test"):
             for ids in (self.links.edges[part], self.links.negatives[part]):

@@ -1,4 +1,4 @@
-"""Node classification."""
+"""The task of node classification."""
 
 from typing import Any
 
@@ -26,14 +26,14 @@ class NodeTask:
 
     def __init__(self, config: TrainConfig, data: Dataset) -> None:
         if len(data.split["train"]) == 0:
-            hint = "--task link foretells its edges" if data.links else "is the split empty?"
+            hint = "use --task link" if data.links else "check the training split of the graph"
             raise ValueError(f"{data.name} has no labelled nodes to train on\n\nhint: {hint}")
         if data.labels.ndim == 2 and data.metric == "accuracy":
             raise ValueError(
                 f"{data.name} has {data.labels.shape[1]} columns of labels, and accuracy as "
                 "metric\n\n"
-                "hint: prepare the folder again, for ROC AUC; one-hot labels become classes with "
-                "labels.argmax(axis=1)"
+                "hint: prepare the graph again to use ROC AUC; convert one-hot labels to classes "
+                "by labels.argmax(axis=1)"
             )
         self.config, self.data = config, data
         self.metric: str = data.metric
