@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# the last record of a zip archive: its mark, 16 bytes, the length of the comment, the comment
+# the last record of a zip archive: signature, 16 bytes, length of the comment, comment
 END_MARK, END_BYTES = b"PK\5\6", 22
 
 
@@ -31,14 +31,14 @@ SEAL_BYTES = len(LABEL) + 2 * hashlib.sha256().digest_size
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Write `state` to `path`, so that at any moment `path` holds the old state or the new one.
+    """Write `state` to `path` atomically: the file always has the old state or the new one.
 
     Args:
         path: file to write; its folder exists.
-        state: tensors, numbers, strings, and lists and dicts of these: what `load` may read.
+        state: tensors, numbers, strings, and lists and dicts of these.
 
     Raises:
-        OSError: the disk is full or may not be written. What was at `path` is still there.
+        OSError: the disk is full or not writable. The previous file remains.
     """
     write(path, to_bytes(state))
 
@@ -76,14 +76,14 @@ def _check_seal(data: bytes, path: Path) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write an archive, so that at any moment `path` holds the old bytes or the new ones.
+    """Write an archive with its checksum to `path` atomically.
 
     Args:
         path: file to write; its folder exists.
-        data: from `to_bytes`; its checksum is added.
+        data: from `to_bytes`, without the checksum.
 
     Raises:
-        OSError: the disk is full or may not be written. What was at `path` is still there.
+        OSError: the disk is full or not writable. The previous file remains.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -152,15 +152,15 @@ def load(path: Path, needed: Mapping[str, type] | None = None) -> dict[str, Any]
 
 
 def from_bytes(data: bytes, path: Path, needed: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """The state in the bytes of a file that `save` wrote at `path`; see `load`."""
+    """Load a state from the bytes of the file at `path`; see `load`."""
     _check_seal(data, path)
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    # a file that another program wrote may fail in any way
+    # torch may raise any exception for a damaged file
     except Exception as error:
         if isinstance(error, pickle.UnpicklingError):
-            # torch's own message advises to unpickle anything
-            reason = "it holds other objects than tensors, numbers and text"
+            # torch's own message suggests an unsafe load
+            reason = "it has other objects than tensors, numbers and text"
         else:
             reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -212,7 +212,7 @@ def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> 
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a rename inside `folder` is on the disk."""
+    """Wait until the entries of `folder`, such as a renamed file, are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -82,8 +82,8 @@ class TrainConfig:
     num_negatives: int = 1
     """link prediction: negative pairs per edge"""
     strict_negatives: bool = True
-    """link prediction: reject negative pairs that are edges of the graph or self loops; without it,
-    they may occur"""
+    """link prediction: reject negative pairs that are edges of the graph or self loops; with
+    --no-strict-negatives, they may occur"""
     exclude: Literal["none", "self", "reverse"] = "reverse"
     """link prediction: edges excluded from the sampled neighbourhoods: none, those of the minibatch
     (self), or these and their reverse edges (reverse)"""
@@ -149,7 +149,7 @@ class TrainConfig:
     batch_norm: bool = False
     """GraphSAGE and GCN: normalise the hidden features over the minibatch"""
     skip: bool = True
-    """GAT: add a linear skip connection to each layer; without it, a layer has none"""
+    """GAT: add a linear skip connection to each layer; with --no-skip, a layer has none"""
     patience: int = 0
     """stop after this many evaluations without improvement; 0 never stops early"""
     evaluate_every: int = 1
@@ -175,8 +175,8 @@ class TrainConfig:
     """threads that prepare minibatches; 0 takes the number from the tuning profile, or the
     default"""
     tuning_profile: bool = True
-    """use the settings that `gcnzc check --tune` measured for this machine; without it, use the
-    defaults"""
+    """use the settings that `gcnzc check --tune` measured for this machine; with
+    --no-tuning-profile, use the defaults"""
     workers: int = 1
     """processes that train together on this machine, each with its part of every minibatch; for
     several machines, use torchrun"""

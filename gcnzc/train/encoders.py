@@ -1,4 +1,4 @@
-"""The encoder and the sampler of a run, built from its options."""
+"""Build the GNN and the sampler of a run from its options."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from gcnzc.train.config import TrainConfig
 
 
 def build_encoder(config: TrainConfig, data: Dataset, num_columns: int) -> gnn.Model:
-    """The model of `config` for the features of `data`, with `num_columns` outputs, on the CPU."""
+    """Build the GNN of a run on the CPU, for the features of `data` and `num_columns` outputs."""
     assert data.table is not None, "feature_table has checked"
     sizes = (data.table.num_columns, config.hidden, num_columns)
     options: dict[str, Any] = {
@@ -32,7 +32,7 @@ def build_encoder(config: TrainConfig, data: Dataset, num_columns: int) -> gnn.M
 
 
 def build_sampler(config: TrainConfig, data: Dataset) -> Samples:
-    """The engine that draws the neighbours."""
+    """Build the neighbour sampler that --sampler selects."""
     if config.sampler == "dgl":
         from gcnzc.interop.dgl import DglSampler
 

@@ -1,4 +1,4 @@
-"""Statistics of one epoch: sums that a resumed epoch continues."""
+"""Statistics of one epoch: loss, accuracy, times and bytes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from gcnzc.exchange import Algorithm, AllGather
 from gcnzc.system.spans import Seconds, Span, Stage
 
-# of an epoch, told in any case
+# times that every epoch's line has, also if they are 0
 TIMES = ("sample_s", "gather_s", "wait_s", "compute_s", "exchange_s", "hidden_s")
 
 
@@ -21,10 +21,10 @@ SUMS = ("loss", "right")
 
 
 def seeds_checksum(seeds: Tensor) -> int:
-    """Return the sum of SplitMix64 of all seeds, modulo 2**64, whatever their order.
+    """Return the sum of the SplitMix64 hashes of all seeds, modulo 2**64, in any order.
 
-    The checksums of minibatches add up to that of their epoch, whichever rank used them. A seed
-    that is missing or used twice changes the checksum.
+    The checksums of minibatches add up to the checksum of their epoch, regardless of which rank
+    used them. A seed that is missing or used twice changes it.
 
     Args:
         seeds: (S,) int64 on the host: ids of nodes, or numbers of edges in link prediction.
@@ -36,36 +36,39 @@ def seeds_checksum(seeds: Tensor) -> int:
 
 
 class EpochStats:
-    """Sums over the steps of one epoch; what a resumed epoch goes on from."""
+    """Sums over the steps of one epoch on one worker; part of a checkpoint."""
 
     def __init__(self, device: torch.device) -> None:
-        # float64 on the device, so that adding needs no wait for it
+        # float64 on the device, so that an addition does not synchronise with it
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.right = torch.zeros((), dtype=torch.float64, device=device)
         self.seeds = self.steps = self.bytes = 0
         self.bytes_sent = 0  # payload of all messages to other workers
         self.seeds_checksum = 0  # modulo 2**64
-        # of a cached table, rows that were hot, and of them those that another worker's GPU had
+        # rows read from the feature cache, and those of them read from another worker's GPU
         self.hits: int | Tensor = 0
         self.peer_hits: int | Tensor = 0
         self.seconds = Seconds(dict.fromkeys(TIMES, 0.0))
 
     def add(self, logits: Tensor, loss: Tensor, labels: Tensor, seeds: Tensor) -> None:
-        """Add one minibatch; `seeds` are those of the loader, on the host."""
+        """Add the loss and accuracy of one minibatch; `seeds` are on the host."""
         self.loss += loss.double() * len(labels)
         if labels.ndim == 1:
-            # one logit a pair, or one a class
-            foretold = logits > 0 if logits.ndim == 1 else logits.argmax(dim=1)
-            self.right += (foretold == labels).sum()
+            # one logit per pair of nodes, or one per class
+            predicted = logits > 0 if logits.ndim == 1 else logits.argmax(dim=1)
+            self.right += (predicted == labels).sum()
         self.seeds += len(labels)
         self.seeds_checksum = (self.seeds_checksum + seeds_checksum(seeds)) % 2**64
 
     def time(
         self, times: Mapping[str, float], stages: Sequence[Stage], waits: Sequence[Span]
     ) -> None:
-        """Add the seconds of one step: the loader's threads', and of what is measured in place.
+        """Add the seconds of one step.
 
-        What of the computing was waiting for other workers is taken from it.
+        Args:
+            times: seconds that were measured on the threads of the loader.
+            stages: stages of the training thread.
+            waits: waits for other workers, which are subtracted from the time of `compute`.
         """
         for name, seconds in times.items():
             self.seconds.add_seconds(name, seconds)
@@ -75,9 +78,9 @@ class EpochStats:
             self.seconds.add_seconds("compute_s", wait.begin_s - wait.end_s)
 
     def of_all_workers(self) -> Algorithm[list["EpochStats"]]:
-        """The tallies of all workers, in the order of ranks."""
+        """Gather the statistics of all workers, in the order of ranks."""
         state = self.state_dict()
-        # float64 cannot hold the 64 bits of a checksum
+        # integers are gathered separately, because float64 cannot represent 64-bit checksums
         counts = yield AllGather(torch.tensor([_signed(state[name]) for name in COUNTS]))
         sums = [state[name] for name in SUMS]
         times = state["times"]
@@ -92,7 +95,7 @@ class EpochStats:
         return tallies
 
     def shown(self) -> str:
-        """The figures beside the bar."""
+        """Format the statistics for the progress bar."""
         times = self.seconds.all()
         spent = sum(times[name] for name in ("wait_s", "compute_s", "exchange_s"))
         busy, seeds = max(spent, 1e-9), max(self.seeds, 1)
@@ -104,14 +107,16 @@ class EpochStats:
         )
 
     def figures(self, has_accuracy: bool, workers: int = 1) -> dict[str, Any]:
-        """The line of the record, its seconds means over the workers.
+        """Return the epoch's line of the record, with times that are means over the workers.
 
-        Nodes with several tasks have no accuracy.
+        Args:
+            has_accuracy: False if there are several labels per node.
+            workers: number of workers whose sums these are.
         """
         line: dict[str, Any] = {"loss": self.loss.item() / self.seeds, "steps": self.steps}
         if has_accuracy:
-            # with dropout, and of weights that change from one minibatch to the next; evaluation
-            # measures train_accuracy with neither
+            # with dropout, and with weights that change after each minibatch, unlike the
+            # train_accuracy of an evaluation
             line["minibatch_accuracy"] = self.right.item() / self.seeds
         times = {name: seconds / workers for name, seconds in self.seconds.all().items()}
         line["epoch_s"] = times["wait_s"] + times["compute_s"] + times["exchange_s"]
@@ -119,24 +124,24 @@ class EpochStats:
         return line | {"payload_bytes": self.bytes, "bytes_sent": self.bytes_sent}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return all sums as Python numbers."""
         counts = {name: int(getattr(self, name)) for name in COUNTS}
         sums = {name: getattr(self, name).item() for name in SUMS}
         return counts | sums | {"times": self.seconds.all()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Restore the sums from `state_dict`."""
         for name in SUMS:
             getattr(self, name).fill_(state[name])
         for name in COUNTS:
-            # a checkpoint from before something was counted does not have it
+            # checkpoints of older versions do not have every count
             setattr(self, name, state.get(name, 0))
         self.seeds_checksum %= 2**64
         self.seconds = Seconds(dict.fromkeys(TIMES, 0.0) | state["times"])
 
 
 def sum_stats(tallies: Sequence[EpochStats]) -> EpochStats:
-    """Sum the tallies of workers; `steps`, which all have in common, is not summed."""
+    """Add up the statistics of workers; `steps` is the maximum, because all take the same steps."""
     states = [tally.state_dict() for tally in tallies]
     whole = {name: sum(state[name] for state in states) for name in (*COUNTS, *SUMS)}
     whole["steps"] = max(state["steps"] for state in states)
@@ -148,5 +153,5 @@ def sum_stats(tallies: Sequence[EpochStats]) -> EpochStats:
 
 
 def _signed(count: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the bits of a uint64."""
     return count - 2**64 if count >= 2**63 else count

@@ -1,4 +1,4 @@
-"""Evaluation of a finished run."""
+"""Evaluate the best model of a run, as `gcnzc evaluate` does."""
 
 import time
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "
 
 
 def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Measure the best model of a run on every split, with all neighbours.
+    """Evaluate the best model of a run on every split, with all neighbours.
 
     Args:
-        config: the run folder, and what to do differently.
-        reporter: where progress is shown; nowhere if None.
+        config: the run folder, and the options of `gcnzc evaluate`.
+        reporter: shows the progress; None shows nothing.
 
     Returns:
-        The metric of each split, and the epoch that the model is from.
+        The scores of each split, and the epoch of the model.
 
     Raises:
-        FileNotFoundError: the folder holds no run.
-        ValueError: the data does not fit the model.
+        FileNotFoundError: the folder has no run.
+        ValueError: the graph does not fit the model.
     """
     reporter = reporter or NullReporter()
     trained = read_config(config.run)
@@ -43,7 +43,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     task = build_task(trained, data)
     best = checkpoint.load(config.run / BEST, BEST_KEYS)
     model = task.model().to(device)
-    _demand_sizes(model.state_dict(), best["model"], source, trained.data)
+    _check_sizes(model.state_dict(), best["model"], source, trained.data)
     checkpoint.match(model, best["model"], config.run / BEST)
     begin = time.perf_counter()
     with (
@@ -63,15 +63,15 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     }
 
 
-def _demand_sizes(
+def _check_sizes(
     here: Mapping[str, Any], there: Mapping[str, Any], source: Path, trained_on: Path | None
 ) -> None:
-    """Check that a graph has the numbers of columns and of classes of the graph of the run.
+    """Check that a graph has as many feature columns and classes as the graph of the run.
 
     Args:
-        here: state dict of a model for the graph.
-        there: state dict of the model that was trained.
-        source: the graph.
+        here: state dict of a new model for the graph to evaluate.
+        there: state dict of the trained model.
+        source: the graph to evaluate.
         trained_on: the graph of the run.
 
     Raises:
@@ -88,7 +88,7 @@ def _demand_sizes(
 
 
 def _num_columns(state: Mapping[str, Any]) -> int | None:
-    """The width of the features that the first layer takes; None if it has no such layer."""
+    """Return the input width of the first layer; None if there is no such layer."""
     for name, value in state.items():
         if "layers.0." in name and isinstance(value, Tensor) and value.ndim > 1:
             return value.shape[-1]
@@ -96,7 +96,7 @@ def _num_columns(state: Mapping[str, Any]) -> int | None:
 
 
 def _num_outputs(state: Mapping[str, Any]) -> int | None:
-    """The width of the outputs of the last layer; None if it has no such layer."""
+    """Return the output width of the last layer; None if there is no such layer."""
     biases = [
         value
         for name, value in state.items()
@@ -106,7 +106,7 @@ def _num_outputs(state: Mapping[str, Any]) -> int | None:
 
 
 def flatten_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Flatten scores by metric and split to names such as `valid_accuracy`."""
+    """Flatten scores by metric and split to keys such as `valid_accuracy`."""
     return {
         f"{part}_{metric}": value
         for metric, values in scores.items()

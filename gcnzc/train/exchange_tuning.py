@@ -1,4 +1,4 @@
-"""Collective algorithms chosen for a run, by measurement or from an earlier one."""
+"""Choose the fastest collective algorithms for a run, by new or stored measurements."""
 
 import torch
 
@@ -7,28 +7,29 @@ from gcnzc.exchange.layout import describe_layout, group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.system.files import cache_folder
 
-# what the first run between some workers spends on measuring collectives
+# time limit of the measurements, in seconds
 TUNING_S = 5.0
 
 
-# gathered with every checkpoint: torch's random state, and counts
+# sizes that are gathered for every checkpoint: statistics, and torch's random state
 GATHERED_BYTES = (64, 5056)
 
 
 def exchange_tuning(model: torch.nn.Module, group: Group) -> Tuning:
-    """Which collectives are fastest between these workers, at the sizes that a run of `model` asks.
+    """Find the fastest collective algorithms for the message sizes of a run.
 
-    What is missing of it is measured, and kept in the cache folder of worker 0.
+    Sizes without a stored measurement are measured; results are stored in the cache folder of
+    worker 0.
 
     Args:
-        model: the same on all workers, of whatever values.
-        group: of all workers; its choices stay as they are.
+        model: the model of the run, with the same parameters on all workers; values may differ.
+        group: all workers; its choices are not changed.
 
     Raises:
         ValueError: the workers' models differ.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
-    # with other sizes workers would wait for each other for ever
+    # with different sizes, the collectives below would not end
     run(check_same(describe_layout(named), "models"), group)
     whole = [
         sum(tensor.numel() * tensor.element_size() for _, tensor in kind)

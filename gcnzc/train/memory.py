@@ -1,7 +1,7 @@
-"""The least memory that a run needs, compared with that of the machine.
+"""Estimate the memory that a run needs at least, and compare it with that of the machine.
 
-The figures are lower bounds, so that no run is refused that would fit: what the loader, temporary
-tensors, evaluation and checkpoints take is not counted, nor what neighbours add to a minibatch.
+The estimates are lower bounds, so that no run is rejected that would fit: they do not include the
+loader, temporary tensors, evaluation, checkpoints, and the sampled neighbours of a minibatch.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from gcnzc.train.config import LOCAL, TrainConfig
 class Footprint:
     """Bytes that a run needs at least."""
 
-    training: int  # of each worker: weights, gradients, and the optimizer's state
-    minibatch: int  # of each worker: features of the seeds, and the outputs of all layers for them
+    training: int  # per worker: weights, gradients, and the optimizer's state
+    minibatch: int  # per worker: features of the seeds, and the outputs of all layers for them
 
     def describe(self) -> str:
-        """The parts, for a message."""
+        """Format the sizes of the parts, for a message."""
         return (
             f"{_shown(self.training)} for weights, gradients and the optimizer's state, "
             f"{_shown(self.minibatch)} for a minibatch"
@@ -39,17 +39,17 @@ def footprint_of(
     num_columns: int,
     num_seeds: int,
 ) -> Footprint:
-    """Count what a run needs, without making its model.
+    """Estimate the memory of a run, without allocating its model.
 
     Args:
-        config: of the run.
-        build: makes the model, here without memory for its weights.
-        num_nodes: of the graph.
-        num_columns: of the features.
-        num_seeds: of an epoch.
+        config: options of the run.
+        build: builds the model; it is called with the device `meta`.
+        num_nodes: nodes of the graph.
+        num_columns: feature columns.
+        num_seeds: seeds per epoch.
 
     Raises:
-        RuntimeError: a weight has more elements than 64 bits count.
+        RuntimeError: the size of a weight exceeds 64 bits.
     """
     try:
         with torch.device("meta"):
@@ -71,15 +71,15 @@ def footprint_of(
 
 
 def check_memory(found: Footprint, device: torch.device, group: Group) -> None:
-    """Compare what a run needs with the memory of this machine, and of its GPU.
+    """Compare the memory that a run needs with that of this machine or its GPU.
 
     Args:
-        found: of the run.
-        device: of this worker.
-        group: of all workers.
+        found: the estimate for the run.
+        device: device of this worker.
+        group: all workers.
 
     Raises:
-        RuntimeError: there is less; on all workers if on one.
+        RuntimeError: there is not enough memory; raised on all workers if on one.
     """
     with joint_work(group):
         has, of_worker = total_bytes(), found.training + found.minibatch
@@ -97,7 +97,7 @@ def _refusal(parts: str, needs: int | None = None, who: str = "", has: int = 0) 
     amount = "" if needs is None else f"at least {_shown(needs)}, but {who} {_shown(has)}: "
     return (
         f"not enough memory: this run needs {amount}{parts}\n\n"
-        "hint: a smaller --hidden, --heads or --batch-size; and for what --workers share, fewer"
+        "hint: use a smaller --hidden, --heads or --batch-size, or fewer --workers"
     )
 
 

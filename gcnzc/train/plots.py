@@ -1,4 +1,4 @@
-"""Figures of a run: its curves and its timeline."""
+"""Plots of a run: training curves and the timeline of a trace."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from gcnzc.system import files
 from gcnzc.system.spans import Span
 from gcnzc.train import record
 
-# what is drawn later lies over what it is part of
+# in drawing order: later spans cover earlier ones, of which they are a part
 SPAN_COLOURS = {
     "sample": "C0",
     "gather": "C1",
@@ -26,31 +26,32 @@ STAGES = {
     "gather_s": "gather",
     "compute_s": "compute",
     "exchange_s": "exchange",
-    "hidden_s": "beside",
+    "hidden_s": "overlapped exchange",
 }
 
 
 def curves(runs: Sequence[Path], out: Path) -> None:
-    """Draw loss and accuracies by epoch, and a stacked bar of each run's seconds an epoch.
+    """Plot loss and scores by epoch, and a stacked bar of each run's seconds per epoch.
 
-    Sampling and gathering happen on threads beside the computation, so the bars may add up to more
-    than the whole epoch took, which a black line shows.
+    Sampling and gathering overlap with compute, so a bar may be longer than the whole epoch, which
+    a black line shows.
 
     Args:
-        runs: folders with a record.jsonl; one line or more each.
-        out: picture to write; its ending names the format.
+        runs: run folders with a record.jsonl of at least one line.
+        out: image to write; its suffix is the format.
 
     Raises:
         FileNotFoundError: a run has no record.
     """
-    # without pyplot: nothing global changes, and no screen is needed
+    # without pyplot, which changes global state and may need a display
     figure = Figure(figsize=(15, 4.2), layout="constrained")
     loss, score, time = figure.subplots(1, 3)
     for number, run in enumerate(runs):
         lines = record.read(run / "record.jsonl")
         if not lines:
             raise FileNotFoundError(
-                f"no epochs in {run / 'record.jsonl'}\n\nhint: `gcnzc train --out {run}` makes it"
+                f"no epochs in {run / 'record.jsonl'}\n\n"
+                f"hint: `gcnzc train --out {run}` writes one line per epoch"
             )
         if any(not {"epoch", "loss", "metric"} <= line.keys() for line in lines):
             raise ValueError(
@@ -82,9 +83,9 @@ def curves(runs: Sequence[Path], out: Path) -> None:
         time.plot([number - 0.4, number + 0.4], [whole, whole], "k", label=shown)
         score.set_ylabel({"rocauc": "ROC AUC", "auc": "ROC AUC", "mrr": "MRR"}.get(metric, metric))
     loss.set_ylabel("loss")
-    time.set_ylabel("seconds an epoch")
+    time.set_ylabel("seconds per epoch")
     time.set_xticks(range(len(runs)), [run.name for run in runs], fontsize="small")
-    # room for the legend beside the bars
+    # space for the legend
     time.set_xlim(-0.7, len(runs) + 0.3 * len(runs))
     for axis in (loss, score):
         axis.set_xlabel("epoch")
@@ -96,11 +97,11 @@ def curves(runs: Sequence[Path], out: Path) -> None:
 
 
 def timeline(spans: Sequence[Span], out: Path) -> None:
-    """Draw when each stage ran, a lane for each thread.
+    """Plot when each stage ran, one lane per thread.
 
     Args:
-        spans: of the steps to draw.
-        out: picture to write; its ending names the format.
+        spans: spans of the traced steps.
+        out: image to write; its suffix is the format.
     """
     lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "model", lane))
     origin_s = min(span.begin_s for span in spans)
@@ -113,7 +114,7 @@ def timeline(spans: Sequence[Span], out: Path) -> None:
             axis.broken_barh(
                 parts, (number - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.4
             )
-        axis.barh(0, 0, color=colour, label=name)
+        axis.barh(0, 0, color=colour, label="overlapped exchange" if name == "beside" else name)
     axis.set_yticks(range(len(lanes)), lanes)
     axis.invert_yaxis()
     axis.set_xlim(left=0)
@@ -123,6 +124,6 @@ def timeline(spans: Sequence[Span], out: Path) -> None:
 
 
 def save(figure: Figure, out: Path) -> None:
-    """Write a figure to a file, whole or not at all."""
+    """Write a figure to a file atomically."""
     with files.replacing(out) as partial:
         figure.savefig(partial, dpi=120)

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines elsewhere."""
+"""Report messages and progress: a progress bar on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -23,25 +23,25 @@ PLAIN_LINE_S = 10.0
 
 
 class Reporter:
-    """Says things and shows progress on one console; see the module's docstring."""
+    """Prints messages and progress to a console, by default standard error."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """One line for the person who waits."""
+        """Print one line."""
         self.console.print(text, markup=False)
 
     @contextmanager
     def task(self, what: str) -> Iterator[ProgressCallback]:
-        """Show how far `what` is, for the length of a `with`."""
+        """Show the progress of a task within a `with`; yields a function (done, total, figures)."""
         bar = self._bar if self.console.is_terminal else self._lines
         with bar(what) as advance:
             yield advance
 
     @contextmanager
     def stages(self, what: str) -> Iterator[Callable[[str, int, int], None]]:
-        """Like `task`, for work that calls (stage, done, total)."""
+        """Show the progress of work in stages; yields a function (stage, done, total)."""
         with self.task(what) as advance:
             yield lambda stage, done, total: advance(done, total, stage)
 
@@ -81,14 +81,14 @@ class Reporter:
 
 
 class NullReporter(Reporter):
-    """Says and shows nothing: for library calls and tests."""
+    """A reporter that prints nothing, for library calls and tests."""
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @contextmanager
     def task(self, what: str) -> Iterator[ProgressCallback]:
-        """Nothing, for the length of a `with`."""
+        """Show nothing."""
         yield lambda done, total, figures="": None
 
 

@@ -1,8 +1,8 @@
-"""Tensors in shared memory, made by one rank of each machine.
+"""Share tensors in host memory between the workers of a machine.
 
-The first worker of a machine makes memory without a name, by memfd_create(2), and the others map it
-by way of /proc/PID/fd, see proc(5). So nothing can be left behind, whoever is killed at whatever
-moment: the kernel frees the memory with the last process that maps it.
+The first worker of a machine allocates anonymous memory with memfd_create(2), and the others map it
+through /proc/PID/fd, see proc(5). No memory can leak if a process is killed: the kernel frees it
+with the last process that maps it.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ from gcnzc.system.host_memory import available_bytes
 T = TypeVar("T")
 
 
-# of the kernel's linux/memfd.h
+# from linux/memfd.h
 _MFD_CLOEXEC = 1
 
 
@@ -44,22 +44,21 @@ _log = logging.getLogger("gcnzc")
 
 
 def load_shared(path: str | Path, group: Group, *, allow_nan: bool = False) -> Dataset:
-    """Load a graph for all workers, so that each machine holds it once.
+    """Load a graph on all workers, with one copy in the memory of each machine.
 
-    A prepared folder is mapped by each worker: they share the pages. Anything else is read by the
-    first worker of each machine, features straight into shared memory, and mapped by the others.
-    That may take long: meanwhile the first worker says that it is alive. Tensors that are read so
-    are the same memory on all workers of a machine: writing to one changes it for all.
+    A prepared folder is memory-mapped by each worker, and they share the pages. Any other graph is
+    read by the first worker of each machine into shared memory, which the others map; a heartbeat
+    continues meanwhile. A write to such a tensor is visible on all workers of the machine.
 
     Args:
-        path: see `gcnzc.load`; the same on all workers, each machine has its own files.
-        group: of all workers.
+        path: see `gcnzc.load`; the same on all workers, but each machine reads its own files.
+        group: all workers.
         allow_nan: see `gcnzc.load`.
 
     Raises:
-        FileNotFoundError, ValueError, RuntimeError: as `gcnzc.load` does, on all workers if on one.
-        RuntimeError: the workers of a machine cannot open each other's memory.
-        WorkerLost: another worker is gone.
+        FileNotFoundError, ValueError, RuntimeError: as `gcnzc.load` does; on all workers if on one.
+        RuntimeError: a worker cannot open the memory of the first worker of its machine.
+        WorkerLost: another worker has ended or does not respond.
     """
     path = Path(path)
     if group.world_size == 1:
@@ -73,20 +72,21 @@ def load_shared(path: str | Path, group: Group, *, allow_nan: bool = False) -> D
 
 
 def shared(make: Callable[[Allocate], T], group: Group) -> T:
-    """What `make` returns on the first worker of each machine, for all workers of that machine.
+    """Call `make` on the first worker of each machine, and return its result on all workers.
 
-    Its tensors, at any depth of it, lie once in shared memory; all else is pickled.
+    All tensors in the result are in memory that the workers of a machine share; other objects are
+    pickled.
 
     Args:
-        make: called with what gives arrays that are in shared memory from the start; tensors on
-            memory of any other kind are copied into it. They are strided or CSR, on the host.
-        group: of all workers.
+        make: called with a function that allocates arrays in shared memory. Tensors in other memory
+            are copied to shared memory. They are strided or CSR, on the host.
+        group: all workers.
 
     Raises:
-        RuntimeError: the workers of a machine cannot open each other's memory, or there is too
-            little of it.
-        WorkerLost: another worker is gone.
-        Exception: what `make` raises, on all workers.
+        RuntimeError: a worker cannot open the memory of the first worker of its machine, or there
+            is too little memory.
+        WorkerLost: another worker has ended or does not respond.
+        Exception: an error of `make`, on all workers.
     """
     with _Maker() as maker:
         own = _Handle(0, 0, 0)
@@ -97,7 +97,7 @@ def shared(make: Callable[[Allocate], T], group: Group) -> T:
         with joint_work(group):
             memory = maker.memory_of if group.local_rank == 0 else _opened
             value = _Unpickler(memory(handle), handle.pid, memory).load()
-        # all have it open now, so its makers may close it
+        # all workers have mapped it, so the file descriptors may be closed
         return value
 
 
@@ -137,16 +137,16 @@ def share_copy(table: FeatureTable, group: Group) -> FeatureTable:
 
 
 def shared_empty(shape: Sequence[int], dtype: torch.dtype, group: Group) -> Tensor:
-    """A tensor on the host that all workers of a machine read and write; alone, a plain one.
+    """Allocate a host tensor that all workers of a machine share; with one worker, a plain tensor.
 
     Args:
-        shape: the same on all workers, as is `dtype`.
-        dtype: of the tensor.
-        group: of all workers. What one writes, others may read after their next vote.
+        shape: the shape, the same on all workers.
+        dtype: the dtype, the same on all workers.
+        group: all workers. A worker may read what another one wrote after a later collective.
 
     Raises:
-        RuntimeError: as for `shared`.
-        WorkerLost: another worker is gone.
+        RuntimeError: see `shared`.
+        WorkerLost: another worker has ended or does not respond.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if group.world_size == 1 or num_bytes == 0:
@@ -163,21 +163,21 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype, group: Group) -> Tens
 
 
 def first_workers(group: Group) -> tuple[int, ...]:
-    """For each worker, by rank, the rank of the first worker of its machine."""
+    """Return, for each rank, the rank of the first worker of its machine."""
     return run(all_gather_scalar(group.rank - group.local_rank), group)
 
 
 @dataclass(frozen=True)
 class _Handle:
-    """Memory without a name, as another process can open it."""
+    """A handle of anonymous memory, by which another process can open it."""
 
     pid: int
     fd: int
-    inode: int  # tells it from what another process has under the same numbers
+    inode: int  # detects that the same pid and fd are another file
 
 
 def _of_first(own: _Handle, group: Group) -> _Handle:
-    """The handle that the first worker of this machine gives."""
+    """Return the handle of the first worker of this machine."""
     first = group.rank - group.local_rank
     place = run(all_gather_scalar(own.pid << 32 | own.fd), group)[first]
     inode = run(all_gather_scalar(own.inode), group)[first]
@@ -185,11 +185,11 @@ def _of_first(own: _Handle, group: Group) -> _Handle:
 
 
 def _opened(handle: _Handle) -> Tensor:
-    """(bytes,) uint8: memory of another process of this machine."""
+    """Map the memory of another process of this machine, as a (bytes,) uint8 tensor."""
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
         if os.stat(path).st_ino != handle.inode:
-            raise OSError(f"{path} is something else")
+            raise OSError(f"{path} is another file")
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
@@ -198,15 +198,15 @@ def _opened(handle: _Handle) -> Tensor:
     except OSError as error:
         raise RuntimeError(
             f"process {os.getpid()} cannot open the memory of the first worker of its machine, "
-            f"process {handle.pid}: {error}\n\nhint: workers of one machine run as one user, in "
-            "one container, with /proc; and LOCAL_RANK counts those of one machine"
+            f"process {handle.pid}: {error}\n\nhint: run the workers of a machine as one "
+            "user, in one container with /proc; LOCAL_RANK numbers the workers of one machine"
         ) from error
 
 
-def _without_name(label: str) -> int:
-    """The descriptor of memory of no bytes yet; it is closed in programs that this one starts."""
-    # os.memfd_create is missing where Python was built for an older C library than the one that
-    # runs, as uv's was: https://github.com/astral-sh/uv/issues/15081
+def _create_memory_file(label: str) -> int:
+    """Create an empty anonymous memory file with close-on-exec; return its descriptor."""
+    # some builds of Python have no os.memfd_create, because they were built for an older C library:
+    # https://github.com/astral-sh/uv/issues/15081
     libc = ctypes.CDLL(None, use_errno=True)
     file = libc.memfd_create(label.encode(), _MFD_CLOEXEC)
     if file < 0:
@@ -219,7 +219,7 @@ _Memory: TypeAlias = Callable[[_Handle], Tensor]
 
 
 class _Maker:
-    """Makes memory that other processes can open until the end of the `with`."""
+    """Allocates memory that other processes can open until the end of the `with`."""
 
     def __init__(self) -> None:
         self.made: dict[int, tuple[Tensor, _Handle]] = {}  # by address
@@ -234,20 +234,19 @@ class _Maker:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # whoever has mapped the memory keeps it
+        # mappings of the memory remain valid
         for _, handle in self.made.values():
             os.close(handle.fd)
 
     def empty(self, num_bytes: int) -> Tensor:
-        """(num_bytes,) uint8, all zero."""
+        """Allocate a (num_bytes,) uint8 tensor of zeros."""
         left = available_bytes()
         if num_bytes > left:
             raise RuntimeError(
-                f"{num_bytes:,} bytes for the workers of this machine to share do not fit into the "
-                f"{left:,} that are left\n\nhint: `gcnzc prepare` writes a folder that is opened "
-                "without being read into memory"
+                f"{num_bytes:,} bytes of shared memory do not fit into the {left:,} bytes that are "
+                "free on this machine\n\nhint: `gcnzc prepare` writes folders that need no copy"
             )
-        file = _without_name("gcnzc")
+        file = _create_memory_file("gcnzc")
         os.ftruncate(file, num_bytes)
         memory = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
         handle = _Handle(os.getpid(), file, os.fstat(file).st_ino)
@@ -255,28 +254,28 @@ class _Maker:
         return memory
 
     def handle(self, memory: Tensor) -> _Handle:
-        """What others open it by; `memory` begins where one of ours does."""
+        """Return the handle of a tensor at the start of memory that `empty` allocated."""
         return self.made[memory.data_ptr()][1]
 
     def memory_of(self, handle: _Handle) -> Tensor:
-        """The memory that was made under this handle."""
+        """Return the memory that has a handle."""
         return next(memory for memory, known in self.made.values() if known == handle)
 
     def allocate(self, name: str, size: int, dtype: Any) -> Array:
-        """The `Allocate` whose arrays lie in such memory."""
+        """Allocate an array in shared memory; an `Allocate`."""
         probe = torch.empty(0, dtype=torch.uint8).numpy().view(dtype)
         memory = self.empty(max(size * probe.itemsize, 1))
         return memory[: size * probe.itemsize].numpy().view(dtype)
 
     def placed(self, value: object) -> _Handle:
-        """The handle of the pickled `value`, whose tensors have handles in it."""
+        """Pickle `value` to shared memory, with handles in place of its tensors."""
         file = io.BytesIO()
         _Pickler(file, self).dump(value)
         data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         return self.handle(self.empty(len(data)).copy_(data))
 
     def storage(self, tensor: Tensor) -> Tensor:
-        """Memory of ours that holds the storage of `tensor`."""
+        """Return shared memory with the storage of `tensor`, which is copied if needed."""
         storage = tensor.untyped_storage()
         address, num_bytes = storage.data_ptr(), storage.nbytes()
         if address in self.made:
@@ -290,14 +289,14 @@ class _Maker:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes where tensors lie, in place of what they hold."""
+    """A pickler that writes the handles and layouts of tensors instead of their elements."""
 
     def __init__(self, file: io.BytesIO, maker: _Maker) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.maker = maker
 
     def persistent_id(self, value: object) -> Any:
-        """Of a strided tensor: its memory, and where in it the elements are."""
+        """Return the memory and the layout of a strided tensor; None for other objects."""
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return None
         handle = self.maker.handle(self.maker.storage(value))
@@ -305,7 +304,7 @@ class _Pickler(pickle.Pickler):
         return handle.fd, handle.inode, value.dtype, *layout
 
     def reducer_override(self, value: object) -> Any:
-        """Of a CSR tensor: its parts, which are strided."""
+        """Reduce a CSR tensor to its strided parts."""
         if not isinstance(value, Tensor):
             return NotImplemented
         parts = value.crow_indices(), value.col_indices(), value.values()
@@ -313,16 +312,16 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what `_Pickler` wrote; of one's own workers only."""
+    """Loads the data of a `_Pickler` of the same run; it is not safe for other data."""
 
     def __init__(self, data: Tensor, pid: int, memory: _Memory) -> None:
         super().__init__(io.BytesIO(data.numpy().tobytes()))
         self.pid, self.memory = pid, memory
         self.known: dict[_Handle, Tensor] = {}
 
-    def persistent_load(self, told: Any) -> Tensor:
-        """The tensor on shared memory."""
-        fd, inode, dtype, shape, stride, offset = told
+    def persistent_load(self, pid: Any) -> Tensor:
+        """Return the tensor in shared memory that `persistent_id` described."""
+        fd, inode, dtype, shape, stride, offset = pid
         handle = _Handle(self.pid, fd, inode)
         if handle not in self.known:
             self.known[handle] = self.memory(handle)
@@ -333,6 +332,6 @@ class _Unpickler(pickle.Unpickler):
 
 def _csr(indptr: Tensor, indices: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
     with warnings.catch_warnings():
-        # torch says once that sparse CSR is in beta
+        # torch warns once that sparse CSR is in beta
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support")
         return torch.sparse_csr_tensor(indptr, indices, values, size, check_invariants=False)

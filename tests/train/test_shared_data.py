@@ -263,7 +263,7 @@ def test_errors_reach_all_workers(tmp_path):
     assert texts[0].startswith(f"no folder {tmp_path / 'missing'}\n\nhint: ")
     assert str(broken) in texts[1]
     assert re.match(r"rank 1: process \d+ cannot open the memory of .*Permission denied", texts[2])
-    assert texts[3].startswith("100 bytes for the workers of this machine to share do not fit")
+    assert texts[3].startswith("100 bytes of shared memory do not fit")
 
 
 def share_until_killed(folder, moment):
