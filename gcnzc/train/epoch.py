@@ -67,7 +67,9 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
             ]
             waits = [Span("exchange", "model", *wait) for wait in trainer.group.take_waits()]
             trainer.waits += waits
-            overlapped = [Span("beside", "exchange", *each) for each in trainer.group.take_overlapped()]
+            overlapped = [
+                Span("beside", "exchange", *each) for each in trainer.group.take_overlapped()
+            ]
             trainer.tally.time(batch.times, stages, waits)
             if overlapped:
                 # the part of the overlapped exchange for which no step waited

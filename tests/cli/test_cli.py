@@ -234,7 +234,7 @@ def test_link_of_a_graph(graph, tmp_path, capsys, monkeypatch):
     assert (table["rows"], table["columns"], table["row_bytes"]) == (1500, 16, 64)
     # half of the rows of 64 B begin in the middle of a line, and none lies in two
     assert table["layouts"]["shifted"]["requests"] == {"32": 0, "64": 1, "96": 0, "128": 0}
-    assert "requests a row" in talk
+    assert "requests per row" in talk
     assert "because" in talk
     assert out.stat().st_size > 10_000
 
@@ -268,7 +268,7 @@ def test_help_explains(words, capsys):
         (["train", "--epochs", "0"], "--epochs must be at least 1, got 0", "leave"),
         (["train", "--fanouts", "5,x"], "5,x", "gcnzc train --help"),
         (["train", "--fanouts", "5,5"], "2 fan-outs (5,5) for 3 layers", "--layers 2"),
-        (["train", "--dropout", "1"], "--dropout must be from 0 to below 1", "share"),
+        (["train", "--dropout", "1"], "--dropout must be from 0 to below 1", "probability"),
         (["train", "--model", "mlp"], "mlp", "gcnzc train --help"),
         (["make"], "PATH", "gcnzc make --help"),
         (["plot"], "no run is given", "gcnzc plot runs/NAME"),

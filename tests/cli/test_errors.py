@@ -97,7 +97,7 @@ def test_a_model_that_does_not_fit_is_rejected_before_any_work(
     words = ["train", graph, *SMALL, "--out", tmp_path / "run", "--hidden", hidden]
     text = answer_of(capsys, words, 1)
     assert re.search("error: not enough memory: this run needs ", text)
-    assert "hint: a smaller --hidden" in text
+    assert "hint: use a smaller --hidden" in text
     if hidden < 10**9:
         assert re.search(r"at least [\d.,]+ .B, but this machine has [\d.,]+ .B", text)
         assert re.search(r"[\d.,]+ .B for weights, gradients and the optimizer's state", text)
