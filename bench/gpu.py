@@ -338,14 +338,14 @@ def measure_cache(bench: Bench) -> None:
                 some_hot = chosen.to(bench.device)[torch.randint(len(chosen), (num_ids,))]
                 ids = torch.where(hits, some_hot, cold[torch.randint(len(cold), (num_ids,))])
                 out.fill_(7)
-                gather_rows(rows, ids, out, hot=hot)
+                gather_rows(rows, ids, out, cached=hot)
                 check_equal(out, rows, ids, f"a hit rate of {hit_rate}")
                 num_bytes = num_ids * row_bytes
                 ways = bench.dense(memory) | {
                     "all over the bus": (num_bytes, partial(gather_rows, rows, ids, out)),
                     "hot rows on the GPU": (
                         num_bytes,
-                        partial(gather_rows, rows, ids, out, hot=hot),
+                        partial(gather_rows, rows, ids, out, cached=hot),
                     ),
                 }
                 record_shares(bench, "cache", {"row_bytes": row_bytes, "hit_rate": hit_rate}, ways)

@@ -89,7 +89,7 @@ class CachedTable(FeatureTable):
                 out,
                 scales=scales,
                 scale_columns=self.scale_columns,
-                way=self.way,
+                config=self.way,
             )
             hits, peer_hits = self.hits(ids), self.peer_hits(ids)
         else:

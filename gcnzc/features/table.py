@@ -235,7 +235,7 @@ class FeatureTable:
             scales=self.scales_on(ids.device),
             scale_columns=self.scale_columns,
             threads=threads,
-            way=self.way,
+            config=self.way,
         )
 
     def gather_stored(

@@ -1,14 +1,14 @@
 """Gather rows of a feature table: `out[i] = table[ids[i]]`.
 
-On a GPU the table may stay in page-locked host memory. The GPU then reads the rows it needs over
-the bus by itself: no CPU thread copies them, and no staging buffer holds them. The idea is
-PyTorch-Direct's (Min et al., VLDB 2021, https://arxiv.org/abs/2103.03330).
+On a GPU the table may stay in page-locked host memory. The GPU then reads the rows directly over
+the PCIe bus (zero-copy): no CPU thread copies them, and there is no staging buffer. The idea is
+from PyTorch-Direct (Min et al., VLDB 2021, https://arxiv.org/abs/2103.03330).
 
-Rows are copied as bytes, whatever their dtype, so all three ways agree bit for bit. How they are
-copied is told in `gather_cpu` and `gather_gpu`. Rows of codes (see `quantize`) are multiplied by
-their scales on the way, so that it is codes that cross the bus: `out[i] = table[ids[i]] * scale`.
+Rows are copied as bytes, whatever their dtype, so the reference and the implementations in `cpu`
+and `gpu` give the same bits. Quantised rows (see `quantize`) are dequantised after they were read,
+so that codes are transferred over the bus: `out[i] = table[ids[i]] * scale`.
 
-Letters: N rows in the table, D columns, B rows asked for.
+Letters: N rows in the table, D columns, B gathered rows.
 """
 
 import os
@@ -21,19 +21,19 @@ from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.overlap import check_apart
 from gcnzc.kernels.gather.quantize import LARGEST, dequantize_reference
 
-# with this in the environment ids are looked at on a GPU too, and each gather is waited for
+# environment variable: check ids on a GPU too, which synchronizes each gather
 CHECK = "GCNZC_CHECK_IDS"
 
 
-# what a gather can make of codes
+# dtypes to which codes can be dequantised
 FROM_CODES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def gather_reference(
     table: Tensor, ids: Tensor, scales: Tensor | None = None, scale_columns: int | None = None
 ) -> Tensor:
-    """What `gather` must equal, bit for bit."""
-    # as bytes: torch 2.4 does not index codes of 8 bits
+    """Reference for `gather`, which must match it bit for bit."""
+    # as bytes, since torch 2.4 cannot index float8 tensors
     plain = table.view(torch.uint8) if table.element_size() == 1 else table
     rows = plain[ids.to(table.device)].to(ids.device).view(table.dtype)
     if scales is None:
@@ -51,7 +51,7 @@ def gather_numba(
     scale_columns: int | None = None,
     threads: int | None = None,
 ) -> Tensor:
-    """`gather` on the host: all arguments lie there. See `gather`."""
+    """`gather` with all tensors on the host."""
     _check(table, ids)
     _check_scales(table, ids, scales, scale_columns)
     out = _out(table, ids, out, scales)
@@ -78,11 +78,11 @@ def gather_triton(
     *,
     scales: Tensor | None = None,
     scale_columns: int | None = None,
-    way: KernelConfig | None = None,
+    config: KernelConfig | None = None,
 ) -> Tensor:
-    """`gather` on a GPU: `ids`, `out` and `scales` lie there, the table there or page-locked.
+    """`gather` with `ids`, `out` and `scales` on a GPU, and the table there or page-locked.
 
-    Under Triton's interpreter all may lie on the host. See `gather`.
+    Under Triton's interpreter all tensors may be on the host.
     """
     _check(table, ids)
     _check_scales(table, ids, scales, scale_columns)
@@ -95,7 +95,7 @@ def gather_triton(
     out = _out(table, ids, out, scales)
     checked = bool(os.environ.get(CHECK))
     return gpu.gather_rows(
-        table, ids, out, scales=scales, scale_columns=scale_columns, way=way, checked=checked
+        table, ids, out, scales=scales, scale_columns=scale_columns, config=config, checked=checked
     )
 
 
@@ -107,39 +107,40 @@ def gather(
     scales: Tensor | None = None,
     scale_columns: int | None = None,
     threads: int | None = None,
-    way: KernelConfig | None = None,
+    config: KernelConfig | None = None,
 ) -> Tensor:
-    """Return `table[ids]` on the device of `ids`, or what its codes stand for.
+    """Return `table[ids]` on the device of `ids`, dequantised if `scales` are given.
 
     Args:
         table: (N, D) of any dtype, each row contiguous; on the device of `ids`, or page-locked on
-            the host. It may be memory-mapped, read-only, or a view of something wider.
-        ids: (B,) int32 or int64 in [0, N). Checked on the host; on a GPU only if GCNZC_CHECK_IDS is
-            set in the environment, and else an id outside reads foreign memory.
-        out: (B, D) to write into, of the dtype of `table`, each row contiguous, on the device of
-            `ids`; allocated if None. Fresh memory costs more than the gather: keep it. With
-            `scales` it is float32 if None, and float16 and bfloat16 are taken too, to which
-            products are rounded.
-        scales: float32, contiguous, on the device of `ids`; `table` then holds int8, float8_e4m3fn
-            or float8_e5m2. (N,), one for each row, or (ceil(D / scale_columns),).
-        scale_columns: how many columns share a scale, for all rows; None if it is each row's own.
-        threads: how many share the work on the host; `torch.get_num_threads()` if None.
-        way: how a GPU's threads share the work, see `gcnzc.kernels.gather.gpu.KernelConfig`.
+            the host. It may be memory-mapped, read-only, or a view of a wider tensor.
+        ids: (B,) int32 or int64 in [0, N). They are checked on the host, and on a GPU if the
+            environment variable GCNZC_CHECK_IDS is set; otherwise an id out of range reads out of
+            bounds.
+        out: (B, D) with the dtype of `table`, each row contiguous, on the device of `ids`; written.
+            A new tensor if None; reuse one where possible, since page faults of new memory take
+            longer than the gather. With `scales`, it is float32, float16 or bfloat16, to which
+            products are rounded; float32 if None.
+        scales: float32, contiguous, on the device of `ids`, for a table of int8, float8_e4m3fn or
+            float8_e5m2 codes: (N,), one for each row, or (ceil(D / scale_columns),).
+        scale_columns: number of adjacent columns that share a scale; None for a scale per row.
+        threads: number of threads on the host; `torch.get_num_threads()` if None.
+        config: configuration of the GPU kernel, see `gcnzc.kernels.gather.gpu.KernelConfig`.
 
     Returns:
-        (B, D), which is `out` if that was given. On a GPU it is ready for work queued later on the
-        current stream; other streams must wait for it.
+        (B, D), which is `out` if it was given. On a GPU it is computed on the current stream; other
+        streams must synchronize with it.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, `table` is where the device of `ids` cannot read
-            it, or `out` shares memory with what is read.
-        IndexError: an id is outside [0, N); `out` may then be half written.
+        ValueError: a shape or dtype does not match, the device of `ids` cannot read `table`, or
+            `out` overlaps a tensor that is read.
+        IndexError: an id is outside [0, N); `out` may then be partly written.
     """
     if ids.device.type == "cpu":
         return gather_numba(
             table, ids, out, scales=scales, scale_columns=scale_columns, threads=threads
         )
-    return gather_triton(table, ids, out, scales=scales, scale_columns=scale_columns, way=way)
+    return gather_triton(table, ids, out, scales=scales, scale_columns=scale_columns, config=config)
 
 
 def _check(table: Tensor, ids: Tensor) -> None:
@@ -192,7 +193,7 @@ def _out(table: Tensor, ids: Tensor, out: Tensor | None, scales: Tensor | None) 
         raise ValueError(
             f"gather: out must be {shape} {dtypes[0]} on {ids.device} with contiguous rows, "
             f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}\n\n"
-            "hint: leave it away, or make it with torch.empty"
+            "hint: omit it, or create it with torch.empty"
         )
     check_apart("gather", out, table=table, ids=ids, scales=scales)
     return out

@@ -1,4 +1,4 @@
-"""Kernels that measure a bus: dense reads, and a chain of dependent reads."""
+"""Kernels that measure the PCIe bus: dense reads, and a chain of dependent reads."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from gcnzc.kernels.gather.lanes import VECTOR_BYTES
 
 @triton.jit
 def _read_dense(source, out, count, TILE: tl.constexpr):
-    # whole tiles of 16 B a lane, one after another by each program
+    # each program copies tiles in which a lane loads 16 B at once
     i = tl.arange(0, TILE)[:, None] * 4 + tl.arange(0, 4)[None, :]
     step = tl.num_programs(0).to(tl.int64) * (4 * TILE)
     begin = tl.program_id(0).to(tl.int64) * (4 * TILE)
@@ -22,20 +22,20 @@ def _read_dense(source, out, count, TILE: tl.constexpr):
 
 
 def read_dense(source: Tensor, out: Tensor, *, programs: int | None = None) -> None:
-    """Copy a dense range by the loads of GPU threads: what no gather can be faster than.
+    """Copy a contiguous range with loads of GPU threads, an upper bound for the rate of a gather.
 
     Args:
-        source: page-locked on the host, contiguous, of a multiple of 16 B, on a 16 B boundary.
-        out: on a GPU, of the same bytes.
-        programs: how many share the work; `programs_of` the device if None.
+        source: page-locked on the host, contiguous, a multiple of 16 B, aligned to 16 B.
+        out: on a GPU, with the same number of bytes.
+        programs: number of programs; `programs_of(out.device)` if None.
 
     Raises:
-        ValueError: the two differ in bytes, or are not whole vectors of 16 B.
+        ValueError: the sizes differ, or are not a multiple of 16 B.
     """
     if source.nbytes != out.nbytes or source.nbytes % VECTOR_BYTES:
         raise ValueError(
             f"{source.nbytes} bytes cannot be read into {out.nbytes} as vectors of {VECTOR_BYTES}"
-            "\n\nhint: as many bytes, and a multiple of 16"
+            "\n\nhint: use equal sizes that are a multiple of 16 bytes"
         )
     words = source.view(torch.int32)
     tile = 32 * WARPS * VECTORS
@@ -55,13 +55,13 @@ def _chase_pointers(table, begin, steps, out):
 
 
 def chase_pointers(table: Tensor, begin: int, steps: int, out: Tensor) -> None:
-    """Follow `place = table[place]`, each load after the one before: the time of a step is latency.
+    """Follow a chain of dependent loads, `i = table[i]`; the time of a step is the read latency.
 
     Args:
         table: (N,) int64 in [0, N), page-locked on the host or on a GPU.
-        begin: the first place.
-        steps: how many.
-        out: (1,) int64 on a GPU, which gets the last place.
+        begin: the first index.
+        steps: number of loads.
+        out: (1,) int64 on a GPU, to which the last index is written.
     """
     with on(out.device):
         _chase_pointers[(1,)](table, begin, steps, out, num_warps=1)

@@ -1,9 +1,9 @@
-"""Gather rows from a feature cache and, for the others, from host memory.
+"""Gather rows from a feature cache on the GPU, and the other rows from host memory.
 
-Hits and misses are told apart within the one kernel of `gcnzc.kernels.gather.gpu`. A CPU has every
-row at hand and gathers as ever; here it counts how many of the rows a GPU would have found.
+The kernel of `gcnzc.kernels.gather.gpu` reads hits and misses in a single launch. The CPU functions
+here count cache hits and accesses.
 
-Letters: N rows in the table, D columns, H hot rows, B rows asked for.
+Letters: N rows in the table, D columns, H cached rows, B gathered rows.
 """
 
 import os
@@ -20,57 +20,60 @@ from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.lanes import LINE_BYTES
 from gcnzc.kernels.gather.overlap import check_apart
 
-SLOT_BYTES = 4  # on the GPU, for each row of the table
+SLOT_BYTES = 4  # bytes of the slot index on the GPU, for each row of the table
 
 
-def gather_cached_reference(table: Tensor, ids: Tensor, hot: Tensor, copies: Tensor) -> Tensor:
-    """What `gather_cached` must equal, bit for bit; `copies` (H, D) are of rows `hot` (H,)."""
+def gather_cached_reference(table: Tensor, ids: Tensor, cached: Tensor, copies: Tensor) -> Tensor:
+    """Reference for `gather_cached`, where `copies` (H, D) are the copies of rows `cached` (H,)."""
     rows = table.clone()
-    rows[hot] = copies
+    rows[cached] = copies
     return rows[ids]
 
 
 def gather_cached(
     table: Tensor,
     ids: Tensor,
-    hot: CachedRows,
+    cached: CachedRows,
     out: Tensor | None = None,
     *,
     scales: Tensor | None = None,
     scale_columns: int | None = None,
-    way: KernelConfig | None = None,
+    config: KernelConfig | None = None,
 ) -> Tensor:
-    """Return `table[ids]`, read from the copies where there are any; or what its codes stand for.
+    """Return `table[ids]`, reading cached rows from GPU memory; dequantised if `scales` are given.
 
     Args:
         table: (N, D), each row contiguous, page-locked on the host.
-        ids: (B,) int32 or int64 in [0, N), on the GPU that the copies are for; checked if the
-            environment has GCNZC_CHECK_IDS. Under Triton's interpreter all may lie on the host.
-        hot: made of this table by `gcnzc.kernels.gather.cached_rows.hot_rows`, or split over
-        several GPUs. out: (B, D) to write into, each row contiguous, where `ids` lie; of the dtype
-            of `table`, or with scales of float32, float16 or bfloat16; allocated if None.
-        scales: of a table of codes, where `ids` lie; see `gcnzc.kernels.gather.gather`.
-        scale_columns: see there.
-        way: see there.
+        ids: (B,) int32 or int64 in [0, N), on the GPU of the cache; checked if the environment
+            variable GCNZC_CHECK_IDS is set. Under Triton's interpreter all tensors may be on the
+            host.
+        cached: cached rows of this table, from `gcnzc.kernels.gather.cached_rows.make_cached_rows`
+            or sharded over several GPUs.
+        out: (B, D) on the device of `ids`, each row contiguous, written; with the dtype of `table`,
+            or, with scales, float32, float16 or bfloat16. A new tensor if None.
+        scales: for a table of codes, on the device of `ids`; see `gcnzc.kernels.gather.gather`.
+        scale_columns: see `gcnzc.kernels.gather.gather`.
+        config: see `gcnzc.kernels.gather.gather`.
 
     Returns:
-        (B, D), ready for work queued later on the current stream.
+        (B, D), computed on the current stream.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or `out` shares memory with what is read.
-        IndexError: an id is outside, and ids are checked.
+        ValueError: a shape, dtype or device does not match, or `out` overlaps a tensor that is
+            read.
+        IndexError: ids are checked, and one is outside [0, N).
     """
-    device = hot.memory.device
+    device = cached.memory.device
     if ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64) or ids.device != device:
         raise ValueError(
-            f"gather_hot: ids must be one row of int32 or int64 on {device}, where the hot rows "
-            f"are, not {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}\n\n"
+            f"gather_cached: ids must be one row of int32 or int64 on {device}, where the cached "
+            f"rows are, not {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}\n\n"
             "hint: move the ids with .to()"
         )
-    if len(hot.slots) != len(table):
+    if len(cached.slots) != len(table):
         raise ValueError(
-            f"gather_hot: the hot rows are of a table of {len(hot.slots)} rows, not of {len(table)}"
-            "\n\nhint: hot_rows(table, ids, device) copies them"
+            f"gather_cached: the cached rows are of a table of {len(cached.slots)} rows, not of "
+            f"{len(table)}\n\nhint: make_cached_rows(table, ids, device) copies them"
         )
     shape = (len(ids), table.shape[1])
     dtypes = (table.dtype,) if scales is None else FROM_CODES
@@ -82,27 +85,29 @@ def gather_cached(
         or (shape[0] > 1 and out.stride(0) < shape[1])
     ):
         raise ValueError(
-            f"gather_hot: out must be {shape} {dtypes[0]} on {device} with contiguous rows, not "
+            f"gather_cached: out must be {shape} {dtypes[0]} on {device} with contiguous rows, not "
             f"{tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}\n\n"
-            "hint: leave it away, or make it with torch.empty"
+            "hint: omit it, or create it with torch.empty"
         )
     if out is not None:
-        check_apart("gather_cached", out, table=table, ids=ids, scales=scales, copies=hot.memory)
+        check_apart("gather_cached", out, table=table, ids=ids, scales=scales, copies=cached.memory)
     checked = bool(os.environ.get(CHECK))
     return gpu.gather_rows(
         table,
         ids,
         out,
-        hot=hot,
+        cached=cached,
         scales=scales,
         scale_columns=scale_columns,
-        way=way,
+        config=config,
         checked=checked,
     )
 
 
 def room_bytes(table: Tensor) -> int:
-    """The most bytes that the copy of one row takes on a GPU: it lies in its lines as the row does.
+    """Return the most bytes that a cached row takes on a GPU, with padding to whole lines.
+
+    A copy has the same offset from a 128 B line as the row itself.
 
     Args:
         table: (N, D), each row contiguous.
@@ -115,16 +120,16 @@ def room_bytes(table: Tensor) -> int:
     return -(-(furthest + row_bytes) // LINE_BYTES) * LINE_BYTES
 
 
-def mark(hot: Tensor, num_rows: int) -> Tensor:
-    """One bit a row, 1 for the hot ones: (N // 64 + 1,) int64.
+def mark(cached: Tensor, num_rows: int) -> Tensor:
+    """Return a bitmap of the cached rows: (N // 64 + 1,) int64, one bit for each row.
 
     Args:
-        hot: (H,) int64 in [0, N), on the host.
+        cached: (H,) int64 in [0, N), on the host.
         num_rows: N.
     """
     flags = np.zeros((num_rows // 64 + 1) * 64, np.uint8)
-    flags[hot.numpy()] = 1
-    # the first row is the lowest bit, whatever the order of a machine's bytes
+    flags[cached.numpy()] = 1
+    # the first row is the lowest bit, whatever the machine's byte order
     return torch.from_numpy(np.packbits(flags, bitorder="little").view("<i8").astype(np.int64))
 
 
@@ -132,7 +137,7 @@ def mark(hot: Tensor, num_rows: int) -> Tensor:
 def _count_marked(words, num_rows, ids):
     found = np.int64(0)
     for i in range(len(ids)):
-        # unsigned: a negative id is a large one, and no place counts from the end
+        # unsigned, so that a negative id is out of range and does not index from the end
         row = np.uint64(ids[i])
         if row >= num_rows:
             return np.int64(-1)
@@ -142,7 +147,7 @@ def _count_marked(words, num_rows, ids):
 
 
 def count_marked(bits: Tensor, num_rows: int, ids: Tensor) -> int:
-    """How many of `ids` have their bit in `bits`; -1 if one is outside [0, N). All on the host."""
+    """Return how many of `ids` are set in a bitmap; -1 if one is outside [0, N). On the host."""
     return int(_count_marked(bits.numpy().view(np.uint64), np.uint64(num_rows), ids.numpy()))
 
 

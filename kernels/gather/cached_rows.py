@@ -1,4 +1,4 @@
-"""Rows of the feature cache as the gather kernel reads them: addresses, slots and peers."""
+"""The cached rows as the gather kernel reads them: slots, memory and peer addresses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,53 +8,53 @@ from torch import Tensor
 
 from gcnzc.kernels.gather.lanes import LINE_BYTES
 
-FILL_BYTES = 1 << 26  # of hot rows that are copied at a time
+FILL_BYTES = 1 << 26  # bytes of cached rows that are copied at once
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The memories among which a hot set is split, as one of their GPUs sees them."""
+    """The memories of a sharded cache, as addressed by one of its GPUs."""
 
-    addresses: Tensor  # (G,) int64, on that GPU, G above 1: where each begins, on a line
-    own: int  # which of them is that GPU's
-    kept: tuple[object, ...] = ()  # without which memories would go
+    addresses: Tensor  # (G,) int64 on that GPU, G > 1: the address of each memory, on a 128 B line
+    own: int  # index of that GPU's own memory
+    kept: tuple[object, ...] = ()  # objects that keep the memories allocated
 
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Copies of some rows of a table, on the GPU that asks for them or split over several.
+    """Copies of some rows of a table, on one GPU or sharded over several.
 
-    Of a set that is split over G GPUs, slot s is at place s // G of the memory of GPU s % G.
+    In a cache that is sharded over G GPUs, slot s is row s // G of the memory of GPU s % G.
     """
 
-    slots: Tensor  # (N,) int32: which slot holds a row's copy; -1 for none
-    memory: Tensor  # (H, stride) bytes, beginning on a line: those on the GPU that asks
-    peers: Peers | None = None  # if the set is split
+    slots: Tensor  # (N,) int32: the slot of each row's copy; -1 if the row is not cached
+    memory: Tensor  # (H, stride) bytes on this GPU, beginning on a 128 B line
+    peers: Peers | None = None  # for a sharded cache
 
     @property
     def num_rows(self) -> int:
-        """H."""
+        """The number of rows on this GPU, H."""
         return self.memory.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Of slots and memory, on the GPU."""
+        """Bytes of the slots and the memory on this GPU."""
         return self.slots.nbytes + self.memory.nbytes
 
 
 def make_cached_rows(table: Tensor, ids: Tensor, device: torch.device) -> CachedRows:
     """Copy rows of a table to a GPU.
 
-    A copy lies as far behind a line as the row itself, so that the same lanes read both; that costs
-    up to a line a row.
+    A copy has the same offset from a 128 B line as the row itself, so that the kernel reads both
+    with the same lanes; this takes up to one line of padding per row.
 
     Args:
         table: (N, D), each row contiguous, on the host.
-        ids: (H,) int64 in [0, N), all different, on the host.
-        device: where the rows go.
+        ids: (H,) int64 in [0, N), distinct, on the host.
+        device: the GPU to copy to.
     """
     row_bytes = table.shape[1] * table.element_size()
-    furthest = int(_behind_lines(table, ids).max()) if len(ids) else 0
+    furthest = int(_line_offsets(table, ids).max()) if len(ids) else 0
     room_bytes = -(-(furthest + row_bytes) // LINE_BYTES) * LINE_BYTES
     whole = torch.zeros(len(ids) * room_bytes + LINE_BYTES, dtype=torch.int8, device=device)
     memory = on_lines(whole, len(ids), room_bytes)
@@ -63,23 +63,23 @@ def make_cached_rows(table: Tensor, ids: Tensor, device: torch.device) -> Cached
 
 
 def on_lines(whole: Tensor, num_rows: int, room_bytes: int) -> Tensor:
-    """(num_rows, room_bytes) of the bytes of `whole`, from the first line that begins there."""
+    """Return a (num_rows, room_bytes) view of `whole` that begins on its first 128 B line."""
     begin = -whole.data_ptr() % LINE_BYTES
     return whole[begin : begin + num_rows * room_bytes].view(num_rows, room_bytes)
 
 
 def copy_rows(table: Tensor, ids: Tensor, memory: Tensor) -> None:
-    """Copy rows of a table, each as far behind a line as the row itself.
+    """Copy rows of a table, each at the same offset from a 128 B line as the row itself.
 
     Args:
         table: (N, D), each row contiguous, on the host.
         ids: (H,) int64 in [0, N), on the host.
-        memory: (H, stride) int8, beginning on a line, a multiple of lines wide that holds every
-            row where it goes; what is beside the copies stays as it is.
+        memory: (H, stride) int8, beginning on a line; the stride is a multiple of 128 B that fits
+            every row at its offset. Other bytes are not written.
     """
     row_bytes = table.shape[1] * table.element_size()
-    starts = _behind_lines(table, ids)
-    # at most as many places as there are elements in a line
+    starts = _line_offsets(table, ids)
+    # there are at most as many offsets as elements in a line
     for start in starts.unique().tolist():
         at = (starts == start).nonzero().flatten()
         for part in at.split(max(1, FILL_BYTES // max(1, row_bytes))):
@@ -88,10 +88,10 @@ def copy_rows(table: Tensor, ids: Tensor, memory: Tensor) -> None:
 
 
 def slots_of(parts: Sequence[Tensor], num_rows: int) -> Tensor:
-    """(N,) int32 on the host: the slots of a set that is split in `parts`, see `CachedRows`.
+    """Return the (N,) int32 slots of a sharded cache on the host, see `CachedRows`.
 
     Args:
-        parts: ids of the rows in each memory, in the order of their places; no id is twice there.
+        parts: the ids of the rows in each memory, in order; all distinct.
         num_rows: N.
     """
     slots = torch.full((num_rows,), -1, dtype=torch.int32)
@@ -100,6 +100,6 @@ def slots_of(parts: Sequence[Tensor], num_rows: int) -> Tensor:
     return slots
 
 
-def _behind_lines(table: Tensor, ids: Tensor) -> Tensor:
-    """How many bytes behind the begin of a line each of these rows begins."""
+def _line_offsets(table: Tensor, ids: Tensor) -> Tensor:
+    """Return the offset of each of these rows from the begin of its 128 B line, in bytes."""
     return (table.data_ptr() + ids * (table.stride(0) * table.element_size())) % LINE_BYTES

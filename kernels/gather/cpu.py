@@ -1,7 +1,7 @@
-"""Gather rows by CPU threads: `out[i] = table[ids[i]]`.
+"""Gather rows on the CPU: `out[i] = table[ids[i]]`.
 
-A gather is a copy whose reads jump, so it should run at a copy's speed: the rows some way ahead are
-prefetched, and the result is written by streaming stores of whole 64 B lines.
+To run at the speed of a copy, a gather prefetches rows ahead of their use, and writes large results
+with streaming stores of whole 64 B cache lines.
 """
 
 from functools import lru_cache
@@ -12,7 +12,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from gcnzc.kernels.gather.quantize import spread
+from gcnzc.kernels.gather.quantize import broadcast_scales
 from gcnzc.kernels.memory import (
     LINE_BYTES,
     fence,
@@ -29,22 +29,22 @@ from gcnzc.kernels.memory import (
 )
 from gcnzc.kernels.threads import parallel_for
 
-# bytes that are asked for before they are needed; bench/gather.py says why
-AHEAD_BYTES = 8192
+# bytes prefetched ahead of their use; measured by bench/gather.py
+PREFETCH_BYTES = 8192
 
 
-# rows from this width on have their starts asked for earlier, so many at a time
+# for rows of at least this width, the starts of several rows are prefetched earlier
 WIDE_BYTES = 2048
 
 
-STARTS = 16
+PREFETCHED_STARTS = 16
 
 
-# from here on the result would not stay in cache anyway: half of the last level's usual size
+# results of this size do not stay in the cache: half of a typical last-level cache
 STREAM_BYTES = 1 << 24
 
 
-# fewer bytes than this are not worth a thread
+# fewest bytes for a thread
 GRAIN_BYTES = 1 << 18
 
 
@@ -57,55 +57,68 @@ def _load_id(ids, id_bytes, i):
 
 @njit(nogil=True, cache=True)
 def _copy_rows(
-    table, table_stride, num_rows, row_bytes, ids, id_bytes, out, out_stride, ahead, bad, begin, end
+    table,
+    table_stride,
+    num_rows,
+    row_bytes,
+    ids,
+    id_bytes,
+    out,
+    out_stride,
+    distance,
+    is_invalid,
+    begin,
+    end,
 ):
-    # any width, any stride, ordinary stores
+    # rows of any width and stride, with ordinary stores
     for i in range(begin, end):
         row = _load_id(ids, id_bytes, i)
         if not 0 <= row < num_rows:
-            bad[0] = 1
+            is_invalid[0] = 1
             return
-        later = table + _load_id(ids, id_bytes, min(i + ahead, end - 1)) * table_stride
+        upcoming = table + _load_id(ids, id_bytes, min(i + distance, end - 1)) * table_stride
         from_ = table + row * table_stride
         to = out + i * out_stride
         done = 0
         while done + 4 * LINE_BYTES <= row_bytes:
             for line in range(0, 4 * LINE_BYTES, LINE_BYTES):
-                prefetch_once(later + done + line)
+                prefetch_once(upcoming + done + line)
             move_256(to + done, from_ + done)
             done += 4 * LINE_BYTES
         while done + LINE_BYTES <= row_bytes:
-            prefetch_once(later + done)
+            prefetch_once(upcoming + done)
             move_64(to + done, from_ + done)
             done += LINE_BYTES
-        prefetch_once(later + row_bytes - 1)
+        prefetch_once(upcoming + row_bytes - 1)
         move_few(to + done, from_ + done, row_bytes - done)
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _ask_for_starts(table, table_stride, ids, id_bytes, begin, end):
-    # Where pages lie is looked up for many rows at once, instead of when each row is reached.
+def _prefetch_starts(table, table_stride, ids, id_bytes, begin, end):
+    # starts the page-table lookups of several rows at once
     for i in range(begin, end):
         prefetch_once(table + _load_id(ids, id_bytes, i) * table_stride)
 
 
 @njit(nogil=True, cache=True)
 def _stream_rows(
-    table, table_stride, num_rows, row_bytes, ids, id_bytes, out, ahead, bad, begin, end
+    table, table_stride, num_rows, row_bytes, ids, id_bytes, out, distance, is_invalid, begin, end
 ):
-    # Rows of 64 B and more that follow each other in `out`. A line of `out` that two rows share is
-    # put together in `edge`, and streamed one row later, when its stores have reached the cache.
-    edge = lines_on_stack() + LINE_BYTES
-    waiting = 0
+    # Adjacent rows of at least 64 B. A line of `out` that two rows share is assembled in
+    # `line_buffer`, and streamed one row later, when its stores have reached the cache.
+    line_buffer = lines_on_stack() + LINE_BYTES
+    pending_line = 0
     for i in range(begin, end):
-        if row_bytes >= WIDE_BYTES and (i - begin) % STARTS == 0:
-            starts = min(i + STARTS, end)
-            _ask_for_starts(table, table_stride, ids, id_bytes, starts, min(starts + STARTS, end))
+        if row_bytes >= WIDE_BYTES and (i - begin) % PREFETCHED_STARTS == 0:
+            starts = min(i + PREFETCHED_STARTS, end)
+            _prefetch_starts(
+                table, table_stride, ids, id_bytes, starts, min(starts + PREFETCHED_STARTS, end)
+            )
         row = _load_id(ids, id_bytes, i)
         if not 0 <= row < num_rows:
-            bad[0] = 1
+            is_invalid[0] = 1
             return
-        later = table + _load_id(ids, id_bytes, min(i + ahead, end - 1)) * table_stride
+        upcoming = table + _load_id(ids, id_bytes, min(i + distance, end - 1)) * table_stride
         from_ = table + row * table_stride
         to = out + i * row_bytes
         done = -to & (LINE_BYTES - 1)
@@ -113,36 +126,36 @@ def _stream_rows(
             if i == begin:
                 move_few(to, from_, done)
             else:
-                move_64(edge + LINE_BYTES - done, from_)
-                waiting = to + done - LINE_BYTES
-            # what follows asks from `done` on
-            prefetch_once(later)
-        # Several lines at once: a load that follows a store closely may have to wait for it. Eights
-        # bring 15 % more at 512 and 768 B, fours 20 % more at 256 and 400 B, and neither harms.
+                move_64(line_buffer + LINE_BYTES - done, from_)
+                pending_line = to + done - LINE_BYTES
+            # the loops below prefetch from `done` on
+            prefetch_once(upcoming)
+        # Several lines at once, since a load shortly after a store may wait for it. Eight lines are
+        # 15 % faster at 512 and 768 B, four lines are 20 % faster at 256 and 400 B.
         while done + 8 * LINE_BYTES <= row_bytes:
             for line in range(0, 8 * LINE_BYTES, LINE_BYTES):
-                prefetch_once(later + done + line)
+                prefetch_once(upcoming + done + line)
             stream_512(to + done, from_ + done)
             done += 8 * LINE_BYTES
         while done + 4 * LINE_BYTES <= row_bytes:
             for line in range(0, 4 * LINE_BYTES, LINE_BYTES):
-                prefetch_once(later + done + line)
+                prefetch_once(upcoming + done + line)
             stream_256(to + done, from_ + done)
             done += 4 * LINE_BYTES
         while done + LINE_BYTES <= row_bytes:
-            prefetch_once(later + done)
+            prefetch_once(upcoming + done)
             stream_64(to + done, from_ + done)
             done += LINE_BYTES
-        prefetch_once(later + row_bytes - 1)
-        if waiting:
-            stream_64(waiting, edge)
-            waiting = 0
+        prefetch_once(upcoming + row_bytes - 1)
+        if pending_line:
+            stream_64(pending_line, line_buffer)
+            pending_line = 0
         rest = row_bytes - done
         if rest > 0:
             if i == end - 1:
                 move_few(to + done, from_ + done, rest)
             else:
-                move_64(edge + rest - LINE_BYTES, from_ + row_bytes - LINE_BYTES)
+                move_64(line_buffer + rest - LINE_BYTES, from_ + row_bytes - LINE_BYTES)
     fence()
 
 
@@ -160,23 +173,25 @@ def _dequantize_rows(
     values,
     scales,
     by_row,
-    ahead,
-    bad,
+    distance,
+    is_invalid,
     begin,
     end,
 ):
-    # `table` is the address of `codes`. Codes are numbers, or places in `values` if there are any.
+    # `table` is the address of `codes`; codes are indices of `values`, or numbers if it is empty
     for i in range(begin, end):
         row = _load_id(ids, id_bytes, i)
         if not 0 <= row < num_rows:
-            bad[0] = 1
+            is_invalid[0] = 1
             return
-        later = table + _load_id(ids, id_bytes, min(i + ahead, end - 1)) * stride
+        upcoming = table + _load_id(ids, id_bytes, min(i + distance, end - 1)) * stride
         for line in range(0, columns, LINE_BYTES):
-            prefetch_once(later + line)
-        prefetch_once(later + columns - 1)
+            prefetch_once(upcoming + line)
+        prefetch_once(upcoming + columns - 1)
         if by_row:
-            prefetch_once(scales.ctypes.data + _load_id(ids, id_bytes, min(i + ahead, end - 1)) * 4)
+            prefetch_once(
+                scales.ctypes.data + _load_id(ids, id_bytes, min(i + distance, end - 1)) * 4
+            )
         from_ = codes[row * stride : row * stride + columns]
         to = out[i * out_stride : i * out_stride + columns]
         if by_row:
@@ -203,23 +218,23 @@ def dequantize_rows(
     out: Tensor,
     threads: int | None = None,
 ) -> bool:
-    """Write what the codes of rows stand for into `out`; all lie on the host.
+    """Gather rows of codes, dequantise them and write them to `out`; all tensors on the host.
 
     Args:
-        table: (N, D) of codes, each row contiguous; neither N nor D is 0.
+        table: (N, D) codes, each row contiguous; N and D are at least 1.
         scales: see `gcnzc.kernels.gather.quantize`.
-        scale_columns: of a block of columns that share a scale; None for a scale of each row.
+        scale_columns: number of adjacent columns that share a scale; None for a scale per row.
         ids: (B,) int32 or int64, at least one.
         out: (B, D) float32, each row contiguous.
-        threads: how many share the work; `torch.get_num_threads()` if None.
+        threads: number of threads; `torch.get_num_threads()` if None.
 
     Returns:
-        Whether every id is in [0, N); else `out` may be half written.
+        Whether every id is in [0, N); otherwise `out` may be partly written.
     """
     (num_rows, columns), num_ids = table.shape, ids.shape[0]
     ids = ids.contiguous()
-    bad = np.zeros(1, np.int64)
-    values = _values(table.dtype)
+    is_invalid = np.zeros(1, np.int64)
+    values = _float8_values(table.dtype)
     codes = _flat(table).view(torch.uint8 if len(values) else torch.int8).numpy()
     args: tuple[Any, ...] = (
         table.data_ptr(),
@@ -232,26 +247,26 @@ def dequantize_rows(
         _flat(out).numpy(),
         out.stride(0) if num_ids > 1 else columns,
         values,
-        spread(scales, columns, scale_columns).reshape(-1).contiguous().numpy(),
+        broadcast_scales(scales, columns, scale_columns).reshape(-1).contiguous().numpy(),
         scale_columns is None,
-        max(1, AHEAD_BYTES // columns),
-        bad,
+        max(1, PREFETCH_BYTES // columns),
+        is_invalid,
     )
     grain_size = max(1, GRAIN_BYTES // (columns * out.element_size()))
     parallel_for(_dequantize_rows, num_ids, *args, threads=threads, grain_size=grain_size)
-    return not bad[0]
+    return not is_invalid[0]
 
 
 @lru_cache
-def _values(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The number of each code of one byte with an exponent; nothing where codes are numbers."""
+def _float8_values(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the number of each float8 code; an empty array for int8."""
     if dtype == torch.int8:
         return np.empty(0, np.float32)
     return torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
 
 
 def _flat(rows: Tensor) -> Tensor:
-    """All elements from the first row to the last: rows may lie apart."""
+    """Return the memory from the first row to the end of the last one, as one dimension."""
     num_rows, columns = rows.shape
     # a single row may have any stride
     span = (num_rows - 1) * rows.stride(0) + columns if num_rows > 1 else columns
@@ -259,21 +274,21 @@ def _flat(rows: Tensor) -> Tensor:
 
 
 def gather_rows(table: Tensor, ids: Tensor, out: Tensor, threads: int | None = None) -> bool:
-    """Write the rows into `out`; all lie on the host.
+    """Gather rows into `out`; all tensors on the host.
 
     Args:
         table: (N, D), each row contiguous.
         ids: (B,) int32 or int64.
-        out: (B, D), each row contiguous, of the dtype of `table`.
-        threads: how many share the work; `torch.get_num_threads()` if None.
+        out: (B, D) with the dtype of `table`, each row contiguous.
+        threads: number of threads; `torch.get_num_threads()` if None.
 
     Returns:
-        Whether every id is in [0, N); else `out` may be half written.
+        Whether every id is in [0, N); otherwise `out` may be partly written.
     """
     num_ids, row_bytes = ids.shape[0], table.shape[1] * table.element_size()
     ids = ids.contiguous()
-    bad = np.zeros(1, np.int64)
-    # rows of one column, or a single row, may have any stride at all
+    is_invalid = np.zeros(1, np.int64)
+    # the stride of a single row or column is arbitrary
     out_stride = out.stride(0) * out.element_size() if num_ids > 1 else row_bytes
     head = (
         table.data_ptr(),
@@ -284,12 +299,18 @@ def gather_rows(table: Tensor, ids: Tensor, out: Tensor, threads: int | None = N
         ids.element_size(),
         out.data_ptr(),
     )
-    ahead = max(1, AHEAD_BYTES // row_bytes)
+    distance = max(1, PREFETCH_BYTES // row_bytes)
     grain_size = max(1, GRAIN_BYTES // row_bytes)
     whole = out_stride == row_bytes and row_bytes >= LINE_BYTES
     if whole and num_ids * row_bytes >= STREAM_BYTES:
         parallel_for(
-            _stream_rows, num_ids, *head, ahead, bad, threads=threads, grain_size=grain_size
+            _stream_rows,
+            num_ids,
+            *head,
+            distance,
+            is_invalid,
+            threads=threads,
+            grain_size=grain_size,
         )
     else:
         parallel_for(
@@ -297,9 +318,9 @@ def gather_rows(table: Tensor, ids: Tensor, out: Tensor, threads: int | None = N
             num_ids,
             *head,
             out_stride,
-            ahead,
-            bad,
+            distance,
+            is_invalid,
             threads=threads,
             grain_size=grain_size,
         )
-    return not bad[0]
+    return not is_invalid[0]

@@ -1,4 +1,4 @@
-"""Check that the result of a gather shares no memory with what the gather reads."""
+"""Check that the result of a gather does not overlap the tensors that the gather reads."""
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ def check_apart(gather: str, out: Tensor, **read: Tensor | None) -> None:
             raise ValueError(
                 f"{gather}: out, {tuple(out.shape)} {out.dtype}, shares memory with the {name}, "
                 f"{tuple(tensor.shape)} {tensor.dtype}, which the gather reads\n\n"
-                "hint: leave it away, or make it with torch.empty"
+                "hint: omit it, or create it with torch.empty"
             )
 
 

@@ -1,16 +1,16 @@
-"""Quantise rows of features to one byte per element, with scales.
+"""Quantise feature rows to one byte per element, with scales.
 
-A scale is that of a row, or of a block of columns over all rows: the largest absolute value there,
-divided by the largest code, so that zero stays zero and signs stay. Codes are rounded to nearest,
-ties to even. With x' for what `dequantize_reference` gives back, and s for its scale,
+There is a scale for each row, or for each block of columns over all rows: the largest absolute
+value divided by the largest code, so that zeros and signs are preserved. Codes are rounded to
+nearest, ties to even. With x' for the result of `dequantize_reference`, and s for the scale,
 
     int8                 |x - x'| <= s * (1/2 + 2**-16)
     float8_e4m3fn        |x - x'| <= max(|x| * 2**-4, s * 2**-10) * (1 + 2**-18)
     float8_e5m2          |x - x'| <= max(|x| * 2**-3, s * 2**-17) * (1 + 2**-18)
 
-where the last factor, and the last term, are for the rounding of scales, quotients and products.
-The types of one byte with an exponent are those of Micikevicius et al., "FP8 formats for deep
-learning" (2022, https://arxiv.org/abs/2209.05433).
+where the last factor, and the last term of int8, account for the rounding of scales, quotients and
+products. The 8-bit floats are those of Micikevicius et al., "FP8 formats for deep learning" (2022,
+https://arxiv.org/abs/2209.05433).
 
 Letters: N rows, D columns.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gcnzc.kernels.threads import parallel_for
 
-# the largest number of each type of code
+# the largest number of each dtype of codes
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
@@ -30,20 +30,20 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 573
 _FLOAT8 = {torch.float8_e4m3fn: (3, -6), torch.float8_e5m2: (2, -14)}
 
 
-# a smaller scale would have lost bits of its own
+# the smallest normal float32; smaller scales would lose precision
 SMALLEST_SCALE = 2.0**-126
 
 
-# that share a scale, if columns do: a vector of 16 B of codes
+# columns that share a scale by default: a 16 B vector of codes
 SCALE_COLUMNS = 16
 
 
-# fewer elements than this are not worth a thread
+# fewest elements for a thread
 GRAIN_ELEMENTS = 1 << 17
 
 
 def largest_reference(rows: Tensor, scale_columns: int | None = None) -> Tensor:
-    """What `largest` must equal, bit for bit."""
+    """Reference for `largest`, which must match it bit for bit."""
     if scale_columns is None:
         return rows.abs().amax(1)
     return torch.stack([part.abs().max() for part in rows.split(scale_columns, 1)])
@@ -52,49 +52,49 @@ def largest_reference(rows: Tensor, scale_columns: int | None = None) -> Tensor:
 def quantize_reference(
     rows: Tensor, scales: Tensor, dtype: torch.dtype, scale_columns: int | None = None
 ) -> Tensor:
-    """What `quantize` must equal, bit for bit."""
-    quotients = rows / spread(scales, rows.shape[1], scale_columns)
+    """Reference for `quantize`, which must match it bit for bit."""
+    quotients = rows / broadcast_scales(scales, rows.shape[1], scale_columns)
     return quotients.round().to(dtype) if dtype == torch.int8 else quotients.to(dtype)
 
 
 def dequantize_reference(codes: Tensor, scales: Tensor, scale_columns: int | None = None) -> Tensor:
-    """(N, D) float32: what the codes stand for."""
-    return codes.float() * spread(scales, codes.shape[1], scale_columns)
+    """Return the (N, D) float32 numbers of the codes."""
+    return codes.float() * broadcast_scales(scales, codes.shape[1], scale_columns)
 
 
-def spread(scales: Tensor, num_columns: int, scale_columns: int | None) -> Tensor:
-    """Scales as what can be multiplied with rows: (N, 1) of rows, else (D,), one a column."""
+def broadcast_scales(scales: Tensor, num_columns: int, scale_columns: int | None) -> Tensor:
+    """Return the scales in a shape that broadcasts with rows: (N, 1) or (D,)."""
     if scale_columns is None:
         return scales[:, None]
     return scales.repeat_interleave(scale_columns)[:num_columns]
 
 
 def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scales of rows or blocks of columns whose largest absolute values are given.
+    """Return the scales of rows or blocks of columns from their largest absolute values.
 
     Args:
-        largest: float32, finite, 0 or more.
+        largest: float32, finite, not negative.
         dtype: of the codes, one of `LARGEST`.
 
     Returns:
-        float32, like `largest`: 1 where that is 0, at least `SMALLEST_SCALE`, and so that no code
-        stands for infinity.
+        float32 of the shape of `largest`: at least `SMALLEST_SCALE`, 1 where `largest` is 0, and
+        small enough that no code is dequantised to infinity.
     """
-    # the largest float32, divided and multiplied again, could be rounded up
-    most = torch.finfo(torch.float32).max / LARGEST[dtype] * (1 - 2.0**-23)
-    scales = (largest / LARGEST[dtype]).clamp(SMALLEST_SCALE, most)
+    # the largest float32 could overflow when it is divided and multiplied again
+    max_scale = torch.finfo(torch.float32).max / LARGEST[dtype] * (1 - 2.0**-23)
+    scales = (largest / LARGEST[dtype]).clamp(SMALLEST_SCALE, max_scale)
     return torch.where(largest == 0, 1.0, scales)
 
 
 def largest(
     rows: Tensor, scale_columns: int | None = None, *, threads: int | None = None
 ) -> Tensor:
-    """The largest absolute values of rows, or of blocks of columns.
+    """Return the largest absolute value of each row, or of each block of columns.
 
     Args:
         rows: (N, D) float32 on the host, finite.
-        scale_columns: of a block; None for rows.
-        threads: how many share the work; `torch.get_num_threads()` if None.
+        scale_columns: columns of a block; None for rows.
+        threads: number of threads; `torch.get_num_threads()` if None.
 
     Returns:
         (N,) float32, or (ceil(D / scale_columns),).
@@ -121,26 +121,28 @@ def quantize(
     *,
     threads: int | None = None,
 ) -> Tensor:
-    """The codes of rows, on the host.
+    """Return the codes of rows, on the host.
 
     Args:
-        rows: (N, D) float32, finite, no larger than their scales allow.
+        rows: (N, D) float32, finite, within the range of their scales.
         scales: (N,) float32, or (ceil(D / scale_columns),); see `scales_of`.
         dtype: of the codes, one of `LARGEST`.
-        scale_columns: of a block of columns that share a scale; None for a scale of each row.
-        threads: how many share the work; `torch.get_num_threads()` if None.
+        scale_columns: number of adjacent columns that share a scale; None for a scale per row.
+        threads: number of threads; `torch.get_num_threads()` if None.
 
     Returns:
         (N, D) of `dtype`.
     """
     values = rows.contiguous().numpy()
     codes = torch.empty(rows.shape, dtype=dtype)
-    factors = spread(scales, rows.shape[1], scale_columns).reshape(-1).contiguous().numpy()
+    factors = (
+        broadcast_scales(scales, rows.shape[1], scale_columns).reshape(-1).contiguous().numpy()
+    )
     by_row = scale_columns is None
     grain_size = max(1, GRAIN_ELEMENTS // max(1, rows.shape[1]))
-    into = codes.view(torch.int8).numpy()
+    out = codes.view(torch.int8).numpy()
     kernel, bits = (_to_int8, ()) if dtype == torch.int8 else (_to_float8, _FLOAT8[dtype])
-    args = (values, factors, by_row, *bits, into)
+    args = (values, factors, by_row, *bits, out)
     parallel_for(kernel, len(values), *args, threads=threads, grain_size=grain_size)
     return codes
 
@@ -148,10 +150,10 @@ def quantize(
 @njit(nogil=True, cache=True)
 def _largest_of_rows(values, found, begin, end):
     for i in range(begin, end):
-        most = np.float32(0)
+        max_scale = np.float32(0)
         for j in range(values.shape[1]):
-            most = max(most, abs(values[i, j]))
-        found[i] = most
+            max_scale = max(max_scale, abs(values[i, j]))
+        found[i] = max_scale
 
 
 @njit(nogil=True, cache=True)
@@ -170,13 +172,13 @@ def _to_int8(values, scales, by_row, codes, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def _to_float8(values, scales, by_row, mantissa_bits, least_exponent, codes, begin, end):
+def _to_float8(values, scales, by_row, mantissa_bits, min_exponent, codes, begin, end):
     dropped = 23 - mantissa_bits
-    # below the smallest normal number codes count steps of this size, and the next code follows
-    step = np.float32(2.0 ** (least_exponent - mantissa_bits))
-    normal = np.float32(2.0**least_exponent)
-    # between exponents counted from float32's bias and from the code's
-    shift = (127 + least_exponent - 1) << mantissa_bits
+    # below the smallest normal number, codes count steps of this size
+    step = np.float32(2.0 ** (min_exponent - mantissa_bits))
+    normal = np.float32(2.0**min_exponent)
+    # the difference between float32's exponent bias and the code's, in the code's bits
+    shift = (127 + min_exponent - 1) << mantissa_bits
     for i in range(begin, end):
         for j in range(values.shape[1]):
             value = values[i, j] / (scales[i] if by_row else scales[j])
@@ -185,7 +187,7 @@ def _to_float8(values, scales, by_row, mantissa_bits, least_exponent, codes, beg
             if abs(value) < normal:
                 code = np.int64(np.rint(abs(value) / step))
             else:
-                # half a unit of the last bit, less what makes a tie go to even
+                # half a unit in the last place, minus 1 if the code is even, for ties to even
                 half = (1 << (dropped - 1)) - 1 + ((magnitude >> dropped) & 1)
                 code = ((magnitude + half) >> dropped) - shift
             codes[i, j] = np.int8(code - 128 if bits < 0 else code)

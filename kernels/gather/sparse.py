@@ -1,9 +1,9 @@
-"""Gather rows of a sparse table into a dense block.
+"""Gather rows of a sparse table as a dense matrix.
 
-Bags of words have thousands of columns of which a row fills a few dozen, so the table is kept as
-CSR and only the rows of a minibatch are spread out.
+Bag-of-words features have thousands of columns, of which a row has a few dozen non-zeros. The table
+stays in CSR format, and only the rows of a minibatch are converted to dense rows.
 
-Letters: N rows in the table, D columns, Z entries, B rows asked for.
+Letters: N rows in the table, D columns, B gathered rows.
 """
 
 import numpy as np
@@ -15,17 +15,17 @@ from gcnzc.kernels.gather.overlap import check_apart
 from gcnzc.kernels.structure.csc import VERIFY_HINT
 from gcnzc.kernels.threads import parallel_for
 
-# fewer bytes of the result than this are not worth a thread
+# fewest bytes of the result for a thread
 GRAIN_BYTES = 1 << 18
 
 
 def gather_sparse_reference(table: Tensor, ids: Tensor) -> Tensor:
-    """What `gather_sparse` must equal, bit for bit."""
+    """Reference for `gather_sparse`, which must match it bit for bit."""
     return table.to_dense()[ids]
 
 
 @njit(nogil=True, cache=True)
-def _spread_rows(indptr, columns, values, ids, out, bad, begin, end):
+def _densify_rows(indptr, columns, values, ids, out, bad, begin, end):
     num_rows, num_columns = len(indptr) - 1, out.shape[1]
     for i in range(begin, end):
         row = ids[i]
@@ -48,21 +48,21 @@ def _spread_rows(indptr, columns, values, ids, out, bad, begin, end):
 def gather_sparse(
     table: Tensor, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
 ) -> Tensor:
-    """Return `table.to_dense()[ids]` without making the table dense.
+    """Return `table.to_dense()[ids]` without converting the table.
 
     Args:
-        table: (N, D) float32, `torch.sparse_csr` on the host, no column twice in a row.
+        table: (N, D) float32, `torch.sparse_csr` on the host, without duplicate columns in a row.
         ids: (B,) int32 or int64 in [0, N), on the host.
-        out: (B, D) float32 to write into, contiguous, on the host; allocated if None.
-        threads: how many share the work; `torch.get_num_threads()` if None.
+        out: (B, D) float32, contiguous, on the host, written; a new tensor if None.
+        threads: number of threads; `torch.get_num_threads()` if None.
 
     Returns:
-        (B, D), which is `out` if that was given.
+        (B, D), which is `out` if it was given.
 
     Raises:
-        ValueError: layout, shapes or dtypes do not fit; `out` shares memory with what is read; or
-            an offset of a row or a column is outside the table, and `out` may then be half written.
-        IndexError: an id is outside [0, N); `out` may then be half written.
+        ValueError: a layout, shape or dtype does not match; `out` overlaps a tensor that is read;
+            or the table has offsets or columns out of range, and `out` may be partly written.
+        IndexError: an id is outside [0, N); `out` may then be partly written.
     """
     if table.layout != torch.sparse_csr or table.ndim != 2 or table.dtype != torch.float32:
         raise ValueError(
@@ -86,15 +86,15 @@ def gather_sparse(
     elif tuple(out.shape) != shape or out.dtype != table.dtype or not out.is_contiguous():
         raise ValueError(
             f"gather_sparse: out must be contiguous {shape} {table.dtype}, not of strides "
-            f"{out.stride()}, {tuple(out.shape)} {out.dtype}\n\nhint: leave it away"
+            f"{out.stride()}, {tuple(out.shape)} {out.dtype}\n\nhint: omit it"
         )
     check_apart("gather_sparse", out, table=table.values(), ids=ids)
-    # int32 or int64 as they are: a copy of them would cost more than the gather
+    # int32 or int64 without conversion, which would take longer than the gather
     indptr, columns = table.crow_indices().numpy(), table.col_indices().numpy()
     values = table.values().detach().numpy()
     bad = np.zeros(1, np.int64)
     parallel_for(
-        _spread_rows,
+        _densify_rows,
         shape[0],
         indptr,
         columns,
@@ -106,11 +106,11 @@ def gather_sparse(
         grain_size=max(1, GRAIN_BYTES // max(1, 4 * shape[1])),
     )
     if bad[0]:
-        _explain(table, ids)
+        _raise_invalid(table, ids)
     return out
 
 
-def _explain(table: Tensor, ids: Tensor) -> None:
+def _raise_invalid(table: Tensor, ids: Tensor) -> None:
     num_rows, num_columns = table.shape
     outside = ids[(ids < 0) | (ids >= num_rows)]
     if len(outside) > 0:

@@ -143,13 +143,13 @@ def test_a_table_keeps_its_way_and_gathers_by_it(quantized, device, monkeypatch)
 
 
 def listened(gather, told):
-    """`gather`, which tells the way that it was asked to go."""
+    """`gather`, which records the kernel configuration that it is called with."""
 
-    def gather_and_tell(*given, way, **options):
-        told.append(way)
-        return gather(*given, way=way, **options)
+    def gather_and_record(*given, config, **options):
+        told.append(config)
+        return gather(*given, config=config, **options)
 
-    return gather_and_tell
+    return gather_and_record
 
 
 def test_scales_go_to_a_device_once():

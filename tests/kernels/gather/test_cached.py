@@ -78,8 +78,8 @@ def test_equals_the_plain_gather(share, dtype, device):
     for columns in COLUMNS:
         for pad in (0, 3):
             table = readable(table_of(dtype, columns, pad), device)
-            hot = torch.randperm(ROWS)[: round(share * ROWS)]
-            copies = make_cached_rows(table, hot, device)
+            cached = torch.randperm(ROWS)[: round(share * ROWS)]
+            copies = make_cached_rows(table, cached, device)
             for count in (0, 1, 57):
                 ids = torch.randint(ROWS, (count,))
                 found = gather_cached(table, ids.to(device), copies)
@@ -89,13 +89,13 @@ def test_equals_the_plain_gather(share, dtype, device):
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_hits_are_read_from_the_copies_and_misses_from_the_table(share, device):
     table = table_of(torch.float32, 25)
-    hot = torch.randperm(ROWS)[: round(share * ROWS)]
-    copies, kept = make_cached_rows(table, hot, device), table[hot].clone()
-    table[hot] = 0
+    cached = torch.randperm(ROWS)[: round(share * ROWS)]
+    copies, kept = make_cached_rows(table, cached, device), table[cached].clone()
+    table[cached] = 0
     table = readable(table, device)
     ids = torch.randint(ROWS, (80,))
     found = gather_cached(table, ids.int().to(device), copies)
-    assert same_bits(found, gather_cached_reference(table, ids, hot, kept))
+    assert same_bits(found, gather_cached_reference(table, ids, cached, kept))
     if device.type == "cpu":
         with pytest.raises(ValueError, match=r"shares memory with the table(?s:.*)hint: "):
             gather_cached(table, ids[:5], copies, table[:5])
@@ -201,14 +201,14 @@ def test_the_room_of_a_copy_is_what_copies_take(device):
 
 @pytest.mark.parametrize("num_rows", [1, 7, 63, 64, 65, 1000])
 def test_marks_are_found(num_rows):
-    hot = torch.randperm(num_rows)[: num_rows // 2 + 1]
-    bits = mark(hot, num_rows)
+    cached = torch.randperm(num_rows)[: num_rows // 2 + 1]
+    bits = mark(cached, num_rows)
     assert bits.numel() == num_rows // 64 + 1
     for dtype in (torch.int32, torch.int64):
-        assert count_marked(bits, num_rows, torch.arange(num_rows, dtype=dtype)) == len(hot)
+        assert count_marked(bits, num_rows, torch.arange(num_rows, dtype=dtype)) == len(cached)
         ids = torch.randint(num_rows, (333,), dtype=dtype)
-        assert count_marked(bits, num_rows, ids) == torch.isin(ids, hot).sum()
-        assert count_marked(bits, num_rows, ids[::2]) == torch.isin(ids[::2], hot).sum()
+        assert count_marked(bits, num_rows, ids) == torch.isin(ids, cached).sum()
+        assert count_marked(bits, num_rows, ids[::2]) == torch.isin(ids[::2], cached).sum()
         assert count_marked(bits, num_rows, ids[:0]) == 0
         for outside in (-1, num_rows, 2**31 - 1, -(2**31)):
             ids[17] = outside

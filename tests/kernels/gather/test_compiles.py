@@ -32,10 +32,11 @@ def program(case, arch):
     place = [case[name] for name in ("layout", "row_bytes", "stride_bytes", "base", "item_bytes")]
     lanes = lanes_of(*place)
     word = getattr(torch, case["word"])
-    way = KernelConfig(warps=case["warps"] or None, vectors=case["vectors"] or None)
-    options = constants(lanes, case["stride_bytes"], case["base"], word, case["out_stride"], way)
+    config = KernelConfig(warps=case["warps"] or None, vectors=case["vectors"] or None)
+    stride_bytes, out_stride = case["stride_bytes"], case["out_stride"]
+    options = constants(lanes, stride_bytes, case["base"], word, out_stride, config)
     options |= {"ORDERED": case["ordered"], "CHECKED": case["checked"]}
-    options |= {"HOT_VECTORS": case["hot_vectors"], "HOT_MEMORIES": case["hot_memories"]}
+    options |= {"CACHED_VECTORS": case["cached_vectors"], "NUM_PEERS": case["num_peers"]}
     options |= {"SCALED": case["scaled"], "SCALE_COLUMNS": case["scale_columns"]}
     options["EXPONENT_BITS"] = EXPONENT_BITS.get(getattr(torch, case["codes"]), 0)
     letters = {"int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "float16": "fp16",
@@ -43,18 +44,18 @@ def program(case, arch):
     table, out = (f"*{letters[case[name]]}" for name in ("word", "out_word"))
     ids = "*" + case["ids"]
     types = dict(table=table, ids=ids, places=ids, out=out, outside="*i64")
-    hot = table if case["hot_memories"] == 1 else "*i64"
-    types |= dict(slots="*i32", hot=hot, scales="*fp32" if case["scaled"] else ids)
+    cached = table if case["num_peers"] == 1 else "*i64"
+    types |= dict(slots="*i32", cached=cached, scales="*fp32" if case["scaled"] else ids)
     types |= dict(num_ids="i32", num_rows="i64", zero="i32", line_inset="i32")
     names = list(_gather_rows.arg_names)
     # what a launch knows of pointers that torch allocated
-    aligned = ("table", "out", "hot")
+    aligned = ("table", "out", "cached")
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     numbers = {(names.index(name),): value for name, value in options.items()}
     signature = types | {name: "constexpr" for name in options}
     source = ASTSource(_gather_rows, signature, numbers, attributes)
     target = GPUTarget("cuda", arch, 32)
-    compiled = compile(source, target, options={"num_warps": way.warps or WARPS})
+    compiled = compile(source, target, options={"num_warps": config.warps or WARPS})
     return {"ptx": compiled.asm["ptx"], "lanes": lanes.lanes, "vector_bytes": lanes.vector_bytes}
 
 cases, arch = json.loads(sys.argv[2]), int(sys.argv[1])
@@ -75,8 +76,8 @@ class Case:
     ids: str = "i64"
     ordered: bool = False
     checked: bool = False
-    hot_vectors: int = 0
-    hot_memories: int = 1
+    cached_vectors: int = 0
+    num_peers: int = 1
     scaled: int = 0
     scale_columns: int = 0
     codes: str = "int8"
@@ -188,9 +189,9 @@ def test_baselines_load_what_they_say(arch, tmp_path):
 def test_hot_rows_of_several_memories_are_loaded_as_widely(arch, tmp_path):
     """Each row costs one load more, of the address where its memory begins."""
     cases = [
-        Case("shifted", 400, 400, 0, 4, "int64", hot_vectors=32, hot_memories=2),
-        Case("shifted", 1204, 1204, 0, 2, "int32", hot_vectors=88, hot_memories=3),
-        Case("pitched", 404, 512, 0, 4, "int32", hot_vectors=32, hot_memories=8),
+        Case("shifted", 400, 400, 0, 4, "int64", cached_vectors=32, num_peers=2),
+        Case("shifted", 1204, 1204, 0, 2, "int32", cached_vectors=88, num_peers=3),
+        Case("pitched", 404, 512, 0, 4, "int32", cached_vectors=32, num_peers=8),
     ]
     for case, made in zip(cases, compiled(cases, arch, tmp_path), strict=True):
         loads = global_bytes(made["ptx"], "ld")
@@ -200,8 +201,8 @@ def test_hot_rows_of_several_memories_are_loaded_as_widely(arch, tmp_path):
 
 def test_hot_rows_are_loaded_as_widely(tmp_path):
     cases = [
-        Case("shifted", 400, 400, 0, 4, "int64", hot_vectors=32),
-        Case("shifted", 1204, 1204, 0, 2, "int32", hot_vectors=88),
+        Case("shifted", 400, 400, 0, 4, "int64", cached_vectors=32),
+        Case("shifted", 1204, 1204, 0, 2, "int32", cached_vectors=88),
     ]
     for made in compiled(cases, 90, tmp_path):
         loads = global_bytes(made["ptx"], "ld")
@@ -220,12 +221,12 @@ def test_codes_are_loaded_as_widely(arch, tmp_path):
         for kind in (1, 2)
         for codes in ("int8", "float8_e4m3fn", "float8_e5m2")
     ]
-    cases.append(Case("pitched", 100, 128, 0, 1, "int8", "bfloat16", scaled=1, hot_vectors=8))
+    cases.append(Case("pitched", 100, 128, 0, 1, "int8", "bfloat16", scaled=1, cached_vectors=8))
     for case, made in zip(cases, compiled(cases, arch, tmp_path), strict=True):
         loads = global_bytes(made["ptx"], "ld")
-        wide = 8 if case.hot_vectors else 4
+        wide = 8 if case.cached_vectors else 4
         narrow = 4 if case.scaled == 1 else 4 * 16
-        slots = 4 if case.hot_vectors else 0
+        slots = 4 if case.cached_vectors else 0
         assert sorted(loads) == [4] * (narrow + slots) + [8] * 4 + [16] * wide, (case, loads)
         assert ".local" not in made["ptx"], case
 

@@ -113,20 +113,20 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("config", WAYS, ids=str)
 @pytest.mark.parametrize(("row_bytes", "unit"), [(100, 4), (128, 128), (1204, 4)])
-def test_every_way_gathers_the_same(way, row_bytes, unit, device):
+def test_every_way_gathers_the_same(config, row_bytes, unit, device):
     table = table_of(row_bytes, unit, torch.float32, device, num_rows=150)
     ids = torch.randint(150, (400,), device=device)
-    assert same_bits(gather_triton(table, ids, way=way), table[ids])
-    hot = make_cached_rows(table.cpu(), torch.arange(0, 150, 3), device)
+    assert same_bits(gather_triton(table, ids, config=config), table[ids])
+    cached = make_cached_rows(table.cpu(), torch.arange(0, 150, 3), device)
     if device.type == "cpu":
-        assert same_bits(gather_cached(table, ids, hot, way=way), table[ids])
+        assert same_bits(gather_cached(table, ids, cached, config=config), table[ids])
     codes = torch.randint(-127, 128, (90, 33), dtype=torch.int8, device=device)
     scales = torch.rand(90, device=device)
     ids = torch.randint(90, (300,), device=device)
     expected = gather_reference(codes, ids, scales)
-    assert same_bits(gather_triton(codes, ids, scales=scales, way=way), expected)
+    assert same_bits(gather_triton(codes, ids, scales=scales, config=config), expected)
 
 
 def test_a_way_is_what_the_kernel_is_launched_with(device, monkeypatch):
@@ -139,33 +139,35 @@ def test_a_way_is_what_the_kernel_is_launched_with(device, monkeypatch):
     monkeypatch.setattr(gpu, "_gather_rows", Kernel())
     table = table_of(400, 16, torch.float32, device, num_rows=50)
     ids = torch.randint(50, (5000,), device=device)
-    gather_rows(table, ids, way=KernelConfig("wrapped", programs=5, warps=4, vectors=2))
+    gather_rows(table, ids, config=KernelConfig("wrapped", programs=5, warps=4, vectors=2))
     # rows of 400 B take 32 lanes of 16 B: 4 warps of 2 vectors are 8 rows
     ((grid, options),) = launched
     assert grid == (5,)
     assert (options["num_warps"], options["ROWS"], options["WRAPPED"]) == (4, 8, True)
     # what is said beside it goes before it
-    gather_rows(table, ids, layout="vector", programs=2, way=KernelConfig("wrapped", programs=5))
+    gather_rows(table, ids, layout="vector", programs=2, config=KernelConfig("wrapped", programs=5))
     grid, options = launched[1]
     assert (grid, options["WRAPPED"], options["num_warps"]) == ((2,), False, 8)
     # no more programs than there is work for
-    gather_rows(table, ids[:17], way=KernelConfig(programs=50, warps=4, vectors=2))
+    gather_rows(table, ids[:17], config=KernelConfig(programs=50, warps=4, vectors=2))
     assert launched[2][0] == (3,)
     # by the doors that others take, too
-    hot = make_cached_rows(table.cpu(), torch.arange(3), device)
-    gather_triton(table, ids, way=KernelConfig(programs=6))
-    gather_cached(table, ids, hot, way=KernelConfig("wrapped", programs=7))
+    cached = make_cached_rows(table.cpu(), torch.arange(3), device)
+    gather_triton(table, ids, config=KernelConfig(programs=6))
+    gather_cached(table, ids, cached, config=KernelConfig("wrapped", programs=7))
     assert [grid for grid, _ in launched[3:]] == [(6,), (7,)]
     # hot rows are read by whole vectors, whatever the way
-    assert launched[-1][1]["HOT_VECTORS"] > 0
+    assert launched[-1][1]["CACHED_VECTORS"] > 0
     assert not launched[-1][1]["WRAPPED"]
 
 
 def test_a_gpu_s_gather_is_told_its_way(monkeypatch):
     told = []
-    monkeypatch.setattr(gather, "gather_triton", lambda *given, way, **options: told.append(way))
+    monkeypatch.setattr(
+        gather, "gather_triton", lambda *given, config, **options: told.append(config)
+    )
     ids = torch.zeros(3, dtype=torch.int64, device="meta")
-    gather.gather(torch.zeros(5, 4), ids, way=KernelConfig(programs=8))
+    gather.gather(torch.zeros(5, 4), ids, config=KernelConfig(programs=8))
     gather.gather(torch.zeros(5, 4), ids)
     assert told == [KernelConfig(programs=8), None]
 
@@ -176,7 +178,7 @@ def test_a_gpu_s_gather_is_told_its_way(monkeypatch):
     ids=str,
 )
 def test_no_way(wrong):
-    with pytest.raises(ValueError, match=r"(?s)cannot be shared as .*hint: "):
+    with pytest.raises(ValueError, match=r"(?s)is not a valid configuration.*hint: "):
         KernelConfig(**wrong)
 
 
@@ -196,22 +198,22 @@ def test_hot_rows_come_from_their_copies(share, row_bytes, unit, device):
     table = table_of(row_bytes, unit, torch.float32, torch.device("cpu"), num_rows=200)
     rows = table.clone()
     ids = torch.randperm(200)[: int(share * 200)]
-    hot = make_cached_rows(table, ids, device)
+    cached = make_cached_rows(table, ids, device)
     table.view(torch.int32)[ids] = 0x7FC00000
     asked = torch.randint(200, (700,))
     readable = table.to(device) if device.type == "cpu" else table.pin_memory()
-    found = gather_rows(readable, asked.to(device), hot=hot)
+    found = gather_rows(readable, asked.to(device), cached=cached)
     assert same_bits(found.cpu(), rows[asked])
-    assert hot.num_rows == len(ids)
+    assert cached.num_rows == len(ids)
     # without them the copies are not looked at
     assert same_bits(gather_rows(readable, asked.to(device)).cpu(), table[asked])
 
 
 def test_hot_rows_need_whole_vectors(device):
     table = torch.randn(20, 8)
-    hot = make_cached_rows(table, torch.arange(3), device)
-    with pytest.raises(ValueError, match="hint: leave the layout away"):
-        gather_rows(table, torch.tensor([0], device=device), hot=hot, layout="vector")
+    cached = make_cached_rows(table, torch.arange(3), device)
+    with pytest.raises(ValueError, match="hint: omit the layout"):
+        gather_rows(table, torch.tensor([0], device=device), cached=cached, layout="vector")
 
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

@@ -22,13 +22,13 @@ from gcnzc.kernels.gather.lanes import LAYOUTS
 from gcnzc.kernels.gather.quantize import (
     LARGEST,
     SMALLEST_SCALE,
+    broadcast_scales,
     dequantize_reference,
     largest,
     largest_reference,
     quantize,
     quantize_reference,
     scales_of,
-    spread,
 )
 
 # the interpreter tells of NaNs, also among the bytes beside a row, which are dropped
@@ -109,7 +109,7 @@ def test_errs_no_more_than_stated(dtype, width, block):
         assert found.isfinite().all()
         exact = rows.double()
         error = (found.double() - exact).abs()
-        allowed = bound(exact, spread(scales.double(), width, block), dtype)
+        allowed = bound(exact, broadcast_scales(scales.double(), width, block), dtype)
         assert (error <= allowed).all(), float((error / allowed).max())
         # a sign never turns
         assert (found.sign() * exact.sign() >= 0).all()
@@ -120,7 +120,9 @@ def test_the_bound_is_nearly_reached(dtype):
     rows = torch.randn(2000, 64)
     codes, scales = quantized(rows, dtype)
     error = (dequantize_reference(codes, scales).double() - rows.double()).abs()
-    assert (error / bound(rows.double(), spread(scales.double(), 64, None), dtype)).max() > 0.85
+    assert (
+        error / bound(rows.double(), broadcast_scales(scales.double(), 64, None), dtype)
+    ).max() > 0.85
 
 
 @codes_of_one_byte
@@ -143,34 +145,34 @@ def test_ties_go_to_even():
 WAYS = [gather_numba, gather_triton]
 
 
-def on(way, device):
+def on(config, device):
     """Where a way's tensors lie."""
-    return torch.device("cpu") if way is gather_numba else device
+    return torch.device("cpu") if config is gather_numba else device
 
 
 @codes_of_one_byte
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("way", WAYS)
-def test_gathers_what_codes_stand_for(dtype, width, way, device):
+@pytest.mark.parametrize("config", WAYS)
+def test_gathers_what_codes_stand_for(dtype, width, config, device):
     rows = adversarial(width)
     for block, id_dtype in itertools.product(BLOCKS, (torch.int32, torch.int64)):
-        codes, scales = (part.to(on(way, device)) for part in quantized(rows, dtype, block))
+        codes, scales = (part.to(on(config, device)) for part in quantized(rows, dtype, block))
         ids = torch.randint(len(rows), (90,), dtype=id_dtype, device=codes.device)
         scaled = {"scales": scales, "scale_columns": block}
-        found = way(codes, ids, **scaled)
+        found = config(codes, ids, **scaled)
         assert same_bits(found, gather_reference(codes, ids, scales, block))
         assert same_bits(found, dequantize_reference(codes, scales, block)[ids.long()])
-        none = way(codes, ids[:0], **scaled)
+        none = config(codes, ids[:0], **scaled)
         assert (none.shape, none.dtype) == ((0, width), torch.float32)
 
 
 @codes_of_one_byte
-@pytest.mark.parametrize("way", WAYS)
-def test_every_code(dtype, way, device):
-    codes = torch.arange(256, dtype=torch.uint8, device=on(way, device)).view(dtype)[:, None]
+@pytest.mark.parametrize("config", WAYS)
+def test_every_code(dtype, config, device):
+    codes = torch.arange(256, dtype=torch.uint8, device=on(config, device)).view(dtype)[:, None]
     scales = torch.rand(256, device=codes.device)
     ids = torch.randperm(256, device=codes.device)
-    found = way(codes, ids, scales=scales)
+    found = config(codes, ids, scales=scales)
     # a NaN's payload may differ, and nothing else
     torch.testing.assert_close(
         found, gather_reference(codes, ids, scales), rtol=0, atol=0, equal_nan=True
@@ -178,16 +180,16 @@ def test_every_code(dtype, way, device):
 
 
 @codes_of_one_byte
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("config", WAYS)
 @pytest.mark.parametrize("target", FROM_CODES, ids=str)
-def test_into_memory_and_types_of_the_caller(dtype, way, target, device):
-    codes, scales = (part.to(on(way, device)) for part in quantized(torch.randn(40, 33), dtype))
+def test_into_memory_and_types_of_the_caller(dtype, config, target, device):
+    codes, scales = (part.to(on(config, device)) for part in quantized(torch.randn(40, 33), dtype))
     ids = torch.randint(40, (60,), device=codes.device)
     wide = torch.full((62, 37), 7.0, dtype=target, device=codes.device)
     out = wide[1:-1, 2:-2]
-    assert way(codes, ids, out, scales=scales) is out
+    assert config(codes, ids, out, scales=scales) is out
     expected = gather_reference(codes, ids, scales).to(target)
-    if target == torch.bfloat16 and way is gather_triton and device.type == "cpu":
+    if target == torch.bfloat16 and config is gather_triton and device.type == "cpu":
         # the interpreter cuts where processors round
         torch.testing.assert_close(out, expected, rtol=2**-7, atol=0)
     else:
@@ -197,16 +199,16 @@ def test_into_memory_and_types_of_the_caller(dtype, way, target, device):
 
 
 @codes_of_one_byte
-@pytest.mark.parametrize("way", WAYS)
-def test_views_of_wider_tables(dtype, way, device):
-    codes = torch.randint(256, (20, 128), dtype=torch.uint8, device=on(way, device)) % 120
+@pytest.mark.parametrize("config", WAYS)
+def test_views_of_wider_tables(dtype, config, device):
+    codes = torch.randint(256, (20, 128), dtype=torch.uint8, device=on(config, device)) % 120
     codes = codes.view(dtype)
     ids = torch.tensor([3, 3, 19, 0], device=codes.device)
     for table in (codes[:, :50], codes[:, 77:], codes[::2][:10, 1:128], codes[:1].expand(20, 128)):
         count, width = table.shape
         for block in (None, 16):
             scales = torch.rand(-(-width // 16) if block else count, device=codes.device)
-            found = way(table, ids % count, scales=scales, scale_columns=block)
+            found = config(table, ids % count, scales=scales, scale_columns=block)
             assert same_bits(found, gather_reference(table, ids % count, scales, block))
 
 
@@ -229,12 +231,17 @@ def test_hot_rows_hold_codes_too(dtype, share, block, device):
         ids = torch.randperm(120)[: int(share * 120)]
         asked = torch.randint(120, (400,))
         expected = gather_reference(codes, asked, scales, block)
-        hot = make_cached_rows(codes, ids, device)
+        cached = make_cached_rows(codes, ids, device)
         codes.view(torch.int8)[ids] = 0x7F
         readable = codes if device.type == "cpu" else codes.pin_memory()
         at = asked.to(device)
         found = gather_rows(
-            readable, at, hot=hot, scales=scales.to(device), scale_columns=block, order=at.argsort()
+            readable,
+            at,
+            cached=cached,
+            scales=scales.to(device),
+            scale_columns=block,
+            order=at.argsort(),
         )
         assert same_bits(found.cpu(), expected)
 
@@ -256,13 +263,15 @@ def test_every_layout_and_start_of_a_row(dtype, layout, block, device):
             assert same_bits(found, gather_reference(codes, ids, scales, block))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("config", WAYS)
 @pytest.mark.parametrize("outside", [-1, 40, 2**31 - 1])
-def test_id_outside(way, outside, device):
-    codes, scales = (part.to(on(way, device)) for part in quantized(torch.ones(40, 9), torch.int8))
+def test_id_outside(config, outside, device):
+    codes, scales = (
+        part.to(on(config, device)) for part in quantized(torch.ones(40, 9), torch.int8)
+    )
     ids = torch.tensor([1, outside, 2], device=codes.device)
     with pytest.raises(IndexError, match=rf"id {outside} (.|\n)*table of 40 rows(.|\n)*hint"):
-        way(codes, ids, scales=scales)
+        config(codes, ids, scales=scales)
 
 
 def test_id_outside_of_a_table_of_nothing():
@@ -270,9 +279,9 @@ def test_id_outside_of_a_table_of_nothing():
         gather(torch.zeros(0, 4).to(torch.int8), torch.tensor([0]), scales=torch.ones(0))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_arguments_that_do_not_fit(way, device):
-    codes = torch.zeros(5, 6, dtype=torch.int8, device=on(way, device))
+@pytest.mark.parametrize("config", WAYS)
+def test_arguments_that_do_not_fit(config, device):
+    codes = torch.zeros(5, 6, dtype=torch.int8, device=on(config, device))
     ids = torch.zeros(3, dtype=torch.int64, device=codes.device)
     like = {"device": codes.device}
     for table, scales, block in (
@@ -284,11 +293,11 @@ def test_arguments_that_do_not_fit(way, device):
         (codes.float(), torch.ones(5, **like), None),
     ):
         with pytest.raises(ValueError, match="cannot be scaled by"):
-            way(table, ids, scales=scales, scale_columns=block)
+            config(table, ids, scales=scales, scale_columns=block)
     for dtype in (torch.int8, torch.float64):
         out = torch.empty(3, 6, dtype=dtype, **like)
         with pytest.raises(ValueError, match=r"out must be \(3, 6\) torch.float32"):
-            way(codes, ids, out, scales=torch.ones(5, **like))
+            config(codes, ids, out, scales=torch.ones(5, **like))
 
 
 GUARDED = """
