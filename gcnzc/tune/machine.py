@@ -175,7 +175,7 @@ class Machine:
             self.out[: len(ids)],
             scales=table.scales_on(ids.device),
             scale_columns=table.scale_columns,
-            way=way,
+            config=way,
         )
 
     def _check_rows(self, way: KernelConfig) -> None:
