@@ -150,10 +150,10 @@ def quantize(
 @njit(nogil=True, cache=True)
 def _largest_of_rows(values, found, begin, end):
     for i in range(begin, end):
-        max_scale = np.float32(0)
+        row_max = np.float32(0)
         for j in range(values.shape[1]):
-            max_scale = max(max_scale, abs(values[i, j]))
-        found[i] = max_scale
+            row_max = max(row_max, abs(values[i, j]))
+        found[i] = row_max
 
 
 @njit(nogil=True, cache=True)
