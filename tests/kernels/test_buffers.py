@@ -12,7 +12,7 @@ from gcnzc.kernels.buffers import SMALL_BYTES, Pool
 BIG = (1000, 100)  # 400 kB of float32
 
 
-def test_gives_what_was_asked_for():
+def test_allocates_the_requested_shape_and_dtype():
     pool = Pool()
     for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.float8_e4m3fn):
         for shape in (BIG, (3, 5), (0, 7), (123_457,), 200_001):
@@ -25,7 +25,7 @@ def test_gives_what_was_asked_for():
                 assert tensor.data_ptr() % 64 == 0
 
 
-def test_memory_comes_back_and_is_used_again():
+def test_freed_memory_is_reused():
     pool = Pool()
     first = pool.empty(BIG)
     address = first.data_ptr()
@@ -54,7 +54,7 @@ def test_memory_comes_back_and_is_used_again():
         lambda t: [copy.copy(t)],
     ],
 )
-def test_any_reader_keeps_it(derive):
+def test_any_reference_keeps_the_memory(derive):
     pool = Pool()
     tensor = pool.empty(BIG)
     reader = derive(tensor)
@@ -64,7 +64,7 @@ def test_any_reader_keeps_it(derive):
     assert pool.idle_bytes > 0
 
 
-def test_autograd_keeps_it():
+def test_autograd_keeps_the_memory():
     pool = Pool()
     weight = torch.ones(100, 1, requires_grad=True)
     x = pool.empty(BIG).fill_(2)
@@ -78,7 +78,7 @@ def test_autograd_keeps_it():
     assert pool.idle_bytes > 0
 
 
-def test_a_reader_in_a_cycle_keeps_it_until_collected():
+def test_a_reference_cycle_keeps_memory_until_collected():
     pool = Pool()
     ring = [pool.empty(BIG)]
     ring.append(ring)
@@ -88,7 +88,7 @@ def test_a_reader_in_a_cycle_keeps_it_until_collected():
     assert pool.idle_bytes > 0
 
 
-def test_an_epoch_may_be_kept():
+def test_all_batches_of_an_epoch_may_be_kept():
     pool = Pool()
     kept = [pool.empty(BIG).fill_(i) for i in range(50)]
     assert all((tensor == i).all() for i, tensor in enumerate(kept))
@@ -104,7 +104,7 @@ def test_idle_memory_is_bounded():
     assert Pool().idle_bytes == 0
 
 
-def test_a_block_far_too_large_is_not_used():
+def test_a_block_that_is_too_large_is_not_reused():
     pool = Pool()
     large = pool.empty((10_000, 100))
     address = large.data_ptr()
@@ -112,7 +112,7 @@ def test_a_block_far_too_large_is_not_used():
     assert pool.empty(BIG).data_ptr() != address
 
 
-def test_readers_outlive_the_pool():
+def test_tensors_outlive_the_pool():
     pool = Pool()
     tensor = pool.empty(BIG).fill_(3)
     del pool
@@ -144,7 +144,7 @@ def test_threads_share_a_pool():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_loop_that_drops_what_it_asks_for_makes_nothing_anew(depth):
+def test_a_loop_that_frees_what_it_allocates_allocates_no_new_memory(depth):
     """Batches of several arrays whose sizes vary, of which `depth` live at a time."""
     made = []
 
@@ -164,7 +164,7 @@ def test_a_loop_that_drops_what_it_asks_for_makes_nothing_anew(depth):
     assert not made
 
 
-def test_lent_and_idle_memory_are_no_more_than_was_lent_at_once():
+def test_memory_in_use_and_idle_is_at_most_the_peak_in_use():
     pool = Pool()
     small = pool.empty(BIG)
     del small
@@ -179,7 +179,7 @@ def test_lent_and_idle_memory_are_no_more_than_was_lent_at_once():
     assert 0 < pool.idle_bytes < again.nbytes
 
 
-def test_dropped_while_the_pool_is_busy():
+def test_memory_can_be_freed_while_the_pool_is_locked():
     # what a garbage collection inside the pool does: the last reader dies under the lock
     pool = Pool()
     tensor = pool.empty(BIG)
@@ -189,7 +189,7 @@ def test_dropped_while_the_pool_is_busy():
     assert pool.idle_bytes > 0
 
 
-def test_events_of_the_last_borrower_come_with_the_memory():
+def test_reused_memory_has_the_events_of_its_last_use():
     pool = Pool(small_bytes=0)
     events = iter([["first"], ["second"], []])
 
@@ -210,7 +210,7 @@ def test_events_of_the_last_borrower_come_with_the_memory():
         del tensor
 
 
-def test_memory_that_is_let_go_of_is_told_with_its_events():
+def test_released_memory_is_reported_with_its_events():
     ended = []
     pool = Pool(small_bytes=0, on_release=ended.extend)
     tensors = [pool.allocate(1 << 16, torch.uint8, lambda n=n: [n])[0] for n in range(3)]
@@ -222,14 +222,14 @@ def test_memory_that_is_let_go_of_is_told_with_its_events():
     del large
 
 
-def test_no_bytes_are_lent_too():
+def test_empty_tensors_are_allocated_too():
     pool = Pool(small_bytes=0)
     tensor, _ = pool.allocate((0, 7), torch.float32)
     assert tensor.shape == (0, 7)
     assert tensor.dtype == torch.float32
 
 
-def test_events_are_told_also_if_the_pool_ends_first():
+def test_events_are_passed_on_even_if_the_pool_is_deleted_first():
     ended = []
     pool = Pool(small_bytes=0, on_release=ended.extend)
     idle, lent = (pool.allocate(10, torch.uint8, lambda n=n: [n])[0] for n in ("idle", "lent"))

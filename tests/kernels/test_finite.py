@@ -24,7 +24,7 @@ def test_one_element_is_found_wherever_it_is(dtype, shape):
             assert not bool(are_finite(marred))
 
 
-def test_parts_and_nothing_at_all():
+def test_strided_and_empty_tensors():
     values = torch.randn(8, 8)
     values[3, 3] = float("nan")
     assert bool(are_finite(values[:, 4:]))

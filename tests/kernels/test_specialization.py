@@ -127,7 +127,7 @@ def test_no_kernel_is_compiled_after_the_first_step(counts):
     assert counts["runs"] > 6 * len(counts["first"])
 
 
-def test_a_gather_is_compiled_once_wherever_its_table_lies(counts):
+def test_a_gather_is_compiled_once_for_any_table_address(counts):
     assert (counts["columns 101"], counts["columns 602"]) == (0, 1)
 
 

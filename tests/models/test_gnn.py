@@ -24,7 +24,7 @@ def parameters(model: torch.nn.Module) -> int:
         (lambda: gnn.SAGE(128, 256, 40, batch_norm=True), 218_664),
     ],
 )
-def test_has_as_many_parameters_as_ogb_says(model, count):
+def test_has_as_many_parameters_as_in_ogb(model, count):
     assert parameters(model()) == count
 
 
@@ -79,7 +79,7 @@ def test_half_precision_features_are_widened(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_reset_draws_all_parameters_anew(name):
+def test_reset_changes_all_parameters(name):
     model = made(name, 5, 4, 3)
     torch.manual_seed(1)
     model.reset_parameters()
@@ -93,7 +93,7 @@ def test_reset_draws_all_parameters_anew(name):
     assert not any(torch.equal(p, q) for p, q in weights)
 
 
-def test_says_what_does_not_fit():
+def test_errors_state_what_does_not_match():
     graph, model = random_graph(), gnn.SAGE(5, 4, 3, 2)
     table = FeatureTable(torch.randn(60, 5))
     batch = Sampler(graph, [3, 3, 3]).sample(torch.arange(5), epoch=0)

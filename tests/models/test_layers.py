@@ -12,7 +12,7 @@ from gcnzc.train.inference import inference
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_order_of_map_and_sum_does_not_matter(name, monkeypatch):
+def test_the_order_of_projection_and_sum_does_not_matter(name, monkeypatch):
     graph = random_graph()
     model = made(name, 6, 4, 3)
     batch = Sampler(graph, [4, 3, 2]).sample(torch.tensor([3, 50, 59]), epoch=0)
@@ -29,7 +29,7 @@ def test_order_of_map_and_sum_does_not_matter(name, monkeypatch):
         torch.testing.assert_close(one, other)
 
 
-def test_maps_first_where_it_narrows_rows():
+def test_projects_first_where_it_narrows_rows():
     layer = SAGELayer(1433, 16)
     assert layer.should_project_first(2708, 2708, 10556)
     assert not SAGELayer(100, 256).should_project_first(400_000, 50_000, 700_000)
@@ -38,7 +38,7 @@ def test_maps_first_where_it_narrows_rows():
     assert not gat.should_project_first(400_000, 50_000, 700_000)
 
 
-def test_gcn_scales_what_it_keeps_up_to_all_neighbours():
+def test_gcn_scales_sampled_sums_to_all_neighbours():
     """Of equal neighbours any sample gives what all give."""
     graph = Graph.from_edges(torch.arange(1, 21), torch.zeros(20, dtype=torch.int64), 21)
     model = made("gcn", 5, 8, 3, num_layers=1)

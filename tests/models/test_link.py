@@ -30,7 +30,7 @@ def test_dot_and_mlp_by_hand():
         HadamardMLP(4, 0)
 
 
-def test_a_batch_s_logits_are_those_of_its_seeds(model):
+def test_a_batch_gets_logits_for_its_seeds(model):
     src, dst = torch.randint(0, 30, (2, 100))
     graph = Graph.from_edges(src, dst, 30)
     features = torch.randn(30, 5)
@@ -48,7 +48,7 @@ def test_a_batch_s_logits_are_those_of_its_seeds(model):
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 10**6])
-def test_scores_in_parts(at_once, model, monkeypatch):
+def test_scores_are_computed_in_chunks(at_once, model, monkeypatch):
     monkeypatch.setattr(link, "PAIRS_PER_CHUNK", at_once)
     rows = torch.randn(20, 8)
     sources, targets = torch.randint(0, 20, (2, 13))
@@ -68,7 +68,7 @@ def test_scores_in_parts(at_once, model, monkeypatch):
     assert model.scores(rows, sources[:0], targets[:0]).shape == (0,)
 
 
-def test_weights_are_drawn_anew(model):
+def test_weights_are_reset(model):
     before = [part.clone() for part in model.parameters()]
     model.reset_parameters()
     for old, new in zip(before, model.parameters(), strict=True):

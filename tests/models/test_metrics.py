@@ -28,7 +28,7 @@ def evaluator():
         del sys.modules["outdated"]
 
 
-def test_accuracy_is_ogb_s(evaluator):
+def test_accuracy_equals_ogb(evaluator):
     logits, labels = torch.randn(500, 7), torch.randint(7, (500,))
     parts = {"valid": torch.arange(100), "test": torch.arange(100, 500), "none": torch.arange(0)}
     mine = score(logits, labels, parts, "accuracy")
@@ -40,7 +40,7 @@ def test_accuracy_is_ogb_s(evaluator):
         assert mine["accuracy"][name] == pytest.approx(evaluator("ogbn-arxiv").eval(given)["acc"])
 
 
-def test_rocauc_of_many_tasks_is_ogb_s(evaluator):
+def test_rocauc_of_many_tasks_equals_ogb(evaluator):
     logits = torch.randn(300, 112)
     labels = torch.randint(2, (300, 112)).float()
     labels[:, 5] = 1  # a task with one outcome counts for nothing
@@ -58,7 +58,7 @@ def test_rocauc_of_two_classes_orders_by_their_difference():
     assert mine == {"accuracy": {"test": 0.75}, "rocauc": {"test": 0.75}}
 
 
-def test_unknown_labels_count_for_nothing():
+def test_unknown_labels_are_ignored():
     logits = torch.randn(6, 3, requires_grad=True)
     labels = torch.randint(2, (6, 3)).float()
     labels[2], labels[0, 1] = np.nan, np.nan
@@ -101,14 +101,14 @@ def pair_scores(request):
     ("name", "metric"),
     [("ogbl-collab", "hits@50"), ("ogbl-ppa", "hits@100"), ("ogbl-ddi", "hits@20")],
 )
-def test_hits_are_ogb_s(name, metric, link_evaluator, pair_scores):
+def test_hits_equal_ogb(name, metric, link_evaluator, pair_scores):
     positives, negatives = pair_scores
     for some in (negatives.flatten(), negatives.flatten()[:15], negatives.flatten()[:20]):
         expected = link_evaluator(name).eval({"y_pred_pos": positives, "y_pred_neg": some})
         assert score_pairs(positives, some, metric)[metric] == expected[metric]
 
 
-def test_mrr_is_ogb_s(link_evaluator, pair_scores):
+def test_mrr_equals_ogb(link_evaluator, pair_scores):
     positives, negatives = pair_scores
     given = {"y_pred_pos": positives, "y_pred_neg": negatives}
     expected = link_evaluator("ogbl-citation2").eval(given)
@@ -118,7 +118,7 @@ def test_mrr_is_ogb_s(link_evaluator, pair_scores):
         assert mine[name] == pytest.approx(expected[f"{name}_list"].mean().item(), abs=1e-7)
 
 
-def test_auc_of_pairs_is_ogb_s(link_evaluator, pair_scores):
+def test_auc_of_pairs_equals_ogb(link_evaluator, pair_scores):
     positives, negatives = pair_scores
     given = {"y_pred_pos": positives, "y_pred_neg": negatives.flatten()}
     expected = link_evaluator("ogbl-vessel").eval(given)["rocauc"]

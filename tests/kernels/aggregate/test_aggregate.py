@@ -148,7 +148,7 @@ def test_blocks_without_edges(num_sources, num_targets):
     assert torch.equal(grad, torch.zeros(num_sources, 4))
 
 
-def test_does_not_hide_what_is_not_finite():
+def test_non_finite_values_stay_non_finite():
     indptr, indices = torch.tensor([0, 5, 6]), torch.tensor([0, 1, 2, 3, 4, 0])
     x = torch.ones(5, 3)
     x[4] = torch.tensor([torch.nan, torch.inf, -torch.inf])
@@ -158,7 +158,7 @@ def test_does_not_hide_what_is_not_finite():
     assert out[1].tolist() == [1, 1, 1]
 
 
-def test_turns_the_block_round_only_if_there_is_a_gradient(monkeypatch):
+def test_transposes_the_block_only_for_a_gradient(monkeypatch):
     indptr, indices = random_block(70, 50, 9)
 
     def refuse(*_):
@@ -170,7 +170,7 @@ def test_turns_the_block_round_only_if_there_is_a_gradient(monkeypatch):
     assert weight.grad is not None
 
 
-def test_refuses_what_does_not_fit():
+def test_arguments_that_do_not_match_are_rejected():
     indptr, indices = random_block(70, 50, 9)
     x = torch.randn(70, 8)
     with pytest.raises(ValueError, match=r"x is torch.int64.*\n\nhint: pass x.float"):

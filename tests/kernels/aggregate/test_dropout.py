@@ -18,7 +18,7 @@ SIZES = [(1,), (127,), (128, 1), (CHUNK - 1,), (CHUNK,), (3, CHUNK // 2 + 5), (4
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_three_agree(size, share, dtype, device):
+def test_reference_numba_and_triton_agree(size, share, dtype, device):
     x = torch.randn(size, dtype=dtype)
     expected = dropout_reference(x, share, 2**40 + 17)
     assert torch.equal(dropout_numba(x, share, 2**40 + 17), expected)
@@ -98,7 +98,7 @@ def test_views_and_half_precision():
     assert torch.equal(dropout(x, 0.5, 3), expected)
 
 
-def test_nothing_to_drop_from():
+def test_empty_tensors():
     assert dropout(torch.empty(0, 5), 0.5, 0).shape == (0, 5)
 
 
@@ -108,6 +108,6 @@ def test_non_finite_values_are_dropped_or_kept():
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, 0.999999, float("nan")])
-def test_a_share_that_cannot_be(share):
+def test_invalid_probabilities_are_rejected(share):
     with pytest.raises(ValueError, match="dropout probability"):
         dropout(torch.ones(3), share, 0)

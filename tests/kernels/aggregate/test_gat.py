@@ -179,7 +179,7 @@ def test_self_loops_are_there_once(pointers, ids):
         assert looped == [s for s in column if s != own[t]] + [own[t]]
 
 
-def test_the_host_waits_for_no_device_to_give_targets_their_loops(monkeypatch):
+def test_adding_self_loops_does_not_synchronize_with_the_device(monkeypatch):
     indptr, indices = random_block(70, 50, 9)
     leaves = inputs((4, 4, 3))
     expected = both(gat_aggregate_reference, indptr, indices, leaves)
@@ -218,7 +218,7 @@ def test_features_get_no_gradient_unless_asked():
         torch.testing.assert_close(one, other)
 
 
-def test_refuses_what_does_not_fit():
+def test_arguments_that_do_not_match_are_rejected():
     indptr, indices = random_block(70, 50, 9)
     x, source, target = inputs((2, 2, 3))
     with pytest.raises(ValueError, match=r"score_target has shape \(70, 2\)"):

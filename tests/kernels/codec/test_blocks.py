@@ -107,7 +107,7 @@ def check_ways(
 
 @every_number_format
 @every_block
-def test_the_public_way_equals_the_reference(number_format, block):
+def test_the_public_functions_equal_the_reference(number_format, block):
     ways = (encode_blocks, update_error_blocks, decode_blocks, mean_of_blocks)
     for number, (n, parts) in enumerate(itertools.product(LENGTHS, range(1, 10))):
         layout = BlockLayout(n, parts, BITS[number_format], block)
@@ -180,7 +180,7 @@ def of_all_sizes():
 @every_number_format
 @every_rounding
 @every_block
-def test_errs_no_more_than_stated(number_format, seed_and_step, block):
+def test_the_error_is_within_the_stated_bound(number_format, seed_and_step, block):
     nearly = 0.0
     for values in (torch.randn(20000), torch.rand(5000) ** 8 * 1e-3, of_all_sizes()):
         found, scales = decoded(values, number_format, block, seed_and_step)
@@ -197,7 +197,7 @@ def test_errs_no_more_than_stated(number_format, seed_and_step, block):
 
 @every_number_format
 @every_rounding
-def test_the_largest_of_a_block_comes_back(number_format, seed_and_step):
+def test_the_largest_element_of_a_block_is_preserved(number_format, seed_and_step):
     for largest in (1.0, 3.7e-5, MOST, 2.0**-100):
         values = torch.tensor([0.0, -largest, largest / 3])
         found, scales = decoded(values, number_format, None, seed_and_step, parts=1)
@@ -207,7 +207,7 @@ def test_the_largest_of_a_block_comes_back(number_format, seed_and_step):
         assert float(scales[0]) == pytest.approx(largest / number, rel=2.0**-20)
 
 
-def test_no_draw_is_beyond_the_largest_code():
+def test_stochastic_rounding_does_not_exceed_the_largest_code():
     largest = torch.rand(100) + 1
     # divided by its scale it is more than 127, by 2**-17
     above = largest[largest / (largest / torch.full_like(largest, 127)) > 127][0]
@@ -216,7 +216,7 @@ def test_no_draw_is_beyond_the_largest_code():
 
 
 @every_number_format
-def test_rounded_at_random_the_mean_stays(number_format):
+def test_stochastic_rounding_is_unbiased(number_format):
     lone = torch.tensor([0.003, 0.011, 0.1, 0.26, 0.33, 0.4999, 0.62, 0.77, 0.9, 0.9999])
     count = 40000
     for sign in (1, -1):
@@ -243,7 +243,7 @@ def codes_of(values, number_format, seed_and_step=None, offset=0):
     return rows[0, : layout.code_bytes]
 
 
-def test_what_is_drawn_is_of_the_seed_the_step_and_the_place():
+def test_random_words_depend_on_seed_step_and_position():
     values = torch.full((32000,), 0.3)
     values[::32] = 1
     codes = codes_of(values, "int4", (1, 1))
@@ -265,7 +265,7 @@ def test_what_is_drawn_is_of_the_seed_the_step_and_the_place():
 @every_number_format
 @every_block
 @every_rounding
-def test_a_part_on_its_own_has_the_row_it_has_among_others(number_format, block, seed_and_step):
+def test_a_part_encoded_alone_has_the_same_row(number_format, block, seed_and_step):
     for n, parts in ((4097, 3), (33, 5), (100, 1)):
         layout = BlockLayout(n, parts, BITS[number_format], block)
         values, error, active = vectors(n, 1)
@@ -311,7 +311,7 @@ ENCODERS = [encode_blocks_reference, encode_blocks_numba, encode_blocks_triton]
 @every_rounding
 @pytest.mark.parametrize("encode", ENCODERS)
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan"), "sum"])
-def test_what_is_not_finite_is_never_hidden(number_format, seed_and_step, encode, bad, device):
+def test_non_finite_values_decode_to_nan(number_format, seed_and_step, encode, bad, device):
     place = device if encode is encode_blocks_triton else torch.device("cpu")
     values, error = torch.randn(200), torch.randn(200)
     values[70] = error[70] = MOST if bad == "sum" else bad
@@ -346,7 +346,9 @@ def test_what_is_not_finite_is_never_hidden(number_format, seed_and_step, encode
 @every_number_format
 @every_rounding
 @pytest.mark.parametrize("encode", ENCODERS)
-def test_blocks_of_zeros_and_of_nothing(number_format, seed_and_step, encode, device):
+def test_blocks_of_zeros_or_without_active_elements_have_zero_scales(
+    number_format, seed_and_step, encode, device
+):
     place = device if encode is encode_blocks_triton else torch.device("cpu")
     layout = BlockLayout(100, 3, BITS[number_format], 32)
     values, active = torch.zeros(100), torch.ones(100, dtype=torch.bool)
@@ -473,7 +475,7 @@ def test_a_mean_is_summed_in_the_order_of_the_rows():
     assert (out == 0).all()
 
 
-def test_arguments_that_do_not_fit():
+def test_arguments_that_do_not_match_are_rejected():
     layout = BlockLayout(100, 2, 8, 32)
     values, rows = torch.zeros(100), empty_rows(layout)
     for number_format in ("int4", "int7"):

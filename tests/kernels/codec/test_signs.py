@@ -171,7 +171,7 @@ def by_hand(values, active, layout, scale):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("actives", ["all", "some"])
-def test_the_reference_is_what_a_hand_would_write(scale, actives):
+def test_the_reference_equals_plain_python(scale, actives):
     for layout in layouts([0, 1, 33, 300], [1, 2, 5], [32, 96, None]):
         values, _, active = inputs(layout.num_elements, False, actives)
         rows, memory = guarded_rows(layout)
@@ -188,7 +188,7 @@ def test_the_reference_is_what_a_hand_would_write(scale, actives):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("with_error", [False, True])
-def test_nothing_is_lost(scale, with_error):
+def test_sent_and_remaining_error_add_up(scale, with_error):
     """What was sent and what stays are what there was, and the next error has only the rest."""
     for layout in layouts([1, 33, 4097, 10000], [1, 3, 9], [32, 4096, None]):
         for actives in ("all", "some", "none"):
@@ -236,7 +236,7 @@ def test_means_are_equal_bit_for_bit(workers, device):
                 assert set(memory[:4].tolist() + memory[-4:].tolist()) == {7}
 
 
-def test_a_mean_is_the_mean_of_what_was_sent():
+def test_a_mean_is_the_mean_of_the_decoded_vectors():
     layout = BlockLayout(1000, 1, 1, 128)
     rows = mean_of_workers(layout, 5)
     sent = torch.empty(5, 1000)
@@ -283,7 +283,7 @@ def every_encoding(values, error, active, layout, device, scale):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("block", [32, None])
-def test_what_is_not_finite_shows_in_its_block(scale, bad, block, device):
+def test_non_finite_values_make_the_scale_of_their_block_non_finite(scale, bad, block, device):
     layout = BlockLayout(150, 2, 1, block)
     for place, in_error in ((0, False), (100, True), (149, False)):
         values, error = torch.randn(150), torch.randn(150)
@@ -352,7 +352,7 @@ def test_other_types_take_the_reference(dtype):
     torch.testing.assert_close(mean, sent[: layout.part_elements], rtol=tolerance, atol=tolerance)
 
 
-def test_what_does_not_fit_is_refused():
+def test_arguments_that_do_not_match_are_rejected():
     layout, values = BlockLayout(100, 2, 1, 32), torch.randn(100)
     rows = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
     odd = torch.zeros(2 * layout.row_bytes + 8, dtype=torch.uint8)

@@ -131,7 +131,7 @@ def test_memories_may_be_empty(own, gpus, device):
         gather_cached(table, torch.tensor([ROWS, 7], device=device), copies)
 
 
-def test_slots_go_round():
+def test_slots_are_assigned_round_robin():
     parts = [torch.tensor([5, 3, 0]), torch.tensor([1]), torch.tensor([4, 6])]
     slots = slots_of(parts, 8)
     assert slots.tolist() == [6, 1, -1, 3, 2, 0, 5, -1]
@@ -141,7 +141,7 @@ def test_slots_go_round():
     assert slots_of([], 3).tolist() == [-1, -1, -1]
 
 
-def test_into_rows_that_lie_apart(device):
+def test_writes_to_strided_rows(device):
     table = readable(table_of(torch.float16, 50), device)
     copies = make_cached_rows(table, torch.arange(0, ROWS, 2), device)
     ids = torch.randperm(ROWS)
@@ -163,7 +163,7 @@ def test_into_rows_that_lie_apart(device):
         ({"table": torch.zeros(ROWS + 1, 5)}, f"a table of {ROWS} rows, not of {ROWS + 1}"),
     ],
 )
-def test_what_does_not_fit(change, message, device):
+def test_arguments_that_do_not_match_are_rejected(change, message, device):
     table = table_of(torch.float32, 5)
     given = {"table": table, "ids": torch.zeros(2, dtype=torch.int64), "out": None}
     given = {
@@ -176,14 +176,14 @@ def test_what_does_not_fit(change, message, device):
     assert "\n\nhint: " in str(error.value)
 
 
-def test_an_id_outside(device):
+def test_an_id_out_of_range_is_rejected(device):
     table = readable(table_of(torch.float32, 5), device)
     copies = make_cached_rows(table, torch.arange(3), device)
     with pytest.raises(IndexError, match=f"id {ROWS} at 1"):
         gather_cached(table, torch.tensor([2, ROWS], device=device), copies)
 
 
-def test_the_room_of_a_copy_is_what_copies_take(device):
+def test_room_bytes_is_the_memory_of_a_copy(device):
     for columns in (1, 25, 31, 32, 33, 100, 301):
         for pad in (0, 1, 2, 7):
             for dtype in (torch.int8, torch.float32):
@@ -200,7 +200,7 @@ def test_the_room_of_a_copy_is_what_copies_take(device):
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 63, 64, 65, 1000])
-def test_marks_are_found(num_rows):
+def test_cached_rows_are_counted(num_rows):
     cached = torch.randperm(num_rows)[: num_rows // 2 + 1]
     bits = mark(cached, num_rows)
     assert bits.numel() == num_rows // 64 + 1

@@ -150,7 +150,7 @@ def global_bytes(ptx, verb):
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
-def test_each_lane_has_as_many_loads_in_flight_as_it_is_told(arch, tmp_path):
+def test_each_lane_has_the_configured_number_of_loads_in_flight(arch, tmp_path):
     for case, made in zip(SHAPED, compiled(SHAPED, arch, tmp_path), strict=True):
         loads = global_bytes(made["ptx"], "ld")
         assert loads.count(16) == case.vectors, case
@@ -175,7 +175,7 @@ def test_loads_whole_vectors(arch, tmp_path):
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
-def test_baselines_load_what_they_say(arch, tmp_path):
+def test_baselines_load_the_documented_widths(arch, tmp_path):
     cases = [case for case, _ in NARROW]
     for (case, size), made in zip(NARROW, compiled(cases, arch, tmp_path), strict=True):
         loads = global_bytes(made["ptx"], "ld")
@@ -186,7 +186,7 @@ def test_baselines_load_what_they_say(arch, tmp_path):
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
-def test_hot_rows_of_several_memories_are_loaded_as_widely(arch, tmp_path):
+def test_cached_rows_of_several_memories_are_loaded_as_wide_vectors(arch, tmp_path):
     """Each row costs one load more, of the address where its memory begins."""
     cases = [
         Case("shifted", 400, 400, 0, 4, "int64", cached_vectors=32, num_peers=2),
@@ -199,7 +199,7 @@ def test_hot_rows_of_several_memories_are_loaded_as_widely(arch, tmp_path):
         assert ".local" not in made["ptx"], case
 
 
-def test_hot_rows_are_loaded_as_widely(tmp_path):
+def test_cached_rows_are_loaded_as_wide_vectors(tmp_path):
     cases = [
         Case("shifted", 400, 400, 0, 4, "int64", cached_vectors=32),
         Case("shifted", 1204, 1204, 0, 2, "int32", cached_vectors=88),
@@ -212,7 +212,7 @@ def test_hot_rows_are_loaded_as_widely(tmp_path):
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
-def test_codes_are_loaded_as_widely(arch, tmp_path):
+def test_codes_are_loaded_as_wide_vectors(arch, tmp_path):
     """Of every type on every GPU: a scale of a row is one load more, one of columns at most 16."""
     cases = [
         Case(

@@ -27,7 +27,7 @@ DTYPES = [
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 ]
-WAYS = [gather_numba, gather_triton]
+IMPLEMENTATIONS = [gather_numba, gather_triton]
 
 
 def random_bits(num_rows, num_cols, dtype, device):
@@ -46,9 +46,9 @@ def same_bits(a, b):
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def on(config, device):
+def on(implementation, device):
     """Where a way's tensors lie."""
-    return torch.device("cpu") if config is gather_numba else device
+    return torch.device("cpu") if implementation is gather_numba else device
 
 
 @pytest.fixture
@@ -63,49 +63,49 @@ def streamed(monkeypatch):
     ("num_rows", "num_cols", "num_ids"),
     [(1, 1, 1), (10, 127, 4), (10, 128, 4), (10, 129, 4), (300, 100, 77)],
 )
-@pytest.mark.parametrize("config", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-def test_equals_reference(num_rows, num_cols, num_ids, config, id_dtype, device):
-    table = torch.randn(num_rows, num_cols, device=on(config, device))
-    ids = torch.randint(num_rows, (num_ids,), device=on(config, device), dtype=id_dtype)
-    assert same_bits(config(table, ids), gather_reference(table, ids))
+def test_equals_reference(num_rows, num_cols, num_ids, implementation, id_dtype, device):
+    table = torch.randn(num_rows, num_cols, device=on(implementation, device))
+    ids = torch.randint(num_rows, (num_ids,), device=on(implementation, device), dtype=id_dtype)
+    assert same_bits(implementation(table, ids), gather_reference(table, ids))
 
 
-@pytest.mark.parametrize("config", WAYS)
-def test_a_result_in_the_memory_of_what_is_read_is_refused(config, device):
-    wide = torch.randn(30, 8, device=on(config, device))
-    table, ids = wide[:, :4], torch.arange(1, 10, device=on(config, device))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_result_in_the_memory_of_what_is_read_is_refused(implementation, device):
+    wide = torch.randn(30, 8, device=on(implementation, device))
+    table, ids = wide[:, :4], torch.arange(1, 10, device=on(implementation, device))
     for out in (table[:9], table[20:29], wide[20:29, 1:5], wide.view(-1, 4)[:9]):
         with pytest.raises(ValueError, match=r"shares memory with the table(?s:.*)hint: "):
-            config(table, ids, out)
-    numbers = torch.arange(18, device=on(config, device))
-    whole = torch.arange(40, device=on(config, device)).view(20, 2)
+            implementation(table, ids, out)
+    numbers = torch.arange(18, device=on(implementation, device))
+    whole = torch.arange(40, device=on(implementation, device)).view(20, 2)
     with pytest.raises(ValueError, match="shares memory with the ids"):
-        config(whole, numbers[4:13], numbers.view(9, 2))
-    if config is gather_triton:
+        implementation(whole, numbers[4:13], numbers.view(9, 2))
+    if implementation is gather_triton:
         # the interpreter copies a tensor's whole memory, so that views of one do not work
         return
     # other columns of the same rows are other memory
     expected = gather_reference(table, ids)
-    assert same_bits(config(table, ids, wide[20:29, 4:]), expected)
+    assert same_bits(implementation(table, ids, wide[20:29, 4:]), expected)
     # and so is what follows
-    assert same_bits(config(wide[:20], ids, wide[20:29]), gather_reference(wide[:20], ids))
+    assert same_bits(implementation(wide[:20], ids, wide[20:29]), gather_reference(wide[:20], ids))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("config", WAYS)
-def test_any_dtype_bit_for_bit(dtype, config, device):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_any_dtype_bit_for_bit(dtype, implementation, device):
     for num_cols in (1, 3, 20, 33):
-        table = random_bits(30, num_cols, dtype, on(config, device))
-        ids = torch.randint(30, (9,), device=on(config, device))
-        assert same_bits(config(table, ids), gather_reference(table, ids))
+        table = random_bits(30, num_cols, dtype, on(implementation, device))
+        ids = torch.randint(30, (9,), device=on(implementation, device))
+        assert same_bits(implementation(table, ids), gather_reference(table, ids))
 
 
 def test_nan_keeps_its_payload(device):
     bits = torch.tensor([[0x7FC12345, -0x3FEDCB, 0x7F800001]], dtype=torch.int32)
-    for config in (*WAYS, gather_reference):
-        table = bits.to(on(config, device)).view(torch.float32)
-        found = config(table, torch.zeros(5, dtype=torch.int64, device=table.device))
+    for implementation in (*IMPLEMENTATIONS, gather_reference):
+        table = bits.to(on(implementation, device)).view(torch.float32)
+        found = implementation(table, torch.zeros(5, dtype=torch.int64, device=table.device))
         assert found.cpu().view(torch.int32).tolist() == bits.tolist() * 5
 
 
@@ -152,49 +152,49 @@ def test_writes_only_its_rows_from_any_start(threads):
 
 
 @pytest.mark.usefixtures("streamed")
-@pytest.mark.parametrize("config", WAYS)
-def test_writes_only_its_columns_of_a_wider_out(config, device):
-    table = torch.randint(1, 9, (20, 70), device=on(config, device))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_writes_only_its_columns_of_a_wider_out(implementation, device):
+    table = torch.randint(1, 9, (20, 70), device=on(implementation, device))
     ids = torch.tensor([3, 3, 19, 0], device=table.device)
     wide = torch.zeros(6, 90, dtype=table.dtype, device=table.device)
-    config(table, ids, wide[1:5, 10:80])
+    implementation(table, ids, wide[1:5, 10:80])
     assert torch.equal(wide[1:5, 10:80], table[ids])
     wide[1:5, 10:80] = 0
     assert not wide.any()
 
 
 @pytest.mark.usefixtures("streamed")
-@pytest.mark.parametrize("config", WAYS)
-def test_reads_rows_of_a_wider_table(config, device):
-    wide = torch.randn(20, 128, device=on(config, device))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_reads_rows_of_a_wider_table(implementation, device):
+    wide = torch.randn(20, 128, device=on(implementation, device))
     ids = torch.tensor([3, 3, 19, 0], device=wide.device)
     for table in (wide[:, :50], wide[:, 77:], wide[::2][:10, 1:128], wide[:1].expand(20, 128)):
         some = ids % table.shape[0]
-        assert same_bits(config(table, some), table[some])
+        assert same_bits(implementation(table, some), table[some])
 
 
-@pytest.mark.parametrize("config", WAYS)
-def test_one_column_of_any_stride(config, device):
-    table = torch.randn(1, 20, device=on(config, device)).t()
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_one_column_of_any_stride(implementation, device):
+    table = torch.randn(1, 20, device=on(implementation, device)).t()
     ids = torch.tensor([3, 19, 0], device=table.device)
     assert table.stride() == (1, 20)
-    assert same_bits(config(table, ids), table[ids])
+    assert same_bits(implementation(table, ids), table[ids])
 
 
-@pytest.mark.parametrize("config", WAYS)
-def test_ids_of_any_stride(config, device):
-    table = torch.randn(20, 5, device=on(config, device))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_ids_of_any_stride(implementation, device):
+    table = torch.randn(20, 5, device=on(implementation, device))
     ids = torch.randint(20, (7, 3), device=table.device)[:, 1]
-    assert same_bits(config(table, ids), table[ids])
+    assert same_bits(implementation(table, ids), table[ids])
 
 
-@pytest.mark.parametrize("config", WAYS)
-def test_nothing_asked_for(config, device):
-    ids = torch.empty(0, dtype=torch.int64, device=on(config, device))
-    assert config(torch.ones(3, 5, device=ids.device), ids).shape == (0, 5)
-    assert config(torch.ones(0, 5, device=ids.device), ids).shape == (0, 5)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_ids(implementation, device):
+    ids = torch.empty(0, dtype=torch.int64, device=on(implementation, device))
+    assert implementation(torch.ones(3, 5, device=ids.device), ids).shape == (0, 5)
+    assert implementation(torch.ones(0, 5, device=ids.device), ids).shape == (0, 5)
     some = torch.zeros(4, dtype=torch.int64, device=ids.device)
-    assert config(torch.ones(3, 0, device=ids.device), some).shape == (4, 0)
+    assert implementation(torch.ones(3, 0, device=ids.device), some).shape == (4, 0)
 
 
 GUARDED = """
@@ -243,7 +243,7 @@ def test_reads_a_read_only_file(tmp_path):
 @pytest.mark.parametrize("outside", [-1, 30, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_id_outside(outside, id_dtype, threads, monkeypatch):
+def test_an_id_out_of_range_is_rejected(outside, id_dtype, threads, monkeypatch):
     for stream_bytes in (0, 1 << 30):
         monkeypatch.setattr(module, "STREAM_BYTES", stream_bytes)
         monkeypatch.setattr(module, "GRAIN_BYTES", 1)
@@ -255,23 +255,23 @@ def test_id_outside(outside, id_dtype, threads, monkeypatch):
             gather(torch.zeros(30, 40), ids, threads=threads)
 
 
-def test_id_outside_of_a_table_of_nothing():
+def test_any_id_is_out_of_range_in_an_empty_table():
     with pytest.raises(IndexError, match="table of 0 rows"):
         gather(torch.zeros(0, 4), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(IndexError, match="id 3 is not"):
         gather(torch.zeros(3, 0), torch.tensor([0, 3]))
 
 
-@pytest.mark.parametrize("config", WAYS)
-def test_arguments_that_do_not_fit(config, device):
-    table = torch.zeros(5, 6, device=on(config, device))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_arguments_that_do_not_match_are_rejected(implementation, device):
+    table = torch.zeros(5, 6, device=on(implementation, device))
     ids = torch.zeros(3, dtype=torch.int64, device=table.device)
     for wrong in (table.t(), table[0], table[:, ::2]):
         with pytest.raises(ValueError, match="rows must be contiguous"):
-            config(wrong, ids)
+            implementation(wrong, ids)
     for wrong in (ids.to(torch.int16), ids.bool(), ids[None], ids.float()):
         with pytest.raises(ValueError, match="ids must be"):
-            config(table, wrong)
+            implementation(table, wrong)
     like = {"device": table.device}
     for wrong in (
         torch.zeros(4, 6, **like),
@@ -280,26 +280,28 @@ def test_arguments_that_do_not_fit(config, device):
         torch.zeros(1, 6, **like).expand(3, 6),
     ):
         with pytest.raises(ValueError, match="out must be"):
-            config(table, ids, wrong)
+            implementation(table, ids, wrong)
 
 
-@pytest.mark.parametrize("config", WAYS)
-def test_rows_past_two_gigabytes(config, device):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_past_two_gigabytes(implementation, device):
     # three rows a gigabyte apart in memory that is reserved, not used: row 2 starts at 2**31
-    memory = torch.frombuffer(mmap.mmap(-1, 2**31 + 128), dtype=torch.int8).to(on(config, device))
+    memory = torch.frombuffer(mmap.mmap(-1, 2**31 + 128), dtype=torch.int8).to(
+        on(implementation, device)
+    )
     table = memory.as_strided((3, 100), (2**30, 1))
     table[2] = torch.arange(100, dtype=torch.int8)
     ids = torch.tensor([2], dtype=torch.int32, device=table.device)
-    assert config(table, ids).tolist() == [list(range(100))]
+    assert implementation(table, ids).tolist() == [list(range(100))]
 
 
 @pytest.mark.usefixtures("streamed")
-@pytest.mark.parametrize("config", WAYS)
-def test_fills_all_of_out(config, device):
-    table = torch.zeros(8, 100, device=on(config, device))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_fills_all_of_out(implementation, device):
+    table = torch.zeros(8, 100, device=on(implementation, device))
     ids = torch.randint(8, (40,), device=table.device)
     out = torch.full((40, 100), float("nan"), device=table.device)
-    assert not config(table, ids, out).isnan().any()
+    assert not implementation(table, ids, out).isnan().any()
 
 
 def test_many_callers_at_once():

@@ -77,7 +77,7 @@ def test_rows_of_several_passes(row_bytes, device):
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pitched"])
-def test_a_base_that_is_on_no_line(layout, device):
+def test_a_base_that_is_not_on_a_line(layout, device):
     for inset in (1, 3, 8, 16, 24, 48, 127):
         for row_bytes, unit in ((33, 128), (400, 16), (1000, 1)):
             check(row_bytes, unit, torch.int8, layout, device, inset=inset)
@@ -115,7 +115,7 @@ WAYS = [
 
 @pytest.mark.parametrize("config", WAYS, ids=str)
 @pytest.mark.parametrize(("row_bytes", "unit"), [(100, 4), (128, 128), (1204, 4)])
-def test_every_way_gathers_the_same(config, row_bytes, unit, device):
+def test_every_kernel_config_gathers_the_same(config, row_bytes, unit, device):
     table = table_of(row_bytes, unit, torch.float32, device, num_rows=150)
     ids = torch.randint(150, (400,), device=device)
     assert same_bits(gather_triton(table, ids, config=config), table[ids])
@@ -129,7 +129,7 @@ def test_every_way_gathers_the_same(config, row_bytes, unit, device):
     assert same_bits(gather_triton(codes, ids, scales=scales, config=config), expected)
 
 
-def test_a_way_is_what_the_kernel_is_launched_with(device, monkeypatch):
+def test_the_kernel_is_launched_with_its_config(device, monkeypatch):
     launched = []
 
     class Kernel:
@@ -161,7 +161,7 @@ def test_a_way_is_what_the_kernel_is_launched_with(device, monkeypatch):
     assert not launched[-1][1]["WRAPPED"]
 
 
-def test_a_gpu_s_gather_is_told_its_way(monkeypatch):
+def test_a_gather_on_a_gpu_uses_its_kernel_config(monkeypatch):
     told = []
     monkeypatch.setattr(
         gather, "gather_triton", lambda *given, config, **options: told.append(config)
@@ -177,12 +177,12 @@ def test_a_gpu_s_gather_is_told_its_way(monkeypatch):
     [{"layout": "diagonal"}, {"programs": 0}, {"warps": 3}, {"warps": 64}, {"vectors": 0}],
     ids=str,
 )
-def test_no_way(wrong):
+def test_invalid_kernel_configs_are_rejected(wrong):
     with pytest.raises(ValueError, match=r"(?s)is not a valid configuration.*hint: "):
         KernelConfig(**wrong)
 
 
-def test_in_another_order(device):
+def test_rows_are_read_in_another_order(device):
     table = torch.randn(90, 33, device=device)
     ids = torch.randint(90, (300,), device=device)
     for order in (ids.argsort(), ids.argsort().int(), torch.randperm(300, device=device)):
@@ -193,7 +193,7 @@ def test_in_another_order(device):
 @pytest.mark.parametrize(
     ("row_bytes", "unit"), [(4, 4), (100, 4), (400, 16), (1204, 4), (512, 128)]
 )
-def test_hot_rows_come_from_their_copies(share, row_bytes, unit, device):
+def test_cached_rows_are_read_from_their_copies(share, row_bytes, unit, device):
     """Bit for bit; and from nowhere else: the rows themselves are gone."""
     table = table_of(row_bytes, unit, torch.float32, torch.device("cpu"), num_rows=200)
     rows = table.clone()
@@ -209,7 +209,7 @@ def test_hot_rows_come_from_their_copies(share, row_bytes, unit, device):
     assert same_bits(gather_rows(readable, asked.to(device)).cpu(), table[asked])
 
 
-def test_hot_rows_need_whole_vectors(device):
+def test_cached_rows_need_whole_vectors(device):
     table = torch.randn(20, 8)
     cached = make_cached_rows(table, torch.arange(3), device)
     with pytest.raises(ValueError, match="hint: omit the layout"):
@@ -239,7 +239,7 @@ def test_converts_as_torch_does(source, target, columns, device):
 @pytest.mark.parametrize("source", [*FLOATS, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("target", FLOATS, ids=str)
 @pytest.mark.parametrize("beside", [0x7C, 0x7F, 0xFF])
-def test_bytes_beside_the_table_do_not_matter(source, target, beside, device):
+def test_bytes_around_the_table_do_not_matter(source, target, beside, device):
     memory = torch.full((4000,), beside, dtype=torch.uint8, device=device).view(source)
     table = memory[160 : 160 + 40 * 3].view(40, 3)
     table.copy_(torch.randint(-8, 8, (40, 3)))
@@ -248,7 +248,7 @@ def test_bytes_beside_the_table_do_not_matter(source, target, beside, device):
 
 
 @pytest.mark.parametrize("outside", [-1, 40, 2**31 - 1, -(2**31)])
-def test_looks_at_ids_when_asked_to(outside, device):
+def test_checks_ids_if_the_environment_variable_is_set(outside, device):
     table = torch.randn(40, 50, device=device)
     ids = torch.arange(39, device=device).repeat(5)
     ids[77] = outside
@@ -328,7 +328,7 @@ def test_reads_a_dense_range(size, programs, device):
     assert torch.equal(out, source)
 
 
-def test_chases_through_all_of_a_table(device):
+def test_follows_pointers_through_a_whole_table(device):
     steps = 200
     order = torch.randperm(steps)
     places = torch.empty(steps, dtype=torch.int64)

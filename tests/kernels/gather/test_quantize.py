@@ -102,7 +102,7 @@ def bound(rows, scales, dtype):
 @codes_of_one_byte
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_errs_no_more_than_stated(dtype, width, block):
+def test_the_error_is_within_the_stated_bound(dtype, width, block):
     for rows in (adversarial(width), torch.randn(300, width), torch.rand(300, width) ** 8 * 1e-3):
         codes, scales = quantized(rows, dtype, block)
         found = dequantize_reference(codes, scales, block)
@@ -142,37 +142,41 @@ def test_ties_go_to_even():
     assert codes.tolist() == [[16, 20, 448, -16, -20, 0]]
 
 
-WAYS = [gather_numba, gather_triton]
+IMPLEMENTATIONS = [gather_numba, gather_triton]
 
 
-def on(config, device):
+def on(implementation, device):
     """Where a way's tensors lie."""
-    return torch.device("cpu") if config is gather_numba else device
+    return torch.device("cpu") if implementation is gather_numba else device
 
 
 @codes_of_one_byte
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("config", WAYS)
-def test_gathers_what_codes_stand_for(dtype, width, config, device):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gathers_dequantised_rows(dtype, width, implementation, device):
     rows = adversarial(width)
     for block, id_dtype in itertools.product(BLOCKS, (torch.int32, torch.int64)):
-        codes, scales = (part.to(on(config, device)) for part in quantized(rows, dtype, block))
+        codes, scales = (
+            part.to(on(implementation, device)) for part in quantized(rows, dtype, block)
+        )
         ids = torch.randint(len(rows), (90,), dtype=id_dtype, device=codes.device)
         scaled = {"scales": scales, "scale_columns": block}
-        found = config(codes, ids, **scaled)
+        found = implementation(codes, ids, **scaled)
         assert same_bits(found, gather_reference(codes, ids, scales, block))
         assert same_bits(found, dequantize_reference(codes, scales, block)[ids.long()])
-        none = config(codes, ids[:0], **scaled)
+        none = implementation(codes, ids[:0], **scaled)
         assert (none.shape, none.dtype) == ((0, width), torch.float32)
 
 
 @codes_of_one_byte
-@pytest.mark.parametrize("config", WAYS)
-def test_every_code(dtype, config, device):
-    codes = torch.arange(256, dtype=torch.uint8, device=on(config, device)).view(dtype)[:, None]
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_code(dtype, implementation, device):
+    codes = torch.arange(256, dtype=torch.uint8, device=on(implementation, device)).view(dtype)[
+        :, None
+    ]
     scales = torch.rand(256, device=codes.device)
     ids = torch.randperm(256, device=codes.device)
-    found = config(codes, ids, scales=scales)
+    found = implementation(codes, ids, scales=scales)
     # a NaN's payload may differ, and nothing else
     torch.testing.assert_close(
         found, gather_reference(codes, ids, scales), rtol=0, atol=0, equal_nan=True
@@ -180,16 +184,18 @@ def test_every_code(dtype, config, device):
 
 
 @codes_of_one_byte
-@pytest.mark.parametrize("config", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("target", FROM_CODES, ids=str)
-def test_into_memory_and_types_of_the_caller(dtype, config, target, device):
-    codes, scales = (part.to(on(config, device)) for part in quantized(torch.randn(40, 33), dtype))
+def test_writes_to_tensors_and_dtypes_of_the_caller(dtype, implementation, target, device):
+    codes, scales = (
+        part.to(on(implementation, device)) for part in quantized(torch.randn(40, 33), dtype)
+    )
     ids = torch.randint(40, (60,), device=codes.device)
     wide = torch.full((62, 37), 7.0, dtype=target, device=codes.device)
     out = wide[1:-1, 2:-2]
-    assert config(codes, ids, out, scales=scales) is out
+    assert implementation(codes, ids, out, scales=scales) is out
     expected = gather_reference(codes, ids, scales).to(target)
-    if target == torch.bfloat16 and config is gather_triton and device.type == "cpu":
+    if target == torch.bfloat16 and implementation is gather_triton and device.type == "cpu":
         # the interpreter cuts where processors round
         torch.testing.assert_close(out, expected, rtol=2**-7, atol=0)
     else:
@@ -199,16 +205,18 @@ def test_into_memory_and_types_of_the_caller(dtype, config, target, device):
 
 
 @codes_of_one_byte
-@pytest.mark.parametrize("config", WAYS)
-def test_views_of_wider_tables(dtype, config, device):
-    codes = torch.randint(256, (20, 128), dtype=torch.uint8, device=on(config, device)) % 120
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_views_of_wider_tables(dtype, implementation, device):
+    codes = (
+        torch.randint(256, (20, 128), dtype=torch.uint8, device=on(implementation, device)) % 120
+    )
     codes = codes.view(dtype)
     ids = torch.tensor([3, 3, 19, 0], device=codes.device)
     for table in (codes[:, :50], codes[:, 77:], codes[::2][:10, 1:128], codes[:1].expand(20, 128)):
         count, width = table.shape
         for block in (None, 16):
             scales = torch.rand(-(-width // 16) if block else count, device=codes.device)
-            found = config(table, ids % count, scales=scales, scale_columns=block)
+            found = implementation(table, ids % count, scales=scales, scale_columns=block)
             assert same_bits(found, gather_reference(table, ids % count, scales, block))
 
 
@@ -224,7 +232,7 @@ def test_shared_by_threads(monkeypatch):
 @codes_of_one_byte
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("block", [None, 16])
-def test_hot_rows_hold_codes_too(dtype, share, block, device):
+def test_cached_rows_may_be_codes(dtype, share, block, device):
     """Bit for bit; and from nowhere else: the codes themselves are gone."""
     for width in (1, 33, 100, 602):
         codes, scales = quantized(torch.randn(120, width), dtype, block)
@@ -263,25 +271,25 @@ def test_every_layout_and_start_of_a_row(dtype, layout, block, device):
             assert same_bits(found, gather_reference(codes, ids, scales, block))
 
 
-@pytest.mark.parametrize("config", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("outside", [-1, 40, 2**31 - 1])
-def test_id_outside(config, outside, device):
+def test_an_id_out_of_range_is_rejected(implementation, outside, device):
     codes, scales = (
-        part.to(on(config, device)) for part in quantized(torch.ones(40, 9), torch.int8)
+        part.to(on(implementation, device)) for part in quantized(torch.ones(40, 9), torch.int8)
     )
     ids = torch.tensor([1, outside, 2], device=codes.device)
     with pytest.raises(IndexError, match=rf"id {outside} (.|\n)*table of 40 rows(.|\n)*hint"):
-        config(codes, ids, scales=scales)
+        implementation(codes, ids, scales=scales)
 
 
-def test_id_outside_of_a_table_of_nothing():
+def test_any_id_is_out_of_range_in_an_empty_table():
     with pytest.raises(IndexError, match="table of 0 rows"):
         gather(torch.zeros(0, 4).to(torch.int8), torch.tensor([0]), scales=torch.ones(0))
 
 
-@pytest.mark.parametrize("config", WAYS)
-def test_arguments_that_do_not_fit(config, device):
-    codes = torch.zeros(5, 6, dtype=torch.int8, device=on(config, device))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_arguments_that_do_not_match_are_rejected(implementation, device):
+    codes = torch.zeros(5, 6, dtype=torch.int8, device=on(implementation, device))
     ids = torch.zeros(3, dtype=torch.int64, device=codes.device)
     like = {"device": codes.device}
     for table, scales, block in (
@@ -293,11 +301,11 @@ def test_arguments_that_do_not_fit(config, device):
         (codes.float(), torch.ones(5, **like), None),
     ):
         with pytest.raises(ValueError, match="cannot be scaled by"):
-            config(table, ids, scales=scales, scale_columns=block)
+            implementation(table, ids, scales=scales, scale_columns=block)
     for dtype in (torch.int8, torch.float64):
         out = torch.empty(3, 6, dtype=dtype, **like)
         with pytest.raises(ValueError, match=r"out must be \(3, 6\) torch.float32"):
-            config(codes, ids, out, scales=torch.ones(5, **like))
+            implementation(codes, ids, out, scales=torch.ones(5, **like))
 
 
 GUARDED = """

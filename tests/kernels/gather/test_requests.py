@@ -78,7 +78,7 @@ def on_lines(row_bytes, stride_bytes, base):
         if layout != "pitched" or on_lines(*place)
     ],
 )
-def test_asks_for_what_the_model_says(layout, row_bytes, stride_bytes, base, loads):
+def test_requests_the_lines_that_the_model_predicts(layout, row_bytes, stride_bytes, base, loads):
     memory = torch.randint(-128, 127, (100 * stride_bytes + 4 * LINE_BYTES,), dtype=torch.int8)
     begin = -memory.data_ptr() % LINE_BYTES + base
     words = memory[begin : begin + (len(memory) - begin) // 4 * 4].view(torch.int32)
@@ -94,7 +94,7 @@ def test_asks_for_what_the_model_says(layout, row_bytes, stride_bytes, base, loa
     )
 
 
-def test_takes_rows_in_the_order_that_is_asked_for(loads):
+def test_reads_rows_in_the_requested_order(loads):
     table = torch.randn(500, 128)
     ids = torch.randperm(500)[:300]
     found = gather_rows(table, ids, order=ids.argsort(), programs=1)

@@ -48,7 +48,7 @@ def test_any_index_type_and_empty_rows(index_dtype):
     assert torch.signbit(out[1, 4])
 
 
-def test_nothing_asked_for():
+def test_no_ids():
     table = bag()
     assert gather_sparse(table, torch.empty(0, dtype=torch.int64)).shape == (0, 333)
 
@@ -70,7 +70,7 @@ def test_outside():
         gather_sparse(wrong, torch.tensor([0]))
 
 
-def test_arguments_that_do_not_fit():
+def test_arguments_that_do_not_match_are_rejected():
     table, ids = bag(), torch.tensor([0, 1])
     for wrong in (table.to_dense(), table.double(), table.to_dense().to_sparse()):
         with pytest.raises(ValueError, match="must be float32 CSR"):

@@ -43,7 +43,7 @@ def test_sorted_columns(columns, dtype, threads):
     assert np.array_equal(alone, out)
 
 
-def test_a_descent_between_columns_is_none():
+def test_a_descent_between_columns_does_not_count():
     assert is_sorted(np.array([0, 1, 2]), np.array([1, 0]))
     assert is_sorted(np.array([0]), np.empty(0, np.int32))
 
@@ -60,7 +60,7 @@ def test_every_pair_is_found_or_not(columns):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_positions_pass_over_what_is_left_out(columns, share):
+def test_positions_skip_excluded_edges(columns, share):
     indptr = columns[0]
     indices, _ = sort_columns(*columns)
     random = np.random.default_rng(1)

@@ -62,7 +62,7 @@ def test_strict_negatives_are_never_edges(kind, dense):
 
 
 @pytest.mark.parametrize("kind", ["uniform", "both"])
-def test_the_one_pair_that_is_left_is_found(kind):
+def test_the_only_remaining_pair_is_found(kind):
     # all pairs of 300 nodes but 7 -> 200: 32 tries hardly ever meet it
     graph = graph_of([(s, t) for s in range(300) for t in range(300) if (s, t) != (7, 200)], 300)
     drawn = sample_negatives(*graph, np.full(20, 7), np.arange(20), 2, kind, True, 0, 0)
@@ -98,7 +98,7 @@ def test_every_destination_is_as_likely(strict):
     assert 1e-3 < chi2.sf(statistic, may.sum() - 1) < 1 - 1e-3
 
 
-def test_epochs_seeds_items_and_draws_draw_others(dense):
+def test_epochs_seeds_items_and_draws_give_different_negatives(dense):
     def drawn(seed, epoch, first):
         items = np.arange(first, first + 100)
         return sample_negatives(*dense, items % 50, items, 2, "uniform", False, seed, epoch)[1]
@@ -126,7 +126,7 @@ def test_in_batch_pairs_are_those_that_follow():
     assert in_batch_negatives(*graph, edges[:, :1], 9, False).shape == (2, 0)
 
 
-def test_graphs_that_cannot_be_drawn_from():
+def test_graphs_without_nodes_or_with_too_many_are_rejected():
     class Many:
         def __len__(self):
             return MAX_NODES + 2

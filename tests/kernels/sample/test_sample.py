@@ -112,7 +112,7 @@ def test_seeds_that_occur_twice(uneven, table):
     assert not set(torch.cat(drawn.indices).tolist()) & {2, 3}
 
 
-def test_local_numbers_name_the_neighbours_drawn(uneven):
+def test_local_ids_refer_to_the_sampled_neighbours(uneven):
     indptr, indices = uneven
     drawn = sample(*uneven, torch.randperm(500)[:40], [6, 5, 4], 9, 3, edge_ids=True)
     assert drawn.nodes.unique().shape == drawn.nodes.shape
@@ -281,7 +281,7 @@ def test_small_buffers_grow(uneven, table):
     assert len(requests) == 4
 
 
-def test_stamps_start_again_before_they_overflow(uneven, table):
+def test_stamps_are_reset_before_they_overflow(uneven, table):
     seeds = torch.arange(100, 140)
     workspace = Workspace()
     sample(*uneven, seeds, [5, 5], 0, 0, workspace=workspace)
@@ -301,7 +301,7 @@ def test_one_workspace_serves_graphs_of_any_size(uneven):
         assert_same(drawn, sample_reference(*graph, seeds, [2, 2], 0, 0))
 
 
-def test_batch_of_too_many_nodes(uneven, table, monkeypatch):
+def test_a_batch_of_too_many_nodes_is_rejected(uneven, table, monkeypatch):
     workspace = Workspace()
     with monkeypatch.context() as patch:
         patch.setattr(kernels_sample, "MAX_NODES", 100)

@@ -93,7 +93,7 @@ def test_equals_reference(fanouts, share, table, uneven):
         assert torch.equal(drawn.indptr[hop].diff()[: len(seeds)], most)
 
 
-def test_nothing_left_out_changes_nothing(uneven):
+def test_excluding_no_edges_changes_nothing(uneven):
     indptr, indices = (torch.from_numpy(part) for part in uneven)
     seeds = torch.arange(50)
     none = np.empty(0, np.int64)
@@ -105,7 +105,7 @@ def test_nothing_left_out_changes_nothing(uneven):
 
 
 @pytest.mark.parametrize("fanout", [5, 70])
-def test_what_is_left_is_drawn_uniformly(fanout):
+def test_remaining_edges_are_sampled_uniformly(fanout):
     # of 121 neighbours each sixth is left out
     nodes, degree = 3000, 121
     indptr = np.arange(nodes + 1) * degree

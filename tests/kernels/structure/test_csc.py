@@ -54,7 +54,7 @@ def test_threads_do_not_matter(threads, skew):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
-def test_crowded_buckets_are_sorted_too(threads, short_segments):
+def test_large_buckets_are_sorted_too(threads, short_segments):
     # more edges than fit a thread's bucket, into two single nodes and into a few next to each other
     src = RNG.integers(0, 70_000, 400_000)
     dst = np.concatenate([np.full(150_000, 5), np.full(150_000, 69_999), np.arange(100_000) % 7])
@@ -67,7 +67,7 @@ def test_crowded_buckets_are_sorted_too(threads, short_segments):
     assert_equal(built, csc_reference(src[apart], dst[apart], 70_000))
 
 
-def test_nodes_without_edges_before_between_and_behind():
+def test_nodes_without_edges_at_the_begin_middle_and_end():
     src, dst = np.array([3, 1, 2]), np.array([500, 100_000, 500])
     indptr, indices = build_csc(edge_list_segments(src, dst), 200_000)
     assert_equal((indptr, indices), csc_reference(src, dst, 200_000))
@@ -101,7 +101,7 @@ def test_index_dtype():
     assert index_dtype(2**31) is np.int64
 
 
-def test_columns_give_the_edges_back(short_segments):
+def test_csc_segments_return_the_edges(short_segments):
     src, dst = random_edges(3000, 20_000, skew=3)
     indptr, indices = build_csc(edge_list_segments(src, dst), 3000)
     ends = [segment() for segment in csc_segments(indptr, indices)]
@@ -112,7 +112,7 @@ def test_columns_give_the_edges_back(short_segments):
     assert max(len(src) for src, _ in ends) == 1000
 
 
-def test_loops_come_only_from_the_segments_that_keep_them():
+def test_self_loops_are_removed_only_from_the_given_segments():
     src, dst = np.array([0, 1, 2, 2]), np.array([1, 1, 0, 2])
     indptr, indices = build_csc(
         [*edge_list_segments(src, dst), *self_loop_segments(3)], 3, num_without_loops=1
@@ -123,7 +123,7 @@ def test_loops_come_only_from_the_segments_that_keep_them():
 
 @pytest.mark.parametrize("wrong", [-1, 50, 2**40])
 @pytest.mark.parametrize("end", [0, 1])
-def test_an_end_that_is_no_node(wrong, end, short_segments):
+def test_an_edge_to_an_unknown_node_is_rejected(wrong, end, short_segments):
     ends = np.stack(random_edges(50, 5000))
     ends[end, 4321] = wrong
     source, target = ends[:, 4321]
@@ -147,7 +147,7 @@ def test_coalesced_without_duplicates_only_sorts():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
-def test_first_wrong_places(threads):
+def test_the_first_invalid_position_is_found(threads):
     indptr = np.arange(20_001)
     assert find_descent(indptr, threads=threads) == -1
     # of two threads the second one sees its own first
@@ -160,7 +160,7 @@ def test_first_wrong_places(threads):
     assert find_out_of_range(indices, 20_000, threads=threads) == 9990
 
 
-def test_no_thread_holds_more_than_its_share_of_the_crowded(monkeypatch):
+def test_no_thread_copies_more_than_its_share_of_large_buckets(monkeypatch):
     bucket_indices = []
 
     def spy(kernel, num_items, *args, **options):

@@ -30,20 +30,20 @@ def test_holds_each_edge_once_in_order():
         assert targets.tolist() == target_of[edges].tolist()
 
 
-def test_is_made_once_for_a_block():
+def test_is_computed_once_for_a_block():
     indptr, indices = random_block(20, 100, 6)
     first = transpose(indptr, indices, 20)
     assert transpose(indptr, indices, 20) is first
 
 
-def test_is_made_again_when_the_block_is_written_to():
+def test_is_recomputed_when_the_block_is_written_to():
     indptr, indices = random_block(20, 100, 6)
     transpose(indptr, indices, 20)
     indices.zero_()
     assert transpose(indptr, indices, 20).indptr[1] == len(indices)
 
 
-def test_is_forgotten_with_the_block():
+def test_is_not_cached_longer_than_the_block():
     from gcnzc.kernels.structure.transpose import _transposed_blocks
 
     indptr, indices = random_block(20, 100, 6)
