@@ -1,7 +1,7 @@
-"""Draw from discrete distributions in constant time, many draws at once.
+"""Sample from discrete distributions in constant time per sample, vectorized (alias method).
 
-Source: Walker's method as Vose builds it (IEEE Trans. Software Eng. 17, 1991). Every value has a
-slot of equal width, which it shares with at most one other.
+Walker's alias method with Vose's construction (IEEE Trans. Software Eng. 17, 1991). Each value has
+a slot of equal width, which it shares with at most one other value.
 
 Letters: R distributions (rows), V slots of all rows together.
 """
@@ -15,20 +15,17 @@ from gcnzc.datasets.rows import Array
 
 
 @dataclass(frozen=True)
-class Alias:
-    """Distributions over the values from 0 on, of any lengths."""
+class AliasTable:
+    """Alias tables of discrete distributions over the values 0, 1, ..., with individual lengths."""
 
-    start: Array  # (R,) int64: the first slot of a row
-    length: Array  # (R,) float64: its number of slots, as a factor of what is drawn
-    keep: Array  # (V,) float64: the share of a slot that is its own value's
-    other: Array  # (V,) int64: whose the rest is
+    start: Array  # (R,) int64: first slot of each row
+    length: Array  # (R,) float64: number of slots, as a factor for uniform random numbers
+    keep: Array  # (V,) float64: probability of the slot's own value
+    other: Array  # (V,) int64: the other value of the slot
 
     @classmethod
-    def of(cls, rows: Sequence[Array]) -> "Alias":
-        """The distributions in proportion to weights, each row (n,), not negative.
-
-        A row of zeros becomes the uniform distribution.
-        """
+    def of(cls, rows: Sequence[Array]) -> "AliasTable":
+        """Build tables for rows of (n,) non-negative weights; zeros give a uniform distribution."""
         slots = [_slots(np.asarray(weights, np.float64)) for weights in rows]
         lengths = np.array([len(keep) for keep, _ in slots])
         return cls(
@@ -39,28 +36,34 @@ class Alias:
         )
 
     def draw(self, random: np.random.Generator, size: int, rows: Array | None = None) -> Array:
-        """(size,) int64: a value of each row in `rows`, (size,), or all of the first one."""
-        place = random.random(size)
-        place *= self.length[0] if rows is None else np.take(self.length, rows)
-        value = place.astype(np.int64)
-        place -= value
+        """Sample (size,) int64 values.
+
+        Args:
+            random: generator.
+            size: number of samples.
+            rows: (size,) distribution of each sample; None samples all from the first one.
+        """
+        position = random.random(size)
+        position *= self.length[0] if rows is None else np.take(self.length, rows)
+        value = position.astype(np.int64)
+        position -= value
         slot = value if rows is None else np.take(self.start, rows) + value
-        own = place < np.take(self.keep, slot)
-        return np.where(own, value, np.take(self.other, slot))
+        is_own = position < np.take(self.keep, slot)
+        return np.where(is_own, value, np.take(self.other, slot))
 
 
 def _slots(weights: Array) -> tuple[Array, Array]:
     total = weights.sum()
     keep = weights / total * len(weights) if total > 0 else np.ones(len(weights))
     other = np.arange(len(weights))
-    poor = np.flatnonzero(keep < 1).tolist()
-    rich = np.flatnonzero(keep >= 1).tolist()
-    while poor and rich:
-        filled, giver = poor.pop(), rich[-1]
-        other[filled] = giver
-        keep[giver] -= 1 - keep[filled]
-        if keep[giver] < 1:
-            poor.append(rich.pop())
-    # all that is left is full, but for rounding
-    keep[poor + rich] = 1
+    small = np.flatnonzero(keep < 1).tolist()
+    large = np.flatnonzero(keep >= 1).tolist()
+    while small and large:
+        filled, donor = small.pop(), large[-1]
+        other[filled] = donor
+        keep[donor] -= 1 - keep[filled]
+        if keep[donor] < 1:
+            small.append(large.pop())
+    # the remaining slots are full, up to rounding
+    keep[small + large] = 1
     return keep, other

@@ -1,8 +1,8 @@
-"""Names, sizes, licences and default options of public graphs.
+"""Names, sizes, licences and default options of public datasets.
 
-Sizes and settings of OGB's sets are those of its `master.csv` and of its pages at
-https://ogb.stanford.edu/docs/nodeprop; Reddit's are GraphSAGE's (Hamilton et al., 2017); the others
-were counted.
+Sizes and settings of OGB's datasets are from its `master.csv` and its pages at
+https://ogb.stanford.edu/docs/nodeprop; Reddit's are from GraphSAGE (Hamilton et al., 2017); the
+others were counted.
 """
 
 import difflib
@@ -14,31 +14,32 @@ from gcnzc.datasets.source import Metric
 
 @dataclass(frozen=True)
 class Entry:
-    """One graph."""
+    """A public dataset."""
 
     name: str
     num_nodes: int
     num_edges: int  # as stored
-    num_features: int  # 0: it has none
+    num_features: int  # columns; 0 for no features
     num_classes: int  # of each task
     licence: str
-    stored: Literal["both", "once", "directed"]  # what the edge list holds of an edge
+    # edge list: both directions of each undirected edge, one direction, or a directed graph
+    stored: Literal["both", "once", "directed"]
     num_tasks: int = 1
     metric: Metric = "accuracy"
-    split: str | None = None  # the folder in OGB's split/
-    folders: tuple[str, ...] = ()  # other names its files go by
-    download_bytes: int | None = None  # of OGB's zip, about
-    # a directed graph that is nevertheless trained in both directions, each edge once
+    split: str | None = None  # name of the folder in OGB's split/
+    folders: tuple[str, ...] = ()  # other names of its files
+    download_bytes: int | None = None  # approximate size of OGB's zip
+    # train this directed graph with reverse edges, without duplicates
     bidirect_directed: bool = False
 
     @property
     def feature_bytes(self) -> int:
-        """Of all features as float32."""
+        """Size of all features as float32, in bytes."""
         return self.num_nodes * self.num_features * 4
 
     @property
     def edges_trained_on(self) -> int:
-        """Edges once both directions are there, before equal ones are removed."""
+        """Number of edges after reverse edges are added, before duplicates are removed."""
         return self.num_edges * (2 if self.stored == "once" or self.bidirect_directed else 1)
 
 
@@ -81,40 +82,48 @@ ENTRIES = (
     ),
 )  # fmt: skip
 
-# of sets of links, which are read by gcnzc.datasets.ogb_link
-_LINKS = "ogbl-"
-# sets of other kinds, by the first letters of their names
+# prefix of link property datasets, which gcnzc.datasets.ogb_link reads
+_LINK_PREFIX = "ogbl-"
+# unsupported datasets, by prefixes of their names
 _OTHER_KINDS = (
-    ("ogbn-mag", "heterogeneous: its nodes and edges are of several types"),
-    ("mag240m", "heterogeneous: its nodes and edges are of several types"),
-    ("ogbl-wikikg", "a knowledge graph: its edges are of several types"),
-    ("ogbl-biokg", "a knowledge graph: its nodes and edges are of several types"),
-    ("wikikg90m", "a knowledge graph: its edges are of several types"),
-    ("ogbg-", "a graph-level set: many small graphs with a label each"),
-    ("pcqm4m", "a graph-level set: many small graphs with a label each"),
+    ("ogbn-mag", "heterogeneous: it has several node and edge types"),
+    ("mag240m", "heterogeneous: it has several node and edge types"),
+    ("ogbl-wikikg", "a knowledge graph: it has several edge types"),
+    ("ogbl-biokg", "a knowledge graph: it has several node and edge types"),
+    ("wikikg90m", "a knowledge graph: it has several edge types"),
+    ("ogbg-", "a graph-level dataset: many small graphs with a label each"),
+    ("pcqm4m", "a graph-level dataset: many small graphs with a label each"),
 )
 
 
 def names() -> list[str]:
-    """Of all graphs that are known."""
+    """Return the names of all datasets in the catalogue."""
     return [entry.name for entry in ENTRIES]
 
 
 def get(name: str) -> Entry:
-    """The graph of this name.
+    """Return the dataset of this name, in any case.
 
     Raises:
-        ValueError: none is known, or it is of a kind that is not trained on here.
+        ValueError: the name is not in the catalogue, or the dataset is of an unsupported kind.
     """
     refuse_other_kinds(name)
     for entry in ENTRIES:
         if entry.name.lower() == name.lower():
             return entry
-    raise ValueError(f"no dataset {name}\n\nhint: {nearest(name)}")
+    raise ValueError(f"no dataset {name}\n\nhint: {suggest_names(name)}")
 
 
 def find(name: str, sizes: tuple[int, int] | None = None) -> Entry | None:
-    """The graph whose files go by this name, if one is known and has these nodes and edges."""
+    """Find the dataset whose name or file name is `name`.
+
+    Args:
+        name: of the dataset or its files.
+        sizes: required numbers of nodes and edges; None accepts any.
+
+    Returns:
+        The entry, or None.
+    """
     for entry in ENTRIES:
         fits = sizes in (None, (entry.num_nodes, entry.num_edges))
         if fits and name in (entry.name, *entry.folders):
@@ -122,31 +131,32 @@ def find(name: str, sizes: tuple[int, int] | None = None) -> Entry | None:
     return None
 
 
-def nearest(name: str) -> str:
-    """The hint for a name that is not known."""
+def suggest_names(name: str) -> str:
+    """Return a hint with the names that are similar to an unknown name, or else all names."""
     known = {entry.name.lower(): entry.name for entry in ENTRIES}
     close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(known[match] for match in close)}?"
-    return f"known are {', '.join(known.values())}"
+    return f"available datasets are {', '.join(known.values())}"
 
 
 def refuse_other_kinds(name: str, links: bool = False) -> None:
-    """Demand that `name` is not that of a set of another kind.
+    """Check that `name` is not the name of a dataset of an unsupported kind.
 
     Args:
-        name: of the set.
-        links: whether it may be a set of links.
+        name: of the dataset.
+        links: whether link property datasets are supported.
 
     Raises:
-        ValueError: it is heterogeneous, of whole graphs, or of links where these may not be.
+        ValueError: the dataset is heterogeneous or graph-level, or is for link prediction and
+            `links` is False.
     """
-    own = [] if links else [(_LINKS, "a link-level set: it asks which edges exist")]
-    for front, kind in [*_OTHER_KINDS, *own]:
-        if name.lower().replace("_", "-").startswith(front):
+    link_kinds = [] if links else [(_LINK_PREFIX, "a link property dataset")]
+    for prefix, kind in [*_OTHER_KINDS, *link_kinds]:
+        if name.lower().replace("_", "-").startswith(prefix):
             raise ValueError(
                 f"{name} is {kind}\n\n"
-                "hint: sets of one type of nodes and of edges are trained on: ogbn-arxiv, "
-                "ogbn-products, ogbn-proteins, ogbn-papers100M, or your own; for links ogbl-ppa, "
+                "hint: homogeneous datasets are supported: ogbn-arxiv, ogbn-products, "
+                "ogbn-proteins, ogbn-papers100M, or your own; for link prediction ogbl-ppa, "
                 "ogbl-collab, ogbl-citation2, ogbl-ddi, ogbl-vessel"
             )

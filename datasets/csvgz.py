@@ -1,7 +1,7 @@
-"""Tables of numbers in csv.gz files, read and written chunk by chunk.
+"""Read and write tables of numbers in csv.gz files, chunk by chunk.
 
-There is no heading, and a line has as many numbers as the first one. What is wrong with a file is
-told in words that name it.
+The files have no header line, and all lines have the same number of columns. Error messages name
+the file.
 """
 
 import gzip
@@ -19,25 +19,26 @@ from gcnzc.datasets.rows import Array, chunk_rows
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """What a broken csv.gz raises, in words."""
+    """Raise a ValueError with a hint for what a damaged csv.gz raises."""
     try:
         yield
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"no file {path}\n\nhint: OGB's layout has it; get the set again"
+            f"no file {path}\n\nhint: OGB's layout requires it; download the dataset again"
         ) from None
     except EOFError:
-        raise ValueError(f"{path} is cut short\n\nhint: get or write it again") from None
+        raise ValueError(f"{path} is truncated\n\nhint: download or write it again") from None
     except (gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
-            f"{path} is no gzip file: {error}\n\nhint: get it again, or compress it with gzip"
+            f"{path} is not a gzip file: {error}\n\n"
+            "hint: download it again, or compress it with gzip"
         ) from None
     except (ValueError, OverflowError) as error:
         if "\n\nhint: " in str(error):
             raise
         raise ValueError(
-            f"{path} is no table of numbers: {_first_line(error)}\n\n"
-            "hint: lines of numbers between commas, as many in each line, and no heading"
+            f"{path} is not a table of numbers: {_first_line(error)}\n\n"
+            "hint: lines are comma-separated numbers, equally many in each, without a header line"
         ) from None
 
 
@@ -46,7 +47,7 @@ def _first_line(error: Exception) -> str:
 
 
 def count_columns(path: Path) -> int:
-    """Numbers in the first line; 1 if the file is empty."""
+    """Return the number of columns in the first line; 1 for an empty file."""
     with _readable(path), gzip.open(path) as file:
         return file.readline().count(b",") + 1
 
@@ -54,23 +55,24 @@ def count_columns(path: Path) -> int:
 def read(
     path: Path, dtype: Any, columns: int | None = None, blank_is_nan: bool = False
 ) -> Iterator[Array]:
-    """The numbers of a csv.gz, in (n, columns) chunks; none if the file is empty.
+    """Read a csv.gz in (n, columns) chunks; an empty file has none.
 
     Args:
         path: of the file.
-        dtype: that numbers are parsed as; None takes whatever fits each column of a chunk.
-        columns: how many there must be.
-        blank_is_nan: an empty cell or line is NaN, instead of wrong or nothing.
+        dtype: dtype of the values; None infers it for each column of a chunk.
+        columns: expected number of columns; None accepts any.
+        blank_is_nan: read an empty cell or line as NaN. Otherwise an empty cell is an error, and an
+            empty line is skipped.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is cut short, no gzip, or no table of numbers.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is truncated, not gzip, or not a table of numbers.
     """
     found = count_columns(path)
     if columns not in (None, found):
         raise ValueError(
             f"{path} has {found} columns, not {columns}\n\n"
-            "hint: get or write it again in OGB's layout"
+            "hint: download or write it again in OGB's layout"
         )
     with _readable(path), gzip.open(path) as file:
         if not file.peek(1):
@@ -81,7 +83,7 @@ def read(
             dtype=dtype,
             chunksize=chunk_rows(found, 8),
             skip_blank_lines=not blank_is_nan,
-            # else a line with too few numbers would be filled up with NaN
+            # otherwise pandas would pad a short line with NaN
             keep_default_na=False,
             na_values=["nan", "NaN", "NAN", *([""] if blank_is_nan else [])],
         )
@@ -91,18 +93,18 @@ def read(
 
 
 def read_table(path: Path) -> Array:
-    """All numbers of a csv.gz, (N, columns) float64; an empty cell or line is NaN."""
+    """Read a csv.gz as (N, columns) float64; an empty cell or line is NaN."""
     chunks = read(path, np.float64, blank_is_nan=True)
     return np.concatenate([np.empty((0, count_columns(path))), *chunks])
 
 
 def read_column(path: Path) -> Array:
-    """All numbers of a csv.gz of one column, (N,) int64."""
+    """Read a csv.gz of one column as (N,) int64."""
     return np.concatenate([np.empty((0, 1), np.int64), *read_integers(path, 1)])[:, 0]
 
 
 def read_integers(path: Path, columns: int) -> Iterator[Array]:
-    """The whole numbers of a csv.gz, in (n, columns) int64 chunks."""
+    """Read a csv.gz of integers in (n, columns) int64 chunks."""
     done = 0
     with _readable(path):
         for chunk in read(path, None, columns):
@@ -111,23 +113,23 @@ def read_integers(path: Path, columns: int) -> Iterator[Array]:
                 with np.errstate(invalid="ignore"):
                     ids = chunk.astype(np.int64)
             if chunk.dtype.kind not in "if" or (ids != chunk).any():
-                raise ValueError(_not_whole(path, chunk, done))
+                raise ValueError(_describe_non_integer(path, chunk, done))
             yield ids.astype(np.int64, copy=False)
             done += len(chunk)
 
 
-def _not_whole(path: Path, chunk: Array, first: int) -> str:
+def _describe_non_integer(path: Path, chunk: Array, first: int) -> str:
     for line, cells in enumerate(chunk.tolist(), start=first + 1):
         for cell in cells:
-            if not _is_whole(cell):
+            if not _is_integer(cell):
                 return (
-                    f"{path} has {cell!r} in line {line}, which is no whole number\n\n"
-                    "hint: node ids are whole numbers that count from 0, and there is no heading"
+                    f"{path} has {cell!r} in line {line}, which is not an integer\n\n"
+                    "hint: node ids are integers that start at 0, without a header line"
                 )
-    return f"{path} has numbers that are no node ids\n\nhint: they count from 0, up to 2**63 - 1"
+    return f"{path} has numbers that are not node ids\n\nhint: node ids are from 0 to 2**63 - 1"
 
 
-def _is_whole(cell: Any) -> bool:
+def _is_integer(cell: Any) -> bool:
     try:
         return float(cell).is_integer()
     except ValueError:
@@ -135,10 +137,10 @@ def _is_whole(cell: Any) -> bool:
 
 
 def write(path: Path, chunks: Iterable[Array]) -> None:
-    """Write (n, columns) chunks, one behind the other; float32 survives bit for bit."""
+    """Write consecutive (n, columns) chunks; float32 values are read back exactly."""
     with gzip.GzipFile(path, "wb", compresslevel=6, mtime=0) as file:
         for chunk in chunks:
-            # nine digits tell every float32 from its neighbours
+            # nine digits identify every float32 value
             text = pd.DataFrame(chunk).to_csv(
                 header=False, index=False, na_rep="nan", float_format="%.9g", lineterminator="\n"
             )

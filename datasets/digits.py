@@ -1,36 +1,37 @@
-"""Handwritten digits as a graph: a small real one that needs no download.
+"""Handwritten digits as a k-nearest-neighbour graph: small real data without a download.
 
-1,797 images of 8 x 8 pixels come with scikit-learn (Alpaydin and Kaynak, "Optical Recognition of
-Handwritten Digits", UCI, 1998, CC BY 4.0). Every image is joined to the images nearest to it.
+scikit-learn contains 1,797 images of 8 x 8 pixels (Alpaydin and Kaynak, "Optical Recognition of
+Handwritten Digits", UCI, 1998, CC BY 4.0). Edges connect each image with the images nearest to it.
 """
 
 import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.neighbors import NearestNeighbors
 
-from gcnzc.datasets.generated import Chunks, Generated, random_parts
-from gcnzc.datasets.rows import rows_of_array
+from gcnzc.datasets.generated import Chunks, Generated, random_split
+from gcnzc.datasets.rows import rows_from_array
 
 NUM_CLASSES = 10
 LARGEST_PIXEL = 16
 
 
 def digits(*, neighbours: int = 8, seed: int = 0, name: str = "digits") -> Generated:
-    """The digits, each joined to its `neighbours` nearest by Euclidean distance.
+    """Build the k-nearest-neighbour graph of the digits, by Euclidean distance.
 
     Args:
-        neighbours: at least 1. Two images are joined once, also if each is near the other.
+        neighbours: k, at least 1. An edge between mutual neighbours is stored once.
         seed: of the split: 60 % train, 20 % valid, 20 % test.
-        name: of the graph.
+        name: of the dataset.
 
     Raises:
-        ValueError: there are not as many neighbours.
+        ValueError: `neighbours` is out of range.
     """
     pixels, labels = load_digits(return_X_y=True)
     num_nodes = len(pixels)
     if not 1 <= neighbours < num_nodes:
         raise ValueError(
-            f"{neighbours} neighbours of {num_nodes} images\n\nhint: from 1 to {num_nodes - 1}"
+            f"{neighbours} neighbours of {num_nodes} images\n\n"
+            f"hint: neighbours is from 1 to {num_nodes - 1}"
         )
     nearest = NearestNeighbors(n_neighbors=neighbours, algorithm="brute").fit(pixels)
     found = nearest.kneighbors(return_distance=False).reshape(-1)
@@ -42,9 +43,9 @@ def digits(*, neighbours: int = 8, seed: int = 0, name: str = "digits") -> Gener
         ends.shape[1],
         NUM_CLASSES,
         labels,
-        random_parts(seed, num_nodes, {"train": 0.6, "valid": 0.2, "test": 0.2}),
+        random_split(seed, num_nodes, {"train": 0.6, "valid": 0.2, "test": 0.2}),
         Chunks(lambda chunk, begin, end: ends[:, begin:end], ends.shape[1], ends.shape[1], 1),
-        rows_of_array((pixels / LARGEST_PIXEL).astype(np.float32), f"{name}'s features"),
+        rows_from_array((pixels / LARGEST_PIXEL).astype(np.float32), f"{name}'s features"),
         None,
         {"generator": "digits", "seed": seed, "neighbours": neighbours, "licence": "CC BY 4.0"},
     )

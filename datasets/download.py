@@ -1,11 +1,12 @@
-"""Download OGB's node- and link-property sets, and resume interrupted downloads.
+"""Download OGB's node and link property datasets, and resume interrupted downloads.
 
-Names, addresses and versions are read from the table that the installed `ogb` package carries,
-without importing it: an import takes seconds and looks for updates. Nothing is ever asked.
+Names, URLs and versions are read from `master.csv` of the installed `ogb` package, without
+importing the package: the import takes seconds and checks for updates. There are no prompts.
 
-    FOLDER/arxiv.zip.partial        what has come so far; arxiv.zip once it is whole
-    FOLDER/arxiv.zip.downloaded     size and time of a zip that was downloaded, not put there
-    FOLDER/ogbn_arxiv_v1/           unpacked; a zip that was downloaded is then removed
+    FOLDER/arxiv.zip.partial        the part that is downloaded; renamed to arxiv.zip at the end
+    FOLDER/arxiv.zip.partial.json   validator (ETag or Last-Modified) of the partial download
+    FOLDER/arxiv.zip.downloaded     size and time of a zip that this module downloaded
+    FOLDER/ogbn_arxiv_v1/           unpacked; a zip that this module downloaded is then removed
 """
 
 import csv
@@ -27,17 +28,17 @@ from typing import IO
 
 from gcnzc.datasets import catalog
 from gcnzc.datasets.rows import Progress, no_progress
-from gcnzc.datasets.store import NO_SPACE, building
+from gcnzc.datasets.store import NO_SPACE, atomic_folder
 
 _BLOCK_BYTES = 1 << 20
 _TIMEOUT_S = 30
-# in one call; each goes on where the last one broke off
+# attempts in one call; each resumes the previous one
 _TRIES = 3
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A set that can be had."""
+    """A dataset that can be downloaded."""
 
     name: str
     url: str
@@ -45,12 +46,12 @@ class Remote:
 
     @property
     def folder_name(self) -> str:
-        """What the unpacked folder is called."""
+        """Name of the unpacked folder."""
         return f"{self.name.replace('-', '_')}_v{self.version}"
 
 
 def table() -> dict[str, Remote]:
-    """OGB's node-property and link-property sets of one type of nodes and of edges, by name.
+    """Return OGB's homogeneous node and link property datasets, by name.
 
     Raises:
         RuntimeError: the `ogb` package is not installed.
@@ -58,49 +59,49 @@ def table() -> dict[str, Remote]:
     found = importlib.util.find_spec("ogb")
     if found is None or not found.submodule_search_locations:
         raise RuntimeError(
-            "the package ogb, which knows where the sets are, is not installed\n\n"
+            "the package ogb, which has the URLs of the datasets, is not installed\n\n"
             "hint: pip install ogb"
         )
-    sets = {}
+    datasets = {}
     for kind in ("nodeproppred", "linkproppred"):
         master = Path(found.submodule_search_locations[0], kind, "master.csv")
         with master.open(newline="") as file:
             lines = {line[0]: line[1:] for line in csv.reader(file)}
-        for place, name in enumerate(lines[""]):
-            told = {key: line[place] for key, line in lines.items()}
-            # knowledge graphs have one type of nodes at times, but several of edges
-            if told["is hetero"] != "True" and told["task type"] != "KG completion":
-                sets[name] = Remote(name, told["url"], told["version"])
-    return sets
+        for column, name in enumerate(lines[""]):
+            fields = {key: line[column] for key, line in lines.items()}
+            # a knowledge graph may have one node type, but has several edge types
+            if fields["is hetero"] != "True" and fields["task type"] != "KG completion":
+                datasets[name] = Remote(name, fields["url"], fields["version"])
+    return datasets
 
 
 def lookup(name: str) -> Remote:
-    """The set of this name.
+    """Return OGB's dataset of this name.
 
     Raises:
-        ValueError: OGB has none, or one of another kind.
+        ValueError: OGB has no such dataset, or it is of an unsupported kind.
     """
     catalog.refuse_other_kinds(name, links=True)
-    sets = table()
-    for known, remote in sets.items():
+    datasets = table()
+    for known, remote in datasets.items():
         if known.lower() == name.lower().replace("_", "-"):
             return remote
     if any(name == known for known in catalog.names()):
         raise ValueError(
-            f"{name} is known, but it is not one of OGB's sets\n\n"
-            f"hint: give the path of its files; {', '.join(sets)} can be downloaded"
+            f"{name} is not a dataset of OGB, and cannot be downloaded\n\n"
+            f"hint: give the path of its files; {', '.join(datasets)} can be downloaded"
         )
-    raise ValueError(f"no dataset {name}\n\nhint: {catalog.nearest(name)}")
+    raise ValueError(f"no dataset {name}\n\nhint: {catalog.suggest_names(name)}")
 
 
 def fetch(remote: Remote, folder: Path, progress: Progress = no_progress) -> Path:
-    """The unpacked folder of a set, downloaded into `folder` if it is not there.
+    """Return the unpacked folder of a dataset; download and unpack it if it does not exist.
 
-    An archive that the user put into `folder` is unpacked instead, and stays there.
+    If `folder` has the archive already, it is unpacked without a download, and not removed.
 
     Raises:
-        RuntimeError: there is no network, it broke off, the archive is no zip or holds no data set,
-            the disk is full, or another process is at it.
+        RuntimeError: the download failed, the archive is not a zip of a dataset, the disk is full,
+            or another process is downloading or unpacking it.
     """
     unpacked = folder / remote.folder_name
     if unpacked.is_dir():
@@ -116,19 +117,19 @@ def fetch(remote: Remote, folder: Path, progress: Progress = no_progress) -> Pat
 
 
 def _receipt(archive: Path) -> Path:
-    """Beside an archive that was downloaded here: its size and time."""
+    """Return the path of the file with the size and time of an archive that was downloaded."""
     return archive.with_name(archive.name + ".downloaded")
 
 
-def _stamp_of(archive: Path) -> str:
+def _size_and_time(archive: Path) -> str:
     found = archive.stat()
     return f"{found.st_size} {found.st_mtime_ns}"
 
 
 def _is_downloaded(archive: Path) -> bool:
-    """Whether this module wrote the archive; else the user put it there."""
+    """Whether this module downloaded the archive; otherwise the user provided it."""
     receipt = _receipt(archive)
-    return receipt.is_file() and receipt.read_text() == _stamp_of(archive)
+    return receipt.is_file() and receipt.read_text() == _size_and_time(archive)
 
 
 def _remove(archive: Path) -> None:
@@ -139,30 +140,30 @@ def _remove(archive: Path) -> None:
 def _download(url: str, target: Path, progress: Progress) -> None:
     partial = target.with_name(target.name + ".partial")
     with _locked(partial) as file:
-        for left in reversed(range(_TRIES)):
+        for tries_left in reversed(range(_TRIES)):
             try:
-                _go_on(url, file, partial, progress)
+                _resume(url, file, partial, progress)
                 break
             except urllib.error.HTTPError as error:
                 raise RuntimeError(
-                    f"{url} cannot be had: {error.code} {error.reason}\n\n"
-                    f"hint: get it another way and put it at {target}"
+                    f"cannot download {url}: {error.code} {error.reason}\n\n"
+                    f"hint: download it in another way and move it to {target}"
                 ) from error
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, OSError) and error.errno in NO_SPACE:
-                    raise RuntimeError(_no_room(partial, "more")) from error
-                if left:
+                    raise RuntimeError(_no_space(partial, "more")) from error
+                if tries_left:
                     continue
-                come = partial.stat().st_size
+                received = partial.stat().st_size
                 raise RuntimeError(
-                    f"the download of {url} broke off after {come:,} bytes: {_reason(error)}\n\n"
-                    "hint: is there a network? The same command goes on from there; or get the "
-                    f"file another way and put it at {target}"
+                    f"the download of {url} failed after {received:,} bytes: {_reason(error)}\n\n"
+                    "hint: is there a network? The same command resumes the download; or download "
+                    f"the file in another way and move it to {target}"
                 ) from error
         os.fsync(file.fileno())
         partial.rename(target)
-        _receipt(target).write_text(_stamp_of(target))
-        _notes(partial).unlink(missing_ok=True)
+        _receipt(target).write_text(_size_and_time(target))
+        _validator_path(partial).unlink(missing_ok=True)
 
 
 def _reason(error: Exception) -> str:
@@ -176,72 +177,73 @@ def _locked(partial: Path) -> Iterator[IO[bytes]]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RuntimeError(
-                f"another process is downloading to {partial}\n\nhint: wait for it, or end it first"
+                f"another process is downloading to {partial}\n\n"
+                "hint: wait for it, or stop it first"
             ) from None
         yield file
 
 
-def _notes(partial: Path) -> Path:
-    """Beside what has come: which version of the file it is of."""
+def _validator_path(partial: Path) -> Path:
+    """Return the path of the file with the validator (ETag or Last-Modified) of `partial`."""
     return partial.with_name(partial.name + ".json")
 
 
-def _go_on(url: str, file: IO[bytes], partial: Path, progress: Progress) -> None:
-    """Ask for what is missing and append it; from the start if the server will not go on."""
-    come = partial.stat().st_size
-    stamp = _stamp(partial)
+def _resume(url: str, file: IO[bytes], partial: Path, progress: Progress) -> None:
+    """Request the missing range and append it; start again if the server sends the whole file."""
+    received = partial.stat().st_size
+    validator = _read_validator(partial)
     headers = {"User-Agent": "gcnzc"}
-    if come and stamp:
-        # the rest only if the file is still the same, else all of it
-        headers |= {"Range": f"bytes={come}-", "If-Range": stamp}
+    if received and validator:
+        # If-Range: the server sends the whole file if it has changed
+        headers |= {"Range": f"bytes={received}-", "If-Range": validator}
     try:
-        answer = urllib.request.urlopen(
+        response = urllib.request.urlopen(
             urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S
         )
     except urllib.error.HTTPError as error:
         error.close()
         if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise
-        # as many bytes as there are have come, or more: they cannot be trusted
+        # the partial file is at least as long as the server's, so that its contents are not valid
         file.truncate(0)
         raise ConnectionError("the server has less than was downloaded before") from error
-    with answer:
-        if answer.status != http.client.PARTIAL_CONTENT:
-            come = 0
+    with response:
+        if response.status != http.client.PARTIAL_CONTENT:
+            received = 0
             file.truncate(0)
-        length = answer.headers.get("Content-Length")
-        total = come + int(length) if length is not None else 0
-        stamp = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-        _notes(partial).write_text(json.dumps({"stamp": stamp}))
-        _check_room(partial, total - come)
-        while block := answer.read(_BLOCK_BYTES):
+        length = response.headers.get("Content-Length")
+        total = received + int(length) if length is not None else 0
+        validator = response.headers.get("ETag") or response.headers.get("Last-Modified")
+        _validator_path(partial).write_text(json.dumps({"stamp": validator}))
+        _check_space(partial, total - received)
+        while block := response.read(_BLOCK_BYTES):
             file.write(block)
-            come += len(block)
-            progress("download", come, total)
+            received += len(block)
+            progress("download", received, total)
         file.flush()
-    if total and come != total:
-        raise ConnectionError(f"{come:,} of {total:,} bytes came")
+    if total and received != total:
+        raise ConnectionError(f"received {received:,} of {total:,} bytes")
 
 
-def _stamp(partial: Path) -> str | None:
+def _read_validator(partial: Path) -> str | None:
     try:
-        told = json.loads(_notes(partial).read_text())["stamp"]
+        validator = json.loads(_validator_path(partial).read_text())["stamp"]
     except (OSError, ValueError, KeyError):
         return None
-    # a weak one does not promise the same bytes
-    return None if told is None or told.startswith("W/") else str(told)
+    # a weak validator does not guarantee equal bytes
+    return None if validator is None or validator.startswith("W/") else str(validator)
 
 
-def _check_room(partial: Path, needed_bytes: int) -> None:
+def _check_space(partial: Path, needed_bytes: int) -> None:
     if shutil.disk_usage(partial.parent).free < needed_bytes:
-        raise RuntimeError(_no_room(partial, f"{needed_bytes:,}"))
+        raise RuntimeError(_no_space(partial, f"{needed_bytes:,}"))
 
 
-def _no_room(partial: Path, needed: str) -> str:
+def _no_space(partial: Path, needed: str) -> str:
     return (
-        f"no room for {partial}: {needed} bytes are to come, "
+        f"no space for {partial}: {needed} bytes are missing, "
         f"{shutil.disk_usage(partial.parent).free:,} are free\n\n"
-        "hint: free some, or name a destination on a larger disk; what has come is kept"
+        "hint: free some space, or choose a destination on a larger disk; the download resumes"
     )
 
 
@@ -250,7 +252,7 @@ def _unpack(archive: Path, dest: Path, progress: Progress) -> None:
         with zipfile.ZipFile(archive) as opened:
             members = [member for member in opened.infolist() if not member.is_dir()]
             total = sum(member.file_size for member in members)
-            with building(dest, total) as folder:
+            with atomic_folder(dest, total) as folder:
                 done = 0
                 for member in members:
                     path = PurePosixPath(member.filename)
@@ -267,10 +269,10 @@ def _unpack(archive: Path, dest: Path, progress: Progress) -> None:
                 if missing:
                     raise zipfile.BadZipFile(f"it has no folder {' nor '.join(missing)}")
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        remedy = "remove it, and the same command downloads it; or put a whole one there"
+        remedy = "remove it, and the same command downloads it; or replace it by a complete one"
         if _is_downloaded(archive):
             _remove(archive)
             remedy = "it has been removed; the same command downloads it again"
         raise RuntimeError(
-            f"{archive} is no whole archive of the data set: {error}\n\nhint: {remedy}"
+            f"{archive} is not a complete archive of the dataset: {error}\n\nhint: {remedy}"
         ) from error

@@ -16,7 +16,7 @@ import numpy as np
 from scipy import sparse
 from threadpoolctl import threadpool_limits
 
-from gcnzc.datasets.generated import in_order, stream
+from gcnzc.datasets.generated import map_in_order, random_stream
 from gcnzc.datasets.rows import Array, Progress, no_progress
 
 # with these, a network on the rows of ogbn-arxiv's graph and their means over one and two hops has
@@ -25,7 +25,7 @@ WALKS = 20  # from each node
 STEPS = 5  # of a walk, and how far apart two nodes may meet
 PRODUCTS = 3  # with the matrix
 EXTRA_COLUMNS = 16  # of the subspace, so that those kept have come closer to the leading ones
-MIXINGS = 5  # without them the network on the rows alone loses 3.5 points
+SMOOTHING_STEPS = 5  # without them the network on the rows alone loses 3.5 points
 OWN_SHARE = 0.2  # of a row that stays when it is mixed
 
 CHUNK_ROWS = 1 << 14
@@ -63,28 +63,30 @@ def embed(
     """
     if num_dims < 1:
         raise ValueError(f"an embedding of {num_dims} dimensions\n\nhint: 128 is usual")
-    links = _undirected(np.asarray(indptr), np.asarray(indices))
+    links = _to_undirected(np.asarray(indptr), np.asarray(indices))
     # sums of a threaded BLAS depend on its number of threads; chunks of rows do not
     with threadpool_limits(1, "blas"):
-        found_ND = _leading(_surprise(_meetings(links, seed, progress)), num_dims, seed, progress)
-        mixed_ND = _unit_rows(_mixed(links, _unit_rows(found_ND), progress))
+        found_ND = _leading_vectors(
+            _log_ratios(_count_cooccurrences(links, seed, progress)), num_dims, seed, progress
+        )
+        mixed_ND = _normalize_rows(_smooth_rows(links, _normalize_rows(found_ND), progress))
     rows_ND = np.zeros((len(indptr) - 1, num_dims), np.float32)
     rows_ND[:, : mixed_ND.shape[1]] = mixed_ND
     rows_ND *= np.sqrt(np.float32(num_dims))
     return rows_ND
 
 
-def _undirected(indptr: Array, indices: Array) -> sparse.csr_matrix:
+def _to_undirected(indptr: Array, indices: Array) -> sparse.csr_matrix:
     """(N, N) ones where two different nodes are joined, in either direction."""
     num_nodes = len(indptr) - 1
     ones = np.ones(len(indices), np.float32)
     links = sparse.csr_matrix((ones, indices, indptr), shape=(num_nodes, num_nodes))
-    links = _without_diagonal(links + links.T)
+    links = _remove_diagonal(links + links.T)
     links.data.fill(1)
     return links
 
 
-def _without_diagonal(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
+def _remove_diagonal(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
     """The matrix with its diagonal left out, columns ascending in each row."""
     matrix = matrix.tocsr()
     matrix.sum_duplicates()
@@ -94,7 +96,9 @@ def _without_diagonal(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
     return matrix
 
 
-def _meetings(links: sparse.csr_matrix, seed: int, progress: Progress) -> sparse.csr_matrix:
+def _count_cooccurrences(
+    links: sparse.csr_matrix, seed: int, progress: Progress
+) -> sparse.csr_matrix:
     """(N, N) symmetric: how often one of two nodes was met on a walk from the other."""
     num_nodes = links.shape[0]
     degrees = np.diff(links.indptr)
@@ -103,7 +107,7 @@ def _meetings(links: sparse.csr_matrix, seed: int, progress: Progress) -> sparse
         starts = np.arange(num_nodes)[_rows(chunk)]
         at = np.repeat(starts[degrees[starts] > 0], WALKS)
         base = (at - chunk * CHUNK_ROWS) * num_nodes
-        random = stream(seed, WALKING, chunk)
+        random = random_stream(seed, WALKING, chunk)
         pairs = np.empty((STEPS, len(at)), np.int64)
         for step in range(STEPS):
             edge = (random.random(len(at)) * degrees[at]).astype(np.int64)
@@ -116,15 +120,15 @@ def _meetings(links: sparse.csr_matrix, seed: int, progress: Progress) -> sparse
         return sparse.csr_matrix((counts.astype(np.float32), columns, ends), shape=shape)
 
     parts = []
-    for part in in_order(met, _num_chunks(num_nodes)):
+    for part in map_in_order(met, _num_chunks(num_nodes)):
         parts.append(part)
         progress("nodes walked from", min(len(parts) * CHUNK_ROWS, num_nodes), num_nodes)
     counts = sparse.vstack(parts, format="csr")
     del parts
-    return _without_diagonal(counts + counts.T)
+    return _remove_diagonal(counts + counts.T)
 
 
-def _surprise(meetings: sparse.csr_matrix) -> sparse.csr_matrix:
+def _log_ratios(meetings: sparse.csr_matrix) -> sparse.csr_matrix:
     """Overwrite counts by log(how much more often than by chance), where that is above 0."""
     of_node = np.asarray(meetings.sum(axis=1, dtype=np.float64)).reshape(-1)
     total = of_node.sum()
@@ -136,22 +140,24 @@ def _surprise(meetings: sparse.csr_matrix) -> sparse.csr_matrix:
         by_chance *= of_node[meetings.indices[ends[0] : ends[-1]]]
         values[:] = np.log(np.maximum(values * total / by_chance, 1))
 
-    for _ in in_order(overwrite, _num_chunks(meetings.shape[0])):
+    for _ in map_in_order(overwrite, _num_chunks(meetings.shape[0])):
         pass
     meetings.eliminate_zeros()
     return meetings
 
 
-def _leading(matrix: sparse.csr_matrix, num_dims: int, seed: int, progress: Progress) -> Array:
+def _leading_vectors(
+    matrix: sparse.csr_matrix, num_dims: int, seed: int, progress: Progress
+) -> Array:
     """(N, at most D): leading singular vectors, each times the root of its singular value."""
     num_nodes = matrix.shape[0]
     columns = min(num_nodes, num_dims + EXTRA_COLUMNS)
     # the matrix is symmetric, so it serves as its own transpose
-    y_NK = stream(seed, SUBSPACE).standard_normal((num_nodes, columns), dtype=np.float32)
+    y_NK = random_stream(seed, SUBSPACE).standard_normal((num_nodes, columns), dtype=np.float32)
     for product in range(PRODUCTS):
         y_NK = _product(matrix, _orthonormal(y_NK) if product else y_NK)
         progress("products", product + 1, PRODUCTS)
-    squares_K, vectors_KK = _directions(y_NK)
+    squares_K, vectors_KK = _singular_directions(y_NK)
     return _product(y_NK, vectors_KK[:, :num_dims] * squares_K[:num_dims] ** -0.25)
 
 
@@ -159,12 +165,12 @@ def _orthonormal(x_NI: Array) -> Array:
     """(N, J <= I) orthonormal columns that span those of `x_NI`."""
     # the second round mends what rounding left of the first
     for _ in range(2):
-        squares_J, vectors_IJ = _directions(x_NI)
+        squares_J, vectors_IJ = _singular_directions(x_NI)
         x_NI = _product(x_NI, vectors_IJ / np.sqrt(squares_J))
     return x_NI
 
 
-def _directions(x_NI: Array) -> tuple[Array, Array]:
+def _singular_directions(x_NI: Array) -> tuple[Array, Array]:
     """Squared singular values (J,), largest first, and right singular vectors (I, J).
 
     Left out are those that are 0 within the precision of float32.
@@ -175,26 +181,26 @@ def _directions(x_NI: Array) -> tuple[Array, Array]:
         return part.T @ part
 
     total_II = np.zeros((x_NI.shape[1],) * 2)
-    for part_II in in_order(square, _num_chunks(len(x_NI))):
+    for part_II in map_in_order(square, _num_chunks(len(x_NI))):
         total_II += part_II
     squares_I, vectors_II = np.linalg.eigh(total_II)
     kept = np.flatnonzero(squares_I > squares_I.max(initial=0) * 1e-10)[::-1]
     return squares_I[kept], vectors_II[:, kept]
 
 
-def _mixed(links: sparse.csr_matrix, rows_ND: Array, progress: Progress) -> Array:
+def _smooth_rows(links: sparse.csr_matrix, rows_ND: Array, progress: Progress) -> Array:
     """Replace each row by the mean of those that walks of random length from it end at."""
     inverse_N = np.float32(1 - OWN_SHARE) / np.maximum(np.diff(links.indptr), 1).astype(np.float32)
     mixed_ND = rows_ND
-    for mixing in range(MIXINGS):
+    for mixing in range(SMOOTHING_STEPS):
         mixed_ND = _product(links, mixed_ND)
         mixed_ND *= inverse_N[:, None]
         mixed_ND += np.float32(OWN_SHARE) * rows_ND
-        progress("mixings", mixing + 1, MIXINGS)
+        progress("mixings", mixing + 1, SMOOTHING_STEPS)
     return mixed_ND
 
 
-def _unit_rows(x_NI: Array) -> Array:
+def _normalize_rows(x_NI: Array) -> Array:
     """`x_NI` with each row divided by its length, but for rows of zeros; in place."""
     lengths_N = np.sqrt(np.einsum("ni,ni->n", x_NI, x_NI))
     x_NI /= np.where(lengths_N > 0, lengths_N, 1)[:, None]
@@ -209,7 +215,7 @@ def _product(left: sparse.csr_matrix | Array, right_IJ: Array) -> Array:
     def fill(chunk: int) -> None:
         out_NJ[_rows(chunk)] = left[_rows(chunk)] @ right_IJ
 
-    for _ in in_order(fill, _num_chunks(len(out_NJ))):
+    for _ in map_in_order(fill, _num_chunks(len(out_NJ))):
         pass
     return out_NJ
 

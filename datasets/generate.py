@@ -1,7 +1,7 @@
-"""Generate a graph and write it in OGB's layout.
+"""Generate datasets and write them in OGB's layout.
 
-The kinds: `planted`, communities with a known best accuracy; `rmat`, hubs at any scale; `digits`,
-small and real. Sizes may be those of a public graph, or a share of them.
+The kinds are `planted`, communities with a known upper bound for the accuracy; `rmat`, power-law
+degrees at any scale; and `digits`, small real data. Sizes can be those of a public dataset, scaled.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from gcnzc.datasets import catalog, ogb
 from gcnzc.datasets.digits import digits
-from gcnzc.datasets.generated import SHARES, Generated
+from gcnzc.datasets.generated import SPLIT_SHARES, Generated
 from gcnzc.datasets.planted import planted
 from gcnzc.datasets.rmat import rmat
 from gcnzc.datasets.rows import Progress, no_progress
@@ -20,41 +20,42 @@ __all__ = ["SHAPES", "Generated", "Shape", "digits", "generate", "like", "make",
 
 Kind: TypeAlias = Literal["planted", "rmat", "digits"]
 
-# nodes in train, valid and test, as published
+# published numbers of nodes in train, valid and test
 _PART_SIZES = {
     "ogbn-arxiv": (90_941, 29_799, 48_603),
     "ogbn-products": (196_615, 39_323, 2_213_091),
     "ogbn-papers100M": (1_207_179, 125_265, 214_338),
     "reddit": (153_431, 23_831, 55_703),
 }
-SHAPES = tuple(_PART_SIZES)  # the graphs that `like` knows
+SHAPES = tuple(_PART_SIZES)  # names that `like` accepts
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a graph to be made."""
+    """The size of a graph to generate."""
 
     num_nodes: int = 100_000
-    num_edges: int = 1_000_000  # each once, to be used in both directions
+    num_edges: int = 1_000_000  # undirected edges, each stored once
     num_features: int = 100
     num_classes: int = 10
-    shares: Mapping[str, float] = field(default_factory=lambda: SHARES)  # train, valid, test
+    shares: Mapping[str, float] = field(default_factory=lambda: SPLIT_SHARES)  # of each split
 
 
 def like(name: str, scale: float = 1.0) -> Shape:
-    """The size of a public graph, or of a smaller or larger one like it.
+    """Return the size of a public dataset, scaled.
 
     Args:
         name: one of `SHAPES`.
-        scale: of nodes and edges, above 0. Features, classes and the shares of the parts stay.
+        scale: factor for the numbers of nodes and edges, above 0. Features, classes and the shares
+            of the splits are not scaled.
 
     Raises:
-        ValueError: the name is not known, or the scale is not positive.
+        ValueError: the name is unknown, or the scale is not positive.
     """
     if name not in _PART_SIZES:
-        raise ValueError(f"no shape {name}\n\nhint: known are {', '.join(SHAPES)}")
+        raise ValueError(f"no shape {name}\n\nhint: choose one of {', '.join(SHAPES)}")
     if not scale > 0:
-        raise ValueError(f"scale is {scale}\n\nhint: 0.1 is a tenth")
+        raise ValueError(f"scale is {scale}\n\nhint: it must be above 0; 0.1 is a tenth")
     entry, sizes = catalog.get(name), _PART_SIZES[name]
     num_edges = entry.num_edges // (2 if entry.stored == "both" else 1)
     return Shape(
@@ -78,25 +79,25 @@ def generate(
     threads: int | None = None,
     progress: Progress = no_progress,
 ) -> Generated:
-    """A graph of one of the kinds, ready to be read part by part; nothing large is kept.
+    """Generate a dataset; edges and features are computed in chunks when they are read.
 
     Args:
-        kind: planted, rmat or digits.
-        shape: its size; of digits there is only one.
-        seed: of every random choice.
-        name: of the graph; that of its kind if None.
-        threads: all cores if None.
-        progress: told of the edges that are looked at for the best possible accuracy.
+        kind: "planted", "rmat" or "digits".
+        shape: size of the graph; ignored for digits.
+        seed: of all random choices.
+        name: of the dataset; None uses the kind.
+        threads: number of threads; None uses all cores.
+        progress: called with the edges processed to compute the best possible accuracy.
 
     Raises:
-        ValueError: the kind is not known, or it cannot have this size.
+        ValueError: the kind is unknown, or cannot have this size.
     """
     shape = shape or Shape()
     sizes = shape.num_nodes, shape.num_edges, shape.num_features, shape.num_classes
     if min(sizes) < 1 or seed < 0:
         raise ValueError(
             f"nodes, edges, features and classes are {sizes}, the seed is {seed}\n\n"
-            "hint: at least 1 of each, and a seed from 0"
+            "hint: sizes are at least 1, and the seed is at least 0"
         )
     name = name or kind
     if kind == "planted":
@@ -107,7 +108,7 @@ def generate(
         return rmat(*sizes, seed=seed, shares=shape.shares, name=name, threads=threads)
     if kind == "digits":
         return digits(seed=seed, name=name)
-    raise ValueError(f"no kind {kind}\n\nhint: one of planted, rmat, digits")
+    raise ValueError(f"no kind {kind}\n\nhint: choose one of planted, rmat, digits")
 
 
 def make(
@@ -120,19 +121,19 @@ def make(
     threads: int | None = None,
     progress: Progress = no_progress,
 ) -> Generated:
-    """Generate a graph and write it in OGB's layout; the folder is there when all of it is.
+    """Generate a dataset and write it in OGB's layout; the folder is created atomically.
 
     Args:
-        path: the folder; must not exist. Its name becomes the graph's.
-        kind: see `generate`, as `shape`, `seed` and `threads`.
-        shape: its size.
-        seed: of every random choice.
-        binary: npz files, else csv.gz, which takes far longer.
-        threads: all cores if None.
-        progress: told of edges and rows of features.
+        path: the folder; must not exist. Its name becomes the name of the dataset.
+        kind: see `generate`.
+        shape: see `generate`.
+        seed: of all random choices.
+        binary: write npz files instead of csv.gz, which is much slower.
+        threads: number of threads; None uses all cores.
+        progress: called with counts of edges and feature rows.
 
     Returns:
-        The graph that was written.
+        The dataset.
 
     Raises:
         FileExistsError: `path` exists.

@@ -1,7 +1,7 @@
-"""Graphs that are generated part by part from a seed, by any number of threads.
+"""Graphs that are generated chunk by chunk from a seed, with any number of threads.
 
-Every chunk of edges or of features has a random stream of its own, keyed by (seed, what, chunk), so
-that a graph depends on its seed alone, and memory on the size of a chunk.
+Each chunk of edges or features has its own random stream with the key (seed, purpose, chunk), so
+that a graph depends only on its seed, and memory only on the chunk size.
 
 Letters: N nodes, E edges as stored.
 """
@@ -22,34 +22,35 @@ from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, node_dtype
 T = TypeVar("T")
 U = TypeVar("U")
 
-# a chunk's ten or so temporary arrays should stay in a core's cache; numpy's calls cost 1 us each
+# small enough that about ten temporary arrays of a chunk stay in a core's cache, large enough to
+# amortize numpy calls of 1 us each
 CHUNK_EDGES = 1 << 16
-# of the nodes in each part, as in ogbn-arxiv
-SHARES: Mapping[str, float] = {"train": 0.54, "valid": 0.18, "test": 0.28}
-# what a random stream is for
+# fractions of the nodes in each split, as in ogbn-arxiv
+SPLIT_SHARES: Mapping[str, float] = {"train": 0.54, "valid": 0.18, "test": 0.28}
+# purposes of random streams
 PARTITION, COMMUNITIES, LABELS, MEANS, FEATURES, EDGES, NAMES = range(7)
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A graph with labels and features; a `gcnzc.datasets.source.Source`. Each edge comes once."""
+    """A generated dataset, as a `gcnzc.datasets.source.Source`; each edge is stored once."""
 
     name: str
     num_nodes: int
     num_edges: int
     num_classes: int
     node_labels: Array  # (N,) integers in [0, num_classes)
-    parts: Mapping[str, Array]  # train, valid, test: ids of nodes, ascending
-    edge_chunks: "Chunks[Array]"  # (2, n) int64 sources and destinations, E columns together
+    parts: Mapping[str, Array]  # "train", "valid", "test": node ids, ascending
+    edge_chunks: "Chunks[Array]"  # (2, n) int64 sources and destinations, E columns in total
     features: Rows
-    best_accuracy: float | None = None  # what no model can pass, where it is known
+    best_accuracy: float | None = None  # upper bound for the accuracy of any model, if known
     origin: dict[str, Any] = field(default_factory=dict)  # generator and parameters
     metric: Metric = "accuracy"
     mapping: Path | None = None
     split_name: str = "random"
 
-    def usual(self) -> EdgeDefaults:
-        """Both directions."""
+    def edge_defaults(self) -> EdgeDefaults:
+        """Return both directions, because each edge is stored once."""
         return EdgeDefaults(True, "keep", "each edge is stored once")
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
@@ -65,60 +66,60 @@ class Generated:
         return src, dst
 
     def labels(self) -> Array:
-        """(N,) int64."""
+        """Return the labels, (N,) int64."""
         return self.node_labels.astype(np.int64)
 
     def split(self) -> dict[str, Array]:
-        """Ids of the nodes of each part, ascending."""
+        """Return the node ids of each split, ascending."""
         return dict(self.parts)
 
 
-def stream(seed: int, what: int, chunk: int = 0) -> np.random.Generator:
-    """The random numbers of one chunk of one thing."""
+def random_stream(seed: int, what: int, chunk: int = 0) -> np.random.Generator:
+    """Return the random generator of one chunk, for one purpose such as `EDGES`."""
     return np.random.Generator(np.random.SFC64(np.random.SeedSequence([seed, what, chunk])))
 
 
-def in_order(make: Callable[[int], T], count: int, threads: int | None = None) -> Iterator[T]:
-    """`make(0)` to `make(count - 1)` in order, a few of them made ahead on threads.
+def map_in_order(make: Callable[[int], T], count: int, threads: int | None = None) -> Iterator[T]:
+    """Yield `make(0)` to `make(count - 1)` in order, computed in advance by a thread pool.
 
     Args:
-        make: called once for each index, by several threads at once.
-        count: how many.
-        threads: all cores that this process may use if None.
+        make: called once for each index, from several threads at once.
+        count: number of calls.
+        threads: number of threads; None uses all cores available to this process.
     """
     threads = threads or len(os.sched_getaffinity(0))
     if threads == 1 or count == 1:
         yield from map(make, range(count))
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="gcnzc-generate") as pool:
-        waiting: deque[Future[T]] = deque()
+        pending: deque[Future[T]] = deque()
         try:
             for index in range(count):
-                waiting.append(pool.submit(make, index))
-                if len(waiting) > threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                pending.append(pool.submit(make, index))
+                if len(pending) > threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         finally:
-            for future in waiting:
+            for future in pending:
                 future.cancel()
 
 
 @dataclass(frozen=True)
 class Chunks(Generic[T]):
-    """What `make(chunk, begin, end)` makes of the chunks of `range(total)`, as often as asked."""
+    """An iterable of `make(chunk, begin, end)` for the chunks of `range(total)`, reusable."""
 
-    make: Callable[[int, int, int], T]  # called by several threads at once
+    make: Callable[[int, int, int], T]  # called from several threads at once
     total: int
     step: int
     threads: int | None = None
 
     def __call__(self) -> Iterator[T]:
-        """All of it, in order."""
-        return in_order(self._one, -(-self.total // self.step), self.threads)
+        """Yield the results for all chunks in order."""
+        return map_in_order(self._make_chunk, -(-self.total // self.step), self.threads)
 
     def then(self, finish: Callable[[T], U]) -> "Chunks[U]":
-        """The same chunks, each passed through `finish` on its thread."""
+        """Return chunks to which `finish` is applied, on the thread that made the chunk."""
         return Chunks(
             lambda chunk, begin, end: finish(self.make(chunk, begin, end)),
             self.total,
@@ -126,41 +127,50 @@ class Chunks(Generic[T]):
             self.threads,
         )
 
-    def _one(self, chunk: int) -> T:
+    def _make_chunk(self, chunk: int) -> T:
         return self.make(chunk, chunk * self.step, min((chunk + 1) * self.step, self.total))
 
 
-def computed_rows(
+def generate_rows(
     make: Callable[[int, int, int], Array],
     num_rows: int,
     num_columns: int,
     where: str,
     threads: int | None = None,
 ) -> Rows:
-    """(num_rows, num_columns) float32 rows, of which `make(chunk, begin, end)` makes some."""
+    """Return (num_rows, num_columns) float32 `Rows` that `make(chunk, begin, end)` computes."""
     chunks = Chunks(make, num_rows, chunk_rows(num_columns, 4), threads)
     return Rows(num_rows, num_columns, np.dtype(np.float32), lambda allocate: chunks(), where)
 
 
-def random_parts(seed: int, num_nodes: int, shares: Mapping[str, float]) -> dict[str, Array]:
-    """Disjoint parts of the nodes, each with its share of them and at least one node.
+def random_split(seed: int, num_nodes: int, shares: Mapping[str, float]) -> dict[str, Array]:
+    """Split the nodes at random into "train", "valid" and "test", with at least one node in each.
+
+    Args:
+        seed: of the split.
+        num_nodes: N.
+        shares: fraction of the nodes in each split.
 
     Raises:
-        ValueError: there are not as many nodes as parts, or the shares exceed 1.
+        ValueError: there are fewer nodes than splits, or the shares exceed 1.
     """
-    # rounding where parts end, and not their sizes, leaves no node out if the shares add up to 1
+    # rounding the ends of the splits, not their sizes, assigns all nodes if the shares add up to 1
     ends = np.round(np.cumsum([shares[part] for part in PARTS]) * num_nodes).astype(np.int64)
     sizes = np.maximum(1, np.diff(ends, prepend=0))
-    # what too small a part was given, the largest can spare
+    # the largest split gives up the nodes that were added to empty ones
     sizes[sizes.argmax()] -= max(0, sizes.sum() - num_nodes)
     if ends[-1] > num_nodes or sizes.min() < 1:
         raise ValueError(
             f"{num_nodes} nodes cannot be split by {dict(shares)}\n\n"
-            "hint: at least one node in each part, and shares that add up to 1 or less"
+            "hint: use at least one node for each split, and shares with a sum of at most 1"
         )
-    drawn = stream(seed, PARTITION).permutation(num_nodes).astype(node_dtype(num_nodes), copy=False)
+    order = (
+        random_stream(seed, PARTITION)
+        .permutation(num_nodes)
+        .astype(node_dtype(num_nodes), copy=False)
+    )
     bounds = np.cumsum(sizes)
     return {
         part: np.sort(ids).astype(np.int64)
-        for part, ids in zip(PARTS, np.split(drawn[: bounds[-1]], bounds[:-1]), strict=True)
+        for part, ids in zip(PARTS, np.split(order[: bounds[-1]], bounds[:-1]), strict=True)
     }

@@ -1,7 +1,7 @@
-"""Read one array of an `.npz` archive in order, without holding it in memory.
+"""Read arrays of an `.npz` archive sequentially, without loading them into memory.
 
-A stored or a deflated member of any size is read through a small buffer, and the zip's own checksum
-is held against it at the end.
+A stored or deflated member of any size is read through a small buffer. At the end, `zipfile`
+verifies its checksum.
 
 Letters: N rows, D columns, E edges.
 """
@@ -26,60 +26,60 @@ from gcnzc.datasets.rows import (
     Array,
     Progress,
     Rows,
+    allocate_in_memory,
     as_bytes,
     chunk_rows,
-    in_memory,
 )
 from gcnzc.datasets.source import check_ends, node_dtype
 
-# of deflate; see https://zlib.net/zlib_tech.html
-MOST_COMPRESSED = 1032
-# what zipfile, its codecs and numpy's parser of headers raise for bytes that are not theirs
+# largest compression ratio of deflate; see https://zlib.net/zlib_tech.html
+MAX_COMPRESSION_RATIO = 1032
+# what zipfile, its codecs and numpy's header parser raise for invalid data
 _BROKEN = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError),
     *(tokenize.TokenError, SyntaxError, RecursionError),
     *(ValueError, TypeError, KeyError, OverflowError),
-    # of a compression or version that zipfile does not know, and of an encrypted member
+    # for an unsupported compression or version, and for an encrypted member
     *(NotImplementedError, RuntimeError),
 )
 
 
 class Archive:
-    """The arrays of an `.npz`, by name; only their headers are read.
+    """The arrays of an `.npz` archive by name; only the directory and headers are read.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no whole `.npz`.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not an `.npz` archive, or is truncated.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
             raise FileNotFoundError(f"no file {path}\n\nhint: give the path of an .npz archive")
-        with _whole(path), zipfile.ZipFile(path) as archive:
+        with _readable(path), zipfile.ZipFile(path) as archive:
             self.keys = [n.removesuffix(".npy") for n in archive.namelist() if n.endswith(".npy")]
 
     def __contains__(self, key: str) -> bool:
         return key in self.keys
 
     def member(self, key: str) -> "Member":
-        """The array `key`.
+        """Return the array `key` without reading it.
 
         Raises:
-            ValueError: there is none, or it is of Python objects.
+            ValueError: there is no such array, or it contains Python objects.
         """
         if key not in self.keys:
-            found = ", ".join(self.keys) or "nothing"
+            found = ", ".join(self.keys) or "no arrays"
             raise ValueError(f"{self.path} has no array {key}\n\nhint: it has {found}")
         return Member(self.path, key)
 
     def array(self, key: str) -> Array:
-        """The array `key`, whole, in memory."""
-        return self.member(key).array(in_memory)
+        """Read the array `key` into memory."""
+        return self.member(key).array(allocate_in_memory)
 
 
 class Member:
-    """One array of an archive: its shape and type, and ways to read it."""
+    """One array of an archive: shape, dtype, and methods to read it."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
@@ -88,25 +88,25 @@ class Member:
         if self.dtype.kind not in "fiubUS":
             raise ValueError(
                 f"{path}: the array {key} is of type {self.dtype}\n\n"
-                "hint: only plain numbers are read; Python objects would have to be unpickled"
+                "hint: only numbers and strings are supported; Python objects would need pickle"
             )
         self._check_size()
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Name of the array in error messages."""
         return f"{self.path} ({self.key})"
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @contextmanager
     def _open(self) -> Iterator[IO[bytes]]:
-        """The member behind its header, which is read."""
+        """Open the member and read its header; yield the stream at the start of the data."""
         with (
-            _whole(self.path),
+            _readable(self.path),
             zipfile.ZipFile(self.path) as archive,
             archive.open(self.key + ".npy") as stream,
         ):
@@ -121,30 +121,29 @@ class Member:
             yield stream
 
     def _check_size(self) -> None:
-        """Demand that the member can be as large as its header says, before memory is made."""
+        """Check that the member can have the size in its header, before memory is allocated."""
         info = self._info
-        wanted = self._header_bytes + self.size * self.dtype.itemsize
-        most = info.compress_size * (
-            1 if info.compress_type == zipfile.ZIP_STORED else MOST_COMPRESSED
+        expected = self._header_bytes + self.size * self.dtype.itemsize
+        largest = info.compress_size * (
+            1 if info.compress_type == zipfile.ZIP_STORED else MAX_COMPRESSION_RATIO
         )
-        most += 1024  # a few bytes of rounding
-        if min(self.shape, default=0) < 0 or info.file_size != wanted:
+        largest += 1024  # margin for rounding
+        if min(self.shape, default=0) < 0 or info.file_size != expected:
             raise ValueError(
                 f"{self.where} has {info.file_size:,} bytes, but shape {self.shape} and type "
-                f"{self.dtype} take {wanted:,}\n\nhint: the archive is broken; get it again"
+                f"{self.dtype} take {expected:,}\n\nhint: the archive is damaged; download or "
+                "write it again"
             )
         is_known = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-        if is_known and info.file_size > most:
+        if is_known and info.file_size > largest:
             raise ValueError(
-                f"{self.where} cannot have {info.file_size:,} bytes, as {info.compress_size:,} "
-                "compressed bytes hold less\n\nhint: the archive is broken; get it again"
+                f"{self.where} cannot have {info.file_size:,} bytes, because "
+                f"{info.compress_size:,} compressed bytes hold less\n\n"
+                "hint: the archive is damaged; download or write it again"
             )
 
     def flat(self, step: int | None = None) -> Iterator[Array]:
-        """All elements in the order of the file, `step` at a time.
-
-        Each array is overwritten by the next one.
-        """
+        """Yield all elements in file order, `step` at a time, in a buffer that is reused."""
         if step is None:
             step = max(1, CHUNK_BYTES // max(1, self.dtype.itemsize))
         left = self.size
@@ -155,11 +154,11 @@ class Member:
                 _fill(stream, as_bytes(part), self.where)
                 left -= len(part)
                 yield part
-            # reading past the last byte is what makes zipfile compare its checksum
+            # zipfile verifies the checksum when it reads past the last byte
             stream.read(1)
 
     def array(self, allocate: Allocate) -> Array:
-        """The whole array, in what `allocate` gives."""
+        """Read the array into memory from `allocate`."""
         out = allocate(self.key, self.size, self.dtype)
         done = 0
         for part in self.flat():
@@ -168,16 +167,16 @@ class Member:
         return out.reshape(self.shape, order="F" if self.fortran else "C")
 
     def rows(self) -> Rows:
-        """The array as rows that are read chunk by chunk; one dimension is one column.
+        """Return the array as `Rows`; a vector becomes one column.
 
-        Columns that lie one behind the other in the file are first copied to what `allocate` gives.
+        An array in Fortran order is first copied to memory from `allocate`.
 
         Raises:
-            ValueError: it is no table of numbers.
+            ValueError: the array is not a table of numbers.
         """
         if len(self.shape) not in (1, 2) or self.dtype.kind not in "fiub":
             raise ValueError(
-                f"{self.where} has shape {self.shape} and type {self.dtype}, which is no table of "
+                f"{self.where} has shape {self.shape} and type {self.dtype}, not a table of "
                 "numbers\n\nhint: features are (nodes, columns), floating point or integers"
             )
         num_rows = self.shape[0]
@@ -196,7 +195,7 @@ class Member:
         return Rows(num_rows, num_columns, self.dtype, chunks, self.where)
 
     def edges(self, num_nodes: int, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
-        """The array, which is (2, E), as sources and destinations, checked; see `Source.edges`."""
+        """Read and validate a (2, E) array as sources and destinations, see `Source.edges`."""
         if len(self.shape) != 2 or self.shape[0] != 2 or self.dtype.kind not in "iu":
             raise ValueError(
                 f"{self.where} has shape {self.shape} and type {self.dtype}\n\n"
@@ -233,16 +232,16 @@ def _fill(stream: IO[bytes], view: memoryview, where: str) -> None:
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[None]:
-    """What a broken archive raises, in words."""
+def _readable(path: Path) -> Iterator[None]:
+    """Raise a ValueError with a hint for what a damaged archive raises."""
     try:
         yield
     except (*_BROKEN, OSError) as error:
-        # the disk's own faults have a number; a wrong offset in the archive has EINVAL
-        is_of_disk = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
-        if is_of_disk or "\n\nhint: " in str(error):
+        # errors of the disk have an errno; a wrong offset in the archive gives EINVAL
+        is_disk_error = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
+        if is_disk_error or "\n\nhint: " in str(error):
             raise
         raise ValueError(
-            f"{path} is no whole .npz archive: {error}\n\n"
-            "hint: it was cut short or is of another kind; get or write it again"
+            f"{path} is not a complete .npz archive: {error}\n\n"
+            "hint: it is truncated or in another format; download or write it again"
         ) from error

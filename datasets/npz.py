@@ -1,10 +1,15 @@
-"""Read a graph from one `.npz` archive of plain arrays.
+"""Read a dataset from an `.npz` archive of plain arrays.
 
-`edge_index` (2, E), sources then destinations; `node_label` (N,), -1 where there is none; features
-as `node_feat` (N, D) or as the CSR parts `feat_data`, `feat_indices`, `feat_indptr`, `feat_shape`;
-`train_idx`, `valid_idx`, `test_idx`, or the same with `made_` in front where the split is not the
-set's own; several splits as `train_masks`, `val_masks`, `test_masks` (splits, N) bool;
-`add_inverse_edge` whether each edge is stored once. Nothing is ever unpickled.
+- `edge_index`: (2, E) sources and destinations;
+- `node_label`: (N,), -1 for no label;
+- features: `node_feat` (N, D), or the CSR arrays `feat_data`, `feat_indices`, `feat_indptr` and
+  `feat_shape`;
+- splits: `train_idx`, `valid_idx` and `test_idx`; with the prefix `made_` if the split is not
+  the dataset's standard one; or several splits as `train_masks`, `val_masks` and `test_masks`,
+  (splits, N) bool;
+- `add_inverse_edge`: whether each edge is stored once.
+
+Archives are read without pickle.
 """
 
 from pathlib import Path
@@ -14,22 +19,23 @@ import numpy as np
 
 from gcnzc.datasets import catalog
 from gcnzc.datasets.member import Archive
-from gcnzc.datasets.rows import Allocate, Array, Csr, Progress, Rows, rows_of_csr
+from gcnzc.datasets.rows import Allocate, Array, Csr, Progress, Rows, rows_from_csr
 from gcnzc.datasets.source import EdgeDefaults, Metric
 
 
 class NpzGraph:
-    """The graph in an archive; a `gcnzc.datasets.source.Source`.
+    """A dataset in an `.npz` archive, as a `gcnzc.datasets.source.Source`.
 
     Args:
         path: of the archive.
-        name: the graph's; the file's if None. Names in the catalogue bring their metric.
-        split: "standard", "made", or the number of one of several; the first of these that is
-            there if None.
+        name: of the dataset; None uses the name of the file. The catalogue provides the metric and
+            the number of classes of names that it has.
+        split: "standard", "made", or the index of a row of the masks; None uses the first of these
+            that the archive has.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no whole archive of this form, or has no such split.
+        FileNotFoundError: the file does not exist.
+        ValueError: the archive is damaged or lacks an array, or has no such split.
     """
 
     best_accuracy: float | None = None
@@ -42,9 +48,9 @@ class NpzGraph:
         for key in ("edge_index", "node_label"):
             if key not in self._archive:
                 raise ValueError(
-                    f"{path} has no array {key}, so there is nothing to train on\n\n"
-                    f"hint: it has {', '.join(self._archive.keys) or 'nothing'}; an archive has at "
-                    "least edge_index, node_label and train_idx, valid_idx, test_idx"
+                    f"{path} has no array {key}\n\n"
+                    f"hint: it has {', '.join(self._archive.keys) or 'no arrays'}; required are "
+                    "edge_index, node_label, train_idx, valid_idx and test_idx"
                 )
         self.num_nodes = self._length("node_label")
         self._edges = self._archive.member("edge_index")
@@ -58,28 +64,28 @@ class NpzGraph:
         self._known = known
         self.num_classes = known.num_classes if known else None
         self.metric: Metric = known.metric if known else "accuracy"
-        self.split_name = _choose(self._splits(), split, path)
+        self.split_name = _choose_split(self._splits(), split, path)
         self.features = self._features()
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The archive, and what the file beside it says."""
-        told: dict[str, Any] = {"format": "npz", "source": str(self.path)}
+        """Provenance: the archive, its licence, and the text of `origin.txt` in its folder."""
+        fields: dict[str, Any] = {"format": "npz", "source": str(self.path)}
         if self._known:
-            told["licence"] = self._known.licence
+            fields["licence"] = self._known.licence
         note = self.path.with_name("origin.txt")
         if note.is_file():
-            told["note"] = note.read_text(errors="replace")
-        return told
+            fields["note"] = note.read_text(errors="replace")
+        return fields
 
-    def usual(self) -> EdgeDefaults | None:
-        """Both directions if each edge is stored once; None if the archive does not say."""
+    def edge_defaults(self) -> EdgeDefaults | None:
+        """Return both directions if each edge is stored once; None if unknown."""
         if self._known and self._known.bidirect_directed:
             return EdgeDefaults(True, "remove", f"{self._known.name} is trained in both directions")
         if "add_inverse_edge" not in self._archive:
             return None
-        once = self._truth("add_inverse_edge")
-        return EdgeDefaults(once, "keep", f"add_inverse_edge is {once}")
+        stored_once = self._read_bool("add_inverse_edge")
+        return EdgeDefaults(stored_once, "keep", f"add_inverse_edge is {stored_once}")
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
         """See `Source.edges`."""
@@ -93,34 +99,31 @@ class NpzGraph:
         """See `Source.split`."""
         if self.split_name.isdigit():
             masks = {"train": "train_masks", "valid": "val_masks", "test": "test_masks"}
-            number = int(self.split_name)
+            row = int(self.split_name)
             return {
-                part: np.flatnonzero(self._archive.array(key)[number])
-                for part, key in masks.items()
+                part: np.flatnonzero(self._archive.array(key)[row]) for part, key in masks.items()
             }
-        front = "made_" if self.split_name == "made" else ""
+        prefix = "made_" if self.split_name == "made" else ""
         return {
-            part: self._archive.array(f"{front}{part}_idx") for part in ("train", "valid", "test")
+            part: self._archive.array(f"{prefix}{part}_idx") for part in ("train", "valid", "test")
         }
 
     def _length(self, key: str) -> int:
-        """Of the first dimension of an array."""
+        """Return the length of the first dimension of an array."""
         shape = self._archive.member(key).shape
         if not shape:
-            raise ValueError(
-                f"{self.path} has a single number as {key}\n\nhint: it has one entry for each node"
-            )
+            raise ValueError(f"{self.path}: {key} is a scalar\n\nhint: {key} is an array")
         return int(shape[0])
 
-    def _truth(self, key: str) -> bool:
-        """An array of one element that says yes or no: a bool, 0 or 1, or a word."""
+    def _read_bool(self, key: str) -> bool:
+        """Read an array of one element as a bool: true or false, yes or no, 1 or 0."""
         found = self._archive.array(key)
         word = str(found.reshape(-1)[0]).lower() if found.size == 1 else ""
         if found.dtype.kind == "S":
             word = word.removeprefix("b").strip("'")
-        for answer, words in ((True, ("true", "yes", "1")), (False, ("false", "no", "0"))):
+        for value, words in ((True, ("true", "yes", "1")), (False, ("false", "no", "0"))):
             if word in words:
-                return answer
+                return value
         raise ValueError(
             f"{self.path}: {key} is {found.tolist()!r:.100}, which is neither true nor false\n\n"
             "hint: true or false, yes or no, 1 or 0"
@@ -160,14 +163,13 @@ class NpzGraph:
                 "columns), and feat_indptr has one more number than there are nodes"
             )
         num_columns = shape[1]
-        return rows_of_csr(csr, num_columns, f"{self.path} (feat_data)")
+        return rows_from_csr(csr, num_columns, f"{self.path} (feat_data)")
 
 
-def _choose(names: list[str], wanted: str | None, path: Path) -> str:
+def _choose_split(names: list[str], wanted: str | None, path: Path) -> str:
     if not names:
         raise ValueError(
-            f"{path} has no split\n\n"
-            "hint: train_idx, valid_idx and test_idx say which nodes are for what"
+            f"{path} has no split\n\nhint: add the node ids train_idx, valid_idx and test_idx"
         )
     if wanted is None:
         return names[0]

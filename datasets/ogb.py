@@ -1,16 +1,17 @@
-"""Read and write a node-property set in OGB's layout, without the `ogb` package.
+"""Read and write node property datasets in OGB's layout, without the `ogb` package.
 
     RELEASE_v1.txt
     raw/edge.csv.gz node-feat.csv.gz node-label.csv.gz num-node-list.csv.gz num-edge-list.csv.gz
-    raw/data.npz node-label.npz                        instead, in binary sets
+    raw/data.npz node-label.npz                        instead, in binary datasets
     split/<type>/train.csv.gz valid.csv.gz test.csv.gz, or split_dict.pt
-    mapping/                                           what the nodes are; kept, not read
+    mapping/                                           describes the nodes; copied, not read
     processed/                                         OGB's cache; not read
-    task.json                                          ours: what OGB keeps in its own tables
+    task.json                                          only gcnzc: what OGB has in its master.csv
 
-What is not in the files (classes, metric, whether each edge is stored once) comes from `task.json`,
-else from the `meta_dict.pt` that `ogb.io.DatasetSaver` writes, else from the catalogue. Layout and
-settings: https://github.com/snap-stanford/ogb, `ogb/io` and `nodeproppred/master.csv`.
+Metadata that the data files do not contain (number of classes, metric, whether each edge is stored
+once) comes from `task.json`, otherwise from the `meta_dict.pt` that `ogb.io.DatasetSaver` writes,
+otherwise from the catalogue. Layout and settings: https://github.com/snap-stanford/ogb, `ogb/io`
+and `nodeproppred/master.csv`.
 
 Letters: N nodes, E edges as stored, D columns of features, T tasks.
 """
@@ -37,7 +38,7 @@ from gcnzc.datasets.rows import (
     Rows,
     as_bytes,
     no_progress,
-    rows_of_array,
+    rows_from_array,
 )
 from gcnzc.datasets.source import (
     METRICS,
@@ -46,28 +47,28 @@ from gcnzc.datasets.source import (
     Metric,
     Source,
     check_ends,
-    guess,
+    guess_edge_defaults,
     node_dtype,
 )
-from gcnzc.datasets.store import building, scratch
+from gcnzc.datasets.store import atomic_folder, scratch_allocator
 
 Ends: TypeAlias = tuple[Array, Array]
 
-# what only sets of other kinds have, and the kind
+# files that only unsupported kinds of datasets have, and the kind
 OTHER_KINDS = {
     "raw/triplet-type-list.csv.gz": "heterogeneous",
     "raw/num-node-dict.csv.gz": "heterogeneous",
     "raw/edge_index_dict.npz": "heterogeneous",
     "raw/num_nodes_dict.npz": "heterogeneous",
     "processed/paper": "heterogeneous",
-    "raw/graph-label.csv.gz": "a graph-level set",
-    "raw/graph-label.npz": "a graph-level set",
+    "raw/graph-label.csv.gz": "a graph-level dataset",
+    "raw/graph-label.npz": "a graph-level dataset",
 }
 
 
 @dataclass(frozen=True)
 class Task:
-    """What OGB keeps in its tables about a set."""
+    """Metadata of a dataset that OGB has in its `master.csv`."""
 
     name: str
     num_classes: int | None = None  # of each task
@@ -79,24 +80,24 @@ class Task:
 
 
 def is_layout(folder: Path) -> bool:
-    """Whether `folder` looks like a set in OGB's layout, of whatever kind."""
+    """Whether `folder` looks like a dataset in OGB's layout, of any kind."""
     return (folder / "raw").is_dir() or any((folder / path).exists() for path in OTHER_KINDS)
 
 
 class OgbGraph:
-    """The graph in a folder of OGB's layout; a `gcnzc.datasets.source.Source`.
+    """A node property dataset in OGB's layout, as a `gcnzc.datasets.source.Source`.
 
     Args:
-        folder: holds `raw/` and `split/`.
-        name: the graph's, as in the catalogue; what the folder says if None.
-        split: the folder in `split/`; the usual one, or the only one, if None.
+        folder: contains `raw/` and `split/`.
+        name: of the dataset in the catalogue; None uses the name in the folder.
+        split: name of a folder in `split/`; None uses the dataset's default split, or the only one.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: it is of another kind, has no such split, or is broken.
+        ValueError: the dataset is of an unsupported kind, has no such split, or is damaged.
     """
 
-    has_links = False  # whether it is a set of links
+    has_links = False  # whether it is a link property dataset
 
     def __init__(self, folder: Path, name: str | None = None, split: str | None = None) -> None:
         self.folder = folder
@@ -106,8 +107,8 @@ class OgbGraph:
         self._refuse_other_kinds()
         self.binary = (self._raw / "data.npz").is_file()
         self._archive = Archive(self._raw / "data.npz") if self.binary else None
-        self.num_nodes = self._single("num_nodes_list", "num-node-list.csv.gz")
-        self.num_edges = self._single("num_edges_list", "num-edge-list.csv.gz")
+        self.num_nodes = self._read_count("num_nodes_list", "num-node-list.csv.gz")
+        self.num_edges = self._read_count("num_edges_list", "num-edge-list.csv.gz")
         self._known: catalog.Entry | None = None
         self._task = self._find_task(name)
         self.name = self._task.name
@@ -119,24 +120,24 @@ class OgbGraph:
 
     @property
     def mapping(self) -> Path | None:
-        """OGB's folder of what the nodes are, if there is one."""
+        """OGB's folder that describes the nodes, if there is one."""
         path = self.folder / "mapping"
         return path if path.is_dir() else None
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The folder, its release, and what is known of the set."""
-        told: dict[str, Any] = {"format": "ogb", "source": str(self.folder)}
+        """Provenance: the folder, its release notes, licence and the origin in its metadata."""
+        fields: dict[str, Any] = {"format": "ogb", "source": str(self.folder)}
         releases = sorted(self.folder.glob("RELEASE_v*.txt"))
         if releases:
-            told["release"] = releases[-1].stem
-            told["note"] = releases[-1].read_text(errors="replace")
+            fields["release"] = releases[-1].stem
+            fields["note"] = releases[-1].read_text(errors="replace")
         if self._known:
-            told["licence"] = self._known.licence
-        return told | (self._task.origin or {})
+            fields["licence"] = self._known.licence
+        return fields | (self._task.origin or {})
 
-    def usual(self) -> EdgeDefaults | None:
-        """Both directions if OGB adds inverse edges, or its examples do; None if nothing tells."""
+    def edge_defaults(self) -> EdgeDefaults | None:
+        """Return both directions if OGB or its examples add inverse edges; None if unknown."""
         if self._known and self._known.bidirect_directed:
             return EdgeDefaults(True, "remove", f"{self._known.name} is trained in both directions")
         stated = self._task.add_inverse_edge
@@ -176,7 +177,7 @@ class OgbGraph:
         """See `Source.labels`."""
         if self.binary:
             return Archive(self._raw / "node-label.npz").array("node_label")
-        # an empty line is a label that is not there
+        # an empty line is a missing label
         return csvgz.read_table(self._raw / "node-label.csv.gz")
 
     def split(self) -> dict[str, Array]:
@@ -191,35 +192,35 @@ class OgbGraph:
             if (self.folder / path).exists():
                 raise ValueError(
                     f"{self.folder} is {kind}: it has {path}\n\n"
-                    "hint: node property sets of one node type are trained on"
+                    "hint: homogeneous node property datasets are supported"
                 )
         labelled = any((self._raw / f"node-label.{form}").is_file() for form in ("csv.gz", "npz"))
         if not labelled and any(self.folder.glob("split/*/train.pt")):
             raise ValueError(
-                f"{self.folder} is a link-level set: it has no labels of nodes\n\n"
+                f"{self.folder} is a link property dataset: it has no node labels\n\n"
                 "hint: gcnzc.datasets.ogb_link reads it"
             )
 
-    def _single(self, key: str, file: str) -> int:
+    def _read_count(self, key: str, file: str) -> int:
         text = self._raw / file
         counts = self._archive.array(key) if self._archive else csvgz.read_column(text)
         if len(counts) != 1:
             raise ValueError(
-                f"{self.folder} holds {len(counts):,} graphs: it is a graph-level set\n\n"
-                "hint: node property sets of one graph are trained on"
+                f"{self.folder} contains {len(counts):,} graphs: it is a graph-level dataset\n\n"
+                "hint: node property datasets of one graph are supported"
             )
         return int(counts[0])
 
     def _wrong_count(self, where: object, found: str) -> str:
         return (
-            f"{where} has {found} edges, but the number beside it is {self.num_edges:,}\n\n"
-            "hint: it was cut short or mixed up with another; get or write the set again"
+            f"{where} has {found} edges, but the stored number of edges is {self.num_edges:,}\n\n"
+            "hint: the file is truncated or from another dataset; download or write it again"
         )
 
     def _find_task(self, name: str | None) -> Task:
-        # a name that is given is believed; those that the files go by only if the sizes agree
+        # an explicit name is trusted; a name in the files must match the sizes in the catalogue
         sizes = None if name else (self.num_nodes, self.num_edges)
-        for known_as in [name] if name else [self.folder.name, *self._released_as()]:
+        for known_as in [name] if name else [self.folder.name, *self._release_names()]:
             self._known = self._known or catalog.find(known_as, sizes)
         for path in (
             self.folder / "task.json",
@@ -239,8 +240,8 @@ class OgbGraph:
             known.split,
         )
 
-    def _released_as(self) -> list[str]:
-        """Names in the release files, which begin `# Release note for ogbn-arxiv`."""
+    def _release_names(self) -> list[str]:
+        """Return dataset names in the release files, which begin `# Release note for NAME`."""
         notes = [path.read_text(errors="replace") for path in self.folder.glob("RELEASE_v*.txt")]
         return [
             found[1] for note in notes if (found := re.match(r"# Release note for (\S+)", note))
@@ -251,7 +252,8 @@ class OgbGraph:
         if not names:
             raise FileNotFoundError(
                 f"no split in {self.folder / 'split'}\n\n"
-                "hint: split/<type>/train.csv.gz, valid.csv.gz and test.csv.gz, or split_dict.pt"
+                "hint: add split/<type>/train.csv.gz, valid.csv.gz and test.csv.gz, or "
+                "split/<type>/split_dict.pt"
             )
         if wanted is None:
             wanted = self._task.split if self._task.split in names else None
@@ -279,56 +281,58 @@ class OgbGraph:
         def chunks(allocate: Allocate) -> Iterator[Array]:
             return csvgz.read(path, np.float64, columns)
 
-        # numbers are parsed as float64, then rounded, as OGB does
+        # values are parsed as float64, then rounded, as in OGB
         return Rows(self.num_nodes, columns, np.dtype(np.float64), chunks, str(path))
 
 
 def _read_split_dict(path: Path) -> dict[str, Array]:
-    """A pickled dict of arrays, with nothing but arrays let in."""
+    """Read a pickled dict of arrays; other pickled objects are rejected."""
     split = pickled.load(path)
     if not isinstance(split, Mapping) or not set(PARTS) <= set(split):
-        raise ValueError(f"{path} is no dict of {', '.join(PARTS)}\n\nhint: get the set again")
+        raise ValueError(
+            f"{path} is not a dict of {', '.join(PARTS)}\n\nhint: download the dataset again"
+        )
     if any(isinstance(split[part], Mapping) for part in PARTS):
         raise ValueError(
-            f"{path} has parts for several types of nodes: the set is heterogeneous\n\n"
-            "hint: node property sets of one node type are trained on"
+            f"{path} has splits for several node types: the dataset is heterogeneous\n\n"
+            "hint: homogeneous node property datasets are supported"
         )
     return {part: np.asarray(split[part]) for part in PARTS}
 
 
 def _read_task(path: Path, folder: str, name: str | None) -> Task | None:
-    """The task in one of the files that may have it; None if it is of another set."""
+    """Read a task from `task.json` or `meta_dict.pt`; None if it is of another dataset."""
     try:
-        told = json.loads(path.read_text()) if path.suffix == ".json" else pickled.load(path)
-        if path.suffix == ".pt" and Path(str(told["dir_path"])).name != folder:
+        fields = json.loads(path.read_text()) if path.suffix == ".json" else pickled.load(path)
+        if path.suffix == ".pt" and Path(str(fields["dir_path"])).name != folder:
             return None
-        kind, judged = str(told["task type"]), str(told["eval metric"])
-        num_classes, inverse = int(told["num classes"]), str(told["add_inverse_edge"]) == "True"
+        kind, metric = str(fields["task type"]), str(fields["eval metric"])
+        num_classes, inverse = int(fields["num classes"]), str(fields["add_inverse_edge"]) == "True"
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{path} does not say what is to be learned: {error!r}\n\n"
-            "hint: get or write the set again, or remove the file"
+            f"{path} does not describe a task: {error!r}\n\n"
+            "hint: download or write the dataset again, or remove the file"
         ) from None
     if "classification" not in kind:
-        raise ValueError(f"{path}: the task is {kind}\n\nhint: only classification is trained")
-    if judged not in METRICS:
+        raise ValueError(f"{path}: the task is {kind}\n\nhint: only classification is supported")
+    if metric not in METRICS:
         raise ValueError(
-            f"{path}: the metric {judged} is not known\n\nhint: known are {', '.join(METRICS)}"
+            f"{path}: unknown metric {metric}\n\nhint: supported are {', '.join(METRICS)}"
         )
     return Task(
-        name or told.get("name") or folder,
+        name or fields.get("name") or folder,
         num_classes,
-        METRICS[judged],
+        METRICS[metric],
         inverse,
-        told.get("split"),
-        told.get("best_accuracy"),
-        told.get("origin"),
+        fields.get("split"),
+        fields.get("best_accuracy"),
+        fields.get("origin"),
     )
 
 
 @dataclass(frozen=True)
-class _Given:
-    """The source that `write` makes of its arguments."""
+class _ArraySource:
+    """A `Source` of the arrays that `write` is called with."""
 
     name: str
     num_nodes: int
@@ -345,7 +349,7 @@ class _Given:
     parts: Mapping[str, Array]
     add_inverse_edge: bool
 
-    def usual(self) -> EdgeDefaults:
+    def edge_defaults(self) -> EdgeDefaults:
         return EdgeDefaults(self.add_inverse_edge, "keep", "asked for")
 
     def edges(self, allocate: Allocate, progress: Progress) -> Ends:
@@ -376,34 +380,34 @@ def write(
     mapping: Path | None = None,
     progress: Progress = no_progress,
 ) -> None:
-    """Write a set in OGB's layout; the folder is there when all of it is.
+    """Write a node property dataset in OGB's layout; the folder is created atomically.
 
     Args:
         path: the folder; must not exist.
         edge_index: (2, E), or the pair of (E,) sources and (E,) destinations; memory-mapped or not.
-        labels: (N,) or (N, T) integers or floating point; -1 or NaN where there is none.
-        split: ids of "train", "valid" and "test".
-        features: (N, D), memory-mapped or not, or rows that come in chunks.
-        binary: uncompressed npz, else csv.gz.
-        split_name: the folder in `split/`.
-        num_classes: classes of each task; counted if None.
-        metric: how predictions are judged.
+        labels: (N,) or (N, T) integers or floating point; -1 or NaN for no label.
+        split: node ids of "train", "valid" and "test".
+        features: (N, D), memory-mapped or not, or `Rows`.
+        binary: write uncompressed npz files instead of csv.gz.
+        split_name: name of the folder in `split/`.
+        num_classes: number of classes of each task; None counts them.
+        metric: metric of the predictions.
         add_inverse_edge: each edge is stored once, and readers add its reverse. OGB's own reader
-            refuses that of binary sets.
-        best_accuracy: what no model can pass, if it is known.
-        name: of the set; that of the folder if None.
-        origin: how the set was made; kept with it.
-        mapping: a folder that says what the nodes are, to be copied.
-        progress: told of edges and rows.
+            does not support this for binary datasets.
+        best_accuracy: upper bound for the accuracy of any model, if known.
+        name: of the dataset; None uses the name of the folder.
+        origin: provenance of the dataset, stored in `task.json`.
+        mapping: a folder that describes the nodes, which is copied.
+        progress: called with counts of edges and feature rows.
 
     Raises:
         FileExistsError: `path` exists.
         RuntimeError: the disk is full.
-        ValueError: the features have not one row for each node.
+        ValueError: the number of feature rows is not N.
     """
     if not isinstance(features, Rows | None):
-        features = rows_of_array(features, "features")
-    given = _Given(
+        features = rows_from_array(features, "features")
+    given = _ArraySource(
         name or Path(path).name,
         len(labels),
         len(edge_index[0]),
@@ -425,22 +429,23 @@ def write(
 def write_source(
     path: str | Path, source: Source, *, binary: bool = True, progress: Progress = no_progress
 ) -> None:
-    """Write what `source` holds in OGB's layout; features stream, edges go through files.
+    """Write a `Source` in OGB's layout.
 
-    For the arguments and what may be wrong see `write`.
+    Features are written in chunks and edges are buffered in temporary files, so that neither has to
+    fit into memory. See `write` for the arguments and exceptions.
     """
     path = Path(path)
     features = source.features
     if features is not None and features.num_rows != source.num_nodes:
         raise ValueError(
             f"write: {features.num_rows:,} rows of features for {source.num_nodes:,} nodes\n\n"
-            "hint: each node has one"
+            "hint: features have one row for each node"
         )
     needed = 16 * source.num_edges if binary else 0
     if binary and features is not None:
         needed += features.num_rows * features.num_columns * features.dtype.itemsize
-    with building(path, needed) as folder:
-        allocate = scratch(folder)
+    with atomic_folder(path, needed) as folder:
+        allocate = scratch_allocator(folder)
         labels = source.labels().reshape(source.num_nodes, -1)
         ends = source.edges(allocate, progress)
         task = {
@@ -449,7 +454,9 @@ def write_source(
             "num classes": source.num_classes or max(2, int(np.nanmax(labels, initial=0)) + 1),
             "task type": "multiclass classification",
             "eval metric": "acc" if source.metric == "accuracy" else source.metric,
-            "add_inverse_edge": str((source.usual() or guess(ends)).bidirected),
+            "add_inverse_edge": str(
+                (source.edge_defaults() or guess_edge_defaults(ends)).bidirected
+            ),
             "split": source.split_name,
             "binary": str(binary),
             "best_accuracy": source.best_accuracy,
@@ -464,12 +471,12 @@ def write_source(
         for part, ids in source.split().items():
             csvgz.write(folder / f"split/{source.split_name}/{part}.csv.gz", [ids.reshape(-1, 1)])
         writer = _write_binary if binary else _write_text
-        chunks = None if features is None else _counted(features, allocate, progress)
+        chunks = None if features is None else _check_row_count(features, allocate, progress)
         writer(folder / "raw", ends, labels, features, chunks)
 
 
 def meta_dict(path: str | Path) -> dict[str, Any]:
-    """What OGB's `NodePropPredDataset(name, meta_dict=...)` needs to open a folder of `write`."""
+    """Return the `meta_dict` for OGB's `NodePropPredDataset` to open a folder of `write`."""
     task = json.loads((Path(path) / "task.json").read_text())
     return {
         **{key: task[key] for key in ("num tasks", "num classes", "task type", "eval metric")},
@@ -511,14 +518,14 @@ def _write_binary(
 def _member(
     archive: zipfile.ZipFile, key: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> Iterator[IO[bytes]]:
-    """A file for the elements of one array of an uncompressed npz."""
+    """Open an array member of an uncompressed npz for writing, after its header."""
     with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True) as file:
-        told = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, told)
+        fields = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, fields)
         yield file
 
 
-def _counted(features: Rows, allocate: Allocate, progress: Progress) -> Iterator[Array]:
+def _check_row_count(features: Rows, allocate: Allocate, progress: Progress) -> Iterator[Array]:
     done = 0
     for chunk in features.chunks(allocate):
         done += len(chunk)
@@ -526,8 +533,8 @@ def _counted(features: Rows, allocate: Allocate, progress: Progress) -> Iterator
         yield chunk.astype(features.dtype, copy=False)
     if done != features.num_rows:
         raise ValueError(
-            f"write: {done:,} rows of features came for {features.num_rows:,} nodes\n\n"
-            "hint: the chunks must add up to one row for each node"
+            f"write: {done:,} rows of features for {features.num_rows:,} nodes\n\n"
+            "hint: the chunks must have one row for each node in total"
         )
 
 

@@ -1,4 +1,4 @@
-"""Read the tensors in files of `torch.save` without unpickling objects."""
+"""Read tensors and numpy arrays from files of `torch.save`, without unpickling other objects."""
 
 import warnings
 from pathlib import Path
@@ -9,24 +9,24 @@ import torch
 
 
 def load(path: Path) -> Any:
-    """What `torch.save` wrote, if it is plain values, tensors and numpy arrays of numbers.
+    """Load a file of `torch.save` that contains plain values, tensors and numeric numpy arrays.
 
     Raises:
-        ValueError: it is anything else, or broken.
+        ValueError: the file contains other objects, or is damaged.
     """
     before = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals(_numpy_globals())
     try:
         with warnings.catch_warnings():
-            # of pickles of another protocol than torch's
+            # torch warns about pickle protocols other than its own
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             return torch.load(path, map_location="cpu", weights_only=True)
-    # a broken pickle makes the reader fail in any way
+    # a damaged pickle can raise any exception
     except Exception as error:
-        why = (str(error) or repr(error)).splitlines()[0]
+        reason = (str(error) or repr(error)).splitlines()[0]
         raise ValueError(
-            f"{path} cannot be read as numbers: {why}\n\n"
-            "hint: it is broken, or would run code if it were unpickled; get the set again"
+            f"{path} cannot be read as numbers: {reason}\n\n"
+            "hint: it is damaged, or could run code when unpickled; download the dataset again"
         ) from None
     finally:
         torch.serialization.clear_safe_globals()
@@ -34,7 +34,7 @@ def load(path: Path) -> Any:
 
 
 def _numpy_globals() -> list[Any]:
-    """What a pickle of a numpy array of numbers calls, by the names of NumPy 1 and 2."""
+    """Return the globals that pickles of numeric numpy arrays use, by names of NumPy 1 and 2."""
     functions: list[Any] = [np.empty(0).__reduce__()[0], np.int64(0).__reduce__()[0]]
     named = []
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
@@ -46,7 +46,7 @@ def _numpy_globals() -> list[Any]:
 
 
 def _alias(function: Any) -> Any:
-    """`function` under a name that may be changed."""
+    """Return a wrapper of `function` whose name can be changed."""
 
     def call(*args: Any) -> Any:
         return function(*args)

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gcnzc.datasets.alias import Alias
+from gcnzc.datasets.alias import AliasTable
 from gcnzc.datasets.generated import (
     CHUNK_EDGES,
     COMMUNITIES,
@@ -45,26 +45,26 @@ from gcnzc.datasets.generated import (
     FEATURES,
     LABELS,
     MEANS,
-    SHARES,
+    SPLIT_SHARES,
     Chunks,
     Generated,
-    computed_rows,
-    random_parts,
-    stream,
+    generate_rows,
+    random_split,
+    random_stream,
 )
-from gcnzc.datasets.rows import Array, Progress, in_memory, no_progress
+from gcnzc.datasets.rows import Array, Progress, allocate_in_memory, no_progress
 from gcnzc.datasets.source import node_dtype
 
 LEVEL_RATIO = 1.1  # of neighbouring weights: finer than the spread of the degrees they lead to
 LARGEST_SHARE = 0.1  # of all nodes, that a node may expect as neighbours
 # (S, K) numbers of the oracle are kept at once: all test nodes of ogbn-arxiv's shape, and of larger
 # graphs as many as make a standard error of 0.2 %
-ASKED_NUMBERS = 1 << 23
+MAX_POSTERIOR_VALUES = 1 << 23
 _CHUNK_NODES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockModel:
     """The model's parameters, and the community and weight of every node."""
 
     shares: Array  # (K,) of the communities, add up to 1
@@ -92,7 +92,7 @@ def planted(
     noise: float = 0.1,
     separation: float = 2.2,
     exponent: float = 2.75,
-    shares: Mapping[str, float] = SHARES,
+    shares: Mapping[str, float] = SPLIT_SHARES,
     name: str = "planted",
     threads: int | None = None,
     progress: Progress = no_progress,
@@ -117,7 +117,7 @@ def planted(
     Raises:
         ValueError: a number is outside its range.
     """
-    parts = random_parts(seed, num_nodes, shares)
+    parts = random_split(seed, num_nodes, shares)
     blocks = _draw_blocks(
         num_nodes, num_edges, num_features, num_classes, seed, homophily, separation, exponent
     )
@@ -128,15 +128,15 @@ def planted(
         )
     labels = _draw_labels(blocks, seed, noise)
     edges = _edges(blocks, num_edges, seed, threads)
-    features = computed_rows(
+    features = generate_rows(
         lambda chunk, begin, end: _features(blocks, seed, chunk, begin, end),
         num_nodes,
         num_features,
         f"{name}'s features",
         threads,
     )
-    asked = parts["test"][: max(1, ASKED_NUMBERS // num_classes)]
-    scores = log_posterior(blocks, asked, edges, features.chunks(in_memory), progress)
+    asked = parts["test"][: max(1, MAX_POSTERIOR_VALUES // num_classes)]
+    scores = log_posterior(blocks, asked, edges, features.chunks(allocate_in_memory), progress)
     return Generated(
         name,
         num_nodes,
@@ -167,7 +167,7 @@ def _draw_blocks(
     homophily: float,
     separation: float,
     exponent: float,
-) -> Blocks:
+) -> BlockModel:
     if num_classes < 2 or num_nodes < num_classes:
         raise ValueError(
             f"{num_classes} classes for {num_nodes} nodes\n\nhint: 2 or more, and as many nodes"
@@ -176,24 +176,24 @@ def _draw_blocks(
         raise ValueError(
             f"exponent is {exponent}\n\nhint: above 2, or a few nodes have almost all edges"
         )
-    means = stream(seed, MEANS).standard_normal((num_classes, num_features))
+    means = random_stream(seed, MEANS).standard_normal((num_classes, num_features))
     means *= separation / np.linalg.norm(means, axis=1, keepdims=True)
     # the largest class has three times the nodes of the smallest
     shares = np.linspace(1.5, 0.5, num_classes) / num_classes
     bounds = _weight_bounds(num_nodes, num_edges, exponent)
-    levels = Alias.of([-np.diff(bounds ** (1 - exponent))])
-    classes = Alias.of([shares])
+    levels = AliasTable.of([-np.diff(bounds ** (1 - exponent))])
+    classes = AliasTable.of([shares])
     num_levels = len(bounds) - 1
     community = np.empty(num_nodes, np.min_scalar_type(num_classes - 1))
     level = np.empty(num_nodes, np.min_scalar_type(num_levels - 1))
     sizes = np.zeros(num_classes * num_levels, np.int64)
     for chunk, begin in enumerate(range(0, num_nodes, _CHUNK_NODES)):
-        random = stream(seed, COMMUNITIES, chunk)
+        random = random_stream(seed, COMMUNITIES, chunk)
         size = min(_CHUNK_NODES, num_nodes - begin)
         its_class, its_level = classes.draw(random, size), levels.draw(random, size)
         community[begin : begin + size], level[begin : begin + size] = its_class, its_level
         sizes += np.bincount(its_class * num_levels + its_level, minlength=len(sizes))
-    blocks = Blocks(
+    blocks = BlockModel(
         shares,
         means.astype(np.float32),
         np.sqrt(bounds[1:] * bounds[:-1]),
@@ -227,11 +227,11 @@ def _loyal(mass: Array, homophily: float) -> float:
     return (homophily - by_chance) / (1 - by_chance)
 
 
-def _draw_labels(blocks: Blocks, seed: int, noise: float) -> Array:
+def _draw_labels(blocks: BlockModel, seed: int, noise: float) -> Array:
     num_classes = len(blocks.shares)
     labels = np.empty_like(blocks.community)
     for chunk, begin in enumerate(range(0, len(labels), _CHUNK_NODES)):
-        random = stream(seed, LABELS, chunk)
+        random = random_stream(seed, LABELS, chunk)
         true = blocks.community[begin : begin + _CHUNK_NODES].astype(np.int64)
         step = 1 + random.integers(num_classes - 1, size=len(true))
         wrong = random.random(len(true)) < noise
@@ -239,14 +239,14 @@ def _draw_labels(blocks: Blocks, seed: int, noise: float) -> Array:
     return labels
 
 
-def _features(blocks: Blocks, seed: int, chunk: int, begin: int, end: int) -> Array:
-    random = stream(seed, FEATURES, chunk)
+def _features(blocks: BlockModel, seed: int, chunk: int, begin: int, end: int) -> Array:
+    random = random_stream(seed, FEATURES, chunk)
     rows = random.standard_normal((end - begin, blocks.means.shape[1]), np.float32)
     rows += blocks.means[blocks.community[begin:end]]
     return rows
 
 
-def _edges(blocks: Blocks, num_edges: int, seed: int, threads: int | None) -> Chunks[Array]:
+def _edges(blocks: BlockModel, num_edges: int, seed: int, threads: int | None) -> Chunks[Array]:
     num_levels = len(blocks.weights)
     num_nodes = len(blocks.community)
     # the nodes of a cell, which is a community and level, in one run
@@ -257,7 +257,7 @@ def _edges(blocks: Blocks, num_edges: int, seed: int, threads: int | None) -> Ch
     start = length.cumsum() - length
     mass = blocks.sizes * blocks.weights
     # row 0 draws any cell, row 1 + k one of community k
-    cells = Alias.of([mass.reshape(-1), *mass])
+    cells = AliasTable.of([mass.reshape(-1), *mass])
     first_cell = np.concatenate([[0], np.arange(len(mass)) * num_levels])
 
     def nodes_of(random: np.random.Generator, cell: Array) -> Array:
@@ -266,7 +266,7 @@ def _edges(blocks: Blocks, num_edges: int, seed: int, threads: int | None) -> Ch
         return np.take(members, np.take(start, cell) + place.astype(np.int64))
 
     def chunk_of(chunk: int, begin: int, end: int) -> Array:
-        random, size = stream(seed, EDGES, chunk), end - begin
+        random, size = random_stream(seed, EDGES, chunk), end - begin
         ends = np.empty((2, size), np.int64)
         cell = cells.draw(random, size)
         ends[0] = nodes_of(random, cell)
@@ -281,7 +281,7 @@ def _edges(blocks: Blocks, num_edges: int, seed: int, threads: int | None) -> Ch
 
 
 def log_posterior(
-    blocks: Blocks,
+    blocks: BlockModel,
     asked: Array,
     edges: Chunks[Array],
     features: Iterator[Array],
@@ -329,7 +329,7 @@ def log_posterior(
 
 
 def _count(
-    blocks: Blocks, asked: Array, edges: Chunks[Array], progress: Progress
+    blocks: BlockModel, asked: Array, edges: Chunks[Array], progress: Progress
 ) -> tuple[Array, Array, Array]:
     """Look at all edges once.
 

@@ -1,35 +1,35 @@
-"""R-MAT graphs: edges with skewed degrees, by recursion into quadrants.
+"""R-MAT graphs: power-law degrees by recursive choice of quadrants of the adjacency matrix.
 
 Source: Chakrabarti, Zhan, Faloutsos, SDM 2004, with the parameters of Graph500
-(https://graph500.org/?page_id=12). Degrees are skewed and hubs know hubs, at any size and speed;
-there are no communities. Features and labels are random and say nothing of one another.
+(https://graph500.org/?page_id=12). Degrees are skewed and hubs are connected with hubs, at any
+size; there are no communities. Features and labels are random and independent.
 
-Letters: N nodes, 2**B the power of two from N on, E edges, D features, K classes.
+Letters: N nodes, 2**B the next power of two, E edges, D features, K classes.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
 
-from gcnzc.datasets.alias import Alias
+from gcnzc.datasets.alias import AliasTable
 from gcnzc.datasets.generated import (
     CHUNK_EDGES,
     EDGES,
     FEATURES,
     LABELS,
     NAMES,
-    SHARES,
+    SPLIT_SHARES,
     Chunks,
     Generated,
-    computed_rows,
-    random_parts,
-    stream,
+    generate_rows,
+    random_split,
+    random_stream,
 )
 from gcnzc.datasets.rows import Array
 
 QUADRANTS = (0.57, 0.19, 0.19, 0.05)  # (0, 0), (0, 1), (1, 0), (1, 1): Graph500's
-# bits of both ends that one draw decides: tables of 4**6 values still lie in the cache next to the
-# core, and halve the time of 4**3
+# bits of both end nodes that one sample determines: tables of 4**6 values fit into the L1 cache and
+# take half the time of 4**3
 GROUP_BITS = 6
 
 
@@ -41,37 +41,37 @@ def rmat(
     *,
     seed: int = 0,
     quadrants: tuple[float, float, float, float] = QUADRANTS,
-    shares: Mapping[str, float] = SHARES,
+    shares: Mapping[str, float] = SPLIT_SHARES,
     name: str = "rmat",
     threads: int | None = None,
 ) -> Generated:
-    """A graph with hubs, for measuring at scale.
+    """Generate an R-MAT graph, for benchmarks at scale.
 
     Args:
-        num_nodes: N. If it is no power of two, 2**B - N nodes take the edges of two.
-        num_edges: E, each to be used in both directions; some are equal, some are self loops.
+        num_nodes: N. If it is not a power of two, 2**B - N nodes get the edges of two ids.
+        num_edges: E undirected edges, each stored once, with some duplicates and self loops.
         num_features: D, uniform in [-1, 1).
         num_classes: K; labels are uniform, so that the best possible accuracy is 1 / K.
-        seed: of every random choice; the number of threads has no part in the result.
-        quadrants: the probabilities of (0, 0), (0, 1), (1, 0), (1, 1) for each bit of both ends.
-        shares: of the nodes in train, valid and test.
-        name: of the graph.
-        threads: all cores if None.
+        seed: of all random choices; the result does not depend on the number of threads.
+        quadrants: probabilities of (0, 0), (0, 1), (1, 0), (1, 1) for each bit of both end nodes.
+        shares: fractions of the nodes in train, valid and test.
+        name: of the dataset.
+        threads: number of threads; None uses all cores.
 
     Raises:
-        ValueError: a number is outside its range.
+        ValueError: an argument is out of range.
     """
     if num_classes < 1:
-        raise ValueError(f"{num_classes} classes\n\nhint: 1 or more")
+        raise ValueError(f"{num_classes} classes\n\nhint: at least 1 class is required")
     if min(quadrants) < 0 or abs(sum(quadrants) - 1) > 1e-9:
         raise ValueError(f"quadrants are {quadrants}\n\nhint: four probabilities that add up to 1")
-    parts = random_parts(seed, num_nodes, shares)
-    labels = stream(seed, LABELS).integers(
+    parts = random_split(seed, num_nodes, shares)
+    labels = random_stream(seed, LABELS).integers(
         num_classes, size=num_nodes, dtype=np.min_scalar_type(num_classes - 1)
     )
 
     def features(chunk: int, begin: int, end: int) -> Array:
-        rows = stream(seed, FEATURES, chunk).random((end - begin, num_features), np.float32)
+        rows = random_stream(seed, FEATURES, chunk).random((end - begin, num_features), np.float32)
         rows *= 2
         rows -= 1
         return rows
@@ -84,7 +84,7 @@ def rmat(
         labels,
         parts,
         _edges(num_nodes, num_edges, seed, quadrants, threads),
-        computed_rows(features, num_nodes, num_features, f"{name}'s features", threads),
+        generate_rows(features, num_nodes, num_features, f"{name}'s features", threads),
         1 / num_classes,
         {"generator": "rmat", "seed": seed, "quadrants": list(quadrants)},
     )
@@ -102,34 +102,37 @@ def _edges(
     if num_bits % GROUP_BITS:
         groups.append(num_bits % GROUP_BITS)
     tables = {bits: _table(quadrants, bits) for bits in set(groups)}
-    factors = (stream(seed, NAMES).integers(1 << num_bits, size=2) | 1).tolist()
+    factors = (random_stream(seed, NAMES).integers(1 << num_bits, size=2) | 1).tolist()
 
-    def chunk_of(chunk: int, begin: int, end: int) -> Array:
-        random = stream(seed, EDGES, chunk)
+    def make_chunk(chunk: int, begin: int, end: int) -> Array:
+        random = random_stream(seed, EDGES, chunk)
         ends = np.zeros((2, end - begin), np.int64)
         for bits in groups:
-            both = tables[bits].draw(random, end - begin)
+            pair = tables[bits].draw(random, end - begin)
             ends <<= bits
-            ends[0] |= both >> bits
-            ends[1] |= both & ((1 << bits) - 1)
-        rename(ends, num_bits, factors)
+            ends[0] |= pair >> bits
+            ends[1] |= pair & ((1 << bits) - 1)
+        permute_ids(ends, num_bits, factors)
         return np.subtract(ends, num_nodes, out=ends, where=ends >= num_nodes)
 
-    return Chunks(chunk_of, num_edges, CHUNK_EDGES, threads)
+    return Chunks(make_chunk, num_edges, CHUNK_EDGES, threads)
 
 
-def rename(ids: Array, num_bits: int, factors: list[int]) -> None:
-    """Permute [0, 2**num_bits), so that hubs have ids all over it; in place. Factors are odd."""
+def permute_ids(ids: Array, num_bits: int, factors: list[int]) -> None:
+    """Apply a permutation of [0, 2**num_bits) to ids in place, so that hubs get scattered ids.
+
+    `factors` must be odd.
+    """
     for factor in factors:
         ids *= factor
         ids &= (1 << num_bits) - 1
         ids ^= ids >> (num_bits + 1) // 2
 
 
-def _table(quadrants: tuple[float, float, float, float], bits: int) -> Alias:
-    """Draws `source * 2**bits + destination` for that many bits of both."""
+def _table(quadrants: tuple[float, float, float, float], bits: int) -> AliasTable:
+    """Build the table to sample `source * 2**bits + destination`."""
     one = np.array(quadrants).reshape(2, 2)
     matrix = np.ones((1, 1))
     for _ in range(bits):
         matrix = np.kron(matrix, one)
-    return Alias.of([matrix.reshape(-1)])
+    return AliasTable.of([matrix.reshape(-1)])

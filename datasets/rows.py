@@ -1,4 +1,4 @@
-"""Tables of features that are read in chunks of rows, so that they may exceed memory.
+"""Feature tables that are read in chunks of rows, so that they may exceed memory.
 
 Letters: N rows, D columns.
 """
@@ -12,19 +12,19 @@ import torch
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
-# `allocate(name, size, dtype)` gives a writable (size,) array: memory, or a file's
+# `allocate(name, size, dtype)` returns a writable (size,) array in memory or in a mapped file
 Allocate: TypeAlias = Callable[[str, int, Any], Array]
-# `progress(what, done, total)`: bytes, rows or edges; total is 0 where nobody knows it
+# `progress(what, done, total)` with counts of bytes, rows or edges; total is 0 if unknown
 Progress: TypeAlias = Callable[[str, int, int], None]
 
-# a few chunks are alive at once in a pipeline of four steps; larger ones read no faster, smaller
-# ones read csv with thousands of columns at half the speed
+# larger chunks are not faster to read, and a pipeline of four stages holds several of them; with
+# smaller chunks, csv files with thousands of columns are read at half the speed
 CHUNK_BYTES = 1 << 24
-# a row with more is a damaged number
-MOST_COLUMNS = 1 << 24
+# a larger number of columns means that the file is damaged
+MAX_COLUMNS = 1 << 24
 
 
-# types that numpy lacks, or that stand for something else with a scale; a file has integers as wide
+# dtypes that numpy lacks or that are quantized, and the integer dtype of the same width in files
 CODES: dict[str, type[np.integer[Any]]] = {
     "bfloat16": np.uint16,
     "float8_e4m3fn": np.uint8,
@@ -33,29 +33,29 @@ CODES: dict[str, type[np.integer[Any]]] = {
 }
 
 
-def in_memory(name: str, size: int, dtype: Any) -> Array:
-    """The `Allocate` whose arrays are plain memory.
+def allocate_in_memory(name: str, size: int, dtype: Any) -> Array:
+    """Allocate an array in memory, as an `Allocate`.
 
     Raises:
-        RuntimeError: there is not that much.
+        RuntimeError: there is not enough memory.
     """
     try:
         return np.empty(size, dtype)
     except MemoryError:
         wanted = size * np.dtype(dtype).itemsize
         raise RuntimeError(
-            f"no memory for {name}: {wanted:,} bytes\n\n"
-            "hint: `gcnzc prepare` writes a folder that is opened without being read into memory"
+            f"not enough memory for {name}: {wanted:,} bytes\n\n"
+            "hint: `gcnzc prepare` writes a folder that is memory-mapped instead of read"
         ) from None
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """The `Progress` that tells nobody."""
+    """A `Progress` that does nothing."""
 
 
 @dataclass(frozen=True)
 class Csr:
-    """Rows with few values other than zero: row `i` has `values[indptr[i] : indptr[i + 1]]`."""
+    """A sparse matrix in CSR format: row `i` has `values[indptr[i] : indptr[i + 1]]`."""
 
     indptr: Array  # (N + 1,) integers
     indices: Array  # (nnz,) integers in [0, D)
@@ -64,47 +64,64 @@ class Csr:
 
 @dataclass(frozen=True)
 class Codes:
-    """Values in fewer bytes: the number of a code, times the scale of its row or columns."""
+    """Quantized features: a value is its code times the scale of its row or column block.
 
-    array: Array  # (N, D), of the integers that `CODES` gives for `dtype`
+    Attributes:
+        array: (N, D) codes, in the integer dtype `CODES[dtype]`.
+        dtype: of the codes, a key of `CODES`.
+        scales: (N,) float32, or (ceil(D / scale_columns),); None if codes are the values.
+        scale_columns: number of columns that share a scale; None for one scale per row.
+    """
+
+    array: Array
     dtype: str
-    scales: Array | None  # (N,) float32, or (ceil(D / scale_columns),); None: codes are the values
-    scale_columns: int | None  # that share a scale; None: each row has its own
+    scales: Array | None
+    scale_columns: int | None
 
 
 @dataclass(frozen=True)
 class Rows:
-    """(N, D) values that are read in order, as often as asked."""
+    """A table of (N, D) values that is read sequentially, any number of times.
+
+    Attributes:
+        num_rows: N.
+        num_columns: D.
+        dtype: of the values.
+        chunks: `chunks(allocate)` yields consecutive (n, D) arrays, N rows in total. An array is
+            valid until the next one is requested, which may overwrite it.
+        where: name of the table in error messages.
+        csr: the same values as CSR, if the source is sparse.
+        codes: the quantized values, if the source is quantized.
+    """
 
     num_rows: int
     num_columns: int
     dtype: np.dtype
-    # chunks(allocate): (n, D) arrays that together have N rows; each may be overwritten by the next
     chunks: Callable[[Allocate], Iterator[Array]]
-    where: str  # named in errors
-    csr: Csr | None = None  # the same values, where they came sparse
-    codes: Codes | None = None  # what they were made from, where they came as codes
+    where: str
+    csr: Csr | None = None
+    codes: Codes | None = None
 
 
 def as_bytes(array: Array) -> memoryview:
-    """The bytes of an array in the order of its elements; a copy if they do not lie so."""
+    """Return the bytes of an array in C order, without a copy if the array is C-contiguous."""
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def chunk_rows(num_columns: int, itemsize: int) -> int:
-    """How many rows make a chunk."""
+    """Return the number of rows in a chunk of about `CHUNK_BYTES`."""
     return max(1, CHUNK_BYTES // max(1, num_columns * itemsize))
 
 
-def rows_of_array(array: Array, where: str) -> Rows:
-    """The rows of an (N, D) array, memory-mapped or not.
+def rows_from_array(array: Array, where: str) -> Rows:
+    """Make `Rows` from an (N, D) array, memory-mapped or not.
 
     Raises:
-        ValueError: it is no table of numbers.
+        ValueError: the array is not two-dimensional or not numeric.
     """
     if array.ndim != 2 or array.dtype.kind not in "fiub":
         raise ValueError(
-            f"{where} has shape {array.shape} and type {array.dtype}, which is no table of numbers"
+            f"{where} has shape {array.shape} and type {array.dtype}, not a table of numbers"
             "\n\nhint: features are (nodes, columns), floating point or integers"
         )
     step = chunk_rows(array.shape[1], array.dtype.itemsize)
@@ -116,27 +133,26 @@ def rows_of_array(array: Array, where: str) -> Rows:
     return Rows(array.shape[0], array.shape[1], array.dtype, chunks, where)
 
 
-def rows_of_csr(csr: Csr, num_columns: int, where: str) -> Rows:
-    """The dense rows of a sparse table; equal positions in a row are added up, as scipy does.
+def rows_from_csr(csr: Csr, num_columns: int, where: str) -> Rows:
+    """Make `Rows` that convert a CSR matrix to dense rows; duplicate entries are summed.
 
     Raises:
-        ValueError: offsets fall, or positions are outside the columns.
+        ValueError: the offsets decrease, or a column index is out of range.
     """
     num_rows = len(csr.indptr) - 1
     if any(part.ndim != 1 for part in (csr.indptr, csr.indices, csr.values)) or any(
         part.dtype.kind not in "iu" for part in (csr.indptr, csr.indices)
     ):
         raise ValueError(
-            f"{where}: the parts of sparse rows have the shapes {csr.indptr.shape}, "
-            f"{csr.indices.shape} and {csr.values.shape} and the types {csr.indptr.dtype}, "
-            f"{csr.indices.dtype} and {csr.values.dtype}\n\n"
-            "hint: offsets and positions are vectors of integers, values are one of numbers"
+            f"{where}: the CSR arrays indptr, indices and values have the shapes "
+            f"{csr.indptr.shape}, {csr.indices.shape} and {csr.values.shape} and the types "
+            f"{csr.indptr.dtype}, {csr.indices.dtype} and {csr.values.dtype}\n\n"
+            "hint: all are vectors; indptr and indices are integers"
         )
-    if not 0 <= num_columns <= MOST_COLUMNS:
+    if not 0 <= num_columns <= MAX_COLUMNS:
         raise ValueError(
             f"{where}: rows of {num_columns:,} columns\n\n"
-            f"hint: the shape that is stored beside the values is (rows, columns), with at most "
-            f"{MOST_COLUMNS:,} columns"
+            f"hint: the stored shape is (rows, columns), with at most {MAX_COLUMNS:,} columns"
         )
     lengths: Array = np.diff(csr.indptr.astype(np.int64))
     if (
@@ -147,13 +163,14 @@ def rows_of_csr(csr: Csr, num_columns: int, where: str) -> Rows:
         or (lengths < 0).any()
     ):
         raise ValueError(
-            f"{where}: the offsets of the sparse rows do not rise from 0 to the number of values, "
-            f"{len(csr.values):,}\n\nhint: the archive is broken; get it again"
+            f"{where}: the offsets of the sparse rows do not increase from 0 to the number of "
+            f"values, {len(csr.values):,}\n\nhint: the archive is damaged; download or write it "
+            "again"
         )
     if len(csr.indices) and (csr.indices.min() < 0 or csr.indices.max() >= num_columns):
         raise ValueError(
-            f"{where}: columns {csr.indices.min()} to {csr.indices.max()} are named, but there are "
-            f"{num_columns}\n\nhint: the shape that is stored beside the values is (rows, columns)"
+            f"{where}: column indices are from {csr.indices.min()} to {csr.indices.max()}, but "
+            f"there are {num_columns} columns\n\nhint: the stored shape is (rows, columns)"
         )
     step = chunk_rows(num_columns, csr.values.dtype.itemsize)
 
@@ -169,15 +186,15 @@ def rows_of_csr(csr: Csr, num_columns: int, where: str) -> Rows:
     return Rows(num_rows, num_columns, csr.values.dtype, chunks, where, csr)
 
 
-def rows_of_codes(codes: Codes, where: str) -> Rows:
-    """The float32 rows that codes stand for."""
+def rows_from_codes(codes: Codes, where: str) -> Rows:
+    """Make `Rows` that dequantize codes to float32."""
     num_rows, num_columns = codes.array.shape
     step, scales, per = chunk_rows(num_columns, 4), codes.scales, codes.scale_columns
 
     def chunks(allocate: Allocate) -> Iterator[Array]:
         for begin in range(0, num_rows, step):
             part = slice(begin, begin + step)
-            # a copy, since torch warns of memory that is read-only
+            # a copy, because torch warns about read-only memory
             numbers = torch.from_numpy(np.array(codes.array[part]))
             chunk = numbers.view(getattr(torch, codes.dtype)).float().numpy()
             if scales is None:
@@ -191,9 +208,11 @@ def rows_of_codes(codes: Codes, where: str) -> Rows:
 
 
 def stored_dtype(rows: Rows, wanted: str | None) -> np.dtype:
-    """The type that a file has for features: `wanted`, else as they are if codes or float16.
+    """Return the numpy dtype of stored features.
 
-    All else is float32.
+    Args:
+        rows: the features.
+        wanted: name of the requested dtype; None keeps codes and float16, otherwise float32.
     """
     if wanted is not None:
         return np.dtype(CODES.get(wanted, wanted))
@@ -202,10 +221,10 @@ def stored_dtype(rows: Rows, wanted: str | None) -> np.dtype:
     return np.dtype(np.float16 if rows.dtype == np.float16 else np.float32)
 
 
-def normalized(rows: Rows) -> Rows:
-    """Each row divided by the sum of its absolute values, as is usual for bags of words.
+def normalize_rows(rows: Rows) -> Rows:
+    """Return `Rows` with each row divided by the sum of its absolute values.
 
-    Rows of nothing but zeros stay; integers and float16 become float32.
+    Rows of zeros are unchanged. The dtype is float32.
     """
     csr = rows.csr
     if csr is not None:
@@ -213,7 +232,7 @@ def normalized(rows: Rows) -> Rows:
         sums = np.zeros(rows.num_rows)
         np.add.at(sums, np.repeat(np.arange(rows.num_rows), lengths), np.abs(csr.values))
         values = (csr.values / np.repeat(_divisors(sums), lengths)).astype(np.float32)
-        return rows_of_csr(Csr(csr.indptr, csr.indices, values), rows.num_columns, rows.where)
+        return rows_from_csr(Csr(csr.indptr, csr.indices, values), rows.num_columns, rows.where)
 
     def chunks(allocate: Allocate) -> Iterator[Array]:
         for chunk in rows.chunks(allocate):
@@ -227,28 +246,33 @@ def _divisors(sums: Array) -> Array:
     return np.where(sums == 0, 1, sums)
 
 
-def converted(
+def convert_chunks(
     rows: Rows, dtype: np.dtype, allow_nan: bool, allocate: Allocate, progress: Progress
 ) -> Iterator[Array]:
-    """The chunks of `rows` as `dtype`, each looked at.
+    """Yield the chunks of `rows` converted to `dtype` and validated.
 
     Raises:
-        ValueError: a number is not finite and `allow_nan` is False, a finite one is not finite as
-            `dtype`, or there are more or fewer rows than stated.
+        ValueError: a value is not finite and `allow_nan` is False, a finite value overflows
+            `dtype`, or the number of rows is not `rows.num_rows`.
     """
     done = 0
     for chunk in rows.chunks(allocate):
         if chunk.shape[1] != rows.num_columns or done + len(chunk) > rows.num_rows:
             raise ValueError(_wrong_count(rows, f"more than {done:,}"))
-        yield finite(chunk, dtype, allow_nan, rows.where, done)
+        yield cast_finite(chunk, dtype, allow_nan, rows.where, done)
         done += len(chunk)
         progress("features", done, rows.num_rows)
     if done != rows.num_rows:
         raise ValueError(_wrong_count(rows, f"{done:,}"))
 
 
-def finite(chunk: Array, dtype: np.dtype, allow_nan: bool, where: str, first_row: int = 0) -> Array:
-    """`chunk` as `dtype`; see `converted`. `first_row` is where it begins, for the message."""
+def cast_finite(
+    chunk: Array, dtype: np.dtype, allow_nan: bool, where: str, first_row: int = 0
+) -> Array:
+    """Convert a chunk to `dtype` and check that it is finite, see `convert_chunks`.
+
+    `first_row` is the index of its first row, for the message.
+    """
     with np.errstate(over="ignore"):
         cast = chunk.astype(dtype, copy=False)
     good = np.isfinite(cast)
@@ -259,13 +283,13 @@ def finite(chunk: Array, dtype: np.dtype, allow_nan: bool, where: str, first_row
         place = tuple(int(i) for i in np.argwhere(bad)[0])
         raise ValueError(
             f"{where}: {chunk[place]} in row {first_row + place[0]} is too large for {dtype}\n\n"
-            "hint: keep the features as float32, or scale them"
+            "hint: store the features as float32, or scale them"
         )
     if not allow_nan:
         place = tuple(int(i) for i in np.argwhere(~good)[0])
         raise ValueError(
             f"{where}: {chunk[place]} in row {first_row + place[0]}, column {place[-1]}\n\n"
-            "hint: mend the features, or allow such numbers with --allow-nan"
+            "hint: repair the features, or accept them with --allow-nan"
         )
     return cast
 
@@ -273,5 +297,5 @@ def finite(chunk: Array, dtype: np.dtype, allow_nan: bool, where: str, first_row
 def _wrong_count(rows: Rows, found: str) -> str:
     return (
         f"{rows.where} has {found} rows of features for {rows.num_rows:,} nodes\n\n"
-        "hint: there is one row for each node, in the order of the node ids"
+        "hint: features have one row for each node, in the order of the node ids"
     )

@@ -1,4 +1,4 @@
-"""The interface of readers, and the checks of what they return, for all formats.
+"""The interface of dataset readers, and validation of what they return.
 
 Letters: N nodes, E edges as stored, T tasks.
 """
@@ -14,100 +14,112 @@ from gcnzc.datasets.rows import CHUNK_BYTES, Allocate, Array, Progress, Rows
 
 Metric: TypeAlias = Literal["accuracy", "rocauc"]
 PARTS = ("train", "valid", "test")
-# OGB's words for the metrics that are known here
+# OGB's metric names, and the ones used here
 METRICS: Mapping[str, Metric] = {"acc": "accuracy", "accuracy": "accuracy", "rocauc": "rocauc"}
 
 
 @dataclass(frozen=True)
-class LinkParts:
-    """Edges that are to be foretold, and the pairs that they are judged against."""
+class EdgeSplitArrays:
+    """Training, validation and test edges for link prediction, with negative edges, as arrays.
 
-    edges: Mapping[str, Array]  # "train", "valid", "test": (2, E of the part)
-    # "valid", "test": (2, Q) pairs that are no edges; if `metric` is mrr, (E of the part, K)
-    # destinations, each row for the source of one edge
+    Attributes:
+        edges: "train", "valid" and "test": (2, E of the split) sources and destinations.
+        negatives: "valid" and "test": (2, Q) pairs of nodes without an edge. If `metric` is mrr,
+            (E of the split, K) negative destinations: row `i` is for the source of edge `i`.
+        metric: "auc", "mrr", or "hits@K" with an integer K.
+        name: of the split.
+    """
+
+    edges: Mapping[str, Array]
     negatives: Mapping[str, Array]
-    metric: str  # auc, mrr, or hits@K for a number K
-    name: str  # of the split
+    metric: str
+    name: str
 
 
 @dataclass(frozen=True)
 class EdgeDefaults:
-    """What is usually done with the edges of a set, and why."""
+    """Default edge options of a dataset, and the reason for them, which `meta.json` records."""
 
     bidirected: bool
     duplicates: Literal["keep", "remove"]
-    because: str
+    reason: str
 
 
 class Source(Protocol):
-    """A graph in some files: cheap to open, read part by part."""
+    """A dataset in files, or from a generator: cheap to open, read one array at a time."""
 
     @property
     def name(self) -> str:
-        """What the graph is called."""
+        """Name of the dataset."""
 
     @property
     def num_nodes(self) -> int:
-        """N."""
+        """Number of nodes, N."""
 
     @property
     def num_edges(self) -> int:
-        """E."""
+        """Number of edges as stored, E."""
 
     @property
     def num_classes(self) -> int | None:
-        """Classes of each task; None if the files do not say."""
+        """Number of classes of each task; None if the files do not contain it."""
 
     @property
     def metric(self) -> Metric:
-        """How predictions are judged."""
+        """Metric of the predictions."""
 
     @property
     def best_accuracy(self) -> float | None:
-        """What no model can pass, in [0, 1], where the generator of a graph knows it."""
+        """Upper bound for the accuracy of any model, in [0, 1], if the generator computes it."""
 
     @property
     def features(self) -> Rows | None:
-        """One row a node; None if the graph has no features."""
+        """Node features, one row per node; None if there are none."""
 
     @property
     def mapping(self) -> Path | None:
-        """A folder that says what the nodes are: kept, not read."""
+        """Folder that describes the nodes, copied but not read; None if there is none."""
 
     @property
     def split_name(self) -> str:
-        """Which of its splits is read."""
+        """Name of the split that `split` reads."""
 
     @property
     def origin(self) -> dict[str, Any]:
-        """Where the files come from."""
+        """Provenance of the dataset, for `meta.json`."""
 
-    def usual(self) -> EdgeDefaults | None:
-        """What is usually done with the edges; None if nothing tells, see `guess`."""
+    def edge_defaults(self) -> EdgeDefaults | None:
+        """Return the default edge options; None if unknown, see `guess_edge_defaults`."""
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
-        """(E,) sources and (E,) destinations in [0, N), int32 below 2**31 nodes, else int64."""
+        """Read the edges: (E,) sources and (E,) destinations in [0, N).
+
+        The dtype is int32 for fewer than 2**31 nodes, otherwise int64.
+        """
 
     def labels(self) -> Array:
-        """(N,) or (N, T) as stored, for `clean_labels`."""
+        """Read the labels as stored, (N,) or (N, T); `clean_labels` validates them."""
 
     def split(self) -> dict[str, Array]:
-        """Ids of the parts as stored, for `clean_split`."""
+        """Read the node ids of the splits as stored; `clean_split` validates them."""
 
 
-def guess(ends: tuple[Array, Array]) -> EdgeDefaults:
-    """What to do with edges of which nothing is told, as `Source.edges` gave them.
+def guess_edge_defaults(ends: tuple[Array, Array]) -> EdgeDefaults:
+    """Guess the default edge options from the edges that `Source.edges` returned.
 
-    Each edge is taken to be stored once, and to be meant both ways, if all of them point from the
-    lower id to the higher, or all the other way.
+    If all edges lead from the lower to the higher id, or all from the higher to the lower, the
+    graph is assumed to be undirected with each edge stored once.
     """
-    once = one_way(*ends)
-    found = "all edges point" if once else "not all edges point"
-    return EdgeDefaults(once, "keep", f"{found} one way between lower and higher ids")
+    stored_once = is_one_way(*ends)
+    found = "all edges point" if stored_once else "not all edges point"
+    return EdgeDefaults(stored_once, "keep", f"{found} one way between lower and higher ids")
 
 
-def one_way(sources: Array, destinations: Array) -> bool:
-    """Whether all edges point from the lower id to the higher, or all the other way."""
+def is_one_way(sources: Array, destinations: Array) -> bool:
+    """Whether all edges lead from the lower id to the higher, or all from the higher to the lower.
+
+    Self loops count as both.
+    """
     up = down = len(sources) > 0
     for begin in range(0, len(sources), CHUNK_BYTES):
         part = slice(begin, begin + CHUNK_BYTES)
@@ -117,30 +129,36 @@ def one_way(sources: Array, destinations: Array) -> bool:
 
 
 def node_dtype(num_nodes: int) -> np.dtype:
-    """The type that ids of nodes are kept in."""
+    """Return the dtype of node ids: int32 for fewer than 2**31 nodes, otherwise int64."""
     return np.dtype(np.int32 if num_nodes < 2**31 else np.int64)
 
 
 def check_ends(ends: Array, num_nodes: int, where: str, first: int = 0) -> None:
-    """Demand node ids in [0, num_nodes); `first` is the edge of the first one, for the message.
+    """Check that node ids are in [0, num_nodes).
+
+    Args:
+        ends: (n,) sources or destinations of n consecutive edges.
+        num_nodes: N.
+        where: name of the file in the message.
+        first: index of the first of these edges, for the message.
 
     Raises:
-        ValueError: one is not.
+        ValueError: an id is out of range.
     """
     if len(ends) == 0 or (ends.min() >= 0 and ends.max() < num_nodes):
         return
     place = int(np.flatnonzero((ends < 0) | (ends >= num_nodes))[0])
     raise ValueError(
         f"{where}: edge {first + place} has the node {ends[place]}, but nodes are 0 to "
-        f"{num_nodes - 1}\n\nhint: ids count from 0; the number of nodes is stored beside the edges"
+        f"{num_nodes - 1}\n\nhint: ids start at 0; check the number of nodes in the dataset"
     )
 
 
-def clean_links(links: LinkParts, num_nodes: int, where: str) -> LinkParts:
-    """The same with every id looked at, in the type that ids of nodes are kept in.
+def clean_edge_split(links: EdgeSplitArrays, num_nodes: int, where: str) -> EdgeSplitArrays:
+    """Validate an edge split and convert its node ids to `node_dtype`.
 
     Raises:
-        ValueError: a part is empty or of another shape, or an end is no node.
+        ValueError: a split is empty or has a wrong shape, or a node id is out of range.
     """
     dtype = node_dtype(num_nodes)
 
@@ -148,12 +166,12 @@ def clean_links(links: LinkParts, num_nodes: int, where: str) -> LinkParts:
         if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) != rows:
             raise ValueError(
                 f"{where}: the {what} have the shape {ids.shape} and the type {ids.dtype}, not "
-                f"{form} of integers\n\nhint: get or write the set again"
+                f"{form} of integers\n\nhint: download or write the dataset again"
             )
         if ids.size == 0:
             raise ValueError(
                 f"{where}: there are no {what}\n\n"
-                "hint: edges are needed in each of train, valid and test, and negatives beside them"
+                "hint: train, valid and test need edges, and valid and test also negatives"
             )
         check_ends(ids.reshape(-1), num_nodes, f"{where}: the {what}")
         return np.ascontiguousarray(ids, dtype)
@@ -166,39 +184,39 @@ def clean_links(links: LinkParts, num_nodes: int, where: str) -> LinkParts:
             rows = edges[part].shape[1]
             form = f"({rows}, negatives)"
         negatives[part] = clean(links.negatives[part], f"{part} negatives", rows, form)
-    return LinkParts(edges, negatives, links.metric, links.name)
+    return EdgeSplitArrays(edges, negatives, links.metric, links.name)
 
 
 def clean_labels(raw: Array, num_nodes: int, num_classes: int | None, where: str) -> Array:
-    """Labels as they are trained on.
+    """Validate labels and convert them to the format that training uses.
 
     Args:
-        raw: (N,), (N, 1) or (N, T), integers or floating point; NaN where there is none.
+        raw: (N,), (N, 1) or (N, T), integers or floating point; NaN or -1 for no label.
         num_nodes: N.
-        num_classes: classes of each task; None takes what is there.
-        where: named in errors.
+        num_classes: number of classes of each task; None accepts any classes.
+        where: name of the labels in error messages.
 
     Returns:
-        (N,) int64 in [-1, num_classes), -1 where there is no label; for several tasks (N, T),
-        int64, or float32 with NaN where there is no label.
+        (N,) int64 in [-1, num_classes), -1 for no label; for several tasks (N, T) int64, or
+        float32 with NaN for no label.
 
     Raises:
-        ValueError: sizes do not match, or a label is no class.
+        ValueError: the shape is wrong, or a label is not a class.
     """
     if raw.ndim not in (1, 2) or len(raw) != num_nodes or raw.dtype.kind not in "fiub":
         raise ValueError(
             f"{where} has labels of shape {raw.shape} and type {raw.dtype} for {num_nodes:,} nodes"
-            "\n\nhint: there is one row for each node, one column for each task"
+            "\n\nhint: labels have one row for each node and one column for each task"
         )
     several = raw.ndim == 2 and raw.shape[1] > 1
     values = raw if several else raw.reshape(-1)
     absent = np.isnan(values) if values.dtype.kind == "f" else np.zeros(values.shape, bool)
     lowest = 0 if several else -1
-    most = most_classes(num_nodes)
+    most = max_classes(num_nodes)
     if num_classes is not None and not 0 <= num_classes <= most:
         raise ValueError(
             f"{where}: {num_classes:,} classes for {num_nodes:,} nodes\n\n"
-            "hint: the number of classes comes from the file beside the graph"
+            "hint: the number of classes comes from the metadata of the dataset"
         )
     highest = (most if num_classes is None else num_classes) - 1
     with np.errstate(invalid="ignore"):
@@ -210,17 +228,17 @@ def clean_labels(raw: Array, num_nodes: int, num_classes: int | None, where: str
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
         classes = f"0 to {highest}"
         if num_classes is None:
-            classes = f"classes count from 0, to {highest} at most"
+            classes = f"classes start at 0 and are at most {highest}"
         raise ValueError(
-            f"{where}: node {place[0]} has the label {values[place]}, which is no class "
+            f"{where}: node {place[0]} has the label {values[place]}, which is not a class "
             f"({classes})\n\nhint: NaN or -1 marks a node without a label; the number of classes "
-            "comes from the file beside the graph or from its name"
+            "comes from the metadata of the dataset or from its name"
         )
     if several and _is_one_hot(values):
         raise ValueError(
-            f"{where}: each row of the {raw.shape[1]} columns of labels has one 1, as if they were "
-            "one-hot classes\n\nhint: give the class of each node, labels.argmax(axis=1); each "
-            "column is a task of its own"
+            f"{where}: each row of the {raw.shape[1]} columns of labels has one 1, as in one-hot "
+            "encoding\n\nhint: pass the class of each node, labels.argmax(axis=1); each column is "
+            "a separate task"
         )
     if several:
         return values.astype(np.float32 if absent.any() else np.int64)
@@ -231,8 +249,8 @@ def _is_one_hot(labels: Array) -> bool:
     return bool(((labels == 0) | (labels == 1)).all() and (labels.sum(axis=1) == 1).all())
 
 
-def metric_of(labels: Array, metric: Metric) -> Metric:
-    """Return the metric of cleaned labels: several tasks have no accuracy, but a ROC AUC each."""
+def choose_metric(labels: Array, metric: Metric) -> Metric:
+    """Return the metric for validated labels: several tasks use ROC AUC instead of accuracy."""
     return "rocauc" if labels.ndim == 2 and metric == "accuracy" else metric
 
 
@@ -253,20 +271,20 @@ def check_metric(metric: Metric, labels: Array, num_classes: int) -> Metric:
     return metric
 
 
-def most_classes(num_nodes: int) -> int:
-    """More classes than this are a damaged number: a class needs nodes, but in small examples."""
+def max_classes(num_nodes: int) -> int:
+    """Return the largest plausible number of classes; more means that the file is damaged."""
     return max(num_nodes, 1 << 16)
 
 
 def count_classes(labels: Array) -> int:
-    """Classes that occur in cleaned labels, counted from 0."""
+    """Return the number of classes of validated labels: the largest label + 1, at least 2."""
     if labels.ndim == 2 and labels.dtype.kind == "f":
         return max(2, int(np.nanmax(labels, initial=0)) + 1)
     return max(2, int(labels.max(initial=0)) + 1)
 
 
 def has_label(labels: Array) -> Array:
-    """(N,) bool: whether a node has at least one label."""
+    """Return a mask, (N,) bool, of the nodes with at least one label."""
     if labels.ndim == 1:
         return labels >= 0
     return np.asarray(~np.isnan(labels).all(axis=1))
@@ -275,47 +293,52 @@ def has_label(labels: Array) -> Array:
 def clean_split(
     split: Mapping[str, Array], labels: Array, where: str
 ) -> tuple[dict[str, Array], dict[str, int]]:
-    """The parts without the nodes that have no label, and how many each lost.
+    """Validate the splits and remove nodes without a label.
+
+    Returns:
+        The int64 ids of each split, and the number of nodes that were removed from it.
 
     Raises:
-        ValueError: a part is a mask or empty, or names what is no node, or a node is named twice.
+        ValueError: a split is a mask, is empty or has an id out of range, or a node is in two
+            splits or twice in one.
     """
     labelled = has_label(labels)
-    owner = np.zeros(len(labels), np.uint8)
-    clean, lost = {}, {}
+    owner = np.zeros(len(labels), np.uint8)  # 1 + index of the split of each node
+    clean, num_dropped = {}, {}
     for number, part in enumerate(PARTS, start=1):
         ids = np.asarray(split[part]).reshape(-1)
         if _is_mask(ids, len(labels)):
             raise ValueError(
-                f"{where}: the {part} part is a mask of type {ids.dtype} over the {len(labels):,} "
-                "nodes\n\nhint: a part is a list of node ids; numpy.flatnonzero(mask) gives them"
+                f"{where}: the {part} split is a mask of type {ids.dtype} over the {len(labels):,} "
+                "nodes\n\nhint: a split is a vector of node ids; convert it by "
+                "numpy.flatnonzero(mask)"
             )
         if ids.dtype.kind not in "iu" and len(ids):
             raise ValueError(
-                f"{where}: the {part} part has numbers of type {ids.dtype}\n\n"
-                "hint: a part is a list of node ids"
+                f"{where}: the {part} split has ids of type {ids.dtype}\n\n"
+                "hint: a split is a vector of integer node ids"
             )
         ids = ids.astype(np.int64)
         if len(ids) and (ids.min() < 0 or ids.max() >= len(labels)):
             wrong = ids[(ids < 0) | (ids >= len(labels))][0]
             raise ValueError(
-                f"{where}: the {part} part names the node {wrong}, but nodes are 0 to "
-                f"{len(labels) - 1}\n\nhint: ids count from 0"
+                f"{where}: the {part} split contains node {wrong}, but nodes are 0 to "
+                f"{len(labels) - 1}\n\nhint: ids start at 0"
             )
         _check_once(ids, owner, number, where)
         clean[part] = ids[labelled[ids]]
-        lost[part] = len(ids) - len(clean[part])
+        num_dropped[part] = len(ids) - len(clean[part])
         if len(clean[part]) == 0:
             reason = f": its {len(ids)} nodes have no label" if len(ids) else ""
             raise ValueError(
-                f"{where}: the {part} part is empty{reason}\n\n"
-                "hint: training needs nodes in each of train, valid and test"
+                f"{where}: the {part} split is empty{reason}\n\n"
+                "hint: train, valid and test each need labelled nodes"
             )
-    return clean, lost
+    return clean, num_dropped
 
 
 def _is_mask(ids: Array, num_nodes: int) -> bool:
-    """Whether there is a truth value, of any type, for each node."""
+    """Whether `ids` is a mask over all nodes: bool, or integers 0 and 1."""
     if ids.dtype.kind == "b":
         return True
     is_long = ids.dtype.kind in "iu" and len(ids) == num_nodes > 2
@@ -327,14 +350,14 @@ def _check_once(ids: Array, owner: Array, number: int, where: str) -> None:
     if taken.any():
         node = int(ids[np.flatnonzero(taken)[0]])
         raise ValueError(
-            f"{where}: node {node} is in the {PARTS[owner[node] - 1]} part and in the "
-            f"{PARTS[number - 1]} part; {np.count_nonzero(taken):,} nodes are\n\n"
-            "hint: the parts of a split must not overlap"
+            f"{where}: node {node} is in the {PARTS[owner[node] - 1]} split and in the "
+            f"{PARTS[number - 1]} split ({np.count_nonzero(taken):,} overlapping nodes)\n\n"
+            "hint: train, valid and test must be disjoint"
         )
     owner[ids] = number
     if np.count_nonzero(owner == number) != len(ids):
         values, counts = np.unique(ids, return_counts=True)
         raise ValueError(
-            f"{where}: the {PARTS[number - 1]} part names the node {values[counts > 1][0]} twice"
-            "\n\nhint: a part names each of its nodes once"
+            f"{where}: the {PARTS[number - 1]} split contains node {values[counts > 1][0]} twice"
+            "\n\nhint: the ids of a split must be unique"
         )

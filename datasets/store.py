@@ -1,18 +1,18 @@
-"""Prepared graphs: a folder of plain `.npy` arrays and one `meta.json`.
+"""Prepared folders: plain `.npy` arrays and one `meta.json`.
 
-Arrays begin at a multiple of a page in their files and are mapped, not read, so opening takes no
-time and processes share the pages. A folder is written under another name, forced to the disk and
-renamed, so there is never half of one.
+The data of each file starts at a page boundary, and files are memory-mapped, so that opening a
+folder takes no time and processes share the pages. A folder is written under a temporary name,
+synchronized to disk (fsync) and renamed, so that an incomplete folder is never visible.
 
-    meta.json                 format, sizes, checksums, origin, choices made
+    meta.json                 format, sizes, checksums, origin, options
     indptr.npy indices.npy    the graph, CSC of in-edges: (N + 1,) int64; (E,) int32 or int64
     features.npy              (N, pitch / itemsize): the first D columns are the features
-    features_scales.npy       if they are codes: (N,) float32, or one for each block of columns
-    features_indptr.npy features_indices.npy features_values.npy     instead, if kept sparse
+    features_scales.npy       of quantized features: (N,) float32, or one per block of columns
+    features_indptr.npy features_indices.npy features_values.npy     instead, if sparse (CSR)
     labels.npy                (N,) int64, or (N, T)
     split/train.npy valid.npy test.npy     int64
-    links/train.npy valid.npy test.npy     of a split of edges: (2, E) of the part, as `indices`
-    links/valid_negatives.npy test_negatives.npy   (2, pairs); for the metric mrr (E, K), see source
+    links/train.npy valid.npy test.npy     edge split: (2, E of the split), dtype of `indices`
+    links/valid_negatives.npy test_negatives.npy   (2, pairs); for mrr (E, K), see `EdgeSplitArrays`
     mapping/                  copied from the source
 
 Letters: N nodes, E edges, D columns, T tasks.
@@ -53,25 +53,27 @@ from gcnzc.datasets.rows import (
     Rows,
     as_bytes,
     no_progress,
-    rows_of_array,
-    rows_of_codes,
-    rows_of_csr,
+    rows_from_array,
+    rows_from_codes,
+    rows_from_csr,
 )
-from gcnzc.datasets.source import PARTS, LinkParts
+from gcnzc.datasets.source import PARTS, EdgeSplitArrays
 
-# what a full disk, a used up quota and a file that may grow no further say
+# errors of a full disk, an exhausted quota, and the limit for the size of a file
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def building(dest: Path, needed_bytes: int = 0) -> Iterator[Path]:
-    """A folder to write into that becomes `dest` when the block ends, and is gone if it fails.
+def atomic_folder(dest: Path, needed_bytes: int = 0) -> Iterator[Path]:
+    """Create a folder atomically: yield a temporary folder, and rename it to `dest` at the end.
 
-    What an earlier process that was killed has left is removed first.
+    If the block raises, the temporary folder is removed. One that a killed process left behind is
+    removed first.
 
     Args:
         dest: must not exist.
-        needed_bytes: what will be written at least; asked of the disk before anything is.
+        needed_bytes: lower bound for the size of the folder, compared with the free disk space
+            before anything is written.
 
     Raises:
         FileExistsError: `dest` exists.
@@ -80,7 +82,7 @@ def building(dest: Path, needed_bytes: int = 0) -> Iterator[Path]:
     _refuse_existing(dest)
     dest.parent.mkdir(parents=True, exist_ok=True)
     partial = dest.with_name(f".{dest.name}.partial")
-    lock = _lock(partial, dest)
+    lock = _lock_folder(partial, dest)
     try:
         _empty(partial)
         _refuse_existing(dest)
@@ -103,29 +105,32 @@ def building(dest: Path, needed_bytes: int = 0) -> Iterator[Path]:
 def _refuse_existing(dest: Path) -> None:
     if os.path.lexists(dest):
         raise FileExistsError(
-            f"{dest} exists already\n\nhint: name another destination, or remove it first"
+            f"{dest} already exists\n\nhint: choose another destination, or remove it first"
         )
 
 
-def _lock(partial: Path, dest: Path) -> int:
-    """Make `partial` and lock it; who holds the lock is alive."""
+def _lock_folder(partial: Path, dest: Path) -> int:
+    """Create the folder `partial` and lock it; return the descriptor that holds the lock.
+
+    The kernel releases the lock of a process that is killed.
+    """
     while True:
         partial.mkdir(exist_ok=True)
         try:
-            held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(held)
+            os.close(descriptor)
             raise RuntimeError(
-                f"another process is writing {dest}\n\nhint: wait for it, or end it first"
+                f"another process is writing {dest}\n\nhint: wait for it, or stop it first"
             ) from None
-        # whoever held the lock before may have renamed or removed the folder meanwhile
-        if partial.exists() and os.path.samestat(os.fstat(held), partial.stat()):
-            return held
-        os.close(held)
+        # the previous owner of the lock may have renamed or removed the folder in the meantime
+        if partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat()):
+            return descriptor
+        os.close(descriptor)
 
 
 def _empty(folder: Path) -> None:
@@ -147,11 +152,11 @@ def _rename(partial: Path, dest: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def _check_space(dest: Path, needed_bytes: int) -> None:
@@ -162,13 +167,16 @@ def _check_space(dest: Path, needed_bytes: int) -> None:
 def _no_space(dest: Path, needed_bytes: int) -> str:
     free = shutil.disk_usage(dest.parent).free
     return (
-        f"no room for {dest}: about {needed_bytes:,} bytes are needed, {free:,} are free\n\n"
-        "hint: free some, or name a destination on a larger disk"
+        f"no space for {dest}: about {needed_bytes:,} bytes are needed, {free:,} are free\n\n"
+        "hint: free some space, or choose a destination on a larger disk"
     )
 
 
-def scratch(folder: Path) -> Allocate:
-    """The `Allocate` whose arrays are nameless files in `folder`, gone when nobody holds them."""
+def scratch_allocator(folder: Path) -> Allocate:
+    """Return an `Allocate` for temporary arrays in unlinked, memory-mapped files in `folder`.
+
+    The disk space is released with the array.
+    """
 
     def allocate(name: str, size: int, dtype: Any) -> Array:
         num_bytes = size * np.dtype(dtype).itemsize
@@ -177,7 +185,7 @@ def scratch(folder: Path) -> Allocate:
         path = folder / f"scratch-{name}"
         with path.open("x+b") as file:
             path.unlink()
-            # a disk that fills under a mapping would end the process without a word
+            # if the disk filled up later, writing to the mapping would raise SIGBUS
             os.posix_fallocate(file.fileno(), 0, num_bytes)
             return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype)
 
@@ -185,11 +193,11 @@ def scratch(folder: Path) -> Allocate:
 
 
 class Writer:
-    """Writes the files of a prepared folder and remembers their shapes and checksums.
+    """Write the files of a prepared folder and record their shapes and checksums.
 
     Args:
-        folder: from `building`.
-        progress: told of bytes written to large files.
+        folder: from `atomic_folder`.
+        progress: called with the bytes written to each array file.
     """
 
     def __init__(self, folder: Path, progress: Progress = no_progress) -> None:
@@ -197,7 +205,7 @@ class Writer:
         self._files: dict[str, dict[str, Any]] = {}
 
     def save(self, name: str, array: Array) -> None:
-        """Write a whole array, memory-mapped or not."""
+        """Write an array, memory-mapped or not."""
         flat = np.ascontiguousarray(array).reshape(-1)
         step = max(1, CHUNK_BYTES // flat.dtype.itemsize)
         parts = (flat[begin : begin + step] for begin in range(0, flat.size, step))
@@ -206,17 +214,17 @@ class Writer:
     def save_rows(
         self, name: str, rows: Rows, dtype: np.dtype, pitch_bytes: int, chunks: Iterable[Array]
     ) -> None:
-        """Write a table chunk by chunk, each row padded with zeros to `pitch_bytes`."""
+        """Write a table chunk by chunk, with each row zero-padded to `pitch_bytes`."""
         columns = pitch_bytes // dtype.itemsize
         self._write(
             name,
             (rows.num_rows, columns),
             dtype,
-            (_padded(chunk, columns) for chunk in chunks),
+            (_pad(chunk, columns) for chunk in chunks),
         )
 
     def copy(self, source: Path, folder: str) -> None:
-        """Copy the files of the folder `source` into `folder`."""
+        """Copy all files of the folder `source` to the subfolder `folder`."""
         for path in sorted(source.rglob("*")):
             if path.is_file():
                 name = f"{folder}/{path.relative_to(source)}"
@@ -227,24 +235,24 @@ class Writer:
                 self._files[name] = {"bytes": size, "crc32": checksum(target)}
 
     def finish(self, meta: dict[str, Any]) -> None:
-        """Write `meta.json`, which makes the folder a prepared one."""
+        """Write `meta.json`, which completes the folder."""
         features = meta.get("features")
         coded = features is not None and features["kind"] == "codes"
         version = CODED_VERSION if coded else VERSION
-        whole = {"format": FORMAT, "version": version, **meta, "files": self._files}
-        whole |= {"crc32": checksum_of(whole)}
-        (self._folder / "meta.json").write_text(json.dumps(whole, indent=1) + "\n")
+        contents = {"format": FORMAT, "version": version, **meta, "files": self._files}
+        contents |= {"crc32": checksum_of(contents)}
+        (self._folder / "meta.json").write_text(json.dumps(contents, indent=1) + "\n")
 
     def _write(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[Array]
     ) -> None:
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        header = _header(shape, dtype)
+        header = _npy_header(shape, dtype)
         total = len(header) + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         code, done = zlib.crc32(header), len(header)
         with path.open("xb") as file:
-            # a disk too small is found before the work is done
+            # fails here, before the data is computed, if the disk is too small
             os.posix_fallocate(file.fileno(), 0, total)
             file.write(header)
             for part in parts:
@@ -254,14 +262,16 @@ class Writer:
                 done += len(view)
                 self._progress(name, done, total)
         assert done == total, f"{name}: {done} bytes for {total}"
-        self._files[name] = _entry(shape, dtype, total, f"{code:08x}")
+        self._files[name] = _file_entry(shape, dtype, total, f"{code:08x}")
 
 
-def _entry(shape: tuple[int, ...], dtype: np.dtype, num_bytes: int, code: str) -> dict[str, Any]:
+def _file_entry(
+    shape: tuple[int, ...], dtype: np.dtype, num_bytes: int, code: str
+) -> dict[str, Any]:
     return {"shape": list(shape), "dtype": dtype.str, "bytes": num_bytes, "crc32": code}
 
 
-def _padded(chunk: Array, columns: int) -> Array:
+def _pad(chunk: Array, columns: int) -> Array:
     if chunk.shape[1] == columns:
         return chunk
     wide = np.zeros((len(chunk), columns), chunk.dtype)
@@ -269,16 +279,19 @@ def _padded(chunk: Array, columns: int) -> Array:
     return wide
 
 
-def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
-    """Numpy's header, padded to `HEADER_BYTES`."""
-    told = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+def _npy_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+    """Return a `.npy` header that is padded to `HEADER_BYTES`."""
+    fields = {"descr": dtype.str, "fortran_order": False, "shape": shape}
     magic = np.lib.format.magic(1, 0)
     length = HEADER_BYTES - len(magic) - 2
-    return magic + length.to_bytes(2, "little") + f"{told!r}".encode().ljust(length - 1) + b"\n"
+    return magic + length.to_bytes(2, "little") + f"{fields!r}".encode().ljust(length - 1) + b"\n"
 
 
 def checksum(path: Path) -> str:
-    """CRC-32 of a file, as eight hexadecimal digits; over 3 GB/s, three times SHA-256."""
+    """Return the CRC-32 of a file as eight hexadecimal digits.
+
+    CRC-32 is computed at over 3 GB/s, three times the rate of SHA-256.
+    """
     code = 0
     with path.open("rb") as file:
         while block := file.read(CHUNK_BYTES):
@@ -288,41 +301,42 @@ def checksum(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared folder, mapped read-only: writing to an array ends the process."""
+    """A prepared folder, memory-mapped read-only: writing to an array terminates the process."""
 
     folder: Path
     meta: dict[str, Any]
     indptr: Array
     indices: Array
-    features: Array | None  # (N, D), a view of the pitched rows
-    csr: Csr | None  # instead, if kept sparse
-    codes: Codes | None  # instead, if kept as codes
+    features: Array | None  # (N, D), a view of the padded rows
+    csr: Csr | None  # instead of `features`, if they are sparse
+    codes: Codes | None  # instead of `features`, if they are stored as codes
     labels: Array
     split: dict[str, Array]
-    links: LinkParts | None = None
+    links: EdgeSplitArrays | None = None
 
     @property
     def rows(self) -> Rows | None:
-        """The features, dense or sparse, as rows to be read in order."""
+        """The features as `Rows`, whether dense, sparse or quantized; None without features."""
         where = str(self.folder)
         if self.csr is not None:
-            return rows_of_csr(self.csr, self.meta["features"]["columns"], where)
+            return rows_from_csr(self.csr, self.meta["features"]["columns"], where)
         if self.codes is not None:
-            return rows_of_codes(self.codes, where)
-        return None if self.features is None else rows_of_array(self.features, where)
+            return rows_from_codes(self.codes, where)
+        return None if self.features is None else rows_from_array(self.features, where)
 
 
 def is_prepared(path: Path) -> bool:
-    """Whether `path` is a folder that this module has written."""
+    """Whether `path` is a prepared folder."""
     return (path / "meta.json").is_file()
 
 
 def open_folder(folder: Path) -> Prepared:
-    """Map a prepared folder; `meta.json`, sizes and headers are checked, contents are not.
+    """Memory-map a prepared folder; validate `meta.json`, file sizes and headers, not the contents.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: it is of another version, or a file is not of the size or type it should be.
+        ValueError: the format version is not supported, or the size or dtype of a file does not
+            match `meta.json`.
     """
     meta = read_meta(folder)
     for name, entry in meta["files"].items():
@@ -334,15 +348,15 @@ def open_folder(folder: Path) -> Prepared:
     }
     _check_ends(folder, arrays["indptr.npy"], len(arrays["indices.npy"]))
     features = csr = codes = None
-    told = meta["features"]
-    if told is not None and told["kind"] == "sparse":
+    fields = meta["features"]
+    if fields is not None and fields["kind"] == "sparse":
         csr = Csr(*(arrays[f"features_{part}.npy"] for part in ("indptr", "indices", "values")))
         _check_ends(folder, csr.indptr, len(csr.indices), "features_")
-    elif told is not None:
-        features = arrays["features.npy"][:, : told["columns"]]
-        if told["kind"] == "codes":
-            scales = None if told.get("scales") is None else arrays["features_scales.npy"]
-            codes = Codes(features, told["dtype"], scales, told.get("scale_columns"))
+    elif fields is not None:
+        features = arrays["features.npy"][:, : fields["columns"]]
+        if fields["kind"] == "codes":
+            scales = None if fields.get("scales") is None else arrays["features_scales.npy"]
+            codes = Codes(features, fields["dtype"], scales, fields.get("scale_columns"))
             features = None
     return Prepared(
         folder,
@@ -366,12 +380,12 @@ def _check_ends(folder: Path, indptr: Array, count: int, front: str = "") -> Non
         )
 
 
-def _links(arrays: dict[str, Array], told: dict[str, Any]) -> LinkParts:
-    return LinkParts(
+def _links(arrays: dict[str, Array], fields: dict[str, Any]) -> EdgeSplitArrays:
+    return EdgeSplitArrays(
         {part: arrays[f"links/{part}.npy"] for part in PARTS},
         {part: arrays[f"links/{part}_negatives.npy"] for part in PARTS[1:]},
-        told["metric"],
-        told["name"],
+        fields["metric"],
+        fields["name"],
     )
 
 
@@ -379,20 +393,20 @@ def _map(path: Path, entry: dict[str, Any]) -> Array:
     shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
     with path.open("rb") as file:
         header = file.read(HEADER_BYTES)
-        if header != _header(shape, dtype):
+        if header != _npy_header(shape, dtype):
             raise ValueError(
-                f"{path} does not begin as an array of shape {shape} and type {dtype}\n\n{AGAIN}"
+                f"{path} has no header of an array of shape {shape} and type {dtype}\n\n{AGAIN}"
             )
         if entry["bytes"] == HEADER_BYTES:
             return np.empty(shape, dtype)
-        # a private or writable mapping of a table larger than memory is refused by the kernel
+        # the kernel refuses a private or writable mapping that is larger than memory
         mapped = mmap.mmap(file.fileno(), entry["bytes"], access=mmap.ACCESS_READ)
     return np.ndarray(shape, dtype, mapped, offset=HEADER_BYTES)
 
 
 def _check_size(path: Path, entry: dict[str, Any]) -> None:
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}, which meta.json names\n\n{AGAIN}")
+        raise FileNotFoundError(f"no file {path}, which meta.json lists\n\n{AGAIN}")
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise ValueError(
@@ -401,11 +415,11 @@ def _check_size(path: Path, entry: dict[str, Any]) -> None:
 
 
 def verify(folder: Path, progress: Progress = no_progress) -> None:
-    """Read every file of a prepared folder and compare its checksum.
+    """Read every file of a prepared folder and compare its checksum with `meta.json`.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: one is not what was written; it is named.
+        ValueError: a checksum differs; the message names the file.
     """
     open_folder(folder)
     files = read_meta(folder)["files"]
@@ -417,7 +431,7 @@ def verify(folder: Path, progress: Progress = no_progress) -> None:
         if found != entry["crc32"]:
             raise ValueError(
                 f"{folder / name} has the checksum {found}, but meta.json says "
-                f"{entry['crc32']}\n\n{AGAIN}; the disk or a copy may be at fault"
+                f"{entry['crc32']}\n\n{AGAIN}; the disk may be faulty, or the copy incomplete"
             )
         done += entry["bytes"]
         progress("verify", done, total)

@@ -1,4 +1,4 @@
-"""Graphs and datasets: opened, prepared and split."""
+"""Graphs and datasets: load, prepare and split them."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dataset", "EdgeShares", "Graph", "split_edges"]
 
-# these read files, with pandas and SciPy
+# imported on first use, because they import pandas and SciPy
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {

@@ -1,4 +1,4 @@
-"""A dataset: graph, features, labels and splits."""
+"""Datasets: a graph with features, labels and training, validation and test splits."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,46 +13,51 @@ from gcnzc.graph.graph import Graph
 
 
 @dataclass(frozen=True)
-class Links:
-    """Edges to be foretold, part by part, and the pairs that they are judged against.
+class EdgeSplit:
+    """Training, validation and test edges for link prediction, with negative edges.
 
-    Tensors are of the type of the graph's `indices`, and lie on the host.
+    Tensors have the dtype of the graph's `indices` and are on the host.
+
+    Attributes:
+        edges: "train", "valid" and "test": (2, E of the split) sources and destinations.
+        negatives: "valid" and "test": (2, Q) pairs of nodes without an edge. If the metric is mrr,
+            (E of the split, K) negative destinations: row `i` is for the source of edge `i`.
+        metric: "auc", "mrr", or "hits@K" with an integer K.
     """
 
-    edges: dict[str, Tensor]  # "train", "valid", "test": (2, E of the part) from, and to
-    # "valid", "test": (2, Q) pairs that are no edges; if the metric is mrr, (E of the part, K)
-    # destinations, each row for the source of one edge
+    edges: dict[str, Tensor]
     negatives: dict[str, Tensor]
-    metric: str  # auc, mrr, or hits@K for a number K
+    metric: str
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A graph, what is known of its nodes, and which of them are for what.
+    """A graph with node features, labels and splits.
 
-    Tensors lie on the host. Those of a prepared folder are read-only maps of its files: writing to
-    one ends the process, so copy first.
+    Tensors are on the host. Those of a prepared folder are memory-mapped read-only: writing to
+    one terminates the process (SIGSEGV), so clone a tensor before you modify it.
     """
 
     name: str
     graph: Graph
-    # (N, D), rows contiguous; sparse CSR if kept so; None if there are none, or if they are codes
-    # with scales, which only `table` turns into numbers
+    # (N, D) with contiguous rows, or a sparse CSR tensor; None without features, and for quantized
+    # features, which are in `quantized`
     features: Tensor | None
-    labels: Tensor  # (N,) int64, -1 for none; several tasks: (N, T) int64, or float32 with NaN
+    # (N,) int64, -1 for no label; with T tasks (N, T) int64, or float32 with NaN for no label
+    labels: Tensor
     split: dict[str, Tensor]  # "train", "valid", "test": int64 ids of labelled nodes
     num_classes: int  # of each task
     metric: Metric
-    best_accuracy: float | None  # what no model can pass, in [0, 1], where it is known
+    best_accuracy: float | None  # upper bound for the accuracy of any model, in [0, 1], if known
     folder: Path
-    origin: dict[str, Any]  # where the files came from, and the choices made
-    quantized: FeatureTable | None = None  # the features, if they are codes with scales
-    # a split of edges; `graph` then has those of its training part, and others where the set does
-    links: Links | None = None
+    origin: dict[str, Any]  # the source of the files and the options they were read with
+    quantized: FeatureTable | None = None  # the features, if they are stored as codes with scales
+    # for link prediction; `graph` then has the training edges (and more, if the dataset's files do)
+    links: EdgeSplit | None = None
 
     @cached_property
     def table(self) -> FeatureTable | None:
-        """The features as a table, however they are stored; None if there are none."""
+        """The features as a `FeatureTable`, quantized or not; None if there are none."""
         if self.features is None:
             return self.quantized
         return FeatureTable(self.features)

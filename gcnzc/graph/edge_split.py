@@ -1,7 +1,7 @@
 """Split edges into training, validation and test sets for link prediction.
 
-Edges between the same two nodes stay together, whatever their direction and however often they are
-there, so that the reverse of an edge that is to be foretold is not in the graph either.
+All edges between the same two nodes go into the same split, in both directions and with all their
+duplicates, so that the graph does not contain the reverse of a held-out edge.
 
 Letters: N nodes, E edges, G pairs of nodes with an edge.
 """
@@ -11,27 +11,32 @@ from dataclasses import dataclass
 import numpy as np
 
 from gcnzc.datasets.rows import Array
-from gcnzc.datasets.source import PARTS, LinkParts, clean_links
+from gcnzc.datasets.source import PARTS, EdgeSplitArrays, clean_edge_split
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
 from gcnzc.kernels.sample.negatives import sample_negatives
 
-# far from any epoch of a training, so that its negatives are others
+# no training run gets this far, so training never draws the evaluation negatives
 EPOCH = 2**32 - 1
 
 
-MAX_NODES = 2**31  # two ids make a key of 64 bits
+MAX_NODES = 2**31  # a pair of ids must fit into a 64-bit key
 
 
 @dataclass(frozen=True)
 class EdgeShares:
-    """How edges are split.
+    """Fractions of the edges to hold out for validation and test.
+
+    Args:
+        valid: fraction of the pairs of nodes with an edge that is held out for validation.
+        test: fraction that is held out for test.
+        seed: of the random split and its negative edges.
 
     Raises:
-        ValueError: the shares are not above 0, or leave nothing to train on.
+        ValueError: a fraction is not above 0, or nothing is left to train on.
     """
 
-    valid: float = 0.05  # of the pairs of nodes with an edge
+    valid: float = 0.05
     test: float = 0.10
     seed: int = 0
 
@@ -39,12 +44,12 @@ class EdgeShares:
         if not (self.valid > 0 and self.test > 0 and self.valid + self.test < 1):
             raise ValueError(
                 f"shares of {self.valid} and {self.test} of the edges for validation and test\n\n"
-                "hint: both are above 0, and less than 1 together; 0.05 and 0.1 are usual"
+                "hint: both must be above 0 and their sum below 1, for example 0.05 and 0.1"
             )
 
 
 def with_sorted_columns(graph: Graph) -> Graph:
-    """The graph with the sources of each column in ascending order; itself if they are."""
+    """Return the graph with the sources of each column sorted; `graph` itself if they are."""
     graph.check()
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
     if is_sorted(indptr, indices):
@@ -54,49 +59,49 @@ def with_sorted_columns(graph: Graph) -> Graph:
 
 def split_edges(
     graph: Graph, shares: EdgeShares, where: str = "the graph"
-) -> tuple[Graph, LinkParts]:
-    """Take edges out of `graph` for validation and test.
+) -> tuple[Graph, EdgeSplitArrays]:
+    """Remove validation and test edges from `graph` and draw negative edges for them.
 
     Args:
-        graph: below 2**31 nodes. An edge from a node to itself stays in it, and is in no part.
-        shares: how many, and by which seed.
-        where: named in errors.
+        graph: with fewer than 2**31 nodes. Self loops stay in the graph and are in no split.
+        shares: the fractions to hold out, and the seed.
+        where: name of the graph in error messages.
 
     Returns:
-        The graph with the edges of the training part alone, its columns sorted; and the parts. If
-        every edge of `graph` has its reverse, each pair of nodes is in a part once, in a direction
-        that is drawn; else each different edge is. As many negatives as edges are drawn for
-        validation and test, uniformly, among the pairs without an edge in `graph`.
+        The graph with the training edges only and sorted columns, and the edge split. If `graph`
+        contains the reverse of every edge, each pair of nodes is in a split once, in a random
+        direction; otherwise each distinct directed edge is. Validation and test get as many
+        negatives as edges, drawn uniformly from the pairs without an edge in `graph`.
 
     Raises:
-        ValueError: the graph has too many nodes, or so few edges that a part gets none, or hardly
-            a pair without one.
+        ValueError: the graph has too many nodes, too few edges for three non-empty splits, or
+            almost no pairs without an edge.
     """
     num_nodes = graph.num_nodes
     if num_nodes >= MAX_NODES:
         raise ValueError(
-            f"{where} has {num_nodes} nodes, and its edges cannot be split\n\n"
-            f"hint: up to {MAX_NODES - 1} are"
+            f"{where} has {num_nodes} nodes, too many for an edge split\n\n"
+            f"hint: graphs of up to {MAX_NODES - 1} nodes can be split"
         )
     sources, targets = (part.numpy().astype(np.int64) for part in graph.edges())
     is_loop = sources == targets
     low, high = np.minimum(sources, targets), np.maximum(sources, targets)
-    of_edges = low * num_nodes + high
-    pairs_G = np.unique(of_edges[~is_loop])
+    pair_keys = low * num_nodes + high
+    pairs_G = np.unique(pair_keys[~is_loop])
     random = np.random.Generator(np.random.Philox(key=shares.seed % 2**64))
-    part_G = _parts(len(pairs_G), shares, random, where)
-    edges = _targets(sources, targets, is_loop, pairs_G, part_G, num_nodes, random)
+    part_G = _assign_splits(len(pairs_G), shares, random, where)
+    edges = _collect_split_edges(sources, targets, is_loop, pairs_G, part_G, num_nodes, random)
 
-    kept = is_loop.copy()
-    kept[~is_loop] = part_G[np.searchsorted(pairs_G, of_edges[~is_loop])] == 0
-    ends = np.concatenate([[0], kept.cumsum()])[graph.indptr.numpy()]
-    left = Graph(ends, graph.indices.numpy()[kept], check=False)
+    is_training = is_loop.copy()
+    is_training[~is_loop] = part_G[np.searchsorted(pairs_G, pair_keys[~is_loop])] == 0
+    indptr = np.concatenate([[0], is_training.cumsum()])[graph.indptr.numpy()]
+    training_graph = Graph(indptr, graph.indices.numpy()[is_training], check=False)
 
-    whole = with_sorted_columns(graph)
+    sorted_graph = with_sorted_columns(graph)
     counts = [edges[part].shape[1] for part in PARTS[1:]]
-    drawn = sample_negatives(
-        whole.indptr.numpy(),
-        whole.indices.numpy(),
+    negatives = sample_negatives(
+        sorted_graph.indptr.numpy(),
+        sorted_graph.indices.numpy(),
         np.zeros(sum(counts), np.int64),
         np.arange(sum(counts)),
         1,
@@ -105,19 +110,21 @@ def split_edges(
         shares.seed,
         EPOCH,
     )
-    others = dict(zip(PARTS[1:], np.split(drawn, counts[:1], axis=1), strict=True))
+    negatives_of = dict(zip(PARTS[1:], np.split(negatives, counts[:1], axis=1), strict=True))
     name = f"valid {shares.valid:g}, test {shares.test:g}, seed {shares.seed}"
-    found = clean_links(LinkParts(edges, others, "auc", name), num_nodes, where)
-    return with_sorted_columns(left), found
+    split = EdgeSplitArrays(edges, negatives_of, "auc", name)
+    return with_sorted_columns(training_graph), clean_edge_split(split, num_nodes, where)
 
 
-def _parts(num_pairs: int, shares: EdgeShares, random: np.random.Generator, where: str) -> Array:
-    """(G,) the number of each pair's part in PARTS."""
+def _assign_splits(
+    num_pairs: int, shares: EdgeShares, random: np.random.Generator, where: str
+) -> Array:
+    """Assign each pair of nodes to a split: (G,) uint8 indices into `PARTS`."""
     valid, test = int(num_pairs * shares.valid), int(num_pairs * shares.test)
     if valid == 0 or test == 0:
         raise ValueError(
-            f"{where} has edges between {num_pairs} pairs of nodes, of which {valid} are for "
-            f"validation and {test} for test\n\nhint: larger shares; training needs all three parts"
+            f"{where} has edges between {num_pairs} pairs of nodes, which gives {valid} for "
+            f"validation and {test} for test\n\nhint: use larger shares; each split needs edges"
         )
     order = random.permutation(num_pairs)
     part_G = np.zeros(num_pairs, np.uint8)
@@ -126,7 +133,7 @@ def _parts(num_pairs: int, shares: EdgeShares, random: np.random.Generator, wher
     return part_G
 
 
-def _targets(
+def _collect_split_edges(
     sources: Array,
     targets: Array,
     is_loop: Array,
@@ -135,12 +142,12 @@ def _targets(
     num_nodes: int,
     random: np.random.Generator,
 ) -> dict[str, Array]:
-    """The edges of each part, each once."""
+    """Return the (2, E) distinct edges of each split."""
     directed = np.unique(sources[~is_loop] * num_nodes + targets[~is_loop])
     both = np.stack(np.divmod(directed, num_nodes))
     if len(directed) == 2 * len(pairs_G):
         both = np.stack(np.divmod(pairs_G, num_nodes))
-        turned = random.integers(0, 2, len(pairs_G), dtype=np.bool_)
-        both = np.where(turned, both[::-1], both)
-    of_pair = np.searchsorted(pairs_G, both.min(axis=0) * num_nodes + both.max(axis=0))
-    return {part: both[:, part_G[of_pair] == number] for number, part in enumerate(PARTS)}
+        is_reversed = random.integers(0, 2, len(pairs_G), dtype=np.bool_)
+        both = np.where(is_reversed, both[::-1], both)
+    pair = np.searchsorted(pairs_G, both.min(axis=0) * num_nodes + both.max(axis=0))
+    return {part: both[:, part_G[pair] == index] for index, part in enumerate(PARTS)}

@@ -1,7 +1,7 @@
-"""Graphs as CSC: the in-neighbours of every node.
+"""Graphs in CSC format: the in-neighbours of every node.
 
-Column `i` is `indices[indptr[i] : indptr[i + 1]]`: the sources of the edges into node `i`, in the
-order of the edge list they came from, as DGL and PyG keep them.
+Column `i` is `indices[indptr[i] : indptr[i + 1]]`: the sources of the in-edges of node `i`, in the
+order of the edge list that the graph was built from, as in DGL and PyG.
 
 Letters: N nodes, E edges.
 """
@@ -28,67 +28,70 @@ Duplicates: TypeAlias = Literal["keep", "remove"]
 
 
 class Graph:
-    """A directed graph: for every node, the nodes with an edge to it.
+    """A directed graph in CSC format, on the host.
 
     Args:
-        indptr: (N + 1,), where each column starts in `indices`; int64, or int32 and then copied.
-            On the host, memory-mapped or not, as a tensor, a numpy array or a list.
-        indices: (E,), sources of edges, in [0, N); int32 below 2**31 nodes, else int64; the other
-            type is copied. On the host like `indptr`.
-        check: look at every number now. False leaves that to `check`, for files that are mapped
-            and for what is made from a checked graph; a sampler checks the numbers that it reads.
+        indptr: (N + 1,) offsets of the columns in `indices`: a tensor, a numpy array (may be
+            memory-mapped) or a list, on the host. int64 is used without a copy; int32 is copied.
+        indices: (E,) sources of the edges, in [0, N), on the host like `indptr`. int32 for fewer
+            than 2**31 nodes, otherwise int64; the other dtype is copied.
+        check: validate all values now. With False, they are validated when `check` is called; use
+            this for memory-mapped files and for arrays that derive from a checked graph. A sampler
+            checks the values that it reads in any case.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument has the wrong type.
         ValueError: sizes, dtypes, order or range are wrong.
     """
 
     def __init__(self, indptr: Ids, indices: Ids, *, check: bool = True) -> None:
         check = check_flag("check", check)
-        offsets, sources = _numbers(indptr, "indptr"), _numbers(indices, "indices")
+        offsets, sources = _to_array(indptr, "indptr"), _to_array(indices, "indices")
         _check_sizes(offsets, sources)
         self._is_checked = False
         if check:
-            _check_numbers(offsets, sources)
+            _check_values(offsets, sources)
             self._is_checked = True
         self._indptr = _tensor(offsets.astype(np.int64, copy=False))
         self._indices = _tensor(sources.astype(csc.index_dtype(len(offsets) - 1), copy=False))
 
     def check(self) -> None:
-        """Look at every number, unless that was done: code that trusts all of them calls this.
+        """Validate all values of `indptr` and `indices`, unless this was done before.
+
+        Code that uses the arrays without bounds checks calls this first.
 
         Raises:
-            ValueError: `indptr` falls somewhere, or an index is no node.
+            ValueError: `indptr` decreases, or an index is not in [0, N).
         """
         if not self._is_checked:
-            _check_numbers(self._indptr.numpy(), self._indices.numpy(), csc.VERIFY_HINT)
+            _check_values(self._indptr.numpy(), self._indices.numpy(), csc.VERIFY_HINT)
             self._is_checked = True
 
     @property
     def indptr(self) -> Tensor:
-        """(N + 1,) int64 on the host: where each column starts in `indices`."""
+        """(N + 1,) int64 on the host: offsets of the columns in `indices`."""
         return self._indptr
 
     @property
     def indices(self) -> Tensor:
-        """(E,) int32, or int64 from 2**31 nodes on, on the host: sources, column by column."""
+        """(E,) int32, or int64 with 2**31 nodes or more, on the host: sources of the in-edges."""
         return self._indices
 
     @property
     def num_nodes(self) -> int:
-        """N."""
+        """Number of nodes, N."""
         return self._indptr.shape[0] - 1
 
     @property
     def num_edges(self) -> int:
-        """E; both directions count."""
+        """Number of directed edges, E."""
         return self._indices.shape[0]
 
     def in_degrees(self) -> Tensor:
-        """(N,) int64: the length of each column.
+        """Return the in-degrees of all nodes, (N,) int64 on the host.
 
         Raises:
-            ValueError: one is negative, see `check`.
+            ValueError: the graph is unchecked and `indptr` decreases, see `check`.
         """
         degrees = self._indptr.diff()
         if not self._is_checked and len(degrees) and int(degrees.min()) < 0:
@@ -96,7 +99,10 @@ class Graph:
         return degrees
 
     def edges(self) -> tuple[Tensor, Tensor]:
-        """(E,) sources and (E,) destinations, column by column; the sources are not copied."""
+        """Return the (E,) sources and (E,) destinations of all edges, in column order.
+
+        The sources are `indices` itself, not a copy.
+        """
         nodes = torch.arange(self.num_nodes, dtype=self._indices.dtype)
         return self._indices, nodes.repeat_interleave(self.in_degrees())
 
@@ -114,27 +120,29 @@ class Graph:
         self_loops: Loops = "keep",
         duplicates: Duplicates = "keep",
     ) -> "Graph":
-        """The graph of the edges `src[e] -> dst[e]`.
+        """Build a graph from an edge list (COO) with the edges `src[e] -> dst[e]`.
 
         Args:
             src: (E,) int32 or int64 in [0, num_nodes), on the host; may be strided, memory-mapped,
-                or a row of (2, E).
+                or a row of a (2, E) tensor.
             dst: like `src`.
             num_nodes: N.
-            bidirected: add the reverse of every edge, behind all edges of the list; of a self loop
-                too, which is then there twice.
-            self_loops: "remove" takes them out; "add" does so, and ends every column with one.
-            duplicates: "remove" keeps one of each (source, destination), and sorts every column.
+            bidirected: append the reverse of every edge to the edge list. A self loop is also
+                appended, so that the graph contains it twice.
+            self_loops: "remove" removes self loops; "add" removes them, then appends one to every
+                column.
+            duplicates: "remove" keeps one of the edges with equal source and destination, and
+                sorts every column.
 
         Raises:
-            ValueError: an edge has an end that is no node, or sizes, types or choices are wrong.
+            ValueError: an id is not in [0, num_nodes), or sizes, dtypes or options are wrong.
         """
         bidirected = check_flag("bidirected", bidirected)
-        source, target = _numbers(src, "src"), _numbers(dst, "dst")
+        source, target = _to_array(src, "src"), _to_array(dst, "dst")
         if source.shape != target.shape:
             raise ValueError(
-                f"from_edges: src has {len(source)} numbers, dst {len(target)}\n\n"
-                "hint: an edge is one number in each"
+                f"from_edges: src has {len(source)} elements, dst {len(target)}\n\n"
+                "hint: src and dst have one element for each edge"
             )
         return _build(
             csc.edge_list_segments(source, target),
@@ -154,11 +162,11 @@ class Graph:
         self_loops: Loops = "keep",
         duplicates: Duplicates = "keep",
     ) -> "Graph":
-        """The graph whose column `i` of `indices` has the sources of the edges into `i`.
+        """Build a graph from CSC arrays: column `i` has the sources of the in-edges of node `i`.
 
-        Without a choice this is `Graph(indptr, indices)`; for the choices see `from_edges`.
+        With default options this is `Graph(indptr, indices)`; see `from_edges` for the options.
         """
-        return cls(indptr, indices).rebuilt(
+        return cls(indptr, indices).rebuild(
             bidirected=bidirected, self_loops=self_loops, duplicates=duplicates
         )
 
@@ -172,10 +180,10 @@ class Graph:
         self_loops: Loops = "keep",
         duplicates: Duplicates = "keep",
     ) -> "Graph":
-        """The graph whose row `i` of `indices` has the destinations of the edges out of `i`.
+        """Build a graph from CSR arrays: row `i` has the destinations of the out-edges of node `i`.
 
-        Such is scipy's adjacency matrix with `A[source, destination]`. For the choices see
-        `from_edges`; the edges of a column come in the order of their sources.
+        For example a scipy CSR adjacency matrix with `A[source, destination]`. The sources of each
+        column are in ascending order. See `from_edges` for the options.
         """
         bidirected = check_flag("bidirected", bidirected)
         rows = cls(indptr, indices)
@@ -197,21 +205,21 @@ class Graph:
         self_loops: Loops = "keep",
         duplicates: Duplicates = "keep",
     ) -> "Graph":
-        """The edges of a `dgl.DGLGraph` with one type of nodes and one of edges.
+        """Build a graph from a homogeneous `dgl.DGLGraph`.
 
-        For the choices see `from_edges`.
+        See `from_edges` for the options.
 
         Raises:
-            TypeError: it is no such graph.
-            ValueError: there are more types.
+            TypeError: `graph` is not a `dgl.DGLGraph`.
+            ValueError: the graph is heterogeneous.
         """
         if not hasattr(graph, "canonical_etypes"):
             raise TypeError(f"graph is {describe(graph)}\n\nhint: a dgl.DGLGraph")
         if len(graph.ntypes) != 1 or len(graph.etypes) != 1:
             raise ValueError(
                 f"from_dgl: the graph has node types {graph.ntypes} and edge types "
-                f"{graph.etypes}\n\nhint: gcnzc.Graph has no types; graph[etype] of an edge type "
-                "whose ends are of one node type is a graph without them"
+                f"{graph.etypes}\n\nhint: gcnzc.Graph is homogeneous; pass graph[etype] with an "
+                "edge type that connects nodes of one type"
             )
         src, dst = graph.edges(order="eid")
         return cls.from_edges(
@@ -232,20 +240,20 @@ class Graph:
         self_loops: Loops = "keep",
         duplicates: Duplicates = "keep",
     ) -> "Graph":
-        """The edges of a `torch_geometric.data.Data`: its `edge_index`, or else its `adj_t`.
+        """Build a graph from the `edge_index` of a `torch_geometric.data.Data`, or its `adj_t`.
 
-        `adj_t` is a `torch_sparse.SparseTensor` or a tensor of torch's CSR layout whose rows are
-        destinations. For the choices see `from_edges`.
+        `adj_t` is a `torch_sparse.SparseTensor` or a sparse CSR tensor whose rows are destinations.
+        It is used if there is no `edge_index`. See `from_edges` for the options.
 
         Raises:
-            ValueError: it has neither, or several types of nodes and edges.
+            ValueError: `data` has neither, or is heterogeneous.
         """
         if isinstance(getattr(data, "edge_types", None), list):
             raise ValueError(
                 f"from_pyg: {type(data).__name__} has node types {data.node_types} and edge types "
-                f"{data.edge_types}\n\nhint: gcnzc.Graph has no types; "
-                "Graph.from_edges(*data[edge_type].edge_index, num_nodes) is of one edge type, if "
-                "its ends are of one node type"
+                f"{data.edge_types}\n\nhint: gcnzc.Graph is homogeneous; use "
+                "Graph.from_edges(*data[edge_type].edge_index, num_nodes) with an edge type that "
+                "connects nodes of one type"
             )
         edge_index = getattr(data, "edge_index", None)
         if edge_index is not None:
@@ -281,14 +289,14 @@ class Graph:
             duplicates=duplicates,
         )
 
-    def rebuilt(
+    def rebuild(
         self,
         *,
         bidirected: bool = False,
         self_loops: Loops = "keep",
         duplicates: Duplicates = "keep",
     ) -> "Graph":
-        """This graph with other choices, see `from_edges`; itself if there is nothing to change."""
+        """Return this graph rebuilt with the options of `from_edges`; itself with the defaults."""
         bidirected = check_flag("bidirected", bidirected)
         if not bidirected and self_loops == "keep" and duplicates == "keep":
             return self
@@ -313,26 +321,27 @@ def _build(
     check_choice("self_loops", self_loops, ("keep", "add", "remove"))
     check_choice("duplicates", duplicates, ("keep", "remove"))
     num_nodes = check_integer("num_nodes", num_nodes, 0, hint="the number of nodes")
-    listed = [*forward, *backward]
-    added = csc.self_loop_segments(num_nodes) if self_loops == "add" else []
+    segments = [*forward, *backward]
+    added_loops = csc.self_loop_segments(num_nodes) if self_loops == "add" else []
+    num_filtered = 0 if self_loops == "keep" else len(segments)
     indptr, indices = csc.build_csc(
-        [*listed, *added], num_nodes, num_without_loops=0 if self_loops == "keep" else len(listed)
+        [*segments, *added_loops], num_nodes, num_without_loops=num_filtered
     )
     if duplicates == "remove":
         indptr, indices = csc.coalesce(indptr, indices)
     return Graph(indptr, indices, check=False)
 
 
-def _numbers(ids: Ids, name: str) -> NDArray[np.integer]:
+def _to_array(ids: Ids, name: str) -> NDArray[np.integer]:
     if isinstance(ids, Tensor):
         if ids.device.type != "cpu":
             raise ValueError(
-                f"{name} is on {ids.device}\n\nhint: a graph lies on the host; pass {name}.cpu()"
+                f"{name} is on {ids.device}\n\nhint: a graph is on the host; pass {name}.cpu()"
             )
         ids = ids.detach().numpy()
     elif not isinstance(ids, np.ndarray):
         return as_ids(name, ids, "one dimension of int32 or int64").numpy()
-    # a view as a plain array: np.memmap's own slices cost microseconds each
+    # a plain ndarray view, because each slice of an np.memmap costs microseconds
     array = np.asarray(ids)
     if array.ndim != 1 or array.dtype not in (np.int32, np.int64):
         raise ValueError(
@@ -346,11 +355,11 @@ def _check_sizes(indptr: NDArray[np.integer], indices: NDArray[np.integer]) -> N
     for name, array in (("indptr", indptr), ("indices", indices)):
         if not array.flags.c_contiguous:
             raise ValueError(
-                f"{name} is strided, {array.strides[0]} bytes from number to number\n\n"
+                f"{name} is strided, {array.strides[0]} bytes between elements\n\n"
                 f"hint: pass {name}.contiguous(), or {name}.copy() of a numpy array"
             )
     if len(indptr) == 0:
-        raise ValueError("indptr is empty\n\nhint: N nodes need N + 1 numbers, the first of them 0")
+        raise ValueError("indptr is empty\n\nhint: N nodes need N + 1 offsets, the first of them 0")
     if indptr[0] != 0 or indptr[-1] != len(indices):
         raise ValueError(
             f"indptr goes from {indptr[0]} to {indptr[-1]}, with {len(indices)} indices\n\n"
@@ -358,15 +367,15 @@ def _check_sizes(indptr: NDArray[np.integer], indices: NDArray[np.integer]) -> N
         )
 
 
-def _check_numbers(
+def _check_values(
     indptr: NDArray[np.integer], indices: NDArray[np.integer], hint: str | None = None
 ) -> None:
     num_nodes = len(indptr) - 1
     node = csc.find_descent(indptr)
     if node >= 0:
         raise ValueError(
-            f"indptr falls from {indptr[node]} to {indptr[node + 1]} at node {node}\n\n"
-            + (hint or "hint: it is the running sum of the numbers of in-neighbours")
+            f"indptr decreases from {indptr[node]} to {indptr[node + 1]} at node {node}\n\n"
+            + (hint or "hint: it is the cumulative sum of the in-degrees, with a leading 0")
         )
     place = csc.find_out_of_range(indices, num_nodes)
     if place >= 0:
@@ -379,7 +388,7 @@ def _check_numbers(
 def _tensor(array: NDArray[np.integer]) -> Tensor:
     if array.flags.writeable:
         return torch.from_numpy(array)
-    # torch warns of read-only memory; nothing here writes to a graph
+    # torch warns about read-only memory, but nothing here writes to a graph
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)

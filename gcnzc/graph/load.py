@@ -1,4 +1,4 @@
-"""Opening datasets: prepared folders, archives and named graphs."""
+"""Open datasets: prepared folders, OGB folders, `.npz` archives and named graphs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,34 +15,34 @@ from gcnzc.datasets.rows import (
     Array,
     Progress,
     Rows,
-    converted,
-    in_memory,
+    allocate_in_memory,
+    convert_chunks,
     no_progress,
-    rows_of_array,
-    rows_of_csr,
+    rows_from_array,
+    rows_from_csr,
     stored_dtype,
 )
 from gcnzc.datasets.source import (
     PARTS,
-    LinkParts,
+    EdgeSplitArrays,
     Source,
+    choose_metric,
+    clean_edge_split,
     clean_labels,
-    clean_links,
     clean_split,
     count_classes,
-    guess,
-    metric_of,
+    guess_edge_defaults,
 )
 from gcnzc.datasets.store import Prepared
-from gcnzc.graph.dataset import Dataset, Links
+from gcnzc.graph.dataset import Dataset, EdgeSplit
 from gcnzc.graph.edge_split import with_sorted_columns
 from gcnzc.graph.graph import Duplicates, Graph, Loops
-from gcnzc.graph.stored_features import features_in_memory, mapped_features, to_tensor
+from gcnzc.graph.stored_features import map_features, read_features, to_tensor
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Options of a graph that `None` takes from the source."""
+class GraphOptions:
+    """Options for building the graph; None uses the default of the dataset."""
 
     bidirected: bool | None
     self_loops: Loops | None
@@ -51,15 +51,15 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What `load` and `prepare` have in common: all but the features, read and checked."""
+class LoadedGraph:
+    """A dataset without its features, read and validated."""
 
     graph: Graph
     labels: Array
     split: dict[str, Array]
     num_classes: int
-    told: dict[str, Any]  # for meta.json: name, metric, choices, origin
-    links: LinkParts | None = None
+    metadata: dict[str, Any]  # for meta.json: name, metric, best_accuracy, split, options, origin
+    links: EdgeSplitArrays | None = None
 
 
 def load(
@@ -71,82 +71,87 @@ def load(
     duplicates: Duplicates | None = None,
     split: str | int | None = None,
     allow_nan: bool = False,
-    allocate: Allocate = in_memory,
+    allocate: Allocate = allocate_in_memory,
 ) -> Dataset:
-    """Open a prepared folder, or read a folder in OGB's layout or an `.npz` into memory.
+    """Load a dataset from a prepared folder, a folder in OGB's layout, or an `.npz` archive.
 
-    A prepared folder is mapped: that takes no time and no memory, whatever its size.
+    A prepared folder is memory-mapped, which takes no time and no memory at any size. The other
+    formats are read into memory.
 
     Args:
         path: the folder or archive.
-        name: of the graph, as in the catalogue, whose settings it brings; what the files say if
-            None. Not for prepared folders, which carry theirs.
-        bidirected: add the reverse of every edge. None does what is usual: what the set's
-            `add_inverse_edge` says, and both directions for ogbn-arxiv. A prepared folder is taken
-            as it was prepared where a choice is None, and rebuilt in memory where it is not.
-        self_loops: "keep", "add" or "remove"; None keeps.
-        duplicates: "keep" or "remove"; None keeps, but for ogbn-arxiv.
-        split: which, where there are several; see `OgbGraph` and `NpzGraph`.
-        allow_nan: take features that are not finite.
-        allocate: makes the memory that features are read into, as one row that is called "features"
-            and has a size and a numpy dtype; plain memory unless asked otherwise.
+        name: name of the dataset in the catalogue, which provides its metric, number of classes
+            and edge defaults; None uses the name in the files. Ignored for prepared folders, which
+            contain these settings.
+        bidirected: add the reverse of every edge. None uses the default of the dataset: its
+            `add_inverse_edge`, or both directions for ogbn-arxiv. For a prepared folder, None
+            keeps the graph as it was prepared; any other value of this and of the next two options
+            rebuilds the graph in memory.
+        self_loops: "keep", "add" or "remove"; None keeps them.
+        duplicates: "keep" or "remove"; None keeps them, except for ogbn-arxiv.
+        split: name or index of the split, if there are several; see `OgbGraph` and `NpzGraph`.
+        allow_nan: accept features that are not finite.
+        allocate: allocates the memory for the features: `allocate("features", size, dtype)` returns
+            a writable (size,) numpy array. The default is pageable host memory. Not called for a
+            prepared folder.
 
     Raises:
-        FileNotFoundError: there is no such folder, or a file in it is missing.
-        ValueError: what the files hold is wrong; the message says what and where.
-        RuntimeError: there is not enough memory to read it.
+        FileNotFoundError: the folder or one of its files does not exist.
+        ValueError: the files are invalid; the message names the file and the value.
+        RuntimeError: there is not enough memory.
     """
     path = Path(path)
-    choices = Choices(bidirected, self_loops, duplicates, allow_nan)
-    opened = open_source(path, name, split)
-    if opened is None:
+    options = GraphOptions(bidirected, self_loops, duplicates, allow_nan)
+    source = open_source(path, name, split)
+    if source is None:
         raise FileNotFoundError(
             f"no folder {path}\n\nhint: `gcnzc make {path}` writes a graph there, "
             f"`gcnzc prepare ogbn-arxiv {path} --download` gets one"
         )
-    parts = read_parts(opened, choices, in_memory, no_progress)
-    if isinstance(opened, Prepared):
-        refuse_nan(opened, allow_nan)
-        features, quantized = mapped_features(opened)
+    loaded = read_graph(source, options, allocate_in_memory, no_progress)
+    if isinstance(source, Prepared):
+        refuse_nan(source, allow_nan)
+        features, quantized = map_features(source)
     else:
         quantized = None
-        features = features_in_memory(feature_rows(opened, None), allow_nan, allocate)
-    told = parts.told
+        features = read_features(feature_rows(source, None), allow_nan, allocate)
+    metadata = loaded.metadata
     return Dataset(
-        name=told["name"],
-        graph=parts.graph,
+        name=metadata["name"],
+        graph=loaded.graph,
         features=features,
-        labels=to_tensor(parts.labels),
-        split={part: to_tensor(ids) for part, ids in parts.split.items()},
-        num_classes=parts.num_classes,
-        metric=told["metric"],
-        best_accuracy=told["best_accuracy"],
+        labels=to_tensor(loaded.labels),
+        split={part: to_tensor(ids) for part, ids in loaded.split.items()},
+        num_classes=loaded.num_classes,
+        metric=metadata["metric"],
+        best_accuracy=metadata["best_accuracy"],
         folder=path,
-        origin=told["origin"] | {"options": told["options"], "split": told["split"]},
+        origin=metadata["origin"] | {"options": metadata["options"], "split": metadata["split"]},
         quantized=quantized,
-        links=None if parts.links is None else _tensors(parts.links),
+        links=None if loaded.links is None else _edge_split_tensors(loaded.links),
     )
 
 
 def info(path: str | Path) -> dict[str, Any]:
-    """What there is to know of a folder or archive without reading its arrays.
+    """Return the metadata of a dataset without reading its arrays.
 
     Returns:
-        name, kind ("prepared", "ogb" or "npz"), folder, num_nodes, num_edges (as stored),
-        num_classes, metric, best_accuracy, features (None, or columns, dtype, bytes, ...), split,
-        origin, links (whether edges are split, or how); of prepared folders also num_tasks,
-        num_labelled, options, disk_bytes and version.
+        A dict with name, kind ("prepared", "ogb" or "npz"), folder, num_nodes, num_edges (as
+        stored), num_classes, metric, best_accuracy, features (None, or a dict with kind, columns,
+        dtype, ...), split, origin and links (whether there is an edge split; for prepared folders
+        its description). For prepared folders also num_tasks, num_labelled, options, disk_bytes,
+        feature_bytes and version.
 
     Raises:
-        FileNotFoundError: there is no such folder, or a file in it is missing.
-        ValueError: it cannot be read.
+        FileNotFoundError: the folder or one of its files does not exist.
+        ValueError: the files are invalid.
     """
     path = Path(path)
-    opened = open_source(path, None, None)
-    if opened is None:
+    source = open_source(path, None, None)
+    if source is None:
         raise FileNotFoundError(f"no folder {path}\n\nhint: is the path right?")
-    if isinstance(opened, Prepared):
-        meta = dict(opened.meta)
+    if isinstance(source, Prepared):
+        meta = dict(source.meta)
         files = meta.pop("files")
         meta.pop("crc32", None)
         meta["disk_bytes"] = sum(entry["bytes"] for entry in files.values())
@@ -154,7 +159,7 @@ def info(path: str | Path) -> dict[str, Any]:
             entry["bytes"] for file, entry in files.items() if file.startswith("features")
         )
         return {"kind": "prepared", "folder": str(path)} | meta
-    rows = opened.features
+    rows = source.features
     about_features = None
     if rows is not None:
         about_features = {
@@ -163,105 +168,110 @@ def info(path: str | Path) -> dict[str, Any]:
             "dtype": str(stored_dtype(rows, None)),
         }
     return {
-        "kind": "ogb" if isinstance(opened, OgbGraph) else "npz",
+        "kind": "ogb" if isinstance(source, OgbGraph) else "npz",
         "folder": str(path),
-        "name": opened.name,
-        "num_nodes": opened.num_nodes,
-        "num_edges": opened.num_edges,
-        "num_classes": opened.num_classes,
-        "metric": opened.metric,
-        "best_accuracy": opened.best_accuracy,
+        "name": source.name,
+        "num_nodes": source.num_nodes,
+        "num_edges": source.num_edges,
+        "num_classes": source.num_classes,
+        "metric": source.metric,
+        "best_accuracy": source.best_accuracy,
         "features": about_features,
-        "split": {"name": opened.split_name},
-        "origin": opened.origin,
-        "links": isinstance(opened, OgbLinkGraph),
+        "split": {"name": source.split_name},
+        "origin": source.origin,
+        "links": isinstance(source, OgbLinkGraph),
     }
 
 
 def verify(path: str | Path, progress: Progress = no_progress) -> None:
-    """Read all of a folder or archive: checksums and edges of a prepared one, else every number.
+    """Read and validate a whole dataset.
+
+    Of a prepared folder, check the checksums, graph, labels and splits; of other formats, check
+    every value.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: something is not what it should be; the message names the file.
+        ValueError: a file is damaged or invalid; the message names it.
     """
     path = Path(path)
-    opened = open_source(path, None, None)
-    if opened is None:
+    source = open_source(path, None, None)
+    if source is None:
         raise FileNotFoundError(f"no folder {path}\n\nhint: is the path right?")
-    if isinstance(opened, Prepared):
-        verify_prepared(opened, progress)
+    if isinstance(source, Prepared):
+        verify_prepared(source, progress)
         return
-    read_parts(opened, Choices(None, None, None, False), in_memory, progress)
-    rows = feature_rows(opened, None)
+    read_graph(source, GraphOptions(None, None, None, False), allocate_in_memory, progress)
+    rows = feature_rows(source, None)
     if rows is not None:
-        for _ in converted(rows, stored_dtype(rows, None), False, in_memory, progress):
+        for _ in convert_chunks(
+            rows, stored_dtype(rows, None), False, allocate_in_memory, progress
+        ):
             pass
 
 
-def verify_prepared(opened: Prepared, progress: Progress) -> None:
-    """Check a prepared folder's checksums, graph, labels and splits."""
-    store.verify(opened.folder, progress)
-    num_nodes, num_classes = len(opened.labels), opened.meta["num_classes"]
-    where = str(opened.folder)
-    _graph_of(opened).check()
-    clean_labels(opened.labels, num_nodes, num_classes, where)
-    if any(len(ids) for ids in opened.split.values()):
-        clean_split(opened.split, opened.labels, where)
-    if opened.csr is not None:
-        rows_of_csr(opened.csr, opened.meta["features"]["columns"], where)
-    if opened.links is not None:
-        clean_links(opened.links, num_nodes, where)
+def verify_prepared(source: Prepared, progress: Progress) -> None:
+    """Check the checksums, graph, labels and splits of a prepared folder."""
+    store.verify(source.folder, progress)
+    num_nodes, num_classes = len(source.labels), source.meta["num_classes"]
+    where = str(source.folder)
+    _mapped_graph(source).check()
+    clean_labels(source.labels, num_nodes, num_classes, where)
+    if any(len(ids) for ids in source.split.values()):
+        clean_split(source.split, source.labels, where)
+    if source.csr is not None:
+        rows_from_csr(source.csr, source.meta["features"]["columns"], where)
+    if source.links is not None:
+        clean_edge_split(source.links, num_nodes, where)
 
 
-def _graph_of(opened: Prepared) -> Graph:
-    # reading all of it would take time; whoever reads a number of it checks that
-    return Graph(opened.indptr, opened.indices, check=False)
+def _mapped_graph(source: Prepared) -> Graph:
+    # unchecked, because validation would read the whole file; samplers check what they read
+    return Graph(source.indptr, source.indices, check=False)
 
 
-def _check_split(opened: Prepared) -> None:
-    """Demand that the parts name labelled nodes, and that their labels are classes."""
-    num_classes = opened.meta["num_classes"]
-    hint = f"hint: `gcnzc info {opened.folder} --verify` says what is damaged"
-    for part, ids in opened.split.items():
-        _check_nodes(opened, ids, f"the {part} part names")
-        labels = opened.labels[ids]
+def _check_split(source: Prepared) -> None:
+    """Check that node ids of the splits are in range and that their labels are valid classes."""
+    num_classes = source.meta["num_classes"]
+    hint = f"hint: `gcnzc info {source.folder} --verify` reports what is damaged"
+    for part, ids in source.split.items():
+        _check_nodes(source, ids, f"the {part} split contains")
+        labels = source.labels[ids]
         wrong = labels[~np.isnan(labels) & ~((labels >= 0) & (labels < num_classes))]
         if len(wrong):
             raise ValueError(
-                f"{opened.folder}: a node of the {part} part has the label {wrong[0]}, but classes "
-                f"are 0 to {num_classes - 1}\n\n{hint}"
+                f"{source.folder}: a node of the {part} split has the label {wrong[0]}, but "
+                f"classes are 0 to {num_classes - 1}\n\n{hint}"
             )
 
 
-def _check_links(opened: Prepared) -> None:
-    """Demand that held-out edges and negatives are between nodes."""
-    if opened.links is None:
+def _check_links(source: Prepared) -> None:
+    """Check that the node ids of split edges and of negatives are in range."""
+    if source.links is None:
         return
-    for part, ends in opened.links.edges.items():
-        _check_nodes(opened, ends, f"the {part} edges have")
-    for part, ends in opened.links.negatives.items():
-        _check_nodes(opened, ends, f"the {part} negatives have")
+    for part, ends in source.links.edges.items():
+        _check_nodes(source, ends, f"the {part} edges contain")
+    for part, ends in source.links.negatives.items():
+        _check_nodes(source, ends, f"the {part} negatives contain")
 
 
-def _check_nodes(opened: Prepared, ids: Array, what: str) -> None:
-    num_nodes = len(opened.labels)
+def _check_nodes(source: Prepared, ids: Array, context: str) -> None:
+    num_nodes = len(source.labels)
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < num_nodes):
         return
     outside = ids[(ids < 0) | (ids >= num_nodes)]
     raise ValueError(
-        f"{opened.folder}: {what} the node {outside[0]}, but nodes are 0 to {num_nodes - 1}\n\n"
-        f"hint: `gcnzc info {opened.folder} --verify` says what is damaged"
+        f"{source.folder}: {context} the node {outside[0]}, but nodes are 0 to {num_nodes - 1}\n\n"
+        f"hint: `gcnzc info {source.folder} --verify` reports what is damaged"
     )
 
 
 def open_source(path: Path, name: str | None, split: str | int | None) -> Source | Prepared | None:
-    """What lies at `path`; None if nothing does."""
+    """Open the dataset at `path`; return None if the path does not exist."""
     wanted = None if split is None else str(split)
     if path.is_file():
         if path.suffix == ".npz":
             return NpzGraph(path, name, wanted)
-        raise ValueError(f"{path} is no .npz archive\n\nhint: give a folder or an .npz archive")
+        raise ValueError(f"{path} is not an .npz archive\n\nhint: give a folder or an .npz archive")
     if not path.is_dir():
         return None
     if store.is_prepared(path):
@@ -275,7 +285,7 @@ def open_source(path: Path, name: str | None, split: str | int | None) -> Source
     if ogb.is_layout(path):
         return _open_ogb(path, name, wanted)
     raise ValueError(
-        f"{path} is no graph: it has neither meta.json nor raw/\n\n"
+        f"{path} is not a dataset: it has neither meta.json nor raw/\n\n"
         "hint: give a prepared folder, or one in OGB's layout"
     )
 
@@ -283,10 +293,10 @@ def open_source(path: Path, name: str | None, split: str | int | None) -> Source
 def open_named(
     name: str, folder: Path, may_download: bool, split: str | int | None, progress: Progress
 ) -> Source:
-    """Open a dataset by its name, downloading it if that is allowed."""
+    """Open an OGB dataset by its name, and download it if `may_download`."""
     if "/" in name:
         raise FileNotFoundError(
-            f"no folder {name}\n\nhint: is the path right? OGB's sets go by names like ogbn-arxiv"
+            f"no folder {name}\n\nhint: is the path right? OGB datasets have names like ogbn-arxiv"
         )
     remote = download.lookup(name)
     unpacked = folder / remote.folder_name
@@ -306,112 +316,114 @@ def _open_ogb(path: Path, name: str | None, split: str | None) -> OgbGraph:
     return kind(path, name, split)
 
 
-def read_parts(
-    opened: Source | Prepared, choices: Choices, allocate: Allocate, progress: Progress
-) -> Parts:
-    """Read the graph, labels and splits of an opened source."""
-    if isinstance(opened, Prepared):
-        return _reread(opened, choices)
+def read_graph(
+    source: Source | Prepared, options: GraphOptions, allocate: Allocate, progress: Progress
+) -> LoadedGraph:
+    """Read and validate the graph, labels and splits of a dataset."""
+    if isinstance(source, Prepared):
+        return _reload_prepared(source, options)
     labels = clean_labels(
-        opened.labels(), opened.num_nodes, opened.num_classes, f"{opened.name}: labels"
+        source.labels(), source.num_nodes, source.num_classes, f"{source.name}: labels"
     )
-    where = f"{opened.name}: split {opened.split_name}"
+    where = f"{source.name}: split {source.split_name}"
     links = None
-    if isinstance(opened, OgbLinkGraph):
-        links = clean_links(opened.links(), opened.num_nodes, where)
-        split, lost = opened.split(), dict.fromkeys(PARTS, 0)
+    if isinstance(source, OgbLinkGraph):
+        links = clean_edge_split(source.links(), source.num_nodes, where)
+        split, num_dropped = source.split(), dict.fromkeys(PARTS, 0)
     else:
-        split, lost = clean_split(opened.split(), labels, where)
-    ends = opened.edges(allocate, progress)
-    usual = opened.usual() or guess(ends)
-    bidirected = usual.bidirected if choices.bidirected is None else choices.bidirected
-    # what is usual of equal edges belongs to what is usual of directions
-    removes = choices.bidirected is None and usual.duplicates == "remove"
-    options: dict[str, Any] = {
+        split, num_dropped = clean_split(source.split(), labels, where)
+    ends = source.edges(allocate, progress)
+    edge_defaults = source.edge_defaults() or guess_edge_defaults(ends)
+    bidirected = edge_defaults.bidirected if options.bidirected is None else options.bidirected
+    # the default for duplicates applies only together with the default for directions
+    removes_duplicates = options.bidirected is None and edge_defaults.duplicates == "remove"
+    edge_options: dict[str, Any] = {
         "bidirected": bidirected,
-        "because": usual.because if choices.bidirected is None else "asked for",
-        "self_loops": choices.self_loops or "keep",
-        "duplicates": choices.duplicates or ("remove" if removes else "keep"),
+        "because": edge_defaults.reason if options.bidirected is None else "asked for",
+        "self_loops": options.self_loops or "keep",
+        "duplicates": options.duplicates or ("remove" if removes_duplicates else "keep"),
     }
-    progress("graph", 0, opened.num_edges)
+    progress("graph", 0, source.num_edges)
     graph = Graph.from_edges(
         *ends,
-        opened.num_nodes,
+        source.num_nodes,
         bidirected=bidirected,
-        self_loops=options["self_loops"],
-        duplicates=options["duplicates"],
+        self_loops=edge_options["self_loops"],
+        duplicates=edge_options["duplicates"],
     )
-    progress("graph", opened.num_edges, opened.num_edges)
-    told = {
-        "name": opened.name,
-        "metric": metric_of(labels, opened.metric),
-        "best_accuracy": opened.best_accuracy,
+    progress("graph", source.num_edges, source.num_edges)
+    metadata = {
+        "name": source.name,
+        "metric": choose_metric(labels, source.metric),
+        "best_accuracy": source.best_accuracy,
         "split": {
-            "name": opened.split_name,
+            "name": source.split_name,
             **{part: len(split[part]) for part in PARTS},
-            "dropped_without_label": lost,
+            "dropped_without_label": num_dropped,
         },
-        "options": options,
-        "origin": opened.origin,
+        "options": edge_options,
+        "origin": source.origin,
     }
-    num_classes = opened.num_classes or (0 if links is not None else count_classes(labels))
+    num_classes = source.num_classes or (0 if links is not None else count_classes(labels))
     if links is not None:
         graph = with_sorted_columns(graph)
-    return Parts(graph, labels, split, num_classes, told, links)
+    return LoadedGraph(graph, labels, split, num_classes, metadata, links)
 
 
-def _tensors(links: LinkParts) -> Links:
-    return Links(
+def _edge_split_tensors(links: EdgeSplitArrays) -> EdgeSplit:
+    return EdgeSplit(
         {part: to_tensor(edges) for part, edges in links.edges.items()},
         {part: to_tensor(pairs) for part, pairs in links.negatives.items()},
         links.metric,
     )
 
 
-def _reread(opened: Prepared, choices: Choices) -> Parts:
-    _check_split(opened)
-    _check_links(opened)
-    graph = _graph_of(opened).rebuilt(
-        bidirected=bool(choices.bidirected),
-        self_loops=choices.self_loops or "keep",
-        duplicates=choices.duplicates or "keep",
+def _reload_prepared(source: Prepared, options: GraphOptions) -> LoadedGraph:
+    _check_split(source)
+    _check_links(source)
+    graph = _mapped_graph(source).rebuild(
+        bidirected=bool(options.bidirected),
+        self_loops=options.self_loops or "keep",
+        duplicates=options.duplicates or "keep",
     )
-    meta = opened.meta
-    told = {key: meta[key] for key in ("name", "metric", "best_accuracy", "split")}
-    told["origin"] = dict(meta["origin"])
-    asked = {
+    meta = source.meta
+    metadata = {key: meta[key] for key in ("name", "metric", "best_accuracy", "split")}
+    metadata["origin"] = dict(meta["origin"])
+    requested = {
         key: value
-        for key, value in vars(choices).items()
+        for key, value in vars(options).items()
         if key != "allow_nan" and value is not None
     }
-    told["options"] = meta["options"] | asked
-    return Parts(graph, opened.labels, opened.split, meta["num_classes"], told, opened.links)
+    metadata["options"] = meta["options"] | requested
+    return LoadedGraph(
+        graph, source.labels, source.split, meta["num_classes"], metadata, source.links
+    )
 
 
-def refuse_nan(opened: Prepared, allow_nan: bool) -> None:
-    """Raise if a prepared folder has features that are not finite, unless they are allowed."""
-    told = opened.meta["features"]
-    if told is not None and not told["finite"] and not allow_nan:
+def refuse_nan(source: Prepared, allow_nan: bool) -> None:
+    """Raise a ValueError if a prepared folder has non-finite features and `allow_nan` is False."""
+    features = source.meta["features"]
+    if features is not None and not features["finite"] and not allow_nan:
         raise ValueError(
-            f"{opened.folder} was prepared with features that are not finite\n\n"
-            "hint: mend the features, or allow such numbers with --allow-nan"
+            f"{source.folder} was prepared with features that are not finite\n\n"
+            "hint: repair the features, or accept them with --allow-nan"
         )
 
 
-def feature_rows(opened: Source | Prepared, given: str | Path | Array | None) -> Rows | None:
-    """The features to prepare: those given, else those of the source."""
+def feature_rows(source: Source | Prepared, given: str | Path | Array | None) -> Rows | None:
+    """Return the rows of `given`, a `.npy` path or an array; by default those of the source."""
     rows: Rows | None
     if given is None:
-        rows = opened.rows if isinstance(opened, Prepared) else opened.features
+        rows = source.rows if isinstance(source, Prepared) else source.features
     elif isinstance(given, str | Path):
-        rows = rows_of_array(_open_npy(Path(given)), str(given))
+        rows = rows_from_array(_open_npy(Path(given)), str(given))
     else:
-        rows = rows_of_array(np.asarray(given), "features")
-    num_nodes = len(opened.labels) if isinstance(opened, Prepared) else opened.num_nodes
+        rows = rows_from_array(np.asarray(given), "features")
+    num_nodes = len(source.labels) if isinstance(source, Prepared) else source.num_nodes
     if rows is not None and rows.num_rows != num_nodes:
         raise ValueError(
             f"{rows.where} has {rows.num_rows:,} rows of features for {num_nodes:,} nodes\n\n"
-            "hint: there is one row for each node, in the order of the node ids"
+            "hint: features have one row for each node, in the order of the node ids"
         )
     if rows is not None and rows.num_columns == 0:
         raise ValueError(
@@ -423,11 +435,11 @@ def feature_rows(opened: Source | Prepared, given: str | Path | Array | None) ->
 
 def _open_npy(path: Path) -> Array:
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}\n\nhint: give the path of a .npy of features")
+        raise FileNotFoundError(f"no file {path}\n\nhint: give the path of a .npy file of features")
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(
-            f"{path} is no .npy of numbers: {error}\n\nhint: `numpy.save` writes one"
+            f"{path} is not a .npy file of numbers: {error}\n\nhint: `numpy.save` writes one"
         ) from None
     return array

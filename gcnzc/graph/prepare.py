@@ -1,4 +1,4 @@
-"""Writing a prepared folder."""
+"""Write prepared folders: datasets in the format that `gcnzc.load` memory-maps."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets import store
-from gcnzc.datasets.rows import Progress, Rows, no_progress, normalized
+from gcnzc.datasets.rows import Progress, Rows, no_progress, normalize_rows
 from gcnzc.datasets.source import (
     PARTS,
-    LinkParts,
+    EdgeSplitArrays,
     Metric,
     Source,
     check_metric,
@@ -22,12 +22,12 @@ from gcnzc.graph.arrays import from_arrays
 from gcnzc.graph.edge_split import EdgeShares, split_edges, with_sorted_columns
 from gcnzc.graph.graph import Duplicates, Graph, Loops
 from gcnzc.graph.load import (
-    Choices,
-    Parts,
+    GraphOptions,
+    LoadedGraph,
     feature_rows,
     open_named,
     open_source,
-    read_parts,
+    read_graph,
     refuse_nan,
     verify_prepared,
 )
@@ -35,8 +35,8 @@ from gcnzc.graph.stored_features import (
     FeatureDtype,
     ScaleKind,
     check_layout,
-    form_of,
-    pitch_of,
+    choose_format,
+    choose_row_pitch,
     write_codes,
     write_dense,
     write_sparse,
@@ -69,53 +69,55 @@ def prepare(
     allow_nan: bool = False,
     progress: Progress = no_progress,
 ) -> None:
-    """Write a prepared folder, which `load` opens at once.
+    """Convert a dataset to a prepared folder, which `load` memory-maps.
 
-    From a graph in memory, with the folder alone as position::
+    From a graph in memory, with the folder as the only positional argument::
 
         gcnzc.prepare("data/mine", edges=edge_index, features=x, labels=y, splits=splits)
 
-    Features pass through in chunks, so that memory does not grow with their table. Edges lie in
-    nameless files beside the destination meanwhile; the graph itself is built in memory.
+    Features are converted in chunks, so that peak memory does not depend on their size. Edges are
+    buffered in unlinked temporary files on the disk of `dest`; the graph itself is built in memory.
 
     Args:
-        source: a folder in OGB's layout, an `.npz`, a prepared folder, or the name of one of OGB's
-            sets, which is looked for in the folder `downloads` beside `dest`; or a graph in memory,
-            as for `edges`; or, if `edges` is given, the folder to write.
-        dest: the folder to write; must not exist, and is there only when all of it is.
-        edges: of a graph in memory: a tensor, an array, a pandas table, a SciPy matrix, or a graph
-            of networkx, PyG or DGL; see `gcnzc.graph.arrays.from_arrays`, also for the next three.
+        source: a folder in OGB's layout, an `.npz` archive, a prepared folder, or the name of an
+            OGB dataset, which is looked up in the folder `downloads` next to `dest`; or a graph in
+            memory, as for `edges`; or, if `edges` is given, the folder to write.
+        dest: the folder to write; must not exist. It appears atomically when it is complete.
+        edges: a graph in memory: a tensor, an array, a pandas table, a SciPy matrix, or a graph of
+            networkx, PyG or DGL; see `gcnzc.graph.arrays.from_arrays`, also for the next three.
         labels: (N,) classes, -1 for none, or (N, T) tasks.
         splits: node ids or masks of "train", "valid" and "test".
-        num_nodes: N, if features and labels do not tell it.
-        metric: "accuracy" or "rocauc"; by default that of the source.
-        name: see `load`; this and `split` are of files only.
-        download: get the named set from OGB if it is not there.
-        features: (N, D), or the path of a `.npy` of them, in place of the source's; of a graph in
-            memory also a pandas table or a SciPy matrix.
+        num_nodes: N, if features and labels do not determine it.
+        metric: "accuracy" or "rocauc"; None uses the metric of the source.
+        name: see `load`; this and `split` apply to files only.
+        download: download the named dataset from OGB if it is not in `downloads`.
+        features: (N, D) array, or the path of a `.npy` file of it, that replaces the features of
+            the source; for a graph in memory also a pandas table or a SciPy matrix.
         normalize_features: divide each row by the sum of its absolute values.
-        sparse_features: keep features that come sparse as CSR, instead of making them dense.
-        feature_dtype: None keeps float16, bfloat16 and codes as they are, and makes all else
-            float32. int8, float8_e4m3fn and float8_e5m2 are codes with scales, made of finite
-            numbers alone; `gcnzc.kernels.gather.quantize` says how far they are from the numbers.
-        scales: of such codes: one for each row; or for each 16 columns, for all rows, which takes
-            a second pass over the features.
-        pitch_bytes: distance of rows of dense features; 0 puts them side by side, and None chooses
-            by what a GPU's reads cost, as `gcnzc.features.pcie_traffic.choose_pitch` does.
-        bidirected: see `load`; this and the next two are recorded.
+        sparse_features: store sparse features of the source as CSR, instead of as a dense array.
+        feature_dtype: dtype of the stored features. None keeps float16, bfloat16 and quantized
+            features, and converts other dtypes to float32. int8, float8_e4m3fn and float8_e5m2 are
+            stored as codes with scales and require finite features; see
+            `gcnzc.kernels.gather.quantize` for the quantization error.
+        scales: "row" stores one scale for each row of codes; "columns" one for each block of 16
+            columns, shared by all rows, which takes a second pass over the features.
+        pitch_bytes: distance between the starts of consecutive rows of dense features, in bytes;
+            0 stores them without padding. None chooses the pitch with the least PCIe traffic, see
+            `gcnzc.features.pcie_traffic.choose_pitch`.
+        bidirected: see `load`; this and the next two are recorded in `meta.json`.
         self_loops: see `load`.
         duplicates: see `load`.
         split: see `load`.
-        edge_split: take edges out for validation and test, as `gcnzc.graph.edge_split` does; a
-            source that comes with a split of edges keeps it.
-        allow_nan: take features that are not finite; the folder then says so.
-        progress: called with what is done, how much, and of how much: bytes, rows or edges.
+        edge_split: hold out edges for validation and test, see `gcnzc.graph.split_edges`; ignored
+            for a source that contains an edge split.
+        allow_nan: accept features that are not finite; `meta.json` records whether there are any.
+        progress: called as `progress(what, done, total)` with counts of bytes, rows or edges.
 
     Raises:
-        FileNotFoundError: the source is not there.
-        FileExistsError: `dest` is.
-        ValueError: what the source holds is wrong; the message says what and where.
-        RuntimeError: the disk is full, the network is not there, or another process writes `dest`.
+        FileNotFoundError: the source does not exist.
+        FileExistsError: `dest` exists.
+        ValueError: the source is invalid; the message names the file and the value.
+        RuntimeError: the disk is full, the download failed, or another process is writing `dest`.
     """
     source, dest = _positions(source, dest, edges)
     if edges is not None or not _is_on_disk_or_source(source):
@@ -129,7 +131,7 @@ def prepare(
             f"labels, splits and num_nodes are of a graph in memory, not of {source}\n\n"
             "hint: give edges= too, or write the arrays into an .npz"
         )
-    choices = Choices(bidirected, self_loops, duplicates, allow_nan)
+    options = GraphOptions(bidirected, self_loops, duplicates, allow_nan)
     opened: Source | Prepared | None
     if isinstance(source, str | Path):
         opened = open_source(Path(source), name, split)
@@ -138,66 +140,71 @@ def prepare(
     else:
         opened = source
     if isinstance(opened, Prepared):
-        # damage would otherwise be given a right checksum
+        # otherwise the new folder would have valid checksums of damaged data
         verify_prepared(opened, progress)
         if features is None:
             refuse_nan(opened, allow_nan)
     rows = feature_rows(opened, features)
     if rows is not None and normalize_features:
-        rows = normalized(rows)
-    form = None if rows is None else form_of(rows, feature_dtype, scales)
-    dtype = None if form is None else form.dtype
-    sparse = check_layout(rows, form, sparse_features, pitch_bytes)
-    pitch, why = pitch_of(rows, dtype, pitch_bytes)
-    with store.building(dest, _needed_bytes(opened, rows, dtype, pitch, sparse)) as folder:
-        allocate = store.scratch(folder)
-        parts = read_parts(opened, choices, allocate, progress)
-        if edge_split is not None and parts.links is None:
-            parts = _with_split_edges(parts, edge_split)
+        rows = normalize_rows(rows)
+    storage = None if rows is None else choose_format(rows, feature_dtype, scales)
+    dtype = None if storage is None else storage.dtype
+    sparse = check_layout(rows, storage, sparse_features, pitch_bytes)
+    pitch, pitch_reason = choose_row_pitch(rows, dtype, pitch_bytes)
+    with store.atomic_folder(dest, _needed_bytes(opened, rows, dtype, pitch, sparse)) as folder:
+        allocate = store.scratch_allocator(folder)
+        loaded = read_graph(opened, options, allocate, progress)
+        if edge_split is not None and loaded.links is None:
+            loaded = _with_split_edges(loaded, edge_split)
         if metric is not None:
-            parts.told["metric"] = check_metric(metric, parts.labels, parts.num_classes)
+            loaded.metadata["metric"] = check_metric(metric, loaded.labels, loaded.num_classes)
         writer = store.Writer(folder, progress)
-        writer.save("indptr.npy", parts.graph.indptr.numpy())
-        writer.save("indices.npy", parts.graph.indices.numpy())
-        writer.save("labels.npy", parts.labels)
-        for part, ids in parts.split.items():
+        writer.save("indptr.npy", loaded.graph.indptr.numpy())
+        writer.save("indices.npy", loaded.graph.indices.numpy())
+        writer.save("labels.npy", loaded.labels)
+        for part, ids in loaded.split.items():
             writer.save(f"split/{part}.npy", ids)
-        if parts.links is not None:
-            for part, edges in parts.links.edges.items():
+        if loaded.links is not None:
+            for part, edges in loaded.links.edges.items():
                 writer.save(f"links/{part}.npy", edges)
-            for part, pairs in parts.links.negatives.items():
+            for part, pairs in loaded.links.negatives.items():
                 writer.save(f"links/{part}_negatives.npy", pairs)
-        about_features = None
-        if rows is not None and form is not None:
-            write = write_sparse if sparse else write_codes if form.is_coded else write_dense
-            all_finite = write(writer, rows, form, pitch, allow_nan, allocate, progress)
-            about_features = {
-                "kind": "sparse" if sparse else "codes" if form.is_coded else "dense",
+        feature_metadata = None
+        if rows is not None and storage is not None:
+            write = write_sparse if sparse else write_codes if storage.is_coded else write_dense
+            all_finite = write(writer, rows, storage, pitch, allow_nan, allocate, progress)
+            feature_metadata = {
+                "kind": "sparse" if sparse else "codes" if storage.is_coded else "dense",
                 "columns": rows.num_columns,
-                "dtype": form.name,
+                "dtype": storage.name,
                 "pitch_bytes": None if sparse else pitch,
-                "pitch_reason": None if sparse else why,
+                "pitch_reason": None if sparse else pitch_reason,
                 "finite": all_finite,
                 "normalized": normalize_features,
             }
-            if form.is_coded:
-                about_features |= {"scales": form.scales, "scale_columns": form.scale_columns}
+            if storage.is_coded:
+                feature_metadata |= {
+                    "scales": storage.scales,
+                    "scale_columns": storage.scale_columns,
+                }
             if features is not None:
                 given = features if isinstance(features, str | Path) else "an array"
-                parts.told["origin"]["features"] = str(given)
+                loaded.metadata["origin"]["features"] = str(given)
         mapping = opened.folder / "mapping" if isinstance(opened, Prepared) else opened.mapping
         if mapping is not None and mapping.is_dir():
             writer.copy(mapping, "mapping")
         writer.finish(
             {
-                **parts.told,
-                "num_nodes": parts.graph.num_nodes,
-                "num_edges": parts.graph.num_edges,
-                "num_classes": parts.num_classes,
-                "num_tasks": 1 if parts.labels.ndim == 1 else parts.labels.shape[1],
-                "num_labelled": int(np.count_nonzero(has_label(parts.labels))),
-                "features": about_features,
-                "links": None if parts.links is None else _about_links(parts.links, parts.graph),
+                **loaded.metadata,
+                "num_nodes": loaded.graph.num_nodes,
+                "num_edges": loaded.graph.num_edges,
+                "num_classes": loaded.num_classes,
+                "num_tasks": 1 if loaded.labels.ndim == 1 else loaded.labels.shape[1],
+                "num_labelled": int(np.count_nonzero(has_label(loaded.labels))),
+                "features": feature_metadata,
+                "links": None
+                if loaded.links is None
+                else _edge_split_metadata(loaded.links, loaded.graph),
             }
         )
 
@@ -218,28 +225,31 @@ def _is_on_disk_or_source(source: Any) -> bool:
     return isinstance(source, str | Path) or hasattr(source, "split_name")
 
 
-def _with_split_edges(parts: Parts, shares: EdgeShares) -> Parts:
-    graph, links = split_edges(parts.graph, shares, parts.told["name"])
-    return replace(parts, graph=graph, links=links)
+def _with_split_edges(loaded: LoadedGraph, shares: EdgeShares) -> LoadedGraph:
+    graph, links = split_edges(loaded.graph, shares, loaded.metadata["name"])
+    return replace(loaded, graph=graph, links=links)
 
 
-def _about_links(links: LinkParts, graph: Graph) -> dict[str, Any]:
-    """For meta.json: how many there are, and how many of those to foretell the graph has anyway."""
-    told: dict[str, Any] = {"name": links.name, "metric": links.metric}
-    told |= {part: links.edges[part].shape[1] for part in PARTS}
+def _edge_split_metadata(links: EdgeSplitArrays, graph: Graph) -> dict[str, Any]:
+    """Describe an edge split for meta.json: its sizes, and how many held-out edges are in `graph`.
+
+    Held-out edges count in either direction.
+    """
+    about: dict[str, Any] = {"name": links.name, "metric": links.metric}
+    about |= {part: links.edges[part].shape[1] for part in PARTS}
     sorted_graph = with_sorted_columns(graph)
     arrays = sorted_graph.indptr.numpy(), sorted_graph.indices.numpy()
     for part in PARTS[1:]:
         sources, targets = links.edges[part]
-        there = are_edges(*arrays, sources, targets) | are_edges(*arrays, targets, sources)
-        told[f"{part}_in_graph"] = int(there.sum())
-    return told
+        is_in_graph = are_edges(*arrays, sources, targets) | are_edges(*arrays, targets, sources)
+        about[f"{part}_in_graph"] = int(is_in_graph.sum())
+    return about
 
 
 def _needed_bytes(
     opened: Source | Prepared, rows: Rows | None, dtype: np.dtype | None, pitch: int, sparse: bool
 ) -> int:
-    """What the folder and the files of the edges take at least."""
+    """Return a lower bound for the disk space of the folder and the temporary edge files."""
     if isinstance(opened, Prepared):
         num_nodes, num_edges = len(opened.labels), len(opened.indices)
         edges = num_edges * opened.indices.itemsize

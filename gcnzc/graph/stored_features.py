@@ -1,4 +1,4 @@
-"""Features in files: formats, writing and mapping."""
+"""Feature files of prepared folders: choose the format, write and memory-map them."""
 
 import warnings
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from gcnzc.datasets.rows import (
     Csr,
     Progress,
     Rows,
-    converted,
-    finite,
-    in_memory,
+    allocate_in_memory,
+    cast_finite,
+    convert_chunks,
     no_progress,
-    rows_of_array,
+    rows_from_array,
     stored_dtype,
 )
 from gcnzc.datasets.store import Prepared
@@ -39,75 +39,90 @@ FeatureDtype: TypeAlias = Literal[
 ScaleKind: TypeAlias = Literal["row", "columns"]
 
 
-# types whose numbers mean something with a scale only
-SCALED = tuple(str(dtype).removeprefix("torch.") for dtype in LARGEST)
+# dtypes that are stored with scales
+SCALED_DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in LARGEST)
 
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How features are stored."""
+    """The storage format of features."""
 
     dtype: np.dtype  # of the file
-    name: str  # of the type of its numbers
-    scales: ScaleKind | None = None  # of codes
-    scale_columns: int | None = None
-    codes: Codes | None = None  # to be taken over as they are
+    name: str  # dtype of the stored values, for example "bfloat16" in a file of uint16
+    scales: ScaleKind | None = None  # for quantized features
+    scale_columns: int | None = None  # columns that share a scale
+    codes: Codes | None = None  # quantized features of the source, to be copied unchanged
 
     @property
     def is_coded(self) -> bool:
-        """Whether the file's type is another than that of its numbers, or numbers have scales."""
+        """Whether values are stored as codes: quantized, or with a dtype that numpy lacks."""
         return self.name in CODES
 
 
-def form_of(rows: Rows, wanted: FeatureDtype | None, scales: ScaleKind) -> StoredFormat:
-    """Choose how features are stored: their dtype, and the scales of codes."""
+def choose_format(rows: Rows, wanted: FeatureDtype | None, scales: ScaleKind) -> StoredFormat:
+    """Choose the storage format for a requested dtype; None keeps the dtype where possible.
+
+    Raises:
+        ValueError: scales of columns are requested for a dtype without scales.
+    """
     name, dtype = wanted, stored_dtype(rows, wanted)
     if wanted is None and rows.codes is not None:
         name = cast(FeatureDtype, rows.codes.dtype)
-    if scales == "columns" and wanted not in SCALED:
+    if scales == "columns" and wanted not in SCALED_DTYPES:
         raise ValueError(
-            f"{wanted or 'features as they are'} and scales of columns do not go together\n\n"
-            f"hint: the types that are scaled are {', '.join(SCALED)}"
+            f"{wanted or 'unchanged features'} cannot have scales of columns\n\n"
+            f"hint: the dtypes with scales are {', '.join(SCALED_DTYPES)}"
         )
     if name is None or name not in CODES:
         return StoredFormat(dtype, str(dtype))
     if wanted is None and rows.codes is not None and rows.codes.scales is not None:
         per = rows.codes.scale_columns
         return StoredFormat(dtype, name, "row" if per is None else "columns", per, rows.codes)
-    if name not in SCALED:
+    if name not in SCALED_DTYPES:
         return StoredFormat(dtype, name)
     return StoredFormat(dtype, name, scales, SCALE_COLUMNS if scales == "columns" else None)
 
 
 def check_layout(
-    rows: Rows | None, form: StoredFormat | None, sparse: bool, pitch_bytes: int | None
+    rows: Rows | None, storage: StoredFormat | None, sparse: bool, pitch_bytes: int | None
 ) -> bool:
-    """Demand that the features can be kept as asked; whether they are kept sparse."""
-    if rows is None or form is None:
+    """Check that features can be stored as requested.
+
+    Returns:
+        Whether they are stored as sparse CSR.
+
+    Raises:
+        ValueError: sparse storage is requested for quantized or dense features, or the pitch is
+            smaller than a row or not a multiple of the dtype's size.
+    """
+    if rows is None or storage is None:
         return False
-    dtype = form.dtype
-    if sparse and form.is_coded:
+    dtype = storage.dtype
+    if sparse and storage.is_coded:
         raise ValueError(
-            f"sparse features cannot be kept as {form.name}\n\n"
-            "hint: leave out --sparse-features, or keep them as float16"
+            f"sparse features cannot be stored as {storage.name}\n\n"
+            "hint: omit --sparse-features, or store them as float16"
         )
     if sparse and rows.csr is None:
         raise ValueError(
-            f"{rows.where} has dense features, which cannot be kept sparse\n\n"
-            "hint: leave out --sparse-features"
+            f"{rows.where} has dense features, which cannot be stored as sparse\n\n"
+            "hint: omit --sparse-features"
         )
     if pitch_bytes and (
         sparse or pitch_bytes < _row_bytes(rows, dtype) or pitch_bytes % dtype.itemsize
     ):
         raise ValueError(
-            f"rows of {_row_bytes(rows, dtype)} bytes of {dtype} cannot lie {pitch_bytes} bytes "
-            "apart\n\nhint: the pitch of dense rows is at least their size, and whole numbers fit"
+            f"rows of {_row_bytes(rows, dtype)} bytes of {dtype} cannot have a pitch of "
+            f"{pitch_bytes} bytes\n\nhint: the pitch is at least the size of a row, a multiple of "
+            f"{dtype.itemsize} bytes, and for dense features only"
         )
     return sparse
 
 
-def pitch_of(rows: Rows | None, dtype: np.dtype | None, pitch_bytes: int | None) -> tuple[int, str]:
-    """How far apart rows are to lie, and why."""
+def choose_row_pitch(
+    rows: Rows | None, dtype: np.dtype | None, pitch_bytes: int | None
+) -> tuple[int, str]:
+    """Return the row pitch in bytes and the reason for it, which `meta.json` records."""
     if rows is None or dtype is None:
         return 0, ""
     row_bytes = _row_bytes(rows, dtype)
@@ -123,148 +138,156 @@ def _row_bytes(rows: Rows, dtype: np.dtype) -> int:
 def write_dense(
     writer: store.Writer,
     rows: Rows,
-    form: StoredFormat,
+    storage: StoredFormat,
     pitch_bytes: int,
     allow_nan: bool,
     allocate: Allocate,
     progress: Progress,
 ) -> bool:
-    """Write the rows; whether all of them were finite."""
-    all_finite, dtype = True, form.dtype
+    """Write dense features; return whether all values are finite."""
+    all_finite, dtype = True, storage.dtype
 
-    def looked_at() -> Iterator[Array]:
+    def checked_chunks() -> Iterator[Array]:
         nonlocal all_finite
-        for chunk in converted(rows, dtype, allow_nan, allocate, progress):
+        for chunk in convert_chunks(rows, dtype, allow_nan, allocate, progress):
             if allow_nan and all_finite:
                 all_finite = bool(np.isfinite(chunk).all())
             yield chunk
 
-    writer.save_rows("features.npy", rows, dtype, pitch_bytes, looked_at())
+    writer.save_rows("features.npy", rows, dtype, pitch_bytes, checked_chunks())
     return all_finite
 
 
 def write_codes(
     writer: store.Writer,
     rows: Rows,
-    form: StoredFormat,
+    storage: StoredFormat,
     pitch_bytes: int,
     allow_nan: bool,
     allocate: Allocate,
     progress: Progress,
 ) -> bool:
-    """Write codes, and their scales if they have any; whether all numbers were finite."""
-    if form.codes is not None and form.codes.scales is not None:
-        kept = rows_of_array(form.codes.array, rows.where)
-        writer.save_rows("features.npy", kept, form.dtype, pitch_bytes, kept.chunks(allocate))
-        writer.save("features_scales.npy", form.codes.scales)
+    """Write features as codes, with scales if the format has them.
+
+    Returns:
+        Whether all values are finite.
+    """
+    if storage.codes is not None and storage.codes.scales is not None:
+        codes = rows_from_array(storage.codes.array, rows.where)
+        writer.save_rows("features.npy", codes, storage.dtype, pitch_bytes, codes.chunks(allocate))
+        writer.save("features_scales.npy", storage.codes.scales)
         return True
-    all_finite, dtype, per = True, getattr(torch, form.name), form.scale_columns
+    all_finite, dtype, per = True, getattr(torch, storage.name), storage.scale_columns
     scales = torch.empty(0)
-    if form.scales == "row":
+    if storage.scales == "row":
         scales = torch.from_numpy(allocate("scales", rows.num_rows, np.float32))
     elif per is not None:
-        most = torch.zeros(-(-rows.num_columns // per))
-        for chunk in _exact_chunks(rows, form, allow_nan, allocate, progress):
-            most = torch.maximum(most, largest(chunk, per))
-        scales = scales_of(most, dtype)
+        maxima = torch.zeros(-(-rows.num_columns // per))
+        for chunk in _float32_chunks(rows, storage, allow_nan, allocate, progress):
+            maxima = torch.maximum(maxima, largest(chunk, per))
+        scales = scales_of(maxima, dtype)
 
-    def coded() -> Iterator[Array]:
+    def quantized_chunks() -> Iterator[Array]:
         nonlocal all_finite
         done = 0
-        for chunk in _exact_chunks(rows, form, allow_nan, allocate, progress):
+        for chunk in _float32_chunks(rows, storage, allow_nan, allocate, progress):
             part = slice(done, done + len(chunk))
-            if form.scales is None:
+            if storage.scales is None:
                 codes = chunk.to(dtype)
                 all_finite = all_finite and bool(are_finite(chunk))
-                _check_in_range(codes, chunk, form, rows.where, done)
+                _check_in_range(codes, chunk, storage, rows.where, done)
             elif per is None:
                 scales[part] = scales_of(largest(chunk), dtype)
                 codes = quantize(chunk, scales[part], dtype)
             else:
                 codes = quantize(chunk, scales, dtype, per)
             done = part.stop
-            # numpy knows integers of the same width
+            # numpy has no such dtype, so the file has integers of the same width
             integers = torch.int8 if dtype.itemsize == 1 else torch.int16
-            yield codes.view(integers).numpy().view(form.dtype)
+            yield codes.view(integers).numpy().view(storage.dtype)
 
-    writer.save_rows("features.npy", rows, form.dtype, pitch_bytes, coded())
-    if form.scales is not None:
+    writer.save_rows("features.npy", rows, storage.dtype, pitch_bytes, quantized_chunks())
+    if storage.scales is not None:
         writer.save("features_scales.npy", scales.numpy())
     return all_finite
 
 
-def _exact_chunks(
-    rows: Rows, form: StoredFormat, allow_nan: bool, allocate: Allocate, progress: Progress
+def _float32_chunks(
+    rows: Rows, storage: StoredFormat, allow_nan: bool, allocate: Allocate, progress: Progress
 ) -> Iterator[Tensor]:
-    """The rows as float32, which are finite if they are to have scales."""
+    """Yield the rows as float32; with scales, raise a ValueError for values that are not finite."""
     done = 0
-    for chunk in converted(rows, np.dtype(np.float32), allow_nan, allocate, progress):
-        if allow_nan and form.scales is not None and not (good := np.isfinite(chunk)).all():
-            row, column = (int(i) for i in np.argwhere(~good)[0])
+    for chunk in convert_chunks(rows, np.dtype(np.float32), allow_nan, allocate, progress):
+        if allow_nan and storage.scales is not None and not (is_finite := np.isfinite(chunk)).all():
+            row, column = (int(i) for i in np.argwhere(~is_finite)[0])
             raise ValueError(
                 f"{rows.where}: {chunk[row, column]} in row {done + row}, column {column}, but "
-                f"{form.name} with scales holds finite numbers alone\n\n"
-                "hint: mend the features, or keep them as float16"
+                f"{storage.name} with scales requires finite values\n\n"
+                "hint: repair the features, or store them as float16"
             )
         done += len(chunk)
         yield to_tensor(np.ascontiguousarray(chunk))
 
 
 def _check_in_range(
-    codes: Tensor, chunk: Tensor, form: StoredFormat, where: str, first_row: int
+    codes: Tensor, chunk: Tensor, storage: StoredFormat, where: str, first_row: int
 ) -> None:
     bad = codes.isinf() & chunk.isfinite()
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
         raise ValueError(
             f"{where}: {float(chunk[row, column])} in row {first_row + row} is too large for "
-            f"{form.name}\n\nhint: keep the features as float32, or scale them"
+            f"{storage.name}\n\nhint: store the features as float32, or scale them"
         )
 
 
 def write_sparse(
     writer: store.Writer,
     rows: Rows,
-    form: StoredFormat,
+    storage: StoredFormat,
     pitch_bytes: int,
     allow_nan: bool,
     allocate: Allocate,
     progress: Progress,
 ) -> bool:
-    """Write the CSR parts; whether all values were finite."""
+    """Write sparse features as CSR arrays; return whether all values are finite."""
     assert rows.csr is not None
     csr = rows.csr
-    values = finite(csr.values, form.dtype, allow_nan, rows.where)
-    # torch wants one type for both
-    kind = np.int32 if max(len(values), rows.num_columns) < 2**31 else np.int64
-    writer.save("features_indptr.npy", csr.indptr.astype(kind, copy=False))
-    writer.save("features_indices.npy", csr.indices.astype(kind, copy=False))
+    values = cast_finite(csr.values, storage.dtype, allow_nan, rows.where)
+    # torch requires the same dtype for both
+    index_dtype = np.int32 if max(len(values), rows.num_columns) < 2**31 else np.int64
+    writer.save("features_indptr.npy", csr.indptr.astype(index_dtype, copy=False))
+    writer.save("features_indices.npy", csr.indices.astype(index_dtype, copy=False))
     writer.save("features_values.npy", values)
     return not allow_nan or bool(np.isfinite(values).all())
 
 
-def features_in_memory(rows: Rows | None, allow_nan: bool, allocate: Allocate) -> Tensor | None:
-    """Read features into memory from `allocate`; None without features."""
+def read_features(rows: Rows | None, allow_nan: bool, allocate: Allocate) -> Tensor | None:
+    """Read features into memory from `allocate`; return None without features."""
     if rows is None:
         return None
     dtype = stored_dtype(rows, None)
     table = allocate("features", rows.num_rows * rows.num_columns, dtype)
     table = table.reshape(rows.num_rows, rows.num_columns)
     done = 0
-    for chunk in converted(rows, dtype, allow_nan, in_memory, no_progress):
+    for chunk in convert_chunks(rows, dtype, allow_nan, allocate_in_memory, no_progress):
         table[done : done + len(chunk)] = chunk
         done += len(chunk)
     return to_tensor(table)
 
 
-def mapped_features(opened: Prepared) -> tuple[Tensor | None, FeatureTable | None]:
-    """The features if they are numbers, and the table of them if they are codes with scales."""
+def map_features(opened: Prepared) -> tuple[Tensor | None, FeatureTable | None]:
+    """Memory-map the features of a prepared folder.
+
+    Returns:
+        The features as a tensor and None; or None and a `FeatureTable`, if they are quantized.
+    """
     if opened.csr is not None:
         columns = opened.meta["features"]["columns"]
         return _sparse(opened.csr, len(opened.labels), columns), None
     if opened.codes is not None:
         codes = opened.codes
-        # not every torch knows integers without a sign
+        # not every torch version supports unsigned integers
         integers = codes.array.view(f"i{codes.array.itemsize}")
         numbers = to_tensor(integers).view(getattr(torch, codes.dtype))
         if codes.scales is None:
@@ -277,13 +300,13 @@ def _sparse(csr: Csr, num_rows: int, num_columns: int) -> Tensor:
     size = (num_rows, num_columns)
     indptr, indices, values = to_tensor(csr.indptr), to_tensor(csr.indices), to_tensor(csr.values)
     with warnings.catch_warnings():
-        # torch says once that sparse CSR is in beta
+        # torch warns once that sparse CSR support is in beta
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support")
         return torch.sparse_csr_tensor(indptr, indices, values, size, check_invariants=False)
 
 
 def to_tensor(array: Array) -> Tensor:
-    """A tensor on the memory of `array`, which may be read-only."""
+    """Return a tensor that shares the memory of `array`, which may be read-only."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)

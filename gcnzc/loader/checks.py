@@ -12,7 +12,7 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.neighbor import check_range
-from gcnzc.sampling.protocol import Samples
+from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.system.arguments import (
     THREADS_LIMIT,
     IdsLike,
@@ -26,7 +26,7 @@ from gcnzc.system.arguments import (
 AHEAD_LIMIT = 2**16
 
 
-def check_sampler(sampler: Samples) -> Samples:
+def check_sampler(sampler: SamplerProtocol) -> SamplerProtocol:
     """Check that a loader's sampler has the method `sample`, and return it."""
     if not callable(getattr(sampler, "sample", None)):
         raise TypeError(
@@ -118,7 +118,7 @@ def is_copied(device: torch.device, table: FeatureTable | None) -> bool:
 
 
 def check_threads(
-    threads: int | None, ahead: int | None, sampler: Samples, world_size: int
+    threads: int | None, ahead: int | None, sampler: SamplerProtocol, world_size: int
 ) -> tuple[int, int]:
     """Check the numbers of threads and of prefetched minibatches; replace None by the default."""
     hint = "None takes the default"

@@ -41,7 +41,7 @@ from gcnzc.loader.state import SHARED, check_position, check_state
 from gcnzc.loader.transfer import PendingBatch, Transfer
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.neighbor import Sampler, check_graph
-from gcnzc.sampling.protocol import Samples
+from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.system.arguments import (
     IdsLike,
     check_device,
@@ -144,7 +144,7 @@ class Loader:
         world_size: int = 1,
         threads: int | None = None,
         ahead: int | None = None,
-        sampler: Samples | None = None,
+        sampler: SamplerProtocol | None = None,
         copied_share: float = 0.0,
         priority: int = 0,
         in_degrees: bool = False,

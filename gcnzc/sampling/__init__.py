@@ -1,4 +1,4 @@
-"""Sampling: from seeds to minibatches of blocks."""
+"""Neighbor sampling: minibatches of blocks for seed nodes and seed edges."""
 
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.link import LinkSampler

@@ -1,4 +1,4 @@
-"""Minibatches: blocks of sampled edges and the nodes they join."""
+"""Minibatches: sampled subgraphs as blocks, with their features and labels."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,32 +12,44 @@ from gcnzc.system.spans import Span, Stage
 
 @dataclass(frozen=True)
 class Block:
-    """One hop: the in-edges kept of the first `num_dst` of `num_src` nodes, by local numbers."""
+    """The bipartite graph of one layer: sampled in-edges of the destination nodes, as CSC.
 
-    indptr: Tensor  # (num_dst + 1,) int64, since all neighbours of many nodes can pass 2**31 edges
-    indices: Tensor  # (num_edges,) int32 places among the sources
+    Attributes:
+        indptr: (num_dst + 1,) int64 offsets in `indices`; 64 bits, because a block of full
+            neighbourhoods can have more than 2**31 edges.
+        indices: (num_edges,) int32 positions of the sources in `nodes`.
+        num_src: number of source nodes.
+        num_dst: number of destination nodes.
+        nodes: (num_src,) int64 node ids in the graph. The first `num_dst` are the destinations.
+        graph: the graph that the edges were sampled from.
+        edge_ids: (num_edges,) int64 positions in `graph.indices`, if the sampler returns them.
+        degrees: (num_src,) int64 in-degrees in the whole graph, if the loader computes them.
+    """
+
+    indptr: Tensor
+    indices: Tensor
     num_src: int
     num_dst: int
-    nodes: Tensor  # (num_src,) int64 ids in the graph; the destinations are the first of them
-    graph: Graph | None = None  # where the edges were drawn from
-    edge_ids: Tensor | None = None  # (num_edges,) int64 positions in `graph.indices`, if asked for
-    degrees: Tensor | None = None  # (num_src,) int64 in the whole graph, if a loader was asked to
+    nodes: Tensor
+    graph: Graph | None = None
+    edge_ids: Tensor | None = None
+    degrees: Tensor | None = None
 
     @property
     def num_edges(self) -> int:
-        """Edges that were kept."""
+        """Number of sampled edges."""
         return self.indices.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the numbers lie."""
+        """Device of the tensors."""
         return self.indices.device
 
     @cached_property
     def in_degrees(self) -> Tensor:
-        """(num_src,) int64 in the whole graph, where `nodes` lie.
+        """In-degrees of the source nodes in the whole graph, (num_src,) int64 on `device`.
 
-        Computed at the first use, for which work on a GPU is waited for, unless a loader has.
+        If the loader did not compute them, the first access does, which synchronizes with the GPU.
 
         Raises:
             RuntimeError: the block has no graph.
@@ -45,13 +57,16 @@ class Block:
         if self.degrees is not None:
             return self.degrees
         if self.graph is None:
-            raise RuntimeError("a block without its graph does not know the degrees in it")
+            raise RuntimeError(
+                "the block has no graph to read in-degrees from\n\n"
+                "hint: set block.graph or block.degrees with dataclasses.replace"
+            )
         nodes = self.nodes.cpu()
         begins, ends = self.graph.indptr[nodes], self.graph.indptr[nodes + 1]
         return (ends - begins).to(self.nodes.device)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Block":
-        """The same block with its numbers on `device`; its graph stays where it is."""
+        """Return a copy of the block with its tensors on `device`; the graph stays on the host."""
         moved = {
             name: value.to(device, non_blocking=non_blocking)
             for name in ("indptr", "indices", "nodes", "edge_ids", "degrees")
@@ -62,17 +77,30 @@ class Block:
 
 @dataclass
 class Batch:
-    """A sampled neighbourhood, and what a loader adds to it."""
+    """A minibatch: a sampled subgraph, with the features and labels that a loader adds.
 
-    nodes: Tensor  # (B,) int64 ids: the seeds, then every other node in order of first appearance
-    seeds: Tensor  # (S,) int64 ids, a view of `nodes`
-    blocks: tuple[
-        Block, ...
-    ]  # blocks[0]'s sources are `nodes`, blocks[-1]'s destinations the seeds
-    x: Tensor | None = None  # (B, D) features of `nodes`
-    y: Tensor | None = None  # (S,) or (S, T) labels of the seeds; with pairs (P,) float32, 1 or 0
-    pairs: Tensor | None = None  # (2, P) int64 places among the seeds: edges, or not, by `y`
-    items: Tensor | None = None  # int64, on the host: the loader's seeds that this was made from
-    times: dict[str, float] = field(default_factory=dict)  # seconds of worker threads, by "..._s"
-    spans: list[Span] = field(default_factory=list)  # when that was, and in which thread
-    stages: list[Stage] = field(default_factory=list)  # of a GPU's streams, past or to come
+    Attributes:
+        nodes: (B,) int64 node ids: the seeds, then the other nodes in order of first appearance.
+        seeds: (S,) int64 ids of the seed nodes, a view of `nodes`.
+        blocks: one for each layer, input layer first. The sources of `blocks[0]` are `nodes`, the
+            destinations of `blocks[-1]` are `seeds`.
+        x: (B, D) features of `nodes`.
+        y: (S,) or (S, T) labels of the seeds; for link prediction (P,) float32, 1 for edges and 0
+            for negatives.
+        pairs: for link prediction, (2, P) int64 positions in `seeds` of the pairs to score.
+        items: int64 on the host: the elements of the loader's `seeds` in this minibatch.
+        times: seconds that worker threads spent on this minibatch, by keys that end in `_s`.
+        spans: start, end and thread of that work.
+        stages: timed work on CUDA streams, finished or pending.
+    """
+
+    nodes: Tensor
+    seeds: Tensor
+    blocks: tuple[Block, ...]
+    x: Tensor | None = None
+    y: Tensor | None = None
+    pairs: Tensor | None = None
+    items: Tensor | None = None
+    times: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)

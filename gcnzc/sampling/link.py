@@ -1,10 +1,10 @@
-"""Sample minibatches of pairs: edges, negatives, and their neighbourhoods.
+"""Sample minibatches for link prediction: target edges, negatives and their neighbourhoods.
 
-A loader's seeds are then numbers of edges. Each batch has the pairs to be told apart, the nodes at
-their ends as `batch.seeds`, and the neighbourhood of these, from which the edges that are asked for
-can be left out, so that a model does not see what it is to foretell.
+The seeds of a loader are then indices of target edges. Each minibatch has the pairs to score, their
+end nodes as `batch.seeds`, and the sampled neighbourhood of these nodes. The target edges can be
+excluded from the neighbourhood, so that the model does not see the edges that it predicts.
 
-Letters: E target edges, S seeds, P pairs of a batch, K negatives for each edge.
+Letters: E target edges, S seeds, P pairs of a minibatch, K negatives for each edge.
 """
 
 import time
@@ -40,39 +40,41 @@ Negatives: TypeAlias = Literal["uniform", "both", "in-batch"]
 Exclude: TypeAlias = Literal["none", "self", "reverse"]
 
 
-# draws are counted in 32 bits, with 32 tries each
-MOST_NEGATIVES = 2**27 - 1
+# draws are counted with 32 bits, and each negative takes up to 32 draws
+MAX_NEGATIVES = 2**27 - 1
 
 
 class LinkSampler:
-    """Makes minibatches of pairs from numbers of edges; the `sampler` of a `gcnzc.Loader`.
+    """Sample minibatches for link prediction; pass it as the `sampler` of a `gcnzc.Loader`.
 
-    The loader's `seeds` are numbers of edges, in [0, E). Any number of threads may sample at once.
-    What is drawn for an edge depends on the seed, the epoch and its number alone, and what is drawn
-    for a node as in `gcnzc.Sampler`; only in-batch negatives depend on the batch.
+    The loader's `seeds` are indices of target edges, in [0, E). `sample` may be called from several
+    threads at once. The negatives of an edge depend only on the seed, the epoch and the index of
+    the edge, and the neighbours of a node as in `gcnzc.Sampler`; only in-batch negatives depend on
+    the other edges of the minibatch.
 
     Args:
-        graph: on the host; messages go along its edges. If its columns are not sorted, a sorted
-            copy of its `indices` is made.
+        graph: the message-passing graph, on the host. If its columns are not sorted, the sampler
+            makes a sorted copy of its `indices`.
         edges: (2, E) int32 or int64 sources and destinations of the target edges, on the host; they
             need not be edges of `graph`.
-        fanouts: as `gcnzc.Sampler` takes them.
-        negatives: "uniform" keeps an edge's source and draws the destination from all nodes; "both"
-            draws both ends; "in-batch" sets the source beside the destinations of the edges that
-            follow in the batch.
-        num_negatives: K; fewer where a batch has not so many edges that follow.
-        strict: negatives are neither edges of `known` nor a node with itself: they are drawn again,
-            and of in-batch ones those are left out.
-        exclude: which edges never appear in a block: "none" of them, those that join a target edge
-            of the batch ("self"), or these and the ones back ("reverse"). The draw is uniform,
-            without replacement, over what is left. Equal edges are excluded with each other.
-        known: the edges that negatives must not be; `graph` if None.
-        seed: the key of every choice, an integer of 64 bits.
-        edge_ids: also give each block's edges' positions in `graph.indices`.
+        fanouts: see `gcnzc.Sampler`.
+        negatives: "uniform" keeps the source of an edge and draws the destination from all nodes;
+            "both" draws both end nodes; "in-batch" pairs the source with the destinations of the
+            following edges of the minibatch.
+        num_negatives: K. In-batch sampling returns fewer if fewer edges follow.
+        strict: reject negatives that are edges of `known` or self loops: draw again, or drop them
+            for in-batch negatives.
+        exclude: the edges that are excluded from the blocks: "none", the target edges of the
+            minibatch ("self"), or the target edges and their reverse edges ("reverse"). Neighbours
+            are sampled uniformly without replacement from the remaining edges. All duplicates of an
+            excluded edge are excluded.
+        known: graph of the edges that are not valid negatives; `graph` if None.
+        seed: 64-bit integer key of the random choices.
+        edge_ids: also return the positions in `graph.indices` of the edges of each block.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: edges that are none, or an argument that makes no sense.
+        TypeError: an argument has the wrong type.
+        ValueError: `edges` is empty or invalid, or another argument is out of range.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class LinkSampler:
         self.edges = check_edges(edges, graph.num_nodes)
         self.negatives = negatives
         self.num_negatives = check_integer(
-            "num_negatives", num_negatives, 0, MOST_NEGATIVES, "1 is the default; 0 draws none"
+            "num_negatives", num_negatives, 0, MAX_NEGATIVES, "1 is the default; 0 draws none"
         )
         self.strict = check_flag("strict", strict)
         self.exclude = exclude
@@ -104,39 +106,39 @@ class LinkSampler:
         edge_ids = check_flag("edge_ids", edge_ids)
         if known is not None:
             check_kind("known", known, Graph, "a gcnzc.Graph of the same nodes, or None")
-        self._sorted, self._order = _sorted(graph, edge_ids and exclude != "none")
+        self._sorted, self._order = _sort_columns(graph, edge_ids and exclude != "none")
         if known is None or known is graph:
             self._known = self._sorted
         elif known.num_nodes != graph.num_nodes:
             raise ValueError(
                 f"known is a graph of {known.num_nodes} nodes, not {graph.num_nodes}\n\n"
-                "hint: both graphs number the same nodes"
+                "hint: both graphs must have the same nodes"
             )
         else:
-            self._known, _ = _sorted(known, False)
-        # where nothing is excluded the stored order is as good
-        drawn_from = graph if exclude == "none" else self._sorted
-        self._sampler = Sampler(drawn_from, fanouts, seed, edge_ids)
+            self._known, _ = _sort_columns(known, False)
+        # sorted columns are needed only to find the excluded edges
+        sampled_graph = graph if exclude == "none" else self._sorted
+        self._sampler = Sampler(sampled_graph, fanouts, seed, edge_ids)
 
     @property
     def fanouts(self) -> tuple[int, ...]:
-        """Input layer first."""
+        """Number of neighbours sampled at each layer, input layer first."""
         return self._sampler.fanouts
 
     @property
     def num_items(self) -> int:
-        """E: what a loader's seeds are numbers of."""
+        """Number of target edges, E; the loader's seeds are in [0, E)."""
         return self.edges.shape[1]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides which pairs and neighbours are drawn, by name, for a loader's state."""
+        """Options that determine the sampled pairs and neighbours, for the loader's state dict."""
         names = ("negatives", "num_negatives", "strict", "exclude")
         return self._sampler.settings | {name: getattr(self, name) for name in names}
 
     @property
     def pool(self) -> Pool:
-        """Lends the memory of the neighbourhoods, as that of `gcnzc.Sampler`."""
+        """Buffer pool for the sampled subgraphs, see `gcnzc.Sampler`."""
         return self._sampler.pool
 
     @pool.setter
@@ -144,92 +146,96 @@ class LinkSampler:
         self._sampler.pool = pool
 
     def sample(self, seeds: IdsLike, epoch: int) -> Batch:
-        """The pairs of some edges, and the neighbourhood of their ends.
+        """Sample negatives for target edges and the neighbourhood of all end nodes.
 
         Args:
-            seeds: (S,) numbers of target edges, on the host: a tensor, an array or a list.
-            epoch: in [0, 2**32); other epochs draw other negatives and neighbours.
+            seeds: (S,) indices of target edges, on the host: a tensor, an array or a list.
+            epoch: in [0, 2**32); each epoch has its own negatives and neighbours.
 
         Returns:
-            A batch without features. `pairs` is (2, P) int64 places in `seeds`, the edges first in
-            the order asked for, then the negatives, those of one edge side by side; `y` is (P,)
-            float32, 1 for the edges and 0 for the negatives. `seeds` are the ids of the nodes that
-            occur, ascending.
+            A minibatch without features. `seeds` are the distinct end nodes of all pairs, in
+            ascending order. `pairs` is (2, P) int64 positions in `seeds`: the S edges in the given
+            order, then the negatives, grouped by edge. `y` is (P,) float32, 1 for edges and 0 for
+            negatives.
 
         Raises:
-            TypeError: seeds or epoch are of another type.
-            ValueError: a number that is not an edge's, an epoch out of range, or an edge for which
-                `strict` leaves no negative.
+            TypeError: seeds or epoch have the wrong type.
+            ValueError: a seed is not in [0, E), the epoch is out of range, or no valid negative was
+                found for an edge with `strict`.
         """
         begin_s = time.perf_counter()
         epoch = check_epoch("epoch", epoch)
         items = _check_items(seeds, self.num_items)
         positives = self.edges[:, items]
-        others = self._negatives(positives, items, epoch)
-        pairs = torch.cat([positives, others], dim=1)
-        nodes, places = pairs.unique(return_inverse=True)
-        without = self._left_out(positives, nodes, places[:, : len(items)])
-        batch = self._sampler.sample(nodes, epoch, without)
+        negatives = self._sample_negatives(positives, items, epoch)
+        pairs = torch.cat([positives, negatives], dim=1)
+        nodes, positions = pairs.unique(return_inverse=True)
+        excluded = self._excluded_edges(positives, nodes, positions[:, : len(items)])
+        batch = self._sampler.sample(nodes, epoch, excluded)
         if batch.blocks[0].graph is not self.graph:
-            batch.blocks = tuple(self._of_the_graph(block) for block in batch.blocks)
-        batch.pairs = places
+            batch.blocks = tuple(self._restore_graph(block) for block in batch.blocks)
+        batch.pairs = positions
         batch.y = torch.zeros(pairs.shape[1])
         batch.y[: len(items)] = 1
         batch.times["sample_s"] = time.perf_counter() - begin_s
         return batch
 
-    def _of_the_graph(self, block: Block) -> Block:
-        # drawn from the sorted copy
+    def _restore_graph(self, block: Block) -> Block:
+        # the block was sampled from the sorted copy
         ids = block.edge_ids
         if ids is not None and self._order is not None:
             ids = self._order[ids]
         return replace(block, graph=self.graph, edge_ids=ids)
 
-    def _negatives(self, positives: Tensor, items: Tensor, epoch: int) -> Tensor:
+    def _sample_negatives(self, positives: Tensor, items: Tensor, epoch: int) -> Tensor:
         indptr, indices = self._known.indptr.numpy(), self._known.indices.numpy()
         count, strict = self.num_negatives, self.strict
         if self.negatives == "in-batch":
             return torch.from_numpy(
                 in_batch_negatives(indptr, indices, positives.numpy(), count, strict)
             )
-        sources, numbers = positives[0].numpy(), items.numpy()
+        sources = positives[0].numpy()
         return torch.from_numpy(
             sample_negatives(
-                *(indptr, indices, sources, numbers, count),
+                *(indptr, indices, sources, items.numpy(), count),
                 *(self.negatives, strict, self.seed, epoch),
             )
         )
 
-    def _left_out(self, positives: Tensor, nodes: Tensor, places: Tensor) -> ExcludedEdges | None:
+    def _excluded_edges(
+        self, positives: Tensor, nodes: Tensor, positions: Tensor
+    ) -> ExcludedEdges | None:
         if self.exclude == "none":
             return None
-        sources, locals_ = positives[0], places[1]
+        sources, columns = positives[0], positions[1]
         if self.exclude == "reverse":
-            sources, locals_ = positives.flatten(), places.flip(0).flatten()
+            sources, columns = positives.flatten(), positions.flip(0).flatten()
         return exclude_edges(
             self._sorted.indptr.numpy(),
             self._sorted.indices.numpy(),
             nodes.numpy(),
-            locals_.numpy(),
+            columns.numpy(),
             sources.numpy(),
         )
 
 
 def check_edges(edges: Tensor, num_nodes: int) -> Tensor:
-    """`edges` as (2, E) int64, contiguous, on the host.
+    """Check target edges; return them as (2, E) int64, contiguous, on the host.
 
     Raises:
-        TypeError: no tensor.
-        ValueError: another shape or dtype, none at all, or an end that is no node.
+        TypeError: `edges` is not a tensor.
+        ValueError: wrong shape or dtype, no edges, or a node id out of range.
     """
     if isinstance(edges, np.ndarray):
         edges = torch.from_numpy(edges.copy())
-    check_kind("edges", edges, Tensor, "(2, E) of int32 or int64, sources above destinations")
+    check_kind(
+        "edges", edges, Tensor, "(2, E) of int32 or int64: row 0 sources, row 1 destinations"
+    )
     if edges.ndim != 2 or len(edges) != 2 or edges.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"edges of shape {tuple(edges.shape)} and type {edges.dtype}\n\n"
-            "hint: (2, E) of int32 or int64, sources above destinations; OGB's (E, 2) becomes that "
-            "by .T"
+            f"edges have shape {tuple(edges.shape)} and dtype {edges.dtype}\n\n"
+            "hint: (2, E) of int32 or int64: row 0 sources, row 1 destinations; transpose OGB's "
+            "(E, 2) with .T"
         )
     if edges.shape[1] == 0:
         raise ValueError("no target edges\n\nhint: is the split empty?")
@@ -237,27 +243,27 @@ def check_edges(edges: Tensor, num_nodes: int) -> Tensor:
     least, greatest = (int(bound) for bound in edges.aminmax())
     if least < 0 or greatest >= num_nodes:
         raise ValueError(
-            f"the ends of edges reach from {least} to {greatest}, but the graph has {num_nodes} "
-            "nodes\n\nhint: nodes are counted from 0"
+            f"node ids in edges are from {least} to {greatest}, but the graph has {num_nodes} "
+            "nodes\n\nhint: node ids start at 0"
         )
     return edges
 
 
-def _sorted(graph: Graph, order: bool) -> tuple[Graph, Tensor | None]:
-    """The graph with sorted columns, and, asked for, where its edges stand in `graph`."""
+def _sort_columns(graph: Graph, order: bool) -> tuple[Graph, Tensor | None]:
+    """Return the graph with sorted columns and, with `order`, the edges' positions in `graph`."""
     graph.check()
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
     if is_sorted(indptr, indices):
         return graph, None
-    sources, places = sort_columns(indptr, indices, order=order)
-    found = None if places is None else torch.from_numpy(places)
-    return Graph(np.asarray(indptr), sources, check=False), found
+    sources, positions = sort_columns(indptr, indices, order=order)
+    edge_order = None if positions is None else torch.from_numpy(positions)
+    return Graph(np.asarray(indptr), sources, check=False), edge_order
 
 
 def _check_items(seeds: IdsLike, num_items: int) -> Tensor:
-    items = as_ids("seeds", seeds, "a LinkSampler's seeds are numbers of its target edges")
+    items = as_ids("seeds", seeds, "the seeds of a LinkSampler are indices of its target edges")
     if items.device.type != "cpu":
         raise ValueError(f"seeds is {describe(seeds)} on {items.device}\n\nhint: seeds.cpu()")
-    what = "numbers of edges, torch.arange(sampler.num_items) for all of them"
-    check_range("seeds", items, num_items, "there are {} target edges", what)
+    hint = "indices of target edges; torch.arange(sampler.num_items) for all of them"
+    check_range("seeds", items, num_items, "there are {} target edges", hint)
     return items

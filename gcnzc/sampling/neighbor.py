@@ -1,4 +1,4 @@
-"""Sample the neighbourhoods of seeds as minibatches of blocks."""
+"""Sample multi-hop neighbourhoods of seed nodes as minibatches of blocks."""
 
 import time
 from collections.abc import Sequence
@@ -8,8 +8,7 @@ from torch import Tensor
 
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
-from gcnzc.kernels.sample import MAX_DEGREE, Workspace
-from gcnzc.kernels.sample import sample as draw
+from gcnzc.kernels.sample import MAX_DEGREE, Workspace, sample
 from gcnzc.kernels.sample.exclude import ExcludedEdges
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.system.arguments import (
@@ -25,27 +24,27 @@ from gcnzc.system.arguments import (
 
 
 class Sampler:
-    """Draws neighbourhoods of seeds; any number of threads may sample at once.
+    """Sample multi-hop in-neighbourhoods of seed nodes; `sample` is thread-safe.
 
-    Neighbours are drawn uniformly without replacement. A node with no more neighbours than its
-    fan-out keeps them all, in stored order. What is drawn for a node depends on the seed, the epoch
-    and the hop alone, and not on the batch, the threads, the workers or the device.
+    Neighbours are sampled uniformly without replacement. A node with at most `fanout` in-edges
+    keeps all of them, in stored order. The neighbours of a node depend only on the seed, the epoch
+    and the hop, and not on the minibatch, threads, ranks or device.
 
     Args:
         graph: on the host.
-        fanouts: neighbours kept at each layer, input layer first, as in DGL: the last number is for
-            the seeds. -1 keeps all.
-        seed: the key of every choice, an integer of 64 bits.
-        edge_ids: also give each edge's position in `graph.indices`.
+        fanouts: number of neighbours at each layer, input layer first, as in DGL: the last one is
+            for the seeds. -1 takes all neighbours.
+        seed: 64-bit integer key of the random choices.
+        edge_ids: also return the positions in `graph.indices` of the edges of each block.
 
     Attributes:
-        pool: lends the memory of batches, which is on the host; a loader may put another here, from
-            which copies to a GPU are fast.
+        pool: buffer pool for minibatches, on the host. A loader for a GPU replaces it by a pool of
+            page-locked memory, so that copies to the GPU are fast.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: no fan-outs, one below -1 or above 2**31 - 1, a seed of more than 64 bits, or a
-            graph with a node of 2**32 neighbours.
+        TypeError: an argument has the wrong type.
+        ValueError: no fan-outs, a fan-out below -1 or above 2**31 - 1, a seed of more than 64 bits,
+            or a node with 2**32 in-edges or more.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Sampler:
         self.edge_ids = check_flag("edge_ids", edge_ids)
         _check_degrees(graph)
         self.pool = Pool()
-        # one for each thread that samples at this moment; append and pop need no lock
+        # workspaces that no thread is using; list.append and list.pop are atomic
         self._idle: list[Workspace] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -67,32 +66,33 @@ class Sampler:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides which neighbours are drawn, by name, for the state of a loader."""
+        """Options that determine the sampled neighbours, for the loader's state dict."""
         return {"fanouts": list(self.fanouts), "sampler_seed": self.seed}
 
     def sample(self, seeds: IdsLike, epoch: int, without: ExcludedEdges | None = None) -> Batch:
-        """The neighbourhood of `seeds`, without features and labels.
+        """Sample the neighbourhood of `seeds`.
 
         Args:
-            seeds: (S,) int64 or int32 ids, on the host: a tensor, an array or a list. One that
-                occurs twice is computed twice, with the same neighbours, as in DGL; edges lead to
-                its first place.
-            epoch: in [0, 2**32); other epochs draw other neighbours.
-            without: edges of the seeds' columns that are never drawn, see
-                `gcnzc.kernels.sample.exclude`; the seeds are then all different.
+            seeds: (S,) int64 or int32 node ids, on the host: a tensor, an array or a list. As in
+                DGL, a seed that occurs twice gets two rows with the same neighbours; edges from it
+                use its first row.
+            epoch: in [0, 2**32); each epoch has its own neighbours.
+            without: in-edges of the seeds to exclude, see `gcnzc.kernels.sample.exclude`; requires
+                distinct seeds.
 
         Returns:
-            The batch, in memory that is used again once nothing refers to it.
+            A minibatch without features and labels. Its buffers return to `pool` when nothing
+            refers to them any more.
 
         Raises:
-            TypeError: seeds or epoch are of another type.
-            ValueError: a seed that is not a node, or an epoch out of range.
+            TypeError: seeds or epoch have the wrong type.
+            ValueError: a seed is not a node id, or the epoch is out of range.
         """
-        begin = time.perf_counter()
+        begin_s = time.perf_counter()
         epoch = check_epoch("epoch", epoch)
         seeds = check_seeds("seeds", seeds, self.graph.num_nodes)
         workspace = self._idle.pop() if self._idle else Workspace()
-        drawn = draw(
+        sampled = sample(
             self.graph.indptr,
             self.graph.indices,
             seeds,
@@ -107,72 +107,73 @@ class Sampler:
         self._idle.append(workspace)
         blocks = tuple(
             Block(
-                drawn.indptr[hop],
-                drawn.indices[hop],
-                num_src=drawn.num_nodes[hop + 1],
-                num_dst=drawn.num_nodes[hop],
-                nodes=drawn.nodes[: drawn.num_nodes[hop + 1]],
+                sampled.indptr[hop],
+                sampled.indices[hop],
+                num_src=sampled.num_nodes[hop + 1],
+                num_dst=sampled.num_nodes[hop],
+                nodes=sampled.nodes[: sampled.num_nodes[hop + 1]],
                 graph=self.graph,
-                edge_ids=drawn.edge_ids[hop] if drawn.edge_ids else None,
+                edge_ids=sampled.edge_ids[hop] if sampled.edge_ids else None,
             )
             for hop in reversed(range(len(self.fanouts)))
         )
-        seconds = time.perf_counter() - begin
-        return Batch(drawn.nodes, drawn.nodes[: len(seeds)], blocks, times={"sample_s": seconds})
+        sample_s = time.perf_counter() - begin_s
+        return Batch(
+            sampled.nodes, sampled.nodes[: len(seeds)], blocks, times={"sample_s": sample_s}
+        )
 
 
 def check_graph(graph: object) -> None:
-    """Check that `graph` is a `gcnzc.Graph`.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Raise a TypeError if `graph` is not a `gcnzc.Graph`."""
     check_kind(
         "graph",
         graph,
         Graph,
-        "Graph.from_edges, from_csc, from_csr, from_dgl or from_pyg makes one",
+        "build one with Graph.from_edges, from_csc, from_csr, from_dgl or from_pyg",
     )
 
 
 def check_seeds(name: str, seeds: IdsLike, num_nodes: int) -> Tensor:
-    """Return ids of nodes, a tensor, an array or a list, as an int64 vector on the host.
+    """Check node ids, a tensor, an array or a list; return them as an int64 vector on the host.
 
     Raises:
-        TypeError: they are nothing of these.
-        ValueError: not a vector of int32 or int64 on the host, or one outside the graph.
+        TypeError: `seeds` has another type.
+        ValueError: not a vector of int32 or int64 on the host, or an id is out of range.
     """
-    ids = as_ids(name, seeds, "ids of nodes; a mask becomes ids by .nonzero().flatten()")
+    ids = as_ids(name, seeds, "node ids; convert a mask with .nonzero().flatten()")
     if ids.device.type != "cpu":
         raise ValueError(f"{name} is {describe(seeds)} on {ids.device}\n\nhint: {name}.cpu()")
-    check_range(name, ids, num_nodes, "the graph has {} nodes", "ids of nodes")
+    check_range(name, ids, num_nodes, "the graph has {} nodes", "node ids")
     return ids
 
 
-def check_range(name: str, ids: Tensor, count: int, has: str, what: str) -> None:
-    """Check that numbers are from 0 to below `count`.
+def check_range(name: str, ids: Tensor, count: int, reason: str, meaning: str) -> None:
+    """Check that all ids are in [0, count).
 
     Args:
-        name: of the argument.
-        ids: on the host.
-        count: how many there are.
-        has: what says so, with {} for the count.
-        what: the numbers are.
+        name: name of the argument.
+        ids: integers on the host.
+        count: upper bound.
+        reason: clause of the message that states the bound, with {} for `count`.
+        meaning: noun phrase of the hint for what the ids are.
 
     Raises:
-        ValueError: one is not.
+        ValueError: an id is out of range.
     """
     if len(ids) == 0:
         return
     least, greatest = (int(bound) for bound in ids.aminmax())
     if least < 0 or greatest >= count:
         raise ValueError(
-            f"{name} reach from {least} to {greatest}, but {has.format(count)}\n\n"
-            f"hint: {name} are {what}, counted from 0"
+            f"{name} are from {least} to {greatest}, but {reason.format(count)}\n\n"
+            f"hint: {name} are {meaning}, starting at 0"
         )
 
 
 def _check_degrees(graph: Graph) -> None:
-    # looking at every degree of a large graph takes a second, so only where one can be too large
+    # reading all degrees of a large graph takes a second; skip it if no degree can be too large
     if graph.num_edges > MAX_DEGREE and int(graph.in_degrees().max()) > MAX_DEGREE:
-        raise ValueError(f"a node has more than {MAX_DEGREE} in-edges, and cannot be sampled")
+        raise ValueError(
+            f"a node has more than {MAX_DEGREE} in-edges, too many to sample from\n\n"
+            "hint: remove duplicate edges with graph.rebuild(duplicates='remove')"
+        )

@@ -7,15 +7,20 @@ from torch import Tensor
 from gcnzc.sampling.batch import Batch
 
 
-class Samples(Protocol):
-    """What draws neighbourhoods: `gcnzc.Sampler`, or another engine behind the same door.
+class SamplerProtocol(Protocol):
+    """A sampler that `gcnzc.Loader` accepts: `gcnzc.Sampler`, `LinkSampler` or another engine.
 
-    If it has an attribute `thread_safe` that is False, one thread at a time samples. If it has
-    `num_items`, its seeds are numbers below that, of edges say, and not ids of nodes. If it has
-    `pool`, of `gcnzc.kernels.buffers`, a loader for a GPU puts there where batches should lie. If
-    it has `settings`, a dict of plain values, the state of a loader has these values, and only a
-    loader whose sampler has the same ones resumes it. A batch that comes with labels keeps them.
+    Optional attributes:
+
+    - `thread_safe`: if False, the loader calls `sample` from one thread at a time.
+    - `num_items`: the seeds are indices in [0, num_items), for example of edges, not node ids.
+    - `pool`: a buffer pool of `gcnzc.kernels.buffers`; a loader for a GPU replaces it by one of
+      page-locked memory.
+    - `settings`: a dict of plain values that determine the samples. The loader saves it in its
+      state dict, and loads a state dict only if the settings are equal.
+
+    If a minibatch already has labels, the loader keeps them.
     """
 
     def sample(self, seeds: Tensor, epoch: int) -> Batch:
-        """The neighbourhood of `seeds`, without features and labels."""
+        """Sample the neighbourhood of `seeds` for an epoch; features are added by the loader."""

@@ -5,7 +5,7 @@ from typing import Any
 from gcnzc.graph.dataset import Dataset
 from gcnzc.models import gnn
 from gcnzc.sampling.neighbor import Sampler
-from gcnzc.sampling.protocol import Samples
+from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.train.config import TrainConfig
 
 
@@ -31,7 +31,7 @@ def build_encoder(config: TrainConfig, data: Dataset, num_columns: int) -> gnn.M
     return kind(*sizes, **options, batch_norm=config.batch_norm)
 
 
-def build_sampler(config: TrainConfig, data: Dataset) -> Samples:
+def build_sampler(config: TrainConfig, data: Dataset) -> SamplerProtocol:
     """Build the neighbour sampler that --sampler selects."""
     if config.sampler == "dgl":
         from gcnzc.interop.dgl import DglSampler

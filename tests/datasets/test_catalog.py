@@ -75,7 +75,7 @@ def test_what_a_graph_takes() -> None:
         ("ogbn-arxive", "did you mean ogbn-arxiv"),
         ("papers100M", "did you mean ogbn-papers100M"),
         ("Coar", "did you mean cora"),
-        ("xyz", "known are ogbn-arxiv, ogbn-products"),
+        ("xyz", "available datasets are ogbn-arxiv, ogbn-products"),
     ],
 )
 def test_the_nearest_names_are_suggested(name: str, hint: str) -> None:
@@ -91,8 +91,8 @@ def test_the_nearest_names_are_suggested(name: str, hint: str) -> None:
         ("ogbl_wikikg2", "a knowledge graph"),
         ("ogbl-biokg", "a knowledge graph"),
         ("wikikg90mv2", "a knowledge graph"),
-        ("ogbg-molhiv", "a graph-level set"),
-        ("pcqm4m-v2", "a graph-level set"),
+        ("ogbg-molhiv", "a graph-level dataset"),
+        ("pcqm4m-v2", "a graph-level dataset"),
     ],
 )
 def test_sets_of_other_kinds_are_refused(name: str, kind: str) -> None:
@@ -103,6 +103,6 @@ def test_sets_of_other_kinds_are_refused(name: str, kind: str) -> None:
 
 
 def test_sets_of_links_are_no_node_sets() -> None:
-    with pytest.raises(ValueError, match=r"ogbl_ppa is a link-level set.*\n\nhint: "):
+    with pytest.raises(ValueError, match=r"ogbl_ppa is a link property dataset.*\n\nhint: "):
         catalog.get("ogbl_ppa")
     catalog.refuse_other_kinds("ogbl_ppa", links=True)

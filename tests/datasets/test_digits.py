@@ -3,7 +3,7 @@ import pytest
 from scipy.spatial.distance import cdist
 
 from gcnzc.datasets.digits import digits
-from gcnzc.datasets.rows import in_memory
+from gcnzc.datasets.rows import allocate_in_memory
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def edges(graph):
 
 
 def test_sizes(graph):
-    rows = np.concatenate(list(graph.features.chunks(in_memory)))
+    rows = np.concatenate(list(graph.features.chunks(allocate_in_memory)))
     assert rows.shape == (graph.num_nodes, graph.features.num_columns) == (1797, 64)
     assert (rows.min(), rows.max()) == (0, 1)
     assert np.bincount(graph.labels()).min() > 170
@@ -26,7 +26,7 @@ def test_sizes(graph):
 
 
 def test_every_image_is_joined_to_its_nearest(graph, edges):
-    rows = np.concatenate(list(graph.features.chunks(in_memory)))
+    rows = np.concatenate(list(graph.features.chunks(allocate_in_memory)))
     distance = cdist(rows, rows)
     np.fill_diagonal(distance, np.inf)
     joined = np.zeros((1797, 1797), bool)

@@ -128,9 +128,7 @@ def test_what_broke_off_goes_on_by_itself(site: Site, tmp_path: Path) -> None:
 def test_what_broke_off_goes_on_in_the_next_call(site: Site, tmp_path: Path) -> None:
     here = tmp_path / "downloads"
     site.breaks = [500, 100, 100]
-    with pytest.raises(
-        RuntimeError, match=r"broke off after 700 bytes: .*\n\nhint: is there a net"
-    ):
+    with pytest.raises(RuntimeError, match=r"failed after 700 bytes: .*\n\nhint: is there a net"):
         fetch(site.remote, here)
     assert names(here) == ["tiny.zip.partial", "tiny.zip.partial.json"]
     path = fetch(site.remote, here)
@@ -153,7 +151,7 @@ def test_without_ranges_it_starts_again(site: Site, tmp_path: Path, why: str) ->
 def test_another_version_is_not_mixed_in(site: Site, tmp_path: Path) -> None:
     here = tmp_path / "downloads"
     site.breaks = [500, 0, 0]
-    with pytest.raises(RuntimeError, match="broke off"):
+    with pytest.raises(RuntimeError, match="failed after"):
         fetch(site.remote, here)
     tiny(seed=1).write(tmp_path / "newer")
     site.data, site.stamp = zipped(tmp_path / "newer"), '"two"'
@@ -180,9 +178,7 @@ def test_the_last_byte_had_come(site: Site, tmp_path: Path) -> None:
 def test_without_a_network_the_way_out_is_told(tmp_path: Path) -> None:
     # a port that nobody listens on
     remote = Remote("ogbn-tiny", "http://127.0.0.1:9/tiny.zip", "1")
-    with pytest.raises(
-        RuntimeError, match=r"broke off after 0 bytes.*\n\nhint: is there a network"
-    ):
+    with pytest.raises(RuntimeError, match=r"failed after 0 bytes.*\n\nhint: is there a network"):
         fetch(remote, tmp_path / "downloads")
 
 
@@ -196,7 +192,7 @@ def test_a_file_put_there_by_hand_is_taken(site: Site, tmp_path: Path) -> None:
 
 def test_what_the_server_does_not_have(site: Site, tmp_path: Path) -> None:
     site.status = 404
-    with pytest.raises(RuntimeError, match=r"cannot be had: 404 Not Found\n\nhint: "):
+    with pytest.raises(RuntimeError, match=r"cannot download .*: 404 Not Found\n\nhint: "):
         fetch(site.remote, tmp_path / "downloads")
     assert len(site.asked) == 1
 
@@ -208,7 +204,9 @@ def test_what_is_no_zip_is_removed(site: Site, tmp_path: Path) -> None:
     flipped = good.replace(b"Release note", b"release note")
     for bad in (b"<html>moved</html>", half, flipped):
         site.data = bad
-        with pytest.raises(RuntimeError, match=r"tiny.zip is no whole arch.*\n\nhint: it has been"):
+        with pytest.raises(
+            RuntimeError, match=r"tiny.zip is not a complete arch.*\n\nhint: it has been"
+        ):
             fetch(site.remote, here)
         assert names(here) == []
     site.data = good
@@ -232,7 +230,7 @@ def test_what_the_user_put_there_is_used_and_never_removed(site: Site, tmp_path:
     here.mkdir()
     archive = here / "tiny.zip"
     archive.write_bytes(site.data[:100])
-    with pytest.raises(RuntimeError, match=r"no whole archive.*\n\nhint: remove it"):
+    with pytest.raises(RuntimeError, match=r"not a complete archive.*\n\nhint: remove it"):
         fetch(site.remote, here)
     assert archive.read_bytes() == site.data[:100]
     archive.write_bytes(site.data)
@@ -264,7 +262,7 @@ def test_two_processes_do_not_download_one_file(site: Site, tmp_path: Path) -> N
 def test_a_disk_without_room(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = download.shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(RuntimeError, match=r"bytes are to come, 10 are free\n\nhint: "):
+    with pytest.raises(RuntimeError, match=r"bytes are missing, 10 are free\n\nhint: "):
         fetch(site.remote, tmp_path / "downloads")
 
 
@@ -272,8 +270,8 @@ def test_a_disk_that_fills(site: Site, tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(download, "_go_on", full)
-    with pytest.raises(RuntimeError, match=r"no room for .*partial(.|\n)*what has come is kept"):
+    monkeypatch.setattr(download, "_resume", full)
+    with pytest.raises(RuntimeError, match=r"no space for .*partial(.|\n)*the download resumes"):
         fetch(site.remote, tmp_path / "downloads")
 
 
@@ -294,7 +292,7 @@ def test_names_that_are_not_ogbs() -> None:
     ):
         lookup("ogbn-arxive")
     with pytest.raises(
-        ValueError, match=r"cora is known, but it is not one of OGB's sets\n\nhint: "
+        ValueError, match=r"cora is not a dataset of OGB, and cannot be downloaded\n\nhint: "
     ):
         lookup("cora")
 

@@ -144,7 +144,7 @@ def test_walks_meet_as_often_as_powers_of_the_transition_matrix_say(monkeypatch)
     adjacency |= adjacency.T
     adjacency[0, 1] = adjacency[1, 0] = True
     links = sparse.csr_matrix(adjacency.astype(np.float32))
-    met = module._meetings(links, 0, lambda what, done, total: None).toarray() / 20_000
+    met = module._count_cooccurrences(links, 0, lambda what, done, total: None).toarray() / 20_000
     degrees = adjacency.sum(1)
     step = adjacency / np.maximum(degrees, 1)[:, None]
     expected = sum(np.linalg.matrix_power(step, power) for power in range(1, module.STEPS + 1))
@@ -163,7 +163,7 @@ def test_surprise_is_the_logarithm_of_the_ratio_to_chance(monkeypatch):
     of_node = counts.sum(1)
     with np.errstate(divide="ignore"):
         expected = np.log(counts * of_node.sum() / np.outer(of_node, of_node))
-    found = module._surprise(sparse.csr_matrix(counts.astype(np.float32)))
+    found = module._log_ratios(sparse.csr_matrix(counts.astype(np.float32)))
     np.testing.assert_allclose(found.toarray(), np.maximum(expected, 0), rtol=1e-5, atol=1e-6)
     assert found.nnz == (expected > 0).sum()
 
@@ -175,7 +175,9 @@ def test_leading_vectors_are_those_of_a_dense_factorisation(monkeypatch):
     values = np.zeros(200)
     values[:12] = [40, -35, 30, 25, -20, 15, 12, 10, 2, -1, 1, 0.5]
     dense = (axes * values) @ axes.T
-    found = module._leading(sparse.csr_matrix(dense.astype(np.float32)), 8, 0, lambda *told: None)
+    found = module._leading_vectors(
+        sparse.csr_matrix(dense.astype(np.float32)), 8, 0, lambda *told: None
+    )
     assert found.shape == (200, 8)
     # signs of the columns are arbitrary, the products of rows are not
     expected = (axes[:, :8] * np.abs(values[:8])) @ axes[:, :8].T

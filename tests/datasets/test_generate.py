@@ -4,14 +4,14 @@ import pytest
 from gcnzc.datasets import generate as module
 from gcnzc.datasets.generate import SHAPES, Shape, generate, like, make
 from gcnzc.datasets.ogb import OgbGraph
-from gcnzc.datasets.rows import in_memory, no_progress
+from gcnzc.datasets.rows import allocate_in_memory, no_progress
 
 SMALL = Shape(2000, 9000, 12, 5)
 
 
 def contents(graph):
-    rows = np.concatenate([chunk.copy() for chunk in graph.features.chunks(in_memory)])
-    return [*graph.edges(in_memory, no_progress), rows, *graph.split().values()]
+    rows = np.concatenate([chunk.copy() for chunk in graph.features.chunks(allocate_in_memory)])
+    return [*graph.edges(allocate_in_memory, no_progress), rows, *graph.split().values()]
 
 
 @pytest.mark.parametrize("kind", ["planted", "rmat", "digits"])
@@ -28,7 +28,7 @@ def test_what_is_made_is_read_back(tmp_path, kind, binary):
     assert read.name == "graph"
     assert read.num_classes == made.num_classes
     assert read.best_accuracy == made.best_accuracy
-    assert read.usual().bidirected
+    assert read.edge_defaults().bidirected
     assert read.split_name == "random"
     assert read.origin["generator"] == kind
     assert {what for what, _, _ in told} == {"edges", "features"}
@@ -36,7 +36,7 @@ def test_what_is_made_is_read_back(tmp_path, kind, binary):
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path):
-    with pytest.raises(FileExistsError, match="hint: name another"):
+    with pytest.raises(FileExistsError, match="hint: choose another"):
         make(tmp_path, "digits")
     assert list(tmp_path.iterdir()) == []
 

@@ -4,7 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from gcnzc.datasets.generated import Chunks, in_order, random_parts, stream
+from gcnzc.datasets.generated import Chunks, map_in_order, random_split, random_stream
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
@@ -14,12 +14,12 @@ def test_in_order(threads, count):
         time.sleep(0.001 * (count - index) / 10)
         return index
 
-    assert list(in_order(slow_at_first, count, threads)) == list(range(count))
+    assert list(map_in_order(slow_at_first, count, threads)) == list(range(count))
 
 
 def test_no_more_is_made_ahead_than_threads():
     made = []
-    chunks = in_order(lambda index: made.append(index), 1000, 2)
+    chunks = map_in_order(lambda index: made.append(index), 1000, 2)
     next(chunks)
     time.sleep(0.05)
     assert len(made) <= 4
@@ -35,7 +35,7 @@ def test_what_goes_wrong_on_a_thread_is_raised_and_the_threads_end():
         return index
 
     with pytest.raises(ValueError, match="five"):
-        list(in_order(fail_at_five, 100, 2))
+        list(map_in_order(fail_at_five, 100, 2))
     names = [thread.name for thread in threading.enumerate()]
     assert not any(name.startswith("gcnzc-generate") for name in names)
 
@@ -48,7 +48,7 @@ def test_chunks_cover_the_range():
 
 def test_streams_differ():
     drawn = {
-        stream(*key).integers(2**62).item()
+        random_stream(*key).integers(2**62).item()
         for key in [(0, 0), (0, 1), (1, 0), (0, 0, 1), (0, 1, 1)]
     }
     assert len(drawn) == 5
@@ -57,19 +57,19 @@ def test_streams_differ():
 @pytest.mark.parametrize("num_nodes", [3, 4, 7, 1000])
 def test_random_parts(num_nodes):
     shares = {"train": 0.54, "valid": 0.18, "test": 0.28}
-    parts = random_parts(0, num_nodes, shares)
+    parts = random_split(0, num_nodes, shares)
     ids = np.concatenate(list(parts.values()))
     assert len(np.unique(ids)) == len(ids)
     assert abs(len(ids) - num_nodes) <= 1
     for part, share in shares.items():
         assert abs(len(parts[part]) - share * num_nodes) <= 1
         assert (np.diff(parts[part]) > 0).all()
-    again = random_parts(1, num_nodes, shares)
+    again = random_split(1, num_nodes, shares)
     assert num_nodes < 1000 or (again["train"] != parts["train"]).any()
 
 
 def test_parts_need_not_cover_the_nodes():
-    parts = random_parts(0, 10_000, {"train": 0.01, "valid": 0.0, "test": 0.002})
+    parts = random_split(0, 10_000, {"train": 0.01, "valid": 0.0, "test": 0.002})
     assert [len(parts[part]) for part in ("train", "valid", "test")] == [100, 1, 20]
 
 
@@ -79,4 +79,4 @@ def test_parts_need_not_cover_the_nodes():
 )
 def test_parts_that_are_not_possible(num_nodes, shares):
     with pytest.raises(ValueError, match=f"{num_nodes} nodes cannot be split by"):
-        random_parts(0, num_nodes, shares)
+        random_split(0, num_nodes, shares)

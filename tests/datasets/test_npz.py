@@ -7,7 +7,7 @@ from tiny_graph import tiny
 
 from gcnzc.datasets import rows
 from gcnzc.datasets.npz import NpzGraph
-from gcnzc.datasets.rows import in_memory
+from gcnzc.datasets.rows import allocate_in_memory
 
 
 def test_a_graph(tmp_path: Path) -> None:
@@ -16,13 +16,13 @@ def test_a_graph(tmp_path: Path) -> None:
     assert (found.name, found.num_nodes, found.num_edges) == ("mine", 40, 200)
     assert found.split_name == "standard"
     assert all((found.split()[part] == ids).all() for part, ids in graph.split.items())
-    usual = found.usual()
-    assert usual is not None
-    assert usual.bidirected
-    assert NpzGraph(graph.write_npz(tmp_path / "other.npz")).usual() is None
+    defaults = found.edge_defaults()
+    assert defaults is not None
+    assert defaults.bidirected
+    assert NpzGraph(graph.write_npz(tmp_path / "other.npz")).edge_defaults() is None
     assert found.features is not None
     assert graph.features is not None
-    assert (np.concatenate(list(found.features.chunks(in_memory))) == graph.features).all()
+    assert (np.concatenate(list(found.features.chunks(allocate_in_memory))) == graph.features).all()
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1 << 24])
@@ -42,12 +42,12 @@ def test_sparse_features_are_made_dense(
     }
     found = NpzGraph(graph.but(features=None).write_npz(tmp_path / "a.npz", **parts)).features
     assert found is not None
-    assert (np.concatenate(list(found.chunks(in_memory))) == dense).all()
+    assert (np.concatenate(list(found.chunks(allocate_in_memory))) == dense).all()
     parts["feat_indices"][5] = 9
-    with pytest.raises(ValueError, match="columns 0 to 9 are named, but there are 9"):
+    with pytest.raises(ValueError, match="column indices are from 0 to 9, but there are 9 columns"):
         NpzGraph(graph.but(features=None).write_npz(tmp_path / "b.npz", **parts))
     parts["feat_indptr"][3] = 1000
-    with pytest.raises(ValueError, match="offsets of the sparse rows do not rise"):
+    with pytest.raises(ValueError, match="offsets of the sparse rows do not increase"):
         NpzGraph(graph.but(features=None).write_npz(tmp_path / "c.npz", **parts))
 
 
@@ -62,11 +62,11 @@ def test_add_inverse_edge_is_read_as_yes_or_no(tmp_path: Path, value: Any, once:
     path = tiny().write_npz(tmp_path / "a.npz", add_inverse_edge=np.array(value))
     if once is None:
         with pytest.raises(ValueError, match=r"add_inverse_edge is 1.0, which is neither"):
-            NpzGraph(path).usual()
+            NpzGraph(path).edge_defaults()
         return
-    usual = NpzGraph(path).usual()
-    assert usual is not None
-    assert usual.bidirected == once
+    defaults = NpzGraph(path).edge_defaults()
+    assert defaults is not None
+    assert defaults.bidirected == once
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_add_inverse_edge_is_read_as_yes_or_no(tmp_path: Path, value: Any, once:
 def test_add_inverse_edge_that_is_neither_yes_nor_no(tmp_path: Path, value: Any) -> None:
     path = tiny().write_npz(tmp_path / "a.npz", add_inverse_edge=np.array(value))
     with pytest.raises(ValueError, match=r"neither true nor false\n\nhint: "):
-        NpzGraph(path).usual()
+        NpzGraph(path).edge_defaults()
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_add_inverse_edge_that_is_neither_yes_nor_no(tmp_path: Path, value: Any)
         ({"feat_shape": np.array([40, 2**40])}, "rows of 1,099,511,627,776 columns"),
         ({"feat_shape": np.array([40, -1])}, "rows of -1 columns"),
         ({"feat_indptr": np.zeros(40, np.int64)}, "feat_indptr has the shape"),
-        ({"feat_indices": np.zeros((0, 2), np.int64)}, "the parts of sparse rows"),
-        ({"feat_indptr": np.zeros(41)}, "the parts of sparse rows"),
+        ({"feat_indices": np.zeros((0, 2), np.int64)}, "the CSR arrays indptr, indices and values"),
+        ({"feat_indptr": np.zeros(41)}, "the CSR arrays indptr, indices and values"),
         ({"edge_index": np.empty((2, 0), np.int64)}, r"no edges: edge_index has shape \(2, 0\)"),
         ({"edge_index": np.array(3)}, "no edges"),
-        ({"node_label": np.array(3)}, "a single number as node_label"),
+        ({"node_label": np.array(3)}, "node_label is a scalar"),
     ],
 )
 def test_arrays_that_do_not_fit_each_other(

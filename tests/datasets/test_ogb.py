@@ -19,7 +19,7 @@ from tiny_graph import Tiny, tiny
 from gcnzc.datasets import ogb
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph, meta_dict
-from gcnzc.datasets.rows import Rows, converted, in_memory, no_progress, stored_dtype
+from gcnzc.datasets.rows import Rows, allocate_in_memory, convert_chunks, no_progress, stored_dtype
 
 BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binary"])
 
@@ -27,18 +27,18 @@ BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binar
 def features_of(graph: OgbGraph, allow_nan: bool = False) -> NDArray[Any]:
     assert graph.features is not None
     dtype = stored_dtype(graph.features, None)
-    chunks = converted(graph.features, dtype, allow_nan, in_memory, no_progress)
+    chunks = convert_chunks(graph.features, dtype, allow_nan, allocate_in_memory, no_progress)
     return np.concatenate([chunk.copy() for chunk in chunks])
 
 
 def edges_of(graph: OgbGraph) -> NDArray[Any]:
-    return np.stack(graph.edges(in_memory, no_progress))
+    return np.stack(graph.edges(allocate_in_memory, no_progress))
 
 
 def usual_of(graph: OgbGraph) -> tuple[bool, str]:
-    usual = graph.usual()
-    assert usual is not None
-    return usual.bidirected, usual.duplicates
+    defaults = graph.edge_defaults()
+    assert defaults is not None
+    return defaults.bidirected, defaults.duplicates
 
 
 def assert_same(found: OgbGraph, graph: Tiny) -> None:
@@ -103,7 +103,7 @@ def test_rows_may_come_in_chunks(tmp_path: Path, binary: bool) -> None:
 def test_too_few_rows_leave_nothing(tmp_path: Path) -> None:
     graph = tiny()
     assert graph.features is not None
-    with pytest.raises(ValueError, match=r"39 rows of features came for 40 nodes\n\nhint: "):
+    with pytest.raises(ValueError, match=r"39 rows of features for 40 nodes\n\nhint: "):
         graph.but(features=in_chunks(graph.features[:39], 7)).write(tmp_path / "a")
     with pytest.raises(ValueError, match=r"39 rows of features for 40 nodes\n\nhint: "):
         graph.but(features=graph.features[:39]).write(tmp_path / "a")
@@ -112,7 +112,7 @@ def test_too_few_rows_leave_nothing(tmp_path: Path) -> None:
 
 def test_what_exists_is_not_written_over(tmp_path: Path) -> None:
     tiny().write(tmp_path / "a")
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         tiny().write(tmp_path / "a")
 
 
@@ -178,7 +178,7 @@ def test_a_name_brings_what_is_known_of_it(tmp_path: Path) -> None:
     assert usual_of(OgbGraph(path, "ogbn-papers100M")) == (False, "keep")
     assert usual_of(OgbGraph(path, "ogbn-arxiv")) == (True, "remove")
     assert OgbGraph(path).num_classes is None
-    assert OgbGraph(path).usual() is None
+    assert OgbGraph(path).edge_defaults() is None
 
 
 def test_the_name_of_a_folder_is_believed_only_with_its_sizes(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_the_name_of_a_folder_is_believed_only_with_its_sizes(tmp_path: Path) ->
 def test_a_release_file_tells_the_name_too(shared_data: Path, tmp_path: Path) -> None:
     path = tmp_path / "a"
     shutil.copytree(shared_data / "ogb/arxiv_nofeat", path)
-    assert OgbGraph(path).usual() is None
+    assert OgbGraph(path).edge_defaults() is None
     (path / "RELEASE_v1.txt").write_text("# Release note for ogbn-arxiv\n\n### v1: today")
     assert OgbGraph(path).name == "ogbn-arxiv"
     assert usual_of(OgbGraph(path)) == (True, "remove")
@@ -225,8 +225,8 @@ def test_the_split_is_the_usual_or_the_only_or_the_asked(tmp_path: Path) -> None
         ("raw/num-node-dict.csv.gz", "is heterogeneous"),
         ("raw/edge_index_dict.npz", "is heterogeneous"),
         ("processed/paper/node_feat.npy", "is heterogeneous"),
-        ("raw/graph-label.npz", "is a graph-level set"),
-        ("split/time/train.pt", "is a link-level set"),
+        ("raw/graph-label.npz", "is a graph-level dataset"),
+        ("split/time/train.pt", "is a link property dataset"),
     ],
 )
 def test_other_kinds_are_told_by_their_files(tmp_path: Path, file: str, words: str) -> None:
@@ -248,7 +248,7 @@ def test_other_kinds_are_told_by_their_names(tmp_path: Path) -> None:
 def test_many_graphs_are_a_graph_level_set(tmp_path: Path) -> None:
     path = tiny().write(tmp_path / "a", binary=False)
     rewrite(path / "raw/num-node-list.csv.gz", lambda text: text + b"7\n")
-    with pytest.raises(ValueError, match="holds 2 graphs: it is a graph-level set"):
+    with pytest.raises(ValueError, match="contains 2 graphs: it is a graph-level dataset"):
         OgbGraph(path)
 
 
@@ -285,7 +285,11 @@ def test_a_broken_file_is_named(tmp_path: Path, file: str) -> None:
     cut = whole[: len(whole) // 2]
     wrong = bytearray(whole)
     wrong[-6] ^= 1
-    for broken, words in ((cut, "is cut short"), (b"words", "no gzip file"), (wrong, "no gzip")):
+    for broken, words in (
+        (cut, "is truncated"),
+        (b"words", "not a gzip file"),
+        (wrong, "not a gzip"),
+    ):
         (path / file).write_bytes(broken)
         with pytest.raises(ValueError, match=rf"{file} .*{words}.*\n\nhint: "):
             read_all(path)
@@ -298,8 +302,8 @@ def test_a_broken_file_is_named(tmp_path: Path, file: str) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        ("raw/edge", line(3, b"1"), "edge.csv.gz has '' in line 4, which is no whole number"),
-        ("raw/edge", line(3, b"1,2,3"), "no table of numbers: Error tokenizing"),
+        ("raw/edge", line(3, b"1"), "edge.csv.gz has '' in line 4, which is not an integer"),
+        ("raw/edge", line(3, b"1,2,3"), "not a table of numbers: Error tokenizing"),
         ("raw/edge", line(3, b"1,2.5"), "has 2.5 in line 4"),
         ("raw/edge", line(3, b"1,inf"), "has inf in line 4"),
         ("raw/edge", line(3, b"1,node"), "has 'node' in line 4"),
@@ -307,18 +311,18 @@ def test_a_broken_file_is_named(tmp_path: Path, file: str) -> None:
         ("raw/edge", line(3, b"-1,2"), "edge 3 has the node -1"),
         ("raw/edge", line(3, b"1,99999999999999999999"), "edge.csv.gz"),
         ("raw/edge", lambda text: text + b"1,2\n", "has more than 200 edges"),
-        ("raw/edge", line(199, b""), "has 199 edges, but the number beside it is 200"),
+        ("raw/edge", line(199, b""), "has 199 edges, but the stored number of edges is 200"),
         ("raw/edge", lambda text: b"", "edge.csv.gz has 1 columns, not 2"),
         ("raw/edge", lambda text: text.replace(b",", b";"), "has 1 columns, not 2"),
         ("raw/edge", lambda text: b"from,to\n" + text, "has 'from' in line 1"),
-        ("raw/node-feat", line(3, b"1,2,3,4"), "no table of numbers: could not convert"),
-        ("raw/node-feat", line(3, b"1,2,3,4,5,6"), "no table of numbers: Error tokenizing"),
-        ("raw/node-feat", line(3, b"1,2,x,4,5"), "no table of numbers: could not convert"),
+        ("raw/node-feat", line(3, b"1,2,3,4"), "not a table of numbers: could not convert"),
+        ("raw/node-feat", line(3, b"1,2,3,4,5,6"), "not a table of numbers: Error tokenizing"),
+        ("raw/node-feat", line(3, b"1,2,x,4,5"), "not a table of numbers: could not convert"),
         ("raw/node-feat", line(3, b"1,2,nan,4,5"), "nan in row 3, column 2"),
         ("raw/node-feat", line(3, b"1,2,-inf,4,5"), "-inf in row 3, column 2"),
         ("raw/node-feat", line(39, b""), "has 39 rows of features for 40 nodes"),
         ("raw/node-feat", lambda text: text + b"1,2,3,4,5\n", "rows of features for 40 nodes"),
-        ("raw/node-label", line(3, b"one"), "node-label.csv.gz is no table of numbers"),
+        ("raw/node-label", line(3, b"one"), "node-label.csv.gz is not a table of numbers"),
         ("raw/num-node-list", line(0, b"many"), "has 'many' in line 1"),
         ("split/random/valid", line(0, b"0.5"), "valid.csv.gz has 0.5 in line 1"),
     ],
@@ -344,16 +348,18 @@ def test_a_number_of_edges_that_is_not_that_of_the_archive(tmp_path: Path) -> No
     with np.load(path / "raw/data.npz") as archive:
         arrays = dict(archive)
     np.savez(path / "raw/data.npz", **(arrays | {"num_edges_list": np.array([7])}))
-    with pytest.raises(ValueError, match=r"the shape \(2, 200\) of edges, but the number .* is 7"):
+    with pytest.raises(
+        ValueError, match=r"the shape \(2, 200\) of edges, but the stored number of edges is 7"
+    ):
         edges_of(OgbGraph(path))
 
 
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ("{", "does not say what is to be learned"),
-        ("{}", "does not say what is to be learned: KeyError"),
-        ("[]", "does not say what is to be learned: TypeError"),
+        ("{", "does not describe a task"),
+        ("{}", "does not describe a task: KeyError"),
+        ("[]", "does not describe a task: TypeError"),
         (
             '{"task type": "regression", "eval metric": "rmse", "num classes": -1, '
             '"add_inverse_edge": "False"}',
@@ -362,7 +368,7 @@ def test_a_number_of_edges_that_is_not_that_of_the_archive(tmp_path: Path) -> No
         (
             '{"task type": "binary classification", "eval metric": "ap", "num classes": 2, '
             '"add_inverse_edge": "False"}',
-            "the metric ap is not known",
+            "unknown metric ap",
         ),
     ],
 )
@@ -442,8 +448,8 @@ def test_nothing_else_is_unpickled(tmp_path: Path, split: Any) -> None:
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        ({"train": np.arange(3)}, "is no dict of train, valid, test"),
-        ([1, 2, 3], "is no dict of train, valid, test"),
+        ({"train": np.arange(3)}, "is not a dict of train, valid, test"),
+        ([1, 2, 3], "is not a dict of train, valid, test"),
         ({part: {"paper": np.arange(3)} for part in ("train", "valid", "test")}, "heterogeneous"),
     ],
 )

@@ -13,23 +13,23 @@ import torch
 from gcnzc import load, prepare
 from gcnzc.datasets.ogb import OgbGraph
 from gcnzc.datasets.ogb_link import KNOWN, OgbLinkGraph, is_link_layout, write
-from gcnzc.datasets.source import LinkParts
+from gcnzc.datasets.source import EdgeSplitArrays
 from gcnzc.graph.load import info
 
 PARTS = ("train", "valid", "test")
 
 
-def parts(ranked: bool = False, metric: str = "hits@50") -> LinkParts:
+def parts(ranked: bool = False, metric: str = "hits@50") -> EdgeSplitArrays:
     random = np.random.default_rng(0)
     sizes = {"train": 60, "valid": 7, "test": 9}
     edges = {part: random.integers(0, 40, (2, size)) for part, size in sizes.items()}
     negatives = {
         part: random.integers(0, 40, (sizes[part], 11) if ranked else (2, 30)) for part in PARTS[1:]
     }
-    return LinkParts(edges, negatives, "mrr" if ranked else metric, "time")
+    return EdgeSplitArrays(edges, negatives, "mrr" if ranked else metric, "time")
 
 
-def written(path: Path, links: LinkParts, **how) -> Path:
+def written(path: Path, links: EdgeSplitArrays, **how) -> Path:
     features = np.random.default_rng(1).random((40, 3)).astype(np.float32)
     write(path, links.edges["train"], 40, links, **{"features": features, **how})
     return path
@@ -40,7 +40,7 @@ def test_read_as_written(tmp_path, ranked):
     links = parts(ranked)
     path = written(tmp_path / "a", links, add_inverse_edge=True)
     assert is_link_layout(path)
-    with pytest.raises(ValueError, match="is a link-level set"):
+    with pytest.raises(ValueError, match="is a link property dataset"):
         OgbGraph(path)
     prepare(path, tmp_path / "prepared")
     for data in (load(path), load(tmp_path / "prepared")):
@@ -71,9 +71,9 @@ def test_known_sets_need_no_file_beside_them(tmp_path, name):
     for source in (OgbLinkGraph(path), OgbLinkGraph(path, name)):
         assert source.name == name
         assert source.links().metric == KNOWN[name].metric
-        usual = source.usual()
-        assert usual.bidirected
-        assert usual.duplicates == ("remove" if KNOWN[name].symmetric else "keep")
+        defaults = source.edge_defaults()
+        assert defaults.bidirected
+        assert defaults.duplicates == ("remove" if KNOWN[name].symmetric else "keep")
 
 
 def test_a_set_that_nothing_is_known_of(tmp_path):
@@ -82,7 +82,7 @@ def test_a_set_that_nothing_is_known_of(tmp_path):
         (path / "task.json").unlink()
         source = OgbLinkGraph(path)
         assert source.links().metric == metric
-        assert source.usual() is None
+        assert source.edge_defaults() is None
 
 
 def test_parts_may_be_tensors_and_have_more_in_them(tmp_path):
@@ -101,7 +101,7 @@ def test_parts_may_be_tensors_and_have_more_in_them(tmp_path):
     [
         (lambda told: told.pop("edge_neg"), "has no edge_neg"),
         (lambda told: told.pop("edge"), "has no edges"),
-        (lambda told: (told.pop("edge"), told.update(head=1)), "a set of triples"),
+        (lambda told: (told.pop("edge"), told.update(head=1)), "but triples"),
         (lambda told: told.update(edge=told["edge"][:, :1]), "shape"),
         (lambda told: told.update(edge=told["edge"] + 0.5), "float64"),
         (lambda told: told.update(edge=torch.empty(0, 2).long()), "no test edges"),
@@ -136,7 +136,7 @@ def test_the_metric_goes_with_the_negatives(tmp_path):
     with pytest.raises(ValueError, match="the metric is mrr, but the negatives are not"):
         load(path)
     (path / "task.json").write_text("{")
-    with pytest.raises(ValueError, match=r"task\.json is no JSON"):
+    with pytest.raises(ValueError, match=r"task\.json is not valid JSON"):
         load(path)
 
 

@@ -6,8 +6,8 @@ import scipy.sparse
 
 from gcnzc.datasets import planted as module
 from gcnzc.datasets.generated import Chunks
-from gcnzc.datasets.planted import Blocks, log_posterior, planted
-from gcnzc.datasets.rows import in_memory
+from gcnzc.datasets.planted import BlockModel, log_posterior, planted
+from gcnzc.datasets.rows import allocate_in_memory
 
 
 def edges_of(graph):
@@ -15,7 +15,7 @@ def edges_of(graph):
 
 
 def features_of(graph):
-    return np.concatenate(list(graph.features.chunks(in_memory)))
+    return np.concatenate(list(graph.features.chunks(allocate_in_memory)))
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_the_oracle_of_some_nodes_reads_features_in_chunks(graph):
 
 
 def test_edges_between_communities_at_homophily_1():
-    blocks = Blocks(
+    blocks = BlockModel(
         np.array([0.5, 0.5]),
         np.zeros((2, 1), np.float32),
         np.ones(1),
@@ -214,7 +214,7 @@ def test_no_honest_guess_beats_the_best_accuracy(graph, edges, community):
 
 
 def test_only_so_many_nodes_are_asked(monkeypatch, graph):
-    monkeypatch.setattr(module, "ASKED_NUMBERS", 10 * 5000)
+    monkeypatch.setattr(module, "MAX_POSTERIOR_VALUES", 10 * 5000)
     some = planted(60_000, 400_000, 32, 10, seed=3)
     assert some.best_accuracy != graph.best_accuracy
     assert abs(some.best_accuracy - graph.best_accuracy) < 0.02

@@ -4,8 +4,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from gcnzc.datasets.rmat import QUADRANTS, rename, rmat
-from gcnzc.datasets.rows import in_memory
+from gcnzc.datasets.rmat import QUADRANTS, permute_ids, rmat
+from gcnzc.datasets.rows import allocate_in_memory
 
 
 def edges_of(graph):
@@ -16,7 +16,9 @@ def edges_of(graph):
 def test_threads_do_not_matter(threads):
     one, many = (rmat(1000, 200_000, 3, 7, seed=5, threads=number) for number in (1, threads))
     np.testing.assert_array_equal(edges_of(one), edges_of(many))
-    rows = [np.concatenate(list(graph.features.chunks(in_memory))) for graph in (one, many)]
+    rows = [
+        np.concatenate(list(graph.features.chunks(allocate_in_memory))) for graph in (one, many)
+    ]
     np.testing.assert_array_equal(*rows)
 
 
@@ -53,8 +55,8 @@ def test_hubs_are_as_expected_at_any_number_of_bits(num_bits):
 @pytest.mark.parametrize("num_bits", [0, 1, 2, 9, 16])
 def test_rename_is_a_permutation(num_bits):
     ids = np.arange(1 << num_bits)
-    rename(ids, num_bits, [0x5851F42D4C957F2D, 0x9E37])
-    rename(ids, num_bits, [12345, 77])
+    permute_ids(ids, num_bits, [0x5851F42D4C957F2D, 0x9E37])
+    permute_ids(ids, num_bits, [12345, 77])
     np.testing.assert_array_equal(np.sort(ids), np.arange(1 << num_bits))
     assert num_bits < 9 or (ids != np.arange(1 << num_bits)).mean() > 0.9
 
@@ -74,7 +76,7 @@ def test_labels_and_features():
     graph = rmat(50_000, 10, 4, 5)
     counts = np.bincount(graph.labels(), minlength=5)
     assert (abs(counts - 10_000) < 400).all()
-    features = np.concatenate(list(graph.features.chunks(in_memory)))
+    features = np.concatenate(list(graph.features.chunks(allocate_in_memory)))
     assert features.shape == (50_000, 4)
     assert features.dtype == np.float32
     assert -1 <= features.min() < -0.99

@@ -9,14 +9,14 @@ from gcnzc.datasets import rows
 from gcnzc.datasets.rows import (
     Csr,
     Rows,
+    allocate_in_memory,
     as_bytes,
     chunk_rows,
-    converted,
-    in_memory,
+    convert_chunks,
     no_progress,
-    normalized,
-    rows_of_array,
-    rows_of_csr,
+    normalize_rows,
+    rows_from_array,
+    rows_from_csr,
     stored_dtype,
 )
 
@@ -24,7 +24,7 @@ TABLE = np.random.default_rng(0).standard_normal((50, 7)).astype(np.float32)
 
 
 def all_of(table: Rows, dtype: Any = np.float32, allow_nan: bool = False) -> NDArray[Any]:
-    parts = converted(table, np.dtype(dtype), allow_nan, in_memory, no_progress)
+    parts = convert_chunks(table, np.dtype(dtype), allow_nan, allocate_in_memory, no_progress)
     return np.concatenate([part.copy() for part in parts])
 
 
@@ -33,8 +33,8 @@ def all_of(table: Rows, dtype: Any = np.float32, allow_nan: bool = False) -> NDA
 def test_rows_of_an_array(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, dtype: str) -> None:
     monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
     table = TABLE.astype(dtype)
-    assert (all_of(rows_of_array(table, "here")) == table.astype(np.float32)).all()
-    assert (all_of(rows_of_array(table[::2, 1:4], "here")) == table[::2, 1:4]).all()
+    assert (all_of(rows_from_array(table, "here")) == table.astype(np.float32)).all()
+    assert (all_of(rows_from_array(table[::2, 1:4], "here")) == table[::2, 1:4]).all()
 
 
 def test_a_chunk_has_at_least_one_row() -> None:
@@ -45,13 +45,13 @@ def test_a_chunk_has_at_least_one_row() -> None:
 
 @pytest.mark.parametrize("table", [np.zeros(3), np.zeros((3, 2), "U1"), np.zeros((3, 2), complex)])
 def test_what_is_no_table(table: NDArray[Any]) -> None:
-    with pytest.raises(ValueError, match=r"here has shape .* no table of numbers\n\nhint: "):
-        rows_of_array(table, "here")
+    with pytest.raises(ValueError, match=r"here has shape .* not a table of numbers\n\nhint: "):
+        rows_from_array(table, "here")
 
 
 def test_half_precision_stays_and_all_else_is_single() -> None:
     for kind, expected in (("float16", "float16"), ("float64", "float32"), ("int8", "float32")):
-        table = rows_of_array(TABLE.astype(kind), "here")
+        table = rows_from_array(TABLE.astype(kind), "here")
         assert stored_dtype(table, None) == expected
         assert stored_dtype(table, "float16") == "float16"
 
@@ -61,8 +61,8 @@ def test_numbers_that_are_not_finite(bad: float, words: str) -> None:
     table = TABLE.copy()
     table[30, 4] = bad
     with pytest.raises(ValueError, match=rf"here: {words} in row 30, column 4\n\nhint: "):
-        all_of(rows_of_array(table, "here"))
-    assert np.array_equal(all_of(rows_of_array(table, "here"), allow_nan=True), table, True)
+        all_of(rows_from_array(table, "here"))
+    assert np.array_equal(all_of(rows_from_array(table, "here"), allow_nan=True), table, True)
 
 
 @pytest.mark.parametrize(("large", "dtype"), [(1e5, "float16"), (1e300, "float32")])
@@ -70,7 +70,7 @@ def test_numbers_that_do_not_fit(large: float, dtype: str) -> None:
     table = TABLE.astype(np.float64)
     table[30, 4] = large
     with pytest.raises(ValueError, match=rf"in row 30 is too large for {dtype}\n\nhint: "):
-        all_of(rows_of_array(table, "here"), dtype, allow_nan=True)
+        all_of(rows_from_array(table, "here"), dtype, allow_nan=True)
 
 
 @pytest.mark.parametrize("found", [49, 51])
@@ -92,7 +92,7 @@ def csr_of(dense: NDArray[Any]) -> Csr:
 
 def test_equal_positions_add_up() -> None:
     csr = Csr(np.array([0, 3, 3]), np.array([1, 1, 0]), np.array([2.0, 3.0, 4.0]))
-    assert all_of(rows_of_csr(csr, 3, "here")).tolist() == [[4, 5, 0], [0, 0, 0]]
+    assert all_of(rows_from_csr(csr, 3, "here")).tolist() == [[4, 5, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("dense", [True, False])
@@ -104,10 +104,10 @@ def test_rows_are_scaled_to_the_sum_one(
     table = np.where(TABLE > 0.5, TABLE, 0)
     table[3] = 0
     table[4, :2] = -1, 2
-    given = rows_of_array(table, "here") if dense else rows_of_csr(csr_of(table), 7, "here")
+    given = rows_from_array(table, "here") if dense else rows_from_csr(csr_of(table), 7, "here")
     sums = np.abs(table.astype(np.float64)).sum(1, keepdims=True)
     expected = table / np.where(sums == 0, 1, sums)
-    np.testing.assert_allclose(all_of(normalized(given)), expected, rtol=1e-6)
+    np.testing.assert_allclose(all_of(normalize_rows(given)), expected, rtol=1e-6)
 
 
 def test_bytes_are_in_the_order_of_the_elements() -> None:
@@ -116,5 +116,7 @@ def test_bytes_are_in_the_order_of_the_elements() -> None:
 
 
 def test_too_little_memory_is_told() -> None:
-    with pytest.raises(RuntimeError, match=r"no memory for x: .* bytes\n\nhint: `gcnzc prepare`"):
-        in_memory("x", 1 << 60, np.int8)
+    with pytest.raises(
+        RuntimeError, match=r"not enough memory for x: .* bytes\n\nhint: `gcnzc prepare`"
+    ):
+        allocate_in_memory("x", 1 << 60, np.int8)

@@ -10,7 +10,7 @@ from gcnzc.datasets.source import (
     clean_labels,
     clean_split,
     count_classes,
-    guess,
+    guess_edge_defaults,
     has_label,
     node_dtype,
 )
@@ -47,9 +47,9 @@ def test_missing_labels_of_several_tasks_stay() -> None:
 @pytest.mark.parametrize(
     ("raw", "num_classes", "words"),
     [
-        ([0, 3, 1], 3, r"node 1 has the label 3, which is no class \(0 to 2\)"),
-        ([0, -2, 1], None, r"node 1 has the label -2, .* \(classes count from 0, "),
-        ([0, 2**40, 1], None, "node 1 has the label 1099511627776, which is no class"),
+        ([0, 3, 1], 3, r"node 1 has the label 3, which is not a class \(0 to 2\)"),
+        ([0, -2, 1], None, r"node 1 has the label -2, .* \(classes start at 0 and "),
+        ([0, 2**40, 1], None, "node 1 has the label 1099511627776, which is not a class"),
         ([0, 1, 1], 2**40, "1,099,511,627,776 classes for 3 nodes"),
         ([0, 0.5, 1], None, "node 1 has the label 0.5"),
         ([0, np.inf, 1], None, "node 1 has the label inf"),
@@ -97,20 +97,23 @@ def test_nodes_without_a_label_leave_their_part() -> None:
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        (parts(test=np.empty(0, int)), r"the test part is empty\n\nhint: "),
-        (parts(test=np.empty(0)), r"the test part is empty\n\nhint: "),
-        (parts(valid=(2,)), "the valid part is empty: its 1 nodes have no label"),
-        (parts(train=(0, 3)), "node 3 is in the train part and in the test part; 1 nodes are"),
-        (parts(valid=(0, 3)), "node 0 is in the train part and in the valid part"),
-        (parts(train=(0, 4, 0)), "the train part names the node 0 twice"),
-        (parts(train=(0, 6)), "the train part names the node 6, but nodes are 0 to 5"),
-        (parts(train=(0, -1)), "the train part names the node -1"),
+        (parts(test=np.empty(0, int)), r"the test split is empty\n\nhint: "),
+        (parts(test=np.empty(0)), r"the test split is empty\n\nhint: "),
+        (parts(valid=(2,)), "the valid split is empty: its 1 nodes have no label"),
+        (
+            parts(train=(0, 3)),
+            "node 3 is in the train split and in the test split \\(1 overlapping nodes\\)",
+        ),
+        (parts(valid=(0, 3)), "node 0 is in the train split and in the valid split"),
+        (parts(train=(0, 4, 0)), "the train split contains node 0 twice"),
+        (parts(train=(0, 6)), "the train split contains node 6, but nodes are 0 to 5"),
+        (parts(train=(0, -1)), "the train split contains node -1"),
         (
             parts(valid=(False, True, False, False, False, False)),
-            "the valid part is a mask of type bool over the 6 nodes(?s:.*)hint: .*flatnonzero",
+            "the valid split is a mask of type bool over the 6 nodes(?s:.*)hint: .*flatnonzero",
         ),
-        (parts(test=(0, 1, 0, 1, 0, 0)), "the test part is a mask of type int64"),
-        (parts(train=(0, 0.5)), "the train part has numbers of type float64"),
+        (parts(test=(0, 1, 0, 1, 0, 0)), "the test split is a mask of type int64"),
+        (parts(train=(0, 0.5)), "the train split has ids of type float64"),
     ],
 )
 def test_splits_that_cannot_be_used(split: dict[str, NDArray[Any]], words: str) -> None:
@@ -148,5 +151,5 @@ def test_edges_that_all_point_one_way_are_stored_once(
     chunk: int,
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
-    found = guess((np.array(sources), np.array(destinations)))
+    found = guess_edge_defaults((np.array(sources), np.array(destinations)))
     assert (found.bidirected, found.duplicates) == (once, "keep")

@@ -15,7 +15,7 @@ import pytest
 
 from gcnzc.datasets import store
 from gcnzc.datasets.meta import checksum_of
-from gcnzc.datasets.rows import converted, in_memory, no_progress, rows_of_array
+from gcnzc.datasets.rows import allocate_in_memory, convert_chunks, no_progress, rows_from_array
 
 ABOUT: dict[str, Any] = {
     "name": "mine",
@@ -47,13 +47,13 @@ def write_graph(writer: store.Writer) -> None:
 
 
 def write(dest: Path, table: np.ndarray | None = TABLE, pitch_bytes: int = 16) -> Path:
-    with store.building(dest) as folder:
+    with store.atomic_folder(dest) as folder:
         writer = store.Writer(folder)
         write_graph(writer)
         about = None
         if table is not None:
-            rows = rows_of_array(table, "table")
-            chunks = converted(rows, rows.dtype, False, in_memory, no_progress)
+            rows = rows_from_array(table, "table")
+            chunks = convert_chunks(rows, rows.dtype, False, allocate_in_memory, no_progress)
             writer.save_rows("features.npy", rows, rows.dtype, pitch_bytes, chunks)
             about = {"kind": "dense", "columns": table.shape[1], "finite": True}
             about |= {"dtype": str(table.dtype), "pitch_bytes": pitch_bytes}
@@ -68,11 +68,11 @@ SCALES = np.array([1, 0.5, 3, 0.25, 2], np.float32)
 def write_codes(dest: Path, **told: Any) -> Path:
     about = {"kind": "codes", "columns": 3, "dtype": "int8", "finite": True, "pitch_bytes": 16}
     about |= {"scales": "row", "scale_columns": None}
-    with store.building(dest) as folder:
+    with store.atomic_folder(dest) as folder:
         writer = store.Writer(folder)
         write_graph(writer)
-        rows = rows_of_array(CODES, "codes")
-        writer.save_rows("features.npy", rows, rows.dtype, 16, rows.chunks(in_memory))
+        rows = rows_from_array(CODES, "codes")
+        writer.save_rows("features.npy", rows, rows.dtype, 16, rows.chunks(allocate_in_memory))
         writer.save("features_scales.npy", SCALES)
         writer.finish(ABOUT | {"features": about | told})
     return dest
@@ -87,7 +87,7 @@ def test_codes_are_opened_as_codes(tmp_path: Path) -> None:
     assert (found.codes.array == CODES).all()
     assert (found.codes.scales == SCALES).all()
     assert found.rows is not None
-    (rows,) = found.rows.chunks(in_memory)
+    (rows,) = found.rows.chunks(allocate_in_memory)
     assert (rows == CODES * SCALES[:, None]).all()
     store.verify(tmp_path / "a")
     path = tmp_path / "a" / "features_scales.npy"
@@ -176,7 +176,7 @@ def test_opening_takes_no_time_whatever_the_size(tmp_path: Path) -> None:
         dtype = np.dtype(entry["dtype"])
         entry |= {"shape": shape, "bytes": 4096 + math.prod(shape) * dtype.itemsize}
         with (folder / name).open("wb") as file:
-            file.write(store._header(shape, dtype))
+            file.write(store._npy_header(shape, dtype))
             # 128 GiB of features that take no room: a hole
             file.truncate(entry["bytes"])
             if name == "indptr.npy":
@@ -195,21 +195,21 @@ def test_opening_takes_no_time_whatever_the_size(tmp_path: Path) -> None:
     [
         ("features.npy", lambda data: data[:-1], ValueError, "has 4,175 bytes, but.*4,176"),
         ("indices.npy", lambda data: data + b"0", ValueError, "indices.npy has 4,113 bytes"),
-        ("labels.npy", None, FileNotFoundError, "no file .*labels.npy, which meta.json names"),
-        ("indptr.npy", lambda data: data.replace(b"i8", b"u8"), ValueError, "does not begin as"),
-        ("meta.json", lambda data: data[:-9], ValueError, "meta.json is no JSON"),
-        ("meta.json", lambda data: b"{}", ValueError, "not that of a prepared graph"),
+        ("labels.npy", None, FileNotFoundError, "no file .*labels.npy, which meta.json lists"),
+        ("indptr.npy", lambda data: data.replace(b"i8", b"u8"), ValueError, "has no header of"),
+        ("meta.json", lambda data: data[:-9], ValueError, "meta.json is not valid JSON"),
+        ("meta.json", lambda data: b"{}", ValueError, "is not the meta.json of a prepared folder"),
         (
             "meta.json",
             lambda data: data.replace(b'"version": 1', b'"version": 7'),
             ValueError,
-            "is of format version 7, but this gcnzc reads version 1",
+            "has format version 7, but this version of gcnzc reads 1",
         ),
         (
             "meta.json",
             lambda data: data.replace(b'"version"', b'"edition"'),
             ValueError,
-            "is of format version None",
+            "has format version None",
         ),
         (
             "meta.json",
@@ -242,7 +242,7 @@ def test_a_file_that_meta_json_does_not_name(tmp_path: Path) -> None:
     meta = json.loads(path.read_text())
     del meta["files"]["split/valid.npy"]
     write_meta(path.parent, meta)
-    with pytest.raises(ValueError, match=r"does not name 'split/valid.npy'\n\nhint: "):
+    with pytest.raises(ValueError, match=r"does not list 'split/valid.npy'\n\nhint: "):
         store.open_folder(tmp_path / "a")
 
 
@@ -259,14 +259,14 @@ def test_verify_names_the_file_with_a_wrong_bit(tmp_path: Path, name: str) -> No
 
 def test_what_exists_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(FileExistsError, match=r"a exists already\n\nhint: "):
+    with pytest.raises(FileExistsError, match=r"a already exists\n\nhint: "):
         write(tmp_path / "a")
     assert files(tmp_path) == ["a"]
 
 
 def test_what_comes_to_exist_meanwhile_is_not_written_over(tmp_path: Path) -> None:
     def build() -> None:
-        with store.building(tmp_path / "a") as folder:
+        with store.atomic_folder(tmp_path / "a") as folder:
             (folder / "new").write_text("")
             (tmp_path / "a").mkdir()
 
@@ -278,7 +278,7 @@ def test_what_comes_to_exist_meanwhile_is_not_written_over(tmp_path: Path) -> No
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     def build() -> None:
-        with store.building(tmp_path / "a") as folder:
+        with store.atomic_folder(tmp_path / "a") as folder:
             (folder / "deep").mkdir()
             (folder / "deep" / "file").write_text("half")
             raise error
@@ -299,7 +299,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
-    with store.building(tmp_path / "a") as folder:
+    with store.atomic_folder(tmp_path / "a") as folder:
         (folder / "file").write_text("first")
         with pytest.raises(RuntimeError, match=r"another process is writing .*a\n\nhint: "):
             write(tmp_path / "a")
@@ -330,7 +330,7 @@ def test_of_many_processes_one_writes(tmp_path: Path) -> None:
 def test_too_small_a_disk_is_refused_at_once(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"about 1,152,921,504,606,846,976 bytes are needed"),
-        store.building(tmp_path / "a", 1 << 60),
+        store.atomic_folder(tmp_path / "a", 1 << 60),
     ):
         pytest.fail("it began")
     assert files(tmp_path) == []
@@ -348,7 +348,7 @@ def small_files() -> Iterator[None]:
 @pytest.mark.usefixtures("small_files")
 def test_a_file_that_cannot_grow(tmp_path: Path) -> None:
     table = np.zeros((1 << 14, 2), np.float32)
-    with pytest.raises(RuntimeError, match=r"no room for .*a: .* are free\n\nhint: "):
+    with pytest.raises(RuntimeError, match=r"no space for .*a: .* are free\n\nhint: "):
         write(tmp_path / "a", table)
     assert files(tmp_path) == []
 
@@ -367,24 +367,24 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(small_disk: Path) -> None:
     # fits as a whole, so it is found full only once the first files are there
     table = np.zeros((1 << 17, 2), np.float32)
-    with pytest.raises(RuntimeError, match=r"no room for .*a: .* are free\n\nhint: "):
+    with pytest.raises(RuntimeError, match=r"no space for .*a: .* are free\n\nhint: "):
         write(small_disk / "a", table)
     assert files(small_disk) == []
     with (
-        pytest.raises(RuntimeError, match="no room for"),
-        store.building(small_disk / "a") as folder,
+        pytest.raises(RuntimeError, match="no space for"),
+        store.atomic_folder(small_disk / "a") as folder,
     ):
-        store.scratch(folder)("sources", 1 << 20, np.int32)
+        store.scratch_allocator(folder)("sources", 1 << 20, np.int32)
     assert files(small_disk) == []
 
 
 def test_other_faults_of_the_disk_pass(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="broken"), store.building(tmp_path / "a"):
+    with pytest.raises(OSError, match="broken"), store.atomic_folder(tmp_path / "a"):
         raise OSError(errno.EIO, "broken")
 
 
 def test_scratch_arrays_have_no_name(tmp_path: Path) -> None:
-    allocate = store.scratch(tmp_path)
+    allocate = store.scratch_allocator(tmp_path)
     array = allocate("sources", 1000, np.int32)
     array[:] = np.arange(1000)
     assert (array == np.arange(1000)).all()
@@ -396,7 +396,7 @@ def test_folders_are_copied_and_checked(tmp_path: Path) -> None:
     source = tmp_path / "mapping"
     (source / "deep").mkdir(parents=True)
     (source / "deep" / "nodes.csv").write_text("0,zero\n")
-    with store.building(tmp_path / "a") as folder:
+    with store.atomic_folder(tmp_path / "a") as folder:
         writer = store.Writer(folder)
         write_graph(writer)
         writer.copy(source, "mapping")
@@ -409,7 +409,7 @@ def test_folders_are_copied_and_checked(tmp_path: Path) -> None:
 
 def test_progress_counts_bytes(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    with store.building(tmp_path / "a") as folder:
+    with store.atomic_folder(tmp_path / "a") as folder:
         writer = store.Writer(folder, lambda *now: seen.append(now))
         writer.save("labels.npy", np.arange(1 << 22))
     total = 4096 + (1 << 25)

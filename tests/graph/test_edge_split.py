@@ -93,7 +93,7 @@ def test_shares_that_leave_nothing(shares):
 
 def test_graphs_too_small_or_too_full():
     few = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([1, 2]), 3)
-    with pytest.raises(ValueError, match="edges between 2 pairs of nodes, of which 0 are for"):
+    with pytest.raises(ValueError, match="edges between 2 pairs of nodes, which gives 0 for"):
         split_edges(few, EdgeShares())
     full = [(s, t) for s in range(6) for t in range(6) if s != t]
     with pytest.raises(ValueError, match="there is no negative"):

@@ -16,13 +16,13 @@ from tiny_graph import Tiny, tiny
 from gcnzc.datasets import download, store
 from gcnzc.datasets.meta import checksum_of
 from gcnzc.datasets.npz import NpzGraph
-from gcnzc.datasets.rows import in_memory
+from gcnzc.datasets.rows import allocate_in_memory
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.graph.load import info, load, verify
 from gcnzc.graph.prepare import prepare
-from gcnzc.graph.stored_features import SCALED, FeatureDtype, ScaleKind
+from gcnzc.graph.stored_features import SCALED_DTYPES, FeatureDtype, ScaleKind
 from gcnzc.sampling.link import LinkSampler
 
 
@@ -193,7 +193,7 @@ def test_rows_can_be_set_apart(tmp_path: Path) -> None:
     assert_same(found, load(raw))
     assert info(tmp_path / "a")["features"]["pitch_bytes"] == 128
     for pitch in (16, 22):
-        with pytest.raises(ValueError, match=f"cannot lie {pitch} bytes apart\n\nhint: "):
+        with pytest.raises(ValueError, match=f"cannot have a pitch of {pitch} bytes\n\nhint: "):
             prepare(raw, tmp_path / "b", pitch_bytes=pitch)
 
 
@@ -250,10 +250,10 @@ def read_back(folder: Path) -> np.ndarray:
     """The features of a prepared folder as it reads them itself."""
     rows = store.open_folder(folder).rows
     assert rows is not None
-    return np.concatenate(list(rows.chunks(in_memory)))
+    return np.concatenate(list(rows.chunks(allocate_in_memory)))
 
 
-@pytest.mark.parametrize("dtype", SCALED)
+@pytest.mark.parametrize("dtype", SCALED_DTYPES)
 @pytest.mark.parametrize("scales", ["row", "columns"])
 @pytest.mark.parametrize("columns", [0, 1, 33])
 def test_codes_with_scales(
@@ -304,7 +304,7 @@ def test_codes_with_scales(
         load(tmp_path / "a")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *SCALED])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *SCALED_DTYPES])
 def test_features_err_no_more_than_documented(tmp_path: Path, dtype: FeatureDtype) -> None:
     rows = torch.randn(40, 33) * torch.logspace(-7, 3, 40)[:, None]
     raw = tiny().write(tmp_path / "raw")
@@ -365,18 +365,18 @@ def test_bfloat16(tmp_path: Path, small_chunks: None) -> None:
 def test_what_codes_cannot_be(tmp_path: Path, small_chunks: None) -> None:
     raw = tiny().write(tmp_path / "raw")
     nan = with_nan(tmp_path / "nan")
-    for dtype in SCALED:
+    for dtype in SCALED_DTYPES:
         for scales in ("row", "columns"):
             with pytest.raises(ValueError, match=r"nan in row 11, column 2(.|\n)*hint: .*--allow"):
                 prepare(nan, tmp_path / "a", feature_dtype=dtype, scales=scales)
-            words = rf"nan in row 11, column 2, but {dtype} with scales holds finite numbers alone"
+            words = rf"nan in row 11, column 2, but {dtype} with scales requires finite values"
             with pytest.raises(ValueError, match=words):
                 prepare(nan, tmp_path / "a", feature_dtype=dtype, scales=scales, allow_nan=True)
     for dtype in (None, "float16", "bfloat16"):
-        with pytest.raises(ValueError, match=r"scales of columns do not go together\n\nhint: "):
+        with pytest.raises(ValueError, match=r"cannot have scales of columns\n\nhint: "):
             prepare(raw, tmp_path / "a", feature_dtype=dtype, scales="columns")
     kept = sparse(tmp_path / "kept.npz")
-    with pytest.raises(ValueError, match=r"sparse features cannot be kept as int8\n\nhint: "):
+    with pytest.raises(ValueError, match=r"sparse features cannot be stored as int8\n\nhint: "):
         prepare(kept, tmp_path / "a", sparse_features=True, feature_dtype="int8")
     assert not (tmp_path / "a").exists()
 
@@ -437,7 +437,9 @@ def test_sparse_features_are_made_dense_or_kept(tmp_path: Path) -> None:
     assert_same(load(tmp_path / "again"), load(tmp_path / "dense"))
     assert info(tmp_path / "kept")["features"]["kind"] == "sparse"
     verify(tmp_path / "kept")
-    with pytest.raises(ValueError, match=r"dense features, which cannot be kept sparse\n\nhint: "):
+    with pytest.raises(
+        ValueError, match=r"dense features, which cannot be stored as sparse\n\nhint: "
+    ):
         prepare(tmp_path / "dense", tmp_path / "b", sparse_features=True)
     prepare(raw, tmp_path / "half", sparse_features=True, feature_dtype="float16")
     half = load(tmp_path / "half").features
@@ -485,9 +487,9 @@ def test_features_that_cannot_be_given(tmp_path: Path) -> None:
     (tmp_path / "words.npy").write_text("words")
     for name, error, words in (
         ("short", ValueError, "has 39 rows of features for 40 nodes"),
-        ("flat", ValueError, r"shape \(40,\) .* no table of numbers"),
-        ("objects", ValueError, "is no .npy of numbers"),
-        ("words", ValueError, "is no .npy of numbers"),
+        ("flat", ValueError, r"shape \(40,\) .* not a table of numbers"),
+        ("objects", ValueError, "is not a .npy file of numbers"),
+        ("words", ValueError, "is not a .npy file of numbers"),
         ("none", FileNotFoundError, "no file .*none.npy"),
     ):
         with pytest.raises(error, match=words + "(.|\n)*\n\nhint: "):
@@ -613,7 +615,7 @@ def test_a_named_set_is_downloaded_only_if_asked(
         ("nowhere/here", FileNotFoundError, "no folder nowhere/here"),
         ("ogbn-arxive", ValueError, "no dataset ogbn-arxive\n\nhint: did you mean ogbn-arxiv"),
         ("ogbn-mag", ValueError, "ogbn-mag is heterogeneous"),
-        ("cora", ValueError, "cora is known, but it is not one of OGB's sets"),
+        ("cora", ValueError, "cora is not a dataset of OGB"),
     ],
 )
 def test_sources_that_are_not_there(
@@ -632,7 +634,7 @@ def test_folders_that_are_not_there(tmp_path: Path, look: Callable[[Path], objec
     with pytest.raises(ValueError, match=r"neither meta.json nor raw/\n\nhint: "):
         look(tmp_path)
     (tmp_path / "words.txt").write_text("words")
-    with pytest.raises(ValueError, match=r"words.txt is no .npz archive\n\nhint: "):
+    with pytest.raises(ValueError, match=r"words.txt is not an .npz archive\n\nhint: "):
         look(tmp_path / "words.txt")
 
 
@@ -644,9 +646,9 @@ def test_folders_that_are_not_there(tmp_path: Path, look: Callable[[Path], objec
     [
         ({"edge_index": np.array([[0, 1], [1, 40]])}, "edge 1 has the node 40"),
         ({"labels": np.array([0, 1, -5] + [0] * 37)}, "node 2 has the label -5"),
-        ({"split": tiny().split | {"valid": np.array([], int)}}, "the valid part is empty"),
-        ({"split": tiny().split | {"valid": np.array([99])}}, "the valid part names the node 99"),
-        ({"split": tiny().split | {"valid": tiny().split["test"]}}, "is in the valid part and in"),
+        ({"split": tiny().split | {"valid": np.array([], int)}}, "the valid split is empty"),
+        ({"split": tiny().split | {"valid": np.array([99])}}, "the valid split contains node 99"),
+        ({"split": tiny().split | {"valid": tiny().split["test"]}}, "is in the valid split and in"),
     ],
 )
 @pytest.mark.parametrize("form", ["csv", "binary", "npz"])
@@ -693,15 +695,15 @@ def test_a_damaged_prepared_folder_is_named(tmp_path: Path) -> None:
     ("place", "value", "words"),
     [
         ("num_nodes", 41, "indptr.npy has shape"),
-        ("num_nodes", "40", "num_nodes is '40', not a whole number"),
-        ("num_nodes", True, "num_nodes is True, not a whole number"),
+        ("num_nodes", "40", "num_nodes is '40', not an integer"),
+        ("num_nodes", True, "num_nodes is True, not an integer"),
         ("num_edges", 199, "indices.npy has shape"),
         ("num_classes", 2, "has the label 2, but classes are 0 to 1"),
         ("num_classes", 2**40, "num_classes is 1099511627776, not at most 65536"),
         ("num_tasks", 0, "num_tasks is 0"),
         ("metric", "loss", 'metric is \'loss\', not "accuracy" or "rocauc"'),
         ("best_accuracy", 7, "best_accuracy is 7, not a number from 0 to 1"),
-        ("features", [], "features is \\[\\], not a table"),
+        ("features", [], "features is \\[\\], not an object"),
         ("features.columns", -1, "features: columns is -1"),
         ("features.columns", 6, "columns is 6, not at most 5"),
         ("features.pitch_bytes", 10**15, "pitch_bytes is 10{15}, not 20"),
@@ -710,7 +712,7 @@ def test_a_damaged_prepared_folder_is_named(tmp_path: Path) -> None:
         ("features.kind", "codes", "kind is 'codes'"),
         ("split.train", 21, "split/train.npy has shape"),
         ("options.bidirected", "yes", "bidirected is 'yes'"),
-        ("files.labels.npy.dtype", "|O", "dtype is '|O', not a type of numbers"),
+        ("files.labels.npy.dtype", "|O", "dtype is '|O', not a supported dtype"),
         ("files.indices.npy.shape", [-200], "shape is \\[-200\\]"),
         ("files.indices.npy.bytes", 2**40, "bytes is 1099511627776, not 4896"),
     ],
@@ -747,8 +749,8 @@ def put(path: Path, place: int, number: int, dtype: type = np.int64) -> None:
     [
         ("labels.npy", 3, "has the label 3, but classes are 0 to 2"),
         ("labels.npy", -5, "has the label -5, but classes are 0 to 2"),
-        ("split/train.npy", 40, "the train part names the node 40, but nodes are 0 to 39"),
-        ("split/train.npy", -1, "the train part names the node -1"),
+        ("split/train.npy", 40, "the train split contains the node 40, but nodes are 0 to 39"),
+        ("split/train.npy", -1, "the train split contains the node -1"),
         ("indptr.npy", 1, "indptr.npy goes from 1 to 200, not from 0 to 200"),
     ],
 )
@@ -766,9 +768,9 @@ def test_labels_and_splits_outside_the_graph_are_refused_on_opening(
 @pytest.mark.parametrize(
     ("file", "number", "words"),
     [
-        ("links/train.npy", 40, "the train edges have the node 40, but nodes are 0 to 39"),
-        ("links/test.npy", -1, "the test edges have the node -1"),
-        ("links/valid_negatives.npy", 8388675, "the valid negatives have the node 8388675"),
+        ("links/train.npy", 40, "the train edges contain the node 40, but nodes are 0 to 39"),
+        ("links/test.npy", -1, "the test edges contain the node -1"),
+        ("links/valid_negatives.npy", 8388675, "the valid negatives contain the node 8388675"),
     ],
 )
 def test_held_out_edges_outside_the_graph_are_refused_on_opening(
@@ -801,7 +803,7 @@ def test_edges_that_lead_outside_are_refused_by_what_reads_all_of_them(tmp_path:
 
 def test_what_is_there_is_kept(tmp_path: Path) -> None:
     prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
-    with pytest.raises(FileExistsError, match=r"exists already\n\nhint: "):
+    with pytest.raises(FileExistsError, match=r"already exists\n\nhint: "):
         prepare(tmp_path / "raw", tmp_path / "a")
     verify(tmp_path / "a")
 

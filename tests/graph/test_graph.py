@@ -56,7 +56,7 @@ def test_the_choices_for_a_graph_that_is_there(choices):
     graph = Graph.from_edges(SRC, DST, NUM_NODES)
     src, dst = graph.edges()
     expected = expected_columns(src, dst, NUM_NODES, **choices)
-    assert columns(graph.rebuilt(**choices)) == expected
+    assert columns(graph.rebuild(**choices)) == expected
     assert columns(Graph.from_csc(graph.indptr, graph.indices, **choices)) == expected
 
 
@@ -124,7 +124,7 @@ def test_no_edges_and_no_nodes():
     none = np.empty(0, np.int64)
     graph = Graph.from_edges(none, none, 5)
     assert (graph.num_nodes, graph.num_edges) == (5, 0)
-    assert columns(graph.rebuilt(self_loops="add")) == [[0], [1], [2], [3], [4]]
+    assert columns(graph.rebuild(self_loops="add")) == [[0], [1], [2], [3], [4]]
     empty = Graph.from_edges(none, none, 0, bidirected=True, self_loops="add", duplicates="remove")
     assert (empty.num_nodes, empty.num_edges) == (0, 0)
 
@@ -137,7 +137,7 @@ def test_memory_is_shared_where_types_allow(tmp_path):
     graph = Graph(memory_mapped(tmp_path / "indptr.npy", built.indptr.numpy()), mapped)
     assert graph.indices.data_ptr() == mapped.ctypes.data
     assert columns(graph) == columns(built)
-    assert graph.rebuilt() is graph
+    assert graph.rebuild() is graph
 
 
 def test_other_integers_are_converted():
@@ -155,7 +155,7 @@ def test_a_graph_survives_pickling():
 @pytest.mark.parametrize(
     ("indptr", "indices", "message"),
     [
-        ([0, 2, 1, 3], [0, 1, 2], "falls from 2 to 1 at node 1"),
+        ([0, 2, 1, 3], [0, 1, 2], "decreases from 2 to 1 at node 1"),
         ([1, 2, 3, 3], [0, 1, 2], "goes from 1 to 3, with 3 indices"),
         ([0, 1, 2, 2], [0, 1, 2], "goes from 0 to 2, with 3 indices"),
         ([0, 1, 2, 3], [0, 1, 3], r"indices\[2\] is 3, but the graph has 3 nodes"),
@@ -195,7 +195,7 @@ def test_unchecked_numbers_are_trusted():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dst": np.zeros(3, np.int64)}, "src has 4000 numbers, dst 3"),
+        ({"dst": np.zeros(3, np.int64)}, "src has 4000 elements, dst 3"),
         ({"num_nodes": 299}, "but the graph has 299 nodes"),
         ({"num_nodes": -1}, "num_nodes is -1"),
         ({"self_loops": "drop"}, "self_loops is 'drop'"),

@@ -536,7 +536,7 @@ def test_nodes_that_make_no_sense(data, change, message):
 
 
 def test_nodes_out_of_range(data):
-    with pytest.raises(ValueError, match="reach from 0 to 300, but the graph has 300 nodes"):
+    with pytest.raises(ValueError, match="are from 0 to 300, but the graph has 300 nodes"):
         NeighborLoader(data, [2], torch.tensor([0, NODES]))
 
 

@@ -104,7 +104,7 @@ def test_in_degrees_are_those_of_the_graph(graph):
 
 def test_block_without_a_graph_has_no_degrees():
     block = Block(torch.tensor([0, 0]), torch.empty(0, dtype=torch.int32), 1, 1, torch.tensor([4]))
-    with pytest.raises(RuntimeError, match="without its graph"):
+    with pytest.raises(RuntimeError, match="has no graph"):
         _ = block.in_degrees
 
 

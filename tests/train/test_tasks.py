@@ -13,9 +13,9 @@ from gcnzc import load, prepare
 from gcnzc.cli import main
 from gcnzc.datasets import ogb, ogb_link
 from gcnzc.datasets.generate import Shape, make
-from gcnzc.datasets.source import LinkParts
+from gcnzc.datasets.source import EdgeSplitArrays
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.dataset import Links
+from gcnzc.graph.dataset import EdgeSplit
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.models.metrics import auc, hits, ranks
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -152,7 +152,7 @@ def test_metrics_of_other_sets(metric, config):
     edges = {part: pairs[:, :200] for part, pairs in data.links.edges.items()}
     shape = (200, 7) if metric == "mrr" else (2, 300)
     negatives = {part: torch.randint(0, 800, shape).int() for part in ("valid", "test")}
-    data = replace(data, links=Links(edges, negatives, metric))
+    data = replace(data, links=EdgeSplit(edges, negatives, metric))
     task = LinkTask(config, data)
     model, table = task.model(), FeatureTable(data.features)
     found = task.evaluate(model, table, torch.device("cpu"), lambda *_: None)
@@ -219,7 +219,7 @@ def test_what_a_leak_would_look_like(chance, config, tmp_path):
     # the edges to be foretold put back into the graph, and the minibatch's own edges left in
     data = load(chance)
     edges = [data.links.edges[part].numpy() for part in ("train", "valid", "test")]
-    links = LinkParts(
+    links = EdgeSplitArrays(
         {part: data.links.edges[part].numpy() for part in ("train", "valid", "test")},
         {part: data.links.negatives[part].numpy() for part in ("valid", "test")},
         "auc",
@@ -250,7 +250,7 @@ def test_shuffled_labels_are_judged_as_chance(config):
         pairs = pairs[:, torch.randperm(pairs.shape[1], generator=generator)]
         half = pairs.shape[1] // 2
         positives[part], judged[part] = pairs[:, :half], pairs[:, half:]
-    links = Links(data.links.edges | positives, judged, "auc")
+    links = EdgeSplit(data.links.edges | positives, judged, "auc")
     task = LinkTask(config, replace(data, links=links))
     model, table = task.model(), FeatureTable(data.features)
     found = task.evaluate(model, table, torch.device("cpu"), lambda *_: None)

@@ -10,7 +10,7 @@ from gcnzc.exchange import Group, run
 from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.sampling.batch import Batch
-from gcnzc.sampling.protocol import Samples
+from gcnzc.sampling.protocol import SamplerProtocol
 
 Scores: TypeAlias = dict[str, dict[str, float]]  # metric -> split -> value
 
@@ -24,7 +24,7 @@ class Task(Protocol):
     metric: str  # selects the best model, by its value on the validation split
     seeds: Tensor  # (S,) int64 training nodes, or numbers of training edges
     labels: Tensor | None  # of all nodes; None if the sampler returns the labels
-    sampler: Samples
+    sampler: SamplerProtocol
     has_accuracy: bool  # whether the largest logit is the predicted class
     best_accuracy: float | None  # the best possible accuracy, if it is known
 

@@ -13,7 +13,7 @@ from gcnzc.models.link import Dot, HadamardMLP, LinkModel
 from gcnzc.models.metrics import score_pairs
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.link import LinkSampler
-from gcnzc.sampling.protocol import Samples
+from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder
 from gcnzc.train.inference import inference
@@ -61,7 +61,7 @@ class LinkTask:
             exclude=config.exclude,
             seed=config.seed,
         )
-        self.sampler: Samples = links
+        self.sampler: SamplerProtocol = links
         self.seeds = torch.arange(links.num_items)
 
     def model(self) -> LinkModel:

@@ -10,7 +10,7 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.models.metrics import compute_loss, score
 from gcnzc.sampling.batch import Batch
-from gcnzc.sampling.protocol import Samples
+from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder, build_sampler
 from gcnzc.train.inference import inference
@@ -39,7 +39,7 @@ class NodeTask:
         self.metric: str = data.metric
         self.seeds = data.split["train"]
         self.labels: Tensor | None = data.labels
-        self.sampler: Samples = build_sampler(config, data)
+        self.sampler: SamplerProtocol = build_sampler(config, data)
         self.has_accuracy = data.labels.ndim == 1
         self.best_accuracy = data.best_accuracy
 
