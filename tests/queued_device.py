@@ -136,7 +136,7 @@ class Stream:
             self.queue(event)
         return event
 
-    def moment(self):
+    def timed_event(self):
         event = Event(self)
         self.queue(event)
         return event
@@ -172,7 +172,7 @@ class Event:
     def __init__(self, stream):
         self.stream, self.past, self.tick = stream, False, next(Event.ticks)
 
-    def is_past(self):
+    def is_done(self):
         if self.stream.device.is_left_out(self.stream):
             return True
         self.stream.device.go_on()

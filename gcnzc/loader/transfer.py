@@ -158,7 +158,7 @@ class Transfer:
                 copied, _ = self._pending[0]
                 if len(self._pending) >= self._max_pending:
                     copied.synchronize()
-                elif not copied.is_past():
+                elif not copied.is_done():
                     return
                 self._pending.popleft()
 
@@ -177,7 +177,7 @@ class Transfer:
         self, rows: "_Rows | None", batch: Batch, ids: Tensor, copies: list[tuple[Tensor, Tensor]]
     ) -> list[Stage]:
         """Queue the copies, of which the ids are the first, and after the ids the gather."""
-        began, stages = self._copying.moment(), []
+        began, stages = self._copying.timed_event(), []
         self._copying.do(_copy, *copies[0])
         if rows is not None and (rows.num_read > 0 or len(ids) == 0):
             stages.append(self._read(rows, ids))
@@ -191,15 +191,15 @@ class Transfer:
             if rows.codes is not None:
                 out, last = rows.x[rows.num_read :], ids[rows.num_read :]
                 self._copying.do(_dequantize, rows.table, rows.codes, last, out)
-        stages.append(Stage("copy", "copy stream", began, self._copying.moment()))
+        stages.append(Stage("copy", "copy stream", began, self._copying.timed_event()))
         return stages
 
     def _read(self, rows: "_Rows", ids: Tensor) -> Stage:
         """Queue the gather of the rows that the device reads, after the copy of their ids."""
         self._reading.wait(self._copying.record())
-        began = self._reading.moment()
+        began = self._reading.timed_event()
         self._reading.do(_gather, rows.table, ids[: rows.num_read], rows.x[: rows.num_read])
-        return Stage("gather", "gather stream", began, self._reading.moment())
+        return Stage("gather", "gather stream", began, self._reading.timed_event())
 
     def _gather_on_host(self, rows: "_Rows", ids: Tensor) -> Tensor:
         """Gather the rows to be copied, in this thread, while the device reads the others."""

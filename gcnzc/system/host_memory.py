@@ -1,4 +1,4 @@
-"""Memory maps of this process, and available memory, from /proc.
+"""Memory mappings of this process and available memory, from /proc.
 
 Sources: proc(5), mincore(2) and the kernel's guide to control groups (Documentation/admin-guide/
 cgroup-v2.rst).
@@ -17,66 +17,67 @@ import numpy as np
 PAGE_BYTES = resource.getpagesize()
 
 
-# mincore wants a byte for each page it looks at: as many bytes at a time as this many pages
-_LOOK_PAGES = 1 << 18
+# pages per call of mincore, which needs a buffer of one byte per page
+_PAGES_PER_CALL = 1 << 18
 
 
-# file systems whose files are nothing but memory
+# file systems whose files are in memory
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"}
 
 
-# what memory that is shared is called, with or without a file
+# path prefixes of shared memory, with or without a file
 _SHARED = ("/dev/zero", "/dev/shm/", "/dev/hugepages/", "/memfd:", "/SYSV", "/anon_hugepage")
 
 
 @dataclass(frozen=True)
 class Mapping:
-    """One range of addresses of this process, as /proc/self/maps tells it."""
+    """A mapped address range of this process, a line of /proc/self/maps."""
 
     begin: int
     end: int
     writable: bool
     # major:minor, as in /proc/self/mountinfo
     device: str
-    # empty where there is no file
+    # empty without a file
     path: str
 
     @property
     def is_file(self) -> bool:
-        """Whether the pages are those of a file that lies on a disk or across a network."""
+        """Whether the pages are backed by a file on a disk or a network file system."""
         named = self.path.startswith("/") and not self.path.startswith(("/dev/", *_SHARED))
         return named and self.device not in _memory_devices()
 
     @property
     def is_device(self) -> bool:
-        """Whether a driver has made the pages, as CUDA's makes those of `Tensor.pin_memory`."""
+        """Whether a driver allocated the pages, as CUDA's driver does for `Tensor.pin_memory`."""
         return self.path.startswith("/dev/") and not self.path.startswith(_SHARED)
 
 
 def mappings(address: int, num_bytes: int, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:
-    """What is mapped at `address` and the bytes that follow, by ascending address.
+    """Return the mappings that overlap an address range, by ascending address.
 
     Args:
-        address: of this process.
-        num_bytes: 1 or more.
+        address: of the first byte, in this process.
+        num_bytes: size of the range, at least 1.
         maps: in the format of /proc/PID/maps.
     """
     return [
         mapping
-        for mapping in _parse(maps.read_text())
+        for mapping in _parse_maps(maps.read_text())
         if mapping.begin < address + num_bytes and mapping.end > address
     ]
 
 
 def needed_bytes(address: int, num_bytes: int) -> int:
-    """How many bytes of memory it takes from what is left to have a range in memory, whole.
+    """Return how many bytes of available memory are needed to make a whole range resident.
 
-    Of a file it is all of them, also what is cached: Linux counts its cache among what is left. Of
-    other memory it is what was never written or was swapped out, and of a device's nothing.
+    For files these are all bytes, including cached ones, because Linux counts its page cache as
+    available. For anonymous memory these are pages that were never written or are swapped out; for
+    device memory none.
 
     Args:
-        address: of this process, the first of a page.
-        num_bytes: a multiple of the page size; all of it mapped.
+        address: in this process, at a page boundary.
+        num_bytes: a multiple of the page size; the range must be mapped.
     """
     needed = 0
     for mapping in mappings(address, num_bytes):
@@ -84,17 +85,17 @@ def needed_bytes(address: int, num_bytes: int) -> int:
         if mapping.is_file:
             needed += end - begin
         elif not mapping.is_device:
-            needed += _absent_bytes(begin, end)
+            needed += _non_resident_bytes(begin, end)
     return needed
 
 
 def available_bytes(
     proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """How many bytes of memory are left for this process.
+    """Return the bytes of memory that are available to this process.
 
-    It is MemAvailable, or what the nearest of this process's control groups leaves (version 2;
-    containers and batch systems set their limits there).
+    This is the minimum of MemAvailable and of what the limits of this process's control groups
+    leave (version 2; containers and batch systems set limits there).
     """
     lines = (proc / "meminfo").read_text().splitlines()
     left = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -107,20 +108,20 @@ def available_bytes(
 
 
 def total_bytes(proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many bytes this process could have if no other had any: memory and swap.
+    """Return the bytes of memory and swap that this process could use on an otherwise idle machine.
 
-    Control groups limit it, those of version 2 and, where they are mounted, of version 1.
+    The limits of control groups apply: version 2 and, if mounted, version 1.
     """
     lines = (proc / "meminfo").read_text().splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if ":" in line}
     total = sizes["MemTotal"] + sizes.get("SwapTotal", 0)
     for folder in _groups(proc, control_groups):
         memory = _number(folder / "memory.max")
-        # without limit unless the file has a number
+        # "max" means no limit
         swap = _number(folder / "memory.swap.max")
         if memory is not None:
             total = min(total, memory + (sizes.get("SwapTotal", 0) if swap is None else swap))
-    # the root of version 1, which a container sees as its own
+    # the root of version 1, which in a container is the container's own group
     for name in ("memory.memsw.limit_in_bytes", "memory.limit_in_bytes"):
         limit = _number(control_groups / "memory" / name)
         if limit is not None:
@@ -130,14 +131,14 @@ def total_bytes(proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs
 
 
 def lock_limit_bytes() -> int | None:
-    """How many bytes this process may lock by mlock(2), `ulimit -l`; None if that is unlimited."""
+    """Return the limit for mlock(2) in bytes, `ulimit -l`; None if it is unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _parse(text: str) -> Iterator[Mapping]:
+def _parse_maps(text: str) -> Iterator[Mapping]:
     for line in text.splitlines():
-        # begin-end permissions offset device inode path, which may have spaces in it
+        # begin-end permissions offset device inode path; the path may contain spaces
         addresses, permissions, _, device, _, *rest = line.split(maxsplit=5)
         begin, end = (int(address, 16) for address in addresses.split("-"))
         yield Mapping(begin, end, permissions[1] == "w", device, rest[0] if rest else "")
@@ -145,7 +146,7 @@ def _parse(text: str) -> Iterator[Mapping]:
 
 @cache
 def _memory_devices(mountinfo: Path = Path("/proc/self/mountinfo")) -> frozenset[str]:
-    # maps writes major:minor in hexadecimal, mountinfo in decimal
+    # major:minor is hexadecimal in maps, and decimal in mountinfo
     devices = set()
     for line in mountinfo.read_text().splitlines():
         fields, _, rest = line.partition(" - ")
@@ -155,24 +156,24 @@ def _memory_devices(mountinfo: Path = Path("/proc/self/mountinfo")) -> frozenset
     return frozenset(devices)
 
 
-def _absent_bytes(begin: int, end: int) -> int:
+def _non_resident_bytes(begin: int, end: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    here = np.empty(_LOOK_PAGES, np.uint8)
+    here = np.empty(_PAGES_PER_CALL, np.uint8)
     absent = 0
-    for at in range(begin, end, _LOOK_PAGES * PAGE_BYTES):
-        num_bytes = min(end - at, _LOOK_PAGES * PAGE_BYTES)
+    for at in range(begin, end, _PAGES_PER_CALL * PAGE_BYTES):
+        num_bytes = min(end - at, _PAGES_PER_CALL * PAGE_BYTES)
         if libc.mincore(at, num_bytes, here.ctypes.data) != 0:
             error = ctypes.get_errno()
             raise OSError(error, f"mincore at {at:#x}: {os.strerror(error)}")
-        # the lowest bit alone has a meaning
+        # only the lowest bit is defined
         pages = here[: num_bytes // PAGE_BYTES]
         absent += PAGE_BYTES * (len(pages) - int(np.count_nonzero(pages & 1)))
     return absent
 
 
 def _groups(proc: Path, control_groups: Path) -> Iterator[Path]:
-    """The folders of this process's control group and of those around it."""
+    """Yield the folders of this process's control group and of its ancestors."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:

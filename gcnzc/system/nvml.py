@@ -1,6 +1,7 @@
-"""PCIe generation and lanes of a GPU, from NVIDIA's management library.
+"""PCIe generation, lanes and traffic of a GPU, from NVIDIA's management library (NVML).
 
-It is asked for by the extra `nvml`. What it cannot tell, or is not there to tell, is None.
+The optional dependency is installed by the extra `nvml`. Values are None without it, and if NVML
+does not provide them.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,8 +10,8 @@ from typing import Any
 
 import torch
 
-# bytes a second of one lane of PCI Express, headers included, by generation: 2.5 and 5 GT/s of 10
-# bits for 8, then 8, 16 and 32 GT/s of 130 bits for 128. The sixth counts in another way.
+# bytes per second of one PCI Express lane including packet headers, by generation: 2.5 and 5 GT/s
+# with 8b/10b encoding, then 8, 16 and 32 GT/s with 128b/130b. Generation 6 is encoded differently.
 LANE_BYTES_PER_S = {
     1: 0.25e9,
     2: 0.5e9,
@@ -21,65 +22,65 @@ LANE_BYTES_PER_S = {
 
 
 def pcie(device: torch.device, busy: Callable[[], object]) -> dict[str, float | None]:
-    """The link of a CUDA device, and what crosses it while `busy`'s work is done.
+    """Measure the PCIe link of a CUDA device while work is running.
 
     Args:
-        device: which; its UUID is how the library finds it.
-        busy: queues work for some tenths of a second: an idle link slows down, and the counters are
-            of 20 ms.
+        device: a CUDA device, which NVML finds by its UUID.
+        busy: a function that queues some tenths of a second of work, because an idle link reduces
+            its speed, and the counters average over 20 ms.
 
     Returns:
-        `pcie_generation` and `pcie_lanes` at present, `pcie_bytes_per_s` of them with headers,
-        `pcie_received_bytes_per_s` and `pcie_sent_bytes_per_s` by the GPU, and `pcie_replays`, the
-        packets that were sent again since the driver was loaded.
+        Current `pcie_generation` and `pcie_lanes`, their bandwidth `pcie_bytes_per_s` including
+        packet headers, `pcie_received_bytes_per_s` and `pcie_sent_bytes_per_s` of the GPU, and
+        `pcie_replays`, the packets that were retransmitted since the driver was loaded.
     """
     names = ("generation", "lanes", "bytes_per_s", "received_bytes_per_s", "sent_bytes_per_s")
     found: dict[str, float | None] = {f"pcie_{name}": None for name in (*names, "replays")}
-    with _asked(device) as (ask, handle):
+    with _query_nvml(device) as (query, handle):
         if handle is None:
             return found
         busy()
-        generation = ask("nvmlDeviceGetCurrPcieLinkGeneration", handle)
-        lanes = ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
+        generation = query("nvmlDeviceGetCurrPcieLinkGeneration", handle)
+        lanes = query("nvmlDeviceGetCurrPcieLinkWidth", handle)
         found |= {"pcie_generation": generation, "pcie_lanes": lanes}
         if generation in LANE_BYTES_PER_S and lanes is not None:
             found["pcie_bytes_per_s"] = lanes * LANE_BYTES_PER_S[generation]
         for name, counter in (("received", "RX"), ("sent", "TX")):
-            number = ask(f"NVML_PCIE_UTIL_{counter}_BYTES")
-            kilobytes_per_s = ask("nvmlDeviceGetPcieThroughput", handle, number)
+            number = query(f"NVML_PCIE_UTIL_{counter}_BYTES")
+            kilobytes_per_s = query("nvmlDeviceGetPcieThroughput", handle, number)
             if kilobytes_per_s is not None:
                 found[f"pcie_{name}_bytes_per_s"] = kilobytes_per_s * 1e3
-        found["pcie_replays"] = ask("nvmlDeviceGetPcieReplayCounter", handle)
+        found["pcie_replays"] = query("nvmlDeviceGetPcieReplayCounter", handle)
     return found
 
 
 def slot(device: torch.device) -> dict[str, Any]:
-    """What stays of a CUDA device's link whether it is busy or not, and the driver.
+    """Return the properties of a CUDA device's PCIe slot that do not depend on load.
 
     Returns:
-        `pcie_generation`, the highest that the device and its slot have together, `pcie_lanes`, and
-        `driver`, as NVIDIA names its versions.
+        `pcie_generation`, the highest that both the device and its slot support, `pcie_lanes`, and
+        `driver`, the version of NVIDIA's driver.
     """
-    with _asked(device) as (ask, handle):
+    with _query_nvml(device) as (query, handle):
         if handle is None:
             return {"pcie_generation": None, "pcie_lanes": None, "driver": None}
         return {
-            "pcie_generation": ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
-            "pcie_lanes": ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
-            "driver": ask("nvmlSystemGetDriverVersion"),
+            "pcie_generation": query("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+            "pcie_lanes": query("nvmlDeviceGetCurrPcieLinkWidth", handle),
+            "driver": query("nvmlSystemGetDriverVersion"),
         }
 
 
 @contextmanager
-def _asked(device: torch.device) -> Iterator[tuple[Callable[..., Any], Any]]:
-    """What asks the library by name, and its handle of the device; None if there is none."""
+def _query_nvml(device: torch.device) -> Iterator[tuple[Callable[..., Any], Any]]:
+    """Yield a function that calls NVML by name, and the handle of the device; None if not found."""
     try:
         import pynvml
     except ImportError:
         yield (lambda *what: None), None
         return
 
-    def ask(name: str, *arguments: Any) -> Any:
+    def query(name: str, *arguments: Any) -> Any:
         known = getattr(pynvml, name)
         try:
             return known(*arguments) if callable(known) else known
@@ -90,9 +91,9 @@ def _asked(device: torch.device) -> Iterator[tuple[Callable[..., Any], Any]]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        yield ask, None
+        yield query, None
         return
     try:
-        yield ask, ask("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
+        yield query, query("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
     finally:
-        ask("nvmlShutdown")
+        query("nvmlShutdown")

@@ -5,7 +5,14 @@ from typing import Protocol
 
 
 class ProgressCallback(Protocol):
-    """Called while work goes on."""
+    """Called repeatedly during long work."""
 
     def __call__(self, done: int, total: int, figures: str | Callable[[], str] = "") -> None:
-        """Say how far the work is, and what to show beside it, or what gives that when it shows."""
+        """Report progress.
+
+        Args:
+            done: finished units of work.
+            total: all units of work.
+            figures: text to show after the progress bar, or a function that returns it, which is
+                called only when the bar is drawn.
+        """

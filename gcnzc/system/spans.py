@@ -1,4 +1,4 @@
-"""Spans of time: what took how long, and how much of it was waited for."""
+"""Time spans of the stages of training steps, and the time that they overlap."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from gcnzc.system.streams import TimedEvent
 
 @dataclass(frozen=True)
 class Span:
-    """A stage of one step."""
+    """Begin and end of a stage of one step, in seconds on the clock of `time.perf_counter`."""
 
     name: str  # sample, gather, compute, wait, exchange, beside
     lane: str
@@ -19,47 +19,47 @@ class Span:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of one step that may not have ended yet."""
+    """A stage of one step between two timed events, which may still be running."""
 
     name: str
     lane: str
     begin: TimedEvent
     end: TimedEvent
 
-    def is_past(self) -> bool:
-        """Whether it has ended."""
-        return self.end.is_past()
+    def is_done(self) -> bool:
+        """Whether the stage has ended."""
+        return self.end.is_done()
 
     def seconds(self) -> float:
-        """How long it took; waits for its end."""
+        """Return the duration of the stage; waits for its end."""
         return self.begin.seconds_to(self.end)
 
     def span(self) -> Span:
-        """When it was; waits for its end."""
+        """Return begin and end of the stage; waits for its end."""
         return Span(self.name, self.lane, self.begin.time_s(), self.end.time_s())
 
 
 class Seconds:
-    """Sums of how long stages took, by name, of which the last may not have ended yet."""
+    """Total durations of stages by name; stages that still run are added when they end."""
 
     def __init__(self, sums: Mapping[str, float]) -> None:
         self._sums = dict(sums)
-        self._to_come: deque[Stage] = deque()
+        self._pending: deque[Stage] = deque()
 
     def add(self, stages: Iterable[Stage]) -> None:
-        """Add stages, of which each ends after those before it, or on another stream."""
-        self._to_come += stages
-        while self._to_come and self._to_come[0].is_past():
-            self._count(self._to_come.popleft())
+        """Add stages in the order in which they end; different streams may be interleaved."""
+        self._pending += stages
+        while self._pending and self._pending[0].is_done():
+            self._count(self._pending.popleft())
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Add what was measured otherwise."""
+        """Add seconds to the total `name`."""
         self._sums[name] = self._sums.get(name, 0.0) + seconds
 
     def all(self) -> dict[str, float]:
-        """The sums by names such as "gather_s"; waits for the ends of all that was added."""
-        while self._to_come:
-            self._count(self._to_come.popleft())
+        """Return the totals by names such as "gather_s"; waits for stages that still run."""
+        while self._pending:
+            self._count(self._pending.popleft())
         return dict(self._sums)
 
     def _count(self, stage: Stage) -> None:
@@ -67,8 +67,8 @@ class Seconds:
 
 
 def seconds_outside(spans: Iterable[Span], covers: Iterable[Span]) -> float:
-    """The seconds of `spans` during which none of `covers` ran."""
-    joined = _joined((span.begin_s, span.end_s) for span in covers)
+    """Return the total time of `spans` that does not overlap any of `covers`, in seconds."""
+    joined = _merge_intervals((span.begin_s, span.end_s) for span in covers)
     return sum(
         (span.end_s - span.begin_s)
         - sum(max(0.0, min(span.end_s, last) - max(span.begin_s, first)) for first, last in joined)
@@ -76,8 +76,8 @@ def seconds_outside(spans: Iterable[Span], covers: Iterable[Span]) -> float:
     )
 
 
-def _joined(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of intervals, as intervals that do not touch."""
+def _merge_intervals(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the union of intervals as disjoint intervals."""
     joined: list[tuple[float, float]] = []
     for begin, end in sorted(parts):
         if joined and begin <= joined[-1][1]:

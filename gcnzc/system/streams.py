@@ -1,8 +1,8 @@
-"""Streams, events and clocks of a device; the only module that creates streams.
+"""Streams, events and clocks of a device; the only module that creates CUDA streams.
 
-A stream does what is queued on it in turn; streams do not wait for each other, unless one is told
-to wait for an event that another records. `transfer` is written on these few words, so that tests
-can run it on a machine of their own, which does the work of each stream as late as it may.
+Work on one stream runs in order; different streams are synchronized only by events.
+`gcnzc.loader.transfer` uses these interfaces, so that tests can run it on a simulated device that
+delays the work of each stream as long as possible.
 """
 
 import threading
@@ -15,115 +15,118 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A place in a stream."""
+    """A point in a stream, like `torch.cuda.Event`."""
 
-    def is_past(self) -> bool:
-        """Whether the stream has got there."""
+    def is_done(self) -> bool:
+        """Whether all work before the event has finished."""
 
     def synchronize(self) -> None:
-        """Wait, on the host, until it has."""
+        """Block the calling thread until all work before the event has finished."""
 
 
 class TimedEvent(Event, Protocol):
-    """An event whose time is known once it is past."""
+    """An event with a timestamp."""
 
     def time_s(self) -> float:
-        """When that was, by `time.perf_counter`; waits until it has been."""
+        """Return the time of the event on the clock of `time.perf_counter`; synchronizes."""
 
     def seconds_to(self, later: Any) -> float:
-        """Seconds from here to a later moment of the same device; waits until that has been."""
+        """Return the seconds to a later event of the same device; synchronizes with it."""
 
 
 class Stream(Protocol):
-    """Work that a device does in turn."""
+    """A queue of work that a device runs in order."""
 
     def do(self, work: Callable[..., object], *what: Any) -> None:
-        """Queue `work(*what)`; the tensors among `what` need not be referred to afterwards."""
+        """Queue `work(*what)`; the caller need not keep references to tensors in `what`."""
 
     def record(self) -> Event:
-        """The place after all that is queued so far."""
+        """Record an event after all work that is queued so far."""
 
-    def moment(self) -> TimedEvent:
-        """As `record`, with its time."""
+    def timed_event(self) -> TimedEvent:
+        """Record an event with a timestamp after all work that is queued so far."""
 
     def wait(self, event: Event) -> None:
-        """Do nothing that is queued later before `event` is past."""
+        """Let work that is queued later wait for `event`; does not block the host."""
 
 
 class Streams(Protocol):
-    """A device that has streams."""
+    """The streams and memory of a device."""
 
     device: torch.device
 
     def new(self, priority: int = 0) -> Stream:
-        """Another stream; of lower priority numbers more is done first."""
+        """Create a stream; lower numbers have higher priority, as in `torch.cuda.Stream`."""
 
     def current(self) -> Stream:
-        """The one on which the caller's work is queued."""
+        """Return the current stream of the calling thread."""
 
     def device_memory(self, num_bytes: int, stream: Stream) -> Tensor:
-        """Fresh memory of the device, (bytes,) uint8, that belongs to `stream`.
+        """Allocate device memory, (num_bytes,) uint8, that belongs to `stream`.
 
-        When nothing refers to it, it may be used again for what is queued on `stream` later.
+        When nothing refers to it, it can be reused for work that is queued on `stream` later.
         """
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Fresh memory of the host, (bytes,) uint8, that copies to and from the device fast."""
+        """Allocate host memory for fast copies to and from the device, (num_bytes,) uint8."""
 
 
 class HostTimedEvent:
-    """A moment of the host, which is past when it is made."""
+    """An event of the host, which is done when it is created."""
 
     def __init__(self) -> None:
         self._time_s = time.perf_counter()
 
-    def is_past(self) -> bool:
-        """It is."""
+    def is_done(self) -> bool:
+        """Return True."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once."""
 
     def time_s(self) -> float:
-        """When it was made."""
+        """Return the time at which the event was created."""
         return self._time_s
 
     def seconds_to(self, later: "HostTimedEvent") -> float:
-        """Seconds between them."""
+        """Return the seconds between the events."""
         return later._time_s - self._time_s
 
 
 def clock_of(device: torch.device) -> Callable[[], TimedEvent]:
-    """What gives the moment after all that the caller has queued on a device; on the CPU, now."""
+    """Return a function that records a timed event on the current stream of a device.
+
+    For the CPU, the event is the present time.
+    """
     if device.type != "cuda":
         return HostTimedEvent
     streams = CudaStreams(device)
-    return lambda: streams.current().moment()
+    return lambda: streams.current().timed_event()
 
 
 class CudaStreams:
-    """The streams of a GPU."""
+    """The streams and memory of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._clock = _Clock(device)
 
     def new(self, priority: int = 0) -> "CudaStream":
-        """Another stream; see `Streams`."""
+        """Create a CUDA stream; see `Streams`."""
         return CudaStream(torch.cuda.Stream(self.device, priority), self._clock)
 
     def current(self) -> "CudaStream":
-        """PyTorch's current stream of the calling thread."""
+        """Return PyTorch's current stream of the calling thread."""
         return CudaStream(torch.cuda.current_stream(self.device), self._clock)
 
     def device_memory(self, num_bytes: int, stream: Stream) -> Tensor:
-        """Memory of PyTorch's allocator, which goes back to it; see `Streams`."""
+        """Allocate from PyTorch's caching allocator; see `Streams`."""
         assert isinstance(stream, CudaStream), "a stream of this device"
         with torch.cuda.stream(stream.stream):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Page-locked memory; ordinary memory, from which copies wait, where none can be had."""
+        """Allocate page-locked memory, or pageable memory (synchronous copies) if that fails."""
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
@@ -131,71 +134,71 @@ class CudaStreams:
 
 
 class CudaStream:
-    """A stream of a GPU."""
+    """A CUDA stream."""
 
     def __init__(self, stream: "torch.cuda.Stream", clock: "_Clock") -> None:
         self.stream, self._clock = stream, clock
 
     def do(self, work: Callable[..., object], *what: Any) -> None:
-        """Queue `work(*what)` here."""
+        """Queue `work(*what)` on this stream."""
         with torch.cuda.stream(self.stream):
             work(*what)
 
     def record(self) -> "CudaEvent":
-        """The place after all that is queued so far."""
+        """Record an event after all work that is queued so far."""
         return CudaEvent(self.stream.record_event(torch.cuda.Event(blocking=True)))
 
-    def moment(self) -> "CudaTimedEvent":
-        """As `record`, with its time."""
-        # the clock's first event must come before this one
+    def timed_event(self) -> "CudaTimedEvent":
+        """Record an event with a timestamp after all work that is queued so far."""
+        # the clock's reference event must precede this one
         self._clock.begin()
         return CudaTimedEvent(self.stream.record_event(_timed()), self._clock)
 
     def wait(self, event: Event) -> None:
-        """Queue nothing before `event` is past."""
+        """Let work that is queued later wait for `event`; does not block the host."""
         assert isinstance(event, CudaEvent), "an event of this device"
         self.stream.wait_event(event.event)
 
 
 class CudaEvent:
-    """A place in a stream of a GPU.
+    """A CUDA event.
 
-    The event must be a blocking one: a thread that waits for it sleeps, whereas by default it would
-    keep a core of the loader or of the sampler busy.
+    It must be created with `blocking=True`: a thread that waits for the default kind spins, and
+    would occupy a core that worker threads need.
     """
 
     def __init__(self, event: "torch.cuda.Event") -> None:
         self.event = event
 
-    def is_past(self) -> bool:
-        """Whether the GPU has got there."""
+    def is_done(self) -> bool:
+        """Whether the GPU has finished all work before the event."""
         return bool(self.event.query())
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Block the calling thread until the GPU has finished all work before the event."""
         self.event.synchronize()
 
 
 class CudaTimedEvent(CudaEvent):
-    """A place in a stream of a GPU, and when it was passed."""
+    """A CUDA event with a timestamp."""
 
     def __init__(self, event: "torch.cuda.Event", clock: "_Clock") -> None:
         super().__init__(event)
         self._clock = clock
 
     def time_s(self) -> float:
-        """By `time.perf_counter`, as well as a GPU's clock can be compared with it."""
+        """Return the time on the clock of `time.perf_counter`, up to the drift of the clocks."""
         self.synchronize()
         return self._clock.time_s(self.event)
 
     def seconds_to(self, later: "CudaTimedEvent") -> float:
-        """Seconds between them, more precise than the difference of their times."""
+        """Return the seconds between the events, more precisely than the difference of `time_s`."""
         later.synchronize()
         return self.event.elapsed_time(later.event) / 1000
 
 
 class _Clock:
-    """When events of a GPU were, by the host's clock."""
+    """Convert times of CUDA events to the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, threading.Lock()
@@ -203,16 +206,16 @@ class _Clock:
         self._first_s = 0.0
 
     def begin(self) -> None:
-        """Make the event that others are compared with, once."""
+        """Record the reference event, once."""
         with self._lock:
             if self._first is None:
-                # an event of an empty stream is past as soon as the GPU sees it
+                # on an empty stream, the event is done as soon as the GPU processes it
                 self._first = torch.cuda.Stream(self._device).record_event(_timed())
                 self._first.synchronize()
                 self._first_s = time.perf_counter()
 
     def time_s(self, event: "torch.cuda.Event") -> float:
-        assert self._first is not None, "moments are made after `begin`"
+        assert self._first is not None, "timed events are recorded after `begin`"
         return self._first_s + self._first.elapsed_time(event) / 1000
 
 

@@ -1,10 +1,11 @@
-"""Run threads at background priority beside a model on the same cores.
+"""Run worker threads at background priority, on the cores that the model computes on.
 
-It does not interrupt the model when it wakes up, and starts no threads of OpenMP. A core that the
-model's threads wait for stops all of them: OpenMP's meet at the end of every loop.
+A SCHED_BATCH thread does not preempt the model's threads when it becomes runnable. It also starts
+no OpenMP threads of its own. If one of the model's OpenMP threads were preempted, all of them would
+wait for it at the barrier at the end of each loop.
 
-Sources: sched(7), for SCHED_BATCH; omp_set_num_threads of the OpenMP specification, which is for
-the thread that calls it.
+Sources: sched(7) for SCHED_BATCH; omp_set_num_threads in the OpenMP specification, which applies to
+the calling thread.
 """
 
 import os
@@ -16,21 +17,20 @@ from threadpoolctl import ThreadpoolController
 
 
 def lower_priority() -> None:
-    """Let the calling thread, from now on, make way for others. Nothing that it computes changes.
+    """Switch the calling thread to SCHED_BATCH and one OpenMP thread; results do not change.
 
-    Where the system knows no SCHED_BATCH, or has given the thread another class than the usual
-    one, its class stays.
+    The scheduling class stays if the system has no SCHED_BATCH, or if it is not the default class.
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        # a sandbox may refuse
+        # a sandbox may forbid it
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    # a thread's first question makes torch set its number, which would come after ours
+    # torch sets the number of threads on its first use in a thread, which would override the limit
     torch.get_num_threads()
     _openmp().limit(limits=1)
 
 
 @lru_cache(maxsize=1)
 def _openmp() -> ThreadpoolController:
-    # looking for libraries takes some milliseconds
+    # finding the loaded libraries takes milliseconds
     return ThreadpoolController().select(user_api="openmp")

@@ -400,7 +400,7 @@ def test_pinned_is_refused(cuda):
     # the first call is the page that shows whether the GPU reads host memory
     driver = cuda(FakeDriver(codes={1: 719}))
     with (
-        pytest.raises(RuntimeError, match=r"(?s)would not lock .*\(719\).*hint: "),
+        pytest.raises(RuntimeError, match=r"(?s)failed to lock .*\(719\).*hint: "),
         pinned(torch.zeros(3, 2)),
     ):
         pytest.fail("nothing is locked here")
@@ -424,7 +424,9 @@ def test_pinned_asks_for_memory_before_it_locks(cuda, monkeypatch):
     with pinned(torch.zeros(3, 2)):
         calls = len(driver.calls)
         monkeypatch.setattr(page_lock, "available_bytes", lambda: 1000)
-        words = r"1,048,576 bytes takes 1,048,576 bytes of memory, and 1,000 are left\n\nhint: "
+        words = (
+            r"1,048,576 bytes needs 1,048,576 bytes of memory, but 1,000 are available\n\nhint: "
+        )
         with pytest.raises(RuntimeError, match=words), pinned(rows):
             pytest.fail("nothing is locked here")
         assert len(driver.calls) == calls
@@ -601,7 +603,7 @@ def test_wsl_that_locks_a_page_but_not_the_table(cuda, caplog, monkeypatch):
     small, large = torch.randn(3, 8), torch.randn(3000, 8)
     # the ledger of `cuda` would go on down to single pages
     monkeypatch.setattr(registrations.process_page_locks(), "_smallest_bytes", 4 * PAGE)
-    with pytest.raises(RuntimeError, match="would not lock"), pinned(large):
+    with pytest.raises(RuntimeError, match="failed to lock"), pinned(large):
         pytest.fail("nothing is locked here")
     monkeypatch.setattr(platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
     with pinned(small) as kept, pinned(large) as table:
@@ -627,7 +629,7 @@ def test_a_lost_gpu_does_not_hide_the_error_of_the_body(cuda, caplog):
         lose()
     assert raised.value.args == ("a kernel failed",)
     notes = getattr(raised.value, "__notes__", caplog.messages)
-    assert notes == ["CUDA would not wait for its work: unspecified launch failure"]
+    assert notes == ["CUDA failed to synchronize: unspecified launch failure"]
     assert driver.ranges == {}
 
 

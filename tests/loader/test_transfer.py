@@ -221,9 +221,9 @@ def test_stages_have_spans_after_they_end(graph):
     pending_batch = transfer.start(batch)
     stages = {stage.name: stage for stage in pending_batch.batch.stages}
     assert stages.keys() == {"gather", "copy"}
-    assert not any(stage.is_past() for stage in stages.values())
+    assert not any(stage.is_done() for stage in stages.values())
     spans = [stage.span() for stage in stages.values()]
-    assert all(stage.is_past() for stage in stages.values())
+    assert all(stage.is_done() for stage in stages.values())
     assert all(span.begin_s < span.end_s for span in spans)
     assert {span.lane for span in spans} == {"gather stream", "copy stream"}
 
@@ -243,7 +243,7 @@ def test_memory_of_a_failed_batch_is_kept_until_its_copies_end(graph):
     others = [transfer.host.empty(len(want), torch.int64).fill_(-1) for _ in range(4)]
     [(copied, held)] = transfer._pending
     assert torch.equal(held[0], want)
-    assert not copied.is_past()
+    assert not copied.is_done()
     del others
     transfer.close()
 

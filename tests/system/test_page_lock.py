@@ -80,14 +80,14 @@ def test_copies_of_a_table_are_split_where_cuda_would_refuse_them(whole_pages, s
         # each table, parts of it, and a tensor that holds them and what lies around
         for begin, end in [(0, 8), (8, 11), (0, 11), (2.5, 2.75), (1.5, 10), (-2, 13)]:
             address, num_bytes = BASE + 100 + int(begin * PAGE), int((end - begin) * PAGE)
-            parts = ledger.stretches(address, num_bytes)
+            parts = ledger.copy_ranges(address, num_bytes)
             assert [parts[0][0], parts[-1][1]] == [address, address + num_bytes]
             assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
             for first_byte, last_byte in parts:
                 driver.check_copyable(first_byte, last_byte - first_byte)
         with pytest.raises(RuntimeError, match="invalid argument"):
             driver.check_copyable(BASE + 100, 11 * PAGE)
-    assert ledger.stretches(BASE, 20 * PAGE) == [(BASE, BASE + 20 * PAGE)]
+    assert ledger.copy_ranges(BASE, 20 * PAGE) == [(BASE, BASE + 20 * PAGE)]
 
 
 def test_what_shares_a_page_with_a_table_is_copied_as_any_other():
@@ -341,7 +341,7 @@ def test_a_refused_unlock_is_reported_after_the_others():
     driver = FakeDriver()
     # in the order of unlocking, the one in the middle
     driver.unlock_codes[BASE + 16 * PAGE] = LOST
-    words = rf"(?s)would not unlock {16 * PAGE:,} bytes .*\(719\)\n\nhint: .*nvidia-smi"
+    words = rf"(?s)failed to unlock {16 * PAGE:,} bytes .*\(719\)\n\nhint: .*nvidia-smi"
     with pytest.raises(RuntimeError, match=words), ledger_of(driver).locked(BASE, 40 * PAGE):
         pass
     assert list(driver.ranges) == [BASE + 16 * PAGE]
@@ -359,7 +359,7 @@ def test_a_lost_gpu_does_not_hide_the_error_of_the_body(caplog):
     said = notes(raised.value) if sys.version_info >= (3, 11) else caplog.messages
     assert len(said) == 3
     assert "unspecified launch failure" in said[0]
-    assert all("would not unlock" in line and "(719)" in line for line in said[1:])
+    assert all("failed to unlock" in line and "(719)" in line for line in said[1:])
     assert list(driver.ranges) == [BASE, BASE + 16 * PAGE]
 
 
@@ -382,7 +382,7 @@ def test_waiting_that_fails_is_reported_after_unlocking():
     driver = FakeDriver()
     driver.lost = RuntimeError("gone")
     with (
-        pytest.raises(RuntimeError, match=r"(?s)would not wait for its work: gone.*hint: "),
+        pytest.raises(RuntimeError, match=r"(?s)failed to synchronize: gone.*hint: "),
         ledger_of(driver).locked(BASE, 40 * PAGE),
     ):
         pass
@@ -394,10 +394,10 @@ def test_what_could_not_be_unlocked_is_unlocked_before_it_is_locked_again():
     driver = FakeDriver()
     ledger = ledger_of(driver)
     driver.unlock_codes[BASE] = LOST
-    with pytest.raises(RuntimeError, match="not unlock"), ledger.locked(BASE, 4 * PAGE):
+    with pytest.raises(RuntimeError, match="failed to unlock"), ledger.locked(BASE, 4 * PAGE):
         pass
     with (
-        pytest.raises(LockRefused, match=r"(?s)no longer in use\n\nhint: start"),
+        pytest.raises(LockRefused, match=r"(?s)no longer in use\n\nhint: restart"),
         ledger.locked(BASE + PAGE, 2 * PAGE),
     ):
         pytest.fail("nothing is locked here")
@@ -430,7 +430,7 @@ def test_memory_that_does_not_fit_is_not_locked(monkeypatch):
         assert driver.is_covered(address, num_bytes)
     driver.calls.clear()
     monkeypatch.setattr(page_lock, "available_bytes", lambda: 54 * PAGE - 1)
-    words = rf"{num_bytes:,} bytes takes {54 * PAGE:,} .* {54 * PAGE - 1:,} are left\n\nhint: "
+    words = rf"{num_bytes:,} bytes needs {54 * PAGE:,} .* {54 * PAGE - 1:,} are available\n\nhint: "
     with pytest.raises(RuntimeError, match=words), ledger_of(driver).locked(address, num_bytes):
         pytest.fail("nothing is locked here")
     assert driver.calls == []
@@ -548,7 +548,7 @@ def test_any_order_of_any_ranges_with_any_failures(seed):
         for _, address, num_bytes in held:
             assert driver.is_covered(address, num_bytes)
             if driver.tells and num_bytes:
-                for begin, end in ledger.stretches(address, num_bytes):
+                for begin, end in ledger.copy_ranges(address, num_bytes):
                     driver.check_copyable(begin, end - begin)
         if not held:
             assert driver.ranges == {}
@@ -560,15 +560,15 @@ def test_any_order_of_any_ranges_with_any_failures(seed):
 def test_a_gpu_reads_what_is_locked_if_it_says_so_and_a_page_shows_it():
     driver = FakeDriver()
     ledger = ledger_of(driver)
-    assert ledger.is_read_by(1)
+    assert ledger.is_readable_by(1)
     assert driver.ranges == {}
     assert len(driver.named("lock")) == 1
     # once for each GPU
-    assert ledger.is_read_by(1)
+    assert ledger.is_readable_by(1)
     assert driver.named("can_map_host_memory") == [("can_map_host_memory", 1)]
 
     says_no = FakeDriver(maps=False)
-    assert not ledger_of(says_no).is_read_by(0)
+    assert not ledger_of(says_no).is_readable_by(0)
     assert says_no.named("lock") == []
 
 
@@ -583,11 +583,11 @@ def test_a_gpu_reads_what_is_locked_if_it_says_so_and_a_page_shows_it():
     ],
 )
 def test_a_gpu_that_says_so_and_does_not(driver):
-    assert not ledger_of(driver).is_read_by(0)
+    assert not ledger_of(driver).is_readable_by(0)
     assert driver.ranges == {}
 
 
 @pytest.mark.parametrize("code", [cuda.OUT_OF_MEMORY, LOST])
 def test_a_gpu_that_is_not_well_is_no_gpu_that_cannot(code):
     with pytest.raises(LockRefused, match=str(code)):
-        ledger_of(FakeDriver(codes={0: code})).is_read_by(0)
+        ledger_of(FakeDriver(codes={0: code})).is_readable_by(0)

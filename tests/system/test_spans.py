@@ -60,7 +60,7 @@ class Later:
     def __init__(self, time_s):
         self.at_s, self.past = time_s, False
 
-    def is_past(self):
+    def is_done(self):
         return self.past
 
     def time_s(self):
@@ -91,6 +91,6 @@ def test_seconds_of_stages_that_end_later():
 def test_moments_of_the_host_are_past_at_once():
     now = clock_of(torch.device("cpu"))
     first, second = now(), now()
-    assert first.is_past()
+    assert first.is_done()
     assert first.time_s() <= second.time_s()
     assert first.seconds_to(second) == second.time_s() - first.time_s()

@@ -40,9 +40,9 @@ def test_waiting_for_an_event_leaves_the_core_to_other_threads(streams):
 
 
 def test_waiting_for_a_moment_leaves_the_core_to_other_threads(streams):
-    moment = streams.new().moment()
-    assert moment.event.enable_timing
-    moment.synchronize()
+    timed_event = streams.new().timed_event()
+    assert timed_event.event.enable_timing
+    timed_event.synchronize()
 
 
 @pytest.mark.parametrize(
