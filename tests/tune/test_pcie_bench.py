@@ -299,7 +299,7 @@ def test_the_roof(machine, monkeypatch):
     assert pcie_bench._dense_peak(machine.gpu) == pytest.approx(1e9)
 
     def refuse(num_bytes):
-        raise RuntimeError(f"CUDA would not lock {num_bytes} bytes")
+        raise RuntimeError(f"CUDA failed to lock {num_bytes} bytes")
 
     monkeypatch.setattr(pcie_bench, "_locked", refuse)
     assert pcie_bench.peak_read_rate(torch.device("cuda")) is None
