@@ -1,12 +1,12 @@
 """The CUDA driver: host registration, peer access and shared GPU memory.
 
-Host memory is page-locked for them, and one GPU's memory opened to another, within a process and
-between processes.
+These calls page-lock host memory for GPUs, and give one GPU access to the memory of another, in the
+same process or in another one.
 
-The runtime's calls would do the same, but one that fails leaves its error behind, and torch raises
-it at its next call, whatever that is. The driver's calls return their error and keep nothing.
+The CUDA runtime has equivalent calls, but their errors are sticky: torch would raise the error at
+its next, unrelated call. Calls of the driver return their error and keep no state.
 
-Source: the comments of cuda.h, CUDA 13.0, where the numbers below stand too.
+Source: the comments of cuda.h, CUDA 13.0, which also defines the constants below.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from torch import Tensor
 LIBRARY = "libcuda.so.1"
 
 
-# error codes that locking knows how to go on from
+# error codes that page-locking handles
 INVALID_VALUE = 1
 
 
@@ -39,33 +39,33 @@ NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
 
 
-# of cuMemHostRegister: for the contexts of all GPUs; into their addresses; not written by them
+# flags of cuMemHostRegister: for all contexts, mapped into device addresses, read-only for devices
 PORTABLE, DEVICE_MAP, READ_ONLY = 0x01, 0x02, 0x08
 
 
-# of cuDeviceGetAttribute
+# attributes of cuDeviceGetAttribute
 CAN_MAP_HOST_MEMORY, HOST_REGISTER_SUPPORTED, READ_ONLY_HOST_REGISTER_SUPPORTED = 19, 99, 113
 
 
-# of cuPointerGetAttribute
+# attributes of cuPointerGetAttribute
 MEMORY_TYPE, RANGE_START, RANGE_SIZE = 2, 11, 12
 
 
 HOST = 1
 
 
-# of cuIpcOpenMemHandle: what cuCtxEnablePeerAccess does, if it is needed
+# flag of cuIpcOpenMemHandle: enable peer access if the memory is on another GPU
 ENABLE_PEER_ACCESS = 0x01
 
 
-# two GPUs of a process that read each other's memory already
+# error code of cuCtxEnablePeerAccess that is not a failure
 PEER_ACCESS_ALREADY_ENABLED = 704
 
 
 HANDLE_BYTES = 64
 
 
-# what is opened to another process is opened in whole blocks of these
+# memory is shared with other processes in whole blocks of this size
 BLOCK_BYTES = 1 << 21
 
 
@@ -73,12 +73,12 @@ _POINTER, _UINT, _INT, _ADDRESS = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, 
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle, which goes by value."""
+    """CUipcMemHandle, which is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
-# what the functions take; each returns an error code
+# argument types of the functions; all return an error code
 SIGNATURES: dict[str, list[Any]] = {
     "cuCtxEnablePeerAccess": [_POINTER, _UINT],
     "cuCtxGetCurrent": [_POINTER],
@@ -100,14 +100,14 @@ SIGNATURES: dict[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Memory as torch takes it over without a copy."""
+    """GPU memory that torch wraps without a copy, by `__cuda_array_interface__`."""
 
     address: int
     num_bytes: int
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        # the driver's calls are done when they return, so that no stream need be waited for
+        # the driver's calls are synchronous, so that no stream has to be synchronized
         return {
             "shape": (self.num_bytes,),
             "typestr": "|i1",
@@ -119,15 +119,15 @@ class _Bytes:
 
 
 class Driver:
-    """The calls of the CUDA driver that are needed, in the contexts that torch uses.
+    """Calls of the CUDA driver, in the contexts that torch uses.
 
     Args:
-        library: what `ctypes.CDLL` makes of the driver; the machine's own if None.
+        library: a `ctypes.CDLL` of the driver; None loads the installed one.
 
     Raises:
-        OSError: there is no such library.
+        OSError: the driver is not installed.
         RuntimeError: torch cannot use CUDA, for example in a process that was forked after CUDA was
-            first used.
+            initialized.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -138,12 +138,12 @@ class Driver:
             function.argtypes, function.restype = types, _INT
 
     def lock(self, address: int, num_bytes: int, read_only: bool = False) -> int:
-        """Page-lock a range of host memory for all GPUs; the driver's error code, 0 if it did.
+        """Page-lock a range of host memory for all GPUs; return 0 or an error code.
 
         Args:
-            address: of the first byte; it need not be on a page's border.
-            num_bytes: 1 or more.
-            read_only: the range is mapped read-only, which the driver is told if it wants to know.
+            address: of the first byte; need not be at a page boundary.
+            num_bytes: size of the range, at least 1.
+            read_only: the range is mapped read-only; sets READ_ONLY if the GPU supports it.
         """
         flags = PORTABLE | DEVICE_MAP
         if read_only and self.locks_read_only(torch.cuda.current_device()):
@@ -151,19 +151,19 @@ class Driver:
         return self._call("cuMemHostRegister_v2", address, num_bytes, flags)
 
     def unlock(self, address: int) -> int:
-        """Let go of the range that was locked from `address` on; the error code, 0 if it did."""
+        """Unlock the range that was locked at `address`; return 0 or an error code."""
         return self._call("cuMemHostUnregister", address)
 
     def is_locked(self, address: int) -> bool:
-        """Whether the host memory at `address` is page-locked, by whomever."""
+        """Whether the host memory at `address` is page-locked, by this or another library."""
         kind = _UINT()
         code = self._call("cuPointerGetAttribute", ctypes.byref(kind), MEMORY_TYPE, address)
         return code == 0 and kind.value == HOST
 
     def locked_range(self, address: int) -> tuple[int, int] | None:
-        """Where the locked range begins and ends that holds `address`; None if none does.
+        """Return begin and end of the locked range that contains `address`; None if not locked.
 
-        It is one byte long if the driver does not tell.
+        If the driver does not report the range, return only the byte at `address`.
         """
         if not self.is_locked(address):
             return None
@@ -174,78 +174,80 @@ class Driver:
         return (begin.value, end) if begin.value <= address < end else (address, address + 1)
 
     def device_address(self, address: int) -> int | None:
-        """Where GPUs see the locked host memory at `address`; None if they do not."""
+        """Return the address on GPUs of locked host memory; None if it is not mapped."""
         seen = _ADDRESS()
         code = self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(seen), address, 0)
         return seen.value if code == 0 else None
 
     def can_map_host_memory(self, device: int) -> bool:
-        """Whether GPU number `device` says that it reads host memory that is locked in place."""
-        wanted = (CAN_MAP_HOST_MEMORY, HOST_REGISTER_SUPPORTED)
-        return all(self.attribute(attribute, device) for attribute in wanted)
+        """Whether a GPU supports reading host memory that is locked in place."""
+        required = (CAN_MAP_HOST_MEMORY, HOST_REGISTER_SUPPORTED)
+        return all(self.attribute(attribute, device) for attribute in required)
 
     def locks_read_only(self, device: int) -> bool:
-        """Whether GPU number `device` says that memory that is mapped read-only can be locked."""
+        """Whether a GPU supports locking of memory that is mapped read-only."""
         return self.attribute(READ_ONLY_HOST_REGISTER_SUPPORTED, device) != 0
 
     def attribute(self, attribute: int, device: int) -> int:
-        """What cuDeviceGetAttribute says of GPU number `device`; 0 where the driver knows none."""
+        """Return an attribute of a GPU, of cuDeviceGetAttribute; 0 if the driver lacks it."""
         handle, value = _INT(), _INT()
         self._call("cuDeviceGet", ctypes.byref(handle), device)
         code = self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, handle)
         return value.value if code == 0 else 0
 
     def allocate(self, device: int, num_bytes: int) -> tuple[int, Tensor | None]:
-        """Memory of a GPU that others can open, which not all memory of torch's allocator is.
+        """Allocate GPU memory that can be shared with other processes.
+
+        Memory of torch's caching allocator cannot always be shared.
 
         Args:
-            device: the GPU's number.
-            num_bytes: above 0; what is taken is rounded up to whole blocks of 2 MiB.
+            device: index of the GPU.
+            num_bytes: above 0; the allocation is rounded up to a multiple of 2 MiB.
 
         Returns:
-            The error code, 0 if there is memory; and (num_bytes,) int8 on the GPU, of any values,
-            given back when nothing refers to it, or None.
+            0 and an uninitialized tensor, (num_bytes,) int8 on the GPU, whose memory is freed when
+            nothing refers to it; or an error code and None.
         """
         address = _ADDRESS()
         whole = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
         code = self._call_on(device, "cuMemAlloc_v2", ctypes.byref(address), whole)
         if code != 0:
             return code, None
-        # torch keeps it as long as a tensor uses the memory
+        # torch refers to `memory` as long as a tensor uses it
         memory = _Bytes(address.value, num_bytes)
         weakref.finalize(memory, self._free, device, address.value).atexit = False
         return 0, torch.as_tensor(memory, device=torch.device("cuda", device))
 
     def enable_peer(self, device: int, peer: int) -> int:
-        """Let GPU number `device` read the memory of GPU `peer`; the error code, 0 if it does."""
+        """Let the GPU `device` read the memory of the GPU `peer`; return 0 or an error code."""
         context = ctypes.c_void_p()
         self._call_on(peer, "cuCtxGetCurrent", ctypes.byref(context))
         code = self._call_on(device, "cuCtxEnablePeerAccess", context, 0)
         return 0 if code == PEER_ACCESS_ALREADY_ENABLED else code
 
     def export(self, device: int, address: int) -> tuple[int, bytes]:
-        """What another process opens the memory by that `allocate` gave.
+        """Return a handle with which another process can open memory of `allocate`.
 
         Args:
-            device: the number of its GPU.
-            address: where it begins.
+            device: index of the GPU of the memory.
+            address: start of the memory.
 
         Returns:
-            The error code, 0 if there is a handle, and the handle.
+            0 or an error code, and the handle.
         """
         handle = _Handle()
         code = self._call_on(device, "cuIpcGetMemHandle", ctypes.byref(handle), address)
         return code, bytes(handle)
 
     def open(self, device: int, handle: bytes) -> tuple[int, int]:
-        """Let a GPU read the memory that another process has exported, which must still be there.
+        """Open memory that another process exported, which must not be freed meanwhile.
 
         Args:
-            device: the number of the GPU that reads.
-            handle: what `export` gave there.
+            device: index of the GPU that reads the memory.
+            handle: the handle that `export` returned in the other process.
 
         Returns:
-            The error code, 0 if the memory is open, and where the GPU sees it.
+            0 or an error code, and the address of the memory on the GPU.
         """
         address = _ADDRESS()
         code = self._call_on(
@@ -258,25 +260,25 @@ class Driver:
         return code, address.value
 
     def close(self, device: int, address: int) -> int:
-        """Let go of what GPU `device` has opened; the error code, 0 if it did."""
+        """Close memory that the GPU `device` has opened; return 0 or an error code."""
         return self._call_on(device, "cuIpcCloseMemHandle", address)
 
     def error_name(self, code: int) -> str:
-        """CUDA's name of an error code, with its number."""
+        """Return CUDA's name of an error code, with its number."""
         name = ctypes.c_char_p()
-        # it stays empty if the driver does not know the code
+        # the name stays empty for an unknown code
         self._library.cuGetErrorName(code, ctypes.byref(name))
         return f"{(name.value or b'error').decode()} ({code})"
 
     def synchronize(self) -> None:
-        """Wait for all work of this process, on every GPU that it uses.
+        """Synchronize with every GPU that this process uses.
 
         Raises:
-            RuntimeError: a GPU reports an error; the others were waited for.
+            RuntimeError: a GPU reports an error; all others were synchronized with.
         """
         errors = []
         for device in range(torch.cuda.device_count()):
-            # waiting for a GPU that is not used would begin to use it, and take memory there
+            # synchronizing with an unused GPU would create a context, which takes memory there
             if self._is_used(device):
                 try:
                     torch.cuda.synchronize(device)
@@ -286,21 +288,21 @@ class Driver:
             raise errors[0]
 
     def _free(self, device: int, address: int) -> None:
-        # other GPUs read it too
+        # other GPUs may be reading the memory
         self.synchronize()
         self._call_on(device, "cuMemFree_v2", address)
 
     def _call(self, name: str, *arguments: Any) -> int:
         context = ctypes.c_void_p()
         if self._library.cuCtxGetCurrent(ctypes.byref(context)) != 0 or not context.value:
-            # a thread that has not used CUDA; any call of the runtime gives it torch's context
+            # this thread has not used CUDA; any runtime call sets torch's context
             torch.cuda.synchronize()
         return int(getattr(self._library, name)(*arguments))
 
     def _call_on(self, device: int, name: str, *arguments: Any) -> int:
-        """A call in the context of a GPU, whose work is waited for."""
+        """Call a function in the context of a GPU, after synchronizing with the GPU."""
         with torch.cuda.device(device):
-            # a call of the runtime, which is what makes the device's context this thread's
+            # a runtime call sets the device's context in this thread
             torch.cuda.synchronize(device)
             return int(getattr(self._library, name)(*arguments))
 

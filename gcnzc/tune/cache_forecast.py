@@ -1,4 +1,4 @@
-"""The predicted hit rate of a feature cache, by its size."""
+"""Predict the hit rate of a feature cache as a function of its size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from gcnzc.features.access_counts import (
 from gcnzc.features.cache import cache_bytes, num_rows_to_cache
 from gcnzc.features.table import FeatureTable
 
-SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of a table's rows, that a plan is made for
+SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # cache sizes, as shares of the rows
 
 
 def forecast(
@@ -26,24 +26,24 @@ def forecast(
     shares: Sequence[float] = SHARES,
     gpus: int = 1,
 ) -> dict[str, Any]:
-    """What hot sets of several sizes would bring, by both rankings.
+    """Predict the hit rates of caches of several sizes, for both cache policies.
 
     Args:
-        counted: minibatches as the run will have them.
-        table: that the run gathers from.
+        counted: access counts of presampled minibatches.
+        table: feature table of the run.
         degrees: (N,) in-degrees.
-        fresh: (N,) counts of minibatches that had no part in `counted`, such as `needed` gives; to
-            measure what is predicted.
-        shares: of the rows, the sizes to plan for.
-        gpus: that split the hot set.
+        fresh: (N,) access counts of other minibatches, for example of `count_accesses`, to measure
+            the hit rates that are predicted.
+        shares: cache sizes, as shares of the rows.
+        gpus: number of GPUs that the cache is sharded across.
 
     Returns:
-        What JSON can hold: `gpus`, `nodes_per_batch`, `bytes_per_batch` without a hot set, and
-        `sizes`, each with its `share`, `rows`, `memory_bytes` on a GPU, and of each of `RANKINGS`
-        `predicted_hit_rate` and the `bytes_per_batch` that are left to the host, and
-        `measured_hit_rate` if there is `fresh`. Of a split set also `predicted_own_hit_rates` by
-        the rows that each GPU has, and `predicted_peer_hit_rate` by those that the others have,
-        the mean of all GPUs; and the same measured.
+        A dict of JSON values: `gpus`, `row_bytes`, `batches`, `nodes_per_batch`, `bytes_per_batch`
+        without a cache, and `sizes`. Each size has its `share`, `rows`, `memory_bytes` per GPU, and
+        for each policy in `RANKINGS` the `predicted_hit_rate`, the `bytes_per_batch` that are read
+        from the host, and with `fresh` the `measured_hit_rate`. A sharded cache also has
+        `predicted_own_hit_rates` for the rows on each GPU and `predicted_peer_hit_rate` for rows on
+        other GPUs, averaged over GPUs; and the same measured.
     """
     sizes = [num_rows_to_cache(table, float(share)) for share in shares]
     predicted = {
@@ -79,8 +79,8 @@ def forecast(
             "in-degree": counted.own_hit_rates_by(degrees, sizes, gpus),
             "presampled": counted.own_hit_rates(sizes, gpus),
         }
-        _tell_apart(lines, "predicted", predicted_own)
-        _tell_apart(lines, "measured", measured_own)
+        _add_peer_rates(lines, "predicted", predicted_own)
+        _add_peer_rates(lines, "measured", measured_own)
     return {
         "gpus": gpus,
         "row_bytes": table.row_bytes,
@@ -91,10 +91,10 @@ def forecast(
     }
 
 
-def _tell_apart(
+def _add_peer_rates(
     lines: Sequence[dict[str, Any]], how: str, own: Mapping[str, list[list[float]]]
 ) -> None:
-    """Add which of the hits each GPU has itself, and which on the mean the others have."""
+    """Add the hit rates of each GPU's own rows, and the mean hit rate of rows on other GPUs."""
     for name, of_sizes in own.items():
         for line, rates in zip(lines, of_sizes, strict=True):
             figures = line[name]

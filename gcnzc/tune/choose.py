@@ -1,15 +1,15 @@
-"""Choose the settings that move a table's rows to the model fastest, by measurement.
+"""Measure and choose the settings that load minibatches fastest.
 
-Everything is timed on a `Bench`, which is this machine, or in tests the model of one. Settings of a
-kind take turns in rounds, and the fastest is that of the least median. Settings that are within
-`WITHIN` of it, or were in a good part of the rounds, are as good; of these the cheapest is taken:
-the fewest warps, threads, batches, or rows for the CPU to gather. So noise does not choose, and
-nothing is spent in vain. Where the rounds of a setting differ by more than `NOISY` something else
-runs, and what is usual stays.
+All times come from a `Bench`: this machine, or in tests a simulated one. The values of a setting
+are measured in interleaved rounds, and the fastest is the one with the least median. Values within
+`WITHIN` of it, in the median or in enough of the rounds, count as equally fast; the cheapest of
+them is chosen: fewest warps, threads, prefetched minibatches, or rows for the CPU to gather. Thus
+measurement noise does not decide, and no resources are wasted. If the rounds differ by more than
+`NOISY`, because other programs are running, the default is kept.
 
-Settings are chosen one after another, each with those before it: layout, then programs with warps
-and vectors, threads, look-ahead, the share of rows for the copy engine, the hot set. Without a GPU
-the first and the last are told by a model, and those of the GPU are left as usual.
+Settings are chosen in sequence, each with the previous ones fixed: layout; programs with warps and
+vectors; threads; prefetched minibatches; share of rows for the copy engine; cache size. Without a
+GPU, a model predicts the layout, and the other settings of the GPU keep their defaults.
 """
 
 import os
@@ -35,12 +35,12 @@ from gcnzc.tune import pcie_bench, profiles
 from gcnzc.tune.cache_forecast import SHARES
 from gcnzc.tune.machine import Bench, Case, LoaderSettings, Machine
 from gcnzc.tune.profiles import Setting, TuningProfile
-from gcnzc.tune.search import WITHIN, Progress, S, cheapest, in_rounds, medians, spread
+from gcnzc.tune.search import WITHIN, Progress, S, cheapest, measure_in_rounds, medians, spread
 
-NOISY = 0.2  # of the median, between the quarters of the rounds
+NOISY = 0.2  # limit for the interquartile range of rounds over their median
 
 
-# of the GPU's gather: how many programs, and warps with vectors in flight
+# candidates for the GPU's gather kernel: programs, and pairs of warps and vectors in flight
 PROGRAMS = (4, 8, 16, 32, 64, 132, 264)
 
 
@@ -50,261 +50,272 @@ SHAPES = ((4, 4), (8, 2), (8, 4), (8, 8), (16, 4))
 THREADS = (1, 2, 3, 4, 6, 8)
 
 
-IDEAL_STEP = 0.2  # of the share by the engines alone, from one that is tried to the next
+IDEAL_STEP = 0.2  # step of the copied shares that are measured, relative to the predicted share
 
 
 IDEAL_PARTS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
 
 
-HOT_SIZES = 200  # that are looked at, if the model's own time is known
+NUM_CACHE_SIZES = 200  # candidates for the cache size, if the model's compute time is known
 
 
 @dataclass(frozen=True)
-class Room:
-    """What bounds a hot set."""
+class CacheMemory:
+    """Limits for the size of the feature cache."""
 
-    memory_bytes: int | None  # of the GPU that hot rows may take; None if nobody knows
-    told: str  # where that comes from
-    compute_s: float | None = None  # of the model for a minibatch, if it is known
+    memory_bytes: int | None  # GPU memory for cached rows; None if unknown
+    reason: str  # origin of the limit, for messages
+    compute_s: float | None = None  # compute time of the model per minibatch, if known
 
 
 def tune(
     case: Case, *, room: str | int | float = 0.5, compute_s: float | None, progress: Progress
 ) -> TuningProfile:
-    """Measure on this machine, and return the plan for `case`.
+    """Measure on this machine and return the tuning profile for a workload.
 
     Args:
-        case: what a run would do. Its table is page-locked meanwhile, if there is CUDA.
-        room: for hot rows: a share of the GPU's free memory if it is a float, or bytes.
-        compute_s: of the model for a minibatch; None if it is not known.
+        case: the workload. With CUDA, its table is page-locked during the measurement.
+        room: memory for the feature cache: a share of the GPU's free memory (float), or bytes.
+        compute_s: compute time of the model per minibatch, in seconds; None if unknown.
         progress: see `Progress`.
 
     Raises:
-        ValueError: the table is sparse, and there is a GPU to read it.
-        RuntimeError: a gather brought wrong rows, or memory is short.
+        ValueError: the table is sparse and there is a GPU.
+        RuntimeError: a gather returned wrong rows, or there is not enough memory.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "cuda" and case.table.is_sparse:
         raise ValueError(
-            f"{case.name} keeps its features sparse, and a GPU reads dense rows\n\n"
-            f"hint: `gcnzc prepare` spreads them out"
+            f"{case.name} has sparse features, but a GPU reads dense rows\n\n"
+            "hint: convert them with `gcnzc prepare`"
         )
     with pinned(case.table) as table:
         case = replace(case, table=table)
         where = pcie_bench.gpu() if can_read_host(device) else None
         bench = Machine(case, device, where)
-        return plan_for(bench, case, device, _room(room, device, compute_s), progress)
+        return tune_on(bench, case, device, _cache_memory(room, device, compute_s), progress)
 
 
-def plan_for(
-    bench: Bench, case: Case, device: torch.device, room: Room, progress: Progress
+def tune_on(
+    bench: Bench, case: Case, device: torch.device, room: CacheMemory, progress: Progress
 ) -> TuningProfile:
-    """The plan for `case` by what `bench` says; see the module."""
+    """Choose the settings for a workload by the measurements of `bench`."""
     choices = choose_kernel_config(bench, case.table, device, progress)
-    way = None
+    kernel_config = None
     if bench.has_gpu:
-        way = KernelConfig(**{name: choice.value for name, choice in choices.items()})  # type: ignore[arg-type]
-    choices |= choose_loading(bench, way, progress)
+        kernel_config = KernelConfig(**{name: choice.value for name, choice in choices.items()})  # type: ignore[arg-type]
+    choices |= choose_loader_settings(bench, kernel_config, progress)
     threads, ahead = int(choices["threads"].value), int(choices["ahead"].value)
-    loading = LoaderSettings(threads, ahead, 0.0, way)
+    loading = LoaderSettings(threads, ahead, 0.0, kernel_config)
     both, choices["copied_share"], transfer_s = choose_copied_share(
         bench, loading, device, progress
     )
     if both.threads != threads:
-        more = f"some gather what is copied; {threads} would do without that"
+        more = f"some threads gather copied rows; {threads} would suffice without copies"
         choices["threads"] = replace(choices["threads"], value=both.threads, why=more)
         choices["ahead"] = replace(choices["ahead"], value=both.ahead, why="goes with the threads")
     choices["hot"] = choose_cache_size(case, room, transfer_s, progress)
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    key = profiles.key_of(device, case.table)
+    key = profiles.make_key(device, case.table)
     return TuningProfile(key, case.name, case.table.num_rows, made, choices)
 
 
 def choose_kernel_config(
     bench: Bench, table: FeatureTable, device: torch.device, progress: Progress
 ) -> dict[str, Setting]:
-    """Layout, programs, warps and vectors of the GPU's gather."""
+    """Choose layout, programs, warps and vectors of the GPU's gather kernel."""
     requests = _requests(table)
-    usual = _default_layout(table)
+    default = _default_layout(table)
     figures: dict[str, Any] = {"requests_per_row": requests}
     if not bench.has_gpu:
-        why = "fewest requests where the rows lie, by the model of the bus; only a GPU uses it"
+        why = "fewest PCIe requests for the rows' alignment, predicted; used on GPUs only"
         if not requests:
-            why = "no GPU, and rows that none reads"
-        choices = {"layout": Setting(usual, why, "modelled" if requests else "default", figures)}
-        missing = f"not measured: {_missing(device)}"
+            why = "no GPU, and a table that GPUs do not read"
+        choices = {"layout": Setting(default, why, "modelled" if requests else "default", figures)}
+        missing = f"not measured: {_why_not_measured(device)}"
         for name, value, more in (
-            ("programs", DEFAULT_PROGRAMS, "at most two a multiprocessor"),
-            ("warps", WARPS, "of each program"),
-            ("vectors", VECTORS, "of 16 B that each lane has in flight"),
+            ("programs", DEFAULT_PROGRAMS, "at most two per multiprocessor"),
+            ("warps", WARPS, "per program"),
+            ("vectors", VECTORS, "16 B vectors in flight per lane"),
         ):
             choices[name] = Setting(value, f"{missing}; {more}", "default", {})
         return choices
-    layouts = in_rounds(
+    layouts = measure_in_rounds(
         [layout for layout in LAYOUTS if layout in requests],
         lambda layout: bench.gather_s(KernelConfig(layout=layout)),
         "layout",
         progress,
     )
-    layout: Layout = cheapest(layouts, lambda name: (requests[name], name != usual))
+    layout: Layout = cheapest(layouts, lambda name: (requests[name], name != default))
     figures["gather_s"] = medians(layouts)
     choices = {
         "layout": Setting(
             layout,
-            f"{_lead(layouts, layout)}, and fewest requests a row of those",
+            f"{_describe_lead(layouts, layout)}, and the fewest requests per row of those",
             "measured",
             figures,
         )
     }
-    ways = [KernelConfig(layout, programs, *shape) for shape, programs in product(SHAPES, PROGRAMS)]
-    taken = in_rounds(ways, bench.gather_s, "programs", progress)
-    # registers of warps that stay are not there for the model's kernels
-    way = cheapest(taken, lambda one: (_warps(one), one.programs, one.vectors))
-    middle = medians(taken)
-    of_shape = {
+    configs = [
+        KernelConfig(layout, programs, *shape) for shape, programs in product(SHAPES, PROGRAMS)
+    ]
+    times = measure_in_rounds(configs, bench.gather_s, "programs", progress)
+    # registers of resident warps are not available to the model's kernels
+    kernel_config = cheapest(times, lambda one: (_warps(one), one.programs, one.vectors))
+    median_s = medians(times)
+    best_by_shape = {
         f"{warps} x {vectors}": min(
-            s for w, s in middle.items() if (w.warps, w.vectors) == (warps, vectors)
+            s for w, s in median_s.items() if (w.warps, w.vectors) == (warps, vectors)
         )
         for warps, vectors in SHAPES
     }
-    same = {
+    by_programs = {
         str(w.programs): s
-        for w, s in middle.items()
-        if (w.warps, w.vectors) == (way.warps, way.vectors)
+        for w, s in median_s.items()
+        if (w.warps, w.vectors) == (kernel_config.warps, kernel_config.vectors)
     }
-    assert way.programs is not None, "all are said"
-    assert way.warps is not None, "all are said"
-    assert way.vectors is not None, "all are said"
-    why = f"{_lead(taken, way)}, with the fewest warps resident of {len(ways)} ways"
-    of_both = {"best_gather_s": of_shape}
+    assert kernel_config.programs is not None, "every candidate sets it"
+    assert kernel_config.warps is not None, "every candidate sets it"
+    assert kernel_config.vectors is not None, "every candidate sets it"
+    lead = _describe_lead(times, kernel_config)
+    why = f"{lead}, with the fewest resident warps of {len(configs)} candidates"
+    shape_figures = {"best_gather_s": best_by_shape}
     return choices | {
-        "programs": Setting(way.programs, why, "measured", {"gather_s": same}),
-        "warps": Setting(way.warps, "goes with the programs", "measured", of_both),
-        "vectors": Setting(way.vectors, "goes with the programs", "measured", of_both),
+        "programs": Setting(kernel_config.programs, why, "measured", {"gather_s": by_programs}),
+        "warps": Setting(kernel_config.warps, "goes with the programs", "measured", shape_figures),
+        "vectors": Setting(
+            kernel_config.vectors, "goes with the programs", "measured", shape_figures
+        ),
     }
 
 
-def choose_loading(
-    bench: Bench, way: KernelConfig | None, progress: Progress
+def choose_loader_settings(
+    bench: Bench, kernel_config: KernelConfig | None, progress: Progress
 ) -> dict[str, Setting]:
-    """The loader's threads, then how many batches it is ahead."""
+    """Choose the number of worker threads, then the number of prefetched minibatches."""
     counts = _thread_counts()
-    by_threads = in_rounds(
+    by_threads = measure_in_rounds(
         counts,
-        lambda count: bench.batch_s(LoaderSettings(count, count + 1, 0.0, way)),
+        lambda count: bench.batch_s(LoaderSettings(count, count + 1, 0.0, kernel_config)),
         "threads",
         progress,
     )
-    threads, wild = cheapest(by_threads, int), spread(by_threads)
-    usual = default_threads()
+    threads, noise = cheapest(by_threads, int), spread(by_threads)
+    default = default_threads()
     choices = {
         "threads": Setting(
             threads,
-            f"{_lead(by_threads, threads)} of {_range(counts)} threads",
+            f"{_describe_lead(by_threads, threads)} of {_range(counts)} threads",
             "measured",
             {"batch_s": _named(by_threads)},
         )
     }
-    if wild > NOISY:
-        threads = usual
-        choices["threads"] = _left(choices["threads"], usual, wild)
-    by_ahead = in_rounds(
+    if noise > NOISY:
+        threads = default
+        choices["threads"] = _keep_default(choices["threads"], default, noise)
+    by_ahead = measure_in_rounds(
         sorted({threads + more for more in (1, 2, 4)}),
-        lambda ahead: bench.batch_s(LoaderSettings(threads, ahead, 0.0, way)),
+        lambda ahead: bench.batch_s(LoaderSettings(threads, ahead, 0.0, kernel_config)),
         "ahead",
         progress,
     )
-    ahead, wild = cheapest(by_ahead, int), spread(by_ahead)
+    ahead, noise = cheapest(by_ahead, int), spread(by_ahead)
     choices["ahead"] = Setting(
         ahead,
-        f"{_lead(by_ahead, ahead)}; no fewer than one more than threads, so that one is ready",
+        f"{_describe_lead(by_ahead, ahead)}; at least one more than threads, so that one is ready",
         "measured",
         {"batch_s": _named(by_ahead)},
     )
-    if wild > NOISY:
-        choices["ahead"] = _left(choices["ahead"], threads + 1, wild)
+    if noise > NOISY:
+        choices["ahead"] = _keep_default(choices["ahead"], threads + 1, noise)
     return choices
 
 
 def choose_copied_share(
     bench: Bench, loading: LoaderSettings, device: torch.device, progress: Progress
 ) -> tuple[LoaderSettings, Setting, float | None]:
-    """The share of rows that the copy engine sends, and the threads that gather them.
+    """Choose the share of rows that is copied instead of read, and the threads that gather it.
 
-    With r the time of reading all rows and c that of gathering and copying all of them, both
-    engines end together at the share r / (r + c). The threads also sample, so shares below it are
-    tried in the whole loader, with the threads chosen so far and with the most there are.
+    If reading all rows takes time r, and gathering and copying all of them takes c, both finish at
+    the same time with the share r / (r + c). But threads also sample, so that shares around it are
+    measured in the whole loader, with the threads chosen so far and with the largest number.
 
     Returns:
-        `loading` with share, threads and ahead; the share's choice; the seconds that reading the
-        other rows of a minibatch takes, None without a GPU.
+        `loading` with the chosen share, threads and prefetched minibatches; the setting of the
+        share; and the seconds per minibatch for reading the other rows, None without a GPU.
     """
     if not bench.has_gpu:
-        why = f"not measured: {_missing(device)}; one engine does all"
+        why = f"not measured: {_why_not_measured(device)}; no rows are copied"
         return loading, Setting(0.0, why, "default", {}), None
-    way = loading.way
-    assert way is not None, "chosen before"
+    kernel_config = loading.kernel_config
+    assert kernel_config is not None, "chosen before"
     counts = sorted({loading.threads, max(_thread_counts())})
     engines: dict[str, Callable[[], float]] = {
-        "read": lambda: bench.gather_s(way),
+        "read": lambda: bench.gather_s(kernel_config),
         "copy": bench.copy_s,
     }
     engines |= {f"gather, {n} threads": partial(bench.host_s, n) for n in counts}
-    alone = medians(in_rounds(list(engines), lambda name: engines[name](), "engines", progress))
+    alone = medians(
+        measure_in_rounds(list(engines), lambda name: engines[name](), "engines", progress)
+    )
     ideal = {}
     for count in counts:
-        # parts are gathered while others are copied
+        # gathering and copying are pipelined
         copied_s = max(alone["copy"], alone[f"gather, {count} threads"])
         ideal[count] = alone["read"] / (alone["read"] + copied_s)
 
-    def tried(count: int, share: float) -> LoaderSettings:
+    def with_share(count: int, share: float) -> LoaderSettings:
         ahead = count + loading.ahead - loading.threads
-        return LoaderSettings(count, ahead, round(min(share, 0.95), 3), way)
+        return LoaderSettings(count, ahead, round(min(share, 0.95), 3), kernel_config)
 
-    settings = {tried(count, ideal[count] * part) for count in counts for part in IDEAL_PARTS}
-    taken = in_rounds([loading, *sorted(settings, key=_cost)], bench.batch_s, "engines", progress)
-    chosen = cheapest(taken, _cost)
+    settings = {with_share(count, ideal[count] * part) for count in counts for part in IDEAL_PARTS}
+    times = measure_in_rounds(
+        [loading, *sorted(settings, key=_cost)], bench.batch_s, "engines", progress
+    )
+    chosen = cheapest(times, _cost)
     if chosen.copied_share > 0:
-        # again, with what is between the fastest and its neighbours
-        middle = medians(taken)
-        top = min(middle, key=lambda one: middle[one])
-        beside = ideal[top.threads] * IDEAL_STEP
-        shares = [top.copied_share + beside * part for part in (-0.5, -0.25, 0, 0.25, 0.5)]
-        near = {chosen, *(tried(top.threads, share) for share in shares if share > 0)}
-        again = in_rounds([loading, *sorted(near, key=_cost)], bench.batch_s, "engines", progress)
-        chosen, taken = cheapest(again, _cost), taken | again
+        # refine between the fastest share and its neighbours
+        median_s = medians(times)
+        top = min(median_s, key=lambda one: median_s[one])
+        step = ideal[top.threads] * IDEAL_STEP
+        shares = [top.copied_share + step * part for part in (-0.5, -0.25, 0, 0.25, 0.5)]
+        near = {chosen, *(with_share(top.threads, share) for share in shares if share > 0)}
+        again = measure_in_rounds(
+            [loading, *sorted(near, key=_cost)], bench.batch_s, "engines", progress
+        )
+        chosen, times = cheapest(again, _cost), times | again
     best = ideal[chosen.threads]
-    why = f"{_lead(taken, chosen)}; {best:.2f} by the engines alone, but threads sample too"
+    why = f"{_describe_lead(times, chosen)}; {best:.2f} predicted without sampling"
     if chosen.copied_share == 0:
-        why = f"no share is faster by {WITHIN:.0%}; {best:.2f} by the engines alone"
-    named = {f"{one.copied_share:.3g}, {one.threads} threads": one for one in taken}
-    middle = medians(taken)
-    figures = {"alone_s": alone, "batch_s": {name: middle[one] for name, one in named.items()}}
+        why = f"no share is faster by {WITHIN:.0%}; {best:.2f} predicted without sampling"
+    named = {f"{one.copied_share:.3g}, {one.threads} threads": one for one in times}
+    median_s = medians(times)
+    figures = {"alone_s": alone, "batch_s": {name: median_s[one] for name, one in named.items()}}
     share = Setting(chosen.copied_share, why, "measured", figures)
-    if (wild := spread(taken)) > NOISY:
-        return loading, _left(share, 0.0, wild), alone["read"]
+    if (noise := spread(times)) > NOISY:
+        return loading, _keep_default(share, 0.0, noise), alone["read"]
     return chosen, share, alone["read"] * (1 - chosen.copied_share)
 
 
 def choose_cache_size(
-    case: Case, room: Room, transfer_s: float | None, progress: Progress
+    case: Case, room: CacheMemory, transfer_s: float | None, progress: Progress
 ) -> Setting:
-    """The share of the rows to keep on the GPU.
+    """Choose the share of the rows to cache on the GPU.
 
-    A larger one is never slower, so memory decides; unless the model takes so long that a smaller
-    one hides the rest.
+    A larger cache is never slower, so memory is the limit, unless with a smaller cache the transfer
+    of the other rows is hidden behind the model's compute time.
 
     Args:
-        case: whose minibatches are drawn.
-        room: for the hot rows.
-        transfer_s: of all rows of a minibatch; None without a GPU.
+        case: the workload, whose minibatches are presampled.
+        room: limits for the cache.
+        transfer_s: seconds to transfer all rows of a minibatch; None without a GPU.
         progress: see `Progress`.
     """
     table = case.table
     if not case.is_real:
-        why = "not predicted: only the graph of DATA says how often rows are needed"
+        why = "not predicted: this needs the graph of a dataset, DATA"
         return Setting(DEFAULT_CACHED_SHARE, why, "default", {})
     counted = presample(
         case.graph,
@@ -312,7 +323,7 @@ def choose_cache_size(
         case.fanouts,
         case.batch_size,
         seed=case.seed,
-        progress=lambda done, total: progress("hot set", done, total),
+        progress=lambda done, total: progress("cache", done, total),
     )
     sizes = {str(share): num_rows_to_cache(table, float(share)) for share in SHARES}
     figures: dict[str, Any] = {
@@ -320,36 +331,38 @@ def choose_cache_size(
         "memory_bytes": {name: cache_bytes(table, size) for name, size in sizes.items()},
     }
     if room.memory_bytes is None:
-        return Setting(DEFAULT_CACHED_SHARE, f"not measured: {room.told}", "default", figures)
-    fitting = _fitting(table, room.memory_bytes)
+        return Setting(DEFAULT_CACHED_SHARE, f"not measured: {room.reason}", "default", figures)
+    fitting = _max_cached_rows(table, room.memory_bytes)
     if fitting == 0:
-        why = f"no row fits in {room.memory_bytes / 1e9:.3g} GB ({room.told}); leave the set away"
+        why = f"no row fits in {room.memory_bytes / 1e9:.3g} GB ({room.reason}); do not use a cache"
         return Setting(DEFAULT_CACHED_SHARE, why, "default", figures)
-    size, why = fitting, f"the most that fit in {room.memory_bytes / 1e9:.3g} GB ({room.told})"
+    size, why = fitting, f"the most that fit in {room.memory_bytes / 1e9:.3g} GB ({room.reason})"
     if fitting == table.num_rows:
-        why = f"all rows fit in {room.memory_bytes / 1e9:.3g} GB ({room.told})"
+        why = f"all rows fit in {room.memory_bytes / 1e9:.3g} GB ({room.reason})"
     if room.compute_s is not None and transfer_s is not None:
         size, more = _smallest_cache(counted, fitting, transfer_s, room.compute_s)
         why = more or why
     elif room.compute_s is not None:
-        why += "; the model's time is left aside, as no transfer was measured"
+        why += "; the model's compute time is ignored, because no transfer was measured"
     (rate,) = counted.hit_rates([size])
     figures |= {"chosen_hit_rate": rate, "chosen_memory_bytes": cache_bytes(table, size)}
-    # so that as many rows follow from it again
+    # not rounded, so that the share gives the same number of rows
     return Setting(size / table.num_rows, f"{why}; hits {rate:.1%}", "predicted", figures)
 
 
-def _room(room: str | float, device: torch.device, compute_s: float | None) -> Room:
+def _cache_memory(room: str | float, device: torch.device, compute_s: float | None) -> CacheMemory:
     if isinstance(room, int):
-        return Room(room, "as --cache-memory says", compute_s)
+        return CacheMemory(room, "set by --cache-memory", compute_s)
     if device.type != "cuda":
-        told = "no GPU, so no free memory to fill; --cache-memory says how much to plan for"
-        return Room(None, told, compute_s)
+        reason = "no GPU; set the memory for the cache with --cache-memory"
+        return CacheMemory(None, reason, compute_s)
     free, _ = torch.cuda.mem_get_info(device)
-    return Room(int(free * float(room)), f"{float(room):.0%} of the GPU's free memory", compute_s)
+    return CacheMemory(
+        int(free * float(room)), f"{float(room):.0%} of the GPU's free memory", compute_s
+    )
 
 
-def _fitting(table: FeatureTable, memory_bytes: int) -> int:
+def _max_cached_rows(table: FeatureTable, memory_bytes: int) -> int:
     try:
         return num_rows_to_cache(table, memory_bytes)
     except ValueError:
@@ -359,28 +372,30 @@ def _fitting(table: FeatureTable, memory_bytes: int) -> int:
 def _smallest_cache(
     counted: Presample, most: int, transfer_s: float, compute_s: float
 ) -> tuple[int, str | None]:
-    """The fewest hot rows with which the others arrive while the model computes, and why."""
-    sizes = sorted({max(1, round(most * part / HOT_SIZES)) for part in range(1, HOT_SIZES + 1)})
+    """Return the smallest cache with which transfers are hidden by compute, and the reason."""
+    sizes = sorted(
+        {max(1, round(most * part / NUM_CACHE_SIZES)) for part in range(1, NUM_CACHE_SIZES + 1)}
+    )
     for size, rate in zip(sizes, counted.hit_rates(sizes), strict=True):
         if transfer_s * (1 - rate) <= compute_s:
             left_s = transfer_s * (1 - rate)
             why = (
-                f"the fewest with which the others take {left_s * 1e3:.3g} ms, below the model's "
-                f"{compute_s * 1e3:.3g} ms"
+                f"the smallest cache with which other rows take {left_s * 1e3:.3g} ms, below the "
+                f"model's {compute_s * 1e3:.3g} ms"
             )
             return size, why
     return most, None
 
 
 def _requests(table: FeatureTable) -> dict[Layout, float]:
-    """Requests a row by each layout that the table takes."""
+    """Return the predicted PCIe requests per row for each layout that the table supports."""
     if table.is_sparse or table.rows.numel() == 0:
         return {}
-    usual = _default_layout(table)
+    default = _default_layout(table)
     return {
         layout: float(table_traffic(table, layout=layout).requests_per_row)
         for layout in LAYOUTS
-        if layout != "pitched" or usual == "pitched"
+        if layout != "pitched" or default == "pitched"
     }
 
 
@@ -392,10 +407,10 @@ def _default_layout(table: FeatureTable) -> Layout:
     return choose_layout(stride, rows.data_ptr())
 
 
-def _left(choice: Setting, usual: float, wild: float) -> Setting:
-    """What is usual, as rounds tell nothing."""
-    why = f"rounds of one setting differ by {wild:.0%}: something else runs; tune again without it"
-    return replace(choice, value=usual, why=why, basis="default")
+def _keep_default(choice: Setting, default: float, noise: float) -> Setting:
+    """Replace a noisy setting by its default."""
+    why = f"rounds of one setting differ by {noise:.0%}: stop other programs and tune again"
+    return replace(choice, value=default, why=why, basis="default")
 
 
 def _thread_counts() -> list[int]:
@@ -407,21 +422,21 @@ def _cost(loading: LoaderSettings) -> tuple[int, float]:
     return loading.threads, loading.copied_share
 
 
-def _missing(device: torch.device) -> str:
+def _why_not_measured(device: torch.device) -> str:
     if device.type != "cuda":
         return "no GPU"
     return "this GPU does not read the host's memory"
 
 
-def _warps(way: KernelConfig) -> int:
-    return (way.programs or 0) * (way.warps or 0)
+def _warps(kernel_config: KernelConfig) -> int:
+    return (kernel_config.programs or 0) * (kernel_config.warps or 0)
 
 
-def _lead(taken_s: Mapping[S, Sequence[float]], chosen: S) -> str:
-    """How far a setting is from the fastest."""
-    middle = medians(taken_s)
-    behind = middle[chosen] / min(middle.values()) - 1
-    return "the fastest" if behind == 0 else f"{behind:.1%} from the fastest"
+def _describe_lead(taken_s: Mapping[S, Sequence[float]], chosen: S) -> str:
+    """Describe how much slower a setting is than the fastest."""
+    median_s = medians(taken_s)
+    behind = median_s[chosen] / min(median_s.values()) - 1
+    return "the fastest" if behind == 0 else f"{behind:.1%} slower than the fastest"
 
 
 def _range(counts: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Measurements on this machine: gathers and loading of one table and graph."""
+"""Measure gathers and loading of minibatches on this machine, for one graph and table."""
 
 import math
 import time
@@ -17,24 +17,27 @@ from gcnzc.loader.seeds import epoch_order
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.tune import pcie_bench
 
-BATCHES = 12  # of the loader that are timed at a time; all of `THREADS` but 8 divide it
+BATCHES = 12  # minibatches per timed epoch; a multiple of most numbers of threads in `THREADS`
 
 
-LEAST_S, MOST_EPOCHS = 0.3, 50  # that the loader is timed for, as many times over as that takes
+MIN_MEASURED_S, MAX_EPOCHS = (
+    0.3,
+    50,
+)  # least time of a measurement, and most epochs to reach it
 
 
-KERNEL_BATCHES = 4  # whose rows a GPU gathers at a time
+KERNEL_BATCHES = 4  # minibatches per timed gather on a GPU
 
 
 CHECKED_IDS = 1000
 
 
-USUAL_DEGREE, USUAL_BYTES, USUAL_MOST_ROWS = 10, 1 << 27, 1 << 19
+DEFAULT_DEGREE, DEFAULT_TABLE_BYTES, DEFAULT_MAX_ROWS = 10, 1 << 27, 1 << 19
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a run would do."""
+    """The workload to measure: a graph, a table and the options of a loader."""
 
     name: str
     graph: Graph
@@ -44,44 +47,44 @@ class Case:
     fanouts: tuple[int, ...]
     batch_size: int
     seed: int = 0
-    is_real: bool = True  # or a graph at random, of which no hot set can be predicted
+    is_real: bool = True  # False for a random graph, for which hit rates cannot be predicted
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """Settings of a `Loader` and of the GPU's gather in it."""
+    """Settings of a `gcnzc.Loader` and of its gather kernel."""
 
     threads: int
     ahead: int
     copied_share: float = 0.0
-    way: KernelConfig | None = None
+    kernel_config: KernelConfig | None = None
 
 
 class Bench(Protocol):
-    """What is timed. All times are seconds, for one minibatch on average."""
+    """The measurements that `choose` needs; all return mean seconds per minibatch."""
 
-    has_gpu: bool  # that reads the host's memory
+    has_gpu: bool  # whether there is a GPU that can read host memory
 
-    def gather_s(self, way: KernelConfig) -> float:
-        """The GPU's own gather of the rows."""
+    def gather_s(self, kernel_config: KernelConfig) -> float:
+        """Time the GPU's zero-copy gather of the rows from host memory."""
 
     def copy_s(self) -> float:
-        """The copy engine's copy of as many bytes."""
+        """Time a copy of the same number of bytes from page-locked memory to the GPU."""
 
     def host_s(self, threads: int) -> float:
-        """The CPU's gather of the rows into memory that the copy engine reads."""
+        """Time the CPU's gather of the rows into page-locked memory."""
 
     def batch_s(self, loading: LoaderSettings) -> float:
-        """The whole loader, from one minibatch handed out to the next, without a model."""
+        """Time the loader from one minibatch to the next, without a model."""
 
 
 class Machine:
-    """The `Bench` that this machine is.
+    """Measurements on this machine, as a `Bench`.
 
     Args:
-        case: what is done; for a GPU with its table inside `gcnzc.pinned`.
-        device: that gets the minibatches.
-        where: the GPU, if it reads the table by itself.
+        case: the workload; for a GPU, its table must be inside `gcnzc.pinned`.
+        device: device that receives the minibatches.
+        where: the GPU, if it can read host memory.
     """
 
     def __init__(self, case: Case, device: torch.device, where: pcie_bench.Gpu | None) -> None:
@@ -90,7 +93,7 @@ class Machine:
         seeds = epoch_order(case.seeds, case.seed, 0)
         self.seeds = seeds[: BATCHES * case.batch_size]
         self._checked: set[KernelConfig] = set()
-        self._epochs: int | None = None  # that make a time long enough to count
+        self._epochs: int | None = None  # number of epochs to measure
         if where is not None:
             self._prepare(seeds, where)
 
@@ -107,12 +110,12 @@ class Machine:
         self.staging = torch.empty(longest, columns, dtype=rows.dtype, pin_memory=pin)
         self.copied = torch.empty_like(self.staging, device=where.device)
 
-    def gather_s(self, way: KernelConfig) -> float:
+    def gather_s(self, kernel_config: KernelConfig) -> float:
         """See `Bench`."""
         assert self.where is not None, "there is a GPU"
-        if way not in self._checked:
-            self._check_rows(way)
-        taken_s = self.where.seconds(lambda: [self._gather(ids, way) for ids in self.ids])
+        if kernel_config not in self._checked:
+            self._check_rows(kernel_config)
+        taken_s = self.where.seconds(lambda: [self._gather(ids, kernel_config) for ids in self.ids])
         return taken_s / len(self.ids)
 
     def copy_s(self) -> float:
@@ -138,7 +141,7 @@ class Machine:
         case = self.case
         loader = Loader(
             case.graph,
-            replace(case.table, way=loading.way),
+            replace(case.table, way=loading.kernel_config),
             self.seeds,
             case.fanouts,
             case.batch_size,
@@ -150,15 +153,15 @@ class Machine:
             ahead=loading.ahead,
             copied_share=loading.copied_share,
         )
-        # once for the memory that the loader then uses again
+        # warm-up, which allocates the buffers that later epochs reuse
         self._epoch_s(loader)
         if self._epochs is None:
-            self._epochs = min(MOST_EPOCHS, math.ceil(LEAST_S / self._epoch_s(loader)))
+            self._epochs = min(MAX_EPOCHS, math.ceil(MIN_MEASURED_S / self._epoch_s(loader)))
         taken_s = sum(self._epoch_s(loader) for _ in range(self._epochs))
         return taken_s / (self._epochs * len(loader))
 
     def _epoch_s(self, loader: Loader) -> float:
-        # the same minibatches each time
+        # the same minibatches for each measurement
         loader.set_epoch(0)
         begin_s = time.perf_counter()
         for batch in loader:
@@ -167,7 +170,7 @@ class Machine:
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - begin_s
 
-    def _gather(self, ids: Tensor, way: KernelConfig | None) -> Tensor:
+    def _gather(self, ids: Tensor, kernel_config: KernelConfig | None) -> Tensor:
         table = self.case.table
         return gather_rows(
             table.rows,
@@ -178,58 +181,58 @@ class Machine:
             config=way,
         )
 
-    def _check_rows(self, way: KernelConfig) -> None:
+    def _check_rows(self, kernel_config: KernelConfig) -> None:
         some = self.host_ids[0][:CHECKED_IDS]
         expected = self.case.table.gather(some)
-        found = self._gather(some.to(self.out.device), way).cpu()
+        found = self._gather(some.to(self.out.device), kernel_config).cpu()
         if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
             raise RuntimeError(
-                f"a gather as {way} brought wrong rows on {self.device}\n\n"
-                "hint: `pytest -m gpu` finds the kernel that fails"
+                f"a gather with {kernel_config} returned wrong rows on {self.device}\n\n"
+                "hint: run `pytest -m gpu` to find the kernel that fails"
             )
-        self._checked.add(way)
+        self._checked.add(kernel_config)
 
 
 def case_of(data: Dataset, fanouts: tuple[int, ...], batch_size: int) -> Case:
-    """The case of training on `data`.
+    """Return the workload of training on a dataset.
 
     Raises:
-        ValueError: it has no features.
+        ValueError: the dataset has no features.
     """
     if data.table is None or data.table.num_columns == 0:
         raise ValueError(
             f"{data.name} has no features to gather\n\n"
-            f"hint: `gcnzc embed {data.folder} DEST` makes some from its edges"
+            f"hint: `gcnzc embed {data.folder} DEST` computes features from its edges"
         )
     seeds = data.split.get("train", torch.empty(0))
     if len(seeds) == 0:
-        # of a graph whose edges are what is learned
+        # a dataset for link prediction has no labelled nodes
         seeds = torch.arange(data.graph.num_nodes)
     return Case(data.name, data.graph, data.table, seeds, data.labels, fanouts, batch_size)
 
 
 def default_case(row_bytes: int, fanouts: tuple[int, ...], batch_size: int) -> Case:
-    """A table of float32 rows that begin on lines, and a graph at random.
+    """Return a synthetic workload: a random graph with a table of float32 rows.
 
     Args:
-        row_bytes: of a row, a multiple of 4.
+        row_bytes: size of a row, a multiple of 4.
         fanouts: see `gcnzc.Sampler`.
-        batch_size: seeds of a minibatch.
+        batch_size: seeds per minibatch.
 
     Raises:
-        ValueError: `row_bytes` are not whole elements.
+        ValueError: `row_bytes` is not a positive multiple of 4.
     """
     if row_bytes < 4 or row_bytes % 4:
         raise ValueError(
-            f"rows of {row_bytes} bytes are not whole elements of float32\n\n"
-            "hint: 512 are ogbn-papers100M's rows, 400 ogbn-products'"
+            f"rows of {row_bytes} bytes are not a whole number of float32 elements\n\n"
+            "hint: rows of ogbn-papers100M have 512 bytes, of ogbn-products 400"
         )
-    num_rows = max(1024, min(USUAL_MOST_ROWS, USUAL_BYTES // row_bytes))
+    num_rows = max(1024, min(DEFAULT_MAX_ROWS, DEFAULT_TABLE_BYTES // row_bytes))
     chooser = torch.Generator().manual_seed(0)
-    edges = torch.randint(num_rows, (2, USUAL_DEGREE * num_rows), generator=chooser)
+    edges = torch.randint(num_rows, (2, DEFAULT_DEGREE * num_rows), generator=chooser)
     graph = Graph.from_edges(edges[0], edges[1], num_rows)
-    # written, so that every page is there
+    # ones are written, so that every page is allocated
     table = FeatureTable(torch.ones(num_rows, row_bytes // 4))
-    name = f"{num_rows:,} rows of {row_bytes} B at random"
+    name = f"{num_rows:,} rows of {row_bytes} B, random graph"
     nodes = torch.randperm(num_rows, generator=chooser)
     return Case(name, graph, table, nodes, None, fanouts, batch_size, is_real=False)

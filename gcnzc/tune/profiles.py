@@ -1,11 +1,11 @@
-"""Tuning profiles: measured settings for a device and a shape of table, kept in a file.
+"""Tuning profiles: measured settings for a device and a table layout, saved in a file.
 
-`gcnzc.tune.choose` makes a plan, and training takes the one whose key is its own: the device, the
-driver and the versions, and the shape of the table's rows. A plan changes how long a minibatch
-takes and nothing of what is in it.
+`gcnzc.tune.choose` measures a profile. Training uses the profile whose key is equal to its own: the
+device, the versions of the driver and of software, and the layout of the table's rows. A profile
+changes the time of a minibatch, never its contents.
 
-All plans are one JSON file in `gcnzc.system.files.cache_folder`. A file that is broken or was
-written by something else counts as no plans, and is written anew with the next plan.
+All profiles are in one JSON file in `gcnzc.system.files.cache_folder`. A file that is damaged or
+has another format is treated as empty, and replaced when a profile is saved.
 """
 
 import fcntl
@@ -35,24 +35,24 @@ FILE = "plans.json"
 FORMAT = 1
 
 
-MOST = 100  # plans that are kept; the oldest go
+MAX_PROFILES = 100  # in the file; the oldest are removed
 
 
 KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-# what a choice rests on; `default` if nothing could be told, and then training does not use it
+# how a setting was chosen; training ignores settings with the basis "default"
 Basis: TypeAlias = Literal["measured", "modelled", "predicted", "default"]
 
 
 Key: TypeAlias = dict[str, dict[str, Any]]
 
 
-Say: TypeAlias = Callable[[str], object]
+Warn: TypeAlias = Callable[[str], object]
 
 
-# what is chosen, and which values a plan may hold
-CHOICES: dict[str, Callable[[Any], bool]] = {
+# names of settings, and predicates for valid values
+SETTINGS: dict[str, Callable[[Any], bool]] = {
     "layout": lambda value: value in LAYOUTS,
     "programs": lambda value: _is_count(value, 1 << 16),
     "warps": lambda value: value in (1, 2, 4, 8, 16, 32),
@@ -66,83 +66,91 @@ CHOICES: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a plan."""
+    """One setting of a tuning profile."""
 
     value: int | float | str
-    why: str  # a sentence
+    why: str  # reason for the choice, one sentence
     basis: Basis
-    figures: dict[str, Any]  # that it was chosen from; what JSON can hold
+    figures: dict[str, Any]  # measurements that it was chosen from, as JSON values
 
 
 @dataclass(frozen=True)
 class TuningProfile:
-    """All settings for one device and one shape of rows."""
+    """The settings for one device and one table layout.
 
-    key: Key  # what `key_of` says
-    data: str  # the graph it was made with
-    rows: int  # of that graph's table; the hot set is of no use for another number
-    made: str  # when
-    choices: dict[str, Setting]  # of each of `CHOICES`
+    Attributes:
+        key: see `make_key`.
+        data: name of the dataset that was measured.
+        rows: number of rows of its table; the cache size applies only to tables of this length.
+        made: time of the measurement, ISO 8601 in UTC.
+        choices: the settings by the names in `SETTINGS`.
+    """
+
+    key: Key
+    data: str
+    rows: int
+    made: str
+    choices: dict[str, Setting]
 
     def value(self, name: str) -> Any:
-        """The setting `name`; None if nothing is known that is better than what is usual."""
+        """Return the value of the setting `name`; None if it is the default."""
         choice = self.choices[name]
         return None if choice.basis == "default" else choice.value
 
     @property
-    def way(self) -> KernelConfig | None:
-        """How the GPU's threads share a gather; None on a machine without one."""
+    def kernel_config(self) -> KernelConfig | None:
+        """Launch configuration of the GPU's gather kernel; None for a profile of a CPU."""
         if self.key["device"]["kind"] != "cuda":
             return None
         return KernelConfig(
             **{name: self.value(name) for name in ("layout", "programs", "warps", "vectors")}
         )
 
-    def hot(self, num_rows: int) -> float | None:
-        """The share of a table's rows to keep on the GPU; None for a table of other length."""
+    def cache_share(self, num_rows: int) -> float | None:
+        """Return the share of rows to cache on the GPU; None for a table of another length."""
         share = self.value("hot") if num_rows == self.rows else None
         return None if share is None else float(share)
 
-    def told(self) -> str:
-        """The settings that count, in one line."""
+    def summary(self) -> str:
+        """Describe the settings that are not defaults, in one line."""
         words = []
-        if self.way is not None:
-            programs = self.way.programs or "as many"
-            words.append(f"{self.way.layout or 'usual'} gather by {programs} programs")
+        if self.kernel_config is not None:
+            programs = self.kernel_config.programs or "default"
+            words.append(f"{self.kernel_config.layout or 'default'} gather by {programs} programs")
         for name, one, more in (
             ("threads", "thread", "threads"),
-            ("ahead", "batch ahead", "batches ahead"),
+            ("ahead", "prefetched batch", "prefetched batches"),
         ):
             if (value := self.value(name)) is not None:
                 words.append(f"{value} {one if value == 1 else more}")
         if self.value("copied_share"):
             words.append(f"{self.value('copied_share'):.0%} of the rows copied")
-        return ", ".join(words) or "all as usual"
+        return ", ".join(words) or "all defaults"
 
 
-def file() -> Path:
-    """Where plans are kept."""
+def profiles_path() -> Path:
+    """Return the path of the file of profiles."""
     return files.cache_folder() / FILE
 
 
-def key_of(device: torch.device, table: FeatureTable) -> Key:
-    """What a plan depends on.
+def make_key(device: torch.device, table: FeatureTable) -> Key:
+    """Return the key of a profile: everything that the best settings depend on.
 
     Args:
-        device: that gets the minibatches.
-        table: that is gathered from, as it will lie: inside `gcnzc.pinned` for a GPU.
+        device: device that receives the minibatches.
+        table: feature table, for a GPU inside `gcnzc.pinned`, because its address is in the key.
     """
     rows = table.rows
-    at = {"pitch_bytes": 0, "alignment": LINE_BYTES}
+    layout = {"pitch_bytes": 0, "alignment": LINE_BYTES}
     if not table.is_sparse:
-        # a single row may have any stride
+        # the stride of a single row is arbitrary
         pitch = rows.stride(0) * rows.element_size() if len(table) > 1 else table.row_bytes
-        at = {"pitch_bytes": pitch, "alignment": gcd(rows.data_ptr(), LINE_BYTES)}
+        layout = {"pitch_bytes": pitch, "alignment": gcd(rows.data_ptr(), LINE_BYTES)}
     scales = None if table.scales is None else table.scale_columns or "row"
-    return _of_the_machine(device) | {
+    return _machine_key(device) | {
         "table": {
             "row_bytes": table.row_bytes,
-            **at,
+            **layout,
             "dtype": str(table.stored_dtype).removeprefix("torch."),
             "sparse": table.is_sparse,
             "scales": scales,
@@ -151,74 +159,76 @@ def key_of(device: torch.device, table: FeatureTable) -> Key:
     }
 
 
-def find(device: torch.device, table: FeatureTable, say: Say | None = None) -> TuningProfile | None:
-    """The plan for a device and a table, if one was kept.
+def find(
+    device: torch.device, table: FeatureTable, say: Warn | None = None
+) -> TuningProfile | None:
+    """Find the profile for a device and a table; None if there is none.
 
-    One that was made for as many rows goes before others; of those the newest counts.
+    Profiles of a table with the same number of rows are preferred, then newer ones.
 
     Args:
-        device: see `key_of`.
-        table: see `key_of`.
-        say: told if the file is no file of plans.
+        device: see `make_key`.
+        table: see `make_key`.
+        say: called with a warning if the file cannot be read.
     """
-    key = key_of(device, table)
-    fitting = [plan for plan in read(say) if plan.key == key]
-    exact = [plan for plan in fitting if plan.rows == table.num_rows]
-    found = exact or fitting
+    key = make_key(device, table)
+    matching = [profile for profile in read(say) if profile.key == key]
+    same_length = [profile for profile in matching if profile.rows == table.num_rows]
+    found = same_length or matching
     return found[-1] if found else None
 
 
-def of_this_machine(device: torch.device, say: Say | None = None) -> list[TuningProfile]:
-    """The plans for a device with its present driver and versions, whatever the table."""
-    machine = _of_the_machine(device)
+def find_for_device(device: torch.device, say: Warn | None = None) -> list[TuningProfile]:
+    """Return the profiles for a device with its present driver and versions, for any table."""
+    machine = _machine_key(device)
     return [
-        plan
-        for plan in read(say)
-        if {name: part for name, part in plan.key.items() if name != "table"} == machine
+        profile
+        for profile in read(say)
+        if {name: part for name, part in profile.key.items() if name != "table"} == machine
     ]
 
 
-def read(say: Say | None = None) -> list[TuningProfile]:
-    """All plans that are kept, the oldest first; none if the file is not there, or not ours.
+def read(say: Warn | None = None) -> list[TuningProfile]:
+    """Read all profiles, oldest first; an empty list if the file is missing or damaged.
 
     Args:
-        say: told, in one line, if it is there and no file of plans.
+        say: called with a warning, in one line, if the file is damaged or of another format.
     """
     try:
-        found = json.loads(file().read_text())
+        found = json.loads(profiles_path().read_text())
         if found["format"] != FORMAT:
             raise ValueError("another format")
-        return [_plan(words) for words in found["plans"]]
+        return [_parse_profile(fields) for fields in found["plans"]]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         if say is not None:
-            what = " ".join(str(error).split()) or type(error).__name__
-            say(f"{file()} holds no plans that can be read ({what}): taken as empty")
+            reason = " ".join(str(error).split()) or type(error).__name__
+            say(f"cannot read tuning profiles in {profiles_path()} ({reason}): ignored")
         return []
 
 
-def keep(plan: TuningProfile) -> Path:
-    """Add a plan to the file, in the place of the one it replaces; all at once.
+def save(profile: TuningProfile) -> Path:
+    """Add a profile to the file atomically; it replaces one with the same key and number of rows.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder is not writable.
     """
-    place = file()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with (place.parent / f".{FILE}.lock").open("w") as lock:
-        # another process may have one to add
+    path = profiles_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{FILE}.lock").open("w") as lock:
+        # another process may be adding a profile
         fcntl.flock(lock, fcntl.LOCK_EX)
-        others = [old for old in read() if (old.key, old.rows) != (plan.key, plan.rows)]
-        plans = [*others, plan][-MOST:]
-        files.write_json(place, {"format": FORMAT, "plans": [asdict(one) for one in plans]})
-    return place
+        others = [old for old in read() if (old.key, old.rows) != (profile.key, profile.rows)]
+        profiles = [*others, profile][-MAX_PROFILES:]
+        files.write_json(path, {"format": FORMAT, "plans": [asdict(one) for one in profiles]})
+    return path
 
 
-def _of_the_machine(device: torch.device) -> Key:
+def _machine_key(device: torch.device) -> Key:
     versions = {
         "torch": torch.__version__,
         "gcnzc": VERSION,
@@ -231,7 +241,7 @@ def _of_the_machine(device: torch.device) -> Key:
     found, properties = nvml.slot(device), torch.cuda.get_device_properties(device)
     about = {"kind": "cuda", "name": properties.name, "memory_bytes": properties.total_memory}
     if found["pcie_generation"] is None:
-        # devices of one name may be in different slots
+        # devices with the same name may be in different slots
         about["uuid"] = str(getattr(properties, "uuid", None))
     else:
         about |= {name: found[name] for name in ("pcie_generation", "pcie_lanes")}
@@ -250,22 +260,22 @@ def _driver() -> str | None:
 
 
 def _kernels() -> str:
-    """A checksum of the gather's sources: another kernel has another best."""
+    """Return a checksum of the gather kernels' sources; a changed kernel needs a new profile."""
     sources = [Path(str(module.__file__)).read_bytes() for module in (gpu, lanes)]
     return f"{zlib.crc32(b''.join(sources)):08x}"
 
 
-def _plan(words: Mapping[str, Any]) -> TuningProfile:
-    choices = {}
-    for name, allows in CHOICES.items():
-        choice = Setting(**words["choices"][name])
-        if not allows(choice.value) or choice.basis not in get_args(Basis):
-            raise ValueError(f"{name} cannot be {choice.value!r}, {choice.basis}")
-        choices[name] = choice
-    plan = TuningProfile(**(dict(words) | {"choices": choices}))
-    if plan.key["device"]["kind"] not in ("cpu", "cuda") or not isinstance(plan.rows, int):
-        raise ValueError("a plan of no device")
-    return plan
+def _parse_profile(fields: Mapping[str, Any]) -> TuningProfile:
+    settings = {}
+    for name, is_valid in SETTINGS.items():
+        setting = Setting(**fields["choices"][name])
+        if not is_valid(setting.value) or setting.basis not in get_args(Basis):
+            raise ValueError(f"{name} cannot be {setting.value!r}, {setting.basis}")
+        settings[name] = setting
+    profile = TuningProfile(**(dict(fields) | {"choices": settings}))
+    if profile.key["device"]["kind"] not in ("cpu", "cuda") or not isinstance(profile.rows, int):
+        raise ValueError("a profile without a device")
+    return profile
 
 
 def _is_count(value: Any, most: int) -> bool:

@@ -1,4 +1,4 @@
-"""The cheapest of several candidates, by interleaved measurement."""
+"""Find the cheapest of the fastest settings, by interleaved measurements."""
 
 import statistics
 import time
@@ -8,34 +8,34 @@ from typing import Any, TypeAlias, TypeVar
 S = TypeVar("S", bound=Hashable)
 
 
-# told (what is measured, how many of how many times)
+# called with the name of the measurement, finished measurements and their total number
 Progress: TypeAlias = Callable[[str, int, int], object]
 
 
-WITHIN = 0.03  # of the fastest, which is no difference
+WITHIN = 0.03  # relative difference from the fastest that does not count
 
 
-MOSTLY = 0.6  # of the rounds in which a setting is behind by more, or it is as good
+MOSTLY = 0.6  # share of rounds in which a setting must be slower than that to be rejected
 
 
-ROUNDS = (3, 9)  # that are counted, after one that compiles and touches fresh pages
+ROUNDS = (3, 9)  # least and most rounds, after a warm-up round that compiles and touches pages
 
 
-STAGE_S = 8.0  # that the rounds of one kind of setting should take at most
+STAGE_S = 8.0  # time limit for the rounds of one kind of setting, in seconds
 
 
 def cheapest(taken_s: Mapping[S, Sequence[float]], cost: Callable[[S], Any]) -> S:
-    """Of the settings that are as good as the fastest, the one of least cost.
+    """Return the setting of least cost among those that are about as fast as the fastest.
 
     Args:
-        taken_s: the seconds of each in rounds that all had part in.
-        cost: of a setting; what `min` can order.
+        taken_s: seconds of each setting in rounds that measured all of them.
+        cost: cost of a setting, comparable by `min`.
     """
-    middle = medians(taken_s)
-    best = min(middle, key=lambda setting: middle[setting])
+    median_s = medians(taken_s)
+    best = min(median_s, key=lambda setting: median_s[setting])
 
     def is_as_good(setting: S) -> bool:
-        if middle[setting] <= middle[best] * (1 + WITHIN):
+        if median_s[setting] <= median_s[best] * (1 + WITHIN):
             return True
         pairs = zip(taken_s[setting], taken_s[best], strict=True)
         slower = [mine > its * (1 + WITHIN) for mine, its in pairs]
@@ -45,12 +45,12 @@ def cheapest(taken_s: Mapping[S, Sequence[float]], cost: Callable[[S], Any]) -> 
 
 
 def medians(taken_s: Mapping[S, Sequence[float]]) -> dict[S, float]:
-    """Of the rounds of each setting."""
+    """Return the median of the rounds of each setting."""
     return {setting: statistics.median(values) for setting, values in taken_s.items()}
 
 
 def spread(taken_s: Mapping[Any, Sequence[float]]) -> float:
-    """How far rounds differ: the range of their middle half by their median, in the middle."""
+    """Return the noise of measurements: the median of all interquartile ranges over medians."""
     ranges = []
     for values in taken_s.values():
         low, middle, high = statistics.quantiles(values, method="inclusive")
@@ -58,26 +58,32 @@ def spread(taken_s: Mapping[Any, Sequence[float]]) -> float:
     return statistics.median(ranges)
 
 
-def in_rounds(
+def measure_in_rounds(
     settings: Sequence[S], seconds: Callable[[S], float], what: str, progress: Progress
 ) -> dict[S, list[float]]:
-    """The seconds of each setting in rounds in which every one has its turn.
+    """Measure all settings in rounds and return the seconds of each.
 
-    The first round is not counted, and says how many of `ROUNDS` there is time for.
+    The first round is a warm-up, which also determines how many of `ROUNDS` fit into `STAGE_S`.
+
+    Args:
+        settings: to measure.
+        seconds: measures a setting once.
+        what: name of the measurement, for `progress`.
+        progress: see `Progress`.
     """
     least, most = ROUNDS
     taken: dict[S, list[float]] = {setting: [] for setting in settings}
     rounds, began_s, done = most, time.perf_counter(), 0
-    turn = 0
-    while turn <= rounds:
+    index = 0
+    while index <= rounds:
         for setting in settings:
             value = seconds(setting)
-            if turn:
+            if index:
                 taken[setting].append(value)
             done += 1
             progress(what, done, len(settings) * (rounds + 1))
-        if turn == 0:
+        if index == 0:
             a_round_s = max(time.perf_counter() - began_s, 1e-9)
             rounds = max(least, min(most, int(STAGE_S / a_round_s)))
-        turn += 1
+        index += 1
     return taken

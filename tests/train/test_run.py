@@ -77,8 +77,8 @@ def planned(graph, monkeypatch, folder, **values):
     usual |= {"threads": 3, "ahead": 7, "copied_share": 0.5} | values
     choices = {name: profiles.Setting(value, "", "measured", {}) for name, value in usual.items()}
     table = load(graph).table
-    key = profiles.key_of(torch.device("cpu"), table)
-    profiles.keep(profiles.TuningProfile(key, "g", table.num_rows, "2026-01-02T03:04:05", choices))
+    key = profiles.make_key(torch.device("cpu"), table)
+    profiles.save(profiles.TuningProfile(key, "g", table.num_rows, "2026-01-02T03:04:05", choices))
 
 
 @pytest.fixture

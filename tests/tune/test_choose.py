@@ -23,7 +23,7 @@ from gcnzc.kernels.gather.lanes import LAYOUTS
 from gcnzc.loader import loader as loader_loader
 from gcnzc.loader.presampling import presample
 from gcnzc.tune import cache_forecast, choose, machine, pcie_bench, profiles, search
-from gcnzc.tune.choose import Room
+from gcnzc.tune.choose import CacheMemory
 from gcnzc.tune.machine import Case, LoaderSettings
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ class Device:
         self.asked = []
 
     def noisy(self, seconds):
-        # now and then something else runs
+        # now and then stop other programs
         burst = 3 if self.random.random() < 0.05 else 1
         return seconds * burst * float(np.exp(self.random.normal() * self.noise))
 
@@ -84,7 +84,7 @@ class Device:
         share = loading.copied_share
         host_s = share * self.batch_bytes / self.host_bytes_per_s
         made_s = (self.sample_s + host_s) / min(loading.threads, CORES)
-        read_s = (1 - share) * self.true_gather_s(loading.way)
+        read_s = (1 - share) * self.true_gather_s(loading.kernel_config)
         copy_s = share * self.batch_bytes / self.copy_bytes_per_s
         return max(made_s, read_s, copy_s, self.batch_bytes / self.both_bytes_per_s)
 
@@ -157,7 +157,7 @@ def test_the_choice_is_near_the_best_that_there_is(name, seed):
     if device.noise < search.WITHIN:
         assert choose._warps(way) <= min(map(choose._warps, as_good))
 
-    choices = choose.choose_loading(device, way, quiet)
+    choices = choose.choose_loader_settings(device, way, quiet)
     loading = LoaderSettings(choices["threads"].value, choices["ahead"].value, 0.0, way)
     counts = [count for count in choose.THREADS if count <= CORES]
     by_threads = {count: device.true_batch_s(replace(loading, threads=count)) for count in counts}
@@ -197,10 +197,10 @@ def test_both_engines_are_used_where_that_pays():
 
 def test_what_is_chosen_first_is_kept_for_what_comes_after():
     device = Device(**DEVICES["two engines add up"])
-    found = choose.plan_for(device, case(), CPU, Room(None, "no"), quiet)
+    found = choose.tune_on(device, case(), CPU, CacheMemory(None, "no"), quiet)
     values = {name: choice.value for name, choice in found.choices.items()}
     way = KernelConfig(*(values[name] for name in ("layout", "programs", "warps", "vectors")))
-    assert {loading.way for loading in device.asked} == {way}
+    assert {loading.kernel_config for loading in device.asked} == {way}
     shares = [loading for loading in device.asked if loading.copied_share]
     assert (values["threads"], values["ahead"], values["copied_share"]) in {
         (one.threads, one.ahead, one.copied_share) for one in shares
@@ -209,7 +209,7 @@ def test_what_is_chosen_first_is_kept_for_what_comes_after():
     told = tuning.format_profile(found)
     assert {line.split()[0] for line in told} >= values.keys()
     assert any("best gather: 4 x 4: " in line for line in told)
-    assert profiles.keep(found).exists()
+    assert profiles.save(found).exists()
     assert profiles.find(CPU, case().table) == found
 
 
@@ -236,11 +236,11 @@ def test_a_busy_machine_chooses_nothing():
     # one burst is none of the middle half
     assert search.spread({1: [1.0, 1.0, 1.0, 1.0, 9.0]}) == 0
     device = Device(noise=0.4, **DEVICES["two engines add up"])
-    found = choose.plan_for(device, case(), CPU, Room(None, "no"), quiet)
+    found = choose.tune_on(device, case(), CPU, CacheMemory(None, "no"), quiet)
     for name, usual in (("threads", 4), ("ahead", 5), ("copied_share", 0)):
         assert found.choices[name].value == usual
         assert found.choices[name].basis == "default"
-        assert "something else runs" in found.choices[name].why
+        assert "stop other programs" in found.choices[name].why
         assert found.choices[name].figures["batch_s"]
         assert found.value(name) is None
 
@@ -252,7 +252,7 @@ def test_settings_take_turns_and_the_first_round_does_not_count():
         called.append(setting)
         return float(len(called))
 
-    taken = search.in_rounds(["a", "b"], seconds, "it", lambda *what: told.append(what))
+    taken = search.measure_in_rounds(["a", "b"], seconds, "it", lambda *what: told.append(what))
     most = search.ROUNDS[1]
     assert called == ["a", "b"] * (most + 1)
     assert taken == {
@@ -264,7 +264,7 @@ def test_settings_take_turns_and_the_first_round_does_not_count():
 
 def test_slow_settings_have_fewer_rounds(monkeypatch):
     monkeypatch.setattr(search, "STAGE_S", 0.01)
-    taken = search.in_rounds([1], lambda _: time.sleep(0.01) or 1.0, "it", quiet)
+    taken = search.measure_in_rounds([1], lambda _: time.sleep(0.01) or 1.0, "it", quiet)
     assert len(taken[1]) == search.ROUNDS[0]
 
 
@@ -294,7 +294,7 @@ def test_memory_decides_how_many_rows_are_hot():
     mine, counted = known()
     for num_cached in (1, 700, 2000):
         for more in (0, 511):
-            room = Room(cache_bytes(mine.table, num_cached) + more, "so much")
+            room = CacheMemory(cache_bytes(mine.table, num_cached) + more, "so much")
             choice = choose.choose_cache_size(mine, room, None, quiet)
             assert round(choice.value * 2000) == num_cached
             assert choice.basis == "predicted"
@@ -303,7 +303,7 @@ def test_memory_decides_how_many_rows_are_hot():
             assert choice.figures["chosen_memory_bytes"] <= room.memory_bytes
     assert "all rows fit" in choice.why
     short = choose.choose_cache_size(
-        mine, Room(cache_bytes(mine.table, 1) - 1, "too little"), None, quiet
+        mine, CacheMemory(cache_bytes(mine.table, 1) - 1, "too little"), None, quiet
     )
     assert short.basis == "default"
     assert "no row fits" in short.why
@@ -313,28 +313,28 @@ def test_a_model_that_takes_long_needs_fewer_hot_rows():
     mine, counted = known()
     room = cache_bytes(mine.table, 2000)
     for compute_s in (0.02, 0.05, 0.09):
-        choice = choose.choose_cache_size(mine, Room(room, "all", compute_s), 0.1, quiet)
+        choice = choose.choose_cache_size(mine, CacheMemory(room, "all", compute_s), 0.1, quiet)
         size = round(choice.value * 2000)
-        step = 2000 // choose.HOT_SIZES
+        step = 2000 // choose.NUM_CACHE_SIZES
         rates = counted.hit_rates([size, size - step])
         assert 0.1 * (1 - rates[0]) <= compute_s < 0.1 * (1 - rates[1])
         assert "below the model's" in choice.why
     # one hides all, another cannot be hidden
-    least = choose.choose_cache_size(mine, Room(room, "all", 0.2), 0.1, quiet)
+    least = choose.choose_cache_size(mine, CacheMemory(room, "all", 0.2), 0.1, quiet)
     assert round(least.value * 2000) == step
-    some = Room(cache_bytes(mine.table, 300), "some", 1e-6)
+    some = CacheMemory(cache_bytes(mine.table, 300), "some", 1e-6)
     assert round(choose.choose_cache_size(mine, some, 0.1, quiet).value * 2000) == 300
-    unknown = choose.choose_cache_size(mine, Room(room, "all", 0.05), None, quiet)
+    unknown = choose.choose_cache_size(mine, CacheMemory(room, "all", 0.05), None, quiet)
     assert unknown.value == 1
     assert "no transfer was measured" in unknown.why
 
 
 def test_no_hot_set_is_chosen_where_nothing_is_known():
     mine = case()
-    nowhere = choose.choose_cache_size(mine, Room(None, "no GPU"), None, quiet)
+    nowhere = choose.choose_cache_size(mine, CacheMemory(None, "no GPU"), None, quiet)
     assert (nowhere.value, nowhere.basis) == (0.2, "default")
     assert nowhere.figures["hit_rate"].keys() == {str(share) for share in cache_forecast.SHARES}
-    made_up = choose.choose_cache_size(case(is_real=False), Room(10**9, "x"), None, quiet)
+    made_up = choose.choose_cache_size(case(is_real=False), CacheMemory(10**9, "x"), None, quiet)
     assert (made_up.value, made_up.basis, made_up.figures) == (0.2, "default", {})
 
 
@@ -410,7 +410,7 @@ def test_the_gpu_s_part_in_the_interpreter(quantized, loaders, monkeypatch):
     if quantized:
         mine = replace(mine, table=FeatureTable.quantized(mine.table.rows))
     bench = interpreted(mine)
-    found = choose.plan_for(bench, mine, CPU, Room(10**6, "so much"), quiet)
+    found = choose.tune_on(bench, mine, CPU, CacheMemory(10**6, "so much"), quiet)
     assert {choice.basis for choice in found.choices.values()} == {"measured", "predicted"}
     ids = bench.host_ids[0]
     for way in bench._checked:
@@ -446,7 +446,7 @@ def test_a_plan_of_a_gpu(monkeypatch):
     mine = case(400, 20_000)
     found = choose.tune(mine, room=10**7, compute_s=0.001, progress=quiet)
     assert {choice.basis for choice in found.choices.values()} == {"measured", "predicted"}
-    assert found.way is not None
+    assert found.kernel_config is not None
 
 
 def test_a_case_of_data(tmp_path):

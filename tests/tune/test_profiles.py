@@ -13,7 +13,7 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.system import nvml
 from gcnzc.tune import profiles
-from gcnzc.tune.profiles import CHOICES, Setting, TuningProfile
+from gcnzc.tune.profiles import SETTINGS, Setting, TuningProfile
 
 CPU = torch.device("cpu")
 VALUES = {
@@ -45,7 +45,7 @@ def aligned(num_rows=10, num_columns=32, begin=0, dtype=torch.float32, pitch=Non
 def made(table=None, basis="measured", device=CPU, **changes):
     table = table or aligned()
     choices = {name: Setting(value, "why", basis, {}) for name, value in VALUES.items()}
-    key = profiles.key_of(device, table)
+    key = profiles.make_key(device, table)
     return replace(
         TuningProfile(key, "g", table.num_rows, "2026-01-02T03:04:05", choices), **changes
     )
@@ -63,16 +63,16 @@ def on_gpu(monkeypatch, slot=None, **properties):
 
 
 def test_every_choice_has_a_value_here():
-    assert VALUES.keys() == CHOICES.keys()
+    assert VALUES.keys() == SETTINGS.keys()
 
 
 def test_a_plan_is_kept_and_found(cache):
     table = aligned()
     assert profiles.find(CPU, table) is None
     one = made(table)
-    assert profiles.keep(one) == cache / "plans.json"
+    assert profiles.save(one) == cache / "plans.json"
     assert profiles.find(CPU, table) == one
-    assert profiles.of_this_machine(CPU) == [one]
+    assert profiles.find_for_device(CPU) == [one]
     assert {path.name for path in cache.iterdir()} == {"plans.json", ".plans.json.lock"}
 
 
@@ -92,19 +92,19 @@ def test_a_plan_is_kept_and_found(cache):
 def test_rows_of_another_shape_have_another_plan(other):
     if other == "sparse":
         other = FeatureTable(torch.eye(10, 32).to_sparse_csr())
-    profiles.keep(made())
+    profiles.save(made())
     assert profiles.find(CPU, other) is None
     assert profiles.find(CPU, aligned()) is not None
-    profiles.keep(made(other))
-    assert len(profiles.of_this_machine(CPU)) == 2
+    profiles.save(made(other))
+    assert len(profiles.find_for_device(CPU)) == 2
     found = profiles.find(CPU, other)
     assert found is not None
-    assert found.key == profiles.key_of(CPU, other)
+    assert found.key == profiles.make_key(CPU, other)
 
 
 def test_scales_of_rows_and_of_columns_differ():
     keys = [
-        profiles.key_of(CPU, FeatureTable.quantized(torch.rand(10, 128), scale_columns=columns))
+        profiles.make_key(CPU, FeatureTable.quantized(torch.rand(10, 128), scale_columns=columns))
         for columns in (None, 16, 32)
     ]
     assert [key["table"]["scales"] for key in keys] == ["row", 16, 32]
@@ -126,12 +126,12 @@ def test_scales_of_rows_and_of_columns_differ():
     ids=lambda change: change[0],
 )
 def test_another_machine_or_version_has_another_plan(change, monkeypatch):
-    profiles.keep(made())
+    profiles.save(made())
     name, apply = change
     apply(monkeypatch)
-    assert name in json.dumps(profiles.key_of(CPU, aligned()))
+    assert name in json.dumps(profiles.make_key(CPU, aligned()))
     assert profiles.find(CPU, aligned()) is None
-    assert profiles.of_this_machine(CPU) == []
+    assert profiles.find_for_device(CPU) == []
     # and is not lost
     assert len(profiles.read()) == 1
 
@@ -150,7 +150,7 @@ def test_another_machine_or_version_has_another_plan(change, monkeypatch):
 )
 def test_another_gpu_or_driver_has_another_plan(other, monkeypatch):
     device = on_gpu(monkeypatch)
-    profiles.keep(made(device=device))
+    profiles.save(made(device=device))
     assert profiles.find(device, aligned()) is not None
     # a second one like it in a slot like its own
     assert profiles.find(on_gpu(monkeypatch, uuid="v"), aligned()) is not None
@@ -164,13 +164,13 @@ def test_without_nvml_a_gpu_is_told_by_its_own_number(monkeypatch, tmp_path):
     (tmp_path / "version").write_text(f"{words}\nGCC version: 12\n")
     monkeypatch.setattr(profiles, "KERNEL_DRIVER", tmp_path / "version")
     keys = [
-        profiles.key_of(on_gpu(monkeypatch, slot=silent, uuid=uuid), aligned()) for uuid in "uvu"
+        profiles.make_key(on_gpu(monkeypatch, slot=silent, uuid=uuid), aligned()) for uuid in "uvu"
     ]
     assert keys[0] == keys[2] != keys[1]
     assert keys[0]["versions"]["driver"] == "535.104.05"
     monkeypatch.setattr(profiles, "KERNEL_DRIVER", tmp_path / "none")
     assert (
-        profiles.key_of(on_gpu(monkeypatch, slot=silent), aligned())["versions"]["driver"] is None
+        profiles.make_key(on_gpu(monkeypatch, slot=silent), aligned())["versions"]["driver"] is None
     )
 
 
@@ -183,18 +183,20 @@ def test_a_change_of_the_kernel_is_seen(monkeypatch, tmp_path):
 
 
 def test_a_new_plan_takes_the_place_of_the_old():
-    profiles.keep(made(made="2026-01-01"))
-    profiles.keep(made(made="2026-01-02"))
+    profiles.save(made(made="2026-01-01"))
+    profiles.save(made(made="2026-01-02"))
     assert [one.made for one in profiles.read()] == ["2026-01-02"]
 
 
 def test_tables_of_more_rows_share_all_but_the_hot_set():
     few, many, more = (aligned(num_rows=number) for number in (10, 20, 30))
-    profiles.keep(made(many))
-    profiles.keep(made(few))
+    profiles.save(made(many))
+    profiles.save(made(few))
     found = [profiles.find(CPU, table) for table in (few, many, more)]
     assert [one and one.rows for one in found] == [10, 20, 10]
-    assert [one and one.hot(len(t)) for one, t in zip(found, (few, many, more), strict=True)] == [
+    assert [
+        one and one.cache_share(len(t)) for one, t in zip(found, (few, many, more), strict=True)
+    ] == [
         0.4,
         0.4,
         None,
@@ -204,7 +206,7 @@ def test_tables_of_more_rows_share_all_but_the_hot_set():
 def test_only_so_many_are_kept(monkeypatch):
     monkeypatch.setattr(profiles, "MOST", 3)
     for number in range(1, 6):
-        profiles.keep(made(aligned(num_rows=number)))
+        profiles.save(made(aligned(num_rows=number)))
     assert [one.rows for one in profiles.read()] == [3, 4, 5]
 
 
@@ -259,15 +261,15 @@ def test_a_broken_or_foreign_file_is_no_plan_and_is_written_anew(text, cache):
     assert str(cache / "plans.json") in told[0]
     assert "\n" not in told[0]
     one = made()
-    profiles.keep(one)
+    profiles.save(one)
     assert profiles.find(CPU, aligned(), told.append) == one
     assert len(told) == 1
 
 
 def test_what_is_whole_is_read():
     # or the cases above would be broken in another way than they say
-    profiles.file().parent.mkdir()
-    profiles.file().write_text(broken())
+    profiles.profiles_path().parent.mkdir()
+    profiles.profiles_path().write_text(broken())
     assert profiles.read() == [made()]
 
 
@@ -281,7 +283,7 @@ def test_a_folder_that_cannot_be_read_is_no_plan(cache):
 def test_two_at_once_are_both_kept():
     tables = [aligned(num_rows=number) for number in range(1, 9)]
     threads = [
-        threading.Thread(target=lambda table=table: profiles.keep(made(table))) for table in tables
+        threading.Thread(target=lambda table=table: profiles.save(made(table))) for table in tables
     ]
     for thread in threads:
         thread.start()
@@ -293,13 +295,13 @@ def test_two_at_once_are_both_kept():
 def test_what_was_not_measured_is_left_to_the_code(monkeypatch):
     device = on_gpu(monkeypatch)
     told = made(device=device)
-    assert told.way == KernelConfig("shifted", 64, 8, 4)
-    assert told.told() == (
+    assert told.kernel_config == KernelConfig("shifted", 64, 8, 4)
+    assert told.summary() == (
         "shifted gather by 64 programs, 3 threads, 5 batches ahead, 25% of the rows copied"
     )
     nothing = made(device=device, basis="default")
-    assert nothing.way == KernelConfig()
-    assert nothing.hot(10) is None
+    assert nothing.kernel_config == KernelConfig()
+    assert nothing.cache_share(10) is None
     assert nothing.value("threads") is None
-    assert made().way is None
-    assert made(basis="default").told() == "all as usual"
+    assert made().kernel_config is None
+    assert made(basis="default").summary() == "all defaults"
