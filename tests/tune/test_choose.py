@@ -384,7 +384,7 @@ def test_a_plan_of_this_machine(loaders):
     assert basis["threads"] == basis["ahead"] == "measured"
     assert found.rows == 2000
     assert found.data == "some"
-    assert {what for what, _, _ in told} >= {"threads", "ahead", "hot set"}
+    assert {what for what, _, _ in told} >= {"threads", "ahead", "cache"}
     assert all(0 < done <= total for _, done, total in told)
     batch_s = found.choices["threads"].figures["batch_s"]
     assert batch_s.keys() == {str(count) for count in choose.THREADS if count <= CORES}

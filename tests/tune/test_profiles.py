@@ -297,7 +297,7 @@ def test_what_was_not_measured_is_left_to_the_code(monkeypatch):
     told = made(device=device)
     assert told.kernel_config == KernelConfig("shifted", 64, 8, 4)
     assert told.summary() == (
-        "shifted gather by 64 programs, 3 threads, 5 batches ahead, 25% of the rows copied"
+        "shifted gather by 64 programs, 3 threads, 5 prefetched batches, 25% of the rows copied"
     )
     nothing = made(device=device, basis="default")
     assert nothing.kernel_config == KernelConfig()
