@@ -112,7 +112,7 @@ def test_a_devices_pages_are_there(monkeypatch, path, is_device):
 
 def test_memory_is_needed_until_it_is_written(monkeypatch):
     # looked at in more than one part
-    monkeypatch.setattr(module, "_LOOK_PAGES", 64)
+    monkeypatch.setattr(module, "_PAGES_PER_CALL", 64)
     memory = anonymous(1000 * PAGE_BYTES)
     address = memory.ctypes.data
     assert needed_bytes(address, 1000 * PAGE_BYTES) == 1000 * PAGE_BYTES

@@ -350,7 +350,7 @@ def loaders(monkeypatch):
 
     original = loader_loader.Loader
     monkeypatch.setattr(machine, "Loader", loader)
-    monkeypatch.setattr(machine, "LEAST_S", 0.001)
+    monkeypatch.setattr(machine, "MIN_MEASURED_S", 0.001)
     # these times are too short to mean anything
     monkeypatch.setattr(choose, "NOISY", float("inf"))
     return given
@@ -473,7 +473,7 @@ def test_a_sparse_table_is_no_gpu_s(monkeypatch):
 
 @pytest.mark.parametrize("row_bytes", [512, 100, 4])
 def test_a_table_of_a_usual_shape(row_bytes, monkeypatch):
-    monkeypatch.setattr(machine, "USUAL_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "DEFAULT_TABLE_BYTES", 1 << 20)
     made = machine.default_case(row_bytes, (3, 3), 64)
     assert made.table.row_bytes == row_bytes
     assert made.table.num_rows == made.graph.num_nodes >= 1024

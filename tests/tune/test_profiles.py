@@ -204,7 +204,7 @@ def test_tables_of_more_rows_share_all_but_the_hot_set():
 
 
 def test_only_so_many_are_kept(monkeypatch):
-    monkeypatch.setattr(profiles, "MOST", 3)
+    monkeypatch.setattr(profiles, "MAX_PROFILES", 3)
     for number in range(1, 6):
         profiles.save(made(aligned(num_rows=number)))
     assert [one.rows for one in profiles.read()] == [3, 4, 5]
