@@ -104,7 +104,7 @@ def test_evaluating_a_run_finds_what_training_found(run, tmp_path, capsys):
 
 def test_a_plan_is_measured_kept_shown_and_used(graph, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine, "LEAST_S", 0.001)
+    monkeypatch.setattr(machine, "MIN_MEASURED_S", 0.001)
     monkeypatch.setattr(choose, "NOISY", float("inf"))
     monkeypatch.setattr(search, "ROUNDS", (2, 2))
     little = ["--megabytes", "1"]
@@ -162,8 +162,8 @@ def test_a_busy_machine_is_told_of(monkeypatch, capsys):
 def test_a_plan_for_no_graph_where_nothing_can_be_kept(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(machine, "USUAL_BYTES", 1 << 18)
-    monkeypatch.setattr(machine, "LEAST_S", 0.001)
+    monkeypatch.setattr(machine, "DEFAULT_TABLE_BYTES", 1 << 18)
+    monkeypatch.setattr(machine, "MIN_MEASURED_S", 0.001)
     capsys.readouterr()
     words = ["check", "--tune", "--row-bytes", "100", "--fanouts", "2", "--megabytes", "1"]
     assert main(words) == 0
