@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gcnzc.datasets.rows import Allocate, Array, Csr, Progress, Rows, rows_of_array, rows_of_csr
+from gcnzc.datasets.rows import Allocate, Array, Csr, Progress, Rows, rows_from_array, rows_from_csr
 from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, check_ends, node_dtype
 from gcnzc.system.arguments import check_integer, describe
 
@@ -45,7 +45,7 @@ class ArrayGraph:
         """E."""
         return len(self.ends[0])
 
-    def usual(self) -> EdgeDefaults | None:
+    def edge_defaults(self) -> EdgeDefaults | None:
         """Return both directions for undirected graphs; None if the directions are unknown."""
         return self.default
 
@@ -253,14 +253,14 @@ def _rows(features: Any) -> Rows | None:
     if hasattr(features, "tocsr") and hasattr(features, "shape"):
         matrix = features.tocsr()
         csr = Csr(matrix.indptr, matrix.indices, matrix.data)
-        return rows_of_csr(csr, int(matrix.shape[1]), "features")
+        return rows_from_csr(csr, int(matrix.shape[1]), "features")
     array = _array(features, "features")
     if array.ndim != 2 or array.dtype.kind not in "fiub":
         raise ValueError(
             f"features has shape {array.shape} and type {array.dtype}\n\n"
             "hint: features are (N, D) numbers, one row for each node"
         )
-    return rows_of_array(array, "features")
+    return rows_from_array(array, "features")
 
 
 def _parts(splits: Any, num_nodes: int) -> dict[str, Array]:
