@@ -129,7 +129,7 @@ def test_below_the_smallest_size_nothing_is_tried(monkeypatch, limit):
     # a limit that is large enough is none
     monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: limit)
     driver = FakeDriver(largest=PAGE)
-    words = rf"lock {2 * PAGE:,} of {9 * PAGE:,} bytes .*NUMBER \(2\)\n\nhint: features"
+    words = rf"lock {2 * PAGE:,} of {9 * PAGE:,} bytes .*NUMBER \(2\)\n\nhint: move the features"
     with (
         pytest.raises(LockRefused, match=words) as refused,
         ledger_of(driver).locked(BASE, 9 * PAGE),
