@@ -143,7 +143,7 @@ def test_below_the_smallest_size_nothing_is_tried(monkeypatch, limit):
 def test_a_refusal_names_a_limit_that_is_too_low(monkeypatch):
     monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: 9 * PAGE - 1)
     driver = FakeDriver(largest=PAGE)
-    words = rf"(?s)hint: `ulimit -l` allows this user {9 * PAGE - 1:,} bytes: .*memlock=-1"
+    words = rf"(?s)hint: `ulimit -l` is {9 * PAGE - 1:,} bytes for this user: .*memlock=-1"
     with pytest.raises(LockRefused, match=words), ledger_of(driver).locked(BASE, 9 * PAGE):
         pytest.fail("nothing is locked here")
 
