@@ -74,14 +74,14 @@ def pinned(rows: Tensor | FeatureTable) -> Iterator[FeatureTable]:
     page_locks, device = registrations.process_page_locks(), torch.cuda.current_device()
     with ExitStack() as locks:
         locked = None
-        if page_locks is not None and page_locks.is_read_by(device):
+        if page_locks is not None and page_locks.is_readable_by(device):
             try:
                 locked = locks.enter_context(_locked(table.rows, page_locks))
             except LockRefused:
                 # Windows limits how much memory the driver can lock, and does not report the limit
                 if not _is_wsl():
                     raise
-                page_locks.give_up(device)
+                page_locks.disable_reads(device)
         if locked is None:
             _log.warning(
                 "this driver does not let the GPU read %s bytes of host memory: the CPU gathers "
@@ -105,7 +105,7 @@ def can_read_host(device: torch.device | str) -> bool:
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
     page_locks = registrations.process_page_locks()
-    return page_locks is not None and page_locks.is_read_by(index)
+    return page_locks is not None and page_locks.is_readable_by(index)
 
 
 def needs_copy(table: FeatureTable) -> bool:
@@ -122,7 +122,7 @@ def needs_copy(table: FeatureTable) -> bool:
     page_locks, rows = registrations.process_page_locks(), table.rows
     if page_locks is None or rows.numel() == 0 or not _read_only(rows):
         return False
-    if not page_locks.is_read_by(torch.cuda.current_device()):
+    if not page_locks.is_readable_by(torch.cuda.current_device()):
         return False
     try:
         with page_locks.locked(rows.data_ptr(), min(_num_bytes(rows), PAGE_BYTES), read_only=True):

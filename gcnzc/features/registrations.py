@@ -80,4 +80,4 @@ def _stretches(source: Tensor) -> list[tuple[int, int]]:
         or (page_locks := process_page_locks()) is None
     ):
         return []
-    return page_locks.stretches(source.data_ptr(), source.nbytes)
+    return page_locks.copy_ranges(source.data_ptr(), source.nbytes)

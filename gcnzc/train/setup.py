@@ -171,5 +171,6 @@ def apply_profile(
     # it was measured without a feature cache
     if share and config.features != "cached":
         loading["copied_share"] = share
-    say(f"tuning profile of {found.made[:10]}: {found.told()}; --no-tuning-profile ignores it")
-    return RunSettings(replace(table, way=found.way), loading, found.hot(table.num_rows))
+    say(f"tuning profile of {found.made[:10]}: {found.summary()}; --no-tuning-profile ignores it")
+    table = replace(table, way=found.kernel_config)
+    return RunSettings(table, loading, found.cache_share(table.num_rows))

@@ -178,7 +178,7 @@ class Machine:
             self.out[: len(ids)],
             scales=table.scales_on(ids.device),
             scale_columns=table.scale_columns,
-            config=way,
+            config=kernel_config,
         )
 
     def _check_rows(self, kernel_config: KernelConfig) -> None:

@@ -160,12 +160,12 @@ def measure_profile(
     return choose.tune(case, room=room, compute_s=compute_s, progress=progress)
 
 
-def store_profile(found: TuningProfile, say: profiles.Say) -> str | None:
+def store_profile(found: TuningProfile, say: profiles.Warn) -> str | None:
     """Store a tuning profile; return its file, or None if the file cannot be written."""
     # reports a damaged file, before it is replaced
     profiles.read(say)
     try:
-        path = profiles.keep(found)
+        path = profiles.save(found)
     except OSError as error:
         say(f"the tuning profile could not be stored: {error}. Set GCNZC_CACHE to another folder")
         return None
@@ -173,11 +173,11 @@ def store_profile(found: TuningProfile, say: profiles.Say) -> str | None:
     return str(path)
 
 
-def profiles_for(data: Dataset | None, say: profiles.Say) -> list[TuningProfile]:
+def profiles_for(data: Dataset | None, say: profiles.Warn) -> list[TuningProfile]:
     """Return the stored profiles of this machine, or only the one for the features of `data`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if data is None or data.table is None:
-        return profiles.of_this_machine(device, say)
+        return profiles.find_for_device(device, say)
     # the table need not be page-locked: this takes long, and does not change its alignment
     found = profiles.find(device, data.table, say)
     return [] if found is None else [found]
