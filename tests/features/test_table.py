@@ -553,7 +553,7 @@ def test_a_copy_needs_memory_too(cuda, stored, monkeypatch, caplog):
     left = [1 << 40, 1 << 40, 1000]
     monkeypatch.setattr(page_lock, "available_bytes", lambda: left.pop(0))
     with (
-        pytest.raises(RuntimeError, match=r"(?s)1,000 are left\n\nhint: "),
+        pytest.raises(RuntimeError, match=r"(?s)1,000 are available\n\nhint: "),
         pinned(rows),
     ):
         pytest.fail("nothing is locked here")

@@ -436,7 +436,7 @@ def test_wrong_rows_are_not_timed(monkeypatch):
 
     monkeypatch.setattr(machine, "gather_rows", wrong)
     bench.gather_s(KernelConfig(programs=1))
-    with pytest.raises(RuntimeError, match=r"(?s)programs=2.* brought wrong rows on cpu.*hint: "):
+    with pytest.raises(RuntimeError, match=r"(?s)programs=2.* returned wrong rows on cpu.*hint: "):
         bench.gather_s(KernelConfig(programs=2))
 
 
@@ -467,7 +467,7 @@ def test_a_sparse_table_is_no_gpu_s(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     mine = case()
     sparse = SimpleNamespace(is_sparse=True)
-    with pytest.raises(ValueError, match=r"(?s)some keeps its features sparse.*hint: "):
+    with pytest.raises(ValueError, match=r"(?s)some has sparse features.*hint: "):
         choose.tune(replace(mine, table=sparse), compute_s=None, progress=quiet)
 
 
@@ -484,5 +484,5 @@ def test_a_table_of_a_usual_shape(row_bytes, monkeypatch):
 
 @pytest.mark.parametrize("row_bytes", [0, 3, 514])
 def test_rows_of_no_whole_elements(row_bytes):
-    with pytest.raises(ValueError, match=r"(?s)not whole elements.*hint: "):
+    with pytest.raises(ValueError, match=r"(?s)not a whole number of float32 elements.*hint: "):
         machine.default_case(row_bytes, (3, 3), 64)
