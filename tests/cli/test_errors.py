@@ -109,13 +109,11 @@ def test_a_model_that_does_not_fit_is_rejected_before_any_work(
 
 def test_features_without_columns_are_rejected(graph, tmp_path, capsys):
     np.save(tmp_path / "none.npy", np.zeros((1500, 0), np.float32))
-    words = ["--features", tmp_path / "none.npy"]
-    raw = graph.parent / "raw"
-    assert main(["prepare", str(raw), str(tmp_path / "empty"), *map(str, words)]) == 0
-    words = ["train", tmp_path / "empty", *SMALL, "--out", tmp_path / "run"]
-    text = answer_of(capsys, words, 1)
-    assert "error: raw has features of 0 columns, nothing to train on" in text
-    assert "hint: `gcnzc embed" in text
+    words = ["prepare", graph.parent / "raw", tmp_path / "empty"]
+    text = answer_of(capsys, [*words, "--features", tmp_path / "none.npy"], 1)
+    assert "has features of 0 columns for 1,500 nodes" in text
+    assert "hint: features have at least one column" in text
+    assert not (tmp_path / "empty").exists()
 
 
 @pytest.mark.parametrize("words", [["--debug", "info"], ["info", "--debug"]])

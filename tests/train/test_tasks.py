@@ -121,7 +121,8 @@ def test_resumed_in_the_middle_of_an_epoch(decoder, config, tmp_path):
     train(config, tmp_path / "whole")
     with pytest.raises(Stopped):
         train(config, tmp_path / "cut", Stopping())
-    assert state(tmp_path / "cut")["loader"]["position"] == 5
+    # the last checkpoint may not have been written before the run was cut
+    assert state(tmp_path / "cut")["loader"]["position"] in (4, 5)
     train(replace(config, resume=tmp_path / "cut"), tmp_path / "cut")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
@@ -318,5 +319,5 @@ def test_a_graph_whose_edges_are_not_split(config, graph, tmp_path):
 def test_a_set_of_links_has_no_nodes_to_classify(chance, config, tmp_path):
     data = load(chance)
     split = {part: torch.empty(0, dtype=torch.int64) for part in data.split}
-    with pytest.raises(ValueError, match=r"no labelled nodes to train on\n\nhint: --task link"):
+    with pytest.raises(ValueError, match=r"no labelled nodes to train on\n\nhint: use --task link"):
         build_task(replace(config, task="node"), replace(data, split=split))
