@@ -63,7 +63,7 @@ class Csr:
 
 
 @dataclass(frozen=True)
-class Codes:
+class QuantizedRows:
     """Quantized features: a value is its code times the scale of its row or column block.
 
     Attributes:
@@ -100,7 +100,7 @@ class Rows:
     chunks: Callable[[Allocate], Iterator[Array]]
     where: str
     csr: Csr | None = None
-    codes: Codes | None = None
+    codes: QuantizedRows | None = None
 
 
 def as_bytes(array: Array) -> memoryview:
@@ -186,7 +186,7 @@ def rows_from_csr(csr: Csr, num_columns: int, where: str) -> Rows:
     return Rows(num_rows, num_columns, csr.values.dtype, chunks, where, csr)
 
 
-def rows_from_codes(codes: Codes, where: str) -> Rows:
+def rows_from_codes(codes: QuantizedRows, where: str) -> Rows:
     """Make `Rows` that dequantize codes to float32."""
     num_rows, num_columns = codes.array.shape
     step, scales, per = chunk_rows(num_columns, 4), codes.scales, codes.scale_columns

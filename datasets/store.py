@@ -47,9 +47,9 @@ from gcnzc.datasets.rows import (
     CHUNK_BYTES,
     Allocate,
     Array,
-    Codes,
     Csr,
     Progress,
+    QuantizedRows,
     Rows,
     as_bytes,
     no_progress,
@@ -309,7 +309,7 @@ class Prepared:
     indices: Array
     features: Array | None  # (N, D), a view of the padded rows
     csr: Csr | None  # instead of `features`, if they are sparse
-    codes: Codes | None  # instead of `features`, if they are stored as codes
+    codes: QuantizedRows | None  # instead of `features`, if they are stored as codes
     labels: Array
     split: dict[str, Array]
     links: EdgeSplitArrays | None = None
@@ -356,7 +356,7 @@ def open_folder(folder: Path) -> Prepared:
         features = arrays["features.npy"][:, : fields["columns"]]
         if fields["kind"] == "codes":
             scales = None if fields.get("scales") is None else arrays["features_scales.npy"]
-            codes = Codes(features, fields["dtype"], scales, fields.get("scale_columns"))
+            codes = QuantizedRows(features, fields["dtype"], scales, fields.get("scale_columns"))
             features = None
     return Prepared(
         folder,

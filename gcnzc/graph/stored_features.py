@@ -14,9 +14,9 @@ from gcnzc.datasets.rows import (
     CODES,
     Allocate,
     Array,
-    Codes,
     Csr,
     Progress,
+    QuantizedRows,
     Rows,
     allocate_in_memory,
     cast_finite,
@@ -51,7 +51,7 @@ class StoredFormat:
     name: str  # dtype of the stored values, for example "bfloat16" in a file of uint16
     scales: ScaleKind | None = None  # for quantized features
     scale_columns: int | None = None  # columns that share a scale
-    codes: Codes | None = None  # quantized features of the source, to be copied unchanged
+    codes: QuantizedRows | None = None  # quantized features of the source, to be copied unchanged
 
     @property
     def is_coded(self) -> bool:

@@ -31,7 +31,7 @@ def import_dgl() -> Any:
     """The module `dgl`, beside any version of torch.
 
     What DGL warns of while it is imported is not shown, and its file of settings is not written.
-    Where GraphBolt works it is imported as usual; elsewhere `dgl.graphbolt` is an empty module.
+    Where GraphBolt works it is imported normally; elsewhere `dgl.graphbolt` is an empty module.
 
     Raises:
         RuntimeError: DGL is not installed, or does not import for another reason.
