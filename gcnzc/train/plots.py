@@ -1,8 +1,10 @@
 """Plots of a run: training curves and the timeline of a trace."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -30,11 +32,16 @@ STAGES = {
 }
 
 
-def curves(runs: Sequence[Path], out: Path) -> None:
-    """Plot loss and scores by epoch, and a stacked bar of each run's seconds per epoch.
+# lines of one panel; more runs take another row of panels
+RUNS_PER_ROW = 5
 
-    Sampling and gathering overlap with compute, so a bar may be longer than the whole epoch, which
-    a black line shows.
+
+def curves(runs: Sequence[Path], out: Path) -> None:
+    """Plot loss and scores by epoch, and the seconds of each stage per epoch.
+
+    Of one run, the scores of all parts are drawn; of several runs, those of the validation part. A
+    dot marks the epoch of the best model. Sampling and gathering overlap with compute, so a bar may
+    be longer than the whole epoch, which a black line shows.
 
     Args:
         runs: run folders with a record.jsonl of at least one line.
@@ -42,58 +49,91 @@ def curves(runs: Sequence[Path], out: Path) -> None:
 
     Raises:
         FileNotFoundError: a run has no record.
+        ValueError: a record is damaged.
     """
+    records = {run: _read_record(run) for run in runs}
+    groups = [runs[begin : begin + RUNS_PER_ROW] for begin in range(0, len(runs), RUNS_PER_ROW)]
     # without pyplot, which changes global state and may need a display
-    figure = Figure(figsize=(15, 4.2), layout="constrained")
-    loss, score, time = figure.subplots(1, 3)
-    for number, run in enumerate(runs):
-        lines = record.read(run / "record.jsonl")
-        if not lines:
-            raise FileNotFoundError(
-                f"no epochs in {run / 'record.jsonl'}\n\n"
-                f"hint: `gcnzc train --out {run}` writes one line per epoch"
-            )
-        if any(not {"epoch", "loss", "metric"} <= line.keys() for line in lines):
-            raise ValueError(
-                f"{run / 'record.jsonl'} is damaged\n\n"
-                f"hint: `gcnzc train --resume {run}` writes it again from the checkpoint"
-            )
-        prefix = f"{run.name} " if len(runs) > 1 else ""
-        epochs = [line["epoch"] + 1 for line in lines]
-        colour = f"C{number}"
-        loss.plot(epochs, [line["loss"] for line in lines], colour, label=f"{prefix}training")
-        metric = lines[0]["metric"]
-        dashes = {"minibatch": ":", "valid": "-", "test": "--"}
-        for part, style in dashes.items():
-            seen = [line for line in lines if f"{part}_{metric}" in line]
-            values = [line[f"{part}_{metric}"] for line in seen]
-            shown = prefix + ("minibatches, with dropout" if part == "minibatch" else part)
-            score.plot([line["epoch"] + 1 for line in seen], values, colour + style, label=shown)
-        best = lines[0].get("best_possible_accuracy")
-        if best is not None and metric == "accuracy" and number == 0:
-            score.axhline(best, color="grey", linewidth=1, label="best possible")
-        bottom = 0.0
+    ratios = [3.4 * len(groups), 1.3 + 0.3 * len(runs)]
+    figure = Figure(figsize=(9, 0.3 + sum(ratios)), layout="constrained")
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    figure.suptitle(f"Training: {title}")
+    upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0]
+    panels = upper.subplots(len(groups), 2, squeeze=False)
+    for row, group in zip(panels, groups, strict=True):
+        for number, run in enumerate(group):
+            _plot_run(row, records[run], run.name if len(runs) > 1 else "", f"C{number}")
+        for axis in row:
+            axis.set_xlabel("epoch")
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize="small")
+    _plot_seconds(lower, records)
+    save(figure, out)
+
+
+def _read_record(run: Path) -> list[dict[str, Any]]:
+    lines = record.read(run / "record.jsonl")
+    if not lines:
+        raise FileNotFoundError(
+            f"no epochs in {run / 'record.jsonl'}\n\n"
+            f"hint: `gcnzc train --out {run}` writes one line per epoch"
+        )
+    if any(not {"epoch", "loss", "metric"} <= line.keys() for line in lines):
+        raise ValueError(
+            f"{run / 'record.jsonl'} is damaged\n\n"
+            f"hint: `gcnzc train --resume {run}` writes it again from the checkpoint"
+        )
+    return lines
+
+
+def _plot_run(
+    panels: Sequence[Axes], lines: Sequence[Mapping[str, Any]], name: str, colour: str
+) -> None:
+    """Plot the loss and the scores of one run; without a name, the scores of all parts."""
+    loss, score = panels
+    metric = lines[0]["metric"]
+    shown = {"rocauc": "ROC AUC", "auc": "ROC AUC", "mrr": "MRR"}.get(metric, metric)
+    loss.plot([line["epoch"] + 1 for line in lines], [line["loss"] for line in lines], colour)
+    loss.lines[-1].set_label(name or "training")
+    loss.set_ylabel("training loss")
+    parts = {"valid": "validation"}
+    if not name:
+        parts = {"minibatch": "minibatches, with dropout", **parts, "test": "test"}
+    for number, (part, words) in enumerate(parts.items()):
+        seen = [line for line in lines if f"{part}_{metric}" in line]
+        epochs = [line["epoch"] + 1 for line in seen]
+        values = [line[f"{part}_{metric}"] for line in seen]
+        score.plot(epochs, values, colour if name else f"C{number}", label=name or words)
+        if part == "valid" and values:
+            best = max(range(len(values)), key=values.__getitem__)
+            label = None if name else f"best epoch: {epochs[best]}"
+            score.plot(epochs[best], values[best], "o", color=score.lines[-1].get_color())
+            score.lines[-1].set_label(label)
+    limit = lines[0].get("best_possible_accuracy")
+    if limit is not None and metric == "accuracy" and not name:
+        score.axhline(limit, color="grey", linewidth=1, label="best possible")
+    score.set_ylabel(f"validation {shown}" if name else shown)
+
+
+def _plot_seconds(figure: Any, records: Mapping[Path, Sequence[Mapping[str, Any]]]) -> None:
+    """Plot a bar per run: the mean seconds of each stage in an epoch."""
+    axis = figure.subplots()
+    for number, lines in enumerate(records.values()):
+        left = 0.0
         for index, (key, name) in enumerate(STAGES.items()):
             seconds = sum(line.get(key, 0.0) for line in lines) / len(lines)
-            shown = name if number == 0 else "_"  # matplotlib keeps such names out of the legend
-            time.bar(number, seconds, 0.5, bottom, color=f"C{index}", label=shown)
-            bottom += seconds
+            # matplotlib keeps names with an underscore out of the legend
+            shown = name if number == 0 else "_"
+            axis.barh(number, seconds, 0.5, left, color=f"C{index}", label=shown)
+            left += seconds
         whole = sum(line["epoch_s"] for line in lines) / len(lines)
         shown = "whole epoch" if number == 0 else "_"
-        time.plot([number - 0.4, number + 0.4], [whole, whole], "k", label=shown)
-        score.set_ylabel({"rocauc": "ROC AUC", "auc": "ROC AUC", "mrr": "MRR"}.get(metric, metric))
-    loss.set_ylabel("loss")
-    time.set_ylabel("seconds per epoch")
-    time.set_xticks(range(len(runs)), [run.name for run in runs], fontsize="small")
-    # space for the legend
-    time.set_xlim(-0.7, len(runs) + 0.3 * len(runs))
-    for axis in (loss, score):
-        axis.set_xlabel("epoch")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(alpha=0.3)
-    for axis in (loss, score, time):
-        axis.legend(fontsize="small", loc="best" if axis is not time else "upper right")
-    save(figure, out)
+        axis.plot([whole, whole], [number - 0.4, number + 0.4], "k", label=shown)
+    axis.set_yticks(range(len(records)), [run.name for run in records], fontsize="small")
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds per epoch")
+    figure.legend(loc="outside lower center", ncols=len(STAGES) + 1, fontsize="small")
 
 
 def timeline(spans: Sequence[Span], out: Path) -> None:
@@ -105,7 +145,9 @@ def timeline(spans: Sequence[Span], out: Path) -> None:
     """
     lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "model", lane))
     origin_s = min(span.begin_s for span in spans)
-    figure = Figure(figsize=(15, 1.2 + 0.5 * len(lanes)), layout="constrained")
+    figure = Figure(figsize=(9, 1.8 + 0.4 * len(lanes)), layout="constrained")
+    steps = sum(span.name == "compute" and "worker" not in span.lane for span in spans)
+    figure.suptitle(f"Timeline of {steps} steps" if steps else "Timeline")
     axis = figure.subplots()
     for name, colour in SPAN_COLOURS.items():
         for number, lane in enumerate(lanes):
@@ -119,11 +161,11 @@ def timeline(spans: Sequence[Span], out: Path) -> None:
     axis.invert_yaxis()
     axis.set_xlim(left=0)
     axis.set_xlabel("milliseconds")
-    figure.legend(loc="outside right center")
+    figure.legend(loc="outside lower center", ncols=len(SPAN_COLOURS), fontsize="small")
     save(figure, out)
 
 
 def save(figure: Figure, out: Path) -> None:
     """Write a figure to a file atomically."""
     with files.replacing(out) as partial:
-        figure.savefig(partial, dpi=120)
+        figure.savefig(partial, dpi=100)

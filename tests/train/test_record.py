@@ -76,7 +76,7 @@ def test_curves_of_one_run_and_of_two(tmp_path):
     for name in ("one.png", "two.png"):
         with Image.open(tmp_path / name) as picture:
             pixels = np.asarray(picture.convert("L"))
-        assert pixels.shape[1] == 1800
+        assert pixels.shape[1] == 900
         assert (pixels < 200).mean() > 0.01  # something is drawn
 
 
