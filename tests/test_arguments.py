@@ -196,8 +196,8 @@ CASES = {
     ),
     "cached_share": (
         gcnzc.cached_share,
-        {"table": TABLE, "size": 0.5, "ranking": torch.ones(NODES), "number": 0, "of": 1},
-        {"table": (), "size": (), "ranking": (), "number": (), "of": (), "device": OPTIONAL},
+        {"table": TABLE, "size": 0.5, "ranking": torch.ones(NODES), "rank": 0, "world_size": 1},
+        {"table": (), "size": (), "ranking": (), "rank": (), "world_size": (), "device": OPTIONAL},
     ),
     "inference": (
         gcnzc.inference,
@@ -261,7 +261,12 @@ def names(text, name, value):
     """Whether a message has the argument's name, what the value is, and a hint."""
     shown = [describe(value)]
     if isinstance(value, list):
-        shown += [*map(describe, value), f"{len(value)} numbers", f"dst {len(value)}"]
+        shown += [
+            *map(describe, value),
+            f"{len(value)} numbers",
+            f"dst {len(value)}",
+            f"{len(value)} elements",
+        ]
         shown += [f"{len(value)} indices", "empty"]
     if isinstance(value, np.ndarray):
         shown.append("ndarray")

@@ -385,7 +385,7 @@ class DistributedOptimizer(Optimizer):
         return [
             (f"{position}{names.get(id(each), '')}", each)
             for (position, each), is_trained in named
-            if self.is_replicated or not is_trained  # since the optimizer was constructed
+            if self.is_replicated or not (is_trained or each.requires_grad)
         ]
 
     def trainable_flags(self) -> list[bool]:

@@ -49,7 +49,7 @@ def test_a_cache_of_one_s_own(cache, monkeypatch):
 def test_two_at_once(cache):
     program = (
         "from gcnzc.cli.builtin_graph import prepared\n"
-        "from gcnzc.train.progress import Quiet\n"
+        "from gcnzc.train.progress import NullReporter\n"
         "print(prepared(NullReporter()))"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

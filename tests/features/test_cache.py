@@ -799,7 +799,11 @@ def test_plan_cache_of_a_graph_without_features(tmp_path, capsys):
     ("words", "error", "hint"),
     [
         (["cache-forecast"], "folder of a graph", "gcnzc cache-forecast --help"),
-        (["cache-forecast", "x", "--batches", "3"], "--batches must be at least 4, got 3", "usual"),
+        (
+            ["cache-forecast", "x", "--batches", "3"],
+            "--batches must be at least 4, got 3",
+            "for the default",
+        ),
         (["cache-forecast", "x", "--fanouts", "0"], "a fan-out must be at least 1", "--fanouts"),
         (["train", "--cache-size", "20"], "--cache-size must be a share of the rows", "2GB"),
         (["train", "--features", "cashed"], "cashed", "gcnzc train --help"),

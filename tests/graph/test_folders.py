@@ -202,7 +202,7 @@ def test_rows_can_be_set_apart(tmp_path: Path) -> None:
     [
         (250, 1024, "save 8.57 % of the requests and cost 2.4 %"),
         (50, 200, "too"),
-        (32, 128, "side"),
+        (32, 128, "contiguous"),
     ],
 )
 def test_a_pitch_is_chosen_and_its_cost_told(

@@ -111,7 +111,7 @@ def test_interrupted_by_a_person(graph, uninterrupted, tmp_path):
     assert process.returncode == 1
     assert out == ""
     assert "error: stopped in epoch" in err
-    assert f"hint: `gcnzc train --resume {tmp_path / 'run'}` goes on" in err
+    assert f"hint: `gcnzc train --resume {tmp_path / 'run'}` resumes the run" in err
     assert "Traceback" not in err
     line = json.loads(finish("train", "--resume", tmp_path / "run"))
     assert line["epochs"] == 4

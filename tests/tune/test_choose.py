@@ -431,7 +431,7 @@ def test_wrong_rows_are_not_timed(monkeypatch):
 
     def wrong(*given, **options):
         rows = gather_rows(*given, **options)
-        rows[3, 7] += options["way"].programs == 2
+        rows[3, 7] += options["config"].programs == 2
         return rows
 
     monkeypatch.setattr(machine, "gather_rows", wrong)
