@@ -6,7 +6,7 @@ messages of an exchange does not depend on the number of parameters.
 Letters: P parameters, n elements of a vector.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,18 +71,7 @@ class FlatVector:
 
         A missing gradient becomes zeros, and a sparse gradient becomes dense.
         """
-        present, into = [], []
-        for segment, view in zip(self.segments, self.views(), strict=True):
-            gradient = segment.parameter.grad
-            if gradient is None:
-                view.zero_()
-            elif gradient.is_sparse:
-                view.copy_(gradient.to_dense())
-            else:
-                present.append(gradient)
-                into.append(view)
-        if present:
-            torch._foreach_copy_(into, present)
+        copy_gradients(self.segments, self.views())
         if isinstance(scale, Tensor) or scale != 1.0:
             self.values[: self.num_elements] *= to_device(scale, self.values.device)
         return self.values
@@ -107,3 +96,20 @@ class FlatVector:
 def to_device(number: float | Tensor, device: torch.device) -> float | Tensor:
     """Return a number unchanged, or a tensor () on `device`."""
     return number.to(device) if isinstance(number, Tensor) else number
+
+
+@torch.no_grad()
+def copy_gradients(segments: Iterable[Segment], views: Iterable[Tensor]) -> None:
+    """Copy each gradient into its view; a missing one becomes zeros, a sparse one dense."""
+    present, into = [], []
+    for segment, view in zip(segments, views, strict=True):
+        gradient = segment.parameter.grad
+        if gradient is None:
+            view.zero_()
+        elif gradient.is_sparse:
+            view.copy_(gradient.to_dense())
+        else:
+            present.append(gradient)
+            into.append(view)
+    if present:
+        torch._foreach_copy_(into, present)

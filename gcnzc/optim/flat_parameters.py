@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.optim.flat import Segment, to_device
+from gcnzc.optim.flat import Segment, copy_gradients, to_device
 
 # tiles of several vectors fit into the cache of a CPU core together
 TILE_ELEMENTS = 1 << 16
@@ -150,18 +150,7 @@ class FlatParameters:
 
         A missing gradient becomes zeros, and a sparse gradient becomes dense.
         """
-        present, into = [], []
-        for segment, view in zip(self.segments, self.views(out), strict=True):
-            gradient = segment.parameter.grad
-            if gradient is None:
-                view.zero_()
-            elif gradient.is_sparse:
-                view.copy_(gradient.to_dense())
-            else:
-                present.append(gradient)
-                into.append(view)
-        if present:
-            torch._foreach_copy_(into, present)
+        copy_gradients(self.segments, self.views(out))
         if isinstance(scale, Tensor) or scale != 1.0:
             out[: self.num_elements] *= to_device(scale, out.device)
         return out
