@@ -31,7 +31,7 @@ docs: $(DOCS_READY)  ## the documentation site, in docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build/html
 
 gpu-session: $(TESTS_READY)  ## ten minutes on a GPU: what works there, into a folder under runs/
-	$(BIN)/python bench/gpu_session.py
+	$(BIN)/python -m bench.gpu.session
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -1,9 +1,9 @@
 """Time a function, and keep what was timed.
 
 A record is one JSON line: the case, the time, and the machine, commit and versions it came from.
-Records are only ever added to `bench/results/`; `bench/plot.py` draws them. Ways that are compared
-with each other are timed in turns by `side_by_side`, so that a machine that slows down for a while
-slows all of them.
+Records are only ever added to `bench/results/`; `bench/docs/plot.py` draws them. Ways that are
+compared with each other are timed in turns by `side_by_side`, so that a machine that slows down for
+a while slows all of them.
 """
 
 import importlib.metadata

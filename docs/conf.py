@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(ROOT))
 
-import messages  # noqa: E402
-
+from bench.docs import messages  # noqa: E402
 from gcnzc import __version__ as release  # noqa: E402
 
 project = "gcnzc"

@@ -1,8 +1,8 @@
 """The page that says which file does what agrees with the files."""
 
-import architecture
-import data_path
 import pytest
+
+from bench.docs import architecture, data_path
 
 LIMIT = 500  # lines of a module
 FILES = [
@@ -16,11 +16,13 @@ FILES = [
 def test_the_page_has_every_file_with_what_its_docstring_says():
     page = architecture.PAGE.read_text()
     inner = page.partition(architecture.BEGIN)[2].partition(architecture.END)[0]
-    assert inner == architecture.tables(), "run `python bench/architecture.py`"
+    assert inner == architecture.tables(), "run `python -m bench.docs.architecture`"
 
 
 def test_the_diagram_is_current_and_names_existing_files():
-    assert data_path.PICTURE.read_text() == data_path.svg(), "run `python bench/architecture.py`"
+    assert data_path.PICTURE.read_text() == data_path.svg(), (
+        "run `python -m bench.docs.architecture`"
+    )
     for box in data_path.BOXES.values():
         for file in box.files:
             assert (data_path.ROOT / file).exists(), file

@@ -304,7 +304,7 @@ def test_the_package_defines_nothing_that_only_serves_a_comparison_with_deepspee
 
 def test_no_module_is_named_like_the_standard_library():
     # a script puts its own folder first on the path, and would hide the module of that name
-    for path in [*SOURCES, *(ROOT / "bench").glob("*.py")]:
+    for path in [*SOURCES, *(ROOT / "bench").rglob("*.py")]:
         if path.parent.name == "gcnzc" or path.stem.startswith("__"):
             continue
         assert path.stem not in sys.stdlib_module_names, name_of(path)

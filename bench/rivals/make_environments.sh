@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make the environments of the rivals that bench/loader.py compares with: FOLDER/pyg and
+# Make the environments of the rivals that bench/loading/loader.py compares with: FOLDER/pyg and
 # FOLDER/graphbolt. torch-scatter and torch-sparse have no wheel for this torch and are compiled,
 # which takes two cores about half an hour. What is there already is left as it is.
 #

@@ -19,7 +19,7 @@ from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.neighbor import Sampler, check_graph, check_seeds
 from gcnzc.system.arguments import THREADS_LIMIT, IdsLike, check_callable, check_integer, check_seed
 
-BATCHES = 100  # sampled before training; bench/hot.py measures other numbers
+BATCHES = 100  # sampled before training; bench/loading/feature_cache.py measures other numbers
 
 
 # XORed with a run's seed, so that the sampled minibatches differ from those of the run

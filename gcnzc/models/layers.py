@@ -16,7 +16,8 @@ from gcnzc.kernels.aggregate import aggregate
 from gcnzc.kernels.aggregate.gat import gat_aggregate
 from gcnzc.sampling.batch import Block
 
-# cost of one column of an edge, in multiplications of a projection; measured by bench/aggregate.py
+# cost of one column of an edge, in multiplications of a projection; bench/training/aggregate.py
+# measures it
 EDGE_COST = 8
 
 

@@ -1,6 +1,7 @@
 """Defaults of the optimizers' options, for their classes and for the command line.
 
-They were chosen for runs of a few hundred steps or more; `bench/defaults.py` compares alternatives.
+They were chosen for runs of a few hundred steps or more; `bench/network/defaults.py` compares
+alternatives.
 """
 
 from dataclasses import dataclass

@@ -24,7 +24,9 @@ from gcnzc.kernels.memory import LINE_BYTES, prefetch
 from gcnzc.kernels.structure.transpose import transpose
 from gcnzc.kernels.threads import parallel_for
 
-PREFETCH_BYTES = 8192  # bytes of rows prefetched before they are summed; see bench/aggregate.py
+PREFETCH_BYTES = (
+    8192  # bytes of rows prefetched before they are summed; see bench/training/aggregate.py
+)
 
 
 PREFETCH_ROWS = 16  # rows prefetched, at most

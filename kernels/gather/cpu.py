@@ -29,7 +29,7 @@ from gcnzc.kernels.memory import (
 )
 from gcnzc.kernels.threads import parallel_for
 
-# bytes prefetched ahead of their use; measured by bench/gather.py
+# bytes prefetched ahead of their use; measured by bench/loading/gather.py
 PREFETCH_BYTES = 8192
 
 

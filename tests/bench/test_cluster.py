@@ -9,13 +9,14 @@ import sys
 import time
 from pathlib import Path
 
-import cluster as bench
-import harness
 import pytest
-from cluster import Cluster, Counters
-from namespaces import can_make
 
-BENCH = Path(bench.__file__).parent
+from bench import harness
+from bench.network import cluster as bench
+from bench.network.cluster import Cluster, Counters
+from bench.network.namespaces import can_make
+
+ROOT = Path(bench.__file__).parents[2]
 REASON = can_make()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"no cluster here: {REASON}")
 
@@ -64,7 +65,7 @@ while True:
 LIVE = """
 import subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
-from cluster import Cluster
+from bench.network.cluster import Cluster
 print("begun", flush=True)
 with Cluster(3, 100, 1) as cluster:
     for worker in range(3):
@@ -319,7 +320,7 @@ def test_killed_at_any_moment_nothing_remains(killed_after_s):
     word = f"GCNZC_TEST_CLUSTER={os.getpid()}-{killed_after_s}"
     name, value = word.split("=")
     with subprocess.Popen(
-        [sys.executable, "-c", LIVE, str(BENCH)],
+        [sys.executable, "-c", LIVE, str(ROOT)],
         env={**os.environ, name: value},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -345,7 +346,7 @@ def test_killed_at_any_moment_nothing_remains(killed_after_s):
 
 @needs_namespaces
 def test_the_command_line():
-    script = [sys.executable, str(BENCH / "cluster.py"), "--workers", "2"]
+    script = [sys.executable, "-m", "bench.network.cluster", "--workers", "2"]
 
     def say(*words):
         return subprocess.run([*script, *words], capture_output=True, text=True, check=False)

@@ -3,11 +3,11 @@
 import json
 import math
 
-import collectives
-import harness
 import pytest
-from collectives_worker import formula_s
 
+from bench import harness
+from bench.network import collectives
+from bench.network.collectives_worker import formula_s
 from gcnzc.exchange import Choices, Link, lockstep
 from gcnzc.exchange.measure import make_request, yield_request
 

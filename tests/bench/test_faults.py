@@ -8,9 +8,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import cluster
 import pytest
-from launchers import Launchers
+
+from bench.network import cluster
+from bench.network.launchers import Launchers
 
 ROOT = Path(__file__).parents[2]
 REASON = cluster.can_make()
@@ -37,7 +38,7 @@ def processes_of(folder):
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_no_mount_and_no_process_remains_when_it_is_ended(how, tmp_path):
-    command = [sys.executable, str(ROOT / "bench" / "faults.py"), "--faults", "1"]
+    command = [sys.executable, "-m", "bench.robustness.faults", "--faults", "1"]
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([*command, "--kinds", "disk full"], env=environment) as process:
         end = time.monotonic() + 120

@@ -11,7 +11,15 @@ FUZZ = Path(__file__).parents[2] / "bench" / "fuzz.py"
 def test_no_bad_input_ends_a_command_in_another_way_than_with_an_error_and_a_hint(tmp_path):
     # in a process of its own: it forks, which one with threads must not
     done = subprocess.run(
-        [sys.executable, str(FUZZ), "--seed", "0", "--report", str(tmp_path / "report.json")],
+        [
+            sys.executable,
+            "-m",
+            "bench.robustness.fuzz",
+            "--seed",
+            "0",
+            "--report",
+            str(tmp_path / "report.json"),
+        ],
         capture_output=True,
         text=True,
         check=False,

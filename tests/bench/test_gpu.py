@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU for the real one")
 def test_all_parts_run_tiny():
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "bench" / "gpu.py"), "all", "--small"],
+        [sys.executable, "-W", "ignore", "-m", "bench.gpu.suite", "all", "--small"],
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(Path.home())},
         capture_output=True,
         text=True,
@@ -44,7 +44,7 @@ def test_all_parts_run_tiny():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_says_that_there_is_no_gpu():
     run = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "gpu.py"), "link"],
+        [sys.executable, "-m", "bench.gpu.suite", "link"],
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(Path.home())},
         capture_output=True,
         text=True,
@@ -56,7 +56,7 @@ def test_says_that_there_is_no_gpu():
 def test_refuses_wrong_rows(monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(sys, "argv", ["gpu.py", "--small"])
-    import gpu
+    from bench.gpu import suite as gpu
 
     rows, ids = torch.randn(20, 5), torch.randint(20, (9,))
     gpu.check_equal(rows[ids], rows, ids, "a copy")

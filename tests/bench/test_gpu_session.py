@@ -7,10 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-import gpu_session
 import pytest
 import torch
-from gpu_session import Stage, run_stages, table_of
+
+from bench.gpu import session as gpu_session
+from bench.gpu.session import Stage, run_stages, table_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def session(*options):
     """Run the command as from a plain checkout."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(ROOT / "bench" / "gpu_session.py"), *map(str, options)]
+    command = [sys.executable, "-m", "bench.gpu.session", *map(str, options)]
     return subprocess.run(
         command, capture_output=True, text=True, env=environment | {"PYTHONPATH": ""}
     )

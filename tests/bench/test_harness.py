@@ -6,8 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-import harness
 import pytest
+
+from bench import harness
 
 
 def test_measure():
@@ -44,6 +45,9 @@ def test_record_only_adds(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("module", ["triton", "numba"])
 def test_needs_no_more_than_torch(module):
     # peers are measured in environments of their own
-    program = f"import sys; sys.modules[{module!r}] = None; import harness; harness.machine()"
-    bench = Path(harness.__file__).parent
-    subprocess.run([sys.executable, "-c", program], cwd=bench, check=True)
+    program = (
+        f"import sys; sys.modules[{module!r}] = None; from bench import harness; harness.machine()"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(harness.__file__).parents[1], check=True
+    )

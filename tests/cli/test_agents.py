@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from launchers import launchers, wait_for, workers_of
 
+from bench.network.launchers import launchers, wait_for, workers_of
 from gcnzc import load, prepare
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.train.epoch_stats import seeds_checksum

@@ -5,9 +5,9 @@ import sys
 import time
 from pathlib import Path
 
-import cluster
 import pytest
 
+from bench.network import cluster
 from gcnzc import prepare
 from gcnzc.datasets.generate import Shape, make
 

@@ -2,7 +2,7 @@
 
 import ast
 
-import messages
+from bench.docs import messages
 
 
 def test_every_part_of_the_list_has_messages_with_their_remedies():

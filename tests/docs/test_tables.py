@@ -2,9 +2,10 @@
 
 import re
 
-import pages
 import pytest
-from result_tables import TABLES, with_caption
+
+from bench.docs import pages
+from bench.docs.result_tables import TABLES, with_caption
 
 PAGES = {path.relative_to(pages.ROOT).as_posix(): path.read_text() for path in pages.PAGES}
 # figures that a measurement gives, with their unit
@@ -15,7 +16,7 @@ MEASURED = re.compile(
 
 @pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "<!-- table:" in text])
 def test_a_page_has_the_tables_of_the_recorded_lines(name):
-    assert pages.with_tables(PAGES[name]) == PAGES[name], "run `python bench/pages.py`"
+    assert pages.with_tables(PAGES[name]) == PAGES[name], "run `python -m bench.docs.pages`"
 
 
 def test_every_table_is_on_a_page():

@@ -1,15 +1,16 @@
 """The libraries' own tests with our loaders in place of theirs, and the plugin that swaps them.
 
 The libraries' tests are not in this repository. GCNZC_PYG_CHECKOUT and GCNZC_DGL_CHECKOUT name
-checkouts of their repositories, of the tags that bench/peer_tests.py names.
+checkouts of their repositories, of the tags that bench/robustness/peer_tests.py names.
 """
 
 import importlib.util
 import os
 from pathlib import Path
 
-import peer_tests
 import pytest
+
+from bench.robustness import peer_tests
 
 PYG, DGL = (importlib.util.find_spec(name) is not None for name in ("torch_geometric", "dgl"))
 # what a loader of graphs without types and times refuses

@@ -4,12 +4,12 @@ import json
 import math
 from dataclasses import replace
 
-import plan as bench
 import pytest
 import torch
 from tiny_graph import tiny
 from torch import nn
 
+from bench.network import cost as bench
 from gcnzc.cli import main
 from gcnzc.cli.commands import cost
 from gcnzc.cli.commands.cost import CostConfig

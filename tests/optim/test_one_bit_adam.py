@@ -2,7 +2,6 @@ import copy
 
 import pytest
 import torch
-from deepspeed_oracles import OneBitAdamDeepSpeed, PaddedSign
 from optim.models import Everything, batches, loss_of
 from optim.oracle import fixture, followed, lengths
 from optim.replicas import (
@@ -16,6 +15,7 @@ from optim.replicas import (
 from processes import results
 from torch import nn
 
+from bench.network.deepspeed_oracles import OneBitAdamDeepSpeed, PaddedSign
 from gcnzc.compress import Dense, Sign, WorkerInfo
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import OneBitAdam, resize_state

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from deepspeed_oracles import OneBitLambDeepSpeed, RefedPaddedSign
 from optim.oracle import fixture, followed, lengths
 from processes import results
 from torch import nn
 
+from bench.network.deepspeed_oracles import OneBitLambDeepSpeed, RefedPaddedSign
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Group, init_group, lockstep
 from gcnzc.optim import resize_state

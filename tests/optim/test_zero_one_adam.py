@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from deepspeed_oracles import DeepSpeedSchedule, ZeroOneAdamDeepSpeed
 from optim.models import Everything, batches, loss_of
 from optim.oracle import fixture, followed
 from processes import results
 from torch import nn
 
+from bench.network.deepspeed_oracles import DeepSpeedSchedule, ZeroOneAdamDeepSpeed
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Group, init_group, lockstep, run
 from gcnzc.optim import resize_state

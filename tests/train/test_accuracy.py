@@ -2,10 +2,10 @@
 
 import json
 
-import accuracy
-import harness
 import pytest
 
+from bench import harness
+from bench.training import accuracy
 from gcnzc.cli import parser
 
 QUICK = "--model sage --layers 1 --fanouts 4 --hidden 8 --lr 0.05 --batch-size 256 --epochs"

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import wire as bench_wire
 from fake_driver import FakeDriver, FakeGpu
 from PIL import Image
 from tiny_graph import tiny
 
+from bench.loading import pcie as bench_pcie
 from gcnzc.cli.plots import Efficiencies, efficiencies
 from gcnzc.cli.reports import pcie as reports_pcie
 from gcnzc.datasets import catalog
@@ -531,5 +531,5 @@ def test_the_picture(tmp_path):
 
 def test_the_document_has_the_figures_of_the_benchmark():
     text = (Path(__file__).parents[2] / "docs" / "benchmarks" / "bus.md").read_text()
-    for rows in (bench_wire.set_table()[2:], bench_wire.limit_table()[2:]):
+    for rows in (bench_pcie.set_table()[2:], bench_pcie.limit_table()[2:]):
         assert "\n".join(rows) in text

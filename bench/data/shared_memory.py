@@ -1,0 +1,142 @@
+"""How much memory the workers of one machine use together, beside what one alone would.
+
+    python -m bench.data.shared_memory [--megabytes 200] [--workers 1 2 4] [--folder FOLDER]
+
+Makes a graph whose features fill the given megabytes, in OGB's layout and prepared. The workers are
+processes of their own. Each computes on a small graph first, so that what an interpreter with torch
+and compiled kernels takes, `idle_bytes`, is not counted. Then they load the graph, read all of it
+(`loaded_bytes`), and compute the outputs of a model for all nodes, which they keep
+(`evaluated_bytes`). All are sums over the workers of the proportional set size (Pss of
+/proc/PID/smaps_rollup), in which a page that several processes share counts once.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from bench.harness import record
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.exchange import Group, init_group, run
+from gcnzc.exchange.sync import all_gather_scalar
+from gcnzc.graph.dataset import Dataset
+from gcnzc.graph.prepare import prepare
+from gcnzc.models.gnn import SAGE
+from gcnzc.train.inference import inference
+from gcnzc.train.shared_data import load_shared
+
+NUM_FEATURES, HIDDEN, CLASSES = 512, 64, 16
+ALLOWED = 0.1  # more than one worker uses
+
+
+def main() -> None:
+    """Measure every layout with every number of workers, and record each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--megabytes", type=float, default=200.0)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--folder", type=Path, default=Path("data/shared_memory"))
+    parser.add_argument("--work", type=Path, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(*options.work)
+        return
+    shutil.rmtree(options.folder, ignore_errors=True)
+    nodes = int(options.megabytes * 1e6 / (4 * NUM_FEATURES))
+    for name, count in {"small": 1000, "ogb": nodes}.items():
+        shape = Shape(count, 5 * count, NUM_FEATURES, CLASSES)
+        make(options.folder / name, "rmat", shape, seed=0)
+    prepare(options.folder / "ogb", options.folder / "prepared")
+    for layout in ("ogb", "prepared"):
+        alone = 0
+        for workers in options.workers:
+            found = measured(workers, options.folder / "small", options.folder / layout)
+            alone = alone or found["loaded_bytes"]
+            more = found["loaded_bytes"] / alone - 1
+            case = {"layout": layout, "workers": workers, "nodes": nodes}
+            case["feature_bytes"] = nodes * NUM_FEATURES * 4
+            record("shared_memory", case, None, **found, more_than_first=more)
+            if more > ALLOWED:
+                print(f"{workers} workers use {more:.0%} more than {options.workers[0]}")
+    shutil.rmtree(options.folder)
+
+
+def measured(workers: int, *folders: Path) -> dict[str, int]:
+    """What so many workers told."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "bench.data.shared_memory", "--work", *map(str, folders)],
+            env=os.environ
+            | {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(workers),
+                "LOCAL_WORLD_SIZE": str(workers),
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(workers)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    if any(codes):
+        raise SystemExit(f"error: the workers ended with {codes}")
+    return dict(json.loads(outputs[0]))
+
+
+def work(small: Path, folder: Path) -> None:
+    """Be one of the workers; the first one prints what all use."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with init_group() as group:
+        data = load_shared(small, group)
+        read(data)
+        computed(data, group)
+        del data
+        idle = sum_of_all(group)
+        data = load_shared(folder, group)
+        read(data)
+        loaded = sum_of_all(group)
+        outputs = computed(data, group)
+        evaluated = sum_of_all(group)
+        assert len(outputs) == data.graph.num_nodes
+        if group.rank == 0:
+            grown = {"loaded_bytes": loaded - idle, "evaluated_bytes": evaluated - idle}
+            print(json.dumps({"idle_bytes": idle} | grown))
+
+
+def sum_of_all(group: Group) -> int:
+    """Bytes of all workers together, none of which goes on before all are counted."""
+    run(all_gather_scalar(0), group)
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    kilobytes = int(next(line.split()[1] for line in lines if line.startswith("Pss:")))
+    return 1024 * sum(run(all_gather_scalar(kilobytes), group))
+
+
+def read(data: Dataset) -> None:
+    """Touch every page of a graph."""
+    assert data.table is not None, "the graph was made with features"
+    for part in (data.graph.indptr, data.graph.indices, data.labels, data.table.rows):
+        part.sum()
+
+
+def computed(data: Dataset, group: Group) -> torch.Tensor:
+    """The outputs of a model for all nodes."""
+    assert data.table is not None, "the graph was made with features"
+    model = SAGE(NUM_FEATURES, HIDDEN, data.num_classes, num_layers=2)
+    return inference(model, data.graph, data.table, group=group)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Which file does what? Write the tables and the diagram of docs/architecture.md.
+
+    python -m bench.docs.architecture            write them
+
+The tables are the first paragraphs of the modules' docstrings; `data_path.py` draws the diagram.
+"""
+
+import ast
+from pathlib import Path
+
+from bench.docs import data_path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN = "<!-- begin of bench/docs/architecture.py -->\n"
+END = "<!-- end of bench/docs/architecture.py -->\n"
+# in the order of the data's path, then of what uses it
+PACKAGES = (
+    "system",
+    "datasets",
+    "graph",
+    "features",
+    "sampling",
+    "loader",
+    "models",
+    "optim",
+    "compress",
+    "exchange",
+    "train",
+    "tune",
+    "interop",
+    "cli",
+    "kernels",
+)
+
+
+def main() -> None:
+    """Write the tables into the page, and the diagram."""
+    data_path.PICTURE.write_text(data_path.svg())
+    text = PAGE.read_text()
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    PAGE.write_text(head + BEGIN + tables() + END + tail)
+
+
+def tables() -> str:
+    """Return a table of files for each package, in Markdown."""
+    parts = []
+    for package in PACKAGES:
+        folder = ROOT / package if (ROOT / package).is_dir() else ROOT / "gcnzc" / package
+        own = folder / "__init__.py"
+        title = f"### {folder.relative_to(ROOT).as_posix()}/\n\n"
+        title += f"{summary_of(own)}\n\n" if own.exists() else ""
+        rows = [
+            f"| `{path.relative_to(folder).as_posix()}` | {summary_of(path)} |\n"
+            for path in sorted(folder.rglob("*.py"))
+            if path != own
+        ]
+        parts.append(title + "| file | what it does |\n| --- | --- |\n" + "".join(rows))
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def summary_of(path: Path) -> str:
+    """Return the first paragraph of a module's docstring on one line."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""List all error messages that have a remedy, from the code.
+
+    python -m bench.docs.messages [FILE]     write them as Markdown, to stdout or into a file
+
+The documentation includes this list; it is written when the site is built, and not kept in git.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HINT = "\n\nhint: "
+# what a message is about: the folders that raise it
+PARTS = {
+    "Files and datasets": ("datasets", "gcnzc/graph"),
+    "Features": ("gcnzc/features", "gcnzc/system", "kernels"),
+    "Sampling, loading and models": ("gcnzc/sampling", "gcnzc/loader", "gcnzc/models"),
+    "Training runs and options": ("gcnzc/train", "gcnzc/cli", "gcnzc/tune"),
+    "Several workers and optimizers": ("gcnzc/exchange", "gcnzc/optim", "gcnzc/compress"),
+    "DGL, PyG, GraphBolt and Lightning": ("gcnzc/interop",),
+}
+
+
+def main() -> None:
+    """Write the list."""
+    text = "\n".join(lines())
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(text)
+    else:
+        print(text)
+
+
+def lines() -> Iterator[str]:
+    """A heading and a table for each part."""
+    for title, folders in PARTS.items():
+        yield f"### {title}\n"
+        yield "| Message | Remedy |"
+        yield "| --- | --- |"
+        found = {pair for folder in folders for pair in messages_of(ROOT / folder)}
+        for message, remedy in sorted(found, key=lambda pair: pair[0].lower().strip("`{")):
+            yield f"| {message} | {remedy} |"
+        yield ""
+
+
+def messages_of(folder: Path) -> Iterator[tuple[str, str]]:
+    """The messages of a folder's modules, each with its remedy."""
+    for path in sorted(folder.rglob("*.py")):
+        if any(parent.is_symlink() for parent in path.parents):
+            continue
+        for text in texts_of(ast.parse(path.read_text())):
+            message, hint, remedy = text.partition(HINT)
+            # a message that another function completes has no cause of its own
+            if hint and re.search("[a-z]{3}", re.sub(r"\{.*?\}", "", message)):
+                yield cell(message), cell(remedy)
+
+
+def texts_of(tree: ast.AST) -> Iterator[str]:
+    """The strings of a module, with the names of values in braces."""
+    inner: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            inner |= {id(value) for value in ast.walk(node) if value is not node}
+    for node in ast.walk(tree):
+        if id(node) in inner:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(map(text_of, node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def text_of(value: ast.expr) -> str:
+    """A piece of an f-string: its text, or the last name of the value."""
+    if isinstance(value, ast.Constant):
+        return str(value.value)
+    assert isinstance(value, ast.FormattedValue)
+    inner = value.value
+    if isinstance(inner, ast.Attribute):
+        return f"{{{inner.attr}}}"
+    return f"{{{inner.id}}}" if isinstance(inner, ast.Name) else "{...}"
+
+
+def cell(text: str) -> str:
+    """A text on one line, with nothing that Markdown would interpret."""
+    parts = re.split("(`[^`]*`)", " ".join(text.split()))
+    escaped = (
+        part if part.startswith("`") and len(part) > 1 else re.sub(r"([*_\[\]<>#])", r"\\\1", part)
+        for part in parts
+    )
+    return "".join(escaped).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()

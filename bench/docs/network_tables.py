@@ -1,0 +1,427 @@
+"""The tables of the documentation about networks, optimizers, faults and versions.
+
+See `bench/docs/result_tables.py`, whose registry they join.
+"""
+
+from bench.docs.result_tables import (
+    Line,
+    markdown,
+    newest,
+    read,
+    significant,
+    spread,
+    table,
+    with_caption,
+)
+
+
+@table
+def emulated_links() -> str:
+    """What the links of an emulated cluster carry."""
+    lines = read("cluster")
+    rows = []
+    for line in lines:
+        rate = line["mbit_per_s"]
+        asked = [] if rate is None else [f"{rate:g} Mbit/s"]
+        asked += [f"{line['delay_ms']:g} ms"] if line["delay_ms"] else []
+        asked += [f"{mbit:g} Mbit/s for this pair" for mbit in line["links"].values()]
+        shown = (significant(line[f"measured_{key}"]) for key in ("round_trip_ms", "mbit_per_s"))
+        rows.append([", ".join(asked) or "no limit", *shown])
+    heads = ["requested", "round trip, ms", "payload of one TCP stream, Mbit/s"]
+    command = "python -m bench.network.cluster --workers 8 --measure --record"
+    return with_caption(markdown(heads, rows), lines, command)
+
+
+@table
+def step_time() -> str:
+    """Predicted and measured times of a step."""
+    lines = newest(
+        [line for line in read("plan") if "counted_steps" in line], "workers", "mbit_per_s"
+    )
+    rows = []
+    for (workers, rate), line in sorted(lines.items()):
+        seconds = ("predicted_exchange_s", "predicted_step_s", "measured_step_s")
+        shown = (f"{line[name]:.3f} s" for name in seconds)
+        rows.append([workers, f"{rate:g}", *shown, f"{line['predicted_over_measured']:.2f}"])
+    heads = [
+        "workers",
+        "Mbit/s",
+        "predicted exchange",
+        "predicted step",
+        "measured step",
+        "predicted / measured",
+    ]
+    return with_caption(
+        markdown(heads, rows),
+        lines.values(),
+        "python -m bench.network.cost amazon_photo --workers 2 4",
+    )
+
+
+@table
+def step_time_of_methods() -> str:
+    """Predicted over measured time of a step, by method."""
+    lines = newest(
+        [line for line in read("strategies") if "predicted_step_s" in line],
+        "case",
+        "method",
+        "mbit_per_s",
+    )
+    rows = []
+    for case, method in dict.fromkeys((case, method) for case, method, _ in lines):
+        cells = [lines.get((case, method, rate)) for rate in RATES]
+        shown = [
+            None if line is None else f"{line['predicted_step_s'] / line['measured_step_s']:.2f}"
+            for line in cells
+        ]
+        rows.append([MODELS[case], METHODS[method], *shown])
+    heads = ["model", "method", *(f"{rate:g} Mbit/s" for rate in RATES)]
+    return with_caption(
+        markdown(heads, rows), lines.values(), "python -m bench.network.strategies speed"
+    )
+
+
+@table
+def workers() -> str:
+    """Throughput and accuracy by the number of workers."""
+    speeds = newest(
+        [line for line in read("workers") if line["part"] == "speed"], "workers", "nodes"
+    )
+    rows = [
+        [
+            count,
+            f"{nodes:,}",
+            f"{line['seeds_per_s']:,.0f}",
+            f"{line['seeds_per_s_without_exchange']:,.0f}",
+        ]
+        for (count, nodes), line in sorted(speeds.items())
+    ]
+    heads = ["workers", "nodes of the graph", "seeds/s", "seeds/s without exchange"]
+    first = with_caption(
+        markdown(heads, rows), speeds.values(), "python -m bench.training.workers speed"
+    )
+    scores = newest(
+        [line for line in read("workers") if line["part"] == "accuracy"], "graph", "workers"
+    )
+    rows = [
+        [graph, count, line["total_batch"], spread(line)]
+        for (graph, count), line in sorted(scores.items())
+    ]
+    heads = ["graph", "workers", "seeds of a step, all workers", "test, %"]
+    return (
+        first
+        + "\n"
+        + with_caption(
+            markdown(heads, rows), scores.values(), "python -m bench.training.workers accuracy"
+        )
+    )
+
+
+LINKS = {"delay": "1 ms of delay", "slow": "100 Mbit/s", "unlimited": "no limit"}
+
+
+def timed_collectives() -> dict[tuple[str, int, str, int], Line]:
+    """The newest times of each link, number of workers, collective and size."""
+    lines = [line for line in read("collectives") if line["part"] == "times"]
+    return newest(lines, "link", "workers", "kind", "num_bytes")
+
+
+@table
+def collectives() -> str:
+    """The tuned algorithm of each collective, compared with gloo's own."""
+    lines = timed_collectives()
+    rows = []
+    for link, count, kind in sorted({key[:3] for key in lines}):
+        mine = {key[3]: line for key, line in lines.items() if key[:3] == (link, count, kind)}
+        gains = {
+            num_bytes: (1 / line["tuned_of_builtin"], line["tuned"])
+            for num_bytes, line in mine.items()
+        }
+        low, high = (
+            min(gains, key=lambda size: gains[size][0]),
+            max(gains, key=lambda size: gains[size][0]),
+        )
+        shown = (
+            f"{gains[size][0]:.2f} ({gains[size][1]}, {in_bytes(size)})" for size in (high, low)
+        )
+        middle = sorted(gain for gain, _ in gains.values())[len(gains) // 2]
+        rows.append(
+            [
+                LINKS[link],
+                count,
+                f"`{kind}`",
+                f"{in_bytes(min(mine))} to {in_bytes(max(mine))}",
+                *shown,
+                f"{middle:.2f}",
+            ]
+        )
+    heads = [
+        "network",
+        "workers",
+        "collective",
+        "sizes",
+        "most times faster",
+        "least times faster",
+        "median",
+    ]
+    return with_caption(
+        markdown(heads, rows), lines.values(), "python -m bench.network.collectives"
+    )
+
+
+@table
+def sums_with_delay() -> str:
+    """Times of a sum of 8 workers with delay, by algorithm and size."""
+    return times_by_size("delay", "Sum", ["builtin", "doubling", "halving", "ring"])
+
+
+@table
+def slow_broadcasts() -> str:
+    """Times of a broadcast to 8 workers over slow links, by algorithm and size."""
+    return times_by_size(
+        "slow", "Broadcast", ["builtin", "binomial", "chain:8192", "chain:16384", "chain:32768"]
+    )
+
+
+def times_by_size(link: str, kind: str, ways: list[str]) -> str:
+    """Least and median milliseconds of one collective of 8 workers."""
+    found = {
+        key[3]: line for key, line in timed_collectives().items() if key[:3] == (link, 8, kind)
+    }
+    rows = []
+    for num_bytes, line in sorted(found.items()):
+        cells: list[object] = [in_bytes(num_bytes)]
+        for way in ways:
+            one = line["ways"].get(way)
+            cells.append(
+                one and " / ".join(significant(1e3 * one[name]) for name in ("least_s", "median_s"))
+            )
+        rows.append([*cells, line["tuned"]])
+    text = markdown(["size", *ways, "tuned choice"], rows)
+    command = f"python -m bench.network.collectives --workers 8 --links {link} --kinds {kind}"
+    return with_caption(text, found.values(), command)
+
+
+@table
+def counted_bytes() -> str:
+    """The ledger's bytes beside those of the interfaces."""
+    lines = newest(
+        [line for line in read("collectives") if line["part"] == "bytes" and line["workers"] == 8],
+        "request",
+        "algorithm",
+    )
+    rows = [
+        [
+            f"`{RENAMED.get(request, request)}`",
+            algorithm,
+            f"{line['ledger_bytes']:,.0f}",
+            "yes"
+            if line["ledger_bytes"] == line["formula_bytes"] and line["same_on_each"]
+            else "no",
+            f"{100 * (line['wire_of_ledger'] - 1):+.1f} %",
+            f"{100 * (line['tcp_payload_of_ledger'] - 1):+.2f} %",
+        ]
+        for (request, algorithm), line in lines.items()
+    ]
+    heads = [
+        "request",
+        "algorithm",
+        "ledger, bytes",
+        "equal to the formula",
+        "interfaces",
+        "without frame headers",
+    ]
+    return with_caption(
+        markdown(heads, rows), lines.values(), "python -m bench.network.collectives --bytes"
+    )
+
+
+def in_bytes(number: int) -> str:
+    """A size with a binary unit."""
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:g} {unit}"
+    return f"{number} B"
+
+
+# requests whose names have changed since they were recorded
+RENAMED = {"Swap": "SendReceive", "Vote": "AllGatherScalar"}
+RATES = (10.0, 100.0, 1000.0)
+METHODS = {
+    "none": "no exchange until the end",
+    "adamw": "AdamW, whole gradients",
+    "adamw bfloat16": "AdamW, bfloat16",
+    "adamw int8": "AdamW, int8",
+    "onebit-adam": "1-bit Adam, 15 % warm-up",
+    "onebit-lamb": "1-bit LAMB, 15 % warm-up",
+    "zero-one-adam": "0/1 Adam",
+    "local-sgd": "local SGD, 8 local steps",
+    "diloco": "DiLoCo, 12 local steps",
+    "streaming-diloco": "Streaming DiLoCo, 12 local steps",
+    "streaming-diloco fp4": "Streaming DiLoCo, 12 local steps, float4_e3m0",
+    "streaming-diloco auto": "Streaming DiLoCo, measured interval",
+    "streaming-diloco fp4 auto": "Streaming DiLoCo, measured interval, float4_e3m0",
+    "co2": "CO2, 8 local steps",
+    "co2 48": "CO2, 48 local steps",
+    "co2 auto": "CO2, measured interval",
+}
+MODELS = {
+    "amazon_photo": "96 k parameters, amazon_photo",
+    "planted": "19 k parameters, planted",
+    "wide": "5.1 M parameters, amazon_photo",
+}
+
+
+@table
+def optimizer_speed() -> str:
+    """Seeds a second of each method over links of three rates."""
+    lines = [line for line in read("strategies") if line["part"] == "speed"]
+    found = newest(lines, "case", "method", "mbit_per_s")
+    parts = []
+    for case, title in MODELS.items():
+        rows = []
+        for method, name in METHODS.items():
+            cells = [found.get((case, method, rate)) for rate in RATES]
+            if any(cells):
+                rows.append(
+                    [name, *(line and significant(line["seeds_per_s"], 4) for line in cells)]
+                )
+        heads = [f"seeds/s, {title}", *(f"{rate:g} Mbit/s" for rate in RATES)]
+        parts.append(markdown(heads, rows))
+    return with_caption(
+        "\n".join(parts), found.values(), "python -m bench.network.strategies speed"
+    )
+
+
+@table
+def optimizer_accuracy() -> str:
+    """Test accuracy of each method, and the bytes that a worker sent."""
+    found = newest(
+        [line for line in read("strategies") if line["part"] == "accuracy"], "case", "method"
+    )
+    rows = []
+    for method, name in METHODS.items():
+        cells: list[object] = []
+        for case in MODELS:
+            line = found.get((case, method))
+            cells += (
+                [None, None]
+                if line is None
+                else [spread(line), significant(line["bytes_sent"][-1] / 1e6)]
+            )
+        if any(cells):
+            rows.append([name, *cells])
+    heads = ["method"]
+    for title in MODELS.values():
+        heads += [f"{title}: test, %", "MB sent by a worker"]
+    return with_caption(
+        markdown(heads, rows), found.values(), "python -m bench.network.strategies accuracy"
+    )
+
+
+@table
+def defaults() -> str:
+    """Short runs with the defaults."""
+    lines = newest(read("defaults"), "task", "method", "defaults")
+    tasks = {
+        "digits": "digits, %",
+        "characters": "characters, bits (less is better)",
+        "planted": "planted, %",
+    }
+    rows = []
+    for method in dict.fromkeys(method for _, method, _ in lines):
+        for kind, title in (("now", "not given"), ("now, length given", "given")):
+            cells = [lines.get((task, method, kind)) for task in tasks]
+            if None in cells:
+                continue
+            shares = []
+            for task, line in zip(tasks, cells, strict=True):
+                whole = lines[task, "adamw", "now"]["last_bytes_sent"]
+                shares.append(f"{100 * (line or {})['last_bytes_sent'] / whole:.0f}")
+            shown = (spread(line or {}, "score", "spread") for line in cells)
+            rows.append([METHODS[method].split(",")[0], title, *shown, " / ".join(shares)])
+    some = next(iter(lines.values()))
+    heads = [
+        "method",
+        "`total_steps`",
+        *tasks.values(),
+        f"bytes of AdamW's in the last {some['last_steps']} steps, %",
+    ]
+    return with_caption(markdown(heads, rows), lines.values(), some["command"])
+
+
+@table
+def traffic() -> str:
+    """How many times fewer bytes methods send."""
+    titles = {
+        "stage": "a step after the warm-up, compared with float32 gradients",
+        "run": "100 steps, 15 of them warm-up in float16, compared with float16 gradients",
+        "streaming": "100 local steps, float4_e3m0, compared with bfloat16 gradients",
+    }
+    lines = [line for line in read("traffic") if line["times_fewer"] != 1]
+    sizes = sorted({line["elements"] for line in lines})
+    for line in lines:
+        line["fragments"] = line.get("fragments")
+    found = newest(lines, "part", "way", "fragments", "elements")
+    rows = []
+    for part, way, fragments in dict.fromkeys(key[:3] for key in found):
+        cells = [found.get((part, way, fragments, size)) for size in sizes]
+        shown = [
+            line and f"{line['times_fewer']:.3g} ({line['times_fewer_by_ledger']:.3g})"
+            for line in cells
+        ]
+        more = f", {fragments} fragment{'s' * (fragments > 1)}" if fragments else ""
+        rows.append([way, titles[part] + more, *shown])
+    heads = ["method", "what", *(f"{size:,} parameters" for size in sizes)]
+    return with_caption(markdown(heads, rows), found.values(), "python -m bench.network.traffic")
+
+
+@table
+def packing() -> str:
+    """Time of packing and unpacking signs, in copies of the same floats."""
+    lines = newest(read("pack"), "way", "n", "block")
+    sizes = sorted({n for _, n, _ in lines})
+    rows = []
+    for way, block in dict.fromkeys((way, block) for way, _, block in lines):
+        cells = [lines.get((way, n, block)) for n in sizes]
+        if way != "copy":
+            rows.append(
+                [
+                    way.replace("settle", "update the error"),
+                    block,
+                    *(line and f"{line['copies']:.2f}" for line in cells),
+                ]
+            )
+    heads = [
+        "operation",
+        "elements per scale",
+        *(f"{n / 2**20:g} Mi elements, copies" for n in sizes),
+    ]
+    return with_caption(markdown(heads, rows), lines.values(), "python -m bench.network.pack")
+
+
+@table
+def deepspeed() -> str:
+    """The same steps as DeepSpeed's optimizers."""
+    lines = newest(read("deepspeed_peer"), "optimizer", "seed")
+    rows = [
+        [
+            f"`{name}`",
+            seed,
+            f"{line['equal_steps']} of {line['steps']}",
+            f"{line['largest_difference']:.2g}",
+        ]
+        for (name, seed), line in sorted(lines.items())
+    ]
+    versions = ", ".join(sorted({line["deepspeed"] for line in lines.values()}))
+    heads = [
+        f"optimizer of DeepSpeed {versions}",
+        "seed",
+        "bit-identical steps",
+        "largest difference of a parameter",
+    ]
+    return with_caption(
+        markdown(heads, rows),
+        lines.values(),
+        "python -m bench.network.deepspeed_peer --peer FOLDER",
+    )

@@ -1,0 +1,53 @@
+"""Write the tables of the documentation, each from the lines of `bench/results/`.
+
+    python -m bench.docs.pages            write them into docs/ and README.md
+
+A page has a pair of comments for each table, `<!-- table: NAME -->` and `<!-- end of table -->`;
+what lies between them is replaced. Names are those of the functions in
+`bench/docs/result_tables.py`, `bench/docs/network_tables.py`, `bench/docs/robustness_tables.py` and
+`bench/docs/summary_tables.py`.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from bench.docs import (
+    network_tables,  # noqa: F401, which registers its tables
+    robustness_tables,  # noqa: F401
+    summary_tables,  # noqa: F401
+)
+from bench.docs.result_tables import TABLES
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    path
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if not {"_build", "_generated"} & {*path.parts}
+]
+PATTERN = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def main() -> int:
+    """Write every page whose tables have changed."""
+    for page in PAGES:
+        text = page.read_text()
+        new = with_tables(text)
+        if new != text:
+            page.write_text(new)
+            print(page.relative_to(ROOT))
+    return 0
+
+
+def with_tables(text: str) -> str:
+    """A page's text with its tables computed anew."""
+    return PATTERN.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def tables_of(text: str) -> list[str]:
+    """The names of the tables of a page."""
+    return [found[2] for found in PATTERN.finditer(text)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""Draw the figures of the benchmark pages from `results/` into `docs/pictures/`.
+
+    python -m bench.docs.plot
+
+If a case was measured more than once, its newest line is drawn.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+RESULTS = Path(__file__).parents[1] / "results"
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
+
+Line = dict[str, Any]
+
+
+def main() -> None:
+    """Draw every figure whose results exist."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name, draw in PICTURES_OF.items():
+        # the first word of a name is the file of results
+        path = RESULTS / f"{name.split('-')[0]}.jsonl"
+        if not path.exists():
+            print(f"no {path}")
+            continue
+        figure = draw([json.loads(text) for text in path.read_text().splitlines()])
+        figure.savefig(PICTURES / f"{name}.png", dpi=100)
+        print(PICTURES / f"{name}.png")
+
+
+def new_figure(title: str, lines: Sequence[Line], width: float, height: float) -> Figure:
+    """Return a figure with a title, and the machine and the date of its newest line."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    where = lines[-1]
+    machine = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}"
+    figure.suptitle(f"{title}\n{machine}, {where['time'][:10]}", fontsize="medium")
+    return figure
+
+
+def newest(lines: Sequence[Line], *keys: str) -> list[Line]:
+    """Return the last line of each combination of `keys`, of the lines that have all of them."""
+    return list(
+        {
+            tuple(line[key] for key in keys): line for line in lines if all(k in line for k in keys)
+        }.values()
+    )
+
+
+def loader(lines: Sequence[Line]) -> Figure:
+    """Seeds per second of each system and configuration, on one thread and on two cores."""
+    cases = newest([line for line in lines if "seeds_per_s" in line], "system", "way", "on")
+    figure = new_figure("Loading: seeds per second, fan-outs 15,10,5", cases, 8, 7)
+    where = sorted({line["on"] for line in cases}, reverse=True)
+    counts = [sum(line["on"] == each for line in cases) for each in where]
+    panels = figure.subplots(len(where), 1, sharex=True, height_ratios=counts)
+    for panel, on in zip(panels, where, strict=True):
+        mine = sorted(
+            (line for line in cases if line["on"] == on), key=lambda line: line["seeds_per_s"]
+        )
+        names = {"ours": "gcnzc", "dgl": "DGL", "pyg": "PyG", "graphbolt": "GraphBolt"}
+        bars = panel.barh(
+            [f"{names.get(line['system'], line['system'])}: {line['way']}" for line in mine],
+            [line["seeds_per_s"] for line in mine],
+            color=["C0" if line["system"] == "ours" else "C7" for line in mine],
+        )
+        panel.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize="small")
+        panel.set_title(on, fontsize="medium", loc="left")
+        panel.margins(x=0.15)
+    panels[-1].xaxis.set_major_formatter("{x:,.0f}")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(5))
+    panels[-1].set_xlabel("seeds per second (blue: gcnzc)")
+    return figure
+
+
+def gather_cpu(lines: Sequence[Line]) -> Figure:
+    """Bandwidth of gathers relative to a large copy, by the size of a row."""
+    cases = newest(lines, "way", "row_bytes", "table_pages")
+    drawn = [
+        line
+        for line in cases
+        if not line["way"].startswith("copy")
+        and "numpy" not in line["way"]
+        and "fresh" not in line["way"]
+    ]
+    figure = new_figure("Gathers on the CPU: random rows", drawn, 8, 4.2)
+    pages = sorted({line["table_pages"] for line in drawn})
+    for panel, size in zip(figure.subplots(1, len(pages), sharey=True), pages, strict=True):
+        for way in sorted({line["way"] for line in drawn}):
+            mine = sorted(
+                (line for line in drawn if (line["way"], line["table_pages"]) == (way, size)),
+                key=lambda line: line["row_bytes"],
+            )
+            panel.plot(
+                [line["row_bytes"] for line in mine],
+                [line["share_of_copy"] for line in mine],
+                label=way.replace("gather,", "gcnzc,"),
+                marker=".",
+                color="C7" if "torch" in way else "C0" if "two" in way else "C1",
+            )
+        panel.set_title(f"pages of {size}", fontsize="medium")
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("bytes per row")
+        panel.grid(alpha=0.3)
+    # of both panels, once all lines are drawn
+    figure.axes[0].set_ylim(bottom=0)
+    figure.axes[0].set_ylabel("bandwidth / bandwidth of a large copy")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def aggregate_cpu(lines: Sequence[Line]) -> Figure:
+    """Time of forward and backward of each aggregation, by the number of columns."""
+    cases = [c for c in newest(lines, "what", "way", "columns") if "median_s" in c]
+    figure = new_figure("Aggregation on the CPU: forward and backward", cases, 8, 5)
+    kinds = sorted({c["what"] for c in cases})
+    ways = sorted({c["way"] for c in cases}, key=lambda way: ("gcnzc" not in way, way))
+    width = 0.8 / len(ways)
+    counts = [len({c["columns"] for c in cases if c["what"] == kind}) for kind in kinds]
+    panels = figure.subplots(1, len(kinds), sharey=True, width_ratios=counts, squeeze=False)[0]
+    for panel, kind in zip(panels, kinds, strict=True):
+        columns = sorted({c["columns"] for c in cases if c["what"] == kind})
+        for number, way in enumerate(ways):
+            mine = [c for c in cases if (c["way"], c["what"]) == (way, kind)]
+            places = [columns.index(c["columns"]) + number * width for c in mine]
+            panel.bar(places, [c["median_s"] * 1e3 for c in mine], width, color=f"C{number}")
+        panel.set_xticks([place + 0.4 - width / 2 for place in range(len(columns))], columns)
+        panel.set_title(kind, fontsize="medium")
+        panel.set_xlabel("columns")
+        panel.set_yscale("log")
+    panels[0].set_ylabel("milliseconds")
+    colours = [panels[0].bar(0, 0, color=f"C{number}") for number in range(len(ways))]
+    figure.legend(colours, ways, loc="outside lower center", ncols=3, fontsize="small")
+    return figure
+
+
+def accuracy(lines: Sequence[Line]) -> Figure:
+    """Mean and standard deviation of the test accuracy over seeds, and the published target."""
+    cases = newest([c for c in lines if "test_percent" in c], "graph", "model", "sampler")
+    figure = new_figure("Test accuracy, and the target of each graph and model", cases, 8, 5)
+    axes: Axes = figure.subplots()
+    names = sorted({(c["graph"], c["model"]) for c in cases}, reverse=True)
+    for number, sampler in enumerate(sorted({c["sampler"] for c in cases}, reverse=True)):
+        mine = [c for c in cases if c["sampler"] == sampler]
+        axes.errorbar(
+            [c["test_percent"] for c in mine],
+            [names.index((c["graph"], c["model"])) - 0.15 * number for c in mine],
+            xerr=[c["spread_percent"] for c in mine],
+            fmt="o",
+            label=f"sampled by {sampler}, mean and standard deviation",
+        )
+    targets = {(c["graph"], c["model"]): c["target_percent"] for c in cases}
+    places = [names.index(name) for name in targets]
+    axes.plot(list(targets.values()), places, "k|", markersize=14, label="target")
+    axes.set_yticks(range(len(names)), [f"{graph}, {model}" for graph, model in names])
+    axes.set_xlabel("test accuracy in percent (tolokers: ROC AUC in percent)")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
+    return figure
+
+
+def collectives(lines: Sequence[Line]) -> Figure:
+    """Speed-up of the tuned collective algorithms over gloo's, a panel per collective."""
+    cases = [c for c in lines if c["part"] == "times" and c["workers"] == 8]
+    cases = newest(cases, "link", "kind", "num_bytes")
+    figure = new_figure("Tuned collectives of 8 workers, relative to gloo's", cases, 8, 6)
+    links = {"delay": "1 ms of delay", "slow": "100 Mbit/s"}
+    kinds = sorted({c["kind"] for c in cases})
+    rows = -(-len(kinds) // 2)
+    panels = list(figure.subplots(rows, 2, sharex=True, sharey=True).flat)
+    for panel, kind in zip(panels, kinds, strict=False):
+        for number, (link, words) in enumerate(links.items()):
+            mine = [c for c in cases if (c["link"], c["kind"]) == (link, kind)]
+            mine.sort(key=lambda line: line["num_bytes"])
+            panel.plot(
+                [c["num_bytes"] for c in mine],
+                [1 / c["tuned_of_builtin"] for c in mine],
+                color=f"C{number}",
+                marker=".",
+                label=words,
+            )
+        panel.axhline(1, color="black", linewidth=1)
+        panel.set_title(kind, fontsize="medium")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log", base=2)
+        panel.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+        panel.grid(alpha=0.3)
+    for panel in panels[-2:]:
+        panel.set_xlabel("bytes of a request")
+    figure.supylabel("time of gloo / time of the tuned choice")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
+def strategies(case: str, shown_percent: float) -> Callable[[Sequence[Line]], Figure]:
+    """Validation accuracy of each method on one graph, by bytes sent and by time.
+
+    The time of an epoch is that of the speed runs over links of the given rate.
+
+    Args:
+        case: the graph's name in the results.
+        shown_percent: how far below the best accuracy the vertical axis begins.
+    """
+
+    def draw(lines: Sequence[Line]) -> Figure:
+        of_case = [line for line in lines if line["case"] == case]
+        learnt = {
+            line["method"]: line
+            for line in newest([line for line in of_case if line["part"] == "accuracy"], "method")
+        }
+        speeds = [line for line in of_case if line["part"] == "speed"]
+        rates = {
+            (line["method"], line["mbit_per_s"]): line["seeds_per_s"]
+            for line in newest(speeds, "method", "mbit_per_s")
+        }
+        title = f"Validation accuracy on {case}: by bytes sent, and by time over slow links"
+        figure = new_figure(title, of_case, 9, 2.7 * len(METHODS))
+        grid = figure.subplots(len(METHODS), 1 + len(RATES), sharey=True)
+        best = max(max(line["valid_percent"]) for line in learnt.values())
+        for row, (group, methods) in zip(grid, METHODS.items(), strict=True):
+            for number, method in enumerate(["adamw", *methods]):
+                if method not in learnt:
+                    continue
+                line = learnt[method]
+                style = {"color": f"C{number}" if number else "C7", "marker": "."}
+                sent = [num_bytes / 1e6 for num_bytes in line["bytes_sent"]]
+                row[0].plot(sent, line["valid_percent"], label=method, **style)
+                for panel, rate in zip(row[1:], RATES, strict=True):
+                    if (method, rate) in rates:
+                        epoch_s = line["seeds_in_an_epoch"] / rates[method, rate]
+                        times = [epoch_s * epochs for epochs in line["evaluated_after"]]
+                        panel.plot(times, line["valid_percent"], **style)
+            row[0].legend(fontsize="small")
+            row[0].set_title(group, fontsize="medium", loc="left")
+            row[0].set_xlabel("MB sent per worker")
+            row[0].set_ylabel("accuracy in percent")
+            for panel, rate in zip(row[1:], RATES, strict=True):
+                panel.set_title(f"links of {rate:g} Mbit/s", fontsize="medium")
+                panel.set_xlabel("seconds")
+            for panel in row:
+                panel.set_xscale("log")
+                panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                panel.xaxis.set_major_formatter("{x:g}")
+                panel.tick_params(axis="x", labelsize="small")
+                panel.minorticks_off()
+                panel.set_ylim(best - shown_percent, best + shown_percent / 12)
+                panel.grid(alpha=0.3)
+        return figure
+
+    return draw
+
+
+# each group is drawn beside adamw, which exchanges float32 gradients
+METHODS = {
+    "averaged gradients": ("adamw bfloat16", "adamw int8"),
+    "compressed momenta": ("onebit-adam", "onebit-lamb", "zero-one-adam"),
+    "local steps": ("local-sgd", "diloco", "co2", "co2 48"),
+    "streamed fragments": ("streaming-diloco", "streaming-diloco fp4"),
+}
+RATES = (10.0, 1000.0)
+PICTURES_OF: dict[str, Callable[[Sequence[Line]], Figure]] = {
+    "loader": loader,
+    "gather_cpu": gather_cpu,
+    "aggregate_cpu": aggregate_cpu,
+    "accuracy": accuracy,
+    "collectives": collectives,
+    "strategies-amazon_photo": strategies("amazon_photo", 6),
+    "strategies-planted": strategies("planted", 3),
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The tables of the documentation about faults, damaged files, peers' tests and versions."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from bench.docs.result_tables import markdown, newest, read, table, with_caption
+
+
+@table
+def fuzz() -> str:
+    """Damaged files and wrong options."""
+    line = read("fuzz")[-1]
+    return with_caption(outcomes_of(line["kinds"]), [line], "python -m bench.robustness.fuzz")
+
+
+def outcomes_of(kinds: Mapping[str, Mapping[str, int]]) -> str:
+    """How many inputs of each kind had which outcome."""
+    total: Counter[str] = Counter()
+    for counts in kinds.values():
+        total.update(counts)
+    rows = [
+        [kind, sum(counts.values()), *(counts[name] for name in ("rejected", "accepted", "failed"))]
+        for kind, counts in [*kinds.items(), ("all", total)]
+    ]
+    return markdown(["inputs", "cases", "rejected", "accepted, and may be", "failed"], rows)
+
+
+@table
+def faults() -> str:
+    """Runs with a fault at a random moment."""
+    lines = read("faults")
+    rows = []
+    for fault in sorted({line["fault"] for line in lines}):
+        mine = [line for line in lines if line["fault"] == fault]
+        failed = [number for number, line in enumerate(mine) if not line["passed"]]
+        since = len(mine) - failed[-1] - 1 if failed else len(mine)
+        last = f"`{mine[failed[-1]]['commit']}`" if failed else None
+        rows.append([fault, len(mine), len(failed), last, since])
+    heads = ["fault", "runs of 4 workers", "failed", "last failure at", "runs since"]
+    return with_caption(markdown(heads, rows), lines, "python -m bench.robustness.faults")
+
+
+@table
+def peer_tests() -> str:
+    """The tests that PyG and DGL have for their own loaders."""
+    lines = newest(read("peer_tests"), "peer", "file", "loaders")
+    rows, rejected = [], {}
+    for (peer, file, loaders), line in lines.items():
+        if loaders != "gcnzc":
+            continue
+        own = lines.get((peer, file, "own"), {"passed": "not run"})
+        counts = (line[name] for name in ("passed", "rejected", "failed", "skipped"))
+        rows.append([f"{peer} {line['version']}, `{Path(file).name}`", *counts, own["passed"]])
+        rejected.setdefault(peer, Counter()).update(line["reasons"].get("rejected", {}))
+    heads = [
+        "tests of",
+        "passed",
+        "rejected by name",
+        "failed",
+        "skipped",
+        "passed with its own loaders",
+    ]
+    text = markdown(heads, rows)
+    for peer, reasons in rejected.items():
+        named = (f"{what} ({count})" for what, count in sorted(reasons.items()))
+        text += f"\nRejected of {peer}'s tests: {'; '.join(named) or 'none'}.\n"
+    return with_caption(
+        text, lines.values(), "python -m bench.robustness.peer_tests --pyg FOLDER --dgl FOLDER"
+    )
+
+
+@table
+def versions() -> str:
+    """Versions that were tested together."""
+    lines = [line for line in read("matrix") if "passed" in line]
+    for line in lines:
+        line["with"] = bool(line["libraries"])
+    found = newest(lines, "python", "torch", "others", "with")
+    rows = []
+    for python, torch, others in sorted({key[:3] for key in found}):
+        pair = [found.get((python, torch, others, kind)) for kind in (True, False)]
+        one = pair[0] or pair[1] or {}
+        counts = [
+            line and f"{line['passed']}, {line['failed']}, {line['skipped']}" for line in pair
+        ]
+        rows.append(
+            [
+                python,
+                torch.split("+")[0],
+                *(one[name] for name in ("triton", "numba", "numpy")),
+                *counts,
+            ]
+        )
+    heads = [
+        "Python",
+        "torch",
+        "Triton",
+        "numba",
+        "numpy",
+        "with DGL, PyG, Lightning: passed, failed, skipped",
+        "without them",
+    ]
+    return with_caption(
+        markdown(heads, rows), found.values(), "python -m bench.robustness.matrix FOLDER"
+    )

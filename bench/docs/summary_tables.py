@@ -1,0 +1,72 @@
+"""The short table of results in the README and on the first page of the benchmarks."""
+
+from bench.docs.network_tables import timed_collectives
+from bench.docs.result_tables import (
+    Line,
+    best_loaders,
+    markdown,
+    newest,
+    read,
+    significant,
+    spread,
+    table,
+)
+
+
+@table
+def summary() -> str:
+    """One line for each question, with where its figure was measured."""
+    loaders = best_loaders()
+    ours = loaders["ours"]["seeds_per_s"]
+    gains = {name: ours / loaders[name]["seeds_per_s"] for name in ("dgl", "graphbolt", "pyg")}
+    faster = f"{gains['dgl']:.1f}, {gains['graphbolt']:.1f}, {gains['pyg']:.1f} times"
+    rows = [
+        row("minibatches a second, compared with DGL, GraphBolt and PyG", faster, loaders["ours"]),
+        row("training on 4 GB of features: unshared memory", *memory_of_training()),
+        row(
+            "GraphSAGE on ogbn-arxiv's graph without its features",
+            *accuracy_of("ogbn_arxiv_structure"),
+        ),
+        row(
+            "4 workers at 10 Mbit/s: 1-bit Adam compared with AdamW", *gain_of("onebit-adam", 10.0)
+        ),
+        row(
+            "4 workers at 10 Mbit/s: Streaming DiLoCo, 4-bit, compared with AdamW",
+            *gain_of("streaming-diloco fp4", 10.0),
+        ),
+        row("sum of 64 B, 8 workers, 1 ms of delay, compared with gloo", *gain_of_sum()),
+    ]
+    return markdown(["what", "result", "machine, commit"], rows)
+
+
+def row(what: str, result: str, line: Line) -> list[str]:
+    """A line of the table."""
+    cpu = str(line["cpu"]).replace("(R)", "").replace(" Processor", "")
+    return [what, result, f"{line['cores']} cores, {cpu}, `{line['commit']}`"]
+
+
+def memory_of_training() -> tuple[str, Line]:
+    """The memory of a training run that no other process shares."""
+    line = newest(read("memory"), "command")["train"]
+    return f"{line['unshared_peak_bytes'] / 1e9:.2f} GB", line
+
+
+def accuracy_of(graph: str) -> tuple[str, Line]:
+    """Test accuracy on a graph."""
+    lines = [line for line in read("accuracy") if "test_percent" in line]
+    line = newest(lines, "graph", "sampler")[graph, "gcnzc"]
+    return f"{spread(line)} %", line
+
+
+def gain_of(method: str, mbit_per_s: float) -> tuple[str, Line]:
+    """How many times the throughput of AdamW a method has."""
+    # of runs that measured AdamW too
+    lines = [line for line in read("strategies") if "of_adamw" in line]
+    line = newest(lines, "case", "method", "mbit_per_s")["amazon_photo", method, mbit_per_s]
+    return f"{significant(line['of_adamw'], 2)} times the seeds/s", line
+
+
+def gain_of_sum() -> tuple[str, Line]:
+    """How many times faster than gloo's the tuned sum is."""
+    line = timed_collectives()["delay", 8, "Sum", 64]
+    return f"{1 / line['tuned_of_builtin']:.1f} times faster", line

@@ -1,0 +1,97 @@
+"""A gather by bulk asynchronous copies: `cp.async.bulk`, which Hopper GPUs have.
+
+One thread asks for a whole row, which its multiprocessor's copy engine brings into shared memory
+and from there to its place, so that no registers wait for the bus. An experiment of
+bench/gpu/suite.py: whether the engine reads the host's memory at all, and how fast. CUDA C++,
+compiled at run time.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+STAGES = 8  # rows that a block has on their way
+SOURCE = r"""
+extern "C" __global__ void bulk(
+    const char* table, const long long* ids, char* out, int num_ids, int row_bytes, int pitch
+) {
+    extern __shared__ __align__(128) char rows[];
+    __shared__ __align__(8) unsigned long long arrived[STAGES];
+    if (threadIdx.x != 0) return;
+    for (int s = 0; s < STAGES; s++) {
+        unsigned bar = (unsigned)__cvta_generic_to_shared(&arrived[s]);
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(bar));
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;");
+    asm volatile("fence.proxy.async.shared::cta;");
+    long long step = gridDim.x, first = blockIdx.x;
+    auto ask = [&](long long turn) {
+        long long i = first + turn * step;
+        if (i >= num_ids) return;
+        int s = turn % STAGES;
+        unsigned bar = (unsigned)__cvta_generic_to_shared(&arrived[s]);
+        unsigned to = (unsigned)__cvta_generic_to_shared(rows + s * pitch);
+        const char* from = table + ids[i] * (long long)row_bytes;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+            :: "r"(bar), "r"(row_bytes) : "memory");
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            " [%0], [%1], %2, [%3];"
+            :: "r"(to), "l"(from), "r"(row_bytes), "r"(bar) : "memory");
+    };
+    for (int turn = 0; turn < STAGES - 1; turn++) ask(turn);
+    for (long long turn = 0; first + turn * step < num_ids; turn++) {
+        // the stage that is asked for next was stored a turn ago
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+        ask(turn + STAGES - 1);
+        int s = turn % STAGES;
+        unsigned bar = (unsigned)__cvta_generic_to_shared(&arrived[s]);
+        unsigned phase = (turn / STAGES) & 1, done = 0;
+        while (!done) {
+            asm volatile(
+                "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
+                " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(phase) : "memory");
+        }
+        unsigned from = (unsigned)__cvta_generic_to_shared(rows + s * pitch);
+        char* to = out + (first + turn * step) * (long long)row_bytes;
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+            :: "l"(to), "r"(from), "r"(row_bytes) : "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+"""
+
+
+def bulk_gather(table: Tensor, ids: Tensor, out: Tensor, *, blocks: int = 0) -> None:
+    """`out[i] = table[ids[i]]` of rows of a multiple of 16 B, packed, on 16 B boundaries.
+
+    Args:
+        table: (N, D) page-locked on the host.
+        ids: (B,) int64 on a GPU of compute capability 9.0 or above.
+        out: (B, D) there.
+        blocks: of one warp; eight for each multiprocessor if 0.
+
+    Raises:
+        RuntimeError: the device has no such copies, or refuses these.
+    """
+    if ids.device.type != "cuda":
+        raise RuntimeError("no CUDA device here, so no bulk copies")
+    if torch.cuda.get_device_capability(ids.device) < (9, 0):
+        raise RuntimeError("bulk copies need a GPU of compute capability 9.0")
+    row_bytes = table.shape[1] * table.element_size()
+    pitch = -(-row_bytes // 128) * 128
+    count = torch.cuda.get_device_properties(ids.device).multi_processor_count
+    _compiled()(
+        (blocks or 8 * count, 1, 1),
+        (32, 1, 1),
+        [table, ids, out, len(ids), row_bytes, pitch],
+        shared_mem=STAGES * pitch,
+    )
+
+
+@cache
+def _compiled() -> Callable[..., None]:
+    return torch.cuda._compile_kernel(SOURCE.replace("STAGES", str(STAGES)), "bulk")

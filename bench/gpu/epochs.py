@@ -1,0 +1,426 @@
+"""Epochs on a GPU: what a user would run instead, and each part of ours, on shapes of public sets.
+
+Parts of `bench/gpu/suite.py`, which runs them. The graphs are made up, with the numbers of nodes,
+edges, columns and training nodes of ogbn-products and ogbn-papers100M and degrees that are as
+uneven; the features are bytes of no meaning, since times do not depend on them. Every way trains on
+the same minibatches, drawn by as many threads, and takes turns with the others; a round is some
+minibatches of an epoch, and an epoch's seconds are the median round's times its number of
+minibatches.
+
+An epoch cannot be shorter than the longest of its parts alone: `sampling`, `transfer` (zero-copy,
+with no model) and `compute` (the model on a minibatch that is there), measured in the same rounds.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, repeat
+from typing import Any, Protocol
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import gcnzc
+from gcnzc.features.cache import cached
+from gcnzc.features.table import FeatureTable
+from gcnzc.loader.loader import Loader
+from gcnzc.loader.transfer import Transfer
+from gcnzc.sampling.batch import Batch
+from gcnzc.system.spans import Span, Stage
+from gcnzc.system.streams import CudaStreams, clock_of
+from gcnzc.train.tracing import overlap_share
+from gcnzc.tune import pcie_bench
+
+CLASSES = 47
+HOT_SHARE = 0.2
+SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+ROW_BYTES = (400, 512, 2408)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a public set, and how much of an epoch is run."""
+
+    name: str
+    num_nodes: int
+    num_edges: int
+    num_columns: int
+    num_seeds: int
+    batches: int = 24  # of a round
+    rounds: int = 3
+    batch_size: int = 1024
+    fanouts: tuple[int, ...] = (15, 10, 5)
+    hidden: int = 256
+
+
+PRODUCTS = Shape("ogbn-products", 2_449_029, 123_718_280, 100, 196_615)
+PAPERS = Shape("ogbn-papers100M", 111_059_956, 1_615_685_872, 128, 1_207_179)
+SHAPES = (PRODUCTS, PAPERS)
+SMALL = (Shape("small", 900, 9000, 12, 600, 2, 1, batch_size=20, fanouts=(3, 2), hidden=8),)
+
+
+class Bench(Protocol):
+    """What these parts need of `bench/gpu/suite.py`."""
+
+    where: pcie_bench.Gpu
+    device: torch.device
+    recorded: bool
+
+    def record(self, part: str, case: dict[str, object], **derived: object) -> None:
+        """One line of the results."""
+
+
+@numba.njit(parallel=True, cache=True)
+def _sources(indices: NDArray[np.int32], num_nodes: int, step: int) -> None:
+    """Uneven sources: popularity falls as a power of the rank, and ranks lie anywhere."""
+    for edge in numba.prange(len(indices)):
+        # splitmix64
+        bits = np.uint64(edge) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        share = np.float64(bits >> np.uint64(11)) / 2**53
+        rank = np.int64(num_nodes * share * share * share)
+        indices[edge] = rank * step % num_nodes
+
+
+def graph_of(shape: Shape) -> gcnzc.Graph:
+    """A graph of that size: in-degrees of a Pareto law, sources of a power law."""
+    rng = np.random.default_rng(0)
+    weights = rng.pareto(1.8, shape.num_nodes).astype(np.float32) + 0.3
+    degrees = (weights * (shape.num_edges / weights.sum(dtype=np.float64))).astype(np.int64)
+    indptr = np.zeros(shape.num_nodes + 1, np.int64)
+    np.cumsum(degrees, out=indptr[1:])
+    indices = np.empty(indptr[-1], np.int32)
+    # prime to any number of nodes above
+    _sources(indices, shape.num_nodes, 982_451_653)
+    return gcnzc.Graph(torch.from_numpy(indptr), torch.from_numpy(indices))
+
+
+class Work:
+    """A model that trains on a shape's minibatches, brought in one of many ways."""
+
+    def __init__(self, bench: Bench, shape: Shape, graph: gcnzc.Graph, model: str) -> None:
+        torch.manual_seed(0)
+        kind: Callable[..., torch.nn.Module] = getattr(gcnzc.models, model)
+        self.device, self.shape, self.graph = bench.device, shape, graph
+        sizes = (shape.num_columns, shape.hidden, CLASSES)
+        self.model = kind(*sizes, num_layers=len(shape.fanouts))
+        self.model.to(self.device)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        stride = shape.num_nodes // shape.num_seeds
+        self.seeds = torch.arange(shape.num_seeds) * stride
+        self.labels = torch.arange(shape.num_nodes, dtype=torch.int32).remainder_(CLASSES).long()
+
+    def loader(self, table: FeatureTable | None, **options: Any) -> Loader:
+        """Of this work's minibatches, from the first on."""
+        shape = self.shape
+        return Loader(
+            self.graph,
+            table,
+            self.seeds,
+            list(shape.fanouts),
+            shape.batch_size,
+            labels=self.labels,
+            device=self.device,
+            **{"threads": threads_of(self.device)} | options,
+        )
+
+    def step(self, batch: Batch, x: Tensor) -> None:
+        """Train on one minibatch."""
+        assert batch.y is not None, "the loader has labels"
+        loss = cross_entropy(self.model(batch.blocks, x.float()), batch.y)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+
+
+def threads_of(device: torch.device) -> int:
+    """Worker threads: as many as a GPU's host has cores for, beside the model's own."""
+    return max(1, min(12, torch.get_num_threads() - 2)) if device.type == "cuda" else 1
+
+
+class Way:
+    """Minibatches without end, and what is done with each."""
+
+    def __init__(self, source: Loader | Batch, step: Callable[[Batch], object]) -> None:
+        self.step = step
+        if isinstance(source, Batch):
+            self.ahead, self.batches = 1, repeat(source)
+        else:
+            # what was made ahead in the time of others is taken before the clock starts
+            self.ahead = source.ahead + source.threads
+            self.batches = chain.from_iterable(repeat(source))
+
+    def seconds(self, bench: Bench, number: int) -> float:
+        """Of one minibatch, among so many."""
+        for batch in islice(self.batches, self.ahead):
+            self.step(batch)
+        wait(bench)
+        began_s = time.perf_counter()
+        for batch in islice(self.batches, number):
+            self.step(batch)
+        wait(bench)
+        return (time.perf_counter() - began_s) / number
+
+
+def wait(bench: Bench) -> None:
+    """Until the GPU has done all."""
+    if bench.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def ways_of(
+    bench: Bench, work: Work, tables: dict[str, FeatureTable], shares: tuple[float, ...]
+) -> dict[str, Way]:
+    """What is compared."""
+    exact = tables["float32"]
+
+    def train(batch: Batch) -> None:
+        assert batch.x is not None, "the loader has a table"
+        work.step(batch, batch.x)
+
+    def nothing(batch: Batch) -> None:
+        pass
+
+    def index(batch: Batch) -> None:
+        # as in most training loops: the features are picked and sent when the batch is there
+        work.step(batch, exact.rows[batch.nodes.cpu()].to(work.device))
+
+    def block(batch: Batch) -> None:
+        x = exact.gather(batch.nodes)
+        wait(bench)
+        work.step(batch, x)
+
+    def copied(name: str, share: float) -> Way:
+        return Way(work.loader(tables[name], copied_share=share), train)
+
+    [kept] = islice(work.loader(exact), 1)
+    ways = {
+        "sampling": Way(work.loader(None), nothing),
+        "transfer": Way(work.loader(exact), nothing),
+        "compute": Way(kept, train),
+        "CPU index, pageable copy": Way(work.loader(None), index),
+        "CPU gather, page-locked copy": copied("float32", 1.0),
+        "CPU gather, page-locked copy, float16": copied("float16", 1.0),
+        "zero-copy, blocking": Way(work.loader(None), block),
+        "zero-copy": copied("float32", 0.0),
+        "zero-copy, float16": copied("float16", 0.0),
+        "zero-copy, int8": copied("int8", 0.0),
+        f"zero-copy, {HOT_SHARE:.0%} hot": copied("hot", 0.0),
+    }
+    for share in shares:
+        ways[f"two engines, {share:.0%} by the copy engine"] = copied("float32", share)
+    if "device" in tables:
+        ways["all features on the GPU"] = copied("device", 0.0)
+    return ways
+
+
+def tables_of(
+    bench: Bench, work: Work, memory: Tensor, *, fits: bool
+) -> Iterator[tuple[str, FeatureTable]]:
+    """The same memory read as tables of each kind."""
+    shape = work.shape
+    size = shape.num_nodes * shape.num_columns
+
+    def rows(dtype: torch.dtype) -> Tensor:
+        flat = memory[: size * dtype.itemsize].view(dtype)
+        return flat.view(shape.num_nodes, shape.num_columns)
+
+    exact = FeatureTable(rows(torch.float32))
+    yield "float32", exact
+    yield "float16", FeatureTable(rows(torch.float16))
+    yield "int8", FeatureTable(rows(torch.int8), torch.full((shape.num_nodes,), 0.01))
+    # what sources are drawn by is not what counts: they are, so count them
+    popularity = torch.bincount(work.graph.indices[: 1 << 27].long(), minlength=shape.num_nodes)
+    yield "hot", cached(exact, HOT_SHARE, popularity, device=bench.device)
+    if fits:
+        yield "device", exact.to(bench.device)
+
+
+def measure_epochs(bench: Bench, locked: Callable[..., Any], shapes: tuple[Shape, ...]) -> None:
+    """Every way, on every shape, for GraphSAGE and GAT.
+
+    Args:
+        bench: where.
+        locked: `random_bytes` of bench/gpu/suite.py.
+        shapes: to run.
+    """
+    for shape in shapes:
+        graph = graph_of(shape)
+        with locked(shape.num_nodes * shape.num_columns * 4) as memory:
+            for model in ("SAGE", "GAT"):
+                work = Work(bench, shape, graph, model)
+                # the larger table is what a GPU has no room for
+                tables = dict(tables_of(bench, work, memory, fits=shape is not PAPERS))
+                ways = ways_of(bench, work, tables, (0.2, 0.4))
+                found: dict[str, list[float]] = {name: [] for name in ways}
+                for turn in range(shape.rounds + 1):
+                    for name, way in ways.items():
+                        seconds = way.seconds(bench, shape.batches)
+                        # the first round compiles, and fills the pools
+                        if turn:
+                            found[name].append(seconds)
+                record_epochs(bench, work, model, found)
+                del ways, tables, work
+
+
+def record_epochs(bench: Bench, work: Work, model: str, found: dict[str, list[float]]) -> None:
+    """One line for each way, beside the longest of its parts and what users run today."""
+    shape, batches = work.shape, -(-work.shape.num_seeds // work.shape.batch_size)
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    longest = max(medians[name] for name in ("sampling", "transfer", "compute"))
+    usual = medians["CPU index, pageable copy"]
+    case: dict[str, object] = {
+        "shape": shape.name,
+        "num_nodes": shape.num_nodes,
+        "num_edges": work.graph.num_edges,
+        "num_columns": shape.num_columns,
+        "model": model,
+        "fanouts": list(shape.fanouts),
+        "threads": threads_of(work.device),
+        "batches": shape.batches,
+    }
+    for name, seconds in medians.items():
+        bench.record(
+            "epoch",
+            {"way": name} | case,
+            batch_s=seconds,
+            spread_s=max(found[name]) - min(found[name]),
+            epoch_s=seconds * batches,
+            times_longest_part=seconds / longest,
+            faster_than_cpu_index=usual / seconds,
+            share_of_all_on_gpu=(
+                medians["all features on the GPU"] / seconds
+                if "all features on the GPU" in medians
+                else None
+            ),
+        )
+
+
+def measure_overlap(bench: Bench, locked: Callable[..., Any], shape: Shape) -> None:
+    """How much of the gather lies under the model's work, by look-ahead and priority."""
+    graph = graph_of(shape)
+    with locked(shape.num_nodes * shape.num_columns * 4) as memory:
+        work = Work(bench, shape, graph, "SAGE")
+        [(_, table)] = islice(tables_of(bench, work, memory, fits=False), 1)
+        now = clock_of(bench.device)
+        for ahead in (1, 2, 4, 8, 16):
+            for priority in (0, -1):
+                stages: list[Stage] = []
+                spans: list[Span] = []
+
+                def step(
+                    batch: Batch, stages: list[Stage] = stages, spans: list[Span] = spans
+                ) -> None:
+                    begin = now()
+                    assert batch.x is not None, "the loader has a table"
+                    work.step(batch, batch.x)
+                    stages.extend([*batch.stages, Stage("compute", "model", begin, now())])
+                    spans.extend(batch.spans)
+
+                way = Way(work.loader(table, ahead=ahead, priority=priority), step)
+                way.seconds(bench, 1)
+                stages.clear()
+                spans.clear()
+                batch_s = way.seconds(bench, shape.batches)
+                spans += [stage.span() for stage in stages]
+                bench.record(
+                    "overlap",
+                    {"shape": shape.name, "ahead": ahead, "priority": priority},
+                    batch_s=batch_s,
+                    gather_under_compute=overlap_share(spans, "gather", "compute"),
+                    gather_s=sum(s.end_s - s.begin_s for s in spans if s.name == "gather"),
+                    compute_s=sum(s.end_s - s.begin_s for s in spans if s.name == "compute"),
+                )
+
+
+def measure_two_engines(
+    bench: Bench,
+    memory: Tensor,
+    dense: Callable[[Tensor], dict[str, tuple[int, Callable[[], object]]]],
+    payload_bytes: int,
+    batches: int,
+) -> None:
+    """Rows by reads and by the copy engine at a time: bytes a second, by the share of either.
+
+    Args:
+        bench: where.
+        memory: page-locked, of which the table is made.
+        dense: the roofs of bench/gpu/suite.py, among them the copy engine's.
+        payload_bytes: of one minibatch.
+        batches: of a round.
+    """
+    if bench.device.type != "cuda":
+        return
+    roofs = pcie_bench.bytes_per_s(dense(memory), bench.where.seconds, 5)
+    for row_bytes in ROW_BYTES:
+        table = FeatureTable(memory[: len(memory) // row_bytes * row_bytes].view(-1, row_bytes))
+        table = FeatureTable(table.rows.view(torch.float32))
+        num_ids = max(1, payload_bytes // row_bytes)
+        drawn = [torch.randint(table.num_rows, (num_ids,)) for _ in range(4)]
+        for threads in (1, 4, 12):
+            for share in SHARES:
+                transfer = Transfer(
+                    CudaStreams(bench.device), table, share, max_pending=threads + 2
+                )
+                with sending(transfer, drawn, threads) as send:
+                    send(batches // 2)
+                    torch.cuda.synchronize()
+                    began_s = time.perf_counter()
+                    send(batches)
+                    torch.cuda.synchronize()
+                    seconds = time.perf_counter() - began_s
+                rate = batches * num_ids * row_bytes / seconds
+                bench.record(
+                    "two_engines",
+                    {"row_bytes": row_bytes, "copied_share": share, "threads": threads},
+                    payload_bytes_per_s=rate,
+                    share_of_copy_engine=rate / roofs["copy engine"],
+                    share_of_dense_read=rate / roofs["dense read"],
+                )
+
+
+@contextmanager
+def sending(
+    transfer: Transfer, drawn: list[Tensor], threads: int
+) -> Iterator[Callable[[int], None]]:
+    """Yield a function that copies a number of batches, started by several threads."""
+
+    def batch(number: int) -> Batch:
+        ids = transfer.host.empty(drawn[0].shape, torch.int64)
+        ids.copy_(drawn[number % len(drawn)])
+        return Batch(ids, ids[:0], ())
+
+    with ThreadPoolExecutor(threads) as executor:
+
+        def send(number: int) -> None:
+            for sent in executor.map(lambda n: transfer.start(batch(n)), range(number)):
+                transfer.wait(sent)
+
+        transfer.order_after_current_stream()
+        yield send
+    transfer.close()
+
+
+def parts(locked: Callable[..., Any], *, small: bool) -> dict[str, Callable[[Any], None]]:
+    """The parts of these questions, for bench/gpu/suite.py."""
+    shapes = SMALL if small else SHAPES
+
+    def two_engines(bench: Any) -> None:
+        with locked(bench.scale.table_bytes) as memory:
+            measure_two_engines(bench, memory, bench.dense, bench.scale.payload_bytes, 40)
+
+    return {
+        "two-engine": two_engines,
+        "overlap": lambda bench: measure_overlap(bench, locked, shapes[0]),
+        "epoch": partial(measure_epochs, locked=locked, shapes=shapes[:1]),
+        "epoch-large": partial(measure_epochs, locked=locked, shapes=shapes[1:]),
+    }

@@ -1,0 +1,451 @@
+"""What only a GPU can show, in one command of under nine minutes.
+
+    python -m bench.gpu.suite all                       everything, recorded in results/gpu_*.jsonl
+    python -m bench.gpu.suite gather --results FOLDER   one part, recorded elsewhere
+    python -m bench.gpu.suite link gather --quick       fewer widths and rounds, in about a minute
+    python -m bench.gpu.suite all --small               tiny, on any machine, and not recorded
+
+`link` measures the link itself; `gather` layouts, widths, dtypes, numbers of ids and of programs;
+`tlb` tables that are larger than what page tables keep at hand; `cache` hot rows by their hit rate;
+`codes` quantised rows; `bulk` asynchronous bulk copies from the host's memory into shared memory;
+`two-engine`, `overlap`, `epoch` and `epoch-large` whole minibatches, as bench/gpu/epochs.py tells.
+Every way is checked against the rows it should bring before it is timed, on random bits. Times are
+the GPU's own, medians of rounds in which all ways of a case take turns. The roof is a dense range
+read by the GPU's threads, measured in the same rounds.
+
+On a machine without git, GCNZC_COMMIT in the environment says of which commit the lines are.
+"""
+
+import argparse
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench import harness
+
+if "--small" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from bench.gpu import epochs
+from bench.gpu.bulk import bulk_gather
+from gcnzc.features.pcie_traffic import traffic
+from gcnzc.features.pinning import pinned
+from gcnzc.features.registrations import copy_into, copy_to
+from gcnzc.kernels.gather import cached_rows, gather_numba, gpu
+from gcnzc.kernels.gather.bench_reads import read_dense
+from gcnzc.kernels.gather.gpu import gather_rows
+from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
+from gcnzc.tune import pcie_bench
+
+GIB = 1 << 30
+ROUNDS = 11
+# the rows of public sets, fp32 or fp16, and widths around vectors, lines and warps
+WIDTHS_BYTES = (
+    *(4, 16, 32, 64, 100, 128, 132, 200, 256, 400, 512, 516),
+    *(768, 1024, 1204, 1536, 2000, 2408, 4096, 5732, 14812, 27220),
+)
+PROGRAMS = (4, 8, 16, 32, 64, 132, 264)
+NUM_IDS = (1_000, 10_000, 100_000, 1_000_000)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is read."""
+
+    table_bytes: int = 8 * GIB
+    payload_bytes: int = 1 << 26
+    rounds: int = ROUNDS
+    widths: tuple[int, ...] = WIDTHS_BYTES
+    num_ids: tuple[int, ...] = NUM_IDS
+    programs: tuple[int, ...] = PROGRAMS
+    tlb_gib: tuple[float, ...] = (1, 4, 16, 64)
+
+
+SMALL = Scale(1 << 20, 1 << 14, 2, (4, 132, 400, 1204), (100, 1000), (1, 4), (1 / 1024,))
+QUICK = Scale(2 * GIB, 1 << 25, 3, (400, 512, 2408, 5732), (10_000, 100_000), (8, 32, 132), (1, 2))
+
+
+class Bench:
+    """The device, the table's memory, and where lines go."""
+
+    def __init__(self, scale: Scale, recorded: bool) -> None:
+        self.where = pcie_bench.gpu() or pcie_bench.Gpu(
+            torch.device("cpu"), _wall_seconds, lambda _: {}
+        )
+        self.device, self.scale, self.recorded = self.where.device, scale, recorded
+
+    def record(self, part: str, case: dict[str, object], **derived: object) -> None:
+        """One line of `results/gpu_<part>.jsonl`; only shown if nothing is recorded."""
+        if self.recorded:
+            harness.record(f"gpu_{part}", case, **derived)
+        else:
+            print(part, case, derived, flush=True)
+
+    def rates(self, ways: dict[str, tuple[int, Callable[[], object]]]) -> dict[str, float]:
+        """Bytes a second of each way, taking turns."""
+        return pcie_bench.bytes_per_s(ways, self.where.seconds, self.scale.rounds)
+
+    def dense(self, memory: Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
+        """The roofs: a dense read by threads, on few and on many multiprocessors, and a copy."""
+        source = memory[: max(self.scale.payload_bytes, LINE_BYTES)]
+        out = torch.empty_like(source, device=self.device)
+        few = gpu.programs_of(self.device)
+        return {
+            "dense read": (len(source), lambda: read_dense(source, out)),
+            "dense read, all multiprocessors": (
+                len(source),
+                lambda: read_dense(source, out, programs=16 * few),
+            ),
+            "copy engine": (len(source), partial(copy_into, out, source, non_blocking=True)),
+        }
+
+
+def _wall_seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+@contextmanager
+def random_bytes(num_bytes: int, *, huge: bool = True) -> Iterator[Tensor]:
+    """Page-locked random bytes on the host, beginning on a page."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.int8)
+    # a stretch of random bits over and over, of a length that no row's stride divides
+    stretch = np.random.default_rng(0).integers(0, 256, min(num_bytes, 99_991_111), np.uint8)
+    pattern = torch.from_numpy(stretch).view(torch.int8)
+    for begin in range(0, num_bytes, len(pattern)):
+        part = whole[begin : begin + len(pattern)]
+        part.copy_(pattern[: len(part)])
+    with pinned(whole.view(1, -1)) as table:
+        yield table.rows.view(-1)
+
+
+def rows_of(memory: Tensor, row_bytes: int, stride_bytes: int, dtype: torch.dtype) -> Tensor:
+    """As many rows as there is memory for."""
+    num_rows = (len(memory) - row_bytes) // stride_bytes + 1
+    size = dtype.itemsize
+    words = memory[: len(memory) // size * size].view(dtype)
+    return words.as_strided((num_rows, row_bytes // size), (stride_bytes // size, 1))
+
+
+def check_equal(found: Tensor, rows: Tensor, ids: Tensor, what: str) -> None:
+    """Refuse to time what brings wrong rows."""
+    some = torch.linspace(0, len(ids) - 1, min(len(ids), 20_000)).long()
+    expected = rows[ids[some.to(ids.device)].cpu()].to(found.dtype).contiguous()
+    got = found[some.to(found.device)].cpu().contiguous()
+    if not torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
+        raise RuntimeError(f"{what} brought wrong rows")
+
+
+def measure_link(bench: Bench) -> None:
+    """The rates of the link, and of each layout at some widths."""
+    with random_bytes(max(bench.scale.payload_bytes * 8, 1 << 18)) as memory:
+        bench.record("link", {"what": "link"}, **pcie_bench.measured_link(bench.where, memory))
+
+
+def measure_gather(bench: Bench) -> None:
+    """Layouts by widths; then dtypes, numbers of ids, and programs, at some widths."""
+    with random_bytes(bench.scale.table_bytes) as memory:
+        for row_bytes in bench.scale.widths:
+            measure_layouts(bench, memory, row_bytes)
+        for row_bytes in (400, 1204, 2408):
+            measure_others(bench, memory, row_bytes)
+            measure_programs(bench, memory, row_bytes)
+        for columns in (128, 602):
+            measure_dtypes(bench, memory, columns)
+
+
+def measure_layouts(bench: Bench, memory: Tensor, row_bytes: int) -> None:
+    """Every layout, rows packed but for `pitched`."""
+    item = torch.float32 if row_bytes % 4 == 0 else torch.float16
+    num_ids = max(1, bench.scale.payload_bytes // row_bytes)
+    pitch = -(-row_bytes // LINE_BYTES) * LINE_BYTES
+    ways, models = bench.dense(memory), {}
+    for layout in LAYOUTS:
+        stride = pitch if layout == "pitched" else row_bytes
+        rows = rows_of(
+            memory, row_bytes, stride, torch.int32 if item.itemsize == 4 else torch.int16
+        )
+        ids = torch.randint(len(rows), (num_ids,), device=bench.device)
+        out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
+
+        way = partial(gather_rows, rows, ids, out, layout=layout)
+        way()
+        check_equal(out, rows, ids, f"{layout}, {row_bytes} B")
+        ways[layout] = (num_ids * row_bytes, way)
+        models[layout] = traffic(
+            row_bytes, layout=layout, item_bytes=item.itemsize, stride_bytes=stride
+        )
+    record_shares(bench, "gather", {"row_bytes": row_bytes, "num_ids": num_ids}, ways, models)
+
+
+def measure_others(bench: Bench, memory: Tensor, row_bytes: int) -> None:
+    """Zero-copy by number of ids, beside what a user would run instead."""
+    rows = rows_of(memory, row_bytes, row_bytes, torch.float32)
+    small = rows[: max(1, len(rows) // 8)]
+    on_gpu = copy_to(small, bench.device)
+    for num_ids in bench.scale.num_ids:
+        ids = torch.randint(len(small), (num_ids,), device=bench.device)
+        host_ids, num_bytes = ids.cpu(), num_ids * row_bytes
+        out = torch.empty(num_ids, rows.shape[1], device=bench.device)
+        staging = torch.empty(num_ids, rows.shape[1], pin_memory=bench.device.type == "cuda")
+        ours: dict[str, Callable[[], object]] = {
+            "zero-copy": partial(gather_rows, small, ids, out),
+            "zero-copy, ids sorted": partial(gather_in_order, small, ids, out),
+            "zero-copy, ids looked at": partial(gather_rows, small, ids, out, checked=True),
+            "CPU gather, staged copy": partial(staged_gather, small, host_ids, staging, out),
+            "CPU index, pageable copy": partial(plain_gather, small, host_ids, out),
+            "features on the GPU": partial(torch.index_select, on_gpu, 0, ids, out=out),
+        }
+        for name, way in ours.items():
+            out.fill_(7)
+            way()
+            check_equal(out, small, ids, name)
+        ways = bench.dense(memory) | {name: (num_bytes, way) for name, way in ours.items()}
+        record_shares(bench, "gather_beside", {"row_bytes": row_bytes, "num_ids": num_ids}, ways)
+
+
+def gather_in_order(rows: Tensor, ids: Tensor, out: Tensor) -> None:
+    """Zero-copy, rows taken in the order in which they lie; sorting is part of it."""
+    gather_rows(rows, ids, out, order=ids.argsort())
+
+
+def staged_gather(rows: Tensor, ids: Tensor, staging: Tensor, out: Tensor) -> None:
+    """CPU threads fill page-locked staging, and the copy engine takes it over."""
+    gather_numba(rows, ids, staging)
+    out.copy_(staging, non_blocking=True)
+
+
+def plain_gather(rows: Tensor, ids: Tensor, out: Tensor) -> None:
+    """What most training loops do."""
+    out.copy_(rows[ids])
+
+
+def measure_programs(bench: Bench, memory: Tensor, row_bytes: int) -> None:
+    """How few programs fill the link, by warps and by vectors that each lane has in flight."""
+    rows = rows_of(memory, row_bytes, row_bytes, torch.int32)
+    num_ids = max(1, bench.scale.payload_bytes // row_bytes)
+    ids = torch.randint(len(rows), (num_ids,), device=bench.device)
+    out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
+    chosen = gpu.WARPS, gpu.VECTORS
+    try:
+        for warps, vectors in ((4, 4), (8, 2), (8, 4), (8, 8), (16, 4)):
+            gpu.WARPS, gpu.VECTORS = warps, vectors
+            ways = bench.dense(memory) | {
+                str(programs): (
+                    num_ids * row_bytes,
+                    partial(gather_rows, rows, ids, out, programs=programs),
+                )
+                for programs in bench.scale.programs
+            }
+            case = {"row_bytes": row_bytes, "warps": warps, "vectors": vectors}
+            record_shares(bench, "gather_programs", case, ways)
+    finally:
+        gpu.WARPS, gpu.VECTORS = chosen
+
+
+def measure_dtypes(bench: Bench, memory: Tensor, columns: int) -> None:
+    """Rows a second by the dtype they are stored in, as they are and as float32 or float16."""
+    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e5m2]
+    num_ids = max(1, bench.scale.payload_bytes // (4 * columns))
+    ways = bench.dense(memory)
+    for dtype in dtypes:
+        rows = rows_of(memory, columns * dtype.itemsize, columns * dtype.itemsize, dtype)
+        ids = torch.randint(len(rows), (num_ids,), device=bench.device)
+        for target in dict.fromkeys((dtype, torch.float16)):
+            out = torch.empty(num_ids, columns, dtype=target, device=bench.device)
+
+            way = partial(gather_rows, rows, ids, out)
+            way()
+            if target == dtype:
+                check_equal(out, rows, ids, str(dtype))
+            ways[f"{dtype} to {target}"] = (num_ids * columns * dtype.itemsize, way)
+    record_shares(bench, "gather_dtypes", {"columns": columns, "num_ids": num_ids}, ways)
+
+
+def record_shares(
+    bench: Bench,
+    part: str,
+    case: dict[str, object],
+    ways: dict[str, tuple[int, Callable[[], object]]],
+    models: dict[str, object] | None = None,
+) -> None:
+    """One line for each way, with its share of the dense read and of the copy engine."""
+    rates = bench.rates(ways)
+    roof = max(rates[name] for name in rates if name.startswith("dense read"))
+    for way, rate in rates.items():
+        derived = {
+            "payload_bytes_per_s": rate,
+            "share_of_dense_read": rate / roof,
+            "share_of_copy_engine": rate / rates["copy engine"],
+        }
+        model = (models or {}).get(way)
+        if model is not None:
+            derived["model_requests_per_row"] = float(model.requests_per_row)
+            derived["model_efficiency"] = float(model.efficiency)
+        bench.record(part, {"way": way} | case, **derived)
+
+
+def measure_tlb(bench: Bench) -> None:
+    """Rows of 512 B at random from tables of growing size, ids in order or not."""
+    row_bytes, largest = 512, max(bench.scale.tlb_gib)
+    num_ids = max(1, bench.scale.payload_bytes // row_bytes)
+    for huge in (True, False):
+        # locking small pages takes a minute for the largest
+        most = largest if huge else min(largest, 16)
+        with random_bytes(int(most * GIB), huge=huge) as memory:
+            for gib in (size for size in bench.scale.tlb_gib if size <= most):
+                rows = rows_of(memory[: int(gib * GIB)], row_bytes, row_bytes, torch.int32)
+                ids = torch.randint(len(rows), (num_ids,), device=bench.device)
+                ordered = ids.sort().values
+                out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
+                gather_rows(rows, ids, out)
+                check_equal(out, rows, ids, f"{gib} GiB")
+                num_bytes = num_ids * row_bytes
+                ways = bench.dense(memory) | {
+                    "ids as they come": (num_bytes, partial(gather_rows, rows, ids, out)),
+                    "ids in order": (num_bytes, partial(gather_rows, rows, ordered, out)),
+                }
+                pages = "2 MiB" if huge else "4 KiB"
+                record_shares(bench, "tlb", {"table_gib": gib, "table_pages": pages}, ways)
+
+
+def measure_cache(bench: Bench) -> None:
+    """Hot rows on the GPU: rows a second by the share of rows that hit."""
+    with random_bytes(bench.scale.table_bytes) as memory:
+        for row_bytes in (400, 512, 2408):
+            rows = rows_of(memory, row_bytes, row_bytes, torch.int32)
+            num_ids = max(1, bench.scale.payload_bytes // row_bytes)
+            # as many hot rows as are asked for, so that copies are no likelier to be in a cache
+            chosen = torch.randperm(len(rows))[: min(num_ids, len(rows) // 2)]
+            hot = cached_rows.make_cached_rows(rows, chosen, bench.device)
+            cold = (hot.slots < 0).nonzero().flatten()
+            out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
+            for hit_rate in (0.0, 0.2, 0.5, 0.8, 1.0):
+                hits = torch.rand(num_ids, device=bench.device) < hit_rate
+                some_hot = chosen.to(bench.device)[torch.randint(len(chosen), (num_ids,))]
+                ids = torch.where(hits, some_hot, cold[torch.randint(len(cold), (num_ids,))])
+                out.fill_(7)
+                gather_rows(rows, ids, out, cached=hot)
+                check_equal(out, rows, ids, f"a hit rate of {hit_rate}")
+                num_bytes = num_ids * row_bytes
+                ways = bench.dense(memory) | {
+                    "all over the bus": (num_bytes, partial(gather_rows, rows, ids, out)),
+                    "hot rows on the GPU": (
+                        num_bytes,
+                        partial(gather_rows, rows, ids, out, cached=hot),
+                    ),
+                }
+                record_shares(bench, "cache", {"row_bytes": row_bytes, "hit_rate": hit_rate}, ways)
+
+
+def measure_codes(bench: Bench) -> None:
+    """Codes with scales on the GPU, as float32 and as float16, beside the rows they stand for."""
+    columns = 128
+    num_ids = max(1, bench.scale.payload_bytes // (4 * columns))
+    with random_bytes(bench.scale.table_bytes) as memory:
+        ways = bench.dense(memory)
+        plain = rows_of(memory, 4 * columns, 4 * columns, torch.float32)
+        ids = torch.randint(len(plain), (num_ids,), device=bench.device)
+        out = torch.empty(num_ids, columns, device=bench.device)
+        ways["float32"] = (num_ids * 4 * columns, partial(gather_rows, plain, ids, out))
+        for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
+            codes = rows_of(memory, columns, columns, dtype)
+            scales = torch.rand(len(codes), device=bench.device)
+            ids = torch.randint(len(codes), (num_ids,), device=bench.device)
+            for target in (torch.float32, torch.float16):
+                out = torch.empty(num_ids, columns, dtype=target, device=bench.device)
+                way = partial(gather_rows, codes, ids, out, scales=scales)
+                way()
+                check_dequantised(out, codes, scales, ids)
+                ways[f"{dtype} as {target}"] = (num_ids * columns, way)
+        # the bytes are those that cross the bus; rows a second follow from them
+        record_shares(bench, "codes", {"columns": columns, "num_ids": num_ids}, ways)
+
+
+def check_dequantised(out: Tensor, codes: Tensor, scales: Tensor, ids: Tensor) -> None:
+    """Refuse to time what does not give code times scale."""
+    some = torch.arange(min(len(ids), 2000))
+    at = ids[some.to(ids.device)].cpu()
+    expected = (codes[at].float() * scales.cpu()[at][:, None]).to(out.dtype)
+    torch.testing.assert_close(
+        out[some.to(out.device)].cpu(), expected, rtol=0, atol=0, equal_nan=True
+    )
+
+
+def measure_bulk(bench: Bench) -> None:
+    """Rows fetched by the bulk copy engine of a multiprocessor, where there is one."""
+    with random_bytes(bench.scale.table_bytes) as memory:
+        for row_bytes in (400, 512, 1024, 4096):
+            rows = rows_of(memory, row_bytes, row_bytes, torch.int32)
+            num_ids = max(1, bench.scale.payload_bytes // row_bytes)
+            ids = torch.randint(len(rows), (num_ids,), device=bench.device)
+            out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
+            case: dict[str, object] = {"row_bytes": row_bytes, "num_ids": num_ids}
+            try:
+                out.fill_(7)
+                bulk_gather(rows, ids, out)
+                if bench.device.type == "cuda":
+                    torch.cuda.synchronize()
+                check_equal(out, rows, ids, "bulk")
+            except (RuntimeError, OSError, AttributeError) as error:
+                outcome = str(error).strip().splitlines()[0]
+                bench.record("bulk", {"way": "bulk"} | case, outcome=outcome)
+                continue
+            num_bytes = num_ids * row_bytes
+            ways = bench.dense(memory) | {
+                "threads": (num_bytes, partial(gather_rows, rows, ids, out)),
+                "bulk": (num_bytes, partial(bulk_gather, rows, ids, out)),
+            }
+            record_shares(bench, "bulk", case, ways)
+
+
+PARTS = {
+    "link": measure_link,
+    "gather": measure_gather,
+    "tlb": measure_tlb,
+    "cache": measure_cache,
+    "codes": measure_codes,
+    "bulk": measure_bulk,
+}
+
+
+def main() -> None:
+    """Measure the parts that are asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    every = [*PARTS, *epochs.parts(random_bytes, small=False)]
+    parser.add_argument("parts", nargs="+", choices=[*every, "all"])
+    parser.add_argument("--results", type=Path, help="a folder for the lines")
+    scales = parser.add_mutually_exclusive_group()
+    scales.add_argument("--small", action="store_true")
+    scales.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    if options.results:
+        harness.RESULTS = options.results
+    if not (torch.cuda.is_available() or options.small):
+        parser.exit(1, "error: no CUDA device here\n\nhint: --small shows that it runs\n")
+    scale = SMALL if options.small else QUICK if options.quick else Scale()
+    bench = Bench(scale, recorded=not options.small)
+    for name, part in (PARTS | epochs.parts(random_bytes, small=options.small)).items():
+        if name in options.parts or "all" in options.parts:
+            began_s = time.perf_counter()
+            part(bench)
+            print(f"{name}: {time.perf_counter() - began_s:.0f} s", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

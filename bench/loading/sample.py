@@ -1,0 +1,86 @@
+"""Sampling alone: minibatches per second and memory of one thread, by the size of the graph.
+
+    python -m bench.loading.sample [ROUNDS]
+
+The two tables from ids to local numbers, one slot a node and hashed
+(`kernels/sample/__init__.py`), on graphs
+of 1 M to 111 M nodes, the size of ogbn-papers100M. Of the larger graphs only 1 M nodes
+have edges, 20 M by a power law, so that batches are alike: 1024 seeds with fan-outs 15,10,5. All
+ways take turns, on the same seeds.
+"""
+
+import sys
+from functools import partial
+
+import numpy as np
+import torch
+
+from bench.harness import record, side_by_side
+from bench.loading.loader import BATCH_SIZE, ROOT, made
+from gcnzc.kernels import sample
+from gcnzc.kernels.buffers import Pool
+
+FANOUTS = [5, 10, 15]  # from the seeds outward
+GRAPH_NODES = [10**6, 16 * 10**6, 111 * 10**6]
+
+
+def main() -> None:
+    """Measure both tables on every size."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    folder = made(ROOT / "data" / "bench")
+    indptr, indices, seeds = (
+        np.load(folder / f"{name}.npy") for name in ("indptr", "indices", "seeds")
+    )
+    torch.set_num_threads(1)
+    for num_nodes in GRAPH_NODES:
+        ids = np.sort(np.random.default_rng(0).choice(num_nodes, len(seeds), replace=False))
+        degrees = np.zeros(num_nodes, np.int64)
+        degrees[ids] = np.diff(indptr)
+        graph = (
+            torch.from_numpy(np.concatenate([[0], degrees.cumsum()])),
+            torch.from_numpy(ids.astype(np.int32)[indices]),
+        )
+        del degrees
+        measure(num_nodes, graph, torch.from_numpy(ids[seeds]), rounds)
+
+
+def measure(
+    num_nodes: int, graph: tuple[torch.Tensor, torch.Tensor], seeds: torch.Tensor, rounds: int
+) -> None:
+    """Time both tables on one graph."""
+    workspaces = {"direct": sample.Workspace(), "hashed": sample.Workspace()}
+    pool, counts = Pool(), dict.fromkeys(workspaces, 0)
+    kept = sample.DIRECT_NODES
+
+    def batch(table: str) -> None:
+        sample.DIRECT_NODES = num_nodes if table == "direct" else 0
+        at = counts[table] % (len(seeds) // BATCH_SIZE)
+        counts[table] += 1
+        sample.sample(
+            *graph,
+            seeds[at * BATCH_SIZE : (at + 1) * BATCH_SIZE],
+            FANOUTS,
+            0,
+            0,
+            workspace=workspaces[table],
+            empty=pool.empty,
+        )
+
+    timings = side_by_side({table: partial(batch, table) for table in workspaces}, rounds)
+    sample.DIRECT_NODES = kept
+    for table, timing in timings.items():
+        space = workspaces[table]
+        table_bytes = space.direct_table.nbytes + (
+            space.hash_table.nbytes if table == "hashed" else 0
+        )
+        record(
+            "sample",
+            {"table": table, "graph_nodes": num_nodes, "batch_size": BATCH_SIZE},
+            timing,
+            batches_per_s=1 / timing.median_s,
+            table_bytes=table_bytes,
+        )
+
+
+if __name__ == "__main__":
+    main()

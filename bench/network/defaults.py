@@ -1,0 +1,341 @@
+"""Which defaults serve short runs: each optimizer with the defaults of before and of now.
+
+    python -m bench.network.defaults [--tasks TASK ...] [--methods METHOD ...]
+                                   [--seeds N] [--steps N]
+
+Four ranks train in one process, in lockstep, by every method with as many minibatches and the same
+step size: a multilayer perceptron on scikit-learn's handwritten digits, a character-level
+transformer on the text of LICENSE, and GraphSAGE on a planted graph. AdamW on averaged gradients is
+what they are compared with. A line has the scores over the seeds (accuracy in percent, or bits per
+character, where less is better) and the bytes that rank 0 sent in all, and in the last 100 steps.
+"""
+
+import argparse
+import math
+import statistics
+import tempfile
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bench import harness
+from gcnzc import Sampler
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.exchange import Algorithm, Group, lockstep
+from gcnzc.graph.load import load
+from gcnzc.graph.prepare import prepare
+from gcnzc.models.gnn import SAGE
+from gcnzc.optim import (
+    CO2,
+    Averaged,
+    DiLoCo,
+    DistributedOptimizer,
+    LocalSGD,
+    LocalUpdates,
+    OneBitAdam,
+    OneBitLamb,
+    Replicated,
+    StreamingDiLoCo,
+    ZeroOneAdam,
+    ZeroOneSchedule,
+)
+
+ROOT = Path(__file__).parents[2]
+WORLD_SIZE = 4
+LAST = 100  # steps at the end of a run whose bytes are counted apart
+ADAM = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb, "zero-one-adam": ZeroOneAdam}
+LOCAL = {"local-sgd": LocalSGD, "diloco": DiLoCo, "streaming-diloco": StreamingDiLoCo, "co2": CO2}
+METHODS = ("adamw", *ADAM, *LOCAL)
+
+
+def option_sets(method: str, steps: int) -> dict[str, dict[str, Any] | None]:
+    """The options of each set of defaults that is compared.
+
+    Args:
+        method: one of `METHODS`.
+        steps: of the run.
+
+    Returns:
+        The name of each set to its options; None where the class had no default.
+    """
+    if method == "adamw":
+        return {"now": {}}
+    warmup = round(0.15 * steps)
+    of_run = {"warmup": warmup, "total_steps": steps}
+    before: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+        # no limit, as the run is shorter
+        "onebit-adam": ({"warmup": None, "warmup_range": (0, 10**9)}, of_run),
+        "onebit-lamb": ({"warmup": None, "warmup_range": (0, 10**9)}, of_run),
+        "zero-one-adam": (
+            {"schedule": ZeroOneSchedule(None, 16, 32_678, 16)},
+            {"schedule": ZeroOneSchedule(warmup, 16, steps // 4, 4)},
+        ),
+        "local-sgd": (None, {"local_steps": 8}),
+        "diloco": (
+            {"local_steps": 500, "outer_lr": 0.7, "outer_momentum": 0.9},
+            {"local_steps": 12, "outer_lr": 0.4, "outer_momentum": 0.9},
+        ),
+        "streaming-diloco": (
+            {"local_steps": 100, "fragments": 8, "outer_lr": 0.4, "outer_momentum": 0.9},
+            {"local_steps": 12, "fragments": 4, "outer_lr": 0.4, "outer_momentum": 0.9},
+        ),
+        "co2": (
+            {"local_steps": 48, "outer_lr": 1.0, "outer_momentum": 0.2, "eager": 0.0}
+            | {"gap": "gap_aware"},
+            {"local_steps": 8, "outer_lr": 0.4, "outer_momentum": 0.7, "eager": 0.5, "gap": "none"},
+        ),
+    }
+    of_class, of_command_line = before[method]
+    sets = {"class before": of_class, "command line before": of_command_line, "now": {}}
+    return sets | {"now, length given": {"total_steps": steps}}
+
+
+@dataclass
+class Task:
+    """A small training task."""
+
+    lr: float
+    unit: str
+    """of the score: "percent" or "bits" """
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A model with random parameters, from torch's generator."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
+        """The loss of a random minibatch of one rank."""
+
+    @abstractmethod
+    def score(self, model: nn.Module) -> float:
+        """How well the model does on what it was not trained on."""
+
+
+class Digits(Task):
+    """A multilayer perceptron on handwritten digits."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.003, unit="percent")
+        images, labels = load_digits(return_X_y=True)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        self.x = torch.from_numpy(images).float()[order] / 16
+        self.y = torch.from_numpy(labels)[order]
+        self.num_train = 1000
+
+    def model(self) -> nn.Module:
+        """See `Task`."""
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
+        """See `Task`."""
+        rows = torch.randint(self.num_train, (16,), generator=generator)
+        return functional.cross_entropy(model(self.x[rows]), self.y[rows])
+
+    def score(self, model: nn.Module) -> float:
+        """See `Task`."""
+        found = model(self.x[self.num_train :]).argmax(dim=1)
+        return 100 * float((found == self.y[self.num_train :]).float().mean())
+
+
+class Transformer(nn.Module):
+    """A layer of attention that predicts the next character."""
+
+    def __init__(self, num_characters: int, context: int, width: int = 32) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(num_characters, width)
+        self.places = nn.Embedding(context, width)
+        layer = nn.TransformerEncoderLayer(
+            width, 2, 2 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.logits = nn.Linear(width, num_characters)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Logits (B, T, characters) of the characters after those of (B, T) int64."""
+        hidden = self.characters(text) + self.places.weight
+        return self.logits(self.layers(hidden, mask=self.mask))
+
+
+class Characters(Task):
+    """A character-level transformer on the text of this project's license."""
+
+    context = 24
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.003, unit="bits")
+        text = (ROOT / "LICENSE").read_text()
+        known = sorted(set(text))
+        codes = torch.tensor([known.index(each) for each in text])
+        self.num_characters = len(known)
+        self.windows = codes.unfold(0, self.context + 1, 1)
+        # the two do not overlap
+        self.num_train = round(0.9 * len(codes)) - self.context
+
+    def model(self) -> nn.Module:
+        """See `Task`."""
+        return Transformer(self.num_characters, self.context)
+
+    def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
+        """See `Task`."""
+        return self._of(model, torch.randint(self.num_train, (4,), generator=generator))
+
+    def score(self, model: nn.Module) -> float:
+        """See `Task`."""
+        begin = self.num_train + self.context
+        rows = torch.arange(begin, len(self.windows), self.context)
+        return float(self._of(model, rows)) / math.log(2)
+
+    def _of(self, model: nn.Module, rows: Tensor) -> Tensor:
+        windows = self.windows[rows]
+        logits = model(windows[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+
+class Planted(Task):
+    """GraphSAGE on a graph of planted communities, with sampled neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.003, unit="percent")
+        # of the arrays, which are mapped
+        self.folder = tempfile.TemporaryDirectory()
+        raw, prepared = Path(self.folder.name) / "raw", Path(self.folder.name) / "graph"
+        make(raw, "planted", Shape(3000, 18_000, 24, 8), seed=3)
+        prepare(raw, prepared)
+        data = load(prepared)
+        self.x, self.y, self.split, self.graph = data.features, data.labels, data.split, data.graph
+
+    def model(self) -> nn.Module:
+        """See `Task`."""
+        return SAGE(self.x.shape[1], 32, int(self.y.max()) + 1, num_layers=2, dropout=0.0)
+
+    def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
+        """See `Task`."""
+        ids = self.split["train"]
+        seeds = ids[torch.randperm(len(ids), generator=generator)[:32]]
+        epoch = int(torch.randint(1 << 30, (), generator=generator))
+        return functional.cross_entropy(self._logits(model, seeds, (5, 5), epoch), self.y[seeds])
+
+    def score(self, model: nn.Module) -> float:
+        """See `Task`."""
+        seeds = self.split["test"]
+        found = self._logits(model, seeds, (-1, -1), 0).argmax(dim=1)
+        return 100 * float((found == self.y[seeds]).float().mean())
+
+    def _logits(
+        self, model: nn.Module, seeds: Tensor, fanouts: tuple[int, int], epoch: int
+    ) -> Tensor:
+        batch = Sampler(self.graph, fanouts).sample(seeds, epoch)
+        return model(batch.blocks, self.x[batch.nodes])
+
+
+TASKS = {"digits": Digits, "characters": Characters, "planted": Planted}
+
+
+def build(
+    method: str, model: nn.Module, lr: float, group: Group, options: Any
+) -> DistributedOptimizer:
+    """An optimizer of one rank."""
+    if method in ADAM:
+        return ADAM[method](model.parameters(), lr=lr, group=group, **options)
+    inner = torch.optim.AdamW(model.parameters(), lr=lr)
+    if method == "adamw":
+        return Averaged(inner, group)
+    return LOCAL[method](inner, group, **options)
+
+
+def describe(optimizer: DistributedOptimizer) -> str:
+    """The options that an optimizer has on all ranks."""
+    if isinstance(optimizer, LocalUpdates):
+        return optimizer.describe_options()
+    return "; ".join(optimizer.layout()) if isinstance(optimizer, Replicated) else ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of one training."""
+
+    score: float
+    bytes_sent: int
+    last_bytes_sent: int
+
+
+def train(task: Task, method: str, options: Mapping[str, Any], steps: int, seed: int) -> Run:
+    """Train with four ranks in lockstep."""
+    models, optimizers = [], []
+    for rank in range(WORLD_SIZE):
+        torch.manual_seed(seed)
+        models.append(task.model())
+        group = Group(rank, WORLD_SIZE)
+        optimizers.append(build(method, models[-1], task.lr, group, options))
+    generators = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(WORLD_SIZE)]
+
+    def take(rank: int, number: int) -> Algorithm[None]:
+        for _ in range(number):
+            optimizers[rank].zero_grad()
+            task.loss(models[rank], generators[rank]).backward()
+            yield from optimizers[rank].algorithm()
+
+    def end(rank: int) -> Algorithm[None]:
+        yield from take(rank, LAST)
+        yield from optimizers[rank].finalize_algorithm()
+
+    first = lockstep([take(rank, steps - LAST) for rank in range(WORLD_SIZE)])
+    last = lockstep([end(rank) for rank in range(WORLD_SIZE)])
+    sent = [each.ledgers[0].bytes_sent for each in (first, last)]
+    with torch.no_grad():
+        return Run(task.score(models[0].eval()), sum(sent), sent[1])
+
+
+def compare(name: str, methods: Sequence[str], seeds: int, steps: int) -> None:
+    """Train by each method with each set of defaults, and record the scores."""
+    task = TASKS[name]()
+    for method in methods:
+        # sets that make the same optimizer train once
+        trained: dict[str, list[Run]] = {}
+        for defaults, options in option_sets(method, steps).items():
+            if options is None:
+                continue
+            key = describe(build(method, task.model(), task.lr, Group(0, WORLD_SIZE), options))
+            if key not in trained:
+                trained[key] = [train(task, method, options, steps, seed) for seed in range(seeds)]
+            runs = trained[key]
+            scores = [run.score for run in runs]
+            harness.record(
+                "defaults",
+                {"task": name, "method": method, "defaults": defaults},
+                score=statistics.mean(scores),
+                spread=statistics.stdev(scores) if seeds > 1 else 0.0,
+                unit=task.unit,
+                scores=scores,
+                bytes_sent=runs[0].bytes_sent,
+                last_bytes_sent=runs[0].last_bytes_sent,
+                steps=steps,
+                last_steps=LAST,
+                world_size=WORLD_SIZE,
+                command=f"python -m bench.network.defaults --seeds {seeds} --steps {steps}",
+            )
+
+
+def main() -> None:
+    """Measure, or write the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in arguments.tasks:
+        compare(name, arguments.methods, arguments.seeds, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()

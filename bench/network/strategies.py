@@ -1,0 +1,335 @@
+"""What each way of exchanging costs in accuracy, and brings in speed on slow links.
+
+    python -m bench.network.strategies accuracy [GRAPH ...] [--seeds N] [--methods METHOD ...]
+    python -m bench.network.strategies speed [MODEL ...] [--mbit-per-s R ...] [--methods METHOD ...]
+
+`accuracy` trains with four workers, every method over the same seeds and as many samples, with the
+same step size and minibatches. How fast the links are does not change what is computed. GRAPH is
+`planted`, of ogbn-products' shape, or a folder of ../shared/data.
+
+`speed` trains each model for a few epochs with four workers, one a machine of
+bench/network/cluster.py (which needs root), by each method, in turns with the others, on links of
+each rate. The first epoch, in which kernels are compiled, does not count. Of methods with a warm-up
+it holds that: their seeds a second are those of a run with 15 % of its steps like `adamw`'s, and
+the rest like their own later epochs. `none` never exchanges before the end of the run: what others
+are measured against, and what `gcnzc cost` is given to predict the steps of the methods that it
+knows.
+
+bench/docs/plot.py draws both: the epochs of `accuracy`, as long as `speed` found them to be.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from bench import harness
+from bench.network.cluster import Cluster
+from gcnzc import cli
+from gcnzc.cli.commands import cost
+from gcnzc.cli.commands.cost import CostConfig
+from gcnzc.cli.reports import network as reports_network
+from gcnzc.graph import load
+from gcnzc.optim import cost as optim_cost
+from gcnzc.train.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+ARCHIVES = ROOT.parent / "shared" / "data"
+WORKER = "bench.network.strategies_worker"
+WORKERS = 4
+LIMIT_S = 1800.0  # of a run
+# by name, the options that make them
+STREAMING = "--optimizer streaming-diloco --inner-optimizer adamw"
+METHODS = {
+    "adamw": "--optimizer adamw",
+    "adamw bfloat16": "--optimizer adamw --compress bfloat16",
+    "adamw int8": "--optimizer adamw --compress int8",
+    "onebit-adam": "--optimizer onebit-adam",
+    # whose step size is a share of the weights' norm
+    "onebit-lamb": "--optimizer onebit-lamb --lr 0.006",
+    "zero-one-adam": "--optimizer zero-one-adam",
+    "local-sgd": "--optimizer local-sgd --inner-optimizer adamw",
+    "diloco": "--optimizer diloco --inner-optimizer adamw",
+    "streaming-diloco": STREAMING,
+    "streaming-diloco fp4": f"{STREAMING} --compress float4_e3m0",
+    "streaming-diloco auto": f"{STREAMING} --local-steps auto",
+    "streaming-diloco fp4 auto": (f"{STREAMING} --compress float4_e3m0 --local-steps auto"),
+    "co2": "--optimizer co2 --inner-optimizer adamw",
+    "co2 auto": "--optimizer co2 --inner-optimizer adamw --local-steps auto",
+    "co2 48": "--optimizer co2 --inner-optimizer adamw --local-steps 48",
+}
+# that choose by how fast the links are, which accuracy has not
+TIMED = ("streaming-diloco auto", "streaming-diloco fp4 auto", "co2 auto")
+# methods that exchange whole gradients in this share of a run's steps first
+WARM, WARMUP = ("onebit-adam", "onebit-lamb"), float(TrainConfig.warmup)
+NONE = "none"
+# those that `gcnzc cost` predicts; its "averaged" is `adamw`
+PLANNED = ("adamw", *WARM, "local-sgd", "diloco", "streaming-diloco", "co2")
+# local steps without end
+APART = "--optimizer local-sgd --inner-optimizer adamw --local-steps 1000000000"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a graph."""
+
+    graph: str
+    options: str
+    epochs: int
+    """of a run to its accuracy"""
+    evaluate_every: int = 1
+    """epochs of such a run"""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Those of the options that a plan knows."""
+        words = self.options.split()
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        fanouts = tuple(map(int, given["--fanouts"].split(",")))
+        numbers = {name: int(given[f"--{name}"]) for name in ("layers", "hidden", "batch-size")}
+        return {"fanouts": fanouts, **{n.replace("-", "_"): each for n, each in numbers.items()}}
+
+    @property
+    def seeds_of_a_step(self) -> int:
+        """Of all workers."""
+        return WORKERS * self.config["batch_size"]
+
+
+CASES = {
+    "amazon_photo": Case(
+        "amazon_photo",
+        "--layers 2 --fanouts 10,10 --hidden 64 --batch-size 32 --lr 0.0015",
+        epochs=24,
+        evaluate_every=3,
+    ),
+    "planted": Case(
+        "planted",
+        "--layers 2 --fanouts 10,5 --hidden 64 --batch-size 64 --lr 0.003",
+        epochs=60,
+        evaluate_every=5,
+    ),
+    # more than 5 million parameters, most of what a step takes is exchange
+    "wide": Case(
+        "amazon_photo",
+        "--layers 2 --fanouts 5,5 --hidden 3400 --batch-size 32 --lr 0.001",
+        epochs=4,
+        evaluate_every=2,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the part that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=["accuracy", "speed"])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, NONE], default=None)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1, help="of speed")
+    parser.add_argument("--epochs", type=int, default=2, help="of a run of speed")
+    parser.add_argument("--mbit-per-s", type=float, nargs="+", default=[10.0, 100.0, 1000.0])
+    asked = parser.parse_args(argv)
+    if unknown := [case for case in asked.cases if case not in CASES]:
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    with tempfile.TemporaryDirectory() as folder:
+        if asked.part == "accuracy":
+            for case in asked.cases or ["amazon_photo", "planted"]:
+                usual = [method for method in METHODS if method not in TIMED]
+                accuracy(Path(folder), case, asked.methods or usual, asked.seeds)
+        else:
+            methods = asked.methods or [NONE, *METHODS]
+            for case in asked.cases or list(CASES):
+                for rate in asked.mbit_per_s:
+                    speed(Path(folder), case, methods, rate, asked.rounds, asked.epochs)
+
+
+def accuracy(folder: Path, name: str, methods: Sequence[str], seeds: int) -> None:
+    """Train by each method over several seeds."""
+    case = CASES[name]
+    # in turns, so that what is shown meanwhile compares all methods over some seeds
+    places = {
+        (seed, method): folder / f"{name} {method} {seed}".replace(" ", "-")
+        for seed in range(seeds)
+        for method in methods
+    }
+    common = [
+        "train",
+        str(prepared(folder, case.graph)),
+        "--no-tuning-profile",
+        *case.options.split(),
+    ]
+    common += ["--epochs", str(case.epochs), "--evaluate-every", str(case.evaluate_every)]
+    common += ["--timeout-s", "600"]
+    asked = folder / f"{name}.json"
+    asked.write_text(
+        json.dumps(
+            [
+                [*common, "--seed", str(seed), *METHODS[method].split(), "--out", str(run)]
+                for (seed, method), run in places.items()
+            ]
+        )
+    )
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", str(WORKERS), "-m", WORKER]
+    subprocess.run([*launcher, str(asked)], env=_environment(), check=True, stdout=sys.stderr)
+    runs = {method: [_read(places[seed, method]) for seed in range(seeds)] for method in methods}
+    for method, found in runs.items():
+        tests = [each["test_percent"] for each in found]
+        harness.record(
+            "strategies",
+            {"part": "accuracy", "case": name, "method": method, "workers": WORKERS},
+            test_percent=statistics.mean(tests),
+            spread_percent=statistics.stdev(tests) if len(tests) > 1 else None,
+            tests_percent=tests,
+            # of every evaluation, means over the seeds
+            evaluated_after=found[0]["evaluated_after"],
+            valid_percent=_means([each["valid_percent"] for each in found]),
+            bytes_sent=_means([each["bytes_sent"] for each in found]),
+            seeds_in_an_epoch=found[0]["seeds"],
+            epochs=case.epochs,
+            options=f"{case.options} {METHODS[method]}",
+        )
+
+
+def speed(
+    folder: Path, name: str, methods: Sequence[str], mbit_per_s: float, rounds: int, epochs: int
+) -> None:
+    """Seeds a second by each method over links of one rate."""
+    case = CASES[name]
+    graph = prepared(folder, case.graph)
+    places = {
+        (turn, method): folder / f"{name} {mbit_per_s:g} {method} {turn}".replace(" ", "-")
+        for turn in range(rounds)
+        for method in methods
+    }
+    common = ["train", str(graph), "--no-tuning-profile", "--threads", "1", *case.options.split()]
+    common += ["--timeout-s", "300", "--checkpoint-every-s", "100000"]
+    common += ["--epochs", str(epochs), "--evaluate-every", str(epochs)]
+    asked = folder / f"{name}-{mbit_per_s:g}.json"
+    asked.write_text(
+        json.dumps(
+            [
+                [*common, *METHODS.get(method, APART).split(), "--out", str(run)]
+                for (_, method), run in places.items()
+            ]
+        )
+    )
+    # the network must not take the workers' cores: they have only these
+    with Cluster(WORKERS, mbit_per_s, offload=True) as cluster:
+        ran = cluster.run(
+            lambda _: [sys.executable, "-m", WORKER, str(asked)],
+            limit_s=LIMIT_S * len(places),
+            environment={"PYTHONPATH": str(ROOT), **_one_thread()},
+        )
+    if any(ran.codes):
+        raise SystemExit(f"error: the workers ended with {ran.codes}")
+    rates: dict[str, list[float]] = {method: [] for method in methods}
+    shares: dict[str, list[float]] = {method: [] for method in methods}
+    sent: dict[str, int] = {}
+    for (_, method), run in places.items():
+        later = [json.loads(line) for line in (run / "record.jsonl").open()][1:]
+        seconds = sum(line["epoch_s"] for line in later)
+        rates[method].append(sum(line["seeds"] for line in later) / seconds)
+        shares[method].append(sum(line["exchange_s"] for line in later) / seconds)
+        sent[method] = sum(_sent_by_first(run))
+    later_rates = {method: statistics.median(each) for method, each in rates.items()}
+    for method in methods:
+        rate = later_rates[method]
+        if method in WARM:
+            if "adamw" not in later_rates:
+                continue
+            rate = 1 / (WARMUP / later_rates["adamw"] + (1 - WARMUP) / rate)
+        against: Any = {
+            f"of_{other}": rate / later_rates[other]
+            for other in ("adamw", NONE)
+            if other in later_rates
+        }
+        if method in PLANNED and NONE in later_rates:
+            step_s = predicted_step_s(case, graph, method, mbit_per_s, later_rates[NONE])
+            measured_s = case.seeds_of_a_step / rate
+            against |= {"predicted_step_s": step_s, "measured_step_s": measured_s}
+        harness.record(
+            "strategies",
+            {"part": "speed", "case": name, "method": method, "workers": WORKERS}
+            | {"mbit_per_s": mbit_per_s, "offload": True},
+            seeds_per_s=rate,
+            seeds_per_s_later=later_rates[method],
+            # of each turn
+            seeds_per_s_later_each=rates[method],
+            waiting_share=statistics.median(shares[method]),
+            **against,
+            bytes_sent=sent[method],
+            epochs=epochs,
+            rounds=rounds,
+            options=f"{case.options} {METHODS.get(method, APART)}",
+        )
+
+
+def predicted_step_s(
+    case: Case, graph: Path, method: str, mbit_per_s: float, seeds_per_s: float
+) -> float:
+    """What `gcnzc cost` says of a step, at so many seeds a second without exchange."""
+    config = CostConfig(data=graph, workers=(WORKERS,), threads=1, device="cpu", **case.config)
+    model = cost.build_model(config, load.load(graph))
+    network = optim_cost.Network(mbit_per_s, 0.0, config.message_us / 1e6)
+    name = optim_cost.default_method(model) if method == "adamw" else method
+    predicted = optim_cost.step_cost(model, WORKERS, network, name)
+    computed = optim_cost.Computed(case.seeds_of_a_step / seeds_per_s)
+    return reports_network.line_of(predicted, computed, network)["step_s"]
+
+
+def prepared(folder: Path, name: str) -> Path:
+    """The folder of a graph, made by the command line."""
+    graph = folder / name
+    if graph.exists():
+        return graph
+    source: Any = ARCHIVES / name / f"{name}.npz"
+    if name == "planted":
+        source = folder / "raw"
+        like = ["--like", "ogbn-products", "--scale", "0.01"]
+        assert cli.main(["make", str(source), "--kind", "planted", *like]) == 0
+    assert cli.main(["prepare", str(source), str(graph)]) == 0
+    return graph
+
+
+def _sent_by_first(run: Path) -> list[int]:
+    """The bytes that worker 0 sent in each epoch."""
+    workers = [json.loads(line) for line in (run / "workers.jsonl").open()]
+    return [line["bytes_sent"] for line in workers if line["worker"] == 0]
+
+
+def _read(run: Path) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (run / "record.jsonl").open()]
+    result = json.loads((run / "result.json").read_text())
+    sent = list(accumulate(_sent_by_first(run)))
+    evaluated = [number for number, line in enumerate(lines) if "valid_accuracy" in line]
+    return {
+        "test_percent": 100 * result["test_accuracy"],
+        "evaluated_after": [number + 1 for number in evaluated],
+        "valid_percent": [100 * lines[number]["valid_accuracy"] for number in evaluated],
+        "bytes_sent": [sent[number] for number in evaluated],
+        "seeds": lines[0]["seeds"],
+    }
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.mean(column) for column in zip(*rows, strict=True)]
+
+
+def _one_thread() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **_one_thread()}
+
+
+if __name__ == "__main__":
+    main()

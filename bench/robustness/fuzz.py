@@ -1,0 +1,748 @@
+"""Run commands on damaged files and wrong options: is each rejected with an error and a hint?
+
+    python -m bench.robustness.fuzz [--seed S] [--cases N] [--kinds KIND ...] [--all]
+        [--no-record | --report FILE]
+
+Each case damages a copy of a file that commands read, or makes up an option. The seed, the kind and
+the number of the case determine it:
+
+    folder       bits, bytes, ends and names of the files of a prepared folder
+    meta         a value of meta.json of another type or size, half of them with a valid checksum
+    checkpoint   the files of a run that `evaluate` and `train --resume` read
+    npz          an archive: arrays that do not fit each other, headers, bits
+    layout       a folder in OGB's layout, as text or binary: cells of its tables, bits, task.json
+    option       an option of `train` with an invalid value
+    config       a TOML file of options
+
+Outcomes:
+
+    rejected     the command fails with one `error:` line and one `hint:` line
+    accepted     the command succeeds, and may: the arrays that it reads are the same as before, or
+                 the changed value is valid
+    failed       all else: a traceback, a signal, a time limit, an error that the command did not
+                 expect, damage that neither `train` nor `info --verify` finds, a half-written file
+
+Commands run in a forked process, many cases each. One line with the outcomes of all kinds is
+recorded.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench import harness
+from bench.docs.robustness_tables import outcomes_of
+from gcnzc import cli
+from gcnzc.datasets import ogb
+from gcnzc.datasets.meta import checksum_of
+from gcnzc.graph import load
+from gcnzc.train import checkpoint
+from gcnzc.train.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+
+SIZES = "--nodes 300 --edges 1200 --num-features 8 --classes 3"
+# options of a training of one short epoch
+SMALL: dict[str, Any] = {
+    "epochs": 1,
+    "fanouts": [3, 3],
+    "layers": 2,
+    "hidden": 8,
+    "batch_size": 64,
+    "threads": 1,
+    "tuning_profile": False,
+}
+LIMIT_S = 60.0
+# of each kind, in 220 cases
+SHARES = {
+    "folder": 60,
+    "meta": 50,
+    "checkpoint": 30,
+    "npz": 30,
+    "layout": 20,
+    "option": 20,
+    "config": 10,
+}
+OUTCOMES = REJECTED, ACCEPTED, FAILED = "rejected", "accepted", "failed"
+# of the arrays of a prepared folder
+HEADER_BYTES = 4096
+BASES = {"dense": "", "codes": "--feature-dtype int8", "links": "--task link"}
+
+
+class Failure(Exception):
+    """A command ended in a way that is a failure."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One input and its outcome."""
+
+    kind: str
+    number: int
+    what: str
+    outcome: str
+    why: str
+
+
+class Bench:
+    """Runs cases in the present process, whose output goes to files.
+
+    Args:
+        base: folder that `make_base` filled.
+        work: folder of the current case, created for each.
+    """
+
+    def __init__(self, base: Path, work: Path) -> None:
+        self.base, self.work = base, work
+        self.what = ""
+
+    def run(self, kind: str, number: int, seed: int) -> Case:
+        """One case."""
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir()
+        os.chdir(self.work)
+        self.what = ""
+        try:
+            outcome, why = KINDS[kind](self, random.Random(f"{seed} {kind} {number}"))
+            self.check_whole_files()
+        except Failure as failure:
+            outcome, why = FAILED, str(failure)
+        return Case(kind, number, self.what, outcome, why)
+
+    def command(self, words: str | Sequence[str]) -> str:
+        """Run a command: the text of its error, or nothing if it succeeds.
+
+        Raises:
+            Failure: it fails in another way than with an error and a hint.
+        """
+        words = words.split() if isinstance(words, str) else list(words)
+        with captured() as written:
+            try:
+                status: object = cli.main(words)
+            except SystemExit as exit_:
+                status = exit_.code
+            except BaseException as error:
+                raise Failure(f"{words[0]}: {type(error).__name__}: {error}") from error
+        (text,) = written
+        errors = [line for line in text.splitlines() if line.startswith("error: ")]
+        hints = [line for line in text.splitlines() if line.startswith("hint: ")]
+        if status not in (0, 1, 2) or "Traceback" in text:
+            raise Failure(f"{words[0]} ended with {status!r}: {text[-2000:]}")
+        if status == 0:
+            return ""
+        if len(errors) != 1 or len(hints) != 1:
+            raise Failure(f"{words[0]} printed {len(errors)} errors, {len(hints)} hints: {text}")
+        if errors[0].startswith("error: unexpected "):
+            raise Failure(errors[0])
+        return errors[0]
+
+    def train(self, folder: Path, **options: Any) -> str:
+        """Run a short training of a prepared folder, with the options in a TOML file."""
+        path = self.work / "options.toml"
+        path.write_text(to_toml(SMALL | options))
+        return self.command(f"train {folder} --config {path}")
+
+    def check_whole_files(self) -> None:
+        """Demand that no command left a partial file, or one of a run that cannot be read.
+
+        Raises:
+            Failure: there is one.
+        """
+        if left := [str(path) for path in self.work.rglob("*.partial*")]:
+            raise Failure(f"left half written: {left}")
+        for path in (self.work / "runs").rglob("*"):
+            try:
+                if path.suffix == ".json":
+                    json.loads(path.read_text())
+                elif path.suffix == ".jsonl":
+                    [json.loads(line) for line in path.read_text().splitlines()]
+                elif path.suffix == ".pt":
+                    checkpoint.load(path)
+            except ValueError as error:
+                raise Failure(f"left half written: {path}: {error}") from error
+
+    def copy(self, name: str) -> Path:
+        """A copy of something of the base."""
+        shutil.copytree(self.base / name, self.work / name)
+        return self.work / name
+
+    def prepare(self, source: Path, right: str) -> tuple[str, str]:
+        """Prepare a source: rejected, or the arrays are those of the folder `right`."""
+        dest = self.work / "dest"
+        before = set(self.work.iterdir())
+        if error := self.command(["prepare", str(source), str(dest)]):
+            if left := set(self.work.iterdir()) - before:
+                raise Failure(f"a failed prepare left {left}")
+            return REJECTED, error
+        if load.info(dest)["num_nodes"] and crcs(dest) == crcs(self.base / right):
+            return ACCEPTED, "the same arrays are read"
+        return ACCEPTED, ""
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[str]]:
+    """Capture what this process and its libraries write to file descriptors 1 and 2."""
+    written: list[str] = []
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = os.dup(1), os.dup(2)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield written
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, descriptor in enumerate(kept, start=1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            file.seek(0)
+            written.append(file.read().decode(errors="replace"))
+
+
+def to_toml(options: Mapping[str, Any]) -> str:
+    """Options as lines of TOML, which writes numbers, strings and lists as JSON does."""
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())
+
+
+def crcs(folder: Path) -> dict[str, str]:
+    """The checksums of the arrays of a prepared folder."""
+    files = json.loads((folder / "meta.json").read_text())["files"]
+    return {name: entry["crc32"] for name, entry in files.items()}
+
+
+def damage(random: random.Random, path: Path, begin: int = 0) -> str:
+    """Damage a file in one of several ways.
+
+    Args:
+        random: makes the choices.
+        path: of the file.
+        begin: the first byte of which bits or bytes change.
+
+    Returns:
+        What was done.
+    """
+    before = path.read_bytes()
+    after = bytearray(before)
+    begin = min(begin, len(after) - 1)
+    kind = random.choice(["bits", "bits", "bits", "zeros", "cut", "longer", "garbage", "empty"])
+    if kind == "bits":
+        for _ in range(random.choice([1, 1, 2, 50])):
+            after[random.randrange(begin, len(after))] ^= 1 << random.randrange(8)
+    elif kind == "zeros":
+        place = random.randrange(begin, len(after))
+        after[place : place + 64] = bytes(len(after[place : place + 64]))
+    elif kind == "cut":
+        del after[random.randrange(len(after)) :]
+    elif kind == "longer":
+        after += random.randbytes(random.randrange(1, 100))
+    elif kind == "garbage":
+        after[begin:] = random.randbytes(len(after) - begin)
+    else:
+        after.clear()
+    path.write_bytes(after)
+    return f"{path.name}: {kind}{' (the same bytes)' if after == before else ''}"
+
+
+def fuzz_folder(bench: Bench, random: random.Random) -> tuple[str, str]:
+    """A prepared folder with damaged files."""
+    base = random.choice(list(BASES))
+    folder = bench.copy(base)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    # most bytes are those of features; other files deserve as many cases
+    path = random.choice(paths)
+    if random.random() < 0.1:
+        bench.what = f"{base}: no {path.name}"
+        path.unlink()
+    elif random.random() < 0.1:
+        other = random.choice([each for each in paths if each != path])
+        bench.what = f"{base}: {other.name} as {path.name}"
+        shutil.copyfile(other, path)
+    else:
+        # damage in a header is found at once, damage in numbers is not
+        begin = random.choice([0, HEADER_BYTES, HEADER_BYTES]) if path.suffix == ".npy" else 0
+        bench.what = f"{base}: {damage(random, path, begin)}"
+    trained = bench.train(folder, task=task_of(base))
+    verified = bench.command(f"info {folder} --verify")
+    if verified:
+        return REJECTED, trained or verified
+    if not changed(folder, bench.base / base):
+        return ACCEPTED, "no byte is another"
+    raise Failure(f"info --verify found nothing; train: {trained or 'done'}")
+
+
+def task_of(base: str) -> str:
+    """The task that a prepared folder of the base is for."""
+    return "link" if base == "links" else "node"
+
+
+def changed(folder: Path, base: Path) -> bool:
+    """Whether a file of `base` is another one in `folder`."""
+    names = [path.relative_to(base) for path in base.rglob("*") if path.is_file()]
+    return any((folder / name).read_bytes() != (base / name).read_bytes() for name in names)
+
+
+VALUES: list[Any] = [
+    *(None, True, False, -1, 0, 1, 2, 7, 301, 2**31, 2**40, 2**63, 10**40, 0.5, float("nan")),
+    *(
+        float("inf"),
+        "",
+        "0",
+        "400",
+        "no",
+        "int8",
+        "<f8",
+        "x" * 1000,
+        "../..",
+        [],
+        [1],
+        {},
+        {"a": 1},
+    ),
+]
+DELETE = "nothing"
+# keys of meta.json that may have other values, or that no command reads
+FREE = {"name", "because", "pitch_reason", "origin", "dropped_without_label", "num_labelled"}
+FREE |= {"best_accuracy", "normalized", "finite", "metric", "num_classes", "bidirected", "crc32"}
+FREE |= {"self_loops", "duplicates", "links", "valid_in_graph", "test_in_graph", "scale_columns"}
+FREE |= {"columns"}
+
+
+def fuzz_meta(bench: Bench, random: random.Random) -> tuple[str, str]:
+    """A prepared folder with another value in meta.json."""
+    base = random.choice(list(BASES))
+    folder = bench.copy(base)
+    path = folder / "meta.json"
+    meta = json.loads(path.read_text())
+    table, keys = meta, []
+    while True:
+        key = random.choice(list(table))
+        keys.append(str(key))
+        if not isinstance(table[key], dict) or not table[key] or random.random() < 0.15:
+            break
+        table = table[key]
+    before = table[key]
+    if random.random() < 0.2:
+        del table[key]
+        bench.what = f"{base}: no {'.'.join(keys)}"
+    else:
+        table[key] = random.choice(VALUES)
+        bench.what = f"{base}: {'.'.join(keys)} {before!r:.40} -> {table[key]!r:.40}"
+    is_signed = keys[-1] != "crc32" and random.random() < 0.5
+    if is_signed:
+        meta["crc32"] = checksum_of(meta)
+        bench.what += ", signed"
+    path.write_text(json.dumps(meta))
+    error = bench.train(folder, task=task_of(base))
+    error = error or bench.command(f"info {folder} --verify")
+    if error:
+        return REJECTED, error
+    if key in table and repr(table[key]) == repr(before):
+        return ACCEPTED, "no value is another"
+    if keys[-1] == "crc32" or (is_signed and FREE & set(keys)):
+        return ACCEPTED, "the value is valid, and the checksum is right or not there"
+    if (
+        is_signed
+        and "files" in keys
+        and meta["files"].keys()
+        < json.loads((bench.base / base / "meta.json").read_text())["files"].keys()
+    ):
+        return ACCEPTED, "the file is not needed"
+    raise Failure("accepted")
+
+
+def fuzz_checkpoint(bench: Bench, random: random.Random) -> tuple[str, str]:
+    """A run with damaged files."""
+    run = bench.copy("run")
+    name = random.choice(["best.pt", "checkpoint.pt", "best.pt", "checkpoint.pt", "config.json"])
+    path = run / name
+    is_value = random.random() < 0.4
+    if is_value:
+        bench.what = f"{name}: {change_value(random, path)}"
+    elif random.random() < 0.1:
+        path.unlink()
+        bench.what = f"no {name}"
+    else:
+        bench.what = damage(random, path)
+    command = f"evaluate {run}" if name == "best.pt" else f"train --resume {run} --epochs 2"
+    error = bench.command(command)
+    if error:
+        return REJECTED, error
+    if not changed(run, bench.base / "run"):
+        return ACCEPTED, "no byte is another"
+    if name == "config.json" and readable(path):
+        return ACCEPTED, "the options are those of the checkpoint, or may change on resume"
+    if is_value and bench.what.startswith(HARMLESS):
+        return ACCEPTED, "no result depends on the value"
+    raise Failure("accepted")
+
+
+# values that evaluate does not use, and how many lines of workers.jsonl are kept, at most all
+HARMLESS = ("best.pt: scores", "best.pt: valid", "best.pt: epoch", "checkpoint.pt: worker_lines")
+
+
+def change_value(random: random.Random, path: Path) -> str:
+    """Save another value in a file of a run, in its format: what was done."""
+    is_config = path.suffix == ".json"
+    state = json.loads(path.read_text()) if is_config else torch.load(path, weights_only=True)
+    table, keys = state, []
+    while isinstance(table, dict) and table:
+        key = random.choice(list(table))
+        keys.append(key)
+        if random.random() < 0.5 or not isinstance(table[key], dict) or not table[key]:
+            break
+        table = table[key]
+    value = random.choice([*VALUES, torch.zeros(3), DELETE])
+    if is_config and isinstance(value, torch.Tensor):
+        value = DELETE
+    if random.random() < 0.2 and not is_config:
+        state = value if value is not DELETE else {}
+        keys = ["all"]
+    elif value is DELETE:
+        del table[key]
+    else:
+        table[key] = value
+    if is_config:
+        path.write_text(json.dumps(state))
+    elif isinstance(state, dict) and random.random() < 0.5:
+        # with a checksum that is right
+        checkpoint.save(path, state)
+    else:
+        torch.save(state, path)
+    return f"{'.'.join(map(str, keys))} -> {value!r:.40}"
+
+
+def readable(path: Path) -> bool:
+    """Whether a file is JSON."""
+    try:
+        json.loads(path.read_text())
+    except ValueError:
+        return False
+    return True
+
+
+def fuzz_npz(bench: Bench, random: random.Random) -> tuple[str, str]:
+    """An archive with damaged bytes or arrays that do not fit each other."""
+    path = bench.work / "graph.npz"
+    shutil.copyfile(bench.base / "graph.npz", path)
+    if random.random() < 0.5:
+        bench.what = damage(random, path)
+        outcome, why = bench.prepare(path, "from_npz")
+        if outcome == ACCEPTED and not why:
+            raise Failure("another graph was read")
+        return outcome, why
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    key = random.choice([key for key, array in arrays.items() if array.ndim])
+    array = arrays[key]
+    ways: list[Callable[[], Any]] = [
+        lambda: array[..., :-1],
+        lambda: array.reshape(-1),
+        lambda: array[..., None],
+        lambda: array.astype(str),
+        lambda: array[:0],
+        lambda: np.where(np.arange(array.size).reshape(array.shape) == 3, 2**40, array),
+        lambda: np.where(np.arange(array.size).reshape(array.shape) == 3, -7, array),
+        lambda: np.full(array.shape, np.nan),
+        lambda: np.array(5),
+    ]
+    number = random.randrange(len(ways) + 1)
+    bench.what = f"{key}: {number}"
+    if number == len(ways):
+        del arrays[key]
+    else:
+        arrays[key] = ways[number]()
+    np.savez(path, **arrays)
+    outcome, why = bench.prepare(path, "from_npz")
+    if outcome == ACCEPTED and not why and number not in VALID_NPZ[key.split("_")[-1]]:
+        raise Failure("accepted")
+    return outcome, why or "another graph, which is valid"
+
+
+# by the end of an array's name: which changes make another valid graph
+VALID_NPZ: dict[str, set[int]] = {
+    # fewer columns, other finite values, none at all
+    "feat": {0, 5, 6, 9},
+    # fewer edges
+    "index": {0},
+    "label": set(),
+    # fewer seeds, a single one
+    "idx": {0, 8},
+}
+
+
+def fuzz_layout(bench: Bench, random: random.Random) -> tuple[str, str]:
+    """A folder in OGB's layout with damaged files."""
+    folder = bench.copy(random.choice(["raw", "text"]))
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".gz", ".npz", ".json"))
+    tables = [path for path in paths if path.suffix == ".gz"]
+    is_cell = random.random() < 0.5
+    path = random.choice(tables if is_cell else paths)
+    if not is_cell:
+        bench.what = f"{folder.name}: {damage(random, path)}"
+        outcome, why = bench.prepare(folder, "dense")
+        # what task.json holds has no checksum, and its numbers no others beside them
+        if outcome == ACCEPTED and not why and path.name != "task.json":
+            raise Failure("another graph was read")
+        return outcome, why or "another valid task.json"
+    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+    place = random.randrange(len(lines))
+    cells = lines[place].split(",")
+    cell = random.choice(["", "x", "-5", "1e400", "9" * 20, "0.5", "1,2,3", "\0", '"'])
+    bench.what = f"{folder.name}: {path.name}: a cell of line {place} is {cell!r}"
+    cells[random.randrange(len(cells))] = cell
+    lines[place] = ",".join(cells)
+    path.write_bytes(gzip.compress("\n".join([*lines, ""]).encode()))
+    outcome, why = bench.prepare(folder, "dense")
+    is_valid = (path.name == "node-feat.csv.gz" and cell in ("-5", "0.5", "9" * 20)) or (
+        # a node without a label; an empty line in a split, which OGB skips, too
+        cell == "" and (path.name == "node-label.csv.gz" or "split" in path.parts)
+    )
+    if outcome == ACCEPTED and not why and not is_valid:
+        raise Failure("accepted")
+    return outcome, why or "another graph, which is valid"
+
+
+# options of train, except paths, processes, how long it takes, and a regular expression of any text
+OPTIONS = [
+    field.name
+    for field in dataclasses.fields(TrainConfig)
+    if field.name
+    not in {"data", "out", "resume", "config", "workers", "trace", "epochs", "fragments"}
+]
+VALID_OPTIONS = {("fanouts", "1,2"), ("outer_lr", "None"), ("outer_momentum", "None")}
+VALID_OPTIONS |= {
+    (name, "-0.0")
+    for name in (
+        *("weight_decay", "outer_lr", "outer_momentum", "eager_weight", "checkpoint_every_s"),
+        *("dropout", "input_dropout", "attention_dropout"),
+    )
+}
+# numbers without an upper bound
+LARGE = "9" * 30
+UNBOUNDED = ("weight_decay", "outer_lr", "checkpoint_every_s")
+VALID_OPTIONS |= {(name, LARGE) for name in (*UNBOUNDED, "warmup", "local_steps", "delay")}
+TOML_VALUES = ['"x"', "-1", "true", "nan", "[]", "[1, 2]", "{a = 1}", "1979-05-27", LARGE, ""]
+VALID_LINES = {"fanouts = [1, 2]", *(f"{name} = {LARGE}" for name in UNBOUNDED)}
+VALID_LINES |= {
+    f"{name} = true" for name, value in vars(TrainConfig()).items() if isinstance(value, bool)
+}
+WORDS = [
+    "nan",
+    "-1",
+    "",
+    "x",
+    "inf",
+    "1e400",
+    "0x10",
+    "-0.0",
+    "1,2",
+    LARGE,
+    "\xe4",
+    "[]",
+    "None",
+]
+
+
+def fuzz_option(bench: Bench, random: random.Random) -> tuple[str, str]:
+    """An invalid value of one option of train."""
+    name, word = random.choice(OPTIONS), random.choice(WORDS)
+    option = "--" + name.replace("_", "-")
+    bench.what = f"{option} {word!r}"
+    path = bench.work / "options.toml"
+    path.write_text(to_toml(SMALL))
+    error = bench.command(["train", str(bench.base / "dense"), "--config", str(path), option, word])
+    if error:
+        return REJECTED, error
+    if (name, word) in VALID_OPTIONS:
+        return ACCEPTED, "the value is valid"
+    raise Failure("accepted")
+
+
+def fuzz_config(bench: Bench, random: random.Random) -> tuple[str, str]:
+    """A TOML file of options with wrong values."""
+    path = bench.work / "options.toml"
+    name = random.choice(OPTIONS)
+    if random.random() < 0.2:
+        line = random.choice(["[", "nothing = 1", "lr = 1\nlr = 2", "a.b.c = 1", "\0", "= 3"])
+        options = SMALL
+    else:
+        line = f"{name} = {random.choice(TOML_VALUES)}"
+        options = {key: value for key, value in SMALL.items() if key != name}
+    bench.what = repr(line)
+    path.write_text(to_toml(options) + line + "\n")
+    error = bench.command(f"train {bench.base / 'dense'} --config {path}")
+    if error:
+        return REJECTED, error
+    if line in VALID_LINES:
+        return ACCEPTED, "the value is valid"
+    raise Failure("accepted")
+
+
+KINDS: dict[str, Callable[[Bench, random.Random], tuple[str, str]]] = {
+    "folder": fuzz_folder,
+    "meta": fuzz_meta,
+    "checkpoint": fuzz_checkpoint,
+    "npz": fuzz_npz,
+    "layout": fuzz_layout,
+    "option": fuzz_option,
+    "config": fuzz_config,
+}
+
+
+def make_base(base: Path) -> None:
+    """Make a graph in every format, and a finished run, for the cases to damage.
+
+    Raises:
+        Failure: a command failed.
+    """
+    commands = [f"make {base / 'raw'} {SIZES}"]
+    commands += [f"prepare {base / 'raw'} {base / name} {how}" for name, how in BASES.items()]
+    toml = base / "options.toml"
+    toml.write_text(to_toml(SMALL))
+    commands += [f"train {base / 'dense'} --config {toml} --out {base / 'run'}"]
+    bench = Bench(base, base)
+    for command in commands:
+        if error := bench.command(command):
+            raise Failure(f"{command}: {error}")
+    loaded = load.load(base / "dense")
+    assert loaded.features is not None
+    np.savez(
+        base / "graph.npz",
+        edge_index=torch.stack(loaded.graph.edges()).numpy().astype(np.int64),
+        node_label=loaded.labels.numpy(),
+        node_feat=loaded.features.numpy(),
+        add_inverse_edge=np.array(False),
+        **{f"{part}_idx": ids.numpy() for part, ids in loaded.split.items()},
+    )
+    ogb.write_source(base / "text", ogb.OgbGraph(base / "raw"), binary=False)
+    for source, dest in (("graph.npz", "from_npz"), ("text", "from_text")):
+        if error := bench.command(f"prepare {base / source} {base / dest}"):
+            raise Failure(error)
+    assert crcs(base / "from_text") == crcs(base / "dense")
+
+
+def _work(base: Path, work: Path, seed: int, pipe: Connection) -> None:
+    """Run the cases received from a pipe, in a process of their own."""
+    torch.set_num_threads(1)
+    bench = Bench(base, work)
+    while True:
+        kind, number = pipe.recv()
+        pipe.send(bench.run(kind, number, seed))
+
+
+class Worker:
+    """A forked process that runs cases; replaced if a case ends it."""
+
+    def __init__(self, base: Path, work: Path, seed: int) -> None:
+        self.args = base, work, seed
+        self.start()
+
+    def start(self) -> None:
+        """Fork it."""
+        context = multiprocessing.get_context("fork")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_work, args=(*self.args, other), daemon=True)
+        self.process.start()
+        other.close()
+
+    def stop(self) -> None:
+        """Kill it."""
+        self.process.kill()
+        self.process.join()
+
+    def run(self, kind: str, number: int) -> Case:
+        """One case; a signal or the time limit is its failure."""
+        self.pipe.send((kind, number))
+        why = f"took more than {LIMIT_S:g} s"
+        try:
+            if self.pipe.poll(LIMIT_S):
+                found: Case = self.pipe.recv()
+                return found
+        except EOFError:
+            self.process.join()
+            why = f"ended by exit code or signal {self.process.exitcode}"
+        self.stop()
+        self.start()
+        return Case(kind, number, "", FAILED, why)
+
+
+def run_cases(
+    kinds: Sequence[str], num_cases: int, seed: int, *, is_verbose: bool
+) -> dict[str, Counter[str]]:
+    """Run cases of some kinds: for each kind, how many had which outcome.
+
+    Raises:
+        Failure: a command failed on undamaged files.
+    """
+    counts: dict[str, Counter[str]] = {}
+    with tempfile.TemporaryDirectory(prefix="gcnzc-fuzz-") as folder:
+        os.environ["GCNZC_CACHE"] = f"{folder}/cache"
+        base = Path(folder, "base")
+        base.mkdir()
+        maker = multiprocessing.get_context("fork").Process(target=make_base, args=(base,))
+        maker.start()
+        maker.join()
+        if maker.exitcode:
+            raise Failure("the undamaged files could not be made")
+        worker = Worker(base, Path(folder, "work"), seed)
+        for kind in kinds:
+            counts[kind] = Counter()
+            for number in range(max(1, SHARES[kind] * num_cases // sum(SHARES.values()))):
+                case = worker.run(kind, number)
+                counts[kind][case.outcome] += 1
+                if is_verbose or case.outcome == FAILED:
+                    line = f"{kind} {number}: {case.what}: {case.outcome}: {case.why}"
+                    print(line.encode(errors="backslashreplace").decode(), flush=True)
+        worker.stop()
+    return counts
+
+
+def main() -> int:
+    """Run the cases and record their outcomes; 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=sum(SHARES.values()))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--no-record", action="store_true")
+    parser.add_argument("--report", type=Path, help="write the outcomes to this file instead")
+    parser.add_argument("--all", action="store_true", help="print every case")
+    arguments = parser.parse_args()
+    begin = time.monotonic()
+    counts = run_cases(arguments.kinds, arguments.cases, arguments.seed, is_verbose=arguments.all)
+    kinds = {
+        kind: {outcome: found[outcome] for outcome in OUTCOMES} for kind, found in counts.items()
+    }
+    print(outcomes_of(kinds))
+    if arguments.report is not None:
+        arguments.report.write_text(json.dumps(kinds))
+    elif not arguments.no_record:
+        seconds = round(time.monotonic() - begin, 1)
+        case = {
+            "seed": arguments.seed,
+            "cases": sum(sum(found.values()) for found in counts.values()),
+        }
+        harness.record("fuzz", case, seconds=seconds, kinds=kinds)
+    return int(any(found[FAILED] for found in counts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

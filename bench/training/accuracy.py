@@ -1,0 +1,235 @@
+"""How accurate models are that train on sampled neighbours of real graphs, over several seeds.
+
+    python -m bench.training.accuracy [GRAPH ...] [--sampler gcnzc dgl] [--seeds N]
+                                     [--archives FOLDER]
+
+Every figure comes from the commands of the command line that are printed with it, in which only the
+seed changes: a graph is prepared, a model trains on minibatches, and the one that is best on the
+validation nodes is tested with all neighbours. All graphs if none is named. With both samplers the
+difference between them is held against the spread of the seeds. Exit status 1 if a figure stays
+below its target.
+
+FOLDER holds archives NAME/NAME.npz as `gcnzc prepare` reads them; the digits need none.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import harness
+from gcnzc import cli
+
+ARCHIVES = Path(__file__).parents[3] / "shared" / "data"
+SAMPLERS = ("gcnzc", "dgl")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model trains, and what it is to reach."""
+
+    graph: str
+    target_percent: float  # test accuracy, or area under the ROC curve, of the mean over the seeds
+    options: str  # of `gcnzc train`
+
+
+# what makes the folder GRAPH; a graph with bags of words and few labels trains better on shares
+PREPARE = "prepare ARCHIVE GRAPH"
+NORMALIZED = f"{PREPARE} --normalize-features"
+MADE_BY = {
+    "cora": NORMALIZED,
+    "citeseer": NORMALIZED,
+    "amazon_computers": PREPARE,
+    "amazon_photo": PREPARE,
+    "coauthor_cs": PREPARE,
+    "coauthor_physics": PREPARE,
+    "tolokers": PREPARE,
+    "digits": "make GRAPH --kind digits",
+    "ogbn_arxiv_structure": "embed ARCHIVE GRAPH --dims 128",
+}
+
+# batches of these hold all training nodes, so that an epoch is a step; a look at the 500 validation
+# nodes every fifth step is cheaper, and a lucky early one less likely
+PLANETOID = (
+    "--layers 2 --fanouts 10,10 --lr 0.01 --weight-decay 5e-4 --epochs 200 --evaluate-every 5"
+)
+WORDS = "--hidden 64 --dropout 0.5 --input-dropout 0.5"
+ATTENTION = (
+    "--hidden 8 --heads 8 --output-heads 1 --no-skip "
+    "--dropout 0.6 --input-dropout 0.6 --attention-dropout 0.6"
+)
+AMAZON = "--layers 2 --fanouts 10,10 --hidden 128 --batch-norm --batch-size 512 --epochs 30"
+# rows of 27 and 34 KB: small fan-outs bound what a batch gathers
+COAUTHOR = "--layers 2 --fanouts 5,5 --hidden 64 --batch-size 256"
+
+RECIPES = (
+    Recipe("cora", 80.5, f"--model gcn {PLANETOID} {WORDS} --batch-size 140"),
+    Recipe("cora", 81.0, f"--model gat {PLANETOID} {ATTENTION} --batch-size 140"),
+    Recipe("cora", 79.0, f"--model sage {PLANETOID} {WORDS} --batch-size 140"),
+    Recipe("citeseer", 69.5, f"--model gcn {PLANETOID} {WORDS} --batch-size 120"),
+    Recipe("amazon_computers", 88.5, f"--model sage {AMAZON}"),
+    Recipe("amazon_photo", 93.5, f"--model sage {AMAZON}"),
+    Recipe("coauthor_cs", 93.0, f"--model sage {COAUTHOR} --epochs 10"),
+    Recipe("coauthor_physics", 95.5, f"--model sage {COAUTHOR} --epochs 5"),
+    Recipe(
+        "tolokers",
+        81.0,
+        "--model sage --layers 3 --fanouts 10,10,10 --hidden 128 --batch-norm --dropout 0.2 "
+        "--batch-size 512 --epochs 100 --patience 25",
+    ),
+    Recipe(
+        "digits",
+        96.0,
+        "--model sage --layers 2 --fanouts 10,10 --hidden 64 --batch-norm --lr 0.01 "
+        "--batch-size 128 --epochs 40 --patience 15",
+    ),
+    Recipe(
+        "ogbn_arxiv_structure",
+        66.0,
+        "--model sage --layers 2 --fanouts 10,10 --hidden 256 --batch-norm --epochs 8",
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every recipe of the graphs asked for, and return the exit status."""
+    asked = options(argv)
+    lines = []
+    for graph in asked.graphs:
+        # made anew each time, so that a figure never comes from a graph of earlier code
+        with tempfile.TemporaryDirectory() as folder:
+            prepared = Path(folder) / graph
+            words = words_of(MADE_BY[graph], ARCHIVE=asked.archives / graph / f"{graph}.npz")
+            gcnzc(words_of(words, GRAPH=prepared))
+            for recipe in RECIPES:
+                if recipe.graph == graph:
+                    lines += measure(recipe, prepared, asked.sampler, asked.seeds)
+    print_table(lines)
+    return int(any(not line["reached"] for line in lines))
+
+
+def options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=", ".join(MADE_BY))
+    parser.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=SAMPLERS[:1])
+    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on; at least 2")
+    parser.add_argument("--archives", type=Path, default=ARCHIVES, help="NAME/NAME.npz lie there")
+    asked = parser.parse_args(argv)
+    unknown = [graph for graph in asked.graphs if graph not in MADE_BY]
+    if unknown:
+        parser.error(f"no recipe for {', '.join(unknown)}; there are {', '.join(MADE_BY)}")
+    if asked.seeds < 2:
+        parser.error("a spread needs at least two seeds")
+    asked.graphs = list(dict.fromkeys(asked.graphs)) or list(MADE_BY)
+    return asked
+
+
+def measure(
+    recipe: Recipe, prepared: Path, samplers: Iterable[str], seeds: int
+) -> list[dict[str, Any]]:
+    """Train once a seed with each sampler, and record the figures of each."""
+    lines = []
+    for sampler in samplers:
+        words = f"train GRAPH {recipe.options} --sampler {sampler}"
+        results, seconds = [], []
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory() as runs:
+                here = ["--seed", str(seed), "--out", str(Path(runs) / "run")]
+                begin = time.perf_counter()
+                results.append(json.loads(gcnzc([*words_of(words, GRAPH=prepared), *here])))
+                seconds.append(time.perf_counter() - begin)
+        lines.append(record(recipe, sampler, f"gcnzc {words}", results, seconds))
+    if len(lines) == 2:
+        compare(*lines)
+    return lines
+
+
+def record(
+    recipe: Recipe,
+    sampler: str,
+    command: str,
+    results: Sequence[dict[str, Any]],
+    seconds: Sequence[float],
+) -> dict[str, Any]:
+    """Print and keep what the seeds came to."""
+    metric = results[0]["metric"]
+    tests = [100 * result[f"test_{metric}"] for result in results]
+    valids = [100 * result[f"valid_{metric}"] for result in results]
+    mean = statistics.mean(tests)
+    return harness.record(
+        "accuracy",
+        {"graph": recipe.graph, "model": results[0]["model"], "sampler": sampler},
+        metric=metric,
+        test_percent=mean,
+        spread_percent=statistics.stdev(tests),
+        target_percent=recipe.target_percent,
+        reached=mean >= recipe.target_percent,
+        tests_percent=[round(test, 2) for test in tests],
+        valid_percent=statistics.mean(valids),
+        best_epochs=[result["best_epoch"] for result in results],
+        epochs=[result["epochs"] for result in results],
+        run_s=statistics.mean(seconds),
+        epoch_s=statistics.mean(result["epoch_s"] for result in results),
+        parameters=results[0]["parameters"],
+        made_by=f"gcnzc {MADE_BY[recipe.graph]}",
+        command=command,
+    )
+
+
+def compare(ours: dict[str, Any], other: dict[str, Any]) -> None:
+    """Print and keep by how much two samplers differ, beside what chance makes of the seeds."""
+    spread = (ours["spread_percent"] ** 2 + other["spread_percent"] ** 2) ** 0.5
+    difference = ours["test_percent"] - other["test_percent"]
+    harness.record(
+        "accuracy",
+        {
+            "graph": ours["graph"],
+            "model": ours["model"],
+            "sampler": f"{ours['sampler']} - {other['sampler']}",
+        },
+        difference_percent=difference,
+        spread_percent=spread,
+        within_spread=abs(difference) <= spread,
+    )
+
+
+def gcnzc(words: Sequence[str]) -> str:
+    """What a command prints on stdout; what it says is shown only when it fails."""
+    out, talk = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(talk):
+        status = cli.main(words)
+    if status:
+        print(f"gcnzc {' '.join(words)}\n{talk.getvalue()}", file=sys.stderr)
+        raise SystemExit(status)
+    return out.getvalue()
+
+
+def words_of(command: str | Sequence[str], **paths: Path) -> list[str]:
+    """The words of a command, with the names of `paths` replaced by them."""
+    words = command.split() if isinstance(command, str) else command
+    return [str(paths.get(word, word)) for word in words]
+
+
+def print_table(lines: Iterable[dict[str, Any]]) -> None:
+    """One row a figure, as it stands in a document."""
+    print(f"\n{'graph':22}{'model':7}{'sampler':9}{'test %':>15}{'target':>8}{'a run':>9}")
+    for line in lines:
+        test = f"{line['test_percent']:.2f} ± {line['spread_percent']:.2f}"
+        missed = "" if line["reached"] else "  missed"
+        print(
+            f"{line['graph']:22}{line['model']:7}{line['sampler']:9}{test:>15}"
+            f"{line['target_percent']:>8}{line['run_s']:>7.1f} s{missed}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""How long sums over blocks take, forward and backward, beside DGL's and torch.sparse's.
+
+    python -m bench.training.aggregate
+
+The blocks are those of one batch of 1024 seeds, fan-outs 15, 10, 5, on a power-law graph of 1 M
+nodes and 20 M edges; a call does all three, forward and backward, with the gradient of the rows.
+All ways are called in turns, on blocks that were used before, so that what a way makes of a block
+once (DGL its other formats, we the block turned round) is not counted. "gcnzc, new blocks" counts
+it: so blocks are met in training.
+
+`--edge-cost` measures instead what `gcnzc.models.layers.EDGE_COST` says: what a column of an edge
+costs, forward and backward, in multiplications of a linear map.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.harness import record, side_by_side
+from gcnzc.graph.graph import Graph
+from gcnzc.interop.dgl import import_dgl
+from gcnzc.kernels.aggregate import aggregate
+from gcnzc.kernels.aggregate.gat import gat_aggregate
+from gcnzc.sampling.batch import Block
+from gcnzc.sampling.neighbor import Sampler
+
+NUM_NODES, NUM_EDGES = 1_000_000, 20_000_000
+FANOUTS, BATCH_SIZE = [15, 10, 5], 1024
+WIDTHS = [100, 128, 256]
+HEADS = 4
+ROUNDS = 15
+
+
+def power_law(num_nodes: int, num_edges: int) -> Graph:
+    """Edges between nodes drawn with probabilities that fall as a power of their rank."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(num_nodes, generator=generator)
+    src, dst = (
+        order[(num_nodes * torch.rand(num_edges, generator=generator) ** 2.2).long()]
+        for _ in range(2)
+    )
+    return Graph.from_edges(src, dst, num_nodes)
+
+
+Step = Callable[[Tensor], Tensor]
+
+
+def forward_and_backward(steps: list[Step], rows: list[Tensor], grads: list[Tensor]) -> None:
+    """Call each step on its rows, and propagate a gradient back to them."""
+    for step, x, grad in zip(steps, rows, grads, strict=True):
+        x.grad = None
+        step(x).backward(grad)
+
+
+def random_grads(steps: list[Step], rows: list[Tensor]) -> list[Tensor]:
+    """A gradient for the output of each step."""
+    return [torch.randn_like(step(x.detach())) for step, x in zip(steps, rows, strict=True)]
+
+
+def mean_ways(blocks: list[Block]) -> dict[str, list[Step]]:
+    """For each way, the mean over each block."""
+    dgl = import_dgl()
+    scales = [1 / block.indptr.diff().clamp(min=1).float() for block in blocks]
+
+    def ours(block: Block, scale: Tensor, x: Tensor) -> Tensor:
+        return aggregate(block.indptr, block.indices, x, None, scale)
+
+    def ours_anew(block: Block, scale: Tensor, x: Tensor) -> Tensor:
+        return ours(replace(block, indices=block.indices.detach()), scale, x)
+
+    matrices = [
+        torch.sparse_csr_tensor(
+            block.indptr,
+            block.indices.long(),
+            scale.repeat_interleave(block.indptr.diff()),
+            (block.num_dst, block.num_src),
+            check_invariants=False,  # ids in a row are in any order
+        )
+        for block, scale in zip(blocks, scales, strict=True)
+    ]
+    return {
+        "gcnzc": [partial(ours, *pair) for pair in zip(blocks, scales, strict=True)],
+        "gcnzc, new blocks": [
+            partial(ours_anew, *pair) for pair in zip(blocks, scales, strict=True)
+        ],
+        "dgl": [partial(dgl.ops.copy_u_mean, dgl_block(dgl, block)) for block in blocks],
+        "torch.sparse": [partial(torch.matmul, matrix) for matrix in matrices],
+    }
+
+
+def attention_ways(blocks: list[Block], scores: list[Tensor]) -> dict[str, list[Step]]:
+    """For each way, attention over each block, as in DGL's GATConv between its linear maps."""
+    dgl = import_dgl()
+
+    def ours(block: Block, score: Tensor, x: Tensor) -> Tensor:
+        x = x.view(block.num_src, HEADS, -1)
+        target = score[: block.num_dst]
+        return gat_aggregate(block.indptr, block.indices, x, score, target, self_loops=False)
+
+    def ours_anew(block: Block, score: Tensor, x: Tensor) -> Tensor:
+        return ours(replace(block, indices=block.indices.detach()), score, x)
+
+    def theirs(block: Any, score: Tensor, x: Tensor) -> Tensor:
+        x = x.view(block.num_src_nodes(), HEADS, -1)
+        wide = score[:, :, None]
+        edges = dgl.ops.u_add_v(block, wide, wide[: block.num_dst_nodes()])
+        weight = dgl.ops.edge_softmax(block, torch.nn.functional.leaky_relu(edges, 0.2))
+        return dgl.ops.u_mul_e_sum(block, x, weight)
+
+    made = [dgl_block(dgl, block) for block in blocks]
+    return {
+        "gcnzc": [partial(ours, *pair) for pair in zip(blocks, scores, strict=True)],
+        "gcnzc, new blocks": [
+            partial(ours_anew, *pair) for pair in zip(blocks, scores, strict=True)
+        ],
+        "dgl": [partial(theirs, *pair) for pair in zip(made, scores, strict=True)],
+    }
+
+
+def dgl_block(dgl: Any, block: Block) -> Any:
+    """The same block as DGL's, with int64 ids: its int32 blocks cannot be trusted."""
+    edges = torch.arange(block.num_edges)
+    return dgl.create_block(
+        ("csc", (block.indptr, block.indices.long(), edges)),
+        num_src_nodes=block.num_src,
+        num_dst_nodes=block.num_dst,
+    )
+
+
+def check(ways: dict[str, list[Step]], rows: list[Tensor], grads: list[Tensor]) -> None:
+    """Refuse to time ways that do not compute the same."""
+    results = {}
+    for way, steps in ways.items():
+        forward_and_backward(steps, rows, grads)
+        outs = [step(x.detach()).detach() for step, x in zip(steps, rows, strict=True)]
+        results[way] = outs + [x.grad for x in rows]
+    for way, parts in results.items():
+        for ours, theirs in zip(results["gcnzc"], parts, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=way)
+
+
+def compare(what: str, ways: dict[str, Any], rows: list[Tensor], case: dict[str, Any]) -> None:
+    """Time all ways in turns, and record each with the time of gcnzc beside it."""
+    grads = random_grads(ways["gcnzc"], rows)
+    check(ways, rows, grads)
+    calls = {way: partial(forward_and_backward, steps, rows, grads) for way, steps in ways.items()}
+    timings = side_by_side(calls, ROUNDS)
+    ours = timings["gcnzc, new blocks"].median_s
+    for way, timing in timings.items():
+        times = timing.median_s / ours
+        record("aggregate_cpu", {"what": what, "way": way} | case, timing, times_new_blocks=times)
+
+
+def edge_cost(blocks: list[Block]) -> None:
+    """Time a mean and a linear map of the outermost block, forward and backward."""
+    block = blocks[0]
+    for width in WIDTHS:
+        x = torch.randn(block.num_src, width, requires_grad=True)
+        linear = torch.nn.Linear(width, width, bias=False)
+        scale = 1 / block.indptr.diff().clamp(min=1).float()
+        sums = [lambda x: aggregate(block.indptr, block.indices.detach(), x, None, scale)]  # noqa: B023
+        ways = {
+            "sum": partial(forward_and_backward, sums, [x], random_grads(sums, [x])),
+            "map": partial(forward_and_backward, [linear], [x], random_grads([linear], [x])),
+        }
+        timings = side_by_side(ways, ROUNDS)
+        sum_s = timings["sum"].median_s / (block.num_edges * width)
+        map_s = timings["map"].median_s / (block.num_src * width * width)
+        case = {"what": "edge cost", "columns": width, "edges": block.num_edges}
+        record("aggregate_cpu", case, multiplications=sum_s / map_s)
+
+
+def main() -> None:
+    """Measure every way on every case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--edge-cost", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    graph = power_law(NUM_NODES, NUM_EDGES)
+    seeds = torch.randperm(NUM_NODES, generator=torch.Generator().manual_seed(1))[:BATCH_SIZE]
+    blocks = list(Sampler(graph, FANOUTS).sample(seeds, epoch=0).blocks)
+    if options.edge_cost:
+        return edge_cost(blocks)
+    for width in WIDTHS:
+        rows = [torch.randn(block.num_src, width, requires_grad=True) for block in blocks]
+        case = {"columns": width, "edges": sum(block.num_edges for block in blocks)}
+        compare("mean", mean_ways(blocks), rows, case)
+        scores = [torch.randn(block.num_src, HEADS, requires_grad=True) for block in blocks]
+        compare("attention", attention_ways(blocks, scores), rows, case | {"heads": HEADS})
+
+
+if __name__ == "__main__":
+    main()
