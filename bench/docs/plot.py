@@ -14,6 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from gcnzc.cli.plots import Efficiencies, efficiencies
+from gcnzc.tune.table_shapes import roofs, sweep
+
 RESULTS = Path(__file__).parents[1] / "results"
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 
@@ -23,9 +26,9 @@ Line = dict[str, Any]
 def main() -> None:
     """Draw every figure whose results exist."""
     PICTURES.mkdir(parents=True, exist_ok=True)
-    for name, draw in PICTURES_OF.items():
-        # the first word of a name is the file of results
-        path = RESULTS / f"{name.split('-')[0]}.jsonl"
+    efficiencies(Efficiencies("float32", sweep("float32"), {}, roofs()), PICTURES / "pcie.png")
+    for name, (results, draw) in PICTURES_OF.items():
+        path = RESULTS / f"{results}.jsonl"
         if not path.exists():
             print(f"no {path}")
             continue
@@ -263,14 +266,60 @@ METHODS = {
     "streamed fragments": ("streaming-diloco", "streaming-diloco fp4"),
 }
 RATES = (10.0, 1000.0)
-PICTURES_OF: dict[str, Callable[[Sequence[Line]], Figure]] = {
-    "loader": loader,
-    "gather_cpu": gather_cpu,
-    "aggregate_cpu": aggregate_cpu,
-    "accuracy": accuracy,
-    "collectives": collectives,
-    "strategies-amazon_photo": strategies("amazon_photo", 6),
-    "strategies-planted": strategies("planted", 3),
+
+
+def feature_cache(lines: Sequence[Line]) -> Figure:
+    """Predicted and measured hit rates of feature caches, by their size; one panel per graph."""
+    cases = newest(lines, "graph", "fanouts", "batch_size", "counted", "ranking", "share")
+    most = max(case["counted"] for case in cases)
+    cases = [case for case in cases if (case["fanouts"], case["counted"]) == ("15,10,5", most)]
+    title = "Hit rate of the feature cache: fan-outs 15,10,5, minibatches of 1,024 seeds"
+    graphs = sorted({case["graph"] for case in cases})
+    rows = -(-len(graphs) // 3)
+    figure = new_figure(title, cases, 9, 1.5 + 2.3 * rows)
+    places = figure.subplots(rows, 3, sharey=True, squeeze=False).flatten()
+    for axis in places[len(graphs) :]:
+        axis.set_axis_off()
+    for axis, graph in zip(places, graphs, strict=False):
+        mine = [case for case in cases if case["graph"] == graph]
+        shares = sorted({case["share"] for case in mine})
+        for number, ranking in enumerate(sorted({case["ranking"] for case in mine})):
+            points = {case["share"]: case for case in mine if case["ranking"] == ranking}
+            predicted = [points[share]["predicted"] for share in shares]
+            measured = [points[share]["measured"] for share in shares]
+            line, mark = ("-", "x") if number == 0 else ("--", "+")
+            axis.plot(shares, predicted, f"C{number}{line}", label=f"{ranking}, predicted")
+            axis.plot(shares, measured, f"C{number}{mark}", label=f"{ranking}, measured")
+        axis.plot(shares, shares, color="grey", linestyle=":", label="random rows cached")
+        axis.set_title(graph, fontsize="medium")
+        axis.set_xscale("log")
+        axis.set_xticks(shares, [f"{100 * share:g} %" for share in shares])
+        axis.minorticks_off()
+        axis.set_ylim(0, 1)
+        axis.grid(alpha=0.3)
+    for axis in places[-3:]:
+        axis.set_xlabel("share of the rows cached")
+    for axis in places[::3]:
+        axis.set_ylabel("hit rate")
+    figure.legend(
+        *places[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        fontsize="small",
+    )
+    return figure
+
+
+# name of a picture: file of results, and function that draws it
+PICTURES_OF: dict[str, tuple[str, Callable[[Sequence[Line]], Figure]]] = {
+    "loader": ("loader", loader),
+    "gather_cpu": ("gather_cpu", gather_cpu),
+    "aggregate_cpu": ("aggregate_cpu", aggregate_cpu),
+    "feature_cache": ("hot", feature_cache),
+    "accuracy": ("accuracy", accuracy),
+    "collectives": ("collectives", collectives),
+    "strategies-amazon_photo": ("strategies", strategies("amazon_photo", 6)),
+    "strategies-planted": ("strategies", strategies("planted", 3)),
 }
 
 if __name__ == "__main__":

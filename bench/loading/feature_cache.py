@@ -4,7 +4,7 @@ Graphs of the generators and real ones, two kinds of minibatches, both rankings.
 are the minibatches of a run's first epochs. Lines tell what counting 20, 100 or 400 minibatches
 before training predicts and brings; those with `rows` what a CPU's gather pays for counting hits.
 
-usage: python -m bench.loading.feature_cache [--real FOLDER] [--pictures FOLDER]
+usage: python -m bench.loading.feature_cache [--real FOLDER]
 """
 
 import argparse
@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from bench import harness
-from gcnzc.cli.plots import HitRates, hit_rates
-from gcnzc.cli.reports import cache
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.features import access_counts
 from gcnzc.features import cache as features_cache
@@ -38,7 +36,6 @@ DRAWS = (((15, 10, 5), 1024), ((10, 5), 256))  # fan-outs and seeds of a minibat
 SHARES = (0.01, 0.05, 0.2)
 COUNTED = (20, 400)  # besides the usual number
 LEAST_MEASURED = 100  # minibatches, and at least an epoch
-DRAWN = "ogbn_arxiv_structure"  # in the pictures, if it is there; else the last graph
 TABLES = ((100, torch.float32), (10, torch.float32), (128, torch.float16), (602, torch.float32))
 TABLE_ROWS, BATCH_ROWS = 1_000_000, 200_000
 ROUNDS, WARMUP = 80, 5
@@ -50,11 +47,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--real", type=Path, default=ROOT.parent / "shared" / "data")
-    parser.add_argument("--pictures", type=Path, help="folder for hot.png; none if not given")
     options = parser.parse_args()
     for name, graph, seeds in graphs(options.real):
         for fanouts, batch_size in DRAWS:
-            compare(name, graph, seeds, fanouts, batch_size, options.pictures)
+            compare(name, graph, seeds, fanouts, batch_size)
     cost()
 
 
@@ -73,12 +69,7 @@ def graphs(real: Path) -> Iterator[tuple[str, Graph, Tensor]]:
 
 
 def compare(
-    name: str,
-    graph: Graph,
-    seeds: Tensor,
-    fanouts: tuple[int, ...],
-    batch_size: int,
-    pictures: Path | None,
+    name: str, graph: Graph, seeds: Tensor, fanouts: tuple[int, ...], batch_size: int
 ) -> None:
     """One line for each ranking and size, and for each number of counted minibatches."""
     loader = Loader(graph, None, seeds, fanouts, batch_size)
@@ -106,10 +97,6 @@ def compare(
                     nodes=graph.num_nodes,
                     nodes_per_batch=counted.nodes_per_batch,
                 )
-    if pictures is not None and name == DRAWN and (fanouts, batch_size) == DRAWS[-1]:
-        found = cache_forecast.forecast(counted, table, degrees, fresh)
-        title = f"{name}, fan-outs {draw['fanouts']}, {batch_size} seeds"
-        hit_rates(HitRates(title, *cache.hit_rate_points(found)), pictures / "hot.png")
 
 
 def cost() -> None:

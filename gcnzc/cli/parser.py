@@ -83,9 +83,7 @@ def check_outputs(config: Any) -> None:
     try:
         if isinstance(config, EvaluateConfig):
             check_writable("predictions", config.predictions)
-        elif isinstance(config, CostConfig):
-            check_picture("picture", config.picture)
-        elif isinstance(config, PcieConfig | CacheForecastConfig | PlotConfig):
+        elif isinstance(config, CostConfig | PcieConfig | CacheForecastConfig | PlotConfig):
             check_picture("out", config.out)
     except ValueError as error:
         raise Misuse(str(error)) from None

@@ -14,6 +14,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "inner": "inner_optimizer",
         "plan": "tuning_profile",
     },
+    "cost": {"picture": "out"},
     "check": {"hot_memory": "cache_memory"},
 }
 # by command and by present name of the option

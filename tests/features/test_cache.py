@@ -749,7 +749,7 @@ def test_plan_cache(folder, tmp_path, capsys):
     assert "measured" in talk
     assert "20.0%" in talk
     with Image.open(out) as picture:
-        # both rankings are there, in matplotlib's first two colours
+        # both policies are drawn, in matplotlib's first two colours
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
     assert {(31, 119, 180), (255, 127, 14)} <= colours
 

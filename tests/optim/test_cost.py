@@ -240,7 +240,7 @@ def test_measuring_leaves_torch_alone(graph):
 def test_the_command(graph, tmp_path, capsys):
     picture = tmp_path / "p.png"
     words = ["--workers", "2,3", "--mbit-per-s", "100", "--delay-ms", "2", "--message-us", "500"]
-    words += ["--step-s", "0.05", "--picture", str(picture)]
+    words += ["--step-s", "0.05", "--out", str(picture)]
     capsys.readouterr()
     assert main(["cost", str(graph), *SMALL, *words]) == 0
     out, err = capsys.readouterr()

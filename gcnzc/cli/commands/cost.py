@@ -76,7 +76,7 @@ class CostConfig:
     """where the model trains; auto takes CUDA if there is a GPU"""
     seed: int = 0
     """seed of all random numbers"""
-    picture: Path | None = None
+    out: Path | None = None
     """image to write: seconds per step by bandwidth; none if not given"""
 
     def __post_init__(self) -> None:
@@ -241,8 +241,8 @@ def cost_command(config: CostConfig, reporter: Reporter) -> None:
     report += reports_network.format_table(lines, default)
     for text in [*report, "* the default of `gcnzc train`", chosen["why"]]:
         reporter.say(text)
-    if config.picture is not None:
+    if config.out is not None:
         points = reports_network.step_time_points(costs, computed, network, loaded.name)
-        step_times(points, config.picture)
-        reporter.say(f"wrote {config.picture}")
+        step_times(points, config.out)
+        reporter.say(f"wrote {config.out}")
     print_json(describe_run(config, computed, model) | {"costs": lines, "choice": chosen})
