@@ -25,6 +25,7 @@ from gcnzc.cli.errors import (
     message_of,
     terminable,
 )
+from gcnzc.cli.output import flushed_output
 from gcnzc.cli.parser import check_outputs, parse
 from gcnzc.exchange import init_group, is_worker
 from gcnzc.kernels.compilation import report_compilation
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str], is_debug: bool) -> int:
     """Run a command line and return the exit status."""
     reporter = Reporter()
-    config = parse(words)
+    with flushed_output():  # of the help
+        config = parse(words)
     if isinstance(config, TrainConfig) and is_worker():
         return work(config, reporter, is_debug)
     if isinstance(config, TrainConfig) and config.workers > 1:

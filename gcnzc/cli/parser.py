@@ -53,7 +53,12 @@ def parse(words: Sequence[str]) -> Any:
                 description="Train graph neural networks whose features are larger than the GPU. "
                 "With --debug, errors come with a traceback.",
                 args=list(words),
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+                config=(
+                    tyro.conf.OmitArgPrefixes,
+                    tyro.conf.FlagCreatePairsOff,
+                    tyro.conf.DisallowNone,
+                    tyro.conf.PositionalMetavarFromFieldName,
+                ),
             )
     except SystemExit as ended:
         if not ended.code:
@@ -150,6 +155,8 @@ def _format_message(framed: str, words: Sequence[str]) -> str:
         names = [option.partition("=")[0] for option in unknown[1].split(", ")]
         options = [name for name in names if name.startswith("--")]
         suggestion = _suggest(options, _flags(kinds[first]))
+        if not options and any(name.lstrip("-").isdecimal() for name in names):
+            suggestion = "lists have commas and no spaces, such as --fanouts 10,5; "
     command, listed = ("gcnzc", "commands")
     if first in kinds:
         command, listed = (f"gcnzc {first}", "options")

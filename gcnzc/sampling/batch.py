@@ -10,7 +10,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.system.spans import Span, Stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Block:
     """The bipartite graph of one layer: sampled in-edges of the destination nodes, as CSC.
 
@@ -65,6 +65,9 @@ class Block:
         begins, ends = self.graph.indptr[nodes], self.graph.indptr[nodes + 1]
         return (ends - begins).to(self.nodes.device)
 
+    def __repr__(self) -> str:
+        return f"Block(num_src={self.num_src}, num_dst={self.num_dst}, num_edges={self.num_edges})"
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Block":
         """Return a copy of the block with its tensors on `device`; the graph stays on the host."""
         moved = {
@@ -75,7 +78,7 @@ class Block:
         return replace(self, **moved)
 
 
-@dataclass
+@dataclass(repr=False)
 class Batch:
     """A minibatch: a sampled subgraph, with the features and labels that a loader adds.
 
@@ -104,3 +107,9 @@ class Batch:
     times: dict[str, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Return the blocks and the shapes of the tensors, without their elements."""
+        tensors = {name: getattr(self, name) for name in ("seeds", "nodes", "x", "y", "pairs")}
+        shapes = [f"{name}={tuple(of.shape)}" for name, of in tensors.items() if of is not None]
+        return f"Batch({', '.join(shapes)}, blocks={self.blocks})"

@@ -99,11 +99,11 @@ class EpochStats:
         times = self.seconds.all()
         spent = sum(times[name] for name in ("wait_s", "compute_s", "exchange_s"))
         busy, seeds = max(spent, 1e-9), max(self.seeds, 1)
-        rate = self.bytes / 1e9 / max(times["gather_s"], 1e-9)
+        rate = format_rate(self.bytes / max(times["gather_s"], 1e-9))
         return (
             f"loss {self.loss.item() / seeds:.4f}  "
             f"minibatch accuracy {self.right.item() / seeds:.4f}  "
-            f"{self.seeds / busy:,.0f} seeds/s  gather {rate:.1f} GB/s"
+            f"{self.seeds / busy:,.0f} seeds/s  gather {rate}"
         )
 
     def figures(self, has_accuracy: bool, workers: int = 1) -> dict[str, Any]:
@@ -150,6 +150,13 @@ def sum_stats(tallies: Sequence[EpochStats]) -> EpochStats:
     total = EpochStats(tallies[0].loss.device)
     total.load_state_dict(whole | {"times": times})
     return total
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Return a rate in GB/s, or in MB/s below 0.1 GB/s."""
+    if bytes_per_s < 1e8:
+        return f"{bytes_per_s / 1e6:.1f} MB/s"
+    return f"{bytes_per_s / 1e9:.1f} GB/s"
 
 
 def _signed(count: int) -> int:

@@ -87,7 +87,13 @@ def inference(
         RuntimeError: there is too little memory for the workers of a machine to share.
         WorkerLost: another worker is gone.
     """
-    check_kind("model", model, Model, "gcnzc.models.SAGE, GCN or GAT")
+    check_kind(
+        "model",
+        model,
+        Model,
+        "gcnzc.models.SAGE, GCN or GAT; another model computes the same on minibatches of a Loader "
+        "with fanouts of -1",
+    )
     check_graph(graph)
     check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
     if group is not None:

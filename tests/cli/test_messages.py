@@ -1,5 +1,6 @@
 """A mistake on the command line is answered with the option it is in, and what was meant."""
 
+import os
 import re
 import subprocess
 import sys
@@ -30,6 +31,7 @@ TRAINING = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--epochs", "1
         (["train", "--optimiser", "adam"], "--optimiser", "did you mean --optimizer?"),
         (["train", "--dropuot=0.1"], "--dropuot=0.1", "did you mean --dropout?"),
         (["train", "--no-skpi"], "--no-skpi", "did you mean --no-skip?"),
+        (["train", "x", "--fanouts", "10", "5"], "5", "commas and no spaces"),
         (["quux"], "there is no command 'quux'", "`gcnzc --help` lists the commands"),
     ],
 )
@@ -58,6 +60,33 @@ def test_the_help_of_a_flag_that_turns_off_says_what_happens_then(capsys):
                 assert len(re.findall(rf"{flag}(?![-\w])", text)) >= 2, flag
         flags += len(own)
     assert flags >= 3
+
+
+def test_the_help_names_positional_arguments_and_types_of_optional_values(capsys):
+    positional = {
+        "train": "[DATA]",
+        "prepare": "SOURCE DEST",
+        "embed": "SOURCE DEST",
+        "info": "DATA",
+        "evaluate": "RUN",
+        "plot": "RUN ...",
+    }
+    for command, names in positional.items():
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert names in text.splitlines()[0]
+        assert "{None}" not in text
+    assert main(["train", "--help"]) == 0
+    assert "--outer-lr FLOAT" in capsys.readouterr().out
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_help_without_a_message(monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["train", "--help"]) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_a_graph_of_other_sizes_is_named_with_both_numbers(tmp_path, capsys):

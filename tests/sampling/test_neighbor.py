@@ -137,6 +137,16 @@ def test_seed_outside_the_graph(graph, seed):
         Sampler(graph, [2]).sample(torch.tensor([5, seed]), 0)
 
 
+def test_a_batch_is_printed_by_its_shapes(graph):
+    batch = Sampler(graph, [3, 2]).sample(torch.arange(50), 0)
+    batch.x = torch.zeros(len(batch.nodes), 7)
+    text = repr(batch)
+    assert "\n" not in text
+    assert "tensor" not in text
+    assert text.startswith(f"Batch(seeds=(50,), nodes=({len(batch.nodes)},), x=(")
+    assert f"num_dst=50, num_edges={batch.blocks[-1].num_edges})" in text
+
+
 @pytest.mark.parametrize("seeds", [torch.zeros(2), torch.zeros(2, 2).long(), torch.tensor(1)])
 def test_seeds_that_are_no_vector_of_integers(graph, seeds):
     with pytest.raises(ValueError, match="vector of int32 or int64"):

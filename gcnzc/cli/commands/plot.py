@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -16,7 +17,10 @@ from gcnzc.train.progress import Reporter
 class PlotConfig:
     """Plot loss, scores and epoch times of one or more runs in one image."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="RUN ...", help_behavior_hint="(required)"),
+    ]
     """run folders that `gcnzc train` wrote"""
     out: Path | None = None
     """image to write; curves.png in the folder of the first run if not given"""

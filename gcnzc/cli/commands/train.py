@@ -13,6 +13,7 @@ from gcnzc.exchange.sync import broadcast_bytes
 from gcnzc.train import run as train_run
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.epoch_stats import format_rate
 from gcnzc.train.output_files import Unsaved, unsaved
 from gcnzc.train.progress import Reporter
 from gcnzc.train.record import Launch
@@ -72,7 +73,7 @@ def _summary(result: Mapping[str, Any], folder: Path) -> list[str]:
         f"test {metric} {result[f'test_{metric}']:.4f}{possible}, with the model of the best "
         f"validation {metric} (epoch {result['best_epoch']}); curves in "
         f"{folder / run_folder.CURVES}",
-        f"features were gathered at {rate / 1e9:.1f} GB/s{share}",
+        f"features were gathered at {format_rate(rate)}{share}",
     ]
     if "hit_rate" in result:
         predicted, peers = result["predicted_hit_rate"], result["peer_hit_rate"]
