@@ -29,7 +29,7 @@ from gcnzc.interop.options import Options, generator, seed_of
 from gcnzc.interop.ranks import has_warned, rank_and_world_size, shares_of
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.threads import ForkSafeLock
-from gcnzc.loader.loader import Batches, Loader
+from gcnzc.loader.loader import Batches, Loader, stop_iteration_error
 from gcnzc.loader.state import SHARED, check_position, check_state
 from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.batch import Batch
@@ -409,7 +409,10 @@ class Epoch(Iterator[Any]):
         self._owner._check_open()
         with self._turn:
             batch = self._take()
-        return self._owner._handed_over(batch)
+        try:
+            return self._owner._handed_over(batch)
+        except StopIteration as error:
+            raise stop_iteration_error("transform") from error
 
     def _take(self) -> Carrier:
         if self._is_closed:

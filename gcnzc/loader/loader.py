@@ -262,7 +262,9 @@ class Loader:
         begin, self._resume_at = self._resume_at, 0
         self._position = begin
         self._iterators += 1
-        seeds = epoch_order(self.seeds, self.seed, self._epoch) if self.shuffle else self.seeds
+        # a copy in any case, because `items` of a batch is a view of it, which users may write to
+        is_shuffled, own = self.shuffle, self.seeds
+        seeds = epoch_order(own, self.seed, self._epoch) if is_shuffled else own.clone()
         shares = self.shares
         steps = (seeds[shares.at(step)] for step in range(begin, len(shares)))
         return Batches(self, self._iterators, self._epoch, steps, begin)
@@ -396,14 +398,17 @@ class Batches(Iterator[Batch]):
             self.close()
             self._loader._finish_epoch(number)
             raise StopIteration
+        future = self._pending.popleft()
         try:
-            prepared = self._pending.popleft().result()
-        except CancelledError:
-            # another thread has closed the iterator
-            raise StopIteration from None
-        except BaseException:
+            prepared = future.result()
+        except BaseException as error:
+            if isinstance(error, CancelledError) and future.cancelled():
+                # another thread has closed the iterator
+                raise StopIteration from None
             # an exception in the worker thread, or Ctrl-C while waiting
             self.close()
+            if isinstance(error, StopIteration):
+                raise stop_iteration_error("the sampler") from error
             raise
         self._submit_next()
         self._position += 1
@@ -442,6 +447,19 @@ class Batches(Iterator[Batch]):
         seeds = next(self._steps, None)
         if seeds is not None:
             self._pending.append(self._executor.submit(self._loader._prepare, seeds, self._epoch))
+
+
+def stop_iteration_error(function: str) -> RuntimeError:
+    """Return the error that replaces a StopIteration, which would end the epoch without an error.
+
+    Args:
+        function: the user's function that raised it.
+    """
+    return RuntimeError(
+        f"{function} raised StopIteration, so a minibatch is missing\n\n"
+        "hint: the cause is often next(iterator) of an iterator that is exhausted; "
+        "next(iterator, None) returns None instead"
+    )
 
 
 def _construct(cls: type[Loader], options: Mapping[str, Any], state: Mapping[str, Any]) -> Loader:

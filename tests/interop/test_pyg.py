@@ -413,6 +413,13 @@ def test_transform(data):
         )
 
 
+def test_an_epoch_does_not_end_early_if_transform_raises_stop_iteration(data):
+    for Loader in (NeighborLoader, LinkNeighborLoader):
+        loader = Loader(data, [2], batch_size=500, transform=lambda batch: next(iter(())))
+        with pytest.raises(RuntimeError, match=r"(?s)transform raised StopIteration.*\n\nhint: "):
+            list(loader)
+
+
 def test_data_that_changes_between_epochs(data):
     # a well-known example evaluates with a copy of the data whose features it takes out
     data = copy.copy(data)

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 import weakref
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -495,6 +496,39 @@ def test_an_error_of_a_worker_comes_to_the_consumer_in_turn(make, graph):
     assert loader.state_dict()["position"] == 3
     # nothing is broken for good
     assert len(list(loader)) == 16
+
+
+class Failing(Sampler):
+    """Raises an error in the third minibatch."""
+
+    def __init__(self, graph, error):
+        super().__init__(graph, [2])
+        self.error, self.count = error, 0
+
+    def sample(self, seeds, epoch):
+        self.count += 1
+        if self.count == 3:
+            raise self.error
+        return super().sample(seeds, epoch)
+
+
+def test_an_epoch_does_not_end_early_if_the_sampler_raises_what_ends_an_iteration(make, graph):
+    loader = make(sampler=Failing(graph, StopIteration()), threads=1)
+    with pytest.raises(RuntimeError, match=r"(?s)the sampler raised StopIteration.*\n\nhint: "):
+        list(loader)
+    loader = make(sampler=Failing(graph, CancelledError()), threads=1)
+    with pytest.raises(CancelledError):
+        list(loader)
+
+
+def test_writing_into_a_batch_changes_neither_the_seeds_nor_later_epochs(make):
+    seeds = torch.arange(0, NUM_NODES, 3)
+    loader = make(seeds=seeds, shuffle=False)
+    for batch in loader:
+        for tensor in (batch.items, batch.seeds, batch.nodes):
+            tensor.zero_()
+    assert torch.equal(seeds, torch.arange(0, NUM_NODES, 3))
+    assert torch.equal(torch.cat([batch.seeds for batch in loader]), seeds)
 
 
 def test_memory_in_flight_is_bounded(make, graph):
