@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from optim.models import Everything
@@ -91,8 +93,9 @@ def test_tied_and_frozen_parameters_and_those_without_a_name():
     assert names.count("first") == 1
     with pytest.raises(ValueError, match=r"(?s)no name for group 0, parameter 1.*named_parameters"):
         split_into_fragments(flat_params_of(model), "modules")
-    with pytest.raises(ValueError, match="fragments is 'layers'"):
-        split_into_fragments(flat_params_of(model), "layers", model.named_parameters())
+    for wrong in ("layers", ["("], [], 1.5, None):
+        with pytest.raises(ValueError, match=rf"fragments is {re.escape(repr(wrong))}\n\nhint: "):
+            split_into_fragments(flat_params_of(model), wrong, model.named_parameters())
 
 
 def test_parameters_that_are_not_contiguous():

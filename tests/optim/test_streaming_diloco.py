@@ -364,7 +364,10 @@ def test_options_that_contradict_each_other_are_an_error():
         ({"local_steps": 3, "delay": 3}, "a delay of 3 steps(?s:.*)from 0 to 2"),
         ({"local_steps": "auto", "delay": INITIAL_STEPS}, f"from 0 to {INITIAL_STEPS - 1}"),
         ({"local_steps": 3, "delay": "auto"}, "delay='auto' with local_steps=3"),
-        ({"local_steps": 3, "delay": "some"}, "a delay of some steps"),
+        ({"local_steps": 3, "delay": "some"}, "delay is 'some'"),
+        # the results of exchanges would never be due
+        ({"local_steps": 4, "delay": 1.5}, "delay is 1.5"),
+        ({"delay": None}, "delay is None"),
         ({"mixing": 1.5}, "mixing is 1.5"),
         ({"fragments": 0}, "0 fragments"),
     ]:

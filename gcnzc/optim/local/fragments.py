@@ -83,7 +83,7 @@ def split_into_fragments(
     """
     if isinstance(requested, int):
         return _slices(flat_params, requested)
-    if isinstance(requested, str) and requested != "modules":
+    if requested != "modules" and not _are_expressions(requested):
         raise ValueError(
             f"fragments is {requested!r}\n\nhint: give a number, 'modules', or a list of regular "
             "expressions"
@@ -113,6 +113,16 @@ def split_into_fragments(
         )
         for order_key in order
     ]
+
+
+def _are_expressions(requested: object) -> bool:
+    """Whether a value is a list of at least one valid regular expression."""
+    if isinstance(requested, str) or not isinstance(requested, Sequence) or not requested:
+        return False
+    try:
+        return all(re.compile(each) for each in requested)
+    except (re.error, TypeError):
+        return False
 
 
 def _slices(flat_params: FlatParameters, count: int) -> list[Fragment]:

@@ -31,7 +31,7 @@ from gcnzc.optim.local.diloco import Outer
 from gcnzc.optim.local.fragments import Fragment, split_into_fragments
 from gcnzc.optim.local.pending_reduction import PendingReduction
 from gcnzc.optim.local.sync_interval import INITIAL_STEPS, MAX_OVERLAP_SHARE, Clocks, SyncInterval
-from gcnzc.optim.validation import check_at_least_zero, check_fraction
+from gcnzc.optim.validation import check_at_least_zero, check_count, check_fraction
 
 
 class StreamingDiLoCo(LocalUpdates):
@@ -93,6 +93,9 @@ class StreamingDiLoCo(LocalUpdates):
                 f"delay='auto' with local_steps={local_steps}\n\n"
                 "hint: give local_steps='auto', which measures both"
             )
+        if delay != "auto":
+            # the result of an exchange would never be due after a fraction of a step
+            check_count("delay", delay)
         self.requested_delay = delay
         self.delay = 1 if isinstance(delay, str) else delay
         """the current D"""
@@ -106,9 +109,7 @@ class StreamingDiLoCo(LocalUpdates):
             module=module,
             alone=alone,
         )
-        if (
-            isinstance(delay, str) and delay != "auto"
-        ) or not 0 <= self.delay < sync_interval.steps:
+        if self.delay >= sync_interval.steps:
             raise ValueError(
                 f"a delay of {delay} steps\n\nhint: give a delay from 0 to "
                 f"{sync_interval.steps - 1}, so that an exchange of a fragment finishes before the "
