@@ -6,9 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from gcnzc.datasets.rows import Allocate, Array, Csr, Progress, Rows, rows_from_array, rows_from_csr
+from gcnzc.datasets.rows import (
+    Allocate,
+    Array,
+    Csr,
+    Progress,
+    QuantizedRows,
+    Rows,
+    rows_from_array,
+    rows_from_codes,
+    rows_from_csr,
+)
 from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, check_ends, node_dtype
 from gcnzc.system.arguments import check_integer, describe
 
@@ -16,6 +27,8 @@ from gcnzc.system.arguments import check_integer, describe
 OTHER_NAMES = {"val": "valid", "validation": "valid", "dev": "valid"}
 # columns of a table of edges, which need no order if they have these names
 END_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"), ("u", "v"))
+# of the graphs of libraries whose edges have directions, so that there is nothing to guess
+AS_STORED = EdgeDefaults(False, "keep", "a graph object whose edges have directions")
 HINT = (
     "hint: edges are a (2, E) tensor or array of node ids, a pair (sources, targets), a pandas "
     "table of two columns, a SciPy matrix, or a graph of networkx, PyG or DGL"
@@ -87,8 +100,9 @@ def from_arrays(
             columns; a SciPy matrix (N, N) whose stored elements are edges from row to column; a
             networkx graph, whose nodes are numbered in their order; a PyG `Data` or a DGL graph
             of one node type, whose features, labels and masks are the defaults of the arguments.
-        features: (N, D) numbers, a pandas table, or a SciPy matrix, which is kept sparse until
-            `prepare` decides; None for a graph without features.
+            The edges of a directed graph object have the directions that are stored.
+        features: (N, D) numbers, also a tensor of bfloat16; a pandas table; or a SciPy matrix,
+            which is kept sparse until `prepare` decides; None for a graph without features.
         labels: (N,) classes, -1 or NaN for none; or (N, T) tasks.
         splits: for "train", "valid" (or "val") and "test" node ids or (N,) masks; or an (N,) array
             with one of these words for each node.
@@ -99,7 +113,8 @@ def from_arrays(
 
     Raises:
         TypeError: an argument is of an unknown type.
-        ValueError: sizes do not match, or labels or splits are missing.
+        ValueError: sizes do not match, labels or splits are missing, elements of an array are
+            masked, or the ids of a networkx graph are 0 to N - 1 in another order.
     """
     found = _read_object(edges)
     features = found.get("features") if features is None else features
@@ -207,8 +222,19 @@ def _ends_of_table(table: Any) -> tuple[Array, Array]:
 
 def _from_networkx(graph: Any) -> dict[str, Any]:
     number = {node: place for place, node in enumerate(graph.nodes)}
-    ends = np.array([[number[u], number[v]] for u, v in graph.edges], np.int64).reshape(-1, 2).T
-    default = None
+    if set(number) == set(range(len(number))) and list(number) != sorted(number):
+        first = ", ".join(map(str, list(number)[:3]))
+        raise ValueError(
+            f"the networkx graph has the nodes 0 to {len(number) - 1} in another order: {first}, "
+            "... Rows of features and labels may be in the order of the ids or in this one\n\n"
+            "hint: for the order of the ids, add the nodes before the edges, "
+            "graph.add_nodes_from(range(N)); for this order, pass "
+            "networkx.convert_node_labels_to_integers(graph)"
+        )
+    # not `graph.edges` itself, which also has the keys of a multigraph's edges
+    pairs = [[number[u], number[v]] for u, v in graph.edges()]
+    ends = np.array(pairs, np.int64).reshape(-1, 2).T
+    default = AS_STORED
     if not graph.is_directed():
         default = EdgeDefaults(True, "keep", "a networkx graph without directions")
     return {"ends": (ends[0], ends[1]), "num_nodes": len(number), "default": default}
@@ -221,6 +247,7 @@ def _from_pyg(data: Any) -> dict[str, Any]:
     return {
         "ends": _ends(data.edge_index),
         "num_nodes": int(data.num_nodes),
+        "default": AS_STORED,
         "features": getattr(data, "x", None),
         "labels": getattr(data, "y", None),
         "splits": masks if all(mask is not None for mask in masks.values()) else None,
@@ -237,6 +264,7 @@ def _from_dgl(graph: Any) -> dict[str, Any]:
     return {
         "ends": _ends(graph.edges(order="eid")),
         "num_nodes": int(graph.num_nodes()),
+        "default": AS_STORED,
         "features": graph.ndata.get("feat"),
         "labels": graph.ndata.get("label"),
         "splits": masks if all(mask is not None for mask in masks.values()) else None,
@@ -254,6 +282,10 @@ def _rows(features: Any) -> Rows | None:
         matrix = features.tocsr()
         csr = Csr(matrix.indptr, matrix.indices, matrix.data)
         return rows_from_csr(csr, int(matrix.shape[1]), "features")
+    if isinstance(features, Tensor) and features.dtype == torch.bfloat16 and features.ndim == 2:
+        # numpy has no bfloat16
+        bits = _array(features.contiguous().view(torch.int16), "features").view(np.uint16)
+        return rows_from_codes(QuantizedRows(bits, "bfloat16", None, None), "features")
     array = _array(features, "features")
     if array.ndim != 2 or array.dtype.kind not in "fiub":
         raise ValueError(
@@ -296,12 +328,30 @@ def _ids(given: Any, part: str, num_nodes: int) -> Array:
 
 
 def _array(values: Any, name: str) -> Array:
-    if isinstance(values, Tensor):
-        return values.detach().cpu().numpy()
-    if isinstance(values, Sequence) and not isinstance(values, str):
-        return np.asarray(values, None if values else np.int64)
-    to_numpy = getattr(values, "to_numpy", None)
-    array = to_numpy() if to_numpy is not None else values
-    if not isinstance(array, np.ndarray):
+    array = _as_numpy(values, name)
+    if not isinstance(array, np.ndarray) or array.ndim == 0:
         raise TypeError(f"{name} is {describe(values)}\n\nhint: a tensor, an array or a list")
-    return array
+    if np.ma.is_masked(array):
+        raise ValueError(
+            f"{np.ma.count_masked(array):,} elements of {name} are masked\n\n"
+            "hint: remove them, or replace them with array.filled(value)"
+        )
+    return np.asarray(array)
+
+
+def _as_numpy(values: Any, name: str) -> Any:
+    """Return the numpy array of a tensor, a list or a pandas object; others unchanged."""
+    try:
+        if isinstance(values, Tensor):
+            return values.detach().cpu().numpy()
+        if isinstance(values, Sequence) and not isinstance(values, str):
+            return np.asarray(values, None if values else np.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        # a sparse tensor, a dtype that numpy lacks, or rows of different lengths
+        raise ValueError(
+            f"{name} is {describe(values)}, of which numpy makes no array: {error}\n\n"
+            "hint: a dense tensor or array; tensor.to_dense() of a sparse tensor, and "
+            "tensor.float() of a dtype that numpy lacks"
+        ) from error
+    to_numpy = getattr(values, "to_numpy", None)
+    return values if to_numpy is None else to_numpy()

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from gcnzc.features.pcie_traffic import choose_pitch
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.finite import are_finite
 from gcnzc.kernels.gather.quantize import LARGEST, SCALE_COLUMNS, largest, quantize, scales_of
+from gcnzc.system.arguments import check_choice
 
 FeatureDtype: TypeAlias = Literal[
     "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"
@@ -63,8 +64,12 @@ def choose_format(rows: Rows, wanted: FeatureDtype | None, scales: ScaleKind) ->
     """Choose the storage format for a requested dtype; None keeps the dtype where possible.
 
     Raises:
-        ValueError: scales of columns are requested for a dtype without scales.
+        ValueError: the dtype or the kind of scales is unknown, or scales of columns are requested
+            for a dtype without scales.
     """
+    if wanted is not None:
+        check_choice("feature_dtype", wanted, get_args(FeatureDtype))
+    check_choice("scales", scales, get_args(ScaleKind))
     name, dtype = wanted, stored_dtype(rows, wanted)
     if wanted is None and rows.codes is not None:
         name = cast(FeatureDtype, rows.codes.dtype)

@@ -83,12 +83,13 @@ CASES = {
         "edges": sparse.csr_matrix((np.ones(EDGES.shape[1]), EDGES), (N, N)),
         "features": sparse.csr_matrix(FEATURES),
     },
-    "networkx": {"edges": networkx.DiGraph(EDGES.T.tolist())},
+    "networkx": {"edges": networkx.DiGraph()},
+    "multigraph": {"edges": networkx.MultiDiGraph()},
     "val": {"edges": EDGES, "splits": {**SPLITS, "val": SPLITS["valid"]}},
 }
-CASES["networkx"]["edges"] = networkx.DiGraph()
-CASES["networkx"]["edges"].add_nodes_from(range(N))
-CASES["networkx"]["edges"].add_edges_from(EDGES.T.tolist())
+for name in ("networkx", "multigraph"):
+    CASES[name]["edges"].add_nodes_from(range(N))
+    CASES[name]["edges"].add_edges_from(EDGES.T.tolist())
 del CASES["val"]["splits"]["valid"]
 
 
@@ -114,6 +115,50 @@ def test_a_graph_without_directions_is_stored_in_both(tmp_path):
     data = gcnzc.load(tmp_path / "data")
     assert data.graph.num_edges == 8
     assert data.graph.in_degrees().tolist() == [2] * 4
+
+
+def one_way(make):
+    """A graph whose edges all lead from the lower to the higher id."""
+    data = make()
+    ends = np.sort(EDGES, axis=0)
+    if make is as_pyg:
+        data.edge_index = torch.from_numpy(ends)
+        return data
+    if make is as_dgl:
+        graph = import_dgl().graph(tuple(torch.from_numpy(ends)), num_nodes=N)
+        graph.ndata.update(data.ndata)
+        return graph
+    data.add_nodes_from(range(N))
+    data.add_edges_from(ends.T.tolist())
+    return data
+
+
+@pytest.mark.parametrize("make", [as_pyg, as_dgl, networkx.MultiDiGraph])
+def test_the_edges_of_a_directed_graph_get_no_reverse_even_if_all_lead_up(make, tmp_path):
+    gcnzc.prepare(tmp_path / "data", edges=one_way(make), **GIVEN)
+    assert gcnzc.load(tmp_path / "data").graph.num_edges == EDGES.shape[1]
+
+
+def test_the_order_of_numbered_networkx_nodes_is_not_guessed(tmp_path):
+    # edges alone add the nodes in the order in which they occur first
+    graph = networkx.DiGraph([(4, 0), (0, 3), (3, 1), (1, 2)])
+    splits = {"train": [0, 1], "valid": [2], "test": [3, 4]}
+    given = {"features": np.eye(5), "labels": [0, 1, 0, 1, 1], "splits": splits}
+    with pytest.raises(
+        ValueError, match=r"another order: 4, 0, 3(?s:.*)\n\nhint: .*add_nodes_from"
+    ):
+        gcnzc.prepare(tmp_path / "data", edges=graph, **given)
+    numbered = networkx.convert_node_labels_to_integers(graph)
+    gcnzc.prepare(tmp_path / "data", edges=numbered, **given)
+    assert gcnzc.load(tmp_path / "data").graph.indices.tolist() == [0, 1, 2, 3]
+
+
+def test_features_of_bfloat16_are_stored_unchanged(tmp_path):
+    rows = torch.from_numpy(FEATURES).bfloat16()
+    gcnzc.prepare(tmp_path / "data", **{**GIVEN, "edges": EDGES, "features": rows})
+    found = gcnzc.load(tmp_path / "data").features
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, rows)
 
 
 def test_the_metric_is_chosen(tmp_path):
@@ -149,6 +194,12 @@ def test_the_metric_is_chosen(tmp_path):
         ({"splits": {**MASKS, "test": MASKS["test"][:9]}}, r"a mask of shape \(9,\)"),
         ({"splits": np.arange(N)}, "hint: a dict with node ids or masks"),
         ({"num_nodes": 61}, "the numbers of nodes differ: 61 num_nodes, 60 features"),
+        ({"edges": np.ma.masked_greater(EDGES, 50)}, r"\d+ elements of edges are masked"),
+        ({"edges": torch.eye(3).to_sparse()}, "edges is a tensor of torch.float32 and shape"),
+        ({"features": torch.ones(N, 2).to(torch.float8_e5m2)}, "features is a tensor of .*float8"),
+        ({"splits": [[1, 2], [3]]}, "splits is .* of which numpy makes no array"),
+        ({"feature_dtype": "int32"}, "feature_dtype is 'int32'"),
+        ({"scales": "rows"}, "scales is 'rows'"),
     ],
 )
 def test_arguments_that_do_not_fit(changed, message, tmp_path):
@@ -165,5 +216,7 @@ def test_wrong_ways_to_call(tmp_path):
         gcnzc.prepare("x.npz", tmp_path / "data", edges=EDGES)
     with pytest.raises(TypeError, match="edges is a object"):
         gcnzc.prepare(object(), tmp_path / "data", **GIVEN)
+    with pytest.raises(TypeError, match=r"labels is an array of int64 and shape \(\)\n\nhint"):
+        gcnzc.prepare(tmp_path / "data", edges=EDGES, **{**GIVEN, "labels": np.array(3)})
     with pytest.raises(ValueError, match="are of a graph in memory"):
         gcnzc.prepare("x.npz", tmp_path / "data", labels=LABELS)
