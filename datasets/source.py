@@ -203,9 +203,14 @@ def clean_labels(raw: Array, num_nodes: int, num_classes: int | None, where: str
     Raises:
         ValueError: the shape is wrong, or a label is not a class.
     """
-    if raw.ndim not in (1, 2) or len(raw) != num_nodes or raw.dtype.kind not in "fiub":
+    if raw.dtype.kind not in "fiub":
         raise ValueError(
-            f"{where} has labels of shape {raw.shape} and type {raw.dtype} for {num_nodes:,} nodes"
+            f"{where}: the labels have the type {raw.dtype}\n\nhint: labels are integers; "
+            "`classes, labels = numpy.unique(labels, return_inverse=True)` numbers others"
+        )
+    if raw.ndim not in (1, 2) or len(raw) != num_nodes:
+        raise ValueError(
+            f"{where}: the labels have the shape {raw.shape} for {num_nodes:,} nodes"
             "\n\nhint: labels have one row for each node and one column for each task"
         )
     several = raw.ndim == 2 and raw.shape[1] > 1
@@ -226,13 +231,14 @@ def clean_labels(raw: Array, num_nodes: int, num_classes: int | None, where: str
             wrong |= np.isinf(values)
     if wrong.any():
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
-        classes = f"0 to {highest}"
+        classes, source = f"0 to {highest}", "; the number of classes comes from the dataset"
         if num_classes is None:
-            classes = f"classes start at 0 and are at most {highest}"
+            classes, source = f"classes start at 0 and are at most {highest}", ""
+        if values.dtype.kind == "f" and values[place] != np.floor(values[place]):
+            source = "; to predict numbers, pass them to gcnzc.Loader in a loop of your own"
         raise ValueError(
             f"{where}: node {place[0]} has the label {values[place]}, which is not a class "
-            f"({classes})\n\nhint: NaN or -1 marks a node without a label; the number of classes "
-            "comes from the metadata of the dataset or from its name"
+            f"({classes})\n\nhint: NaN or -1 marks a node without a label{source}"
         )
     if several and _is_one_hot(values):
         raise ValueError(

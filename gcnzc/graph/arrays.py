@@ -34,6 +34,11 @@ HINT = (
     "table of two columns, a SciPy matrix, or a graph of networkx, PyG or DGL"
 )
 
+NUMBER_IDS = (
+    "node ids are integers; `ids, edges = numpy.unique(edges, return_inverse=True)` numbers other "
+    "ids, and node i is then ids[i]"
+)
+
 
 @dataclass
 class ArrayGraph:
@@ -182,6 +187,13 @@ def _read_object(edges: Any) -> dict[str, Any]:
         return {"ends": (matrix.row, matrix.col), "num_nodes": int(matrix.shape[0])}
     if hasattr(edges, "canonical_etypes"):
         return _from_dgl(edges)
+    if any(kind.__name__ in ("Dataset", "DGLDataset") for kind in type(edges).__mro__):
+        raise TypeError(f"edges is {describe(edges)}, not a graph\n\nhint: dataset[0] is the first")
+    if hasattr(edges, "edge_types") and hasattr(edges, "to_homogeneous"):
+        raise ValueError(
+            f"the PyG data has node types {edges.node_types} and edge types {edges.edge_types}\n\n"
+            "hint: a prepared folder has one type of each; data.to_homogeneous() merges them"
+        )
     if hasattr(edges, "edge_index") and hasattr(edges, "num_nodes"):
         return _from_pyg(edges)
     return {"ends": _ends(edges)}
@@ -199,7 +211,7 @@ def _ends(edges: Any) -> tuple[Array, Array]:
         pair = [array[0], array[1]]
     if any(ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)) for ids in pair):
         types = " and ".join(f"{ids.dtype} of shape {ids.shape}" for ids in pair)
-        raise ValueError(f"edges has {types}\n\n{HINT}")
+        raise ValueError(f"edges has {types}\n\n{HINT}; {NUMBER_IDS}")
     if len(pair[0]) != len(pair[1]):
         raise ValueError(
             f"edges has {len(pair[0]):,} sources and {len(pair[1]):,} targets\n\n{HINT}"

@@ -209,6 +209,29 @@ def test_arguments_that_do_not_fit(changed, message, tmp_path):
     assert not (tmp_path / "data").exists()
 
 
+def test_objects_that_are_no_graph_get_their_remedy(tmp_path):
+    pyg = import_pyg()
+    typed = pyg.data.HeteroData()
+    typed["paper"].x = torch.zeros(3, 2)
+    typed["paper", "cites", "paper"].edge_index = torch.tensor([[0], [1]])
+    with pytest.raises(ValueError, match=r"node types \['paper'\](.|\n)*to_homogeneous"):
+        gcnzc.prepare(typed, tmp_path / "data")
+
+    class Own(pyg.data.Dataset):
+        def len(self):
+            return 1
+
+        def get(self, place):
+            return as_pyg()
+
+    with pytest.raises(TypeError, match=r"is a Own, not a graph(.|\n)*dataset\[0\]"):
+        gcnzc.prepare(Own(), tmp_path / "data")
+    names = pd.DataFrame({"source": ["a", "b"], "target": ["b", "c"]})
+    with pytest.raises(ValueError, match="is then ids") as caught:
+        gcnzc.prepare(tmp_path / "data", edges=names, **GIVEN)
+    assert "numpy.unique(edges, return_inverse=True)" in str(caught.value)
+
+
 def test_wrong_ways_to_call(tmp_path):
     with pytest.raises(TypeError, match="takes a source and the folder to write"):
         gcnzc.prepare(tmp_path / "data")
