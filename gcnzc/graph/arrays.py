@@ -123,6 +123,8 @@ def from_arrays(
     """
     found = _read_object(edges)
     features = found.get("features") if features is None else features
+    if features is None and hasattr(edges, "canonical_etypes"):
+        _refuse_other_features(edges)
     labels = found.get("labels") if labels is None else labels
     splits = found.get("splits") if splits is None else splits
     ends = found["ends"]
@@ -285,6 +287,17 @@ def _from_dgl(graph: Any) -> dict[str, Any]:
 
 # keys of PyG's and DGL's masks, and the names of the parts
 _KEYS = {"train": "train", "val": "valid", "test": "test"}
+
+
+def _refuse_other_features(graph: Any) -> None:
+    """Raise if a DGL graph without the node data `feat` seems to have features by another name."""
+    for key, value in graph.ndata.items():
+        if key != "label" and value.ndim == 2 and value.is_floating_point():
+            raise ValueError(
+                f"the DGL graph has no node data 'feat', but {key!r} of shape {tuple(value.shape)}"
+                f"\n\nhint: features=graph.ndata[{key!r}]; or graph.ndata.pop({key!r}) for a graph "
+                "without features"
+            )
 
 
 def _rows(features: Any) -> Rows | None:

@@ -209,6 +209,17 @@ def test_arguments_that_do_not_fit(changed, message, tmp_path):
     assert not (tmp_path / "data").exists()
 
 
+def test_features_of_a_dgl_graph_by_another_name_are_not_dropped(tmp_path):
+    graph = as_dgl()
+    graph.ndata["x"] = graph.ndata.pop("feat")
+    with pytest.raises(ValueError, match=r"no node data 'feat', but 'x' of shape \(60, 5\)"):
+        gcnzc.prepare(graph, tmp_path / "data")
+    gcnzc.prepare(graph, tmp_path / "data", features=graph.ndata.pop("x"))
+    assert np.array_equal(gcnzc.load(tmp_path / "data").features, FEATURES)
+    gcnzc.prepare(graph, tmp_path / "none")
+    assert gcnzc.load(tmp_path / "none").features is None
+
+
 def test_objects_that_are_no_graph_get_their_remedy(tmp_path):
     pyg = import_pyg()
     typed = pyg.data.HeteroData()
