@@ -27,6 +27,7 @@ from gcnzc.cli.errors import (
 )
 from gcnzc.cli.output import flushed_output
 from gcnzc.cli.parser import check_outputs, parse
+from gcnzc.cli.runs import train_several
 from gcnzc.exchange import init_group, is_worker
 from gcnzc.kernels.compilation import report_compilation
 from gcnzc.train import run_folder
@@ -60,7 +61,14 @@ def _run(words: Sequence[str], is_debug: bool) -> int:
     with flushed_output():  # of the help
         config = parse(words)
     if isinstance(config, TrainConfig) and is_worker():
+        if config.runs > 1:
+            raise Misuse(
+                f"--runs {config.runs} with torchrun\n\n"
+                "hint: use --workers, or start torchrun once for each --seed"
+            )
         return work(config, reporter, is_debug)
+    if isinstance(config, TrainConfig) and config.runs > 1:
+        return train_several(config, reporter, is_debug)
     if isinstance(config, TrainConfig) and config.workers > 1:
         return start_workers(config, [*words, DEBUG] if is_debug else words, reporter)
     if config is not None:

@@ -30,3 +30,16 @@ def print_json(line: Mapping[str, Any]) -> None:
     """Print one JSON line. A closed pipe ends the command without a message."""
     with flushed_output():
         print(json.dumps(line, default=str))
+
+
+@contextlib.contextmanager
+def result_lines_to_stderr() -> Iterator[None]:
+    """Within the `with`, what child processes print to standard output goes to standard error."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)

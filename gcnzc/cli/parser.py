@@ -18,10 +18,12 @@ from gcnzc.cli.commands.cost import CostConfig
 from gcnzc.cli.commands.pcie import PcieConfig
 from gcnzc.cli.commands.plot import PlotConfig
 from gcnzc.cli.errors import Misuse
+from gcnzc.system import files
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.old_names import rename_words
 from gcnzc.train.options import check_picture, check_writable, config_from_dict, option_name
+from gcnzc.train.repeated_runs import read_runs
 from gcnzc.train.unused_options import unused_options
 
 if sys.version_info >= (3, 11):
@@ -103,7 +105,7 @@ def _defaults(words: Sequence[str]) -> TrainConfig | None:
     """Read the options of --resume or --config, which the other options then override."""
     if not words or words[0] != "train":
         return None
-    for option, read in (("--resume", run_folder.read_config), ("--config", _read_toml)):
+    for option, read in (("--resume", _read_resumed), ("--config", _read_options)):
         for index, word in enumerate(words):
             name, equals, value = word.partition("=")
             if name == option and not equals and index + 1 < len(words):
@@ -113,7 +115,16 @@ def _defaults(words: Sequence[str]) -> TrainConfig | None:
     return None
 
 
-def _read_toml(path: Path) -> TrainConfig:
+def _read_resumed(folder: Path) -> TrainConfig:
+    """Read the options of the run, or of the several runs, in a folder."""
+    has_several = (folder / run_folder.RUNS).is_file()
+    return read_runs(folder) if has_several else run_folder.read_config(folder)
+
+
+def _read_options(path: Path) -> TrainConfig:
+    """Read a TOML file, or the JSON file of a run's options."""
+    if path.suffix == ".json":
+        return config_from_dict(TrainConfig, files.read_json(path), str(path))
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)

@@ -7,15 +7,17 @@ from gcnzc._lazy import lazy_attributes
 if TYPE_CHECKING:
     from gcnzc.train.config import TrainConfig
     from gcnzc.train.evaluation import evaluate
+    from gcnzc.train.repeated_runs import train_runs
     from gcnzc.train.run import train
 
-__all__ = ["TrainConfig", "evaluate", "train"]
+__all__ = ["TrainConfig", "evaluate", "train", "train_runs"]
 
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
         "gcnzc.train.config": ("TrainConfig",),
         "gcnzc.train.evaluation": ("evaluate",),
+        "gcnzc.train.repeated_runs": ("train_runs",),
         "gcnzc.train.run": ("train",),
     },
 )

@@ -191,6 +191,9 @@ class TrainConfig:
     for later runs; sums may round differently than without"""
     seed: int = 0
     """seed of all random numbers"""
+    runs: int = 1
+    """train this many times, with the seeds --seed, --seed + 1, ..., and report the mean and the
+    standard deviation of the scores, as OGB's examples do; a run folder for each seed in --out"""
     checkpoint_every_s: float = 30.0
     """seconds between checkpoints"""
     trace: int = 0
@@ -213,7 +216,7 @@ class TrainConfig:
         at_most(MOST_WORKERS, "workers", self.workers)
         for name in (
             *("batch_size", "epochs", "hidden", "layers", "heads", "evaluate_every"),
-            *("num_negatives", "workers"),
+            *("num_negatives", "workers", "runs"),
         ):
             at_least(1, name, getattr(self, name))
         for name in (

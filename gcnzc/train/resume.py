@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from gcnzc.exchange.sync import all_gather_scalar, broadcast_bytes
 from gcnzc.optim import resize_state
 from gcnzc.system import files
 from gcnzc.train import checkpoint, record
+from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import BEST_KEYS
 from gcnzc.train.old_names import rename_options
@@ -129,13 +131,19 @@ def _check_free_folder(trainer: Trainer) -> None:
         )
 
 
-def _check_options(trainer: Trainer, options: Mapping[str, Any] | None) -> None:
-    """Check the options against those of the resumed run; old checkpoints have none."""
-    given = config_to_dict(trainer.config)
+def check_resumed_options(
+    config: TrainConfig, options: Mapping[str, Any] | None, folder: Path
+) -> None:
+    """Check the options against those of the run in `folder`; old checkpoints have none.
+
+    Raises:
+        ValueError: an option differs that a resumed run keeps.
+    """
+    given = config_to_dict(config)
     for name, value in rename_options(options or {}).items():
         if name in given and given[name] != value and name not in FREE_ON_RESUME:
             raise ValueError(
-                f"the run in {trainer.folder} has {name} {value!r}, not {given[name]!r}\n\n"
+                f"the run in {folder} has {name} {value!r}, not {given[name]!r}\n\n"
                 "hint: a resumed run keeps its options; start another with --out"
             )
 
@@ -156,7 +164,8 @@ def _check_progress(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _read_checkpoint(trainer: Trainer) -> bytes:
-    _check_options(trainer, config_to_dict(read_config(trainer.folder)))
+    options = config_to_dict(read_config(trainer.folder))
+    check_resumed_options(trainer.config, options, trainer.folder)
     path = trainer.folder / CHECKPOINT
     if path.exists():
         data = path.read_bytes()
@@ -175,7 +184,7 @@ def _read_checkpoint(trainer: Trainer) -> bytes:
 
 
 def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
-    _check_options(trainer, state.get("options"))
+    check_resumed_options(trainer.config, state.get("options"), trainer.folder)
     _check_progress(trainer, state)
     checkpoint.match(trainer.model, state["model"], trainer.folder / CHECKPOINT)
     _restore_optimizer(trainer, state)

@@ -73,6 +73,10 @@ def train(
     reporter, group = reporter or NullReporter(), group or Group()
     if config.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
+    if config.runs > 1:
+        raise ValueError(
+            f"train: runs is {config.runs}\n\nhint: gcnzc.train.train_runs trains several seeds"
+        )
     for message in unused_options(config).values():
         wrong, _, remedy = message.partition("\n\nhint: ")
         reporter.say(f"warning: {wrong}; {remedy}")

@@ -7,6 +7,9 @@ from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import config_from_dict
 
+# the options of several runs with different seeds, and their scores
+RUNS, SUMMARY = "runs.json", "summary.json"
+
 CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE, LOGS = (
     "config.json",
     "record.jsonl",
@@ -33,6 +36,11 @@ def new_folder(config: TrainConfig, launch: record.Launch | None = None) -> Path
     return folder
 
 
+def folder_of_seed(folder: Path, seed: int) -> Path:
+    """Return the run folder of one seed in the folder of several runs."""
+    return folder / f"seed-{seed}"
+
+
 def is_of_launch(folder: Path, launch: record.Launch | None) -> bool:
     """Whether `folder` has a run that this launch started last."""
     return launch is not None and (folder / CONFIG).is_file() and launch.has_started(folder)
@@ -46,6 +54,10 @@ def read_config(run: Path) -> TrainConfig:
         ValueError: the file is damaged, or does not have the options of a run.
     """
     path = run / CONFIG
+    if (run / RUNS).is_file() and not path.is_file():
+        raise FileNotFoundError(
+            f"{run} has several runs\n\nhint: give the folder of one, such as {run}/seed-0"
+        )
     if not path.is_file():
         raise FileNotFoundError(
             f"no run in {run}: it has no {CONFIG}\n\n"

@@ -56,14 +56,14 @@ def train_command(config: TrainConfig, reporter: Reporter, group: Group | None =
     result = train_run.train(config, folder, reporter, group, started_by)
     if group is not None and group.rank:
         return
-    for line in _summary(result, folder):
+    for line in summary_lines(result, folder):
         reporter.say(line)
     print_json(result)
     if result["unsaved"]:
         raise Unsaved(unsaved(folder, result["unsaved"]))
 
 
-def _summary(result: Mapping[str, Any], folder: Path) -> list[str]:
+def summary_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
     """Return the lines that summarise the result of the run in `folder`."""
     metric, best = result["metric"], result.get("best_possible_accuracy")
     possible = f" of {best:.4f} possible" if best is not None else ""

@@ -1,0 +1,177 @@
+"""Train with several seeds, and report the mean and standard deviation of the scores.
+
+The folder of the runs has `runs.json` with their options, a run folder `seed-S` for each seed, and
+at the end `summary.json`. A run that was stopped resumes from its checkpoint, so that all runs
+together can be resumed.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from gcnzc.datasets.store import is_prepared
+from gcnzc.system import files
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.options import config_from_dict, config_to_dict
+from gcnzc.train.progress import NullReporter, Reporter
+from gcnzc.train.resume import check_resumed_options
+from gcnzc.train.run import train
+from gcnzc.train.run_folder import CONFIG, RESULT, RUNS, SUMMARY, folder_of_seed
+from gcnzc.train.trainer import Interrupted
+
+# trains one run in a folder, and returns its result
+TrainOne: TypeAlias = Callable[[TrainConfig, Path], Mapping[str, Any]]
+
+# what all runs have in common
+COMMON = ("data", "task", "model", "parameters", "metric", "workers", "device")
+
+
+def train_runs(
+    config: TrainConfig, folder: Path, reporter: Reporter | None = None
+) -> dict[str, Any]:
+    """Train `config.runs` times, with the seeds `config.seed`, `config.seed` + 1, and so on.
+
+    Args:
+        config: the options; `data` must be set. With `config.resume`, finished runs are skipped and
+            the others are resumed or started; more `runs` or `epochs` extend what is there.
+        folder: the folder of the runs, created if needed.
+        reporter: shows the progress; None shows nothing.
+
+    Returns:
+        For each score, such as `test_accuracy`, the mean over the runs, each at its best validation
+        epoch, and `test_accuracy_std`, the sample standard deviation (None for one run); `seeds`;
+        and `results`, the scores of each run. `unsaved` maps the names of files that could not be
+        written to the cause.
+
+    Raises:
+        ValueError: the data or the options are invalid, or the folder has other runs.
+        Interrupted: the process received SIGINT or SIGTERM; all is saved.
+    """
+    reporter = reporter or NullReporter()
+    return repeat(config, folder, lambda own, run: train(own, run, reporter), reporter)
+
+
+def repeat(
+    config: TrainConfig, folder: Path, train_one: TrainOne, reporter: Reporter
+) -> dict[str, Any]:
+    """Train with each seed by calling `train_one`; see `train_runs`."""
+    if config.data is None:
+        raise ValueError("train: no data\n\nhint: give the folder of a graph")
+    if config.resume:
+        _check_resumed(config, folder)
+    else:
+        _check_free(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    with files.locked_folder(folder):
+        files.write_json(folder / RUNS, config_to_dict(replace(config, out=None, resume=None)))
+        results = []
+        for number in range(config.runs):
+            seed = config.seed + number
+            reporter.say(f"run {number + 1} of {config.runs}, seed {seed}")
+            results.append(_train_seed(config, folder, seed, train_one))
+        line = summarize(folder, results)
+        files.write_json(folder / SUMMARY, line)
+    return line
+
+
+def _train_seed(
+    config: TrainConfig, folder: Path, seed: int, train_one: TrainOne
+) -> Mapping[str, Any]:
+    """Return the result of the run with a seed, which is trained unless it is finished."""
+    run = folder_of_seed(folder, seed)
+    if finished := _finished_result(config, run):
+        return finished
+    resume = run if (run / CONFIG).exists() else None
+    try:
+        return train_one(replace(config, runs=1, seed=seed, out=None, resume=resume), run)
+    except Interrupted as error:
+        # the same command resumes this run, and then trains the others
+        text = str(error).replace(f"--resume {run}", f"--resume {folder}")
+        raise Interrupted(f"seed {seed}: {text}") from None
+
+
+def _finished_result(config: TrainConfig, run: Path) -> dict[str, Any] | None:
+    """Return the result of a finished run of as many epochs; None if it has to be trained."""
+    path = run / RESULT
+    if not path.exists():
+        return None
+    result = files.read_json(path)
+    options = result.get("options", {})
+    is_finished = options.get("epochs") == config.epochs and not result.get("unsaved")
+    return result if is_finished else None
+
+
+def _check_resumed(config: TrainConfig, folder: Path) -> None:
+    """Check the options against those that the runs in `folder` were started with."""
+    stored = read_runs(folder)
+    check_resumed_options(replace(config, runs=stored.runs), config_to_dict(stored), folder)
+    if config.runs < stored.runs:
+        raise ValueError(
+            f"{folder} has {stored.runs} runs, more than --runs {config.runs}\n\n"
+            "hint: leave --runs out, or give a larger number to add runs"
+        )
+
+
+def _check_free(folder: Path) -> None:
+    """Check that the folder has neither runs nor a prepared graph."""
+    for name, what in ((RUNS, "runs"), (CONFIG, "a run")):
+        if (folder / name).exists():
+            raise ValueError(
+                f"{folder} already has {what}\n\n"
+                f"hint: --resume {folder} resumes; another --out starts anew"
+            )
+    if is_prepared(folder):
+        raise ValueError(f"{folder} has a prepared graph\n\nhint: give another folder with --out")
+
+
+def read_runs(folder: Path) -> TrainConfig:
+    """Read the options with which the runs in a folder were started.
+
+    Raises:
+        FileNotFoundError: the folder has no runs.
+        ValueError: the file is damaged.
+    """
+    path = folder / RUNS
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no runs in {folder}: it has no {RUNS}\n\n"
+            "hint: --resume of a single run takes no --runs; start several with another --out"
+        )
+    return config_from_dict(TrainConfig, files.read_json(path), str(path))
+
+
+def summarize(folder: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the summary of runs: mean and sample standard deviation of each score."""
+    first = results[0]
+    scores = [key for key in first if key.startswith(("train_", "valid_", "test_"))]
+    line: dict[str, Any] = {
+        "run": str(folder),
+        **{key: first[key] for key in COMMON if key in first},
+        "runs": len(results),
+        "seeds": [result["seed"] for result in results],
+    }
+    for key in scores:
+        values = [float(result[key]) for result in results]
+        line[key] = statistics.fmean(values)
+        line[f"{key}_std"] = statistics.stdev(values) if len(values) > 1 else None
+    keys = ("run", "seed", "best_epoch", "epochs", "epoch_s", *scores)
+    line["epoch_s"] = statistics.fmean(result["epoch_s"] for result in results)
+    line["results"] = [{key: result[key] for key in keys} for result in results]
+    line["unsaved"] = {
+        f"seed-{result['seed']}/{name}": cause
+        for result in results
+        for name, cause in result.get("unsaved", {}).items()
+    }
+    return line
+
+
+def format_summary(line: Mapping[str, Any]) -> str:
+    """Return the sentence that summarises the test scores of several runs."""
+    key = f"test_{line['metric']}"
+    return (
+        f"test {line['metric']} {line[key]:.4f} ± {line[f'{key}_std']:.4f}, mean and standard "
+        f"deviation of {line['runs']} runs, each with the model of its best validation "
+        f"{line['metric']}; all scores in {Path(line['run']) / SUMMARY}"
+    )

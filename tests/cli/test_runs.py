@@ -1,0 +1,117 @@
+"""`gcnzc train --runs N`: several seeds in one command."""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from gcnzc import prepare
+from gcnzc.cli import main
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.train import run as train_run
+from gcnzc.train.trainer import Interrupted
+
+OPTIONS = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--batch-size", "100"]
+OPTIONS += ["--epochs", "2"]
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graph")
+    make(folder / "raw", "planted", Shape(400, 2000, 8, 3), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    return folder / "graph"
+
+
+def train(capsys, *words, status=0):
+    """Train by the command line; return the JSON line, and what went to standard error."""
+    capsys.readouterr()
+    assert main(["train", *map(str, words)]) == status
+    out, err = capsys.readouterr()
+    assert out.count("\n") == (not status)
+    return json.loads(out) if out else None, err
+
+
+def result_of(run):
+    return json.loads((run / "result.json").read_text())
+
+
+def test_several_seeds_are_summarised_and_resumed_as_a_whole(graph, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    train_one, calls = train_run.train, []
+
+    def stops_in_the_second(config, folder, *rest):
+        calls.append(config.seed)
+        if folder == out / "seed-5" and config.resume is None:
+            train_one(config, folder, *rest)
+            (folder / "result.json").unlink()
+            raise Interrupted(f"stopped\n\nhint: `gcnzc train --resume {folder}` resumes it")
+        return train_one(config, folder, *rest)
+
+    monkeypatch.setattr(train_run, "train", stops_in_the_second)
+    words = [graph, *OPTIONS, "--runs", 3, "--seed", 4, "--out", out]
+    _, err = train(capsys, *words, status=1)
+    assert f"hint: `gcnzc train --resume {out}` resumes" in err
+    assert {path.name for path in out.iterdir()} == {"runs.json", "seed-4", "seed-5"}
+    line, err = train(capsys, "--resume", out)
+    # the first run was finished
+    assert calls == [4, 5, 5, 6]
+    results = [result_of(out / f"seed-{seed}") for seed in (4, 5, 6)]
+    scores = [result["test_accuracy"] for result in results]
+    assert len(set(scores)) > 1
+    assert line["test_accuracy"] == statistics.fmean(scores)
+    assert line["test_accuracy_std"] == statistics.stdev(scores)
+    assert (line["runs"], line["seeds"], line["metric"]) == (3, [4, 5, 6], "accuracy")
+    assert [each["test_accuracy"] for each in line["results"]] == scores
+    assert f"test accuracy {statistics.fmean(scores):.4f} ± {statistics.stdev(scores):.4f}" in err
+    assert json.loads((out / "summary.json").read_text()) == line
+    # a single run with the seed gives the same
+    single, _ = train(capsys, graph, *OPTIONS, "--seed", 5, "--out", tmp_path / "single")
+    assert single["test_accuracy"] == scores[1]
+    # more runs and epochs extend what is there
+    line, _ = train(capsys, "--resume", out, "--runs", 4, "--epochs", 3)
+    assert [each["epochs"] for each in line["results"]] == [3] * 4
+    assert line["seeds"] == [4, 5, 6, 7]
+
+
+def test_folders_and_options_that_do_not_fit_several_runs(graph, tmp_path, capsys):
+    out, single = tmp_path / "out", tmp_path / "single"
+    words = [graph, *OPTIONS, "--epochs", 1]
+    train(capsys, *words, "--runs", 2, "--out", out)
+    train(capsys, *words, "--out", single)
+    shutil.copytree(graph, tmp_path / "graph")
+    for given, expected in (
+        ([*words, "--runs", 2, "--out", out], "already has runs"),
+        ([*words, "--runs", 2, "--out", single], "already has a run"),
+        ([*words, "--runs", 2, "--out", tmp_path / "graph"], "has a prepared graph"),
+        (["--resume", out, "--runs", 1], "has several runs"),
+        (["--resume", single, "--runs", 2], "no runs in"),
+        (["--resume", out, "--lr", 0.5], "has lr 0.003, not 0.5"),
+        (["--resume", out, "--seed", 1], "has seed 0, not 1"),
+    ):
+        _, err = train(capsys, *given, status=1)
+        assert expected in err
+        assert "\nhint: " in err
+    assert main(["evaluate", str(out)]) == 1
+    assert f"such as {out}/seed-0" in capsys.readouterr().err
+    assert main(["train", str(graph), "--runs", "0"]) == 2
+
+
+@pytest.mark.slow
+def test_several_seeds_with_workers_print_one_line(graph, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "gcnzc", "train"]
+    words = [str(graph), *OPTIONS, "--workers", "2", "--runs", "2", "--out", str(out)]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=True)
+    line = json.loads(done.stdout)
+    assert (line["runs"], line["workers"]) == (2, 2)
+    (out / "seed-1" / "result.json").unlink()
+    resume = ["--resume", str(out)]
+    done = subprocess.run([*command, *resume], capture_output=True, text=True, check=True)
+    assert (
+        json.loads(done.stdout)["results"][1]["test_accuracy"]
+        == (line["results"][1]["test_accuracy"])
+    )
