@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from gcnzc.datasets.rows import Array, chunk_rows
 
@@ -74,6 +73,9 @@ def read(
             f"{path} has {found} columns, not {columns}\n\n"
             "hint: download or write it again in OGB's layout"
         )
+    # on use: the import takes as long as half of torch's
+    import pandas as pd
+
     with _readable(path), gzip.open(path) as file:
         if not file.peek(1):
             return
@@ -138,6 +140,8 @@ def _is_integer(cell: Any) -> bool:
 
 def write(path: Path, chunks: Iterable[Array]) -> None:
     """Write consecutive (n, columns) chunks; float32 values are read back exactly."""
+    import pandas as pd
+
     with gzip.GzipFile(path, "wb", compresslevel=6, mtime=0) as file:
         for chunk in chunks:
             # nine digits identify every float32 value

@@ -5,8 +5,6 @@ Handwritten Digits", UCI, 1998, CC BY 4.0). Edges connect each image with the im
 """
 
 import numpy as np
-from sklearn.datasets import load_digits
-from sklearn.neighbors import NearestNeighbors
 
 from gcnzc.datasets.generated import Chunks, Generated, random_split
 from gcnzc.datasets.rows import rows_from_array
@@ -26,6 +24,10 @@ def digits(*, neighbours: int = 8, seed: int = 0, name: str = "digits") -> Gener
     Raises:
         ValueError: `neighbours` is out of range.
     """
+    # on use: few processes build this graph, and the import takes longer than torch's
+    from sklearn.datasets import load_digits
+    from sklearn.neighbors import NearestNeighbors
+
     pixels, labels = load_digits(return_X_y=True)
     num_nodes = len(pixels)
     if not 1 <= neighbours < num_nodes:

@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from gcnzc.train.plots import new_figure, save
 
-from gcnzc.train.plots import save
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # colour and label by the largest power of two, up to 16, that divides the bytes of a row
 UNITS = {
@@ -36,9 +35,11 @@ class Efficiencies:
 
 def efficiencies(shares: Efficiencies, out: Path) -> None:
     """Plot the efficiency by bytes per row, one panel per layout, to the image `out`."""
+    from matplotlib.lines import Line2D
+
     columns = 3
     rows = -(-(len(shares.curves) + 1) // columns)  # one place is the legend's
-    figure = Figure(figsize=(9, 0.7 + 2.8 * rows), layout="constrained")
+    figure = new_figure(9, 0.7 + 2.8 * rows)
     places = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     panels = places[: len(shares.curves)]
     for unused in places[len(panels) :]:
@@ -91,7 +92,7 @@ class HitRates:
 
 def hit_rates(rates: HitRates, out: Path) -> None:
     """Plot hit rates by cache size, to the image `out`."""
-    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    figure = new_figure(7, 4.6)
     axis = figure.subplots()
     shares: list[float] = []
     for number, (name, points) in enumerate(rates.predicted.items()):
@@ -149,7 +150,7 @@ def step_times(times: StepTimes, out: Path) -> None:
         for begin in range(0, len(lines), LINES_PER_PANEL)
     ]
     width = 2.6 + 2.3 * len(times.curves)
-    figure = Figure(figsize=(width, 0.5 + 2.9 * len(rows)), layout="constrained")
+    figure = new_figure(width, 0.5 + 2.9 * len(rows))
     figure.suptitle(f"{times.data}: predicted time of a training step")
     parts = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]
     for part, (title, lines) in zip(parts, rows, strict=True):
@@ -186,9 +187,11 @@ def _merge_equal(times: StepTimes, methods: Sequence[str]) -> list[list[str]]:
 
 
 def _plot_step_times(
-    axis: Axes, times: StepTimes, workers: int, lines: Sequence[Sequence[str]]
+    axis: "Axes", times: StepTimes, workers: int, lines: Sequence[Sequence[str]]
 ) -> None:
     """Plot one line per group of methods for one number of workers, and the limits."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
     for number, methods in enumerate(lines):
         points = times.curves[workers][methods[0]]
         names = [method.removeprefix("averaged, ") for method in methods]

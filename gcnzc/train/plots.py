@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from typing import TYPE_CHECKING, Any
 
 from gcnzc.system import files
 from gcnzc.system.spans import Span
 from gcnzc.train import record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # in drawing order: later spans cover earlier ones, of which they are a part
 SPAN_COLOURS = {
@@ -36,6 +36,15 @@ STAGES = {
 RUNS_PER_ROW = 5
 
 
+def new_figure(width: float, height: float) -> "Figure":
+    """Return an empty figure of a size in inches."""
+    # on use: most processes draw nothing, and the import takes as long as half of torch's;
+    # without pyplot, which changes global state and may need a display
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def curves(runs: Sequence[Path], out: Path) -> None:
     """Plot loss and scores by epoch, and the seconds of each stage per epoch.
 
@@ -51,11 +60,12 @@ def curves(runs: Sequence[Path], out: Path) -> None:
         FileNotFoundError: a run has no record.
         ValueError: a record is damaged.
     """
+    from matplotlib.ticker import MaxNLocator
+
     records = {run: _read_record(run) for run in runs}
     groups = [runs[begin : begin + RUNS_PER_ROW] for begin in range(0, len(runs), RUNS_PER_ROW)]
-    # without pyplot, which changes global state and may need a display
     ratios = [3.4 * len(groups), 1.3 + 0.3 * len(runs)]
-    figure = Figure(figsize=(9, 0.3 + sum(ratios)), layout="constrained")
+    figure = new_figure(9, 0.3 + sum(ratios))
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     figure.suptitle(f"Training: {title}")
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0]
@@ -88,7 +98,7 @@ def _read_record(run: Path) -> list[dict[str, Any]]:
 
 
 def _plot_run(
-    panels: Sequence[Axes], lines: Sequence[Mapping[str, Any]], name: str, colour: str
+    panels: "Sequence[Axes]", lines: Sequence[Mapping[str, Any]], name: str, colour: str
 ) -> None:
     """Plot the loss and the scores of one run; without a name, the scores of all parts."""
     loss, score = panels
@@ -145,7 +155,7 @@ def timeline(spans: Sequence[Span], out: Path) -> None:
     """
     lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "model", lane))
     origin_s = min(span.begin_s for span in spans)
-    figure = Figure(figsize=(9, 1.8 + 0.4 * len(lanes)), layout="constrained")
+    figure = new_figure(9, 1.8 + 0.4 * len(lanes))
     steps = sum(span.name == "compute" and "worker" not in span.lane for span in spans)
     figure.suptitle(f"Timeline of {steps} steps" if steps else "Timeline")
     axis = figure.subplots()
@@ -165,7 +175,7 @@ def timeline(spans: Sequence[Span], out: Path) -> None:
     save(figure, out)
 
 
-def save(figure: Figure, out: Path) -> None:
+def save(figure: "Figure", out: Path) -> None:
     """Write a figure to a file atomically."""
     with files.replacing(out) as partial:
         figure.savefig(partial, dpi=100)

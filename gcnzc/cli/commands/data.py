@@ -9,7 +9,6 @@ import tyro
 
 from gcnzc.cli.output import print_json
 from gcnzc.datasets import generate
-from gcnzc.datasets.embed import embed
 from gcnzc.graph import load, prepare
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.graph.graph import Graph
@@ -205,6 +204,9 @@ def _is_mostly_one_way(graph: Graph) -> bool:
 
 def embed_command(config: EmbedConfig, reporter: Reporter) -> None:
     """`gcnzc embed`."""
+    # on use: it imports SciPy's sparse matrices, which no other command needs
+    from gcnzc.datasets.embed import embed
+
     graph = load.load(config.source).graph
     graph.check()
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
