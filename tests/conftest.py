@@ -1,5 +1,6 @@
 """Kernels run on the GPU if there is one, else on the CPU under Triton's interpreter."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -14,6 +15,8 @@ if not torch.cuda.is_available():
 os.environ["GCNZC_CHECK_IDS"] = "1"
 # no tuning profile of this user changes how a test runs
 os.environ["GCNZC_CACHE"] = tempfile.mkdtemp(prefix="gcnzc-cache-")
+# idle OpenMP threads sleep at once: other test processes and workers need their cores
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # pictures are written, never shown
 os.environ["MPLBACKEND"] = "Agg"
 
@@ -52,6 +55,18 @@ def pytest_report_header() -> str:
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["GCNZC_CACHE"], ignore_errors=True)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude modules and tests from garbage collections, which tests start often."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores, for `--numprocesses auto`: many tests wait for processes."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-# one process imports everything once, and each worker is a copy of it
+# one process imports everything once, and each worker is a fork of it
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["gcnzc"])
+FORKS.set_forkserver_preload(["gcnzc.optim", "gcnzc.train.run"])
 
 
 def _work(

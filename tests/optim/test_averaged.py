@@ -12,7 +12,7 @@ from gcnzc.exchange.sync import all_gather_text, broadcast_bytes, synchronise_bu
 from gcnzc.optim import Averaged
 
 WORLDS = [1, 2, 3, 4, 8]
-STEPS = 30
+STEPS = 12
 INNER = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),

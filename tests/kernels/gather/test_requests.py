@@ -65,6 +65,10 @@ PLACES = [
 ]
 
 
+# rows of any stride begin at each place within a line that they can: multiples of 4 B
+NUM_ROWS = LINE_BYTES // 4 + 1
+
+
 def on_lines(row_bytes, stride_bytes, base):
     return stride_bytes % LINE_BYTES == 0 and base % LINE_BYTES == 0
 
@@ -79,12 +83,13 @@ def on_lines(row_bytes, stride_bytes, base):
     ],
 )
 def test_requests_the_lines_that_the_model_predicts(layout, row_bytes, stride_bytes, base, loads):
-    memory = torch.randint(-128, 127, (100 * stride_bytes + 4 * LINE_BYTES,), dtype=torch.int8)
+    memory = torch.randint(
+        -128, 127, ((NUM_ROWS + 10) * stride_bytes + 4 * LINE_BYTES,), dtype=torch.int8
+    )
     begin = -memory.data_ptr() % LINE_BYTES + base
     words = memory[begin : begin + (len(memory) - begin) // 4 * 4].view(torch.int32)
-    table = words.as_strided((90, row_bytes // 4), (stride_bytes // 4, 1))
-    # far apart, and of every start within a line
-    ids = torch.randperm(90)
+    table = words.as_strided((NUM_ROWS, row_bytes // 4), (stride_bytes // 4, 1))
+    ids = torch.randperm(NUM_ROWS)
     found = gather_rows(table, ids, layout=layout)
     assert torch.equal(found, table[ids])
     lanes = lanes_of(layout, row_bytes, stride_bytes, table.data_ptr(), 4)
