@@ -39,7 +39,7 @@ from gcnzc.exchange.requests import (
     Wait,
     describe_request,
 )
-from gcnzc.exchange.start import initialize, is_worker
+from gcnzc.exchange.start import destroy, initialize, is_initialized, is_worker
 
 # default time limit of a request
 TIMEOUT_S = 60.0
@@ -407,7 +407,7 @@ def current_group() -> Group:
     calls return the same object until it is closed, as by
     `torch.distributed.destroy_process_group`. Heartbeats are written to the process group's store.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not is_initialized() or dist.get_world_size() == 1:
         return Group()
     return _default_group.find()
 
@@ -497,4 +497,4 @@ def init_group(
             group.close()
     finally:
         monitor.stop()
-        dist.destroy_process_group()
+        destroy()

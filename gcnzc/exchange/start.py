@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+import warnings
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -73,6 +74,25 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
             monitor.stop(f"{type(error).__name__}: {error}")
         raise
     return store, monitor
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed is initialized; warns if not and a launcher started this worker."""
+    if not dist.is_initialized() and is_worker() and int(os.environ["WORLD_SIZE"]) > 1:
+        warnings.warn(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} trains alone, because "
+            "torch.distributed is not initialized\n\nhint: with gcnzc.exchange.init_group() as "
+            "group, or call torch.distributed.init_process_group() first; group="
+            "gcnzc.exchange.Group() trains alone without this warning",
+            stacklevel=4,
+        )
+    return dist.is_initialized()
+
+
+def destroy() -> None:
+    """Destroy torch.distributed's default process group, unless the user's code did."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _find_store_host() -> StoreHost:

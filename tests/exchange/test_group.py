@@ -253,6 +253,8 @@ def use_current_group():
     with init_group(timeout_s=20):
         total += run(late(rank), current_group()).tolist()
         counts.append(count_heartbeat_threads())
+        # as the last line of a script, after which the `with` ends without an error
+        dist.destroy_process_group()
     return is_same, is_new, counts, error, total
 
 
@@ -263,3 +265,13 @@ def test_the_current_group_lasts_as_long_as_the_process_group(tmp_path):
         assert counts == [1, 2, 2, 0, 2]
         assert "requests (Sum|Mean) of 2 float32" in error or "do not match" in error
         assert total == [2.0] * 6
+
+
+def test_a_worker_of_a_launcher_without_a_process_group_is_warned(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match=r"(?s)rank 1 of 2 trains alone.*\n\nhint: .*init_group"):
+        group = current_group()
+    assert group.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert current_group().world_size == 1
