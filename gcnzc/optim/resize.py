@@ -133,7 +133,8 @@ def _from_bytes(data: bytes) -> dict[str, Any]:
 def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """Convert the optimizer states of all ranks for a different number of ranks.
 
-    Call it on each new rank, and load the result with `load_state_dict`.
+    Call it on each new rank, and load the result with `load_state_dict`. A single new rank does not
+    exchange, so compression errors are dropped.
 
     Args:
         states: the `state_dict()` or `snapshot()` of all old ranks, in the order of ranks, from the

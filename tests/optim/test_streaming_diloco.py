@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 import torch
 from optim.local import (
@@ -7,6 +10,7 @@ from optim.local import (
     as_worker,
     check_processes_as_lockstep,
     check_resuming_at_every_step,
+    gradients_of,
     mean_of,
     saved,
     sgd,
@@ -382,6 +386,24 @@ def test_a_single_rank_takes_only_the_inner_steps():
     train([other], theirs, 8)
     assert torch.equal(vector_of(model), vector_of(other))
     assert optimizers[0].state_bytes == 0
+
+
+def test_a_single_rank_alone_is_saved_and_copied_with_pending_fragments():
+    def step(model, optimizer, number):
+        gradients_of(model, optimizer, batches(number + 1)[number])
+        optimizer.step()
+
+    (model,), (optimizer,) = team(1, every(4, fragments=3, delay=3, alone=True))
+    for number in range(6):
+        step(model, optimizer, number)
+    assert optimizer.pending
+    pairs = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    (other,), (loaded,) = team(1, every(4, fragments=3, delay=3, alone=True))
+    loaded.load_state_dict(saved(optimizer.state_dict()))
+    for pair in ((model, optimizer), (other, loaded), *pairs):
+        for number in range(6, 14):
+            step(*pair, number)
+    assert all_equal([model, other, *(copied for copied, _ in pairs)])
 
 
 @pytest.mark.parametrize(

@@ -373,9 +373,13 @@ class LocalUpdates(DistributedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """See `DistributedOptimizer`; waits for pending exchanges, as `snapshot` does."""
-        if self.group.backend:
-            run(self.finish_pending(), self.group)
+        self._wait_for_pending()
         return super().__getstate__()
+
+    def _wait_for_pending(self) -> None:
+        """Run `finish_pending`, unless `lockstep` runs the ranks and thus has done so."""
+        if self.group.world_size == 1 or self.group.backend:
+            run(self.finish_pending(), self.group)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of this rank; the tensors are not copied.
@@ -390,8 +394,7 @@ class LocalUpdates(DistributedOptimizer):
             errors   the compression errors of each reducer
             rank, world_size
         """
-        if self.group.backend:
-            run(self.finish_pending(), self.group)
+        self._wait_for_pending()
         numbers = {
             "steps": self.steps,
             "since": self.since,

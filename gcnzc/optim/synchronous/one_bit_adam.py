@@ -13,7 +13,7 @@ Two changes to the paper concern sparse gradients, such as those of embeddings:
 
 Inactive elements. An element with zero variance at the freeze, such as of an embedding row that was
 never looked up, would take steps of lr * scale / eps. It is inactive: excluded from the compression
-and its errors, and not updated. Each rank sums the gradients of inactive elements. Once a rank has
+and its errors, and updated by weight decay only. Each rank sums its gradients. Once a rank has
 such a gradient, all ranks take a dense step that includes these sums, and which reactivates the
 elements: it initialises their variance. At least 1, 2, 4, ... 256 steps lie between such steps.
 

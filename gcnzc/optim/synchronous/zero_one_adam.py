@@ -20,8 +20,8 @@ bias-corrected, weight decay is decoupled (it applies to a and u in the same way
 before a variance update synchronises, so that one mean gradient updates both m and V.
 
 As in `OneBitAdam`, an element with zero variance is inactive: it is excluded from the compression
-and its errors, and not updated until the ranks exchange its gradient. Each rank sums the gradients
-of inactive elements until then.
+and its errors, and updated by weight decay only, until the ranks exchange its gradient. Each rank
+sums the gradients of inactive elements until then.
 
 Letters: n elements, d of them dense, c = n - d compressed, P parameters, W ranks, k notes.
 """
