@@ -91,8 +91,14 @@ def unpack_state(
             "that saved it"
         )
     # options may have been changed in the `param_groups` of the state dict
-    groups = snapshot.get("inner", snapshot)
-    for group, other in zip(groups["param_groups"], state_dict["param_groups"], strict=True):
+    groups = snapshot.get("inner", snapshot)["param_groups"]
+    others = state_dict.get("param_groups", ())
+    if len(others) != len(groups):
+        raise ValueError(
+            f"the state has {len(others)} parameter groups, but was saved with {len(groups)}\n\n"
+            "hint: load the complete result of `state_dict`"
+        )
+    for group, other in zip(groups, others, strict=True):
         group.update({name: value for name, value in other.items() if name != "params"})
     return snapshot
 
@@ -103,12 +109,16 @@ def check_is_inner(state_dict: Mapping[str, Any]) -> None:
     Raises:
         ValueError: it belongs to an optimizer that compresses or takes local steps.
     """
-    entries = state_dict.get("state", {}).values()
-    if "rank" in state_dict or any(COMMON in entry for entry in entries):
+    if not _is_of_inner(state_dict):
         raise ValueError(
             "the state of an optimizer whose ranks have different states, not of the inner "
             "optimizer\n\nhint: load it into an optimizer with the same options, such as `compress`"
         )
+
+
+def _is_of_inner(state_dict: Mapping[str, Any]) -> bool:
+    entries = state_dict.get("state", {}).values()
+    return "rank" not in state_dict and not any(COMMON in entry for entry in entries)
 
 
 def _describe_state(state_dict: Mapping[str, Any]) -> str:
@@ -126,7 +136,12 @@ def _to_bytes(values: Mapping[str, Any]) -> bytes:
 
 
 def _from_bytes(data: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    try:
+        found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many types for bytes that it did not write
+        raise ValueError(
+            f"the state is damaged: {error}\n\nhint: load another checkpoint"
+        ) from error
     return found
 
 
@@ -138,7 +153,8 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 
     Args:
         states: the `state_dict()` or `snapshot()` of all old ranks, in the order of ranks, from the
-            same step.
+            same step. Those of `Averaged` without compression are equal on all ranks, and the first
+            is returned.
         rank: the new rank.
         world_size: the new number of ranks. If it is the old one, the state of `rank` is returned
             unchanged.
@@ -149,10 +165,14 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
     Raises:
         ValueError: states are missing, or from different steps.
     """
+    if states and all(_is_of_inner(state) for state in states):
+        return dict(states[0])
     states = [unpack_state("", state) for state in states]
     ranks = [state["rank"] for state in states]
-    if ranks != list(range(len(states))) or any(
-        state["world_size"] != len(states) for state in states
+    if (
+        not states
+        or ranks != list(range(len(states)))
+        or any(state["world_size"] != len(states) for state in states)
     ):
         raise ValueError(
             f"states of ranks {ranks} of {[state['world_size'] for state in states]}\n\nhint: "

@@ -9,7 +9,7 @@ from torch import nn
 from gcnzc.exchange import Choices, Group, Link, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
 from gcnzc.exchange.sync import all_gather_text, broadcast_bytes, synchronise_buffers
-from gcnzc.optim import Averaged
+from gcnzc.optim import Averaged, resize_state
 
 WORLDS = [1, 2, 3, 4, 8]
 STEPS = 12
@@ -49,6 +49,27 @@ def test_ranks_on_shards_of_a_minibatch_equal_one_rank_on_all_of_it(inner, world
             torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-12, msg=name)
         for found, first in zip(model.parameters(), models[0].parameters(), strict=True):
             assert torch.equal(found, first)
+
+
+def test_states_without_compression_serve_another_number_of_ranks():
+    models = [Everything() for _ in range(2)]
+    old = [
+        Averaged(INNER["adam"](model.parameters()), Group(rank, 2))
+        for rank, model in enumerate(models)
+    ]
+    for model, rows in zip(models, batches(2), strict=True):
+        loss_of(model, rows).backward()
+    lockstep([optimizer.algorithm() for optimizer in old])
+    states = [optimizer.state_dict() for optimizer in old]
+    for rank in range(3):
+        optimizer = Averaged(INNER["adam"](Everything().parameters()), Group(rank, 3))
+        optimizer.load_state_dict(resize_state(states, rank, 3))
+        found, expected = optimizer.state_dict()["state"], states[0]["state"]
+        assert optimizer.steps == 1
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key]["exp_avg"], expected[key]["exp_avg"]) for key in found)
+    with pytest.raises(ValueError, match=r"states of ranks \[\](?s:.*)\n\nhint: "):
+        resize_state([], 0, 3)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

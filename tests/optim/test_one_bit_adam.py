@@ -696,6 +696,24 @@ def test_states_of_other_ranks_and_models_are_rejected():
         other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
+def test_damaged_and_incomplete_states_are_rejected():
+    _, (optimizer, _) = small_team(2, warmup=2)
+    state = optimizer.state_dict()
+    entries = state["state"].items()
+    cut = {
+        number: {
+            name: value[:-20] if isinstance(value, bytes) else value
+            for name, value in entry.items()
+        }
+        for number, entry in entries
+    }
+    with pytest.raises(ValueError, match=r"(?s)the state is damaged: .*\n\nhint: "):
+        optimizer.load_state_dict({**state, "state": cut})
+    with pytest.raises(ValueError, match="the state has 0 parameter groups, but was saved with 1"):
+        optimizer.load_state_dict({"state": state["state"]})
+    optimizer.load_state_dict(state)
+
+
 def test_later_steps_do_not_change_the_numbers_of_a_state():
     models, optimizers = small_team(2, warmup=None, betas=(0.9, 0.5))
     for number in range(3):
