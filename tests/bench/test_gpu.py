@@ -8,13 +8,20 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "PYTHONPATH": str(ROOT),
+    "HOME": str(Path.home()),
+    # idle OpenMP threads sleep at once, as in conftest.py
+    "OMP_WAIT_POLICY": "passive",
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU for the real one")
 def test_all_parts_run_tiny():
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "bench.gpu.suite", "all", "--small"],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(Path.home())},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
     )
@@ -45,7 +52,7 @@ def test_all_parts_run_tiny():
 def test_says_that_there_is_no_gpu():
     run = subprocess.run(
         [sys.executable, "-m", "bench.gpu.suite", "link"],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(Path.home())},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
     )

@@ -27,7 +27,7 @@ from gcnzc.train.epoch_stats import seeds_checksum
 from gcnzc.train.run import train
 from gcnzc.train.tracing import gather_spans
 
-STEPS, TOTAL = 30, 48
+STEPS, TOTAL = 12, 48
 COUNT, COLUMNS, CLASSES = 300, 6, 4
 
 
@@ -72,7 +72,7 @@ def build(kind, sparse):
 
 
 def steps(graph, model, inner, rank, world_size):
-    """Thirty steps of one worker, over several epochs, with a last minibatch that is not full."""
+    """Train one worker for two epochs, whose last minibatches are not full."""
     generator = torch.Generator().manual_seed(6)
     table = FeatureTable(torch.randn(COUNT, COLUMNS, generator=generator))
     labels = torch.randint(CLASSES, (COUNT,), generator=generator)

@@ -1,7 +1,6 @@
 """Old names of commands, options and values."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -49,11 +48,11 @@ def test_old_options_in_a_file():
 
 
 def test_a_run_with_old_options_is_resumed():
-    trainer = SimpleNamespace(config=TrainConfig(), folder="run")
+    config, folder = TrainConfig(), Path("run")
     old = {"local_steps": "usual", "delay": "usual", "hot": "auto", "inner": "adam", "eager": 0.5}
-    resume._check_options(trainer, old)
+    resume.check_resumed_options(config, old, folder)
     with pytest.raises(ValueError, match=r"has cache_size '0\.5', not 'auto'"):
-        resume._check_options(trainer, old | {"hot": "0.5"})
+        resume.check_resumed_options(config, old | {"hot": "0.5"}, folder)
 
 
 @pytest.mark.parametrize(("old", "new"), old_names.COMMANDS.items())
