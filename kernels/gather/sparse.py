@@ -42,7 +42,9 @@ def _densify_rows(indptr, columns, values, ids, out, bad, begin, end):
             if not 0 <= column < num_columns:
                 bad[0] = 1
                 return
-            out[i, column] = values[place]
+            value, before = values[place], out[i, column]
+            # 0 + value would be 0 for -0.0
+            out[i, column] = value if before == 0 else before + value
 
 
 def gather_sparse(
@@ -51,7 +53,8 @@ def gather_sparse(
     """Return `table.to_dense()[ids]` without converting the table.
 
     Args:
-        table: (N, D) float32, `torch.sparse_csr` on the host, without duplicate columns in a row.
+        table: (N, D) float32, `torch.sparse_csr` on the host. Elements of a row with the same
+            column are added.
         ids: (B,) int32 or int64 in [0, N), on the host.
         out: (B, D) float32, contiguous, on the host, written; a new tensor if None.
         threads: number of threads; `torch.get_num_threads()` if None.

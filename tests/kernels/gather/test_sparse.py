@@ -48,6 +48,18 @@ def test_any_index_type_and_empty_rows(index_dtype):
     assert torch.signbit(out[1, 4])
 
 
+def test_elements_with_the_same_column_are_added():
+    table = torch.sparse_csr_tensor(
+        torch.tensor([0, 4, 5]),
+        torch.tensor([3, 1, 3, 1, 0]),
+        torch.tensor([1.0, 2.0, 4.0, -8.0, 16.0]),
+        (2, 5),
+    )
+    expected = torch.tensor([[16.0, 0, 0, 0, 0], [0, -6.0, 0, 5.0, 0]])
+    assert torch.equal(gather_sparse(table, torch.tensor([1, 0])), expected)
+    assert torch.equal(gather_sparse_reference(table, torch.tensor([1, 0])), expected)
+
+
 def test_no_ids():
     table = bag()
     assert gather_sparse(table, torch.empty(0, dtype=torch.int64)).shape == (0, 333)
