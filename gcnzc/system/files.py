@@ -26,14 +26,33 @@ def write_text(path: Path, text: str) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary file that replaces `path` at the end, or is removed after an error.
 
-    It has the suffix of `path`, from which some libraries choose a format.
+    It has the suffix of `path`, from which some libraries choose a format. If `path` is a symbolic
+    link, the file that it leads to is replaced.
+
+    Raises:
+        ValueError: `path` is a device, a pipe or a folder.
     """
+    check_regular(path)
+    path = path.resolve()
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     try:
         yield partial
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_regular(path: Path) -> None:
+    """Check that `path` is a regular file or does not exist, so that it may be replaced.
+
+    Raises:
+        ValueError: it is a device, such as /dev/null, a pipe or a folder.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(
+            f"{path} is no regular file, but a device, a pipe or a folder\n\n"
+            "hint: name a file, which is replaced if it exists"
+        )
 
 
 def append_whole(path: Path, data: bytes) -> None:

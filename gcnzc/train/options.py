@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
+from gcnzc.system.files import check_regular
 from gcnzc.train import old_names
 
 C = TypeVar("C")
@@ -236,6 +237,7 @@ def check_writable(name: str, path: Path | None) -> None:
         raise ValueError(
             f"{option_name(name)}: {path} is a folder\n\nhint: name a file, such as {path / 'x'}"
         )
+    check_regular(path)
     folder = path.parent
     if not folder.is_dir():
         raise ValueError(

@@ -148,7 +148,8 @@ def test_numbers_that_make_no_sense_are_rejected(graph, tmp_path, capsys, words,
 def test_outputs_are_checked_before_the_work(run, graph, tmp_path, capsys, monkeypatch):
     for command in commands.COMMANDS:
         monkeypatch.setitem(commands.COMMANDS, command, lambda *_: pytest.fail("the work began"))
-    missing = tmp_path / "missing"
+    missing, pipe = tmp_path / "missing", tmp_path / "pipe.npy"
+    os.mkfifo(pipe)
     for words, wrong in (
         (["plot", run, "--out", tmp_path], f"--out: {tmp_path} is a folder"),
         (["plot", run, "--out", missing / "x.png"], f"--out: there is no folder {missing}"),
@@ -158,6 +159,7 @@ def test_outputs_are_checked_before_the_work(run, graph, tmp_path, capsys, monke
         ),
         (["evaluate", run, "--predictions", missing / "x.npy"], f"there is no folder {missing}"),
         (["evaluate", run, "--predictions", tmp_path], f"{tmp_path} is a folder"),
+        (["evaluate", run, "--predictions", pipe], f"{pipe} is no regular file"),
         (["cache-forecast", graph, "--out", tmp_path], "is a folder"),
         (["pcie", "--out", missing / "x.png"], "there is no folder"),
         (["cost", graph, "--picture", tmp_path / "x"], "does not end in an image format"),

@@ -1,0 +1,33 @@
+"""Files that are written whole or not at all."""
+
+import os
+import stat
+
+import pytest
+
+from gcnzc.system import files
+
+
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    link = tmp_path / "link"
+    link.symlink_to(pipe)
+    for path in (pipe, link, tmp_path):
+        with pytest.raises(ValueError, match=rf"(?s){path} is no regular file.*\n\nhint: "):
+            files.write_text(path, "new")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert sorted(tmp_path.iterdir()) == [link, pipe]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_file_of_a_symbolic_link_is_replaced_and_not_the_link(tmp_path, exists):
+    link, target = tmp_path / "link.txt", tmp_path / "other" / "target.txt"
+    target.parent.mkdir()
+    if exists:
+        target.write_text("old")
+    link.symlink_to(target)
+    files.write_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert list(target.parent.iterdir()) == [target]
