@@ -30,6 +30,7 @@ import numpy as np
 
 from gcnzc.datasets import catalog, csvgz, pickled
 from gcnzc.datasets.member import Archive
+from gcnzc.datasets.names import Names
 from gcnzc.datasets.rows import (
     CHUNK_BYTES,
     Allocate,
@@ -466,7 +467,11 @@ def write_source(
             (folder / part).mkdir(parents=True)
         (folder / "RELEASE_v1.txt").write_text(f"# Release note for {source.name}\n\n### v1\n")
         (folder / "task.json").write_text(json.dumps(task, indent=1) + "\n")
-        if source.mapping is not None:
+        if isinstance(source.mapping, Names):
+            (folder / "mapping").mkdir()
+            for file, table in source.mapping.files().items():
+                table.to_csv(folder / "mapping" / file, index=False)
+        elif source.mapping is not None:
             shutil.copytree(source.mapping, folder / "mapping")
         for part, ids in source.split().items():
             csvgz.write(folder / f"split/{source.split_name}/{part}.csv.gz", [ids.reshape(-1, 1)])

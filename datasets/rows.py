@@ -92,6 +92,8 @@ class Rows:
         where: name of the table in error messages.
         csr: the same values as CSR, if the source is sparse.
         codes: the quantized values, if the source is quantized.
+        locate: `locate(row, column)` describes where a value is stored, for messages; None names
+            `where`, the row and the column.
     """
 
     num_rows: int
@@ -101,6 +103,7 @@ class Rows:
     where: str
     csr: Csr | None = None
     codes: QuantizedRows | None = None
+    locate: Callable[[int, int], str] | None = None
 
 
 def as_bytes(array: Array) -> memoryview:
@@ -259,7 +262,7 @@ def convert_chunks(
     for chunk in rows.chunks(allocate):
         if chunk.shape[1] != rows.num_columns or done + len(chunk) > rows.num_rows:
             raise ValueError(_wrong_count(rows, f"more than {done:,}"))
-        yield cast_finite(chunk, dtype, allow_nan, rows.where, done)
+        yield cast_finite(chunk, dtype, allow_nan, rows.where, done, rows.locate)
         done += len(chunk)
         progress("features", done, rows.num_rows)
     if done != rows.num_rows:
@@ -267,11 +270,16 @@ def convert_chunks(
 
 
 def cast_finite(
-    chunk: Array, dtype: np.dtype, allow_nan: bool, where: str, first_row: int = 0
+    chunk: Array,
+    dtype: np.dtype,
+    allow_nan: bool,
+    where: str,
+    first_row: int = 0,
+    locate: Callable[[int, int], str] | None = None,
 ) -> Array:
     """Convert a chunk to `dtype` and check that it is finite, see `convert_chunks`.
 
-    `first_row` is the index of its first row, for the message.
+    `first_row` is the index of its first row, and `locate` that of `Rows`, for the message.
     """
     with np.errstate(over="ignore"):
         cast = chunk.astype(dtype, copy=False)
@@ -281,16 +289,19 @@ def cast_finite(
     bad = ~good & np.isfinite(chunk)
     if bad.any():
         place = tuple(int(i) for i in np.argwhere(bad)[0])
+        found = f"{where}: {chunk[place]} in row {first_row + place[0]}"
+        if locate is not None:
+            found = f"{locate(first_row + place[0], place[-1])}: {chunk[place]}"
         raise ValueError(
-            f"{where}: {chunk[place]} in row {first_row + place[0]} is too large for {dtype}\n\n"
+            f"{found} is too large for {dtype}\n\n"
             "hint: store the features as float32, or scale them"
         )
     if not allow_nan:
         place = tuple(int(i) for i in np.argwhere(~good)[0])
-        raise ValueError(
-            f"{where}: {chunk[place]} in row {first_row + place[0]}, column {place[-1]}\n\n"
-            "hint: repair the features, or accept them with --allow-nan"
-        )
+        found = f"{where}: {chunk[place]} in row {first_row + place[0]}, column {place[-1]}"
+        if locate is not None:
+            found = f"{locate(first_row + place[0], place[-1])}: {chunk[place]}"
+        raise ValueError(f"{found}\n\nhint: repair the features, or accept them with --allow-nan")
     return cast
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from gcnzc.datasets.names import Names
 from gcnzc.datasets.rows import CHUNK_BYTES, Allocate, Array, Progress, Rows
 
 Metric: TypeAlias = Literal["accuracy", "rocauc"]
@@ -77,8 +78,8 @@ class Source(Protocol):
         """Node features, one row per node; None if there are none."""
 
     @property
-    def mapping(self) -> Path | None:
-        """Folder that describes the nodes, copied but not read; None if there is none."""
+    def mapping(self) -> Path | Names | None:
+        """Names of nodes and classes, or a folder of them to copy; None if there is none."""
 
     @property
     def split_name(self) -> str:

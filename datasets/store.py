@@ -13,7 +13,8 @@ synchronized to disk (fsync) and renamed, so that an incomplete folder is never 
     split/train.npy valid.npy test.npy     int64
     links/train.npy valid.npy test.npy     edge split: (2, E of the split), dtype of `indices`
     links/valid_negatives.npy test_negatives.npy   (2, pairs); for mrr (E, K), see `EdgeSplitArrays`
-    mapping/                  copied from the source
+    mapping/                  names of nodes, classes and features, see `gcnzc.datasets.names`, or
+                              copied from the source
 
 Letters: N nodes, E edges, D columns, T tasks.
 """
@@ -25,7 +26,7 @@ import mmap
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ from gcnzc.datasets.meta import (
     checksum_of,
     read_meta,
 )
+from gcnzc.datasets.names import FOLDER as NAMES_FOLDER
+from gcnzc.datasets.names import Names
 from gcnzc.datasets.rows import (
     CHUNK_BYTES,
     Allocate,
@@ -223,10 +226,19 @@ class Writer:
             (_pad(chunk, columns) for chunk in chunks),
         )
 
-    def copy(self, source: Path, folder: str) -> None:
-        """Copy all files of the folder `source` to the subfolder `folder`."""
+    def save_names(self, names: Names) -> None:
+        """Write the names of nodes, classes and features to the subfolder `mapping`."""
+        for file, table in names.files().items():
+            path = self._folder / NAMES_FOLDER / file
+            path.parent.mkdir(exist_ok=True)
+            table.to_csv(path, index=False)
+            entry = {"bytes": path.stat().st_size, "crc32": checksum(path)}
+            self._files[f"{NAMES_FOLDER}/{file}"] = entry
+
+    def copy(self, source: Path, folder: str, leave_out: Container[str] = ()) -> None:
+        """Copy all files of the folder `source`, except some, to the subfolder `folder`."""
         for path in sorted(source.rglob("*")):
-            if path.is_file():
+            if path.is_file() and path.name not in leave_out:
                 name = f"{folder}/{path.relative_to(source)}"
                 target = self._folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gcnzc.datasets.names import Names
+from gcnzc.datasets.part_names import part_of
 from gcnzc.datasets.rows import (
     Allocate,
     Array,
@@ -23,8 +24,6 @@ from gcnzc.datasets.rows import (
 from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, check_ends, node_dtype
 from gcnzc.system.arguments import check_integer, describe
 
-# names of the validation part in other libraries
-OTHER_NAMES = {"val": "valid", "validation": "valid", "dev": "valid"}
 # columns of a table of edges, which need no order if they have these names
 END_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"), ("u", "v"))
 # of the graphs of libraries whose edges have directions, so that there is nothing to guess
@@ -56,7 +55,7 @@ class ArrayGraph:
     origin: dict[str, Any] = field(default_factory=lambda: {"format": "arrays"})
     num_classes: int | None = None
     best_accuracy: float | None = None
-    mapping: Path | None = None
+    mapping: Names | None = None
 
     @property
     def num_edges(self) -> int:
@@ -109,8 +108,9 @@ def from_arrays(
         features: (N, D) numbers, also a tensor of bfloat16; a pandas table; or a SciPy matrix,
             which is kept sparse until `prepare` decides; None for a graph without features.
         labels: (N,) classes, -1 or NaN for none; or (N, T) tasks.
-        splits: for "train", "valid" (or "val") and "test" node ids or (N,) masks; or an (N,) array
-            with one of these words for each node.
+        splits: for "train", "valid" and "test", or another common name such as "val_mask", node
+            ids or (N,) masks; or an (N,) array with one of these words for each node. Without
+            labels and splits, the graph serves for predictions and for link prediction.
         num_nodes: N; by default the largest of the lengths of features and labels, or the largest
             id plus one.
         metric: "accuracy" or "rocauc"; by default accuracy, and ROC AUC for several tasks.
@@ -149,26 +149,24 @@ def from_arrays(
         )
     largest = max((int(ids.max()) + 1 for ids in ends if len(ids)), default=0)
     count = next(iter(lengths.values()), largest)
-    if values is None or splits is None:
-        missing = " and ".join(
-            what for what, given in (("labels", values), ("splits", splits)) if given is None
-        )
+    if (values is None) != (splits is None):
         raise ValueError(
-            f"{name} has no {missing}\n\n"
+            f"{name} has no {'labels' if values is None else 'splits'}\n\n"
             "hint: labels= takes the class of each node, -1 for none; splits= takes the node ids "
             'or masks of "train", "valid" and "test"'
         )
-    several = values.ndim == 2 and values.shape[1] > 1
+    several = values is not None and values.ndim == 2 and values.shape[1] > 1
     return ArrayGraph(
         name,
         count,
         ends,
         rows,
-        values,
-        _parts(splits, count),
+        np.full(count, -1) if values is None else values,
+        dict.fromkeys(PARTS, np.empty(0, np.int64)) if splits is None else _parts(splits, count),
         metric or ("rocauc" if several else "accuracy"),
         "given",
         found.get("default"),
+        mapping=found.get("mapping"),
     )
 
 
@@ -251,21 +249,81 @@ def _from_networkx(graph: Any) -> dict[str, Any]:
     default = AS_STORED
     if not graph.is_directed():
         default = EdgeDefaults(True, "keep", "a networkx graph without directions")
-    return {"ends": (ends[0], ends[1]), "num_nodes": len(number), "default": default}
+    ids = np.array([str(node) for node in number], object)
+    is_numbered = all(node == place for node, place in number.items())
+    # nodes of different types may have the same text
+    mapping = None if is_numbered or len(set(ids)) < len(ids) else Names(nodes=ids)
+    return {
+        "ends": (ends[0], ends[1]),
+        "num_nodes": len(number),
+        "default": default,
+        "mapping": mapping,
+    }
 
 
 def _from_pyg(data: Any) -> dict[str, Any]:
     if data.edge_index is None:
         raise ValueError("the PyG data has no edge_index\n\nhint: Data(edge_index=...)")
-    masks = {part: getattr(data, f"{key}_mask", None) for key, part in _KEYS.items()}
     return {
         "ends": _ends(data.edge_index),
         "num_nodes": int(data.num_nodes),
         "default": AS_STORED,
         "features": getattr(data, "x", None),
         "labels": getattr(data, "y", None),
-        "splits": masks if all(mask is not None for mask in masks.values()) else None,
+        "splits": _masks(data.to_dict()),
     }
+
+
+def from_attributes(
+    attributes: Mapping[str, Any], name: str = "graph", split: str | None = None
+) -> ArrayGraph:
+    """Describe a graph by the attributes of a PyG `Data`, as a dict.
+
+    Args:
+        attributes: `edge_index`, and `x`, `y` and masks, as far as there are any.
+        name: the graph's.
+        split: the column of masks with several splits.
+
+    Raises:
+        ValueError: sizes do not match, or there is no such split.
+    """
+    masks = _masks(attributes)
+    several = masks is not None and any(_array(each, "mask").ndim == 2 for each in masks.values())
+    if masks is not None and several:
+        columns = {part: np.atleast_2d(_array(each, part).T) for part, each in masks.items()}
+        count = max(len(each) for each in columns.values())
+        if split is None or not split.isdecimal() or int(split) >= count:
+            raise ValueError(
+                f"{name} has the splits 0 to {count - 1}, not {split}\n\n"
+                "hint: --split 0 takes the first one"
+            )
+        # a mask of one column is the same in all splits
+        masks = {part: each[int(split) % len(each)] for part, each in columns.items()}
+    elif split is not None:
+        raise ValueError(f"{name} has no split {split}\n\nhint: it has one; leave split out")
+    num_nodes = attributes.get("num_nodes")
+    graph = from_arrays(
+        attributes["edge_index"],
+        attributes.get("x"),
+        attributes.get("y"),
+        masks,
+        num_nodes=None if num_nodes is None else int(num_nodes),
+        name=name,
+    )
+    graph.default = AS_STORED
+    return graph
+
+
+def _masks(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the masks of the parts among attributes; None unless there are all three."""
+    masks = {
+        part: value
+        for key, value in attributes.items()
+        if str(key).endswith("_mask") and value is not None
+        for part in [part_of(key)]
+        if part is not None
+    }
+    return masks if set(masks) == set(PARTS) else None
 
 
 def _from_dgl(graph: Any) -> dict[str, Any]:
@@ -274,19 +332,14 @@ def _from_dgl(graph: Any) -> dict[str, Any]:
             f"the DGL graph has node types {graph.ntypes} and edge types {graph.etypes}\n\n"
             "hint: a prepared folder has one type of each; graph[etype] selects one"
         )
-    masks = {part: graph.ndata.get(f"{key}_mask") for key, part in _KEYS.items()}
     return {
         "ends": _ends(graph.edges(order="eid")),
         "num_nodes": int(graph.num_nodes()),
         "default": AS_STORED,
         "features": graph.ndata.get("feat"),
         "labels": graph.ndata.get("label"),
-        "splits": masks if all(mask is not None for mask in masks.values()) else None,
+        "splits": _masks(graph.ndata),
     }
-
-
-# keys of PyG's and DGL's masks, and the names of the parts
-_KEYS = {"train": "train", "val": "valid", "test": "test"}
 
 
 def _refuse_other_features(graph: Any) -> None:
@@ -329,10 +382,17 @@ def _parts(splits: Any, num_nodes: int) -> dict[str, Array]:
                 'hint: a dict with node ids or masks for "train", "valid" and "test", or one of '
                 "these words for each node"
             )
-        names = np.array([OTHER_NAMES.get(str(word), str(word)) for word in words])
+        names = np.array([part_of(word) for word in words], object)
+        wrong = [word for word, name in zip(words, names, strict=True) if name is None]
+        unknown = next((word for word in wrong if str(word) not in ("", "none", "nan")), None)
+        if unknown is not None:
+            raise ValueError(
+                f"splits has the word {unknown!r}\n\n"
+                "hint: train, valid (or val) and test; an empty word is for nodes in none of them"
+            )
         return {part: np.flatnonzero(names == part) for part in PARTS}
-    named = {OTHER_NAMES.get(key, key): value for key, value in splits.items()}
-    if set(named) != set(PARTS):
+    named = {part_of(key): value for key, value in splits.items()}
+    if set(named) != set(PARTS) or len(named) < len(splits):
         raise ValueError(
             f"splits has {', '.join(map(str, splits)) or 'nothing'}\n\n"
             'hint: it has "train", "valid" and "test"'

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gcnzc.datasets.names import Names, read_names
 from gcnzc.datasets.source import Metric
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
@@ -54,6 +55,12 @@ class Dataset:
     quantized: FeatureTable | None = None  # the features, if they are stored as codes with scales
     # for link prediction; `graph` then has the training edges (and more, if the dataset's files do)
     links: EdgeSplit | None = None
+    own_names: Names | None = None  # of a source that is no folder
+
+    @cached_property
+    def names(self) -> Names:
+        """Names of nodes, classes and features, as far as the source has them."""
+        return self.own_names or read_names(self.folder)
 
     @cached_property
     def table(self) -> FeatureTable | None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets import catalog, download, ogb, store
+from gcnzc.datasets.names import Names
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph
 from gcnzc.datasets.ogb_link import OgbLinkGraph, is_link_layout
@@ -32,11 +33,15 @@ from gcnzc.datasets.source import (
     clean_split,
     count_classes,
     guess_edge_defaults,
+    has_label,
 )
 from gcnzc.datasets.store import Prepared
+from gcnzc.datasets.table_graph import TableGraph
+from gcnzc.datasets.tables import is_table
 from gcnzc.graph.dataset import Dataset, EdgeSplit
 from gcnzc.graph.edge_split import with_sorted_columns
 from gcnzc.graph.graph import Duplicates, Graph, Loops
+from gcnzc.graph.pyg_file import read_pyg_file
 from gcnzc.graph.stored_features import map_features, read_features, to_tensor
 
 
@@ -129,18 +134,23 @@ def load(
         origin=metadata["origin"] | {"options": metadata["options"], "split": metadata["split"]},
         quantized=quantized,
         links=None if loaded.links is None else _edge_split_tensors(loaded.links),
+        own_names=None if isinstance(source, Prepared) else _names_of(source),
     )
+
+
+def _names_of(source: Source) -> Names | None:
+    return source.mapping if isinstance(source.mapping, Names) else None
 
 
 def info(path: str | Path) -> dict[str, Any]:
     """Return the metadata of a dataset without reading its arrays.
 
     Returns:
-        A dict with name, kind ("prepared", "ogb" or "npz"), folder, num_nodes, num_edges (as
-        stored), num_classes, metric, best_accuracy, features (None, or a dict with kind, columns,
-        dtype, ...), split, origin and links (whether there is an edge split; for prepared folders
-        its description). For prepared folders also num_tasks, num_labelled, options, disk_bytes,
-        feature_bytes and version.
+        A dict with name, kind ("prepared", "ogb", "npz", "tables" or "pyg"), folder, num_nodes,
+        num_edges (as stored), num_classes, metric, best_accuracy, features (None, or a dict with
+        kind, columns, dtype, ...), split, origin and links (whether there is an edge split; for
+        prepared folders its description). For prepared folders also num_tasks, num_labelled,
+        options, disk_bytes, feature_bytes and version.
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.
@@ -168,7 +178,7 @@ def info(path: str | Path) -> dict[str, Any]:
             "dtype": str(stored_dtype(rows, None)),
         }
     return {
-        "kind": "ogb" if isinstance(source, OgbGraph) else "npz",
+        "kind": "ogb" if isinstance(source, OgbGraph) else source.origin["format"],
         "folder": str(path),
         "name": source.name,
         "num_nodes": source.num_nodes,
@@ -265,13 +275,15 @@ def _check_nodes(source: Prepared, ids: Array, context: str) -> None:
     )
 
 
-def open_source(path: Path, name: str | None, split: str | int | None) -> Source | Prepared | None:
+def open_source(
+    path: Path, name: str | None, split: str | int | None, progress: Progress = no_progress
+) -> Source | Prepared | None:
     """Open the dataset at `path`; return None if the path does not exist."""
     wanted = None if split is None else str(split)
     if path.is_file():
-        if path.suffix == ".npz":
-            return NpzGraph(path, name, wanted)
-        raise ValueError(f"{path} is not an .npz archive\n\nhint: give a folder or an .npz archive")
+        return _open_file(path, name, wanted, progress)
+    if path.suffix in (".npz", ".toml", ".pt") and not path.exists():
+        raise FileNotFoundError(f"no file {path}\n\nhint: is the path right?")
     if not path.is_dir():
         return None
     if store.is_prepared(path):
@@ -311,6 +323,22 @@ def open_named(
     return _open_ogb(unpacked, remote.name, None if split is None else str(split))
 
 
+def _open_file(path: Path, name: str | None, split: str | None, progress: Progress) -> Source:
+    if path.suffix == ".npz":
+        return NpzGraph(path, name, split)
+    if path.suffix == ".toml":
+        return TableGraph(path, name, progress)
+    if path.suffix == ".pt":
+        return read_pyg_file(path, name, split)
+    hint = "give a folder, an .npz archive, a .toml that names tables, or a .pt file of PyG"
+    if is_table(path):
+        hint = (
+            f'write a file graph.toml with the lines [edges] and file = "{path.name}", and give '
+            "that; [nodes] names the table of nodes"
+        )
+    raise ValueError(f"{path} is not a dataset\n\nhint: {hint}")
+
+
 def _open_ogb(path: Path, name: str | None, split: str | None) -> OgbGraph:
     kind = OgbLinkGraph if is_link_layout(path) else OgbGraph
     return kind(path, name, split)
@@ -329,9 +357,12 @@ def read_graph(
     links = None
     if isinstance(source, OgbLinkGraph):
         links = clean_edge_split(source.links(), source.num_nodes, where)
-        split, num_dropped = source.split(), dict.fromkeys(PARTS, 0)
-    else:
-        split, num_dropped = clean_split(source.split(), labels, where)
+    split, num_dropped = source.split(), dict.fromkeys(PARTS, 0)
+    # a graph without labels and splits serves for predictions and for link prediction
+    has_parts = any(len(ids) for ids in split.values())
+    is_labelled = has_parts or bool(has_label(labels).any())
+    if links is None and is_labelled:
+        split, num_dropped = clean_split(split, labels, where)
     ends = source.edges(allocate, progress)
     edge_defaults = source.edge_defaults() or guess_edge_defaults(ends)
     bidirected = edge_defaults.bidirected if options.bidirected is None else options.bidirected
@@ -364,7 +395,7 @@ def read_graph(
         "options": edge_options,
         "origin": source.origin,
     }
-    num_classes = source.num_classes or (0 if links is not None else count_classes(labels))
+    num_classes = source.num_classes or (count_classes(labels) if is_labelled else 0)
     if links is not None:
         graph = with_sorted_columns(graph)
     return LoadedGraph(graph, labels, split, num_classes, metadata, links)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gcnzc.datasets import store
+from gcnzc.datasets import names, store
 from gcnzc.datasets.rows import Progress, Rows, no_progress, normalize_rows
 from gcnzc.datasets.source import (
     PARTS,
@@ -134,7 +134,7 @@ def prepare(
     options = GraphOptions(bidirected, self_loops, duplicates, allow_nan)
     opened: Source | Prepared | None
     if isinstance(source, str | Path):
-        opened = open_source(Path(source), name, split)
+        opened = open_source(Path(source), name, split, progress)
         if opened is None:
             opened = open_named(str(source), dest.parent / "downloads", download, split, progress)
     else:
@@ -190,9 +190,7 @@ def prepare(
             if features is not None:
                 given = features if isinstance(features, str | Path) else "an array"
                 loaded.metadata["origin"]["features"] = str(given)
-        mapping = opened.folder / "mapping" if isinstance(opened, Prepared) else opened.mapping
-        if mapping is not None and mapping.is_dir():
-            writer.copy(mapping, "mapping")
+        _write_mapping(writer, opened, has_own_features=features is None)
         writer.finish(
             {
                 **loaded.metadata,
@@ -244,6 +242,16 @@ def _edge_split_metadata(links: EdgeSplitArrays, graph: Graph) -> dict[str, Any]
         is_in_graph = are_edges(*arrays, sources, targets) | are_edges(*arrays, targets, sources)
         about[f"{part}_in_graph"] = int(is_in_graph.sum())
     return about
+
+
+def _write_mapping(writer: store.Writer, opened: Source | Prepared, has_own_features: bool) -> None:
+    """Write or copy the names of nodes, classes and, if they are the source's, features."""
+    mapping = opened.folder / names.FOLDER if isinstance(opened, Prepared) else opened.mapping
+    if isinstance(mapping, names.Names):
+        writer.save_names(mapping if has_own_features else replace(mapping, features=None))
+    elif mapping is not None and mapping.is_dir():
+        leave_out = () if has_own_features else (names.FILES["features"][0],)
+        writer.copy(mapping, names.FOLDER, leave_out)
 
 
 def _needed_bytes(

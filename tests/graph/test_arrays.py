@@ -8,6 +8,8 @@ import torch
 from scipy import sparse
 
 import gcnzc
+from gcnzc.datasets.names import read_names
+from gcnzc.graph.load import verify
 from gcnzc.interop.dgl import import_dgl
 from gcnzc.interop.pyg.importing import import_pyg
 
@@ -85,7 +87,7 @@ CASES = {
     },
     "networkx": {"edges": networkx.DiGraph()},
     "multigraph": {"edges": networkx.MultiDiGraph()},
-    "val": {"edges": EDGES, "splits": {**SPLITS, "val": SPLITS["valid"]}},
+    "val": {"edges": EDGES, "splits": {**SPLITS, "Validation_Mask": MASKS["valid"]}},
 }
 for name in ("networkx", "multigraph"):
     CASES[name]["edges"].add_nodes_from(range(N))
@@ -187,7 +189,8 @@ def test_the_metric_is_chosen(tmp_path):
         ({"features": FEATURES[:-1]}, "the numbers of nodes differ: 59 features, 60 labels"),
         ({"features": FEATURES[0]}, r"features has shape \(5,\)"),
         ({"labels": None}, "has no labels"),
-        ({"labels": None, "splits": None}, "has no labels and splits"),
+        ({"splits": None}, "has no splits"),
+        ({"splits": np.where(WORDS == "val", "vale", WORDS)}, "splits has the word 'vale'"),
         ({"labels": LABELS * 0.5}, "which is not a class"),
         ({"splits": {"train": [0]}}, "splits has train\n"),
         ({"splits": {**SPLITS, "test": []}}, "the test split is empty"),
@@ -254,3 +257,61 @@ def test_wrong_ways_to_call(tmp_path):
         gcnzc.prepare(tmp_path / "data", edges=EDGES, **{**GIVEN, "labels": np.array(3)})
     with pytest.raises(ValueError, match="are of a graph in memory"):
         gcnzc.prepare("x.npz", tmp_path / "data", labels=LABELS)
+
+
+def test_a_graph_without_labels_and_splits_is_prepared(tmp_path):
+    gcnzc.prepare(tmp_path / "data", edges=EDGES, features=FEATURES)
+    data = gcnzc.load(tmp_path / "data")
+    assert data.labels.tolist() == [-1] * N
+    assert [len(ids) for ids in data.split.values()] == [0, 0, 0]
+    assert data.num_classes == 0
+    verify(tmp_path / "data")
+
+
+def test_names_of_networkx_nodes_are_saved(tmp_path):
+    graph = networkx.Graph([("a,b", 7), (7, "c")])
+    gcnzc.prepare(graph, tmp_path / "data", features=np.eye(3))
+    assert read_names(tmp_path / "data").nodes.tolist() == ["a,b", "7", "c"]
+    # and remain when the folder is prepared again
+    gcnzc.prepare(tmp_path / "data", tmp_path / "again", feature_dtype="float16")
+    assert read_names(tmp_path / "again").nodes.tolist() == ["a,b", "7", "c"]
+    verify(tmp_path / "again")
+
+
+def write_pyg(path, extra=None, slices=None, **changed):
+    contents = {**as_pyg().to_dict(), **changed}
+    Data = import_pyg().data.Data
+    torch.save((contents, slices, Data) if extra is None else extra, path)
+    return path
+
+
+def test_processed_files_of_pyg_are_read_without_unpickling(expected, tmp_path):
+    path = write_pyg(tmp_path / "data.pt")
+    gcnzc.prepare(path, tmp_path / "a", bidirected=True)
+    check_equal(gcnzc.load(tmp_path / "a"), expected)
+    torch.save({**as_pyg().to_dict()}, path)
+    gcnzc.prepare(path, tmp_path / "b", bidirected=True)
+    check_equal(gcnzc.load(tmp_path / "b"), expected)
+    masks = {
+        f"{key}_mask": torch.from_numpy(np.stack([~MASKS[part], MASKS[part]], 1))
+        for key, part in KEYS.items()
+        if part != "test"
+    }
+    write_pyg(path, **masks)
+    gcnzc.prepare(path, tmp_path / "c", bidirected=True, split=1)
+    check_equal(gcnzc.load(tmp_path / "c"), expected)
+    with pytest.raises(ValueError, match="has the splits 0 to 1, not None\n\nhint: --split 0"):
+        gcnzc.prepare(path, tmp_path / "d")
+
+
+def test_files_of_pyg_that_need_unpickling_or_are_no_graph(tmp_path):
+    path = write_pyg(tmp_path / "data.pt", as_pyg())
+    with pytest.raises(ValueError, match=r"(?s)cannot be read.*hint: .*gcnzc.prepare\(torch.load"):
+        gcnzc.prepare(path, tmp_path / "d")
+    write_pyg(path, ({"x": torch.ones(2, 2)}, None))
+    with pytest.raises(ValueError, match="is no graph of PyG: it has x"):
+        gcnzc.prepare(path, tmp_path / "d")
+    write_pyg(path, slices={"edge_index": torch.tensor([0, 3, 6])})
+    with pytest.raises(ValueError, match="has 2 graphs"):
+        gcnzc.prepare(path, tmp_path / "d")
+    assert not (tmp_path / "d").exists()

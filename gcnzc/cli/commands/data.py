@@ -1,8 +1,9 @@
 """The commands that generate, prepare and describe graphs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -57,8 +58,8 @@ class MakeConfig:
 class PrepareConfig:
     """Convert a graph to a prepared folder, which is memory-mapped and shared by all workers.
 
-    SOURCE is a folder in OGB's layout, a .npz archive, a prepared folder, or the name of an OGB
-    dataset together with --download.
+    SOURCE is a folder in OGB's layout, a .npz archive, a .toml that names csv or parquet tables, a
+    .pt file of PyG, a prepared folder, or the name of an OGB dataset together with --download.
     """
 
     source: tyro.conf.Positional[str]
@@ -182,12 +183,20 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
         )
     reporter.say(f"wrote {config.dest}")
     loaded = load.load(config.dest, allow_nan=True)
+    if unused := _unused_columns(loaded.origin):
+        reporter.say(f"columns that are not used: {unused}")
     if config.bidirected == "auto" and _is_mostly_one_way(loaded.graph):
         reporter.say(
             "most edges have no reverse edge: the graph was stored as directed; --bidirected yes "
             "adds the reverse of every edge"
         )
     print_json(load.info(config.dest))
+
+
+def _unused_columns(origin: Mapping[str, Any]) -> str:
+    """Return the columns of tables that were not read, by file."""
+    unused = origin.get("unused_columns", {})
+    return ", ".join(f"{', '.join(columns)} of {file}" for file, columns in unused.items())
 
 
 def _is_mostly_one_way(graph: Graph) -> bool:

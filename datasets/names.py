@@ -1,0 +1,92 @@
+"""Names of nodes, classes and features, for graphs whose source does not number them.
+
+A prepared folder has them in csv files with a header line:
+
+    mapping/nodes.csv       node,id       the id in the source of node 0, 1, ...
+    mapping/classes.csv     class,name    the name of class 0, 1, ...
+    mapping/features.csv    column,name   the name of feature column 0, 1, ...
+
+A file is absent if the source has numbers only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from gcnzc.datasets.rows import Array
+
+FOLDER = "mapping"
+# files, and the names of their columns
+FILES = {
+    "nodes": ("nodes.csv", "node", "id"),
+    "classes": ("classes.csv", "class", "name"),
+    "features": ("features.csv", "column", "name"),
+}
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names by number; None where the source has the numbers themselves.
+
+    Attributes:
+        nodes: (N,) ids of the nodes as text, all different.
+        classes: names of the classes, all different.
+        features: names of the columns of features.
+    """
+
+    nodes: Array | None = None
+    classes: Sequence[str] | None = None
+    features: Sequence[str] | None = None
+
+    def files(self) -> dict[str, pd.DataFrame]:
+        """Return the tables to write, by the name of the file."""
+        found = {}
+        for kind, (file, number, name) in FILES.items():
+            values = getattr(self, kind)
+            if values is not None:
+                found[file] = pd.DataFrame({number: np.arange(len(values)), name: list(values)})
+        return found
+
+
+def read_names(folder: Path) -> Names:
+    """Read the names that a prepared folder has; all None for folders without them.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    found: dict[str, Any] = {}
+    for kind, (file, number, name) in FILES.items():
+        path = folder / FOLDER / file
+        if not path.is_file():
+            continue
+        try:
+            table = pd.read_csv(path, dtype={name: str}, na_filter=False)
+            values = table[name].to_numpy(object)
+            is_valid = bool((table[number].to_numpy() == np.arange(len(table))).all())
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"{path} is damaged: {error}\n\nhint: prepare the folder again from its source"
+            ) from None
+        if not is_valid:
+            raise ValueError(
+                f"{path}: the column {number!r} does not count from 0\n\n"
+                "hint: was it edited? Prepare the folder again from its source"
+            )
+        found[kind] = values if kind == "nodes" else [str(value) for value in values]
+    return Names(**found)
+
+
+def as_integers(texts: Array) -> Array | None:
+    """Convert (n,) texts to int64 if all are integers without signs, spaces or leading zeros.
+
+    None is returned for other texts, since two of them, such as 7 and 007, could be one number.
+    """
+    try:
+        numbers = np.array(texts, dtype=str).astype(np.int64)
+    except (ValueError, OverflowError):
+        return None
+    return numbers if bool((numbers.astype(str) == np.array(texts, dtype=str)).all()) else None

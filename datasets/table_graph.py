@@ -1,0 +1,291 @@
+"""Graphs in tables: a list of edges and a table of nodes, in csv or parquet files.
+
+A TOML file names the files and the columns, see `gcnzc.datasets.table_options`.
+
+Letters: N nodes, E edges, D columns of features.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gcnzc.datasets.names import Names
+from gcnzc.datasets.node_columns import (
+    NodeColumns,
+    choose_columns,
+    combine,
+    read_labels,
+    read_parts,
+)
+from gcnzc.datasets.numbering import Numbering, read_ids, read_numbers
+from gcnzc.datasets.rows import (
+    Allocate,
+    Array,
+    Progress,
+    Rows,
+    chunk_rows,
+    no_progress,
+    rows_from_array,
+)
+from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, node_dtype
+from gcnzc.datasets.table_options import NodeTable, read_options
+from gcnzc.datasets.tables import Table, Texts
+
+# columns of the ends of edges, which need no key with these names
+END_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"), ("u", "v"))
+
+
+class TableGraph:
+    """A graph in csv or parquet files, as a `gcnzc.datasets.source.Source`.
+
+    Ids, edges, labels and parts are read at once; features in chunks, when they are used.
+
+    Args:
+        path: of the TOML file.
+        name: of the graph; None uses the one in the file, or the name of the file.
+        progress: called with the bytes or rows read of each file.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a file is not valid; the message names the line and the column.
+        RuntimeError: a file is parquet, and pyarrow is not installed.
+    """
+
+    best_accuracy: float | None = None
+    split_name = "given"
+
+    def __init__(
+        self, path: Path, name: str | None = None, progress: Progress = no_progress
+    ) -> None:
+        options = read_options(path)
+        self.path, self.name = path, name or options.name or path.stem
+        self._undirected = options.edges.undirected
+        self._edges = Table(
+            path.parent / options.edges.file, options.edges.separator, options.edges.header
+        )
+        self._end_columns = choose_ends(self._edges, options.edges.source, options.edges.target)
+        self._table, self._columns = _node_table(path, options.nodes)
+        texts = _read_texts(self._table, self._columns, progress)
+        npy = _open_npy(path, options.nodes.features)
+        self._labels: Array | None = None
+        self._parts: dict[str, Array] | None = None
+        ids, class_names = None, None
+        count = None if npy is None else npy.num_rows
+        if self._table is not None:
+            count = len(next(iter(texts.values()))[0])
+            _check_not_empty(self._table, count)
+            if self._columns.id is not None:
+                ids = read_ids(self._table, self._columns.id, texts[self._columns.id])
+            self._labels, class_names = read_labels(
+                self._table, self._columns, texts, options.nodes.classes
+            )
+            self._parts = read_parts(self._table, self._columns, texts)
+        _check_labels_and_parts(path, self._labels, self._parts)
+        self._numbering = Numbering(ids, count)
+        self._ends = read_numbers(self._edges, self._end_columns, self._numbering, progress)
+        _check_not_empty(self._edges, len(self._ends[0]))
+        self.num_nodes = int(self._numbering.count or 0)
+        self.features = self._rows() if npy is None else _rows_of_npy(npy, self._numbering)
+        several = self._labels is not None and self._labels.ndim == 2
+        self.metric: Metric = options.metric or ("rocauc" if several else "accuracy")
+        self.num_classes = None if class_names is None else len(class_names)
+        self.mapping = Names(self._numbering.names, class_names, self._columns.features or None)
+
+    @property
+    def num_edges(self) -> int:
+        """E."""
+        return len(self._ends[0])
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Provenance: the files, the columns, and those that are not used."""
+        source, target = self._end_columns
+        about: dict[str, Any] = {
+            "format": "tables",
+            "source": str(self.path),
+            "edges": {"file": str(self._edges.path), "source": source, "target": target},
+        }
+        used: dict[Table, tuple[str, ...]] = {self._edges: self._end_columns}
+        if self._table is not None:
+            columns = self._columns
+            about["nodes"] = {
+                "file": str(self._table.path),
+                "id": columns.id,
+                "label": columns.labels,
+                "split": columns.split or columns.masks,
+            }
+            used[self._table] = (*columns.texts, *columns.features)
+        unused = {
+            table.path.name: [name for name in table.columns if name not in names]
+            for table, names in used.items()
+        }
+        return about | {"unused_columns": {file: names for file, names in unused.items() if names}}
+
+    def edge_defaults(self) -> EdgeDefaults | None:
+        """Return both directions if `undirected` is true; None if it is not given."""
+        if self._undirected is None:
+            return None
+        reason = f"undirected is {str(self._undirected).lower()} in {self.path.name}"
+        return EdgeDefaults(self._undirected, "keep", reason)
+
+    def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
+        """See `Source.edges`."""
+        dtype = node_dtype(self.num_nodes)
+        found = []
+        for which, ids in zip(("sources", "destinations"), self._ends, strict=True):
+            out = allocate(which, len(ids), dtype)
+            out[:] = ids
+            found.append(out)
+        progress("edges", self.num_edges, self.num_edges)
+        return found[0], found[1]
+
+    def labels(self) -> Array:
+        """See `Source.labels`; -1 for all nodes if there are none."""
+        if self._labels is None:
+            return np.full(self.num_nodes, -1)
+        return self._in_order(self._labels)
+
+    def split(self) -> dict[str, Array]:
+        """See `Source.split`; without nodes if there are no parts."""
+        if self._parts is None:
+            return {part: np.empty(0, np.int64) for part in PARTS}
+        numbers = self._numbering.number_of_row
+        if numbers is None:
+            return self._parts
+        return {part: np.sort(numbers[rows]) for part, rows in self._parts.items()}
+
+    def _in_order(self, values: Array) -> Array:
+        """Return the values of rows in the order of the nodes."""
+        numbers = self._numbering.number_of_row
+        if numbers is None:
+            return values
+        out = np.empty_like(values)
+        out[numbers] = values
+        return out
+
+    def _rows(self) -> Rows | None:
+        """Return the columns of features, which are read when they are used; None without them."""
+        table, names = self._table, self._columns.features
+        if table is None or not names:
+            return None
+        numbers = self._numbering.number_of_row
+
+        def read() -> Iterator[tuple[int, Array]]:
+            for chunk in table.chunks((), names):
+                yield chunk.first, chunk.numbers
+
+        def chunks(allocate: Allocate) -> Iterator[Array]:
+            if numbers is None:
+                yield from (values for _, values in read())
+                return
+            size, width = self.num_nodes, len(names)
+            whole = allocate("features", size * width, np.float64).reshape(size, width)
+            for first, values in read():
+                whole[numbers[first : first + len(values)]] = values
+            step = chunk_rows(width, 8)
+            yield from (whole[begin : begin + step] for begin in range(0, size, step))
+
+        row_of = None if numbers is None else np.argsort(numbers)
+
+        def locate(node: int, column: int) -> str:
+            return table.place(int(node if row_of is None else row_of[node]), names[column])
+
+        where = f"{table.path}"
+        dtype = np.dtype(np.float64)
+        return Rows(self.num_nodes, len(names), dtype, chunks, where, locate=locate)
+
+
+def choose_ends(
+    table: Table, source: str | None = None, target: str | None = None, where: str = "[edges]"
+) -> tuple[str, str]:
+    """Return the columns of the sources and the targets of a table of edges or pairs.
+
+    Raises:
+        ValueError: the table has no such columns.
+    """
+    if (source is None) != (target is None):
+        raise ValueError(
+            f"{where} names one end of the edges, but not the other\n\n"
+            "hint: give both source and target, or neither"
+        )
+    if source is not None and target is not None:
+        return table.find(source, f"source in {where}"), table.find(target, f"target in {where}")
+    lower = {name.lower(): name for name in table.columns}
+    pairs: Iterable[tuple[str, str]] = [pair for pair in END_NAMES if set(pair) <= set(lower)]
+    for pair in pairs:
+        return lower[pair[0]], lower[pair[1]]
+    if len(table.columns) == 2:
+        return table.columns[0], table.columns[1]
+    raise ValueError(
+        f"{table.path}: which columns are the ends of the edges? It has "
+        f"{', '.join(table.columns)}\n\n"
+        f"hint: source and target in {where} name them, or call them source and target"
+    )
+
+
+def _node_table(path: Path, options: NodeTable) -> tuple[Table | None, NodeColumns]:
+    if options.file is None:
+        return None, NodeColumns()
+    table = Table(path.parent / options.file, options.separator, options.header)
+    return table, choose_columns(table, options)
+
+
+def _read_texts(table: Table | None, columns: NodeColumns, progress: Progress) -> dict[str, Texts]:
+    """Read the columns of texts of the table of nodes, and check that the features are numbers."""
+    if table is None:
+        return {}
+    wanted = columns.texts or table.columns[:1]
+    texts = [name for name in wanted if name not in columns.features]
+    chunks: dict[str, list[Texts]] = {name: [] for name in wanted}
+    for chunk in table.chunks(texts, columns.features, progress):
+        for name in wanted:
+            # without columns of texts, only the number of rows is used
+            rows = np.zeros(len(chunk.numbers), np.int64), np.array([""], object)
+            chunks[name].append(chunk.texts.get(name, rows))
+    return {name: combine(parts) for name, parts in chunks.items()}
+
+
+def _open_npy(path: Path, features: str | list[str] | None) -> Rows | None:
+    if not isinstance(features, str):
+        return None
+    file = path.parent / features
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"no file {file}, which features in {path.name} names\n\n"
+            "hint: paths in a .toml are relative to its folder"
+        )
+    try:
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{file} is not a .npy file of numbers: {error}\n\nhint: `numpy.save` writes one"
+        ) from None
+    return rows_from_array(array, str(file))
+
+
+def _rows_of_npy(rows: Rows, numbering: Numbering) -> Rows:
+    if numbering.number_of_row is not None:
+        raise ValueError(
+            f"{rows.where}: are its rows in the order of the ids, or of the table of nodes?\n\n"
+            "hint: sort the table of nodes by id, 0 to N - 1, so that both are the same"
+        )
+    return rows
+
+
+def _check_not_empty(table: Table, count: int) -> None:
+    if count == 0:
+        raise ValueError(f"{table.path} has no rows\n\nhint: was it written completely?")
+
+
+def _check_labels_and_parts(path: Path, labels: Array | None, parts: Any) -> None:
+    """Check that there are both labels and parts, or neither."""
+    if (labels is None) == (parts is None):
+        return
+    missing, key = ("labels", "label") if labels is None else ("parts", "split")
+    raise ValueError(
+        f"{path}: the nodes have no {missing}\n\n"
+        f"hint: {key} in [nodes] names the column; training needs labels and parts, and a graph "
+        "without both serves for predictions"
+    )

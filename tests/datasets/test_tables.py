@@ -1,0 +1,271 @@
+"""Graphs in csv and parquet files, which a TOML file describes."""
+
+import gzip
+import importlib.util
+import json
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import gcnzc
+from gcnzc.cli import main
+from gcnzc.datasets.names import as_integers, read_names
+from gcnzc.datasets.part_names import part_of
+from gcnzc.graph.load import verify
+
+NODES = """\
+name,age,x1,x2,kind,part,note
+ann,31,0.5,1,cat,train,"a
+note"
+bob,42,1.5,2,dog,train,
+
+"c,d",53,2.5,3,cat,val,
+007,64,3.5,4,,test,
+7,75,4.5,5,dog,test,
+"""
+EDGES = """\
+from,to,weight
+ann,bob,1
+bob,"c,d",2
+"c,d",007,3
+007,7,4
+"""
+OPTIONS = """\
+name = "people"
+
+[edges]
+file = "edges.csv"
+undirected = true
+
+[nodes]
+file = "nodes.csv"
+id = "name"
+features = ["age", "x*"]
+label = "kind"
+split = "part"
+"""
+FEATURES = [[31 + 11 * i, i + 0.5, i + 1] for i in range(5)]
+
+
+def write(folder, *, options=OPTIONS, nodes=NODES, edges=EDGES):
+    folder.mkdir(exist_ok=True)
+    (folder / "graph.toml").write_text(options)
+    (folder / "nodes.csv").write_text(nodes)
+    (folder / "edges.csv").write_text(edges)
+    return folder / "graph.toml"
+
+
+def prepare(path, dest, **options):
+    gcnzc.prepare(path, dest, **options)
+    verify(dest)
+    return gcnzc.load(dest)
+
+
+def check_people(data):
+    assert (data.name, data.num_classes, data.graph.num_edges) == ("people", 2, 8)
+    assert data.labels.tolist() == [0, 1, 0, -1, 1]
+    assert {part: ids.tolist() for part, ids in data.split.items()} == {
+        "train": [0, 1],
+        "valid": [2],
+        "test": [4],
+    }
+    assert torch.equal(data.features, torch.tensor(FEATURES))
+    assert data.graph.indices.tolist() == [1, 0, 2, 1, 3, 2, 4, 3]
+
+
+def test_names_are_numbered_and_saved(tmp_path, capsys):
+    path = write(tmp_path / "in")
+    assert main(["prepare", str(path), str(tmp_path / "data")]) == 0
+    out, err = capsys.readouterr()
+    check_people(gcnzc.load(tmp_path / "data"))
+    verify(tmp_path / "data")
+    assert "columns that are not used: weight of edges.csv, note of nodes.csv" in err
+    assert json.loads(out)["split"]["dropped_without_label"]["test"] == 1
+    names = read_names(tmp_path / "data")
+    assert names.nodes.tolist() == ["ann", "bob", "c,d", "007", "7"]
+    assert (names.classes, names.features) == (["cat", "dog"], ["age", "x1", "x2"])
+    first = (tmp_path / "data/mapping/nodes.csv").read_text().splitlines()[:2]
+    assert first == ["node,id", "0,ann"]
+    # other features have no names
+    np.save(tmp_path / "x.npy", np.ones((5, 2)))
+    again = prepare(tmp_path / "data", tmp_path / "again", features=tmp_path / "x.npy")
+    assert again.features.shape == (5, 2)
+    assert read_names(tmp_path / "again").features is None
+    assert read_names(tmp_path / "again").classes == ["cat", "dog"]
+
+
+def test_gzip_semicolons_and_files_without_header(tmp_path):
+    options = OPTIONS.replace('edges.csv"', 'edges.txt.gz"\nsource = 0\ntarget = 1\nheader = false')
+    options = options.replace('nodes.csv"', 'nodes.csv"\nseparator = ";"')
+    nodes = NODES.replace(",", ";").replace("c;d", "c,d")
+    path = write(tmp_path / "in", options=options, nodes=nodes)
+    edges = EDGES.partition("\n")[2]
+    (tmp_path / "in/edges.txt.gz").write_bytes(gzip.compress(edges.encode("utf-8-sig")))
+    check_people(prepare(path, tmp_path / "data"))
+
+
+def test_parquet_gives_what_csv_gives(tmp_path, monkeypatch):
+    options = OPTIONS.replace(".csv", ".parquet")
+    path = write(tmp_path / "in", options=options)
+    (tmp_path / "in/nodes.parquet").touch()
+    (tmp_path / "in/edges.parquet").touch()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        with pytest.raises(RuntimeError, match=r"need pyarrow.*\n\nhint: `pip install pyarrow`"):
+            gcnzc.prepare(path, tmp_path / "data")
+    if importlib.util.find_spec("pyarrow") is None:
+        pytest.skip("pyarrow is not installed")
+    with pytest.raises(ValueError, match=r"edges.parquet cannot be read: .*\n\nhint: "):
+        gcnzc.prepare(path, tmp_path / "data")
+    for file in ("nodes", "edges"):
+        table = pd.read_csv(
+            tmp_path / f"in/{file}.csv", dtype={"name": str, "from": str, "to": str}
+        )
+        table.to_parquet(tmp_path / f"in/{file}.parquet")
+    check_people(prepare(path, tmp_path / "data"))
+    table["to"] = ["ann", "bob", "eve", None]
+    table.to_parquet(tmp_path / "in/edges.parquet")
+    with pytest.raises(ValueError, match=r"edges.parquet, row 2, column 'to': no node has the id"):
+        gcnzc.prepare(path, tmp_path / "again")
+    integers = pd.DataFrame({"source": [0, 1, 2], "target": [1, 2, 0], "w": [0.5, 1, 2]})
+    integers.to_parquet(tmp_path / "in/edges.parquet")
+    np.save(tmp_path / "in/x.npy", np.eye(3))
+    text = '[edges]\nfile = "edges.parquet"\n[nodes]\nfeatures = "x.npy"\n'
+    path.write_text(text)
+    assert prepare(path, tmp_path / "integers").graph.num_edges == 3
+
+
+def test_ids_that_are_the_numbers_need_no_names(tmp_path):
+    nodes = "id,a,y,is_train,is_val,is_test\n2,2.5,0,0,0,1\n0,0.5,1,1,0,0\n1,1.5,0,0,1,0\n"
+    options = '[edges]\nfile = "edges.csv"\n[nodes]\nfile = "nodes.csv"\n'
+    path = write(tmp_path / "in", options=options, nodes=nodes, edges="u,v\n0,1\n1,2\n")
+    data = prepare(path, tmp_path / "data")
+    assert data.features[:, 0].tolist() == [0.5, 1.5, 2.5]
+    assert data.labels.tolist() == [1, 0, 0]
+    assert [data.split[part].tolist() for part in ("train", "valid", "test")] == [[0], [1], [2]]
+    assert read_names(tmp_path / "data").nodes is None
+    path.write_text(options + 'features = "x.npy"\n')
+    np.save(tmp_path / "in/x.npy", np.eye(3))
+    with pytest.raises(ValueError, match="in the order of the ids, or of the table"):
+        gcnzc.prepare(path, tmp_path / "again")
+
+
+def test_edges_alone_make_a_graph_to_predict_on(tmp_path):
+    path = write(
+        tmp_path / "in", options='[edges]\nfile = "edges.csv"\n', edges="a,b\n30,4\n4,100\n"
+    )
+    assert prepare(path, tmp_path / "data").graph.indices.tolist() == [1, 0]
+    assert read_names(tmp_path / "data").nodes.tolist() == ["4", "30", "100"]
+
+
+def test_classes_have_the_order_that_is_given(tmp_path):
+    options = OPTIONS + 'classes = ["dog", "bird", "cat"]\n'
+    data = prepare(write(tmp_path / "in", options=options), tmp_path / "data")
+    assert data.labels.tolist() == [2, 0, 2, -1, 0]
+    assert data.num_classes == 3
+    tasks = "id,x,a,b,split\n0,1,0,1,train\n1,1,1,,val\n2,1,1,0,test\n"
+    options = '[edges]\nfile = "edges.csv"\n[nodes]\nfile = "nodes.csv"\nlabel = ["a", "b"]\n'
+    path = write(tmp_path / "in", options=options, nodes=tasks, edges="u,v\n0,1\n")
+    data = prepare(path, tmp_path / "tasks")
+    assert data.labels.shape == (3, 2)
+    assert (data.metric, int(data.labels.isnan().sum())) == ("rocauc", 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        # the file that describes the tables
+        ({"options": "edges = ="}, r"is not TOML: .*line 1"),
+        ({"options": OPTIONS + 'lable = "x"\n'}, r"line 13: no key named 'lable' in \[nodes\]"),
+        ({"options": "metrik = 1\n" + OPTIONS}, "line 1: no key named 'metrik'"),
+        ({"options": OPTIONS + "train = true\n"}, "line 13: train is True"),
+        ({"options": 'edges = "e.csv"'}, "line 1: edges is not a table"),
+        ({"options": "[nodes]\n"}, "names no file of edges"),
+        ({"options": '[edges]\nfile = "edges.csv"\n[nodes]\nid = "x"\n'}, "line 4: id names a col"),
+        ({"options": OPTIONS + 'train = "x1"\n'}, "line 13: the parts are not determined"),
+        ({"options": OPTIONS.replace("edges.csv", "e.csv")}, "no file .*e.csv"),
+        ({"options": OPTIONS.replace("edges.csv", "e.xls")}, "e.xls is not a table"),
+        ({"options": OPTIONS.replace('"kind"', '"sort"')}, "no column 'sort', which label in"),
+        ({"options": OPTIONS.replace('"x*"', '"z*"')}, r"no column 'z\*', which features"),
+        ({"options": OPTIONS.replace('"x*"', '"kind"')}, "the column 'kind' is no feature"),
+        ({"options": OPTIONS.replace('"x*"', '"note"')}, "line 2, column 'note': 'a\\\\nnote' is"),
+        ({"options": OPTIONS.replace('label = "kind"', 'label = "part"')}, "'part' has two roles"),
+        ({"options": OPTIONS.replace('split = "part"\n', "")}, "the nodes have no parts"),
+        (
+            {"options": OPTIONS + 'classes = ["cat", "cow"]\n'},
+            "line 4, column 'kind': 'dog' is not",
+        ),
+        # ids
+        ({"edges": EDGES + "eve,ann,5\n"}, "edges.csv, line 6, column 'from': no node has the id"),
+        ({"edges": EDGES + "ann,,5\n"}, "edges.csv, line 6, column 'to': the id is missing"),
+        ({"edges": EDGES + "ann,bob\n"}, "edges.csv, line 6: 2 cells, but there are 3 columns"),
+        ({"edges": EDGES + "ann,bob,1,2\n"}, "edges.csv: Expected 3 fields in line 6, saw 4"),
+        ({"edges": EDGES.partition("\n")[2].replace("ann", "8")}, "the first line has '8'"),
+        ({"edges": EDGES.replace("from,to", "a,b")}, "which columns are the ends of the edges"),
+        ({"edges": ""}, "edges.csv is empty"),
+        ({"edges": "from,to\n"}, "edges.csv has no rows"),
+        ({"nodes": NODES.partition("\n")[0]}, "nodes.csv has no rows"),
+        ({"edges": EDGES.replace("weight", "to")}, "several columns 'to'"),
+        ({"nodes": NODES + "bob,1,1,1,cat,,\n"}, "line 9, column 'name': the id 'bob' is also in "),
+        ({"nodes": NODES + ",1,1,1,cat,,\n"}, "line 9, column 'name': the id is missing"),
+        # values
+        ({"nodes": NODES.replace("2.5", "")}, "line 6, column 'x1': nan"),
+        ({"nodes": NODES.replace("2.5", "inf")}, "line 6, column 'x1': inf"),
+        ({"nodes": NODES.replace("2.5", "1e40")}, "line 6, column 'x1': 1e.40 is too large"),
+        ({"nodes": NODES.replace("2.5", "two")}, "line 6, column 'x1': 'two' is not a number"),
+        ({"nodes": NODES.replace("cat", "0.5").replace("dog", "1")}, "label '0.5' is not a class"),
+        ({"nodes": NODES.replace("val", "vale")}, "line 6, column 'part': 'vale' is not a part"),
+        ({"nodes": NODES.replace("ann", "\udce9")}, "nodes.csv is not UTF-8"),
+    ],
+)
+def test_nothing_is_dropped_silently(changed, message, tmp_path):
+    given = {key: text for key, text in changed.items() if "\udce9" not in text}
+    path = write(tmp_path / "in", **given)
+    if given != changed:
+        (tmp_path / "in/nodes.csv").write_bytes(changed["nodes"].encode(errors="surrogateescape"))
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+        gcnzc.prepare(path, tmp_path / "data")
+    assert "\n\nhint: " in str(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
+
+
+def test_masks_that_are_not_masks(tmp_path):
+    options = '[edges]\nfile = "edges.csv"\n[nodes]\nfile = "nodes.csv"\n'
+    nodes = "id,x,y,train_mask,val_mask,test_mask\n0,1,0,1,0,0\n1,1,1,0,maybe,0\n2,1,0,0,0,1\n"
+    for wrong, message in (
+        (nodes, "line 3, column 'val_mask': 'maybe' is neither true nor false"),
+        (nodes.replace("val_mask", "other"), "but none of valid"),
+        (nodes.replace("test_mask", "dev"), "two masks of the valid part"),
+        (nodes.replace("x,y", "split,y"), "has the parts in 'split' and in"),
+    ):
+        path = write(tmp_path / "in", options=options, nodes=wrong, edges="u,v\n0,1\n")
+        with pytest.raises(ValueError, match=message):
+            gcnzc.prepare(path, tmp_path / "data")
+
+
+def test_a_table_in_place_of_its_description(tmp_path):
+    path = write(tmp_path / "in")
+    with pytest.raises(ValueError, match=r"edges.csv is not a dataset\n\nhint: .*\[edges\]"):
+        gcnzc.prepare(path.with_name("edges.csv"), tmp_path / "data")
+
+
+def test_infinite_features_are_accepted_if_asked(tmp_path):
+    path = write(tmp_path / "in", nodes=NODES.replace("2.5", ""))
+    gcnzc.prepare(path, tmp_path / "data", allow_nan=True)
+    assert gcnzc.load(tmp_path / "data", allow_nan=True).features[2, 1].isnan()
+
+
+@pytest.mark.parametrize("word", ["train_mask", "is_train", "Training", "in_train", "TRN"])
+def test_common_names_of_parts(word):
+    assert part_of(word) == "train"
+    assert part_of("validation_mask") == part_of("is_val") == part_of("dev") == "valid"
+    assert part_of("trains") is None
+
+
+def test_integers_are_recognised_only_if_no_text_is_lost():
+    assert as_integers(np.array(["0", "12", "-3"], object)).tolist() == [0, 12, -3]
+    for text in ("007", "+1", "1.0", "x", str(2**70), ""):
+        assert as_integers(np.array(["1", text], object)) is None
