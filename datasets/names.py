@@ -9,15 +9,17 @@ A prepared folder has them in csv files with a header line:
 A file is absent if the source has numbers only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from gcnzc.datasets.rows import Array
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FOLDER = "mapping"
 # files, and the names of their columns
@@ -42,8 +44,10 @@ class Names:
     classes: Sequence[str] | None = None
     features: Sequence[str] | None = None
 
-    def files(self) -> dict[str, pd.DataFrame]:
+    def files(self) -> "dict[str, pd.DataFrame]":
         """Return the tables to write, by the name of the file."""
+        import pandas as pd
+
         found = {}
         for kind, (file, number, name) in FILES.items():
             values = getattr(self, kind)
@@ -52,16 +56,22 @@ class Names:
         return found
 
 
-def read_names(folder: Path) -> Names:
-    """Read the names that a prepared folder has; all None for folders without them.
+def read_names(folder: Path, kinds: Collection[str] = tuple(FILES)) -> Names:
+    """Read the names that a prepared folder has; None where it has none.
+
+    Args:
+        folder: the folder.
+        kinds: attributes of `Names` to read; the others are None.
 
     Raises:
         ValueError: a file is damaged.
     """
+    import pandas as pd
+
     found: dict[str, Any] = {}
     for kind, (file, number, name) in FILES.items():
         path = folder / FOLDER / file
-        if not path.is_file():
+        if kind not in kinds or not path.is_file():
             continue
         try:
             table = pd.read_csv(path, dtype={name: str}, na_filter=False)

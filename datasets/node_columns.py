@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import numpy as np
-import pandas as pd
 
 from gcnzc.datasets.part_names import part_of
 from gcnzc.datasets.rows import Array
@@ -129,6 +128,8 @@ def _find_features(table: Table, wanted: str | list[str] | None, roles: Sequence
 
 def combine(chunks: Sequence[Texts]) -> Texts:
     """Concatenate the chunks of a column of texts."""
+    import pandas as pd
+
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, object)
     _, uniques = pd.factorize(np.concatenate([each for _, each in chunks]))

@@ -4,9 +4,9 @@ Letters: N nodes, E edges.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from gcnzc.datasets.names import as_integers
 from gcnzc.datasets.rows import Array, Progress, no_progress
@@ -30,11 +30,11 @@ class Numbering:
         """(N,) ids as text, by number; None if the ids are the numbers"""
         self.number_of_row: Array | None = None
         """(N,) number of the node of each row; None if they are equal"""
-        self._index: pd.Index | None = None
+        self._index: Any = None
         self._found: dict[str, int] = {}
         """ids of edges in the order of their appearance, if nothing else determines the nodes"""
         if ids is not None:
-            self._index = pd.Index(ids, dtype=object)
+            self._index = _index(ids)
             numbers = dense_integers(ids)
             if numbers is None:
                 self.names = ids
@@ -47,7 +47,7 @@ class Numbering:
         Without a table of nodes all ids are known, and `finish` gives the numbers.
         """
         if self._index is not None:
-            rows = self._index.get_indexer(pd.Index(texts, dtype=object)).astype(np.int64)
+            rows = self._index.get_indexer(_index(texts)).astype(np.int64)
             if self.number_of_row is None:
                 return rows
             return np.where(rows < 0, -1, self.number_of_row[rows])
@@ -77,6 +77,8 @@ def read_ids(table: Table, column: str, texts: Texts) -> Array:
     Raises:
         ValueError: an id is missing or there twice; the message names the lines.
     """
+    import pandas as pd
+
     codes, values = texts
     ids = values[codes]
     empty = np.flatnonzero(ids == "")
@@ -106,13 +108,13 @@ class KnownNodes:
 
     def __init__(self, ids: Array | None, count: int) -> None:
         self.count: int | None = count
-        self._index = None if ids is None else pd.Index(ids, dtype=object)
+        self._index = None if ids is None else _index(ids)
 
     def numbers_of(self, texts: Array) -> Array:
         """Return the (n,) int64 numbers of ids, -1 for unknown ones."""
         if self._index is None:
             return _integer_numbers(texts, self.count or 0)
-        return self._index.get_indexer(pd.Index(texts, dtype=object)).astype(np.int64)
+        return self._index.get_indexer(_index(texts)).astype(np.int64)
 
     def finish(self, numbers: Array) -> Array:
         """Return `numbers`."""
@@ -146,6 +148,13 @@ def read_numbers(
             found.append(rows)
     empty = np.empty(0, np.int64)
     return [numbering.finish(np.concatenate([empty, *found])) for found in ends]
+
+
+def _index(texts: Array) -> Any:
+    """Return a pandas index, whose `get_indexer` finds the places of texts."""
+    import pandas as pd
+
+    return pd.Index(texts, dtype=object)
 
 
 def _unknown(where: str, text: str, count: int | None) -> str:

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import pandas as pd
 
 from gcnzc.datasets.rows import CHUNK_BYTES, Array, Progress, no_progress
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 CSV, PARQUET = (".csv", ".tsv", ".txt"), (".parquet", ".pq")
 KINDS = ".csv, .tsv, .txt, one of these with .gz, or .parquet"
@@ -163,6 +165,8 @@ class Table:
     def _csv_chunks(
         self, texts: Sequence[str], numbers: Sequence[str], progress: Progress
     ) -> Iterator[Chunk]:
+        import pandas as pd
+
         step = max(1, CHUNK_BYTES // (8 * len(numbers) + TEXT_BYTES * len(self.columns)) * 4)
         total, last, first = self.path.stat().st_size, self.columns[-1], 0
         is_last_empty = False
@@ -193,7 +197,9 @@ class Table:
         if is_last_empty:
             self._check_lengths()
 
-    def _frames(self, reader: Any, numbers: Sequence[str]) -> Iterator[pd.DataFrame]:
+    def _frames(self, reader: Any, numbers: Sequence[str]) -> "Iterator[pd.DataFrame]":
+        import pandas as pd
+
         try:
             yield from reader
         except pd.errors.ParserError as error:
@@ -272,6 +278,8 @@ class Table:
                 progress(f"read {self.path.name}", first, total)
 
     def _parquet_texts(self, column: "pd.Series[Any]") -> Texts:
+        import pandas as pd
+
         kinds = (pd.api.types.is_integer_dtype, pd.api.types.is_bool_dtype)
         is_text = isinstance(column.dtype, pd.StringDtype) or column.dtype == object
         codes, uniques = pd.factorize(column)
@@ -289,6 +297,8 @@ class Table:
         return codes, np.array([*values, ""], object)
 
     def _parquet_numbers(self, column: "pd.Series[Any]") -> Array:
+        import pandas as pd
+
         if not pd.api.types.is_numeric_dtype(column.dtype):
             # a column of booleans with missing values, or of texts
             known = column.dropna()
@@ -333,6 +343,8 @@ def _kind(path: Path) -> str | None:
 
 
 def _factorize(column: "pd.Series[Any]") -> Texts:
+    import pandas as pd
+
     codes, found = pd.factorize(column, use_na_sentinel=False)
     # spaces before a cell are skipped by the parser
     stripped = ["" if pd.isna(text) else text.rstrip() for text in found]

@@ -17,12 +17,14 @@ from gcnzc.cli.commands.cache_forecast import CacheForecastConfig
 from gcnzc.cli.commands.cost import CostConfig
 from gcnzc.cli.commands.pcie import PcieConfig
 from gcnzc.cli.commands.plot import PlotConfig
+from gcnzc.cli.commands.predict import PredictConfig
 from gcnzc.cli.errors import Misuse
 from gcnzc.system import files
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.old_names import rename_words
 from gcnzc.train.options import check_picture, check_writable, config_from_dict, option_name
+from gcnzc.train.prediction_files import check_output
 from gcnzc.train.repeated_runs import read_runs
 from gcnzc.train.unused_options import unused_options
 
@@ -90,6 +92,8 @@ def check_outputs(config: Any) -> None:
     try:
         if isinstance(config, EvaluateConfig):
             check_writable("predictions", config.predictions)
+        elif isinstance(config, PredictConfig):
+            check_output("out", config.out)
         elif isinstance(config, CostConfig | PcieConfig | CacheForecastConfig | PlotConfig):
             check_picture("out", config.out)
     except ValueError as error:

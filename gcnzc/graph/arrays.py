@@ -387,7 +387,7 @@ def _parts(splits: Any, num_nodes: int) -> dict[str, Array]:
         unknown = next((word for word in wrong if str(word) not in ("", "none", "nan")), None)
         if unknown is not None:
             raise ValueError(
-                f"splits has the word {unknown!r}\n\n"
+                f"splits has the word {str(unknown)!r}\n\n"
                 "hint: train, valid (or val) and test; an empty word is for nodes in none of them"
             )
         return {part: np.flatnonzero(names == part) for part in PARTS}

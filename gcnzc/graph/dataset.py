@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gcnzc.datasets.names import Names, read_names
+from gcnzc.datasets.rows import Array
 from gcnzc.datasets.source import Metric
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
@@ -59,8 +60,19 @@ class Dataset:
 
     @cached_property
     def names(self) -> Names:
-        """Names of nodes, classes and features, as far as the source has them."""
-        return self.own_names or read_names(self.folder)
+        """Names of classes and features, as far as the source has them."""
+        return self.own_names or read_names(self.folder, ("classes", "features"))
+
+    @cached_property
+    def node_ids(self) -> Array | None:
+        """(N,) ids of the nodes in the source as text; None if they are the numbers from 0."""
+        names = self.own_names or read_names(self.folder, ("nodes",))
+        if names.nodes is not None and len(names.nodes) != self.graph.num_nodes:
+            raise ValueError(
+                f"{self.folder} has {len(names.nodes):,} ids for {self.graph.num_nodes:,} nodes\n\n"
+                "hint: prepare the folder again from its source"
+            )
+        return names.nodes
 
     @cached_property
     def table(self) -> FeatureTable | None:

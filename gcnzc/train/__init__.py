@@ -7,16 +7,18 @@ from gcnzc._lazy import lazy_attributes
 if TYPE_CHECKING:
     from gcnzc.train.config import TrainConfig
     from gcnzc.train.evaluation import evaluate
+    from gcnzc.train.prediction import predict, predict_links
     from gcnzc.train.repeated_runs import train_runs
     from gcnzc.train.run import train
 
-__all__ = ["TrainConfig", "evaluate", "train", "train_runs"]
+__all__ = ["TrainConfig", "evaluate", "predict", "predict_links", "train", "train_runs"]
 
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
         "gcnzc.train.config": ("TrainConfig",),
         "gcnzc.train.evaluation": ("evaluate",),
+        "gcnzc.train.prediction": ("predict", "predict_links"),
         "gcnzc.train.repeated_runs": ("train_runs",),
         "gcnzc.train.run": ("train",),
     },

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gcnzc.exchange import Group
 from gcnzc.graph.load import load
@@ -14,6 +14,7 @@ from gcnzc.train import checkpoint
 from gcnzc.train.config import EvaluateConfig
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import BEST, read_config
+from gcnzc.train.schema import check_names, read_schema
 from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks import build_task
 
@@ -41,10 +42,9 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     data = load(source, allow_nan=trained.allow_nan)
     device = choose_device(config.device)
     task = build_task(trained, data)
-    best = checkpoint.load(config.run / BEST, BEST_KEYS)
+    check_names(read_schema(config.run, trained), data, source)
     model = task.model().to(device)
-    _check_sizes(model.state_dict(), best["model"], source, trained.data)
-    checkpoint.match(model, best["model"], config.run / BEST)
+    best = load_best(model, config.run, source, trained.data)
     begin = time.perf_counter()
     with (
         feature_table(data, trained.features, device, Group()) as table,
@@ -61,6 +61,28 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         "best_epoch": best["epoch"] + 1,
         "seconds": time.perf_counter() - begin,
     }
+
+
+def load_best(model: nn.Module, run: Path, source: Path, trained_on: Path | None) -> dict[str, Any]:
+    """Load the best weights of a run into a new model for a graph.
+
+    Args:
+        model: built with the options of the run, for the graph.
+        run: the run folder.
+        source: the graph.
+        trained_on: the graph of the run.
+
+    Returns:
+        The contents of the checkpoint, such as `epoch`, which counts from 0.
+
+    Raises:
+        FileNotFoundError: the run has no evaluation yet.
+        ValueError: the graph does not fit the model, or the checkpoint is damaged.
+    """
+    best = checkpoint.load(run / BEST, BEST_KEYS)
+    _check_sizes(model.state_dict(), best["model"], source, trained_on)
+    checkpoint.match(model, best["model"], run / BEST)
+    return best
 
 
 def _check_sizes(

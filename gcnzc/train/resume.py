@@ -30,6 +30,7 @@ from gcnzc.train.run_folder import (
     read_config,
 )
 from gcnzc.train.saving import save
+from gcnzc.train.schema import write_schema
 from gcnzc.train.trainer import PeerFailed, Trainer, mixed_seed
 
 # options that may differ in a resumed run: they do not change what a step computes
@@ -96,6 +97,7 @@ def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
         launch.write(trainer.folder)
     if is_resumed:
         return _read_checkpoint(trainer)
+    write_schema(trainer.folder, trainer.data)
     # written last: a folder without this file has no run
     files.write_json(trainer.folder / CONFIG, config_to_dict(trainer.config))
     return b""

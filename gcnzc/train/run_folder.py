@@ -10,6 +10,9 @@ from gcnzc.train.options import config_from_dict
 # the options of several runs with different seeds, and their scores
 RUNS, SUMMARY = "runs.json", "summary.json"
 
+# what the model reads and predicts
+SCHEMA = "schema.json"
+
 CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELINE, LOGS = (
     "config.json",
     "record.jsonl",

@@ -80,7 +80,7 @@ def test_training_prints_one_line_and_fills_the_run_folder(graph, tmp_path, caps
     assert "epoch 2/2" in err
     files = {path.name for path in (tmp_path / "r").iterdir()} - {"tensorboard"}
     wanted = {"config.json", "record.jsonl", "curves.png", "checkpoint.pt", "best.pt"}
-    assert files == wanted | {"result.json"}
+    assert files == wanted | {"result.json", "schema.json"}
     assert len((tmp_path / "r" / "record.jsonl").read_text().splitlines()) == 2
 
 

@@ -634,7 +634,7 @@ def test_folders_that_are_not_there(tmp_path: Path, look: Callable[[Path], objec
     with pytest.raises(ValueError, match=r"neither meta.json nor raw/\n\nhint: "):
         look(tmp_path)
     (tmp_path / "words.txt").write_text("words")
-    with pytest.raises(ValueError, match=r"words.txt is not an .npz archive\n\nhint: "):
+    with pytest.raises(ValueError, match=r"words.txt is not a dataset\n\nhint: "):
         look(tmp_path / "words.txt")
 
 

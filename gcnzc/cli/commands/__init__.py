@@ -19,6 +19,7 @@ from gcnzc.cli.commands.data import (
 from gcnzc.cli.commands.evaluate import evaluate_command
 from gcnzc.cli.commands.pcie import PcieConfig, pcie_command
 from gcnzc.cli.commands.plot import PlotConfig, plot_command
+from gcnzc.cli.commands.predict import PredictConfig, predict_command
 from gcnzc.cli.commands.train import train_command
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.progress import Reporter
@@ -30,6 +31,7 @@ COMMANDS: dict[type, Callable[[Any, Reporter], None]] = {
     EmbedConfig: embed_command,
     InfoConfig: info_command,
     EvaluateConfig: evaluate_command,
+    PredictConfig: predict_command,
     CheckConfig: check_command,
     PcieConfig: pcie_command,
     CacheForecastConfig: cache_forecast_command,

@@ -66,11 +66,7 @@ class LinkTask:
 
     def model(self) -> LinkModel:
         """See `Task`."""
-        config = self.config
-        encoder = build_encoder(config, self.data, config.hidden)
-        if config.decoder == "dot":
-            return LinkModel(encoder, Dot())
-        return LinkModel(encoder, HadamardMLP(config.hidden, dropout=config.dropout))
+        return build_link_model(self.config, self.data)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """See `Task`."""
@@ -136,3 +132,11 @@ class LinkTask:
             for name, value in score_pairs(positives, negatives, self.metric).items():
                 result.setdefault(name, {})[part] = value
         return result
+
+
+def build_link_model(config: TrainConfig, data: Dataset) -> LinkModel:
+    """Build the model of a run on the CPU, for the features of `data`."""
+    encoder = build_encoder(config, data, config.hidden)
+    if config.decoder == "dot":
+        return LinkModel(encoder, Dot())
+    return LinkModel(encoder, HadamardMLP(config.hidden, dropout=config.dropout))

@@ -1,0 +1,95 @@
+"""The command that predicts classes of nodes and scores of pairs."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from gcnzc.cli.output import print_json
+from gcnzc.datasets.source import PARTS
+from gcnzc.train.prediction import (
+    TrainedModel,
+    load_model,
+    part_numbers,
+    predict_nodes,
+    predict_pairs,
+)
+from gcnzc.train.prediction_files import read_nodes, read_pairs, write_links, write_nodes
+from gcnzc.train.progress import Reporter
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    """Predict the classes of nodes, or the scores of pairs, with the best model of a run.
+
+    Reads all neighbours of each node, writes a file, and prints one JSON line.
+    """
+
+    run: tyro.conf.Positional[Path]
+    """run folder that `gcnzc train` wrote"""
+    data: tyro.conf.Positional[Path | None] = None
+    """folder of a graph with the same features, which may have other nodes and no labels; the graph
+    of the run if not given"""
+    out: Path
+    """file to write, .csv, .csv.gz, .parquet or .npy"""
+    nodes: str = "all"
+    """nodes to predict: all; train, valid or test; or a file of ids, .csv or .parquet with a column
+    `node`, or .npy"""
+    pairs: Path | None = None
+    """link prediction: file of pairs of ids, .csv or .parquet with the columns `source` and
+    `target`, or .npy of shape (2, pairs)"""
+    probabilities: bool = False
+    """also write the probability of each class, or of an edge"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to compute; auto takes CUDA if there is a GPU"""
+
+    def __post_init__(self) -> None:
+        if self.pairs is not None and self.nodes != "all":
+            raise ValueError(
+                f"--nodes {self.nodes} with --pairs {self.pairs}\n\n"
+                "hint: --pairs is of link prediction, and --nodes of node classification"
+            )
+
+
+def predict_command(config: PredictConfig, reporter: Reporter) -> None:
+    """`gcnzc predict`."""
+    began = time.perf_counter()
+    loaded = load_model(config.run, config.data, config.device)
+    write = _predict_nodes if config.pairs is None else _predict_links
+    count, columns = write(config, loaded, reporter)
+    reporter.say(f"wrote {config.out}")
+    print_json(
+        {
+            "run": str(config.run),
+            "data": loaded.data.name,
+            "task": loaded.trained.task,
+            "out": str(config.out),
+            "predictions": count,
+            "columns": columns,
+            "best_epoch": loaded.epoch,
+            "seconds": time.perf_counter() - began,
+        }
+    )
+
+
+def _predict_nodes(
+    config: PredictConfig, loaded: TrainedModel, reporter: Reporter
+) -> tuple[int, list[str]]:
+    if config.nodes == "all":
+        numbers = None
+    elif config.nodes in PARTS:
+        numbers = part_numbers(loaded.data, config.nodes)
+    else:
+        numbers = read_nodes(Path(config.nodes), loaded.known)
+    found = predict_nodes(loaded, numbers, reporter)
+    return len(found.nodes), write_nodes(config.out, found, config.probabilities)
+
+
+def _predict_links(
+    config: PredictConfig, loaded: TrainedModel, reporter: Reporter
+) -> tuple[int, list[str]]:
+    assert config.pairs is not None
+    found = predict_pairs(loaded, *read_pairs(config.pairs, loaded.known), reporter)
+    return len(found.scores), write_links(config.out, found, config.probabilities)

@@ -1,0 +1,318 @@
+"""Predict classes of nodes and scores of pairs of nodes with the best model of a run.
+
+Letters: M nodes or pairs, C outputs of the model.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gcnzc.datasets.names import as_integers
+from gcnzc.datasets.numbering import KnownNodes
+from gcnzc.datasets.source import PARTS
+from gcnzc.exchange import Group
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.dataset import Dataset
+from gcnzc.graph.load import load
+from gcnzc.models.gnn import Model
+from gcnzc.models.link import LinkModel
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.encoders import build_encoder
+from gcnzc.train.evaluation import load_best
+from gcnzc.train.inference import inference
+from gcnzc.train.progress import NullReporter, Reporter
+from gcnzc.train.run_folder import read_config
+from gcnzc.train.schema import Schema, check_names, read_schema
+from gcnzc.train.setup import choose_device, feature_table
+from gcnzc.train.tasks.link import build_link_model
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class NodePredictions:
+    """Predictions for nodes.
+
+    Attributes:
+        nodes: (M,) ids of the nodes: those of the graph's source if they were mapped, as int64 or
+            text; otherwise the numbers of the nodes.
+        classes: (M,) predicted classes, by name if they have names; of several tasks (M, C) of 0
+            and 1.
+        probabilities: (M, C) float32: of each class, or of 1 in each of several tasks.
+        columns: C names of the columns of `probabilities`.
+        epoch: the model's, from 1.
+    """
+
+    nodes: Array
+    classes: Array
+    probabilities: Array
+    columns: list[str]
+    epoch: int
+
+
+@dataclass(frozen=True)
+class LinkPredictions:
+    """Predictions for pairs of nodes.
+
+    Attributes:
+        sources: (M,) ids, as `NodePredictions.nodes`.
+        targets: (M,) ids.
+        scores: (M,) float32 logits: a larger score means that an edge is more likely.
+        epoch: the model's, from 1.
+    """
+
+    sources: Array
+    targets: Array
+    scores: Array
+    epoch: int
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The best model of a run, with a graph to predict on."""
+
+    model: Any
+    trained: TrainConfig
+    schema: Schema
+    data: Dataset
+    device: torch.device
+    epoch: int  # from 1
+
+    @property
+    def known(self) -> KnownNodes:
+        """The ids of the nodes of the graph."""
+        return KnownNodes(self.data.node_ids, self.data.graph.num_nodes)
+
+
+def load_model(run: Path, source: Path | None = None, device: str = "auto") -> TrainedModel:
+    """Load the best model of a run, and a graph.
+
+    Args:
+        run: the run folder.
+        source: the folder of the graph; None for that of the run.
+        device: `auto`, `cpu` or `cuda`.
+
+    Raises:
+        FileNotFoundError: the folder has no run, or there is no graph.
+        ValueError: the graph does not fit the model.
+    """
+    trained = read_config(run)
+    source = source or trained.data
+    assert source is not None, "read_config has checked"
+    schema = read_schema(run, trained)
+    data = load(source, allow_nan=trained.allow_nan)
+    check_names(schema, data, source)
+    if data.table is None:
+        raise ValueError(
+            f"{source} has no features, which the model reads\n\n"
+            "hint: prepare it with the features of the graph that the model was trained on"
+        )
+    model: Model | LinkModel
+    if trained.task == "link":
+        model = build_link_model(trained, data)
+    else:
+        model = build_encoder(trained, data, schema.num_outputs)
+    chosen = choose_device(device)
+    best = load_best(model.to(chosen), run, source, trained.data)
+    return TrainedModel(model, trained, schema, data, chosen, best["epoch"] + 1)
+
+
+def predict(
+    run: str | Path,
+    data: str | Path | None = None,
+    *,
+    nodes: Any = None,
+    device: str = "auto",
+    reporter: Reporter | None = None,
+) -> NodePredictions:
+    """Predict the classes of nodes with the best model of a run, with all neighbours.
+
+    Args:
+        run: the run folder.
+        data: a graph with the same features, which may have other nodes and no labels; None for
+            that of the run.
+        nodes: ids of nodes, in any order, as the graph's source has them; or "train", "valid" or
+            "test"; None for all nodes.
+        device: `auto`, `cpu` or `cuda`.
+        reporter: shows the progress; None shows nothing.
+
+    Raises:
+        FileNotFoundError: the folder has no run, or there is no graph.
+        ValueError: the graph does not fit the model, a node is unknown, the run is of link
+            prediction, or an output is not finite.
+    """
+    loaded = load_model(Path(run), None if data is None else Path(data), device)
+    numbers = None
+    if nodes is not None:
+        is_part = isinstance(nodes, str)
+        numbers = part_numbers(loaded.data, nodes) if is_part else _numbers(loaded, nodes)
+    return predict_nodes(loaded, numbers, reporter or NullReporter())
+
+
+def predict_links(
+    run: str | Path,
+    data: str | Path | None = None,
+    *,
+    pairs: Any,
+    device: str = "auto",
+    reporter: Reporter | None = None,
+) -> LinkPredictions:
+    """Predict the scores of pairs of nodes with the best model of a link prediction run.
+
+    Args:
+        run: the run folder.
+        data: see `predict`.
+        pairs: (2, M) ids of the sources and the targets, as the graph's source has them.
+        device: `auto`, `cpu` or `cuda`.
+        reporter: shows the progress; None shows nothing.
+
+    Raises:
+        FileNotFoundError: the folder has no run, or there is no graph.
+        ValueError: the graph does not fit the model, a node is unknown, the run is not of link
+            prediction, or an output is not finite.
+    """
+    loaded = load_model(Path(run), None if data is None else Path(data), device)
+    if len(pairs) != 2:
+        raise ValueError(
+            f"pairs has the length {len(pairs)}\n\nhint: pairs are (2, M) ids: sources, targets"
+        )
+    sources, targets = (_numbers(loaded, part) for part in pairs)
+    return predict_pairs(loaded, sources, targets, reporter or NullReporter())
+
+
+def predict_nodes(
+    loaded: TrainedModel, numbers: Array | None, reporter: Reporter
+) -> NodePredictions:
+    """Predict the classes of nodes by their (M,) numbers; of all nodes if None."""
+    if loaded.trained.task == "link":
+        raise ValueError(
+            "the run is of link prediction, and predicts scores of pairs\n\n"
+            "hint: --pairs FILE names the pairs (in Python predict_links); `gcnzc evaluate RUN "
+            "--predictions FILE.npy` writes the embedding of every node"
+        )
+    with _feature_rows(loaded) as table:
+        logits = _outputs(loaded, loaded.model, table, numbers, reporter)
+    _check_finite(logits)
+    schema = loaded.schema
+    if schema.num_tasks > 1:
+        probabilities = logits.sigmoid()
+        classes: Array = (logits > 0).long().numpy()
+    else:
+        probabilities = logits.softmax(dim=1)
+        classes = logits.argmax(dim=1).numpy()
+        if schema.classes is not None:
+            classes = np.array(schema.classes, dtype=str)[classes]
+    columns = list(map(str, schema.classes or range(schema.num_outputs)))
+    return NodePredictions(
+        ids_of(loaded.data, numbers), classes, probabilities.numpy(), columns, loaded.epoch
+    )
+
+
+def predict_pairs(
+    loaded: TrainedModel, sources: Array, targets: Array, reporter: Reporter
+) -> LinkPredictions:
+    """Predict the scores of pairs of nodes by their (M,) numbers."""
+    if loaded.trained.task != "link":
+        raise ValueError(
+            "the run is of node classification, and predicts classes of nodes\n\n"
+            "hint: leave --pairs out (in Python use predict), or train with --task link"
+        )
+    if len(sources) != len(targets):
+        raise ValueError(
+            f"pairs have {len(sources):,} sources and {len(targets):,} targets\n\n"
+            "hint: pairs are (2, M) ids"
+        )
+    nodes, places = np.unique(np.concatenate([sources, targets]), return_inverse=True)
+    with _feature_rows(loaded) as table:
+        rows = _outputs(loaded, loaded.model.encoder, table, nodes, reporter)
+    ends = torch.from_numpy(places.reshape(2, -1))
+    scores = loaded.model.scores(rows, ends[0], ends[1])
+    _check_finite(scores)
+    ids = [ids_of(loaded.data, part) for part in (sources, targets)]
+    return LinkPredictions(ids[0], ids[1], scores.numpy(), loaded.epoch)
+
+
+@contextmanager
+def _feature_rows(loaded: TrainedModel) -> Iterator[FeatureTable]:
+    where = loaded.trained.features
+    with feature_table(loaded.data, where, loaded.device, Group()) as table:
+        yield table
+
+
+def _outputs(
+    loaded: TrainedModel,
+    encoder: Model,
+    table: FeatureTable,
+    numbers: Array | None,
+    reporter: Reporter,
+) -> Tensor:
+    """Return the (M, C) outputs of nodes, which may be given several times."""
+    graph, device = loaded.data.graph, loaded.device
+    with reporter.task("predict") as bar:
+        if numbers is None:
+            return inference(encoder, graph, table, device, progress=bar)
+        nodes, places = np.unique(numbers, return_inverse=True)
+        rows = inference(encoder, graph, table, device, nodes=nodes, progress=bar)
+    return rows[torch.from_numpy(places.reshape(-1))]
+
+
+def _numbers(loaded: TrainedModel, nodes: Any) -> Array:
+    """Return the numbers of nodes by their ids."""
+    ids = nodes.numpy() if isinstance(nodes, Tensor) else np.asarray(nodes)
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iuUO"):
+        raise ValueError(
+            f"the ids are of shape {ids.shape} and type {ids.dtype}\n\n"
+            "hint: ids are a vector of integers or texts"
+        )
+    texts = np.array([str(each) for each in ids.tolist()], object)
+    numbers = loaded.known.numbers_of(texts)
+    wrong = np.flatnonzero(numbers < 0)
+    if len(wrong):
+        raise ValueError(
+            f"{loaded.data.folder} has no node {texts[wrong[0]]!r} (place {wrong[0]}); it has "
+            f"{loaded.data.graph.num_nodes:,} nodes\n\n"
+            "hint: ids are those of the graph's source, see mapping/nodes.csv in its folder; "
+            "without that file they are the numbers from 0"
+        )
+    return numbers
+
+
+def part_numbers(data: Dataset, part: str) -> Array:
+    """Return the numbers of the nodes of a part.
+
+    Raises:
+        ValueError: there is no such part, or it has no nodes.
+    """
+    if part not in PARTS or len(data.split[part]) == 0:
+        raise ValueError(
+            f"{data.name} has no {part} nodes\n\n"
+            "hint: the parts are train, valid and test, as far as the graph has them; without "
+            "nodes, all are predicted"
+        )
+    return data.split[part].numpy()
+
+
+def ids_of(data: Dataset, numbers: Array | None) -> Array:
+    """Return the (M,) ids of nodes by their numbers, of all nodes if None: int64 or text."""
+    ids = data.node_ids
+    if ids is None:
+        return np.arange(data.graph.num_nodes) if numbers is None else numbers
+    integers = as_integers(ids)
+    values = np.array(ids, dtype=str) if integers is None else integers
+    return values if numbers is None else values[numbers]
+
+
+def _check_finite(outputs: Tensor) -> None:
+    wrong = int((~torch.isfinite(outputs)).reshape(len(outputs), -1).any(dim=1).sum())
+    if wrong:
+        raise ValueError(
+            f"{wrong:,} of {len(outputs):,} predictions are NaN or infinite\n\n"
+            "hint: check the features; `gcnzc info DATA --verify` reads all of them"
+        )

@@ -1,0 +1,170 @@
+"""Read ids of nodes and pairs from files, and write predictions."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gcnzc.datasets.node_columns import ID_NAMES
+from gcnzc.datasets.numbering import KnownNodes, read_numbers
+from gcnzc.datasets.table_graph import choose_ends
+from gcnzc.datasets.tables import Table, import_parquet
+from gcnzc.system import files
+from gcnzc.train.options import check_writable, option_name
+from gcnzc.train.prediction import Array, LinkPredictions, NodePredictions
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SUFFIXES = (".csv", ".csv.gz", ".parquet", ".npy")
+# rows that are written at once
+CHUNK_ROWS = 1 << 16
+
+
+def check_output(name: str, path: Path) -> None:
+    """Raise a ValueError unless predictions can be written to `path`.
+
+    Raises:
+        ValueError: its suffix is unknown, or it may not be written.
+        RuntimeError: it is a parquet file, and pyarrow is not installed.
+    """
+    if not path.name.endswith(SUFFIXES):
+        raise ValueError(
+            f"{option_name(name)}: {path.name!r} does not end in a format\n\n"
+            f"hint: use a name that ends in {', '.join(SUFFIXES)}"
+        )
+    check_writable(name, path)
+    if path.suffix == ".parquet":
+        import_parquet()
+
+
+def read_nodes(path: Path, known: KnownNodes) -> Array:
+    """Read the (M,) numbers of nodes from a file of ids: a column `node` or `id`, or .npy.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file has no such column, or an id is unknown; the message names the line.
+    """
+    if path.suffix == ".npy":
+        return _of_array(path, _load_npy(path).reshape(-1), known)
+    table = Table(path)
+    names = {name.lower(): name for name in table.columns}
+    found = next((names[name] for name in ID_NAMES if name in names), None)
+    if found is None:
+        raise ValueError(
+            f"{path} has no column of ids; its columns are {', '.join(table.columns)}\n\n"
+            "hint: the first line names the columns; call that of the ids `node`"
+        )
+    return read_numbers(table, [found], known)[0]
+
+
+def read_pairs(path: Path, known: KnownNodes) -> tuple[Array, Array]:
+    """Read the (M,) numbers of sources and targets: columns `source` and `target`, or (2, M) .npy.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file has no such columns, or an id is unknown; the message names the line.
+    """
+    if path.suffix == ".npy":
+        array = _load_npy(path)
+        if array.ndim != 2 or len(array) != 2:
+            raise ValueError(
+                f"{path} has the shape {array.shape}\n\nhint: pairs are (2, M): sources, targets"
+            )
+        return _of_array(path, array[0], known), _of_array(path, array[1], known)
+    table = Table(path)
+    sources, targets = read_numbers(table, choose_ends(table, where=path.name), known)
+    return sources, targets
+
+
+def _load_npy(path: Path) -> Array:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}\n\nhint: give the path of a file of ids")
+    try:
+        array: Array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{path} is not a .npy file: {error}\n\nhint: `numpy.save` writes one"
+        ) from None
+    if array.dtype.kind not in "iuU":
+        raise ValueError(
+            f"{path} has the type {array.dtype}\n\nhint: ids are integers or texts; "
+            "numpy.flatnonzero(mask) turns a mask into ids"
+        )
+    return array
+
+
+def _of_array(path: Path, ids: Array, known: KnownNodes) -> Array:
+    texts = np.array([str(each) for each in ids.tolist()], object)
+    numbers = known.numbers_of(texts)
+    wrong = np.flatnonzero(numbers < 0)
+    if len(wrong):
+        raise ValueError(
+            f"{path}, row {wrong[0]}: no node has the id {texts[wrong[0]]!r}; there are "
+            f"{known.count or 0:,} nodes\n\nhint: ids are those of the graph's source"
+        )
+    return numbers
+
+
+def write_nodes(path: Path, found: NodePredictions, with_probabilities: bool) -> list[str]:
+    """Write predictions for nodes atomically, and return the names of the columns.
+
+    Columns are `node`, `class` (of several tasks `class_0`, ...), and with probabilities `p_NAME`
+    for each class or task. A .npy file is a structured array of `node`, `class` and `probability`.
+    """
+    columns: dict[str, Array] = {"node": found.nodes}
+    if found.classes.ndim == 1:
+        columns["class"] = found.classes
+    else:
+        columns |= {f"class_{n}": found.classes[:, i] for i, n in enumerate(found.columns)}
+    if with_probabilities:
+        columns |= {f"p_{name}": found.probabilities[:, i] for i, name in enumerate(found.columns)}
+    arrays = {"node": found.nodes, "class": found.classes}
+    if with_probabilities:
+        arrays["probability"] = found.probabilities
+    _write(path, columns, arrays)
+    return list(arrays if path.suffix == ".npy" else columns)
+
+
+def write_links(path: Path, found: LinkPredictions, with_probabilities: bool) -> list[str]:
+    """Write predictions for pairs atomically, and return the names of the columns.
+
+    Columns are `source`, `target`, `score`, and with probabilities `probability`.
+    """
+    columns = {"source": found.sources, "target": found.targets, "score": found.scores}
+    if with_probabilities:
+        columns["probability"] = 1 / (1 + np.exp(-found.scores.astype(np.float64)))
+    _write(path, columns, columns)
+    return list(columns)
+
+
+def _write(path: Path, columns: dict[str, Array], arrays: dict[str, Array]) -> None:
+    if path.suffix == ".npy":
+        fields = [(name, value.dtype, value.shape[1:]) for name, value in arrays.items()]
+        whole = np.empty(len(next(iter(arrays.values()))), fields)
+        for name, value in arrays.items():
+            whole[name] = value
+        files.write_array(path, whole)
+        return
+    import pandas as pd
+
+    with files.replacing(path) as partial:
+        if path.suffix == ".parquet":
+            # one table: predictions are in memory already
+            pd.DataFrame(columns).to_parquet(partial, index=False)
+            return
+        compression: Any = "gzip" if path.suffix == ".gz" else None
+        for number, chunk in enumerate(_chunks(columns)):
+            mode = "w" if number == 0 else "a"
+            chunk.to_csv(
+                partial, index=False, header=number == 0, mode=mode, compression=compression
+            )
+
+
+def _chunks(columns: dict[str, Array]) -> "Iterator[pd.DataFrame]":
+    import pandas as pd
+
+    size = len(next(iter(columns.values())))
+    for begin in range(0, max(size, 1), CHUNK_ROWS):
+        yield pd.DataFrame({k: v[begin : begin + CHUNK_ROWS] for k, v in columns.items()})

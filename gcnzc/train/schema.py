@@ -1,0 +1,89 @@
+"""What the model of a run reads and predicts: its features, and its classes or tasks."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gcnzc.graph.dataset import Dataset
+from gcnzc.graph.load import load
+from gcnzc.system import files
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.run_folder import SCHEMA
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Numbers and names of the inputs and outputs of a model."""
+
+    num_classes: int
+    """of each task"""
+    num_tasks: int
+    features: Sequence[str] | None = None
+    """names of the columns of features; None if they have none"""
+    classes: Sequence[str] | None = None
+    """names of the classes; None if they have none"""
+
+    @property
+    def num_outputs(self) -> int:
+        """The columns of the logits: classes, or tasks if there are several."""
+        return self.num_classes if self.num_tasks == 1 else self.num_tasks
+
+
+def schema_of(data: Dataset) -> Schema:
+    """Return the schema of models that are trained on a graph."""
+    num_tasks = 1 if data.labels.ndim == 1 else data.labels.shape[1]
+    names = data.names
+    return Schema(data.num_classes, num_tasks, names.features, names.classes)
+
+
+def write_schema(run: Path, data: Dataset) -> None:
+    """Write the schema of a new run to its folder."""
+    files.write_json(run / SCHEMA, dataclasses.asdict(schema_of(data)))
+
+
+def read_schema(run: Path, trained: TrainConfig) -> Schema:
+    """Read the schema of a run; that of its graph for runs of older versions.
+
+    Raises:
+        FileNotFoundError: there is neither the file nor the graph.
+        ValueError: the file is damaged.
+    """
+    path = run / SCHEMA
+    if not path.is_file():
+        assert trained.data is not None, "read_config has checked"
+        return schema_of(load(trained.data, allow_nan=trained.allow_nan))
+    try:
+        return Schema(**files.read_json(path))
+    except TypeError as error:
+        raise ValueError(
+            f"{path} is damaged: {error}\n\nhint: was it edited? Restore it from a copy"
+        ) from None
+
+
+def check_names(schema: Schema, data: Dataset, source: Path) -> None:
+    """Check that features and classes of a graph have the names that the model was trained with.
+
+    Args:
+        schema: of the run.
+        data: the graph.
+        source: its folder.
+
+    Raises:
+        ValueError: both have names, and one differs.
+    """
+    names = data.names
+    for what, trained, here, key in (
+        ("column of features", schema.features, names.features, "features"),
+        ("class", schema.classes, names.classes, "classes"),
+    ):
+        if trained is None or here is None or list(trained) == list(here):
+            continue
+        longer = max(len(trained), len(here))
+        number = next(i for i in range(longer) if trained[i : i + 1] != here[i : i + 1])
+        mine, theirs = (str((*each[number : number + 1], "absent")[0]) for each in (here, trained))
+        raise ValueError(
+            f"{source}: {what} {number} is {mine!r}, but the model was trained with {theirs!r}\n\n"
+            f"hint: prepare the graph again with {key} in the order of the run, which "
+            f"{SCHEMA} in its folder lists"
+        )

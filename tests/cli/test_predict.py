@@ -1,0 +1,214 @@
+"""`gcnzc predict`: classes of nodes and scores of pairs, from a run."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import gcnzc
+from gcnzc.cli import main
+from gcnzc.graph import EdgeShares
+from gcnzc.train import predict, predict_links
+
+N = 120
+OPTIONS = ["--layers", "2", "--fanouts", "4,4", "--hidden", "8", "--batch-size", "40"]
+OPTIONS += ["--epochs", "2", "--device", "cpu"]
+RANDOM = np.random.default_rng(0)
+KINDS = np.array(["ant", "bee", "cow"])[RANDOM.integers(3, size=N)]
+VALUES = RANDOM.standard_normal((N, 3)).round(3)
+EDGES = RANDOM.integers(N, size=(2, 500))
+
+
+def write(folder, *, nodes=slice(None), labels=True, order=("a", "b", "c"), names=KINDS):
+    """Write tables of some of the nodes, whose ids are n0, n1, ..., and prepare them."""
+    folder.mkdir()
+    ids = np.arange(N)[nodes]
+    table = pd.DataFrame({"id": [f"n{i}" for i in ids]})
+    for column in order:
+        table[column] = VALUES[ids, "abc".index(column)]
+    if labels:
+        table["label"] = names[ids]
+        table["split"] = np.array(["train", "train", "valid", "test"])[ids % 4]
+    edges = EDGES[:, np.isin(EDGES, ids).all(axis=0)]
+    pd.DataFrame({"src": edges[0], "dst": edges[1]}).map("n{}".format).to_csv(
+        folder / "edges.csv", index=False
+    )
+    table.to_csv(folder / "nodes.csv", index=False)
+    (folder / "g.toml").write_text('[edges]\nfile = "edges.csv"\n[nodes]\nfile = "nodes.csv"\n')
+    gcnzc.prepare(folder / "g.toml", folder / "data", bidirected=True)
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("predict") / "in")
+
+
+@pytest.fixture(scope="module")
+def run(graph):
+    """A run on the graph; its folder has the logits of all nodes, too."""
+    run = graph.parent / "run"
+    assert main(["train", str(graph), *OPTIONS, "--out", str(run)]) == 0
+    assert main(["evaluate", str(run), "--predictions", str(run / "logits.npy")]) == 0
+    return run
+
+
+def line_of(capsys, *words):
+    """The JSON line of `gcnzc predict`."""
+    capsys.readouterr()
+    assert main(["predict", *map(str, words)]) == 0
+    out, _ = capsys.readouterr()
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def error_of(capsys, *words, status=1):
+    capsys.readouterr()
+    assert main(["predict", *map(str, words)]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "\nhint: " in err
+    return err
+
+
+def test_predictions_are_those_of_the_evaluation(graph, run, tmp_path, capsys):
+    logits = torch.from_numpy(np.load(run / "logits.npy"))
+    classes = np.array(["ant", "bee", "cow"])[logits.argmax(1).numpy()]
+    probabilities = logits.softmax(1).numpy()
+    out = tmp_path / "p.csv"
+    line = line_of(capsys, run, "--out", out, "--probabilities")
+    assert line["columns"] == ["node", "class", "p_ant", "p_bee", "p_cow"]
+    assert (line["predictions"], line["task"], line["out"]) == (N, "node", str(out))
+    table = pd.read_csv(out)
+    assert table["node"].tolist() == [f"n{i}" for i in range(N)]
+    assert table["class"].tolist() == classes.tolist()
+    np.testing.assert_allclose(table[["p_ant", "p_bee", "p_cow"]], probabilities, atol=1e-6)
+    # the accuracy of the run
+    test = gcnzc.load(graph).split["test"].numpy()
+    accuracy = json.loads((run / "result.json").read_text())["test_accuracy"]
+    assert np.mean(classes[test] == KINDS[test]) == pytest.approx(accuracy)
+    # a part, in other formats
+    for name in ("p.csv.gz", "p.npy", "p.parquet"):
+        if name == "p.parquet" and importlib.util.find_spec("pyarrow") is None:
+            assert "pyarrow" in error_of(capsys, run, "--out", tmp_path / name)
+            continue
+        assert line_of(capsys, run, "--nodes", "test", "--out", tmp_path / name)["predictions"]
+        read = {"gz": pd.read_csv, "npy": np.load, "parquet": pd.read_parquet}[name.split(".")[-1]]
+        part = pd.DataFrame(read(tmp_path / name))
+        assert part["node"].tolist() == [f"n{i}" for i in test]
+        assert part["class"].tolist() == classes[test].tolist()
+    # ids of a file, in its order
+    (tmp_path / "ids.csv").write_text("other,node\n1,n7\n2,n3\n3,n7\n")
+    line_of(capsys, run, "--nodes", tmp_path / "ids.csv", "--out", out)
+    assert pd.read_csv(out)["class"].tolist() == classes[[7, 3, 7]].tolist()
+    found = predict(run, nodes=["n7", "n3"])
+    assert found.nodes.tolist() == ["n7", "n3"]
+    np.testing.assert_allclose(found.probabilities, probabilities[[7, 3]], atol=1e-6)
+
+
+def test_new_nodes_without_labels_are_predicted(run, tmp_path, capsys):
+    new = write(tmp_path / "new", nodes=slice(0, None, 2), labels=False)
+    # a run needs no graph that it was trained on
+    config = json.loads((run / "config.json").read_text())
+    copy = tmp_path / "run"
+    copy.mkdir()
+    for name in ("best.pt", "schema.json"):
+        (copy / name).write_bytes((run / name).read_bytes())
+    (copy / "config.json").write_text(json.dumps(config | {"data": "/nowhere"}))
+    line = line_of(capsys, copy, new, "--out", tmp_path / "p.csv")
+    assert line["predictions"] == N // 2
+    table = pd.read_csv(tmp_path / "p.csv")
+    assert table["node"].tolist() == [f"n{i}" for i in range(0, N, 2)]
+    assert set(table["class"]) <= set(KINDS)
+    assert "has no test nodes" in error_of(
+        capsys, copy, new, "--nodes", "test", "--out", tmp_path / "q.csv"
+    )
+
+
+def test_graphs_and_ids_that_do_not_fit(run, tmp_path, capsys):
+    out = tmp_path / "p.csv"
+    other = write(tmp_path / "other", order=("a", "c", "b"))
+    expected = "column of features 1 is 'c', but the model was trained with 'b'"
+    assert expected in error_of(capsys, run, other, "--out", out)
+    assert main(["evaluate", str(run), "--data", str(other)]) == 1
+    assert expected in capsys.readouterr().err
+    renamed = write(tmp_path / "renamed", names=np.where(KINDS == "bee", "asp", KINDS))
+    assert main(["evaluate", str(run), "--data", str(renamed)]) == 1
+    assert "class 1 is 'asp', but the model was trained with 'bee'" in capsys.readouterr().err
+    narrow = write(tmp_path / "narrow", order=("a", "b"))
+    assert "column of features 2 is 'absent'" in error_of(capsys, run, narrow, "--out", out)
+    ids = tmp_path / "ids.csv"
+    for text, message in (
+        ("node\nn1\nx\n", "ids.csv, line 3, column 'node': no node has the id 'x'"),
+        ("name\nn1\n", "has no column of ids; its columns are name"),
+    ):
+        ids.write_text(text)
+        assert message in error_of(capsys, run, "--nodes", ids, "--out", out)
+    np.save(tmp_path / "mask.npy", np.ones(N, bool))
+    np.save(tmp_path / "ids.npy", np.array([3]))
+    for name, message in (("mask", "has the type bool"), ("ids", "row 0: no node has the id")):
+        path = tmp_path / f"{name}.npy"
+        assert message in error_of(capsys, run, "--nodes", path, "--out", out)
+    assert "no file" in error_of(capsys, run, "--nodes", tmp_path / "no.csv", "--out", out)
+    assert "is not a table" in error_of(capsys, run, "--nodes", "tset", "--out", out)
+    assert "does not end in a format" in error_of(capsys, run, "--out", tmp_path / "p", status=2)
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text("source,target\nn1,n2\n")
+    assert "is of node classification" in error_of(capsys, run, "--pairs", pairs, "--out", out)
+    with pytest.raises(ValueError, match=r"has no node 'n999' \(place 1\)"):
+        predict(run, nodes=["n1", "n999"])
+    assert not out.exists()
+
+
+def test_scores_of_pairs(graph, tmp_path, capsys):
+    gcnzc.prepare(graph, tmp_path / "links", edge_split=EdgeShares())
+    run, out, pairs = tmp_path / "run", tmp_path / "p.csv", tmp_path / "pairs.csv"
+    words = [tmp_path / "links", "--task", "link", *OPTIONS, "--epochs", 1, "--out", run]
+    assert main(["train", *map(str, words)]) == 0
+    data = gcnzc.load(tmp_path / "links")
+    ends = torch.cat([data.links.edges["test"], data.links.negatives["test"]], dim=1).numpy()
+    table = pd.DataFrame({"source": ends[0], "target": ends[1]}).map("n{}".format)
+    table.to_csv(pairs, index=False)
+    line = line_of(capsys, run, "--pairs", pairs, "--out", out, "--probabilities")
+    assert line["columns"] == ["source", "target", "score", "probability"]
+    found = pd.read_csv(out)
+    assert found[["source", "target"]].equals(table)
+    # the order of the scores is what the AUC of the run measures
+    positives = data.links.edges["test"].shape[1]
+    auc = gcnzc.models.metrics.auc(
+        *(
+            torch.tensor(found["score"].to_numpy()[part])
+            for part in (slice(positives), slice(positives, None))
+        )
+    )
+    assert auc == pytest.approx(json.loads((run / "result.json").read_text())["test_auc"], abs=1e-3)
+    again = predict_links(run, pairs=(table["source"][:2], table["target"][:2]))
+    np.testing.assert_allclose(again.scores, found["score"][:2], rtol=1e-4)
+    assert "the run is of link prediction" in error_of(capsys, run, "--out", tmp_path / "q.csv")
+    pairs.write_text("source,target\nn1,n2000\n")
+    message = "line 2, column 'target': no node has the id 'n2000'"
+    assert message in error_of(capsys, run, "--pairs", pairs, "--out", tmp_path / "q.csv")
+    words = [run, "--pairs", pairs, "--nodes", "test", "--out", out]
+    assert "--nodes test with --pairs" in error_of(capsys, *words, status=2)
+
+
+def test_several_tasks_have_a_probability_each(tmp_path):
+    labels = RANDOM.integers(0, 2, (N, 3))
+    parts = np.array(["train", "train", "valid", "test"])[np.arange(N) % 4]
+    gcnzc.prepare(
+        tmp_path / "data", edges=EDGES, features=VALUES, labels=labels, splits=parts.astype(object)
+    )
+    words = ["train", tmp_path / "data", *OPTIONS, "--out", tmp_path / "run"]
+    assert main(list(map(str, words))) == 0
+    found = predict(tmp_path / "run", nodes=[5, 2])
+    assert found.nodes.tolist() == [5, 2]
+    assert found.probabilities.shape == (2, 3)
+    assert (found.classes == (found.probabilities > 0.5)).all()
+    words = ["predict", tmp_path / "run", "--out", tmp_path / "p.npy", "--probabilities"]
+    assert main(list(map(str, words))) == 0
+    written = np.load(tmp_path / "p.npy")
+    assert written.dtype.names == ("node", "class", "probability")
+    assert written["probability"].shape == (N, 3)
