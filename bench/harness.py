@@ -89,7 +89,7 @@ def record(
 
 
 def machine() -> dict[str, Any]:
-    """Where and from what the numbers came. Without git, GCNZC_COMMIT says from which commit."""
+    """Describe the machine, versions and commit; without git, GCNZC_COMMIT has the commit."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent,

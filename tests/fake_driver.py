@@ -1,4 +1,4 @@
-"""CUDA drivers of which only parts are there: page-locking, or memory that GPUs open to others."""
+"""Fake CUDA drivers for tests of page-locking and of peer memory."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""Real workers: processes that meet over gloo on this machine."""
+"""Run functions in real worker processes that communicate over gloo on this machine."""
 
 import multiprocessing
 import os

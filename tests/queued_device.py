@@ -1,4 +1,4 @@
-"""A device for tests, whose streams do their work as late, or as early, as they are allowed to.
+"""A simulated device whose streams execute work as late or as early as events allow.
 
 Its memory is the host's. Work that is queued is kept with the addresses of its tensors and not with
 the tensors, as on a GPU; whatever is still queued when memory is used again then reads or writes

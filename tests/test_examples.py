@@ -1,4 +1,4 @@
-"""Scripts as users have them, and with gcnzc's loaders: few lines differ, and the latter learn."""
+"""Example scripts differ by few lines with gcnzc's loaders, and learn."""
 
 import difflib
 import importlib.util
@@ -48,7 +48,7 @@ OFTEN = ("dgl_node", "pyg_node")
     "script",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS],
 )
-def test_learns(script, shared_data):
+def test_an_example_learns(script, shared_data):
     library = {"pyg": "torch_geometric", "dgl": "dgl"}[script[:3]]
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")

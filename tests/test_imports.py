@@ -1,4 +1,4 @@
-"""Who may import whom, and the one door to each outside thing."""
+"""Allowed imports between packages, and one adapter for each external system."""
 
 import ast
 import importlib
@@ -298,7 +298,7 @@ def test_old_names_work_and_warn(package, old, new):
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_one_door_to_each_outside_thing(door):
+def test_each_external_system_is_used_by_its_adapter_modules_only(door):
     for path in SOURCES:
         if name_of(path) in DOORS[door]:
             continue
@@ -340,7 +340,7 @@ def test_every_folder_of_code_is_a_package_that_is_installed():
     assert listed == folders
 
 
-def test_the_rooms_are_links_without_init():
+def test_kernels_and_datasets_are_links_without_init():
     for room in LIBRARIES:
         assert (ROOT / "gcnzc" / room).is_symlink()
         assert not (ROOT / room / "__init__.py").exists()

@@ -1,4 +1,4 @@
-"""What a run needs of memory at least."""
+"""The least memory that a run needs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The wheel that is built from the source distribution: its files, its types, and its first run."""
+"""The wheel that is built from the source distribution: its files, its types, and a first run."""
 
 import json
 import os

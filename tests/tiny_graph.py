@@ -1,4 +1,4 @@
-"""A small random graph, in every form that the readers take."""
+"""A small random graph, in every format that can be read."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How long do a graph's building and its generating take, and how much memory?
+"""Measure the time and the memory of generating a graph and of building its CSC.
 
 Each case runs in a process of its own, so that its peak of memory is its own:
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def cases(num_edges: int) -> list[dict[str, Any]]:
-    """What is measured: the way, and the graph it is measured on."""
+    """Return the cases to measure: a way of building, and a graph."""
     nodes = {"uniform": num_edges // 100, "rmat": num_edges // 100, "sparse": num_edges}
     builds = [
         {"way": way, "graph": graph, "nodes": nodes[graph], "edges": num_edges}
@@ -108,7 +108,7 @@ def threads_matter(way: str) -> bool:
 
 
 def building(way: str, graph: str, nodes: int, edges: int, threads: int) -> Callable[[], int]:
-    """What builds a graph from an edge list and tells the bytes of the result."""
+    """Return a function that builds a graph from an edge list and returns its bytes."""
     src, dst = edge_list(graph, nodes, edges)
 
     def size_of(built: Graph) -> int:
@@ -140,7 +140,7 @@ def building(way: str, graph: str, nodes: int, edges: int, threads: int) -> Call
 
 
 def generating(way: str, graph: str, nodes: int, edges: int, threads: int) -> Callable[[], int]:
-    """What makes the edges of a graph; nothing is left of them."""
+    """Return a function that generates the edges of a graph and discards them."""
     if way == "make":
         shape = Shape(nodes, edges, 16, 40)
 
@@ -162,7 +162,7 @@ def generating(way: str, graph: str, nodes: int, edges: int, threads: int) -> Ca
 
 
 def edge_list(graph: str, nodes: int, edges: int) -> np.ndarray:
-    """(2, edges) int64."""
+    """Return random edges, (2, edges) int64."""
     if graph == "rmat":
         ends = np.empty((2, edges), np.int64)
         done = 0
@@ -180,7 +180,7 @@ def forget_peak() -> int:
 
 
 def resident(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
+    """Return the bytes of a field of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

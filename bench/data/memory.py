@@ -1,4 +1,4 @@
-"""How much memory preparing and training need, on features larger than that.
+"""Measure the memory of preparing and training with features that are larger than it.
 
     python -m bench.data.memory [--gigabytes 4] [--folder data/memory]
 

@@ -1,4 +1,4 @@
-"""How far quantised features are from the features, and what that costs in accuracy.
+"""Measure the error of quantized features, and its effect on accuracy.
 
     python -m bench.data.quantize [GRAPH ...] [--forms FORM ...] [--seeds N] [--archives FOLDER]
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = ", ".join(accuracy.MADE_BY)
     parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=known)
@@ -132,7 +132,7 @@ def measure(
 
 
 def relative_error(made: Path, stored: Path) -> float:
-    """The L2 norm of what two prepared folders' features differ by, beside that of the first's."""
+    """Return the L2 norm of the difference of two folders' features, relative to the first's."""
     exact, found = load.load(made).table, load.load(stored).table
     assert exact is not None, "a graph with a recipe has features"
     assert found is not None, "and so has what is prepared of it"
@@ -146,7 +146,7 @@ def relative_error(made: Path, stored: Path) -> float:
 
 
 def print_table(lines: Iterable[dict[str, Any]]) -> None:
-    """One row a form, as it stands in a document."""
+    """Print one row for each format."""
     print(
         f"\n{'graph':22}{'model':6}{'form':15}{'bytes/row':>10}{'error':>10}{'test %':>15}"
         f"{'- float32':>15}"

@@ -1,4 +1,4 @@
-"""How much memory the workers of one machine use together, beside what one alone would.
+"""Measure the memory of all workers of one machine, compared with a single worker.
 
     python -m bench.data.shared_memory [--megabytes 200] [--workers 1 2 4] [--folder FOLDER]
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measured(workers: int, *folders: Path) -> dict[str, int]:
-    """What so many workers told."""
+    """Return what the workers of one run measured."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = [
@@ -96,7 +96,7 @@ def measured(workers: int, *folders: Path) -> dict[str, int]:
 
 
 def work(small: Path, folder: Path) -> None:
-    """Be one of the workers; the first one prints what all use."""
+    """Run one worker; the first one prints the memory of all."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with init_group() as group:
@@ -117,7 +117,7 @@ def work(small: Path, folder: Path) -> None:
 
 
 def sum_of_all(group: Group) -> int:
-    """Bytes of all workers together, none of which goes on before all are counted."""
+    """Return the bytes of all workers, which wait until all are counted."""
     run(all_gather_scalar(0), group)
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     kilobytes = int(next(line.split()[1] for line in lines if line.startswith("Pss:")))
@@ -125,14 +125,14 @@ def sum_of_all(group: Group) -> int:
 
 
 def read(data: Dataset) -> None:
-    """Touch every page of a graph."""
+    """Read every page of a graph."""
     assert data.table is not None, "the graph was made with features"
     for part in (data.graph.indptr, data.graph.indices, data.labels, data.table.rows):
         part.sum()
 
 
 def computed(data: Dataset, group: Group) -> torch.Tensor:
-    """The outputs of a model for all nodes."""
+    """Compute the outputs of a model for all nodes."""
     assert data.table is not None, "the graph was made with features"
     model = SAGE(NUM_FEATURES, HIDDEN, data.num_classes, num_layers=2)
     return inference(model, data.graph, data.table, group=group)

@@ -1,4 +1,4 @@
-"""Which file does what? Write the tables and the diagram of docs/architecture.md.
+"""Write the tables of files and the diagram of docs/architecture.md.
 
     python -m bench.docs.architecture            write them
 

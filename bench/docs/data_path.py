@@ -73,7 +73,7 @@ GROUPS = (
 
 
 def svg() -> str:
-    """The picture."""
+    """Return the diagram as SVG."""
     width = LEFT + 4 * COLUMN + WIDTH + LEFT
     height = TOP + 3 * ROW + HEIGHT + LEFT
     head = (
@@ -84,7 +84,7 @@ def svg() -> str:
 
 
 def parts(width: int, height: int) -> Iterator[str]:
-    """The lines between the first and the last."""
+    """Return the elements of the SVG."""
     yield "<title>The path of the data through gcnzc</title>"
     yield f'<rect width="{width}" height="{height}" fill="white"/>'
     for column, row, title in GROUPS:
@@ -97,7 +97,7 @@ def parts(width: int, height: int) -> Iterator[str]:
 
 
 def box_of(box: Box) -> Iterator[str]:
-    """A rectangle with a title and files."""
+    """Return a rectangle with a title and files."""
     fill = "#e8f0fe" if box.files else "#f4f4f4"
     yield (
         f'<rect x="{box.left}" y="{box.top}" width="{WIDTH}" height="{HEIGHT}" rx="6" '
@@ -114,7 +114,7 @@ def box_of(box: Box) -> Iterator[str]:
 
 
 def arrow(begin: Box, end: Box, label: str, is_both: bool) -> Iterator[str]:
-    """A line from one box to another, along a row, down a column, or diagonally."""
+    """Return a line from one box to another, along a row, down a column, or diagonally."""
     if begin.row == end.row:
         forward = end.column > begin.column
         x1, x2 = (begin.left + WIDTH, end.left) if forward else (begin.left, end.left + WIDTH)
@@ -136,7 +136,7 @@ def arrow(begin: Box, end: Box, label: str, is_both: bool) -> Iterator[str]:
 
 
 def head(begin: tuple[int, int], end: tuple[int, int]) -> str:
-    """The head of an arrow at its end."""
+    """Return the head of an arrow."""
     length = math.dist(begin, end)
     x, y = ((end[axis] - begin[axis]) / length for axis in (0, 1))
     back = end[0] - 9 * x, end[1] - 9 * y

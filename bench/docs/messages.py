@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def lines() -> Iterator[str]:
-    """A heading and a table for each part."""
+    """Return a heading and a table for each part of the package."""
     for title, folders in PARTS.items():
         yield f"### {title}\n"
         yield "| Message | Remedy |"
@@ -46,7 +46,7 @@ def lines() -> Iterator[str]:
 
 
 def messages_of(folder: Path) -> Iterator[tuple[str, str]]:
-    """The messages of a folder's modules, each with its remedy."""
+    """Return the messages of a folder's modules, each with its remedy."""
     for path in sorted(folder.rglob("*.py")):
         if any(parent.is_symlink() for parent in path.parents):
             continue
@@ -58,7 +58,7 @@ def messages_of(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:
-    """The strings of a module, with the names of values in braces."""
+    """Yield the strings of a module, with the names of values in braces."""
     inner: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
@@ -73,7 +73,7 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
 
 
 def text_of(value: ast.expr) -> str:
-    """A piece of an f-string: its text, or the last name of the value."""
+    """Return the text of a piece of an f-string, or the last name of its value."""
     if isinstance(value, ast.Constant):
         return str(value.value)
     assert isinstance(value, ast.FormattedValue)
@@ -84,7 +84,7 @@ def text_of(value: ast.expr) -> str:
 
 
 def cell(text: str) -> str:
-    """A text on one line, with nothing that Markdown would interpret."""
+    """Return a text on one line, without characters that Markdown interprets."""
     parts = re.split("(`[^`]*`)", " ".join(text.split()))
     escaped = (
         part if part.startswith("`") and len(part) > 1 else re.sub(r"([*_\[\]<>#])", r"\\\1", part)

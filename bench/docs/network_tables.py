@@ -1,4 +1,4 @@
-"""The tables of the documentation about networks, optimizers, faults and versions.
+"""Compute the documentation's tables about networks and optimizers.
 
 See `bench/docs/result_tables.py`, whose registry they join.
 """
@@ -17,7 +17,7 @@ from bench.docs.result_tables import (
 
 @table
 def emulated_links() -> str:
-    """What the links of an emulated cluster carry."""
+    """Return the table of measured rates and delays of emulated links."""
     lines = read("cluster")
     rows = []
     for line in lines:
@@ -83,7 +83,7 @@ def step_time_of_methods() -> str:
 
 @table
 def workers() -> str:
-    """Throughput and accuracy by the number of workers."""
+    """Return the tables of throughput and accuracy by number of workers."""
     speeds = newest(
         [line for line in read("workers") if line["part"] == "speed"], "workers", "nodes"
     )
@@ -121,14 +121,14 @@ LINKS = {"delay": "1 ms of delay", "slow": "100 Mbit/s", "unlimited": "no limit"
 
 
 def timed_collectives() -> dict[tuple[str, int, str, int], Line]:
-    """The newest times of each link, number of workers, collective and size."""
+    """Return the newest times of each link, number of workers, collective and size."""
     lines = [line for line in read("collectives") if line["part"] == "times"]
     return newest(lines, "link", "workers", "kind", "num_bytes")
 
 
 @table
 def collectives() -> str:
-    """The tuned algorithm of each collective, compared with gloo's own."""
+    """Return the table of tuned algorithms, compared with gloo's own."""
     lines = timed_collectives()
     rows = []
     for link, count, kind in sorted({key[:3] for key in lines}):
@@ -184,7 +184,7 @@ def slow_broadcasts() -> str:
 
 
 def times_by_size(link: str, kind: str, ways: list[str]) -> str:
-    """Least and median milliseconds of one collective of 8 workers."""
+    """Return the table of least and median milliseconds of one collective of 8 workers."""
     found = {
         key[3]: line for key, line in timed_collectives().items() if key[:3] == (link, 8, kind)
     }
@@ -204,7 +204,7 @@ def times_by_size(link: str, kind: str, ways: list[str]) -> str:
 
 @table
 def counted_bytes() -> str:
-    """The ledger's bytes beside those of the interfaces."""
+    """Return the table of the ledger's bytes and those of the interfaces."""
     lines = newest(
         [line for line in read("collectives") if line["part"] == "bytes" and line["workers"] == 8],
         "request",
@@ -237,7 +237,7 @@ def counted_bytes() -> str:
 
 
 def in_bytes(number: int) -> str:
-    """A size with a binary unit."""
+    """Format a size with a binary unit."""
     for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
         if number >= size:
             return f"{number / size:g} {unit}"
@@ -321,7 +321,7 @@ def optimizer_accuracy() -> str:
 
 @table
 def defaults() -> str:
-    """Short runs with the defaults."""
+    """Return the table of short runs with the default options."""
     lines = newest(read("defaults"), "task", "method", "defaults")
     tasks = {
         "digits": "digits, %",
@@ -352,7 +352,7 @@ def defaults() -> str:
 
 @table
 def traffic() -> str:
-    """How many times fewer bytes methods send."""
+    """Return the table of how many times fewer bytes each method sends."""
     titles = {
         "stage": "a step after the warm-up, compared with float32 gradients",
         "run": "100 steps, 15 of them warm-up in float16, compared with float16 gradients",
@@ -402,7 +402,7 @@ def packing() -> str:
 
 @table
 def deepspeed() -> str:
-    """The same steps as DeepSpeed's optimizers."""
+    """Return the table of differences from DeepSpeed's optimizers."""
     lines = newest(read("deepspeed_peer"), "optimizer", "seed")
     rows = [
         [

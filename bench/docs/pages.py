@@ -40,12 +40,12 @@ def main() -> int:
 
 
 def with_tables(text: str) -> str:
-    """A page's text with its tables computed anew."""
+    """Return a page's text with its tables recomputed."""
     return PATTERN.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
 
 
 def tables_of(text: str) -> list[str]:
-    """The names of the tables of a page."""
+    """Return the names of the tables of a page."""
     return [found[2] for found in PATTERN.finditer(text)]
 
 

@@ -82,7 +82,7 @@ def loader(lines: Sequence[Line]) -> Figure:
 
 
 def gather_cpu(lines: Sequence[Line]) -> Figure:
-    """Bandwidth of gathers relative to a large copy, by the size of a row."""
+    """Draw the bandwidth of gathers relative to a large copy, by row size."""
     cases = newest(lines, "way", "row_bytes", "table_pages")
     drawn = [
         line
@@ -168,7 +168,7 @@ def accuracy(lines: Sequence[Line]) -> Figure:
 
 
 def collectives(lines: Sequence[Line]) -> Figure:
-    """Speed-up of the tuned collective algorithms over gloo's, a panel per collective."""
+    """Draw the speed-up of tuned collective algorithms over gloo's, a panel per collective."""
     cases = [c for c in lines if c["part"] == "times" and c["workers"] == 8]
     cases = newest(cases, "link", "kind", "num_bytes")
     figure = new_figure("Tuned collectives of 8 workers, relative to gloo's", cases, 8, 6)

@@ -1,4 +1,4 @@
-"""The tables of the documentation, computed from the lines of `bench/results/`.
+"""Compute the documentation's tables from the lines of `bench/results/`.
 
 Each function returns one table in Markdown, with a caption that names machine, date, commits and
 command. Of a case that was measured more than once, the newest line counts. `bench/docs/pages.py`
@@ -23,12 +23,12 @@ def table(function: Callable[[], str]) -> Callable[[], str]:
 
 
 def read(name: str) -> list[Line]:
-    """The lines of a file of results, the oldest first."""
+    """Return the lines of a file of results, oldest first."""
     return [json.loads(text) for text in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
 def newest(lines: Iterable[Line], *keys: str) -> dict[Any, Line]:
-    """The newest line of each combination of `keys`, of the lines that have them all."""
+    """Return the newest line of each combination of `keys`, of lines that have all keys."""
     found: dict[Any, Line] = {}
     for line in lines:
         if all(key in line for key in keys):
@@ -38,14 +38,14 @@ def newest(lines: Iterable[Line], *keys: str) -> dict[Any, Line]:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table with a line for each of `rows`; None is an empty cell."""
+    """Format a Markdown table with a line for each of `rows`; None is an empty cell."""
     cells = [heads, ["---"] * len(heads), *rows]
     shown = (["" if cell is None else str(cell) for cell in row] for row in cells)
     return "\n".join(f"| {' | '.join(row)} |" for row in shown) + "\n"
 
 
 def with_caption(text: str, lines: Iterable[Line], command: str) -> str:
-    """A table, and below it where its figures come from."""
+    """Return a table with a caption that states where its figures were measured."""
     lines = list(lines)
     days = sorted({line["time"][:10] for line in lines})
     cpus = sorted({str(line["cpu"]).replace("(R)", "") for line in lines})
@@ -65,12 +65,12 @@ def with_caption(text: str, lines: Iterable[Line], command: str) -> str:
 def spread(
     line: Mapping[str, Any], name: str = "test_percent", unit: str = "spread_percent"
 ) -> str:
-    """A mean and its standard deviation."""
+    """Format a mean and its standard deviation."""
     return f"{line[name]:.2f} ± {line[unit]:.2f}" if line[unit] is not None else f"{line[name]:.2f}"
 
 
 def significant(number: float, digits: int = 3) -> str:
-    """A number with so many significant digits, without an exponent."""
+    """Format a number with a number of significant digits, without an exponent."""
     shown = float(f"{number:.{digits}g}")
     return f"{shown:,.0f}" if abs(shown) >= 10 ** (digits - 1) else f"{shown:g}"
 
@@ -84,7 +84,7 @@ SYSTEMS = {
 
 
 def best_loaders() -> dict[str, Line]:
-    """The fastest configuration of each system's loader that gives features."""
+    """Return the fastest configuration of each system's loader with features."""
     lines = newest(read("loader"), "system", "way", "on")
     best: dict[str, Line] = {}
     for (system, way, _), line in lines.items():
@@ -131,7 +131,7 @@ def sampling() -> str:
 
 @table
 def examples() -> str:
-    """Scripts of DGL's and PyG's users before and after the change of the loader."""
+    """Return the table of DGL and PyG scripts before and after the loader is replaced."""
     lines = newest([line for line in read("examples") if "epoch_s" in line], "script", "way")
     rows = []
     for script in sorted({script for script, _ in lines}):
@@ -155,7 +155,7 @@ def examples() -> str:
 
 @table
 def gather() -> str:
-    """Bandwidth of random gathers on the CPU, as a share of a large copy's."""
+    """Return the table of bandwidths of random gathers on the CPU, relative to a large copy."""
     lines = newest(read("gather_cpu"), "way", "row_bytes", "table_pages")
     ways = [
         "gather, one thread",
@@ -178,7 +178,7 @@ def gather() -> str:
 
 @table
 def aggregate() -> str:
-    """Seconds of an aggregation, forward and backward."""
+    """Return the table of seconds of an aggregation, forward and backward."""
     lines = newest(
         [line for line in read("aggregate_cpu") if "median_s" in line], "what", "way", "columns"
     )
@@ -207,7 +207,7 @@ def aggregate() -> str:
 
 @table
 def memory() -> str:
-    """Memory of preparing and training with a table of features."""
+    """Return the table of the memory of preparing and training."""
     rows, lines = [], newest(read("memory"), "command")
     for command, line in lines.items():
         gigabytes = [line[key] / 1e9 for key in ("feature_bytes", "unshared_peak_bytes")]
@@ -224,7 +224,7 @@ def memory() -> str:
 
 @table
 def shared_memory() -> str:
-    """Memory of all workers of a machine together."""
+    """Return the table of the memory of all workers of a machine."""
     lines = newest(read("shared_memory"), "layout", "workers")
     rows = [
         [
@@ -243,7 +243,7 @@ def shared_memory() -> str:
 
 @table
 def build() -> str:
-    """Seconds of generating and building graphs."""
+    """Return the table of seconds of generating and building graphs."""
     lines = newest(read("build"), "way", "graph", "edges")
     rows = [
         [
@@ -329,7 +329,7 @@ def link_prediction() -> str:
 
 @table
 def cache_hit_rates() -> str:
-    """Hit rates of the feature cache, predicted and measured."""
+    """Return the table of hit rates of the feature cache, predicted and measured."""
     lines = newest(
         [line for line in read("hot") if line.get("counted") == 100],
         "fanouts",
@@ -365,7 +365,7 @@ def cache_hit_rates() -> str:
 
 @table
 def cache_prediction_error() -> str:
-    """How far predictions of the hit rate are from the measurements, by counted minibatches."""
+    """Return the table of errors of predicted hit rates, by number of counted minibatches."""
     rows, used = [], []
     for counted in (20, 100, 400):
         lines = [line for line in read("hot") if line.get("counted") == counted]
@@ -392,7 +392,7 @@ def cache_prediction_error() -> str:
 
 @table
 def cache_counting() -> str:
-    """What counting hits costs a gather on the CPU."""
+    """Return the table of the time that counting hits adds to a gather on the CPU."""
     lines = newest(
         [line for line in read("hot") if "of_plain" in line or line.get("way") == "cached"],
         "dtype",
@@ -448,7 +448,7 @@ def bus_requests() -> str:
 
 @table
 def bus_limits() -> str:
-    """The lower of the two limits of a PCIe bus."""
+    """Return the table of the lower of the two limits of a PCIe bus."""
     lines = newest(
         [line for line in read("wire") if "tags" in line],
         "rows",

@@ -1,4 +1,4 @@
-"""The tables of the documentation about faults, damaged files, peers' tests and versions."""
+"""Compute the documentation's tables about faults, damaged files, peers' tests and versions."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from bench.docs.result_tables import markdown, newest, read, table, with_caption
 
 @table
 def fuzz() -> str:
-    """Damaged files and wrong options."""
+    """Return the table of damaged files and wrong options."""
     line = read("fuzz")[-1]
     return with_caption(outcomes_of(line["kinds"]), [line], "python -m bench.robustness.fuzz")
 
 
 def outcomes_of(kinds: Mapping[str, Mapping[str, int]]) -> str:
-    """How many inputs of each kind had which outcome."""
+    """Count the outcomes of each kind of input."""
     total: Counter[str] = Counter()
     for counts in kinds.values():
         total.update(counts)
@@ -43,7 +43,7 @@ def faults() -> str:
 
 @table
 def peer_tests() -> str:
-    """The tests that PyG and DGL have for their own loaders."""
+    """Return the table of PyG's and DGL's tests of their own loaders."""
     lines = newest(read("peer_tests"), "peer", "file", "loaders")
     rows, rejected = [], {}
     for (peer, file, loaders), line in lines.items():
@@ -72,7 +72,7 @@ def peer_tests() -> str:
 
 @table
 def versions() -> str:
-    """Versions that were tested together."""
+    """Return the table of versions that were tested together."""
     lines = [line for line in read("matrix") if "passed" in line]
     for line in lines:
         line["with"] = bool(line["libraries"])

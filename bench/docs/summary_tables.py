@@ -1,4 +1,4 @@
-"""The short table of results in the README and on the first page of the benchmarks."""
+"""Compute the short table of results in the README and on the first page of the benchmarks."""
 
 from bench.docs.network_tables import timed_collectives
 from bench.docs.result_tables import (
@@ -15,7 +15,7 @@ from bench.docs.result_tables import (
 
 @table
 def summary() -> str:
-    """One line for each question, with where its figure was measured."""
+    """Return a table with one line for each question, and the machine and commit of its figure."""
     loaders = best_loaders()
     ours = loaders["ours"]["seeds_per_s"]
     gains = {name: ours / loaders[name]["seeds_per_s"] for name in ("dgl", "graphbolt", "pyg")}
@@ -40,13 +40,13 @@ def summary() -> str:
 
 
 def row(what: str, result: str, line: Line) -> list[str]:
-    """A line of the table."""
+    """Return a line of the table."""
     cpu = str(line["cpu"]).replace("(R)", "").replace(" Processor", "")
     return [what, result, f"{line['cores']} cores, {cpu}, `{line['commit']}`"]
 
 
 def memory_of_training() -> tuple[str, Line]:
-    """The memory of a training run that no other process shares."""
+    """Return the unshared memory of a training run."""
     line = newest(read("memory"), "command")["train"]
     return f"{line['unshared_peak_bytes'] / 1e9:.2f} GB", line
 
@@ -59,7 +59,7 @@ def accuracy_of(graph: str) -> tuple[str, Line]:
 
 
 def gain_of(method: str, mbit_per_s: float) -> tuple[str, Line]:
-    """How many times the throughput of AdamW a method has."""
+    """Return the throughput of a method relative to AdamW."""
     # of runs that measured AdamW too
     lines = [line for line in read("strategies") if "of_adamw" in line]
     line = newest(lines, "case", "method", "mbit_per_s")["amazon_photo", method, mbit_per_s]
@@ -67,6 +67,6 @@ def gain_of(method: str, mbit_per_s: float) -> tuple[str, Line]:
 
 
 def gain_of_sum() -> tuple[str, Line]:
-    """How many times faster than gloo's the tuned sum is."""
+    """Return the speed-up of the tuned sum over gloo's."""
     line = timed_collectives()["delay", 8, "Sum", 64]
     return f"{1 / line['tuned_of_builtin']:.1f} times faster", line

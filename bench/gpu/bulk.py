@@ -1,4 +1,4 @@
-"""A gather by bulk asynchronous copies: `cp.async.bulk`, which Hopper GPUs have.
+"""Gather rows by bulk asynchronous copies (`cp.async.bulk`) of Hopper GPUs.
 
 One thread asks for a whole row, which its multiprocessor's copy engine brings into shared memory
 and from there to its place, so that no registers wait for the bus. An experiment of
@@ -66,7 +66,7 @@ extern "C" __global__ void bulk(
 
 
 def bulk_gather(table: Tensor, ids: Tensor, out: Tensor, *, blocks: int = 0) -> None:
-    """`out[i] = table[ids[i]]` of rows of a multiple of 16 B, packed, on 16 B boundaries.
+    """Gather `table[ids]` for packed rows of a multiple of 16 B, aligned to 16 B.
 
     Args:
         table: (N, D) page-locked on the host.

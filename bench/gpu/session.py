@@ -1,4 +1,4 @@
-"""A first session on a GPU, of ten minutes: does it work there, and what does the driver do?
+"""Check in ten minutes that gcnzc works on a GPU, and record what its driver does.
 
     python -m bench.gpu.session                     all stages, in a new folder under runs/
     python -m bench.gpu.session --out FOLDER        results elsewhere
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def stages_of(options: argparse.Namespace, out: Path) -> list[Stage]:
-    """All stages of a session, in order; their limits add up to less than `SESSION_S`."""
+    """Return all stages of a session, in order; their limits add up to less than `SESSION_S`."""
     rehearsed = ["--rehearse"] if options.rehearse else []
     architectures = [word for arch in options.arch for word in ("--arch", str(arch))]
     this: Command = [sys.executable, "-m", "bench.gpu.session", *rehearsed, *architectures]
@@ -189,7 +189,7 @@ def _run_stage(stage: Stage, limit_s: float, log: Path, environment: dict[str, s
 
 
 def _run(command: Command, limit_s: float, log: int, environment: dict[str, str]) -> int | None:
-    """The exit status of a command; None if it took too long. Nothing of its group is left."""
+    """Run a command and return its exit status; None on timeout. Its process group is ended."""
     process = subprocess.Popen(
         list(map(str, command)),
         cwd=ROOT,
@@ -211,7 +211,7 @@ def _run(command: Command, limit_s: float, log: int, environment: dict[str, str]
 
 
 def table_of(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """The lines of a session, as a table for a person."""
+    """Format the lines of a session as a table."""
     rows = [("stage", "seconds", "limit", "status")]
     for line in lines:
         status = line["status"] + (f" ({line['note']})" if "note" in line else "")
@@ -298,7 +298,7 @@ def gather_wide_rows(options: argparse.Namespace) -> None:
 
 
 def _gathers(num_rows: int, num_ids: int) -> Iterator[tuple[Any, Any, Any]]:
-    """Rows, ids and a layout: from the begin of a page-aligned table, and from inside a vector."""
+    """Yield rows, ids and layouts: contiguous rows, rows at an offset, and padded rows."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -363,7 +363,7 @@ ATTRIBUTES = {
 
 
 def registration_rules(driver: Any) -> dict[str, Any]:
-    """What a driver does with registrations: error codes, ranges as it tells of them, and copies.
+    """Record how a driver treats registrations: error codes, reported ranges, and copies.
 
     Args:
         driver: `gcnzc.system.cuda_driver.Driver`, or one that is made up.
@@ -415,7 +415,7 @@ def registration_rules(driver: Any) -> dict[str, Any]:
 
 
 def _read_only_rules(driver: Any, page: int) -> dict[str, Any]:
-    """Of a file that is mapped read-only."""
+    """Record how a driver treats a file that is mapped read-only."""
     import mmap
     import tempfile
 
@@ -450,7 +450,7 @@ STAGES = ("compile", "driver", "locking", "gathers", "loader", "train", "bench",
 
 
 def _environment(options: argparse.Namespace, out: Path) -> dict[str, str]:
-    """Of all stages: this checkout first, one cache of kernels, no settings of this user."""
+    """Return the environment of all stages: this checkout first, and one kernel cache."""
     places = [str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")]
     cache = (options.cache or out / "triton-cache").resolve()
     words = {
@@ -462,7 +462,7 @@ def _environment(options: argparse.Namespace, out: Path) -> dict[str, str]:
 
 
 def _sanitizer() -> str | None:
-    """Where compute-sanitizer is."""
+    """Return the path of compute-sanitizer; None if it is not installed."""
     toolkit = Path("/usr/local/cuda/bin") / SANITIZER
     return shutil.which(SANITIZER) or (str(toolkit) if toolkit.exists() else None)
 

@@ -1,4 +1,4 @@
-"""Hot sets: the hit rate that is predicted before training, and what a run then has.
+"""Compare the predicted hit rates of feature caches with those of training runs.
 
 Graphs of the generators and real ones, two kinds of minibatches, both rankings. What is measured
 are the minibatches of a run's first epochs. Lines tell what counting 20, 100 or 400 minibatches
@@ -71,7 +71,7 @@ def graphs(real: Path) -> Iterator[tuple[str, Graph, Tensor]]:
 def compare(
     name: str, graph: Graph, seeds: Tensor, fanouts: tuple[int, ...], batch_size: int
 ) -> None:
-    """One line for each ranking and size, and for each number of counted minibatches."""
+    """Record one line for each ranking, cache size, and number of counted minibatches."""
     loader = Loader(graph, None, seeds, fanouts, batch_size)
     measured = max(len(loader), LEAST_MEASURED)
     fresh, degrees = presampling.count_accesses(loader, measured), graph.in_degrees()
@@ -100,7 +100,7 @@ def compare(
 
 
 def cost() -> None:
-    """One line for each table: a gather by one thread, of ids that are fresh from a sampler."""
+    """Record one line for each table: a gather by one thread of newly sampled ids."""
     shuffler, chosen = random.Random(0), torch.Generator().manual_seed(0)
     for columns, dtype in TABLES:
         table = FeatureTable(torch.ones(TABLE_ROWS, columns, dtype=dtype))

@@ -1,4 +1,4 @@
-"""How fast rows are gathered on the host, beside a large copy.
+"""Measure the rate of gathers on the host, compared with a large copy.
 
     python -m bench.loading.gather [ROUNDS]
 
@@ -78,14 +78,14 @@ def measure_width(
 
 
 def memory_of(num_bytes: int, pages: str) -> Tensor:
-    """Memory that was written once, as float32."""
+    """Return float32 memory that was written once."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(PAGES[pages])
     return torch.frombuffer(memory, dtype=torch.float32).fill_(1)
 
 
 def gather_ways(rows: Tensor, ids: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
-    """Ours, and what a user would write."""
+    """Return gcnzc's gather and those of torch and NumPy, by name."""
     table = FeatureTable(rows)
     rows_numpy, ids_numpy, out_numpy = rows.numpy(), ids.numpy(), out.numpy()
     return {
@@ -98,7 +98,7 @@ def gather_ways(rows: Tensor, ids: Tensor, out: Tensor) -> dict[str, Callable[[]
 
 
 def copy_ways(memory: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
-    """Ways to copy `COPY_BYTES` with two threads."""
+    """Return ways to copy `COPY_BYTES` with two threads."""
     source = memory[: len(out)]
     source_numpy, out_numpy = source.numpy(), out.numpy()
     half = len(out) // 2

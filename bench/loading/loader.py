@@ -1,4 +1,4 @@
-"""Sampling with gathering, seeds per second: gcnzc beside DGL, PyG and GraphBolt, in one run.
+"""Compare the seeds per second of gcnzc's loader with DGL, PyG and GraphBolt, in one run.
 
 A power-law graph of 1 M nodes and 20 M edges, 100 float32 features, fan-outs 15,10,5 and batches of
 1024 seeds. Every system is a process of its own (`rivals/`), PyG and GraphBolt in environments of
@@ -38,7 +38,7 @@ PROMISED = {"dgl": 3.0, "pyg": 10.0, "graphbolt": 10.0, "dgl sampling": 2.0}
 
 
 def made(cache: Path) -> Path:
-    """The folder of the graph, made if it is not there: offsets, sources, features and seeds."""
+    """Return the folder of the graph, which is generated if it is missing."""
     folder = cache / f"powerlaw-{NODES}-{EDGES}-{SEED}"
     if not (folder / "seeds.npy").exists():
         random = np.random.default_rng(SEED)
@@ -110,7 +110,7 @@ class Rival:
 
 
 def main() -> None:
-    """Compare, and record."""
+    """Run all systems and record their times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -159,7 +159,7 @@ def check_sizes(asked: list[tuple[Rival, str, str]], folder: Path) -> None:
 def record(
     asked: list[tuple[Rival, str, str]], answers: dict[tuple[str, str], list[dict[str, float]]]
 ) -> None:
-    """One line for each way, and one for each promise."""
+    """Record one line for each way, and one for each ratio."""
     rates: dict[str, float] = {}
     for rival, way, cores in asked:
         told = answers[rival.name, way]

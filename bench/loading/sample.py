@@ -1,4 +1,4 @@
-"""Sampling alone: minibatches per second and memory of one thread, by the size of the graph.
+"""Measure sampling: minibatches per second and memory of one thread, by graph size.
 
     python -m bench.loading.sample [ROUNDS]
 

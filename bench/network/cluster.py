@@ -1,4 +1,4 @@
-"""A cluster with slow links, on one Linux machine, as root.
+"""Emulate a cluster with slow network links on one Linux machine, as root.
 
     python -m bench.network.cluster --workers 4 --mbit-per-s 100 --delay-ms 1 --measure
     python -m bench.network.cluster --workers 4 --mbit-per-s 100 -- python script.py
@@ -259,11 +259,11 @@ class Cluster:
         return Ran(codes, ["".join(lines) for lines in output], counted, wall_s, in_time)
 
     def processes(self, worker: int) -> list[int]:
-        """The processes on a worker's machine, by the numbers that they have out here."""
+        """Return the processes on a worker's machine, by their ids in this namespace."""
         return processes_in(self._running.ranks[worker])
 
     def kill(self, worker: int) -> None:
-        """Kill everything on a worker's machine. The machine stays."""
+        """Kill all processes on a worker's machine; the machine remains."""
         while running := self.processes(worker):
             for process in running:
                 with contextlib.suppress(ProcessLookupError):
@@ -271,7 +271,7 @@ class Cluster:
             time.sleep(0.001)
 
     def counters(self) -> list[Counters]:
-        """What each machine's interface has counted since the cluster was made."""
+        """Return the counters of each machine's interface since the cluster was created."""
         return [_counters(machine) for machine in self._running.ranks]
 
     def link_down(self, worker: int) -> None:
@@ -279,7 +279,7 @@ class Cluster:
         shell_in(self._running.hub, f"ip link set dev port{worker} down")
 
     def link_up(self, worker: int) -> None:
-        """Plug it in again."""
+        """Reconnect a worker's machine."""
         shell_in(self._running.hub, f"ip link set dev port{worker} up")
 
     def measure(self, sender: int = 0, receiver: int = 1, *, seconds: float = 1.0) -> Measured:
@@ -399,20 +399,20 @@ def _options() -> argparse.Namespace:
 
 
 def rates(text: str) -> float | list[float]:
-    """An option's value: a rate, or one for each worker."""
+    """Parse an option: a rate, or one for each worker."""
     found = [float(word) for word in text.split(",")]
     return found if len(found) > 1 else found[0]
 
 
 def link(text: str) -> tuple[tuple[int, int], float]:
-    """An option's value: sender and receiver, and the rate between them."""
+    """Parse an option: sender, receiver, and the rate between them."""
     pair, rate = text.split("=")
     sender, receiver = pair.split(":")
     return (int(sender), int(receiver)), float(rate)
 
 
 def _run(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
-    """The line of JSON, and whether all went well."""
+    """Run the command, and return the line of JSON and whether it succeeded."""
     slow = dict(options.link)
     with Cluster(options.workers, options.mbit_per_s, options.delay_ms, slow) as cluster:
         case: dict[str, object] = {

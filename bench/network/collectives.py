@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def results(options: argparse.Namespace) -> Iterator[tuple[Line, Line]]:
-    """Where it was measured, and what."""
+    """Measure, and yield each case with its times."""
     for link in options.links:
         for workers in options.workers:
             tasks = [json.dumps(task) for task in _tasks(options, workers)]

@@ -1,4 +1,4 @@
-"""What `gcnzc cost` predicts of a step, beside what training takes over links of several rates.
+"""Compare step times that `gcnzc cost` predicts with measured ones, at several link rates.
 
     python -m bench.network.cost data/photo --workers 2 --mbit-per-s 10 100 1000
     python -m bench.network.cost --message
@@ -100,7 +100,7 @@ def message() -> tuple[Timing, float]:
 
 
 def config_of(options: argparse.Namespace, workers: int) -> CostConfig:
-    """What is planned and trained."""
+    """Return the configuration that is predicted and trained."""
     return CostConfig(
         data=options.data,
         workers=(workers,),
@@ -226,7 +226,7 @@ def trained(
 
 
 def _steps(events: Sequence[dict[str, Any]], steps: int) -> Iterator[tuple[int, Step]]:
-    """The epoch of each step of a trace that counts, and the step.
+    """Return the epoch and the step of each step of a trace that counts.
 
     The first steps of an epoch are those of the change, in which TCP has yet to find its pace.
     """

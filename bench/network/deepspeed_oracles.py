@@ -1,4 +1,4 @@
-"""DeepSpeed 0.19.6's 1-bit optimizers, written anew to round as it does: oracles for tests.
+"""Reimplement DeepSpeed 0.19.6's 1-bit optimizers with the same rounding, as test oracles.
 
 `deepspeed_peer.py` compares them with DeepSpeed, and `tests/optim` with recorded trajectories. They
 differ from `gcnzc.optim` in the signs of padded buffers, the order in which sums are rounded, and
@@ -115,7 +115,7 @@ class PaddedSignReducer(Reducer):
         return {}
 
     def load_errors(self, errors: Mapping[str, Tensor]) -> None:
-        """Not kept: a comparison is not resumed."""
+        """Do nothing, since a comparison is not resumed."""
 
 
 class RefedPaddedSign(PaddedSign):
@@ -301,7 +301,7 @@ class ZeroOneAdamDeepSpeed(Replicated):
     def _change(
         self, parameter: Tensor, gradient: Tensor, momentum: Tensor, variance: Tensor
     ) -> Tensor:
-        """What a step adds to a parameter; the momentum moves on."""
+        """Return the update of a parameter, and update the momentum."""
         group = self.param_groups[0]
         beta1 = group["betas"][0]
         momentum.mul_(beta1).add_(gradient, alpha=1 - beta1)

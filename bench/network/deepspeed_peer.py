@@ -1,4 +1,4 @@
-"""Our optimizers beside DeepSpeed's, which run in an environment of their own.
+"""Compare our optimizers with DeepSpeed's, which run in a separate environment.
 
     python -m bench.network.deepspeed_peer --peer FOLDER [--seeds N] [--steps N]
 
@@ -120,7 +120,7 @@ def work(folder: Path) -> None:
 
 
 def trained(task: dict[str, Any], rank: int) -> list[list[Tensor]]:
-    """The parameters of a worker of DeepSpeed after each step."""
+    """Return the parameters of a DeepSpeed worker after each step."""
     import deepspeed.comm as communication
 
     name = task["optimizer"]
@@ -147,7 +147,7 @@ def trained(task: dict[str, Any], rank: int) -> list[list[Tensor]]:
 
 
 def make_environment(folder: Path) -> Path:
-    """The Python that has DeepSpeed; made if it is not there."""
+    """Return the Python of an environment with DeepSpeed, which is created if it is missing."""
     python = folder / "bin/python"
     # not imported, which takes long
     has_it = f"import importlib.metadata as m; assert m.version('deepspeed') == '{VERSION}'"
@@ -168,7 +168,7 @@ def make_environment(folder: Path) -> Path:
 
 
 def of_deepspeed(python: Path, tasks: list[dict[str, Any]]) -> list[list[list[list[Tensor]]]]:
-    """The parameters of each worker, for each problem, after each step."""
+    """Return DeepSpeed's parameters of each worker, for each problem, after each step."""
     with tempfile.TemporaryDirectory(prefix="deepspeed-peer-") as place:
         folder = Path(place)
         torch.save(tasks, folder / "tasks.pt")
@@ -206,7 +206,7 @@ def of_deepspeed(python: Path, tasks: list[dict[str, Any]]) -> list[list[list[li
 
 
 def maker(task: dict[str, Any]) -> Callable[[list[nn.Parameter], Any], Any]:
-    """Our optimizer that is to do as DeepSpeed's."""
+    """Return a function that creates our equivalent of a DeepSpeed optimizer."""
     from bench.network.deepspeed_oracles import (
         DeepSpeedSchedule,
         OneBitAdamDeepSpeed,
@@ -234,7 +234,7 @@ def maker(task: dict[str, Any]) -> Callable[[list[nn.Parameter], Any], Any]:
 
 
 def of_ours(task: dict[str, Any]) -> list[list[list[Tensor]]]:
-    """The parameters of each worker after each step; the first changes nothing, as DeepSpeed's."""
+    """Return our workers' parameters after each step; as in DeepSpeed, step 1 changes none."""
     from gcnzc.exchange import Group, lockstep
 
     make = maker(task)
@@ -254,7 +254,7 @@ def of_ours(task: dict[str, Any]) -> list[list[list[Tensor]]]:
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest of an element."""
+    """Return the largest difference of an element."""
     pairs = zip(ours, theirs, strict=True)
     return max(float((one - other).abs().max()) for one, other in pairs)
 

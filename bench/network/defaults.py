@@ -1,4 +1,4 @@
-"""Which defaults serve short runs: each optimizer with the defaults of before and of now.
+"""Compare the old and the present defaults of each optimizer in short runs.
 
     python -m bench.network.defaults [--tasks TASK ...] [--methods METHOD ...]
                                    [--seeds N] [--steps N]
@@ -56,7 +56,7 @@ METHODS = ("adamw", *ADAM, *LOCAL)
 
 
 def option_sets(method: str, steps: int) -> dict[str, dict[str, Any] | None]:
-    """The options of each set of defaults that is compared.
+    """Return the options of each compared set of defaults.
 
     Args:
         method: one of `METHODS`.
@@ -107,15 +107,15 @@ class Task:
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A model with random parameters, from torch's generator."""
+        """Return a model with random parameters from torch's generator."""
 
     @abstractmethod
     def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
-        """The loss of a random minibatch of one rank."""
+        """Return the loss of a random minibatch of one rank."""
 
     @abstractmethod
     def score(self, model: nn.Module) -> float:
-        """How well the model does on what it was not trained on."""
+        """Return the score of a model on held-out data."""
 
 
 class Digits(Task):
@@ -242,7 +242,7 @@ TASKS = {"digits": Digits, "characters": Characters, "planted": Planted}
 def build(
     method: str, model: nn.Module, lr: float, group: Group, options: Any
 ) -> DistributedOptimizer:
-    """An optimizer of one rank."""
+    """Create the optimizer of one rank."""
     if method in ADAM:
         return ADAM[method](model.parameters(), lr=lr, group=group, **options)
     inner = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -252,7 +252,7 @@ def build(
 
 
 def describe(optimizer: DistributedOptimizer) -> str:
-    """The options that an optimizer has on all ranks."""
+    """Return the options of an optimizer, which are equal on all ranks."""
     if isinstance(optimizer, LocalUpdates):
         return optimizer.describe_options()
     return "; ".join(optimizer.layout()) if isinstance(optimizer, Replicated) else ""

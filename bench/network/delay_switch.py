@@ -1,4 +1,4 @@
-"""A network switch in user space: every frame leaves a set time after it came.
+"""A network switch in user space that delays every frame by a fixed time.
 
     python -m bench.network.delay_switch DELAY_MS PORT ...
 

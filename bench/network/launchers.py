@@ -1,4 +1,4 @@
-"""Several launchers (torchrun) of one run on this machine, as one on each of several machines.
+"""Start several launchers (torchrun) of one run on this machine, as on several machines.
 
 They have one worker each, and their rendezvous is on the loopback interface. The first launcher
 keeps it, unless this process does; every other launcher may be lost and replaced.
@@ -82,11 +82,11 @@ class Launchers:
         return process
 
     def output(self) -> str:
-        """What all launchers and workers printed."""
+        """Return the output of all launchers and workers."""
         return "\n".join(self._output(n).read_text() for n in range(len(self.started)))
 
     def epochs(self) -> list[dict[str, object]]:
-        """The lines of the record."""
+        """Return the lines of the record."""
         path = self.run / "record.jsonl"
         if not path.exists():
             return []
@@ -133,7 +133,7 @@ def launchers(
     *,
     keeps_rendezvous: bool = False,
 ) -> Iterator[Launchers]:
-    """`Launchers`, all of which are ended with the `with`."""
+    """Yield `Launchers`, all of which are ended at the end of the `with`."""
     found = Launchers(
         graph, run, machines, options, environment, run_id, keeps_rendezvous=keeps_rendezvous
     )
@@ -144,7 +144,7 @@ def launchers(
 
 
 def workers_of(launcher: int) -> list[int]:
-    """The processes that a launcher started."""
+    """Return the processes that a launcher started."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):

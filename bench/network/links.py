@@ -1,4 +1,4 @@
-"""How the links of a cluster are set up: `ip` and `tc`, as lines for a shell.
+"""Generate the `ip` and `tc` commands that set up the links of a cluster.
 
 A link is a pair of virtual interfaces: `eth0` in a machine and `portN` in the hub. Rates are
 limited by `tbf` on both, as links are full duplex; pairs of machines by `htb` where the sender's
@@ -83,7 +83,7 @@ class Network:
         return bool(self.delay_ms or self.slow or any(self.rates))
 
     def ports(self, machines: Sequence[int], *, bridge: bool) -> str:
-        """Lines for the hub: its end of each link, and the bridge if that is what joins them.
+        """Return the commands for the hub: its end of each link, and the bridge if there is one.
 
         Args:
             machines: a process on each machine.
@@ -112,7 +112,7 @@ class Network:
         return "\n".join(lines)
 
     def interface(self, rank: int) -> str:
-        """Lines for a machine: its end of its link. It knows the others, so it never asks."""
+        """Return the commands for a machine: its end of its link, and static neighbours."""
         lines = [
             "ip link set dev lo up",
             _without_ipv6("eth0"),
@@ -130,7 +130,7 @@ class Network:
         return "\n".join(lines + tbf("eth0", "root", self.rates[rank], offload=self.offload))
 
     def _htb(self, whole: float, slow: Mapping[int, float]) -> list[str]:
-        """A class for each slow link and one for all else, which borrow from the whole link's."""
+        """Return an htb class for each slow link and one for the rest."""
         lines = [
             "tc qdisc add dev eth0 root handle 1: htb default 2",
             f"tc class add dev eth0 parent 1: classid 1:1 htb {_htb_rate(whole, whole)}",
@@ -147,7 +147,7 @@ class Network:
 
 
 def tbf(device: str, parent: str, mbit_per_s: float | None, *, offload: bool = False) -> list[str]:
-    """Lines that limit what an interface sends; none without a rate.
+    """Return the commands that limit the sending rate of an interface; none without a rate.
 
     Args:
         device: the interface.
@@ -173,7 +173,7 @@ def send_whole_frames() -> None:
 
 
 def _without_ipv6(device: str) -> str:
-    """IPv6 says hello by itself, and the interfaces' counters would count it."""
+    """Disable IPv6, whose announcements would be counted by the interfaces."""
     setting = f"/proc/sys/net/ipv6/conf/{device}/disable_ipv6"
     return f"[ ! -e {setting} ] || echo 1 > {setting}"
 
@@ -191,7 +191,7 @@ def _burst(mbit_per_s: float) -> int:
 
 
 def _htb_rate(sure: float, most: float) -> str:
-    """A class that is given `sure` and takes up to `most` of what its parent has left."""
+    """Return an htb class with a guaranteed rate `sure` and a ceiling `most`."""
     rate = _bit(max(sure, LEAST_MBIT_PER_S))
     bursts = f"burst {LEAST_BURST_BYTES} cburst {_burst(most)}"
     return f"rate {rate} ceil {_bit(most)} {bursts} quantum {FRAME_BYTES}"

@@ -1,4 +1,4 @@
-"""Machines on one machine: Linux namespaces that only processes hold.
+"""Emulate machines by Linux namespaces that exist only as long as their processes.
 
 A hub and the machines are each the first process of a process namespace, the machines' within the
 hub's, with a network of their own. The hub reads from a pipe that whoever made it holds. When that
@@ -80,7 +80,7 @@ class Machines:
 
 
 def can_make() -> str | None:
-    """Why no machines can be made here, or None if they can."""
+    """Return the reason why no machines can be created here, or None if they can."""
     if sys.platform != "linux":
         return f"network namespaces are Linux's, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -132,7 +132,7 @@ def make_machines(addresses: Sequence[str]) -> Machines:
 
 
 def inside(pid: int, command: Sequence[str], namespaces: Sequence[str] = NAMESPACES) -> list[str]:
-    """What runs `command` in `namespaces` of the process `pid`, in the current folder.
+    """Return the command that runs `command` in `namespaces` of process `pid`, in this folder.
 
     A shell waits for the command, outside of the process namespace. It does not stop when the
     command is stopped, as nsenter would, and only by its exit code tells of a signal.
@@ -174,7 +174,7 @@ def die_with_parent() -> None:
 
 
 def processes_in(pid: int) -> list[int]:
-    """The processes beside `pid` in its process namespace, lowest number first."""
+    """Return the other processes in the process namespace of `pid`, in ascending order."""
     namespace = os.readlink(f"/proc/{pid}/ns/pid")
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):

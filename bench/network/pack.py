@@ -1,4 +1,4 @@
-"""What signs and scales cost, beside a copy of the same floats.
+"""Measure the time of encoding and decoding, compared with a copy of the same floats.
 
     python -m bench.network.pack [--rounds N] [--millions N ...] [--device DEVICE]
 
@@ -73,7 +73,7 @@ def measure(n: int, block: int | None, device: torch.device, rounds: int) -> Non
 
 
 def ways(n: int, block: int | None, device: torch.device) -> dict[str, Callable[[], object]]:
-    """What a worker does in a step, each alone."""
+    """Return the operations of a worker in a step, by name."""
     cut = BlockLayout(n, WORKERS, 1, block)
     own = cut.part_layout(0)
     values, error, out = (torch.randn(n, device=device) for _ in range(3))

@@ -1,4 +1,4 @@
-"""What each way of exchanging costs in accuracy, and brings in speed on slow links.
+"""Measure the accuracy of each method of exchange, and its speed on slow links.
 
     python -m bench.network.strategies accuracy [GRAPH ...] [--seeds N] [--methods METHOD ...]
     python -m bench.network.strategies speed [MODEL ...] [--mbit-per-s R ...] [--methods METHOD ...]
@@ -275,7 +275,7 @@ def speed(
 def predicted_step_s(
     case: Case, graph: Path, method: str, mbit_per_s: float, seeds_per_s: float
 ) -> float:
-    """What `gcnzc cost` says of a step, at so many seeds a second without exchange."""
+    """Return the step time that `gcnzc cost` predicts, for a rate of seeds without exchange."""
     config = CostConfig(data=graph, workers=(WORKERS,), threads=1, device="cpu", **case.config)
     model = cost.build_model(config, load.load(graph))
     network = optim_cost.Network(mbit_per_s, 0.0, config.message_us / 1e6)
@@ -286,7 +286,7 @@ def predicted_step_s(
 
 
 def prepared(folder: Path, name: str) -> Path:
-    """The folder of a graph, made by the command line."""
+    """Return the folder of a graph, prepared by the command line."""
     graph = folder / name
     if graph.exists():
         return graph
@@ -300,7 +300,7 @@ def prepared(folder: Path, name: str) -> Path:
 
 
 def _sent_by_first(run: Path) -> list[int]:
-    """The bytes that worker 0 sent in each epoch."""
+    """Return the bytes that worker 0 sent in each epoch."""
     workers = [json.loads(line) for line in (run / "workers.jsonl").open()]
     return [line["bytes_sent"] for line in workers if line["worker"] == 0]
 

@@ -1,4 +1,4 @@
-"""What a link carries, as TCP sees it: small messages to and fro, then a stream."""
+"""Measure a network link over TCP: round trips of small messages, then a stream."""
 
 import socket
 import statistics
@@ -42,7 +42,7 @@ def _round_trip_s(client: socket.socket, server: socket.socket) -> float:
 
 
 def _stream_bytes_per_s(client: socket.socket, server: socket.socket, seconds: float) -> float:
-    """The first third, while TCP finds its pace, is not counted."""
+    """Measure the rate of a stream, without its first third, in which TCP's window grows."""
 
     def send() -> None:
         with suppress(OSError):  # the receiver hangs up when it has seen enough

@@ -1,4 +1,4 @@
-"""How many bytes each method of exchange sends, counted by the interfaces of a cluster.
+"""Count the bytes that each method of exchange sends, at the interfaces of a cluster.
 
     python -m bench.network.traffic [--workers N] [--elements N ...]
                                   [--parts PART ...] [--ways WAY ...]
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tasks_of(part: str) -> Iterator[Line]:
-    """What is measured in a part; first what the rest is compared with."""
+    """Return the tasks of a part; the first one is the baseline."""
     if part == "stage":
         yield {"way": "float32", "steps": 20, "skip": 2}
         yield {"way": "onebit-adam", "steps": 200, "skip": 3, "warmup": 1}
@@ -76,7 +76,7 @@ def tasks_of(part: str) -> Iterator[Line]:
 
 
 def results(workers: int, tasks: Sequence[Line]) -> Iterator[tuple[Line, Line]]:
-    """Each task, and what its workers counted."""
+    """Yield each task with the counts of its workers."""
     with Cluster(workers, MBIT_PER_S) as cluster:
         words = [json.dumps(task) for task in tasks]
         ran = cluster.run(lambda _: [sys.executable, "-m", WORKER, *words])

@@ -1,4 +1,4 @@
-"""What each worker does for bench/network/traffic.py; worker 0 prints JSON lines.
+"""Run a worker of bench/network/traffic.py; worker 0 prints JSON lines.
 
     python -m bench.network.traffic_worker '{"way": "onebit-adam", "steps": 20, ...}' ...
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def measured(group: Group, task: dict[str, Any]) -> dict[str, Any]:
-    """What all workers sent in the steps of one task, by ledger and by interface."""
+    """Return the bytes that all workers sent in one task, by ledger and by interface."""
     elements, steps = task["elements"], task["steps"]
     shares = torch.arange(1, TENSORS + 1, dtype=torch.float64)
     sizes = (shares / shares.sum() * elements).long()
@@ -71,7 +71,7 @@ def measured(group: Group, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_of(task: dict[str, Any], parameters: list[Any], group: Group) -> Any:
-    """What takes the steps."""
+    """Return the optimizer of a task."""
     way, warmup = task["way"], task.get("warmup", 0)
     if way in ("float32", "float16", "bfloat16"):
         inner = torch.optim.SGD(parameters, 1e-6)
@@ -94,7 +94,7 @@ def optimizer_of(task: dict[str, Any], parameters: list[Any], group: Group) -> A
 
 
 def counters(group: Group) -> list[float]:
-    """This worker's bytes and requests by its ledger, and bytes and packets by its interface."""
+    """Return this worker's counts by its ledger and by its interface."""
     group.run(yield_request(AllGatherScalar(0)))
     time.sleep(SETTLE_S)
     fields = [0] * 16

@@ -1,4 +1,4 @@
-"""The ways of DGL: its loader with 0 to 2 workers, features prefetched or indexed; its sampler."""
+"""Measure DGL: its loader with 0 to 2 workers, features prefetched or indexed; its sampler."""
 
 import torch
 from serve import BATCH_SIZE, FANOUTS, arrays, serve
@@ -9,7 +9,7 @@ dgl = import_dgl()
 
 
 def make(folder):
-    """The ways by name, and versions."""
+    """Return the measured configurations by name, and versions."""
     indptr, indices, features = arrays(folder)
     # int64, for blocks of int32 graphs are corrupt
     sources = torch.from_numpy(indices).long()

@@ -1,4 +1,4 @@
-"""The ways of DGL's GraphBolt: its loader with 0 to 2 workers, features included, and without."""
+"""Measure DGL's GraphBolt: its loader with 0 to 2 workers, with and without features."""
 
 import dgl
 import dgl.graphbolt as gb
@@ -7,7 +7,7 @@ from serve import BATCH_SIZE, FANOUTS, arrays, serve
 
 
 def make(folder):
-    """The ways by name, and versions."""
+    """Return the measured configurations by name, and versions."""
     indptr, indices, features = arrays(folder)
     graph = gb.fused_csc_sampling_graph(torch.from_numpy(indptr), torch.from_numpy(indices).long())
     store = gb.BasicFeatureStore(

@@ -1,4 +1,4 @@
-"""The ways of gcnzc: its loader with one to three threads, and its sampler alone."""
+"""Measure gcnzc: its loader with one to three threads, and its sampler."""
 
 import torch
 from serve import BATCH_SIZE, FANOUTS, arrays, serve
@@ -11,7 +11,7 @@ from gcnzc.sampling.neighbor import Sampler
 
 
 def make(folder):
-    """The ways by name, and versions."""
+    """Return the measured configurations by name, and versions."""
     indptr, indices, features = arrays(folder)
     graph, table = Graph(indptr, indices, check=False), FeatureTable(torch.from_numpy(features))
     sampler = Sampler(graph, FANOUTS)

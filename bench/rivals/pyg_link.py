@@ -1,4 +1,4 @@
-"""PyG's link prediction: its loader of edges, its GraphSAGE layers, and its MLP; one seed.
+"""Train PyG's link prediction for one seed: its link loader, GraphSAGE layers and MLP.
 
 usage: pyg_link.py FOLDER OPTIONS, a prepared folder with a split of edges and a JSON object of
 hidden, fanouts, batch_size, epochs, lr, seed and norm_over: batch normalisation in training is over
@@ -32,7 +32,7 @@ class SAGE(torch.nn.Module):
         self.decoder = MLP([hidden, hidden, hidden, 1], norm=None)
 
     def forward(self, x, edge_index, norm_over="all"):
-        """Rows of `hidden` columns for every node."""
+        """Compute a row of `hidden` columns for every node."""
         x = self.layers[0](x, edge_index)
         if norm_over == "drawn":
             # the outermost nodes have no neighbours here, and no use for the rows of others
@@ -46,7 +46,7 @@ class SAGE(torch.nn.Module):
         return self.layers[1](x, edge_index)
 
     def scores(self, source, target):
-        """The logits of edges."""
+        """Return the logits of edges."""
         return self.decoder(source * target).squeeze(-1)
 
 
@@ -96,7 +96,7 @@ def main(folder, options):
 
 
 def read(folder):
-    """The graph that messages go along, and pairs by the names of their files."""
+    """Return the message-passing graph, and pairs by the names of their files."""
     meta = json.loads((folder / "meta.json").read_text())
     indptr, indices = np.load(folder / "indptr.npy"), np.load(folder / "indices.npy")
     targets = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
@@ -110,7 +110,7 @@ def read(folder):
 
 
 def auc(model, rows, links, part):
-    """Area under the ROC curve, from the ranks of the edges among all pairs."""
+    """Return the area under the ROC curve, from the ranks of the edges among all pairs."""
     positives, negatives = (
         model.scores(rows[pairs[0]], rows[pairs[1]])
         for pairs in (links[part], links[f"{part}_negatives"])

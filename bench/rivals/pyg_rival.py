@@ -1,4 +1,4 @@
-"""The ways of PyG: its loader with 0 to 2 workers, with torch-sparse's sampler."""
+"""Measure PyG: its loader with 0 to 2 workers, with torch-sparse's sampler."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch_geometric.loader import NeighborLoader
 
 
 def make(folder):
-    """The ways by name, and versions."""
+    """Return the measured configurations by name, and versions."""
     indptr, indices, features = arrays(folder)
     targets = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
     edges = torch.from_numpy(np.stack([indices.astype(np.int64), targets]))

@@ -1,4 +1,4 @@
-"""A rival is a process that times itself on request, in an environment of its own.
+"""Serve timings of a system from a process in its own environment.
 
 Requests and answers are lines of JSON on stdin and stdout. Only one process works at a time: while
 the others wait for their next request they have no threads or workers that do anything.
@@ -22,7 +22,7 @@ Way = Callable[[np.ndarray], Iterator[tuple[int, int]]]
 
 
 def arrays(folder: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Offsets (N + 1,) int64, sources (E,) int32 and features (N, D) float32."""
+    """Return offsets (N + 1,) int64, sources (E,) int32 and features (N, D) float32."""
     return tuple(
         np.load(Path(folder) / f"{name}.npy") for name in ("indptr", "indices", "features")
     )
@@ -47,7 +47,7 @@ def serve(make: Callable[[str], tuple[dict[str, Way], dict[str, str]]]) -> None:
 
 
 def timed(batches: Iterator[tuple[int, int]], skip: int) -> dict[str, float]:
-    """Seconds from the arrival of batch `skip` to that of the last, and the mean sizes of all.
+    """Return the seconds from batch `skip` to the last one, and the mean sizes of all batches.
 
     The first batches pay for the start of threads and workers.
     """

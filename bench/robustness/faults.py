@@ -1,4 +1,4 @@
-"""What becomes of runs of four workers when something breaks at a random moment.
+"""Run four workers with a fault at a random moment, and check how the run ends.
 
     python -m bench.robustness.faults [--faults N] [--seed S] [--kinds KIND ...]
 
@@ -123,7 +123,7 @@ def inside(words: Sequence[str]) -> int:
 
 
 def made(folder: Path) -> Path:
-    """A small graph, prepared."""
+    """Return the folder of a small prepared graph."""
     raw, graph = folder / "raw", folder / "graph"
     sizes = ["--nodes", "2000", "--edges", "12000", "--num-features", "24", "--classes", "4"]
     assert cli.main(["make", str(raw), "--kind", "planted", *sizes]) == 0
@@ -149,7 +149,7 @@ class Fault:
         self.seeds = len(seeds), f"{seeds_checksum(seeds):016x}"
 
     def ended(self) -> dict[str, Any]:
-        """How it ended, and whether that is well."""
+        """Run with the fault, and return how the run ended."""
         began = time.monotonic()
         disk = self.small_disk() if self.kind == "disk full" else contextlib.nullcontext()
         with disk:
@@ -171,11 +171,11 @@ class Fault:
         }
 
     def command(self, *words: str) -> list[str]:
-        """The words of the command line after the program's name."""
+        """Return the arguments of the command line."""
         return [sys.executable, "-m", "gcnzc", "train", *words]
 
     def environment(self) -> dict[str, str]:
-        """What is added to that of this process."""
+        """Return the additional environment variables."""
         places = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
         return places | {"OMP_NUM_THREADS": "1"}
 
@@ -294,7 +294,7 @@ class Fault:
             return done[0].codes[0], talk
 
     def wrong(self, code: int, talk: str) -> str:
-        """What is wrong with how it ended; nothing if it is well."""
+        """Return what is wrong with the end of the run; empty if it is correct."""
         if "faults: it hung" in talk:
             return "it hung"
         if code:
@@ -319,7 +319,7 @@ class Fault:
         return ""
 
     def left(self) -> list[str]:
-        """What remains that should not."""
+        """Return processes and files that remain and should not."""
         self.wait(lambda: not self.processes(), 10)
         left = [f"process {each}" for each in self.processes()]
         left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shared_before]
@@ -329,12 +329,12 @@ class Fault:
         return left + [path.name for path in self.run.glob("*.partial")]
 
     def epochs(self) -> int:
-        """How far the record is."""
+        """Return the number of recorded epochs."""
         path = self.run / "record.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def processes(self) -> list[int]:
-        """The processes of the run, by number."""
+        """Return the processes of the run, by id."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -343,14 +343,14 @@ class Fault:
         return sorted(found)
 
     def wait(self, condition: Any, seconds: float) -> None:
-        """Until it holds, or for so long."""
+        """Wait until a condition holds, or until a time limit."""
         end = time.monotonic() + seconds
         while not condition() and time.monotonic() < end:
             time.sleep(0.1)
 
     @contextlib.contextmanager
     def small_disk(self) -> Iterator[None]:
-        """A disk of 8 MB for the run folder."""
+        """Yield a disk of 8 MB for the run folder."""
         disk = self.run.with_suffix(".disk")
         disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)

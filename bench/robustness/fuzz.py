@@ -114,7 +114,7 @@ class Bench:
         self.what = ""
 
     def run(self, kind: str, number: int, seed: int) -> Case:
-        """One case."""
+        """Run one case."""
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
         os.chdir(self.work)
@@ -160,7 +160,7 @@ class Bench:
         return self.command(f"train {folder} --config {path}")
 
     def check_whole_files(self) -> None:
-        """Demand that no command left a partial file, or one of a run that cannot be read.
+        """Check that no command left a partial or unreadable file.
 
         Raises:
             Failure: there is one.
@@ -179,7 +179,7 @@ class Bench:
                 raise Failure(f"left half written: {path}: {error}") from error
 
     def copy(self, name: str) -> Path:
-        """A copy of something of the base."""
+        """Return a copy of a file or folder of the base."""
         shutil.copytree(self.base / name, self.work / name)
         return self.work / name
 
@@ -219,12 +219,12 @@ def captured() -> Iterator[list[str]]:
 
 
 def to_toml(options: Mapping[str, Any]) -> str:
-    """Options as lines of TOML, which writes numbers, strings and lists as JSON does."""
+    """Format options as lines of TOML, whose numbers, strings and lists are those of JSON."""
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())
 
 
 def crcs(folder: Path) -> dict[str, str]:
-    """The checksums of the arrays of a prepared folder."""
+    """Return the checksums of the arrays of a prepared folder."""
     files = json.loads((folder / "meta.json").read_text())["files"]
     return {name: entry["crc32"] for name, entry in files.items()}
 
@@ -263,7 +263,7 @@ def damage(random: random.Random, path: Path, begin: int = 0) -> str:
 
 
 def fuzz_folder(bench: Bench, random: random.Random) -> tuple[str, str]:
-    """A prepared folder with damaged files."""
+    """Test a prepared folder with damaged files."""
     base = random.choice(list(BASES))
     folder = bench.copy(base)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -290,7 +290,7 @@ def fuzz_folder(bench: Bench, random: random.Random) -> tuple[str, str]:
 
 
 def task_of(base: str) -> str:
-    """The task that a prepared folder of the base is for."""
+    """Return the task of a prepared folder."""
     return "link" if base == "links" else "node"
 
 
@@ -327,7 +327,7 @@ FREE |= {"columns"}
 
 
 def fuzz_meta(bench: Bench, random: random.Random) -> tuple[str, str]:
-    """A prepared folder with another value in meta.json."""
+    """Test a prepared folder with another value in meta.json."""
     base = random.choice(list(BASES))
     folder = bench.copy(base)
     path = folder / "meta.json"
@@ -370,7 +370,7 @@ def fuzz_meta(bench: Bench, random: random.Random) -> tuple[str, str]:
 
 
 def fuzz_checkpoint(bench: Bench, random: random.Random) -> tuple[str, str]:
-    """A run with damaged files."""
+    """Test a run with damaged files."""
     run = bench.copy("run")
     name = random.choice(["best.pt", "checkpoint.pt", "best.pt", "checkpoint.pt", "config.json"])
     path = run / name
@@ -440,7 +440,7 @@ def readable(path: Path) -> bool:
 
 
 def fuzz_npz(bench: Bench, random: random.Random) -> tuple[str, str]:
-    """An archive with damaged bytes or arrays that do not fit each other."""
+    """Test an archive with damaged bytes or inconsistent arrays."""
     path = bench.work / "graph.npz"
     shutil.copyfile(bench.base / "graph.npz", path)
     if random.random() < 0.5:
@@ -490,7 +490,7 @@ VALID_NPZ: dict[str, set[int]] = {
 
 
 def fuzz_layout(bench: Bench, random: random.Random) -> tuple[str, str]:
-    """A folder in OGB's layout with damaged files."""
+    """Test a folder in OGB's layout with damaged files."""
     folder = bench.copy(random.choice(["raw", "text"]))
     paths = sorted(path for path in folder.rglob("*") if path.suffix in (".gz", ".npz", ".json"))
     tables = [path for path in paths if path.suffix == ".gz"]
@@ -563,7 +563,7 @@ WORDS = [
 
 
 def fuzz_option(bench: Bench, random: random.Random) -> tuple[str, str]:
-    """An invalid value of one option of train."""
+    """Test an invalid value of one option of train."""
     name, word = random.choice(OPTIONS), random.choice(WORDS)
     option = "--" + name.replace("_", "-")
     bench.what = f"{option} {word!r}"
@@ -578,7 +578,7 @@ def fuzz_option(bench: Bench, random: random.Random) -> tuple[str, str]:
 
 
 def fuzz_config(bench: Bench, random: random.Random) -> tuple[str, str]:
-    """A TOML file of options with wrong values."""
+    """Test a TOML file of options with wrong values."""
     path = bench.work / "options.toml"
     name = random.choice(OPTIONS)
     if random.random() < 0.2:
@@ -657,7 +657,7 @@ class Worker:
         self.start()
 
     def start(self) -> None:
-        """Fork it."""
+        """Fork the process."""
         context = multiprocessing.get_context("fork")
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_work, args=(*self.args, other), daemon=True)
@@ -665,12 +665,12 @@ class Worker:
         other.close()
 
     def stop(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self.process.kill()
         self.process.join()
 
     def run(self, kind: str, number: int) -> Case:
-        """One case; a signal or the time limit is its failure."""
+        """Run one case; a signal or a timeout is a failure."""
         self.pipe.send((kind, number))
         why = f"took more than {LIMIT_S:g} s"
         try:

@@ -1,4 +1,4 @@
-"""What works beside which versions of Python and torch, with and without DGL and PyG?
+"""Test gcnzc with several versions of Python and torch, with and without DGL and PyG.
 
     python -m bench.robustness.matrix FOLDER                       every case
     python -m bench.robustness.matrix FOLDER --only "3.12 newest"  the cases that begin so
@@ -191,7 +191,7 @@ def make_environment(case: tuple[str, str, str], environment: Path) -> dict[str,
 
 
 def pins(torch: str) -> list[str]:
-    """Lines of constraints.txt, without torch and Triton where another torch is wanted."""
+    """Return the lines of constraints.txt, without torch and Triton for another torch."""
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     if f"torch=={torch}\n" in lines:
         return lines
@@ -222,7 +222,7 @@ OTHERS = ("scipy", "pandas", "scikit-learn", "networkx", "matplotlib", "tyro", "
 def run_tests(
     environment: Path, tests: Sequence[str], limit: int
 ) -> tuple[dict[str, int], list[str]]:
-    """How many tests passed, failed and were skipped, and what failed."""
+    """Run the tests, and return the counts of outcomes and the names of failures."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
@@ -249,7 +249,7 @@ def run_tests(
 
 
 def commands(folder: Path) -> list[tuple[str, list[str], str]]:
-    """What is called how, its words after `python`, and the library that it needs, if any."""
+    """Return the commands by name: arguments of `python`, and the library that each needs."""
     graph, links = str(folder / "graph"), str(folder / "links")
     train = ["-m", "gcnzc", "train", *SMALL, "--epochs"]
     return [
@@ -316,13 +316,13 @@ def run_python(
 
 
 def python_of(environment: Path) -> str:
-    """The name of the folder of the environment's packages."""
+    """Return the name of the folder of the environment's packages."""
     [packages] = (environment / "lib").glob("python3*")
     return packages.name
 
 
 def version_of(environment: Path, package: str) -> str | None:
-    """As its metadata says, or None."""
+    """Return a package's version from its metadata, or None."""
     name = package.replace("-", "_")
     folder = environment / "lib" / python_of(environment) / "site-packages"
     for found in folder.glob("*.dist-info"):
@@ -352,18 +352,18 @@ def record_here(case: dict[str, Any], told: dict[str, Any]) -> None:
 
 
 def reason(text: str) -> str:
-    """What uv said, on one line."""
+    """Return the message of uv on one line."""
     words = text.replace("\u2570\u2500\u25b6", "").replace("\u00d7", "").split()
     return " ".join(words)[:400]
 
 
 def first_line(text: str) -> str:
-    """Of what a test says why it failed."""
+    """Return the first line of a test's failure message."""
     return text.strip().partition("\n")[0][:300]
 
 
 def last_line(text: str) -> str:
-    """Of what a program said before it ended."""
+    """Return the last line of a program's output."""
     return (text.strip().splitlines() or ["it said nothing"])[-1][:300]
 
 

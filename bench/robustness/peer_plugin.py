@@ -71,7 +71,7 @@ def swap_loaders(peer: str, loaders: str) -> None:
 
 
 def rejected_feature(error: BaseException | None) -> str | None:
-    """What a loader of gcnzc said it does not support; None if the error is another one.
+    """Return the feature that a loader rejected as unsupported; None for other errors.
 
     Args:
         error: why a test failed; errors that it was raised from or during are looked at too.
@@ -271,7 +271,7 @@ def _close_process_group() -> None:
 
 
 def _raised_in(error: BaseException) -> str:
-    """The file of the statement that raised."""
+    """Return the file of the statement that raised an error."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

@@ -1,4 +1,4 @@
-"""Do the drop-in loaders pass the tests that PyG and DGL have for their own?
+"""Run PyG's and DGL's own tests of their loaders with the drop-in loaders.
 
     git clone --depth 1 --branch 2.8.0 https://github.com/pyg-team/pytorch_geometric PYG
     git clone --depth 1 --branch v2.1.0 https://github.com/dmlc/dgl DGL
@@ -105,7 +105,7 @@ def run_tests(
 
 
 def summarize(outcomes: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
-    """For each file of tests, how many had which outcome, and why they were not passed."""
+    """Count the outcomes of each file of tests, with the reasons of those that did not pass."""
     files: dict[str, dict[str, Any]] = {}
     for outcome in outcomes:
         file, test = outcome["test"].split("::", 1)
@@ -134,7 +134,7 @@ def record_tests(peer: str, loaders: str, checkout: Path) -> None:
 
 
 def installed_version(peer: str) -> str:
-    """The version of the library that is installed."""
+    """Return the installed version of the library."""
     return importlib.metadata.version(LIBRARIES[peer])
 
 

@@ -1,4 +1,4 @@
-"""How accurate models are that train on sampled neighbours of real graphs, over several seeds.
+"""Measure the accuracy of models trained on sampled neighbours of real graphs, over several seeds.
 
     python -m bench.training.accuracy [GRAPH ...] [--sampler gcnzc dgl] [--seeds N]
                                      [--archives FOLDER]
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=", ".join(MADE_BY))
     parser.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=SAMPLERS[:1])
@@ -203,7 +203,7 @@ def compare(ours: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def gcnzc(words: Sequence[str]) -> str:
-    """What a command prints on stdout; what it says is shown only when it fails."""
+    """Run a command and return its stdout; its messages are shown only if it fails."""
     out, talk = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(talk):
         status = cli.main(words)
@@ -214,13 +214,13 @@ def gcnzc(words: Sequence[str]) -> str:
 
 
 def words_of(command: str | Sequence[str], **paths: Path) -> list[str]:
-    """The words of a command, with the names of `paths` replaced by them."""
+    """Return the arguments of a command, with the names of `paths` replaced by the paths."""
     words = command.split() if isinstance(command, str) else command
     return [str(paths.get(word, word)) for word in words]
 
 
 def print_table(lines: Iterable[dict[str, Any]]) -> None:
-    """One row a figure, as it stands in a document."""
+    """Print one row for each figure."""
     print(f"\n{'graph':22}{'model':7}{'sampler':9}{'test %':>15}{'target':>8}{'a run':>9}")
     for line in lines:
         test = f"{line['test_percent']:.2f} ± {line['spread_percent']:.2f}"

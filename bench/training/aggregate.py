@@ -1,4 +1,4 @@
-"""How long sums over blocks take, forward and backward, beside DGL's and torch.sparse's.
+"""Measure aggregations over blocks, forward and backward, compared with DGL and torch.sparse.
 
     python -m bench.training.aggregate
 
@@ -37,7 +37,7 @@ ROUNDS = 15
 
 
 def power_law(num_nodes: int, num_edges: int) -> Graph:
-    """Edges between nodes drawn with probabilities that fall as a power of their rank."""
+    """Return edges between nodes whose probabilities are a power of their rank."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(num_nodes, generator=generator)
     src, dst = (
@@ -58,12 +58,12 @@ def forward_and_backward(steps: list[Step], rows: list[Tensor], grads: list[Tens
 
 
 def random_grads(steps: list[Step], rows: list[Tensor]) -> list[Tensor]:
-    """A gradient for the output of each step."""
+    """Return a gradient for the output of each step."""
     return [torch.randn_like(step(x.detach())) for step, x in zip(steps, rows, strict=True)]
 
 
 def mean_ways(blocks: list[Block]) -> dict[str, list[Step]]:
-    """For each way, the mean over each block."""
+    """Return the ways to compute the mean over each block."""
     dgl = import_dgl()
     scales = [1 / block.indptr.diff().clamp(min=1).float() for block in blocks]
 
@@ -94,7 +94,7 @@ def mean_ways(blocks: list[Block]) -> dict[str, list[Step]]:
 
 
 def attention_ways(blocks: list[Block], scores: list[Tensor]) -> dict[str, list[Step]]:
-    """For each way, attention over each block, as in DGL's GATConv between its linear maps."""
+    """Return the ways to compute attention over each block, as in DGL's GATConv."""
     dgl = import_dgl()
 
     def ours(block: Block, score: Tensor, x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def attention_ways(blocks: list[Block], scores: list[Tensor]) -> dict[str, list[
 
 
 def dgl_block(dgl: Any, block: Block) -> Any:
-    """The same block as DGL's, with int64 ids: its int32 blocks cannot be trusted."""
+    """Return a block as a DGL block with int64 ids, since DGL's int32 blocks are corrupt."""
     edges = torch.arange(block.num_edges)
     return dgl.create_block(
         ("csc", (block.indptr, block.indices.long(), edges)),

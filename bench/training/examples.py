@@ -1,4 +1,4 @@
-"""The scripts of examples/ as their users have them, and with gcnzc's loaders.
+"""Measure the scripts of examples/ before and after the loader is replaced.
 
     python -m bench.training.examples [SCRIPT ...] [--rivals FOLDER] [--archive FILE] [--seeds N]
 
@@ -27,7 +27,7 @@ WITH_DGL = "import runpy, sys; from gcnzc.interop.dgl import import_dgl; import_
 
 
 def command_of(script: str, *, changed: bool, rivals: Path) -> list[str]:
-    """What runs a script."""
+    """Return the command that runs a script."""
     ours = changed or script.startswith("dgl")
     python = sys.executable if ours else str(rivals / "pyg/bin/python")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -42,7 +42,7 @@ def command_of(script: str, *, changed: bool, rivals: Path) -> list[str]:
 
 
 def run(command: list[str], archive: Path, seed: int) -> tuple[str, float, float, float]:
-    """The measure's name and value, the median epoch's seconds, and those of them spent waiting."""
+    """Run a script, and return its score, and the median epoch's seconds and seconds of waiting."""
     paths = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
     done = subprocess.run(
         [*command, str(archive), "--seed", str(seed)],

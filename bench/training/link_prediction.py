@@ -1,4 +1,4 @@
-"""How well edges of a real graph are foretold, beside PyG's own loader and model, over seeds.
+"""Compare link prediction on a real graph with PyG's loader and model, over several seeds.
 
     python -m bench.training.link_prediction [--way NAME ...] [--seeds N] [--epochs N]
                              [--rivals FOLDER] [--archive FILE.npz] [--summary]
@@ -106,7 +106,7 @@ def shuffle(archive: Path, out: Path) -> None:
 
 
 def by_gcnzc(graph: Path, more: Sequence[str], epochs: int, seed: int) -> dict[str, Any]:
-    """The figures of one run of the command line."""
+    """Return the figures of one run of the command line."""
     words = [*OURS.split(), *more, "--epochs", str(epochs), "--seed", str(seed)]
     for name, value in SIZES.items():
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -121,7 +121,7 @@ def by_gcnzc(graph: Path, more: Sequence[str], epochs: int, seed: int) -> dict[s
 
 
 def by_pyg(graph: Path, rivals: Path, norm_over: str, epochs: int, seed: int) -> dict[str, Any]:
-    """The figures of one run of PyG, in its own environment."""
+    """Return the figures of one run of PyG, in its own environment."""
     options = json.dumps({**SIZES, "epochs": epochs, "seed": seed, "norm_over": norm_over})
     python = rivals / "pyg" / "bin" / "python"
     ran = subprocess.run(
@@ -187,7 +187,7 @@ def summary(case: dict[str, Any]) -> int:
 
 
 def gcnzc(words: Sequence[str]) -> str:
-    """What a command prints on stdout; what it says is shown only when it fails."""
+    """Run a command and return its stdout; its messages are shown only if it fails."""
     out, talk = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(talk):
         status = cli.main(words)

@@ -1,4 +1,4 @@
-"""What more workers bring and cost: seeds a second, and accuracy at the same total minibatch.
+"""Measure throughput by number of workers, and accuracy at the same total batch size.
 
     python -m bench.training.workers speed [--rounds N]
     python -m bench.training.workers accuracy [GRAPH ...] [--seeds N]
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def speed(folder: Path, rounds: int, nodes: int) -> int:
-    """One worker on one core beside two workers on two; the exit status."""
+    """Compare one worker on one core with two workers on two, and return the exit status."""
     graph = prepared(folder, "planted", nodes)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -114,7 +114,7 @@ def accuracy(folder: Path, name: str, seeds: int, nodes: int) -> bool:
 
 
 def prepared(folder: Path, name: str, nodes: int) -> Path:
-    """The folder of a graph, made by the command line."""
+    """Return the folder of a graph, prepared by the command line."""
     graph = folder / name
     if graph.exists():
         return graph

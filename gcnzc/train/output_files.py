@@ -33,7 +33,7 @@ class OutputFiles:
         self._config_time: int | None = None
 
     def identify(self) -> None:
-        """From now on the folder must stay where it is."""
+        """Record the folder's identity, so that `demand_folder` detects if it is moved."""
         self._identity = folder_identity(self.folder)
         self._config_time = _time_of(self.folder / CONFIG)
 

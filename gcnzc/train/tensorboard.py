@@ -62,7 +62,7 @@ class EventFile:
 
 
 def _head(first_step: int) -> bytes:
-    """The version record, and the one that hides earlier events from `first_step` on."""
+    """Return the version record, and a record that hides earlier events from `first_step` on."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     log = SessionLog(status=SessionLog.START)
@@ -72,7 +72,7 @@ def _head(first_step: int) -> bytes:
 
 
 def _events(step: int, line: Mapping[str, Any]) -> bytes:
-    """One event with all numbers of `line`."""
+    """Return one event with all numbers of `line`."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 

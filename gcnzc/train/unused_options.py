@@ -65,7 +65,7 @@ def unused_options(config: TrainConfig) -> dict[str, str]:
 
 
 def _words_of(name: str, value: Any) -> str:
-    """An option and its value, as on the command line."""
+    """Return an option with its value, as on the command line."""
     if isinstance(value, bool):
         return option_name(name if value else f"no_{name}")
     return f"{option_name(name)} {value}"

@@ -1,4 +1,4 @@
-"""A cluster's links are as slow as was asked, what crosses them is counted, and nothing remains."""
+"""Emulated clusters have the requested rates and latencies, and leave nothing behind."""
 
 import json
 import os
@@ -101,7 +101,7 @@ def switch(request, monkeypatch):
         ((2, 100, 0, {(0, 1): 0}), "a link of 0 Mbit/s"),
     ],
 )
-def test_what_is_no_network_is_told(arguments, words):
+def test_invalid_networks_are_rejected(arguments, words):
     with pytest.raises(ValueError, match=f"{words}.*\n\nhint: "):
         Cluster(*arguments)
 
@@ -113,20 +113,20 @@ def test_what_is_no_network_is_told(arguments, words):
         (lambda patch: patch.setattr(sys, "platform", "darwin"), "Linux's, and this is darwin"),
     ],
 )
-def test_where_none_can_be_made_the_virtual_clock_is_named(missing, words, monkeypatch):
+def test_without_privileges_the_hint_is_the_virtual_clock(missing, words, monkeypatch):
     missing(monkeypatch)
     with pytest.raises(RuntimeError, match=f"{words}\n\nhint: .*virtual clock"), Cluster(2):
         pass
 
 
 @needs_namespaces
-def test_a_missing_tool_is_named(monkeypatch, tmp_path):
+def test_a_missing_tool_is_reported_by_name(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert can_make().startswith("no command ip, tc, ")
 
 
 @needs_namespaces
-def test_links_are_as_slow_as_was_asked():
+def test_links_have_the_requested_rate():
     with Cluster(3, [80, 80, 40], links={(0, 1): 10}) as cluster:
         assert cluster.switch == "bridge"
         # the link's own; the receiver's; the sender's, back on the link that is slow one way only
@@ -144,7 +144,7 @@ def test_links_are_as_slow_as_was_asked():
 
 @needs_namespaces
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_card_that_cuts_frames_leaves_the_rate_as_it_is(offload):
+def test_segmentation_offload_does_not_change_the_rate(offload):
     with Cluster(2, 100, offload=offload) as cluster:
         before = cluster.counters()[0]
         found = [cluster.measure(seconds=0.3) for _ in range(3)]
@@ -154,7 +154,7 @@ def test_a_card_that_cuts_frames_leaves_the_rate_as_it_is(offload):
 
 
 @needs_namespaces
-def test_senders_share_what_the_receiver_has():
+def test_senders_share_the_rate_of_the_receiver():
     with Cluster(3, 20) as cluster:
         programs = [TAKE_FROM_TWO, GIVE, GIVE]
         ran = cluster.run(lambda rank: [sys.executable, "-c", programs[rank]], limit_s=20)
@@ -163,7 +163,7 @@ def test_senders_share_what_the_receiver_has():
 
 
 @needs_namespaces
-def test_frames_come_late_as_was_asked(switch):
+def test_frames_arrive_with_the_requested_latency(switch):
     with Cluster(2, 100, 5) as cluster:
         assert cluster.switch == switch
         found = cluster.measure(seconds=0.5)
@@ -174,7 +174,7 @@ def test_frames_come_late_as_was_asked(switch):
 
 
 @needs_namespaces
-def test_interfaces_count_what_was_sent(switch, capfd):
+def test_interfaces_count_the_bytes_sent(switch, capfd):
     with Cluster(3, None, 0.1) as cluster:
         assert cluster.switch == switch
         programs = [RECEIVE, SEND, ""]
@@ -202,7 +202,7 @@ def test_interfaces_count_what_was_sent(switch, capfd):
 
 
 @needs_namespaces
-def test_machines_are_apart():
+def test_machines_have_separate_namespaces():
     mark = f"of-{os.getpid()}"
     look = "cat /proc/sys/kernel/hostname; ls /sys/class/net"
     words = ["sh", "-c", f"{look}; echo > /dev/shm/{mark}-$RANK; echo $KEPT"]
@@ -215,7 +215,7 @@ def test_machines_are_apart():
 
 
 @needs_namespaces
-def test_codes_and_the_time_limit():
+def test_exit_codes_and_the_time_limit():
     with Cluster(2) as cluster:
         ran = cluster.run(lambda rank: ["sh", "-c", f"exit {3 * rank}"])
         assert (ran.codes, ran.in_time) == ([0, 3], True)
@@ -228,7 +228,7 @@ def test_codes_and_the_time_limit():
 
 
 @needs_namespaces
-def test_what_a_command_leaves_behind_is_listed():
+def test_processes_that_a_command_leaves_behind_are_listed():
     with Cluster(1) as cluster:
         begin = time.monotonic()
         ran = cluster.run(lambda _: ["sh", "-c", "sleep 100 & echo done"])
@@ -241,7 +241,7 @@ def test_what_a_command_leaves_behind_is_listed():
 
 
 @needs_namespaces
-def test_a_process_stops_for_a_while():
+def test_a_process_can_be_paused_and_continued():
     with Cluster(1) as cluster:
         process = cluster.start(0, ["sleep", "0.3"])
         while not cluster.processes(0):
@@ -256,7 +256,7 @@ def test_a_process_stops_for_a_while():
 
 @needs_namespaces
 @pytest.mark.parametrize("delay_ms", [0, 1])
-def test_a_cable_is_pulled_and_plugged_in(delay_ms):
+def test_a_machine_can_be_disconnected_and_reconnected(delay_ms):
     send = "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('10.0.0.2', 9))"
 
     def arrives(cluster):
@@ -315,7 +315,7 @@ def processes_with(word):
 
 @needs_namespaces
 @pytest.mark.parametrize("killed_after_s", [0, 0.04, 0.08, 0.15, 0.25, None])
-def test_killed_at_any_moment_nothing_remains(killed_after_s):
+def test_a_cluster_that_is_killed_at_any_moment_leaves_nothing_behind(killed_after_s):
     before = state()
     word = f"GCNZC_TEST_CLUSTER={os.getpid()}-{killed_after_s}"
     name, value = word.split("=")
@@ -345,7 +345,7 @@ def test_killed_at_any_moment_nothing_remains(killed_after_s):
 
 
 @needs_namespaces
-def test_the_command_line():
+def test_the_command_runs_a_program_on_every_machine():
     script = [sys.executable, "-m", "bench.network.cluster", "--workers", "2"]
 
     def say(*words):

@@ -1,4 +1,4 @@
-"""The bench of collectives: its formulas, and a tiny run of processes on this machine."""
+"""The benchmark of collectives: its formulas, and a small run of processes on this machine."""
 
 import json
 import math
@@ -28,7 +28,7 @@ ALPHA_S, BYTES_PER_S, WORKERS = 1e-3, 1e7, 8
     ],
 )
 @pytest.mark.parametrize("size", [4096, 128 << 10])
-def test_the_formulas_are_what_the_virtual_clock_says(kind, name, size):
+def test_formulas_equal_the_virtual_clock(kind, name, size):
     algorithms = [yield_request(make_request(kind, size, rank, WORKERS)) for rank in range(WORKERS)]
     link = Link(BYTES_PER_S, message_s=ALPHA_S)
     ran = lockstep(algorithms, link, choices=Choices.always(**{kind: name}))
@@ -36,7 +36,7 @@ def test_the_formulas_are_what_the_virtual_clock_says(kind, name, size):
     assert max(ran.seconds) == pytest.approx(expected)
 
 
-def test_a_tiny_run(tmp_path, monkeypatch):
+def test_a_small_run_records_all_algorithms(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     words = "collectives.py --links here --workers 2 --kinds Sum AllToAll --most-bytes 64 --step 16"
     monkeypatch.setattr("sys.argv", words.split())
@@ -59,7 +59,7 @@ def test_a_tiny_run(tmp_path, monkeypatch):
             assert way["formula_s"] > 0
 
 
-def test_bytes_of_one_machine_cannot_be_told_apart(monkeypatch, capsys):
+def test_bytes_of_ranks_on_one_machine_cannot_be_counted_separately(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["collectives.py", "--links", "here", "--bytes"])
     with pytest.raises(SystemExit):
         collectives.main()

@@ -37,7 +37,7 @@ def processes_of(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_no_mount_and_no_process_remains_when_it_is_ended(how, tmp_path):
+def test_no_mount_and_no_process_remains_when_the_bench_is_terminated(how, tmp_path):
     command = [sys.executable, "-m", "bench.robustness.faults", "--faults", "1"]
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([*command, "--kinds", "disk full"], env=environment) as process:

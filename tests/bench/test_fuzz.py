@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.parametrize("cases", [80, pytest.param(220, marks=pytest.mark.slow)])
-def test_no_bad_input_ends_a_command_in_another_way_than_with_an_error_and_a_hint(cases, tmp_path):
+def test_every_invalid_input_ends_a_command_with_an_error_and_a_hint(cases, tmp_path):
     report = tmp_path / "report.json"
     # in a process of its own: it forks, which one with threads must not
     done = subprocess.run(

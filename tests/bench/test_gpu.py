@@ -1,4 +1,4 @@
-"""The bench for GPUs runs whole, tiny and without one, and refuses to time wrong rows."""
+"""The GPU benchmarks run at a small scale without a GPU, and reject wrong rows."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def test_all_parts_run_tiny():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_says_that_there_is_no_gpu():
+def test_reports_that_there_is_no_gpu():
     run = subprocess.run(
         [sys.executable, "-m", "bench.gpu.suite", "link"],
         env=ENVIRONMENT,
@@ -60,7 +60,7 @@ def test_says_that_there_is_no_gpu():
     assert "error: no CUDA device here\n\nhint: --small" in run.stderr
 
 
-def test_refuses_wrong_rows(monkeypatch):
+def test_wrong_rows_are_rejected(monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(sys, "argv", ["gpu.py", "--small"])
     from bench.gpu import suite as gpu

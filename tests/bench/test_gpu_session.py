@@ -1,4 +1,4 @@
-"""A session on a GPU goes on after any stage, leaves no process, and says what became of each."""
+"""A GPU session continues after failed stages, leaves no process, and reports every stage."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def is_alive(pid):
     return state != "Z"
 
 
-def test_a_session_goes_on_after_stages_that_fail_hang_or_are_missing(tmp_path):
+def test_a_session_continues_after_stages_that_fail_hang_or_are_missing(tmp_path):
     pids = tmp_path / "pids"
     hang = f"sleep 600 & echo $! $$ > {pids}; echo begun; wait"
     leave = f"sleep 600 & echo $! >> {pids}"
@@ -76,7 +76,7 @@ def test_a_session_goes_on_after_stages_that_fail_hang_or_are_missing(tmp_path):
     assert shown[5].endswith("passed (as noted)")
 
 
-def test_what_does_not_fit_into_the_session_is_skipped(tmp_path):
+def test_stages_that_do_not_fit_into_the_session_are_skipped(tmp_path):
     stages = [Stage("first", 20, [["sleep", "20"]]), Stage("second", 20, [["true"]])]
     lines = list(run_stages(stages, tmp_path, 1.2, dict(os.environ)))
     assert lines[0]["status"].startswith("timed out")
@@ -95,7 +95,7 @@ def test_the_stages_fit_into_ten_minutes(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path):
+def test_a_machine_without_a_gpu_is_reported(tmp_path):
     run = session("--out", tmp_path / "out")
     assert run.returncode == 2
     assert run.stderr.startswith("error: no CUDA device here\n\nhint: --rehearse runs")
@@ -133,7 +133,7 @@ def test_a_rehearsal_within_tiny_limits_ends_with_a_table(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU for the real one")
-def test_kernels_are_compiled_for_gpus_that_are_not_there_and_found_again(tmp_path):
+def test_kernels_are_compiled_for_absent_gpus_and_found_in_the_cache(tmp_path):
     cache = tmp_path / "cache"
     options = ["--rehearse", "--stages", "compile", "--cache", cache, "--arch", "90"]
     limits = ["--limit-s", "500", "--stage-limit-s", "500"]

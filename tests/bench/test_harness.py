@@ -1,4 +1,4 @@
-"""Figures are kept with where they come from, and ways are timed in turns."""
+"""Benchmark records have their machine and commit, and measurements are interleaved."""
 
 import json
 import subprocess
@@ -11,13 +11,13 @@ import pytest
 from bench import harness
 
 
-def test_measure():
+def test_measure_returns_the_median_and_the_spread():
     timing = harness.measure(lambda: time.sleep(0.002), calls=5, warmup=1)
     assert timing.calls == 5
     assert 0.002 <= timing.fast_s <= timing.median_s <= timing.slow_s < 0.1
 
 
-def test_side_by_side_takes_turns():
+def test_side_by_side_interleaves_the_measurements():
     called = []
     ways = {name: (lambda name=name: called.append(name)) for name in "abc"}
     timings = harness.side_by_side(ways, 3, warmup=1)
@@ -28,7 +28,7 @@ def test_side_by_side_takes_turns():
     assert {timing.calls for timing in timings.values()} == {3}
 
 
-def test_record_only_adds(tmp_path, monkeypatch, capsys):
+def test_record_appends_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
     for way in ("ours", "theirs"):
         line = harness.record("x", {"way": way}, harness.Timing(0.25, 0.2, 0.3, 7), seeds_per_s=4.0)
@@ -43,7 +43,7 @@ def test_record_only_adds(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("module", ["triton", "numba"])
-def test_needs_no_more_than_torch(module):
+def test_the_harness_works_without_optional_modules(module):
     # peers are measured in environments of their own
     program = (
         f"import sys; sys.modules[{module!r}] = None; from bench import harness; harness.machine()"

@@ -1,4 +1,4 @@
-"""Two launchers (torchrun) of one run, as on two machines, of which one is lost."""
+"""Two launchers (torchrun) of one run, as on two machines, one of which is lost."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def check_whole(found, graph, epochs):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_a_worker_is_lost_and_when_a_launcher_is_replaced(graph, tmp_path):
+def test_a_run_continues_when_a_worker_is_lost_and_when_a_launcher_is_replaced(graph, tmp_path):
     with start(graph, tmp_path / "run", "2", 120) as found:
         first, second = found.start(), found.start()
         wait_for_epochs(found, 2)
@@ -64,7 +64,7 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_when_a_launcher_is_replaced(gra
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_launchers_and_with_more(graph, tmp_path):
+def test_a_run_continues_with_fewer_launchers_and_with_more(graph, tmp_path):
     with start(graph, tmp_path / "run", "1:2", 400) as found:
         first, second = found.start(), found.start()
         wait_for_epochs(found, 2)
@@ -80,7 +80,7 @@ def test_a_run_goes_on_with_fewer_launchers_and_with_more(graph, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_without_an_id_goes_on_when_worker_0_moves_to_another_launcher(graph, tmp_path):
+def test_a_run_without_an_id_continues_when_worker_0_moves_to_another_launcher(graph, tmp_path):
     with start(graph, tmp_path / "run", "2", 120, None, keeps_rendezvous=True) as found:
         first, second = found.start(), found.start()
         wait_for_epochs(found, 2)

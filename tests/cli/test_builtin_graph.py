@@ -1,4 +1,4 @@
-"""The built-in graph is made once, whole, and states what can be reached on it."""
+"""The built-in graph is generated once and completely, and reports the best possible accuracy."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def found(cache: Path) -> set[str]:
     return {path.name for path in (cache / "gcnzc").iterdir() if path.suffix != ".lock"}
 
 
-def test_made_once_and_then_opened(cache):
+def test_the_builtin_graph_is_generated_once_and_then_opened(cache):
     place = builtin_graph.prepared(NullReporter())
     assert place == cache / "gcnzc" / builtin_graph.NAME
     made = (place / "meta.json").stat().st_mtime_ns
@@ -41,12 +41,12 @@ def test_made_once_and_then_opened(cache):
     assert 0.8 < graph.best_accuracy < 0.95
 
 
-def test_a_cache_of_one_s_own(cache, monkeypatch):
+def test_the_cache_folder_can_be_set(cache, monkeypatch):
     monkeypatch.setenv("GCNZC_CACHE", str(cache / "mine"))
     assert builtin_graph.folder() == cache / "mine" / builtin_graph.NAME
 
 
-def test_two_at_once(cache):
+def test_two_processes_can_generate_it_at_once(cache):
     program = (
         "from gcnzc.cli.builtin_graph import prepared\n"
         "from gcnzc.train.progress import NullReporter\n"

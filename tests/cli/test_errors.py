@@ -1,4 +1,4 @@
-"""Every failure is answered with an `error:` and a `hint:` line, and leaves nothing behind."""
+"""Every failure prints an `error:` and a `hint:` line, and leaves nothing behind."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def answer_of(capsys, words, status) -> str:
     return "\n".join(lines)
 
 
-def test_memory_that_is_not_there_is_said_with_a_remedy(graph, tmp_path, capsys):
+def test_too_little_memory_is_reported_with_a_remedy(graph, tmp_path, capsys):
     # an array of numpy's, then a tensor of torch's
     text = answer_of(capsys, ["make", tmp_path / "x", "--nodes", 10**15], 1)
     assert "error: not enough memory: " in text
@@ -78,7 +78,7 @@ def test_memory_that_is_not_there_is_said_with_a_remedy(graph, tmp_path, capsys)
 @pytest.mark.parametrize(
     "error", [KeyError("x"), OverflowError("too large"), IndexError(), ZeroDivisionError("by zero")]
 )
-def test_what_nobody_foresaw_is_an_answer_too(graph, monkeypatch, capsys, error):
+def test_unexpected_errors_are_reported_in_one_line_too(graph, monkeypatch, capsys, error):
     def fail(*_):
         raise error
 
@@ -139,13 +139,13 @@ def test_a_huge_fan_out_is_rejected(graph, capsys):
         (["--workers", "100000"], "--workers must be at most 1024, got 100000"),
     ],
 )
-def test_numbers_that_make_no_sense_are_rejected(graph, tmp_path, capsys, words, wrong):
+def test_numbers_out_of_range_are_rejected(graph, tmp_path, capsys, words, wrong):
     given = ["train", graph, *SMALL, "--out", tmp_path / "run", *words]
     assert wrong in answer_of(capsys, given, 2)
     assert not (tmp_path / "run").exists()
 
 
-def test_outputs_are_checked_before_the_work(run, graph, tmp_path, capsys, monkeypatch):
+def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, monkeypatch):
     for command in commands.COMMANDS:
         monkeypatch.setitem(commands.COMMANDS, command, lambda *_: pytest.fail("the work began"))
     missing, pipe = tmp_path / "missing", tmp_path / "pipe.npy"
@@ -214,7 +214,7 @@ def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
         assert isinstance(json.loads(out), dict), words
 
 
-def test_the_result_of_a_run_says_how_it_was_made(run):
+def test_the_result_of_a_run_has_its_options(run):
     line = json.loads((run / "result.json").read_text())
     assert line["device"] == "cpu"
     assert {"gcnzc", "python", "torch", "triton", "numba", "numpy", "cpu", "cores"} <= set(line)
@@ -226,7 +226,7 @@ def test_the_result_of_a_run_says_how_it_was_made(run):
     assert line["peak_gpu_memory_bytes"] is None
 
 
-def test_accuracy_under_dropout_has_a_name_of_its_own(run, capsys):
+def test_accuracy_with_dropout_has_its_own_name(run, capsys):
     lines = [json.loads(text) for text in (run / "record.jsonl").read_text().splitlines()]
     assert all("minibatch_accuracy" in line and "train_accuracy" not in line for line in lines)
     capsys.readouterr()
@@ -263,14 +263,14 @@ def test_two_processes_do_not_train_in_one_folder(run, capsys):
     assert main(["train", "--resume", str(run), "--epochs", "3"]) == 0
 
 
-def test_a_run_does_not_go_into_the_folder_of_a_graph(graph, capsys):
+def test_a_run_is_not_written_into_the_folder_of_a_graph(graph, capsys):
     before = sorted(graph.iterdir())
     text = answer_of(capsys, ["train", graph, *SMALL, "--out", graph], 1)
     assert f"error: {graph} has a prepared graph" in text
     assert sorted(graph.iterdir()) == before
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
@@ -286,7 +286,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["", "[1, 2]\n", '{"epoh": 0}\n', "\xff\xfe"])
-def test_a_damaged_record_is_said_and_written_again(run, tmp_path, capsys, damage):
+def test_a_damaged_record_is_reported_and_rewritten(run, tmp_path, capsys, damage):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     (folder / "record.jsonl").write_bytes(damage.encode("latin-1"))
@@ -298,7 +298,7 @@ def test_a_damaged_record_is_said_and_written_again(run, tmp_path, capsys, damag
     assert [line["epoch"] for line in lines] == [0, 1, 2, 3]
 
 
-def test_options_that_are_no_object_are_damage(run, tmp_path, capsys):
+def test_an_options_file_that_is_no_object_is_reported_as_damaged(run, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     (folder / "config.json").write_text("[1, 2]")

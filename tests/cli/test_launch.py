@@ -1,4 +1,4 @@
-"""`gcnzc train --workers N`: as a person starts it, and as it goes wrong."""
+"""`gcnzc train --workers N`: normal runs and failures."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def epochs(run):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_a_lost_worker_is_replaced_and_the_run_ends_as_if_nothing_were(graph, tmp_path):
+def test_a_lost_worker_is_replaced_and_the_result_is_the_same(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "60")
     with started(graph, run, *words, "--evaluate-every", "100") as process:
@@ -135,7 +135,7 @@ def test_a_lost_worker_is_replaced_and_the_run_ends_as_if_nothing_were(graph, tm
     assert not list(run.glob("*.partial"))
 
 
-def test_a_person_may_stop_it_and_go_on_with_fewer(graph, tmp_path):
+def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
     with started(graph, run, *words) as process:
@@ -161,7 +161,7 @@ def test_a_person_may_stop_it_and_go_on_with_fewer(graph, tmp_path):
     assert json.loads(more.stdout)["epochs"] == state["epoch"] + 2
 
 
-def test_a_mistake_is_told_once_and_not_tried_again(graph, tmp_path):
+def test_a_user_error_is_reported_once_and_not_retried(graph, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text("{}")
@@ -191,7 +191,7 @@ def test_a_launcher_that_dies_takes_its_workers_with_it(graph, tmp_path):
     assert saved(run)["epoch"] >= 0
 
 
-def test_a_launcher_keeps_its_run_folder_and_misses_it_if_it_is_moved(graph, tmp_path, capsys):
+def test_a_launcher_detects_that_its_run_folder_was_moved(graph, tmp_path, capsys):
     run, moved = tmp_path / "run", tmp_path / "moved"
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
     with started(graph, run, *words) as process:
@@ -214,7 +214,7 @@ def test_a_launcher_keeps_its_run_folder_and_misses_it_if_it_is_moved(graph, tmp
     assert saved(moved)["epoch"] >= 0
 
 
-def test_words_left_by_a_worker(tmp_path, monkeypatch):
+def test_a_worker_reports_that_a_restart_cannot_fix_its_error(tmp_path, monkeypatch):
     monkeypatch.delenv(launch.FATAL, raising=False)
     assert not launch.report_fatal_error()
     assert not launch.has_reported_fatal_error()
@@ -224,7 +224,7 @@ def test_words_left_by_a_worker(tmp_path, monkeypatch):
     assert launch.has_reported_fatal_error()
 
 
-def test_a_launch_is_known_by_the_run_id_or_else_by_all_its_launchers(monkeypatch):
+def test_a_launch_is_identified_by_the_run_id_or_by_all_its_launchers(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert launch.own_launch() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "products")
@@ -265,7 +265,9 @@ def test_a_run_belongs_to_the_launch_that_started_it_last(tmp_path):
     ("machines", "shared", "cannot"),
     [("1", "True", False), ("2", "True", True), ("2", "False", False)],
 )
-def test_a_store_that_a_new_machine_cannot_find_is_noticed(machines, shared, cannot, monkeypatch):
+def test_a_rendezvous_store_that_a_new_machine_cannot_find_is_reported(
+    machines, shared, cannot, monkeypatch
+):
     monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
     assert launch.cannot_be_joined() == cannot

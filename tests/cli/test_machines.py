@@ -1,4 +1,4 @@
-"""Several machines: torchrun in network namespaces, each with a network of its own."""
+"""Several machines: torchrun in network namespaces."""
 
 import json
 import sys
@@ -52,7 +52,7 @@ def test_torchrun_trains_on_two_machines(graph, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_gone_is_done_without_where_fewer_may_train(graph, tmp_path):
+def test_training_continues_without_a_lost_machine_if_fewer_are_allowed(graph, tmp_path):
     run, limit = tmp_path / "run", time.monotonic() + 200
     words = ["--epochs", "60", "--checkpoint-every-s", "1", "--timeout-s", "10"]
     command = torchrun(graph, run, 1, *words, machines="1:2")

@@ -1,4 +1,4 @@
-"""A mistake on the command line is answered with the option it is in, and what was meant."""
+"""Errors on the command line name the option and suggest a correction."""
 
 import os
 import re
@@ -35,7 +35,7 @@ TRAINING = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--epochs", "1
         (["quux"], "there is no command 'quux'", "`gcnzc --help` lists the commands"),
     ],
 )
-def test_the_option_is_named_and_the_nearest_one_too(words, error, hint, capsys):
+def test_an_unknown_option_is_reported_with_the_nearest_one(words, error, hint, capsys):
     assert main(words) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["error", "hint"]
@@ -43,7 +43,7 @@ def test_the_option_is_named_and_the_nearest_one_too(words, error, hint, capsys)
     assert hint in lines[1]
 
 
-def test_the_help_of_a_flag_that_turns_off_says_what_happens_then(capsys):
+def test_the_help_of_a_negative_flag_describes_its_effect(capsys):
     flags = 0
     for kind in COMMANDS:
         own = [
@@ -89,7 +89,7 @@ def test_a_reader_that_closes_the_pipe_ends_the_help_without_a_message(monkeypat
     assert capsys.readouterr().err == ""
 
 
-def test_a_graph_of_other_sizes_is_named_with_both_numbers(tmp_path, capsys):
+def test_a_graph_of_another_size_is_reported_with_both_numbers(tmp_path, capsys):
     for name, shape in (
         ("own", Shape(300, 1500, 8, 3)),
         ("columns", Shape(300, 1500, 9, 3)),

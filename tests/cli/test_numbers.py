@@ -57,7 +57,7 @@ def required(kind):
 CASES = list(cases())
 
 
-def test_the_cases_are_of_all_commands_with_numbers():
+def test_every_command_with_numbers_has_cases():
     names = {kind.__name__.removesuffix("Config") for kind, _, _ in CASES}
     expected = {"Train", "Make", "Prepare", "Embed", "Check", "Pcie", "CacheForecast", "Cost"}
     assert names == expected
@@ -75,7 +75,7 @@ def test_a_number_out_of_bounds_is_rejected(kind, name, values):
         assert option in str(error.value), value
 
 
-def test_the_command_line_rejects_them(capsys):
+def test_the_command_line_rejects_numbers_out_of_bounds(capsys):
     for words in (
         ["embed", "x", "y", "--dims", "-3"],
         ["cache-forecast", "x", "--batches", "99999999999999999999"],

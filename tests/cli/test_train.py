@@ -72,7 +72,7 @@ def stopped_run(graph, run, text):
     return run
 
 
-def test_a_run_that_resumes_to_end_between_two_evaluations_is_evaluated(graph, tmp_path, capsys):
+def test_a_resumed_run_that_ends_between_two_evaluations_is_evaluated(graph, tmp_path, capsys):
     options = [graph, *OPTIONS, "--epochs", 2, "--evaluate-every", 5]
     expected, _ = train(capsys, [*options, "--out", tmp_path / "whole"])
     run = stopped_run(graph, tmp_path / "stopped", "epoch 2/9  loss")
@@ -87,7 +87,7 @@ def test_a_run_that_resumes_to_end_between_two_evaluations_is_evaluated(graph, t
     assert "valid_accuracy" in record_of(run)[2]
 
 
-def test_a_run_without_an_evaluation_cannot_end_before_the_epoch_it_is_in(graph, tmp_path, capsys):
+def test_a_run_without_an_evaluation_cannot_end_before_its_current_epoch(graph, tmp_path, capsys):
     run = stopped_run(graph, tmp_path / "run", "epoch 3/9")
     _, err = train(capsys, ["--resume", run, "--epochs", 2], 1)
     assert "was stopped in epoch 3, before its first evaluation" in err

@@ -1,4 +1,4 @@
-"""Promises of the reducers of every compression."""
+"""Properties that the reducers of all compressions have."""
 
 import io
 

@@ -8,7 +8,7 @@ import pytest
 from gcnzc.datasets import catalog, download
 
 
-def test_ogbs_sets_are_as_the_package_says() -> None:
+def test_ogb_datasets_agree_with_the_ogb_package() -> None:
     found = importlib.util.find_spec("ogb")
     assert found is not None
     assert found.submodule_search_locations
@@ -32,7 +32,7 @@ def test_ogbs_sets_are_as_the_package_says() -> None:
         assert entry.folders == (name.replace("-", "_"), lines["download_name"][place])
 
 
-def test_sizes_are_those_of_the_files(shared_data: Path) -> None:
+def test_sizes_agree_with_the_files(shared_data: Path) -> None:
     for path in sorted(shared_data.glob("*/*.npz")):
         entry = catalog.find(path.stem)
         if entry is None:
@@ -61,7 +61,7 @@ def test_names_are_unique_and_found() -> None:
     assert catalog.get("OGBN-Arxiv").name == "ogbn-arxiv"
 
 
-def test_what_a_graph_takes() -> None:
+def test_sizes_of_features_and_edges_are_computed() -> None:
     products = catalog.get("ogbn-products")
     assert products.feature_bytes == 2_449_029 * 400
     assert products.edges_trained_on == 123_718_280
@@ -95,14 +95,14 @@ def test_the_nearest_names_are_suggested(name: str, hint: str) -> None:
         ("pcqm4m-v2", "a graph-level dataset"),
     ],
 )
-def test_sets_of_other_kinds_are_refused(name: str, kind: str) -> None:
+def test_datasets_of_other_kinds_are_rejected(name: str, kind: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {kind}.*\n\nhint: "):
         catalog.get(name)
     with pytest.raises(ValueError, match=rf"{name} is {kind}.*\n\nhint: "):
         download.lookup(name)
 
 
-def test_sets_of_links_are_no_node_sets() -> None:
+def test_link_property_datasets_are_rejected_as_node_datasets() -> None:
     with pytest.raises(ValueError, match=r"ogbl_ppa is a link property dataset.*\n\nhint: "):
         catalog.get("ogbl_ppa")
     catalog.refuse_other_kinds("ogbl_ppa", links=True)

@@ -13,7 +13,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 300, 1 << 24])
-def test_single_precision_survives_bit_for_bit(
+def test_float32_is_read_back_bit_for_bit(
     path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
@@ -27,7 +27,7 @@ def test_single_precision_survives_bit_for_bit(
     assert (found.view(np.uint32) == table.view(np.uint32)).all()
 
 
-def test_integers_survive(path: Path) -> None:
+def test_integers_are_read_back(path: Path) -> None:
     ids = np.array([[0, 2**31], [2**53 + 1, 2**63 - 1]])
     csvgz.write(path, [ids])
     assert np.concatenate(list(csvgz.read_integers(path, 2))).tolist() == ids.tolist()
@@ -35,17 +35,17 @@ def test_integers_survive(path: Path) -> None:
     assert csvgz.read_column(path).tolist() == ids[:, 0].tolist()
 
 
-def test_whole_numbers_written_as_floating_point_are_ids(path: Path) -> None:
+def test_integers_written_as_floating_point_are_read_as_ids(path: Path) -> None:
     path.write_bytes(gzip.compress(b"0.0\n7.0\n1e3\n"))
     assert csvgz.read_column(path).tolist() == [0, 7, 1000]
 
 
-def test_compressed_parts_in_one_file(path: Path) -> None:
+def test_a_file_of_several_gzip_members_is_read(path: Path) -> None:
     path.write_bytes(gzip.compress(b"1,2\n3,4\n") * 3)
     assert csvgz.read_table(path).tolist() == [[1, 2], [3, 4]] * 3
 
 
-def test_the_same_numbers_make_the_same_file(path: Path, tmp_path: Path) -> None:
+def test_equal_numbers_give_equal_files(path: Path, tmp_path: Path) -> None:
     csvgz.write(path, [np.arange(9).reshape(3, 3)])
     csvgz.write(tmp_path / "table.csv.gz.again", [np.arange(9).reshape(3, 3)])
     first, second = path.read_bytes(), (tmp_path / "table.csv.gz.again").read_bytes()
@@ -54,7 +54,7 @@ def test_the_same_numbers_make_the_same_file(path: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("data", [b"", gzip.compress(b"", mtime=0)])
-def test_a_file_of_nothing(path: Path, data: bytes) -> None:
+def test_an_empty_file_is_read(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     assert csvgz.read_column(path).shape == (0,)
     assert csvgz.read_table(path).shape == (0, 1)

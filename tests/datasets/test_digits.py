@@ -16,7 +16,7 @@ def edges(graph):
     return np.concatenate(list(graph.edge_chunks()), axis=1)
 
 
-def test_sizes(graph):
+def test_the_graph_has_the_documented_sizes(graph):
     rows = np.concatenate(list(graph.features.chunks(allocate_in_memory)))
     assert rows.shape == (graph.num_nodes, graph.features.num_columns) == (1797, 64)
     assert (rows.min(), rows.max()) == (0, 1)
@@ -25,7 +25,7 @@ def test_sizes(graph):
     assert graph.best_accuracy is None
 
 
-def test_every_image_is_joined_to_its_nearest(graph, edges):
+def test_every_image_is_connected_to_its_nearest_images(graph, edges):
     rows = np.concatenate(list(graph.features.chunks(allocate_in_memory)))
     distance = cdist(rows, rows)
     np.fill_diagonal(distance, np.inf)
@@ -38,17 +38,17 @@ def test_every_image_is_joined_to_its_nearest(graph, edges):
     assert (joined.sum(axis=1) >= 8).all()
 
 
-def test_every_pair_comes_once(graph, edges):
+def test_every_pair_is_stored_once(graph, edges):
     assert edges.shape[1] == graph.num_edges == np.unique(edges, axis=1).shape[1]
     assert (edges[0] < edges[1]).all()
 
 
-def test_neighbours_mostly_agree(graph, edges):
+def test_neighbours_mostly_have_the_same_label(graph, edges):
     labels = graph.labels()[edges]
     assert (labels[0] == labels[1]).mean() > 0.95
 
 
-def test_the_split_follows_the_seed(graph):
+def test_the_split_depends_on_the_seed(graph):
     ids = np.concatenate(list(graph.parts.values()))
     assert sorted(ids) == list(range(1797))
     assert [len(part) for part in graph.parts.values()] == [1078, 360, 359]
@@ -56,6 +56,6 @@ def test_the_split_follows_the_seed(graph):
 
 
 @pytest.mark.parametrize("neighbours", [0, 1797])
-def test_a_number_of_neighbours_that_there_is_not(neighbours):
+def test_an_impossible_number_of_neighbours_is_rejected(neighbours):
     with pytest.raises(ValueError, match=f"{neighbours} neighbours of 1797 images\n\nhint: "):
         digits(neighbours=neighbours)

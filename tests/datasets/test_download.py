@@ -103,7 +103,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_set_comes_and_stays(site: Site, tmp_path: Path) -> None:
+def test_a_dataset_is_downloaded_once(site: Site, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     here = tmp_path / "downloads"
     path = fetch(site.remote, here, lambda *now: seen.append(now))
@@ -118,14 +118,14 @@ def test_a_set_comes_and_stays(site: Site, tmp_path: Path) -> None:
     assert len(site.asked) == 1
 
 
-def test_what_broke_off_goes_on_by_itself(site: Site, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_resumed(site: Site, tmp_path: Path) -> None:
     site.breaks = [1000, 700]
     path = fetch(site.remote, tmp_path / "downloads")
     assert contents(path) == contents(tmp_path / "source")
     assert site.asked == [None, "bytes=1000-", "bytes=1700-"]
 
 
-def test_what_broke_off_goes_on_in_the_next_call(site: Site, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_resumed_by_the_next_call(site: Site, tmp_path: Path) -> None:
     here = tmp_path / "downloads"
     site.breaks = [500, 100, 100]
     with pytest.raises(RuntimeError, match=r"failed after 700 bytes: .*\n\nhint: is there a net"):
@@ -138,7 +138,9 @@ def test_what_broke_off_goes_on_in_the_next_call(site: Site, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("why", ["no ranges", "no stamp", "weak stamp", "no length"])
-def test_without_ranges_it_starts_again(site: Site, tmp_path: Path, why: str) -> None:
+def test_a_server_without_ranges_restarts_the_download(
+    site: Site, tmp_path: Path, why: str
+) -> None:
     site.ranges = why != "no ranges"
     site.length = why != "no length"
     if "stamp" in why:
@@ -148,7 +150,7 @@ def test_without_ranges_it_starts_again(site: Site, tmp_path: Path, why: str) ->
     assert contents(path) == contents(tmp_path / "source")
 
 
-def test_another_version_is_not_mixed_in(site: Site, tmp_path: Path) -> None:
+def test_a_changed_file_restarts_the_download(site: Site, tmp_path: Path) -> None:
     here = tmp_path / "downloads"
     site.breaks = [500, 0, 0]
     with pytest.raises(RuntimeError, match="failed after"):
@@ -158,7 +160,7 @@ def test_another_version_is_not_mixed_in(site: Site, tmp_path: Path) -> None:
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "newer")
 
 
-def test_more_than_the_server_has_is_thrown_away(site: Site, tmp_path: Path) -> None:
+def test_a_partial_file_longer_than_the_servers_is_discarded(site: Site, tmp_path: Path) -> None:
     here = tmp_path / "downloads"
     here.mkdir()
     (here / "tiny.zip.partial").write_bytes(b"0" * (len(site.data) + 7))
@@ -167,7 +169,7 @@ def test_more_than_the_server_has_is_thrown_away(site: Site, tmp_path: Path) -> 
     assert site.asked == [f"bytes={len(site.data) + 7}-", None]
 
 
-def test_the_last_byte_had_come(site: Site, tmp_path: Path) -> None:
+def test_a_complete_partial_file_is_used(site: Site, tmp_path: Path) -> None:
     here = tmp_path / "downloads"
     here.mkdir()
     (here / "tiny.zip.partial").write_bytes(site.data)
@@ -175,14 +177,14 @@ def test_the_last_byte_had_come(site: Site, tmp_path: Path) -> None:
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
 
 
-def test_without_a_network_the_way_out_is_told(tmp_path: Path) -> None:
+def test_without_a_network_the_error_describes_the_manual_download(tmp_path: Path) -> None:
     # a port that nobody listens on
     remote = Remote("ogbn-tiny", "http://127.0.0.1:9/tiny.zip", "1")
     with pytest.raises(RuntimeError, match=r"failed after 0 bytes.*\n\nhint: is there a network"):
         fetch(remote, tmp_path / "downloads")
 
 
-def test_a_file_put_there_by_hand_is_taken(site: Site, tmp_path: Path) -> None:
+def test_a_manually_downloaded_file_is_used(site: Site, tmp_path: Path) -> None:
     here = tmp_path / "downloads"
     here.mkdir()
     (here / "tiny.zip").write_bytes(site.data)
@@ -190,14 +192,14 @@ def test_a_file_put_there_by_hand_is_taken(site: Site, tmp_path: Path) -> None:
     assert site.asked == []
 
 
-def test_what_the_server_does_not_have(site: Site, tmp_path: Path) -> None:
+def test_a_file_that_the_server_does_not_have_is_reported(site: Site, tmp_path: Path) -> None:
     site.status = 404
     with pytest.raises(RuntimeError, match=r"cannot download .*: 404 Not Found\n\nhint: "):
         fetch(site.remote, tmp_path / "downloads")
     assert len(site.asked) == 1
 
 
-def test_what_is_no_zip_is_removed(site: Site, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_zip_is_removed(site: Site, tmp_path: Path) -> None:
     good = site.data
     here = tmp_path / "downloads"
     half = good[: len(good) // 2]
@@ -213,7 +215,7 @@ def test_what_is_no_zip_is_removed(site: Site, tmp_path: Path) -> None:
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
 
 
-def test_an_archive_of_something_else_is_not_taken_for_the_set(site: Site, tmp_path: Path) -> None:
+def test_an_archive_of_another_dataset_is_rejected(site: Site, tmp_path: Path) -> None:
     (tmp_path / "other" / "raw").mkdir(parents=True)
     (tmp_path / "other" / "raw" / "edge.csv.gz").write_bytes(b"")
     good, site.data = site.data, zipped(tmp_path / "other")
@@ -225,7 +227,7 @@ def test_an_archive_of_something_else_is_not_taken_for_the_set(site: Site, tmp_p
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
 
 
-def test_what_the_user_put_there_is_used_and_never_removed(site: Site, tmp_path: Path) -> None:
+def test_files_of_the_user_are_used_and_never_removed(site: Site, tmp_path: Path) -> None:
     here = tmp_path / "downloads"
     here.mkdir()
     archive = here / "tiny.zip"
@@ -240,7 +242,7 @@ def test_what_the_user_put_there_is_used_and_never_removed(site: Site, tmp_path:
 
 
 @pytest.mark.parametrize("top", ["/", "tiny/../../", ""])
-def test_a_zip_writes_nowhere_else(site: Site, tmp_path: Path, top: str) -> None:
+def test_a_zip_cannot_write_outside_of_its_folder(site: Site, tmp_path: Path, top: str) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "file").write_text("")
     site.data = zipped(tmp_path / "one", top)
@@ -259,14 +261,18 @@ def test_two_processes_do_not_download_one_file(site: Site, tmp_path: Path) -> N
     assert site.asked == []
 
 
-def test_a_disk_without_room(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_reported_before_the_download(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = download.shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(RuntimeError, match=r"bytes are missing, 10 are free\n\nhint: "):
         fetch(site.remote, tmp_path / "downloads")
 
 
-def test_a_disk_that_fills(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_during_the_download_is_reported(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
@@ -275,7 +281,7 @@ def test_a_disk_that_fills(site: Site, tmp_path: Path, monkeypatch: pytest.Monke
         fetch(site.remote, tmp_path / "downloads")
 
 
-def test_the_table_is_ogbs() -> None:
+def test_urls_agree_with_the_ogb_package() -> None:
     sets = table()
     assert list(sets) == [
         *("ogbn-proteins", "ogbn-products", "ogbn-arxiv", "ogbn-papers100M"),
@@ -286,7 +292,7 @@ def test_the_table_is_ogbs() -> None:
     assert lookup("ogbl_collab").url.endswith("/linkproppred/collab.zip")
 
 
-def test_names_that_are_not_ogbs() -> None:
+def test_names_that_ogb_does_not_have_are_rejected() -> None:
     with pytest.raises(
         ValueError, match=r"no dataset ogbn-arxive\n\nhint: did you mean ogbn-arxiv"
     ):
@@ -297,7 +303,7 @@ def test_names_that_are_not_ogbs() -> None:
         lookup("cora")
 
 
-def test_without_the_package_the_hint_is_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_ogb_package_the_hint_is_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(RuntimeError, match=r"not installed\n\nhint: pip install ogb"):
         table()

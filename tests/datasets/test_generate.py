@@ -16,7 +16,7 @@ def contents(graph):
 
 @pytest.mark.parametrize("kind", ["planted", "rmat", "digits"])
 @pytest.mark.parametrize("binary", [True, False], ids=["npz", "csv.gz"])
-def test_what_is_made_is_read_back(tmp_path, kind, binary):
+def test_generated_datasets_are_read_back(tmp_path, kind, binary):
     told = []
     made = make(
         tmp_path / "graph", kind, SMALL, binary=binary, progress=lambda *words: told.append(words)
@@ -35,13 +35,13 @@ def test_what_is_made_is_read_back(tmp_path, kind, binary):
     assert ("features", made.num_nodes, made.num_nodes) in told
 
 
-def test_a_folder_that_is_there_is_left_alone(tmp_path):
+def test_an_existing_folder_is_not_overwritten(tmp_path):
     with pytest.raises(FileExistsError, match="hint: choose another"):
         make(tmp_path, "digits")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_half_written_is_left(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     def stop(what, done, total):
         if what == "features":
             raise KeyboardInterrupt
@@ -51,7 +51,7 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_seed_decides(tmp_path):
+def test_the_dataset_depends_on_the_seed(tmp_path):
     one, same, other = (generate("planted", SMALL, seed=seed) for seed in (0, 0, 1))
     for a, b in zip(contents(one), contents(same), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -67,7 +67,7 @@ def test_the_seed_decides(tmp_path):
         ("reddit", (232_965, 57_307_946, 602, 41)),
     ],
 )
-def test_shapes_of_public_graphs(name, expected):
+def test_sizes_of_public_graphs_are_available(name, expected):
     shape = like(name)
     found = shape.num_nodes, shape.num_edges, shape.num_features, shape.num_classes
     assert found == expected
@@ -79,12 +79,12 @@ def test_shapes_of_public_graphs(name, expected):
     assert name in SHAPES
 
 
-def test_parts_of_public_graphs():
+def test_splits_have_the_shares_of_public_graphs():
     graph = generate("rmat", like("ogbn-arxiv"))
     assert [len(part) for part in graph.parts.values()] == [90_941, 29_799, 48_603]
 
 
-def test_the_smallest_scale_still_makes_a_graph():
+def test_the_smallest_scale_gives_a_valid_graph():
     graph = generate("planted", like("ogbn-arxiv", 1e-9))
     assert graph.num_nodes == 40
     assert graph.num_edges == 1
@@ -100,12 +100,12 @@ def test_the_smallest_scale_still_makes_a_graph():
         (lambda: generate("rmat", seed=-1), "the seed is -1"),
     ],
 )
-def test_what_cannot_be_made(call, message):
+def test_invalid_requests_are_rejected(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n\nhint: " in str(caught.value)
 
 
-def test_defaults_are_those_of_the_kinds():
+def test_defaults_are_those_of_the_generators():
     assert generate("digits").name == "digits"
     assert module.generate("rmat", SMALL, name="x").name == "x"

@@ -9,7 +9,7 @@ from gcnzc.datasets.generated import Chunks, map_in_order, random_split, random_
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("count", [0, 1, 2, 50])
-def test_in_order(threads, count):
+def test_results_are_in_order(threads, count):
     def slow_at_first(index):
         time.sleep(0.001 * (count - index) / 10)
         return index
@@ -17,7 +17,7 @@ def test_in_order(threads, count):
     assert list(map_in_order(slow_at_first, count, threads)) == list(range(count))
 
 
-def test_no_more_is_made_ahead_than_threads():
+def test_at_most_one_result_per_thread_is_computed_in_advance():
     made = []
     chunks = map_in_order(lambda index: made.append(index), 1000, 2)
     next(chunks)
@@ -28,7 +28,7 @@ def test_no_more_is_made_ahead_than_threads():
     assert len(made) <= 6
 
 
-def test_what_goes_wrong_on_a_thread_is_raised_and_the_threads_end():
+def test_errors_of_threads_are_raised_and_the_threads_end():
     def fail_at_five(index):
         if index == 5:
             raise ValueError("five")
@@ -46,7 +46,7 @@ def test_chunks_cover_the_range():
     assert list(chunks.then(lambda made: made[2])()) == [4, 8, 10]
 
 
-def test_streams_differ():
+def test_random_streams_differ():
     drawn = {
         random_stream(*key).integers(2**62).item()
         for key in [(0, 0), (0, 1), (1, 0), (0, 0, 1), (0, 1, 1)]
@@ -55,7 +55,7 @@ def test_streams_differ():
 
 
 @pytest.mark.parametrize("num_nodes", [3, 4, 7, 1000])
-def test_random_parts(num_nodes):
+def test_random_splits_have_the_requested_shares(num_nodes):
     shares = {"train": 0.54, "valid": 0.18, "test": 0.28}
     parts = random_split(0, num_nodes, shares)
     ids = np.concatenate(list(parts.values()))
@@ -68,7 +68,7 @@ def test_random_parts(num_nodes):
     assert num_nodes < 1000 or (again["train"] != parts["train"]).any()
 
 
-def test_parts_need_not_cover_the_nodes():
+def test_splits_need_not_cover_all_nodes():
     parts = random_split(0, 10_000, {"train": 0.01, "valid": 0.0, "test": 0.002})
     assert [len(parts[part]) for part in ("train", "valid", "test")] == [100, 1, 20]
 
@@ -77,6 +77,6 @@ def test_parts_need_not_cover_the_nodes():
     ("num_nodes", "shares"),
     [(2, {"train": 0.5, "valid": 0.2, "test": 0.3}), (100, {"train": 1, "valid": 1, "test": 0.3})],
 )
-def test_parts_that_are_not_possible(num_nodes, shares):
+def test_impossible_splits_are_rejected(num_nodes, shares):
     with pytest.raises(ValueError, match=f"{num_nodes} nodes cannot be split by"):
         random_split(0, num_nodes, shares)

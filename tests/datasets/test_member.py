@@ -26,7 +26,7 @@ def save(path: Path, deflated: bool, **arrays: NDArray[Any]) -> Archive:
 @pytest.mark.parametrize("deflated", [False, True])
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", ">f4", "int8", "int64"])
-def test_rows_and_arrays_are_those_of_numpy(
+def test_rows_and_arrays_equal_those_of_numpy(
     tmp_path: Path, deflated: bool, order: Any, dtype: str
 ) -> None:
     table = np.arange(37 * 7).reshape(37, 7).astype(dtype, order=order)
@@ -39,7 +39,7 @@ def test_rows_and_arrays_are_those_of_numpy(
 
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 3), (5, 0), (2, 3, 4)])
-def test_arrays_of_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_arrays_of_any_shape_are_read(tmp_path: Path, shape: tuple[int, ...]) -> None:
     array = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
     found = save(tmp_path / "a.npz", False, array=array).array("array")
     assert found.shape == shape
@@ -50,7 +50,7 @@ def test_arrays_of_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
 @pytest.mark.parametrize("num_edges", [0, 1, 4, 101])
-def test_edges(tmp_path: Path, order: Any, dtype: Any, num_edges: int) -> None:
+def test_edges_are_read_and_checked(tmp_path: Path, order: Any, dtype: Any, num_edges: int) -> None:
     edges = np.random.default_rng(0).integers(200, size=(2, num_edges)).astype(dtype, order=order)
     archive = save(tmp_path / "a.npz", True, edge_index=edges)
     sources, destinations = archive.member("edge_index").edges(200, allocate_in_memory, no_progress)
@@ -62,7 +62,9 @@ def test_edges(tmp_path: Path, order: Any, dtype: Any, num_edges: int) -> None:
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize(("row", "node"), [(0, -1), (1, 200)])
-def test_an_end_that_is_no_node_is_named(tmp_path: Path, order: Any, row: int, node: int) -> None:
+def test_an_edge_to_an_unknown_node_is_reported(
+    tmp_path: Path, order: Any, row: int, node: int
+) -> None:
     edges = np.ones((2, 50), np.int64, order=order)
     edges[row, 31] = node
     found = save(tmp_path / "a.npz", False, edge_index=edges).member("edge_index")
@@ -70,7 +72,7 @@ def test_an_end_that_is_no_node_is_named(tmp_path: Path, order: Any, row: int, n
         found.edges(200, allocate_in_memory, no_progress)
 
 
-def test_a_broken_archive_is_said_to_be_broken(tmp_path: Path) -> None:
+def test_a_damaged_archive_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     save(path, False, table=np.arange(1000))
     whole = path.read_bytes()
@@ -84,7 +86,7 @@ def test_a_broken_archive_is_said_to_be_broken(tmp_path: Path) -> None:
         Archive(path).array("table")
 
 
-def test_a_member_that_is_shorter_or_longer_than_it_says(tmp_path: Path) -> None:
+def test_a_member_of_another_length_than_its_header_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     np.save(tmp_path / "a.npy", np.arange(10))
     data = (tmp_path / "a.npy").read_bytes()
@@ -106,7 +108,7 @@ def test_python_objects_are_not_unpickled(tmp_path: Path) -> None:
         Archive(tmp_path / "a.npz").member("a")
 
 
-def test_a_missing_file_or_array_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_or_array_is_reported_by_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no file .*a.npz\n\nhint: "):
         Archive(tmp_path / "a.npz")
     with pytest.raises(ValueError, match="no array b\n\nhint: it has a"):
@@ -135,7 +137,7 @@ def with_header(path: Path, header: bytes, data: bytes = b"", **info: Any) -> Pa
         (b"\xff\xfe", "not a complete .npz archive"),
     ],
 )
-def test_a_header_that_does_not_fit_its_bytes(
+def test_a_header_that_does_not_match_its_bytes_is_rejected(
     tmp_path: Path, compression: int, header: bytes, words: str
 ) -> None:
     path = with_header(tmp_path / "a.npz", header, bytes(16), compression=compression)
@@ -143,7 +145,7 @@ def test_a_header_that_does_not_fit_its_bytes(
         Archive(path).member("a")
 
 
-def test_more_bytes_than_can_come_out_of_the_compressed_ones(tmp_path: Path) -> None:
+def test_an_implausible_compression_ratio_is_rejected(tmp_path: Path) -> None:
     header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (1099511627776,)}"
     path = with_header(tmp_path / "a.npz", header, bytes(16), compression=zipfile.ZIP_DEFLATED)
     data = path.read_bytes()

@@ -10,7 +10,7 @@ from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.rows import allocate_in_memory
 
 
-def test_a_graph(tmp_path: Path) -> None:
+def test_a_graph_is_read(tmp_path: Path) -> None:
     graph = tiny()
     found = NpzGraph(graph.write_npz(tmp_path / "mine.npz", add_inverse_edge=True))
     assert (found.name, found.num_nodes, found.num_edges) == ("mine", 40, 200)
@@ -26,7 +26,7 @@ def test_a_graph(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1 << 24])
-def test_sparse_features_are_made_dense(
+def test_sparse_features_are_converted_to_dense_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
@@ -58,7 +58,7 @@ def test_sparse_features_are_made_dense(
         *[("True", True), ("yes", True), (b"True", True), (1, True), ([True], True), (1.0, None)],
     ],
 )
-def test_add_inverse_edge_is_read_as_yes_or_no(tmp_path: Path, value: Any, once: Any) -> None:
+def test_add_inverse_edge_is_read_as_a_boolean(tmp_path: Path, value: Any, once: Any) -> None:
     path = tiny().write_npz(tmp_path / "a.npz", add_inverse_edge=np.array(value))
     if once is None:
         with pytest.raises(ValueError, match=r"add_inverse_edge is 1.0, which is neither"):
@@ -72,7 +72,7 @@ def test_add_inverse_edge_is_read_as_yes_or_no(tmp_path: Path, value: Any, once:
 @pytest.mark.parametrize(
     "value", ["maybe", 2, [True, False], np.empty(0, bool), np.nan], ids=lambda value: repr(value)
 )
-def test_add_inverse_edge_that_is_neither_yes_nor_no(tmp_path: Path, value: Any) -> None:
+def test_an_add_inverse_edge_that_is_not_boolean_is_rejected(tmp_path: Path, value: Any) -> None:
     path = tiny().write_npz(tmp_path / "a.npz", add_inverse_edge=np.array(value))
     with pytest.raises(ValueError, match=r"neither true nor false\n\nhint: "):
         NpzGraph(path).edge_defaults()
@@ -94,7 +94,7 @@ def test_add_inverse_edge_that_is_neither_yes_nor_no(tmp_path: Path, value: Any)
         ({"node_label": np.array(3)}, "node_label is a scalar"),
     ],
 )
-def test_arrays_that_do_not_fit_each_other(
+def test_arrays_of_inconsistent_shapes_are_rejected(
     tmp_path: Path, parts: dict[str, Any], words: str
 ) -> None:
     whole = {
@@ -125,7 +125,7 @@ def test_splits_are_chosen_by_name_or_number(tmp_path: Path) -> None:
         NpzGraph(graph.but(split={}).write_npz(tmp_path / "c.npz"))
 
 
-def test_the_real_ones(shared_data: Path) -> None:
+def test_real_npz_files_are_read(shared_data: Path) -> None:
     cora = NpzGraph(shared_data / "cora" / "cora.npz")
     assert (cora.num_nodes, cora.num_edges, cora.num_classes) == (2708, 10556, 7)
     assert cora.features is not None

@@ -54,13 +54,13 @@ def assert_same(found: OgbGraph, graph: Tiny) -> None:
 
 @BOTH_FORMS
 @pytest.mark.parametrize("columns", [0, 1, 5, 3000])
-def test_what_is_written_is_read(tmp_path: Path, binary: bool, columns: int) -> None:
+def test_written_datasets_are_read_back(tmp_path: Path, binary: bool, columns: int) -> None:
     graph = tiny(num_columns=columns) if columns else tiny().but(features=None)
     assert_same(OgbGraph(graph.write(tmp_path / "a", binary=binary)), graph)
 
 
 @BOTH_FORMS
-def test_what_the_files_do_not_hold_is_kept_beside_them(tmp_path: Path, binary: bool) -> None:
+def test_metadata_is_stored_in_task_json(tmp_path: Path, binary: bool) -> None:
     (tmp_path / "given").mkdir()
     (tmp_path / "given" / "README.md").write_text("Users.\n")
     path = tiny().write(
@@ -93,14 +93,14 @@ def in_chunks(table: NDArray[Any], rows: int) -> Rows:
 
 
 @BOTH_FORMS
-def test_rows_may_come_in_chunks(tmp_path: Path, binary: bool) -> None:
+def test_features_may_be_chunks_of_rows(tmp_path: Path, binary: bool) -> None:
     graph = tiny()
     assert graph.features is not None
     path = graph.but(features=in_chunks(graph.features, 7)).write(tmp_path / "a", binary=binary)
     assert_same(OgbGraph(path), graph)
 
 
-def test_too_few_rows_leave_nothing(tmp_path: Path) -> None:
+def test_too_few_rows_are_an_error_and_leave_nothing(tmp_path: Path) -> None:
     graph = tiny()
     assert graph.features is not None
     with pytest.raises(ValueError, match=r"39 rows of features for 40 nodes\n\nhint: "):
@@ -110,14 +110,14 @@ def test_too_few_rows_leave_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_exists_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     tiny().write(tmp_path / "a")
     with pytest.raises(FileExistsError, match="already exists"):
         tiny().write(tmp_path / "a")
 
 
 @BOTH_FORMS
-def test_half_precision_in_binary_sets_stays(tmp_path: Path, binary: bool) -> None:
+def test_binary_datasets_keep_half_precision(tmp_path: Path, binary: bool) -> None:
     graph = tiny()
     assert graph.features is not None
     graph = graph.but(features=graph.features.astype(np.float16))
@@ -127,7 +127,7 @@ def test_half_precision_in_binary_sets_stays(tmp_path: Path, binary: bool) -> No
 
 
 @BOTH_FORMS
-def test_labels_of_every_form(tmp_path: Path, binary: bool) -> None:
+def test_labels_of_every_dtype_and_shape_are_read(tmp_path: Path, binary: bool) -> None:
     graph = tiny()
     missing = graph.labels.astype(np.float32)
     missing[5] = np.nan
@@ -139,7 +139,7 @@ def test_labels_of_every_form(tmp_path: Path, binary: bool) -> None:
         assert np.array_equal(found.labels().astype(np.float64), columns, equal_nan=True)
 
 
-def test_an_empty_line_is_a_label_that_is_not_there(tmp_path: Path) -> None:
+def test_an_empty_line_is_a_missing_label(tmp_path: Path) -> None:
     found = OgbGraph(tiny(4).write(tmp_path / "a", binary=False))
     rewrite(tmp_path / "a/raw/node-label.csv.gz", lambda text: b'1\n\n0\n""\n')
     assert np.array_equal(found.labels()[:, 0], [1, np.nan, 0, np.nan], equal_nan=True)
@@ -148,7 +148,7 @@ def test_an_empty_line_is_a_label_that_is_not_there(tmp_path: Path) -> None:
 # what is known of a set
 
 
-def test_the_real_ones(shared_data: Path) -> None:
+def test_real_ogb_datasets_are_read(shared_data: Path) -> None:
     cora = OgbGraph(shared_data / "ogb/cora")
     assert (cora.num_nodes, cora.num_edges, cora.num_classes) == (2708, 10556, 7)
     assert cora.split_name == "planetoid"
@@ -170,7 +170,7 @@ def test_the_real_ones(shared_data: Path) -> None:
     assert usual_of(arxiv) == (True, "remove")
 
 
-def test_a_name_brings_what_is_known_of_it(tmp_path: Path) -> None:
+def test_a_name_selects_metadata_of_the_catalogue(tmp_path: Path) -> None:
     path = tiny().write(tmp_path / "a", split_name="sales_ranking")
     (path / "task.json").unlink()
     assert OgbGraph(path, "ogbn-products").num_classes == 47
@@ -181,14 +181,14 @@ def test_a_name_brings_what_is_known_of_it(tmp_path: Path) -> None:
     assert OgbGraph(path).edge_defaults() is None
 
 
-def test_the_name_of_a_folder_is_believed_only_with_its_sizes(tmp_path: Path) -> None:
+def test_a_folders_name_is_used_only_if_the_sizes_match(tmp_path: Path) -> None:
     path = tiny().write(tmp_path / "ogbn_products")
     (path / "task.json").unlink()
     assert OgbGraph(path).name == "ogbn_products"
     assert OgbGraph(path).num_classes is None
 
 
-def test_a_release_file_tells_the_name_too(shared_data: Path, tmp_path: Path) -> None:
+def test_the_name_is_read_from_the_release_file(shared_data: Path, tmp_path: Path) -> None:
     path = tmp_path / "a"
     shutil.copytree(shared_data / "ogb/arxiv_nofeat", path)
     assert OgbGraph(path).edge_defaults() is None
@@ -197,7 +197,7 @@ def test_a_release_file_tells_the_name_too(shared_data: Path, tmp_path: Path) ->
     assert usual_of(OgbGraph(path)) == (True, "remove")
 
 
-def test_the_split_is_the_usual_or_the_only_or_the_asked(tmp_path: Path) -> None:
+def test_the_split_is_the_default_the_only_or_the_requested_one(tmp_path: Path) -> None:
     path = tiny().write(tmp_path / "a", split_name="time")
     (path / "split/time").rename(path / "split/odd")
     assert OgbGraph(path).split_name == "odd"
@@ -229,7 +229,9 @@ def test_the_split_is_the_usual_or_the_only_or_the_asked(tmp_path: Path) -> None
         ("split/time/train.pt", "is a link property dataset"),
     ],
 )
-def test_other_kinds_are_told_by_their_files(tmp_path: Path, file: str, words: str) -> None:
+def test_other_kinds_of_datasets_are_detected_by_their_files(
+    tmp_path: Path, file: str, words: str
+) -> None:
     path = tmp_path / "a" / file
     path.parent.mkdir(parents=True)
     path.write_text("")
@@ -238,14 +240,14 @@ def test_other_kinds_are_told_by_their_files(tmp_path: Path, file: str, words: s
         OgbGraph(tmp_path / "a")
 
 
-def test_other_kinds_are_told_by_their_names(tmp_path: Path) -> None:
+def test_other_kinds_of_datasets_are_detected_by_their_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ogbn-mag is heterogeneous"):
         OgbGraph(tmp_path, "ogbn-mag")
     # a folder may be called what its owner likes
     OgbGraph(tiny().write(tmp_path / "ogbn_mag_of_papers"))
 
 
-def test_many_graphs_are_a_graph_level_set(tmp_path: Path) -> None:
+def test_several_graphs_are_reported_as_a_graph_level_dataset(tmp_path: Path) -> None:
     path = tiny().write(tmp_path / "a", binary=False)
     rewrite(path / "raw/num-node-list.csv.gz", lambda text: text + b"7\n")
     with pytest.raises(ValueError, match="contains 2 graphs: it is a graph-level dataset"):
@@ -279,7 +281,7 @@ FILES = ("raw/edge", "raw/node-feat", "raw/node-label", "raw/num-node-list", "sp
 
 
 @pytest.mark.parametrize("file", [f"{name}.csv.gz" for name in FILES])
-def test_a_broken_file_is_named(tmp_path: Path, file: str) -> None:
+def test_a_damaged_file_is_reported_by_name(tmp_path: Path, file: str) -> None:
     path = tiny(num_nodes=400).write(tmp_path / "a", binary=False)
     whole = (path / file).read_bytes()
     cut = whole[: len(whole) // 2]
@@ -327,7 +329,7 @@ def test_a_broken_file_is_named(tmp_path: Path, file: str) -> None:
         ("split/random/valid", line(0, b"0.5"), "valid.csv.gz has 0.5 in line 1"),
     ],
 )
-def test_wrong_content_is_named(
+def test_wrong_content_is_reported_by_file(
     tmp_path: Path, file: str, change: Callable[[bytes], bytes], words: str
 ) -> None:
     path = tiny().write(tmp_path / "a", binary=False)
@@ -336,14 +338,14 @@ def test_wrong_content_is_named(
         read_all(path)
 
 
-def test_nan_among_features_can_be_let_in(tmp_path: Path) -> None:
+def test_nan_features_can_be_allowed(tmp_path: Path) -> None:
     path = tiny().write(tmp_path / "a", binary=False)
     rewrite(path / "raw/node-feat.csv.gz", line(3, b"1,2,nan,-inf,5"))
     row = features_of(OgbGraph(path), allow_nan=True)[3]
     assert np.array_equal(row, np.array([1, 2, np.nan, -np.inf, 5]), equal_nan=True)
 
 
-def test_a_number_of_edges_that_is_not_that_of_the_archive(tmp_path: Path) -> None:
+def test_a_wrong_number_of_edges_is_rejected(tmp_path: Path) -> None:
     path = tiny().write(tmp_path / "a")
     with np.load(path / "raw/data.npz") as archive:
         arrays = dict(archive)
@@ -372,7 +374,7 @@ def test_a_number_of_edges_that_is_not_that_of_the_archive(tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_task_that_cannot_be_learned(tmp_path: Path, task: str, words: str) -> None:
+def test_unsupported_tasks_are_rejected(tmp_path: Path, task: str, words: str) -> None:
     path = tiny().write(tmp_path / "a")
     (path / "task.json").write_text(task)
     with pytest.raises(ValueError, match=words + "(.|\n)*\n\nhint: "):
@@ -390,7 +392,7 @@ def with_split_dict(tmp_path: Path, split: Any, **how: Any) -> OgbGraph:
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_split_of_numpy_arrays(tmp_path: Path, dtype: Any, zipped: bool) -> None:
+def test_a_split_of_numpy_arrays_is_read(tmp_path: Path, dtype: Any, zipped: bool) -> None:
     split = {
         part: np.arange(3, dtype=dtype) + 4 * i for i, part in enumerate(("train", "valid", "test"))
     }
@@ -406,13 +408,13 @@ def test_a_split_of_numpy_arrays(tmp_path: Path, dtype: Any, zipped: bool) -> No
     assert set(torch.serialization.get_safe_globals()) == before
 
 
-def test_a_split_of_tensors(tmp_path: Path) -> None:
+def test_a_split_of_tensors_is_read(tmp_path: Path) -> None:
     graph = with_split_dict(tmp_path, {p: torch.arange(3) for p in ("train", "valid", "test")})
     assert graph.split()["train"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
-def test_a_split_pickled_by_either_numpy(tmp_path: Path, module: str) -> None:
+def test_a_split_pickled_by_numpy_1_or_2_is_read(tmp_path: Path, module: str) -> None:
     split = {part: np.arange(3) for part in ("train", "valid", "test")}
     graph = with_split_dict(tmp_path, split, _use_new_zipfile_serialization=False)
     rebuild = np.arange(3).__reduce__()[0]
@@ -438,7 +440,7 @@ class Harmful:
         {"train": np.array([{}], dtype=object), "valid": np.arange(1), "test": np.arange(1)},
     ],
 )
-def test_nothing_else_is_unpickled(tmp_path: Path, split: Any) -> None:
+def test_other_pickled_objects_are_rejected(tmp_path: Path, split: Any) -> None:
     graph = with_split_dict(tmp_path, split)
     with pytest.raises(ValueError, match=r"split_dict.pt cannot be read as numbers(.|\n)*hint: "):
         graph.split()
@@ -453,13 +455,13 @@ def test_nothing_else_is_unpickled(tmp_path: Path, split: Any) -> None:
         ({part: {"paper": np.arange(3)} for part in ("train", "valid", "test")}, "heterogeneous"),
     ],
 )
-def test_a_split_of_another_form(tmp_path: Path, split: Any, words: str) -> None:
+def test_a_split_of_another_form_is_rejected(tmp_path: Path, split: Any, words: str) -> None:
     graph = with_split_dict(tmp_path, split)
     with pytest.raises(ValueError, match=words):
         graph.split()
 
 
-def test_a_broken_split_dict(tmp_path: Path) -> None:
+def test_a_damaged_split_dict_is_rejected(tmp_path: Path) -> None:
     graph = with_split_dict(tmp_path, {p: np.arange(99) for p in ("train", "valid", "test")})
     path = graph.folder / "split/random/split_dict.pt"
     for broken in (path.read_bytes()[:500], b"words", b""):
@@ -595,7 +597,7 @@ def test_a_source_is_written_as_it_is_read(tmp_path: Path, shared_data: Path) ->
     assert ours.metric == theirs.metric
 
 
-def test_we_round_as_ogb_does(shared_data: Path) -> None:
+def test_features_are_rounded_as_by_ogb(shared_data: Path) -> None:
     # of csv that neither wrote: OGB's parser, then float32
     path = shared_data / "ogb/tolokers/raw/node-feat.csv.gz"
     expected = pd.read_csv(path, compression="gzip", header=None).values.astype(np.float32)
@@ -610,7 +612,7 @@ def test_the_package_is_not_imported() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_meta_dict_of_another_folder_is_not_taken(tmp_path: Path) -> None:
+def test_meta_dict_of_another_folder_is_ignored(tmp_path: Path) -> None:
     path = tiny().write(tmp_path / "a")
     (path / "task.json").unlink()
     told = {"dir_path": "x/b", "task type": "classification", "eval metric": "rocauc"}

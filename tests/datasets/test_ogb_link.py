@@ -1,4 +1,4 @@
-"""Sets of links in OGB's layout are read as written, and as OGB's own reader reads them."""
+"""Link property datasets in OGB's layout are read as written, and as by OGB's own reader."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def written(path: Path, links: EdgeSplitArrays, **how) -> Path:
 
 
 @pytest.mark.parametrize("ranked", [False, True])
-def test_read_as_written(tmp_path, ranked):
+def test_written_datasets_are_read_back(tmp_path, ranked):
     links = parts(ranked)
     path = written(tmp_path / "a", links, add_inverse_edge=True)
     assert is_link_layout(path)
@@ -62,7 +62,7 @@ def test_read_as_written(tmp_path, ranked):
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_known_sets_need_no_file_beside_them(tmp_path, name):
+def test_known_datasets_need_no_metadata_file(tmp_path, name):
     links = replace(parts(name == "ogbl-citation2"), name=KNOWN[name].split)
     path = written(tmp_path / name.replace("-", "_"), links)
     (path / "task.json").unlink()
@@ -76,7 +76,7 @@ def test_known_sets_need_no_file_beside_them(tmp_path, name):
         assert defaults.duplicates == ("remove" if KNOWN[name].symmetric else "keep")
 
 
-def test_a_set_that_nothing_is_known_of(tmp_path):
+def test_an_unknown_dataset_has_default_metadata(tmp_path):
     for ranked, metric in ((False, "auc"), (True, "mrr")):
         path = written(tmp_path / metric, parts(ranked))
         (path / "task.json").unlink()
@@ -85,7 +85,7 @@ def test_a_set_that_nothing_is_known_of(tmp_path):
         assert source.edge_defaults() is None
 
 
-def test_parts_may_be_tensors_and_have_more_in_them(tmp_path):
+def test_splits_may_be_tensors_with_other_fields(tmp_path):
     links = parts()
     path = written(tmp_path / "a", links)
     for part in PARTS:
@@ -109,7 +109,7 @@ def test_parts_may_be_tensors_and_have_more_in_them(tmp_path):
         (lambda told: told.update(edge_neg=told["edge_neg"] - 40), "nodes are 0 to 39"),
     ],
 )
-def test_parts_that_are_wrong(tmp_path, change, message):
+def test_invalid_splits_are_rejected(tmp_path, change, message):
     path = written(tmp_path / "a", parts())
     file = path / "split/time/test.pt"
     told = torch.load(file, weights_only=False)
@@ -119,7 +119,7 @@ def test_parts_that_are_wrong(tmp_path, change, message):
         load(path)
 
 
-def test_a_part_that_is_missing_or_would_run_code(tmp_path):
+def test_missing_splits_and_pickled_code_are_rejected(tmp_path):
     path = written(tmp_path / "a", parts())
     torch.save({"edge": Path("/")}, path / "split/time/test.pt")
     with pytest.raises(ValueError, match="cannot be read as numbers"):
@@ -129,7 +129,7 @@ def test_a_part_that_is_missing_or_would_run_code(tmp_path):
         load(path)
 
 
-def test_the_metric_goes_with_the_negatives(tmp_path):
+def test_the_metric_must_match_the_negatives(tmp_path):
     path = written(tmp_path / "a", parts())
     text = (path / "task.json").read_text()
     (path / "task.json").write_text(text.replace("hits@50", "mrr"))
@@ -148,7 +148,7 @@ def test_the_metric_goes_with_the_negatives(tmp_path):
         ("raw/num-node-dict.csv.gz", "heterogeneous"),
     ],
 )
-def test_graphs_of_several_types_are_refused(tmp_path, file, kind):
+def test_graphs_of_several_types_are_rejected(tmp_path, file, kind):
     path = written(tmp_path / "a", parts())
     (path / file).write_text("")
     with pytest.raises(ValueError, match=rf"is {kind}.*: it has {file}\n\nhint: "):
@@ -156,7 +156,7 @@ def test_graphs_of_several_types_are_refused(tmp_path, file, kind):
 
 
 @pytest.mark.parametrize("name", ["ogbl-biokg", "ogbl-wikikg2"])
-def test_knowledge_graphs_are_refused_by_name(tmp_path, name):
+def test_knowledge_graphs_are_rejected_by_name(tmp_path, name):
     path = written(tmp_path / "a", parts())
     with pytest.raises(ValueError, match=f"{name} is a knowledge graph"):
         load(path, name=name)
@@ -184,7 +184,7 @@ np.savez(sys.argv[2], edge_index=graph["edge_index"], node_feat=graph["node_feat
 """
 
 
-def test_ogb_reads_the_same(tmp_path):
+def test_ogb_reads_the_same_arrays(tmp_path):
     links = parts()
     path = written(tmp_path / "ours", links, add_inverse_edge=True)
     environment = os.environ | {"PYTHONWARNINGS": "ignore"}

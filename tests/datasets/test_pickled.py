@@ -10,7 +10,7 @@ from gcnzc.datasets import pickled
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "int64", ">i8", "float32"])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_arrays_of_numbers_come_in(tmp_path: Path, dtype: str, zipped: bool) -> None:
+def test_arrays_of_numbers_are_unpickled(tmp_path: Path, dtype: str, zipped: bool) -> None:
     array = np.arange(6).reshape(2, 3).astype(dtype)
     told = {"array": array, "fortran": array.T, "number": np.int64(3), "words": "x", "none": None}
     torch.save(told, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
@@ -20,7 +20,7 @@ def test_arrays_of_numbers_come_in(tmp_path: Path, dtype: str, zipped: bool) -> 
     assert (found["number"], found["words"], found["none"]) == (3, "x", None)
 
 
-def test_nothing_is_let_in_for_anybody_else(tmp_path: Path) -> None:
+def test_other_unpicklers_are_not_affected(tmp_path: Path) -> None:
     torch.save(np.arange(3), tmp_path / "a.pt")
     # torch keeps them in no order
     before = set(torch.serialization.get_safe_globals())
@@ -42,14 +42,14 @@ class Harmful:
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: {"train": x}])
-def test_nothing_is_run(tmp_path: Path, wrap: Any) -> None:
+def test_pickled_code_is_not_run(tmp_path: Path, wrap: Any) -> None:
     torch.save(wrap(Harmful(tmp_path / "was here")), tmp_path / "a.pt")
     with pytest.raises(ValueError, match="cannot be read as numbers"):
         pickled.load(tmp_path / "a.pt")
     assert not (tmp_path / "was here").exists()
 
 
-def test_objects_in_arrays_stay_out(tmp_path: Path) -> None:
+def test_arrays_of_objects_are_rejected(tmp_path: Path) -> None:
     torch.save(np.array([{}], dtype=object), tmp_path / "a.pt")
     with pytest.raises(ValueError, match="cannot be read as numbers"):
         pickled.load(tmp_path / "a.pt")

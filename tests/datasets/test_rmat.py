@@ -13,7 +13,7 @@ def edges_of(graph):
 
 
 @pytest.mark.parametrize("threads", [2, 8])
-def test_threads_do_not_matter(threads):
+def test_the_graph_does_not_depend_on_the_number_of_threads(threads):
     one, many = (rmat(1000, 200_000, 3, 7, seed=5, threads=number) for number in (1, threads))
     np.testing.assert_array_equal(edges_of(one), edges_of(many))
     rows = [
@@ -22,13 +22,13 @@ def test_threads_do_not_matter(threads):
     np.testing.assert_array_equal(*rows)
 
 
-def test_another_seed_makes_another_graph():
+def test_another_seed_gives_another_graph():
     one, other = rmat(1000, 5000, 3, 7, seed=0), rmat(1000, 5000, 3, 7, seed=1)
     assert (edges_of(one) != edges_of(other)).any()
     assert (one.labels() != other.labels()).any()
 
 
-def test_edges_fall_into_quadrants():
+def test_edges_are_distributed_over_quadrants_as_requested():
     counts = np.zeros((4, 4))
     np.add.at(counts, tuple(edges_of(rmat(4, 400_000, 1, 2))), 1)
     expected = 400_000 * np.kron(np.reshape(QUADRANTS, (2, 2)), np.reshape(QUADRANTS, (2, 2)))
@@ -42,7 +42,7 @@ def test_edges_fall_into_quadrants():
 
 
 @pytest.mark.parametrize("num_bits", [5, 6, 7, 13])
-def test_hubs_are_as_expected_at_any_number_of_bits(num_bits):
+def test_degrees_are_as_expected_for_any_number_of_bits(num_bits):
     # groups of bits that are whole, short, and both
     degree = np.bincount(edges_of(rmat(1 << num_bits, 300_000, 1, 2))[0], minlength=1 << num_bits)
     ones = np.array([bin(node).count("1") for node in range(1 << num_bits)])
@@ -53,7 +53,7 @@ def test_hubs_are_as_expected_at_any_number_of_bits(num_bits):
 
 
 @pytest.mark.parametrize("num_bits", [0, 1, 2, 9, 16])
-def test_rename_is_a_permutation(num_bits):
+def test_permute_ids_is_a_permutation(num_bits):
     ids = np.arange(1 << num_bits)
     permute_ids(ids, num_bits, [0x5851F42D4C957F2D, 0x9E37])
     permute_ids(ids, num_bits, [12345, 77])
@@ -62,7 +62,7 @@ def test_rename_is_a_permutation(num_bits):
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3, 5, 1000])
-def test_ends_are_nodes_at_any_number_of_them(num_nodes):
+def test_edges_have_valid_nodes_for_any_number_of_nodes(num_nodes):
     edges = edges_of(
         rmat(num_nodes, 200_000, 1, 2, shares={"train": 0, "valid": 0, "test": 0})
         if num_nodes > 2
@@ -72,7 +72,7 @@ def test_ends_are_nodes_at_any_number_of_them(num_nodes):
     assert edges.max() == max(num_nodes, 3) - 1
 
 
-def test_labels_and_features():
+def test_labels_and_features_are_uniform():
     graph = rmat(50_000, 10, 4, 5)
     counts = np.bincount(graph.labels(), minlength=5)
     assert (abs(counts - 10_000) < 400).all()
@@ -84,7 +84,7 @@ def test_labels_and_features():
     assert graph.best_accuracy == 0.2
 
 
-def test_memory_stays_at_a_few_chunks():
+def test_memory_is_bounded_by_a_few_chunks():
     graph = rmat(1 << 20, 8_000_000, 1, 2, threads=2)
     tracemalloc.start()
     num_edges = sum(ends.shape[1] for ends in graph.edge_chunks())
@@ -103,7 +103,7 @@ def test_memory_stays_at_a_few_chunks():
         ({"quadrants": (1.5, -0.5, 0, 0)}, r"quadrants are \(1.5"),
     ],
 )
-def test_parameters_that_make_no_graph(wrong, message):
+def test_invalid_parameters_are_rejected(wrong, message):
     sizes = {"num_nodes": 100, "num_edges": 500, "num_features": 4, "num_classes": 5}
     with pytest.raises(ValueError, match=message) as caught:
         rmat(**sizes | wrong)

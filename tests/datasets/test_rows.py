@@ -44,12 +44,12 @@ def test_a_chunk_has_at_least_one_row() -> None:
 
 
 @pytest.mark.parametrize("table", [np.zeros(3), np.zeros((3, 2), "U1"), np.zeros((3, 2), complex)])
-def test_what_is_no_table(table: NDArray[Any]) -> None:
+def test_arrays_that_are_no_table_are_rejected(table: NDArray[Any]) -> None:
     with pytest.raises(ValueError, match=r"here has shape .* not a table of numbers\n\nhint: "):
         rows_from_array(table, "here")
 
 
-def test_half_precision_stays_and_all_else_is_single() -> None:
+def test_half_precision_is_kept_and_other_dtypes_become_float32() -> None:
     for kind, expected in (("float16", "float16"), ("float64", "float32"), ("int8", "float32")):
         table = rows_from_array(TABLE.astype(kind), "here")
         assert stored_dtype(table, None) == expected
@@ -57,7 +57,7 @@ def test_half_precision_stays_and_all_else_is_single() -> None:
 
 
 @pytest.mark.parametrize(("bad", "words"), [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf")])
-def test_numbers_that_are_not_finite(bad: float, words: str) -> None:
+def test_numbers_that_are_not_finite_are_rejected(bad: float, words: str) -> None:
     table = TABLE.copy()
     table[30, 4] = bad
     with pytest.raises(ValueError, match=rf"here: {words} in row 30, column 4\n\nhint: "):
@@ -66,7 +66,7 @@ def test_numbers_that_are_not_finite(bad: float, words: str) -> None:
 
 
 @pytest.mark.parametrize(("large", "dtype"), [(1e5, "float16"), (1e300, "float32")])
-def test_numbers_that_do_not_fit(large: float, dtype: str) -> None:
+def test_numbers_that_overflow_the_dtype_are_rejected(large: float, dtype: str) -> None:
     table = TABLE.astype(np.float64)
     table[30, 4] = large
     with pytest.raises(ValueError, match=rf"in row 30 is too large for {dtype}\n\nhint: "):
@@ -74,7 +74,7 @@ def test_numbers_that_do_not_fit(large: float, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("found", [49, 51])
-def test_rows_are_counted(found: int) -> None:
+def test_the_number_of_rows_is_checked(found: int) -> None:
     def chunks(allocate: object) -> Iterator[NDArray[Any]]:
         yield TABLE[:40]
         yield np.zeros((found - 40, 7), np.float32)
@@ -90,14 +90,14 @@ def csr_of(dense: NDArray[Any]) -> Csr:
     return Csr(starts, columns.astype(np.int32), dense[lines, columns])
 
 
-def test_equal_positions_add_up() -> None:
+def test_values_at_equal_positions_are_added() -> None:
     csr = Csr(np.array([0, 3, 3]), np.array([1, 1, 0]), np.array([2.0, 3.0, 4.0]))
     assert all_of(rows_from_csr(csr, 3, "here")).tolist() == [[4, 5, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("chunk_bytes", [50, 1 << 24])
-def test_rows_are_scaled_to_the_sum_one(
+def test_rows_are_normalized_to_the_sum_1(
     monkeypatch: pytest.MonkeyPatch, dense: bool, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
@@ -115,7 +115,7 @@ def test_bytes_are_in_the_order_of_the_elements() -> None:
         assert bytes(as_bytes(array)) == array.tobytes()
 
 
-def test_too_little_memory_is_told() -> None:
+def test_too_little_memory_is_reported() -> None:
     with pytest.raises(
         RuntimeError, match=r"not enough memory for x: .* bytes\n\nhint: `gcnzc prepare`"
     ):

@@ -30,13 +30,13 @@ NAN = np.nan
         (np.array([[0.0, 1], [1, 1], [1, 0]]), [[0, 1], [1, 1], [1, 0]]),
     ],
 )
-def test_labels_are_classes(raw: NDArray[Any], clean: list[Any]) -> None:
+def test_labels_must_be_classes(raw: NDArray[Any], clean: list[Any]) -> None:
     found = clean_labels(raw, 3, 3, "here")
     assert found.dtype == np.int64
     assert found.tolist() == clean
 
 
-def test_missing_labels_of_several_tasks_stay() -> None:
+def test_missing_labels_of_several_tasks_are_kept() -> None:
     raw = np.array([[0, NAN], [NAN, NAN], [1, 1]])
     found = clean_labels(raw, 3, 2, "here")
     assert found.dtype == np.float32
@@ -58,7 +58,9 @@ def test_missing_labels_of_several_tasks_stay() -> None:
         ([0, 1], 2, r"the labels have the shape \(2,\) for 3 nodes"),
     ],
 )
-def test_what_is_no_class(raw: list[Any], num_classes: int | None, words: str) -> None:
+def test_labels_that_are_no_classes_are_rejected(
+    raw: list[Any], num_classes: int | None, words: str
+) -> None:
     with pytest.raises(ValueError, match=f"here.*{words}(.|\n)*\n\nhint: "):
         clean_labels(np.array(raw), 3, num_classes, "here")
 
@@ -101,7 +103,7 @@ def parts(train: Any = (0,), valid: Any = (1,), test: Any = (3,)) -> dict[str, N
     return {"train": np.array(train), "valid": np.array(valid), "test": np.array(test)}
 
 
-def test_nodes_without_a_label_leave_their_part() -> None:
+def test_nodes_without_a_label_are_removed_from_the_split() -> None:
     clean, lost = clean_split(parts((4, 0, 2), [[1]], (3,)), LABELS, "here")
     assert clean["train"].tolist() == [4, 0]
     assert clean["valid"].tolist() == [1]
@@ -131,19 +133,19 @@ def test_nodes_without_a_label_leave_their_part() -> None:
         (parts(train=(0, 0.5)), "the train split has ids of type float64"),
     ],
 )
-def test_splits_that_cannot_be_used(split: dict[str, NDArray[Any]], words: str) -> None:
+def test_invalid_splits_are_rejected(split: dict[str, NDArray[Any]], words: str) -> None:
     with pytest.raises(ValueError, match=f"here: {words}"):
         clean_split(split, LABELS, "here")
 
 
-def test_ends_are_nodes() -> None:
+def test_edges_to_unknown_nodes_are_rejected() -> None:
     check_ends(np.array([0, 9]), 10, "here")
     check_ends(np.array([], int), 0, "here")
     with pytest.raises(ValueError, match=r"here: edge 101 has the node 10, but nodes are 0 to 9"):
         check_ends(np.array([0, 10, -1]), 10, "here", first=100)
 
 
-def test_ids_are_as_narrow_as_they_can_be() -> None:
+def test_ids_have_the_narrowest_dtype() -> None:
     assert node_dtype(2**31 - 1) == np.int32
     assert node_dtype(2**31) == np.int64
 

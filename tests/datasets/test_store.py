@@ -78,7 +78,7 @@ def write_codes(dest: Path, **told: Any) -> Path:
     return dest
 
 
-def test_codes_are_opened_as_codes(tmp_path: Path) -> None:
+def test_quantized_features_are_opened_with_their_scales(tmp_path: Path) -> None:
     found = store.open_folder(write_codes(tmp_path / "a"))
     assert found.features is None
     assert found.codes is not None
@@ -99,7 +99,7 @@ def test_codes_are_opened_as_codes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "told", [{"dtype": "bfloat16"}, {"dtype": "int4"}, {"scales": None}, {"scale_columns": 1}]
 )
-def test_codes_that_are_no_features(tmp_path: Path, told: dict[str, Any]) -> None:
+def test_invalid_quantized_features_are_rejected(tmp_path: Path, told: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"meta.json: features(.|\n)*\n\nhint: "):
         store.open_folder(write_codes(tmp_path / "a", **told))
 
@@ -114,7 +114,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_what_is_written_is_opened(tmp_path: Path) -> None:
+def test_written_folders_are_opened(tmp_path: Path) -> None:
     found = store.open_folder(write(tmp_path / "a"))
     assert found.features is not None
     assert (found.features == TABLE).all()
@@ -131,7 +131,7 @@ def test_what_is_written_is_opened(tmp_path: Path) -> None:
     store.verify(tmp_path / "a")
 
 
-def test_the_arrays_are_numpys_and_begin_on_a_page(tmp_path: Path) -> None:
+def test_arrays_are_npy_files_whose_data_begins_on_a_page(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", pitch_bytes=12)
     assert (np.load(folder / "features.npy") == TABLE).all()
     assert (np.load(folder / "features.npy", mmap_mode="r") == TABLE).all()
@@ -149,14 +149,14 @@ def test_padding_is_zero(tmp_path: Path) -> None:
     assert (np.load(tmp_path / "a" / "features.npy")[:, 3:] == 0).all()
 
 
-def test_the_maps_are_read_only(tmp_path: Path) -> None:
+def test_memory_maps_are_read_only(tmp_path: Path) -> None:
     found = store.open_folder(write(tmp_path / "a"))
     for array in (found.features, found.indptr, found.labels, *found.split.values()):
         assert array is not None
         assert not array.flags.writeable
 
 
-def test_arrays_of_nothing(tmp_path: Path) -> None:
+def test_empty_arrays_are_written_and_opened(tmp_path: Path) -> None:
     write(tmp_path / "a", table=np.empty((5, 0), np.float16), pitch_bytes=0)
     found = store.open_folder(tmp_path / "a")
     assert found.features is not None
@@ -164,7 +164,7 @@ def test_arrays_of_nothing(tmp_path: Path) -> None:
     store.verify(tmp_path / "a")
 
 
-def test_opening_takes_no_time_whatever_the_size(tmp_path: Path) -> None:
+def test_the_time_to_open_does_not_depend_on_the_size(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     meta = json.loads((folder / "meta.json").read_text())
     rows, columns = 1 << 28, 128
@@ -225,7 +225,7 @@ def test_opening_takes_no_time_whatever_the_size(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_folder_is_not_opened(
+def test_a_damaged_folder_is_rejected(
     tmp_path: Path, name: str, damage: Any, error: type[Exception], words: str
 ) -> None:
     path = write(tmp_path / "a") / name
@@ -237,7 +237,7 @@ def test_a_damaged_folder_is_not_opened(
         store.open_folder(tmp_path / "a")
 
 
-def test_a_file_that_meta_json_does_not_name(tmp_path: Path) -> None:
+def test_a_file_that_meta_json_does_not_list_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "a") / "meta.json"
     meta = json.loads(path.read_text())
     del meta["files"]["split/valid.npy"]
@@ -247,7 +247,7 @@ def test_a_file_that_meta_json_does_not_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["features.npy", "indices.npy", "split/test.npy"])
-def test_verify_names_the_file_with_a_wrong_bit(tmp_path: Path, name: str) -> None:
+def test_verify_reports_the_file_with_a_flipped_bit(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "a") / name
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -257,14 +257,14 @@ def test_verify_names_the_file_with_a_wrong_bit(tmp_path: Path, name: str) -> No
         store.verify(tmp_path / "a")
 
 
-def test_what_exists_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(FileExistsError, match=r"a already exists\n\nhint: "):
         write(tmp_path / "a")
     assert files(tmp_path) == ["a"]
 
 
-def test_what_comes_to_exist_meanwhile_is_not_written_over(tmp_path: Path) -> None:
+def test_a_folder_that_is_created_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     def build() -> None:
         with store.atomic_folder(tmp_path / "a") as folder:
             (folder / "new").write_text("")
@@ -276,7 +276,7 @@ def test_what_comes_to_exist_meanwhile_is_not_written_over(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_failed_write_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     def build() -> None:
         with store.atomic_folder(tmp_path / "a") as folder:
             (folder / "deep").mkdir()
@@ -288,7 +288,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) ->
     assert files(tmp_path) == []
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     left = tmp_path / ".a.partial"
     (left / "split").mkdir(parents=True)
     (left / "indptr.npy").write_text("half")
@@ -314,7 +314,7 @@ def _many(dest: Path, failures: Any) -> None:
         failures.put(1)
 
 
-def test_of_many_processes_one_writes(tmp_path: Path) -> None:
+def test_only_one_of_many_processes_writes(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     failures = context.Queue()
     workers = [context.Process(target=_many, args=(tmp_path / "a", failures)) for _ in range(4)]
@@ -327,7 +327,7 @@ def test_of_many_processes_one_writes(tmp_path: Path) -> None:
     assert not (tmp_path / ".a.partial").exists()
 
 
-def test_too_small_a_disk_is_refused_at_once(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_reported_before_writing(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"about 1,152,921,504,606,846,976 bytes are needed"),
         store.atomic_folder(tmp_path / "a", 1 << 60),
@@ -346,7 +346,7 @@ def small_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_files")
-def test_a_file_that_cannot_grow(tmp_path: Path) -> None:
+def test_a_file_that_cannot_grow_is_reported(tmp_path: Path) -> None:
     table = np.zeros((1 << 14, 2), np.float32)
     with pytest.raises(RuntimeError, match=r"no space for .*a: .* are free\n\nhint: "):
         write(tmp_path / "a", table)
@@ -364,7 +364,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk(small_disk: Path) -> None:
+def test_a_full_disk_is_reported(small_disk: Path) -> None:
     # fits as a whole, so it is found full only once the first files are there
     table = np.zeros((1 << 17, 2), np.float32)
     with pytest.raises(RuntimeError, match=r"no space for .*a: .* are free\n\nhint: "):
@@ -378,12 +378,12 @@ def test_a_full_disk(small_disk: Path) -> None:
     assert files(small_disk) == []
 
 
-def test_other_faults_of_the_disk_pass(tmp_path: Path) -> None:
+def test_other_disk_errors_are_raised_unchanged(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="broken"), store.atomic_folder(tmp_path / "a"):
         raise OSError(errno.EIO, "broken")
 
 
-def test_scratch_arrays_have_no_name(tmp_path: Path) -> None:
+def test_scratch_arrays_have_no_file_name(tmp_path: Path) -> None:
     allocate = store.scratch_allocator(tmp_path)
     array = allocate("sources", 1000, np.int32)
     array[:] = np.arange(1000)

@@ -1,4 +1,4 @@
-"""The list of error messages in the documentation is taken from the code."""
+"""The list of error messages in the documentation is generated from the code."""
 
 import ast
 

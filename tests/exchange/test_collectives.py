@@ -86,7 +86,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_gathers_broadcasts_and_swaps_are_exact(dtype, world_size):
+def test_all_gathers_broadcasts_and_send_receives_are_exact(dtype, world_size):
     mine = [random_values(rank, (13,), dtype) for rank in range(world_size)]
     for name in ALGORITHMS["AllGather"]:
         choices = always("AllGather", name)
@@ -143,7 +143,7 @@ def test_reduce_scatter_returns_shares_of_the_sum(world_size):
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_numbers_of_all_ranks_are_gathered(world_size):
+def test_scalars_of_all_ranks_are_gathered(world_size):
     assert set(run_all(world_size, lambda rank: AllGatherScalar(rank**7)).results) == {
         tuple(rank**7 for rank in range(world_size))
     }

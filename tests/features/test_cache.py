@@ -1,4 +1,4 @@
-"""Hot sets: what is predicted of them happens, and tables that have them give the same rows."""
+"""Feature caches: predicted hit rates are correct, and cached tables gather the same rows."""
 
 import json
 import pickle
@@ -100,18 +100,22 @@ def check_prediction(graph, seeds, fanouts, batch_size, batches=100):
 
 @pytest.mark.parametrize("kind", ["planted", "rmat"])
 @pytest.mark.parametrize(("fanouts", "batch_size"), [([15, 10, 5], 1024), ([5, 5], 256)])
-def test_predicted_is_measured_on_made_graphs(kind, fanouts, batch_size, graphs):
+def test_predicted_hit_rates_agree_with_measured_ones_on_generated_graphs(
+    kind, fanouts, batch_size, graphs
+):
     check_prediction(*graphs(kind), fanouts, batch_size)
 
 
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize(("fanouts", "batch_size"), [([15, 10, 5], 1024), ([5, 5], 256)])
-def test_predicted_is_measured_on_real_graphs(name, fanouts, batch_size, graphs, shared_data):
+def test_predicted_hit_rates_agree_with_measured_ones_on_real_graphs(
+    name, fanouts, batch_size, graphs, shared_data
+):
     check_prediction(*graphs(name, shared_data), fanouts, batch_size)
 
 
 @pytest.mark.parametrize("kind", ["planted", "rmat"])
-def test_few_minibatches_promise_no_more_than_they_keep(kind, graphs):
+def test_few_minibatches_do_not_overestimate_the_hit_rate(kind, graphs):
     graph, seeds = graphs(kind)
     found = check_prediction(graph, seeds, [5, 5], 64, batches=20)
     # the minibatches that choose a set look well on it: they would promise far too much
@@ -137,7 +141,7 @@ def test_few_minibatches_do_not_rank_by_chance(graphs):
     assert mine > degree - 0.02
 
 
-def test_many_minibatches_know_more_than_degrees():
+def test_many_minibatches_rank_better_than_degrees():
     # nodes 0 to 9 have many in-edges, but it is from 90 to 99 that all edges come
     ends = torch.cartesian_prod(torch.arange(90, 100), torch.arange(100))
     graph = Graph.from_edges(ends[:, 0], ends[:, 1], 100)
@@ -159,7 +163,7 @@ def test_many_minibatches_know_more_than_degrees():
     assert counted.scores[:10].max() < 0.01
 
 
-def test_counting_depends_on_the_seed_alone(small):
+def test_presampling_depends_only_on_the_seed(small):
     graph, seeds = small
     one = presampling.presample(graph, seeds, [5, 5], 64, seed=3, batches=20, threads=1)
     again = presampling.presample(graph, seeds, [5, 5], 64, seed=3, batches=20, threads=5)
@@ -172,7 +176,7 @@ def test_counting_depends_on_the_seed_alone(small):
     assert one.batches == 10
 
 
-def test_counted_minibatches_are_neither_the_runs_nor_each_others(small, monkeypatch):
+def test_presampled_minibatches_differ_from_the_runs_and_from_each_other(small, monkeypatch):
     graph, seeds = small
     drawn, sample = [], Sampler.sample
 
@@ -191,7 +195,7 @@ def test_counted_minibatches_are_neither_the_runs_nor_each_others(small, monkeyp
     assert runs.isdisjoint(batches)
 
 
-def test_minibatches_of_all_training_nodes(small):
+def test_a_presampled_epoch_covers_all_training_nodes(small):
     # an epoch of one minibatch: every training node is in each
     graph, seeds = small
     counted = presampling.presample(graph, seeds, [2], batch_size=len(seeds), batches=6)
@@ -215,7 +219,7 @@ def test_minibatches_of_all_training_nodes(small):
         ({"seeds": torch.tensor([10**6])}, "nodes"),
     ],
 )
-def test_what_cannot_be_counted(options, message, small):
+def test_invalid_presampling_arguments_are_rejected(options, message, small):
     graph, seeds = small
     given = {"seeds": seeds, "fanouts": [5], "batch_size": 64} | options
     with pytest.raises(ValueError, match=message):
@@ -249,7 +253,7 @@ def test_a_cached_table_gathers_the_same_rows(share, dtype, small):
     assert mine.counters().hit_rate == 0.0
 
 
-def test_an_id_outside_is_not_counted(small):
+def test_an_id_out_of_range_is_not_counted(small):
     graph, _ = small
     mine = gcnzc.cached(table_for(graph), 0.5, graph.in_degrees(), device="cpu")
     with pytest.raises(IndexError, match=f"id {graph.num_nodes} is not in a table"):
@@ -268,7 +272,7 @@ def test_the_rows_with_the_highest_scores_are_cached():
     assert mine.hits(torch.tensor([7])) == -1
 
 
-def test_sizes_in_bytes(device):
+def test_cache_sizes_may_be_bytes(device):
     rows = torch.zeros(1000, 100)
     table, scores = FeatureTable(rows), torch.rand(1000)
     for num_cached in (1, 10, 1000):
@@ -295,7 +299,7 @@ def test_sizes_in_bytes(device):
         (4000, "4000 bytes are too few for one cached row: it takes 4512 bytes"),
     ],
 )
-def test_sizes_that_make_no_sense(size, message):
+def test_invalid_cache_sizes_are_rejected(size, message):
     memory = torch.zeros(1000 * 128 + 32)
     begin = -memory.data_ptr() % 128 // 4
     table = FeatureTable(memory[begin : begin + 1000 * 128].view(1000, 128))
@@ -304,12 +308,12 @@ def test_sizes_that_make_no_sense(size, message):
     assert "\n\nhint: " in str(error.value)
 
 
-def test_a_ranking_of_another_graph():
+def test_a_ranking_of_another_graph_is_rejected():
     with pytest.raises(ValueError, match=r"a ranking of shape \(9,\) for a table of 10 rows"):
         gcnzc.cached(FeatureTable(torch.zeros(10, 2)), 0.5, torch.rand(9), device="cpu")
 
 
-def test_rows_that_a_gpu_cannot_read():
+def test_a_table_that_a_gpu_cannot_read_is_rejected():
     table = FeatureTable(torch.zeros(10, 2))
     with pytest.raises(ValueError, match=r"cuda:0 cannot read the rows .* not page-locked"):
         gcnzc.cached(table, 0.5, torch.rand(10), device="cuda:0")
@@ -318,7 +322,7 @@ def test_rows_that_a_gpu_cannot_read():
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_loader_gathers_and_counts(threads, small):
+def test_a_loader_with_a_cache_counts_hits(threads, small):
     graph, seeds = small
     table = table_for(graph)
     counted = gcnzc.presample(graph, seeds, [5, 5], 128, seed=2)
@@ -358,7 +362,7 @@ class Slow(int):
         return int(other) + int(self)
 
 
-def test_threads_lose_no_count():
+def test_threads_count_all_hits():
     tally, begin = cache_counters.Tally(), threading.Barrier(8)
 
     def add_often(_):
@@ -371,7 +375,7 @@ def test_threads_lose_no_count():
     assert tally.read() == (240, 160)
 
 
-def test_copies_are_what_is_gathered(device):
+def test_gathers_on_a_gpu_read_the_copies(device):
     rows = torch.randn(200, 30)
     table = FeatureTable(rows if device.type == "cpu" else rows.pin_memory())
     mine = gcnzc.cached(table, 0.3, torch.rand(200), device="cpu")
@@ -398,7 +402,7 @@ def test_hits_on_several_streams_add_up():
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("scale_columns", [None, 7])
-def test_codes_are_cached_as_they_are_stored(scale_columns, dtype, device):
+def test_quantized_rows_are_cached_as_stored(scale_columns, dtype, device):
     table = FeatureTable.quantized(torch.randn(200, 30), dtype, scale_columns=scale_columns)
     expected, ids = table.gather(torch.arange(200)), torch.randint(200, (500,))
     mine = gcnzc.cached(table, 0.3, torch.rand(200), device="cpu")
@@ -458,7 +462,7 @@ def test_a_cache_on_one_gpu_is_not_sharded():
         assert mine.gpus == 1
 
 
-def test_copies_of_several_gpus_are_what_is_gathered(monkeypatch):
+def test_gathers_on_several_gpus_read_the_copies(monkeypatch):
     """GPUs whose memories lie on the host, where the interpreter is the first of them."""
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
     table, scores = FeatureTable(torch.randn(200, 30)), torch.rand(200)
@@ -593,7 +597,7 @@ def test_devices_that_cannot_share_a_cache_are_rejected(given):
 
 
 @pytest.mark.gpu
-def test_a_loader_on_a_gpu(small, device):
+def test_a_loader_on_a_gpu_uses_the_cache(small, device):
     graph, seeds = small
     table = table_for(graph)
     with pinned(table) as locked:
@@ -620,7 +624,7 @@ def test_layer_wise_inference_takes_a_cached_table(small):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_sparse_rows_on_the_host():
+def test_a_cache_of_sparse_rows_counts_hits_on_the_host():
     dense = torch.randn(50, 8).relu()
     mine = gcnzc.cached(FeatureTable(dense.to_sparse_csr()), 0.5, torch.rand(50), device="cpu")
     assert torch.equal(mine.gather(torch.arange(50)), dense)
@@ -640,7 +644,7 @@ def test_sparse_rows_on_the_host():
         ("1GiB", 2**30),
     ],
 )
-def test_words_for_a_size(words, size):
+def test_cache_sizes_are_parsed(words, size):
     assert parse_cache_size(words) == size
     assert type(parse_cache_size(words)) is type(size)
 
@@ -648,7 +652,7 @@ def test_words_for_a_size(words, size):
 @pytest.mark.parametrize(
     "words", ["0", "1.1", "20", "2G", "GB", "", "-0.1", "0.2.1", "0B", "x", "nan"]
 )
-def test_words_for_no_size(words):
+def test_invalid_cache_size_strings_are_rejected(words):
     with pytest.raises(ValueError, match="--cache-size must be a share") as error:
         TrainConfig(cache_size=words)
     assert "\n\nhint: " in str(error.value)
@@ -663,7 +667,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("cache_policy", ["presampled", "in-degree"])
-def test_training_reports_the_hits(cache_policy, folder, tmp_path):
+def test_training_reports_the_hit_rate(cache_policy, folder, tmp_path):
     sizes = {"fanouts": (3, 3), "layers": 2, "hidden": 8, "batch_size": 128, "epochs": 2}
     config = TrainConfig(data=folder, **sizes, lr=0.01, device="cpu")
     plain = train(config, tmp_path / "plain")
@@ -699,7 +703,7 @@ def test_training_reports_the_hits(cache_policy, folder, tmp_path):
     assert line["bytes_saved"] == hits * 48 // 2
 
 
-def test_the_tally_of_a_resumed_epoch_goes_on():
+def test_the_counters_of_a_resumed_epoch_continue():
     from gcnzc.train.epoch_stats import EpochStats
 
     tally = EpochStats(torch.device("cpu"))
@@ -715,7 +719,7 @@ def test_the_tally_of_a_resumed_epoch_goes_on():
     assert other.hits == 0
 
 
-def test_plan_cache(folder, tmp_path, capsys):
+def test_cache_forecast_predicts_hit_rates(folder, tmp_path, capsys):
     out = tmp_path / "hot.png"
     words = ["cache-forecast", str(folder), "--fanouts", "3,3", "--batch-size", "128"]
     words += ["--batches", "40", "--seed", "1"]
@@ -754,7 +758,7 @@ def test_plan_cache(folder, tmp_path, capsys):
     assert {(31, 119, 180), (255, 127, 14)} <= colours
 
 
-def test_a_plan_for_several_gpus(folder):
+def test_cache_forecast_predicts_sharded_caches(folder):
     data = gcnzc.load(folder)
     seeds, degrees = data.split["train"], data.graph.in_degrees()
     counted = presampling.presample(data.graph, seeds, [3, 3], 128, batches=40)
@@ -788,7 +792,7 @@ def test_a_plan_for_several_gpus(folder):
     assert "peer" not in "".join(reports_cache.format_forecast(one))
 
 
-def test_plan_cache_of_a_graph_without_features(tmp_path, capsys):
+def test_cache_forecast_rejects_a_graph_without_features(tmp_path, capsys):
     tiny().but(features=None).write(tmp_path / "raw")
     error, hint = said(capsys, ["cache-forecast", tmp_path / "raw"], 1)
     assert "has no features to cache" in error
@@ -809,7 +813,7 @@ def test_plan_cache_of_a_graph_without_features(tmp_path, capsys):
         (["train", "--features", "cashed"], "cashed", "gcnzc train --help"),
     ],
 )
-def test_misuse(words, error, hint, capsys):
+def test_invalid_options_are_rejected(words, error, hint, capsys):
     found = said(capsys, words, 2)
     assert error in found[0]
     assert hint in found[1]

@@ -1,4 +1,4 @@
-"""Sharded caches: each GPU reads the rows of the others, or an error says why it cannot."""
+"""Sharded caches: each GPU reads the rows of the others, or an error gives the reason."""
 
 import gc
 import multiprocessing

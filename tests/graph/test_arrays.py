@@ -1,4 +1,4 @@
-"""Graphs in memory that are prepared: arrays, and the objects of other libraries."""
+"""Graphs are prepared from arrays and from objects of other libraries."""
 
 import networkx
 import numpy as np
@@ -96,7 +96,7 @@ del CASES["val"]["splits"]["valid"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_arrays_and_objects_give_what_an_archive_gives(case, expected, tmp_path):
+def test_arrays_and_objects_give_the_same_folder_as_an_archive(case, expected, tmp_path):
     gcnzc.prepare(tmp_path / "data", **{**GIVEN, **CASES[case]}, bidirected=True)
     data = gcnzc.load(tmp_path / "data")
     check_equal(data, expected)
@@ -105,7 +105,7 @@ def test_arrays_and_objects_give_what_an_archive_gives(case, expected, tmp_path)
 
 
 @pytest.mark.parametrize("make", [as_pyg, as_dgl])
-def test_objects_of_pyg_and_dgl_bring_features_labels_and_masks(make, expected, tmp_path):
+def test_features_labels_and_masks_of_pyg_and_dgl_objects_are_used(make, expected, tmp_path):
     gcnzc.prepare(make(), tmp_path / "data", bidirected=True)
     check_equal(gcnzc.load(tmp_path / "data"), expected)
 
@@ -163,7 +163,7 @@ def test_features_of_bfloat16_are_stored_unchanged(tmp_path):
     assert torch.equal(found, rows)
 
 
-def test_the_metric_is_chosen(tmp_path):
+def test_the_metric_can_be_chosen(tmp_path):
     given = {**GIVEN, "edges": EDGES}
     gcnzc.prepare(tmp_path / "two", **{**given, "labels": LABELS % 2}, metric="rocauc")
     assert gcnzc.load(tmp_path / "two").metric == "rocauc"
@@ -205,7 +205,7 @@ def test_the_metric_is_chosen(tmp_path):
         ({"scales": "rows"}, "scales is 'rows'"),
     ],
 )
-def test_arguments_that_do_not_fit(changed, message, tmp_path):
+def test_arguments_of_inconsistent_shapes_are_rejected(changed, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         gcnzc.prepare(tmp_path / "data", **{**GIVEN, "edges": EDGES, **changed})
     assert "\n\nhint: " in str(caught.value)
@@ -246,7 +246,7 @@ def test_objects_that_are_no_graph_get_their_remedy(tmp_path):
     assert "numpy.unique(edges, return_inverse=True)" in str(caught.value)
 
 
-def test_wrong_ways_to_call(tmp_path):
+def test_invalid_combinations_of_arguments_are_rejected(tmp_path):
     with pytest.raises(TypeError, match="takes a source and the folder to write"):
         gcnzc.prepare(tmp_path / "data")
     with pytest.raises(TypeError, match="takes a source and the folder to write"):

@@ -1,4 +1,4 @@
-"""Edges taken out of a graph leave no trace in it, and come back in a prepared folder."""
+"""Held-out edges are removed from the graph, stored, and loaded."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def graph(request):
 
 
 @pytest.mark.parametrize("shares", [EdgeShares(), EdgeShares(0.2, 0.3, seed=4)])
-def test_parts_share_nothing_and_lose_nothing(graph, shares):
+def test_splits_are_disjoint_and_complete(graph, shares):
     left, links = split_edges(graph, shares)
     whole = {pair for pair in pairs(graph.edges()) if pair[0] != pair[1]}
     ways = [either_way(links.edges[part]) for part in PARTS]
@@ -56,7 +56,7 @@ def test_parts_share_nothing_and_lose_nothing(graph, shares):
     assert with_sorted_columns(left) is left
 
 
-def test_negatives_are_no_edges_either_in_what_was_taken_out(graph):
+def test_negatives_are_neither_edges_nor_held_out_edges(graph):
     _, links = split_edges(graph, EdgeShares())
     whole = pairs(graph.edges())
     for part in ("valid", "test"):
@@ -66,7 +66,7 @@ def test_negatives_are_no_edges_either_in_what_was_taken_out(graph):
     assert not pairs(links.negatives["valid"]) & pairs(links.negatives["test"])
 
 
-def test_directions_of_pairs_are_drawn():
+def test_the_direction_of_a_pair_is_random():
     generator = torch.Generator().manual_seed(0)
     src, dst = torch.randint(0, 2000, (2, 9000), generator=generator)
     _, links = split_edges(Graph.from_edges(src, dst, 2000, bidirected=True), EdgeShares())
@@ -75,7 +75,7 @@ def test_directions_of_pairs_are_drawn():
         assert abs(share - 0.5) < 3 * 0.5 / edges.shape[1] ** 0.5
 
 
-def test_the_seed_alone_says_which(graph):
+def test_the_split_depends_only_on_the_seed(graph):
     _, first = split_edges(graph, EdgeShares(seed=1))
     _, same = split_edges(graph, EdgeShares(seed=1))
     _, other = split_edges(graph, EdgeShares(seed=2))
@@ -86,12 +86,12 @@ def test_the_seed_alone_says_which(graph):
 
 
 @pytest.mark.parametrize("shares", [(0.0, 0.1), (0.1, 0.0), (0.5, 0.5), (-0.1, 0.2)])
-def test_shares_that_leave_nothing(shares):
+def test_shares_that_leave_a_split_empty_are_rejected(shares):
     with pytest.raises(ValueError, match=r"shares of .*\n\nhint: "):
         EdgeShares(*shares)
 
 
-def test_graphs_too_small_or_too_full():
+def test_graphs_that_are_too_small_or_too_dense_are_rejected():
     few = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([1, 2]), 3)
     with pytest.raises(ValueError, match="edges between 2 pairs of nodes, which gives 0 for"):
         split_edges(few, EdgeShares())
@@ -100,7 +100,7 @@ def test_graphs_too_small_or_too_full():
         split_edges(Graph.from_edges(*torch.tensor(full).T, 6), EdgeShares(0.2, 0.2))
 
 
-def test_prepared_and_opened(tmp_path):
+def test_a_split_is_stored_and_opened(tmp_path):
     source = tiny(num_edges=400).write(tmp_path / "source")
     prepare(source, tmp_path / "whole", bidirected=True)
     prepare(source, tmp_path / "split", bidirected=True, edge_split=EdgeShares(0.1, 0.2, seed=3))
@@ -133,7 +133,7 @@ def test_prepared_and_opened(tmp_path):
     assert all(torch.equal(again.links.edges[p], data.links.edges[p]) for p in PARTS)
 
 
-def test_a_damaged_split_is_found(tmp_path):
+def test_a_damaged_split_is_detected(tmp_path):
     prepare(
         tiny(num_edges=400).write(tmp_path / "source"), tmp_path / "split", edge_split=EdgeShares()
     )

@@ -58,7 +58,7 @@ def assert_same(found: Dataset, expected: Dataset) -> None:
 
 
 @pytest.mark.parametrize("form", ["csv", "binary", "npz"])
-def test_all_forms_give_the_same(tmp_path: Path, form: str) -> None:
+def test_all_input_formats_give_the_same_folder(tmp_path: Path, form: str) -> None:
     graph = tiny()
     if form == "npz":
         raw = graph.write_npz(tmp_path / "mine.npz")
@@ -82,7 +82,7 @@ def test_all_forms_give_the_same(tmp_path: Path, form: str) -> None:
     verify(tmp_path / "prepared")
 
 
-def test_the_types_are_those_promised(tmp_path: Path) -> None:
+def test_dtypes_are_as_documented(tmp_path: Path) -> None:
     prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
     found = load(tmp_path / "a")
     assert (found.graph.indptr.dtype, found.graph.indices.dtype) == (torch.int64, torch.int32)
@@ -103,7 +103,7 @@ def test_a_source_itself_can_be_prepared(tmp_path: Path) -> None:
 # what is done with edges
 
 
-def test_features_of_no_columns_are_refused(tmp_path: Path) -> None:
+def test_features_without_columns_are_rejected(tmp_path: Path) -> None:
     empty = np.empty((40, 0), np.float32)
     raw = tiny().but(features=None).write_npz(tmp_path / "a.npz", node_feat=empty)
     for act in (load, lambda path: prepare(path, tmp_path / "b")):
@@ -111,7 +111,7 @@ def test_features_of_no_columns_are_refused(tmp_path: Path) -> None:
             act(raw)
 
 
-def test_usual_choices_are_made_and_recorded(tmp_path: Path) -> None:
+def test_default_choices_are_made_and_recorded(tmp_path: Path) -> None:
     graph = tiny()
     once = load(graph.write(tmp_path / "once", add_inverse_edge=True))
     reverse = sorted((target, source) for source, target in pairs(graph))
@@ -131,7 +131,7 @@ def test_usual_choices_are_made_and_recorded(tmp_path: Path) -> None:
     assert guessed.origin["options"]["because"].startswith("all edges point one way")
 
 
-def test_choices_that_are_asked_for_are_made(tmp_path: Path) -> None:
+def test_requested_choices_are_made(tmp_path: Path) -> None:
     graph = tiny()
     raw = graph.write(tmp_path / "raw", add_inverse_edge=True)
     plain = load(raw, bidirected=False)
@@ -152,7 +152,7 @@ def test_choices_that_are_asked_for_are_made(tmp_path: Path) -> None:
     assert load(raw, name="ogbn-arxiv", duplicates="keep").graph.num_edges == 400
 
 
-def test_a_prepared_graph_is_rebuilt_where_a_choice_is_made(tmp_path: Path) -> None:
+def test_a_prepared_graph_is_rebuilt_with_other_choices(tmp_path: Path) -> None:
     graph = tiny()
     prepare(graph.write(tmp_path / "raw"), tmp_path / "a")
     rebuilt = load(tmp_path / "a", self_loops="remove", bidirected=True)
@@ -163,7 +163,7 @@ def test_a_prepared_graph_is_rebuilt_where_a_choice_is_made(tmp_path: Path) -> N
     assert edges(load(tmp_path / "b")) == edges(expected)
 
 
-def test_the_real_arxiv_has_the_edges_that_everybody_counts(
+def test_the_real_arxiv_has_the_published_number_of_edges(
     tmp_path: Path, shared_data: Path
 ) -> None:
     prepare(shared_data / "ogb/arxiv_nofeat", tmp_path / "a")
@@ -175,7 +175,7 @@ def test_the_real_arxiv_has_the_edges_that_everybody_counts(
 
 
 @pytest.mark.parametrize("name", ["cora", "tolokers"])
-def test_the_real_ones_agree_in_both_forms(tmp_path: Path, shared_data: Path, name: str) -> None:
+def test_real_datasets_agree_in_both_formats(tmp_path: Path, shared_data: Path, name: str) -> None:
     prepare(shared_data / name / f"{name}.npz", tmp_path / "npz")
     prepare(shared_data / "ogb" / name, tmp_path / "ogb")
     assert_same(load(tmp_path / "npz"), load(tmp_path / "ogb"))
@@ -184,7 +184,7 @@ def test_the_real_ones_agree_in_both_forms(tmp_path: Path, shared_data: Path, na
 # features
 
 
-def test_rows_can_be_set_apart(tmp_path: Path) -> None:
+def test_rows_can_be_padded(tmp_path: Path) -> None:
     raw = tiny().write(tmp_path / "raw")
     prepare(raw, tmp_path / "a", pitch_bytes=128)
     found = load(tmp_path / "a")
@@ -205,7 +205,7 @@ def test_rows_can_be_set_apart(tmp_path: Path) -> None:
         (32, 128, "contiguous"),
     ],
 )
-def test_a_pitch_is_chosen_and_its_cost_told(
+def test_a_pitch_is_chosen_and_its_memory_reported(
     tmp_path: Path, columns: int, pitch: int, reason: str
 ) -> None:
     raw = tiny().write(tmp_path / "raw")
@@ -223,7 +223,7 @@ def test_a_pitch_is_chosen_and_its_cost_told(
     assert info(tmp_path / "beside")["features"]["pitch_bytes"] == 4 * columns
 
 
-def test_the_type_of_features_is_kept_or_chosen(tmp_path: Path) -> None:
+def test_the_dtype_of_features_is_kept_or_chosen(tmp_path: Path) -> None:
     graph = tiny()
     assert graph.features is not None
     half = graph.features.astype(np.float16)
@@ -256,7 +256,7 @@ def read_back(folder: Path) -> np.ndarray:
 @pytest.mark.parametrize("dtype", SCALED_DTYPES)
 @pytest.mark.parametrize("scales", ["row", "columns"])
 @pytest.mark.parametrize("columns", [1, 33])
-def test_codes_with_scales(
+def test_features_can_be_quantized(
     tmp_path: Path, dtype: FeatureDtype, scales: ScaleKind, columns: int, small_chunks: None
 ) -> None:
     graph = tiny(num_columns=3)
@@ -305,7 +305,7 @@ def test_codes_with_scales(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", *SCALED_DTYPES])
-def test_features_err_no_more_than_documented(tmp_path: Path, dtype: FeatureDtype) -> None:
+def test_quantization_errors_are_as_documented(tmp_path: Path, dtype: FeatureDtype) -> None:
     rows = torch.randn(40, 33) * torch.logspace(-7, 3, 40)[:, None]
     raw = tiny().write(tmp_path / "raw")
     prepare(raw, tmp_path / "a", features=rows.numpy(), feature_dtype=dtype)
@@ -332,7 +332,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gcnzc.datasets.rows.CHUNK_BYTES", 600)
 
 
-def test_bfloat16(tmp_path: Path, small_chunks: None) -> None:
+def test_features_can_be_bfloat16(tmp_path: Path, small_chunks: None) -> None:
     graph = tiny(num_columns=33)
     assert graph.features is not None
     raw = graph.write(tmp_path / "raw")
@@ -362,7 +362,7 @@ def test_bfloat16(tmp_path: Path, small_chunks: None) -> None:
     assert found.features.isnan().nonzero().tolist() == [[11, 2]]
 
 
-def test_what_codes_cannot_be(tmp_path: Path, small_chunks: None) -> None:
+def test_invalid_quantizations_are_rejected(tmp_path: Path, small_chunks: None) -> None:
     raw = tiny().write(tmp_path / "raw")
     nan = with_nan(tmp_path / "nan")
     for dtype in SCALED_DTYPES:
@@ -381,7 +381,7 @@ def test_what_codes_cannot_be(tmp_path: Path, small_chunks: None) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_codes_are_not_taken_for_numbers(tmp_path: Path) -> None:
+def test_quantized_features_are_not_read_as_plain_integers(tmp_path: Path) -> None:
     """By an older reader, nor if meta.json names another type than the file has."""
     raw = tiny().write(tmp_path / "raw")
     prepare(raw, tmp_path / "plain")
@@ -397,7 +397,7 @@ def test_codes_are_not_taken_for_numbers(tmp_path: Path) -> None:
             load(folder)
 
 
-def test_normalized_codes_are_codes_of_shares(tmp_path: Path) -> None:
+def test_rows_are_normalized_before_they_are_quantized(tmp_path: Path) -> None:
     raw = tiny(num_columns=9).write(tmp_path / "raw")
     prepare(raw, tmp_path / "shares", normalize_features=True)
     prepare(tmp_path / "shares", tmp_path / "one", feature_dtype="int8")
@@ -424,7 +424,7 @@ def sparse(path: Path, num_columns: int = 9) -> Path:
     )
 
 
-def test_sparse_features_are_made_dense_or_kept(tmp_path: Path) -> None:
+def test_sparse_features_are_converted_or_kept(tmp_path: Path) -> None:
     raw = sparse(tmp_path / "mine.npz")
     prepare(raw, tmp_path / "dense")
     prepare(raw, tmp_path / "kept", sparse_features=True)
@@ -448,7 +448,7 @@ def test_sparse_features_are_made_dense_or_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_rows_can_be_scaled_to_the_sum_one(tmp_path: Path, kept: bool) -> None:
+def test_rows_can_be_normalized_to_the_sum_1(tmp_path: Path, kept: bool) -> None:
     raw = sparse(tmp_path / "mine.npz")
     plain = load(raw).features
     assert plain is not None
@@ -462,7 +462,7 @@ def test_rows_can_be_scaled_to_the_sum_one(tmp_path: Path, kept: bool) -> None:
     assert info(tmp_path / "a")["features"]["normalized"]
 
 
-def test_features_can_be_given(tmp_path: Path) -> None:
+def test_features_can_be_passed_separately(tmp_path: Path) -> None:
     graph = tiny()
     raw = graph.but(features=None).write(tmp_path / "mine")
     table = np.random.default_rng(0).standard_normal((40, 7)).astype(np.float32)
@@ -479,7 +479,7 @@ def test_features_can_be_given(tmp_path: Path) -> None:
     assert load(tmp_path / "a").origin["features"] == str(tmp_path / "table.npy")
 
 
-def test_features_that_cannot_be_given(tmp_path: Path) -> None:
+def test_invalid_separate_features_are_rejected(tmp_path: Path) -> None:
     raw = tiny().write(tmp_path / "raw")
     np.save(tmp_path / "short.npy", np.zeros((39, 2)))
     np.save(tmp_path / "flat.npy", np.zeros(40))
@@ -505,7 +505,7 @@ def with_nan(path: Path) -> Path:
     return graph.but(features=features).write(path)
 
 
-def test_numbers_that_are_not_finite_are_let_in_only_if_asked(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_accepted_only_with_the_option(tmp_path: Path) -> None:
     raw = with_nan(tmp_path / "raw")
     for refuse in (load, verify, lambda path: prepare(path, tmp_path / "a")):
         with pytest.raises(ValueError, match=r"nan in row 11, column 2\n\nhint: .*--allow-nan"):
@@ -527,7 +527,7 @@ def test_numbers_that_are_not_finite_are_let_in_only_if_asked(tmp_path: Path) ->
 # labels and splits
 
 
-def test_nodes_without_a_label(tmp_path: Path) -> None:
+def test_nodes_without_a_label_are_kept_out_of_the_splits(tmp_path: Path) -> None:
     graph = tiny()
     labels = graph.labels.astype(np.float32)
     labels[graph.split["test"][0]] = np.nan
@@ -540,7 +540,7 @@ def test_nodes_without_a_label(tmp_path: Path) -> None:
     assert told["num_labelled"] == 39
 
 
-def test_several_tasks(tmp_path: Path) -> None:
+def test_several_tasks_are_prepared(tmp_path: Path) -> None:
     labels = np.random.default_rng(0).integers(2, size=(40, 6)).astype(np.float64)
     labels[:, 0] = np.nan
     raw = tiny().but(labels=labels).write(tmp_path / "raw", metric="rocauc")
@@ -552,7 +552,7 @@ def test_several_tasks(tmp_path: Path) -> None:
     assert info(tmp_path / "a")["num_tasks"] == 6
 
 
-def test_several_tasks_are_judged_by_roc_auc(tmp_path: Path) -> None:
+def test_several_tasks_have_the_metric_rocauc(tmp_path: Path) -> None:
     labels = np.random.default_rng(0).integers(2, size=(40, 6))
     prepare(tiny().but(labels=labels).write_npz(tmp_path / "mine.npz"), tmp_path / "a")
     assert load(tmp_path / "a").metric == "rocauc"
@@ -565,7 +565,7 @@ def test_one_hot_labels_are_rejected(tmp_path: Path) -> None:
         prepare(raw, tmp_path / "a")
 
 
-def test_one_of_several_splits(tmp_path: Path) -> None:
+def test_one_of_several_splits_can_be_chosen(tmp_path: Path) -> None:
     masks = np.zeros((2, 40), bool)
     masks[:, :3] = True
     several = {
@@ -584,7 +584,7 @@ def test_one_of_several_splits(tmp_path: Path) -> None:
 # names
 
 
-def test_a_named_set_is_looked_for_beside_the_destination(tmp_path: Path) -> None:
+def test_a_named_dataset_is_searched_next_to_the_destination(tmp_path: Path) -> None:
     with pytest.raises(
         FileNotFoundError, match=r"not in .*downloads\n\nhint: --download gets about"
     ):
@@ -598,7 +598,7 @@ def test_a_named_set_is_looked_for_beside_the_destination(tmp_path: Path) -> Non
     assert found.origin["options"]["duplicates"] == "remove"
 
 
-def test_a_named_set_is_downloaded_only_if_asked(
+def test_a_named_dataset_is_downloaded_only_with_the_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fetch(remote: download.Remote, folder: Path, progress: object) -> Path:
@@ -618,7 +618,7 @@ def test_a_named_set_is_downloaded_only_if_asked(
         ("cora", ValueError, "cora is not a dataset of OGB"),
     ],
 )
-def test_sources_that_are_not_there(
+def test_missing_sources_are_reported(
     tmp_path: Path, source: str, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words) as caught:
@@ -628,7 +628,7 @@ def test_sources_that_are_not_there(
 
 
 @pytest.mark.parametrize("look", [load, info, verify])
-def test_folders_that_are_not_there(tmp_path: Path, look: Callable[[Path], object]) -> None:
+def test_missing_folders_are_reported(tmp_path: Path, look: Callable[[Path], object]) -> None:
     with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere\n\nhint: "):
         look(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"neither meta.json nor raw/\n\nhint: "):
@@ -652,7 +652,7 @@ def test_folders_that_are_not_there(tmp_path: Path, look: Callable[[Path], objec
     ],
 )
 @pytest.mark.parametrize("form", ["csv", "binary", "npz"])
-def test_bad_input_leaves_nothing(
+def test_invalid_input_leaves_no_folder(
     tmp_path: Path, changes: dict[str, Any], words: str, form: str
 ) -> None:
     graph = tiny().but(**changes)
@@ -668,14 +668,14 @@ def test_bad_input_leaves_nothing(
     assert os.listdir(tmp_path) == [raw.name]
 
 
-def test_rows_that_do_not_match_the_nodes(tmp_path: Path) -> None:
+def test_a_wrong_number_of_rows_is_rejected(tmp_path: Path) -> None:
     raw = tiny().write_npz(tmp_path / "raw.npz", node_feat=np.zeros((39, 5)))
     for refuse in (load, verify, lambda path: prepare(path, tmp_path / "a")):
         with pytest.raises(ValueError, match=r"has 39 rows of features for 40 nodes\n\nhint: "):
             refuse(raw)
 
 
-def test_a_damaged_prepared_folder_is_named(tmp_path: Path) -> None:
+def test_a_damaged_prepared_folder_is_reported_by_name(tmp_path: Path) -> None:
     prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
     path = tmp_path / "a/indices.npy"
     data = bytearray(path.read_bytes())
@@ -754,7 +754,7 @@ def put(path: Path, place: int, number: int, dtype: type = np.int64) -> None:
         ("indptr.npy", 1, "indptr.npy goes from 1 to 200, not from 0 to 200"),
     ],
 )
-def test_labels_and_splits_outside_the_graph_are_refused_on_opening(
+def test_labels_and_splits_out_of_range_are_rejected_on_opening(
     tmp_path: Path, file: str, number: int, words: str
 ) -> None:
     graph = tiny()
@@ -773,7 +773,7 @@ def test_labels_and_splits_outside_the_graph_are_refused_on_opening(
         ("links/valid_negatives.npy", 8388675, "the valid negatives contain the node 8388675"),
     ],
 )
-def test_held_out_edges_outside_the_graph_are_refused_on_opening(
+def test_held_out_edges_out_of_range_are_rejected_on_opening(
     tmp_path: Path, file: str, number: int, words: str
 ) -> None:
     prepare(tiny().write(tmp_path / "raw"), tmp_path / "a", edge_split=EdgeShares(0.1, 0.1))
@@ -783,7 +783,7 @@ def test_held_out_edges_outside_the_graph_are_refused_on_opening(
         load(tmp_path / "a")
 
 
-def test_damage_is_not_prepared_again_with_a_right_checksum(tmp_path: Path) -> None:
+def test_damaged_folders_cannot_be_prepared_again(tmp_path: Path) -> None:
     prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
     put(tmp_path / "a/features.npy", 3, 1, np.float32)
     with pytest.raises(ValueError, match=r"features.npy has the checksum"):
@@ -791,7 +791,7 @@ def test_damage_is_not_prepared_again_with_a_right_checksum(tmp_path: Path) -> N
     assert not (tmp_path / "b").exists()
 
 
-def test_edges_that_lead_outside_are_refused_by_what_reads_all_of_them(tmp_path: Path) -> None:
+def test_edges_out_of_range_are_rejected_where_all_edges_are_read(tmp_path: Path) -> None:
     prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
     put(tmp_path / "a/indices.npy", 7, 2**31 - 1, np.int32)
     with pytest.raises(ValueError, match=r"indices\[7\] is 2147483647(.|\n)*hint: .*--verify"):
@@ -801,7 +801,7 @@ def test_edges_that_lead_outside_are_refused_by_what_reads_all_of_them(tmp_path:
         LinkSampler(graph, torch.tensor([[0], [1]]), [2])
 
 
-def test_what_is_there_is_kept(tmp_path: Path) -> None:
+def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
     prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
     with pytest.raises(FileExistsError, match=r"already exists\n\nhint: "):
         prepare(tmp_path / "raw", tmp_path / "a")
@@ -811,7 +811,7 @@ def test_what_is_there_is_kept(tmp_path: Path) -> None:
 # info
 
 
-def test_info_tells_what_there_is(tmp_path: Path) -> None:
+def test_info_describes_a_folder(tmp_path: Path) -> None:
     (tmp_path / "mapping").mkdir()
     (tmp_path / "mapping/README.md").write_text("Users.")
     raw = tiny().write(
@@ -838,7 +838,7 @@ def test_info_tells_what_there_is(tmp_path: Path) -> None:
     assert info(tiny().write_npz(tmp_path / "c.npz"))["kind"] == "npz"
 
 
-def test_progress_is_told(tmp_path: Path) -> None:
+def test_progress_is_reported(tmp_path: Path) -> None:
     seen: dict[str, tuple[int, int]] = {}
 
     def progress(what: str, done: int, total: int) -> None:
@@ -976,7 +976,7 @@ for moment in range(20):
 """
 
 
-def test_killed_at_any_moment_it_leaves_all_or_nothing(tmp_path: Path) -> None:
+def test_a_killed_preparation_leaves_a_whole_folder_or_none(tmp_path: Path) -> None:
     raw = tiny(5_000, 50_000, 40).write(tmp_path / "raw", binary=False)
     dest = tmp_path / "dest"
     dest.mkdir()
@@ -998,7 +998,7 @@ def files(folder: Path) -> dict[str, Any]:
     return store.read_meta(folder)["files"]
 
 
-def test_opening_is_quick(tmp_path: Path, shared_data: Path) -> None:
+def test_opening_a_folder_is_fast(tmp_path: Path, shared_data: Path) -> None:
     prepare(shared_data / "github_musae/github_musae.npz", tmp_path / "a")
     begin = time.perf_counter()
     found = load(tmp_path / "a")

@@ -45,14 +45,14 @@ def expected_columns(src, dst, num_nodes, bidirected, self_loops, duplicates):
 
 
 @pytest.mark.parametrize("choices", CHOICES, ids=str)
-def test_from_edges_with_every_choice(choices):
+def test_from_edges_supports_every_option(choices):
     graph = Graph.from_edges(SRC, DST, NUM_NODES, **choices)
     assert columns(graph) == expected_columns(SRC, DST, NUM_NODES, **choices)
     Graph(graph.indptr, graph.indices)
 
 
 @pytest.mark.parametrize("choices", CHOICES, ids=str)
-def test_the_choices_for_a_graph_that_is_there(choices):
+def test_options_can_be_applied_to_an_existing_graph(choices):
     graph = Graph.from_edges(SRC, DST, NUM_NODES)
     src, dst = graph.edges()
     expected = expected_columns(src, dst, NUM_NODES, **choices)
@@ -61,7 +61,7 @@ def test_the_choices_for_a_graph_that_is_there(choices):
 
 
 @pytest.mark.parametrize("choices", CHOICES, ids=str)
-def test_from_csr_with_every_choice(choices):
+def test_from_csr_supports_every_option(choices):
     rows = scipy.sparse.csr_array((np.ones(4000), (SRC, DST)), (NUM_NODES, NUM_NODES))
     src = np.repeat(np.arange(NUM_NODES), np.diff(rows.indptr))
     graph = Graph.from_csr(rows.indptr, rows.indices, **choices)
@@ -103,7 +103,7 @@ def memory_mapped(path, array):
     ],
     ids=["numpy", "mixed", "torch", "row of (2, E)", "column of (E, 2)", "mapped", "mapped, T"],
 )
-def test_what_edges_may_be_given_as(given, tmp_path):
+def test_edges_may_be_arrays_lists_or_tensors(given, tmp_path):
     src, dst = given(SRC, DST, tmp_path / "edges.npy")
     graph = Graph.from_edges(src, dst, NUM_NODES)
     assert columns(graph) == columns(Graph.from_edges(SRC, DST, NUM_NODES))
@@ -120,7 +120,7 @@ def test_sizes_types_and_views():
     assert repr(graph) == "Graph(num_nodes=300, num_edges=4000)"
 
 
-def test_no_edges_and_no_nodes():
+def test_graphs_without_edges_or_nodes_are_valid():
     none = np.empty(0, np.int64)
     graph = Graph.from_edges(none, none, 5)
     assert (graph.num_nodes, graph.num_edges) == (5, 0)
@@ -129,7 +129,7 @@ def test_no_edges_and_no_nodes():
     assert (empty.num_nodes, empty.num_edges) == (0, 0)
 
 
-def test_memory_is_shared_where_types_allow(tmp_path):
+def test_memory_is_shared_if_the_dtypes_match(tmp_path):
     built = Graph.from_edges(SRC, DST, NUM_NODES)
     again = Graph(built.indptr, built.indices)
     assert again.indices.data_ptr() == built.indices.data_ptr()
@@ -164,7 +164,7 @@ def test_a_graph_survives_pickling():
         ([], [], "indptr is empty"),
     ],
 )
-def test_numbers_that_are_no_graph(indptr, indices, message):
+def test_invalid_indices_are_rejected(indptr, indices, message):
     with pytest.raises(ValueError, match=message) as caught:
         Graph(np.array(indptr, np.int64), np.array(indices, np.int64))
     assert "\n\nhint: " in str(caught.value)
@@ -181,13 +181,13 @@ def test_numbers_that_are_no_graph(indptr, indices, message):
         (torch.zeros(2, dtype=torch.int64, device="meta"), "is on meta"),
     ],
 )
-def test_arrays_that_are_no_graph(indices, message):
+def test_arrays_of_wrong_shapes_or_dtypes_are_rejected(indices, message):
     with pytest.raises(ValueError, match=message) as caught:
         Graph(np.array([0, 2]), indices)
     assert "\n\nhint: " in str(caught.value)
 
 
-def test_unchecked_numbers_are_trusted():
+def test_check_false_skips_the_checks():
     graph = Graph(torch.tensor([0, 1]), torch.tensor([7], dtype=torch.int32), check=False)
     assert graph.indices.tolist() == [7]
 
@@ -203,14 +203,14 @@ def test_unchecked_numbers_are_trusted():
         ({"src": np.zeros(4000)}, "src has .* type float64"),
     ],
 )
-def test_edges_that_are_no_graph(arguments, message):
+def test_invalid_edges_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message) as caught:
         Graph.from_edges(**{"src": SRC, "dst": DST, "num_nodes": NUM_NODES} | arguments)
     assert "\n\nhint: " in str(caught.value)
 
 
 @pytest.mark.parametrize("idtype", [torch.int32, torch.int64])
-def test_from_dgl(idtype):
+def test_from_dgl_converts_a_graph(idtype):
     dgl = import_dgl()
     theirs = dgl.graph((SRC, DST), num_nodes=NUM_NODES, idtype=idtype)
     graph = Graph.from_dgl(theirs)
@@ -223,7 +223,7 @@ def test_from_dgl(idtype):
     assert columns(found) == columns(Graph.from_dgl(both, duplicates="remove"))
 
 
-def test_from_dgl_of_several_types():
+def test_from_dgl_rejects_graphs_of_several_types():
     dgl = import_dgl()
     theirs = dgl.heterograph({("a", "to", "b"): ([0], [0]), ("b", "back", "a"): ([0], [0])})
     with pytest.raises(ValueError, match=r"node types \['a', 'b'\].*\n\nhint: ") as error:
@@ -242,7 +242,7 @@ class SparseTensor:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_from_pyg():
+def test_from_pyg_converts_data():
     expected = Graph.from_edges(SRC, DST, NUM_NODES, self_loops="add")
     edge_index = torch.from_numpy(np.stack([SRC, DST]))
     data = SimpleNamespace(edge_index=edge_index, adj_t=None, num_nodes=NUM_NODES)
@@ -257,12 +257,12 @@ def test_from_pyg():
         assert columns(Graph.from_pyg(data, self_loops="add")) == columns(expected)
 
 
-def test_from_pyg_without_edges():
+def test_from_pyg_accepts_data_without_edges():
     with pytest.raises(ValueError, match="a SimpleNamespace, which has no edge_index and no adj_t"):
         Graph.from_pyg(SimpleNamespace(x=1))
 
 
-def test_from_pyg_of_several_types():
+def test_from_pyg_rejects_data_of_several_types():
     pyg = pytest.importorskip("gcnzc.interop.pyg.importing").import_pyg()
     data = pyg.data.HeteroData()
     data["a"].x, data["b"].x = torch.zeros(2, 1), torch.zeros(3, 1)
@@ -272,7 +272,7 @@ def test_from_pyg_of_several_types():
     assert "to_homogeneous" not in str(error.value)
 
 
-def test_against_pyg_itself():
+def test_from_pyg_agrees_with_pygs_own_conversion():
     pyg = pytest.importorskip("torch_geometric")
     edge_index = torch.from_numpy(np.stack([SRC, DST]))
     theirs = pyg.utils.to_undirected(edge_index, num_nodes=NUM_NODES)

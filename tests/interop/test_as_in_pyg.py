@@ -1,4 +1,4 @@
-"""What PyG's loaders do with rare arguments and empty epochs, ours do as well."""
+"""The PyG loaders behave as PyG's with rare arguments and empty epochs."""
 
 import copy
 import importlib.util
@@ -61,7 +61,7 @@ def test_an_epoch_without_minibatches_is_no_error(data, Loader, items, shuffle):
     assert list(other) == []
 
 
-def test_data_without_edges_has_seeds_alone():
+def test_minibatches_of_data_without_edges_have_only_the_seeds():
     for data in (Data(x=torch.rand(5, 2)), Data(num_nodes=5)):
         (batch,) = NeighborLoader(data, [3, 2], batch_size=5)
         assert batch.n_id.tolist() == list(range(5))
@@ -72,7 +72,7 @@ def test_data_without_edges_has_seeds_alone():
         assert torch.equal(batch.n_id[batch.edge_label_index], pairs)
 
 
-def test_without_hops_there_are_seeds_alone(data):
+def test_without_hops_minibatches_have_only_the_seeds(data):
     (batch,) = NeighborLoader(data, [], torch.tensor([7, 2]), batch_size=2)
     assert batch.n_id.tolist() == [7, 2]
     assert torch.equal(batch.x, data.x[[7, 2]])
@@ -80,7 +80,7 @@ def test_without_hops_there_are_seeds_alone(data):
     assert batch.edge_index.shape == (2, 0)
 
 
-def test_num_neighbors_of_pyg_are_a_list(data):
+def test_num_neighbors_may_be_pygs_class(data):
     plain, named = (
         next(iter(NeighborLoader(data, numbers, batch_size=9, seed=1)))
         for numbers in ([3, 2], NumNeighbors([3, 2]))
@@ -90,7 +90,7 @@ def test_num_neighbors_of_pyg_are_a_list(data):
         NeighborLoader(data, NumNeighbors({("a", "to", "b"): [3]}))
 
 
-def test_items_may_come_behind_the_type_none(data):
+def test_items_may_be_a_tuple_with_the_type_none(data):
     mask = NO_NODES.clone()
     mask[[4, 9]] = True
     assert seeds(NeighborLoader(data, [2], (None, mask))) == [4, 9]
@@ -149,13 +149,13 @@ def test_the_hint_for_typed_data_is_a_loader_that_supports_it():
     assert "torch_geometric.loader" in str(error.value)
 
 
-def test_negatives_of_no_edges(data):
+def test_negatives_without_edges_are_empty(data):
     none = torch.empty(2, 0, dtype=torch.int64)
     loader = LinkNeighborLoader(data, [2], none, neg_sampling=NegativeSampling("triplet", 2))
     assert list(loader) == []
 
 
-def test_layerwise_inference_takes_the_loader(data):
+def test_pygs_layerwise_inference_accepts_the_loader(data):
     model = pyg.nn.GraphSAGE(4, hidden_channels=8, num_layers=2, out_channels=3).eval()
     loader = NeighborLoader(data, [-1], batch_size=7)
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_layerwise_inference_takes_the_loader(data):
 
 
 @pytest.mark.parametrize("filter_per_worker", [None, True, False])
-def test_a_zip_loader_takes_the_loaders(data, filter_per_worker):
+def test_a_zip_loader_accepts_the_loaders(data, filter_per_worker):
     parts = [
         NeighborLoader(data, [2], input_nodes=torch.arange(12)),
         LinkNeighborLoader(data, [2], data.edge_index[:, 40:50]),
@@ -182,7 +182,7 @@ def test_a_zip_loader_takes_the_loaders(data, filter_per_worker):
     assert all(torch.equal(of_nodes.x, data.x[of_nodes.n_id]) for of_nodes, _ in found)
 
 
-def test_a_zip_loader_draws_anew_in_each_epoch(data):
+def test_a_zip_loader_samples_other_neighbours_in_each_epoch(data):
     def epochs():
         torch.manual_seed(4)
         loader = pyg.loader.ZipLoader([NeighborLoader(data, [2, 2])], batch_size=NODES)
@@ -193,7 +193,7 @@ def test_a_zip_loader_draws_anew_in_each_epoch(data):
     assert epochs() == [first, second]
 
 
-def test_the_two_halves_of_a_minibatch_make_a_whole(data):
+def test_collate_fn_and_filter_fn_give_a_whole_minibatch(data):
     loader = NeighborLoader(data, [2], input_nodes=torch.arange(9, 20))
     batch = loader.filter_fn(loader.collate_fn([3, 1]))
     assert batch.n_id[:2].tolist() == [12, 10]
@@ -201,7 +201,7 @@ def test_the_two_halves_of_a_minibatch_make_a_whole(data):
     assert torch.equal(batch.x, data.x[batch.n_id])
 
 
-def test_attributes_are_those_of_pygs_loaders(data):
+def test_loaders_have_the_attributes_of_pygs_loaders(data):
     kwargs = {"batch_size": 5, "num_workers": 2, "pin_memory": True, "drop_last": True}
     mask = NO_NODES.clone()
     mask[[3, 8]] = True
@@ -236,7 +236,7 @@ def rename(batch):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
-def test_a_copy_goes_on_where_the_loader_stands(data, Loader, copied):
+def test_a_copy_continues_at_the_position_of_the_loader(data, Loader, copied):
     loader = Loader(data, [3, 2], batch_size=8, shuffle=True)
     iterator = iter(loader)
     next(iterator)
@@ -261,7 +261,7 @@ class Halved(NeighborLoader):
         super().__init__(data, [2], torch.arange(int(NODES * share)), batch_size=4)
 
 
-def test_a_copy_of_a_subclass_is_of_the_subclass(data):
+def test_a_copy_of_a_subclass_has_the_same_class(data):
     other = copy.deepcopy(Halved(data, share=0.5))
     assert type(other) is Halved
     assert len(other.dataset) == NODES // 2

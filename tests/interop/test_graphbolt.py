@@ -1,4 +1,4 @@
-"""Tables as features of GraphBolt, where it works, and elsewhere of what stands for it."""
+"""Tables as GraphBolt features, where GraphBolt works, and elsewhere with a stand-in."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def there(monkeypatch):
     graphbolt._feature_class.cache_clear()
 
 
-def test_reads_rows(there):
+def test_a_feature_reads_rows(there):
     rows = torch.randn(9, 4)
     feature = graphbolt.feature(FeatureTable(rows))
     assert isinstance(feature, there.Feature)
@@ -47,14 +47,14 @@ def test_reads_rows(there):
         feature.update(rows)
 
 
-def test_codes_are_read_as_numbers(there):
+def test_quantized_rows_are_dequantized(there):
     table = FeatureTable.quantized(torch.randn(9, 4))
     ids = torch.tensor([8, 1])
     assert torch.equal(graphbolt.feature(table).read(ids), table.gather(ids))
 
 
 @needs_dgl
-def test_where_graphbolt_does_not_work():
+def test_a_graphbolt_that_does_not_work_is_reported():
     if graphbolt_works():
         pytest.skip("GraphBolt works beside this torch")
     import_dgl()
@@ -63,7 +63,7 @@ def test_where_graphbolt_does_not_work():
 
 
 @needs_dgl
-def test_graphbolt_fetches_from_it():
+def test_graphbolt_fetches_from_the_feature():
     if not graphbolt_works():
         pytest.skip("GraphBolt does not work beside this torch")
     gb = import_dgl().graphbolt

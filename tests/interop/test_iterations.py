@@ -1,4 +1,4 @@
-"""Every iteration is an epoch of its own; seeds come from torch; attributes may lie on a GPU."""
+"""Each iteration is an epoch of its own; seeds come from torch; attributes may be on a GPU."""
 
 import importlib.util
 import threading
@@ -43,7 +43,7 @@ def epochs_of(loader, count):
     return [[drawn(batch) for batch in loader] for _ in range(count)]
 
 
-def test_loaders_are_those_of_torch_and_pyg():
+def test_loaders_are_instances_of_torchs_and_pygs_classes():
     node, link = make(), LinkNeighborLoader(make_data(), [2])
     for loader in (node, link):
         assert isinstance(loader, torch.utils.data.DataLoader)
@@ -53,7 +53,7 @@ def test_loaders_are_those_of_torch_and_pyg():
     assert issubclass(dgl.DataLoader, torch.utils.data.DataLoader)
 
 
-def test_interleaved_iterators_are_epochs_of_their_own():
+def test_interleaved_iterators_have_different_epochs():
     first, second, third = epochs_of(make(seed=1), 3)
     loader = make(seed=1)
     pairs = [(drawn(a), drawn(b)) for a, b in zip(loader, loader, strict=True)]
@@ -81,7 +81,7 @@ def test_interleaved_iterators_are_resumed(taken):
     assert epochs_of(resumed, 1) == [third]
 
 
-def test_an_iteration_left_early_is_resumed_but_not_continued():
+def test_an_iteration_that_is_stopped_early_is_resumed_from_a_state_only():
     first, second, third = epochs_of(make(seed=1), 3)
     loader = make(seed=1)
     going_on = iter(loader)
@@ -109,7 +109,7 @@ def test_each_minibatch_goes_to_one_of_the_threads_that_share_an_iterator():
             assert sorted(taken) == sorted(expected)
 
 
-def test_the_seed_comes_from_torch_unless_it_is_given():
+def test_the_default_seed_is_drawn_from_torchs_generator():
     def epoch(torch_seed, **kwargs):
         torch.manual_seed(torch_seed)
         return epochs_of(make(**kwargs), 1)
@@ -126,7 +126,7 @@ def test_the_seed_comes_from_torch_unless_it_is_given():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_state_has_the_seed():
+def test_the_seed_is_part_of_the_state():
     torch.manual_seed(1)
     loader = make()
     first, second = epochs_of(loader, 2)
@@ -141,7 +141,7 @@ def test_a_state_has_the_seed():
         make(seed=8).load_state_dict(loader.state_dict())
 
 
-def test_ranks_without_a_seed_have_one_order():
+def test_ranks_without_a_seed_have_the_same_order():
     taken, alone = [], []
     for rank in range(2):
         torch.manual_seed(rank)
@@ -153,7 +153,7 @@ def test_ranks_without_a_seed_have_one_order():
     assert alone[0] != alone[1]
 
 
-def test_a_sampler_orders_the_items():
+def test_a_given_sampler_orders_the_items():
     loader = make(shuffle=False, sampler=[3, 1, 2, 7, 7, 9], batch_size=4)
     assert [batch.input_id.tolist() for batch in loader] == [[3, 1, 2, 7], [7, 9]]
     groups = [[5, 6], [1], [2, 3, 4]]
@@ -167,7 +167,7 @@ def test_a_sampler_orders_the_items():
     assert [batch.input_id.tolist() for batch in resumed] == groups[1:]
 
 
-def test_torchs_loader_makes_minibatches_of_ours():
+def test_torchs_dataloader_can_use_collate_fn_of_our_loader():
     # as Accelerate does, which replaces the loader but keeps what it is made of
     ours = make(seed=1)
     torchs = torch.utils.data.DataLoader(
@@ -215,7 +215,7 @@ class Copies(torch.overrides.TorchFunctionMode):
 
 
 @pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
-def test_attributes_on_a_gpu_stay_there(Loader):
+def test_attributes_on_a_gpu_are_gathered_there(Loader):
     data, plain = make_data(), make_data()
     names = ("x", "y", "edge_attr", "two_index")
     for name in (*names, "edge_index"):

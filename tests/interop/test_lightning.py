@@ -1,4 +1,4 @@
-"""Lightning trains from our loaders, and goes on where it stopped."""
+"""Lightning trains from our loaders, and resumes within an epoch."""
 
 import importlib.util
 import warnings
@@ -74,7 +74,7 @@ def fit(data, folder, checkpoint=None, **kwargs):
     return model
 
 
-def test_every_epoch_takes_all_nodes_in_another_order(data, tmp_path):
+def test_every_epoch_has_all_nodes_in_another_order(data, tmp_path):
     model = fit(data, tmp_path, max_epochs=3)
     epochs = [[seeds for at, seeds, _ in model.seen if at == epoch] for epoch in range(3)]
     train = sorted(data.split["train"].tolist())
@@ -94,7 +94,7 @@ def test_every_epoch_takes_all_nodes_in_another_order(data, tmp_path):
     [({"max_epochs": 1}, {"every_n_epochs": 1}), ({"max_steps": 9}, {"every_n_train_steps": 9})],
     ids=["after an epoch", "within an epoch"],
 )
-def test_resume_is_bit_for_bit(data, tmp_path, stop, every):
+def test_a_resumed_run_gets_the_same_batches(data, tmp_path, stop, every):
     whole = fit(data, tmp_path, max_epochs=3)
     keep = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path / "kept", save_top_k=-1, **every)
     part = fit(data, tmp_path, callbacks=[keep], enable_checkpointing=True, **stop)
@@ -105,7 +105,7 @@ def test_resume_is_bit_for_bit(data, tmp_path, stop, every):
         assert torch.equal(mine, other)
 
 
-def test_parts_of_epochs_differ(data, tmp_path):
+def test_partial_epochs_differ(data, tmp_path):
     model = fit(data, tmp_path, max_epochs=3, limit_train_batches=2)
     seeds = [seeds for _, seeds, _ in model.seen]
     assert len(seeds) == 6
@@ -114,7 +114,7 @@ def test_parts_of_epochs_differ(data, tmp_path):
     assert seeds == first[:2] + first[7:9] + first[14:16]
 
 
-def test_test_and_predict(data, tmp_path):
+def test_test_and_prediction_batches_are_in_order(data, tmp_path):
     model, module = Model(), DataModule(data, [3, 3], batch_size=32, eval_fanouts=[-1, -1])
     told = trainer(tmp_path).test(model, datamodule=module, verbose=False)
     assert told[0]["loss"] > 0
@@ -129,7 +129,7 @@ def test_test_and_predict(data, tmp_path):
     assert torch.equal(labels, torch.cat([labels for _, labels in parts])[chosen])
 
 
-def test_without_a_trainer(data):
+def test_batches_are_on_the_host_without_a_trainer(data):
     module = DataModule(data, [3, 3], batch_size=32, threads=1)
     assert module.state_dict() == {}
     module.setup("fit")
@@ -148,7 +148,7 @@ def test_without_a_trainer(data):
     assert module.train_dataloader() is not feed
 
 
-def test_workers_take_their_shares(data):
+def test_ranks_share_the_nodes(data):
     module = DataModule(data, [3, 3], batch_size=8)
 
     class Strategy:
@@ -166,7 +166,7 @@ def test_workers_take_their_shares(data):
     assert sorted(taken) == sorted(data.split["train"].tolist())
 
 
-def test_other_batches_are_moved_as_ever(data):
+def test_other_batches_are_moved_by_lightning(data):
     module = DataModule(data, [3, 3], batch_size=8)
     batch = next(iter(module.train_dataloader()))
     device = torch.device("cpu")
@@ -174,19 +174,19 @@ def test_other_batches_are_moved_as_ever(data):
     assert module.transfer_batch_to_device([torch.ones(2)], device, 0)[0].tolist() == [1, 1]
 
 
-def test_a_dataset_without_features(tmp_path):
+def test_a_dataset_without_features_is_rejected(tmp_path):
     data = gcnzc.load(tiny().but(features=None).write(tmp_path / "bare"))
     with pytest.raises(ValueError, match="has no features"):
         DataModule(data, [3, 3])
 
 
-def test_without_lightning(monkeypatch):
+def test_a_missing_lightning_is_reported(monkeypatch):
     monkeypatch.setattr(door, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"Lightning is not installed\n\nhint: pip install"):
         import_lightning()
 
 
-def test_the_one_that_is_in_use_is_taken():
+def test_the_lightning_package_in_use_is_imported():
     assert import_lightning() is lightning
     with warnings.catch_warnings():
         warnings.simplefilter("error")

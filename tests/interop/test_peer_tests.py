@@ -1,4 +1,4 @@
-"""The libraries' own tests with our loaders in place of theirs, and the plugin that swaps them.
+"""PyG's and DGL's own tests pass with our loaders, and the plugin that swaps the loaders works.
 
 The libraries' tests are not in this repository. GCNZC_PYG_CHECKOUT and GCNZC_DGL_CHECKOUT name
 checkouts of their repositories, of the tags that bench/robustness/peer_tests.py names.
@@ -73,7 +73,7 @@ def test_passes_in_another_process():
 
 
 @pytest.mark.skipif(not PYG, reason="PyG is not installed")
-def test_the_plugin_tells_outcomes_apart(tmp_path):
+def test_the_plugin_distinguishes_outcomes(tmp_path):
     found = run(tmp_path, "pyg", OF_PYG)
     assert {name: outcome["outcome"] for name, outcome in found.items()} == {
         "test_passes": "passed",
@@ -101,7 +101,7 @@ def run(folder, peer, text):
 
 @pytest.mark.parametrize("peer", ["pyg", "dgl"])
 @pytest.mark.slow
-def test_no_test_of_a_library_fails(peer):
+def test_no_test_of_the_libraries_fails(peer):
     variable = f"GCNZC_{peer.upper()}_CHECKOUT"
     if variable not in os.environ:
         pytest.skip(f"{variable} names no checkout")

@@ -1,4 +1,4 @@
-"""A pool's memory comes back when its last reader dies, not before and not later."""
+"""A pool's memory is reused exactly when its last reader is gone."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for the GPUs we name, on a machine that has none.
+"""Every Triton kernel compiles for named GPUs on a machine without a GPU.
 
 The interpreter accepts programs that the compiler does not, and Triton chooses between them when
 it is imported; so this runs in a process of its own.

@@ -1,4 +1,4 @@
-"""Philox gives the published words, and Triton's."""
+"""Philox returns the published random words, and those of Triton."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def _randint4x(out, seed, num: tl.constexpr):
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), PUBLISHED)
-def test_published_words(counter, key, words):
+def test_random_words_equal_the_published_ones(counter, key, words):
     assert tuple(int(word) for word in philox4x32_reference(*counter, *key)) == words
     assert _one(*counter, *key) == words
 
@@ -89,6 +89,6 @@ def test_key_is_the_halves_of_the_seed(seed):
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
-def test_seed_of_more_than_64_bits(seed):
+def test_a_seed_of_more_than_64_bits_is_rejected(seed):
     with pytest.raises(ValueError, match="64 bits"):
         split_key(seed)

@@ -1,4 +1,4 @@
-"""Kernels that run in each training step are compiled in the first one only.
+"""Kernels of a training step are compiled in the first step only.
 
 A process of its own launches them with a driver that takes no kernel to a device, and counts how
 often Triton asks its compiler. Triton chooses between compiler and interpreter when it is imported.

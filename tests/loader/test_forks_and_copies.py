@@ -175,7 +175,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_a_copy_of_a_loader_goes_on_where_the_loader_is(graph, kind, copied):
+def test_a_copy_continues_at_the_position_of_the_loader(graph, kind, copied):
     loader = make(graph, **OPTIONS[kind](graph))
     list(loader)
     batches = iter(loader)

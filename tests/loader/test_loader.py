@@ -1,4 +1,4 @@
-"""The loader: every seed once, the same batches whatever the threads, and nothing left behind."""
+"""The loader yields every seed once, the same batches for any number of threads."""
 
 import gc
 import json
@@ -112,7 +112,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_batches_equal_what_the_parts_give(make, graph, table, labels, threads):
+def test_batches_equal_those_of_sampler_and_gather(make, graph, table, labels, threads):
     loader = make(threads=threads, seed=5)
     sampler = Sampler(graph, [3, 2], seed=5)
     for epoch in range(2):
@@ -136,19 +136,19 @@ def test_batches_may_be_kept(make):
             assert same(batch, kept.pop(0))
 
 
-def test_labels_of_many_tasks_and_none(make):
+def test_labels_may_have_many_tasks_or_be_omitted(make):
     several = torch.rand(NUM_NODES, 4)
     batch = next(iter(make(labels=several)))
     assert torch.equal(batch.y, several[batch.seeds])
     assert next(iter(make(labels=None))).y is None
 
 
-def test_no_table(make):
+def test_a_loader_without_a_table_yields_no_features(make):
     assert next(iter(make(table=None))).x is None
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_sparse_table(make, table):
+def test_a_sparse_table_is_supported(make, table):
     sparse = FeatureTable(table.rows.clamp(min=1).sub(1).to_sparse_csr())
     batch = next(iter(make(table=sparse)))
     assert torch.equal(batch.x, table.rows.clamp(min=1).sub(1)[batch.nodes])
@@ -162,7 +162,7 @@ def test_dtype_of_the_table_is_kept(make, table, dtype):
     assert torch.equal(batch.x, rows[batch.nodes])
 
 
-def test_table_of_codes(make, table):
+def test_a_quantized_table_is_supported(make, table):
     """Batches have what the codes stand for, and memory that is used again is of that dtype."""
     for per in (None, 2):
         codes = FeatureTable.quantized(table.rows, torch.float8_e4m3fn, scale_columns=per)
@@ -195,12 +195,12 @@ def test_order_does_not_touch_the_global_generators(make):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_shuffle_off_keeps_the_order(make):
+def test_without_shuffling_the_order_is_kept(make):
     loader = make(shuffle=False)
     assert torch.equal(torch.cat([batch.seeds for batch in loader]), loader.seeds)
 
 
-def test_epochs_differ_and_count_themselves(make):
+def test_each_iteration_is_another_epoch(make):
     loader = make()
     assert loader.epoch == 0
     first = torch.cat([batch.seeds for batch in loader])
@@ -212,7 +212,7 @@ def test_epochs_differ_and_count_themselves(make):
     assert torch.equal(torch.cat([batch.seeds for batch in loader]), first)
 
 
-def test_drop_last(make):
+def test_drop_last_omits_the_last_batch(make):
     loader = make(drop_last=True)
     assert [len(batch.seeds) for batch in loader] == [64] * 15 == [64] * len(loader)
 
@@ -220,7 +220,7 @@ def test_drop_last(make):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("batch_size", [2, 5, 64])
 @pytest.mark.parametrize("num_seeds", [8, 9, 17, 63, 64, 65, 128, 129, 1000])
-def test_every_seed_once_in_as_many_steps_everywhere(num_seeds, batch_size, world_size):
+def test_ranks_cover_every_seed_once_in_the_same_number_of_steps(num_seeds, batch_size, world_size):
     workers = [Shares(num_seeds, batch_size, r, world_size) for r in range(world_size)]
     steps = -(-num_seeds // (batch_size * world_size))
     taken = []
@@ -242,7 +242,7 @@ def test_every_seed_once_in_as_many_steps_everywhere(num_seeds, batch_size, worl
         assert all(len(range(num_seeds)[dropping.at(k)]) == batch_size for k in range(full))
 
 
-def test_workers_together_take_the_batches_of_one(make):
+def test_ranks_together_have_the_batches_of_one(make):
     alone = [batch.seeds for batch in make(batch_size=60)]
     ranks = [make(batch_size=20, rank=rank, world_size=3) for rank in range(3)]
     together = [torch.cat([b.seeds for b in step]) for step in zip(*ranks, strict=True)]
@@ -253,7 +253,7 @@ def test_workers_together_take_the_batches_of_one(make):
 
 
 @pytest.mark.parametrize("stop", [0, 1, 7, 15, 16])
-def test_resumes_bit_for_bit(make, stop):
+def test_a_resumed_loader_yields_the_same_batches(make, stop):
     whole = make(seed=3)
     list(whole)
     expected = [*whole, *whole]
@@ -277,7 +277,7 @@ def test_resumes_bit_for_bit(make, stop):
     assert all(same(a, b) for a, b in zip(expected[stop:], rest, strict=True))
 
 
-def test_state_while_holding_a_batch_is_after_it(make):
+def test_the_state_counts_the_batch_that_was_yielded_last(make):
     loader = make()
     for step, _ in enumerate(loader):
         assert loader.state_dict()["position"] == step + 1
@@ -286,7 +286,7 @@ def test_state_while_holding_a_batch_is_after_it(make):
     assert loader.state_dict()["epoch"] == 1
 
 
-def test_state_survives_a_checkpoint(make, tmp_path):
+def test_the_state_can_be_saved_in_a_checkpoint(make, tmp_path):
     loader = make()
     batches = iter(loader)
     next(batches)
@@ -297,7 +297,7 @@ def test_state_survives_a_checkpoint(make, tmp_path):
     batches.close()
 
 
-def test_an_epoch_left_early_begins_again(make):
+def test_an_epoch_that_is_stopped_early_is_repeated(make):
     loader = make()
     first = [batch for batch, _ in zip(loader, range(3), strict=False)]
     again = [batch for batch, _ in zip(loader, range(3), strict=False)]
@@ -307,7 +307,7 @@ def test_an_epoch_left_early_begins_again(make):
 
 @pytest.mark.parametrize("stop", [0, 3, 9, 16])
 @pytest.mark.parametrize("workers", [(1, 3), (3, 1), (2, 5), (4, 300), (300, 4)])
-def test_other_workers_take_the_seeds_that_are_left(workers, stop, make):
+def test_another_number_of_ranks_takes_the_remaining_seeds(workers, stop, make):
     before, after = workers
     old = [Shares(1000, 20, rank, before) for rank in range(before)]
     stop = min(stop, len(old[0]))
@@ -333,7 +333,7 @@ def test_other_workers_take_the_seeds_that_are_left(workers, stop, make):
     assert other.shares == old[0]
 
 
-def test_the_rest_of_an_epoch_is_that_of_its_order(make):
+def test_the_remaining_seeds_keep_their_order(make):
     alone = make(batch_size=60)
     first = [next(batches).seeds for batches in [iter(alone)] for _ in range(4)]
     state = alone.state_dict()
@@ -348,7 +348,7 @@ def test_the_rest_of_an_epoch_is_that_of_its_order(make):
     assert torch.equal(torch.cat([*first, *steps]), expected)
 
 
-def test_a_worker_without_a_seed_gets_an_empty_batch(make):
+def test_a_rank_without_a_seed_gets_an_empty_batch(make):
     state = make(batch_size=999).state_dict() | {"position": 1}
     sizes = []
     for rank in range(3):
@@ -372,12 +372,12 @@ def test_a_worker_without_a_seed_gets_an_empty_batch(make):
         ({"fanouts": [3, 3]}, r"fanouts \[3, 2\], not \[3, 3\]"),
     ],
 )
-def test_state_of_another_loader(make, other, name):
+def test_the_state_of_another_loader_is_rejected(make, other, name):
     with pytest.raises(ValueError, match=rf"(?s){name}.*\n\nhint: "):
         make(**other).load_state_dict(make().state_dict())
 
 
-def test_no_state_of_a_loader(make):
+def test_objects_that_are_no_state_are_rejected(make):
     loader = make()
     with pytest.raises(ValueError, match=r"lacks batch_size(?s:.*)hint: "):
         loader.load_state_dict({"epoch": 1, "position": 0})
@@ -389,7 +389,7 @@ def test_no_state_of_a_loader(make):
         loader.load_state_dict(loader.state_dict() | {"epoch": -1})
 
 
-def test_a_state_of_another_link_sampler(make, graph):
+def test_the_state_of_another_link_sampler_is_rejected(make, graph):
     edges = torch.stack(graph.edges())[:, :500].long()
 
     def links(**options):
@@ -409,7 +409,7 @@ def test_a_state_of_another_link_sampler(make, graph):
             links(**{name: value}).load_state_dict(state)
 
 
-def test_a_state_of_an_older_version_without_settings(make):
+def test_states_of_older_versions_without_settings_are_loaded(make):
     state = make().state_dict()
     del state["fanouts"], state["sampler_seed"]
     make().load_state_dict(state)
@@ -422,7 +422,7 @@ def test_seeds_may_be_an_array_or_a_list(make, kind):
         assert same(mine, theirs)
 
 
-def test_arguments_of_numpy_are_those_of_python(make):
+def test_numpy_numbers_are_accepted_as_arguments(make):
     loader = make(batch_size=np.int64(64), seed=np.int32(0), shuffle=np.bool_(True))
     assert json.loads(json.dumps(loader.state_dict())) == make().state_dict()
 
@@ -461,7 +461,7 @@ def test_closing_leaves_no_threads_and_no_batches(make):
     assert loader.state_dict()["position"] == 1
 
 
-def test_dropping_in_a_cycle_leaves_no_threads(make):
+def test_an_iterator_in_a_reference_cycle_leaves_no_threads(make):
     batches = iter(make())
     ring = [batches]
     ring.append(ring)
@@ -483,7 +483,7 @@ def test_an_error_of_the_consumer_leaves_no_threads(make):
     assert loader_threads() == []
 
 
-def test_an_error_of_a_worker_comes_to_the_consumer_in_turn(make, graph):
+def test_an_error_of_a_thread_is_raised_in_the_order_of_batches(make, graph):
     sampler = Slow(graph, fail_at=4)
     loader = make(sampler=sampler, threads=1)
     done = []
@@ -549,19 +549,19 @@ def test_memory_in_flight_is_bounded(make, graph):
     assert sampler.calls == 16
 
 
-def test_memory_is_used_again(make):
+def test_memory_is_reused(make):
     loader = make(batch_size=500, fanouts=[15, 10], table=FeatureTable(torch.zeros(NUM_NODES, 100)))
     addresses = {batch.x.data_ptr() for _ in range(10) for batch in loader}
     assert len(addresses) <= 1 + loader.ahead + 2
 
 
-def test_batches_are_made_side_by_side(make, graph):
+def test_batches_are_prepared_in_parallel(make, graph):
     sampler = Slow(graph, seconds=0.02)
     list(make(sampler=sampler, threads=3, ahead=6))
     assert sampler.most == 3
 
 
-def test_a_sampler_that_is_not_thread_safe_works_alone(make, graph):
+def test_a_sampler_that_is_not_thread_safe_is_used_by_one_thread(make, graph):
     sampler = Slow(graph, seconds=0.002)
     sampler.thread_safe = False
     loader = make(sampler=sampler, threads=4)
@@ -571,7 +571,7 @@ def test_a_sampler_that_is_not_thread_safe_works_alone(make, graph):
     assert sampler.most == 1
 
 
-def test_default_threads(make, monkeypatch):
+def test_the_default_number_of_threads_depends_on_the_cores(make, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for cores, threads in [(1, 1), (2, 2), (64, 4), (None, 1)]:
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
@@ -579,7 +579,7 @@ def test_default_threads(make, monkeypatch):
         assert (loader.threads, loader.ahead) == (threads, threads + 1)
 
 
-def test_workers_of_one_machine_share_its_cores(make, monkeypatch):
+def test_ranks_on_one_machine_share_its_cores(make, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 6)
     assert [make(threads=None, world_size=workers).threads for workers in (2, 3, 8)] == [3, 2, 1]
@@ -589,7 +589,7 @@ def test_workers_of_one_machine_share_its_cores(make, monkeypatch):
     assert make(threads=None, world_size=1).threads == 3
 
 
-def test_threads_make_way_for_the_model(make, graph):
+def test_worker_threads_use_one_torch_thread_each(make, graph):
     counted = []
 
     class Counting(Sampler):
@@ -605,7 +605,7 @@ def test_threads_make_way_for_the_model(make, graph):
     assert set(counted) == {1}
 
 
-def test_works_ahead_of_the_model(make, graph):
+def test_batches_are_prefetched(make, graph):
     # two threads of 20 ms a batch, and a model of 20 ms: one after the other would take 16 * 30 ms
     loader = make(sampler=Slow(graph, seconds=0.02), threads=2)
     begin = time.perf_counter()
@@ -651,7 +651,7 @@ print("left", left)
 @pytest.mark.parametrize(
     ("wait", "model"), [("0.3", "pass"), ("0", "time.sleep(0.1)")], ids=["waiting", "computing"]
 )
-def test_ctrl_c(wait, model):
+def test_ctrl_c_ends_a_loop(wait, model):
     program = INTERRUPTED.replace("WAIT", wait).replace("END", model)
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
@@ -661,7 +661,7 @@ def test_ctrl_c(wait, model):
     assert run.stderr == ""
 
 
-def test_the_process_ends_with_batches_in_flight():
+def test_a_process_can_end_with_prefetched_batches():
     # of an iterator that a module keeps
     program = INTERRUPTED.replace("WAIT", "0.05")
     program = (
@@ -701,25 +701,25 @@ def test_the_process_ends_with_batches_in_flight():
         ({"device": "meta"}, "device meta"),
     ],
 )
-def test_makes_no_sense(make, options, words):
+def test_invalid_arguments_are_rejected(make, options, words):
     with pytest.raises(ValueError, match=rf"(?s){words}.*\n\nhint: "):
         make(**options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_a_mask_in_place_of_seeds_gets_the_remedy(make, dtype):
+def test_a_mask_as_seeds_is_rejected_with_a_remedy(make, dtype):
     with pytest.raises(ValueError, match=r"hint: .*mask.*\.nonzero\(\)|hint: .*nonzero.* mask"):
         make(seeds=torch.ones(NUM_NODES, dtype=dtype))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
-def test_no_cuda(make):
+def test_a_missing_gpu_is_reported(make):
     with pytest.raises(ValueError, match=r"(?s)torch sees no CUDA device\n\nhint: "):
         make(device="cuda")
 
 
 @pytest.mark.parametrize("epoch", [-1, 2**32])
-def test_epoch_out_of_range(make, epoch):
+def test_an_epoch_out_of_range_is_rejected(make, epoch):
     with pytest.raises(ValueError, match=f"epoch is {epoch}"):
         make().set_epoch(epoch)
 
@@ -756,7 +756,7 @@ def test_batches_through_streams_equal_those_of_the_cpu(make, schedule, share, t
     assert all(torch.equal(found, right) for batch in seen for found, right in batch)
 
 
-def test_memory_of_an_epoch_left_early_is_not_mixed_up(make):
+def test_memory_of_an_epoch_that_is_stopped_early_is_not_overwritten(make):
     device = Device("not model")
     loader = through(make(threads=2), device, 0.5)
     found = []
@@ -775,7 +775,7 @@ def test_memory_of_an_epoch_left_early_is_not_mixed_up(make):
         assert torch.equal(x, loader.table.rows[nodes])
 
 
-def test_degrees_come_with_the_blocks(make, graph):
+def test_blocks_have_their_degrees(make, graph):
     for batch in make(in_degrees=True):
         for block in batch.blocks:
             assert torch.equal(block.degrees, graph.in_degrees()[block.nodes])
@@ -783,7 +783,7 @@ def test_degrees_come_with_the_blocks(make, graph):
             assert block.to("cpu").in_degrees is not None
 
 
-def test_a_sampler_that_counts_other_items_and_labels_by_itself(make, graph):
+def test_a_sampler_may_have_other_items_and_its_own_labels(make, graph):
     class Items:
         num_items = 2 * NUM_NODES
         inner = Sampler(graph, [2, 2])
@@ -801,13 +801,13 @@ def test_a_sampler_that_counts_other_items_and_labels_by_itself(make, graph):
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
-def test_no_share(make, share):
+def test_invalid_copied_shares_are_rejected(make, share):
     with pytest.raises(ValueError, match="copied_share"):
         make(copied_share=share)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_a_gpu_that_cannot_read_the_host_is_sent_what_the_cpu_gathered(table, monkeypatch):
+def test_for_a_gpu_that_cannot_read_host_memory_the_cpu_gathers(table, monkeypatch):
     gpu = torch.device("cuda", 0)
     # a table that a GPU would refuse, and a device that says it cannot read it
     assert not table.rows.is_pinned()
@@ -848,7 +848,7 @@ def test_gpu_batches_equal_those_of_the_cpu(make, table, device, where, share, p
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_gpu_memory_is_not_used_again_before_the_model_is_done(
+def test_gpu_memory_is_not_reused_before_the_model_has_finished(
     make, table, device, share, monkeypatch
 ):
     lend = _BatchMemory.empty
@@ -878,7 +878,7 @@ def test_gpu_memory_is_not_used_again_before_the_model_is_done(
 
 
 @pytest.mark.gpu
-def test_gpu_stages_lie_between_the_calls(make, table, device):
+def test_gpu_stages_have_spans_between_the_calls(make, table, device):
     with pinned(table.rows) as rows:
         loader = make(device=device, table=rows, copied_share=0.3)
         began_s = time.perf_counter()
@@ -893,6 +893,6 @@ def test_gpu_stages_lie_between_the_calls(make, table, device):
 
 
 @pytest.mark.gpu
-def test_table_on_the_host_that_is_not_page_locked(make, device):
+def test_a_table_that_is_not_page_locked_is_rejected_for_a_gpu(make, device):
     with pytest.raises(ValueError, match=r"gcnzc\.pinned"):
         make(device=device)

@@ -1,4 +1,4 @@
-"""Batches on a device are complete in any order of execution; without any one wait they are not."""
+"""Batches on a device are complete in any order of execution, and every event is necessary."""
 
 import gc
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Models against dense computations of their formulas."""
+"""Models equal dense computations of their formulas."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What one layer promises, whatever the model."""
+"""Properties of single layers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Scores of pairs are those of their ends' outputs, however many are asked for at once."""
+"""Scores of pairs are computed from the outputs of both ends, in chunks of any size."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The metrics are those of OGB's evaluators."""
+"""The metrics equal those of OGB's evaluators."""
 
 import sys
 import types
@@ -71,7 +71,7 @@ def test_unknown_labels_are_ignored():
     assert (logits.grad[known] != 0).all()
 
 
-def test_loss_of_classes():
+def test_the_loss_is_the_cross_entropy_of_classes():
     logits, labels = torch.randn(5, 4), torch.tensor([0, 3, 1, 1, 2])
     expected = -logits.log_softmax(1)[torch.arange(5), labels].mean()
     torch.testing.assert_close(compute_loss(logits, labels), expected)
@@ -140,7 +140,7 @@ def test_scores_that_are_not_finite_have_no_rank(metric):
 
 
 @pytest.mark.parametrize(("metric", "rows"), [("f1", 2), ("mrr", 1)])
-def test_metrics_that_do_not_fit(metric, rows):
+def test_metrics_that_do_not_match_the_labels_are_rejected(metric, rows):
     negatives = torch.randn((3, 4)[:rows])
     with pytest.raises(ValueError, match=f"the metric {metric}"):
         score_pairs(torch.randn(3), negatives, metric)

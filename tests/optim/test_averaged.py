@@ -192,7 +192,7 @@ def test_models_that_differ_are_an_error_and_do_not_hang():
 
 
 @pytest.mark.parametrize("texts", [["", "a", "", "Grüße"], ["only one"]])
-def test_everybodys_words(texts):
+def test_texts_of_all_ranks_are_gathered_and_broadcast(texts):
     found = lockstep([all_gather_text(text) for text in texts]).results
     assert all(each == texts for each in found)
     assert lockstep([broadcast_bytes(texts[0].encode(), 0)]).results == [texts[0].encode()]

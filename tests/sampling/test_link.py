@@ -1,4 +1,4 @@
-"""A batch of pairs is the edges asked for, negatives, and a neighbourhood that hides them."""
+"""A batch of pairs has edges, negatives, and a neighbourhood without the excluded edges."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -94,7 +94,7 @@ def test_strict_negatives_are_no_edges_and_loose_ones_may_be(kind, graph, edges)
             assert all(source != target for source, target in drawn)
 
 
-def test_known_edges_are_what_negatives_are_not(graph, edges):
+def test_negatives_are_no_known_edges(graph, edges):
     few = Graph.from_edges(*edges[:, ::2], 300)
     sampler = LinkSampler(few, edges[:, ::2], [1], num_negatives=50, known=graph)
     batch = sampler.sample(torch.arange(500), 0)
@@ -138,7 +138,7 @@ def test_excluded_edges_are_in_no_block(fanouts, stored, graph, edges):
         assert seen["none"] - target - reverse <= seen["reverse"]
 
 
-def test_without_exclusion_neighbours_are_a_sampler_s(graph, edges):
+def test_without_exclusion_neighbours_equal_those_of_the_sampler(graph, edges):
     batch = LinkSampler(graph, edges, [4, 3], exclude="none", seed=9).sample(torch.arange(40), 2)
     plain = Sampler(graph, [4, 3], seed=9).sample(batch.seeds, 2)
     assert torch.equal(batch.nodes, plain.nodes)
@@ -152,7 +152,7 @@ def test_a_node_that_loses_all_its_edges_has_none():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
-def test_same_batches_from_any_thread_in_any_order(threads, graph, edges):
+def test_batches_do_not_depend_on_threads_or_order(threads, graph, edges):
     order = torch.randperm(edges.shape[1])
     asked = [(order[i : i + 200], epoch) for epoch in range(2) for i in range(0, len(order), 200)]
     expected = [LinkSampler(graph, edges, [5, 5]).sample(*one) for one in asked]
@@ -175,7 +175,7 @@ def test_negatives_of_an_edge_do_not_depend_on_its_batch(kind, graph, edges):
         assert not torch.equal(ids(other)[:, 1:], alone)
 
 
-def test_a_loader_takes_numbers_of_edges(graph, edges):
+def test_a_loader_iterates_over_edge_indices(graph, edges):
     table = FeatureTable(torch.randn(300, 4))
     sampler = LinkSampler(graph, edges, [3, 3], num_negatives=2)
     items = torch.arange(sampler.num_items)
@@ -225,7 +225,7 @@ def test_a_loader_takes_numbers_of_edges(graph, edges):
         ),
     ],
 )
-def test_choices_that_mean_nothing(more, message, graph, edges):
+def test_invalid_options_are_rejected(more, message, graph, edges):
     with pytest.raises(ValueError, match=rf"{message}.*\n\nhint: "):
         LinkSampler(graph, edges, [2], **more)
 
@@ -240,24 +240,24 @@ def test_choices_that_mean_nothing(more, message, graph, edges):
         (torch.tensor([[-1], [3]]), "300 nodes"),
     ],
 )
-def test_edges_that_are_none(wrong, message, graph):
+def test_edges_that_are_not_in_the_graph_are_rejected(wrong, message, graph):
     with pytest.raises(ValueError, match=rf"{message}[\s\S]*hint: "):
         LinkSampler(graph, wrong, [2])
 
 
 @pytest.mark.parametrize("items", [torch.tensor([-1]), torch.tensor([10**6]), torch.zeros(2)])
-def test_numbers_that_are_no_edge_s(items, graph, edges):
+def test_edge_indices_out_of_range_are_rejected(items, graph, edges):
     with pytest.raises(ValueError, match="seeds"):
         LinkSampler(graph, edges, [2]).sample(items, 0)
 
 
-def test_no_edges_asked_for(graph, edges):
+def test_a_batch_may_have_no_edges(graph, edges):
     batch = LinkSampler(graph, edges, [2, 2]).sample(torch.empty(0, dtype=torch.int64), 0)
     assert batch.pairs.shape == (2, 0)
     assert len(batch.y) == len(batch.nodes) == 0
 
 
-def test_without_negatives(graph, edges):
+def test_a_batch_may_have_no_negatives(graph, edges):
     batch = LinkSampler(graph, edges, [2], num_negatives=0).sample(torch.arange(3), 0)
     assert batch.y.tolist() == [1, 1, 1]
     assert np.array_equal(ids(batch), edges[:, :3])

@@ -1,4 +1,4 @@
-"""A batch is the neighbourhood asked for, whoever draws it."""
+"""A batch is the sampled neighbourhood of its seeds, and does not depend on threads."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,7 +31,7 @@ def assert_equal(mine, theirs):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_batch_is_the_reference_from_the_outside_in(graph):
+def test_a_batch_equals_the_reference_with_the_input_layer_first(graph):
     seeds = torch.tensor([7, 0, 1999])
     batch = Sampler(graph, [4, 3, 2], seed=5).sample(seeds, epoch=6)
     drawn = sample_reference(graph.indptr, graph.indices, seeds, [2, 3, 4], 5, 6)
@@ -52,7 +52,7 @@ def test_batch_is_the_reference_from_the_outside_in(graph):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
-def test_same_batches_from_any_thread_in_any_order(graph, threads):
+def test_batches_do_not_depend_on_threads_or_order(graph, threads):
     order = torch.randperm(2000)
     asked = [(order[i : i + 100], epoch) for epoch in range(2) for i in range(0, 2000, 100)]
     expected = [Sampler(graph, [5, 10]).sample(*one) for one in asked]
@@ -64,7 +64,7 @@ def test_same_batches_from_any_thread_in_any_order(graph, threads):
             assert_equal(mine, theirs)
 
 
-def test_batches_outlive_the_next_ones(graph):
+def test_batches_stay_valid_after_later_ones(graph):
     sampler = Sampler(graph, [5, 10])
     first = sampler.sample(torch.arange(100), 0)
     copies = [part.clone() for part in numbers(first)]
@@ -81,7 +81,7 @@ def test_neighbours_of_a_node_do_not_depend_on_its_batch(graph):
     assert torch.equal(block.edge_ids[block.indptr[1] : block.indptr[2]], alone)
 
 
-def test_epochs_and_seeds_draw_others(graph):
+def test_epochs_and_seeds_sample_other_neighbours(graph):
     seeds = torch.arange(100)
     first = Sampler(graph, [3], edge_ids=True).sample(seeds, 0).blocks[0].edge_ids
     for seed, epoch in [(0, 1), (1, 0)]:
@@ -89,7 +89,7 @@ def test_epochs_and_seeds_draw_others(graph):
         assert not torch.equal(sampler.sample(seeds, epoch).blocks[0].edge_ids, first)
 
 
-def test_edge_ids_name_the_edges(graph):
+def test_edge_ids_are_positions_in_the_graph(graph):
     batch = Sampler(graph, [4, -1], edge_ids=True).sample(torch.arange(50), 0)
     for block in batch.blocks:
         sources = block.nodes[block.indices.long()]
@@ -102,13 +102,13 @@ def test_in_degrees_are_those_of_the_graph(graph):
     assert block.in_degrees is block.in_degrees
 
 
-def test_block_without_a_graph_has_no_degrees():
+def test_a_block_without_a_graph_has_no_degrees():
     block = Block(torch.tensor([0, 0]), torch.empty(0, dtype=torch.int32), 1, 1, torch.tensor([4]))
     with pytest.raises(RuntimeError, match="has no graph"):
         _ = block.in_degrees
 
 
-def test_blocks_move(graph, device):
+def test_blocks_can_be_moved_to_a_device(graph, device):
     block = Sampler(graph, [3], edge_ids=True).sample(torch.arange(20), 0).blocks[0]
     moved = block.to(device)
     assert {moved.indptr.device.type, moved.nodes.device.type, moved.device.type} == {device.type}
@@ -118,21 +118,21 @@ def test_blocks_move(graph, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_seeds_of_either_integer_type(graph, dtype):
+def test_seeds_may_be_int32_or_int64(graph, dtype):
     seeds = torch.tensor([3, 2, 2], dtype=dtype)
     batch = Sampler(graph, [2]).sample(seeds, 0)
     assert batch.nodes[:3].tolist() == batch.seeds.tolist() == [3, 2, 2]
     assert batch.seeds.dtype == torch.int64
 
 
-def test_no_seeds(graph):
+def test_a_batch_may_have_no_seeds(graph):
     batch = Sampler(graph, [2, 2]).sample(torch.empty(0, dtype=torch.int64), 0)
     assert batch.nodes.shape == batch.seeds.shape == (0,)
     assert [(block.num_dst, block.num_src) for block in batch.blocks] == [(0, 0)] * 2
 
 
 @pytest.mark.parametrize("seed", [-1, 2000])
-def test_seed_outside_the_graph(graph, seed):
+def test_a_seed_out_of_range_is_rejected(graph, seed):
     with pytest.raises(ValueError, match=r"2000 nodes\n\nhint: "):
         Sampler(graph, [2]).sample(torch.tensor([5, seed]), 0)
 
@@ -148,18 +148,18 @@ def test_a_batch_is_printed_by_its_shapes(graph):
 
 
 @pytest.mark.parametrize("seeds", [torch.zeros(2), torch.zeros(2, 2).long(), torch.tensor(1)])
-def test_seeds_that_are_no_vector_of_integers(graph, seeds):
+def test_seeds_that_are_no_integer_vector_are_rejected(graph, seeds):
     with pytest.raises(ValueError, match="vector of int32 or int64"):
         Sampler(graph, [2]).sample(seeds, 0)
 
 
 @pytest.mark.parametrize("fanouts", [[], [5, -2]])
-def test_fanouts_that_mean_nothing(graph, fanouts):
+def test_invalid_fanouts_are_rejected(graph, fanouts):
     with pytest.raises(ValueError, match="fanouts"):
         Sampler(graph, fanouts)
 
 
-def test_seed_of_more_than_64_bits(graph):
+def test_a_seed_of_more_than_64_bits_is_rejected(graph):
     with pytest.raises(ValueError, match="64 bits"):
         Sampler(graph, [2], seed=2**64)
 
@@ -176,7 +176,7 @@ class Huge(Graph):
         return torch.tensor([self.degree])
 
 
-def test_degree_beyond_the_words():
+def test_a_degree_beyond_32_bits_is_rejected():
     for degree in [MAX_DEGREE, MAX_DEGREE + 1]:
         graph = Huge(degree)
         if degree == MAX_DEGREE:

@@ -165,7 +165,7 @@ def driver(library, waits):
     return Driver(library)
 
 
-def test_torch_comes_first(library, monkeypatch):
+def test_torch_initializes_cuda_first(library, monkeypatch):
     def refuse():
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
 
@@ -174,20 +174,20 @@ def test_torch_comes_first(library, monkeypatch):
         Driver(library)
 
 
-def test_no_library(waits, monkeypatch):
+def test_a_missing_driver_library_is_reported(waits, monkeypatch):
     monkeypatch.setattr(cuda, "LIBRARY", "libno-such-driver.so.1")
     with pytest.raises(OSError, match="no-such-driver"):
         Driver()
 
 
-def test_lock_and_unlock(driver, library):
+def test_memory_is_locked_and_unlocked(driver, library):
     assert driver.lock(ADDRESS, BYTES) == cuda.OUT_OF_MEMORY
     assert driver.unlock(ADDRESS) == 713
     assert library.calls == [("lock", ADDRESS, BYTES, 0x01 | 0x02), ("unlock", ADDRESS)]
 
 
 @pytest.mark.parametrize(("attributes", "flag"), [({(113, 0): 1}, 8), ({(113, 0): 0}, 0), ({}, 0)])
-def test_read_only_is_told_to_a_driver_that_knows_it(driver, library, attributes, flag):
+def test_read_only_locks_are_used_if_the_driver_supports_them(driver, library, attributes, flag):
     library.attributes = attributes
     driver.lock(ADDRESS, BYTES, read_only=True)
     driver.lock(ADDRESS, BYTES)
@@ -198,13 +198,13 @@ def test_read_only_is_told_to_a_driver_that_knows_it(driver, library, attributes
     ("attributes", "can"),
     [({19: 1, 99: 1}, True), ({19: 1, 99: 0}, False), ({19: 0, 99: 1}, False), ({19: 1}, False)],
 )
-def test_what_a_gpu_says(driver, library, attributes, can):
+def test_attributes_of_a_gpu_are_read(driver, library, attributes, can):
     library.attributes = {(number, 2): value for number, value in attributes.items()}
     assert driver.can_map_host_memory(2) == can
     assert not driver.can_map_host_memory(1)
 
 
-def test_what_is_locked(driver, library):
+def test_locked_ranges_are_found(driver, library):
     begin, size = ADDRESS - 4096, BYTES
     locked = {cuda.MEMORY_TYPE: 1, cuda.RANGE_START: begin, cuda.RANGE_SIZE: size}
     library.pointers[ADDRESS] = locked
@@ -218,23 +218,23 @@ def test_what_is_locked(driver, library):
 
 
 @pytest.mark.parametrize("told", [{}, {cuda.RANGE_START: ADDRESS + 1, cuda.RANGE_SIZE: BYTES}])
-def test_a_locked_range_that_is_not_told(driver, library, told):
+def test_an_unreported_locked_range_is_found_by_pages(driver, library, told):
     library.pointers[ADDRESS] = {cuda.MEMORY_TYPE: 1} | told
     assert driver.locked_range(ADDRESS) == (ADDRESS, ADDRESS + 1)
 
 
-def test_where_gpus_see_it(driver, library):
+def test_device_addresses_are_read(driver, library):
     assert driver.device_address(ADDRESS) == ADDRESS + (1 << 40)
     assert driver.device_address(ADDRESS + 1) is None
     assert library.calls[0] == ("seen", ADDRESS, 0)
 
 
-def test_error_names(driver):
+def test_errors_have_their_cuda_names(driver):
     assert driver.error_name(2) == "CUDA_ERROR_OUT_OF_MEMORY (2)"
     assert driver.error_name(4711) == "error (4711)"
 
 
-def test_a_thread_without_a_context_gets_torchs(driver, library, waits):
+def test_a_thread_without_a_context_uses_torchs(driver, library, waits):
     driver.unlock(ADDRESS)
     assert waits == ["init"]
     library.context = None
@@ -242,13 +242,13 @@ def test_a_thread_without_a_context_gets_torchs(driver, library, waits):
     assert waits == ["init", None]
 
 
-def test_waiting_is_for_the_gpus_in_use(driver, library, waits):
+def test_only_gpus_in_use_are_synchronized(driver, library, waits):
     library.used = {0, 2}
     driver.synchronize()
     assert waits == ["init", 0, 2]
 
 
-def test_one_lost_gpu_does_not_keep_from_waiting_for_the_others(driver, library, monkeypatch):
+def test_a_lost_gpu_does_not_prevent_synchronizing_the_others(driver, library, monkeypatch):
     library.used = {0, 1, 2}
     waited = []
 
@@ -281,7 +281,7 @@ def contexts(driver, library, monkeypatch):
 
 
 @pytest.mark.usefixtures("contexts")
-def test_a_gpu_reads_another_s_memory(driver, library):
+def test_peer_access_is_enabled(driver, library):
     assert driver.enable_peer(0, 2) == 0
     # from the context of one into that of the other
     assert library.calls == [("enable", 50, 52, 0)]
@@ -293,7 +293,7 @@ def test_a_gpu_reads_another_s_memory(driver, library):
 
 
 @pytest.mark.usefixtures("contexts")
-def test_memory_between_processes(driver, library):
+def test_memory_is_shared_between_processes(driver, library):
     assert driver.export(1, ADDRESS) == (0, HANDLE)
     assert driver.open(2, HANDLE) == (0, ADDRESS + (1 << 41))
     assert driver.close(2, ADDRESS) == 0
@@ -306,7 +306,7 @@ def test_memory_between_processes(driver, library):
 
 
 @pytest.mark.usefixtures("contexts")
-def test_memory_is_given_back_when_nothing_refers_to_it(driver, library, monkeypatch):
+def test_unreferenced_memory_is_freed(driver, library, monkeypatch):
     def taken_over(memory, device):
         assert device == torch.device("cuda", 1)
         return memory
@@ -328,7 +328,7 @@ def test_memory_is_given_back_when_nothing_refers_to_it(driver, library, monkeyp
     assert driver.allocate(1, 5) == (cuda.OUT_OF_MEMORY, None)
 
 
-def test_every_function_that_is_declared_is_called():
+def test_every_declared_function_is_called():
     source = inspect.getsource(Driver)
     for name in cuda.SIGNATURES:
         called = rf'_call\("{name}"|_call_on\(\s*\w+,\s*"{name}"|_library\.{name}\('
@@ -361,7 +361,7 @@ def test_lock_and_unlock_on_a_gpu(device):
 
 
 @pytest.mark.gpu
-def test_registrations_are_of_bytes_on_a_gpu(device):
+def test_registrations_on_a_gpu_have_byte_granularity(device):
     driver = Driver()
     memory = torch.frombuffer(mmap.mmap(-1, 8 * PAGE), dtype=torch.uint8).random_()
     at = memory.data_ptr()
@@ -387,7 +387,7 @@ def test_registrations_are_of_bytes_on_a_gpu(device):
 
 
 @pytest.mark.gpu
-def test_a_thread_of_its_own_on_a_gpu(device):
+def test_another_thread_can_use_the_driver_on_a_gpu(device):
     torch.ones(3, device=device)
     memory = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
     codes = []
@@ -405,5 +405,5 @@ def test_a_thread_of_its_own_on_a_gpu(device):
 
 
 @pytest.mark.gpu
-def test_error_names_of_a_gpu(device):
+def test_errors_of_a_gpu_have_their_cuda_names(device):
     assert Driver().error_name(712) == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (712)"

@@ -1,4 +1,4 @@
-"""What Linux says of memory, from files made up here and of memory of this process."""
+"""Memory of the machine and of this process, as Linux reports it and from made-up files."""
 
 import mmap
 import resource
@@ -36,7 +36,7 @@ def file_on_disk(tmp_path):
     return path
 
 
-def test_lines_of_maps(tmp_path):
+def test_lines_of_proc_maps_are_parsed(tmp_path):
     (tmp_path / "maps").write_text(MAPS)
     first = Mapping(0x10000, 0x20000, False, "fe:00", "/data/a table/features.npy")
     second = Mapping(0x20000, 0x30000, True, "00:00", "")
@@ -48,14 +48,14 @@ def test_lines_of_maps(tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "writable"), [("r", False), ("r+", True), ("c", True)])
-def test_a_file(file_on_disk, mode, writable):
+def test_a_mapped_file_is_found(file_on_disk, mode, writable):
     array = np.load(file_on_disk, mmap_mode=mode)
     found = mappings(array.ctypes.data, array.nbytes)
     assert [part.writable for part in found] == [writable]
     assert found[0].path == str(file_on_disk)
 
 
-def test_memory_is_no_file():
+def test_anonymous_memory_is_no_file():
     shared, private = torch.zeros(1 << 20).share_memory_(), torch.zeros(1 << 22)
     nameless = anonymous(PAGE_BYTES)
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
@@ -70,7 +70,7 @@ def test_memory_is_no_file():
         assert not found.is_file
 
 
-def test_file_systems_in_memory(tmp_path):
+def test_file_systems_in_memory_count_as_memory(tmp_path):
     (tmp_path / "mountinfo").write_text(
         "25 24 0:27 / /dev/shm rw,relatime shared:3 - tmpfs tmpfs rw\n"
         "26 1 254:0 / / rw,relatime - ext4 /dev/root rw\n"
@@ -79,7 +79,7 @@ def test_file_systems_in_memory(tmp_path):
     assert module._memory_devices(tmp_path / "mountinfo") == {"00:1b", "00:12c"}
 
 
-def test_a_file_on_a_disk_is_one(monkeypatch):
+def test_a_file_on_a_disk_is_recognised(monkeypatch):
     monkeypatch.setattr(module, "_memory_devices", lambda: frozenset({"00:1b"}))
     assert Mapping(0, 1, True, "fe:00", "/data/features.npy").is_file
     assert not Mapping(0, 1, True, "00:1b", "/tmp/features.npy").is_file
@@ -100,7 +100,7 @@ def test_a_file_on_a_disk_is_one(monkeypatch):
         ("", False),
     ],
 )
-def test_a_devices_pages_are_there(monkeypatch, path, is_device):
+def test_pages_of_a_device_need_no_memory(monkeypatch, path, is_device):
     memory = anonymous(4 * PAGE_BYTES)
     address = memory.ctypes.data
     mapping = Mapping(address, address + 4 * PAGE_BYTES, True, "00:06", path)
@@ -110,7 +110,7 @@ def test_a_devices_pages_are_there(monkeypatch, path, is_device):
     assert (needed_bytes(address, 4 * PAGE_BYTES) == 0) == is_device
 
 
-def test_memory_is_needed_until_it_is_written(monkeypatch):
+def test_memory_counts_as_needed_until_it_is_written(monkeypatch):
     # looked at in more than one part
     monkeypatch.setattr(module, "_PAGES_PER_CALL", 64)
     memory = anonymous(1000 * PAGE_BYTES)
@@ -121,7 +121,7 @@ def test_memory_is_needed_until_it_is_written(monkeypatch):
     assert needed_bytes(address + 100 * PAGE_BYTES, 201 * PAGE_BYTES) == PAGE_BYTES
 
 
-def test_a_cached_file_is_needed_whole(file_on_disk, monkeypatch):
+def test_a_cached_file_counts_as_needed_as_a_whole(file_on_disk, monkeypatch):
     # the test's folder may lie in memory
     monkeypatch.setattr(module, "_memory_devices", frozenset)
     array = np.load(file_on_disk, mmap_mode="r")
@@ -171,15 +171,15 @@ MEMINFO = "MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:    10
         ("0::/job/step\n", [("job", 9000, 1000, 500), ("job/step", 9000, 8000, 1)], 1001),
     ],
 )
-def test_what_is_left(tmp_path, cgroup, groups, expected):
+def test_available_memory_is_computed_from_meminfo_and_limits(tmp_path, cgroup, groups, expected):
     assert available_bytes(*files(tmp_path, MEMINFO, cgroup, groups)) == expected
 
 
-def test_what_is_left_here():
+def test_available_memory_of_this_machine_is_plausible():
     assert 0 < available_bytes() < 1 << 50
 
 
-def test_the_limit(monkeypatch):
+def test_the_limit_of_locked_memory_is_read(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (4096, 8192))
     assert lock_limit_bytes() == 4096
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, -1))

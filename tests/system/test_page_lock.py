@@ -1,4 +1,4 @@
-"""What is locked is exactly what is in use, whatever is refused, interrupted, shared or forked."""
+"""Exactly the memory in use is locked, also after refusals, interrupts and forks."""
 
 import contextlib
 import gc
@@ -45,7 +45,7 @@ def notes(error):
 
 @pytest.mark.parametrize("offset", [0, 1, 64, PAGE - 1])
 @pytest.mark.parametrize("num_bytes", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 100 * PAGE - 3])
-def test_a_range_is_one_registration_as_long_as_one_may_be(offset, num_bytes):
+def test_a_range_is_one_registration_up_to_the_largest_size(offset, num_bytes):
     driver = FakeDriver()
     begin, end = BASE + offset, BASE + offset + num_bytes
     with ledger_of(driver).locked(begin, num_bytes):
@@ -90,7 +90,7 @@ def test_copies_of_a_table_are_split_where_cuda_would_refuse_them(whole_pages, s
     assert ledger.copy_ranges(BASE, 20 * PAGE) == [(BASE, BASE + 20 * PAGE)]
 
 
-def test_what_shares_a_page_with_a_table_is_copied_as_any_other():
+def test_memory_that_shares_a_page_with_a_table_can_be_copied():
     driver = FakeDriver()
     table, before, behind = (1000, 5 * PAGE), (100, 900), (1000 + 5 * PAGE, 2 * PAGE)
     with ledger_of(driver).locked(BASE + table[0] + 8, table[1] - 16):
@@ -98,14 +98,14 @@ def test_what_shares_a_page_with_a_table_is_copied_as_any_other():
             driver.check_copyable(BASE + begin, num_bytes)
 
 
-def test_no_bytes_are_nothing_to_do():
+def test_empty_ranges_are_not_locked():
     driver = FakeDriver()
     with ledger_of(driver).locked(BASE + 5, 0):
         pass
     assert driver.calls == []
 
 
-def test_what_is_refused_is_tried_at_half_the_size():
+def test_refused_registrations_are_retried_with_half_the_size():
     driver = FakeDriver(largest=5 * PAGE)
     with ledger_of(driver).locked(BASE, 33 * PAGE):
         assert driver.is_covered(BASE, 33 * PAGE)
@@ -117,7 +117,7 @@ def test_what_is_refused_is_tried_at_half_the_size():
 
 
 @pytest.mark.parametrize("code", [cuda.INVALID_VALUE, cuda.OUT_OF_MEMORY, cuda.OPERATING_SYSTEM])
-def test_one_refusal_is_outlived(code):
+def test_a_single_refusal_is_tolerated(code):
     driver = FakeDriver(codes={1: code})
     with ledger_of(driver).locked(BASE, 40 * PAGE):
         assert driver.is_covered(BASE, 40 * PAGE)
@@ -125,7 +125,7 @@ def test_one_refusal_is_outlived(code):
 
 
 @pytest.mark.parametrize("limit", [None, 9 * PAGE])
-def test_below_the_smallest_size_nothing_is_tried(monkeypatch, limit):
+def test_registrations_are_not_retried_below_the_smallest_size(monkeypatch, limit):
     # a limit that is large enough is none
     monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: limit)
     driver = FakeDriver(largest=PAGE)
@@ -140,7 +140,7 @@ def test_below_the_smallest_size_nothing_is_tried(monkeypatch, limit):
     assert driver.ranges == {}
 
 
-def test_a_refusal_names_a_limit_that_is_too_low(monkeypatch):
+def test_a_refusal_reports_a_limit_that_is_too_low(monkeypatch):
     monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: 9 * PAGE - 1)
     driver = FakeDriver(largest=PAGE)
     words = rf"(?s)hint: `ulimit -l` is {9 * PAGE - 1:,} bytes for this user: .*memlock=-1"
@@ -148,7 +148,7 @@ def test_a_refusal_names_a_limit_that_is_too_low(monkeypatch):
         pytest.fail("nothing is locked here")
 
 
-def test_the_limit_alone_refuses_nothing(monkeypatch):
+def test_the_limit_alone_is_no_reason_to_refuse(monkeypatch):
     monkeypatch.setattr(page_lock, "lock_limit_bytes", lambda: 0)
     driver = FakeDriver()
     with ledger_of(driver).locked(BASE, 9 * PAGE):
@@ -196,7 +196,7 @@ def test_ctrl_c_as_the_driver_returns(nth):
     assert driver.ranges == {}
 
 
-def test_the_gpu_is_waited_for_before_pages_are_let_go_of():
+def test_the_gpu_is_synchronized_before_pages_are_unlocked():
     driver = FakeDriver()
     with ledger_of(driver).locked(BASE, 40 * PAGE):
         pass
@@ -204,7 +204,7 @@ def test_the_gpu_is_waited_for_before_pages_are_let_go_of():
     assert kinds == ["lock"] * 3 + ["synchronize"] + ["unlock"] * 3
 
 
-def test_what_is_locked_twice_is_locked_once_until_the_last_leaves():
+def test_a_range_that_is_locked_twice_stays_locked_until_both_are_released():
     driver = FakeDriver()
     ledger = ledger_of(driver)
     first, second = ledger.locked(BASE + 7, 40 * PAGE), ledger.locked(BASE + 7, 40 * PAGE)
@@ -218,7 +218,7 @@ def test_what_is_locked_twice_is_locked_once_until_the_last_leaves():
     assert driver.ranges == {}
 
 
-def test_views_of_one_table():
+def test_views_of_one_table_share_its_lock():
     driver = FakeDriver()
     ledger = ledger_of(driver)
     whole, head, tail = (BASE, 40 * PAGE), (BASE, 25 * PAGE + 3), (BASE + 20 * PAGE, 20 * PAGE)
@@ -233,7 +233,7 @@ def test_views_of_one_table():
         assert driver.ranges == {}
 
 
-def test_between_what_is_locked_one_call_is_enough():
+def test_gaps_between_locked_ranges_are_locked_in_one_call():
     driver = FakeDriver()
     ledger = ledger_of(driver)
     with ledger.locked(BASE + 13 * PAGE, 2 * PAGE), ledger.locked(BASE, 5 * PAGE):
@@ -245,7 +245,7 @@ def test_between_what_is_locked_one_call_is_enough():
 
 
 @pytest.mark.parametrize("whole_pages", [False, True])
-def test_two_tables_that_share_a_page(whole_pages):
+def test_two_tables_can_share_a_page(whole_pages):
     class Memory:
         pass
 
@@ -276,7 +276,7 @@ def test_two_tables_that_share_a_page(whole_pages):
     ("begin", "end"), [(0, 40), (0, 3), (5, 9), (37, 40), (-3, 2), (39, 45), (5, 9.25), (0.1, 40)]
 )
 @pytest.mark.parametrize("tells", [True, False])
-def test_what_others_locked_is_left_to_them(begin, end, tells):
+def test_memory_locked_by_others_is_not_unlocked(begin, end, tells):
     driver = FakeDriver(tells=tells)
     driver.foreign[BASE + int(begin * PAGE)] = BASE + int(end * PAGE)
     # what they locked without regard to pages is the table itself
@@ -291,14 +291,14 @@ def test_what_others_locked_is_left_to_them(begin, end, tells):
     assert len(driver.foreign) == 1
 
 
-def test_what_others_locked_is_not_walked_page_by_page():
+def test_memory_locked_by_others_is_not_searched_page_by_page():
     driver = FakeDriver()
     driver.foreign[BASE] = BASE + 100_000 * PAGE
     with ledger_of(driver).locked(BASE, 100_000 * PAGE):
         assert driver.asked < 10
 
 
-def test_what_others_locked_from_the_middle_of_a_page_on_is_left_to_them():
+def test_memory_locked_by_others_from_the_middle_of_a_page_is_not_unlocked():
     driver = FakeDriver()
     driver.foreign[BASE + 2 * PAGE + 8] = BASE + 3 * PAGE
     with ledger_of(driver).locked(BASE, 5 * PAGE):
@@ -308,7 +308,7 @@ def test_what_others_locked_from_the_middle_of_a_page_on_is_left_to_them():
 
 
 @pytest.mark.parametrize(("offset", "where"), [(1 << 40, r"at 0x"), (None, "nowhere")])
-def test_gpus_that_see_it_elsewhere(offset, where):
+def test_gpus_with_other_addresses_are_rejected(offset, where):
     driver = FakeDriver(offset=offset)
     with (
         pytest.raises(LockRefused, match=rf"(?s)GPUs see .* {where}.*hint: ") as refused,
@@ -319,14 +319,14 @@ def test_gpus_that_see_it_elsewhere(offset, where):
     assert driver.ranges == {}
 
 
-def test_gpus_that_see_elsewhere_what_others_locked():
+def test_gpus_with_other_addresses_for_memory_locked_by_others_are_rejected():
     driver = FakeDriver(offset=PAGE)
     driver.foreign[BASE] = BASE + 5 * PAGE
     with pytest.raises(LockRefused, match="GPUs see"), ledger_of(driver).locked(BASE, 5 * PAGE):
         pytest.fail("nothing is locked here")
 
 
-def test_every_segment_must_lie_where_the_host_sees_it():
+def test_every_segment_must_have_the_address_of_the_host():
     class Elsewhere(FakeDriver):
         def device_address(self, address):
             return address + (PAGE if address >= BASE + 16 * PAGE else 0)
@@ -389,7 +389,7 @@ def test_waiting_that_fails_is_reported_after_unlocking():
     assert driver.ranges == {}
 
 
-def test_what_could_not_be_unlocked_is_unlocked_before_it_is_locked_again():
+def test_memory_that_could_not_be_unlocked_is_unlocked_before_the_next_lock():
     # other memory may lie there by then, and a GPU would go on to read the old pages
     driver = FakeDriver()
     ledger = ledger_of(driver)
@@ -437,7 +437,7 @@ def test_memory_that_does_not_fit_is_not_locked(monkeypatch):
 
 
 @pytest.mark.parametrize("num_threads", [2, 8])
-def test_threads(num_threads):
+def test_threads_can_lock_and_unlock_at_once(num_threads):
     driver = FakeDriver(largest=6 * PAGE, pause_s=1e-4)
     ledger = ledger_of(driver)
     errors = []
@@ -478,7 +478,7 @@ def in_a_child(work):
 
 
 @pytest.mark.parametrize("error", [None, KeyError])
-def test_a_forked_child_lets_go_of_nothing_of_its_parent(error):
+def test_a_forked_child_unlocks_nothing_of_its_parent(error):
     driver = FakeDriver()
     ledger = ledger_of(driver)
     lock = ledger.locked(BASE, 40 * PAGE)
@@ -557,7 +557,7 @@ def test_any_order_of_any_ranges_with_any_failures(seed):
     assert driver.ranges == {}
 
 
-def test_a_gpu_reads_what_is_locked_if_it_says_so_and_a_page_shows_it():
+def test_a_gpu_can_read_host_memory_if_its_attribute_and_a_test_page_agree():
     driver = FakeDriver()
     ledger = ledger_of(driver)
     assert ledger.is_readable_by(1)
@@ -582,12 +582,12 @@ def test_a_gpu_reads_what_is_locked_if_it_says_so_and_a_page_shows_it():
         FakeDriver(codes={0: cuda.INVALID_VALUE}),
     ],
 )
-def test_a_gpu_that_says_so_and_does_not(driver):
+def test_a_gpu_that_fails_the_test_page_cannot_read_host_memory(driver):
     assert not ledger_of(driver).is_readable_by(0)
     assert driver.ranges == {}
 
 
 @pytest.mark.parametrize("code", [cuda.OUT_OF_MEMORY, LOST])
-def test_a_gpu_that_is_not_well_is_no_gpu_that_cannot(code):
+def test_a_failing_gpu_is_an_error_and_not_a_gpu_without_the_attribute(code):
     with pytest.raises(LockRefused, match=str(code)):
         ledger_of(FakeDriver(codes={0: code})).is_readable_by(0)

@@ -1,4 +1,4 @@
-"""Spans are added up right, and written for others to read."""
+"""Spans are added up correctly, and written as a trace."""
 
 import json
 
@@ -29,7 +29,7 @@ def spans(name, *parts, lane="a"):
         ([(0, 1)], [], 0.0),
     ],
 )
-def test_share_under(gathers, computes, share):
+def test_the_share_of_overlapped_time_is_computed(gathers, computes, share):
     found = overlap_share(
         spans("gather", *gathers) + spans("compute", *computes), "gather", "compute"
     )
@@ -71,7 +71,7 @@ class Later:
         return later.time_s() - self.time_s()
 
 
-def test_seconds_of_stages_that_end_later():
+def test_seconds_include_stages_that_end_later():
     moments = [Later(second) for second in (1.0, 1.5, 4.0)]
     seconds = Seconds({"gather_s": 2.0})
     gather = Stage("gather", "stream", *moments[:2])
@@ -88,7 +88,7 @@ def test_seconds_of_stages_that_end_later():
     assert gather.span() == Span("gather", "stream", 1.0, 1.5)
 
 
-def test_moments_of_the_host_are_past_at_once():
+def test_host_events_are_complete_immediately():
     now = clock_of(torch.device("cpu"))
     first, second = now(), now()
     assert first.is_done()

@@ -1,4 +1,4 @@
-"""Streams and devices of CUDA, as far as a machine without a GPU can tell."""
+"""CUDA streams and devices, as far as a machine without a GPU can test them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Threads that make way: their class, and their number of OpenMP's threads."""
+"""Worker threads have a lower priority and one OpenMP thread."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ def three():
 
 
 @needs_classes
-def test_makes_way_and_others_do_not(three):
+def test_a_thread_lowers_only_its_own_priority(three):
     usual = (os.SCHED_OTHER, 3)
     assert in_a_thread(of_this_thread, lower_priority, of_this_thread) == [
         usual,
@@ -52,7 +52,7 @@ def test_torch_computes_in_one_thread(three):
 
 
 @needs_classes
-def test_another_class_stays(three):
+def test_another_scheduling_class_is_kept(three):
     def step_aside():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
@@ -60,7 +60,7 @@ def test_another_class_stays(three):
 
 
 @needs_classes
-def test_a_system_that_refuses(three, monkeypatch):
+def test_a_system_that_refuses_is_tolerated(three, monkeypatch):
     def refuse(*_):
         raise PermissionError
 

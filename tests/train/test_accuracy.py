@@ -1,4 +1,4 @@
-"""The accuracies that are promised are measured by commands that exist."""
+"""Documented accuracies are measured by commands that exist."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and fits the model or says why not."""
+"""A checkpoint is whole or missing, and one of another model is rejected with the reason."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import torch
 from gcnzc.train import checkpoint
 
 
-def test_what_is_saved_is_loaded(tmp_path):
+def test_saved_state_is_loaded(tmp_path):
     state = {"weights": torch.randn(3, 4), "step": 7, "names": ["a"], "deep": {"x": 1.5}}
     checkpoint.save(tmp_path / "c.pt", state)
     loaded = checkpoint.load(tmp_path / "c.pt")
@@ -22,7 +22,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert os.listdir(tmp_path) == ["c.pt"]
 
 
-def test_code_is_never_run(tmp_path):
+def test_pickled_code_is_not_run(tmp_path):
     class Evil:
         def __reduce__(self):
             return os.system, ("touch broken",)
@@ -36,7 +36,7 @@ def test_code_is_never_run(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0, 1, 100, -1])
-def test_damaged(tmp_path, kept):
+def test_damaged_checkpoints_are_rejected(tmp_path, kept):
     checkpoint.save(tmp_path / "c.pt", {"weights": torch.randn(100)})
     whole = (tmp_path / "c.pt").read_bytes()
     (tmp_path / "c.pt").write_bytes(whole[:kept])
@@ -77,18 +77,18 @@ def test_torch_reads_a_checkpoint_and_one_that_torch_wrote_is_read(tmp_path):
         ([1], "holds a list, not a dict"),
     ],
 )
-def test_the_file_of_another_program_is_named_so(tmp_path, state, words):
+def test_files_of_other_programs_are_rejected(tmp_path, state, words):
     torch.save(state, tmp_path / "c.pt")
     with pytest.raises(ValueError, match=f"not a checkpoint of gcnzc: .*{words}\n\nhint: "):
         checkpoint.load(tmp_path / "c.pt", {"step": int})
 
 
-def test_missing(tmp_path):
+def test_a_missing_checkpoint_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         checkpoint.load(tmp_path / "c.pt")
 
 
-def test_another_model_is_named_by_its_first_difference(tmp_path):
+def test_another_model_is_reported_with_its_first_difference(tmp_path):
     saved = torch.nn.Linear(3, 5).state_dict()
     with pytest.raises(ValueError, match=r"weight is \(5, 3\) there and \(5, 4\) here"):
         checkpoint.match(torch.nn.Linear(4, 5), saved, tmp_path / "c.pt")
@@ -109,7 +109,7 @@ while True:
 """
 
 
-def test_killed_while_saving(tmp_path):
+def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
     path = tmp_path / "c.pt"
     for turn in range(4):
         with subprocess.Popen(
@@ -122,7 +122,7 @@ def test_killed_while_saving(tmp_path):
         assert (state["weights"] == state["step"]).all()
 
 
-def test_full_disk_keeps_the_old_one(tmp_path):
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
     checkpoint.save(tmp_path / "c.pt", {"step": 1})
     program = (
         "import resource, torch, sys, signal\n"

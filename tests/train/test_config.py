@@ -1,4 +1,4 @@
-"""Options are checked once, and survive being written down."""
+"""Options are checked on construction, and survive JSON."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_a_config_survives_json():
     )
 
 
-def test_words_may_use_dashes_and_leave_things_out():
+def test_options_may_have_dashes_and_be_omitted():
     config = config_from_dict(
         TrainConfig, {"batch-size": 7, "lr": 1, "fanouts": [3, 2, 1]}, "f.toml"
     )
@@ -43,7 +43,7 @@ def test_words_may_use_dashes_and_leave_things_out():
         ({"lr": 10**400}, r"lr cannot be 10000"),
     ],
 )
-def test_words_of_the_wrong_kind(words, message):
+def test_options_of_the_wrong_type_are_rejected(words, message):
     with pytest.raises(ValueError, match=message):
         config_from_dict(TrainConfig, words, "f.toml")
 
@@ -65,12 +65,12 @@ def test_words_of_the_wrong_kind(words, message):
         ({"seed": -1}, "--seed must be at least 0, got -1"),
     ],
 )
-def test_bad_values(options, message):
+def test_values_out_of_range_are_rejected(options, message):
     with pytest.raises(ValueError, match=message) as error:
         TrainConfig(**options)
     assert "\n\nhint: " in str(error.value)
 
 
-def test_make_needs_something_to_make():
+def test_make_requires_a_kind_of_graph():
     with pytest.raises(ValueError, match="--nodes must be at least 1, got 0"):
         MakeConfig(path=Path("x"), nodes=0)

@@ -1,4 +1,4 @@
-"""W workers on shares of a graph's minibatches equal one worker on the whole."""
+"""Several workers on shares of the minibatches compute the result of one worker."""
 
 import json
 import os
@@ -107,7 +107,7 @@ INNER = {
 
 @pytest.mark.parametrize("kind", [gnn.SAGE, gnn.GCN, gnn.GAT])
 @pytest.mark.parametrize("inner", INNER)
-def test_shares_equal_the_whole(kind, inner, graph):
+def test_gradients_of_shares_equal_those_of_the_whole(kind, inner, graph):
     # the embedding is sparse where the optimizer takes that
     sparse = False
     expected = build(kind, sparse)
@@ -130,7 +130,7 @@ def test_shares_equal_the_whole(kind, inner, graph):
                 torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-10, msg=name)
 
 
-def test_a_sparse_embedding_of_nodes(graph):
+def test_a_sparse_embedding_can_be_trained(graph):
     plain = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
     expected = build(gnn.SAGE, sparse=True)
     lockstep([steps(graph, expected, plain, 0, 1)])
@@ -167,7 +167,7 @@ def lines(path):
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])
-def test_a_run_of_two_workers_is_that_of_one(batch_norm, config, tmp_path):
+def test_two_workers_compute_the_result_of_one(batch_norm, config, tmp_path):
     alone = train(replace(config, batch_norm=batch_norm), tmp_path / "alone")
     halves = replace(config, batch_norm=batch_norm, batch_size=30)
     found = results(2, tmp_path, train_as_worker, halves, tmp_path / "two")
@@ -194,7 +194,7 @@ def test_a_run_of_two_workers_is_that_of_one(batch_norm, config, tmp_path):
     assert all(line["exchange_s"] > 0 for line in each)
 
 
-def test_the_timeline_shows_every_worker_by_one_clock(config, tmp_path):
+def test_the_timeline_shows_all_workers_on_one_clock(config, tmp_path):
     results(2, tmp_path, train_as_worker, replace(config, trace=5), tmp_path / "run")
     events = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
     lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
@@ -204,7 +204,7 @@ def test_the_timeline_shows_every_worker_by_one_clock(config, tmp_path):
     assert (tmp_path / "run" / "timeline.png").stat().st_size > 0
 
 
-def test_workers_of_a_machine_split_a_hot_set(config, tmp_path):
+def test_workers_of_a_machine_shard_a_feature_cache(config, tmp_path):
     config = replace(config, batch_size=30, features="cached", cache_size="0.2")
     split = replace(config, cache_sharded=True)
     found = results(2, tmp_path, train_as_worker, split, tmp_path / "split")
@@ -217,7 +217,7 @@ def test_workers_of_a_machine_split_a_hot_set(config, tmp_path):
         assert mine["peer_hit_rate"] == pytest.approx(mine["hit_rate"] / 2, rel=0.1)
 
 
-def test_clocks_that_differ_are_brought_together():
+def test_clock_offsets_are_corrected():
     def spans(rank):
         own = [Span("compute", "model", 100.0 * rank, 100.0 * rank + 1)]
         return gather_spans(own, rank)
@@ -236,7 +236,7 @@ def train_with_cache(cache, *words):
     return train_as_worker(*words)
 
 
-def test_tuned_collectives_serve_a_run_and_are_kept_with_it(config, tmp_path):
+def test_tuned_collectives_are_used_and_saved_with_the_run(config, tmp_path):
     def trained(world_size, cache, *words):
         return results(world_size, tmp_path, train_with_cache, tmp_path / cache, *words)
 
@@ -274,7 +274,7 @@ def sent(run):
     return found
 
 
-def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(config, tmp_path):
+def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(config, tmp_path):
     config = replace(config, batch_size=30, dropout=0.3)
     whole = tmp_path / "whole"
     (expected_result, _) = results(2, tmp_path, train_as_worker, config, whole)
@@ -318,7 +318,7 @@ def work_for(run_id, words, launchers=None):
     return cli.main([str(word) for word in words])
 
 
-def test_workers_of_the_same_launch_go_on_and_those_of_another_do_not(config, tmp_path):
+def test_workers_of_the_same_launch_resume_and_those_of_another_do_not(config, tmp_path):
     run = tmp_path / "run"
     words = ["train", config.data, "--out", run, "--layers", 2, "--fanouts", "5,5"]
     words += ["--hidden", 16, "--batch-size", 30, "--timeout-s", 20, "--evaluate-every", 1000]
@@ -400,7 +400,7 @@ def test_worker_0_chooses_the_folder_and_an_error_of_any_worker_reaches_all(conf
     assert "error: rank 1: the disk is broken" in first
 
 
-def test_what_fails_on_the_first_worker_fails_on_all_at_once(config, tmp_path):
+def test_an_error_on_the_first_worker_is_raised_on_all(config, tmp_path):
     train(replace(config, epochs=1), tmp_path / "there")
     began = time.monotonic()
     with workers(2, tmp_path, train_as_worker, config, tmp_path / "there") as processes:
@@ -412,7 +412,7 @@ def test_what_fails_on_the_first_worker_fails_on_all_at_once(config, tmp_path):
     assert "PeerFailed: worker 0 has failed" in talk(tmp_path, 1)
 
 
-def test_a_gradient_that_is_no_number_is_skipped_by_all_and_told(config, tmp_path):
+def test_a_non_finite_gradient_is_skipped_on_all_ranks_and_reported(config, tmp_path):
     found = results(2, tmp_path, train_as_worker, config, tmp_path / "run", None, 5)
     assert found[0]["said"] == found[1]["said"]
     (line,) = found[0]["said"]
@@ -421,7 +421,7 @@ def test_a_gradient_that_is_no_number_is_skipped_by_all_and_told(config, tmp_pat
     assert found[0]["test_accuracy"] > 0.3
 
 
-def test_a_killed_worker_is_named_and_what_was_saved_is_whole(config, tmp_path):
+def test_a_killed_worker_is_reported_and_the_checkpoint_is_whole(config, tmp_path):
     config = replace(config, epochs=10_000, checkpoint_every_s=0.2, timeout_s=5)
     with workers(3, tmp_path, train_as_worker, config, tmp_path / "run") as processes:
         wait_for_record(tmp_path / "run", tmp_path)

@@ -31,7 +31,7 @@ def test_the_checksum_finds_a_seed_that_is_missing_or_used_twice_in_any_order():
     assert seeds_checksum(seeds) != whole
 
 
-def test_tallies_of_workers_add_up_to_that_of_all_seeds():
+def test_statistics_of_workers_add_up_to_those_of_all_seeds():
     seeds, logits = torch.randperm(90), torch.randn(90, 3)
     labels, loss = torch.randint(3, (90,)), torch.tensor(0.5)
 

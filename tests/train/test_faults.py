@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on and ends with exactly the same parameters."""
+"""A run that is killed at any moment resumes and ends with the same parameters."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def uninterrupted(graph):
 @pytest.mark.parametrize(
     "kills", [2, pytest.param(20, marks=pytest.mark.slow, id="20 random moments")]
 )
-def test_killed_while_training(kills, graph, uninterrupted, tmp_path):
+def test_a_run_killed_while_training_resumes(kills, graph, uninterrupted, tmp_path):
     whole, seconds = uninterrupted
     dice, killed, runs = random.Random(kills), 0, 0
     while killed < kills:
@@ -102,7 +102,7 @@ def test_killed_while_training(kills, graph, uninterrupted, tmp_path):
         assert_same_run(run, whole)
 
 
-def test_interrupted_by_a_person(graph, uninterrupted, tmp_path):
+def test_a_run_interrupted_by_the_user_resumes(graph, uninterrupted, tmp_path):
     process = start("train", graph, *OPTIONS, "--out", tmp_path / "run")
     while not (tmp_path / "run" / "record.jsonl").exists():
         time.sleep(0.01)
@@ -121,7 +121,7 @@ def test_interrupted_by_a_person(graph, uninterrupted, tmp_path):
 @pytest.mark.parametrize(
     "kills", [2, pytest.param(20, marks=pytest.mark.slow, id="20 random moments")]
 )
-def test_killed_while_preparing(kills, graph, tmp_path):
+def test_a_preparation_that_is_killed_leaves_no_folder(kills, graph, tmp_path):
     source, dest = graph.parent / "raw", tmp_path / "prepared"
     begin = time.monotonic()
     finish("prepare", source, tmp_path / "whole")

@@ -19,7 +19,7 @@ CHANGED = {
 }
 
 
-def test_old_options_on_the_command_line():
+def test_old_options_work_on_the_command_line():
     words = [word for name, value in CHANGED.items() for word in (option_name(name), value)]
     chosen = ["--features", "cached", "--optimizer", "co2", "--hot-split", "--no-plan"]
     config = parse(["train", *chosen, *words, "--local-steps", "usual"])
@@ -40,7 +40,7 @@ def new_name(old):
     return old_names.OPTIONS["train"][old]
 
 
-def test_old_options_in_a_file():
+def test_old_options_work_in_a_file():
     values = {"hot": "0.3", "hot-by": "in-degree", "plan": False, "delay": "usual"}
     config = config_from_dict(TrainConfig, values, "a file")
     assert (config.cache_size, config.cache_policy) == ("0.3", "in-degree")
@@ -56,13 +56,13 @@ def test_a_run_with_old_options_is_resumed():
 
 
 @pytest.mark.parametrize(("old", "new"), old_names.COMMANDS.items())
-def test_old_commands(old, new):
+def test_old_commands_work(old, new):
     words = {"plan": ["x"], "plan-cache": ["x"]}.get(old, [])
     assert type(parse([old, *words])) is type(parse([new, *words]))
     assert type(parse([old, *words])) in CONFIGS
 
 
-def test_every_old_name_stands_for_a_present_one():
+def test_every_old_name_has_a_present_one():
     assert set(old_names.OPTIONS["train"].values()) < set(TrainConfig.__dataclass_fields__)
     assert not set(old_names.OPTIONS["train"]) & set(TrainConfig.__dataclass_fields__)
     assert set(old_names.OPTIONS["check"].values()) < set(CheckConfig.__dataclass_fields__)

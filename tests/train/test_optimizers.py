@@ -63,7 +63,7 @@ OFTEN = ("onebit-adam",)
     "method",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
 )
-def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(method, config, tmp_path):
+def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(method, config, tmp_path):
     config = of(config, method)
     whole = results(2, tmp_path, train_as_worker, config, tmp_path / "whole")
     assert whole[0]["test_accuracy"] == whole[1]["test_accuracy"] > 0.6
@@ -92,7 +92,7 @@ def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_workers(method, co
     assert [line["seeds"] for line in lines(other)] == seeds
 
 
-def test_what_is_exchanged_beside_the_steps_is_told(config, tmp_path):
+def test_overlapped_exchanges_are_reported(config, tmp_path):
     config = replace(config, trace=10)
     late = results(2, tmp_path, train_as_worker, of(config, "co2"), tmp_path / "co2")
     waited = results(2, tmp_path, train_as_worker, of(config, "diloco"), tmp_path / "diloco")
@@ -120,7 +120,7 @@ def lines(run):
     return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
 
 
-def test_a_state_that_is_missing_is_told(config, tmp_path):
+def test_a_missing_state_is_reported(config, tmp_path):
     config = of(config, "onebit-adam")
     run = tmp_path / "run"
     train(config, run)
@@ -132,7 +132,7 @@ def test_a_state_that_is_missing_is_told(config, tmp_path):
         train(replace(config, epochs=4, resume=run), run)
 
 
-def test_words_make_the_optimizer_that_they_name():
+def test_options_create_the_optimizer_that_they_name():
     model = torch.nn.Linear(3, 2)
     for name in (*ONE_BIT, *LOCAL):
         made = build_method(TrainConfig(optimizer=name), model, Group(), 100)
@@ -170,13 +170,13 @@ def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
         ({"eager_weight": 1.0}, "--eager-weight must be from 0 to below 1, got 1.0"),
     ],
 )
-def test_words_that_make_no_sense(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message) as error:
         TrainConfig(**options)
     assert "\n\nhint: " in str(error.value)
 
 
-def test_fragments_may_be_the_model_s_modules_or_be_named():
+def test_fragments_may_be_modules_or_named():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 5))
     config = TrainConfig(optimizer="streaming-diloco", fragments="modules")
     made = build_method(config, model, Group(), 100)
@@ -189,7 +189,7 @@ def test_fragments_may_be_the_model_s_modules_or_be_named():
         build_method(replace(config, fragments="weight,third"), model, Group(), 100)
 
 
-def test_eager_workers_need_no_gap():
+def test_eager_workers_have_no_gap_penalty():
     model = torch.nn.Linear(3, 2)
     config = TrainConfig(optimizer="co2")
     made = build_method(config, model, Group(), 100)
@@ -198,13 +198,13 @@ def test_eager_workers_need_no_gap():
     assert (made.eager, made.gap.rule) == (0.0, "gap_aware")
 
 
-def test_a_refresh_is_of_1_bit_adam():
+def test_refreshes_are_an_option_of_1_bit_adam():
     model = torch.nn.Linear(3, 2)
     made = build_method(TrainConfig(optimizer="onebit-adam", refresh=40), model, Group(), 100)
     assert (made.refresh, made.refresh_steps) == (40, 16)
 
 
-def test_resized_is_told_of_states_that_do_not_belong_together():
+def test_resizing_rejects_states_that_do_not_belong_together():
     states = [{"rank": 0, "world_size": 2, "shared": {}} for _ in range(2)]
     with pytest.raises(ValueError, match="states of ranks"):
         resize_state(states, 0, 3)

@@ -1,4 +1,4 @@
-"""A disk that is full for a while, or to the end, costs a run no step and no file that it can save.
+"""A disk that is full, for a while or to the end, costs a run no step and no file it can save.
 
 The limit of a process on the size of its files stands for the disk: a write beyond it is short, and
 the next one fails.
@@ -169,7 +169,7 @@ def test_a_full_disk_at_the_start_ends_the_command(config, tmp_path):
         train(config, tmp_path / "run")
 
 
-def test_a_folder_that_was_moved_is_no_full_disk(tmp_path):
+def test_a_moved_folder_is_not_reported_as_a_full_disk(tmp_path):
     run, listener = tmp_path / "run", Listener()
     run.mkdir()
     files = OutputFiles(run, listener.say)

@@ -17,7 +17,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_plain_lines_come_every_ten_seconds(clock):
+def test_plain_lines_are_printed_every_ten_seconds(clock):
     text = io.StringIO()
     with Reporter(Console(file=text)).task("count") as advance:
         for done in range(1, 31):
@@ -40,13 +40,13 @@ def test_a_terminal_shows_a_bar():
     assert "3/3 loss 0.5" in plain
 
 
-def test_text_is_not_markup():
+def test_text_is_not_interpreted_as_markup():
     text = io.StringIO()
     Reporter(Console(file=text)).say("[red] is a word [1, 2]")
     assert text.getvalue() == "[red] is a word [1, 2]\n"
 
 
-def test_quiet_says_nothing(capsys):
+def test_quiet_prints_nothing(capsys):
     with NullReporter().task("count") as advance:
         advance(1, 2)
         NullReporter().say("hello")

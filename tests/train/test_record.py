@@ -1,4 +1,4 @@
-"""Records survive crashes, and are drawn."""
+"""Records survive crashes, and their curves are drawn."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_lines_are_read_as_written(tmp_path):
     assert [line["epoch"] for line in record.read(path)] == [0, 1, 2]
 
 
-def test_a_line_cut_by_a_crash_is_left_out(tmp_path):
+def test_a_line_truncated_by_a_crash_is_ignored(tmp_path):
     path = tmp_path / "r.jsonl"
     record.append(path, {"epoch": 0})
     with path.open("a") as file:
@@ -42,7 +42,7 @@ def test_a_line_cut_by_a_crash_is_left_out(tmp_path):
     assert len(record.read(path)) == 2
 
 
-def test_json_and_arrays_are_replaced_whole(tmp_path):
+def test_json_and_arrays_are_replaced_atomically(tmp_path):
     files.write_json(tmp_path / "a.json", {"x": 1})
     files.write_json(tmp_path / "a.json", {"x": 2})
     assert files.read_json(tmp_path / "a.json") == {"x": 2}
@@ -51,20 +51,20 @@ def test_json_and_arrays_are_replaced_whole(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "a.npy"]
 
 
-def test_damaged_json(tmp_path):
+def test_damaged_json_is_reported(tmp_path):
     (tmp_path / "a.json").write_text('{"x": ')
     with pytest.raises(ValueError, match="damaged"):
         files.read_json(tmp_path / "a.json")
 
 
-def test_a_machine_says_what_it_is():
+def test_a_machine_is_described():
     found = machine.machine()
     assert found["torch"]
     assert found["cores"] >= 1
     assert json.dumps(found)
 
 
-def test_curves_of_one_run_and_of_two(tmp_path):
+def test_curves_of_one_run_and_of_two_are_drawn(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         for epoch in range(3):
@@ -86,7 +86,7 @@ def test_a_run_without_epochs_has_no_curves(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_where_it_is_installed(tmp_path):
+def test_tensorboard_events_are_written_if_it_is_installed(tmp_path):
     pytest.importorskip("tensorboard")
     for first in (0, 2):
         events = EventFile(tmp_path / "events")
@@ -99,7 +99,7 @@ def test_tensorboard_where_it_is_installed(tmp_path):
     assert [event.step for event in found.Scalars("loss")] == [0, 1, 2, 3, 4]
 
 
-def test_a_tensorboard_that_does_not_import(tmp_path, monkeypatch):
+def test_a_tensorboard_that_cannot_be_imported_is_reported(tmp_path, monkeypatch):
     def fail(step):
         raise ModuleNotFoundError("No module named 'tensorboard.compat'")
 
@@ -115,7 +115,7 @@ def test_a_tensorboard_that_does_not_import(tmp_path, monkeypatch):
     assert "TensorBoard does not import: ModuleNotFoundError" in text
 
 
-def test_no_tensorboard(tmp_path, monkeypatch):
+def test_without_tensorboard_no_events_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
     events = EventFile(tmp_path / "events")
     events.add(0, {"loss": 1.0})

@@ -1,4 +1,4 @@
-"""Memory that workers of one machine share, over real processes, of one machine and as of two."""
+"""Workers of one machine share memory, over real processes, as on one machine and as on two."""
 
 import logging
 import os
@@ -128,7 +128,7 @@ def _open_files():
 
 
 @pytest.mark.parametrize("per_machine", [3, 2])
-def test_workers_of_a_machine_share(per_machine, tmp_path):
+def test_workers_of_a_machine_share_memory(per_machine, tmp_path):
     found = results(3, tmp_path, share_values, per_machine)
     for rank, (firsts, made, (table, row), nothing, open_files) in enumerate(found):
         mates = [other for other in range(3) if other // per_machine == rank // per_machine]
@@ -164,7 +164,7 @@ def load_all(folders):
     return found
 
 
-def test_graphs_of_all_kinds_lie_once_on_a_machine(tmp_path):
+def test_graphs_of_all_kinds_are_stored_once_per_machine(tmp_path):
     graph = tiny()
     folders = {
         "ogb": graph.write(tmp_path / "ogb"),
@@ -295,7 +295,7 @@ def _shared_names():
 
 
 @pytest.mark.parametrize("moment", ["reading", "writing"])
-def test_nothing_is_left_of_a_killed_worker(moment, tmp_path):
+def test_a_killed_worker_leaves_no_shared_memory(moment, tmp_path):
     with workers(3, tmp_path, share_until_killed, tmp_path, moment) as processes:
         processes[0].join(60)
         assert processes[0].exitcode == -signal.SIGKILL
@@ -388,7 +388,7 @@ class CallHandler(logging.Handler):
         self.deed(record.getMessage())
 
 
-def test_workers_of_a_machine_share_the_copy_of_what_the_driver_does_not_lock(tmp_path):
+def test_workers_of_a_machine_share_the_copy_of_memory_that_cannot_be_locked(tmp_path):
     prepare(tiny().write(tmp_path / "raw"), tmp_path / "graph")
     codes = [0, cuda.OPERATING_SYSTEM]
     first, second = results(2, tmp_path, pin_prepared, tmp_path / "graph", codes)

@@ -1,4 +1,4 @@
-"""Links are foretold: runs resume, no test edge leaks, and what cannot be learned is not."""
+"""Link prediction: runs resume, no held-out edge leaks, and random edges are not predicted."""
 
 import json
 from contextlib import contextmanager
@@ -84,7 +84,7 @@ def test_every_model_learns(model, decoder, config, tmp_path):
 
 @pytest.mark.parametrize("negatives", ["uniform", "both", "in-batch"])
 @pytest.mark.parametrize("exclude", ["none", "self", "reverse"])
-def test_kinds_of_negatives_and_of_exclusion(negatives, exclude, config, tmp_path):
+def test_all_options_of_negatives_and_exclusion_work(negatives, exclude, config, tmp_path):
     options = {"negatives": negatives, "exclude": exclude, "num_negatives": 2}
     line = train(replace(config, **options, batch_norm=True, epochs=1), tmp_path / "run")
     assert 0 <= line["test_auc"] <= 1
@@ -93,7 +93,7 @@ def test_kinds_of_negatives_and_of_exclusion(negatives, exclude, config, tmp_pat
     assert edges * 2 < pairs <= edges * 3
 
 
-def test_threads_do_not_matter(config, tmp_path):
+def test_results_do_not_depend_on_the_number_of_threads(config, tmp_path):
     for threads in (1, 3):
         train(replace(config, threads=threads), tmp_path / f"threads-{threads}")
     assert_same_run(tmp_path / "threads-1", tmp_path / "threads-3")
@@ -116,7 +116,7 @@ class Stopping(NullReporter):
 
 
 @pytest.mark.parametrize("decoder", ["dot", "mlp"])
-def test_resumed_in_the_middle_of_an_epoch(decoder, config, tmp_path):
+def test_a_run_resumes_in_the_middle_of_an_epoch(decoder, config, tmp_path):
     config = replace(config, decoder=decoder, epochs=3, checkpoint_every_s=0, negatives="in-batch")
     train(config, tmp_path / "whole")
     with pytest.raises(Stopped):
@@ -127,7 +127,7 @@ def test_resumed_in_the_middle_of_an_epoch(decoder, config, tmp_path):
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_scores_are_those_of_all_pairs_one_by_one(config):
+def test_scores_equal_those_of_all_pairs_one_by_one(config):
     data = load(config.data)
     task = LinkTask(config, data)
     model = task.model()
@@ -148,7 +148,7 @@ def test_scores_are_those_of_all_pairs_one_by_one(config):
 
 
 @pytest.mark.parametrize("metric", ["mrr", "hits@20"])
-def test_metrics_of_other_sets(metric, config):
+def test_other_metrics_are_computed(metric, config):
     data = load(config.data)
     edges = {part: pairs[:, :200] for part, pairs in data.links.edges.items()}
     shape = (200, 7) if metric == "mrr" else (2, 300)
@@ -170,7 +170,7 @@ def test_metrics_of_other_sets(metric, config):
     assert found[metric]["test"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_graph_of_messages_has_no_edge_to_be_foretold(shared_data, tmp_path):
+def test_the_message_passing_graph_has_no_held_out_edges(shared_data, tmp_path):
     source = shared_data / "amazon_photo/amazon_photo.npz"
     prepare(source, tmp_path / "photo", edge_split=EdgeShares())
     data = load(tmp_path / "photo")
@@ -205,7 +205,7 @@ def chance(tmp_path_factory) -> Path:
     return folder / "graph"
 
 
-def test_edges_drawn_at_random_are_not_foretold(chance, config, tmp_path):
+def test_random_edges_cannot_be_predicted(chance, config, tmp_path):
     config = replace(config, data=chance, epochs=10, batch_norm=True, dropout=0.0)
     line = train(config, tmp_path / "run")
     judged = load(chance).links.edges["test"].shape[1]
@@ -216,7 +216,7 @@ def test_edges_drawn_at_random_are_not_foretold(chance, config, tmp_path):
     assert lines(tmp_path / "run")[-1]["loss"] > 0.6
 
 
-def test_what_a_leak_would_look_like(chance, config, tmp_path):
+def test_a_leak_of_held_out_edges_would_be_detected(chance, config, tmp_path):
     # the edges to be foretold put back into the graph, and the minibatch's own edges left in
     data = load(chance)
     edges = [data.links.edges[part].numpy() for part in ("train", "valid", "test")]
@@ -241,7 +241,7 @@ def test_what_a_leak_would_look_like(chance, config, tmp_path):
     assert line["test_auc"] > 0.6
 
 
-def test_shuffled_labels_are_judged_as_chance(config):
+def test_shuffled_labels_give_the_score_of_chance(config):
     data = load(config.data)
     generator = torch.Generator().manual_seed(1)
     judged, positives = {}, {}
@@ -259,7 +259,7 @@ def test_shuffled_labels_are_judged_as_chance(config):
     assert abs(found["auc"]["test"] - 0.5) < 3 * (1 / (6 * count)) ** 0.5
 
 
-def test_from_the_command_line(tmp_path, capsys):
+def test_link_prediction_runs_from_the_command_line(tmp_path, capsys):
     make(tmp_path / "raw", "planted", Shape(600, 3000, 8, 3), seed=1)
     split = ["--task", "link", "--valid-edges", "0.1", "--test-edges", "0.2", "--seed", "5"]
     assert main(["prepare", str(tmp_path / "raw"), str(tmp_path / "g"), *split]) == 0
@@ -291,17 +291,17 @@ def test_from_the_command_line(tmp_path, capsys):
         ({"features": "cached"}, "--cache-policy presampled samples"),
     ],
 )
-def test_options_of_nodes_alone(more, message, config):
+def test_options_of_node_classification_are_rejected(more, message, config):
     with pytest.raises(ValueError, match=rf"{message}.*\n\nhint: "):
         LinkTask(replace(config, **more), load(config.data))
 
 
-def test_without_negatives_nothing_is_learned():
+def test_at_least_one_negative_is_required():
     with pytest.raises(ValueError, match="--num-negatives must be at least 1"):
         TrainConfig(num_negatives=0)
 
 
-def test_hot_rows_by_in_degree(config, tmp_path):
+def test_cached_rows_can_be_ranked_by_in_degree(config, tmp_path):
     line = train(
         replace(config, features="cached", cache_policy="in-degree", cache_size="0.3", epochs=1),
         tmp_path / "run",
@@ -309,14 +309,14 @@ def test_hot_rows_by_in_degree(config, tmp_path):
     assert line["hit_rate"] > 0.3
 
 
-def test_a_graph_whose_edges_are_not_split(config, graph, tmp_path):
+def test_a_graph_without_an_edge_split_is_rejected(config, graph, tmp_path):
     data = load(graph.parent / "raw")
     with pytest.raises(ValueError, match=r"edges of .* have no split(.|\n)*--task link` holds"):
         build_task(config, data)
     assert isinstance(build_task(replace(config, task="node"), data), NodeTask)
 
 
-def test_a_set_of_links_has_no_nodes_to_classify(chance, config, tmp_path):
+def test_a_link_property_dataset_is_rejected_for_node_classification(chance, config, tmp_path):
     data = load(chance)
     split = {part: torch.empty(0, dtype=torch.int64) for part in data.split}
     with pytest.raises(ValueError, match=r"no labelled nodes to train on\n\nhint: use --task link"):

@@ -70,7 +70,7 @@ def words_of(name, value):
     return [f"--{option}", str(value)]
 
 
-def test_the_table_has_what_each_optimizer_and_each_model_reads(graph):
+def test_the_table_has_the_options_of_each_optimizer_and_model(graph):
     data = load(graph)
     hints = {field.name: field for field in fields(TrainConfig)}
     readers = {"optimizer": {}, "model": {}}
@@ -94,7 +94,7 @@ def test_the_table_has_what_each_optimizer_and_each_model_reads(graph):
             assert found == (set(seen) if expected is None else set(expected)), name
 
 
-def test_every_pair_is_an_error_that_names_the_option_and_who_uses_it(graph, capsys):
+def test_an_unused_option_is_an_error_with_the_choices_that_use_it(graph, capsys):
     assert set(OTHERS) == set(READ_WITH)
     for name, value in OTHERS.items():
         ((choice, readers),) = READ_WITH[name].items()
@@ -129,7 +129,7 @@ def test_a_file_may_have_options_for_other_choices(graph, tmp_path, capsys):
     assert capsys.readouterr().err.count(warning) == 1
 
 
-def test_options_of_python_are_reported(graph, tmp_path):
+def test_unused_options_are_reported_in_python_too(graph, tmp_path):
     listener = Listener()
     config = TrainConfig(data=graph, layers=1, fanouts=(2,), epochs=1, heads=2)
     train(replace(config, model="gcn"), tmp_path / "run", listener)

@@ -1,4 +1,4 @@
-"""Plans are kept whole, found again by what they depend on, and by nothing else."""
+"""Tuning profiles are stored atomically, and found by everything that they depend on."""
 
 import json
 import os
@@ -62,11 +62,11 @@ def on_gpu(monkeypatch, slot=None, **properties):
     return torch.device("cuda", 0)
 
 
-def test_every_choice_has_a_value_here():
+def test_every_setting_has_a_value():
     assert VALUES.keys() == SETTINGS.keys()
 
 
-def test_a_plan_is_kept_and_found(cache):
+def test_a_profile_is_saved_and_found(cache):
     table = aligned()
     assert profiles.find(CPU, table) is None
     one = made(table)
@@ -89,7 +89,7 @@ def test_a_plan_is_kept_and_found(cache):
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_rows_of_another_shape_have_another_plan(other):
+def test_rows_of_another_shape_have_another_profile(other):
     if other == "sparse":
         other = FeatureTable(torch.eye(10, 32).to_sparse_csr())
     profiles.save(made())
@@ -125,7 +125,7 @@ def test_scales_of_rows_and_of_columns_differ():
     ],
     ids=lambda change: change[0],
 )
-def test_another_machine_or_version_has_another_plan(change, monkeypatch):
+def test_another_machine_or_version_has_another_profile(change, monkeypatch):
     profiles.save(made())
     name, apply = change
     apply(monkeypatch)
@@ -148,7 +148,7 @@ def test_another_machine_or_version_has_another_plan(change, monkeypatch):
     ],
     ids=str,
 )
-def test_another_gpu_or_driver_has_another_plan(other, monkeypatch):
+def test_another_gpu_or_driver_has_another_profile(other, monkeypatch):
     device = on_gpu(monkeypatch)
     profiles.save(made(device=device))
     assert profiles.find(device, aligned()) is not None
@@ -158,7 +158,7 @@ def test_another_gpu_or_driver_has_another_plan(other, monkeypatch):
     assert profiles.find(CPU, aligned()) is None
 
 
-def test_without_nvml_a_gpu_is_told_by_its_own_number(monkeypatch, tmp_path):
+def test_without_nvml_a_gpu_is_identified_by_its_uuid(monkeypatch, tmp_path):
     silent = dict.fromkeys(("pcie_generation", "pcie_lanes", "driver"))
     words = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC"
     (tmp_path / "version").write_text(f"{words}\nGCC version: 12\n")
@@ -174,7 +174,7 @@ def test_without_nvml_a_gpu_is_told_by_its_own_number(monkeypatch, tmp_path):
     )
 
 
-def test_a_change_of_the_kernel_is_seen(monkeypatch, tmp_path):
+def test_a_changed_kernel_has_another_profile(monkeypatch, tmp_path):
     before = profiles._kernels()
     source = tmp_path / "lanes.py"
     source.write_text("LINE_BYTES = 64\n")
@@ -182,13 +182,13 @@ def test_a_change_of_the_kernel_is_seen(monkeypatch, tmp_path):
     assert profiles._kernels() != before
 
 
-def test_a_new_plan_takes_the_place_of_the_old():
+def test_a_new_profile_replaces_the_old_one():
     profiles.save(made(made="2026-01-01"))
     profiles.save(made(made="2026-01-02"))
     assert [one.made for one in profiles.read()] == ["2026-01-02"]
 
 
-def test_tables_of_more_rows_share_all_but_the_hot_set():
+def test_tables_of_other_lengths_share_all_settings_but_the_cache_size():
     few, many, more = (aligned(num_rows=number) for number in (10, 20, 30))
     profiles.save(made(many))
     profiles.save(made(few))
@@ -203,7 +203,7 @@ def test_tables_of_more_rows_share_all_but_the_hot_set():
     ]
 
 
-def test_only_so_many_are_kept(monkeypatch):
+def test_the_number_of_profiles_is_bounded(monkeypatch):
     monkeypatch.setattr(profiles, "MAX_PROFILES", 3)
     for number in range(1, 6):
         profiles.save(made(aligned(num_rows=number)))
@@ -252,7 +252,7 @@ def choice(value, basis="measured"):
         broken(choices={"hot": None}),
     ],
 )
-def test_a_broken_or_foreign_file_is_no_plan_and_is_written_anew(text, cache):
+def test_a_damaged_or_foreign_file_is_ignored_and_replaced(text, cache):
     cache.mkdir()
     (cache / "plans.json").write_text(text)
     told = []
@@ -266,21 +266,21 @@ def test_a_broken_or_foreign_file_is_no_plan_and_is_written_anew(text, cache):
     assert len(told) == 1
 
 
-def test_what_is_whole_is_read():
+def test_valid_profiles_are_read():
     # or the cases above would be broken in another way than they say
     profiles.profiles_path().parent.mkdir()
     profiles.profiles_path().write_text(broken())
     assert profiles.read() == [made()]
 
 
-def test_a_folder_that_cannot_be_read_is_no_plan(cache):
+def test_a_folder_that_cannot_be_read_has_no_profiles(cache):
     (cache / "plans.json").mkdir(parents=True)
     told = []
     assert profiles.read(told.append) == []
     assert len(told) == 1
 
 
-def test_two_at_once_are_both_kept():
+def test_profiles_saved_at_the_same_time_are_both_kept():
     tables = [aligned(num_rows=number) for number in range(1, 9)]
     threads = [
         threading.Thread(target=lambda table=table: profiles.save(made(table))) for table in tables
@@ -292,7 +292,7 @@ def test_two_at_once_are_both_kept():
     assert sorted(one.rows for one in profiles.read()) == list(range(1, 9))
 
 
-def test_what_was_not_measured_is_left_to_the_code(monkeypatch):
+def test_settings_that_were_not_measured_are_default(monkeypatch):
     device = on_gpu(monkeypatch)
     told = made(device=device)
     assert told.kernel_config == KernelConfig("shifted", 64, 8, 4)

@@ -1,6 +1,6 @@
-"""Drop-in loaders for PyG, and tables of features as a PyG `FeatureStore`.
+"""Drop-in loaders for PyG, and feature tables as a PyG `FeatureStore`.
 
-Importing this imports PyG, and is a RuntimeError where there is none.
+Importing this package imports PyG, and raises a RuntimeError if PyG is not installed.
 """
 
 from gcnzc.interop.pyg.feature_store import TableStore

@@ -110,7 +110,7 @@ def test_is_the_same_for_any_number_of_threads():
         assert torch.equal(grad, results[0][1])
 
 
-def test_one_target_with_nearly_all_edges():
+def test_one_target_may_have_nearly_all_edges():
     degrees = torch.tensor([0, 1, 20000, 0, 2])
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
     indices = torch.randint(30, (20003,))

@@ -1,4 +1,4 @@
-"""The Triton kernels of aggregation compile for the GPUs we name, on a machine that has none.
+"""The Triton kernels of aggregation compile for named GPUs on a machine without a GPU.
 
 In a process of its own, as in test_compiles.py. No kernel adds by atomics: that is what makes sums
 the same from run to run.

@@ -1,4 +1,4 @@
-"""`dropout` equals its reference bit for bit, keeps the mean, and forgets nothing in between."""
+"""`dropout` equals its reference bit for bit, and keeps the mean."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_reference_numba_and_triton_agree(size, share, dtype, device):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("share", [0.1, 0.5])
-def test_rectified_the_three_agree(size, share, device):
+def test_relu_dropout_of_reference_numba_and_triton_agree(size, share, device):
     x = torch.randn(size)
     expected = dropout_reference(x.relu(), share, 77)
     assert torch.equal(dropout_reference(x, share, 77, floor=0.0), expected)
@@ -42,7 +42,7 @@ def test_rectified_the_three_agree(size, share, device):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_rectified_gradients(dtype, share):
+def test_relu_dropout_gradients_are_correct(dtype, share):
     leaf = torch.randn(50, 60, dtype=dtype, requires_grad=True)
     weight = torch.randn(50, 60, dtype=dtype)
     (dropout(leaf.relu(), share, 9) * weight).sum().backward()
@@ -52,20 +52,20 @@ def test_rectified_gradients(dtype, share):
     assert torch.equal(leaf.grad, expected)
 
 
-def test_rectified_keeps_nan_and_refuses_a_leaf():
+def test_relu_dropout_keeps_nan_and_rejects_a_leaf():
     assert relu_dropout_(torch.full((1000,), float("nan")), 0.5, 0).isnan().any()
     with pytest.raises(RuntimeError, match="leaf"):
         relu_dropout_(torch.ones(3, requires_grad=True), 0.5, 0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
-def test_threads_do_not_matter(threads):
+def test_the_result_does_not_depend_on_the_number_of_threads(threads):
     x = torch.randn(300, 1000)
     assert torch.equal(dropout_numba(x, 0.3, 5, threads), dropout_reference(x, 0.3, 5))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75])
-def test_share_and_mean(share):
+def test_the_dropped_share_and_the_mean_are_as_expected(share):
     out = dropout(torch.ones(2000, 1000), share, 1)
     # five standard errors of 2 million draws
     error = 5 * (share * (1 - share) / out.numel()) ** 0.5
@@ -78,13 +78,13 @@ def test_share_and_mean(share):
         assert shares.std().item() == pytest.approx(spread, rel=0.1)
 
 
-def test_seeds_choose_differently():
+def test_seeds_drop_different_elements():
     kept = [dropout(torch.ones(100, 1000), 0.5, seed) != 0 for seed in (0, 1, 2**32)]
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert (kept[one] == kept[other]).double().mean().item() == pytest.approx(0.5, abs=0.01)
 
 
-def test_the_gradient_is_of_what_was_kept():
+def test_only_kept_elements_have_a_gradient():
     x = torch.randn(50, 60, dtype=torch.float64, requires_grad=True)
     out = dropout(x, 0.4, 9)
     out.sum().backward()
@@ -92,13 +92,13 @@ def test_the_gradient_is_of_what_was_kept():
     assert torch.autograd.gradcheck(lambda v: dropout(v, 0.4, 9), (x,))
 
 
-def test_views_and_half_precision():
+def test_views_and_half_precision_are_supported():
     x = torch.randn(64, 100).half()[:, 3:50]
     expected = dropout_reference(x.float().contiguous(), 0.5, 3).half()
     assert torch.equal(dropout(x, 0.5, 3), expected)
 
 
-def test_empty_tensors():
+def test_empty_tensors_are_supported():
     assert dropout(torch.empty(0, 5), 0.5, 0).shape == (0, 5)
 
 

@@ -1,4 +1,4 @@
-"""Attention whole, and its two halves; the Triton kernels on a GPU or under the interpreter."""
+"""GAT aggregation, its two parts, and its Triton kernels on a GPU or under the interpreter."""
 
 import pytest
 import torch
@@ -159,7 +159,7 @@ def test_dropout_keeps_the_mean_and_follows_the_seed():
 
 @pytest.mark.parametrize("pointers", [torch.int32, torch.int64])
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-def test_self_loops_are_there_once(pointers, ids):
+def test_self_loops_are_added_once(pointers, ids):
     indptr, indices = random_block(12, 10, 9, pointers=pointers, ids=ids)
     own = torch.randperm(12)[:10].to(ids)
     found = add_self_loops(indptr, indices, own, 12)
@@ -206,7 +206,7 @@ def test_blocks_without_edges(num_sources, num_targets, self_loops):
     assert all(grad.isfinite().all() for grad in grads)
 
 
-def test_features_get_no_gradient_unless_asked():
+def test_features_get_no_gradient_unless_required():
     indptr, indices = random_block(70, 50, 9)
     x, source, target = inputs((2, 1, 3))
     out = gat_aggregate(indptr, indices, x.detach(), source, target)
@@ -287,7 +287,7 @@ def test_reads_strided_rows(layout):
     )
 
 
-def test_halves_equal_their_references():
+def test_edge_softmax_and_weighted_sum_equal_their_references():
     indptr, indices = random_block(70, 50, 9)
     _, source, target = inputs((3, 3, 4))
     found = both(edge_softmax, indptr, indices, [source, target], 0.1)

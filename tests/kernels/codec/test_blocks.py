@@ -1,4 +1,4 @@
-"""Codes of blocks err no more than is stated, and every way to make and read them agrees."""
+"""Block-wise quantization: stated error bounds hold, and all implementations agree."""
 
 import itertools
 import os
@@ -283,7 +283,7 @@ def test_a_part_encoded_alone_has_the_same_row(number_format, block, seed_and_st
 
 @every_number_format
 @every_block
-def test_threads_do_not_matter(number_format, block, monkeypatch):
+def test_the_result_does_not_depend_on_the_number_of_threads(number_format, block, monkeypatch):
     monkeypatch.setattr(blocks_cpu, "GRAIN_ELEMENTS", 1)
     layout = BlockLayout(9001, 3, BITS[number_format], block)
     values, error, active = vectors(9001, 1)
@@ -391,7 +391,7 @@ def test_float8_is_rounded_as_torch_rounds(number_format):
     assert torch.equal(known, torchs.isfinite() & (torch.arange(256) != 0x80))
 
 
-def test_integers_and_their_ties():
+def test_integer_formats_round_ties_as_documented():
     values = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.0, -127.0])
     codes = codes_of(values, "int8")[:8].view(torch.int8)
     assert codes.tolist() == [0, 2, 2, 0, -2, 126, 127, -127]
@@ -402,7 +402,7 @@ def test_integers_and_their_ties():
     assert codes_of(values, "int4")[:4].tolist() == expected
 
 
-def test_e3m0_and_its_ties():
+def test_e3m0_rounds_ties_as_documented():
     sizes = [0, *(2.0**-k for k in range(6, -1, -1))]
     assert NUMBER_FORMATS["float4_e3m0"].magnitudes.tolist() == sizes
     middle = [(a + b) / 2 for a, b in itertools.pairwise(sizes)]
@@ -420,7 +420,7 @@ def test_e3m0_and_its_ties():
 
 
 @every_number_format
-def test_codes_that_are_never_written_are_not_numbers(number_format):
+def test_unused_codes_decode_to_nan(number_format):
     values = NUMBER_FORMATS[number_format].values
     assert int(values.isnan().sum()) == len(values) - (
         2 * NUMBER_FORMATS[number_format].max_code + 1
@@ -432,7 +432,7 @@ def test_codes_that_are_never_written_are_not_numbers(number_format):
 
 @every_number_format
 @every_rounding
-def test_other_types_of_vectors(number_format, seed_and_step):
+def test_other_dtypes_are_supported(number_format, seed_and_step):
     values = torch.randn(300, dtype=torch.float64)
     layout = BlockLayout(300, 2, BITS[number_format], 64)
     rows, expected = empty_rows(layout), empty_rows(layout)

@@ -1,4 +1,4 @@
-"""Signs and scales: the ways agree, nothing is lost between them, and nothing else is written.
+"""Sign compression: all implementations agree, and nothing is lost with error feedback.
 
 That Triton's kernels compile, with loads as wide as they should be, is looked at in a process of
 its own, since Triton chooses between compiler and interpreter when it is imported.
@@ -249,7 +249,7 @@ def test_a_mean_is_the_mean_of_the_decoded_vectors():
 
 @pytest.mark.parametrize("block", [32, 4096, 5024, None])
 @pytest.mark.parametrize("scale", SCALES)
-def test_threads_do_not_matter(block, scale, monkeypatch):
+def test_the_result_does_not_depend_on_the_number_of_threads(block, scale, monkeypatch):
     # so that a small vector is worth several threads
     monkeypatch.setattr(signs_cpu, "GRAIN_ELEMENTS", 1)
     n = 50_001
@@ -338,7 +338,7 @@ def test_zeros_are_positive_and_blocks_of_them_have_no_scale(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_other_types_take_the_reference(dtype):
+def test_other_dtypes_are_supported(dtype):
     layout = BlockLayout(300, 2, 1, 64)
     values, error = torch.randn(300, dtype=dtype), torch.randn(300, dtype=dtype)
     y, rows = values + error, torch.zeros(2, layout.row_bytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""`gather` equals its reference bit for bit, in all its ways, and touches nothing else."""
+"""`gather` equals its reference bit for bit in all implementations, and writes nothing else."""
 
 import mmap
 import subprocess
@@ -72,7 +72,7 @@ def test_equals_reference(num_rows, num_cols, num_ids, implementation, id_dtype,
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_result_in_the_memory_of_what_is_read_is_refused(implementation, device):
+def test_an_out_that_overlaps_the_input_is_rejected(implementation, device):
     wide = torch.randn(30, 8, device=on(implementation, device))
     table, ids = wide[:, :4], torch.arange(1, 10, device=on(implementation, device))
     for out in (table[:9], table[20:29], wide[20:29, 1:5], wide.view(-1, 4)[:9]):
@@ -94,7 +94,7 @@ def test_a_result_in_the_memory_of_what_is_read_is_refused(implementation, devic
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_any_dtype_bit_for_bit(dtype, implementation, device):
+def test_every_dtype_is_copied_bit_for_bit(dtype, implementation, device):
     for num_cols in (1, 3, 20, 33):
         table = random_bits(30, num_cols, dtype, on(implementation, device))
         ids = torch.randint(30, (9,), device=on(implementation, device))
@@ -174,7 +174,7 @@ def test_reads_rows_of_a_wider_table(implementation, device):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_one_column_of_any_stride(implementation, device):
+def test_a_single_column_may_have_any_stride(implementation, device):
     table = torch.randn(1, 20, device=on(implementation, device)).t()
     ids = torch.tensor([3, 19, 0], device=table.device)
     assert table.stride() == (1, 20)
@@ -182,14 +182,14 @@ def test_one_column_of_any_stride(implementation, device):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_ids_of_any_stride(implementation, device):
+def test_ids_may_have_any_stride(implementation, device):
     table = torch.randn(20, 5, device=on(implementation, device))
     ids = torch.randint(20, (7, 3), device=table.device)[:, 1]
     assert same_bits(implementation(table, ids), table[ids])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_no_ids(implementation, device):
+def test_no_ids_give_an_empty_result(implementation, device):
     ids = torch.empty(0, dtype=torch.int64, device=on(implementation, device))
     assert implementation(torch.ones(3, 5, device=ids.device), ids).shape == (0, 5)
     assert implementation(torch.ones(0, 5, device=ids.device), ids).shape == (0, 5)
@@ -284,7 +284,7 @@ def test_arguments_that_do_not_match_are_rejected(implementation, device):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_past_two_gigabytes(implementation, device):
+def test_rows_beyond_two_gigabytes_are_read(implementation, device):
     # three rows a gigabyte apart in memory that is reserved, not used: row 2 starts at 2**31
     memory = torch.frombuffer(mmap.mmap(-1, 2**31 + 128), dtype=torch.int8).to(
         on(implementation, device)
@@ -304,7 +304,7 @@ def test_fills_all_of_out(implementation, device):
     assert not implementation(table, ids, out).isnan().any()
 
 
-def test_many_callers_at_once():
+def test_many_threads_can_gather_at_once():
     table = torch.randn(1000, 100)
     ids = [torch.randint(1000, (5000,)) for _ in range(4)]
     found = [None] * 4
@@ -329,12 +329,12 @@ def test_reads_a_page_locked_table(device):
 
 
 @pytest.mark.gpu
-def test_table_not_page_locked(device):
+def test_a_table_that_is_not_page_locked_is_rejected(device):
     with pytest.raises(ValueError, match=r"gcnzc\.pinned"):
         gather(torch.ones(3, 5), torch.tensor([0], device=device))
 
 
 @pytest.mark.gpu
-def test_table_on_another_device(device):
+def test_a_table_on_another_device_is_rejected(device):
     with pytest.raises(ValueError, match="move the ids"):
         gather(torch.ones(3, 5, device=device), torch.tensor([0]))

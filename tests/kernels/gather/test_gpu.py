@@ -1,4 +1,4 @@
-"""Every layout of lanes gathers what the reference does, bit for bit, wherever rows begin."""
+"""Every layout of lanes equals the reference bit for bit, for every alignment of rows."""
 
 import itertools
 import subprocess
@@ -61,7 +61,7 @@ def layouts_for(unit, inset=0):
 
 
 @pytest.mark.parametrize("row_bytes", WIDTHS_BYTES)
-def test_every_start_of_a_row_in_a_line(row_bytes, device):
+def test_every_offset_of_a_row_in_a_line_is_read_correctly(row_bytes, device):
     for dtype, unit in itertools.product(DTYPES, UNITS):
         if row_bytes % dtype.itemsize == 0 and unit % dtype.itemsize == 0:
             for layout in layouts_for(unit):
@@ -69,7 +69,7 @@ def test_every_start_of_a_row_in_a_line(row_bytes, device):
 
 
 @pytest.mark.parametrize("row_bytes", WIDE_BYTES)
-def test_rows_of_several_passes(row_bytes, device):
+def test_rows_of_several_passes_are_read(row_bytes, device):
     for dtype, unit in ((torch.int8, 1), (torch.float16, 4), (torch.float32, 16)):
         if row_bytes % dtype.itemsize == 0:
             for layout in layouts_for(unit):
@@ -77,7 +77,7 @@ def test_rows_of_several_passes(row_bytes, device):
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pitched"])
-def test_a_base_that_is_not_on_a_line(layout, device):
+def test_tables_that_do_not_begin_on_a_line_are_read(layout, device):
     for inset in (1, 3, 8, 16, 24, 48, 127):
         for row_bytes, unit in ((33, 128), (400, 16), (1000, 1)):
             check(row_bytes, unit, torch.int8, layout, device, inset=inset)
@@ -86,7 +86,7 @@ def test_a_base_that_is_not_on_a_line(layout, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_widths_and_starts(dtype, layout, device):
+def test_all_widths_and_offsets_are_read(dtype, layout, device):
     for columns, unit in itertools.product(range(1, 301), UNITS):
         if unit % dtype.itemsize == 0 and layout in layouts_for(unit):
             check(columns * dtype.itemsize, unit, dtype, layout, device)
@@ -95,7 +95,7 @@ def test_all_widths_and_starts(dtype, layout, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("programs", [1, 3, 64])
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-def test_any_number_of_programs_and_ids(layout, programs, id_dtype, device):
+def test_any_number_of_programs_and_ids_is_supported(layout, programs, id_dtype, device):
     table = table_of(132, 128, torch.float32, device, num_rows=50)
     for num_ids in (1, 2, 127, 128, 129, 1000):
         ids = torch.randint(50, (num_ids,), dtype=id_dtype, device=device)
@@ -239,7 +239,7 @@ def test_converts_as_torch_does(source, target, columns, device):
 @pytest.mark.parametrize("source", [*FLOATS, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("target", FLOATS, ids=str)
 @pytest.mark.parametrize("beside", [0x7C, 0x7F, 0xFF])
-def test_bytes_around_the_table_do_not_matter(source, target, beside, device):
+def test_bytes_around_the_table_do_not_change_the_result(source, target, beside, device):
     memory = torch.full((4000,), beside, dtype=torch.uint8, device=device).view(source)
     table = memory[160 : 160 + 40 * 3].view(40, 3)
     table.copy_(torch.randint(-8, 8, (40, 3)))

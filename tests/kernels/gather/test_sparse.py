@@ -1,4 +1,4 @@
-"""`gather_sparse` equals its reference, and refuses what would be read or written outside."""
+"""`gather_sparse` equals its reference, and rejects indices out of range."""
 
 import warnings
 
@@ -34,7 +34,7 @@ def test_equals_reference(threads, id_dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_any_index_type_and_empty_rows(index_dtype):
+def test_index_dtypes_and_empty_rows_are_supported(index_dtype):
     table = torch.sparse_csr_tensor(
         torch.tensor([0, 0, 2, 2], dtype=index_dtype),
         torch.tensor([1, 4], dtype=index_dtype),
@@ -60,18 +60,18 @@ def test_elements_with_the_same_column_are_added():
     assert torch.equal(gather_sparse_reference(table, torch.tensor([1, 0])), expected)
 
 
-def test_no_ids():
+def test_no_ids_give_an_empty_result():
     table = bag()
     assert gather_sparse(table, torch.empty(0, dtype=torch.int64)).shape == (0, 333)
 
 
-def test_a_result_in_the_memory_of_the_values_is_refused():
+def test_an_out_that_overlaps_the_values_is_rejected():
     table = torch.ones(4, 5).to_sparse_csr()
     with pytest.raises(ValueError, match=r"shares memory with the table(?s:.*)hint: "):
         gather_sparse(table, torch.tensor([3, 0]), table.values()[:10].view(2, 5))
 
 
-def test_outside():
+def test_ids_and_indices_out_of_range_are_rejected():
     table = bag()
     for outside in (-1, 40):
         with pytest.raises(IndexError, match=f"id {outside} is not in a table of 40 rows"):

@@ -1,4 +1,4 @@
-"""Edges are found in sorted columns, and left out of them."""
+"""Edges are found in sorted columns, and excluded from them."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def columns():
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_sorted_columns(columns, dtype, threads):
+def test_columns_are_sorted(columns, dtype, threads):
     indptr, indices = columns[0], columns[1].astype(dtype)
     assert not is_sorted(indptr, indices, threads=threads)
     out, order = sort_columns(indptr, indices, order=True, threads=threads)
@@ -48,7 +48,7 @@ def test_a_descent_between_columns_does_not_count():
     assert is_sorted(np.array([0]), np.empty(0, np.int32))
 
 
-def test_every_pair_is_found_or_not(columns):
+def test_has_edge_is_correct_for_every_pair(columns):
     indptr = columns[0]
     indices, _ = sort_columns(*columns)
     there = {(int(s), t) for t in range(60) for s in indices[indptr[t] : indptr[t + 1]]}

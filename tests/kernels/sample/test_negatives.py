@@ -1,4 +1,4 @@
-"""Negatives are the reference's, no edges where that is asked, and as likely as each other."""
+"""Negatives equal the reference, are no edges if strict, and are uniform."""
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_the_only_remaining_pair_is_found(kind):
 @pytest.mark.parametrize(
     ("kind", "who"), [("uniform", "node 2 and all others"), ("both", "every pair")]
 )
-def test_where_there_is_no_negative(kind, who):
+def test_sources_without_negatives_are_reported(kind, who):
     graph = graph_of([(s, t) for s in range(5) for t in range(5) if s != t], 5)
     with pytest.raises(ValueError, match=rf"edges between {who}.*\n\nhint: "):
         sample_negatives(*graph, np.array([2, 1]), np.arange(2), 1, kind, True, 0, 0)
@@ -83,7 +83,7 @@ def test_where_there_is_no_negative(kind, who):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_every_destination_is_as_likely(strict):
+def test_destinations_are_uniform(strict):
     # node 0 has edges to a quarter of the nodes
     num_nodes, num_items = 60, 60_000
     graph = graph_of([(0, t) for t in range(0, 60, 4)], num_nodes)
@@ -109,7 +109,7 @@ def test_epochs_seeds_items_and_draws_give_different_negatives(dense):
     assert (first[::2] == first[1::2]).mean() < 0.2
 
 
-def test_in_batch_pairs_are_those_that_follow():
+def test_in_batch_negatives_are_the_next_destinations():
     edges = np.array([[0, 1, 2, 3], [4, 5, 6, 4]])
     graph = graph_of([(0, 5), (2, 4)], 7)
     everything = in_batch_negatives(*graph, edges, 2, False)

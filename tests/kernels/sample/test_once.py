@@ -1,4 +1,4 @@
-"""Neighbourhoods in which every node is drawn for once."""
+"""Sampling in which the neighbours of every node are sampled once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`sample` equals its reference, and draws as it should."""
+"""`sample` equals its reference, and is uniform."""
 
 from itertools import combinations
 
@@ -77,7 +77,7 @@ def test_equals_reference(fanouts, dtype, table, uneven):
         assert_same(drawn, sample_reference(indptr, indices, seeds, fanouts, 2**64 - 3, epoch))
 
 
-def test_seeds_of_special_degrees(uneven, table):
+def test_fanouts_of_every_size_equal_the_reference(uneven, table):
     seeds = torch.arange(9)
     for fanout in [1, 62, 63, 64, 65, 66, 126, 127, 128, 129, 2999, 3000, 2**40]:
         assert_same(
@@ -86,14 +86,14 @@ def test_seeds_of_special_degrees(uneven, table):
         )
 
 
-def test_no_seeds(uneven, table):
+def test_a_sample_may_have_no_seeds(uneven, table):
     drawn = sample(*uneven, torch.empty(0, dtype=torch.int64), [3, 2], 0, 0)
     assert_same(drawn, sample_reference(*uneven, torch.empty(0, dtype=torch.int64), [3, 2], 0, 0))
     assert drawn.num_nodes == (0, 0, 0)
     assert drawn.nodes.shape == drawn.indices[0].shape == (0,)
 
 
-def test_nodes_without_neighbours(table):
+def test_nodes_without_neighbours_have_no_edges(table):
     indptr, indices = graph_of_columns([[], [], [0]])
     drawn = sample(indptr, indices, torch.tensor([1, 2, 0]), [4, 4], 0, 0)
     assert drawn.nodes.tolist() == [1, 2, 0]
@@ -101,7 +101,7 @@ def test_nodes_without_neighbours(table):
     assert [block.tolist() for block in drawn.indices] == [[2]] * 2
 
 
-def test_seeds_that_occur_twice(uneven, table):
+def test_seeds_may_occur_twice(uneven, table):
     seeds = torch.tensor([40, 7, 40, 40, 9])
     drawn = sample(*uneven, seeds, [3, 2], 5, 0)
     assert_same(drawn, sample_reference(*uneven, seeds, [3, 2], 5, 0))
@@ -145,7 +145,7 @@ def test_other_nodes_come_in_order_of_appearance():
 
 @pytest.mark.parametrize("by", ["epoch", "node", "hop"])
 @pytest.mark.parametrize("fanout", [5, 70])
-def test_every_neighbour_is_as_likely(by, fanout):
+def test_neighbours_are_uniform(by, fanout):
     degree = 101
     columns = [[i] * degree for i in range(3000)] if by == "node" else [[0] * degree]
     counts = np.zeros(degree)
@@ -174,7 +174,7 @@ def test_every_neighbour_is_as_likely(by, fanout):
     assert 1e-3 < chi2.sf(statistic, degree - 1) < 1 - 1e-3
 
 
-def test_every_set_is_as_likely():
+def test_sets_of_neighbours_are_uniform():
     # 20 sets of 3 of 6 neighbours, drawn for 40,000 nodes
     edges = sample(
         *graph_of_columns([[i] * 6 for i in range(40_000)]),
@@ -213,7 +213,7 @@ def test_choices_are_independent(pair):
     assert 1e-3 < chi2_contingency(table_of_pairs).pvalue < 1 - 1e-3
 
 
-def test_the_words_are_those_of_the_counter():
+def test_random_words_are_those_of_the_counter():
     # a column of 2**20 neighbours, of which the word of (draw, node, hop, epoch) picks one
     node, degree = 3, 2**20
     indptr = torch.tensor([0, 0, 0, 0, degree])
@@ -229,7 +229,7 @@ def test_the_words_are_those_of_the_counter():
 
 
 @pytest.mark.parametrize("fanout", [7, 64, 65, 100])
-def test_nodes_beyond_32_bits(fanout):
+def test_node_ids_beyond_32_bits_are_supported(fanout):
     # the formula alone: a graph of so many nodes has offsets of 32 GB and more
     nodes = np.array([5, 2**31 + 5, 2**32 + 5, 2**47 + 5], np.int64)
     degrees, begins = np.full(4, 1000), np.array([0, 10, 20, 30])
@@ -252,7 +252,7 @@ def test_nodes_beyond_32_bits(fanout):
     assert len({tuple(row) for row in positions.reshape(4, fanout) - begins[:, None]}) == 4
 
 
-def test_ids_that_share_their_low_half():
+def test_ids_with_equal_low_halves_are_distinguished():
     sources = np.array([5, 2**32 + 5, 5, 2**33 + 5, 2**32 + 5, 0, 2**32], np.int64)
     nodes, places = np.zeros(16, np.int64), np.zeros(7, np.int32)
     count = cpu._relabel_hashed(sources, np.zeros(16, np.int64), 1, nodes, 0, places, True)
@@ -313,14 +313,14 @@ def test_a_batch_of_too_many_nodes_is_rejected(uneven, table, monkeypatch):
 
 
 @pytest.mark.parametrize("epoch", [-1, 2**32])
-def test_epoch_out_of_range(uneven, epoch):
+def test_an_epoch_out_of_range_is_rejected(uneven, epoch):
     with pytest.raises(ValueError, match="epoch"):
         sample(*uneven, torch.arange(9), [3], 0, epoch)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_neighbour_outside_the_graph_is_refused_and_not_read(
+def test_a_neighbour_out_of_range_is_rejected_and_not_read(
     monkeypatch: pytest.MonkeyPatch, direct: bool, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(kernels_sample, "DIRECT_NODES", 2**24 if direct else 0)
@@ -342,7 +342,7 @@ def test_a_neighbour_outside_the_graph_is_refused_and_not_read(
 
 
 @pytest.mark.parametrize("wrong", [3001, -1, 2**62, -(2**63), 5])
-def test_columns_outside_the_graph_are_refused_and_not_read(wrong: int) -> None:
+def test_columns_out_of_range_are_rejected_and_not_read(wrong: int) -> None:
     indptr, indices = torch.arange(0, 3001, 3), torch.arange(3000) % 1000
     indptr[412] = wrong
     with pytest.raises(ValueError, match=rf"edges into node 41[12] are .*{wrong}(.|\n)*hint: "):

@@ -1,4 +1,4 @@
-"""Edges that are left out are never drawn, and the others are as likely as each other."""
+"""Excluded edges are never sampled, and the others uniformly."""
 
 import numpy as np
 import pytest

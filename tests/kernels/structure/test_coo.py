@@ -1,4 +1,4 @@
-"""Columns as lists of edges."""
+"""CSC is converted to lists of edges."""
 
 import pytest
 import torch

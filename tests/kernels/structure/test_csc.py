@@ -47,7 +47,7 @@ def test_equals_a_stable_sort(num_nodes, num_edges, short_segments):
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("skew", [1, 30])
-def test_threads_do_not_matter(threads, skew):
+def test_the_result_does_not_depend_on_the_number_of_threads(threads, skew):
     src, dst = random_edges(300_000, 400_000, skew)
     built = build_csc(edge_list_segments(src, dst), 300_000, threads=threads)
     assert_equal(built, csc_reference(src, dst, 300_000))
@@ -77,7 +77,7 @@ def test_nodes_without_edges_at_the_begin_middle_and_end():
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_types_layouts_and_read_only_memory(dtype, short_segments):
+def test_dtypes_strides_and_read_only_memory_are_supported(dtype, short_segments):
     src, dst = random_edges(5000, 20_000, dtype=dtype)
     expected = csc_reference(src, dst, 5000)
     pairs = np.stack([src, dst], axis=1)
@@ -87,7 +87,7 @@ def test_types_layouts_and_read_only_memory(dtype, short_segments):
     assert (indptr.dtype, indices.dtype) == (np.int64, np.int32)
 
 
-def test_int64_indices(monkeypatch):
+def test_indices_may_be_int64(monkeypatch):
     # 2**31 nodes need 17 GB of indptr, so the choice of type is made smaller, not the graph larger
     monkeypatch.setattr(module, "index_dtype", lambda num_nodes: np.int64)
     src, dst = random_edges(3000, 20_000)
@@ -96,7 +96,7 @@ def test_int64_indices(monkeypatch):
     assert_equal((indptr, indices), csc_reference(src, dst, 3000))
 
 
-def test_index_dtype():
+def test_index_dtype_is_the_narrowest():
     assert index_dtype(2**31 - 1) is np.int32
     assert index_dtype(2**31) is np.int64
 
@@ -132,7 +132,7 @@ def test_an_edge_to_an_unknown_node_is_rejected(wrong, end, short_segments):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
-def test_coalesced(threads):
+def test_coalesce_sorts_and_removes_duplicates(threads):
     src, dst = random_edges(2000, 100_000, skew=5)
     indptr, indices = coalesce(*build_csc(edge_list_segments(src, dst), 2000), threads=threads)
     pairs = np.unique(np.stack([dst, src]), axis=1)
@@ -140,7 +140,7 @@ def test_coalesced(threads):
     assert_equal((indptr, indices), csc_reference(pairs[1], pairs[0], 2000))
 
 
-def test_coalesced_without_duplicates_only_sorts():
+def test_coalesce_without_duplicates_only_sorts():
     src, dst = np.array([2, 1, 0]), np.array([0, 0, 1])
     indptr, indices = coalesce(*build_csc(edge_list_segments(src, dst), 3))
     assert (indptr.tolist(), indices.tolist()) == ([0, 2, 3, 3], [1, 2, 0])

@@ -1,4 +1,4 @@
-"""The order of an edge list's edges in columns."""
+"""The order of an edge list's edges in the CSC."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_equals_the_reference_and_fits_the_graph(num_nodes, num_edges, dtype):
     assert torch.equal(src[found].long(), graph.indices.long())
 
 
-def test_strided_destinations():
+def test_destinations_may_be_strided():
     edges = torch.randint(9, (50, 2))
     graph = Graph.from_edges(*edges.T, 9)
     assert torch.equal(
