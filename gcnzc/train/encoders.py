@@ -6,10 +6,10 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.models import gnn
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.sampling.protocol import SamplerProtocol
-from gcnzc.train.config import TrainConfig
+from gcnzc.train.option_groups import LoaderOptions, ModelOptions
 
 
-def build_encoder(config: TrainConfig, data: Dataset, num_columns: int) -> gnn.Model:
+def build_encoder(config: ModelOptions, data: Dataset, num_columns: int) -> gnn.Model:
     """Build the GNN of a run on the CPU, for the features of `data` and `num_columns` outputs."""
     assert data.table is not None, "feature_table has checked"
     sizes = (data.table.num_columns, config.hidden, num_columns)
@@ -31,7 +31,7 @@ def build_encoder(config: TrainConfig, data: Dataset, num_columns: int) -> gnn.M
     return kind(*sizes, **options, batch_norm=config.batch_norm)
 
 
-def build_sampler(config: TrainConfig, data: Dataset) -> SamplerProtocol:
+def build_sampler(config: LoaderOptions, data: Dataset) -> SamplerProtocol:
     """Build the neighbour sampler that --sampler selects."""
     if config.sampler == "dgl":
         from gcnzc.interop.dgl import DglSampler

@@ -1,7 +1,11 @@
 """Old names of commands, options and values, which work until 0.3."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+C = TypeVar("C")
 
 COMMANDS = {"link": "pcie", "plan": "cost", "plan-cache": "cache-forecast"}
 # by command, as fields of its config
@@ -47,14 +51,65 @@ def rename_words(words: Sequence[str]) -> list[str]:
     return changed
 
 
-def rename_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace old names in options of `train` from a file by the present ones, as field names."""
-    found = {}
+def rename_options(
+    values: Mapping[str, Any], source: str, command: str = "train"
+) -> dict[str, Any]:
+    """Replace old names of options and values by the present ones.
+
+    Args:
+        values: option names, with - or _, and their values.
+        source: where the options are from, for the message.
+        command: the command that has the options.
+
+    Returns:
+        The values by field name.
+
+    Raises:
+        ValueError: an option is given twice, by two spellings of its name.
+    """
+    found: dict[str, Any] = {}
+    spelling: dict[str, str] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
-        name = OPTIONS["train"].get(name, name)
-        found[name] = _renamed_value("train", name, value) if isinstance(value, str) else value
+        name = OPTIONS.get(command, {}).get(name, name)
+        if name in found:
+            raise ValueError(
+                f"{source}: {spelling[name]} and {key} are the same option\n\n"
+                f"hint: keep {name}, and remove the other"
+            )
+        spelling[name] = key
+        found[name] = _renamed_value(command, name, value) if isinstance(value, str) else value
     return found
+
+
+def accept_old_options(command: str) -> Callable[[type[C]], type[C]]:
+    """Return a decorator for a config class, with which old names work as keyword arguments.
+
+    They cause a DeprecationWarning.
+
+    Args:
+        command: the command of the config.
+    """
+
+    def decorate(kind: type[C]) -> type[C]:
+        initialise: Callable[..., None] = kind.__init__
+
+        @wraps(initialise)
+        def initialise_renamed(self: C, **options: Any) -> None:
+            present = rename_options(options, kind.__name__, command)
+            for name in options.keys() - present.keys():
+                warnings.warn(
+                    f"option {name} of {kind.__name__} is now {OPTIONS[command][name]}; the old "
+                    "name goes with 0.3",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+            initialise(self, **present)
+
+        kind.__init__ = initialise_renamed  # type: ignore[method-assign,assignment]
+        return kind
+
+    return decorate
 
 
 def _renamed_value(command: str, option: str, value: str) -> str:

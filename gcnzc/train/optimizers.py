@@ -22,12 +22,12 @@ from gcnzc.optim import (
 )
 from gcnzc.optim.defaults import DELAY
 from gcnzc.optim.defaults import LOCAL as LOCAL_DEFAULTS
-from gcnzc.train.config import LOCAL, ONE_BIT, TrainConfig
+from gcnzc.train.option_groups import LOCAL, ONE_BIT, OptimizerOptions
 from gcnzc.train.options import parse_fragments
 
 
 def build_optimizer(
-    config: TrainConfig, model: torch.nn.Module, workers: int = 1
+    config: OptimizerOptions, model: torch.nn.Module, workers: int = 1
 ) -> torch.optim.Optimizer:
     """Build the torch optimizer of a run; with local steps, the inner optimizer.
 
@@ -46,13 +46,13 @@ def build_optimizer(
     return torch.optim.Adam(parameters, lr, weight_decay=decay)
 
 
-def learning_rate(config: TrainConfig, workers: int) -> float:
+def learning_rate(config: OptimizerOptions, workers: int) -> float:
     """Return the learning rate for a number of workers, scaled by --scale-lr."""
     return config.lr * {"none": 1.0, "linear": workers, "sqrt": workers**0.5}[config.scale_lr]
 
 
 def build_method(
-    config: TrainConfig, model: nn.Module, group: Group, steps: int, signals: int = 0
+    config: OptimizerOptions, model: nn.Module, group: Group, steps: int, signals: int = 0
 ) -> DistributedOptimizer:
     """Build the distributed optimizer of a run.
 
@@ -94,7 +94,7 @@ def build_method(
 
 
 def _one_bit(
-    config: TrainConfig, model: nn.Module, group: Group, steps: int, signals: int
+    config: OptimizerOptions, model: nn.Module, group: Group, steps: int, signals: int
 ) -> DistributedOptimizer:
     kinds: dict[str, Callable[..., DistributedOptimizer]] = {
         "onebit-adam": OneBitAdam,
@@ -114,7 +114,7 @@ def _one_bit(
     return kinds[config.optimizer](model.parameters(), **options)
 
 
-def warmup_steps(config: TrainConfig, steps: int) -> int | None:
+def warmup_steps(config: OptimizerOptions, steps: int) -> int | None:
     """Return the length of the warm-up in steps, of `steps` in the run; None if it is automatic."""
     if config.warmup == "auto":
         return None
@@ -122,19 +122,19 @@ def warmup_steps(config: TrainConfig, steps: int) -> int | None:
     return max(1, round(number * steps if number < 1 else number))
 
 
-def _delay(config: TrainConfig) -> int | str:
+def _delay(config: OptimizerOptions) -> int | str:
     text = config.delay
     if text == "default":
         return "auto" if config.local_steps == "auto" else DELAY
     return text if text == "auto" else int(text)
 
 
-def _compress(config: TrainConfig) -> dict[str, Any]:
+def _compress(config: OptimizerOptions) -> dict[str, Any]:
     """Return the optimizer's argument `compress`; auto takes the default of its class."""
     return {} if config.compress == "auto" else {"compress": compression(config.compress)}
 
 
-def _local_steps(config: TrainConfig) -> int | str:
+def _local_steps(config: OptimizerOptions) -> int | str:
     text = config.local_steps
     if text == "default":
         return LOCAL_DEFAULTS[config.optimizer].local_steps

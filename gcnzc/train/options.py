@@ -141,10 +141,10 @@ def config_from_dict(kind: type[C], values: Mapping[str, Any], source: str) -> C
         source: the file of the table, for messages.
 
     Raises:
-        ValueError: an option is unknown, or a value has the wrong type.
+        ValueError: an option is unknown or given twice, or a value has the wrong type.
     """
     hints, given = get_type_hints(kind), {}
-    for name, value in old_names.rename_options(values).items():
+    for name, value in old_names.rename_options(values, source).items():
         if name not in hints:
             raise ValueError(
                 f"{source}: no option named {name}\n\nhint: `gcnzc train --help` lists the options"

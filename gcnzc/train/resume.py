@@ -142,7 +142,7 @@ def check_resumed_options(
         ValueError: an option differs that a resumed run keeps.
     """
     given = config_to_dict(config)
-    for name, value in rename_options(options or {}).items():
+    for name, value in rename_options(options or {}, str(folder)).items():
         if name in given and given[name] != value and name not in FREE_ON_RESUME:
             raise ValueError(
                 f"the run in {folder} has {name} {value!r}, not {given[name]!r}\n\n"

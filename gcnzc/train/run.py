@@ -21,7 +21,6 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import all_gather, all_gather_scalar
 from gcnzc.features.cache import CachedTable
 from gcnzc.graph.load import verify
-from gcnzc.loader.loader import Loader
 from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
@@ -32,7 +31,13 @@ from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import write_result
 from gcnzc.train.resume import begin
 from gcnzc.train.saving import handle_stop_request, save, write_pending
-from gcnzc.train.setup import apply_profile, cached_table, choose_device, feature_table
+from gcnzc.train.setup import (
+    apply_profile,
+    build_loader,
+    cached_table,
+    choose_device,
+    feature_table,
+)
 from gcnzc.train.shared_data import load_shared
 from gcnzc.train.signals import stop_requests
 from gcnzc.train.tasks import build_task
@@ -112,21 +117,7 @@ def train(
         if group.rank:
             # each worker has its own dropout masks
             torch.manual_seed(mixed_seed(config.seed, group.rank))
-        loader = Loader(
-            data.graph,
-            table,
-            task.seeds,
-            list(config.fanouts),
-            config.batch_size,
-            labels=task.labels,
-            device=device,
-            seed=config.seed,
-            sampler=task.sampler,
-            in_degrees=config.model == "gcn",
-            rank=group.rank,
-            world_size=group.world_size,
-            **settings.loading,
-        )
+        loader = build_loader(config, data, task, table, device, group, settings.loading)
         steps = config.epochs * len(loader)
         optimizer = build_method(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter

@@ -1,6 +1,6 @@
 """Build the parts of a run from its options: device, feature table, cache and loader settings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,10 +22,12 @@ from gcnzc.features.peer_memory import Handle
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
+from gcnzc.loader.loader import Loader
 from gcnzc.loader.presampling import Progress, presample
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import parse_cache_size
 from gcnzc.train.shared_data import share_copy
+from gcnzc.train.tasks.base import Task
 from gcnzc.tune import profiles
 
 
@@ -174,3 +176,42 @@ def apply_profile(
     say(f"tuning profile of {found.made[:10]}: {found.summary()}; --no-tuning-profile ignores it")
     table = replace(table, way=found.kernel_config)
     return RunSettings(table, loading, found.cache_share(table.num_rows))
+
+
+def build_loader(
+    config: TrainConfig,
+    data: Dataset,
+    task: Task,
+    table: FeatureTable,
+    device: torch.device,
+    group: Group | None = None,
+    loading: Mapping[str, Any] | None = None,
+) -> Loader:
+    """Build the loader of the training minibatches.
+
+    Args:
+        config: options of the run.
+        data: the graph.
+        task: training task, which has the seeds, their labels and the sampler.
+        table: feature table of the run.
+        device: the device of the minibatches.
+        group: all workers, each of which loads its part of every minibatch; only this one if None.
+        loading: arguments of the loader that affect its speed, see `apply_profile`; None for those
+            of the options.
+    """
+    group = group or Group()
+    return Loader(
+        data.graph,
+        table,
+        task.seeds,
+        list(config.fanouts),
+        config.batch_size,
+        labels=task.labels,
+        device=device,
+        seed=config.seed,
+        sampler=task.sampler,
+        in_degrees=config.model == "gcn",
+        rank=group.rank,
+        world_size=group.world_size,
+        **(loading if loading is not None else {"threads": config.threads or None}),
+    )

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from gcnzc.train.config import LOCAL, ONE_BIT, TrainConfig
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.option_groups import LOCAL, ONE_BIT
 from gcnzc.train.options import option_name
 
 Choices = Mapping[str, tuple[str, ...]]

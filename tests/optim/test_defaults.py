@@ -19,8 +19,9 @@ from gcnzc.optim import (
     ZeroOneAdam,
     ZeroOneSchedule,
 )
-from gcnzc.train.config import LOCAL, ONE_BIT, TrainConfig
+from gcnzc.train.config import TrainConfig
 from gcnzc.train.optimizers import build_method
+from gcnzc.train.option_groups import LOCAL, ONE_BIT
 
 COMPRESSED = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb, "zero-one-adam": ZeroOneAdam}
 LOCAL_STEPS = {

@@ -1,13 +1,16 @@
 """Options are checked on construction, and survive JSON."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from gcnzc.cli.commands.data import MakeConfig
+from gcnzc.cli.parser import parse
+from gcnzc.train import option_groups
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.options import config_from_dict, config_to_dict
+from gcnzc.train.options import config_from_dict, config_to_dict, option_name
 
 
 def test_a_config_survives_json():
@@ -74,3 +77,96 @@ def test_values_out_of_range_are_rejected(options, message):
 def test_make_requires_a_kind_of_graph():
     with pytest.raises(ValueError, match="--nodes must be at least 1, got 0"):
         MakeConfig(path=Path("x"), nodes=0)
+
+
+# the options of config.json and of the command line in 0.1; later versions may add to them
+FIRST_OPTIONS = {
+    "data": None,
+    "model": "sage",
+    "task": "node",
+    "decoder": "mlp",
+    "negatives": "uniform",
+    "num_negatives": 1,
+    "strict_negatives": True,
+    "exclude": "reverse",
+    "fanouts": [15, 10, 5],
+    "batch_size": 1024,
+    "epochs": 20,
+    "optimizer": "adam",
+    "lr": 0.003,
+    "weight_decay": 0.0,
+    "inner_optimizer": "adam",
+    "compress": "auto",
+    "warmup": "0.15",
+    "refresh": 0,
+    "local_steps": "default",
+    "outer_lr": None,
+    "outer_momentum": None,
+    "eager_weight": 0.5,
+    "delay": "default",
+    "fragments": "4",
+    "hidden": 256,
+    "layers": 3,
+    "heads": 4,
+    "output_heads": 0,
+    "dropout": 0.5,
+    "input_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "batch_norm": False,
+    "skip": True,
+    "patience": 0,
+    "evaluate_every": 1,
+    "sampler": "gcnzc",
+    "features": "host",
+    "cache_size": "auto",
+    "cache_policy": "presampled",
+    "cache_sharded": False,
+    "device": "auto",
+    "threads": 0,
+    "tuning_profile": True,
+    "workers": 1,
+    "scale_lr": "none",
+    "timeout_s": 60.0,
+    "restarts": 3,
+    "tune_exchange": False,
+    "seed": 0,
+    "checkpoint_every_s": 30.0,
+    "trace": 0,
+    "allow_nan": False,
+    "verify": False,
+    "out": None,
+    "resume": None,
+    "config": None,
+}
+
+
+def test_files_and_the_command_line_keep_their_options_and_defaults(capsys):
+    values = config_to_dict(TrainConfig())
+    assert FIRST_OPTIONS.items() <= values.items()
+    assert config_from_dict(TrainConfig, FIRST_OPTIONS, "config.json") == TrainConfig()
+    assert parse(["train", "--help"]) is None
+    words = set(capsys.readouterr().out.split())
+    flags = {
+        option_name(f"no_{name}" if value is True else name)
+        for name, value in FIRST_OPTIONS.items()
+        if name != "data"
+    }
+    assert flags <= words
+
+
+def test_every_option_of_train_is_in_one_group():
+    groups = [
+        kind
+        for kind in vars(option_groups).values()
+        if kind in option_groups.Options.__subclasses__()
+    ]
+    names = [field.name for group in groups for field in fields(group)]
+    assert sorted(names) == sorted(field.name for field in fields(TrainConfig))
+    assert set(groups) < set(TrainConfig.__mro__)
+
+
+def test_a_group_checks_its_own_options():
+    with pytest.raises(ValueError, match=r"--dropout must be from 0 to below 1, got 1\.0"):
+        option_groups.ModelOptions(dropout=1.0)
+    with pytest.raises(ValueError, match="--lr must be finite, got nan"):
+        option_groups.OptimizerOptions(lr=float("nan"))

@@ -6,6 +6,7 @@ import pytest
 
 from gcnzc.cli.commands import COMMANDS as CONFIGS
 from gcnzc.cli.commands.check import CheckConfig
+from gcnzc.cli.errors import Misuse
 from gcnzc.cli.parser import parse
 from gcnzc.train import old_names, resume
 from gcnzc.train.config import TrainConfig
@@ -45,6 +46,26 @@ def test_old_options_work_in_a_file():
     config = config_from_dict(TrainConfig, values, "a file")
     assert (config.cache_size, config.cache_policy) == ("0.3", "in-degree")
     assert (config.tuning_profile, config.delay) == (False, "default")
+
+
+def test_old_options_in_python():
+    with pytest.warns(DeprecationWarning, match="option hot of TrainConfig is now cache_size"):
+        config = TrainConfig(hot="0.3", lr=0.1)
+    assert config == TrainConfig(cache_size="0.3", lr=0.1)
+    with pytest.warns(DeprecationWarning, match="plan of TrainConfig is now tuning_profile"):
+        config = TrainConfig(plan=False, delay="usual")
+    assert config == TrainConfig(tuning_profile=False, delay="default")
+    with pytest.raises(ValueError, match="TrainConfig: cache_size and hot are the same option"):
+        TrainConfig(cache_size="0.2", hot="0.3")
+
+
+def test_an_option_with_its_old_and_its_present_name_is_an_error(tmp_path):
+    file = tmp_path / "options.toml"
+    for old, new in (("hot-by", "cache_policy"), ("batch-size", "batch_size")):
+        value = {"hot-by": '"in-degree"'}.get(old, "7")
+        file.write_text(f"{old} = {value}\n{new} = {value}\n")
+        with pytest.raises(Misuse, match=rf"toml: {old} and {new} are the same option"):
+            parse(["train", "--config", str(file)])
 
 
 def test_a_run_with_old_options_is_resumed():

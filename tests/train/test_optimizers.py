@@ -13,8 +13,9 @@ from gcnzc.exchange import Group
 from gcnzc.graph.prepare import prepare
 from gcnzc.optim import Averaged, resize_state
 from gcnzc.train import checkpoint
-from gcnzc.train.config import LOCAL, ONE_BIT, TrainConfig
+from gcnzc.train.config import TrainConfig
 from gcnzc.train.optimizers import build_method, warmup_steps
+from gcnzc.train.option_groups import LOCAL, ONE_BIT
 from gcnzc.train.run import train
 
 METHODS = {

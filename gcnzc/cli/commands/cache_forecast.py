@@ -11,7 +11,7 @@ from gcnzc.cli.reports import cache
 from gcnzc.graph import load
 from gcnzc.loader import presampling
 from gcnzc.loader.loader import Loader
-from gcnzc.train.config import MOST_THREADS
+from gcnzc.train.option_groups import MOST_THREADS
 from gcnzc.train.options import Fanouts, at_least, at_most, check_fanouts, check_numbers
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import cache_forecast

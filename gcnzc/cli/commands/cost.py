@@ -19,17 +19,17 @@ from gcnzc.cli.reports.network import Line
 from gcnzc.exchange import Group
 from gcnzc.graph import load
 from gcnzc.graph.dataset import Dataset
-from gcnzc.loader.loader import Loader
 from gcnzc.optim import cost as optim_cost
 from gcnzc.optim.cost import Computed, Network, Progress, gradient_bytes
 from gcnzc.system.spans import Stage
 from gcnzc.system.streams import clock_of
-from gcnzc.train.config import MOST_THREADS, MOST_WORKERS, TrainConfig
+from gcnzc.train.config import TrainConfig
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.optimizers import build_optimizer
+from gcnzc.train.option_groups import MOST_THREADS, MOST_WORKERS
 from gcnzc.train.options import Fanouts, at_least, at_most, check_numbers, option_name
 from gcnzc.train.progress import Reporter
-from gcnzc.train.setup import choose_device, feature_table
+from gcnzc.train.setup import build_loader, choose_device, feature_table
 from gcnzc.train.tasks import build_task
 
 
@@ -136,19 +136,7 @@ def measure_step(config: CostConfig, data: Dataset, advance: Progress | None = N
         torch.manual_seed(config.seed)
         model = task.model().to(device)
         optimizer = build_optimizer(options, model)
-        loader = Loader(
-            data.graph,
-            table,
-            task.seeds,
-            list(config.fanouts),
-            config.batch_size,
-            labels=task.labels,
-            device=device,
-            seed=config.seed,
-            sampler=task.sampler,
-            threads=config.threads or None,
-            in_degrees=config.model == "gcn",
-        )
+        loader = build_loader(options, data, task, table, device)
         num_steps = WARM_UP + config.steps
         model.train()
         while len(stages) < num_steps:

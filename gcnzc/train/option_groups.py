@@ -1,0 +1,355 @@
+"""Groups of the options of `gcnzc train`, as dataclasses.
+
+The fields of a group are options, and the string below a field is its help.
+`gcnzc.train.config.TrainConfig` has the options of all groups. A function that reads the options of
+one group has that group as the type of its parameter, and takes a whole `TrainConfig` as well.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+import tyro
+
+from gcnzc.optim.defaults import EAGER, FRAGMENTS, REFRESH, WARMUP
+from gcnzc.train.options import (
+    Fanouts,
+    at_least,
+    at_most,
+    check_fanouts,
+    check_number,
+    check_numbers,
+    option_name,
+    parse_cache_size,
+    parse_fragments,
+)
+
+OneBit: TypeAlias = Literal["onebit-adam", "onebit-lamb", "zero-one-adam"]
+
+
+Local: TypeAlias = Literal["local-sgd", "diloco", "streaming-diloco", "co2"]
+
+
+OptimizerName: TypeAlias = Literal["adam", "adamw", "sgd"] | OneBit | Local
+
+
+ONE_BIT, LOCAL = get_args(OneBit), get_args(Local)
+
+
+Compress: TypeAlias = Literal[
+    "auto",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "int4",
+    "float4_e3m0",
+    "sign",
+]
+
+
+CachePolicy: TypeAlias = Literal["presampled", "in-degree"]
+
+
+# protects the machine against a mistyped number; the largest servers have some hundred cores
+MOST_THREADS = MOST_WORKERS = 1024
+
+
+# thirty years; timers count nanoseconds in 64 bits
+MOST_SECONDS = 10**9
+
+
+class Options:
+    """Base of the groups: checks that all numbers are finite and within their limits."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(Options):
+    """The graph, and checks of its files before the run."""
+
+    data: tyro.conf.Positional[Path | None] = None
+    """folder of a graph, prepared or in OGB's layout; without it, a built-in graph"""
+    verify: bool = False
+    """first read a prepared folder in full and compare its checksums, as `gcnzc info --verify`
+    does"""
+    allow_nan: bool = False
+    """train even if features are NaN or infinite"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Options):
+    """The model: its layers, sizes and dropout rates."""
+
+    model: Literal["sage", "gcn", "gat"] = "sage"
+    """GraphSAGE with mean aggregation, GCN, or GAT"""
+    hidden: int = 256
+    """hidden features; for GAT, per attention head"""
+    layers: int = 3
+    """layers of the model, as many as fan-outs"""
+    heads: int = 4
+    """GAT: attention heads"""
+    output_heads: int = 0
+    """GAT: attention heads of the last layer; 0 takes as many as --heads"""
+    dropout: float = 0.5
+    """dropout rate of the hidden features"""
+    input_dropout: float = 0.0
+    """dropout rate of the input features"""
+    attention_dropout: float = 0.0
+    """GAT: dropout rate of the attention weights"""
+    batch_norm: bool = False
+    """GraphSAGE and GCN: normalise the hidden features over the minibatch"""
+    skip: bool = True
+    """GAT: add a linear skip connection to each layer; with --no-skip, a layer has none"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("hidden", "layers", "heads"):
+            at_least(1, name, getattr(self, name))
+        at_least(0, "output_heads", self.output_heads)
+        for name in ("dropout", "input_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"{option_name(name)} must be from 0 to below 1, got {getattr(self, name)}\n\n"
+                    "hint: it is the probability that a value is dropped; 0 drops nothing"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(Options):
+    """The training task; all options but the first are for link prediction."""
+
+    task: Literal["node", "link"] = "node"
+    """node classification, or link prediction"""
+    decoder: Literal["mlp", "dot"] = "mlp"
+    """link prediction: computes the score of a pair from the product of both nodes' outputs, with
+    three linear layers (mlp) or as a sum (dot)"""
+    negatives: Literal["uniform", "both", "in-batch"] = "uniform"
+    """link prediction: how negative pairs are sampled for an edge: with a random destination
+    (uniform), with two random nodes (both), or with the destinations of other edges of the
+    minibatch (in-batch)"""
+    num_negatives: int = 1
+    """link prediction: negative pairs per edge"""
+    strict_negatives: bool = True
+    """link prediction: reject negative pairs that are edges of the graph or self loops; with
+    --no-strict-negatives, they may occur"""
+    exclude: Literal["none", "self", "reverse"] = "reverse"
+    """link prediction: edges excluded from the sampled neighbourhoods: none, those of the minibatch
+    (self), or these and their reverse edges (reverse)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, "num_negatives", self.num_negatives)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions(Options):
+    """How minibatches are sampled and loaded, and the seed of all random numbers."""
+
+    fanouts: Fanouts = (15, 10, 5)
+    """neighbours sampled per node, one number per layer, input layer first; -1 takes all"""
+    batch_size: int = 1024
+    """seed nodes or seed edges per minibatch"""
+    sampler: Literal["gcnzc", "dgl"] = "gcnzc"
+    """library that samples the neighbourhoods"""
+    threads: int = 0
+    """threads that prepare minibatches; 0 takes the number from the tuning profile, or the
+    default"""
+    tuning_profile: bool = True
+    """use the settings that `gcnzc check --tune` measured for this machine; with
+    --no-tuning-profile, use the defaults"""
+    seed: int = 0
+    """seed of all random numbers"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_most(MOST_THREADS, "threads", self.threads)
+        at_least(1, "batch_size", self.batch_size)
+        at_least(0, "threads", self.threads)
+        at_least(0, "seed", self.seed)
+        check_fanouts(self.fanouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureOptions(Options):
+    """Where the features are stored, and which rows are cached in GPU memory."""
+
+    features: Literal["host", "device", "cached"] = "host"
+    """where the feature table is stored: in host memory, in GPU memory (device), or in host memory
+    with a feature cache in GPU memory (cached)"""
+    cache_size: str = "auto"
+    """size of the feature cache: a share of the rows, or bytes such as 2GB; auto takes that of the
+    tuning profile, or 0.2"""
+    cache_policy: CachePolicy = "presampled"
+    """rows in the feature cache: those that presampled minibatches read most often, or those of the
+    highest in-degree"""
+    cache_sharded: bool = False
+    """shard one feature cache over the GPUs of a machine, which read each other's rows; without it,
+    each GPU has a copy of all cached rows. A share in --cache-size is of all GPUs together,
+    bytes are of each"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cache_size != "auto":
+            parse_cache_size(self.cache_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(Options):
+    """The optimizer, and how it exchanges updates between workers."""
+
+    optimizer: OptimizerName = "adam"
+    """adam, adamw and sgd (momentum 0.9) average the gradients of all workers in every step; the
+    others exchange compressed updates, or update after several local steps"""
+    lr: float = 0.003
+    """learning rate"""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """multiply --lr by the number of workers, or its square root, since their minibatches add up"""
+    weight_decay: float = 0.0
+    """weight decay, as the optimizer defines it"""
+    inner_optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """optimizers with local steps: the optimizer that takes the local steps"""
+    compress: Compress = "auto"
+    """number format of the exchanged values; auto takes sign for the onebit and zero-one
+    optimizers, and float32 for the others"""
+    warmup: str = f"{WARMUP.share:g}"
+    """onebit optimizers: length of the warm-up with uncompressed gradients, as a share of the run's
+    steps or a number of steps; auto ends it when the variance is stable, after a quarter of the
+    run at most. zero-one-adam: length of the phase without local steps; auto makes it the whole
+    run"""
+    refresh: int = REFRESH
+    """onebit-adam: steps from the end of the warm-up to the first update of the variance, with
+    uncompressed gradients; the interval then doubles; 0 never updates it"""
+    local_steps: str = "default"
+    """optimizers with local steps: steps between two exchanges; default takes 8 for local-sgd and
+    co2, and 12 for the others; auto measures the smallest number that hides the exchange"""
+    outer_lr: float | None = None
+    """diloco, streaming-diloco and co2: learning rate of the outer optimizer; the method's default
+    if not given"""
+    outer_momentum: float | None = None
+    """diloco, streaming-diloco and co2: momentum of the outer optimizer; the method's default if
+    not given"""
+    eager_weight: float = EAGER
+    """co2: weight of eager updates, which a worker applies from its own last steps until the mean
+    of all workers arrives; 0 with --outer-lr 1 --outer-momentum 0.2 is the published method"""
+    delay: str = "default"
+    """streaming-diloco: steps that overlap with an exchange; default takes 1, or auto with --local-
+    steps auto; auto measures how many hide it"""
+    fragments: str = str(FRAGMENTS)
+    """streaming-diloco: parts of the model that are exchanged at different steps: a number of parts
+    of equal size; or modules, for one part per module; or regular expressions separated by
+    commas, each for the parameters whose names it matches first"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, "weight_decay", self.weight_decay)
+        at_least(0, "refresh", self.refresh)
+        if not 0 <= self.eager_weight < 1:
+            raise ValueError(
+                f"--eager-weight must be from 0 to below 1, got {self.eager_weight}\n\n"
+                "hint: the default is 0.5"
+            )
+        if self.outer_lr is not None:
+            at_least(0, "outer_lr", self.outer_lr)
+        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
+            raise ValueError(
+                f"--outer-momentum must be from 0 to below 1, got {self.outer_momentum}\n\n"
+                "hint: leave --outer-momentum out for the default"
+            )
+        if not self.lr > 0:
+            raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: the default is 0.003")
+        self._check_numbers_in_words()
+
+    def _check_numbers_in_words(self) -> None:
+        """Check the options that are a number or a word."""
+        check_number("--warmup", self.warmup, ("auto",), "0.15 is a share of the steps, 500 steps")
+        check_number(
+            "--local-steps",
+            self.local_steps,
+            ("default", "auto"),
+            "12 is the default of most methods",
+            whole=True,
+        )
+        parse_fragments(self.fragments)
+        check_number("--delay", self.delay, ("default", "auto"), "the default is 1", whole=True)
+        if self.delay == "auto" and self.local_steps != "auto":
+            raise ValueError(
+                f"--delay auto with --local-steps {self.local_steps}\n\n"
+                "hint: auto needs --local-steps auto; both are measured together"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(Options):
+    """How long a run trains, how often it evaluates the model, and how often it is repeated."""
+
+    epochs: int = 20
+    """passes over the training nodes or edges"""
+    patience: int = 0
+    """stop after this many evaluations without improvement; 0 never stops early"""
+    evaluate_every: int = 1
+    """epochs between two evaluations with all neighbours"""
+    runs: int = 1
+    """train this many times, with the seeds --seed, --seed + 1, ..., and report the mean and the
+    standard deviation of the scores, as OGB's examples do; a run folder for each seed in --out"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, "epochs", self.epochs)
+        at_least(1, "evaluate_every", self.evaluate_every)
+        at_least(1, "runs", self.runs)
+        at_least(0, "patience", self.patience)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(Options):
+    """The processes that train together, and their device."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the model trains; auto takes CUDA if there is a GPU"""
+    workers: int = 1
+    """processes that train together on this machine, each with its part of every minibatch; for
+    several machines, use torchrun"""
+    timeout_s: float = 60.0
+    """seconds until workers that wait for another one give up and restart"""
+    restarts: int = 3
+    """how often the workers are restarted from the last checkpoint after one is lost"""
+    tune_exchange: bool = False
+    """measure which collective algorithms are fastest between these workers, and keep the result
+    for later runs; sums may round differently than without"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_most(MOST_WORKERS, "workers", self.workers)
+        at_least(1, "workers", self.workers)
+        at_least(0, "restarts", self.restarts)
+        if not 0 < self.timeout_s <= MOST_SECONDS:
+            raise ValueError(
+                f"--timeout-s must be above 0 and at most {MOST_SECONDS:,}, got {self.timeout_s}"
+                "\n\nhint: the default is 60"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(Options):
+    """The run folder, and what is written to it."""
+
+    checkpoint_every_s: float = 30.0
+    """seconds between checkpoints"""
+    trace: int = 0
+    """steps to show in a timeline, after the first ten steps; 0 writes none"""
+    out: Path | None = None
+    """run folder; runs/DATA-MODEL-N if not given"""
+    resume: Path | None = None
+    """run folder to resume, bit for bit, with the options that it was started with"""
+    config: Path | None = None
+    """TOML file with these options; those on the command line override it"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, "checkpoint_every_s", self.checkpoint_every_s)
+        at_least(0, "trace", self.trace)
