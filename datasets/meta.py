@@ -10,8 +10,8 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from reprlib import repr as shortened
 from typing import Any
@@ -28,6 +28,8 @@ CODED_VERSION = 2
 # data starts at a page boundary, so that whole pages can be mapped, locked and read by a device
 HEADER_BYTES = 4096
 AGAIN = "hint: prepare the folder again from its source"
+# dtypes of features that are not stored as codes, as in the header of a file
+PLAIN_DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
 VERIFY = "hint: `gcnzc info {} --verify` reports what is damaged; prepare the folder again"
 
 Table = Mapping[str, Any]
@@ -38,46 +40,38 @@ class _Rule:
     """A constraint on a value, and its description for messages."""
 
     words: str
-    is_valid: Callable[[Any], bool]
+    # exact types: bool is a subclass of int in Python, but true is not a number in JSON
+    types: tuple[type, ...]
+    bounds: tuple[float, float] | None = None
+    pattern: re.Pattern[str] | None = None  # of a whole string
+    is_list: bool = False  # the constraint is on the elements of a list
     is_required: bool = True
 
 
 def _or_null(rule: _Rule) -> _Rule:
-    is_valid = rule.is_valid
-    return _Rule(f"{rule.words} or null", lambda value: value is None or is_valid(value))
+    return replace(rule, words=f"{rule.words} or null", types=(*rule.types, type(None)))
 
 
 def _optional(rule: _Rule) -> _Rule:
-    return _Rule(rule.words, rule.is_valid, is_required=False)
+    return replace(rule, is_required=False)
 
 
 def _one_of(*choices: str) -> _Rule:
     words = " or ".join(json.dumps(choice) for choice in choices)
-    return _Rule(words, lambda value: isinstance(value, str) and value in choices)
+    return _Rule(words, (str,), pattern=re.compile("|".join(map(re.escape, choices))))
 
 
 def _integer(least: int = 0) -> _Rule:
-    # bool is a subclass of int in Python, but true is not a number in JSON
-    return _Rule(
-        f"an integer of at least {least}", lambda value: type(value) is int and value >= least
-    )
+    return _Rule(f"an integer of at least {least}", (int,), (least, math.inf))
 
 
 _COUNT = _integer()
-_TEXT = _Rule("a string", lambda value: isinstance(value, str))
-_BOOL = _Rule("true or false", lambda value: isinstance(value, bool))
-_OBJECT = _Rule("an object", lambda value: isinstance(value, dict))
-_FRACTION = _Rule(
-    "a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1
-)
-_SIZES = _Rule(
-    "a list of integers",
-    lambda value: isinstance(value, list) and all(_COUNT.is_valid(size) for size in value),
-)
-_HEX = _Rule(
-    "eight hexadecimal digits",
-    lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None,
-)
+_TEXT = _Rule("a string", (str,))
+_BOOL = _Rule("true or false", (bool,))
+_OBJECT = _Rule("an object", (dict,))
+_FRACTION = _Rule("a number from 0 to 1", (int, float), (0, 1))
+_SIZES = _Rule("a list of integers", (int,), (0, math.inf), is_list=True)
+_HEX = _Rule("eight hexadecimal digits", (str,), pattern=re.compile("[0-9a-f]{8}"))
 
 _TOP_LEVEL: Mapping[str, _Rule] = {
     "name": _TEXT,
@@ -121,10 +115,7 @@ _OPTIONS: Mapping[str, _Rule] = {
 _LINKS: Mapping[str, _Rule] = {
     "name": _TEXT,
     "metric": _Rule(
-        '"auc", "mrr" or "hits@K"',
-        lambda value: (
-            isinstance(value, str) and re.fullmatch(r"auc|mrr|hits@[1-9]\d*", value) is not None
-        ),
+        '"auc", "mrr" or "hits@K"', (str,), pattern=re.compile(r"auc|mrr|hits@[1-9]\d*")
     ),
     **dict.fromkeys(PARTS, _COUNT),
 }
@@ -144,7 +135,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """
     path = folder / "meta.json"
     try:
-        meta = json.loads(path.read_text())
+        meta = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}\n\n{AGAIN}") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
@@ -156,27 +147,25 @@ def read_meta(folder: Path) -> dict[str, Any]:
             f"{VERSION} and {CODED_VERSION}\n\n{AGAIN}, or install the gcnzc that wrote it"
         )
     _check_crc(meta, path)
-    _check_table(meta, _TOP_LEVEL, path)
-    _check_table(meta["split"], _SPLIT, path, "split")
-    _check_table(meta["options"], _OPTIONS, path, "options")
+    _check_tables([("", meta, _TOP_LEVEL)], path)
+    tables = [("split", meta["split"], _SPLIT), ("options", meta["options"], _OPTIONS)]
     for name, entry in meta["files"].items():
-        if not isinstance(entry, dict):
-            raise _invalid(path, f"files: {name}", entry, _OBJECT.words)
-        _check_table(entry, _FILE, path, f"files: {name}")
-        _check_entry(name, entry, path)
+        tables.append((f"files: {name}", entry, _FILE))
+    for key, rules in (("features", _FEATURES), ("links", _LINKS)):
+        if meta.get(key) is not None:
+            tables.append((key, meta[key], rules))
+    _check_tables(tables, path)
+    _check_files(meta["files"], path)
+    _check_features(meta, path)
+    _check_arrays(meta, path)
     _check_numbers(meta, path)
-    if meta["features"] is not None:
-        _check_table(meta["features"], _FEATURES, path, "features")
-        _check_features(meta, path)
-    if meta.get("links") is not None:
-        _check_table(meta["links"], _LINKS, path, "links")
-        _check_links(meta, path)
     return meta
 
 
 def checksum_of(meta: Table) -> str:
     """Return the CRC-32 of all values in `meta` except the checksum itself."""
-    rest = {key: value for key, value in meta.items() if key != "crc32"}
+    rest = dict(meta)
+    rest.pop("crc32", None)
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 
 
@@ -190,14 +179,41 @@ def _check_crc(meta: Table, path: Path) -> None:
         )
 
 
-def _check_table(values: Table, rules: Mapping[str, _Rule], path: Path, where: str = "") -> None:
-    missing = [key for key, rule in rules.items() if rule.is_required and key not in values]
-    if missing:
-        context = f" in {where}" if where else ""
-        raise ValueError(f"{path} has no {', '.join(missing)}{context}\n\n{AGAIN}")
-    for key, rule in rules.items():
-        if key in values and not rule.is_valid(values[key]):
-            raise _invalid(path, f"{where}: {key}" if where else key, values[key], rule.words)
+def _check_tables(tables: Sequence[tuple[str, Any, Mapping[str, _Rule]]], path: Path) -> None:
+    """Check that tables have the required keys and that their values follow the rules.
+
+    Args:
+        tables: name for messages, values and rules of each table.
+        path: the file, for messages.
+    """
+    for where, values, rules in tables:
+        if type(values) is not dict:
+            raise _invalid(path, where, values, _OBJECT.words)
+        missing, wrong = [], []
+        for key, rule in rules.items():
+            if key not in values:
+                if rule.is_required:
+                    missing.append(key)
+                continue
+            value = values[key]
+            items = [value]
+            if rule.is_list:
+                items = value if type(value) is list else [None]
+            for item in items:
+                is_valid = type(item) in rule.types
+                if is_valid and item is not None and rule.bounds is not None:
+                    is_valid = rule.bounds[0] <= item <= rule.bounds[1]
+                if is_valid and item is not None and rule.pattern is not None:
+                    is_valid = rule.pattern.fullmatch(item) is not None
+                if not is_valid:
+                    wrong.append(key)
+        if missing:
+            context = f" in {where}" if where else ""
+            raise ValueError(f"{path} has no {', '.join(missing)}{context}\n\n{AGAIN}")
+        if wrong:
+            key = wrong[0]
+            name = f"{where}: {key}" if where else key
+            raise _invalid(path, name, values[key], rules[key].words)
 
 
 def _invalid(path: Path, what: str, value: object, words: str) -> ValueError:
@@ -205,116 +221,123 @@ def _invalid(path: Path, what: str, value: object, words: str) -> ValueError:
     return ValueError(f"{path}: {what} is {shortened(value)}, not {words}\n\n{hint}")
 
 
-def _check_entry(name: str, entry: Table, path: Path) -> None:
-    parts = PurePosixPath(name)
-    if parts.is_absolute() or ".." in parts.parts or "\0" in name or not name:
-        raise _invalid(path, "a name in files", name, "the name of a file in the folder")
-    if ("shape" in entry) != ("dtype" in entry):
-        raise ValueError(f"{path} does not have both shape and dtype of {name}\n\n{AGAIN}")
-    if "shape" not in entry:
-        return
-    if entry["dtype"] not in ("<i8", "<i4", "<f8", "<f4", "<f2", "|i1", "|u1", "<u2"):
-        raise _invalid(path, f"files: {name}: dtype", entry["dtype"], "a supported dtype")
-    expected = HEADER_BYTES + math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize
-    if entry["bytes"] != expected:
-        raise _invalid(
-            path, f"files: {name}: bytes", entry["bytes"], f"{expected}, the size for its shape"
-        )
-
-
-def _check_file(
-    meta: Table, path: Path, name: str, shape: tuple[int | None, ...], *dtypes: Any
-) -> tuple[int, ...]:
-    """Check the shape and dtype of a file; return the shape. None in `shape` accepts any size."""
-    entry = meta["files"].get(name)
-    if entry is None or "shape" not in entry:
-        raise ValueError(f"{path} does not list {name!r}\n\n{AGAIN}")
-    found, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
-    fits = len(found) == len(shape) and all(
-        wanted in (None, size) for size, wanted in zip(found, shape, strict=True)
-    )
-    if not fits or dtype not in [np.dtype(each) for each in dtypes]:
-        sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        kinds = " or ".join(str(np.dtype(each)) for each in dtypes)
-        raise ValueError(
-            f"{path}: {name} has shape {found} and type {dtype}, not ({sizes}) and {kinds}, as "
-            f"the other values require\n\n{VERIFY.format(path.parent)}"
-        )
-    return found
-
-
-def _check_numbers(meta: Table, path: Path) -> None:
-    num_nodes, num_tasks = meta["num_nodes"], meta["num_tasks"]
-    ids = node_dtype(num_nodes)
-    _check_file(meta, path, "indptr.npy", (num_nodes + 1,), np.int64)
-    _check_file(meta, path, "indices.npy", (meta["num_edges"],), ids)
-    if num_tasks == 1:
-        _check_file(meta, path, "labels.npy", (num_nodes,), np.int64)
-    else:
-        _check_file(meta, path, "labels.npy", (num_nodes, num_tasks), np.int64, np.float32)
-    for part in PARTS:
-        _check_file(meta, path, f"split/{part}.npy", (meta["split"][part],), np.int64)
-    for key, most in (("num_labelled", num_nodes), ("num_classes", max_classes(num_nodes))):
-        if meta[key] > most:
-            raise _invalid(path, key, meta[key], f"at most {most}, with {num_nodes} nodes")
+def _check_files(files: Table, path: Path) -> None:
+    """Check the names, shapes and sizes of all files."""
+    for name, entry in files.items():
+        parts = PurePosixPath(name)
+        if parts.is_absolute() or ".." in parts.parts or "\0" in name or not name:
+            raise _invalid(path, "a name in files", name, "the name of a file in the folder")
+        if ("shape" in entry) != ("dtype" in entry):
+            raise ValueError(f"{path} does not have both shape and dtype of {name}\n\n{AGAIN}")
+        if "shape" not in entry:
+            continue
+        if entry["dtype"] not in ("<i8", "<i4", "<f8", "<f4", "<f2", "|i1", "|u1", "<u2"):
+            raise _invalid(path, f"files: {name}: dtype", entry["dtype"], "a supported dtype")
+        expected = HEADER_BYTES + math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize
+        if entry["bytes"] != expected:
+            raise _invalid(
+                path, f"files: {name}: bytes", entry["bytes"], f"{expected}, the size for its shape"
+            )
 
 
 def _check_features(meta: Table, path: Path) -> None:
-    fields, num_nodes = meta["features"], meta["num_nodes"]
-    kind, columns = fields["kind"], fields["columns"]
+    """Check that the values of the features are consistent."""
+    fields = meta["features"]
+    if fields is None:
+        return
+    kind, scales, per = fields["kind"], fields.get("scales"), fields.get("scale_columns")
     is_coded = kind == "codes"
     if is_coded != (meta["version"] == CODED_VERSION):
         raise _invalid(
             path, "features: kind", kind, f"a kind that format version {meta['version']} has"
         )
-    if kind == "sparse":
-        if fields["pitch_bytes"] is not None:
-            raise _invalid(path, "features: pitch_bytes", fields["pitch_bytes"], "null for sparse")
-        numbers = [np.int32, np.int64]
-        _check_file(meta, path, "features_indptr.npy", (num_nodes + 1,), *numbers)
-        (count,) = _check_file(meta, path, "features_indices.npy", (None,), *numbers)
-        _check_file(meta, path, "features_values.npy", (count,), _plain_dtype(fields, path))
-        return
-    dtype = _code_dtype(fields, path) if is_coded else _plain_dtype(fields, path)
-    _, width = _check_file(meta, path, "features.npy", (num_nodes, None), dtype)
-    if columns > width:
-        raise _invalid(
-            path, "features: columns", columns, f"at most {width}, which features.npy has"
-        )
-    if fields["pitch_bytes"] != width * dtype.itemsize:
-        expected = f"{width * dtype.itemsize}, the row pitch of features.npy"
-        raise _invalid(path, "features: pitch_bytes", fields["pitch_bytes"], expected)
-    scales, per = fields.get("scales"), fields.get("scale_columns")
+    if kind == "sparse" and fields["pitch_bytes"] is not None:
+        raise _invalid(path, "features: pitch_bytes", fields["pitch_bytes"], "null for sparse")
+    dtypes = CODES if is_coded else PLAIN_DTYPES
+    if fields["dtype"] not in dtypes:
+        words = " or ".join(CODES) if is_coded else "float32 or float16"
+        raise _invalid(path, "features: dtype", fields["dtype"], words)
+    # bfloat16 codes are values without a scale; all other codes need one
+    if is_coded and (fields["dtype"] == "bfloat16") != (scales is None):
+        raise _invalid(path, "features: scales", scales, f"valid for {fields['dtype']}")
     if (scales is not None and not is_coded) or (per is not None) != (scales == "columns"):
         raise _invalid(
             path, "features: scale_columns", per, f"valid for {kind} with scales {scales!r}"
         )
-    if scales is not None:
-        count = num_nodes if per is None else -(-columns // per)
-        _check_file(meta, path, "features_scales.npy", (count,), np.float32)
 
 
-def _plain_dtype(fields: Table, path: Path) -> np.dtype[Any]:
-    if fields["dtype"] not in ("float16", "float32", "float64"):
-        raise _invalid(path, "features: dtype", fields["dtype"], "float32 or float16")
-    return np.dtype(fields["dtype"])
-
-
-def _code_dtype(fields: Table, path: Path) -> np.dtype[Any]:
-    if fields["dtype"] not in CODES:
-        raise _invalid(path, "features: dtype", fields["dtype"], " or ".join(CODES))
-    # bfloat16 codes are values without a scale; all other codes need one
-    if (fields["dtype"] == "bfloat16") != (fields.get("scales") is None):
-        raise _invalid(
-            path, "features: scales", fields.get("scales"), f"valid for {fields['dtype']}"
-        )
-    return np.dtype(CODES[fields["dtype"]])
-
-
-def _check_links(meta: Table, path: Path) -> None:
-    fields, ids = meta["links"], node_dtype(meta["num_nodes"])
+def _expected_arrays(meta: Table) -> dict[str, tuple[tuple[int | None, ...], tuple[str, ...]]]:
+    """Return the shape and the dtypes of each array; None in a shape stands for any size."""
+    num_nodes, num_tasks, fields = meta["num_nodes"], meta["num_tasks"], meta["features"]
+    ids = (node_dtype(num_nodes).str,)
+    expected: dict[str, tuple[tuple[int | None, ...], tuple[str, ...]]] = {
+        "indptr.npy": ((num_nodes + 1,), ("<i8",)),
+        "indices.npy": ((meta["num_edges"],), ids),
+        "labels.npy": ((num_nodes,), ("<i8",)),
+    }
+    if num_tasks != 1:
+        expected["labels.npy"] = ((num_nodes, num_tasks), ("<i8", "<f4"))
     for part in PARTS:
-        _check_file(meta, path, f"links/{part}.npy", (2, fields[part]), ids)
-    for part in PARTS[1:]:
-        rows = fields[part] if fields["metric"] == "mrr" else 2
-        _check_file(meta, path, f"links/{part}_negatives.npy", (rows, None), ids)
+        expected[f"split/{part}.npy"] = ((meta["split"][part],), ("<i8",))
+    if fields is not None and fields["kind"] == "sparse":
+        indices = meta["files"].get("features_indices.npy", {}).get("shape") or [None]
+        expected["features_indptr.npy"] = ((num_nodes + 1,), ("<i4", "<i8"))
+        expected["features_indices.npy"] = ((None,), ("<i4", "<i8"))
+        expected["features_values.npy"] = ((indices[0],), (PLAIN_DTYPES[fields["dtype"]],))
+    elif fields is not None:
+        name = fields["dtype"]
+        dtype = np.dtype(CODES[name]).str if name in CODES else PLAIN_DTYPES[name]
+        expected["features.npy"] = ((num_nodes, None), (dtype,))
+        if fields.get("scales") is not None:
+            per = fields.get("scale_columns")
+            count = num_nodes if per is None else -(-fields["columns"] // per)
+            expected["features_scales.npy"] = ((count,), ("<f4",))
+    links = meta.get("links")
+    if links is not None:
+        for part in PARTS:
+            expected[f"links/{part}.npy"] = ((2, links[part]), ids)
+        for part in PARTS[1:]:
+            rows = links[part] if links["metric"] == "mrr" else 2
+            expected[f"links/{part}_negatives.npy"] = ((rows, None), ids)
+    return expected
+
+
+def _check_arrays(meta: Table, path: Path) -> None:
+    """Check that all arrays are listed, with the shapes and dtypes that other values require."""
+    for name, (shape, dtypes) in _expected_arrays(meta).items():
+        entry = meta["files"].get(name)
+        if entry is None or "shape" not in entry:
+            raise ValueError(f"{path} does not list {name!r}\n\n{AGAIN}")
+        found = entry["shape"]
+        has_dtype = entry["dtype"] in dtypes
+        fits = len(found) == len(shape)
+        for size, wanted in zip(found, shape, strict=False):
+            fits = fits and wanted in (None, size)
+        if not fits or not has_dtype:
+            sizes = ", ".join("any" if size is None else str(size) for size in shape)
+            kinds = " or ".join(str(np.dtype(each)) for each in dtypes)
+            raise ValueError(
+                f"{path}: {name} has shape {tuple(found)} and type {np.dtype(entry['dtype'])}, not "
+                f"({sizes}) and {kinds}, as the other values require\n\n"
+                f"{VERIFY.format(path.parent)}"
+            )
+
+
+def _check_numbers(meta: Table, path: Path) -> None:
+    """Check the numbers that have an upper bound, and the pitch."""
+    num_nodes, fields = meta["num_nodes"], meta["features"]
+    for key, most in (("num_labelled", num_nodes), ("num_classes", max_classes(num_nodes))):
+        if meta[key] > most:
+            raise _invalid(path, key, meta[key], f"at most {most}, with {num_nodes} nodes")
+    if fields is None or fields["kind"] == "sparse":
+        return
+    entry = meta["files"]["features.npy"]
+    columns, width = fields["columns"], entry["shape"][1]
+    if columns > width:
+        raise _invalid(
+            path, "features: columns", columns, f"at most {width}, which features.npy has"
+        )
+    pitch = width * np.dtype(entry["dtype"]).itemsize
+    if fields["pitch_bytes"] != pitch:
+        expected = f"{pitch}, the row pitch of features.npy"
+        raise _invalid(path, "features: pitch_bytes", fields["pitch_bytes"], expected)

@@ -42,7 +42,7 @@ from gcnzc.graph.dataset import Dataset, EdgeSplit
 from gcnzc.graph.edge_split import with_sorted_columns
 from gcnzc.graph.graph import Duplicates, Graph, Loops
 from gcnzc.graph.pyg_file import read_pyg_file
-from gcnzc.graph.stored_features import map_features, read_features, to_tensor
+from gcnzc.graph.stored_features import map_features, read_features, to_tensor, to_tensors
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def load(
         graph=loaded.graph,
         features=features,
         labels=to_tensor(loaded.labels),
-        split={part: to_tensor(ids) for part, ids in loaded.split.items()},
+        split=to_tensors(loaded.split),
         num_classes=loaded.num_classes,
         metric=metadata["metric"],
         best_accuracy=metadata["best_accuracy"],
@@ -254,13 +254,11 @@ def _check_split(source: Prepared) -> None:
             )
 
 
-def _check_links(source: Prepared) -> None:
+def _check_links(source: Prepared, links: EdgeSplitArrays) -> None:
     """Check that the node ids of split edges and of negatives are in range."""
-    if source.links is None:
-        return
-    for part, ends in source.links.edges.items():
+    for part, ends in links.edges.items():
         _check_nodes(source, ends, f"the {part} edges contain")
-    for part, ends in source.links.negatives.items():
+    for part, ends in links.negatives.items():
         _check_nodes(source, ends, f"the {part} negatives contain")
 
 
@@ -402,16 +400,13 @@ def read_graph(
 
 
 def _edge_split_tensors(links: EdgeSplitArrays) -> EdgeSplit:
-    return EdgeSplit(
-        {part: to_tensor(edges) for part, edges in links.edges.items()},
-        {part: to_tensor(pairs) for part, pairs in links.negatives.items()},
-        links.metric,
-    )
+    return EdgeSplit(to_tensors(links.edges), to_tensors(links.negatives), links.metric)
 
 
 def _reload_prepared(source: Prepared, options: GraphOptions) -> LoadedGraph:
     _check_split(source)
-    _check_links(source)
+    if source.links is not None:
+        _check_links(source, source.links)
     graph = _mapped_graph(source).rebuild(
         bidirected=bool(options.bidirected),
         self_loops=options.self_loops or "keep",
@@ -420,12 +415,10 @@ def _reload_prepared(source: Prepared, options: GraphOptions) -> LoadedGraph:
     meta = source.meta
     metadata = {key: meta[key] for key in ("name", "metric", "best_accuracy", "split")}
     metadata["origin"] = dict(meta["origin"])
-    requested = {
-        key: value
-        for key, value in vars(options).items()
-        if key != "allow_nan" and value is not None
-    }
-    metadata["options"] = meta["options"] | requested
+    metadata["options"] = dict(meta["options"])
+    for key in ("bidirected", "self_loops", "duplicates"):
+        if (value := getattr(options, key)) is not None:
+            metadata["options"][key] = value
     return LoadedGraph(
         graph, source.labels, source.split, meta["num_classes"], metadata, source.links
     )

@@ -1,13 +1,13 @@
 """Write prepared folders: datasets in the format that `gcnzc.load` memory-maps."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gcnzc.datasets import names, store
-from gcnzc.datasets.rows import Progress, Rows, no_progress, normalize_rows
+from gcnzc.datasets.rows import Array, Progress, Rows, no_progress, normalize_rows
 from gcnzc.datasets.source import (
     PARTS,
     EdgeSplitArrays,
@@ -33,13 +33,11 @@ from gcnzc.graph.load import (
 )
 from gcnzc.graph.stored_features import (
     FeatureDtype,
+    FeatureLayout,
     ScaleKind,
-    check_layout,
+    StoredFormat,
     choose_format,
-    choose_row_pitch,
-    write_codes,
-    write_dense,
-    write_sparse,
+    write_features,
 )
 from gcnzc.kernels.sample.exclude import are_edges
 
@@ -131,27 +129,68 @@ def prepare(
             f"labels, splits and num_nodes are of a graph in memory, not of {source}\n\n"
             "hint: give edges= too, or write the arrays into an .npz"
         )
-    options = GraphOptions(bidirected, self_loops, duplicates, allow_nan)
-    opened: Source | Prepared | None
+    opened = source
     if isinstance(source, str | Path):
-        opened = open_source(Path(source), name, split, progress)
-        if opened is None:
-            opened = open_named(str(source), dest.parent / "downloads", download, split, progress)
-    else:
-        opened = source
+        opened = _open(source, dest, name, split, download, progress)
+    _write(
+        opened,
+        dest,
+        GraphOptions(bidirected, self_loops, duplicates, allow_nan),
+        _FeatureOptions(
+            features,
+            normalize_features,
+            FeatureLayout(feature_dtype, scales, sparse_features, pitch_bytes),
+        ),
+        metric,
+        edge_split,
+        progress,
+    )
+
+
+@dataclass(frozen=True)
+class _FeatureOptions:
+    """Options of the stored features."""
+
+    given: str | Path | Array | None  # replaces the features of the source
+    normalize: bool
+    layout: FeatureLayout
+
+
+def _open(
+    source: str | Path,
+    dest: Path,
+    name: str | None,
+    split: str | int | None,
+    download: bool,
+    progress: Progress,
+) -> Source | Prepared:
+    """Open a dataset by its path or its name in the catalogue."""
+    opened = open_source(Path(source), name, split, progress)
+    if opened is not None:
+        return opened
+    return open_named(str(source), dest.parent / "downloads", download, split, progress)
+
+
+def _write(
+    opened: Source | Prepared,
+    dest: Path,
+    options: GraphOptions,
+    features: _FeatureOptions,
+    metric: Metric | None,
+    edge_split: EdgeShares | None,
+    progress: Progress,
+) -> None:
+    """Write the prepared folder of an open dataset; see `prepare`."""
     if isinstance(opened, Prepared):
         # otherwise the new folder would have valid checksums of damaged data
         verify_prepared(opened, progress)
-        if features is None:
-            refuse_nan(opened, allow_nan)
-    rows = feature_rows(opened, features)
-    if rows is not None and normalize_features:
+        if features.given is None:
+            refuse_nan(opened, options.allow_nan)
+    rows = feature_rows(opened, features.given)
+    if rows is not None and features.normalize:
         rows = normalize_rows(rows)
-    storage = None if rows is None else choose_format(rows, feature_dtype, scales)
-    dtype = None if storage is None else storage.dtype
-    sparse = check_layout(rows, storage, sparse_features, pitch_bytes)
-    pitch, pitch_reason = choose_row_pitch(rows, dtype, pitch_bytes)
-    with store.atomic_folder(dest, _needed_bytes(opened, rows, dtype, pitch, sparse)) as folder:
+    storage = None if rows is None else choose_format(rows, features.layout)
+    with store.atomic_folder(dest, _needed_bytes(opened, rows, storage)) as folder:
         allocate = store.scratch_allocator(folder)
         loaded = read_graph(opened, options, allocate, progress)
         if edge_split is not None and loaded.links is None:
@@ -159,38 +198,21 @@ def prepare(
         if metric is not None:
             loaded.metadata["metric"] = check_metric(metric, loaded.labels, loaded.num_classes)
         writer = store.Writer(folder, progress)
-        writer.save("indptr.npy", loaded.graph.indptr.numpy())
-        writer.save("indices.npy", loaded.graph.indices.numpy())
-        writer.save("labels.npy", loaded.labels)
-        for part, ids in loaded.split.items():
-            writer.save(f"split/{part}.npy", ids)
-        if loaded.links is not None:
-            for part, edges in loaded.links.edges.items():
-                writer.save(f"links/{part}.npy", edges)
-            for part, pairs in loaded.links.negatives.items():
-                writer.save(f"links/{part}_negatives.npy", pairs)
+        _write_graph(writer, loaded)
         feature_metadata = None
         if rows is not None and storage is not None:
-            write = write_sparse if sparse else write_codes if storage.is_coded else write_dense
-            all_finite = write(writer, rows, storage, pitch, allow_nan, allocate, progress)
-            feature_metadata = {
-                "kind": "sparse" if sparse else "codes" if storage.is_coded else "dense",
-                "columns": rows.num_columns,
-                "dtype": storage.name,
-                "pitch_bytes": None if sparse else pitch,
-                "pitch_reason": None if sparse else pitch_reason,
-                "finite": all_finite,
-                "normalized": normalize_features,
-            }
-            if storage.is_coded:
-                feature_metadata |= {
-                    "scales": storage.scales,
-                    "scale_columns": storage.scale_columns,
-                }
-            if features is not None:
-                given = features if isinstance(features, str | Path) else "an array"
-                loaded.metadata["origin"]["features"] = str(given)
-        _write_mapping(writer, opened, has_own_features=features is None)
+            all_finite = write_features(
+                writer, rows, storage, options.allow_nan, allocate, progress
+            )
+            feature_metadata = storage.describe(
+                rows.num_columns, finite=all_finite, normalized=features.normalize
+            )
+            if features.given is not None:
+                is_path = isinstance(features.given, str | Path)
+                loaded.metadata["origin"]["features"] = (
+                    str(features.given) if is_path else "an array"
+                )
+        _write_mapping(writer, opened, has_own_features=features.given is None)
         writer.finish(
             {
                 **loaded.metadata,
@@ -205,6 +227,20 @@ def prepare(
                 else _edge_split_metadata(loaded.links, loaded.graph),
             }
         )
+
+
+def _write_graph(writer: store.Writer, loaded: LoadedGraph) -> None:
+    """Write the arrays of the graph, its labels and its splits."""
+    writer.save("indptr.npy", loaded.graph.indptr.numpy())
+    writer.save("indices.npy", loaded.graph.indices.numpy())
+    writer.save("labels.npy", loaded.labels)
+    for part, ids in loaded.split.items():
+        writer.save(f"split/{part}.npy", ids)
+    if loaded.links is not None:
+        for part, edges in loaded.links.edges.items():
+            writer.save(f"links/{part}.npy", edges)
+        for part, pairs in loaded.links.negatives.items():
+            writer.save(f"links/{part}_negatives.npy", pairs)
 
 
 def _positions(source: Any, dest: str | Path | None, edges: Any) -> tuple[Any, Path]:
@@ -255,7 +291,7 @@ def _write_mapping(writer: store.Writer, opened: Source | Prepared, has_own_feat
 
 
 def _needed_bytes(
-    opened: Source | Prepared, rows: Rows | None, dtype: np.dtype | None, pitch: int, sparse: bool
+    opened: Source | Prepared, rows: Rows | None, storage: StoredFormat | None
 ) -> int:
     """Return a lower bound for the disk space of the folder and the temporary edge files."""
     if isinstance(opened, Prepared):
@@ -265,9 +301,9 @@ def _needed_bytes(
         num_nodes, num_edges = opened.num_nodes, opened.num_edges
         edges = 3 * num_edges * node_dtype(num_nodes).itemsize
     needed = edges + 16 * num_nodes
-    if rows is not None and dtype is not None:
-        if sparse and rows.csr is not None:
-            needed += len(rows.csr.values) * (dtype.itemsize + 4) + 4 * num_nodes
+    if rows is not None and storage is not None:
+        if storage.is_sparse and rows.csr is not None:
+            needed += len(rows.csr.values) * (storage.dtype.itemsize + 4) + 4 * num_nodes
         else:
-            needed += num_nodes * pitch
+            needed += num_nodes * storage.pitch_bytes
     return needed

@@ -1,9 +1,9 @@
 """Feature files of prepared folders: choose the format, write and memory-map them."""
 
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast, get_args
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -45,6 +45,16 @@ SCALED_DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in LARGEST)
 
 
 @dataclass(frozen=True)
+class FeatureLayout:
+    """The requested storage of features; see `gcnzc.prepare` for the defaults."""
+
+    dtype: FeatureDtype | None = None
+    scales: ScaleKind = "row"
+    is_sparse: bool = False
+    pitch_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class StoredFormat:
     """The storage format of features."""
 
@@ -53,20 +63,43 @@ class StoredFormat:
     scales: ScaleKind | None = None  # for quantized features
     scale_columns: int | None = None  # columns that share a scale
     codes: QuantizedRows | None = None  # quantized features of the source, to be copied unchanged
+    is_sparse: bool = False  # CSR arrays instead of a table of rows
+    pitch_bytes: int = 0  # from row to row of a table
+    pitch_reason: str = ""
 
     @property
     def is_coded(self) -> bool:
         """Whether values are stored as codes: quantized, or with a dtype that numpy lacks."""
         return self.name in CODES
 
+    def describe(self, num_columns: int, *, finite: bool, normalized: bool) -> dict[str, Any]:
+        """Describe features in this format for meta.json."""
+        kind = "sparse" if self.is_sparse else "codes" if self.is_coded else "dense"
+        pitch = (None, None) if self.is_sparse else (self.pitch_bytes, self.pitch_reason)
+        found = {"kind": kind, "columns": num_columns, "dtype": self.name}
+        found |= {"pitch_bytes": pitch[0], "pitch_reason": pitch[1]}
+        found |= {"finite": finite, "normalized": normalized}
+        if self.is_coded:
+            found |= {"scales": self.scales, "scale_columns": self.scale_columns}
+        return found
 
-def choose_format(rows: Rows, wanted: FeatureDtype | None, scales: ScaleKind) -> StoredFormat:
-    """Choose the storage format for a requested dtype; None keeps the dtype where possible.
+
+def choose_format(rows: Rows, layout: FeatureLayout) -> StoredFormat:
+    """Choose the storage format of features.
 
     Raises:
-        ValueError: the dtype or the kind of scales is unknown, or scales of columns are requested
-            for a dtype without scales.
+        ValueError: the dtype or the kind of scales is unknown; scales of columns are requested for
+            a dtype without scales; sparse storage is requested for quantized or dense features; or
+            the pitch is smaller than a row or not a multiple of the dtype's size.
     """
+    storage = _choose_dtype(rows, layout.dtype, layout.scales)
+    _check_layout(rows, storage, layout)
+    pitch, reason = _choose_row_pitch(rows, storage.dtype, layout.pitch_bytes)
+    return replace(storage, is_sparse=layout.is_sparse, pitch_bytes=pitch, pitch_reason=reason)
+
+
+def _choose_dtype(rows: Rows, wanted: FeatureDtype | None, scales: ScaleKind) -> StoredFormat:
+    """Choose the format of values for a requested dtype; None keeps the dtype where possible."""
     if wanted is not None:
         check_choice("feature_dtype", wanted, get_args(FeatureDtype))
     check_choice("scales", scales, get_args(ScaleKind))
@@ -88,21 +121,9 @@ def choose_format(rows: Rows, wanted: FeatureDtype | None, scales: ScaleKind) ->
     return StoredFormat(dtype, name, scales, SCALE_COLUMNS if scales == "columns" else None)
 
 
-def check_layout(
-    rows: Rows | None, storage: StoredFormat | None, sparse: bool, pitch_bytes: int | None
-) -> bool:
-    """Check that features can be stored as requested.
-
-    Returns:
-        Whether they are stored as sparse CSR.
-
-    Raises:
-        ValueError: sparse storage is requested for quantized or dense features, or the pitch is
-            smaller than a row or not a multiple of the dtype's size.
-    """
-    if rows is None or storage is None:
-        return False
-    dtype = storage.dtype
+def _check_layout(rows: Rows, storage: StoredFormat, layout: FeatureLayout) -> None:
+    """Raise a ValueError if features cannot be stored as requested."""
+    dtype, sparse, pitch_bytes = storage.dtype, layout.is_sparse, layout.pitch_bytes
     if sparse and storage.is_coded:
         raise ValueError(
             f"sparse features cannot be stored as {storage.name}\n\n"
@@ -121,15 +142,10 @@ def check_layout(
             f"{pitch_bytes} bytes\n\nhint: the pitch is at least the size of a row, a multiple of "
             f"{dtype.itemsize} bytes, and for dense features only"
         )
-    return sparse
 
 
-def choose_row_pitch(
-    rows: Rows | None, dtype: np.dtype | None, pitch_bytes: int | None
-) -> tuple[int, str]:
+def _choose_row_pitch(rows: Rows, dtype: np.dtype, pitch_bytes: int | None) -> tuple[int, str]:
     """Return the row pitch in bytes and the reason for it, which `meta.json` records."""
-    if rows is None or dtype is None:
-        return 0, ""
     row_bytes = _row_bytes(rows, dtype)
     if pitch_bytes is None and row_bytes:
         return choose_pitch(row_bytes, dtype.itemsize)
@@ -140,11 +156,35 @@ def _row_bytes(rows: Rows, dtype: np.dtype) -> int:
     return rows.num_columns * dtype.itemsize
 
 
-def write_dense(
+def write_features(
     writer: store.Writer,
     rows: Rows,
     storage: StoredFormat,
-    pitch_bytes: int,
+    allow_nan: bool,
+    allocate: Allocate,
+    progress: Progress,
+) -> bool:
+    """Write features in the format that `choose_format` returned.
+
+    Returns:
+        Whether all values are finite.
+
+    Raises:
+        ValueError: a value is not finite and `allow_nan` is False or the format has scales; or a
+            value is too large for the dtype.
+    """
+    write = _write_dense
+    if storage.is_sparse:
+        write = _write_sparse
+    elif storage.is_coded:
+        write = _write_codes
+    return write(writer, rows, storage, allow_nan, allocate, progress)
+
+
+def _write_dense(
+    writer: store.Writer,
+    rows: Rows,
+    storage: StoredFormat,
     allow_nan: bool,
     allocate: Allocate,
     progress: Progress,
@@ -159,15 +199,14 @@ def write_dense(
                 all_finite = bool(np.isfinite(chunk).all())
             yield chunk
 
-    writer.save_rows("features.npy", rows, dtype, pitch_bytes, checked_chunks())
+    writer.save_rows("features.npy", rows, dtype, storage.pitch_bytes, checked_chunks())
     return all_finite
 
 
-def write_codes(
+def _write_codes(
     writer: store.Writer,
     rows: Rows,
     storage: StoredFormat,
-    pitch_bytes: int,
     allow_nan: bool,
     allocate: Allocate,
     progress: Progress,
@@ -179,7 +218,8 @@ def write_codes(
     """
     if storage.codes is not None and storage.codes.scales is not None:
         codes = rows_from_array(storage.codes.array, rows.where)
-        writer.save_rows("features.npy", codes, storage.dtype, pitch_bytes, codes.chunks(allocate))
+        chunks = codes.chunks(allocate)
+        writer.save_rows("features.npy", codes, storage.dtype, storage.pitch_bytes, chunks)
         writer.save("features_scales.npy", storage.codes.scales)
         return True
     all_finite, dtype, per = True, getattr(torch, storage.name), storage.scale_columns
@@ -211,7 +251,8 @@ def write_codes(
             integers = torch.int8 if dtype.itemsize == 1 else torch.int16
             yield codes.view(integers).numpy().view(storage.dtype)
 
-    writer.save_rows("features.npy", rows, storage.dtype, pitch_bytes, quantized_chunks())
+    chunks = quantized_chunks()
+    writer.save_rows("features.npy", rows, storage.dtype, storage.pitch_bytes, chunks)
     if storage.scales is not None:
         writer.save("features_scales.npy", scales.numpy())
     return all_finite
@@ -246,11 +287,10 @@ def _check_in_range(
         )
 
 
-def write_sparse(
+def _write_sparse(
     writer: store.Writer,
     rows: Rows,
     storage: StoredFormat,
-    pitch_bytes: int,
     allow_nan: bool,
     allocate: Allocate,
     progress: Progress,
@@ -312,6 +352,14 @@ def _sparse(csr: Csr, num_rows: int, num_columns: int) -> Tensor:
 
 def to_tensor(array: Array) -> Tensor:
     """Return a tensor that shares the memory of `array`, which may be read-only."""
+    return to_tensors({"": array})[""]
+
+
+def to_tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+    """Return tensors that share the memory of `arrays`, which may be read-only."""
+    tensors = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)
+        for name, array in arrays.items():
+            tensors[name] = torch.from_numpy(array)
+    return tensors

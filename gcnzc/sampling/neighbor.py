@@ -105,8 +105,9 @@ class Sampler:
             empty=self.pool.empty,
         )
         self._idle.append(workspace)
-        blocks = tuple(
-            Block(
+        blocks = []
+        for hop in reversed(range(len(self.fanouts))):
+            block = Block(
                 sampled.indptr[hop],
                 sampled.indices[hop],
                 num_src=sampled.num_nodes[hop + 1],
@@ -115,12 +116,10 @@ class Sampler:
                 graph=self.graph,
                 edge_ids=sampled.edge_ids[hop] if sampled.edge_ids else None,
             )
-            for hop in reversed(range(len(self.fanouts)))
-        )
+            blocks.append(block)
         sample_s = time.perf_counter() - begin_s
-        return Batch(
-            sampled.nodes, sampled.nodes[: len(seeds)], blocks, times={"sample_s": sample_s}
-        )
+        times = {"sample_s": sample_s}
+        return Batch(sampled.nodes, sampled.nodes[: len(seeds)], tuple(blocks), times=times)
 
 
 def check_graph(graph: object) -> None:
@@ -162,7 +161,8 @@ def check_range(name: str, ids: Tensor, count: int, reason: str, meaning: str) -
     """
     if len(ids) == 0:
         return
-    least, greatest = (int(bound) for bound in ids.aminmax())
+    bounds = ids.aminmax()
+    least, greatest = int(bounds.min), int(bounds.max)
     if least < 0 or greatest >= count:
         raise ValueError(
             f"{name} are from {least} to {greatest}, but {reason.format(count)}\n\n"

@@ -174,8 +174,12 @@ class _Buffers:
 
     def numpy(self) -> tuple[NDArray[np.integer], ...]:
         """Return the buffers as arrays, in the order of `sample_hops`."""
-        buffers = self.nodes, self.indptr, self.indices, self.edge_ids
-        return tuple(buffer.numpy() for buffer in buffers)
+        return (
+            self.nodes.numpy(),
+            self.indptr.numpy(),
+            self.indices.numpy(),
+            self.edge_ids.numpy(),
+        )
 
     def grow(self, progress: NDArray[np.int64]) -> None:
         """Grow the buffers to the needed sizes and a quarter more, to grow them rarely."""
@@ -194,17 +198,20 @@ class _Buffers:
 
     def to_sample(self, num_nodes: list[int], num_edges: list[int]) -> Sample:
         """Return views of the written parts of the buffers, for each hop."""
-        firsts = [hop + sum(num_nodes[:hop]) for hop in range(len(num_nodes) - 1)]
-        edges = [slice(begin, end) for begin, end in pairwise(num_edges)]
+        indptr, indices, edge_ids, first = [], [], [], 0
+        for count, (begin, end) in zip(num_nodes, pairwise(num_edges), strict=False):
+            # a hop has one offset more than destinations
+            indptr.append(self.indptr[first : first + count + 1])
+            first += count + 1
+            indices.append(self.indices[begin:end])
+            if self.has_edge_ids:
+                edge_ids.append(self.edge_ids[begin:end])
         return Sample(
             self.nodes[: num_nodes[-1]],
             tuple(num_nodes),
-            tuple(
-                self.indptr[first : first + count + 1]
-                for first, count in zip(firsts, num_nodes, strict=False)
-            ),
-            tuple(self.indices[edge_range] for edge_range in edges),
-            tuple(self.edge_ids[edge_range] for edge_range in edges) if self.has_edge_ids else None,
+            tuple(indptr),
+            tuple(indices),
+            tuple(edge_ids) if self.has_edge_ids else None,
         )
 
     def _grow(self, buffer: Tensor, length: int) -> Tensor:
