@@ -10,7 +10,6 @@ importing the package: the import takes seconds and checks for updates. There ar
 """
 
 import csv
-import fcntl
 import http.client
 import importlib.util
 import json
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from gcnzc._files import lock, write_text
 from gcnzc.datasets import catalog
 from gcnzc.datasets.rows import Progress, no_progress
 from gcnzc.datasets.store import NO_SPACE, atomic_folder
@@ -162,7 +162,7 @@ def _download(url: str, target: Path, progress: Progress) -> None:
                 ) from error
         os.fsync(file.fileno())
         partial.rename(target)
-        _receipt(target).write_text(_size_and_time(target))
+        write_text(_receipt(target), _size_and_time(target))
         _validator_path(partial).unlink(missing_ok=True)
 
 
@@ -173,13 +173,11 @@ def _reason(error: Exception) -> str:
 @contextmanager
 def _locked(partial: Path) -> Iterator[IO[bytes]]:
     with partial.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(file.fileno()):
             raise RuntimeError(
                 f"another process is downloading to {partial}\n\n"
                 "hint: wait for it, or stop it first"
-            ) from None
+            )
         yield file
 
 
@@ -214,7 +212,7 @@ def _resume(url: str, file: IO[bytes], partial: Path, progress: Progress) -> Non
         length = response.headers.get("Content-Length")
         total = received + int(length) if length is not None else 0
         validator = response.headers.get("ETag") or response.headers.get("Last-Modified")
-        _validator_path(partial).write_text(json.dumps({"stamp": validator}))
+        write_text(_validator_path(partial), json.dumps({"stamp": validator}))
         _check_space(partial, total - received)
         while block := response.read(_BLOCK_BYTES):
             file.write(block)

@@ -20,13 +20,12 @@ Letters: N nodes, E edges, D columns, T tasks.
 """
 
 import errno
-import fcntl
 import json
 import mmap
 import os
 import shutil
 import zlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from gcnzc._files import lock, sync
 from gcnzc.datasets.meta import (
     AGAIN,
     CODED_VERSION,
@@ -93,9 +93,9 @@ def atomic_folder(dest: Path, needed_bytes: int = 0) -> Iterator[Path]:
         yield partial
         for folder, _, files in os.walk(partial):
             for name in (*files, "."):
-                _sync(Path(folder, name))
+                sync(Path(folder, name))
         _rename(partial, dest)
-        _sync(dest.parent)
+        sync(dest.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in NO_SPACE:
@@ -123,13 +123,11 @@ def _lock_folder(partial: Path, dest: Path) -> int:
             descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(descriptor):
             os.close(descriptor)
             raise RuntimeError(
                 f"another process is writing {dest}\n\nhint: wait for it, or stop it first"
-            ) from None
+            )
         # the previous owner of the lock may have renamed or removed the folder in the meantime
         if partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat()):
             return descriptor
@@ -152,14 +150,6 @@ def _rename(partial: Path, dest: Path) -> None:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             _refuse_existing(dest)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_space(dest: Path, needed_bytes: int) -> None:
@@ -260,7 +250,7 @@ class Writer:
     ) -> None:
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        header = _npy_header(shape, dtype)
+        (header,) = _npy_headers([(shape, dtype)])
         total = len(header) + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         code, done = zlib.crc32(header), len(header)
         with path.open("xb") as file:
@@ -291,12 +281,15 @@ def _pad(chunk: Array, columns: int) -> Array:
     return wide
 
 
-def _npy_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
-    """Return a `.npy` header that is padded to `HEADER_BYTES`."""
-    fields = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-    magic = np.lib.format.magic(1, 0)
+def _npy_headers(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> list[bytes]:
+    """Return the `.npy` headers for shapes and dtypes, padded to `HEADER_BYTES`."""
+    magic, headers = np.lib.format.magic(1, 0), []
     length = HEADER_BYTES - len(magic) - 2
-    return magic + length.to_bytes(2, "little") + f"{fields!r}".encode().ljust(length - 1) + b"\n"
+    for shape, dtype in arrays:
+        fields = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+        text = f"{fields!r}".encode().ljust(length - 1) + b"\n"
+        headers.append(magic + length.to_bytes(2, "little") + text)
+    return headers
 
 
 def checksum(path: Path) -> str:
@@ -351,13 +344,8 @@ def open_folder(folder: Path) -> Prepared:
             match `meta.json`.
     """
     meta = read_meta(folder)
-    for name, entry in meta["files"].items():
-        _check_size(folder / name, entry)
-    arrays = {
-        name: _map(folder / name, entry)
-        for name, entry in meta["files"].items()
-        if "shape" in entry
-    }
+    _check_sizes(folder, meta["files"])
+    arrays = _map_arrays(folder, meta["files"])
     _check_ends(folder, arrays["indptr.npy"], len(arrays["indices.npy"]))
     features = csr = codes = None
     fields = meta["features"]
@@ -401,29 +389,41 @@ def _links(arrays: dict[str, Array], fields: dict[str, Any]) -> EdgeSplitArrays:
     )
 
 
-def _map(path: Path, entry: dict[str, Any]) -> Array:
-    shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
-    with path.open("rb") as file:
-        header = file.read(HEADER_BYTES)
-        if header != _npy_header(shape, dtype):
+def _map_arrays(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Array]:
+    """Memory-map the files that have a shape, and compare their headers with `meta.json`."""
+    arrays: dict[str, Array] = {}
+    described = {}
+    for name, entry in files.items():
+        if "shape" in entry:
+            described[name] = tuple(entry["shape"]), np.dtype(entry["dtype"])
+    headers = _npy_headers(described.values())
+    for (name, (shape, dtype)), header in zip(described.items(), headers, strict=True):
+        with (folder / name).open("rb") as file:
+            if file.read(HEADER_BYTES) != header:
+                raise ValueError(
+                    f"{folder / name} has no header of an array of shape {shape} and type {dtype}"
+                    f"\n\n{AGAIN}"
+                )
+            num_bytes = files[name]["bytes"]
+            if num_bytes == HEADER_BYTES:
+                arrays[name] = np.empty(shape, dtype)
+                continue
+            # the kernel refuses a private or writable mapping that is larger than memory
+            mapped = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
+        arrays[name] = np.ndarray(shape, dtype, mapped, offset=HEADER_BYTES)
+    return arrays
+
+
+def _check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {path}, which meta.json lists\n\n{AGAIN}")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
             raise ValueError(
-                f"{path} has no header of an array of shape {shape} and type {dtype}\n\n{AGAIN}"
+                f"{path} has {size:,} bytes, but meta.json says {entry['bytes']:,}\n\n{AGAIN}"
             )
-        if entry["bytes"] == HEADER_BYTES:
-            return np.empty(shape, dtype)
-        # the kernel refuses a private or writable mapping that is larger than memory
-        mapped = mmap.mmap(file.fileno(), entry["bytes"], access=mmap.ACCESS_READ)
-    return np.ndarray(shape, dtype, mapped, offset=HEADER_BYTES)
-
-
-def _check_size(path: Path, entry: dict[str, Any]) -> None:
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}, which meta.json lists\n\n{AGAIN}")
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise ValueError(
-            f"{path} has {size:,} bytes, but meta.json says {entry['bytes']:,}\n\n{AGAIN}"
-        )
 
 
 def verify(folder: Path, progress: Progress = no_progress) -> None:
@@ -433,12 +433,10 @@ def verify(folder: Path, progress: Progress = no_progress) -> None:
         FileNotFoundError: a file is missing.
         ValueError: a checksum differs; the message names the file.
     """
-    open_folder(folder)
-    files = read_meta(folder)["files"]
+    files = open_folder(folder).meta["files"]
     total = sum(entry["bytes"] for entry in files.values())
     done = 0
     for name, entry in files.items():
-        _check_size(folder / name, entry)
         found = checksum(folder / name)
         if found != entry["crc32"]:
             raise ValueError(

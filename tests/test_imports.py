@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "cli": {*NETWORK, *GRAPHS, "system", "kernels", "train"},
 }
 # modules that every package may import
-SHARED = {"_allocation", "_lazy", "_moved", "_version"}
+SHARED = {"_allocation", "_files", "_lazy", "_moved", "_version"}
 # the packages at the root, and what they may import besides the standard library
 LIBRARIES = {
     "kernels": {"torch", "triton", "numba", "numpy", "llvmlite"},
@@ -71,6 +71,7 @@ DOORS = {
     "rich": {"gcnzc/train/progress.py"},
     "tyro": {
         "gcnzc/train/config.py",
+        "gcnzc/train/option_groups.py",
         "gcnzc/train/options.py",
         "gcnzc/cli/parser.py",
         *(

@@ -1,9 +1,9 @@
 """The built-in graph: generated on first use, and stored in the user's cache folder."""
 
-import fcntl
 import shutil
 from pathlib import Path
 
+from gcnzc._files import locked_file
 from gcnzc.datasets import generate
 from gcnzc.graph import prepare
 from gcnzc.system.files import cache_folder
@@ -37,9 +37,8 @@ def prepared(reporter: Reporter) -> Path:
     if graph.exists():
         return graph
     graph.parent.mkdir(parents=True, exist_ok=True)
-    with (graph.parent / f".{NAME}.lock").open("w") as lock:
-        # another process may be generating it; the kernel releases the lock if that process ends
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    # another process may be generating it
+    with locked_file(graph.parent / f".{NAME}.lock"):
         if not graph.exists():
             reporter.say(f"generating the built-in graph in {graph}; this happens only once")
             _generate(graph, reporter)

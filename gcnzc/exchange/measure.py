@@ -7,7 +7,6 @@ Letters: R rounds, A algorithms.
 
 import hashlib
 import json
-import os
 import random
 import socket
 import time
@@ -32,6 +31,7 @@ from gcnzc.exchange.requests import (
     Sum,
 )
 from gcnzc.exchange.tuner import KINDS, PIECES, SIZES, Times, Tuning, measure
+from gcnzc.system import files
 
 # length to which names of machines are cut and padded
 HOST_BYTES = 64
@@ -191,10 +191,8 @@ def _parse(times: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Times:
 
 
 def _write(path: Path, environment: Mapping[str, Any], times: Times) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({**environment, "times": times}, indent=1) + "\n")
-        os.replace(partial, path)
+        files.write_json(path, {**environment, "times": times})
     except OSError as error:
         warnings.warn(f"cannot write the times of collectives: {error}", stacklevel=2)

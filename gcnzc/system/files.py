@@ -1,6 +1,5 @@
 """Files: written whole or not at all, and read with errors that name them."""
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -10,49 +9,12 @@ from typing import Any
 
 import numpy
 
+from gcnzc._files import lock, replacing, write_text
+
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write `value` as JSON to `path`, atomically."""
     write_text(path, json.dumps(dict(value), indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path`, atomically."""
-    with replacing(path) as partial:
-        partial.write_text(text)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that replaces `path` at the end, or is removed after an error.
-
-    It has the suffix of `path`, from which some libraries choose a format. If `path` is a symbolic
-    link, the file that it leads to is replaced.
-
-    Raises:
-        ValueError: `path` is a device, a pipe or a folder.
-    """
-    check_regular(path)
-    path = path.resolve()
-    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def check_regular(path: Path) -> None:
-    """Check that `path` is a regular file or does not exist, so that it may be replaced.
-
-    Raises:
-        ValueError: it is a device, such as /dev/null, a pipe or a folder.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(
-            f"{path} is no regular file, but a device, a pipe or a folder\n\n"
-            "hint: name a file, which is replaced if it exists"
-        )
 
 
 def append_whole(path: Path, data: bytes) -> None:
@@ -100,15 +62,11 @@ def locked_folder(folder: Path, run: Path | None = None) -> Iterator[None]:
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(descriptor):
             raise ValueError(
                 f"another process is training in {run or folder}\n\n"
                 "hint: wait for it, or end it first; `fuser` on the folder says which it is"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+            )
         yield
     finally:
         os.close(descriptor)

@@ -7,7 +7,6 @@ archive's CRCs, so it would not notice a few wrong bits in a weight.
 
 import hashlib
 import io
-import os
 import pickle
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from gcnzc._files import replacing
 
 # the last record of a zip archive: signature, 16 bytes, length of the comment, comment
 END_MARK, END_BYTES = b"PK\5\6", 22
@@ -85,17 +86,9 @@ def write(path: Path, data: bytes) -> None:
     Raises:
         OSError: the disk is full or not writable. The previous file remains.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            for part in _sealed(data):
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with replacing(path) as partial, partial.open("wb") as file:
+        for part in _sealed(data):
+            file.write(part)
 
 
 class Writer:
@@ -209,12 +202,3 @@ def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> 
                 "--batch-norm) and the graph that it was trained with"
             )
     model.load_state_dict(dict(saved))
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the entries of `folder`, such as a renamed file, are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

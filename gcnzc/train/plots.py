@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gcnzc.system import files
+from gcnzc._files import replacing
 from gcnzc.system.spans import Span
 from gcnzc.train import record
 
@@ -177,5 +177,5 @@ def timeline(spans: Sequence[Span], out: Path) -> None:
 
 def save(figure: "Figure", out: Path) -> None:
     """Write a figure to a file atomically."""
-    with files.replacing(out) as partial:
+    with replacing(out) as partial:
         figure.savefig(partial, dpi=100)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gcnzc.system.files import append_whole, read_json, write_json, write_text
+from gcnzc._files import write_text
+from gcnzc.system.files import append_whole, read_json, write_json
 
 LAUNCH = "launch.json"
 

@@ -8,9 +8,9 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gcnzc._files import write_text
 from gcnzc.exchange import Algorithm, AllGatherScalar, run
 from gcnzc.exchange.sync import all_gather_text
-from gcnzc.system.files import write_text
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.train.plots import timeline
 from gcnzc.train.run_folder import (

@@ -23,6 +23,7 @@ from gcnzc.kernels.gather.gpu import gather_rows, programs_of
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, Layout
 from gcnzc.system import nvml
 from gcnzc.system.progress import ProgressCallback
+from gcnzc.tune.search import interleave, medians
 from gcnzc.tune.table_shapes import Line, Shape, modelled
 
 ROUNDS = 9
@@ -85,14 +86,8 @@ def bytes_per_s(
         seconds: see `Gpu`.
         rounds: that are counted, after one that compiles and touches fresh pages.
     """
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, (_, work) in ways.items():
-            taken[name].append(seconds(work))
-    return {
-        name: num_bytes / statistics.median(taken[name][1:])
-        for name, (num_bytes, _) in ways.items()
-    }
+    median_s = medians(interleave(ways, lambda name: seconds(ways[name][1]), rounds))
+    return {name: num_bytes / median_s[name] for name, (num_bytes, _) in ways.items()}
 
 
 def peak_read_rate(device: torch.device) -> float | None:

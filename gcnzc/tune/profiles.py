@@ -8,7 +8,6 @@ All profiles are in one JSON file in `gcnzc.system.files.cache_folder`. A file t
 has another format is treated as empty, and replaced when a profile is saved.
 """
 
-import fcntl
 import json
 import os
 import zlib
@@ -21,6 +20,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 import triton
 
+from gcnzc._files import locked_file
 from gcnzc._version import VERSION
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather import gpu, lanes
@@ -219,9 +219,8 @@ def save(profile: TuningProfile) -> Path:
     """
     path = profiles_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f".{FILE}.lock").open("w") as lock:
-        # another process may be adding a profile
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    # another process may be adding a profile
+    with locked_file(path.parent / f".{FILE}.lock"):
         others = [old for old in read() if (old.key, old.rows) != (profile.key, profile.rows)]
         profiles = [*others, profile][-MAX_PROFILES:]
         files.write_json(path, {"format": FORMAT, "plans": [asdict(one) for one in profiles]})

@@ -1,8 +1,9 @@
 """Find the cheapest of the fastest settings, by interleaved measurements."""
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 S = TypeVar("S", bound=Hashable)
@@ -72,18 +73,55 @@ def measure_in_rounds(
         progress: see `Progress`.
     """
     least, most = ROUNDS
+    rounds, began_s = most, time.perf_counter()
+
+    def count_rounds() -> int:
+        nonlocal rounds
+        a_round_s = max(time.perf_counter() - began_s, 1e-9)
+        rounds = max(least, min(most, int(STAGE_S / a_round_s)))
+        return rounds
+
+    def advance(done: int) -> None:
+        progress(what, done, len(settings) * (rounds + 1))
+
+    return interleave(settings, seconds, count_rounds, advance=advance)
+
+
+def interleave(
+    settings: Iterable[S],
+    seconds: Callable[[S], float],
+    rounds: int | Callable[[], int],
+    *,
+    warm_up: int = 1,
+    shuffler: random.Random | None = None,
+    advance: Callable[[int], object] | None = None,
+) -> dict[S, list[float]]:
+    """Measure settings in turns, so that a machine that slows down for a while slows all of them.
+
+    Args:
+        settings: to measure.
+        seconds: measures a setting once.
+        rounds: number of counted rounds, or a function that returns it after the warm-up.
+        warm_up: rounds before these, which compile kernels and touch fresh pages.
+        shuffler: orders the settings of each round; None keeps their order.
+        advance: called with the number of finished measurements, those of the warm-up included.
+
+    Returns:
+        The seconds of each setting in the counted rounds.
+    """
     taken: dict[S, list[float]] = {setting: [] for setting in settings}
-    rounds, began_s, done = most, time.perf_counter(), 0
-    index = 0
-    while index <= rounds:
-        for setting in settings:
-            value = seconds(setting)
-            if index:
-                taken[setting].append(value)
+    order, done = list(taken), 0
+
+    def measure_round() -> None:
+        nonlocal done
+        for setting in shuffler.sample(order, len(order)) if shuffler else order:
+            taken[setting].append(seconds(setting))
             done += 1
-            progress(what, done, len(settings) * (rounds + 1))
-        if index == 0:
-            a_round_s = max(time.perf_counter() - began_s, 1e-9)
-            rounds = max(least, min(most, int(STAGE_S / a_round_s)))
-        index += 1
-    return taken
+            if advance is not None:
+                advance(done)
+
+    for _ in range(warm_up):
+        measure_round()
+    for _ in range(rounds if isinstance(rounds, int) else rounds()):
+        measure_round()
+    return {setting: values[warm_up:] for setting, values in taken.items()}

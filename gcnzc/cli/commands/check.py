@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from gcnzc.train.progress import Reporter
 from gcnzc.tune import choose, profiles, search
 from gcnzc.tune import machine as tune_machine
 from gcnzc.tune.profiles import TuningProfile
+from gcnzc.tune.search import interleave, medians
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,15 +217,15 @@ def _rates(num_bytes: int, advance: ProgressCallback) -> dict[str, float]:
         "copy_bytes_per_s": lambda: out.copy_(rows[: len(out)]),
         "gather_bytes_per_s": lambda: table.gather(ids, out),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for done in range(ROUNDS + 1):
-        for name, function in functions.items():
-            begin = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - begin)
-        advance(done + 1, ROUNDS + 1, "")
-    # without the first round, which includes page faults and compilation
-    return {name: out.nbytes / statistics.median(s[1:]) for name, s in seconds.items()}
+
+    def seconds(name: str) -> float:
+        begin = time.perf_counter()
+        functions[name]()
+        return time.perf_counter() - begin
+
+    total = len(functions) * (ROUNDS + 1)
+    taken = interleave(functions, seconds, ROUNDS, advance=lambda done: advance(done, total, ""))
+    return {name: out.nbytes / median_s for name, median_s in medians(taken).items()}
 
 
 def check_command(config: CheckConfig, reporter: Reporter) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from gcnzc.cli.reports.tables import align_columns
 from gcnzc.features.access_counts import RANKINGS
 
 # cache sizes, as shares of the rows, and hit rates; by cache policy
@@ -42,14 +43,10 @@ def format_forecast(found: Mapping[str, Any]) -> list[str]:
                 cells.append(f"{figures['predicted_peer_hit_rate']:.1%}")
             cells.append(f"{figures['bytes_per_batch'] / 1e6:.2f}")
         rows.append(cells)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     sharded = f" sharded over {found['gpus']} GPUs" if is_sharded else ""
     return [
         f"a minibatch reads {found['nodes_per_batch']:,.0f} rows of {found['row_bytes']} B, "
         f"{found['bytes_per_batch'] / 1e6:.2f} MB; hit rates of a feature cache{sharded}, "
         f"predicted from {found['batches']} minibatches, and the bytes that still cross the bus:",
-        *(
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
-        ),
+        *align_columns(rows),
     ]

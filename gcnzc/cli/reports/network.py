@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from gcnzc.cli.plots import StepTimes
+from gcnzc.cli.reports.tables import align_columns
 from gcnzc.optim.cost import Computed, Cost, Network, gradient_bytes
 
 Line: TypeAlias = dict[str, Any]
@@ -135,15 +136,7 @@ def format_table(lines: Sequence[Line], default: str) -> list[str]:
                 "no rate" if easy is None else f"{format_number(easy)} Mbit/s",
             ]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    # names are aligned left, numbers right
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 1 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    return align_columns(rows, left=(1,))
 
 
 def format_seconds(seconds: float) -> str:

@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 from gcnzc.cli.plots import Efficiencies
+from gcnzc.cli.reports.tables import align_columns
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
 from gcnzc.tune.table_shapes import WIDEST, Curves, roofs, sweep
 
@@ -42,7 +43,9 @@ def format_report(found: Mapping[str, Any]) -> list[str]:
         f"{table['name']}: {table['rows']:,} rows of {table['columns']} {table['dtype']}, "
         f"{table['row_bytes']} B, with a pitch of {table['stride_bytes']} B{offset}"
     )
-    lines += _align([_heads(bus), *(_cells(*item) for item in table["layouts"].items())])
+    lines += align_columns(
+        [_heads(bus), *(_cells(*item) for item in table["layouts"].items())], left=(0,)
+    )
     lines.append(f"layout in this memory: {table['layout']}")
     lines.append(
         f"layout after `gcnzc prepare`, with a pitch of {table['pitch_bytes']} B: "
@@ -98,19 +101,4 @@ def _format_tables(tables: Sequence[Mapping[str, Any]]) -> list[str]:
         if rate is not None:
             cells.append(f"{rate / 1e9:.2f} GB/s, {layouts[chosen]['share_of_dense']:.1%} of dense")
         rows.append(cells)
-    return _align(rows)
-
-
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the cells of each column: the first column left, the others right."""
-    widths = [
-        max(len(row[column]) for row in rows if column < len(row))
-        for column in range(max(map(len, rows)))
-    ]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in rows
-    ]
+    return align_columns(rows, left=(0,))

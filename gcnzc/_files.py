@@ -1,0 +1,88 @@
+"""Write files atomically and lock them; every package may import this module."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path whose file replaces `path` at the end, or is removed after an error.
+
+    The file is on the disk before it replaces `path`, so that a crash of the machine leaves the
+    previous file or the whole new one. The temporary path has the suffix of `path`, from which some
+    libraries choose a format. If `path` is a symbolic link, the file that it leads to is replaced.
+
+    Raises:
+        OSError: the disk is full or not writable. The previous file remains.
+        ValueError: `path` is a device, a pipe or a folder.
+    """
+    check_regular(path)
+    path = path.resolve()
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    try:
+        yield partial
+        sync(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path`, atomically."""
+    with replacing(path) as partial:
+        partial.write_text(text)
+
+
+def check_regular(path: Path) -> None:
+    """Check that `path` is a regular file or does not exist, so that it may be replaced.
+
+    Raises:
+        ValueError: it is a device, such as /dev/null, a pipe or a folder.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(
+            f"{path} is no regular file, but a device, a pipe or a folder\n\n"
+            "hint: name a file, which is replaced if it exists"
+        )
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder such as a renamed file, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Lock an open file or folder, until it is closed or the process ends.
+
+    File systems without locks are accepted, without a lock.
+
+    Args:
+        descriptor: of the file or folder.
+        wait: wait for a process that has locked it.
+
+    Returns:
+        False if another process has locked it, and `wait` is False.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
+
+
+@contextmanager
+def locked_file(path: Path) -> Iterator[None]:
+    """Create the file `path` and lock it until the end of the `with`; wait for other processes."""
+    with path.open("w") as file:
+        lock(file.fileno(), wait=True)
+        yield
