@@ -326,7 +326,7 @@ class Fault:
         # torch makes its compiler's cache whatever it runs
         temporary = [name for name in os.listdir(self.temporary) if "inductor" not in name]
         left += [f"temporary {name}" for name in temporary]
-        return left + [path.name for path in self.run.glob("*.partial")]
+        return left + [path.name for path in self.run.glob("*.partial*")]
 
     def epochs(self) -> int:
         """Return the number of recorded epochs."""

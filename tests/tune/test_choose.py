@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import time
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
@@ -266,6 +267,25 @@ def test_slow_settings_have_fewer_rounds(monkeypatch):
     monkeypatch.setattr(search, "STAGE_S", 0.01)
     taken = search.measure_in_rounds([1], lambda _: time.sleep(0.01) or 1.0, "it", quiet)
     assert len(taken[1]) == search.ROUNDS[0]
+
+
+def test_settings_are_measured_in_turns_and_the_warm_up_is_not_counted():
+    order = []
+
+    def seconds(setting):
+        order.append(setting)
+        return float(len(order))
+
+    done = []
+    taken = search.interleave("ab", seconds, 2, advance=done.append)
+    assert order == list("ababab")
+    assert taken == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+    assert done == [1, 2, 3, 4, 5, 6]
+    order.clear()
+    taken = search.interleave("abc", seconds, lambda: 20, shuffler=random.Random(0))
+    assert [sorted(order[i : i + 3]) for i in range(0, 63, 3)] == [list("abc")] * 21
+    assert len({tuple(order[i : i + 3]) for i in range(0, 63, 3)}) > 1
+    assert {len(values) for values in taken.values()} == {20}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""Files are written atomically, and locked between processes."""
+
+import os
+
+import pytest
+
+from gcnzc._files import lock, locked_file, replacing, write_text
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch):
+    path, calls = tmp_path / "a.json", []
+    path.write_text("old")
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(descriptor):
+        calls.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def note_replace(source, target):
+        calls.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    with replacing(path) as partial:
+        partial.write_text("new")
+        assert partial.suffix == ".json"
+        assert path.read_text() == "old"
+    assert calls == [str(partial), "replace", str(tmp_path)]
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_keeps_the_previous_file(tmp_path):
+    path = tmp_path / "a"
+    write_text(path, "old")
+
+    def fail(partial):
+        partial.write_text("ne")
+        raise RuntimeError("half")
+
+    with pytest.raises(RuntimeError, match="half"), replacing(path) as partial:
+        fail(partial)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_is_held_until_the_file_is_closed(tmp_path):
+    path = tmp_path / "lock"
+    with locked_file(path), path.open() as other:
+        assert not lock(other.fileno())
+    with path.open() as first, path.open() as second:
+        assert lock(first.fileno())
+        assert not lock(second.fileno())
+        first.close()
+        assert lock(second.fileno())
+
+
+def test_a_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with (tmp_path / "file").open("w") as file:
+        assert lock(file.fileno())
+        assert lock(file.fileno(), wait=True)
