@@ -16,12 +16,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from gcnzc.tune.search import interleave
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ["torch", "triton", "numba", "numpy"]
@@ -55,13 +57,11 @@ def side_by_side(
     Returns:
         The name of each way to its timing.
     """
-    names = list(ways)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
     shuffler = random.Random(0)
-    for _ in range(warmup + rounds):
-        for name in shuffler.sample(names, len(names)):
-            seconds[name].append(_once(ways[name]))
-    return {name: _timing(seconds[name][warmup:]) for name in names}
+    taken = interleave(
+        ways, lambda name: _once(ways[name]), rounds, warm_up=warmup, shuffler=shuffler
+    )
+    return {name: timing_of(seconds) for name, seconds in taken.items()}
 
 
 def record(
@@ -131,7 +131,8 @@ def _nothing() -> None:
     pass
 
 
-def _timing(seconds: list[float]) -> Timing:
+def timing_of(seconds: Sequence[float]) -> Timing:
+    """The median and the fifths of the times of calls, at least two."""
     fifths = statistics.quantiles(seconds, n=5)
     return Timing(statistics.median(seconds), fifths[0], fifths[3], len(seconds))
 

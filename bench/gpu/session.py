@@ -212,17 +212,13 @@ def _run(command: Command, limit_s: float, log: int, environment: dict[str, str]
 
 def table_of(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Format the lines of a session as a table."""
+    from gcnzc.cli.reports.tables import align_columns
+
     rows = [("stage", "seconds", "limit", "status")]
     for line in lines:
         status = line["status"] + (f" ({line['note']})" if "note" in line else "")
         rows.append((line["stage"], f"{line['seconds']:.1f}", f"{line['limit_s']:.0f}", status))
-    widths = [max(len(row[place]) for row in rows) for place in range(3)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].rjust(widths[2]), row[3]]
-        )
-        for row in rows
-    ]
+    return align_columns(rows, left=(0, 3))
 
 
 def compile_kernels(options: argparse.Namespace) -> None:

@@ -9,7 +9,6 @@ usage: python -m bench.loading.feature_cache [--real FOLDER]
 
 import argparse
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.loader import presampling
 from gcnzc.loader.loader import Loader
 from gcnzc.tune import cache_forecast
+from gcnzc.tune.search import interleave
 
 ROOT = Path(__file__).parents[2]
 MADE = {"planted": Shape(200_000, 2_000_000, 4, 10), "rmat": Shape(200_000, 2_000_000, 4, 10)}
@@ -107,23 +107,21 @@ def cost() -> None:
         cached = features_cache.cached(table, 0.2, torch.rand(TABLE_ROWS), device="cpu")
         out = torch.empty(BATCH_ROWS, columns, dtype=dtype)
         ways = {"plain": table, "cached": cached}
-        taken: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(WARMUP + ROUNDS):
-            for way in shuffler.sample(list(ways), len(ways)):
-                ids = torch.randint(TABLE_ROWS, (BATCH_ROWS,), generator=chosen)
-                begin = time.perf_counter()
-                ways[way].gather(ids, out, threads=1)
-                taken[way].append(time.perf_counter() - begin)
-        plain_s = statistics.median(taken["plain"][WARMUP:])
-        for way in ways:
-            seconds = taken[way][WARMUP:]
-            fifths = statistics.quantiles(seconds, n=5)
-            median_s = statistics.median(seconds)
+
+        def seconds(way: str, ways=ways, out=out) -> float:
+            ids = torch.randint(TABLE_ROWS, (BATCH_ROWS,), generator=chosen)
+            begin = time.perf_counter()
+            ways[way].gather(ids, out, threads=1)
+            return time.perf_counter() - begin
+
+        taken = interleave(ways, seconds, ROUNDS, warm_up=WARMUP, shuffler=shuffler)
+        timings = {way: harness.timing_of(taken[way]) for way in ways}
+        for way, timing in timings.items():
             harness.record(
                 "hot",
                 {"rows": BATCH_ROWS, "columns": columns, "dtype": str(dtype), "way": way},
-                harness.Timing(median_s, fifths[0], fifths[3], len(seconds)),
-                of_plain=median_s / plain_s,
+                timing,
+                of_plain=timing.median_s / timings["plain"].median_s,
             )
 
 
