@@ -94,6 +94,68 @@ def _float8_values(codes, EXPONENT_BITS: tl.constexpr):
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), values)
 
 
+@triton.jit
+def _read_ids(
+    ids, places, outside, i, inside, num_rows, ORDERED: tl.constexpr, CHECKED: tl.constexpr
+):
+    """Return the positions of the rows in the result, their ids, and which of them exist."""
+    if ORDERED:
+        i = tl.load(places + i, mask=inside, other=0)
+    # int64 before the multiply: 2**31 elements is only 8 GB of float32
+    i = i.to(tl.int64)
+    row = tl.load(ids + i, mask=inside, other=0).to(tl.int64)
+    if CHECKED:
+        is_known = (row >= 0) & (row < num_rows)
+        tl.store(outside + tl.zeros_like(row), i, mask=inside & (is_known == 0))
+        inside = inside & is_known
+    return i, row, inside
+
+
+@triton.jit
+def _point_to_copies(
+    table,
+    cached,
+    place,
+    is_cached,
+    line_offset,
+    VECTOR: tl.constexpr,
+    CACHED_VECTORS: tl.constexpr,
+    NUM_PEERS: tl.constexpr,
+):
+    """Return pointers to the first vectors of cached rows, in this memory or in that of a peer."""
+    at = place
+    copies = cached
+    if NUM_PEERS > 1:
+        at = place // NUM_PEERS
+        address = tl.load(cached + place % NUM_PEERS, mask=is_cached, other=0)
+        copies = address.to(tl.pointer_type(table.dtype.element_ty))
+        # Triton needs the alignment of the memories to load whole vectors
+        copies = tl.multiple_of(copies, [16])
+    # a copy has the same offset from a line as the row, so both use the same lanes
+    return copies + (at.to(tl.int64) * CACHED_VECTORS + line_offset) * VECTOR
+
+
+@triton.jit
+def _assign_vectors(number, lead, count, inside, WRAPPED: tl.constexpr):
+    """Return the vector of a row that each lane reads, and whether there is one.
+
+    Args:
+        number: of the lane among those of its row, in all passes.
+        lead: lanes before the first vector of the row.
+        count: vectors of the row.
+        inside: whether the row exists.
+        WRAPPED: assign the lanes before the row to its last vectors.
+    """
+    vector = number - lead
+    if WRAPPED:
+        mask = inside & (number < count)
+        # the lead may be longer than a short row
+        vector = (vector % count + count) % count
+    else:
+        mask = inside & (vector >= 0) & (vector < count)
+    return vector, mask
+
+
 # sizes and alignments that change between minibatches must not cause a recompilation; only the
 # table and the result are accessed as vectors
 @triton.jit(
@@ -161,15 +223,7 @@ def _gather_rows(
     for begin in range(tl.program_id(0) * ROWS, num_ids, step):
         i = begin + slot
         inside = i < num_ids
-        if ORDERED:
-            i = tl.load(places + i, mask=inside, other=0)
-        # int64 before the multiply: 2**31 elements is only 8 GB of float32
-        i = i.to(tl.int64)
-        row = tl.load(ids + i, mask=inside, other=0).to(tl.int64)
-        if CHECKED:
-            is_known = (row >= 0) & (row < num_rows)
-            tl.store(outside + tl.zeros_like(row), i, mask=inside & (is_known == 0))
-            inside = inside & is_known
+        i, row, inside = _read_ids(ids, places, outside, i, inside, num_rows, ORDERED, CHECKED)
         # 64-bit arithmetic for the addresses of rows, 32-bit within a row
         start = INSET_BYTES + row * STRIDE_BYTES
         row_words = table + start // VECTOR_BYTES * VECTOR
@@ -191,25 +245,12 @@ def _gather_rows(
         if CACHED_VECTORS > 0:
             place = tl.load(slots + row, mask=inside, other=-1)
             is_cached = place >= 0
-            at = place
-            copies = cached
-            if NUM_PEERS > 1:
-                at = place // NUM_PEERS
-                address = tl.load(cached + place % NUM_PEERS, mask=is_cached, other=0)
-                copies = address.to(tl.pointer_type(table.dtype.element_ty))
-                # Triton needs the alignment of the memories to load whole vectors
-                copies = tl.multiple_of(copies, [16])
-            # a copy has the same offset from a line as the row, so both use the same lanes
-            cached_row_words = copies + (at.to(tl.int64) * CACHED_VECTORS + line_offset) * VECTOR
+            cached_row_words = _point_to_copies(
+                table, cached, place, is_cached, line_offset, VECTOR, CACHED_VECTORS, NUM_PEERS
+            )
         for turn in range(PASSES):
             number = turn * LANES + lane
-            vector = number - lead
-            if WRAPPED:
-                mask = inside & (number < count)
-                # the lead may be longer than a short row
-                vector = (vector % count + count) % count
-            else:
-                mask = inside & (vector >= 0) & (vector < count)
+            vector, mask = _assign_vectors(number, lead, count, inside, WRAPPED)
             # masked per vector, otherwise Triton would split the vectors
             word = vector[:, None] * VECTOR + part[None, :]
             words = row_words[:, None] + word

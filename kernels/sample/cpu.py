@@ -273,6 +273,44 @@ def _find_invalid_column(begins, degrees, num_edges):
 
 
 @njit(cache=True, nogil=True)
+def _begin_chunk(indptr, destinations, destination, fanout, excluded, begins, degrees):
+    """Read the offsets of the next destinations, up to the size of a chunk.
+
+    Returns:
+        The numbers of destinations and of edges of the chunk, and its largest degree.
+    """
+    chunk_size = total = longest = 0
+    while (
+        chunk_size < CHUNK_DESTINATIONS
+        and total < CHUNK_EDGES
+        and destination + chunk_size < len(destinations)
+    ):
+        node = destinations[destination + chunk_size]
+        begin, degree = indptr[node], indptr[node + 1] - indptr[node]
+        # not compiled for None
+        if excluded is not None:
+            degree -= num_excluded(excluded[0], excluded[2], destination + chunk_size)
+        begins[chunk_size], degrees[chunk_size] = begin, degree
+        total += degree if fanout < 0 else min(degree, fanout)
+        longest = max(longest, degree)
+        chunk_size += 1
+    return chunk_size, total, longest
+
+
+@njit(cache=True, nogil=True)
+def _new_scratch():
+    """Allocate the arrays of `_sample_small_fanout` for a chunk."""
+    return (
+        np.empty(CHUNK_DESTINATIONS, np.uint32),
+        np.empty(CHUNK_DESTINATIONS, np.uint32),
+        np.empty(CHUNK_DESTINATIONS, np.uint32),
+        # padded by a cache line, so that the elements of a column are in different cache sets
+        np.empty((MAX_COMPARED, CHUNK_DESTINATIONS + 16), np.uint32),
+        np.empty(CHUNK_DESTINATIONS, np.uint32),
+    )
+
+
+@njit(cache=True, nogil=True)
 def sample_hops(
     indptr,
     indices,
@@ -301,14 +339,7 @@ def sample_hops(
     begins = np.empty(CHUNK_DESTINATIONS, np.int64)
     degrees = np.empty(CHUNK_DESTINATIONS, np.int64)
     ends = np.empty(CHUNK_DESTINATIONS, np.int64)
-    scratch = (
-        np.empty(CHUNK_DESTINATIONS, np.uint32),
-        np.empty(CHUNK_DESTINATIONS, np.uint32),
-        np.empty(CHUNK_DESTINATIONS, np.uint32),
-        # padded by a cache line, so that the elements of a column are in different cache sets
-        np.empty((MAX_COMPARED, CHUNK_DESTINATIONS + 16), np.uint32),
-        np.empty(CHUNK_DESTINATIONS, np.uint32),
-    )
+    scratch = _new_scratch()
     positions = np.empty(CHUNK_EDGES + 64 * CHUNK_DESTINATIONS, np.int64)
     bits = np.zeros(1, np.uint64)
     capacity = len(nodes)
@@ -328,21 +359,9 @@ def sample_hops(
         out_indptr[first : first + num_sampled_before + 1] = 0
         destination = max(destination, num_sampled_before)
         while destination < num_destinations:
-            chunk_size = total = longest = 0
-            while (
-                chunk_size < CHUNK_DESTINATIONS
-                and total < CHUNK_EDGES
-                and destination + chunk_size < num_destinations
-            ):
-                node = nodes[destination + chunk_size]
-                begin, degree = indptr[node], indptr[node + 1] - indptr[node]
-                # not compiled for None
-                if excluded is not None:
-                    degree -= num_excluded(excluded[0], excluded[2], destination + chunk_size)
-                begins[chunk_size], degrees[chunk_size] = begin, degree
-                total += degree if fanout < 0 else min(degree, fanout)
-                longest = max(longest, degree)
-                chunk_size += 1
+            chunk_size, total, longest = _begin_chunk(
+                indptr, nodes[:num_destinations], destination, fanout, excluded, begins, degrees
+            )
             invalid = _find_invalid_column(begins[:chunk_size], degrees[:chunk_size], len(indices))
             if invalid >= 0:
                 progress[INVALID_NODE], progress[NODES] = nodes[destination + invalid], count
