@@ -176,7 +176,7 @@ def test_the_time_to_open_does_not_depend_on_the_size(tmp_path: Path) -> None:
         dtype = np.dtype(entry["dtype"])
         entry |= {"shape": shape, "bytes": 4096 + math.prod(shape) * dtype.itemsize}
         with (folder / name).open("wb") as file:
-            file.write(store._npy_header(shape, dtype))
+            file.write(*store._npy_headers([(shape, dtype)]))
             # 128 GiB of features that take no room: a hole
             file.truncate(entry["bytes"])
             if name == "indptr.npy":

@@ -14,6 +14,7 @@ import gcnzc
 import gcnzc.train.evaluation
 import gcnzc.train.run
 import gcnzc.train.run_folder
+import gcnzc.train.setup
 import gcnzc.train.signals
 from gcnzc import load, prepare
 from gcnzc.datasets import ogb
@@ -91,7 +92,7 @@ def loaders(monkeypatch):
         return made[-1]
 
     original = gcnzc.loader.loader.Loader
-    monkeypatch.setattr(gcnzc.train.run, "Loader", loader)
+    monkeypatch.setattr(gcnzc.train.setup, "Loader", loader)
     return made
 
 
