@@ -12,7 +12,6 @@ import torch
 
 import gcnzc
 import gcnzc.train.evaluation
-import gcnzc.train.run
 import gcnzc.train.run_folder
 import gcnzc.train.setup
 import gcnzc.train.signals
