@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
-from gcnzc.system.files import check_regular
+from gcnzc._files import check_regular
 from gcnzc.train import old_names
 
 C = TypeVar("C")

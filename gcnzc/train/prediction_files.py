@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gcnzc._files import replacing
 from gcnzc.datasets.node_columns import ID_NAMES
 from gcnzc.datasets.numbering import KnownNodes, read_numbers
 from gcnzc.datasets.table_graph import choose_ends
@@ -149,7 +150,7 @@ def _write(path: Path, columns: dict[str, Array], arrays: dict[str, Array]) -> N
         return
     import pandas as pd
 
-    with files.replacing(path) as partial:
+    with replacing(path) as partial:
         if path.suffix == ".parquet":
             # one table: predictions are in memory already
             pd.DataFrame(columns).to_parquet(partial, index=False)
