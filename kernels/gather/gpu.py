@@ -139,12 +139,7 @@ def _point_to_copies(
 def _assign_vectors(number, lead, count, inside, WRAPPED: tl.constexpr):
     """Return the vector of a row that each lane reads, and whether there is one.
 
-    Args:
-        number: of the lane among those of its row, in all passes.
-        lead: lanes before the first vector of the row.
-        count: vectors of the row.
-        inside: whether the row exists.
-        WRAPPED: assign the lanes before the row to its last vectors.
+    With WRAPPED, the lanes before the row, `lead` of them, read its last vectors.
     """
     vector = number - lead
     if WRAPPED:
