@@ -24,7 +24,7 @@ class AliasTable:
     other: Array  # (V,) int64: the other value of the slot
 
     @classmethod
-    def of(cls, rows: Sequence[Array]) -> "AliasTable":
+    def from_weights(cls, rows: Sequence[Array]) -> "AliasTable":
         """Build tables for rows of (n,) non-negative weights; zeros give a uniform distribution."""
         slots = [_slots(np.asarray(weights, np.float64)) for weights in rows]
         lengths = np.array([len(keep) for keep, _ in slots])

@@ -195,7 +195,9 @@ class OgbGraph:
                     f"{self.folder} is {kind}: it has {path}\n\n"
                     "hint: homogeneous node property datasets are supported"
                 )
-        labelled = any((self._raw / f"node-label.{form}").is_file() for form in ("csv.gz", "npz"))
+        labelled = any(
+            (self._raw / f"node-label.{suffix}").is_file() for suffix in ("csv.gz", "npz")
+        )
         if not labelled and any(self.folder.glob("split/*/train.pt")):
             raise ValueError(
                 f"{self.folder} is a link property dataset: it has no node labels\n\n"

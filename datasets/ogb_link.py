@@ -54,7 +54,7 @@ HINT = f"hint: homogeneous datasets are supported, such as {', '.join(KNOWN)}"
 def is_link_layout(folder: Path) -> bool:
     """Whether `folder` looks like a link property dataset in OGB's layout."""
     raw = folder / "raw"
-    labelled = any((raw / f"node-label.{form}").is_file() for form in ("csv.gz", "npz"))
+    labelled = any((raw / f"node-label.{suffix}").is_file() for suffix in ("csv.gz", "npz"))
     return raw.is_dir() and not labelled and any(folder.glob("split/*/train.pt"))
 
 

@@ -1,35 +1,37 @@
-"""A graph with planted communities whose best possible accuracy is known.
+"""Generate a graph with planted communities, for which the best possible accuracy is known.
 
 The model is a degree-corrected stochastic block model (Karrer and Newman, Phys. Rev. E 83, 2011,
 https://arxiv.org/abs/1008.3926) with features, drawn in this order:
 
-1. every node `i` has a community `c_i`, drawn from the shares `p_k`, and, apart from that, a weight
-   `w_i` with a power law `P(w) ~ w^-exponent`, cut off, in steps of a tenth;
-2. its features are `x_i = m_c + z`: the mean of its community, of length `separation` and random
-   direction, and standard normal noise;
-3. its label is `c_i`, or, with probability `noise`, one of the other classes, all alike;
-4. every edge takes its first end `u` with probability `w_u / W`, where `W` is the sum of all
-   weights, and its second end `v` with probability
-   `w_v (loyal [c_u = c_v] / W_c + (1 - loyal) / W)`, where `W_c` is the sum of the weights in `u`'s
-   community. The share of edges inside communities is `homophily` on average.
+1. Each node `i` has a community `c_i`, drawn with the probabilities `p_k`, and independently a
+   weight `w_i` from a truncated power law `P(w) ~ w^-exponent`, in levels with a ratio of 1.1.
+2. Its features are `x_i = m_c + z`: the mean of its community, of length `separation` and random
+   direction, and standard normal noise.
+3. Its label is `c_i`, or, with probability `noise`, another class, each with equal probability.
+4. For each edge the first end `u` is drawn with probability `w_u / W`, where `W` is the sum of all
+   weights, and the second end `v` with probability
+   `w_v (affinity [c_u = c_v] / W_c + (1 - affinity) / W)`, where `W_c` is the sum of the weights in
+   `u`'s community. The expected share of edges inside communities is `homophily`.
 
-**The best possible accuracy** is that of an oracle on the test nodes. For one node the oracle knows
-`x_i`, every edge, every weight, every parameter, and the true community of *every other node*: more
-than any model that is trained on features, edges and the labels of other nodes can know, for given
-the communities of the others, their features and labels say nothing more about `c_i`. It answers
-with the community of largest posterior, which is also the likeliest label as long as
-`1 - noise > noise / (K - 1)`. So no model is right more often, but for chance in drawing the test
-labels, whose standard error is below `0.5 / sqrt(test nodes)`. The posterior is, up to a constant,
+**The best possible accuracy** is that of an oracle on the test nodes. To predict the label of one
+node, the oracle knows `x_i`, all edges, weights and parameters, and the true community of *every
+other node*. This is more than any model knows that is trained on features, edges and the labels of
+other nodes: given the communities of the other nodes, their features and labels contain no further
+information about `c_i`. The oracle predicts the community of largest posterior probability, which
+is also the most probable label if `1 - noise > noise / (K - 1)`. So no model has a higher expected
+accuracy; the standard error due to the random test labels is below `0.5 / sqrt(test nodes)`. The
+log posterior is, up to a constant,
 
     log p_k - |x_i - m_k|^2 / 2                                      features
-    + sum over edges (i, j) of log(loyal [k = c_j] / W_k + (1 - loyal) / W)
-    + M_k (log(loyal / W_k + (1 - loyal) / W) - log(loyal / W'_k + (1 - loyal) / W))
+    + sum over edges (i, j) of log(affinity [k = c_j] / W_k + (1 - affinity) / W)
+    + M_k (log(affinity / W_k + (1 - affinity) / W) - log(affinity / W'_k + (1 - affinity) / W))
 
-where `W'_k` is the weight of community `k` without node `i`, `W_k = W'_k + w_i`, and `M_k` counts
-the edges inside `k` that do not touch `i`, each a little less likely if `i` shares the community.
-An edge from `i` to itself counts as one to its own community, whichever that is.
+where `W'_k` is the weight of community `k` without node `i`, `W_k = W'_k + w_i`, and `M_k` is the
+number of edges inside `k` that do not touch `i`; each of these is slightly less probable if `i` is
+in the community. An edge from `i` to itself is an edge inside its community, whichever that is.
 
-Letters: N nodes, E edges, K classes, L levels of weight, D features, S nodes the oracle is asked.
+Letters: N nodes, E edges, K classes, L levels of weight, D features, S nodes that the oracle
+predicts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -55,10 +57,10 @@ from gcnzc.datasets.generated import (
 from gcnzc.datasets.rows import Array, Progress, allocate_in_memory, no_progress
 from gcnzc.datasets.source import node_dtype
 
-LEVEL_RATIO = 1.1  # of neighbouring weights: finer than the spread of the degrees they lead to
-LARGEST_SHARE = 0.1  # of all nodes, that a node may expect as neighbours
-# (S, K) numbers of the oracle are kept at once: all test nodes of ogbn-arxiv's shape, and of larger
-# graphs as many as make a standard error of 0.2 %
+LEVEL_RATIO = 1.1  # ratio of adjacent weights: finer than the spread of degrees of equal weights
+LARGEST_SHARE = 0.1  # limit for a node's expected degree, as a share of the nodes
+# limit for S * K: all test nodes of a graph of ogbn-arxiv's size, and in larger graphs enough nodes
+# for a standard error of 0.2 %
 MAX_POSTERIOR_VALUES = 1 << 23
 _CHUNK_NODES = 1 << 20
 
@@ -67,17 +69,17 @@ _CHUNK_NODES = 1 << 20
 class BlockModel:
     """The model's parameters, and the community and weight of every node."""
 
-    shares: Array  # (K,) of the communities, add up to 1
+    shares: Array  # (K,) probabilities of the communities, with a sum of 1
     means: Array  # (K, D) float32
-    weights: Array  # (L,) of the levels, ascending
-    loyal: float
+    weights: Array  # (L,) weights of the levels, ascending
+    affinity: float  # probability that an edge is drawn inside the first end's community
     community: Array  # (N,) in [0, K)
     level: Array  # (N,) in [0, L)
-    sizes: Array  # (K, L): nodes of each community and level
+    sizes: Array  # (K, L): number of nodes of each community and level
 
     @property
     def mass(self) -> Array:
-        """(K,): the sum of the weights in each community."""
+        """The sum of the weights in each community, (K,)."""
         return self.sizes @ self.weights
 
 
@@ -97,25 +99,25 @@ def planted(
     threads: int | None = None,
     progress: Progress = no_progress,
 ) -> Generated:
-    """A graph with planted communities; the module's first lines have the model.
+    """Generate a graph with planted communities, from the model in the module's docstring.
 
     Args:
         num_nodes: N.
-        num_edges: E, each to be used in both directions. A few are equal, and a few are self loops.
+        num_edges: E undirected edges, each stored once, with some duplicates and self loops.
         num_features: D.
         num_classes: K, at least 2.
-        seed: of every random choice; the number of threads has no part in the result.
-        homophily: share of the edges inside communities, as expected.
-        noise: share of the labels that are not the community.
-        separation: length of the communities' means, in standard deviations of the noise.
-        exponent: of the power law of expected degrees, above 2.
-        shares: of the nodes in train, valid and test.
-        name: of the graph.
-        threads: all cores if None.
-        progress: told of the edges that the oracle has looked at.
+        seed: of all random choices; the result does not depend on the number of threads.
+        homophily: expected share of the edges inside communities.
+        noise: share of the labels that differ from the community.
+        separation: length of the communities' mean features, in standard deviations of the noise.
+        exponent: exponent of the power law of expected degrees, above 2.
+        shares: fractions of the nodes in train, valid and test.
+        name: of the dataset.
+        threads: number of threads; None uses all cores.
+        progress: called with the number of edges that the oracle has processed.
 
     Raises:
-        ValueError: a number is outside its range.
+        ValueError: an argument is out of range.
     """
     parts = random_split(seed, num_nodes, shares)
     blocks = _draw_blocks(
@@ -123,8 +125,8 @@ def planted(
     )
     if not 0 <= noise < 1 - 1 / num_classes:
         raise ValueError(
-            f"noise is {noise}\n\nhint: from 0 to below {1 - 1 / num_classes:.3g}, where labels "
-            f"of {num_classes} classes would say nothing"
+            f"noise is {noise}\n\nhint: use 0 or more, and less than {1 - 1 / num_classes:.3g}, at "
+            f"which labels of {num_classes} classes are independent of the communities"
         )
     labels = _draw_labels(blocks, seed, noise)
     edges = _edges(blocks, num_edges, seed, threads)
@@ -135,8 +137,8 @@ def planted(
         f"{name}'s features",
         threads,
     )
-    asked = parts["test"][: max(1, MAX_POSTERIOR_VALUES // num_classes)]
-    scores = log_posterior(blocks, asked, edges, features.chunks(allocate_in_memory), progress)
+    tested = parts["test"][: max(1, MAX_POSTERIOR_VALUES // num_classes)]
+    scores = log_posterior(blocks, tested, edges, features.chunks(allocate_in_memory), progress)
     return Generated(
         name,
         num_nodes,
@@ -146,7 +148,7 @@ def planted(
         parts,
         edges,
         features,
-        float((scores.argmax(axis=1) == labels[asked]).mean()),
+        float((scores.argmax(axis=1) == labels[tested]).mean()),
         {
             "generator": "planted",
             "seed": seed,
@@ -170,19 +172,21 @@ def _draw_blocks(
 ) -> BlockModel:
     if num_classes < 2 or num_nodes < num_classes:
         raise ValueError(
-            f"{num_classes} classes for {num_nodes} nodes\n\nhint: 2 or more, and as many nodes"
+            f"{num_classes} classes for {num_nodes} nodes\n\n"
+            "hint: use 2 or more classes, and at least as many nodes"
         )
     if not exponent > 2:
         raise ValueError(
-            f"exponent is {exponent}\n\nhint: above 2, or a few nodes have almost all edges"
+            f"exponent is {exponent}\n\n"
+            "hint: use a value above 2; otherwise a few nodes have almost all edges"
         )
     means = random_stream(seed, MEANS).standard_normal((num_classes, num_features))
     means *= separation / np.linalg.norm(means, axis=1, keepdims=True)
     # the largest class has three times the nodes of the smallest
     shares = np.linspace(1.5, 0.5, num_classes) / num_classes
     bounds = _weight_bounds(num_nodes, num_edges, exponent)
-    levels = AliasTable.of([-np.diff(bounds ** (1 - exponent))])
-    classes = AliasTable.of([shares])
+    levels = AliasTable.from_weights([-np.diff(bounds ** (1 - exponent))])
+    classes = AliasTable.from_weights([shares])
     num_levels = len(bounds) - 1
     community = np.empty(num_nodes, np.min_scalar_type(num_classes - 1))
     level = np.empty(num_nodes, np.min_scalar_type(num_levels - 1))
@@ -190,9 +194,9 @@ def _draw_blocks(
     for chunk, begin in enumerate(range(0, num_nodes, _CHUNK_NODES)):
         random = random_stream(seed, COMMUNITIES, chunk)
         size = min(_CHUNK_NODES, num_nodes - begin)
-        its_class, its_level = classes.draw(random, size), levels.draw(random, size)
-        community[begin : begin + size], level[begin : begin + size] = its_class, its_level
-        sizes += np.bincount(its_class * num_levels + its_level, minlength=len(sizes))
+        some_classes, some_levels = classes.draw(random, size), levels.draw(random, size)
+        community[begin : begin + size], level[begin : begin + size] = some_classes, some_levels
+        sizes += np.bincount(some_classes * num_levels + some_levels, minlength=len(sizes))
     blocks = BlockModel(
         shares,
         means.astype(np.float32),
@@ -202,12 +206,12 @@ def _draw_blocks(
         level,
         sizes.reshape(num_classes, num_levels),
     )
-    return replace(blocks, loyal=_loyal(blocks.mass, homophily))
+    return replace(blocks, affinity=_affinity(blocks.mass, homophily))
 
 
 def _weight_bounds(num_nodes: int, num_edges: int, exponent: float) -> Array:
-    """(L + 1,): where the levels end; the least weight is 1."""
-    # beyond the last less than one node is expected
+    """Return the bounds of the levels of weight, (L + 1,), from 1 on."""
+    # less than one node is expected beyond the last candidate
     tried = np.geomspace(LEVEL_RATIO, max(2.0, num_nodes ** (1 / (exponent - 1))), 1000)
     mean = (1 - tried ** (2 - exponent)) / (1 - tried ** (1 - exponent))
     mean *= (exponent - 1) / (exponent - 2)
@@ -217,12 +221,12 @@ def _weight_bounds(num_nodes: int, num_edges: int, exponent: float) -> Array:
     return np.geomspace(1, largest, 1 + max(1, round(np.log(largest) / np.log(LEVEL_RATIO))))
 
 
-def _loyal(mass: Array, homophily: float) -> float:
-    """The probability of a second end in the community of the first by intention."""
+def _affinity(mass: Array, homophily: float) -> float:
+    """Return the affinity for which `homophily` is the expected share of edges inside."""
     by_chance = float(((mass / mass.sum()) ** 2).sum())
     if not by_chance <= homophily <= 1:
         raise ValueError(
-            f"homophily is {homophily}\n\nhint: from {by_chance:.3g}, which chance makes, to 1"
+            f"homophily is {homophily}\n\nhint: use {by_chance:.3g} (that of random edges) to 1"
         )
     return (homophily - by_chance) / (1 - by_chance)
 
@@ -249,130 +253,130 @@ def _features(blocks: BlockModel, seed: int, chunk: int, begin: int, end: int) -
 def _edges(blocks: BlockModel, num_edges: int, seed: int, threads: int | None) -> Chunks[Array]:
     num_levels = len(blocks.weights)
     num_nodes = len(blocks.community)
-    # the nodes of a cell, which is a community and level, in one run
+    # nodes sorted by cell, which is a pair of a community and a level
     cell = np.multiply(blocks.community, num_levels, dtype=np.min_scalar_type(blocks.sizes.size))
     cell += blocks.level
     members = np.argsort(cell, kind="stable").astype(node_dtype(num_nodes))
     length = blocks.sizes.reshape(-1)
     start = length.cumsum() - length
     mass = blocks.sizes * blocks.weights
-    # row 0 draws any cell, row 1 + k one of community k
-    cells = AliasTable.of([mass.reshape(-1), *mass])
+    # distribution 0 is over all cells, distribution 1 + k over those of community k
+    cells = AliasTable.from_weights([mass.reshape(-1), *mass])
     first_cell = np.concatenate([[0], np.arange(len(mass)) * num_levels])
 
-    def nodes_of(random: np.random.Generator, cell: Array) -> Array:
-        place = random.random(len(cell))
-        place *= np.take(length, cell)
-        return np.take(members, np.take(start, cell) + place.astype(np.int64))
+    def draw_nodes(random: np.random.Generator, cell: Array) -> Array:
+        position = random.random(len(cell))
+        position *= np.take(length, cell)
+        return np.take(members, np.take(start, cell) + position.astype(np.int64))
 
-    def chunk_of(chunk: int, begin: int, end: int) -> Array:
+    def make_chunk(chunk: int, begin: int, end: int) -> Array:
         random, size = random_stream(seed, EDGES, chunk), end - begin
         ends = np.empty((2, size), np.int64)
         cell = cells.draw(random, size)
-        ends[0] = nodes_of(random, cell)
-        # the first end's community if the second end stays in it, else any
-        row = np.where(random.random(size) < blocks.loyal, cell // num_levels + 1, 0)
+        ends[0] = draw_nodes(random, cell)
+        # the second end is drawn from the first end's community, or from all nodes
+        row = np.where(random.random(size) < blocks.affinity, cell // num_levels + 1, 0)
         cell = cells.draw(random, size, row)
         cell += np.take(first_cell, row)
-        ends[1] = nodes_of(random, cell)
+        ends[1] = draw_nodes(random, cell)
         return ends
 
-    return Chunks(chunk_of, num_edges, CHUNK_EDGES, threads)
+    return Chunks(make_chunk, num_edges, CHUNK_EDGES, threads)
 
 
 def log_posterior(
     blocks: BlockModel,
-    asked: Array,
+    nodes: Array,
     edges: Chunks[Array],
     features: Iterator[Array],
     progress: Progress = no_progress,
 ) -> Array:
-    """What the oracle knows of each node's community; see the module's first lines.
+    """Compute the log posterior of each node's community; see the module's docstring.
 
     Args:
-        blocks: the model and what it drew.
-        asked: (S,) nodes, ascending.
+        blocks: the model with the communities and weights of all nodes.
+        nodes: (S,) node ids, ascending.
         edges: all edges in (2, n) chunks.
-        features: (n, D) chunks of rows from node 0 on, read until the last node that is asked for.
-        progress: told of the edges.
+        features: (n, D) chunks of rows from node 0 on, read up to the last of `nodes`.
+        progress: called with the number of edges that have been processed.
 
     Returns:
-        (S, K) float64, the same constant left out of all numbers of a row.
+        (S, K) float64; each row lacks a constant term.
     """
     num_classes = len(blocks.shares)
-    touching, loops, inside = _count(blocks, asked, edges, progress)
+    num_touching, num_loops, num_inside = _count_edges(blocks, nodes, edges, progress)
     mass = blocks.mass
-    # no edge between communities is expected at homophily 1: one would be proof enough
-    apart = max((1 - blocks.loyal) / mass.sum(), np.finfo(float).tiny)
-    usual = np.log(blocks.shares) - (blocks.means.astype(np.float64) ** 2).sum(axis=1) / 2
-    scores = np.empty((len(asked), num_classes))
+    # at homophily 1 there are no edges between communities, and the logarithm must stay finite
+    between = max((1 - blocks.affinity) / mass.sum(), np.finfo(float).tiny)
+    prior = np.log(blocks.shares) - (blocks.means.astype(np.float64) ** 2).sum(axis=1) / 2
+    scores = np.empty((len(nodes), num_classes))
     begin = done = 0
     for rows in features:
-        stop = int(np.searchsorted(asked, begin + len(rows)))
+        stop = int(np.searchsorted(nodes, begin + len(rows)))
         some = slice(done, stop)
-        weight = blocks.weights[blocks.level[asked[some]]][:, None]
-        is_own = np.arange(num_classes) == blocks.community[asked[some]][:, None]
-        without = mass - weight * is_own
-        near = touching[some] + loops[some, None]
-        others = inside - is_own * near
-        joined = np.log(blocks.loyal / (without + weight) + apart)
+        weight = blocks.weights[blocks.level[nodes[some]]][:, None]
+        is_own = np.arange(num_classes) == blocks.community[nodes[some]][:, None]
+        mass_without = mass - weight * is_own
+        num_own = num_touching[some] + num_loops[some, None]
+        num_others = num_inside - is_own * num_own
+        log_inside = np.log(blocks.affinity / (mass_without + weight) + between)
         # a community of this node alone has no mass and no other edges
         with np.errstate(divide="ignore", invalid="ignore"):
-            diluted = others * (joined - np.log(blocks.loyal / without + apart))
-        scores[some] = rows[asked[some] - begin] @ blocks.means.T
-        scores[some] += usual + near * joined - touching[some] * np.log(apart)
-        scores[some] += np.where(others > 0, diluted, 0)
+            dilution = num_others * (log_inside - np.log(blocks.affinity / mass_without + between))
+        scores[some] = rows[nodes[some] - begin] @ blocks.means.T
+        scores[some] += prior + num_own * log_inside - num_touching[some] * np.log(between)
+        scores[some] += np.where(num_others > 0, dilution, 0)
         begin, done = begin + len(rows), stop
-        if done == len(asked):
+        if done == len(nodes):
             break
     return scores
 
 
-def _count(
-    blocks: BlockModel, asked: Array, edges: Chunks[Array], progress: Progress
+def _count_edges(
+    blocks: BlockModel, nodes: Array, edges: Chunks[Array], progress: Progress
 ) -> tuple[Array, Array, Array]:
-    """Look at all edges once.
+    """Count the edges of some nodes and those inside communities, in one pass.
 
     Returns:
-        (S, K): edges between a node that is asked for and another of each community; (S,): edges
-        from it to itself; (K,): edges inside each community.
+        (S, K): edges between each of `nodes` and other nodes of each community; (S,): self loops;
+        (K,): edges inside each community.
     """
     num_classes = len(blocks.shares)
-    position = np.full(int(asked[-1]) + 1, -1, np.int32)
-    position[asked] = np.arange(len(asked))
+    index_of = np.full(int(nodes[-1]) + 1, -1, np.int32)
+    index_of[nodes] = np.arange(len(nodes))
 
-    def look(ends: Array) -> tuple[Array, Array, Array, int]:
+    def count_chunk(ends: Array) -> tuple[Array, Array, Array, int]:
         communities = np.take(blocks.community, ends)
         is_loop = ends[0] == ends[1]
-        together = communities[0][communities[0] == communities[1]]
-        slots, loops = [], []
-        for near in (0, 1):
-            edge = np.flatnonzero(ends[near] < len(position))
-            place = np.take(position, ends[near][edge])
-            edge, place = edge[place >= 0], place[place >= 0]
+        inside = communities[0][communities[0] == communities[1]]
+        cells, loops = [], []
+        for end in (0, 1):
+            edge = np.flatnonzero(ends[end] < len(index_of))
+            index = np.take(index_of, ends[end][edge])
+            edge, index = edge[index >= 0], index[index >= 0]
             loop = is_loop[edge]
-            loops.append(place[loop])
-            slots.append(
-                np.multiply(place, num_classes, dtype=np.int64)[~loop]
-                + communities[1 - near][edge[~loop]]
+            loops.append(index[loop])
+            cells.append(
+                np.multiply(index, num_classes, dtype=np.int64)[~loop]
+                + communities[1 - end][edge[~loop]]
             )
-        # both ends of a loop are the same node
+        # both ends of a loop are the same node, so it is counted once
         return (
-            np.concatenate(slots),
+            np.concatenate(cells),
             loops[0],
-            np.bincount(together, minlength=num_classes),
+            np.bincount(inside, minlength=num_classes),
             ends.shape[1],
         )
 
-    touching = np.zeros(len(asked) * num_classes, np.int32)
-    loops = np.zeros(len(asked), np.int32)
-    one = np.int32(1)  # of the type of what it is added to: another costs forty times as long
-    inside = np.zeros(num_classes, np.int64)
+    num_touching = np.zeros(len(nodes) * num_classes, np.int32)
+    num_loops = np.zeros(len(nodes), np.int32)
+    one = np.int32(1)  # a number of another dtype takes forty times as long to add
+    num_inside = np.zeros(num_classes, np.int64)
     done = 0
-    for its_slots, its_loops, its_inside, size in edges.then(look)():
-        np.add.at(touching, its_slots, one)
-        np.add.at(loops, its_loops, one)
-        inside += its_inside
+    for cells, loops, inside, size in edges.then(count_chunk)():
+        np.add.at(num_touching, cells, one)
+        np.add.at(num_loops, loops, one)
+        num_inside += inside
         done += size
         progress("edges", done, edges.total)
-    return touching.reshape(len(asked), num_classes), loops, inside
+    return num_touching.reshape(len(nodes), num_classes), num_loops, num_inside

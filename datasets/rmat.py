@@ -135,4 +135,4 @@ def _table(quadrants: tuple[float, float, float, float], bits: int) -> AliasTabl
     matrix = np.ones((1, 1))
     for _ in range(bits):
         matrix = np.kron(matrix, one)
-    return AliasTable.of([matrix.reshape(-1)])
+    return AliasTable.from_weights([matrix.reshape(-1)])

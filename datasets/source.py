@@ -163,11 +163,11 @@ def clean_edge_split(links: EdgeSplitArrays, num_nodes: int, where: str) -> Edge
     """
     dtype = node_dtype(num_nodes)
 
-    def clean(ids: Array, what: str, rows: int, form: str) -> Array:
+    def clean(ids: Array, what: str, rows: int, shape: str) -> Array:
         if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) != rows:
             raise ValueError(
                 f"{where}: the {what} have the shape {ids.shape} and the type {ids.dtype}, not "
-                f"{form} of integers\n\nhint: download or write the dataset again"
+                f"{shape} of integers\n\nhint: download or write the dataset again"
             )
         if ids.size == 0:
             raise ValueError(
@@ -180,11 +180,11 @@ def clean_edge_split(links: EdgeSplitArrays, num_nodes: int, where: str) -> Edge
     edges = {part: clean(links.edges[part], f"{part} edges", 2, "(2, edges)") for part in PARTS}
     negatives = {}
     for part in PARTS[1:]:
-        rows, form = 2, "(2, pairs)"
+        rows, shape = 2, "(2, pairs)"
         if links.metric == "mrr":
             rows = edges[part].shape[1]
-            form = f"({rows}, negatives)"
-        negatives[part] = clean(links.negatives[part], f"{part} negatives", rows, form)
+            shape = f"({rows}, negatives)"
+        negatives[part] = clean(links.negatives[part], f"{part} negatives", rows, shape)
     return EdgeSplitArrays(edges, negatives, links.metric, links.name)
 
 

@@ -24,7 +24,7 @@ class ForkSafeLock:
     """
 
     def __init__(self) -> None:
-        self._renew()
+        self._reset()
         _locks.add(self)
 
     def acquire(self, blocking: bool = True) -> bool:
@@ -44,19 +44,19 @@ class ForkSafeLock:
     def __reduce__(self) -> tuple[type["ForkSafeLock"], tuple[()]]:
         return ForkSafeLock, ()
 
-    def _renew(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.Lock()
 
 
 _locks: "weakref.WeakSet[ForkSafeLock]" = weakref.WeakSet()
 
 
-def _renew_locks() -> None:
+def _reset_locks() -> None:
     for lock in list(_locks):
-        lock._renew()
+        lock._reset()
 
 
-os.register_at_fork(after_in_child=_renew_locks)
+os.register_at_fork(after_in_child=_reset_locks)
 
 
 @lru_cache(maxsize=1)

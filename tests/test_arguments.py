@@ -1,4 +1,4 @@
-"""Wrong arguments of the graph half: each is rejected by its name and value, or works."""
+"""Wrong arguments of loaders, graphs and features are rejected by name and value."""
 
 import importlib.util
 import itertools
@@ -107,7 +107,7 @@ CASES = {
     ),
     "Graph.from_dgl": (Graph.from_dgl, {}, {"graph": ()}),
     "Graph.from_pyg": (Graph.from_pyg, {}, {"data": ()}),
-    "FeatureTable": (FeatureTable, {"rows": TABLE.rows}, {"rows": (), "way": OPTIONAL}),
+    "FeatureTable": (FeatureTable, {"rows": TABLE.rows}, {"rows": (), "kernel_config": OPTIONAL}),
     "FeatureTable of codes": (
         FeatureTable,
         {"rows": CODES, "scales": torch.ones(NODES)},

@@ -39,6 +39,16 @@ NAMES = {
     *("told", "heard", "asks", "blame", "blamed", "flight", "launched", "landed", "drained"),
     *("asleep", "awake", "sleepers", "pace", "hot", "foretold", "weigh", "attend", "settle"),
     *("Space", "Place", "Part", "Way", "Vote", "Swap", "Form", "Codes", "Keeper", "Siblings"),
+    *("way", "ways", "room", "form", "plan", "crew", "drawn", "ours", "loyal", "apart"),
+    *("Carrier", "Draw", "Maker", "Turns", "made_maker", "torchs", "sorted_places", "columns_of"),
+    *("attributes_of", "left_out", "without_type", "handed_over", "read_first"),
+    *("on_lines", "room_bytes", "slots_of", "programs_of", "count_into", "count_marked"),
+    *("lanes_of", "check_apart", "measured_link", "measured_layouts", "modelled"),
+}
+# the few places where one of these names is not private: old names that work for one release
+NAME_EXCEPTIONS = {
+    ("gcnzc/features/table.py", "way"),
+    ("gcnzc/compress/blocks.py", "form"),
 }
 EXCEPTIONS = {
     # old names, which work for one release
@@ -100,6 +110,6 @@ def test_retired_names_are_not_used():
         for path in SOURCES
         if relative(path) not in EXCEPTIONS
         for name, line in names(path)
-        if name in NAMES
+        if name.lstrip("_") in NAMES and (relative(path), name) not in NAME_EXCEPTIONS
     ]
     assert not found

@@ -1,4 +1,4 @@
-"""Epochs on a GPU: what a user would run instead, and each part of ours, on shapes of public sets.
+"""Measure epochs on a GPU: alternatives, and each stage of ours, on shapes of public datasets.
 
 Parts of `bench/gpu/suite.py`, which runs them. The graphs are made up, with the numbers of nodes,
 edges, columns and training nodes of ogbn-products and ogbn-papers100M and degrees that are as
@@ -75,12 +75,12 @@ class Bench(Protocol):
     recorded: bool
 
     def record(self, part: str, case: dict[str, object], **derived: object) -> None:
-        """One line of the results."""
+        """Record one line of results."""
 
 
 @numba.njit(parallel=True, cache=True)
 def _sources(indices: NDArray[np.int32], num_nodes: int, step: int) -> None:
-    """Uneven sources: popularity falls as a power of the rank, and ranks lie anywhere."""
+    """Sample sources whose popularity is a power of their rank, with ranks in random order."""
     for edge in numba.prange(len(indices)):
         # splitmix64
         bits = np.uint64(edge) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
@@ -92,7 +92,7 @@ def _sources(indices: NDArray[np.int32], num_nodes: int, step: int) -> None:
 
 
 def graph_of(shape: Shape) -> gcnzc.Graph:
-    """A graph of that size: in-degrees of a Pareto law, sources of a power law."""
+    """Return a graph of a shape: Pareto in-degrees, power-law sources."""
     rng = np.random.default_rng(0)
     weights = rng.pareto(1.8, shape.num_nodes).astype(np.float32) + 0.3
     degrees = (weights * (shape.num_edges / weights.sum(dtype=np.float64))).astype(np.int64)
@@ -120,7 +120,7 @@ class Work:
         self.labels = torch.arange(shape.num_nodes, dtype=torch.int32).remainder_(CLASSES).long()
 
     def loader(self, table: FeatureTable | None, **options: Any) -> Loader:
-        """Of this work's minibatches, from the first on."""
+        """Return a loader of the minibatches, from the first on."""
         shape = self.shape
         return Loader(
             self.graph,
@@ -143,7 +143,7 @@ class Work:
 
 
 def threads_of(device: torch.device) -> int:
-    """Worker threads: as many as a GPU's host has cores for, beside the model's own."""
+    """Return the number of worker threads: two less than the cores, up to 12; 1 without a GPU."""
     return max(1, min(12, torch.get_num_threads() - 2)) if device.type == "cuda" else 1
 
 
@@ -160,7 +160,7 @@ class Way:
             self.batches = chain.from_iterable(repeat(source))
 
     def seconds(self, bench: Bench, number: int) -> float:
-        """Of one minibatch, among so many."""
+        """Measure the seconds per minibatch over a number of minibatches."""
         for batch in islice(self.batches, self.ahead):
             self.step(batch)
         wait(bench)
@@ -172,7 +172,7 @@ class Way:
 
 
 def wait(bench: Bench) -> None:
-    """Until the GPU has done all."""
+    """Wait until the GPU has finished."""
     if bench.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -180,7 +180,7 @@ def wait(bench: Bench) -> None:
 def ways_of(
     bench: Bench, work: Work, tables: dict[str, FeatureTable], shares: tuple[float, ...]
 ) -> dict[str, Way]:
-    """What is compared."""
+    """Return the compared ways of training, by name."""
     exact = tables["float32"]
 
     def train(batch: Batch) -> None:
@@ -226,7 +226,7 @@ def ways_of(
 def tables_of(
     bench: Bench, work: Work, memory: Tensor, *, fits: bool
 ) -> Iterator[tuple[str, FeatureTable]]:
-    """The same memory read as tables of each kind."""
+    """Return tables of each kind in the same memory."""
     shape = work.shape
     size = shape.num_nodes * shape.num_columns
 
@@ -246,7 +246,7 @@ def tables_of(
 
 
 def measure_epochs(bench: Bench, locked: Callable[..., Any], shapes: tuple[Shape, ...]) -> None:
-    """Every way, on every shape, for GraphSAGE and GAT.
+    """Measure every way on every shape, for GraphSAGE and GAT.
 
     Args:
         bench: where.
@@ -273,7 +273,7 @@ def measure_epochs(bench: Bench, locked: Callable[..., Any], shapes: tuple[Shape
 
 
 def record_epochs(bench: Bench, work: Work, model: str, found: dict[str, list[float]]) -> None:
-    """One line for each way, beside the longest of its parts and what users run today."""
+    """Record one line for each way, relative to its longest stage and to the alternatives."""
     shape, batches = work.shape, -(-work.shape.num_seeds // work.shape.batch_size)
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
     longest = max(medians[name] for name in ("sampling", "transfer", "compute"))
@@ -306,7 +306,7 @@ def record_epochs(bench: Bench, work: Work, model: str, found: dict[str, list[fl
 
 
 def measure_overlap(bench: Bench, locked: Callable[..., Any], shape: Shape) -> None:
-    """How much of the gather lies under the model's work, by look-ahead and priority."""
+    """Measure how much of the gather overlaps with compute, by look-ahead and priority."""
     graph = graph_of(shape)
     with locked(shape.num_nodes * shape.num_columns * 4) as memory:
         work = Work(bench, shape, graph, "SAGE")
@@ -349,7 +349,7 @@ def measure_two_engines(
     payload_bytes: int,
     batches: int,
 ) -> None:
-    """Rows by reads and by the copy engine at a time: bytes a second, by the share of either.
+    """Measure bytes per second of simultaneous reads and copies, by copied share.
 
     Args:
         bench: where.
@@ -360,7 +360,7 @@ def measure_two_engines(
     """
     if bench.device.type != "cuda":
         return
-    roofs = pcie_bench.bytes_per_s(dense(memory), bench.where.seconds, 5)
+    roofs = pcie_bench.measure_rates(dense(memory), bench.where.seconds, 5)
     for row_bytes in ROW_BYTES:
         table = FeatureTable(memory[: len(memory) // row_bytes * row_bytes].view(-1, row_bytes))
         table = FeatureTable(table.rows.view(torch.float32))
@@ -411,7 +411,7 @@ def sending(
 
 
 def parts(locked: Callable[..., Any], *, small: bool) -> dict[str, Callable[[Any], None]]:
-    """The parts of these questions, for bench/gpu/suite.py."""
+    """Return the measurements of this module, for bench/gpu/suite.py."""
     shapes = SMALL if small else SHAPES
 
     def two_engines(bench: Any) -> None:

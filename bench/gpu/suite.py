@@ -1,4 +1,4 @@
-"""What only a GPU can show, in one command of under nine minutes.
+"""Measure what requires a GPU, in one command of under nine minutes.
 
     python -m bench.gpu.suite all                       everything, recorded in results/gpu_*.jsonl
     python -m bench.gpu.suite gather --results FOLDER   one part, recorded elsewhere
@@ -79,27 +79,27 @@ class Bench:
     """The device, the table's memory, and where lines go."""
 
     def __init__(self, scale: Scale, recorded: bool) -> None:
-        self.where = pcie_bench.gpu() or pcie_bench.Gpu(
+        self.where = pcie_bench.current_gpu() or pcie_bench.Gpu(
             torch.device("cpu"), _wall_seconds, lambda _: {}
         )
         self.device, self.scale, self.recorded = self.where.device, scale, recorded
 
     def record(self, part: str, case: dict[str, object], **derived: object) -> None:
-        """One line of `results/gpu_<part>.jsonl`; only shown if nothing is recorded."""
+        """Record one line of `results/gpu_<part>.jsonl`, or only print it."""
         if self.recorded:
             harness.record(f"gpu_{part}", case, **derived)
         else:
             print(part, case, derived, flush=True)
 
     def rates(self, ways: dict[str, tuple[int, Callable[[], object]]]) -> dict[str, float]:
-        """Bytes a second of each way, taking turns."""
-        return pcie_bench.bytes_per_s(ways, self.where.seconds, self.scale.rounds)
+        """Measure the bytes per second of each way in interleaved rounds."""
+        return pcie_bench.measure_rates(ways, self.where.seconds, self.scale.rounds)
 
     def dense(self, memory: Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
-        """The roofs: a dense read by threads, on few and on many multiprocessors, and a copy."""
+        """Measure the upper bounds: a dense read on few and on many multiprocessors, and a copy."""
         source = memory[: max(self.scale.payload_bytes, LINE_BYTES)]
         out = torch.empty_like(source, device=self.device)
-        few = gpu.programs_of(self.device)
+        few = gpu.default_programs(self.device)
         return {
             "dense read": (len(source), lambda: read_dense(source, out)),
             "dense read, all multiprocessors": (
@@ -133,7 +133,7 @@ def random_bytes(num_bytes: int, *, huge: bool = True) -> Iterator[Tensor]:
 
 
 def rows_of(memory: Tensor, row_bytes: int, stride_bytes: int, dtype: torch.dtype) -> Tensor:
-    """As many rows as there is memory for."""
+    """Return as many rows as the memory has space for."""
     num_rows = (len(memory) - row_bytes) // stride_bytes + 1
     size = dtype.itemsize
     words = memory[: len(memory) // size * size].view(dtype)
@@ -150,13 +150,13 @@ def check_equal(found: Tensor, rows: Tensor, ids: Tensor, what: str) -> None:
 
 
 def measure_link(bench: Bench) -> None:
-    """The rates of the link, and of each layout at some widths."""
+    """Measure the rates of the bus, and of each layout at some row widths."""
     with random_bytes(max(bench.scale.payload_bytes * 8, 1 << 18)) as memory:
-        bench.record("link", {"what": "link"}, **pcie_bench.measured_link(bench.where, memory))
+        bench.record("link", {"what": "link"}, **pcie_bench.measure_bus(bench.where, memory))
 
 
 def measure_gather(bench: Bench) -> None:
-    """Layouts by widths; then dtypes, numbers of ids, and programs, at some widths."""
+    """Measure layouts by row width; then dtypes, numbers of ids, and programs, at some widths."""
     with random_bytes(bench.scale.table_bytes) as memory:
         for row_bytes in bench.scale.widths:
             measure_layouts(bench, memory, row_bytes)
@@ -168,7 +168,7 @@ def measure_gather(bench: Bench) -> None:
 
 
 def measure_layouts(bench: Bench, memory: Tensor, row_bytes: int) -> None:
-    """Every layout, rows packed but for `pitched`."""
+    """Measure every layout, with packed rows except for `pitched`."""
     item = torch.float32 if row_bytes % 4 == 0 else torch.float16
     num_ids = max(1, bench.scale.payload_bytes // row_bytes)
     pitch = -(-row_bytes // LINE_BYTES) * LINE_BYTES
@@ -223,18 +223,18 @@ def gather_in_order(rows: Tensor, ids: Tensor, out: Tensor) -> None:
 
 
 def staged_gather(rows: Tensor, ids: Tensor, staging: Tensor, out: Tensor) -> None:
-    """CPU threads fill page-locked staging, and the copy engine takes it over."""
+    """Gather with CPU threads into page-locked memory, and copy it to the GPU."""
     gather_numba(rows, ids, staging)
     out.copy_(staging, non_blocking=True)
 
 
 def plain_gather(rows: Tensor, ids: Tensor, out: Tensor) -> None:
-    """What most training loops do."""
+    """Gather with torch on the host, and copy to the GPU, as most training loops do."""
     out.copy_(rows[ids])
 
 
 def measure_programs(bench: Bench, memory: Tensor, row_bytes: int) -> None:
-    """How few programs fill the link, by warps and by vectors that each lane has in flight."""
+    """Measure rates by number of programs, warps, and vectors in flight per lane."""
     rows = rows_of(memory, row_bytes, row_bytes, torch.int32)
     num_ids = max(1, bench.scale.payload_bytes // row_bytes)
     ids = torch.randint(len(rows), (num_ids,), device=bench.device)
@@ -257,7 +257,7 @@ def measure_programs(bench: Bench, memory: Tensor, row_bytes: int) -> None:
 
 
 def measure_dtypes(bench: Bench, memory: Tensor, columns: int) -> None:
-    """Rows a second by the dtype they are stored in, as they are and as float32 or float16."""
+    """Measure rows per second by stored dtype, unchanged and converted to float32 or float16."""
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e5m2]
     num_ids = max(1, bench.scale.payload_bytes // (4 * columns))
     ways = bench.dense(memory)
@@ -282,7 +282,7 @@ def record_shares(
     ways: dict[str, tuple[int, Callable[[], object]]],
     models: dict[str, object] | None = None,
 ) -> None:
-    """One line for each way, with its share of the dense read and of the copy engine."""
+    """Record one line for each way, relative to the dense read and to the copy engine."""
     rates = bench.rates(ways)
     roof = max(rates[name] for name in rates if name.startswith("dense read"))
     for way, rate in rates.items():
@@ -299,7 +299,7 @@ def record_shares(
 
 
 def measure_tlb(bench: Bench) -> None:
-    """Rows of 512 B at random from tables of growing size, ids in order or not."""
+    """Measure random rows of 512 B from tables of growing size, with sorted and unsorted ids."""
     row_bytes, largest = 512, max(bench.scale.tlb_gib)
     num_ids = max(1, bench.scale.payload_bytes // row_bytes)
     for huge in (True, False):
@@ -323,7 +323,7 @@ def measure_tlb(bench: Bench) -> None:
 
 
 def measure_cache(bench: Bench) -> None:
-    """Hot rows on the GPU: rows a second by the share of rows that hit."""
+    """Measure rows per second with a feature cache, by hit rate."""
     with random_bytes(bench.scale.table_bytes) as memory:
         for row_bytes in (400, 512, 2408):
             rows = rows_of(memory, row_bytes, row_bytes, torch.int32)
@@ -352,7 +352,7 @@ def measure_cache(bench: Bench) -> None:
 
 
 def measure_codes(bench: Bench) -> None:
-    """Codes with scales on the GPU, as float32 and as float16, beside the rows they stand for."""
+    """Measure gathers of quantized rows to float32 and float16, compared with unquantized rows."""
     columns = 128
     num_ids = max(1, bench.scale.payload_bytes // (4 * columns))
     with random_bytes(bench.scale.table_bytes) as memory:
@@ -386,7 +386,7 @@ def check_dequantised(out: Tensor, codes: Tensor, scales: Tensor, ids: Tensor) -
 
 
 def measure_bulk(bench: Bench) -> None:
-    """Rows fetched by the bulk copy engine of a multiprocessor, where there is one."""
+    """Measure gathers by bulk asynchronous copies, on GPUs that have them."""
     with random_bytes(bench.scale.table_bytes) as memory:
         for row_bytes in (400, 512, 1024, 4096):
             rows = rows_of(memory, row_bytes, row_bytes, torch.int32)

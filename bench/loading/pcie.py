@@ -1,4 +1,4 @@
-"""What the rows of public sets cost on the bus, by layout of lanes: the model's figures.
+"""Predict the bus traffic of public datasets' rows, by layout of lanes.
 
     python -m bench.loading.pcie
 
@@ -13,7 +13,7 @@ from bench.harness import record
 from gcnzc.features.pcie_traffic import ceiling, traffic
 from gcnzc.kernels.gather.lanes import LAYOUTS, Layout
 from gcnzc.system.nvml import LANE_BYTES_PER_S
-from gcnzc.tune.table_shapes import Shape, modelled
+from gcnzc.tune.table_shapes import Shape, predict_traffic
 
 # columns and types; MAG240M is stored as float16 (Hu et al., OGB-LSC, 2021), IGB is that of Khatua
 # et al. (2023), PubMed that of Sen et al. (2008), and the others are in datasets/catalog.py
@@ -68,16 +68,16 @@ def main() -> None:
 
 
 def tables() -> Iterator[dict[str, Any]]:
-    """The figures of every set and type, rows side by side."""
+    """Return the predictions for every dataset and dtype, with packed rows."""
     for name, (num_columns, *dtypes) in SETS.items():
         for dtype in dtypes:
             item_bytes = {"float32": 4, "float16": 2, "int8": 1}[dtype]
             shape = Shape(name, 0, num_columns, dtype, num_columns * item_bytes)
-            yield modelled(shape)
+            yield predict_traffic(shape)
 
 
 def limits() -> Iterator[dict[str, Any]]:
-    """Bytes of rows a second that links let through, by both of their limits."""
+    """Return the bytes of rows per second of several buses, by both limits."""
     for name, layout in LIMITED:
         row_bytes, item_bytes = ROWS[name]
         row = traffic(row_bytes, layout=layout, item_bytes=item_bytes)
@@ -112,7 +112,7 @@ def set_table() -> list[str]:
 
 
 def limit_table() -> list[str]:
-    """The lower of the limits in GB/s of rows, as Markdown."""
+    """Format the lower limit in GB/s of rows as a Markdown table."""
     cases = [(generation, tags) for generation in LINKS for tags in TAGS]
     heads = ["rows", "layout", *(f"PCIe {g}, {tags} tags" for g, tags in cases)]
     rows: dict[tuple[str, str], list[str]] = {}
@@ -124,7 +124,7 @@ def limit_table() -> list[str]:
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table with a line for each of `rows`."""
+    """Format a Markdown table with a line for each of `rows`."""
     lines = [heads, ["---"] * len(heads), *rows]
     return [f"| {' | '.join(cells)} |" for cells in lines]
 

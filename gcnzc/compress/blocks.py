@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.compress.rounded import Rounded
 from gcnzc.compress.two_stage import Codec
 from gcnzc.kernels.codec import blocks, number_formats
@@ -12,7 +13,7 @@ from gcnzc.kernels.codec.block_layout import BlockLayout
 
 NUMBER_FORMATS = tuple(number_formats.BITS)
 # dtypes in which the second stage can send the mean, in addition to the number formats
-SECOND = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+MEAN_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # the seed is the low half of a random generator's key, the number of the encoder the high half
 SEED_BITS = 32
 
@@ -25,7 +26,7 @@ class Blocks(Codec):
         ValueError: an option is not one of those below.
     """
 
-    form: str
+    number_format: str
     """number format, one of `NUMBER_FORMATS`: float8_e4m3fn, float8_e5m2, int8, int4 or
     float4_e3m0"""
     block: int | None = 256
@@ -34,22 +35,26 @@ class Blocks(Codec):
     """whether to round up or down at random, so that the expected value of a code is the element;
     otherwise round to the nearest"""
     seed: int = 0
-    """of random rounding, in [0, 2**32)"""
+    """seed of random rounding, in [0, 2**32)"""
     has_feedback: bool = False
     """whether the compression error of a mean is added to the next vector"""
-    second: str = "same"
-    """number format of the mean in the second stage: "same" as `form`, "bfloat16", "float32" or one
-    of `NUMBER_FORMATS`"""
+    mean_format: str = "same"
+    """number format of the mean in the second stage: "same" as `number_format`, "bfloat16",
+    "float32" or one of `NUMBER_FORMATS`"""
+
+    form = renamed_attribute("form", "number_format")
+    second = renamed_attribute("second", "mean_format")
 
     def __post_init__(self) -> None:
-        if self.form not in NUMBER_FORMATS:
+        if self.number_format not in NUMBER_FORMATS:
             raise ValueError(
-                f"no number format {self.form!r}\n\nhint: use one of {', '.join(NUMBER_FORMATS)}"
+                f"no number format {self.number_format!r}\n\n"
+                f"hint: use one of {', '.join(NUMBER_FORMATS)}"
             )
-        if self.second not in ("same", *SECOND, *NUMBER_FORMATS):
-            known = ", ".join(("same", *SECOND, *NUMBER_FORMATS))
+        if self.mean_format not in ("same", *MEAN_DTYPES, *NUMBER_FORMATS):
+            known = ", ".join(("same", *MEAN_DTYPES, *NUMBER_FORMATS))
             raise ValueError(
-                f"no number format {self.second!r} for the mean\n\nhint: use one of {known}"
+                f"no number format {self.mean_format!r} for the mean\n\nhint: use one of {known}"
             )
         if not 0 <= self.seed < 1 << SEED_BITS:
             raise ValueError(f"no seed {self.seed}\n\nhint: use 0 to 2**{SEED_BITS} - 1")
@@ -59,13 +64,17 @@ class Blocks(Codec):
     @property
     def mean_codec(self) -> Codec:
         """See `Codec`."""
-        if self.second in SECOND:
-            return Rounded(SECOND[self.second], self.has_feedback)
-        return self if self.second == "same" else replace(self, form=self.second, second="same")
+        if self.mean_format in MEAN_DTYPES:
+            return Rounded(MEAN_DTYPES[self.mean_format], self.has_feedback)
+        return (
+            self
+            if self.mean_format == "same"
+            else replace(self, number_format=self.mean_format, mean_format="same")
+        )
 
     def block_layout(self, num_elements: int, parts: int) -> BlockLayout:
         """See `Codec`."""
-        return BlockLayout(num_elements, parts, number_formats.BITS[self.form], self.block)
+        return BlockLayout(num_elements, parts, number_formats.BITS[self.number_format], self.block)
 
     def encode(
         self,
@@ -74,14 +83,14 @@ class Blocks(Codec):
         active: Tensor | None,
         layout: BlockLayout,
         rows: Tensor,
-        draw: tuple[int, int],
+        random_counter: tuple[int, int],
     ) -> None:
         """See `Codec`."""
         key_and_step = None
         if self.stochastic:
-            step, encoder = draw
+            step, encoder = random_counter
             key_and_step = (encoder << SEED_BITS | self.seed, step)
-        blocks.encode_blocks(values, error, active, layout, rows, self.form, key_and_step)
+        blocks.encode_blocks(values, error, active, layout, rows, self.number_format, key_and_step)
 
     def update_error(
         self,
@@ -92,12 +101,17 @@ class Blocks(Codec):
         rows: Tensor,
     ) -> None:
         """See `Codec`."""
-        blocks.update_error_blocks(values, error, active, layout, rows, self.form)
+        blocks.update_error_blocks(values, error, active, layout, rows, self.number_format)
 
     def decode_mean(self, rows: Tensor, layout: BlockLayout, out: Tensor) -> None:
         """See `Codec`."""
-        blocks.mean_of_blocks(rows, layout, out, self.form)
+        blocks.mean_of_blocks(rows, layout, out, self.number_format)
 
     def decode(self, rows: Tensor, layout: BlockLayout, active: Tensor | None, out: Tensor) -> None:
         """See `Codec`."""
-        blocks.decode_blocks(rows, layout, active, out, self.form)
+        blocks.decode_blocks(rows, layout, active, out, self.number_format)
+
+
+Blocks.__init__ = renamed_arguments(  # type: ignore[method-assign]
+    {"form": "number_format", "second": "mean_format"}
+)(Blocks.__init__)

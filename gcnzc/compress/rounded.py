@@ -56,9 +56,9 @@ class Rounded(Codec):
         active: Tensor | None,
         layout: BlockLayout,
         rows: Tensor,
-        draw: tuple[int, int],
+        random_counter: tuple[int, int],
     ) -> None:
-        """See `Codec`; rounding is to the nearest, so `draw` is not used."""
+        """See `Codec`; rounding is to the nearest, so `random_counter` is not used."""
         y = values.new_zeros(layout.num_parts * layout.part_elements)
         y[: len(values)] = values if error is None else values + error
         if active is not None:

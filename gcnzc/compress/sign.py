@@ -42,9 +42,9 @@ class Sign(Codec):
         active: Tensor | None,
         layout: BlockLayout,
         rows: Tensor,
-        draw: tuple[int, int],
+        random_counter: tuple[int, int],
     ) -> None:
-        """See `Codec`; signs are deterministic, so `draw` is not used."""
+        """See `Codec`; signs are deterministic, so `random_counter` is not used."""
         signs.encode_signs(values, error, active, layout, rows, self.scale)
 
     def update_error(

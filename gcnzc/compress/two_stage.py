@@ -63,7 +63,7 @@ class Codec(Compression):
         active: Tensor | None,
         layout: BlockLayout,
         rows: Tensor,
-        draw: tuple[int, int],
+        random_counter: tuple[int, int],
     ) -> None:
         """Write the codes and scales of values + error to the rows of the parts.
 
@@ -73,8 +73,8 @@ class Codec(Compression):
             active: (n,) bool; None for all elements.
             layout: of the vector.
             rows: (parts, at least `row_bytes`) uint8.
-            draw: step and number of the encoder, which together with an element's index determine
-                the random number of its rounding.
+            random_counter: step and number of the encoder, which together with an element's index
+                determine the random number of its rounding.
         """
 
     @abstractmethod
@@ -182,8 +182,8 @@ class TwoStageReducer(Reducer):
         part_mean, part_layout = vector.new_empty(end - begin), mean_layout.part_layout(rank)
         codec.decode_mean(received, layout.part_layout(rank), part_mean)
         row = rows.new_empty(1, mean_codec.row_bytes(part_layout))
-        draw = step, world_size + rank
-        mean_codec.encode(part_mean, self.server_error, active, part_layout, row, draw)
+        random_counter = step, world_size + rank
+        mean_codec.encode(part_mean, self.server_error, active, part_layout, row, random_counter)
         mean_rows = yield AllGather(row[0])
         # read only here, so that the host waits for the device once
         is_finite = mean_codec.are_finite(mean_rows, mean_layout)

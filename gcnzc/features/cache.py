@@ -11,7 +11,13 @@ from gcnzc.features import peer_memory
 from gcnzc.features.access_counts import Presample, rank_by_score
 from gcnzc.features.cache_counters import CacheCounters, Tally
 from gcnzc.features.table import FeatureTable
-from gcnzc.kernels.gather.cached import SLOT_BYTES, count_marked, gather_cached, mark, room_bytes
+from gcnzc.kernels.gather.cached import (
+    SLOT_BYTES,
+    count_in_bitmap,
+    gather_cached,
+    make_bitmap,
+    padded_row_bytes,
+)
 from gcnzc.kernels.gather.cached_rows import CachedRows, make_cached_rows
 from gcnzc.system.arguments import check_device, check_integer, check_kind, describe
 
@@ -89,7 +95,7 @@ class CachedTable(FeatureTable):
                 out,
                 scales=scales,
                 scale_columns=self.scale_columns,
-                config=self.way,
+                config=self.kernel_config,
             )
             hits, peer_hits = self.hits(ids), self.peer_hits(ids)
         else:
@@ -127,7 +133,7 @@ class CachedTable(FeatureTable):
         """
         copies = self._copies_on(ids.device)
         if copies is None or ids.device.type == "cpu":
-            return count_marked(self.cached_bits, self.num_rows, ids.cpu())
+            return count_in_bitmap(self.cached_bits, self.num_rows, ids.cpu())
         return (copies.slots[ids.long()] >= 0).sum()
 
     def peer_hits(self, ids: Tensor) -> int | Tensor:
@@ -147,8 +153,8 @@ class CachedTable(FeatureTable):
         copies = self._copies_on(ids.device)
         if copies is None or copies.peers is None:
             ids = ids.cpu()
-            own = count_marked(self.own_bits, self.num_rows, ids)
-            return count_marked(self.cached_bits, self.num_rows, ids) - own
+            own = count_in_bitmap(self.own_bits, self.num_rows, ids)
+            return count_in_bitmap(self.cached_bits, self.num_rows, ids) - own
         slots = copies.slots[ids.long()]
         return ((slots >= 0) & (slots % self.gpus != copies.peers.own)).sum()
 
@@ -215,14 +221,14 @@ def cached(
     _check_devices(chosen, device, devices)
     for each in chosen:
         _check_host(table, each)
-    plan = _plan_cache(table, size, ranking, len(chosen))
+    choice = _choose_rows(table, size, ranking, len(chosen))
     if chosen[0].type != "cuda":
-        return _make_table(table, plan, [], 0)
+        return _make_table(table, choice, [], 0)
     if len(chosen) == 1:
-        copies = [make_cached_rows(table.rows, plan.ids.sort().values, chosen[0])]
+        copies = [make_cached_rows(table.rows, choice.ids.sort().values, chosen[0])]
     else:
-        copies = peer_memory.make_sharded_rows(table.rows, plan.ids, chosen)
-    return _make_table(table, plan, copies)
+        copies = peer_memory.make_sharded_rows(table.rows, choice.ids, chosen)
+    return _make_table(table, choice, copies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +240,7 @@ class CachedShare:
 
     handle: peer_memory.Handle  # for the other processes; it can be pickled
     _table: FeatureTable = field(repr=False)
-    _plan: "_CachePlan" = field(repr=False)
+    _choice: "_CacheChoice" = field(repr=False)
     _share: peer_memory.Share | None = field(repr=False)  # None if a CPU gathers
 
     joined = renamed_attribute("joined", "join")
@@ -255,7 +261,7 @@ class CachedShare:
         """
         found, rank = peer_memory.check_handles(self.handle, handles), self.handle.rank
         copies = [] if self._share is None else [peer_memory.open_shares(self._share, found)]
-        return _make_table(self._table, self._plan, copies, rank)
+        return _make_table(self._table, self._choice, copies, rank)
 
 
 @renamed_arguments({"number": "rank", "of": "world_size"})
@@ -297,16 +303,16 @@ def cached_share(
     )
     chosen = _get_device(device)
     _check_host(table, chosen)
-    plan = _plan_cache(table, size, ranking, world_size)
-    handle = peer_memory.make_handle(plan.ids, table.num_rows, table.row_bytes, rank, world_size)
+    choice = _choose_rows(table, size, ranking, world_size)
+    handle = peer_memory.make_handle(choice.ids, table.num_rows, table.row_bytes, rank, world_size)
     if chosen.type != "cuda":
-        return CachedShare(handle, table, plan, None)
-    share = peer_memory.export_share(table.rows, plan.ids, chosen, handle)
-    return CachedShare(share.handle, table, plan, share)
+        return CachedShare(handle, table, choice, None)
+    share = peer_memory.export_share(table.rows, choice.ids, chosen, handle)
+    return CachedShare(share.handle, table, choice, share)
 
 
 @dataclass(frozen=True, eq=False)
-class _CachePlan:
+class _CacheChoice:
     """The rows to cache, and the predicted hit rates."""
 
     ids: Tensor  # (H,) ids of the rows to cache, by descending score
@@ -315,9 +321,9 @@ class _CachePlan:
     own_hit_rates: list[float] | None  # predicted for each GPU's own memory
 
 
-def _plan_cache(
+def _choose_rows(
     table: FeatureTable, size: float, ranking: Tensor | Presample, gpus: int
-) -> _CachePlan:
+) -> _CacheChoice:
     check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
     hint = "the result of gcnzc.presample, or one score for each row, such as graph.in_degrees()"
     check_kind("ranking", ranking, (Presample, Tensor), hint)
@@ -332,30 +338,30 @@ def _plan_cache(
     num_cached = num_rows_to_cache(table, size, gpus)
     ids = rank_by_score(scores)[:num_cached]
     if not isinstance(ranking, Presample):
-        return _CachePlan(ids, gpus, None, None)
+        return _CacheChoice(ids, gpus, None, None)
     (rates,) = ranking.own_hit_rates([num_cached], gpus)
-    return _CachePlan(ids, gpus, sum(rates), rates)
+    return _CacheChoice(ids, gpus, sum(rates), rates)
 
 
 def _make_table(
-    table: FeatureTable, plan: _CachePlan, copies: Sequence[CachedRows], rank: int | None = None
+    table: FeatureTable, choice: _CacheChoice, copies: Sequence[CachedRows], rank: int | None = None
 ) -> CachedTable:
     """Return the cached table of the GPU of one rank, or of all GPUs if `rank` is None."""
-    ids, own, rates = plan.ids.sort().values, None, plan.own_hit_rates
-    if plan.gpus > 1:
-        parts = peer_memory.split_round_robin(plan.ids, plan.gpus)
-        own = mark(parts[rank or 0], table.num_rows)
+    ids, own, rates = choice.ids.sort().values, None, choice.own_hit_rates
+    if choice.gpus > 1:
+        parts = peer_memory.split_round_robin(choice.ids, choice.gpus)
+        own = make_bitmap(parts[rank or 0], table.num_rows)
     if rates is not None and rank is not None:
         rates = [rates[rank]]
     return CachedTable(
         **{part.name: getattr(table, part.name) for part in fields(FeatureTable)},
         cached_ids=ids,
-        cached_bits=mark(ids, table.num_rows),
+        cached_bits=make_bitmap(ids, table.num_rows),
         copies=copies[0] if copies else None,
-        predicted_hit_rate=plan.hit_rate,
+        predicted_hit_rate=choice.hit_rate,
         predicted_own_hit_rate=None if rates is None else sum(rates) / len(rates),
         other_copies=tuple(copies[1:]),
-        gpus=plan.gpus,
+        gpus=choice.gpus,
         own_bits=own,
     )
 
@@ -394,7 +400,7 @@ def num_rows_to_cache(table: FeatureTable, size: float, gpus: int = 1) -> int:
 
 def cache_bytes(table: FeatureTable, num_cached: int, gpus: int = 1) -> int:
     """Return the most bytes of GPU memory for `num_cached` rows, sharded over `gpus` GPUs."""
-    each = table.row_bytes if table.is_sparse else room_bytes(table.rows)
+    each = table.row_bytes if table.is_sparse else padded_row_bytes(table.rows)
     return SLOT_BYTES * table.num_rows + -(-num_cached // gpus) * each
 
 

@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from gcnzc.kernels.gather.lanes import LINE_BYTES, Lanes, Layout, lanes_of
+from gcnzc.kernels.gather.lanes import LINE_BYTES, Lanes, Layout, assign_lanes
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -122,7 +122,7 @@ def traffic(
     _check(row_bytes, item_bytes, stride_bytes, base, split_bytes)
     period = LINE_BYTES // gcd(stride_bytes, LINE_BYTES)
     starts = (base + np.arange(period) * stride_bytes) % LINE_BYTES
-    lanes = lanes_of(layout, row_bytes, stride_bytes, base, item_bytes)
+    lanes = assign_lanes(layout, row_bytes, stride_bytes, base, item_bytes)
     return _traffic(lanes, starts, np.ones_like(starts), split_bytes)
 
 
@@ -170,14 +170,14 @@ def table_traffic(
             )
         counts = np.bincount(chosen % period, minlength=period)
     starts = (base + residues * stride_bytes) % LINE_BYTES
-    lanes = lanes_of(layout, row_bytes, stride_bytes, base, item_bytes)
+    lanes = assign_lanes(layout, row_bytes, stride_bytes, base, item_bytes)
     return _traffic(lanes, starts, counts, split_bytes)
 
 
 def choose_layout(stride_bytes: int, base: int = 0) -> Layout:
     """Return the default layout of a gather, which requests no line of a row twice."""
-    on_lines = stride_bytes % LINE_BYTES == 0 and base % LINE_BYTES == 0
-    return "pitched" if on_lines else "shifted"
+    aligned_view = stride_bytes % LINE_BYTES == 0 and base % LINE_BYTES == 0
+    return "pitched" if aligned_view else "shifted"
 
 
 def choose_pitch(row_bytes: int, item_bytes: int) -> tuple[int, str]:

@@ -24,8 +24,14 @@ import torch
 from torch import Tensor
 
 from gcnzc.kernels.gather import gather_reference
-from gcnzc.kernels.gather.cached import gather_cached, room_bytes
-from gcnzc.kernels.gather.cached_rows import CachedRows, Peers, copy_rows, on_lines, slots_of
+from gcnzc.kernels.gather.cached import gather_cached, padded_row_bytes
+from gcnzc.kernels.gather.cached_rows import (
+    CachedRows,
+    Peers,
+    aligned_view,
+    assign_slots,
+    copy_rows,
+)
 from gcnzc.kernels.gather.lanes import LINE_BYTES
 from gcnzc.system.cuda_driver import Driver
 
@@ -171,7 +177,7 @@ def make_sharded_rows(
     ]
     # the copies must be complete before another GPU reads them
     driver.synchronize()
-    slots, addresses = slots_of(parts, len(rows)), [memory.data_ptr() for memory in memories]
+    slots, addresses = assign_slots(parts, len(rows)), [memory.data_ptr() for memory in memories]
     copies = [
         CachedRows(slots.to(device), memory, Peers(_int64(addresses, device), own, tuple(memories)))
         for own, (device, memory) in enumerate(zip(devices, memories, strict=True))
@@ -220,7 +226,9 @@ def export_share(
     return Share(rows, parts, memory, handle)
 
 
-def open_shares(mine: Share, handles: Sequence[Handle], driver: Driver | None = None) -> CachedRows:
+def open_shares(
+    own_share: Share, handles: Sequence[Handle], driver: Driver | None = None
+) -> CachedRows:
     """Open the shares of the other processes.
 
     Args:
@@ -235,22 +243,22 @@ def open_shares(mine: Share, handles: Sequence[Handle], driver: Driver | None = 
     Raises:
         RuntimeError: the GPU cannot read another's memory, or reads wrong bytes from it.
     """
-    driver, device = driver or _driver(), mine.memory.device
-    slots, peers = slots_of(mine.parts, len(mine.rows)).to(device), None
+    driver, device = driver or _driver(), own_share.memory.device
+    slots, peers = assign_slots(own_share.parts, len(own_share.rows)).to(device), None
     if len(handles) > 1:
-        references: list[object] = [mine.memory]
+        references: list[object] = [own_share.memory]
         addresses = []
         for handle in handles:
-            if handle.rank == mine.handle.rank:
+            if handle.rank == own_share.handle.rank:
                 # CUDA does not open a handle in the process that exported it
-                addresses.append(mine.memory.data_ptr())
+                addresses.append(own_share.memory.data_ptr())
                 continue
             mapping = _Mapping(driver, device, handle)
             references.append(mapping)
             addresses.append(mapping.address + handle.offset)
-        peers = Peers(_int64(addresses, device), mine.handle.rank, tuple(references))
-    copies = CachedRows(slots, mine.memory, peers)
-    _check_reads(mine.rows, mine.parts, copies)
+        peers = Peers(_int64(addresses, device), own_share.handle.rank, tuple(references))
+    copies = CachedRows(slots, own_share.memory, peers)
+    _check_reads(own_share.rows, own_share.parts, copies)
     return copies
 
 
@@ -272,8 +280,8 @@ def _copy_rows(
     Returns:
         The allocated memory, and its part with the copies.
     """
-    room = room_bytes(rows)
-    num_bytes = len(ids) * room + LINE_BYTES
+    padded_bytes = padded_row_bytes(rows)
+    num_bytes = len(ids) * padded_bytes + LINE_BYTES
     code, whole = driver.allocate(device.index, num_bytes)
     if whole is None:
         raise RuntimeError(
@@ -281,7 +289,7 @@ def _copy_rows(
             "hint: a smaller cache; `nvidia-smi` shows what else takes memory there"
         )
     whole.zero_()
-    memory = on_lines(whole, len(ids), room)
+    memory = aligned_view(whole, len(ids), padded_bytes)
     copy_rows(rows, ids, memory)
     return whole, memory
 

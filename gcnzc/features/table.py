@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.features.registrations import copy_to
 from gcnzc.kernels.finite import are_finite
 from gcnzc.kernels.gather import gather
 from gcnzc.kernels.gather.gpu import KernelConfig
-from gcnzc.kernels.gather.quantize import LARGEST, largest, quantize, scales_of
+from gcnzc.kernels.gather.quantize import LARGEST, compute_scales, largest, quantize
 from gcnzc.kernels.gather.sparse import gather_sparse
 from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.system.arguments import THREADS_LIMIT, check_device, check_integer, check_kind, describe
@@ -36,11 +37,11 @@ class FeatureTable:
         scales: scales of codes, float32, contiguous, on any device: (N,), one for each row, or
             (ceil(D / scale_columns),). Each device that gathers gets a copy, which is kept.
         scale_columns: number of adjacent columns that share a scale; None for one scale per row.
-        way: configuration of the GPU's gather kernel, such as `gcnzc check --tune` measures. It
-            does not change the results.
+        kernel_config: configuration of the GPU's gather kernel, such as `gcnzc check --tune`
+            measures. It does not change the results.
 
     Raises:
-        TypeError: `scale_columns` or `way` has another type.
+        TypeError: `scale_columns` or `kernel_config` has another type.
         ValueError: `rows` is not such a table or requires a gradient, or `scales` have another
             shape or dtype or are not finite.
     """
@@ -48,7 +49,9 @@ class FeatureTable:
     rows: Tensor
     scales: Tensor | None = None
     scale_columns: int | None = None
-    way: KernelConfig | None = None
+    kernel_config: KernelConfig | None = None
+
+    way = renamed_attribute("way", "kernel_config")
 
     @classmethod
     def quantized(
@@ -85,7 +88,7 @@ class FeatureTable:
                 f"rows that are not finite as float32 cannot be quantised to {dtype}\n\n"
                 "hint: rows.nan_to_num(), or keep them as they are"
             )
-        scales = scales_of(largest(exact, scale_columns), dtype)
+        scales = compute_scales(largest(exact, scale_columns), dtype)
         return FeatureTable(quantize(exact, scales, dtype, scale_columns), scales, scale_columns)
 
     def __post_init__(self) -> None:
@@ -96,8 +99,8 @@ class FeatureTable:
                 f"rows is {what}, but a table of features is a tensor of two dimensions\n\n"
                 "hint: torch.from_numpy(array), and .view(-1, 1) for one feature per node"
             )
-        if self.way is not None:
-            check_kind("way", self.way, KernelConfig, "None takes the default")
+        if self.kernel_config is not None:
+            check_kind("kernel_config", self.kernel_config, KernelConfig, "None is the default")
         if rows.requires_grad:
             raise ValueError(
                 f"a table of features of shape {tuple(rows.shape)} requires a gradient, which "
@@ -235,7 +238,7 @@ class FeatureTable:
             scales=self.scales_on(ids.device),
             scale_columns=self.scale_columns,
             threads=threads,
-            config=self.way,
+            config=self.kernel_config,
         )
 
     def gather_stored(
@@ -281,6 +284,11 @@ class FeatureTable:
             return self
         scales = None if self.scales is None else self.scales.to(device)
         return replace(self, rows=rows, scales=scales)
+
+
+FeatureTable.__init__ = renamed_arguments(  # type: ignore[method-assign]
+    {"way": "kernel_config"}
+)(FeatureTable.__init__)
 
 
 def check_gather(ids: object, out: object, threads: object) -> None:

@@ -29,7 +29,7 @@ from gcnzc.datasets.store import Prepared
 from gcnzc.features.pcie_traffic import choose_pitch
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.finite import are_finite
-from gcnzc.kernels.gather.quantize import LARGEST, SCALE_COLUMNS, largest, quantize, scales_of
+from gcnzc.kernels.gather.quantize import LARGEST, SCALE_COLUMNS, compute_scales, largest, quantize
 from gcnzc.system.arguments import check_choice
 
 FeatureDtype: TypeAlias = Literal[
@@ -230,7 +230,7 @@ def _write_codes(
         maxima = torch.zeros(-(-rows.num_columns // per))
         for chunk in _float32_chunks(rows, storage, allow_nan, allocate, progress):
             maxima = torch.maximum(maxima, largest(chunk, per))
-        scales = scales_of(maxima, dtype)
+        scales = compute_scales(maxima, dtype)
 
     def quantized_chunks() -> Iterator[Array]:
         nonlocal all_finite
@@ -242,7 +242,7 @@ def _write_codes(
                 all_finite = all_finite and bool(are_finite(chunk))
                 _check_in_range(codes, chunk, storage, rows.where, done)
             elif per is None:
-                scales[part] = scales_of(largest(chunk), dtype)
+                scales[part] = compute_scales(largest(chunk), dtype)
                 codes = quantize(chunk, scales[part], dtype)
             else:
                 codes = quantize(chunk, scales, dtype, per)

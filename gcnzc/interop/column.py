@@ -64,7 +64,7 @@ class Column:
         can = self.is_on_host or self.rows.device == self._device
         return can and self.table is not None and self.rows.ndim > 1
 
-    def locked(self) -> FeatureTable | None:
+    def lock(self) -> FeatureTable | None:
         """Return the rows as a table, page-locked if the minibatches are on a GPU.
 
         If the driver cannot lock read-only memory, each rank makes a copy of its own. Ranks can
@@ -75,7 +75,7 @@ class Column:
             self._is_locked = True
         return self.table
 
-    def on_host(self, ids: Tensor) -> Tensor:
+    def gather_in_thread(self, ids: Tensor) -> Tensor:
         """Gather rows `ids`, (B, ...), on the host, in the calling thread.
 
         Args:
@@ -85,14 +85,14 @@ class Column:
             return self.rows.index_select(0, ids)
         return gather_on_host(self.table, ids, threads=1).view(len(ids), *self.shape)
 
-    def in_place(self, ids: Tensor) -> Tensor:
+    def gather_on_device(self, ids: Tensor) -> Tensor:
         """Gather rows `ids`, (B, ...), on the device of the rows.
 
         Args:
             ids: (B,) int64 on any device, in range.
         """
         if self.is_on_host:
-            return self.on_host(ids)
+            return self.gather_in_thread(ids)
         ids = ids.to(self.rows.device)
         if self._is_table and self.table is not None:
             return self.table.gather(ids).view(len(ids), *self.shape)

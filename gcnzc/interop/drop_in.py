@@ -26,7 +26,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import Column
 from gcnzc.interop.epochs import Epochs, Iteration, OrderedItems, ShuffledItems
 from gcnzc.interop.options import Options, generator, seed_of
-from gcnzc.interop.ranks import has_warned, rank_and_world_size, shares_of
+from gcnzc.interop.ranks import has_warned_about_ranks, rank_and_world_size, shares_of
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.loader.loader import Batches, Loader, stop_iteration_error
@@ -37,10 +37,10 @@ from gcnzc.system.arguments import check_kind, check_seed
 
 
 @dataclass
-class Carrier(Batch):
-    """A batch of `gcnzc.Loader`, with the other parts of the library's minibatch in `made`."""
+class LibraryBatch(Batch):
+    """A batch of `gcnzc.Loader`, with the other parts of the library's minibatch in `parts`."""
 
-    made: Any = None
+    parts: Any = None
 
 
 class Minibatches(DataLoader[Any], ABC):
@@ -64,7 +64,7 @@ class Minibatches(DataLoader[Any], ABC):
     thread_safe = True
     # attributes that are copied with the loader, since they may be replaced between epochs
     _replaceable: tuple[str, ...] = ()
-    # precedes the arguments in a pickle, so that unpickling first imports the library they need
+    # precedes the arguments in a pickle, so that the library is imported before they are unpickled
     _library: Any = None
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -76,14 +76,14 @@ class Minibatches(DataLoader[Any], ABC):
 
     def __init__(self, graph: Graph, items: Tensor, num_items: int, options: Options) -> None:
         self.options = options
-        # as they were given, for the loader that Lightning reconstructs
+        # the arguments as given: Lightning reads these attributes to reconstruct the loader
         self.seed, self.rank, self.world_size = options.seed, options.rank, options.world_size
         self._shares = shares_of(options, num_items)
         self._seed = seed_of(options)
         self._epochs = Epochs()
-        self._open_torchs(num_items)
+        self._init_torch_loader(num_items)
         self.device = options.device
-        # for `gcnzc.Loader`, which may add page-locked memory to the pool for copies to a GPU
+        # read by `gcnzc.Loader`, which may add page-locked memory to the pool for copies to a GPU
         self.num_items = num_items
         self.pool = Pool()
         self._graph = graph
@@ -95,7 +95,7 @@ class Minibatches(DataLoader[Any], ABC):
         if options.threads is None:
             self.threads = options.num_workers or default_threads(self._shares.world_size)
         self.ahead = options.ahead
-        self._engine = self._opened(None)
+        self._loader = self._open_loader(None)
 
     @property
     def epoch(self) -> int:
@@ -122,7 +122,7 @@ class Minibatches(DataLoader[Any], ABC):
         first, *others = self._epochs.unfinished()
         state: dict[str, Any] = {"epoch": first.epoch, "position": first.position}
         state |= {"done": first.done, "seed": self._seed, "items_crc32": self._crc32}
-        state |= self._described() | self._shared()
+        state |= self._checked_settings() | self._share_state()
         if others:
             state["interleaved"] = [[each.epoch, each.position, each.done] for each in others]
         return state
@@ -137,25 +137,24 @@ class Minibatches(DataLoader[Any], ABC):
             TypeError: `state` is not a mapping, or one of its values has another type.
             ValueError: `state` is of a loader with other items or options, or not of a loader.
         """
-        check_kind("state", state, Mapping, "load what state_dict() of a loader gave")
+        check_kind("state", state, Mapping, "pass the result of a loader's state_dict()")
         if state.get("items_crc32") != self._crc32:
             raise ValueError(
                 "the state is of a loader of other nodes or edges, or of none\n\n"
                 "hint: resume with the items of the run that was saved"
             )
-        mine = self._described()
+        own = self._checked_settings()
         if self.options.seed is not None:
-            mine["seed"] = self.options.seed
+            own["seed"] = self.options.seed
         interleaved = [
             dict(zip(("epoch", "position", "done"), numbers, strict=True))
             for numbers in _interleaved(state)
         ]
         checked = [
-            check_state({**state, **numbers}, mine, self.num_items)
-            for numbers in ({}, *interleaved)
+            check_state({**state, **numbers}, own, self.num_items) for numbers in ({}, *interleaved)
         ]
         seed = check_seed("state['seed']", state.get("seed"))
-        iterations = [self._resumed(numbers) for numbers in checked]
+        iterations = [self._convert_iteration(numbers) for numbers in checked]
         unfinished = [iteration for iteration in iterations if not iteration.is_over]
         self._epochs.resume(unfinished or [Iteration(iterations[-1].epoch + 1)])
         self._set_seed(seed)
@@ -194,7 +193,7 @@ class Minibatches(DataLoader[Any], ABC):
             is_copy = get_worker_info() is not None
             epoch = self._epochs.present if is_copy else self._epochs.of_sampler
             numbers = generator(self._seed, epoch, items)
-        return self._on_host(items, int(torch.randint(2**32, (), generator=numbers)))
+        return self._sample_on_host(items, int(torch.randint(2**32, (), generator=numbers)))
 
     def __len__(self) -> int:
         """Return the number of minibatches of an epoch, the same on every rank."""
@@ -224,7 +223,7 @@ class Minibatches(DataLoader[Any], ABC):
 
     def __iter__(self) -> "Epoch":  # type: ignore[override]
         self._check_open()
-        self._begin()
+        self._refresh_attributes()
         epoch = Epoch(self)
         self._running.add(epoch)
         return epoch
@@ -234,7 +233,7 @@ class Minibatches(DataLoader[Any], ABC):
         return iter(self)
 
     @abstractmethod
-    def sample(self, seeds: Tensor, epoch: int) -> Carrier:
+    def sample(self, seeds: Tensor, epoch: int) -> LibraryBatch:
         """Sample a minibatch of some items on the host, for `gcnzc.Loader`; called by many threads.
 
         Args:
@@ -243,15 +242,15 @@ class Minibatches(DataLoader[Any], ABC):
         """
 
     @abstractmethod
-    def _begin(self) -> None:
+    def _refresh_attributes(self) -> None:
         """Check attributes that may have been replaced since the previous epoch."""
 
     @abstractmethod
-    def _handed_over(self, batch: Carrier) -> Any:
+    def _finish_minibatch(self, batch: LibraryBatch) -> Any:
         """Return the library's minibatch, built in the caller's thread and on its stream."""
 
     @abstractmethod
-    def _on_host(self, items: Tensor, epoch: int) -> Any:
+    def _sample_on_host(self, items: Tensor, epoch: int) -> Any:
         """Return the library's minibatch of some items on the host, sampled synchronously."""
 
     def _set_seed(self, seed: int) -> None:
@@ -263,7 +262,7 @@ class Minibatches(DataLoader[Any], ABC):
         iteration = self._epochs.begin(iterator)
         self._warn_of_repeated_items()
         steps = self._steps(iteration)
-        return iteration, self._engine.batches_of(steps, iteration.epoch)
+        return iteration, self._loader.batches_of(steps, iteration.epoch)
 
     def _steps(self, iteration: Iteration) -> Iterator[Tensor]:
         begin = iteration.position
@@ -272,20 +271,20 @@ class Minibatches(DataLoader[Any], ABC):
             iteration.num_steps = _length_of(self._index_sampler)
             groups = islice(iter(self._index_sampler), begin, None)
             return (torch.as_tensor(group, dtype=torch.int64) for group in groups)
-        assert isinstance(sampler, ShuffledItems | OrderedItems), "it is not another's"
+        assert isinstance(sampler, ShuffledItems | OrderedItems), "no sampler was given"
         shares = replace(self._shares, done=iteration.done)
         iteration.num_steps = len(shares)
         items = sampler.items(iteration.epoch)
         return (items[shares.at(step)] for step in range(begin, len(shares)))
 
-    def _read_first(self, column: Column | None) -> None:
+    def _set_prefetched_column(self, column: Column | None) -> None:
         """Set the column that `gcnzc.Loader` gathers as `batch.x` from the next epoch on."""
-        table = None if column is None else column.locked()
-        if table is not self._engine.table:
-            self._engine = self._opened(table)
+        table = None if column is None else column.lock()
+        if table is not self._loader.table:
+            self._loader = self._open_loader(table)
 
-    def _opened(self, table: FeatureTable | None) -> Loader:
-        # this class determines the items of each batch; the inner loader's seeds are not used
+    def _open_loader(self, table: FeatureTable | None) -> Loader:
+        # `_steps` determines the items of each batch; the seeds given to `Loader` are not used
         return Loader(
             self._graph,
             table,
@@ -299,9 +298,9 @@ class Minibatches(DataLoader[Any], ABC):
             may_be_empty=True,
         )
 
-    def _open_torchs(self, num_items: int) -> None:
+    def _init_torch_loader(self, num_items: int) -> None:
         options = self.options
-        given = dict(options.torchs)
+        given = dict(options.dataloader_options)
         if not options.is_ordered_outside:
             is_shuffled = options.shuffle and num_items > 0
             given["sampler"] = (
@@ -323,7 +322,7 @@ class Minibatches(DataLoader[Any], ABC):
         # the method suffices, and Lightning would pass the attribute to the loader that it rebuilds
         del self.__dict__["collate_fn"]
 
-    def _described(self) -> dict[str, Any]:
+    def _checked_settings(self) -> dict[str, Any]:
         """Return the settings that must be equal in a state, besides the seed."""
         options = self.options
         return {
@@ -337,49 +336,49 @@ class Minibatches(DataLoader[Any], ABC):
         """Return the settings that determine the sampled neighbours, by name, as plain values."""
         return {}
 
-    def _shared(self) -> dict[str, int]:
+    def _share_state(self) -> dict[str, int]:
         return {name: getattr(self._shares, name) for name in SHARED}
 
-    def _resumed(self, numbers: Mapping[str, int]) -> Iteration:
+    def _convert_iteration(self, numbers: Mapping[str, int]) -> Iteration:
         """Return an iteration of a state, converted to this loader's batch size and world size."""
         iteration = Iteration(numbers["epoch"], numbers["position"], numbers["done"])
-        mine = self._shared()
-        theirs = {name: numbers[name] for name in SHARED}
+        own = self._share_state()
+        saved = {name: numbers[name] for name in SHARED}
         if self.options.is_ordered_outside:
-            if theirs != mine:
+            if saved != own:
                 raise ValueError(
-                    f"the state is of a loader with batch size {theirs['batch_size']} and "
-                    f"{theirs['world_size']} ranks, not {mine['batch_size']} and "
-                    f"{mine['world_size']}, and a sampler orders the items\n\n"
+                    f"the state is of a loader with batch size {saved['batch_size']} and "
+                    f"{saved['world_size']} ranks, not {own['batch_size']} and "
+                    f"{own['world_size']}, and a sampler orders the items\n\n"
                     "hint: resume with the options of the run that was saved"
                 )
             iteration.num_steps = num_steps = _length_of(self._index_sampler)
         else:
-            before = self._shares.resumed(iteration.done, **theirs)
+            before = self._shares.resumed(iteration.done, **saved)
             num_steps = len(before)
         check_position(iteration.position, num_steps)
         if self.options.is_ordered_outside:
             return iteration
-        if theirs != mine:
+        if saved != own:
             iteration = Iteration(iteration.epoch, 0, before.begin(iteration.position))
         iteration.num_steps = len(replace(self._shares, done=iteration.done))
         return iteration
 
     def _warn_of_repeated_items(self) -> None:
-        global has_warned
+        global has_warned_about_ranks
         options = self.options
-        if has_warned or options.is_ordered_outside or options.world_size is not None:
+        if has_warned_about_ranks or options.is_ordered_outside or options.world_size is not None:
             return
         try:
             _, world_size = rank_and_world_size()
         except (RuntimeError, ValueError):
             return
         if world_size > 1:
-            has_warned = True
+            has_warned_about_ranks = True
             warnings.warn(
-                f"torch.distributed has {world_size} ranks, and this loader gives all its "
-                f"{self.num_items} items to this one, since neither rank nor "
-                "world_size was given\n\n"
+                f"torch.distributed has {world_size} ranks, but this loader yields all "
+                f"{self.num_items} items on each of them, since neither rank nor world_size was "
+                "given\n\n"
                 "hint: rank=dist.get_rank(), world_size=dist.get_world_size() share the items "
                 "among the ranks; rank=0, world_size=1, if these are this rank's share already",
                 stacklevel=4,
@@ -388,7 +387,7 @@ class Minibatches(DataLoader[Any], ABC):
     def _check_open(self) -> None:
         if not self._unlock.alive:
             raise RuntimeError(
-                "this loader is closed\n\nhint: make another, or iterate inside its `with`"
+                "this loader is closed\n\nhint: create another, or iterate inside its `with`"
             )
 
 
@@ -408,13 +407,13 @@ class Epoch(Iterator[Any]):
     def __next__(self) -> Any:
         self._owner._check_open()
         with self._turn:
-            batch = self._take()
+            batch = self._next_batch()
         try:
-            return self._owner._handed_over(batch)
+            return self._owner._finish_minibatch(batch)
         except StopIteration as error:
             raise stop_iteration_error("transform") from error
 
-    def _take(self) -> Carrier:
+    def _next_batch(self) -> LibraryBatch:
         if self._is_closed:
             raise StopIteration
         if self._started is None:
@@ -426,7 +425,7 @@ class Epoch(Iterator[Any]):
             iteration.is_exhausted = True
             raise
         iteration.position += 1
-        return cast(Carrier, batch)
+        return cast(LibraryBatch, batch)
 
     def close(self) -> None:
         """End the threads; the iterator yields no more minibatches."""
@@ -459,7 +458,7 @@ def _interleaved(state: Mapping[str, Any]) -> list[Any]:
     if not lists or any(len(each) != 3 for each in found):
         raise ValueError(
             "state['interleaved'] is not a list of lists of three integers\n\n"
-            "hint: load what state_dict() of a loader gave"
+            "hint: pass the result of a loader's state_dict()"
         )
     return list(found)
 

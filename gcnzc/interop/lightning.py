@@ -21,7 +21,7 @@ from torch import Tensor
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
-from gcnzc.interop.turns import Turns
+from gcnzc.interop.epoch_per_iteration import EpochPerIteration
 from gcnzc.loader.loader import Loader
 from gcnzc.sampling.batch import Batch
 
@@ -37,13 +37,13 @@ def import_lightning() -> Any:
     Raises:
         RuntimeError: neither is installed.
     """
-    there = [name for name in NAMES if find_spec(name.partition(".")[0]) is not None]
-    if not there:
+    installed = [name for name in NAMES if find_spec(name.partition(".")[0]) is not None]
+    if not installed:
         raise RuntimeError(f"Lightning is not installed\n\nhint: {INSTALL}")
-    in_use = [name for name in there if name in sys.modules]
+    in_use = [name for name in installed if name in sys.modules]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return import_module((in_use or there)[0])
+        return import_module((in_use or installed)[0])
 
 
 class Feed:
@@ -59,15 +59,15 @@ class Feed:
 
     def __init__(self, loader: Loader, advances: bool) -> None:
         self.loader, self._advances = loader, advances
-        self._turns = Turns(loader)
+        self._iterations = EpochPerIteration(loader)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
         if not self._advances:
-            self._turns.set_epoch(0)
-        return self._turns.begin()
+            self._iterations.set_epoch(0)
+        return self._iterations.begin()
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the loader; see `gcnzc.Loader.state_dict`."""
@@ -79,7 +79,7 @@ class Feed:
         Raises:
             ValueError: see `gcnzc.Loader.load_state_dict`.
         """
-        self._turns.load_state_dict(state)
+        self._iterations.load_state_dict(state)
 
 
 class DataModule(import_lightning().LightningDataModule):  # type: ignore[misc]

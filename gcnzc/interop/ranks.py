@@ -8,7 +8,7 @@ from torch.utils.data.distributed import DistributedSampler
 from gcnzc.interop.options import Options
 from gcnzc.loader.seeds import Shares
 
-has_warned = False
+has_warned_about_ranks = False
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -26,13 +26,13 @@ def shares_of(options: Options, num_items: int) -> Shares:
     """Return the share of the items that a rank takes."""
     rank, world_size = options.rank, options.world_size
     if (rank is None) != (world_size is None):
-        raise ValueError(f"rank {rank} and world_size {world_size}\n\nhint: give both, or neither")
+        raise ValueError(f"rank {rank} and world_size {world_size}\n\nhint: pass both, or neither")
     if options.is_ordered_outside:
-        if (world_size or 1) > 1 and not _is_distributed(options.torchs):
+        if (world_size or 1) > 1 and not _is_distributed(options.dataloader_options):
             raise ValueError(
-                f"rank {rank} and world_size {world_size} share the items among the ranks, but a "
-                "sampler was given as well, which decides alone\n\n"
-                "hint: torch.utils.data.DistributedSampler; or no sampler"
+                f"rank {rank} and world_size {world_size} share the items among the ranks, but "
+                "a sampler was given as well\n\n"
+                "hint: pass a torch.utils.data.DistributedSampler, or no sampler"
             )
         rank = world_size = None
     rank, world_size = rank or 0, 1 if world_size is None else world_size
@@ -46,9 +46,9 @@ def shares_of(options: Options, num_items: int) -> Shares:
     )
 
 
-def _is_distributed(torchs: Mapping[str, Any]) -> bool:
+def _is_distributed(dataloader_options: Mapping[str, Any]) -> bool:
     """Whether the sampler shares the items among ranks itself."""
-    sampler = torchs.get("sampler") or torchs["batch_sampler"]
+    sampler = dataloader_options.get("sampler") or dataloader_options["batch_sampler"]
     while hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     return isinstance(sampler, DistributedSampler)

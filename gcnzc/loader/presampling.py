@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gcnzc.features.access_counts import Presample
 from gcnzc.graph.graph import Graph
-from gcnzc.kernels.gather.cached import count_into
+from gcnzc.kernels.gather.cached import add_counts
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.seeds import epoch_order
 from gcnzc.loader.threads import default_threads
@@ -82,7 +82,7 @@ def presample(
         islice(_batches_of(seeds, batch_size, key, first_order), each) for first_order in (0, 2**31)
     ]
     for number, nodes in enumerate(_sample_nodes(sampler, chain(*seed_batches), threads)):
-        count_into(halves[number // each], nodes)
+        add_counts(halves[number // each], nodes)
         if progress is not None:
             progress(number + 1, 2 * each)
     kinds = _classify_nodes(graph, seeds)
@@ -103,7 +103,7 @@ def count_accesses(loader: Loader, batches: int, progress: Progress | None = Non
     counts = torch.zeros(loader.graph.num_nodes, dtype=torch.int32)
     endless = chain.from_iterable(iter(loader) for _ in count())
     for number, batch in enumerate(islice(endless, batches)):
-        count_into(counts, batch.nodes)
+        add_counts(counts, batch.nodes)
         if progress is not None:
             progress(number + 1, batches)
     return counts

@@ -116,5 +116,5 @@ class Shares:
 
     def weight(self, step: int) -> float:
         """Return this rank's number of seeds in a step, divided by the mean over the ranks."""
-        mine, seeds = self.at(step), self.begin(step + 1) - self.begin(step)
-        return (mine.stop - mine.start) * self.world_size / seeds
+        own_batch, seeds = self.at(step), self.begin(step + 1) - self.begin(step)
+        return (own_batch.stop - own_batch.start) * self.world_size / seeds

@@ -39,11 +39,11 @@ def check_state(
     needed = {"epoch", "position", "done", *SHARED, *(same.keys() & REQUIRED)}
     if missing := needed - state.keys():
         raise ValueError(f"the state lacks {', '.join(sorted(missing))}\n\nhint: {hint}")
-    for name, mine in same.items():
-        if name in state and not _is_equal(state[name], mine):
+    for name, own in same.items():
+        if name in state and not _is_equal(state[name], own):
             raise ValueError(
                 f"the state is of a loader with {name} {describe(state[name])}, not "
-                f"{describe(mine)}\n\nhint: resume with the options of the run that was saved"
+                f"{describe(own)}\n\nhint: resume with the options of the run that was saved"
             )
     return {
         "epoch": check_epoch("state['epoch']", state["epoch"]),
@@ -67,8 +67,8 @@ def check_position(position: int, num_steps: int | None) -> None:
         )
 
 
-def _is_equal(value: object, mine: object) -> bool:
+def _is_equal(value: object, own: object) -> bool:
     """Whether settings are equal; saving may turn a tuple into a list, or a bool into an int."""
-    if isinstance(mine, list):
-        return isinstance(value, list | tuple) and list(value) == mine
-    return isinstance(value, int | str | np.integer) and bool(value == mine)
+    if isinstance(own, list):
+        return isinstance(value, list | tuple) and list(value) == own
+    return isinstance(value, int | str | np.integer) and bool(value == own)

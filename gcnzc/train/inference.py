@@ -1,9 +1,9 @@
 """Layer-wise inference: the outputs of a model for all nodes, with all neighbours.
 
-Several workers divide the ranges of nodes that one worker would compute, and compute each as one
-worker would, so that the outputs are the same bits.
+Several workers divide the nodes into the same ranges as a single worker, and compute each range in
+the same way, so that the outputs are bit-identical.
 
-Letters: N nodes, M nodes asked for.
+Letters: N nodes, M requested nodes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,15 +28,15 @@ from gcnzc.train.shared_data import first_workers, shared_empty
 BATCH_NODES = 1 << 14  # targets at a time
 
 
-BATCH_EDGES = 1 << 20  # and their edges, unless one target has more
+BATCH_EDGES = 1 << 20  # edges of these targets at a time, unless one target has more
 
 
-# of targets of a small graph, so that there is something for each worker; their number may not
-# depend on how many workers there are, since the outputs' bits do on what is computed at a time
-LEAST_RANGES, LEAST_NODES = 64, 64
+# A small graph is divided into at least this many ranges, so that each worker has some. The number
+# must not depend on the number of workers, because the ranges determine how outputs are rounded.
+MIN_RANGES, MIN_NODES = 64, 64
 
 
-# that a worker sends at once to another machine; few enough for slow links to carry in time
+# bytes that a worker sends at once to another machine; few enough for slow links and their timeout
 PIECE_BYTES = 1 << 22
 
 
@@ -59,33 +59,32 @@ def inference(
 ) -> Tensor:
     """Return the logits of nodes with all their neighbours, computed layer by layer.
 
-    The model computes as in evaluation, and is left in the mode it was in. Besides the features
-    there is never more in memory than the rows of one layer and those of the next, and, while it
-    runs, of a layer that makes rows narrower, their images. The workers of one machine hold these
-    once.
+    The model computes in evaluation mode, and its mode is restored afterwards. In addition to the
+    features, memory holds the rows of one layer and those of the next; while a layer that reduces
+    the row size runs, also the projected rows. The workers of one machine share this memory.
 
     Args:
         model: on `device`.
         graph: of N nodes.
         table: (N, in_features), on the host or on `device`.
-        device: where to compute; the rows of hidden layers stay on the host.
-        nodes: (M,) int32 or int64 ids, on the host: a tensor, an array or a list; all nodes in
-            order if None. Hidden layers are computed only for the nodes that these depend on.
-        batch_nodes: targets at a time; fewer of a small graph.
+        device: device of the computation; the rows of hidden layers stay on the host.
+        nodes: (M,) int32 or int64 node ids, on the host: a tensor, an array or a list. Hidden
+            layers are computed only for the nodes that these depend on. Default: all in order.
+        batch_nodes: number of nodes to compute at a time; less for a small graph.
         progress: called with (done, total), in nodes of all layers that this worker computes.
-        group: workers that divide the nodes, all with the same arguments; this process alone if
-            None.
+        group: workers that divide the nodes, all with the same arguments. Default: this process
+            alone.
 
     Returns:
-        (M, classes) or (N, classes) on the host, the same on all workers. Those of one machine
-        share its memory: do not write to it.
+        (M, classes) or (N, classes) on the host, the same on all workers. The workers of one
+        machine share this memory: do not write to it.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: the table does not fit the graph or the model, a node is not in the graph, or an
-            edge leads outside it, see `Graph.check`.
+        TypeError: an argument has a wrong type.
+        ValueError: the table does not match the graph or the model, a node is not in the graph, or
+            an edge leads to an unknown node, see `Graph.check`.
         RuntimeError: there is too little memory for the workers of a machine to share.
-        WorkerLost: another worker is gone.
+        WorkerLost: another worker has failed.
     """
     check_kind(
         "model",
@@ -97,11 +96,11 @@ def inference(
     check_graph(graph)
     check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
     if group is not None:
-        check_kind("group", group, Group, "gcnzc.exchange.present(), or None")
+        check_kind("group", group, Group, "gcnzc.exchange.current_group(), or None")
     if table.num_rows != graph.num_nodes:
         raise ValueError(
             f"the table has {table.num_rows} rows of features for a graph of {graph.num_nodes} "
-            "nodes\n\nhint: row i is of node i"
+            "nodes\n\nhint: the table must have one row for each node"
         )
     check_columns(model, table.num_columns)
     graph.check()
@@ -110,62 +109,62 @@ def inference(
     device = check_device("device", device)
     batch_nodes = check_integer("batch_nodes", batch_nodes, 1)
     check_callable("progress", progress)
-    batch_nodes = min(batch_nodes, max(LEAST_NODES, graph.num_nodes // LEAST_RANGES))
-    needed = _needed(graph, len(model.layers), nodes, batch_nodes)
-    crew = _InferenceWorkers(group or Group())
-    shares = [_shares(graph, targets, batch_nodes, crew.count) for targets in needed[1:]]
-    total = sum(end - begin for share in shares for begin, end in share[crew.rank])
+    batch_nodes = min(batch_nodes, max(MIN_NODES, graph.num_nodes // MIN_RANGES))
+    needed = _needed_nodes(graph, len(model.layers), nodes, batch_nodes)
+    workers = _Workers(group or Group())
+    shares = [_assign_ranges(graph, targets, batch_nodes, workers.count) for targets in needed[1:]]
+    total = sum(end - begin for share in shares for begin, end in share[workers.rank])
     done, was_training = 0, model.training
     model.eval()
     try:
         with torch.no_grad():
-            rows, place = table, None
+            rows, row_of = table, None
             for index, (sources, targets) in enumerate(pairwise(needed)):
-                step = _FullLayer(model, index, graph, rows, place, device)
-                step.send(sources, batch_nodes, crew)
+                step = _FullLayer(model, index, graph, rows, row_of, device)
+                step.send(sources, batch_nodes, workers)
                 count = graph.num_nodes if targets is None else len(targets)
-                out = crew.empty(parameter_dtype(model), count, model.widths[index])
-                with joint_work(crew.group) as work:
-                    for begin, end in shares[index][crew.rank]:
+                out = workers.empty(parameter_dtype(model), count, model.widths[index])
+                with joint_work(workers.group) as work:
+                    for begin, end in shares[index][workers.rank]:
                         ids = torch.arange(begin, end) if targets is None else targets[begin:end]
                         out[begin:end] = step.outputs(ids, is_range=targets is None)
                         done += end - begin
                         if progress is not None:
                             progress(done, total)
                         work.report_progress()
-                crew.spread(out, shares[index], slice)
-                # the rows before these may go
-                rows, place = FeatureTable(out), _places(targets, graph)
+                workers.distribute(out, shares[index], slice)
+                # frees the rows of the previous layer
+                rows, row_of = FeatureTable(out), _row_index(targets, graph)
                 del step
     finally:
         model.train(was_training)
     return out
 
 
-class _InferenceWorkers:
-    """The workers that compute a layer together."""
+class _Workers:
+    """The workers that divide the computation of a layer."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.count = group, group.rank, group.world_size
-        # of each worker's machine
+        # for each worker, the first worker on its machine
         self.firsts = first_workers(group)
 
     def empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        """A tensor on the host that the workers of this machine share."""
+        """Allocate a tensor on the host that the workers of this machine share."""
         return shared_empty(shape, dtype, self.group)
 
-    def spread(
+    def distribute(
         self,
         rows: Tensor,
         shares: Sequence[Sequence[Span]],
-        place: Callable[[int, int], slice | Tensor],
+        row_of: Callable[[int, int], slice | Tensor],
     ) -> None:
-        """Bring rows that other machines have computed into this machine's memory.
+        """Copy the rows that each machine has computed to all other machines.
 
         Args:
-            rows: (n, ...), contiguous, shared by each machine.
-            shares: of each worker, whose rows are all there.
-            place: where among the rows those of a span lie.
+            rows: (n, ...), contiguous, in memory that the workers of a machine share.
+            shares: the spans that each worker has computed.
+            row_of: returns the indices in `rows` of a span.
         """
         if len(set(self.firsts)) == 1 or rows.numel() == 0:
             return
@@ -174,31 +173,33 @@ class _InferenceWorkers:
         step = max(1, PIECE_BYTES // (rows.shape[1] * rows.element_size()))
         for done in range(0, max(end - begin for begin, end in spans), step):
             pieces = [(min(b + done, end), min(b + done + step, end)) for b, end in spans]
-            self._spread_pieces(rows, pieces, place)
-        # for the workers whose first one has written
+            self._distribute_pieces(rows, pieces, row_of)
+        # workers wait here until the first worker of their machine has written
         run(all_gather_scalar(0), self.group)
 
-    def _spread_pieces(
-        self, rows: Tensor, pieces: Sequence[Span], place: Callable[[int, int], slice | Tensor]
+    def _distribute_pieces(
+        self, rows: Tensor, pieces: Sequence[Span], row_of: Callable[[int, int], slice | Tensor]
     ) -> None:
-        mine = self.firsts[self.rank]
-        own, none = rows[place(*pieces[self.rank])].flatten(), rows.new_empty(0)
-        # to the first workers of other machines
-        parts = [own if rank == first != mine else none for rank, first in enumerate(self.firsts)]
+        own_first = self.firsts[self.rank]
+        own, none = rows[row_of(*pieces[self.rank])].flatten(), rows.new_empty(0)
+        # each worker sends its rows to the first workers of the other machines
+        parts = [
+            own if rank == first != own_first else none for rank, first in enumerate(self.firsts)
+        ]
         counts = [
-            (end - begin) * rows.shape[1] if self.rank == mine != first else 0
+            (end - begin) * rows.shape[1] if self.rank == own_first != first else 0
             for (begin, end), first in zip(pieces, self.firsts, strict=True)
         ]
-        for piece, part in zip(pieces, run(_to_all(parts, counts), self.group), strict=True):
+        for piece, part in zip(pieces, run(_all_to_all(parts, counts), self.group), strict=True):
             if len(part):
-                rows[place(*piece)] = part.view(-1, rows.shape[1])
+                rows[row_of(*piece)] = part.view(-1, rows.shape[1])
 
 
 class _FullLayer:
-    """One layer of a model over many nodes of a graph, with all their neighbours.
+    """Computes one layer of a model for many nodes, with all their neighbours.
 
-    On the CPU the sums read the rows of the sources where they lie. Elsewhere, or if the rows are
-    not of the model's dtype, the rows of each range of targets are gathered first.
+    On the CPU the aggregation reads the rows of the sources in place. On a GPU, or if the rows have
+    another dtype than the model, the rows of each range of targets are gathered first.
     """
 
     def __init__(
@@ -207,66 +208,66 @@ class _FullLayer:
         index: int,
         graph: Graph,
         table: FeatureTable,
-        place: Tensor | None,
+        row_of: Tensor | None,
         device: torch.device,
     ) -> None:
         self.model, self.index, self.graph, self.device = model, index, graph, device
         self.layer = cast(Layer, model.layers[index])
-        # before the layer: rows, and in which of them a node is
-        self.table, self.place = table, place
-        # images of rows that are wider than themselves would only cost memory
+        # the layer's input rows, and the index of each node's row (None: its id)
+        self.table, self.row_of = table, row_of
+        # rows are projected before the aggregation if that makes them smaller
         self.is_mapped = self.layer.heads * self.layer.out_features < self.layer.in_features
-        # codes are of another dtype than what is gathered from them
+        # quantized rows have another dtype than gathered rows
         same = not table.is_sparse and table.rows.dtype == parameter_dtype(model)
         readable = same and not table.rows.is_cuda
         self.is_direct = device.type == "cpu" and (self.is_mapped or readable)
         self.neighbours = Sampler(graph, [-1])
-        # what sources send
-        self.sent, self.sent_place = table, place
+        # the rows that are aggregated: input rows, or projected rows
+        self.sent, self.sent_row_of = table, row_of
         self.scores = torch.empty(0, 0)
         self.norms: Tensor | None = None
 
-    def send(self, sources: Tensor | None, batch_nodes: int, crew: _InferenceWorkers) -> None:
-        """Compute what `sources`, or all nodes, send, as far as it is computed ahead."""
+    def send(self, sources: Tensor | None, batch_nodes: int, workers: _Workers) -> None:
+        """Compute projected rows, attention scores and norms of `sources`, or of all nodes."""
         if not (self.is_mapped or self.is_direct):
             return
         num_rows = self.table.num_rows
         count = self.graph.num_nodes if sources is None else len(sources)
         dtype, images = parameter_dtype(self.model), None
         if self.is_mapped:
-            num_rows, self.sent_place = count, _places(sources, self.graph)
-            images = crew.empty(dtype, num_rows, self.layer.heads * self.layer.out_features)
+            num_rows, self.sent_row_of = count, _row_index(sources, self.graph)
+            images = workers.empty(dtype, num_rows, self.layer.heads * self.layer.out_features)
         score_columns = self.layer.heads if self.layer.has_scores else 0
-        self.scores = crew.empty(dtype, num_rows, score_columns)
+        self.scores = workers.empty(dtype, num_rows, score_columns)
         if self.layer.needs_degrees and self.is_direct:
-            self.norms = crew.empty(dtype, num_rows)
+            self.norms = workers.empty(dtype, num_rows)
 
-        def place(begin: int, end: int) -> Tensor:
+        def row_of(begin: int, end: int) -> Tensor:
             ids = torch.arange(begin, end) if sources is None else sources[begin:end]
-            return ids if self.sent_place is None else self.sent_place[ids].long()
+            return ids if self.sent_row_of is None else self.sent_row_of[ids].long()
 
         spans = [(at, min(at + batch_nodes, count)) for at in range(0, count, batch_nodes)]
-        shares = _divided(spans, [end - begin for begin, end in spans], crew.count)
-        with joint_work(crew.group) as work:
-            for begin, end in shares[crew.rank]:
+        shares = _divide_spans(spans, [end - begin for begin, end in spans], workers.count)
+        with joint_work(workers.group) as work:
+            for begin, end in shares[workers.rank]:
                 ids = torch.arange(begin, end) if sources is None else sources[begin:end]
-                at = place(begin, end)
+                at = row_of(begin, end)
                 if self.norms is not None:
                     self.norms[at] = inverse_sqrt_degrees(_degrees(self.graph, ids), dtype)
                 if self.is_mapped or self.layer.has_scores:
-                    x = self._rows(self.table, self.place, ids)
+                    x = self._rows(self.table, self.row_of, ids)
                     if images is not None:
                         images[at] = self.layer.project(x).cpu()
                     self.scores[at] = self.layer.scores(x).cpu()
                 work.report_progress()
         for rows in (images, self.scores, self.norms):
             if rows is not None:
-                crew.spread(rows, shares, place)
+                workers.distribute(rows, shares, row_of)
         if images is not None:
             self.sent = FeatureTable(images)
 
     def outputs(self, ids: Tensor, *, is_range: bool) -> Tensor:
-        """The rows of nodes `ids` after the layer; `is_range` if they are consecutive numbers."""
+        """Compute the layer's output rows of nodes `ids`; `is_range`: they are consecutive."""
         receive = self._receive_direct if self.is_direct else self._receive_gathered
         return self.model.transform_output(self.index, receive(ids, is_range))
 
@@ -274,25 +275,25 @@ class _FullLayer:
         bounds = slice(int(ids[0]), int(ids[-1]) + 1) if is_range else ids
         indptr, indices = _columns(self.graph, bounds)
         own = ids
-        if self.sent_place is not None:
-            indices, own = self.sent_place[indices], self.sent_place[ids].long()
+        if self.sent_row_of is not None:
+            indices, own = self.sent_row_of[indices], self.sent_row_of[ids].long()
         degrees = indptr.diff() if self.layer.needs_degrees else None
         return self.layer.compute_targets(
             Hop(indptr, indices, own, self.norms, degrees),
             self.sent.rows,
             self.scores,
-            self._rows(self.table, self.place, ids),
+            self._rows(self.table, self.row_of, ids),
             self.is_mapped,
         )
 
     def _receive_gathered(self, ids: Tensor, is_range: bool) -> Tensor:
         batch = self.neighbours.sample(ids, epoch=0)
         block = batch.blocks[0].to(self.device)
-        rows = self._rows(self.sent, self.sent_place, batch.nodes)
+        rows = self._rows(self.sent, self.sent_row_of, batch.nodes)
         x_target = rows[: len(ids)]
         if not self.is_mapped:
             return self.layer(block, rows, x_target)
-        at = batch.nodes if self.sent_place is None else self.sent_place[batch.nodes].long()
+        at = batch.nodes if self.sent_row_of is None else self.sent_row_of[batch.nodes].long()
         norms = degrees = None
         if self.layer.needs_degrees:
             norms, degrees = (
@@ -300,21 +301,21 @@ class _FullLayer:
                 block.in_degrees[: len(ids)],
             )
         hop = Hop(block.indptr, block.indices, None, norms, degrees)
-        x_target = self._rows(self.table, self.place, ids)
+        x_target = self._rows(self.table, self.row_of, ids)
         scores = self.scores[at].to(self.device)
         return self.layer.compute_targets(hop, rows, scores, x_target, True)
 
-    def _rows(self, table: FeatureTable, place: Tensor | None, ids: Tensor) -> Tensor:
-        at = ids if place is None else place[ids]
+    def _rows(self, table: FeatureTable, row_of: Tensor | None, ids: Tensor) -> Tensor:
+        at = ids if row_of is None else row_of[ids]
         reads = self.device.type == "cuda" and not table.is_sparse and table.rows.is_pinned()
         rows = table.gather(at.to(self.device if reads else table.device))
         return rows.to(self.device, parameter_dtype(self.model))
 
 
-def _needed(
+def _needed_nodes(
     graph: Graph, num_layers: int, nodes: Tensor | None, batch_nodes: int
 ) -> list[Tensor | None]:
-    """The nodes whose rows each layer reads, and at the end `nodes`; None for all."""
+    """Return the nodes whose rows each layer reads, followed by `nodes`; None means all nodes."""
     needed = [nodes]
     for _ in range(num_layers):
         targets = needed[0]
@@ -329,7 +330,7 @@ def _needed(
 
 
 def _ranges(graph: Graph, ids: Tensor | None, batch_nodes: int) -> Iterator[Span]:
-    """Ranges of `ids`, or of all nodes, of bounded numbers of nodes and of edges."""
+    """Yield ranges of `ids`, or of all nodes, with bounded numbers of nodes and edges."""
     ends = _offsets(graph, ids)
     begin, count = 0, len(ends) - 1
     while begin < count:
@@ -339,36 +340,38 @@ def _ranges(graph: Graph, ids: Tensor | None, batch_nodes: int) -> Iterator[Span
         begin = end
 
 
-def _shares(graph: Graph, ids: Tensor | None, batch_nodes: int, parts: int) -> list[list[Span]]:
-    """The ranges of each of so many workers, who have about as many nodes and edges each."""
+def _assign_ranges(
+    graph: Graph, ids: Tensor | None, batch_nodes: int, parts: int
+) -> list[list[Span]]:
+    """Assign ranges of nodes to `parts` workers, with about equal numbers of nodes and edges."""
     ends, spans = _offsets(graph, ids), list(_ranges(graph, ids, batch_nodes))
-    return _divided(spans, [e - b + int(ends[e] - ends[b]) for b, e in spans], parts)
+    return _divide_spans(spans, [e - b + int(ends[e] - ends[b]) for b, e in spans], parts)
 
 
-def _divided(spans: Sequence[Span], costs: Sequence[int], parts: int) -> list[list[Span]]:
-    """Spans that follow each other, in so many parts that do, of about equal costs."""
+def _divide_spans(spans: Sequence[Span], costs: Sequence[int], parts: int) -> list[list[Span]]:
+    """Divide consecutive spans into `parts` consecutive groups of about equal cost."""
     shares: list[list[Span]] = [[] for _ in range(parts)]
     before, total = 0, sum(costs)
     for span, cost in zip(spans, costs, strict=True):
-        # by its middle
+        # a span belongs to the group that contains the middle of its cost
         shares[(2 * before + cost) * parts // (2 * total)].append(span)
         before += cost
     return shares
 
 
 def _offsets(graph: Graph, ids: Tensor | None) -> Tensor:
-    """(n + 1,) how many edges go into the nodes before each of `ids`, or of all nodes."""
+    """Return the cumulative in-degrees of `ids`, or of all nodes, (n + 1,), beginning with 0."""
     if ids is None:
         return graph.indptr
     return functional.pad(_degrees(graph, ids).cumsum(0), (1, 0))
 
 
-def _to_all(parts: Sequence[Tensor], counts: Sequence[int]) -> Algorithm[list[Tensor]]:
+def _all_to_all(parts: Sequence[Tensor], counts: Sequence[int]) -> Algorithm[list[Tensor]]:
     return (yield AllToAll(parts, counts))
 
 
 def _columns(graph: Graph, ids: Tensor | slice) -> tuple[Tensor, Tensor]:
-    """The in-edges of some nodes: indptr, and the sources by their numbers in the graph."""
+    """Return the in-edges of some nodes: indptr, and the node ids of the sources."""
     if isinstance(ids, slice):
         bounds = graph.indptr[ids.start : ids.stop + 1]
         return bounds - bounds[0], graph.indices[int(bounds[0]) : int(bounds[-1])]
@@ -382,10 +385,10 @@ def _degrees(graph: Graph, ids: Tensor) -> Tensor:
     return graph.indptr[ids + 1] - graph.indptr[ids]
 
 
-def _places(ids: Tensor | None, graph: Graph) -> Tensor | None:
-    """(N,) where each node is in `ids`; None if they are all nodes in order."""
+def _row_index(ids: Tensor | None, graph: Graph) -> Tensor | None:
+    """Return the index of each node in `ids`, (N,); None if `ids` is None (all nodes in order)."""
     if ids is None:
         return None
-    place = torch.zeros(graph.num_nodes, dtype=graph.indices.dtype)
-    place[ids] = torch.arange(len(ids), dtype=place.dtype)
-    return place
+    row_of = torch.zeros(graph.num_nodes, dtype=graph.indices.dtype)
+    row_of[ids] = torch.arange(len(ids), dtype=row_of.dtype)
+    return row_of

@@ -23,9 +23,9 @@ from gcnzc.tune import pcie_bench
 
 
 def _options(config: TrainConfig) -> dict[str, Any]:
-    """The options of a run, except paths and time limits."""
-    left_out = ("data", "out", "resume", "config", "timeout_s", "restarts", "checkpoint_every_s")
-    return {name: value for name, value in config_to_dict(config).items() if name not in left_out}
+    """Return the options of a run, except paths and time limits."""
+    excluded = ("data", "out", "resume", "config", "timeout_s", "restarts", "checkpoint_every_s")
+    return {name: value for name, value in config_to_dict(config).items() if name not in excluded}
 
 
 def _peak_gpu_memory_bytes(device: torch.device) -> int | None:

@@ -174,7 +174,7 @@ def apply_profile(
     if share and config.features != "cached":
         loading["copied_share"] = share
     say(f"tuning profile of {found.made[:10]}: {found.summary()}; --no-tuning-profile ignores it")
-    table = replace(table, way=found.kernel_config)
+    table = replace(table, kernel_config=found.kernel_config)
     return RunSettings(table, loading, found.cache_share(table.num_rows))
 
 

@@ -88,7 +88,7 @@ def shared(make: Callable[[Allocate], T], group: Group) -> T:
         WorkerLost: another worker has ended or does not respond.
         Exception: an error of `make`, on all workers.
     """
-    with _Maker() as maker:
+    with _SharedAllocator() as maker:
         own = _Handle(0, 0, 0)
         with joint_work(group) as work:
             if group.local_rank == 0:
@@ -151,7 +151,7 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype, group: Group) -> Tens
     num_bytes = math.prod(shape) * dtype.itemsize
     if group.world_size == 1 or num_bytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    with _Maker() as maker:
+    with _SharedAllocator() as maker:
         own = _Handle(0, 0, 0)
         with joint_work(group):
             if group.local_rank == 0:
@@ -218,14 +218,14 @@ def _create_memory_file(label: str) -> int:
 _Memory: TypeAlias = Callable[[_Handle], Tensor]
 
 
-class _Maker:
+class _SharedAllocator:
     """Allocates memory that other processes can open until the end of the `with`."""
 
     def __init__(self) -> None:
-        self.made: dict[int, tuple[Tensor, _Handle]] = {}  # by address
+        self.allocated: dict[int, tuple[Tensor, _Handle]] = {}  # by address
         self.copies: dict[tuple[int, int], Tensor] = {}  # of storages, by address and bytes
 
-    def __enter__(self) -> "_Maker":
+    def __enter__(self) -> "_SharedAllocator":
         return self
 
     def __exit__(
@@ -235,7 +235,7 @@ class _Maker:
         traceback: TracebackType | None,
     ) -> None:
         # mappings of the memory remain valid
-        for _, handle in self.made.values():
+        for _, handle in self.allocated.values():
             os.close(handle.fd)
 
     def empty(self, num_bytes: int) -> Tensor:
@@ -250,16 +250,16 @@ class _Maker:
         os.ftruncate(file, num_bytes)
         memory = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
         handle = _Handle(os.getpid(), file, os.fstat(file).st_ino)
-        self.made[memory.data_ptr()] = memory, handle
+        self.allocated[memory.data_ptr()] = memory, handle
         return memory
 
     def handle(self, memory: Tensor) -> _Handle:
         """Return the handle of a tensor at the start of memory that `empty` allocated."""
-        return self.made[memory.data_ptr()][1]
+        return self.allocated[memory.data_ptr()][1]
 
     def memory_of(self, handle: _Handle) -> Tensor:
         """Return the memory that has a handle."""
-        return next(memory for memory, known in self.made.values() if known == handle)
+        return next(memory for memory, known in self.allocated.values() if known == handle)
 
     def allocate(self, name: str, size: int, dtype: Any) -> Array:
         """Allocate an array in shared memory; an `Allocate`."""
@@ -278,8 +278,8 @@ class _Maker:
         """Return shared memory with the storage of `tensor`, which is copied if needed."""
         storage = tensor.untyped_storage()
         address, num_bytes = storage.data_ptr(), storage.nbytes()
-        if address in self.made:
-            return self.made[address][0]
+        if address in self.allocated:
+            return self.allocated[address][0]
         key = address, num_bytes
         if key not in self.copies:
             copy = self.empty(max(num_bytes, 1))
@@ -291,7 +291,7 @@ class _Maker:
 class _Pickler(pickle.Pickler):
     """A pickler that writes the handles and layouts of tensors instead of their elements."""
 
-    def __init__(self, file: io.BytesIO, maker: _Maker) -> None:
+    def __init__(self, file: io.BytesIO, maker: _SharedAllocator) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.maker = maker
 

@@ -69,13 +69,18 @@ class CacheMemory:
 
 
 def tune(
-    case: Case, *, room: str | int | float = 0.5, compute_s: float | None, progress: Progress
+    case: Case,
+    *,
+    cache_memory: str | int | float = 0.5,
+    compute_s: float | None,
+    progress: Progress,
 ) -> TuningProfile:
     """Measure on this machine and return the tuning profile for a workload.
 
     Args:
         case: the workload. With CUDA, its table is page-locked during the measurement.
-        room: memory for the feature cache: a share of the GPU's free memory (float), or bytes.
+        cache_memory: memory for the feature cache: bytes (int), or a share of the GPU's free memory
+            (float).
         compute_s: compute time of the model per minibatch, in seconds; None if unknown.
         progress: see `Progress`.
 
@@ -93,13 +98,15 @@ def tune(
         )
     with pinned(case.table) as table:
         case = replace(case, table=table)
-        where = pcie_bench.gpu() if can_read_host(device) else None
-        bench = Machine(case, device, where)
-        return tune_on(bench, case, device, _cache_memory(room, device, compute_s), progress)
+        gpu = pcie_bench.current_gpu() if can_read_host(device) else None
+        bench = Machine(case, device, gpu)
+        return tune_on(
+            bench, case, device, _cache_memory(cache_memory, device, compute_s), progress
+        )
 
 
 def tune_on(
-    bench: Bench, case: Case, device: torch.device, room: CacheMemory, progress: Progress
+    bench: Bench, case: Case, device: torch.device, limit: CacheMemory, progress: Progress
 ) -> TuningProfile:
     """Choose the settings for a workload by the measurements of `bench`."""
     choices = choose_kernel_config(bench, case.table, device, progress)
@@ -116,10 +123,10 @@ def tune_on(
         more = f"some threads gather copied rows; {threads} would suffice without copies"
         choices["threads"] = replace(choices["threads"], value=both.threads, why=more)
         choices["ahead"] = replace(choices["ahead"], value=both.ahead, why="goes with the threads")
-    choices["hot"] = choose_cache_size(case, room, transfer_s, progress)
-    made = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    choices["hot"] = choose_cache_size(case, limit, transfer_s, progress)
+    measured_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     key = profiles.make_key(device, case.table)
-    return TuningProfile(key, case.name, case.table.num_rows, made, choices)
+    return TuningProfile(key, case.name, case.table.num_rows, measured_at, choices)
 
 
 def choose_kernel_config(
@@ -300,7 +307,7 @@ def choose_copied_share(
 
 
 def choose_cache_size(
-    case: Case, room: CacheMemory, transfer_s: float | None, progress: Progress
+    case: Case, limit: CacheMemory, transfer_s: float | None, progress: Progress
 ) -> Setting:
     """Choose the share of the rows to cache on the GPU.
 
@@ -309,7 +316,7 @@ def choose_cache_size(
 
     Args:
         case: the workload, whose minibatches are presampled.
-        room: limits for the cache.
+        limit: limits for the cache.
         transfer_s: seconds to transfer all rows of a minibatch; None without a GPU.
         progress: see `Progress`.
     """
@@ -330,19 +337,21 @@ def choose_cache_size(
         "hit_rate": dict(zip(sizes, counted.hit_rates(list(sizes.values())), strict=True)),
         "memory_bytes": {name: cache_bytes(table, size) for name, size in sizes.items()},
     }
-    if room.memory_bytes is None:
-        return Setting(DEFAULT_CACHED_SHARE, f"not measured: {room.reason}", "default", figures)
-    fitting = _max_cached_rows(table, room.memory_bytes)
+    if limit.memory_bytes is None:
+        return Setting(DEFAULT_CACHED_SHARE, f"not measured: {limit.reason}", "default", figures)
+    fitting = _max_cached_rows(table, limit.memory_bytes)
     if fitting == 0:
-        why = f"no row fits in {room.memory_bytes / 1e9:.3g} GB ({room.reason}); do not use a cache"
+        why = (
+            f"no row fits in {limit.memory_bytes / 1e9:.3g} GB ({limit.reason}); do not use a cache"
+        )
         return Setting(DEFAULT_CACHED_SHARE, why, "default", figures)
-    size, why = fitting, f"the most that fit in {room.memory_bytes / 1e9:.3g} GB ({room.reason})"
+    size, why = fitting, f"the most that fit in {limit.memory_bytes / 1e9:.3g} GB ({limit.reason})"
     if fitting == table.num_rows:
-        why = f"all rows fit in {room.memory_bytes / 1e9:.3g} GB ({room.reason})"
-    if room.compute_s is not None and transfer_s is not None:
-        size, more = _smallest_cache(counted, fitting, transfer_s, room.compute_s)
+        why = f"all rows fit in {limit.memory_bytes / 1e9:.3g} GB ({limit.reason})"
+    if limit.compute_s is not None and transfer_s is not None:
+        size, more = _smallest_cache(counted, fitting, transfer_s, limit.compute_s)
         why = more or why
-    elif room.compute_s is not None:
+    elif limit.compute_s is not None:
         why += "; the model's compute time is ignored, because no transfer was measured"
     (rate,) = counted.hit_rates([size])
     figures |= {"chosen_hit_rate": rate, "chosen_memory_bytes": cache_bytes(table, size)}
@@ -350,15 +359,15 @@ def choose_cache_size(
     return Setting(size / table.num_rows, f"{why}; hits {rate:.1%}", "predicted", figures)
 
 
-def _cache_memory(room: str | float, device: torch.device, compute_s: float | None) -> CacheMemory:
-    if isinstance(room, int):
-        return CacheMemory(room, "set by --cache-memory", compute_s)
+def _cache_memory(size: str | float, device: torch.device, compute_s: float | None) -> CacheMemory:
+    if isinstance(size, int):
+        return CacheMemory(size, "set by --cache-memory", compute_s)
     if device.type != "cuda":
         reason = "no GPU; set the memory for the cache with --cache-memory"
         return CacheMemory(None, reason, compute_s)
     free, _ = torch.cuda.mem_get_info(device)
     return CacheMemory(
-        int(free * float(room)), f"{float(room):.0%} of the GPU's free memory", compute_s
+        int(free * float(size)), f"{float(size):.0%} of the GPU's free memory", compute_s
     )
 
 

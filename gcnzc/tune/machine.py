@@ -84,49 +84,49 @@ class Machine:
     Args:
         case: the workload; for a GPU, its table must be inside `gcnzc.pinned`.
         device: device that receives the minibatches.
-        where: the GPU, if it can read host memory.
+        gpu: the GPU, if it can read host memory.
     """
 
-    def __init__(self, case: Case, device: torch.device, where: pcie_bench.Gpu | None) -> None:
-        self.case, self.device, self.where = case, device, where
-        self.has_gpu = where is not None
+    def __init__(self, case: Case, device: torch.device, gpu: pcie_bench.Gpu | None) -> None:
+        self.case, self.device, self.gpu = case, device, gpu
+        self.has_gpu = gpu is not None
         seeds = epoch_order(case.seeds, case.seed, 0)
         self.seeds = seeds[: BATCHES * case.batch_size]
         self._checked: set[KernelConfig] = set()
         self._epochs: int | None = None  # number of epochs to measure
-        if where is not None:
-            self._prepare(seeds, where)
+        if gpu is not None:
+            self._prepare(seeds, gpu)
 
-    def _prepare(self, seeds: Tensor, where: pcie_bench.Gpu) -> None:
+    def _prepare(self, seeds: Tensor, gpu: pcie_bench.Gpu) -> None:
         case = self.case
         sampler = Sampler(case.graph, case.fanouts, case.seed)
         parts = seeds.split(case.batch_size)[:KERNEL_BATCHES]
         self.host_ids = [sampler.sample(part, 0).nodes for part in parts]
-        self.ids = [nodes.to(where.device) for nodes in self.host_ids]
+        self.ids = [nodes.to(gpu.device) for nodes in self.host_ids]
         longest, columns = max(map(len, self.ids)), case.table.num_columns
-        self.out = torch.empty(longest, columns, dtype=case.table.dtype, device=where.device)
+        self.out = torch.empty(longest, columns, dtype=case.table.dtype, device=gpu.device)
         rows = case.table.rows
-        pin = where.device.type == "cuda"
+        pin = gpu.device.type == "cuda"
         self.staging = torch.empty(longest, columns, dtype=rows.dtype, pin_memory=pin)
-        self.copied = torch.empty_like(self.staging, device=where.device)
+        self.copied = torch.empty_like(self.staging, device=gpu.device)
 
     def gather_s(self, kernel_config: KernelConfig) -> float:
         """See `Bench`."""
-        assert self.where is not None, "there is a GPU"
+        assert self.gpu is not None, "there is a GPU"
         if kernel_config not in self._checked:
             self._check_rows(kernel_config)
-        taken_s = self.where.seconds(lambda: [self._gather(ids, kernel_config) for ids in self.ids])
+        taken_s = self.gpu.seconds(lambda: [self._gather(ids, kernel_config) for ids in self.ids])
         return taken_s / len(self.ids)
 
     def copy_s(self) -> float:
         """See `Bench`."""
-        assert self.where is not None, "there is a GPU"
+        assert self.gpu is not None, "there is a GPU"
 
         def copy() -> None:
             for ids in self.ids:
                 self.copied[: len(ids)].copy_(self.staging[: len(ids)], non_blocking=True)
 
-        return self.where.seconds(copy) / len(self.ids)
+        return self.gpu.seconds(copy) / len(self.ids)
 
     def host_s(self, threads: int) -> float:
         """See `Bench`."""
@@ -141,7 +141,7 @@ class Machine:
         case = self.case
         loader = Loader(
             case.graph,
-            replace(case.table, way=loading.kernel_config),
+            replace(case.table, kernel_config=loading.kernel_config),
             self.seeds,
             case.fanouts,
             case.batch_size,
@@ -228,11 +228,11 @@ def default_case(row_bytes: int, fanouts: tuple[int, ...], batch_size: int) -> C
             "hint: rows of ogbn-papers100M have 512 bytes, of ogbn-products 400"
         )
     num_rows = max(1024, min(DEFAULT_MAX_ROWS, DEFAULT_TABLE_BYTES // row_bytes))
-    chooser = torch.Generator().manual_seed(0)
-    edges = torch.randint(num_rows, (2, DEFAULT_DEGREE * num_rows), generator=chooser)
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(num_rows, (2, DEFAULT_DEGREE * num_rows), generator=generator)
     graph = Graph.from_edges(edges[0], edges[1], num_rows)
     # ones are written, so that every page is allocated
     table = FeatureTable(torch.ones(num_rows, row_bytes // 4))
     name = f"{num_rows:,} rows of {row_bytes} B, random graph"
-    nodes = torch.randperm(num_rows, generator=chooser)
+    nodes = torch.randperm(num_rows, generator=generator)
     return Case(name, graph, table, nodes, None, fanouts, batch_size, is_real=False)

@@ -39,7 +39,7 @@ def cheapest(taken_s: Mapping[S, Sequence[float]], cost: Callable[[S], Any]) -> 
         if median_s[setting] <= median_s[best] * (1 + WITHIN):
             return True
         pairs = zip(taken_s[setting], taken_s[best], strict=True)
-        slower = [mine > its * (1 + WITHIN) for mine, its in pairs]
+        slower = [seconds > best_s * (1 + WITHIN) for seconds, best_s in pairs]
         return sum(slower) < MOSTLY * len(slower)
 
     return min(filter(is_as_good, taken_s), key=cost)

@@ -1,6 +1,6 @@
-"""Predicted PCIe traffic of tables: the user's, public ones, and all widths.
+"""Predict the PCIe traffic of feature tables: those of a dataset, of public graphs, of any width.
 
-Figures are what JSON can hold, as `gcnzc pcie` prints them.
+Results are JSON values, as `gcnzc pcie` prints them.
 """
 
 from dataclasses import dataclass
@@ -15,49 +15,50 @@ from gcnzc.features.pcie_traffic import choose_layout, choose_pitch, traffic
 from gcnzc.graph import load
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, Layout
 
-# of float32 rows, in bytes; the picture has every width up to here
-WIDEST = 8192
+# the plot has every width of float32 rows up to this one
+MAX_ROW_BYTES = 8192
 
 
-# told of where there is no table: powers of two, a half more, and one element more
+# the widths in bytes that are reported without a dataset: powers of two, 1.5 times these, and one
+# element more than these
 _POWERS = [2**power for power in range(2, 13)]
 
 
-WIDTHS = sorted({w + more for w in _POWERS for more in (0, 4, w // 8 * 4)} | {WIDEST})
+WIDTHS = sorted({w + more for w in _POWERS for more in (0, 4, w // 8 * 4)} | {MAX_ROW_BYTES})
 
 
-Line: TypeAlias = dict[str, Any]
+Figures: TypeAlias = dict[str, Any]
 
 
-# of each layout, bytes of a row and a share
+# for each layout, points of row bytes and efficiency
 Curves: TypeAlias = dict[str, list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A table, as far as the link can tell."""
+    """Size and alignment of a feature table, which determine its PCIe traffic."""
 
     name: str
     num_rows: int
     num_columns: int
-    dtype: str  # of the elements, as torch names it
+    dtype: str  # name of a torch dtype
     stride_bytes: int  # from one row to the next
-    base: int = 0  # where in a line of 128 B the first row begins
+    base: int = 0  # offset of the first row in its 128 B line
 
     @property
     def item_bytes(self) -> int:
-        """Of one element."""
+        """Bytes of one element."""
         return int(getattr(torch, self.dtype).itemsize)
 
     @property
     def row_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row."""
         return self.num_columns * self.item_bytes
 
-    def place(self, layout: Layout) -> tuple[int, int]:
-        """The stride and the base of the rows when they are read so.
+    def stride_and_base(self, layout: Layout) -> tuple[int, int]:
+        """Return the stride and the base of the rows when they are read with `layout`.
 
-        They are the table's own, but for `pitched` of a table whose rows do not begin on lines.
+        They are the table's own, except that `pitched` pads rows which do not begin on 128 B lines.
         """
         if layout == "pitched" and choose_layout(self.stride_bytes, self.base) != "pitched":
             return self.row_bytes + -self.row_bytes % LINE_BYTES, 0
@@ -65,29 +66,29 @@ class Shape:
 
 
 def shape_of(path: Path) -> Shape:
-    """The shape of the feature table of a folder; of one not prepared, as it lies in memory.
+    """Return the shape of a folder's feature table; rows of a raw folder are contiguous.
 
     Raises:
-        FileNotFoundError: there is no such folder, or a file in it is missing.
-        ValueError: it has no features, or keeps them sparse, which no GPU reads.
+        FileNotFoundError: the folder or one of its files is missing.
+        ValueError: it has no features, or stores them sparse, which GPUs do not read.
     """
     found = load.info(path)
     about, name = found["features"], str(found["name"])
     if about is None or about["columns"] == 0:
         raise ValueError(
             f"{path} has no features to read\n\n"
-            f"hint: `gcnzc embed {path} DEST` makes some from its edges"
+            f"hint: `gcnzc embed {path} DEST` computes features from its edges"
         )
     if found["kind"] != "prepared":
         columns, dtype = about["columns"], about["dtype"]
         return Shape(name, found["num_nodes"], columns, dtype, columns * _item_bytes(dtype))
     if about["kind"] == "sparse":
         raise ValueError(
-            f"{path} keeps its features sparse, and a GPU reads dense rows\n\n"
-            f"hint: `gcnzc prepare {path} DEST` spreads them out"
+            f"{path} has sparse features, but a GPU reads dense rows\n\n"
+            f"hint: convert them with `gcnzc prepare {path} DEST`"
         )
     table = load.load(path, allow_nan=True).table
-    assert table is not None, "meta.json tells of them"
+    assert table is not None, "meta.json lists features"
     rows = table.rows
     stride_bytes = rows.stride(0) * rows.element_size()
     base = rows.data_ptr() % LINE_BYTES
@@ -95,7 +96,7 @@ def shape_of(path: Path) -> Shape:
 
 
 def public_shapes() -> list[Shape]:
-    """The tables of the public graphs that have features, as float32 and float16, side by side."""
+    """Return the shapes of public graphs' feature tables, in float32 and in float16."""
     return [
         Shape(
             entry.name,
@@ -109,17 +110,17 @@ def public_shapes() -> list[Shape]:
     ]
 
 
-def modelled(shape: Shape, split_bytes: int | None = None) -> Line:
-    """The model's figures for a table, by layout; and which layout is chosen, and why.
+def predict_traffic(shape: Shape, split_bytes: int | None = None) -> Figures:
+    """Predict a table's PCIe traffic for each layout, and the layout that is chosen.
 
     Returns:
-        What JSON can hold: sizes; `layouts`, the figures of each; `layout`, the one that the table
-        is read by as it lies; `pitch_bytes`, at which `gcnzc prepare` stores such rows,
-        `prepared_layout`, by which they are then read, and `why`.
+        JSON values: sizes; `layouts`, the traffic with each layout; `layout`, the one chosen for
+        the table in its present memory; `pitch_bytes`, the row pitch at which `gcnzc prepare`
+        stores such rows; `prepared_layout`, the one chosen for that pitch; and `why`.
     """
     layouts = {}
     for layout in LAYOUTS:
-        stride_bytes, base = shape.place(layout)
+        stride_bytes, base = shape.stride_and_base(layout)
         found = traffic(
             shape.row_bytes,
             layout=layout,
@@ -143,9 +144,9 @@ def modelled(shape: Shape, split_bytes: int | None = None) -> Line:
             traffic(shape.row_bytes, layout=layout, item_bytes=shape.item_bytes).requests_per_row
             for layout in ("vector", "shifted")
         )
-        more = vector / shifted
-        would = f"would make {float(more):.2f} times as many" if more > 1 else "would make as many"
-        why += f"; lanes from the row's start {would}"
+        ratio = vector / shifted
+        more = f"{float(ratio):.2f} times as many" if ratio > 1 else "as many"
+        why += f"; with lanes from the row's start there would be {more}"
     return {
         "name": shape.name,
         "rows": shape.num_rows,
@@ -162,13 +163,16 @@ def modelled(shape: Shape, split_bytes: int | None = None) -> Line:
     }
 
 
-def sweep(dtype: str, split_bytes: int | None = None, widest: int = WIDEST) -> Curves:
-    """Of each layout, bytes of a row and efficiency, for rows side by side; pitched ones on lines.
+def sweep(dtype: str, split_bytes: int | None = None, max_row_bytes: int = MAX_ROW_BYTES) -> Curves:
+    """Predict the efficiency of each layout for all row sizes; rows are contiguous, or pitched.
 
     Args:
-        dtype: of the elements, as torch names it.
+        dtype: name of a torch dtype.
         split_bytes: see `gcnzc.features.pcie_traffic`.
-        widest: row, in bytes; the narrowest has 4 B.
+        max_row_bytes: largest row; the smallest has 4 B.
+
+    Returns:
+        For each layout, points of row bytes and efficiency.
     """
     item_bytes = _item_bytes(dtype)
     return {
@@ -181,14 +185,14 @@ def sweep(dtype: str, split_bytes: int | None = None, widest: int = WIDEST) -> C
                     ).efficiency
                 ),
             )
-            for width in range(max(4, item_bytes), widest + 1, item_bytes)
+            for width in range(max(4, item_bytes), max_row_bytes + 1, item_bytes)
         ]
         for layout in LAYOUTS
     }
 
 
 def roofs(split_bytes: int | None = None) -> dict[str, float]:
-    """The efficiency of rows that are all asked for by requests of one size."""
+    """Return the efficiency of reads whose requests are all of 128 B, or all of 32 B."""
     return {
         f"{front}{width} B": float(
             traffic(width, layout="vector", split_bytes=split_bytes).efficiency

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gcnzc.kernels.gather import cpu, gpu
 from gcnzc.kernels.gather.gpu import KernelConfig
-from gcnzc.kernels.gather.overlap import check_apart
+from gcnzc.kernels.gather.overlap import check_no_overlap
 from gcnzc.kernels.gather.quantize import LARGEST, dequantize_reference
 
 # environment variable: check ids on a GPU too, which synchronizes each gather
@@ -188,14 +188,14 @@ def _out(table: Tensor, ids: Tensor, out: Tensor | None, scales: Tensor | None) 
     if out is None:
         return torch.empty(shape, dtype=dtypes[0], device=ids.device)
     like = tuple(out.shape) == shape and out.dtype in dtypes and out.device == ids.device
-    apart = shape[0] <= 1 or out.stride(0) >= shape[1]
-    if not (like and apart and (shape[1] <= 1 or out.stride(1) == 1)):
+    is_disjoint = shape[0] <= 1 or out.stride(0) >= shape[1]
+    if not (like and is_disjoint and (shape[1] <= 1 or out.stride(1) == 1)):
         raise ValueError(
             f"gather: out must be {shape} {dtypes[0]} on {ids.device} with contiguous rows, "
             f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}\n\n"
             "hint: omit it, or create it with torch.empty"
         )
-    check_apart("gather", out, table=table, ids=ids, scales=scales)
+    check_no_overlap("gather", out, table=table, ids=ids, scales=scales)
     return out
 
 

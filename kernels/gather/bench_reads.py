@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gcnzc.kernels.gather.gpu import VECTORS, WARPS, on, programs_of
+from gcnzc.kernels.gather.gpu import VECTORS, WARPS, default_programs, on_device
 from gcnzc.kernels.gather.lanes import VECTOR_BYTES
 
 
@@ -27,7 +27,7 @@ def read_dense(source: Tensor, out: Tensor, *, programs: int | None = None) -> N
     Args:
         source: page-locked on the host, contiguous, a multiple of 16 B, aligned to 16 B.
         out: on a GPU, with the same number of bytes.
-        programs: number of programs; `programs_of(out.device)` if None.
+        programs: number of programs; `default_programs(out.device)` if None.
 
     Raises:
         ValueError: the sizes differ, or are not a multiple of 16 B.
@@ -39,8 +39,10 @@ def read_dense(source: Tensor, out: Tensor, *, programs: int | None = None) -> N
         )
     words = source.view(torch.int32)
     tile = 32 * WARPS * VECTORS
-    num_programs = min(triton.cdiv(words.numel(), 4 * tile), programs or programs_of(out.device))
-    with on(out.device):
+    num_programs = min(
+        triton.cdiv(words.numel(), 4 * tile), programs or default_programs(out.device)
+    )
+    with on_device(out.device):
         _read_dense[(num_programs,)](
             words.view(-1), out.view(torch.int32).view(-1), words.numel(), tile, num_warps=WARPS
         )
@@ -63,5 +65,5 @@ def chase_pointers(table: Tensor, begin: int, steps: int, out: Tensor) -> None:
         steps: number of loads.
         out: (1,) int64 on a GPU, to which the last index is written.
     """
-    with on(out.device):
+    with on_device(out.device):
         _chase_pointers[(1,)](table, begin, steps, out, num_warps=1)

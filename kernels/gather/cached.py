@@ -18,7 +18,7 @@ from gcnzc.kernels.gather import CHECK, FROM_CODES, gpu
 from gcnzc.kernels.gather.cached_rows import CachedRows
 from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.lanes import LINE_BYTES
-from gcnzc.kernels.gather.overlap import check_apart
+from gcnzc.kernels.gather.overlap import check_no_overlap
 
 SLOT_BYTES = 4  # bytes of the slot index on the GPU, for each row of the table
 
@@ -90,7 +90,9 @@ def gather_cached(
             "hint: omit it, or create it with torch.empty"
         )
     if out is not None:
-        check_apart("gather_cached", out, table=table, ids=ids, scales=scales, copies=cached.memory)
+        check_no_overlap(
+            "gather_cached", out, table=table, ids=ids, scales=scales, copies=cached.memory
+        )
     checked = bool(os.environ.get(CHECK))
     return gpu.gather_rows(
         table,
@@ -104,7 +106,7 @@ def gather_cached(
     )
 
 
-def room_bytes(table: Tensor) -> int:
+def padded_row_bytes(table: Tensor) -> int:
     """Return the most bytes that a cached row takes on a GPU, with padding to whole lines.
 
     A copy has the same offset from a 128 B line as the row itself.
@@ -120,7 +122,7 @@ def room_bytes(table: Tensor) -> int:
     return -(-(furthest + row_bytes) // LINE_BYTES) * LINE_BYTES
 
 
-def mark(cached: Tensor, num_rows: int) -> Tensor:
+def make_bitmap(cached: Tensor, num_rows: int) -> Tensor:
     """Return a bitmap of the cached rows: (N // 64 + 1,) int64, one bit for each row.
 
     Args:
@@ -134,7 +136,7 @@ def mark(cached: Tensor, num_rows: int) -> Tensor:
 
 
 @njit(nogil=True, cache=True)
-def _count_marked(words, num_rows, ids):
+def _count_in_bitmap(words, num_rows, ids):
     found = np.int64(0)
     for i in range(len(ids)):
         # unsigned, so that a negative id is out of range and does not index from the end
@@ -146,17 +148,17 @@ def _count_marked(words, num_rows, ids):
     return found
 
 
-def count_marked(bits: Tensor, num_rows: int, ids: Tensor) -> int:
+def count_in_bitmap(bits: Tensor, num_rows: int, ids: Tensor) -> int:
     """Return how many of `ids` are set in a bitmap; -1 if one is outside [0, N). On the host."""
-    return int(_count_marked(bits.numpy().view(np.uint64), np.uint64(num_rows), ids.numpy()))
+    return int(_count_in_bitmap(bits.numpy().view(np.uint64), np.uint64(num_rows), ids.numpy()))
 
 
 @njit(nogil=True, cache=True)
-def _count_into(counts, ids):
+def _add_counts(counts, ids):
     for i in range(len(ids)):
         counts[ids[i]] += 1
 
 
-def count_into(counts: Tensor, ids: Tensor) -> None:
+def add_counts(counts: Tensor, ids: Tensor) -> None:
     """Add 1 to `counts` (N,) int32 at each of `ids`, in [0, N) and not checked; all on the host."""
-    _count_into(counts.numpy(), ids.numpy())
+    _add_counts(counts.numpy(), ids.numpy())

@@ -17,7 +17,7 @@ class Peers:
 
     addresses: Tensor  # (G,) int64 on that GPU, G > 1: the address of each memory, on a 128 B line
     own: int  # index of that GPU's own memory
-    kept: tuple[object, ...] = ()  # objects that keep the memories allocated
+    owners: tuple[object, ...] = ()  # objects that keep the memories allocated
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ def make_cached_rows(table: Tensor, ids: Tensor, device: torch.device) -> Cached
     """
     row_bytes = table.shape[1] * table.element_size()
     furthest = int(_line_offsets(table, ids).max()) if len(ids) else 0
-    room_bytes = -(-(furthest + row_bytes) // LINE_BYTES) * LINE_BYTES
-    whole = torch.zeros(len(ids) * room_bytes + LINE_BYTES, dtype=torch.int8, device=device)
-    memory = on_lines(whole, len(ids), room_bytes)
+    padded_row_bytes = -(-(furthest + row_bytes) // LINE_BYTES) * LINE_BYTES
+    whole = torch.zeros(len(ids) * padded_row_bytes + LINE_BYTES, dtype=torch.int8, device=device)
+    memory = aligned_view(whole, len(ids), padded_row_bytes)
     copy_rows(table, ids, memory)
-    return CachedRows(slots_of([ids], table.shape[0]).to(device), memory)
+    return CachedRows(assign_slots([ids], table.shape[0]).to(device), memory)
 
 
-def on_lines(whole: Tensor, num_rows: int, room_bytes: int) -> Tensor:
-    """Return a (num_rows, room_bytes) view of `whole` that begins on its first 128 B line."""
+def aligned_view(whole: Tensor, num_rows: int, padded_row_bytes: int) -> Tensor:
+    """Return a (num_rows, padded_row_bytes) view of `whole` that begins on its first 128 B line."""
     begin = -whole.data_ptr() % LINE_BYTES
-    return whole[begin : begin + num_rows * room_bytes].view(num_rows, room_bytes)
+    return whole[begin : begin + num_rows * padded_row_bytes].view(num_rows, padded_row_bytes)
 
 
 def copy_rows(table: Tensor, ids: Tensor, memory: Tensor) -> None:
@@ -87,7 +87,7 @@ def copy_rows(table: Tensor, ids: Tensor, memory: Tensor) -> None:
             memory[part.to(memory.device), start : start + row_bytes] = rows
 
 
-def slots_of(parts: Sequence[Tensor], num_rows: int) -> Tensor:
+def assign_slots(parts: Sequence[Tensor], num_rows: int) -> Tensor:
     """Return the (N,) int32 slots of a sharded cache on the host, see `CachedRows`.
 
     Args:

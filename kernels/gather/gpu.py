@@ -24,7 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from gcnzc.kernels.gather.cached_rows import CachedRows
-from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, VECTOR_BYTES, Lanes, Layout, lanes_of
+from gcnzc.kernels.gather.lanes import (
+    LAYOUTS,
+    LINE_BYTES,
+    VECTOR_BYTES,
+    Lanes,
+    Layout,
+    assign_lanes,
+)
 
 WARPS = 8
 
@@ -54,7 +61,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 class KernelConfig:
     """Launch configuration of the gather kernel, which affects its speed but not its result.
 
-    Fields that are None have the defaults of this module, and `programs_of(device)`.
+    Fields that are None have the defaults of this module, and `default_programs(device)`.
 
     Raises:
         ValueError: the layout is unknown, or a number is out of range or not a power of two.
@@ -312,7 +319,7 @@ def gather_rows(
         scales: for a table of codes, float32, contiguous, on the device of `ids`: (N,), one for
             each row, or one for each block of columns. See `gcnzc.kernels.gather.quantize`.
         scale_columns: columns of a block; None for a scale per row.
-        programs: number of programs; that of `config`, or `programs_of(device)`, if None.
+        programs: number of programs; that of `config`, or `default_programs(device)`, if None.
         config: defaults for `layout` and `programs`, and the numbers of warps and vectors. Its
             layout is ignored if the table, or `cached`, does not support it.
         checked: check ids in the kernel, and synchronize; no id then reads out of bounds.
@@ -338,9 +345,9 @@ def gather_rows(
     stride_bytes = table.stride(0) * table.element_size() if table.shape[0] > 1 else row_bytes
     config = config or DEFAULT_CONFIG
     if layout is None:
-        on_lines = stride_bytes % LINE_BYTES == 0 and table.data_ptr() % LINE_BYTES == 0
-        layout = _choose_layout(config, on_lines, cached is not None)
-    lanes = lanes_of(layout, row_bytes, stride_bytes, table.data_ptr(), table.element_size())
+        is_aligned = stride_bytes % LINE_BYTES == 0 and table.data_ptr() % LINE_BYTES == 0
+        layout = _choose_layout(config, is_aligned, cached is not None)
+    lanes = assign_lanes(layout, row_bytes, stride_bytes, table.data_ptr(), table.element_size())
     word = table.dtype if converts else _word(lanes, out)
     exponent_bits = 0
     if scales is not None:
@@ -351,7 +358,7 @@ def gather_rows(
     out_words = out_words if converts else out_words.view(word)
     ids = ids.contiguous()
     outside = torch.full((1,), -1, dtype=torch.int64, device=ids.device) if checked else ids
-    programs = programs or config.programs or programs_of(out.device)
+    programs = programs or config.programs or default_programs(out.device)
     num_programs = min(triton.cdiv(len(ids), _rows_per_program(lanes, config)), programs)
     slots, cached_words, cached_vectors, num_peers = ids, words, 0, 1
     if cached is not None and (cached.num_rows > 0 or cached.peers is not None):
@@ -366,7 +373,7 @@ def gather_rows(
             cached_words, num_peers = cached.peers.addresses, len(cached.peers.addresses)
     # a run-time argument, so that the address of the table does not cause a recompilation
     line_inset = table.data_ptr() % LINE_BYTES // VECTOR_BYTES * VECTOR_BYTES
-    with _LAUNCH, on(out.device):
+    with _LAUNCH, on_device(out.device):
         _gather_rows[(num_programs,)](
             words,
             ids,
@@ -398,9 +405,9 @@ def gather_rows(
     return out
 
 
-def _choose_layout(config: KernelConfig, on_lines: bool, has_cache: bool) -> Layout:
-    default: Layout = "pitched" if on_lines else "shifted"
-    is_rejected = (config.layout == "pitched" and not on_lines) or (
+def _choose_layout(config: KernelConfig, is_aligned: bool, has_cache: bool) -> Layout:
+    default: Layout = "pitched" if is_aligned else "shifted"
+    is_rejected = (config.layout == "pitched" and not is_aligned) or (
         has_cache and config.layout not in ("shifted", "pitched")
     )
     return default if config.layout is None or is_rejected else config.layout
@@ -443,7 +450,7 @@ def constants(
     }
 
 
-def programs_of(device: torch.device) -> int:
+def default_programs(device: torch.device) -> int:
     """Return the default number of programs on a device: at most two per multiprocessor."""
     if device.type != "cuda":
         return 2
@@ -492,6 +499,6 @@ def _device_bytes(table: Tensor, inset: int, num_bytes: int) -> Tensor:
     return whole[begin : end - (end - begin) % 8]
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context in which kernels run on a tensor's device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -67,7 +67,7 @@ class Lanes:
         return address - address % self.vector_bytes + vector * self.vector_bytes
 
 
-def lanes_of(
+def assign_lanes(
     layout: Layout, row_bytes: int, stride_bytes: int, base: int, item_bytes: int
 ) -> Lanes:
     """Return the assignment of lanes for a table.

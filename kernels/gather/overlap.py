@@ -3,7 +3,7 @@
 from torch import Tensor
 
 
-def check_apart(gather: str, out: Tensor, **read: Tensor | None) -> None:
+def check_no_overlap(gather: str, out: Tensor, **read: Tensor | None) -> None:
     """Check that `out` overlaps none of the tensors that a gather reads.
 
     Rows would be overwritten before they are read, in an order that depends on the threads.
@@ -43,6 +43,6 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from the first of a tensor to its last."""
+    """Return the number of bytes from the first to the last byte of a tensor."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()

@@ -69,7 +69,7 @@ def broadcast_scales(scales: Tensor, num_columns: int, scale_columns: int | None
     return scales.repeat_interleave(scale_columns)[:num_columns]
 
 
-def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+def compute_scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scales of rows or blocks of columns from their largest absolute values.
 
     Args:
@@ -125,7 +125,7 @@ def quantize(
 
     Args:
         rows: (N, D) float32, finite, within the range of their scales.
-        scales: (N,) float32, or (ceil(D / scale_columns),); see `scales_of`.
+        scales: (N,) float32, or (ceil(D / scale_columns),); see `compute_scales`.
         dtype: of the codes, one of `LARGEST`.
         scale_columns: number of adjacent columns that share a scale; None for a scale per row.
         threads: number of threads; `torch.get_num_threads()` if None.

@@ -11,7 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from gcnzc.kernels.gather.overlap import check_apart
+from gcnzc.kernels.gather.overlap import check_no_overlap
 from gcnzc.kernels.structure.csc import VERIFY_HINT
 from gcnzc.kernels.threads import parallel_for
 
@@ -75,7 +75,7 @@ def gather_sparse(
         )
     if table.device.type != "cpu" or ids.device.type != "cpu":
         raise ValueError(
-            f"gather_sparse: a table on {table.device} and ids on {ids.device} must both lie on "
+            f"gather_sparse: a table on {table.device} and ids on {ids.device} must both be on "
             "the host\n\nhint: move them with .cpu(), or make the table dense"
         )
     if ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64):
@@ -91,7 +91,7 @@ def gather_sparse(
             f"gather_sparse: out must be contiguous {shape} {table.dtype}, not of strides "
             f"{out.stride()}, {tuple(out.shape)} {out.dtype}\n\nhint: omit it"
         )
-    check_apart("gather_sparse", out, table=table.values(), ids=ids)
+    check_no_overlap("gather_sparse", out, table=table.values(), ids=ids)
     # int32 or int64 without conversion, which would take longer than the gather
     indptr, columns = table.crow_indices().numpy(), table.col_indices().numpy()
     values = table.values().detach().numpy()

@@ -1,4 +1,4 @@
-"""The command line does what it says, and says what is wrong and what to do."""
+"""Commands do what their help says, and report errors with a remedy."""
 
 import gzip
 import json
@@ -60,7 +60,7 @@ def said(capsys, words, status) -> tuple[str, str]:
     return lines[0], lines[1]
 
 
-def test_prepare_says_that_edges_lack_their_reverse(tmp_path, capsys):
+def test_prepare_reports_edges_without_their_reverse(tmp_path, capsys):
     archive = tiny().write_npz(tmp_path / "mine.npz")
     for choice, expected in (("auto", True), ("yes", False), ("no", False)):
         dest = tmp_path / choice
@@ -84,7 +84,7 @@ def test_training_prints_one_line_and_fills_the_run_folder(graph, tmp_path, caps
     assert len((tmp_path / "r" / "record.jsonl").read_text().splitlines()) == 2
 
 
-def test_training_reads_ogb_s_layout_as_well(raw, tmp_path, capsys, run):
+def test_training_reads_ogbs_layout(raw, tmp_path, capsys, run):
     capsys.readouterr()
     assert main(["train", str(raw), *SMALL, "--out", str(tmp_path / "r")]) == 0
     line = json.loads(capsys.readouterr().out)
@@ -92,7 +92,7 @@ def test_training_reads_ogb_s_layout_as_well(raw, tmp_path, capsys, run):
     assert line["test_accuracy"] == prepared["test_accuracy"]
 
 
-def test_evaluating_a_run_finds_what_training_found(run, tmp_path, capsys):
+def test_evaluating_a_run_gives_the_scores_of_its_training(run, tmp_path, capsys):
     trained = json.loads((run / "result.json").read_text())
     capsys.readouterr()
     assert main(["evaluate", str(run), "--predictions", str(tmp_path / "p.npy")]) == 0
@@ -102,7 +102,7 @@ def test_evaluating_a_run_finds_what_training_found(run, tmp_path, capsys):
     assert np.load(tmp_path / "p.npy").shape == (1500, 4)
 
 
-def test_a_plan_is_measured_kept_shown_and_used(graph, tmp_path, monkeypatch, capsys):
+def test_a_tuning_profile_is_measured_saved_shown_and_used(graph, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine, "MIN_MEASURED_S", 0.001)
     monkeypatch.setattr(choose, "NOISY", float("inf"))
@@ -150,7 +150,7 @@ def test_a_plan_is_measured_kept_shown_and_used(graph, tmp_path, monkeypatch, ca
     assert "tuning profile of" not in capsys.readouterr().err
 
 
-def test_a_busy_machine_is_told_of(monkeypatch, capsys):
+def test_tuning_on_a_busy_machine_is_reported(monkeypatch, capsys):
     for load, told in ((0.1, False), (1e6, True)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert main(["check", "--megabytes", "1"]) == 0
@@ -159,7 +159,7 @@ def test_a_busy_machine_is_told_of(monkeypatch, capsys):
         assert json.loads(out)["load"] == load
 
 
-def test_a_plan_for_no_graph_where_nothing_can_be_kept(tmp_path, monkeypatch, capsys):
+def test_tuning_without_a_graph_works_with_a_read_only_cache_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GCNZC_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(machine, "DEFAULT_TABLE_BYTES", 1 << 18)
@@ -176,7 +176,7 @@ def test_a_plan_for_no_graph_where_nothing_can_be_kept(tmp_path, monkeypatch, ca
     assert main(["check", "--tune", "--row-bytes", "101"]) == 1
 
 
-def test_more_epochs_on_resume(graph, tmp_path, capsys):
+def test_a_resumed_run_may_have_more_epochs(graph, tmp_path, capsys):
     whole, part = tmp_path / "whole", tmp_path / "part"
     assert main(["train", str(graph), *SMALL, "--epochs", "3", "--out", str(whole)]) == 0
     assert main(["train", str(graph), *SMALL, "--out", str(part)]) == 0
@@ -194,7 +194,7 @@ def test_options_from_a_file_and_from_the_command_line(graph, tmp_path):
     assert (kept["epochs"], kept["fanouts"], kept["hidden"]) == (1, [3, 3], 4)
 
 
-def test_info_verifies(graph, tmp_path, capsys):
+def test_info_verifies_checksums(graph, tmp_path, capsys):
     capsys.readouterr()
     assert main(["info", str(graph), "--verify"]) == 0
     line = json.loads(capsys.readouterr().out)
@@ -207,22 +207,22 @@ def test_info_verifies(graph, tmp_path, capsys):
     assert "features.npy" in error
 
 
-def test_plot_of_two_runs(run, tmp_path, capsys):
+def test_plot_draws_two_runs(run, tmp_path, capsys):
     capsys.readouterr()
     assert main(["plot", str(run), str(run), "--out", str(tmp_path / "p.png")]) == 0
     assert json.loads(capsys.readouterr().out)["picture"] == str(tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
-def test_check_measures(capsys):
+def test_check_measures_the_machine(capsys):
     assert main(["check", "--megabytes", "16"]) == 0
     line = json.loads(capsys.readouterr().out)
     assert line["copy_bytes_per_s"] > 1e8
     assert line["gather_bytes_per_s"] > 1e7
 
 
-def test_link_of_a_graph(graph, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gcnzc.tune.pcie_bench.gpu", lambda: None)
+def test_pcie_reports_the_layouts_of_a_graph(graph, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gcnzc.tune.pcie_bench.current_gpu", lambda: None)
     capsys.readouterr()
     out = tmp_path / "link.png"
     assert main(["pcie", str(graph), "--out", str(out), "--split-bytes", "64"]) == 0
@@ -239,8 +239,8 @@ def test_link_of_a_graph(graph, tmp_path, capsys, monkeypatch):
     assert out.stat().st_size > 10_000
 
 
-def test_link_of_public_graphs(capsys, monkeypatch):
-    monkeypatch.setattr("gcnzc.tune.pcie_bench.gpu", lambda: None)
+def test_pcie_reports_public_graphs(capsys, monkeypatch):
+    monkeypatch.setattr("gcnzc.tune.pcie_bench.current_gpu", lambda: None)
     capsys.readouterr()
     assert main(["pcie"]) == 0
     told, talk = capsys.readouterr()
@@ -253,7 +253,7 @@ def test_link_of_public_graphs(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["make", "--help"]])
-def test_help_explains(words, capsys):
+def test_help_is_printed(words, capsys):
     assert main(words) == 0
     assert "usage: gcnzc" in capsys.readouterr().out
 
@@ -276,33 +276,33 @@ def test_help_explains(words, capsys):
         (["pcie", "--split-bytes", "32"], "32", "gcnzc pcie --help"),
     ],
 )
-def test_misuse(words, error, hint, capsys):
+def test_invalid_arguments_are_rejected(words, error, hint, capsys):
     found = said(capsys, words, 2)
     assert error in found[0]
     assert hint in found[1]
 
 
-def test_missing_data(tmp_path, capsys):
+def test_a_missing_folder_is_reported(tmp_path, capsys):
     error, hint = said(capsys, ["train", tmp_path / "none"], 1)
     assert str(tmp_path / "none") in error
     assert "gcnzc" in hint
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_dataset(tmp_path, capsys):
+def test_an_unknown_dataset_is_rejected(tmp_path, capsys):
     error, hint = said(capsys, ["prepare", "ogbn-arxv", tmp_path / "x"], 1)
     assert "ogbn-arxv" in error
     assert "ogbn-arxiv" in hint
 
 
-def test_a_dataset_is_fetched_only_when_asked(tmp_path, capsys):
+def test_a_dataset_is_downloaded_only_with_the_option(tmp_path, capsys):
     _, hint = said(capsys, ["prepare", "ogbn-arxiv", tmp_path / "x"], 1)
     assert "--download" in hint
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["truncated", "not gzip", "column missing", "out of range"])
-def test_damaged_edges(damage, shared_data, tmp_path, capsys):
+def test_damaged_edges_are_reported(damage, shared_data, tmp_path, capsys):
     shutil.copytree(shared_data / "ogb" / "tolokers", tmp_path / "raw")
     path = tmp_path / "raw" / "raw" / "edge.csv.gz"
     path.chmod(0o644)
@@ -331,7 +331,7 @@ def test_a_resumed_run_keeps_its_model(run, capsys):
     assert "hidden 16, not 32" in error
 
 
-def test_a_checkpoint_of_another_model(run, tmp_path, capsys):
+def test_a_checkpoint_of_another_model_is_rejected(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "r")
     config = json.loads((run / "config.json").read_text()) | {"hidden": 8}
     (tmp_path / "r" / "config.json").write_text(json.dumps(config))
@@ -341,7 +341,7 @@ def test_a_checkpoint_of_another_model(run, tmp_path, capsys):
     assert "checkpoint of another model" in error
 
 
-def test_flipped_bits_in_a_run_are_found(run, tmp_path, capsys):
+def test_flipped_bits_in_a_run_are_detected(run, tmp_path, capsys):
     damaged = tmp_path / "damaged"
     shutil.copytree(run, damaged)
     weights = torch.load(run / "best.pt", weights_only=True)["model"]
@@ -359,7 +359,7 @@ def test_flipped_bits_in_a_run_are_found(run, tmp_path, capsys):
     assert "restore the file" in hint
 
 
-def test_files_of_another_program_in_a_run_are_refused(run, tmp_path, capsys):
+def test_files_of_another_program_in_a_run_are_rejected(run, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(run, other)
     for name in ("best.pt", "checkpoint.pt"):
@@ -372,7 +372,7 @@ def test_files_of_another_program_in_a_run_are_refused(run, tmp_path, capsys):
             assert "config.json" in said(capsys, words, 1)[0]
 
 
-def test_a_run_without_its_checkpoint_is_not_started_over_in_silence(run, tmp_path, capsys):
+def test_resuming_a_run_without_its_checkpoint_is_an_error(run, tmp_path, capsys):
     lost = tmp_path / "lost"
     shutil.copytree(run, lost)
     (lost / "checkpoint.pt").write_bytes(b"")
@@ -389,7 +389,7 @@ def test_a_run_without_its_checkpoint_is_not_started_over_in_silence(run, tmp_pa
     assert "has no checkpoint yet: the run starts again" in capsys.readouterr().err
 
 
-def test_options_that_were_edited_in_a_run_are_found(run, tmp_path, capsys):
+def test_options_that_were_edited_in_a_run_are_detected(run, tmp_path, capsys):
     edited = tmp_path / "edited"
     shutil.copytree(run, edited)
     options = json.loads((edited / "config.json").read_text())
@@ -398,12 +398,12 @@ def test_options_that_were_edited_in_a_run_are_found(run, tmp_path, capsys):
     assert "has lr 0.01, not 0.02" in error
 
 
-def test_no_run_to_resume(tmp_path, capsys):
+def test_resuming_a_missing_run_is_an_error(tmp_path, capsys):
     error, _ = said(capsys, ["train", "--resume", tmp_path / "none"], 1)
     assert "no run in" in error
 
 
-def test_no_cuda(graph, tmp_path, capsys, monkeypatch):
+def test_a_missing_gpu_is_reported(graph, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     words = ["train", graph, *SMALL, "--device", "cuda", "--out", tmp_path / "r"]
     error, hint = said(capsys, words, 1)
@@ -412,7 +412,7 @@ def test_no_cuda(graph, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "r").exists()
 
 
-def test_a_graph_without_features(shared_data, tmp_path, capsys):
+def test_training_without_features_is_an_error(shared_data, tmp_path, capsys):
     source = shared_data / "ogb" / "arxiv_nofeat"
     words = ["train", source, *SMALL, "--out", tmp_path / "r"]
     error, hint = said(capsys, words, 1)
@@ -421,13 +421,13 @@ def test_a_graph_without_features(shared_data, tmp_path, capsys):
     assert not (tmp_path / "r").exists()
 
 
-def test_the_link_of_a_graph_without_features(shared_data, capsys):
+def test_pcie_rejects_a_graph_without_features(shared_data, capsys):
     error, hint = said(capsys, ["pcie", shared_data / "ogb" / "arxiv_nofeat"], 1)
     assert "no features to read" in error
     assert "gcnzc embed" in hint
 
 
-def test_an_embedding_becomes_the_features(shared_data, tmp_path, capsys):
+def test_an_embedding_is_used_as_features(shared_data, tmp_path, capsys):
     source = shared_data / "ogb" / "cora"
     words = ["embed", str(source), str(tmp_path / "g"), "--dims", "24"]
     assert main(words) == 0
@@ -452,7 +452,7 @@ def test_an_embedding_becomes_the_features(shared_data, tmp_path, capsys):
         ("no such node\n\nhint: count again", "error: no such node", "hint: count again"),
     ],
 )
-def test_a_gpu_that_fails(message, error, hint, monkeypatch, capsys):
+def test_a_gpu_that_fails_is_reported(message, error, hint, monkeypatch, capsys):
     def fail(*_):
         raise RuntimeError(message)
 

@@ -23,9 +23,11 @@ FEEDBACK = {
     "int4 at random": Blocks("int4", 96, True, 5, has_feedback=True),
     "float4_e3m0 at random": Blocks("float4_e3m0", stochastic=True, has_feedback=True),
     "int4 of all": Blocks("int4", block=None, has_feedback=True),
-    "int4, then bfloat16": Blocks("int4", 32, has_feedback=True, second="bfloat16"),
-    "int8, then float32": Blocks("int8", has_feedback=True, second="float32"),
-    "float8_e5m2, then int4": Blocks("float8_e5m2", 64, True, has_feedback=True, second="int4"),
+    "int4, then bfloat16": Blocks("int4", 32, has_feedback=True, mean_format="bfloat16"),
+    "int8, then float32": Blocks("int8", has_feedback=True, mean_format="float32"),
+    "float8_e5m2, then int4": Blocks(
+        "float8_e5m2", 64, True, has_feedback=True, mean_format="int4"
+    ),
     "rounded": Rounded(has_feedback=True),
     "rounded float16": Rounded(torch.float16, has_feedback=True),
 }
@@ -33,7 +35,7 @@ NO_FEEDBACK = {
     "sign without errors": Sign(block=32, has_feedback=False),
     "int8 without errors": Blocks("int8", 32),
     "int4 at random without errors": Blocks("int4", stochastic=True),
-    "int4, then float32, without errors": Blocks("int4", second="float32"),
+    "int4, then float32, without errors": Blocks("int4", mean_format="float32"),
     "rounded without errors": Rounded(),
     "rounded float32": Rounded(torch.float32),
 }

@@ -34,28 +34,30 @@ def largest_of_blocks(vector, codec, world_size):
 
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize(("block", "world_size"), [(32, 2), (256, 3), (None, 5)])
-@pytest.mark.parametrize("form", NUMBER_FORMATS)
-def test_the_error_of_a_mean_is_at_most_two_rounding_errors(form, block, world_size, stochastic):
-    codec = Blocks(form, block, stochastic)
+@pytest.mark.parametrize("number_format", NUMBER_FORMATS)
+def test_the_error_of_a_mean_is_at_most_two_rounding_errors(
+    number_format, block, world_size, stochastic
+):
+    codec = Blocks(number_format, block, stochastic)
     given = vectors(COUNT, world_size)
     found = mean_of(reducers(codec, COUNT, world_size), given)[0].double()
     # no mean of a block is larger
     first = sum(largest_of_blocks(each, codec, world_size) for each in given) / world_size
-    room = ROOM[form] * (2 if stochastic else 1)
+    room = ROOM[number_format] * (2 if stochastic else 1)
     wrong = (found - torch.stack(given).double().mean(dim=0)).abs()
     assert bool((wrong <= 2 * room * first * (1 + 1e-5)).all())
     # the bound is not far too wide
     assert bool((wrong > 0.2 * room * first).any())
 
 
-@pytest.mark.parametrize(("second", "room"), [("float32", 1e-6), ("bfloat16", 2.0**-8)])
-def test_the_second_stage_may_be_more_accurate_than_the_first(second, room):
+@pytest.mark.parametrize(("mean_format", "room"), [("float32", 1e-6), ("bfloat16", 2.0**-8)])
+def test_the_second_stage_may_be_more_accurate_than_the_first(mean_format, room):
     """The first stage is exact here, so the error is that of the second."""
     # integers up to 127, which each block contains
     given = [torch.randint(-127, 128, (COUNT,)).float() for _ in range(3)]
     for vector in given:
         vector[::32] = 127
-    found = mean_of(reducers(Blocks("int8", 32, second=second), COUNT, 3), given)[0]
+    found = mean_of(reducers(Blocks("int8", 32, mean_format=mean_format), COUNT, 3), given)[0]
     torch.testing.assert_close(found, sum(given) / 3, rtol=room, atol=1e-5)
     # int8 cannot represent thirds
     coarse = mean_of(reducers(Blocks("int8", 32), COUNT, 3), given)[0]
@@ -63,32 +65,34 @@ def test_the_second_stage_may_be_more_accurate_than_the_first(second, room):
 
 
 # relative errors of a normal vector in blocks of 256, measured once without an exchange
-@pytest.mark.parametrize(("form", "share"), [("int4", 0.016), ("float4_e3m0", 0.038)])
-def test_the_relative_error_of_a_normal_vector_is_as_measured(form, share):
+@pytest.mark.parametrize(("number_format", "share"), [("int4", 0.016), ("float4_e3m0", 0.038)])
+def test_the_relative_error_of_a_normal_vector_is_as_measured(number_format, share):
     # the same vector on all ranks, so the mean has the same codes
     vector = torch.randn(40_000)
-    found = mean_of(reducers(Blocks(form), 40_000, 2), [vector, vector])[0]
+    found = mean_of(reducers(Blocks(number_format), 40_000, 2), [vector, vector])[0]
     left_out = (vector - found).square().sum() / vector.square().sum()
     assert left_out == pytest.approx(share, rel=0.06)
 
 
-@pytest.mark.parametrize("second", ["same", "float32"])
-@pytest.mark.parametrize("form", NUMBER_FORMATS)
-def test_random_rounding_has_no_bias(form, second):
+@pytest.mark.parametrize("mean_format", ["same", "float32"])
+@pytest.mark.parametrize("number_format", NUMBER_FORMATS)
+def test_random_rounding_has_no_bias(number_format, mean_format):
     # equal blocks, so that one mean has many draws for each element
     blocks, steps, world_size = 128, 10, 2
     given = vectors(32, world_size)
     repeated = [vector.repeat(blocks) for vector in given]
     found = {}
     for stochastic in (True, False):
-        codec = Blocks(form, 32, stochastic, seed=11, second=second)
+        codec = Blocks(number_format, 32, stochastic, seed=11, mean_format=mean_format)
         them = reducers(codec, 32 * blocks, world_size)
         means = torch.stack([mean_of(them, repeated)[0] for _ in range(steps)])
         found[stochastic] = means.view(-1, 32).double().mean(dim=0)
     exact = torch.stack(given).double().mean(dim=0)
     largest = sum(float(each.abs().max()) for each in given) / world_size
     # the standard deviation of a draw of two numbers at distance d is at most d / 2
-    deviation = ROOM[form] * (largest / world_size**0.5 + (largest if second == "same" else 0))
+    deviation = ROOM[number_format] * (
+        largest / world_size**0.5 + (largest if mean_format == "same" else 0)
+    )
     room = 5 * deviation / (steps * blocks) ** 0.5
     assert bool(((found[True] - exact).abs() <= room).all())
     # rounding to the nearest has the same error in each block
@@ -99,9 +103,9 @@ def test_ranks_stages_and_steps_have_different_draws(monkeypatch):
     draws = []
     encode = codec_blocks.encode_blocks
 
-    def watched(values, error, active, layout, rows, form, drawn, *args):
+    def watched(values, error, active, layout, rows, number_format, drawn, *args):
         draws.append(drawn)
-        return encode(values, error, active, layout, rows, form, drawn, *args)
+        return encode(values, error, active, layout, rows, number_format, drawn, *args)
 
     monkeypatch.setattr(codec_blocks, "encode_blocks", watched)
     them = reducers(Blocks("int4", stochastic=True), 500, 4)
@@ -114,7 +118,7 @@ def test_ranks_stages_and_steps_have_different_draws(monkeypatch):
 def test_ranks_with_the_same_vector_have_different_draws():
     vector = torch.full((32 * 32,), 0.35)
     vector[::32] = 7
-    codec = Blocks("int4", 32, stochastic=True, second="float32")
+    codec = Blocks("int4", 32, stochastic=True, mean_format="float32")
     found = mean_of(reducers(codec, len(vector), 8), [vector] * 8)[0]
     # eighths; with equal draws all ranks would round to 0 or to 1
     assert set((8 * found[vector < 1]).round(decimals=4).tolist()) > {0, 1, 2, 3, 4, 5, 6}
@@ -124,8 +128,8 @@ def test_ranks_with_the_same_vector_have_different_draws():
 def test_draws_depend_on_the_seed():
     given = vectors(COUNT, 3)
 
-    def three_means(seed, form="int4", stochastic=True):
-        them = reducers(Blocks(form, stochastic=stochastic, seed=seed), COUNT, 3)
+    def three_means(seed, number_format="int4", stochastic=True):
+        them = reducers(Blocks(number_format, stochastic=stochastic, seed=seed), COUNT, 3)
         return torch.stack([mean_of(them, given)[0] for _ in range(3)])
 
     assert torch.equal(three_means(1), three_means(1))
@@ -173,18 +177,30 @@ def test_sums_of_rounded_elements_are_not_rounded(dtype):
     ("options", "message"),
     [
         (
-            {"form": "int5"},
+            {"number_format": "int5"},
             r"no number format 'int5'\n\nhint: use one of float8_e4m3fn, .*float4_e3m0",
         ),
         (
-            {"form": "int8", "second": "int5"},
+            {"number_format": "int8", "mean_format": "int5"},
             r"no number format 'int5' for the mean\n\nhint: use one of same, bf",
         ),
-        ({"form": "int8", "block": 100}, r"blocks of 100 elements\n\nhint: use a multiple of 32"),
-        ({"form": "int8", "seed": -1}, r"no seed -1\n\nhint: use 0"),
-        ({"form": "int8", "seed": 2**32}, r"no seed 4294967296\n\nhint: use 0"),
+        (
+            {"number_format": "int8", "block": 100},
+            r"blocks of 100 elements\n\nhint: use a multiple of 32",
+        ),
+        ({"number_format": "int8", "seed": -1}, r"no seed -1\n\nhint: use 0"),
+        ({"number_format": "int8", "seed": 2**32}, r"no seed 4294967296\n\nhint: use 0"),
     ],
 )
 def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         Blocks(**options)
+
+
+def test_the_old_names_of_the_number_formats_work_and_warn():
+    with pytest.warns(DeprecationWarning, match="argument (form|second) .* is now"):
+        codec = Blocks(form="int8", second="float32")
+    assert codec == Blocks("int8", mean_format="float32")
+    for old, new in (("number_format", "number_format"), ("mean_format", "mean_format")):
+        with pytest.warns(DeprecationWarning, match=rf"Blocks\.{old} is now .*\.{new}"):
+            assert getattr(codec, old) == getattr(codec, new)

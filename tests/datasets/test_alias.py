@@ -20,7 +20,7 @@ def test_slots_add_up_to_the_weights(num_values):
     some_zero = np.random.default_rng(1).random(num_values)
     some_zero[: num_values // 2] = 0
     rows = [np.random.default_rng(0).pareto(1, 5), np.ones(num_values), some_zero]
-    found = probabilities(AliasTable.of(rows))
+    found = probabilities(AliasTable.from_weights(rows))
     for total, weights in zip(found, rows, strict=True):
         np.testing.assert_allclose(total, weights / weights.sum(), atol=1e-12)
     # what has no weight is never drawn, not even by rounding
@@ -28,13 +28,13 @@ def test_slots_add_up_to_the_weights(num_values):
 
 
 def test_a_row_of_zeros_is_uniform():
-    np.testing.assert_allclose(probabilities(AliasTable.of([np.zeros(4)]))[0], 0.25)
+    np.testing.assert_allclose(probabilities(AliasTable.from_weights([np.zeros(4)]))[0], 0.25)
 
 
-def test_draws_follow_their_rows():
+def test_draws_follow_the_weights_of_their_rows():
     weights = [np.array([1, 2, 5]), np.array([5, 0, 2, 1]), np.array([3, 5])]
     rows = np.tile([0, 1, 2], 100_000)
-    drawn = AliasTable.of(weights).draw(np.random.default_rng(0), len(rows), rows)
+    drawn = AliasTable.from_weights(weights).draw(np.random.default_rng(0), len(rows), rows)
     for row in range(3):
         counts = np.bincount(drawn[row::3], minlength=len(weights[row]))
         share = weights[row] / 8
@@ -42,6 +42,6 @@ def test_draws_follow_their_rows():
         assert (abs(counts - 100_000 * share) <= 4 * deviation).all()
 
 
-def test_without_rows_the_first_is_drawn_from():
-    alias = AliasTable.of([np.array([0, 0, 1]), np.array([1, 0])])
+def test_without_rows_all_draws_are_from_the_first_distribution():
+    alias = AliasTable.from_weights([np.array([0, 0, 1]), np.array([1, 0])])
     assert set(alias.draw(np.random.default_rng(0), 100)) == {2}

@@ -1,4 +1,4 @@
-"""Structural embeddings: what they may depend on, and that they find what is in the graph."""
+"""Structural embeddings: what they depend on, and that they represent the graph's structure."""
 
 import os
 
@@ -33,7 +33,7 @@ def of_edges(src: Array, dst: Array, num_nodes: int, dims: int = 16, seed: int =
     return embed(*csc(src, dst, num_nodes), dims, seed=seed)
 
 
-def test_communities_can_be_told_apart_without_any_label():
+def test_embeddings_separate_communities():
     src, dst, part = communities(2000, 8)
     rows = of_edges(src, dst, 2000)
     seen = np.bincount(np.concatenate([src, dst]), minlength=2000) > 0
@@ -43,7 +43,7 @@ def test_communities_can_be_told_apart_without_any_label():
     assert model.score(seen_rows[half:], seen_part[half:]) > 0.95
 
 
-def test_rows_are_float32_of_length_root_of_dims():
+def test_rows_are_float32_of_length_sqrt_of_dims():
     src, dst, _ = communities(500, 4)
     rows = of_edges(src, dst, 500, dims=32)
     assert rows.dtype == np.float32
@@ -55,7 +55,7 @@ def test_rows_are_float32_of_length_root_of_dims():
 
 
 @pytest.mark.parametrize("cores", [{0}, {0, 1}, set(range(8))])
-def test_the_number_of_threads_has_no_part_in_it(monkeypatch, cores):
+def test_the_result_does_not_depend_on_the_number_of_threads(monkeypatch, cores):
     monkeypatch.setattr(module, "CHUNK_ROWS", 100)
     src, dst, _ = communities(1500, 5)
     once = of_edges(src, dst, 1500)
@@ -63,13 +63,13 @@ def test_the_number_of_threads_has_no_part_in_it(monkeypatch, cores):
     np.testing.assert_array_equal(of_edges(src, dst, 1500), once)
 
 
-def test_seeds_differ_and_seeds_repeat():
+def test_equal_seeds_give_equal_rows_and_others_do_not():
     src, dst, _ = communities(300, 3)
     assert (of_edges(src, dst, 300, seed=1) == of_edges(src, dst, 300, seed=1)).all()
     assert not (of_edges(src, dst, 300, seed=1) == of_edges(src, dst, 300, seed=2)).all()
 
 
-def test_directions_repeats_and_loops_have_no_part_in_it():
+def test_directions_repeated_edges_and_self_loops_are_ignored():
     src, dst, _ = communities(400, 4)
     plain = of_edges(src, dst, 400)
     loops = np.arange(400)
@@ -77,7 +77,7 @@ def test_directions_repeats_and_loops_have_no_part_in_it():
     np.testing.assert_array_equal(of_edges(*ends, 400), plain)
 
 
-def test_the_graph_is_only_read():
+def test_the_graph_is_not_modified():
     src, dst, _ = communities(300, 3)
     indptr, indices = csc(src, dst, 300)
     # out of order in a column, which scipy would sort in place
@@ -87,7 +87,7 @@ def test_the_graph_is_only_read():
     np.testing.assert_array_equal(indices, copy)
 
 
-def test_parts_without_a_path_between_them_are_apart():
+def test_connected_components_have_orthogonal_rows():
     one = np.array([(i, j) for i in range(12) for j in range(i)]).T
     ends = np.concatenate([one, one + 12, one + 24], axis=1)
     rows = of_edges(*ends, 40, dims=8)
@@ -103,7 +103,7 @@ def test_parts_without_a_path_between_them_are_apart():
 @pytest.mark.parametrize(
     ("num_nodes", "edges"), [(0, []), (1, []), (1, [(0, 0)]), (2, [(0, 1)]), (5, []), (3, [(2, 0)])]
 )
-def test_smallest_graphs(num_nodes, edges):
+def test_the_smallest_graphs_have_embeddings(num_nodes, edges):
     src, dst = np.array(edges, np.int64).reshape(-1, 2).T
     rows = of_edges(src, dst, num_nodes)
     assert rows.shape == (num_nodes, 16)
@@ -114,19 +114,19 @@ def test_smallest_graphs(num_nodes, edges):
     np.testing.assert_array_equal(rows.any(axis=1), joined)
 
 
-def test_more_dimensions_than_nodes_are_zero():
+def test_dimensions_beyond_the_number_of_nodes_are_zero():
     src, dst, _ = communities(20, 2)
     rows = of_edges(src, dst, 20, dims=64)
     assert rows[:, :5].any()
     assert not rows[:, 20:].any()
 
 
-def test_an_embedding_has_a_dimension():
+def test_at_least_one_dimension_is_required():
     with pytest.raises(ValueError, match="0 dimensions"):
         of_edges(np.array([0]), np.array([1]), 2, dims=0)
 
 
-def test_progress_comes_to_the_end_of_each_stage():
+def test_progress_reaches_the_end_of_each_stage():
     told = {}
     src, dst, _ = communities(100, 2)
     embed(
@@ -134,10 +134,14 @@ def test_progress_comes_to_the_end_of_each_stage():
         8,
         progress=lambda what, done, total: told.update({what: (done, total)}),
     )
-    assert told == {"nodes walked from": (100, 100), "products": (3, 3), "mixings": (5, 5)}
+    assert told == {
+        "start nodes of walks": (100, 100),
+        "products": (3, 3),
+        "smoothing steps": (5, 5),
+    }
 
 
-def test_walks_meet_as_often_as_powers_of_the_transition_matrix_say(monkeypatch):
+def test_cooccurrences_agree_with_powers_of_the_transition_matrix(monkeypatch):
     monkeypatch.setattr(module, "WALKS", 20_000)
     random = np.random.default_rng(0)
     adjacency = np.triu(random.random((9, 9)) < 0.4, 1)
@@ -155,7 +159,7 @@ def test_walks_meet_as_often_as_powers_of_the_transition_matrix_say(monkeypatch)
     np.testing.assert_array_equal(met, met.T)
 
 
-def test_surprise_is_the_logarithm_of_the_ratio_to_chance(monkeypatch):
+def test_log_ratios_are_relative_to_the_counts_expected_by_chance(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_ROWS", 7)
     random = np.random.default_rng(0)
     counts = random.integers(0, 4, (30, 30)) * (random.random((30, 30)) < 0.3)

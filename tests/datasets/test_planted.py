@@ -35,7 +35,7 @@ def community(graph):
 
 
 @pytest.mark.parametrize("threads", [1, 8])
-def test_threads_do_not_matter(graph, edges, threads):
+def test_the_graph_does_not_depend_on_the_number_of_threads(graph, edges, threads):
     again = planted(60_000, 400_000, 32, 10, seed=3, threads=threads)
     np.testing.assert_array_equal(edges_of(again), edges)
     np.testing.assert_array_equal(features_of(again), features_of(graph))
@@ -43,7 +43,7 @@ def test_threads_do_not_matter(graph, edges, threads):
     assert again.best_accuracy == graph.best_accuracy
 
 
-def test_another_seed_makes_another_graph(graph, edges):
+def test_another_seed_gives_another_graph(graph, edges):
     other = planted(60_000, 400_000, 32, 10, seed=4)
     assert (edges_of(other) != edges).any()
     assert (features_of(other) != features_of(graph)).any()
@@ -51,7 +51,7 @@ def test_another_seed_makes_another_graph(graph, edges):
     assert (other.parts["test"] != graph.parts["test"]).any()
 
 
-def test_sizes(graph, edges):
+def test_the_graph_has_the_requested_sizes(graph, edges):
     assert edges.shape == (2, graph.num_edges) == (2, 400_000)
     assert edges.min() >= 0
     assert edges.max() < graph.num_nodes == 60_000
@@ -61,7 +61,7 @@ def test_sizes(graph, edges):
     assert [len(part) for part in graph.parts.values()] == [32_400, 10_800, 16_800]
 
 
-def test_edges_are_allocated_as_asked_for(graph, edges):
+def test_edges_are_written_to_the_allocated_arrays(graph, edges):
     allocated, told = [], []
 
     def allocate(name, size, dtype):
@@ -76,7 +76,7 @@ def test_edges_are_allocated_as_asked_for(graph, edges):
 
 
 @pytest.mark.parametrize("homophily", [0.3, 0.6, 0.9, 1.0])
-def test_homophily(homophily):
+def test_the_homophily_is_as_requested(homophily):
     graph = planted(20_000, 200_000, 4, 10, homophily=homophily, noise=0.0)
     labels = graph.labels()[edges_of(graph)]
     deviation = np.sqrt(homophily * (1 - homophily) / 200_000)
@@ -84,7 +84,7 @@ def test_homophily(homophily):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.4])
-def test_noise_in_the_labels(community, noise):
+def test_the_noise_of_the_labels_is_as_requested(community, noise):
     labels = planted(60_000, 400_000, 32, 10, seed=3, noise=noise).labels()
     wrong = labels != community
     assert abs(wrong.mean() - noise) <= 4 * np.sqrt(noise * (1 - noise) / 60_000)
@@ -107,7 +107,7 @@ def test_degrees_follow_a_power_law(exponent):
     assert degree.max() > 50 * degree.mean()
 
 
-def test_no_node_is_expected_to_know_more_than_a_tenth():
+def test_no_node_has_an_expected_degree_above_a_tenth_of_the_nodes():
     degree = np.bincount(edges_of(planted(1000, 20_000, 1, 4, exponent=2.1)).reshape(-1))
     assert 80 < degree.max() < 150
     # where the mean is above it, all nodes are alike
@@ -120,7 +120,7 @@ def test_the_largest_class_has_three_times_the_nodes_of_the_smallest(community):
     assert (abs(np.bincount(community) - expected) <= 4 * np.sqrt(expected)).all()
 
 
-def test_features_are_means_and_noise(graph, community):
+def test_features_are_the_communities_means_plus_noise(graph, community):
     features = features_of(graph).astype(np.float64)
     means = np.stack([features[community == k].mean(axis=0) for k in range(10)])
     np.testing.assert_allclose(np.linalg.norm(means, axis=1), 2.2, atol=0.15)
@@ -139,7 +139,7 @@ def brute_force(blocks, edges, features, node):
         mass = np.bincount(community, weight, len(blocks.shares))
         first, second = community[edges]
         second_by = (
-            blocks.loyal * (first == second) / mass[second] + (1 - blocks.loyal) / mass.sum()
+            blocks.affinity * (first == second) / mass[second] + (1 - blocks.affinity) / mass.sum()
         )
         total.append(
             np.log(blocks.shares[community]).sum()
@@ -150,7 +150,7 @@ def brute_force(blocks, edges, features, node):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_oracle_is_the_models_own_posterior(seed):
+def test_the_oracle_computes_the_posterior_of_the_model(seed):
     # 12 nodes: loops, equal edges, and communities of a single node all occur
     graph = planted(12, 60, 3, 4, seed=seed)
     blocks = module._draw_blocks(12, 60, 3, 4, seed, 0.75, 2.2, 2.75)
@@ -174,7 +174,7 @@ def test_the_oracle_of_some_nodes_reads_features_in_chunks(graph):
     assert len(list(rows)) == 120 - 6
 
 
-def test_edges_between_communities_at_homophily_1():
+def test_the_oracle_is_finite_at_homophily_1():
     blocks = BlockModel(
         np.array([0.5, 0.5]),
         np.zeros((2, 1), np.float32),
@@ -190,12 +190,12 @@ def test_edges_between_communities_at_homophily_1():
     assert np.isfinite(scores).all()
 
 
-def test_the_best_accuracy_is_near_what_noise_leaves(graph):
+def test_the_best_accuracy_is_near_one_minus_the_noise(graph):
     assert graph.best_accuracy < 0.9 + 4 * np.sqrt(0.09 / 16_800)
     assert graph.best_accuracy > 0.88
 
 
-def test_no_honest_guess_beats_the_best_accuracy(graph, edges, community):
+def test_no_classifier_exceeds_the_best_accuracy(graph, edges, community):
     test, labels = graph.parts["test"], graph.labels()
     features = features_of(graph)
     means = np.stack([features[community == k].mean(axis=0) for k in range(10)])
@@ -213,7 +213,7 @@ def test_no_honest_guess_beats_the_best_accuracy(graph, edges, community):
     assert both_accuracy > graph.best_accuracy - 0.01
 
 
-def test_only_so_many_nodes_are_asked(monkeypatch, graph):
+def test_the_oracle_predicts_a_bounded_number_of_nodes(monkeypatch, graph):
     monkeypatch.setattr(module, "MAX_POSTERIOR_VALUES", 10 * 5000)
     some = planted(60_000, 400_000, 32, 10, seed=3)
     assert some.best_accuracy != graph.best_accuracy
@@ -241,7 +241,7 @@ def test_origin_has_the_parameters(graph):
         ({"shares": {"train": 1, "valid": 1, "test": 1}}, "1000 nodes cannot be split"),
     ],
 )
-def test_parameters_that_make_no_graph(wrong, message):
+def test_invalid_parameters_are_rejected(wrong, message):
     sizes = {"num_nodes": 1000, "num_edges": 5000, "num_features": 4, "num_classes": 5}
     with pytest.raises(ValueError, match=message) as caught:
         planted(**sizes | wrong)

@@ -1,4 +1,4 @@
-"""The model of the bus equals a simulation, lane by lane, and says what is known by hand."""
+"""The model of PCIe traffic equals a simulation of every lane, and examples by hand."""
 
 import random
 from collections import Counter
@@ -17,7 +17,7 @@ from gcnzc.features.pcie_traffic import (
     traffic,
 )
 from gcnzc.features.table import FeatureTable
-from gcnzc.kernels.gather.lanes import LAYOUTS, lanes_of
+from gcnzc.kernels.gather.lanes import LAYOUTS, assign_lanes
 
 REAL = [(512, 4), (256, 2), (400, 4), (200, 2), (2408, 4), (1204, 2), (5732, 4), (14812, 4)]
 REAL += [(2000, 4), (3068, 4), (2980, 4), (27220, 4), (132, 1), (1536, 2), (4096, 4), (40, 4)]
@@ -56,7 +56,7 @@ def check(layout, row_bytes, item_bytes, stride_bytes, base, split_bytes=None):
         base=base,
         split_bytes=split_bytes,
     )
-    lanes = lanes_of(layout, row_bytes, stride_bytes, base, item_bytes)
+    lanes = assign_lanes(layout, row_bytes, stride_bytes, base, item_bytes)
     period = 128 // gcd(stride_bytes, 128)
     addresses = [base + row * stride_bytes for row in range(period)]
     assert told == simulated(lanes, addresses, split_bytes), (row_bytes, stride_bytes, base)
@@ -64,8 +64,12 @@ def check(layout, row_bytes, item_bytes, stride_bytes, base, split_bytes=None):
 
 def strides(layout, row_bytes, item_bytes):
     """Side by side, a little apart, and on lines."""
-    on_lines = row_bytes + -row_bytes % 128
-    return [on_lines] if layout == "pitched" else [row_bytes, row_bytes + 3 * item_bytes, on_lines]
+    aligned_view = row_bytes + -row_bytes % 128
+    return (
+        [aligned_view]
+        if layout == "pitched"
+        else [row_bytes, row_bytes + 3 * item_bytes, aligned_view]
+    )
 
 
 def bases(layout, item_bytes):
@@ -106,7 +110,7 @@ def test_equals_a_simulation_of_real_rows(layout, split_bytes):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
-def test_equals_a_simulation_of_everything(layout, item_bytes):
+def test_equals_a_simulation_of_all_layouts(layout, item_bytes):
     for row_bytes in range(item_bytes, 301, item_bytes):
         for stride_bytes in strides(layout, row_bytes, item_bytes):
             for number, base in enumerate(bases(layout, item_bytes)[:3]):
@@ -132,7 +136,7 @@ def test_equals_a_simulation_of_everything(layout, item_bytes):
         ("wrapped", 110, 2, 20, {32: 2, 64: 2}, 272),
     ],
 )
-def test_by_hand(layout, row_bytes, item_bytes, base, requests, wire_bytes):
+def test_examples_by_hand(layout, row_bytes, item_bytes, base, requests, wire_bytes):
     stride_bytes = row_bytes + -row_bytes % 128
     told = traffic(
         row_bytes, layout=layout, item_bytes=item_bytes, stride_bytes=stride_bytes, base=base
@@ -148,7 +152,7 @@ def test_by_hand(layout, row_bytes, item_bytes, base, requests, wire_bytes):
     ("base", "row_bytes", "packets"),
     [(0, 64, 1), (32, 64, 2), (0, 96, 2), (32, 96, 2), (0, 128, 2)],
 )
-def test_answers_cut_at_64_bytes(base, row_bytes, packets):
+def test_completions_split_at_64_bytes(base, row_bytes, packets):
     options = {"layout": "vector", "stride_bytes": 128, "base": base}
     whole = traffic(row_bytes, **options)
     cut = traffic(row_bytes, **options, split_bytes=64)
@@ -157,17 +161,17 @@ def test_answers_cut_at_64_bytes(base, row_bytes, packets):
     assert cut.wire_bytes == row_bytes + 20 * packets
 
 
-def test_no_answer_is_longer_than_a_line():
+def test_no_completion_is_longer_than_a_line():
     whole = traffic(512, layout="vector")
     assert whole.wire_bytes == 4 * 148
     assert traffic(512, layout="vector", split_bytes=256) == whole
 
 
-def test_a_table_and_its_rows():
+def test_the_traffic_of_a_table_is_the_mean_of_its_rows():
     memory = torch.zeros(4000, dtype=torch.float16)
     rows = memory.as_strided((11, 50), (52, 1), 3)
     base = rows.data_ptr()
-    lanes = lanes_of("vector", 100, 104, base, 2)
+    lanes = assign_lanes("vector", 100, 104, base, 2)
     addresses = [base + row * 104 for row in range(11)]
     # the rows that begin at one place in a line are not as many as those that begin at another
     assert table_traffic(rows, layout="vector") == simulated(lanes, addresses)
@@ -186,7 +190,7 @@ def test_a_single_row_may_have_any_stride():
     assert table_traffic(row, layout="vector").requests == {32: 0, 64: 2, 96: 0, 128: 3}
 
 
-def test_nothing_to_read():
+def test_tables_without_bytes_to_read_are_rejected():
     for rows, ids in (
         (torch.zeros(0, 4), None),
         (torch.zeros(4, 0), None),
@@ -197,7 +201,7 @@ def test_nothing_to_read():
 
 
 @pytest.mark.parametrize("ids", [[0, 4], [-1]])
-def test_ids_outside(ids):
+def test_ids_out_of_range_are_rejected(ids):
     with pytest.raises(IndexError, match=r"(?s)not in a table of 4 rows.*hint: "):
         table_traffic(torch.zeros(4, 4), torch.tensor(ids), layout="shifted")
 
@@ -215,18 +219,18 @@ def test_ids_outside(ids):
         ({"row_bytes": 400, "layout": "pitched", "stride_bytes": 400}, "do not begin on lines"),
     ],
 )
-def test_bad_sizes(options, words):
+def test_invalid_sizes_are_rejected(options, words):
     with pytest.raises(ValueError, match=rf"(?s){words}.*\n\nhint: "):
         traffic(**({"layout": "shifted"} | options))
 
 
-def test_pitched_rows_lie_on_lines_unless_told_otherwise():
+def test_pitched_rows_begin_on_lines_by_default():
     told = traffic(400, layout="pitched")
     assert told == traffic(400, layout="pitched", stride_bytes=512)
     assert told.requests_per_row == 4
 
 
-def test_shifted_asks_least():
+def test_shifted_has_the_fewest_requests():
     for row_bytes in range(4, 2052, 4):
         told = {layout: traffic(row_bytes, layout=layout) for layout in LAYOUTS}
         least = told["shifted"].requests_per_row
@@ -237,7 +241,7 @@ def test_shifted_asks_least():
         assert told["pitched"].requests_per_row == -(-row_bytes // 128)
 
 
-def test_what_docs_link_md_says_of_the_picture():
+def test_the_documented_efficiencies_are_correct():
     for row_bytes in range(128, 8193, 4):
         vector, shifted = (
             traffic(row_bytes, layout=layout).efficiency for layout in ("vector", "shifted")
@@ -267,7 +271,7 @@ def test_choose_pitch(row_bytes, item_bytes, pitch_bytes, why):
     assert reason.endswith(why)
 
 
-def test_a_pitch_keeps_its_promises():
+def test_a_chosen_pitch_has_the_documented_properties():
     pitched = 0
     for row_bytes in range(2, 4096, 2):
         pitch_bytes, _ = choose_pitch(row_bytes, 2)
@@ -284,7 +288,7 @@ def test_choose_layout():
     assert choose_layout(400) == choose_layout(512, 64) == "shifted"
 
 
-def test_ceiling():
+def test_the_ceiling_is_the_lower_of_wire_rate_and_request_rate():
     lines = traffic(512, layout="pitched")
     found = ceiling(63e9, 0.94e-6, 256, lines)
     assert found.by_wire_bytes_per_s == pytest.approx(63e9 * 128 / 148)

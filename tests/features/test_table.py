@@ -1,4 +1,4 @@
-"""A table knows its sizes, gathers where it lies, and gives back what it locked."""
+"""Feature tables: their sizes, their gathers, and page-locking of their memory."""
 
 import contextlib
 import ctypes
@@ -78,7 +78,7 @@ pytestmark = [
 ]
 
 
-def test_sizes():
+def test_sizes_of_a_dense_table():
     table = FeatureTable(torch.zeros(7, 5, dtype=torch.float16)[:, :3])
     assert len(table) == table.num_rows == 7
     assert table.num_columns == 3
@@ -103,7 +103,7 @@ def test_sizes_of_codes(per):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("per", [None, 5])
-def test_codes_are_gathered_as_numbers(dtype, per, device):
+def test_quantized_rows_are_dequantized_by_gathers(dtype, per, device):
     rows = torch.randn(20, 12).double()
     table = FeatureTable.quantized(rows, dtype, scale_columns=per)
     ids = torch.tensor([3, 19, 3])
@@ -119,27 +119,36 @@ def test_codes_are_gathered_as_numbers(dtype, per, device):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_a_table_keeps_its_way_and_gathers_by_it(quantized, device, monkeypatch):
-    way, plain = KernelConfig(programs=3, warps=4), FeatureTable(torch.randn(40, 20))
+def test_a_table_gathers_with_its_kernel_config(quantized, device, monkeypatch):
+    kernel_config, plain = KernelConfig(programs=3, warps=4), FeatureTable(torch.randn(40, 20))
     if quantized:
         plain = FeatureTable.quantized(plain.rows)
-    mine = replace(plain, way=way)
-    assert mine.to("meta").way == way
+    mine = replace(plain, kernel_config=kernel_config)
+    assert mine.to("meta").kernel_config == kernel_config
     with pinned(mine) as table:
-        assert table.way == way
+        assert table.kernel_config == kernel_config
     cached = gcnzc.cached(mine, 0.5, torch.rand(40), device="cpu")
-    assert cached.way == way
+    assert cached.kernel_config == kernel_config
     told, ids = [], torch.randint(40, (60,))
     for place, name in ((tables, "gather"), (cache, "gather_cached")):
         monkeypatch.setattr(place, name, listened(getattr(place, name), told))
     assert torch.equal(mine.gather(ids), plain.gather(ids))
     assert torch.equal(cached.gather(ids), plain.gather(ids))
-    assert told == [way, None, way, None]
+    assert told == [kernel_config, None, kernel_config, None]
     if device.type == "cpu":
         # as a GPU would
         copied = replace(cached, copies=make_cached_rows(plain.rows, cached.cached_ids, device))
         assert torch.equal(copied.gather(ids), plain.gather(ids))
-        assert told[-2:] == [way, None]
+        assert told[-2:] == [kernel_config, None]
+
+
+def test_the_old_name_of_the_kernel_config_works_and_warns():
+    config = KernelConfig(warps=4)
+    with pytest.warns(DeprecationWarning, match="argument way .* is now kernel_config"):
+        table = FeatureTable(torch.zeros(2, 3), way=config)
+    assert table.kernel_config is config
+    with pytest.warns(DeprecationWarning, match=r"FeatureTable\.way is now .*\.kernel_config"):
+        assert table.way is config
 
 
 def listened(gather, told):
@@ -152,7 +161,7 @@ def listened(gather, told):
     return gather_and_record
 
 
-def test_scales_go_to_a_device_once():
+def test_scales_are_copied_to_a_device_once():
     table = FeatureTable.quantized(torch.randn(20, 12))
     meta = torch.device("meta")
     assert table.scales_on(torch.device("cpu")) is table.scales
@@ -164,7 +173,7 @@ def test_scales_go_to_a_device_once():
     assert table.to("cpu") is table
 
 
-def test_no_codes():
+def test_invalid_codes_and_scales_are_rejected():
     codes = torch.ones(4, 6, dtype=torch.int8)
     for scales, per in (
         (None, 2),
@@ -210,7 +219,7 @@ def test_sizes_of_a_sparse_table():
 
 
 @pytest.mark.parametrize("make", [lambda rows: rows, sparse])
-def test_gather(make):
+def test_gathers_return_the_rows(make):
     rows = torch.randn(50, 9)
     table = FeatureTable(make(rows))
     ids = torch.tensor([3, 3, 49, 0])
@@ -242,19 +251,19 @@ def test_rows_are_not_copied():
         (torch.zeros(5, 4).to_sparse(), "dense with contiguous rows, or CSR"),
     ],
 )
-def test_no_table(rows, words):
+def test_tensors_that_are_no_table_are_rejected(rows, words):
     with pytest.raises(ValueError, match=rf"(?s){words}.*\n\nhint: "):
         FeatureTable(rows)
 
 
-def test_no_sparse_table_of_doubles():
+def test_sparse_tables_of_float64_are_rejected():
     with pytest.raises(ValueError, match=r"(?s)float32 on the host, not torch.float64.*hint: "):
         FeatureTable(sparse(torch.eye(3, dtype=torch.float64)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 @pytest.mark.parametrize("make", [lambda rows: rows, sparse])
-def test_pinned_without_cuda(make):
+def test_pinned_does_nothing_without_cuda(make):
     rows = make(torch.eye(3))
     with pinned(rows) as table:
         assert table.rows is rows
@@ -269,7 +278,7 @@ def test_pinned_locks_in_place_and_unlocks(cuda):
     assert driver.ranges == {}
 
 
-def test_pinned_takes_a_table(cuda):
+def test_pinned_accepts_a_table(cuda):
     driver = cuda(FakeDriver())
     table = FeatureTable(torch.zeros(1000, 80))
     with pinned(table) as same:
@@ -345,7 +354,7 @@ def test_neighbours_of_a_locked_table_are_copied_by_torch_itself(cuda):
         assert torch.equal(copy_into(there, memory, non_blocking=True), memory)
 
 
-def test_rows_apart_are_copied_to_a_gpu(cuda):
+def test_padded_rows_are_copied_to_a_gpu(cuda):
     cuda(FakeDriver(), 1)
     rows = torch.arange(40_000.0).view(400, 100)[:, 3:60]
     with pinned(rows) as table:
@@ -396,7 +405,7 @@ def test_pinned_twice_locks_once(cuda):
     assert driver.ranges == {}
 
 
-def test_pinned_is_refused(cuda):
+def test_a_refused_page_lock_is_reported(cuda):
     # the first call is the page that shows whether the GPU reads host memory
     driver = cuda(FakeDriver(codes={1: 719}))
     with (
@@ -408,7 +417,7 @@ def test_pinned_is_refused(cuda):
 
 
 @pytest.mark.parametrize("code", [800, 801])
-def test_what_may_be_written_is_not_copied(cuda, code, caplog):
+def test_writable_memory_is_not_copied(cuda, code, caplog):
     # a copy would not see what is written to the rows
     driver = cuda(FakeDriver(codes={1: code}))
     with pytest.raises(RuntimeError, match=rf"\({code}\)"), pinned(torch.zeros(3, 2)):
@@ -417,7 +426,7 @@ def test_what_may_be_written_is_not_copied(cuda, code, caplog):
     assert driver.ranges == {}
 
 
-def test_pinned_asks_for_memory_before_it_locks(cuda, monkeypatch):
+def test_pinned_checks_the_memory_before_it_locks(cuda, monkeypatch):
     driver = cuda(FakeDriver())
     # never written, so that none of it is there
     rows = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.float32).view(-1, 64)
@@ -432,7 +441,7 @@ def test_pinned_asks_for_memory_before_it_locks(cuda, monkeypatch):
         assert len(driver.calls) == calls
 
 
-def test_pinned_leaves_alone_what_is_empty_or_elsewhere(cuda):
+def test_pinned_does_not_lock_empty_tables_or_tables_on_a_gpu(cuda):
     driver = cuda(FakeDriver())
     for rows in (torch.zeros(0, 4), torch.zeros(4, 0), torch.zeros(4, 4, device="meta")):
         with pinned(rows) as table:
@@ -440,7 +449,7 @@ def test_pinned_leaves_alone_what_is_empty_or_elsewhere(cuda):
     assert driver.calls == []
 
 
-def test_pinned_leaves_alone_what_others_locked(cuda):
+def test_pinned_does_not_lock_memory_that_is_locked_already(cuda):
     driver = cuda(FakeDriver())
     rows = torch.zeros(1000, 80)
     address, num_bytes = span_of(rows)
@@ -451,7 +460,7 @@ def test_pinned_leaves_alone_what_others_locked(cuda):
     assert driver.foreign == {address: address + num_bytes}
 
 
-def test_pinned_refuses_a_sparse_table_on_a_gpu(cuda):
+def test_pinned_rejects_a_sparse_table_for_a_gpu(cuda):
     cuda(FakeDriver())
     with pytest.raises(ValueError, match=r"(?s)sparse table of 3 rows.*hint: "):
         pinned(sparse(torch.eye(3))).__enter__()
@@ -469,7 +478,7 @@ def test_a_read_only_map_is_locked_in_place_where_the_driver_can(cuda, stored, c
     assert caplog.messages == []
 
 
-def test_memory_that_may_be_written_is_not_locked_as_read_only(cuda):
+def test_writable_memory_is_not_locked_as_read_only(cuda):
     driver = cuda(FakeDriver(read_only_code=801))
     with pinned(torch.zeros(1000, 80)):
         assert {call[3] for call in driver.named("lock")} == {False}
@@ -547,7 +556,7 @@ def test_a_copy_is_shared_with_processes_that_are_forked_later(cuda, stored):
         assert table.rows[0, 0].item() == 77.0
 
 
-def test_a_copy_needs_memory_too(cuda, stored, monkeypatch, caplog):
+def test_too_little_memory_for_a_copy_is_reported(cuda, stored, monkeypatch, caplog):
     driver = cuda(FakeDriver(read_only_code=801))
     rows = mapped(stored)
     left = [1 << 40, 1 << 40, 1000]
@@ -565,7 +574,7 @@ def test_a_copy_needs_memory_too(cuda, stored, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("code", [2, 719])
-def test_a_copy_mends_neither_memory_nor_gpu(cuda, stored, code, caplog):
+def test_a_copy_is_not_tried_after_other_errors(cuda, stored, code, caplog):
     driver = cuda(FakeDriver(read_only_code=code))
     with pytest.raises(RuntimeError, match=rf"\({code}\)"), pinned(mapped(stored)):
         pytest.fail("nothing is locked here")
@@ -583,7 +592,7 @@ def test_a_copy_mends_neither_memory_nor_gpu(cuda, stored, code, caplog):
         FakeDriver(codes={0: 304}),
     ],
 )
-def test_a_driver_that_shows_gpus_no_host_memory(cuda, driver, caplog):
+def test_without_gpus_that_read_host_memory_nothing_is_locked(cuda, driver, caplog):
     cuda(driver)
     rows = torch.randn(30, 8)
     assert not can_read_host("cuda")
@@ -598,7 +607,7 @@ def test_a_driver_that_shows_gpus_no_host_memory(cuda, driver, caplog):
     ]
 
 
-def test_wsl_that_locks_a_page_but_not_the_table(cuda, caplog, monkeypatch):
+def test_a_driver_that_locks_a_page_but_not_the_table_is_reported(cuda, caplog, monkeypatch):
     driver = cuda(FakeDriver(largest=PAGE))
     small, large = torch.randn(3, 8), torch.randn(3000, 8)
     # the ledger of `cuda` would go on down to single pages
@@ -633,7 +642,7 @@ def test_a_lost_gpu_does_not_hide_the_error_of_the_body(cuda, caplog):
     assert driver.ranges == {}
 
 
-def test_can_read_host(cuda):
+def test_can_read_host_checks_the_gpu(cuda):
     if not torch.cuda.is_available():
         assert not can_read_host("cuda")
     driver = cuda(FakeDriver())
@@ -645,7 +654,7 @@ def test_can_read_host(cuda):
     assert asked == [0, 3]
 
 
-def test_one_ledger_for_a_process(monkeypatch):
+def test_a_process_has_one_ledger_of_page_locks(monkeypatch):
     made = []
 
     def make():
@@ -666,7 +675,7 @@ def test_one_ledger_for_a_process(monkeypatch):
         registrations._open_page_locks.cache_clear()
 
 
-def test_no_ledger_without_a_driver(monkeypatch):
+def test_without_a_driver_there_is_no_ledger(monkeypatch):
     def missing():
         raise OSError("libcuda.so.1: cannot open shared object file")
 
@@ -679,7 +688,7 @@ def test_no_ledger_without_a_driver(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_pinned_again_and_again(device):
+def test_pinned_can_be_repeated_many_times(device):
     rows = torch.randn(100_000, 101)
     ids = torch.randint(100_000, (5000,), device=device)
     for _ in range(3):
@@ -693,7 +702,7 @@ def test_pinned_again_and_again(device):
 
 
 @pytest.mark.gpu
-def test_rows_across_the_borders_of_segments(device, monkeypatch):
+def test_rows_across_registration_boundaries_are_gathered(device, monkeypatch):
     # rows of 404 bytes, segments of 64 KiB: every 162nd row crosses a border
     rows = torch.randn(100_000, 101)
     ledger = PageLocks(Driver(), segment_bytes=1 << 16)
@@ -707,7 +716,7 @@ def test_rows_across_the_borders_of_segments(device, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_prepared_table_on_a_gpu(device, stored, caplog):
+def test_a_gpu_gathers_from_a_prepared_table(device, stored, caplog):
     rows = mapped(stored)
     ids = torch.randint(len(rows), (3000,), device=device)
     for _ in range(2):
@@ -720,7 +729,7 @@ def test_a_prepared_table_on_a_gpu(device, stored, caplog):
 
 
 @pytest.mark.gpu
-def test_what_torch_pinned_stays_so(device):
+def test_memory_pinned_by_torch_stays_pinned(device):
     rows = torch.randn(3000, 101).pin_memory()
     with pinned(rows) as table:
         assert table.rows is rows
@@ -730,7 +739,7 @@ def test_what_torch_pinned_stays_so(device):
 
 
 @pytest.mark.gpu
-def test_shared_memory_on_a_gpu(device):
+def test_a_gpu_gathers_from_shared_memory(device):
     rows = torch.randn(3000, 101).share_memory_()
     with pinned(rows) as table:
         assert table.rows is rows
@@ -740,12 +749,12 @@ def test_shared_memory_on_a_gpu(device):
 
 
 @pytest.mark.gpu
-def test_this_gpu_reads_host_memory(device):
+def test_the_gpu_of_this_machine_reads_host_memory(device):
     assert can_read_host(device)
 
 
 @pytest.mark.gpu
-def test_pinned_rows_on_a_gpu(device):
+def test_a_gpu_gathers_pinned_rows(device):
     rows = torch.randn(5, 3, device=device)
     with pinned(rows) as table:
         assert table.gather(torch.tensor([4], device=device)).tolist() == rows[4:].tolist()

@@ -1,4 +1,4 @@
-"""What DGL's loader does with rare arguments and empty epochs, ours does as well."""
+"""The DGL loader behaves as DGL's with rare arguments and empty epochs."""
 
 import copy
 import importlib.util
@@ -49,7 +49,7 @@ def test_an_epoch_without_minibatches_is_no_error(graph, items, drawn_by, shuffl
 
 
 @NOT_PINNED
-def test_a_reverse_edge_that_is_none_excludes_nothing(graph):
+def test_a_reverse_id_that_is_no_edge_excludes_nothing(graph):
     # as if every edge had a reverse behind all edges, where the graph has none
     reverse = {"exclude": "reverse_id", "reverse_eids": torch.arange(EDGES) + EDGES}
     ours, theirs = (
@@ -64,13 +64,13 @@ def test_a_reverse_edge_that_is_none_excludes_nothing(graph):
     assert drawn == wanted
 
 
-def test_a_graph_without_edges_has_no_pairs():
+def test_a_graph_without_edges_has_no_minibatches_of_edges():
     graph = dgl.graph(([], []), num_nodes=4)
     assert list(DataLoader(graph, [], sampler("self"))) == []
 
 
 @NOT_PINNED
-def test_indices_by_the_one_type_are_indices(graph):
+def test_indices_may_be_a_dictionary_with_the_only_type(graph):
     ids = torch.tensor([5, 2, 9])
     ours, theirs = (
         next(iter(Loader(graph, {"_N": ids}, loading.NeighborSampler([-1]), batch_size=3)))
@@ -81,11 +81,13 @@ def test_indices_by_the_one_type_are_indices(graph):
     assert torch.equal(ours[1]["_N"], theirs[1]["_N"])
     (pairs,) = [pairs for _, pairs, _ in DataLoader(graph, {"_E": ids}, sampler(), batch_size=3)]
     assert pairs.edata[dgl.EID].tolist() == [5, 2, 9]
-    with pytest.raises(ValueError, match=r"of types \['paper'\], but the graph has \['_N'\]"):
+    with pytest.raises(
+        ValueError, match=r"the types \['paper'\], but the graph has the types \['_N'\]"
+    ):
         DataLoader(graph, {"paper": ids}, loading.NeighborSampler([2]))
 
 
-def test_arguments_without_effect(graph):
+def test_arguments_of_worker_processes_have_no_effect(graph):
     quiet = {"gpu_cache": {}, "worker_init_fn": print, "num_workers": 2}
     loader = DataLoader(graph, torch.arange(9), loading.NeighborSampler([2]), **quiet)
     assert len(list(loader)) == 9
@@ -108,7 +110,7 @@ def test_no_error_prints_a_tensor(graph):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("is_edges", [False, True])
-def test_a_copy_goes_on_where_the_loader_stands(graph, copied, is_edges):
+def test_a_copy_continues_at_the_position_of_the_loader(graph, copied, is_edges):
     drawn = sampler("self") if is_edges else loading.NeighborSampler([3, 2])
     loader = DataLoader(graph, torch.arange(NODES), drawn, batch_size=8, shuffle=True)
     iterator = iter(loader)
@@ -119,7 +121,7 @@ def test_a_copy_goes_on_where_the_loader_stands(graph, copied, is_edges):
             assert torch.equal(block.edata[dgl.EID], copy_of_block.edata[dgl.EID])
 
 
-def test_worker_processes_make_the_minibatches_of_the_process_that_starts_them(graph):
+def test_worker_processes_return_the_minibatches_of_the_process_that_starts_them(graph):
     # as under Accelerate with num_workers; the worker starts without DGL
     graph = graph.clone()
     graph.ndata["feat"] = torch.arange(2 * NODES).view(NODES, 2)

@@ -1,4 +1,4 @@
-"""DGL imports beside any torch, and samples what it should."""
+"""DGL is imported with any version of torch, and its sampler works as a sampler of `Loader`."""
 
 import importlib.util
 import subprocess
@@ -62,7 +62,7 @@ print(sampler.sample(torch.arange(40), 5).nodes.tolist())
 
 
 @needs_dgl
-def test_new_processes_import_quietly_and_sample_alike(tmp_path):
+def test_new_processes_import_dgl_quietly_and_sample_the_same(tmp_path):
     # warnings are errors but inside the import, and an empty home has no settings of DGL
     env = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     pipe = subprocess.PIPE
@@ -80,14 +80,14 @@ def test_new_processes_import_quietly_and_sample_alike(tmp_path):
 
 
 @needs_dgl
-def test_graphbolt_says_that_it_is_not_there():
+def test_a_missing_graphbolt_is_reported_when_it_is_used():
     if graphbolt_works():
         pytest.skip("GraphBolt works beside this torch")
-    with pytest.raises(AttributeError, match=r"GraphBolt is not made for torch \d"):
+    with pytest.raises(AttributeError, match=r"GraphBolt is not compiled for torch \d"):
         _ = import_dgl().graphbolt.ItemSet
 
 
-def test_graphbolt_is_left_alone_where_it_works(fake):
+def test_a_working_graphbolt_is_not_replaced(fake):
     version = torch.__version__.partition("+")[0]
     library = f"dgl/graphbolt/libgraphbolt_pytorch_{version}.so"
     source = "__version__ = '2.1.0'\nfrom . import graphbolt\n"
@@ -117,7 +117,7 @@ def test_graphbolt_needs_its_library_and_torchdata(fake, monkeypatch):
     assert not graphbolt_works()
 
 
-def test_without_dgl(fake, monkeypatch):
+def test_a_missing_dgl_is_reported(fake, monkeypatch):
     fake("")
     monkeypatch.setattr(door.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"^DGL is not installed\n\nhint: "):
@@ -130,11 +130,11 @@ def test_without_dgl(fake, monkeypatch):
     ("source", "message"),
     [
         ("__version__ = '0.1.3'", r"^DGL 0\.1\.3 is too old\n\nhint: "),
-        ("import nothing_of_that_name", r"^DGL does not import: No module .*\n\nhint: "),
-        ("raise OSError('libdgl.so: not found')", "^DGL does not import: libdgl"),
+        ("import nothing_of_that_name", r"^the import of DGL failed: No module .*\n\nhint: "),
+        ("raise OSError('libdgl.so: not found')", "^the import of DGL failed: libdgl"),
     ],
 )
-def test_useless_dgl(fake, source, message):
+def test_a_dgl_that_is_too_old_is_reported(fake, source, message):
     fake(source)
     with pytest.raises(RuntimeError, match=message):
         import_dgl()
@@ -142,7 +142,7 @@ def test_useless_dgl(fake, source, message):
         assert "dgl.graphbolt" not in sys.modules
 
 
-def test_warnings_are_silenced_only_while_importing(fake):
+def test_warnings_are_suppressed_only_during_the_import(fake):
     fake("import warnings\n__version__ = '2.1.0'\nwarnings.warn('old')\n")
     import_dgl()
     with pytest.warns(UserWarning, match="new"):
@@ -151,7 +151,7 @@ def test_warnings_are_silenced_only_while_importing(fake):
 
 @needs_dgl
 @pytest.mark.parametrize("fanouts", [[4, 3], [-1, 2, 5], [0, 3], [3, 0]])
-def test_samples_edges_of_the_graph(cora, fanouts):
+def test_sampled_edges_are_edges_of_the_graph(cora, fanouts):
     seeds = torch.randperm(cora.num_nodes)[:200]
     batch = DglSampler(cora, fanouts, seed=3).sample(seeds, epoch=1)
     assert torch.equal(batch.seeds, seeds)
@@ -177,7 +177,7 @@ def test_samples_edges_of_the_graph(cora, fanouts):
 
 
 @needs_dgl
-def test_all_neighbours_are_those_of_our_own_sampler(cora):
+def test_full_neighbourhoods_equal_those_of_gcnzcs_sampler(cora):
     seeds = torch.arange(0, 2000, 7)
     theirs = DglSampler(cora, [-1, -1]).sample(seeds, 0)
     ours = Sampler(cora, [-1, -1]).sample(seeds, 0)
@@ -191,7 +191,7 @@ def numbers(batch):
 
 
 @needs_dgl
-def test_same_batches_from_any_thread_in_any_order(cora):
+def test_batches_do_not_depend_on_threads_or_order(cora):
     asked = [(torch.arange(i, i + 50), epoch) for i in range(0, 500, 50) for epoch in range(2)]
     sampler = DglSampler(cora, [5, 5], seed=2)
     expected = [numbers(sampler.sample(*one)) for one in asked]
@@ -217,7 +217,7 @@ def test_offsets_are_shared_with_dgl_and_ids_are_wide(cora):
 
 
 @needs_dgl
-def test_no_seeds(cora):
+def test_a_batch_may_have_no_seeds(cora):
     batch = DglSampler(cora, [2, 2]).sample(torch.empty(0, dtype=torch.int64), 0)
     assert [(block.num_dst, block.num_src) for block in batch.blocks] == [(0, 0)] * 2
 
@@ -227,19 +227,19 @@ def test_no_seeds(cora):
     ("seeds", "epoch", "message"),
     [([1, 5, 1], 0, "twice"), ([-1], 0, "nodes"), ([10**6], 0, "nodes"), ([1], -1, "epoch")],
 )
-def test_bad_requests(cora, seeds, epoch, message):
+def test_invalid_seeds_and_epochs_are_rejected(cora, seeds, epoch, message):
     with pytest.raises(ValueError, match=message):
         DglSampler(cora, [2]).sample(torch.tensor(seeds), epoch)
 
 
 @needs_dgl
-def test_bad_fanouts(cora):
+def test_invalid_fanouts_are_rejected(cora):
     with pytest.raises(ValueError, match="fanouts"):
         DglSampler(cora, [-2])
     with pytest.raises(ValueError, match="64 bits"):
         DglSampler(cora, [2], seed=2**64)
 
 
-def test_the_hint_fits_the_python():
+def test_the_install_hint_depends_on_the_python_version():
     wanted = "3.12" if sys.version_info >= (3, 13) else "pip install"
     assert wanted in door.INSTALL

@@ -1,4 +1,4 @@
-"""Our loader in the place of DGL's: its arguments, its minibatches, and what it refuses."""
+"""The drop-in loader for DGL: its arguments, its minibatches, and what it rejects."""
 
 import importlib.util
 import inspect
@@ -12,8 +12,8 @@ import torch
 from gcnzc import FeatureTable
 from gcnzc.interop.dgl import DataLoader, import_dgl
 from gcnzc.interop.dgl import loader as dgl_loader
+from gcnzc.interop.dgl.dgl_sampler import sampling_thread
 from gcnzc.interop.dgl.importing import check_cuda
-from gcnzc.interop.dgl.native_sampler import sampling_thread
 
 if importlib.util.find_spec("dgl") is None:
     pytest.skip("DGL is not installed", allow_module_level=True)
@@ -76,7 +76,7 @@ def check_data(graph, block, names=("feat", "label", "cube")):
     assert torch.equal(block.edata["weight"], graph.edata["weight"][block.edata[dgl.EID].long()])
 
 
-def test_the_signature_is_dgls():
+def test_the_signature_begins_with_dgls():
     theirs = inspect.signature(loading.DataLoader.__init__).parameters
     ours = inspect.signature(DataLoader.__init__).parameters
     given = [name for name in theirs if name != "kwargs"]
@@ -94,7 +94,7 @@ def test_the_signature_is_dgls():
 @pytest.mark.parametrize("idtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("prefetch", [PREFETCH, {}], ids=["prefetched", "lazy"])
 @pytest.mark.parametrize("fanouts", [[5, 4, 3], [-1, 2], [0, 3]])
-def test_blocks_and_their_data(idtype, prefetch, fanouts):
+def test_blocks_have_their_node_and_edge_data(idtype, prefetch, fanouts):
     graph = make_graph(idtype)
     seeds = torch.randperm(NODES)[:150]
     loader = DataLoader(graph, seeds, loading.NeighborSampler(fanouts, **prefetch), batch_size=64)
@@ -125,7 +125,7 @@ def test_blocks_and_their_data(idtype, prefetch, fanouts):
         (loading.LaborSampler([3, 2], importance_sampling=1, **PREFETCH), "dgl"),
     ],
 )
-def test_fields_are_those_of_dgls_own_loader(graph, sampler, drawn_by):
+def test_blocks_have_the_fields_of_dgls_own_loader(graph, sampler, drawn_by):
     kwargs = {"batch_size": 50, "drop_last": False}
     theirs = loading.DataLoader(graph, torch.arange(120), sampler, **kwargs)
     for how in ("gcnzc", "dgl"):
@@ -168,7 +168,7 @@ def test_full_neighbourhoods_give_the_outputs_of_the_whole_graph(graph, how):
 
 @pytest.mark.parametrize("exclude", [None, "self", "reverse_id"])
 @pytest.mark.parametrize("negative", ["none", "uniform", "global", "own"])
-def test_edges(graph, exclude, negative):
+def test_minibatches_of_edges_have_pair_graphs_and_blocks(graph, exclude, negative):
     samplers = {
         "none": None,
         "uniform": loading.negative_sampler.Uniform(3),
@@ -227,7 +227,7 @@ def test_edges(graph, exclude, negative):
     assert [len(part) for part in taken] == [32, 32, 16]
 
 
-def test_edges_that_dgl_leaves_out(graph):
+def test_excluded_edges_are_those_of_dgl(graph):
     # any edges may be excluded, and then DGL draws
     gone = torch.arange(0, 2 * EDGES, 3)
     sampler = loading.as_edge_prediction_sampler(loading.NeighborSampler([-1]), exclude=gone)
@@ -237,11 +237,11 @@ def test_edges_that_dgl_leaves_out(graph):
         assert not bool(torch.isin(blocks[0].edata[dgl.EID], gone).any())
 
 
-def test_an_edge_that_is_no_reverse(graph):
+def test_an_invalid_reverse_edge_is_rejected(graph):
     sampler = loading.as_edge_prediction_sampler(
         loading.NeighborSampler([2]), exclude="reverse_id", reverse_eids=REVERSE.roll(1)
     )
-    with pytest.raises(ValueError, match="reverse_eids leads to an edge between other nodes"):
+    with pytest.raises(ValueError, match="reverse_eids has an edge that does not connect"):
         next(iter(DataLoader(graph, torch.arange(64), sampler, batch_size=4)))
 
 
@@ -255,7 +255,7 @@ def drawn(loader, count=None):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_resume_is_bit_for_bit(graph, threads):
+def test_a_resumed_loader_yields_the_same_minibatches(graph, threads):
     sampler = loading.NeighborSampler([4, 3])
     kwargs = {"batch_size": 16, "shuffle": True, "seed": 9}
 
@@ -283,7 +283,7 @@ def test_resume_is_bit_for_bit(graph, threads):
         DataLoader(graph, torch.arange(1, 101), sampler, **kwargs).load_state_dict(state)
 
 
-def test_edges_are_drawn_alike_by_any_number_of_threads(graph):
+def test_edges_do_not_depend_on_the_number_of_threads(graph):
     sampler = loading.as_edge_prediction_sampler(
         loading.NeighborSampler([3, 3]), negative_sampler=loading.negative_sampler.Uniform(2)
     )
@@ -310,7 +310,7 @@ def test_edges_are_drawn_alike_by_any_number_of_threads(graph):
     ],
     ids=["replace", "prob", "labor", "edges"],
 )
-def test_what_dgl_draws_is_repeatable(graph, sampler):
+def test_minibatches_sampled_by_dgl_are_reproducible(graph, sampler):
     def make(**other):
         kwargs = {"batch_size": 16, "shuffle": True, "seed": 9, "drawn_by": "dgl"} | other
         return DataLoader(graph, torch.arange(100), sampler, **kwargs)
@@ -329,7 +329,7 @@ def test_what_dgl_draws_is_repeatable(graph, sampler):
     assert drawn(make(seed=10)) != first
 
 
-def test_dgl_draws_in_one_thread_of_openmp():
+def test_dgl_samples_with_one_openmp_thread():
     # what torch was told holds for new threads too, from their first question to it on
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -338,7 +338,7 @@ def test_dgl_draws_in_one_thread_of_openmp():
     torch.set_num_threads(before)
 
 
-def test_an_epoch_left_early_is_not_begun_again(graph):
+def test_an_epoch_that_is_stopped_early_is_not_repeated(graph):
     kwargs = {"batch_size": 16, "seed": 7}
     whole = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), **kwargs)
     first, second = drawn(whole), drawn(whole)
@@ -347,7 +347,7 @@ def test_an_epoch_left_early_is_not_begun_again(graph):
     assert drawn(loader) == second
 
 
-def test_taking_exactly_an_epoch_leads_to_the_next(graph):
+def test_after_exactly_one_epoch_the_next_begins(graph):
     kwargs = {"batch_size": 32, "seed": 7}
     loader = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), **kwargs)
     whole = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), **kwargs)
@@ -358,7 +358,7 @@ def test_taking_exactly_an_epoch_leads_to_the_next(graph):
     assert drawn(loader) == second
 
 
-def test_workers_become_threads(graph):
+def test_num_workers_sets_the_number_of_threads(graph):
     sampler = loading.NeighborSampler([2])
     assert DataLoader(graph, torch.arange(9), sampler, num_workers=3).threads == 3
     assert DataLoader(graph, torch.arange(9), sampler, num_workers=3, threads=1).threads == 1
@@ -370,7 +370,7 @@ def test_workers_become_threads(graph):
         assert len(list(loader)) == 9
 
 
-def test_a_table_in_the_place_of_node_data(graph):
+def test_a_table_replaces_node_data(graph):
     table = FeatureTable.quantized(graph.ndata["feat"])
     sampler = loading.NeighborSampler([3], prefetch_node_feats=["feat"], prefetch_labels=["more"])
     tables = {"feat": table, "more": FeatureTable(torch.arange(NODES).view(-1, 1))}
@@ -380,7 +380,7 @@ def test_a_table_in_the_place_of_node_data(graph):
         assert torch.equal(blocks[0].dstdata["more"], outputs.view(-1, 1))
 
 
-def test_data_that_changes_between_epochs():
+def test_data_may_change_between_epochs():
     graph = make_graph()
     loader = DataLoader(
         graph, torch.arange(50), loading.NeighborSampler([3], **PREFETCH), batch_size=20
@@ -392,7 +392,7 @@ def test_data_that_changes_between_epochs():
             check_data(graph, blocks[0])
 
 
-def test_a_graph_that_was_cut_from_another(graph):
+def test_a_subgraph_of_another_graph_can_be_loaded(graph):
     # its data are rows of rows, until they are read
     part = dgl.node_subgraph(graph, torch.arange(50, NODES))
     part = dgl.node_subgraph(part, torch.arange(10, NODES - 50))
@@ -405,7 +405,7 @@ def test_a_graph_that_was_cut_from_another(graph):
 
 
 @pytest.mark.parametrize("drawn_by", ["gcnzc", "dgl"])
-def test_data_may_be_read_while_minibatches_are_made(graph, drawn_by, monkeypatch):
+def test_data_may_be_read_while_minibatches_are_prefetched(graph, drawn_by, monkeypatch):
     part = dgl.node_subgraph(graph, torch.arange(50, NODES))
     part = dgl.node_subgraph(part, torch.arange(10, NODES - 50))
     usual = dgl.frame._LazyIndex.slice
@@ -427,7 +427,7 @@ def test_data_may_be_read_while_minibatches_are_made(graph, drawn_by, monkeypatc
     assert reads
 
 
-def test_data_that_is_learned_carries_its_gradient():
+def test_data_that_requires_a_gradient_is_gathered_with_it():
     graph = make_graph()
     learned = torch.randn(NODES, 2, requires_grad=True)
     graph.ndata["learned"] = learned
@@ -439,7 +439,7 @@ def test_data_that_is_learned_carries_its_gradient():
 
 
 @pytest.mark.parametrize("idtype", [torch.int64, torch.int32])
-def test_dgl_may_sort_its_columns_meanwhile(idtype):
+def test_dgl_may_sort_its_csc_during_an_epoch(idtype):
     # as it does in place, when negatives are asked for that are no edges
     graph = make_graph(idtype)
     loader = DataLoader(graph, torch.arange(100), loading.NeighborSampler([5, -1]), batch_size=50)
@@ -451,15 +451,15 @@ def test_dgl_may_sort_its_columns_meanwhile(idtype):
     assert not torch.equal(graph.adj_tensors("csc")[2], before)
 
 
-def test_data_that_is_taken_away():
+def test_removed_data_is_reported():
     graph = make_graph()
     loader = DataLoader(graph, torch.arange(50), loading.NeighborSampler([3], **PREFETCH))
     del graph.ndata["feat"]
-    with pytest.raises(ValueError, match="asks for 'feat', but the graph's node data has 'label'"):
+    with pytest.raises(ValueError, match="has 'feat', but the graph's node data has 'label'"):
         iter(loader)
 
 
-def test_edges_of_a_graph_of_int32():
+def test_edges_of_an_int32_graph_are_loaded():
     graph = make_graph(torch.int32)
     sampler = loading.as_edge_prediction_sampler(
         loading.NeighborSampler([-1], **PREFETCH),
@@ -477,13 +477,13 @@ def test_edges_of_a_graph_of_int32():
         assert not bool(torch.isin(blocks[0].edata[dgl.EID].long(), gone).any())
 
 
-def test_names_by_type(graph):
+def test_prefetched_names_may_be_a_dictionary_by_type(graph):
     sampler = loading.NeighborSampler([3], prefetch_node_feats={"_N": ["cube", "feat"]})
     for _, _, blocks in DataLoader(graph, torch.arange(50), sampler, batch_size=20):
         check_data(graph, blocks[0])
 
 
-def test_workers_share_the_items(graph, monkeypatch):
+def test_ranks_share_the_items(graph, monkeypatch):
     sampler = loading.NeighborSampler([3])
     taken = []
     for rank in range(2):
@@ -495,12 +495,12 @@ def test_workers_share_the_items(graph, monkeypatch):
     assert torch.equal(torch.cat(taken).sort().values, torch.arange(100))
 
 
-def test_without_a_process_group(graph):
+def test_use_ddp_requires_a_process_group(graph):
     with pytest.raises((RuntimeError, ValueError), match="process group"):
         DataLoader(graph, torch.arange(9), loading.NeighborSampler([3]), use_ddp=True)
 
 
-def test_the_default_process_group(graph):
+def test_use_ddp_shares_the_items_among_the_default_process_group(graph):
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -531,15 +531,15 @@ NEIGHBORS = loading.NeighborSampler([3])
         ),
         (
             {"graph_sampler": loading.NeighborSampler([3], prefetch_node_feats=["nothing"])},
-            "prefetch_node_feats asks for 'nothing', but the graph's node data has 'feat'",
+            "prefetch_node_feats has 'nothing', but the graph's node data has 'feat'",
         ),
         (
             {"graph_sampler": loading.NeighborSampler([3], prefetch_labels=["nothing"])},
-            r"prefetch_labels asks for 'nothing'(.|\n)*hint: graph\.ndata\['nothing'\]",
+            r"prefetch_labels has 'nothing'(.|\n)*hint: graph\.ndata\['nothing'\]",
         ),
         (
             {"graph_sampler": loading.NeighborSampler([3], prefetch_edge_feats=["feat"])},
-            r"prefetch_edge_feats asks for 'feat', but the graph's edge data has 'weight'",
+            r"prefetch_edge_feats has 'feat', but the graph's edge data has 'weight'",
         ),
         (
             {
@@ -557,7 +557,7 @@ NEIGHBORS = loading.NeighborSampler([3])
         ({"sampler": [1], "rank": 0, "world_size": 2}, "a sampler was given as well"),
         ({"rank": 0}, "rank 0 and world_size None"),
         ({"num_workers": -1}, "num_workers is -1"),
-        ({"indices": {"_U": torch.arange(3)}}, r"indices are of types \['_U'\]"),
+        ({"indices": {"_U": torch.arange(3)}}, r"indices is a dict with the types \['_U'\]"),
         ({"indices": torch.ones(NODES, dtype=torch.bool)}, "torch.bool(.|\n)*nonzero"),
         ({"indices": torch.rand(5)}, "torch.float32"),
         ({"indices": torch.tensor([1, NODES])}, "reach from 1 to 400, but the graph has 400 nodes"),
@@ -569,25 +569,25 @@ NEIGHBORS = loading.NeighborSampler([3])
         ({"device": "meta"}, "device meta"),
     ],
 )
-def test_what_is_not_supported_is_named(graph, change, message):
+def test_unsupported_arguments_are_rejected_by_name(graph, change, message):
     arguments = {"graph": graph, "indices": torch.arange(9), "graph_sampler": NEIGHBORS}
     change = {name: value() if name == "graph" else value for name, value in change.items()}
     with pytest.raises(ValueError, match=message):
         DataLoader(**(arguments | change))
 
 
-def test_edges_out_of_range(graph):
+def test_edges_out_of_range_are_rejected(graph):
     sampler = loading.as_edge_prediction_sampler(NEIGHBORS)
     with pytest.raises(ValueError, match="but the graph has 5000 edges"):
         DataLoader(graph, torch.tensor([2 * EDGES]), sampler)
 
 
-def test_an_unknown_argument(graph):
+def test_unknown_arguments_are_rejected(graph):
     with pytest.raises(TypeError, match="DataLoader has no argument batchsize"):
         DataLoader(graph, torch.arange(9), NEIGHBORS, batchsize=5)
 
 
-def test_features_that_want_a_gradient():
+def test_prefetched_features_that_require_a_gradient_are_rejected():
     graph = make_graph()
     graph.ndata["feat"] = graph.ndata["feat"].requires_grad_()
     sampler = loading.NeighborSampler([3], prefetch_node_feats=["feat"])
@@ -595,28 +595,28 @@ def test_features_that_want_a_gradient():
         DataLoader(graph, torch.arange(9), sampler)
 
 
-def test_fanouts_by_edge_type_are_for_dgl(graph):
+def test_fanouts_by_edge_type_are_sampled_by_dgl(graph):
     sampler = loading.NeighborSampler([{("_N", "_E", "_N"): 3}])
     loader = DataLoader(graph, torch.arange(9), sampler, batch_size=9)
     assert loader.drawn_by == "dgl"
     check_blocks(graph, next(iter(loader))[2], [3])
 
 
-def test_a_gpu_that_dgl_has_no_code_for():
+def test_a_gpu_that_dgl_does_not_support_is_reported():
     if torch.cuda.is_available():
         pytest.skip("torch has CUDA, and DGL may")
-    with pytest.raises(RuntimeError, match=r"puts no blocks on cuda(.|\n)*gcnzc\.Loader"):
+    with pytest.raises(RuntimeError, match=r"does not support blocks on cuda(.|\n)*gcnzc\.Loader"):
         check_cuda(torch.device("cuda"))
 
 
-def test_uva_asks_for_a_gpu(graph):
+def test_use_uva_selects_a_gpu(graph):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(RuntimeError, match="puts no blocks on cuda"):
+    with pytest.raises(RuntimeError, match="does not support blocks on cuda"):
         DataLoader(graph, torch.arange(9), NEIGHBORS, use_uva=True)
 
 
-def test_use_after_close(graph):
+def test_a_closed_loader_cannot_be_used(graph):
     with DataLoader(graph, torch.arange(64), NEIGHBORS, batch_size=4) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -628,7 +628,7 @@ def test_use_after_close(graph):
     assert not [thread for thread in threading.enumerate() if "gcnzc-loader" in thread.name]
 
 
-def test_an_error_of_a_thread_reaches_the_loop(graph):
+def test_errors_of_threads_are_raised_in_the_loop(graph):
     def fail(g, edges):
         raise KeyError("mine")
 
@@ -640,7 +640,7 @@ def test_an_error_of_a_thread_reaches_the_loop(graph):
         next(iter(DataLoader(graph, torch.arange(9), wrong)))
 
 
-def test_loaders_of_one_graph_share_its_columns(graph):
+def test_loaders_of_one_graph_share_its_csc(graph):
     first = DataLoader(graph, torch.arange(9), NEIGHBORS)
     second = DataLoader(graph, torch.arange(9, 18), NEIGHBORS)
     assert first._graph is second._graph

@@ -1,4 +1,4 @@
-"""What the drop-in loaders share: torch's arguments, random numbers, columns, and a device."""
+"""Code that the drop-in loaders share: torch's arguments, random numbers, columns, devices."""
 
 import gc
 import importlib.util
@@ -12,7 +12,13 @@ from queued_device import Device
 
 from gcnzc import FeatureTable
 from gcnzc.interop.column import Column
-from gcnzc.interop.options import ORDERING, WITHOUT_EFFECT, generator, sorted_places, torch_options
+from gcnzc.interop.options import (
+    ORDERING,
+    WITHOUT_EFFECT,
+    generator,
+    split_options,
+    unique_with_inverse,
+)
 from gcnzc.loader.transfer import Transfer
 
 CPU = torch.device("cpu")
@@ -24,17 +30,17 @@ needs_pyg = pytest.mark.skipif(
 )
 
 
-def test_every_argument_of_torchs_loader_is_spoken_for():
+def test_every_argument_of_torchs_dataloader_is_classified():
 
     theirs = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
     ours = {"self", "dataset", "batch_size", "shuffle", "drop_last", "num_workers"}
     assert theirs == ours | (theirs & {*WITHOUT_EFFECT, *ORDERING, "collate_fn"})
 
 
-def test_torchs_arguments_are_split_off():
+def test_torchs_arguments_are_separated():
     given = {"num_workers": 2, "pin_memory": True, "mine": 5, "shuffle": True}
     expected = (2, {"pin_memory": True}, {"mine": 5, "shuffle": True})
-    assert torch_options(given, "Loader") == expected
+    assert split_options(given, "Loader") == expected
 
 
 def test_random_numbers_depend_on_seed_epoch_and_items():
@@ -47,9 +53,9 @@ def test_random_numbers_depend_on_seed_epoch_and_items():
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000])
-def test_sorted_places_are_those_of_torch(size):
+def test_unique_with_inverse_equals_torchs_unique(size):
     ids = torch.randint(700, (size,), generator=torch.Generator().manual_seed(1))
-    ours, theirs = sorted_places(ids), ids.unique(return_inverse=True)
+    ours, theirs = unique_with_inverse(ids), ids.unique(return_inverse=True)
     for mine, its in zip(ours, theirs, strict=True):
         assert mine.dtype == its.dtype
         assert torch.equal(mine, its)
@@ -72,25 +78,27 @@ SHAPES = {
 
 @pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("ids", [torch.tensor([8, 0, 0, 3]), torch.empty(0, dtype=torch.int64)])
-def test_columns_of_every_shape(make, ids):
+def test_columns_of_every_shape_are_gathered(make, ids):
     rows = make()
     column = Column("rows", rows, 9, CPU, ExitStack())
-    found = column.on_host(ids)
+    found = column.gather_in_thread(ids)
     assert found.dtype == rows.dtype
     assert torch.equal(found, rows[ids])
     assert column.shape == rows.shape[1:]
     # on the host there is nothing to lock
-    assert column.locked() is column.table
+    assert column.lock() is column.table
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_columns_of_tables_and_sparse_rows():
+def test_columns_may_be_tables_and_sparse_rows():
     rows, ids = torch.randn(9, 4), torch.tensor([2, 2, 7])
     table = FeatureTable.quantized(rows)
-    assert torch.equal(Column("x", table, 9, CPU, ExitStack()).on_host(ids), table.gather(ids))
+    assert torch.equal(
+        Column("x", table, 9, CPU, ExitStack()).gather_in_thread(ids), table.gather(ids)
+    )
     sparse = FeatureTable((rows * (rows > 0)).to_sparse_csr()).rows
     assert torch.equal(
-        Column("x", sparse, 9, CPU, ExitStack()).on_host(ids), sparse.to_dense()[ids]
+        Column("x", sparse, 9, CPU, ExitStack()).gather_in_thread(ids), sparse.to_dense()[ids]
     )
 
 
@@ -103,21 +111,21 @@ def test_columns_of_tables_and_sparse_rows():
         (torch.eye(9).to_sparse_coo(), "x is of torch.sparse_coo"),
     ],
 )
-def test_columns_that_are_none(rows, message):
+def test_invalid_columns_are_rejected(rows, message):
     with pytest.raises(ValueError, match=message):
         Column("x", rows, 9, CPU, ExitStack())
 
 
 def through(loader, device):
     """Let a loader send its minibatches through the streams of a device, as to a GPU."""
-    inner = loader._engine
+    inner = loader._loader
     inner._transfer = Transfer(device, inner.table, 0.5, max_pending=inner.ahead + 1)
     inner._host = loader.pool = inner._transfer.host
     return loader
 
 
 @needs_pyg
-def test_data_comes_through_streams_as_it_is():
+def test_data_minibatches_on_streams_equal_those_on_the_host():
     from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
     from gcnzc.interop.pyg.importing import import_pyg
 
@@ -146,7 +154,7 @@ def test_data_comes_through_streams_as_it_is():
 
 
 @needs_dgl
-def test_blocks_come_with_features_through_streams():
+def test_blocks_on_streams_have_their_features():
     from gcnzc.interop.dgl import DataLoader, import_dgl
 
     dgl = import_dgl()
@@ -162,7 +170,7 @@ def test_blocks_come_with_features_through_streams():
 
 
 @needs_pyg
-def test_a_loader_that_nobody_holds_lets_go():
+def test_an_unreferenced_loader_releases_its_memory():
     from gcnzc.interop.pyg import NeighborLoader
     from gcnzc.interop.pyg.importing import import_pyg
 

@@ -1,4 +1,4 @@
-"""Our loaders in the place of PyG's: their arguments, their minibatches, and what they refuse."""
+"""The drop-in loaders for PyG: their arguments, their minibatches, and what they reject."""
 
 import copy
 import importlib.util
@@ -90,7 +90,7 @@ def counts(batch):
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(NeighborLoader, TheirNodes), (LinkNeighborLoader, TheirLinks)]
 )
-def test_the_signature_is_pygs(ours, theirs):
+def test_the_signatures_begin_with_pygs(ours, theirs):
     wanted = inspect.signature(theirs.__init__).parameters
     found = inspect.signature(ours.__init__).parameters
     given = [name for name in wanted if name != "kwargs"]
@@ -115,7 +115,7 @@ def test_the_signature_is_pygs(ours, theirs):
 
 
 @pytest.mark.parametrize("num_neighbors", [[5, 3], [-1, 2, 2], [0, 4], [3, -1]])
-def test_minibatches_of_nodes(data, num_neighbors):
+def test_minibatches_of_nodes_are_sampled_subgraphs(data, num_neighbors):
     loader = NeighborLoader(data, num_neighbors, input_nodes=data.train_mask, batch_size=32)
     seeds = data.train_mask.nonzero().flatten()
     assert len(loader.dataset) == len(seeds)
@@ -130,7 +130,7 @@ def test_minibatches_of_nodes(data, num_neighbors):
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
-def test_sorted_edges(data, is_sorted):
+def test_sorted_edges_are_loaded_with_and_without_is_sorted(data, is_sorted):
     data = copy.copy(data)
     order = torch.argsort(data.edge_index[1], stable=True)
     for name in ("edge_attr", "edge_kind"):
@@ -140,7 +140,7 @@ def test_sorted_edges(data, is_sorted):
         check(data, batch, [4, 4])
 
 
-def test_edges_of_other_types(data):
+def test_edge_index_may_have_other_dtypes_and_strides(data):
     data = copy.copy(data)
     plain = data.edge_index
     expected = [batch.e_id for batch in NeighborLoader(data, [3, 2], batch_size=100, seed=0)]
@@ -154,14 +154,14 @@ def test_edges_of_other_types(data):
             assert torch.equal(batch.e_id, wanted)
 
 
-def test_no_edges():
+def test_data_without_edges_can_be_loaded():
     data = Data(x=torch.randn(5, 2), edge_index=torch.empty(2, 0, dtype=torch.int64))
     (batch,) = NeighborLoader(data, [3, 2], batch_size=5)
     assert torch.equal(batch.x, data.x)
     assert (counts(batch), batch.edge_index.shape) == (([5, 0, 0], [0, 0]), (2, 0))
 
 
-def test_input_nodes_in_every_form(data):
+def test_input_nodes_may_be_ids_masks_or_lists(data):
     ids = torch.tensor([7, 3, 250])
     whole = NeighborLoader(data, [2], batch_size=NODES)
     batch = next(iter(whole))
@@ -222,7 +222,7 @@ def same(mine, theirs):
     assert (mine.num_nodes, mine.num_edges) == (theirs.num_nodes, theirs.num_edges)
 
 
-def test_fields_are_those_that_pyg_makes_of_the_same_nodes(data):
+def test_fields_equal_those_of_pyg_for_the_same_nodes(data):
     split = copy.copy(data)
     split.edge_label_index, split.edge_label = data.edge_index[:, :5], torch.ones(5)
     for given in (data, split):
@@ -238,7 +238,7 @@ def test_fields_are_those_that_pyg_makes_of_the_same_nodes(data):
             same(mine, next(iter(theirs)))
 
 
-def test_attributes_that_minibatches_have_others_of(data):
+def test_attributes_that_the_loader_sets_replace_those_of_the_data(data):
     data = copy.copy(data)
     data.batch, data.input_id = torch.zeros(NODES), torch.zeros(NODES)
     data.e_id = torch.arange(EDGES) + 5
@@ -276,7 +276,7 @@ def drawn(loader):
 
 
 @pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
-def test_resume_is_bit_for_bit(data, Loader):
+def test_a_resumed_loader_yields_the_same_minibatches(data, Loader):
     def make(threads, seed=3):
         sampling = {"neg_sampling": "binary"} if Loader is LinkNeighborLoader else {}
         kwargs = {"batch_size": 64, "shuffle": True, "seed": seed, "threads": threads}
@@ -304,7 +304,7 @@ def test_resume_is_bit_for_bit(data, Loader):
         make(1).load_state_dict({})
 
 
-def test_workers_share_the_items(data):
+def test_ranks_share_the_items(data):
     kwargs = {"batch_size": 32, "shuffle": True, "world_size": 2}
     loaders = [NeighborLoader(data, [2], rank=rank, **kwargs) for rank in range(2)]
     assert len(loaders[0]) == len(loaders[1])
@@ -312,7 +312,7 @@ def test_workers_share_the_items(data):
     assert torch.equal(taken.sort().values, torch.arange(NODES))
 
 
-def test_minibatches_of_links(data):
+def test_minibatches_of_links_have_their_labels(data):
     edges = data.edge_index[:, torch.randperm(EDGES)[:100]]
     labels = torch.arange(100)
     loader = LinkNeighborLoader(data, [3, 2], edges, labels, batch_size=32)
@@ -330,7 +330,7 @@ def test_minibatches_of_links(data):
 
 
 @pytest.mark.parametrize("amount", [1, 2.5, 0.3])
-def test_binary_negatives(data, amount):
+def test_binary_negatives_are_sampled(data, amount):
     kwargs = {"batch_size": 64, "neg_sampling": NegativeSampling("binary", amount)}
     for batch in LinkNeighborLoader(data, [2], data.edge_index[:, :100], **kwargs):
         num_pairs = len(batch.input_id)
@@ -342,7 +342,7 @@ def test_binary_negatives(data, amount):
         assert pairs.shape == (2, num_pairs + num_others)
 
 
-def test_labels_make_room_for_negatives(data):
+def test_labels_are_shifted_if_negatives_have_label_0(data):
     edges, labels = data.edge_index[:, :50], torch.arange(50) % 3
     ratio = {"batch_size": 50, "neg_sampling_ratio": 2.0}
     batch = next(iter(LinkNeighborLoader(data, [2], edges, labels, **ratio)))
@@ -352,7 +352,7 @@ def test_labels_make_room_for_negatives(data):
 
 
 @pytest.mark.parametrize("amount", [1, 3])
-def test_triplets(data, amount):
+def test_triplets_are_sampled(data, amount):
     kwargs = {"batch_size": 64, "neg_sampling": NegativeSampling("triplet", amount)}
     for batch in LinkNeighborLoader(data, [2], data.edge_index[:, :100], **kwargs):
         src, dst = data.edge_index[:, batch.input_id]
@@ -362,7 +362,7 @@ def test_triplets(data, amount):
         assert "edge_label_index" not in batch
 
 
-def test_negatives_by_weight(data):
+def test_negatives_are_sampled_by_weight(data):
     only = torch.zeros(NODES)
     only[[5, 6]] = 1
     sampling = NegativeSampling("binary", 4, src_weight=only, dst_weight=only.roll(1))
@@ -374,7 +374,7 @@ def test_negatives_by_weight(data):
     assert (set(src.tolist()), set(dst.tolist())) == ({5, 6}, {6, 7})
     sampling = NegativeSampling("binary", 4, src_weight=only[:9], dst_weight=only)
     loader = LinkNeighborLoader(data, [2], neg_sampling=sampling)
-    with pytest.raises(ValueError, match="9 weights in neg_sampling for 300 nodes"):
+    with pytest.raises(ValueError, match="neg_sampling has 9 weights for 300 nodes"):
         next(iter(loader))
 
 
@@ -390,7 +390,7 @@ def test_negatives_are_uniform(data):
         assert float(((found - mean) ** 2 / mean).sum()) < 400
 
 
-def test_a_gpu_makes_the_same_edges(data):
+def test_edges_built_on_a_gpu_equal_those_built_on_the_host(data):
     loader = NeighborLoader(data, [3, 2])
     blocks = loader.sample(torch.arange(40), 0).blocks
     wanted, first, begin = minibatches.edge_index_of(blocks), 0, 0
@@ -402,7 +402,7 @@ def test_a_gpu_makes_the_same_edges(data):
     assert begin == wanted.shape[1] > 0
 
 
-def test_transform(data):
+def test_transform_is_applied_to_each_minibatch(data):
     def mark(batch):
         batch[TRANSFORMED] = True
         return batch
@@ -420,7 +420,7 @@ def test_an_epoch_does_not_end_early_if_transform_raises_stop_iteration(data):
             list(loader)
 
 
-def test_data_that_changes_between_epochs(data):
+def test_data_may_change_between_epochs(data):
     # a well-known example evaluates with a copy of the data whose features it takes out
     data = copy.copy(data)
     loader = NeighborLoader(copy.copy(data), [-1], batch_size=100)
@@ -437,14 +437,14 @@ def test_data_that_changes_between_epochs(data):
         assert torch.equal(batch.x, data.x[batch.n_id] * 2)
 
 
-def test_tables_in_the_place_of_attributes(data):
+def test_tables_replace_attributes(data):
     tables = {"x": FeatureTable.quantized(data.x), "more": FeatureTable(data.x[:, :2])}
     for batch in NeighborLoader(data, [2], batch_size=100, tables=tables):
         assert torch.equal(batch.x, tables["x"].gather(batch.n_id))
         assert torch.equal(batch.more, data.x[batch.n_id, :2])
 
 
-def test_loaders_of_one_graph_share_its_columns(data):
+def test_loaders_of_one_graph_share_its_csc(data):
     first, second = NeighborLoader(data, [2]), LinkNeighborLoader(copy.copy(data), [2])
     assert first._graph is second._graph
     other = copy.copy(data)
@@ -455,7 +455,7 @@ def test_loaders_of_one_graph_share_its_columns(data):
     assert NeighborLoader(other, [2])._graph is not third._graph
 
 
-def test_workers_become_threads(data):
+def test_num_workers_sets_the_number_of_threads(data):
     assert NeighborLoader(data, [2], num_workers=3).threads == 3
     assert LinkNeighborLoader(data, [2], num_workers=3, threads=1).threads == 1
     quiet = {"num_workers": 1, "persistent_workers": True, "pin_memory": True}
@@ -520,7 +520,7 @@ EDGE = torch.tensor([[0], [1]])
         ({"seed": 2**64}, "64 bits"),
     ],
 )
-def test_what_is_not_supported_is_named(data, Loader, change, message):
+def test_unsupported_arguments_are_rejected_by_name(data, Loader, change, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Loader(**({"data": data, "num_neighbors": [2]} | change))
 
@@ -528,8 +528,8 @@ def test_what_is_not_supported_is_named(data, Loader, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input_nodes": "paper"}, "does not support types, but input_nodes names 'paper'"),
-        ({"input_nodes": ("paper", EDGE[0])}, "input_nodes names 'paper'"),
+        ({"input_nodes": "paper"}, "does not support types, but input_nodes has 'paper'"),
+        ({"input_nodes": ("paper", EDGE[0])}, "input_nodes has 'paper'"),
         ({"input_nodes": torch.ones(5, dtype=torch.bool)}, r"mask of shape \(5,\) for 300 nodes"),
         ({"input_nodes": torch.rand(5)}, "torch.float32"),
         ({"input_nodes": torch.ones(2, 2).long()}, r"shape \(2, 2\)"),
@@ -537,12 +537,12 @@ def test_what_is_not_supported_is_named(data, Loader, change, message):
         ({"input_time": torch.arange(NODES)}, "does not support input_time"),
     ],
 )
-def test_nodes_that_make_no_sense(data, change, message):
+def test_invalid_input_nodes_are_rejected(data, change, message):
     with pytest.raises((TypeError, ValueError), match=message):
         NeighborLoader(data, [2], **change)
 
 
-def test_nodes_out_of_range(data):
+def test_nodes_out_of_range_are_rejected(data):
     with pytest.raises(ValueError, match="are from 0 to 300, but the graph has 300 nodes"):
         NeighborLoader(data, [2], torch.tensor([0, NODES]))
 
@@ -554,25 +554,25 @@ def test_nodes_out_of_range(data):
         ({"edge_label_index": torch.rand(2, 3)}, "torch.float32"),
         ({"edge_label_index": torch.ones(3, 2).long()}, r"shape \(3, 2\)"),
         ({"edge_label_index": EDGE + 299}, "from 299 to 300, but the data has 300 nodes"),
-        ({"edge_label_index": ("a", "to", "b")}, "edge_label_index names 'a'"),
-        ({"edge_label_index": (("a", "to", "b"), EDGE)}, "edge_label_index names 'a'"),
+        ({"edge_label_index": ("a", "to", "b")}, "edge_label_index has 'a'"),
+        ({"edge_label_index": (("a", "to", "b"), EDGE)}, "edge_label_index has 'a'"),
         ({"edge_label": torch.ones(5)}, "edge_label is .* for 3000 edges"),
-        ({"edge_label": torch.ones(EDGES), "neg_sampling": "triplet"}, "edge_label with triplets"),
+        ({"edge_label": torch.ones(EDGES), "neg_sampling": "triplet"}, "triplets have no labels"),
         ({"input_id": torch.arange(3)}, "input_id is .* for 3000 items"),
         ({"edge_label_time": torch.ones(EDGES)}, "does not support edge_label_time"),
     ],
 )
-def test_links_that_make_no_sense(data, change, message):
+def test_invalid_links_are_rejected(data, change, message):
     with pytest.raises((TypeError, ValueError), match=message):
         LinkNeighborLoader(data, [2], **change)
 
 
-def test_an_unknown_argument(data):
+def test_unknown_arguments_are_rejected(data):
     with pytest.raises(TypeError, match="NeighborLoader has no argument batchsize"):
         NeighborLoader(data, [2], batchsize=5)
 
 
-def test_use_after_close(data):
+def test_a_closed_loader_cannot_be_used(data):
     with NeighborLoader(data, [2], batch_size=10) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -581,13 +581,13 @@ def test_use_after_close(data):
             use()
 
 
-def test_without_pyg(monkeypatch):
+def test_a_missing_pyg_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
-    with pytest.raises(RuntimeError, match=r"PyG does not import(.|\n)*pip install"):
+    with pytest.raises(RuntimeError, match=r"the import of PyG failed(.|\n)*pip install"):
         importing.import_pyg()
 
 
-def test_a_store_of_tables(data):
+def test_a_table_store_is_a_feature_store(data):
     store = TableStore({"x": FeatureTable(data.x), ("author", "x"): FeatureTable(data.x[:9])})
     ids = torch.tensor([5, 5, 0])
     assert torch.equal(store.get_tensor(None, "x", ids), data.x[ids])
@@ -603,7 +603,7 @@ def test_a_store_of_tables(data):
     assert store.remove_tensor(None, "z", None)
     assert not store.remove_tensor(None, "z", None)
     assert store.get_tensor(None, "z", ids) is None
-    with pytest.raises(ValueError, match="a part of None, x"):
+    with pytest.raises(ValueError, match="None, x was given with an index"):
         store.put_tensor(data.x, None, "x", ids)
     with pytest.raises(ValueError, match="is a list"):
         store.put_tensor([1, 2], None, "x", None)

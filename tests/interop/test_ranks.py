@@ -1,4 +1,4 @@
-"""Drop-in loaders in several ranks: under Lightning, under Accelerate, and by themselves."""
+"""Drop-in loaders on several ranks: with Lightning, with Accelerate, and without either."""
 
 import importlib.util
 import os
@@ -154,7 +154,7 @@ def load_without_ranks():
 def test_a_loader_that_repeats_all_items_in_each_rank_warns_once(found):
     for of_rank in found:
         (message,) = of_rank["warned"]
-        assert "torch.distributed has 2 ranks, and this loader gives all its 24 items" in message
+        assert "torch.distributed has 2 ranks, but this loader yields all 24 items" in message
         assert "hint: rank=dist.get_rank(), world_size=dist.get_world_size()" in message
 
 

@@ -1,4 +1,4 @@
-"""Outputs for all nodes, layer by layer, against dense formulas and against blocks."""
+"""Layer-wise inference equals dense formulas, and blocks with all neighbours."""
 
 import itertools
 import os
@@ -101,7 +101,9 @@ def test_inference_reads_any_table(name, kind, in_features, some):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("in_features", [3, 30])
 @pytest.mark.parametrize("some", [False, True])
-def test_inference_gathers_for_a_device_as_it_reads_in_place(name, in_features, some, monkeypatch):
+def test_inference_with_gathered_rows_equals_inference_in_place(
+    name, in_features, some, monkeypatch
+):
     """What runs for a GPU, on the CPU."""
     graph = random_graph()
     model = made(name, in_features, 8, 4)
@@ -119,7 +121,7 @@ def test_inference_gathers_for_a_device_as_it_reads_in_place(name, in_features, 
     torch.testing.assert_close(found, expected)
 
 
-def test_inference_cuts_ranges_by_edges_too(monkeypatch):
+def test_inference_bounds_the_edges_of_a_range(monkeypatch):
     graph = random_graph()
     model = made("gat", 5, 4, 3)
     table = FeatureTable(torch.randn(60, 5).double())
@@ -132,7 +134,7 @@ def test_inference_cuts_ranges_by_edges_too(monkeypatch):
     assert steps[-1] == (180, 180)
 
 
-def test_inference_leaves_the_mode_as_it_was():
+def test_inference_restores_the_mode_of_the_model():
     graph, model = random_graph(), made("sage", 5, 4, 3, dropout=0.9)
     table = FeatureTable(torch.randn(60, 5).double())
     model.train()
@@ -204,7 +206,7 @@ def test_workers_compute_the_same_bits_as_one(world_size, per_machine, tmp_path)
 
 
 @pytest.mark.parametrize("num_nodes", [300, 6400, 10_000])
-def test_a_small_graph_too_has_something_for_each_of_many_workers(num_nodes):
+def test_a_small_graph_has_ranges_for_many_workers(num_nodes):
     """What is computed at a time is a small part of it, without anybody asking for that."""
     graph, model = random_graph(num_nodes, 4 * num_nodes), made("sage", 5, 4, 3)
     done = [0]
@@ -217,20 +219,20 @@ def test_a_small_graph_too_has_something_for_each_of_many_workers(num_nodes):
     assert max(parts) <= max(64, num_nodes / 64)
 
 
-def test_shares_are_of_about_equal_costs():
+def test_shares_have_about_equal_costs():
     """Spans follow each other, none is lost, and no share is over by more than one span."""
     spans = [(i, i + 1) for i in range(50)]
     for seed, parts in itertools.product(range(20), (1, 2, 3, 7)):
         costs = torch.randint(1, 30, (50,), generator=torch.Generator().manual_seed(seed)).tolist()
-        shares = train_inference._divided(spans, costs, parts)
+        shares = train_inference._divide_spans(spans, costs, parts)
         assert list(itertools.chain(*shares)) == spans
         assert len(shares) == parts
         of_share = [sum(costs[begin] for begin, _ in share) for share in shares]
         assert all(abs(cost - sum(costs) / parts) <= max(costs) for cost in of_share)
-    assert train_inference._divided([], [], 3) == [[], [], []]
+    assert train_inference._divide_spans([], [], 3) == [[], [], []]
 
 
-def test_says_what_does_not_fit():
+def test_invalid_arguments_are_rejected():
     graph, model = random_graph(), made("sage", 5, 4, 3)
     table = FeatureTable(torch.randn(60, 5).double())
     with pytest.raises(ValueError, match="features of 6 columns for a model of 5\n\nhint:"):

@@ -1,4 +1,4 @@
-"""A run computes the same whatever the threads, and trains whatever the data is like."""
+"""A run computes the same result for any number of threads, on all kinds of data."""
 
 import importlib.util
 import itertools
@@ -48,7 +48,7 @@ def parameters(run: Path) -> dict[str, torch.Tensor]:
     return torch.load(run / "checkpoint.pt", weights_only=True)["model"]
 
 
-def test_threads_and_repetition_do_not_matter(config, tmp_path):
+def test_results_do_not_depend_on_threads_and_are_reproducible(config, tmp_path):
     train(config, tmp_path / "one")
     for threads in (1, 2, 8):
         train(replace(config, threads=threads), tmp_path / f"threads-{threads}")
@@ -95,7 +95,7 @@ def loaders(monkeypatch):
     return made
 
 
-def test_a_plan_is_used_and_changes_no_result(config, tmp_path, monkeypatch, loaders):
+def test_a_tuning_profile_is_used_and_changes_no_result(config, tmp_path, monkeypatch, loaders):
     config, reporter = replace(config, device="cpu"), Listener()
     train(config, tmp_path / "plain", reporter)
     assert not any("tuning profile" in text for text in reporter.said)
@@ -120,13 +120,13 @@ def test_a_plan_is_used_and_changes_no_result(config, tmp_path, monkeypatch, loa
 
 
 @pytest.mark.parametrize(("threads", "ahead"), [(1, 1), (1, 5), (4, 2), (3, 9)])
-def test_minibatches_are_the_same_bits_with_any_plan(config, threads, ahead, loaders, tmp_path):
+def test_minibatches_are_the_same_bits_with_any_profile(config, threads, ahead, loaders, tmp_path):
     train(replace(config, epochs=1, device="cpu"), tmp_path / "run")
     (usual,) = loaders
-    way = KernelConfig("wrapped", programs=1, warps=2, vectors=1)
+    kernel_config = KernelConfig("wrapped", programs=1, warps=2, vectors=1)
     planned = gcnzc.Loader(
         usual.graph,
-        replace(usual.table, way=way),
+        replace(usual.table, kernel_config=kernel_config),
         usual.seeds,
         list(config.fanouts),
         config.batch_size,
@@ -146,7 +146,7 @@ def test_minibatches_are_the_same_bits_with_any_plan(config, threads, ahead, loa
 
 
 @pytest.mark.parametrize(("asked", "share"), [("auto", 0.3), ("0.1", 0.1)])
-def test_a_planned_hot_set_is_used_where_one_is_asked_for(
+def test_the_cache_size_of_a_profile_is_used_with_an_automatic_cache(
     asked, share, config, tmp_path, monkeypatch, loaders
 ):
     planned(config.data, monkeypatch, tmp_path / "cache")
@@ -163,7 +163,7 @@ def test_a_planned_hot_set_is_used_where_one_is_asked_for(
     assert [loader.copied_share for loader in loaders] == [0.5, 0.0, 0.0]
 
 
-def test_the_callers_random_numbers_are_left_alone(config, tmp_path):
+def test_training_does_not_change_the_callers_random_state(config, tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -172,7 +172,7 @@ def test_the_callers_random_numbers_are_left_alone(config, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
-def test_every_model_comes_near_the_best_possible(model, config, tmp_path):
+def test_every_model_reaches_nearly_the_best_possible_accuracy(model, config, tmp_path):
     line = train(replace(config, model=model, epochs=6, fanouts=(-1, -1)), tmp_path / "run")
     assert line["best_possible_accuracy"] > 0.8
     assert line["test_accuracy"] > line["best_possible_accuracy"] - 0.08
@@ -180,7 +180,7 @@ def test_every_model_comes_near_the_best_possible(model, config, tmp_path):
 
 
 @needs_dgl
-def test_dgl_s_sampler_reaches_the_same(config, tmp_path):
+def test_dgls_sampler_reaches_the_same_accuracy(config, tmp_path):
     ours = train(replace(config, epochs=5), tmp_path / "ours")["test_accuracy"]
     theirs = train(replace(config, epochs=5, sampler="dgl"), tmp_path / "dgl")["test_accuracy"]
     # three standard errors of a difference between two shares of 560 test nodes
@@ -188,13 +188,13 @@ def test_dgl_s_sampler_reaches_the_same(config, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
-def test_optimizers_learn(optimizer, config, tmp_path):
+def test_every_optimizer_learns(optimizer, config, tmp_path):
     options = {"optimizer": optimizer, "lr": 0.05 if optimizer == "sgd" else 0.01}
     line = train(replace(config, epochs=3, weight_decay=1e-4, **options), tmp_path / "run")
     assert line["test_accuracy"] > 0.5
 
 
-def test_early_stopping(config, tmp_path):
+def test_early_stopping_ends_a_run(config, tmp_path):
     line = train(replace(config, epochs=60, patience=2, lr=0.05), tmp_path / "run")
     assert line["epochs"] == line["best_epoch"] + 2 < 60
 
@@ -205,7 +205,7 @@ def test_evaluations_may_be_rare(config, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["float16", "int8", "sparse", "pitched"])
-def test_kinds_of_features(kind, config, tmp_path):
+def test_all_kinds_of_features_are_trained_on(kind, config, tmp_path):
     options = {
         "float16": {"feature_dtype": "float16"},
         "int8": {"feature_dtype": "int8", "scales": "columns"},
@@ -236,7 +236,7 @@ def test_kinds_of_features(kind, config, tmp_path):
     assert line["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0 if exact else 0.02)
 
 
-def test_many_tasks_with_unknown_labels(config, tmp_path):
+def test_many_tasks_with_missing_labels_are_trained(config, tmp_path):
     source = generate("planted", Shape(2000, 12000, 24, 4), seed=3)
     # one task a class, one in five labels unknown
     tasks = np.eye(4, dtype=np.float32)[source.labels()]
@@ -258,7 +258,7 @@ def test_many_tasks_with_unknown_labels(config, tmp_path):
     assert line["test_rocauc"] > 0.85
 
 
-def test_features_that_are_not_finite(config, graph, tmp_path):
+def test_features_that_are_not_finite_are_rejected(config, graph, tmp_path):
     source = generate("planted", Shape(2000, 12000, 24, 4), seed=3)
     rows = np.zeros((2000, 24), np.float32)
     rows[7, 3] = np.nan
@@ -270,19 +270,19 @@ def test_features_that_are_not_finite(config, graph, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_loss_that_is_no_number_ends_the_run(config, tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run(config, tmp_path):
     with pytest.raises(ValueError, match=r"loss is (nan|inf)(.|\n)*hint: .*--lr"):
         train(replace(config, optimizer="sgd", lr=1e9), tmp_path / "run")
 
 
-def test_runs_get_names_of_their_own(config, monkeypatch, tmp_path):
+def test_runs_get_unique_names(config, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert new_folder(config) == Path("runs/graph-sage-1")
     Path("runs/graph-sage-1").mkdir(parents=True)
     assert new_folder(config) == Path("runs/graph-sage-2")
 
 
-def test_progress_is_told(config, tmp_path):
+def test_progress_is_reported(config, tmp_path):
     told: list[str] = []
 
     class Listening(NullReporter):

@@ -1,4 +1,4 @@
-"""What is chosen is near the best that a device has, whatever bounds it; noise does not choose."""
+"""The chosen settings are nearly the fastest for any bottleneck, and noise does not decide."""
 
 import json
 import os
@@ -138,7 +138,7 @@ DEVICES = {
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", DEVICES)
-def test_the_choice_is_near_the_best_that_there_is(name, seed):
+def test_the_chosen_settings_are_nearly_the_fastest(name, seed):
     device = Device(**({"seed": seed} | DEVICES[name]))
     near = 1.04 + 2 * device.noise
     mine = case()
@@ -184,7 +184,7 @@ def test_the_choice_is_near_the_best_that_there_is(name, seed):
     )
 
 
-def test_both_engines_are_used_where_that_pays():
+def test_both_engines_are_used_if_that_is_faster():
     gains = {}
     for name in ("copies faster than reads", "two engines add up", "bandwidth bound"):
         device = Device(**DEVICES[name])
@@ -196,7 +196,7 @@ def test_both_engines_are_used_where_that_pays():
     assert gains["bandwidth bound"] == 1
 
 
-def test_what_is_chosen_first_is_kept_for_what_comes_after():
+def test_earlier_settings_are_fixed_for_later_ones():
     device = Device(**DEVICES["two engines add up"])
     found = choose.tune_on(device, case(), CPU, CacheMemory(None, "no"), quiet)
     values = {name: choice.value for name, choice in found.choices.items()}
@@ -214,7 +214,7 @@ def test_what_is_chosen_first_is_kept_for_what_comes_after():
     assert profiles.find(CPU, case().table) == found
 
 
-def test_the_cheapest_of_those_that_are_as_good():
+def test_the_cheapest_of_the_fastest_settings_is_chosen():
     rounds = {
         1: [1.2, 1.2, 1.2, 1.2],  # always slower
         2: [1.02, 1.02, 1.02, 1.02],  # no difference
@@ -230,7 +230,7 @@ def test_the_cheapest_of_those_that_are_as_good():
     assert search.cheapest({1: [1.1, 2.2, 4.4, 8.8], 2: [1.0, 2.0, 4.0, 8.0]}, int) == 2
 
 
-def test_a_busy_machine_chooses_nothing():
+def test_noisy_measurements_keep_the_defaults():
     calm, wild = [1.0, 1.01, 0.99, 1.0, 1.0], [1.0, 2.0, 0.7, 1.5, 1.0]
     assert search.spread({1: calm, 2: calm}) < 0.02
     assert search.spread({1: wild, 2: wild, 3: calm}) == 0.5
@@ -246,7 +246,7 @@ def test_a_busy_machine_chooses_nothing():
         assert found.value(name) is None
 
 
-def test_settings_take_turns_and_the_first_round_does_not_count():
+def test_settings_are_interleaved_and_the_first_round_is_a_warm_up():
     called, told = [], []
 
     def seconds(setting):
@@ -291,7 +291,7 @@ def test_settings_are_measured_in_turns_and_the_warm_up_is_not_counted():
 @pytest.mark.parametrize(
     ("row_bytes", "layouts"), [(512, set(LAYOUTS)), (100, set(LAYOUTS) - {"pitched"})]
 )
-def test_without_a_gpu_the_layout_is_the_model_s_and_the_rest_is_as_usual(row_bytes, layouts):
+def test_without_a_gpu_the_layout_is_predicted_and_the_rest_is_default(row_bytes, layouts):
     bench = machine.Machine(case(row_bytes), CPU, None)
     choices = choose.choose_kernel_config(bench, case(row_bytes).table, CPU, quiet)
     assert choices["layout"].basis == "modelled"
@@ -310,7 +310,7 @@ def known(num_rows=2000):
     return mine, presample(mine.graph, mine.seeds, mine.fanouts, mine.batch_size)
 
 
-def test_memory_decides_how_many_rows_are_hot():
+def test_memory_limits_the_number_of_cached_rows():
     mine, counted = known()
     for num_cached in (1, 700, 2000):
         for more in (0, 511):
@@ -329,7 +329,7 @@ def test_memory_decides_how_many_rows_are_hot():
     assert "no row fits" in short.why
 
 
-def test_a_model_that_takes_long_needs_fewer_hot_rows():
+def test_a_slow_model_needs_fewer_cached_rows():
     mine, counted = known()
     room = cache_bytes(mine.table, 2000)
     for compute_s in (0.02, 0.05, 0.09):
@@ -349,7 +349,7 @@ def test_a_model_that_takes_long_needs_fewer_hot_rows():
     assert "no transfer was measured" in unknown.why
 
 
-def test_no_hot_set_is_chosen_where_nothing_is_known():
+def test_without_a_real_graph_the_cache_size_is_default():
     mine = case()
     nowhere = choose.choose_cache_size(mine, CacheMemory(None, "no GPU"), None, quiet)
     assert (nowhere.value, nowhere.basis) == (0.2, "default")
@@ -376,7 +376,7 @@ def loaders(monkeypatch):
     return given
 
 
-def test_the_loader_is_timed_as_it_is_set(loaders):
+def test_the_loader_is_timed_with_its_settings(loaders):
     mine = case()
     bench = machine.Machine(mine, CPU, None)
     way = KernelConfig(programs=3)
@@ -397,7 +397,7 @@ def test_the_loader_is_timed_as_it_is_set(loaders):
     assert set(few.seeds.tolist()) <= set(mine.seeds.tolist())
 
 
-def test_a_plan_of_this_machine(loaders):
+def test_a_profile_of_this_machine_is_measured(loaders):
     told = []
     found = choose.tune(case(), compute_s=None, progress=lambda *what: told.append(what))
     basis = {name: choice.basis for name, choice in found.choices.items()}
@@ -421,7 +421,7 @@ def interpreted(mine):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's case")
 @pytest.mark.parametrize("quantized", [False, True])
-def test_the_gpu_s_part_in_the_interpreter(quantized, loaders, monkeypatch):
+def test_gpu_measurements_run_in_tritons_interpreter(quantized, loaders, monkeypatch):
     monkeypatch.setattr(choose, "SHAPES", ((2, 2), (8, 4)))
     monkeypatch.setattr(choose, "PROGRAMS", (1, 3))
     monkeypatch.setattr(search, "ROUNDS", (2, 2))
@@ -461,15 +461,15 @@ def test_wrong_rows_are_not_timed(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_plan_of_a_gpu(monkeypatch):
+def test_a_profile_of_a_gpu_is_measured(monkeypatch):
     monkeypatch.setattr(choose, "NOISY", float("inf"))
     mine = case(400, 20_000)
-    found = choose.tune(mine, room=10**7, compute_s=0.001, progress=quiet)
+    found = choose.tune(mine, cache_memory=10**7, compute_s=0.001, progress=quiet)
     assert {choice.basis for choice in found.choices.values()} == {"measured", "predicted"}
     assert found.kernel_config is not None
 
 
-def test_a_case_of_data(tmp_path):
+def test_a_workload_is_made_from_a_dataset(tmp_path):
     prepare(tiny().write(tmp_path / "raw"), tmp_path / "graph")
     loaded = load(tmp_path / "graph")
     made = machine.case_of(loaded, (2, 3), 7)
@@ -482,7 +482,7 @@ def test_a_case_of_data(tmp_path):
         machine.case_of(replace(loaded, features=None), (2,), 7)
 
 
-def test_a_sparse_table_is_no_gpu_s(monkeypatch):
+def test_a_sparse_table_is_rejected_for_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     mine = case()
@@ -492,7 +492,7 @@ def test_a_sparse_table_is_no_gpu_s(monkeypatch):
 
 
 @pytest.mark.parametrize("row_bytes", [512, 100, 4])
-def test_a_table_of_a_usual_shape(row_bytes, monkeypatch):
+def test_a_synthetic_workload_has_the_requested_rows(row_bytes, monkeypatch):
     monkeypatch.setattr(machine, "DEFAULT_TABLE_BYTES", 1 << 20)
     made = machine.default_case(row_bytes, (3, 3), 64)
     assert made.table.row_bytes == row_bytes
@@ -503,6 +503,6 @@ def test_a_table_of_a_usual_shape(row_bytes, monkeypatch):
 
 
 @pytest.mark.parametrize("row_bytes", [0, 3, 514])
-def test_rows_of_no_whole_elements(row_bytes):
+def test_rows_of_partial_elements_are_rejected(row_bytes):
     with pytest.raises(ValueError, match=r"(?s)not a whole number of float32 elements.*hint: "):
         machine.default_case(row_bytes, (3, 3), 64)

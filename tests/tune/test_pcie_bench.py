@@ -1,4 +1,4 @@
-"""The link's figures: of tables as they lie, and as a GPU, real or made up, measures them."""
+"""PCIe reports: predicted traffic of tables, and measurements on a real or simulated GPU."""
 
 import json
 import sys
@@ -99,7 +99,7 @@ def machine(monkeypatch):
     return made
 
 
-def test_rates_are_of_the_median_of_turns():
+def test_rates_are_medians_of_interleaved_rounds():
     clock = iter([9, 9, 4, 1, 2, 3, 100, 2])
     called = []
     ways = {name: (8, lambda name=name: called.append(name)) for name in "ab"}
@@ -109,14 +109,14 @@ def test_rates_are_of_the_median_of_turns():
         return next(clock)
 
     # a: 4, 2, 100 after the first; b: 1, 3, 2
-    assert pcie_bench.bytes_per_s(ways, seconds, 3) == {"a": 2, "b": 4}
+    assert pcie_bench.measure_rates(ways, seconds, 3) == {"a": 2, "b": 4}
     assert called == ["a", "b"] * 4
 
 
-def test_the_link(machine):
-    with pcie_bench._locked(1 << 17) as memory:
+def test_the_rates_of_the_bus_are_measured(machine):
+    with pcie_bench._page_locked(1 << 17) as memory:
         assert memory.data_ptr() % 128 == 0
-        found = pcie_bench.measured_link(machine.gpu, memory)
+        found = pcie_bench.measure_bus(machine.gpu, memory)
     # a copy of whatever size takes a millisecond here
     assert found["copies"] == {str(1 << 17): pytest.approx((1 << 17) / 0.001)}
     assert found["copy_bytes_per_s"] == found["copies"][str(1 << 17)]
@@ -130,27 +130,27 @@ def test_the_link(machine):
     assert machine.busy >= 5 * (pcie_bench.ROUNDS + 1) + int(pcie_bench.BUSY_S * 1e9 / (1 << 17))
 
 
-def test_the_link_of_a_driver_that_locks_little_at_a_time(machine, monkeypatch):
+def test_the_bus_is_measured_with_a_driver_that_locks_little_at_a_time(machine, monkeypatch):
     driver = FakeDriver(largest=8 * PAGE)
     ledger = PageLocks(driver, smallest_bytes=PAGE)
     monkeypatch.setattr(registrations, "process_page_locks", lambda: ledger)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(pcie_bench, "programs_of", lambda device: 2)
+    monkeypatch.setattr(pcie_bench, "default_programs", lambda device: 2)
     monkeypatch.setattr(
         pcie_bench, "read_dense", lambda source, out, programs: setattr(machine, "took_s", 1e-3)
     )
-    with FakeGpu(driver) as gpu, pcie_bench._locked(1 << 17) as memory:
+    with FakeGpu(driver) as gpu, pcie_bench._page_locked(1 << 17) as memory:
         assert len(driver.ranges) > 3
         where = pcie_bench.Gpu(torch.device("cuda"), machine.seconds, machine.pcie)
-        found = pcie_bench.measured_link(where, memory)
+        found = pcie_bench.measure_bus(where, memory)
     assert found["copies"].keys() == {str(1 << 17)}
     assert sum(num_bytes for _, num_bytes in gpu.copied) == (pcie_bench.ROUNDS + 1) * (1 << 17)
 
 
-def test_a_chase_reads_no_line_again(machine):
-    with pcie_bench._locked(1 << 18) as memory:
-        pcie_bench.measured_link(machine.gpu, memory)
+def test_a_pointer_chase_reads_no_line_twice(machine):
+    with pcie_bench._page_locked(1 << 18) as memory:
+        pcie_bench.measure_bus(machine.gpu, memory)
     assert len(machine.chased) == pcie_bench.ROUNDS
     places = [place for seen in machine.chased for place in seen]
     assert len(places) > 1000
@@ -160,11 +160,11 @@ def test_a_chase_reads_no_line_again(machine):
     assert np.mean(np.abs(jumps) > 16) > 0.9
 
 
-def test_layouts_of_a_table(machine):
+def test_the_layouts_of_a_table_are_measured(machine):
     shape = table_shapes.Shape("x", 10, 25, "float32", 104, 20)
-    with pcie_bench._locked(1 << 18) as memory:
+    with pcie_bench._page_locked(1 << 18) as memory:
         memory.view(torch.int32).copy_(torch.arange(1 << 16))
-        rates = pcie_bench.measured_layouts(machine.gpu, memory, shape)
+        rates = pcie_bench.measure_layouts(machine.gpu, memory, shape)
     assert rates == {
         layout: pytest.approx(1e9 / slower)
         for layout, slower in zip(LAYOUTS, (4, 3, 2, 1.25, 1), strict=True)
@@ -173,7 +173,7 @@ def test_layouts_of_a_table(machine):
     assert places == dict.fromkeys(LAYOUTS, (104, 20)) | {"pitched": (128, 0)}
 
 
-def test_wrong_rows_are_not_timed(machine, monkeypatch):
+def test_wrong_rows_are_reported(machine, monkeypatch):
     def wrong(table, ids, out, *, layout):
         out.copy_(table[ids])
         if layout == "wrapped":
@@ -181,21 +181,21 @@ def test_wrong_rows_are_not_timed(machine, monkeypatch):
 
     monkeypatch.setattr(pcie_bench, "gather_rows", wrong)
     with (
-        pcie_bench._locked(1 << 16) as memory,
+        pcie_bench._page_locked(1 << 16) as memory,
         pytest.raises(RuntimeError, match=r"(?s)wrapped gather of rows of 2408.*hint: "),
     ):
-        pcie_bench.measured_layouts(machine.gpu, memory, REDDIT)
+        pcie_bench.measure_layouts(machine.gpu, memory, REDDIT)
 
 
-def test_memory_too_small_for_a_row(machine):
+def test_memory_too_small_for_a_row_is_rejected(machine):
     with (
-        pcie_bench._locked(1024) as memory,
+        pcie_bench._page_locked(1024) as memory,
         pytest.raises(ValueError, match=r"(?s)1024 bytes of memory.*hint: --megabytes"),
     ):
-        pcie_bench.measured_layouts(machine.gpu, memory, REDDIT)
+        pcie_bench.measure_layouts(machine.gpu, memory, REDDIT)
 
 
-def test_a_report(machine):
+def test_a_report_has_predictions_and_measurements(machine):
     found = pcie_bench.report([REDDIT], machine.gpu, num_bytes=1 << 17, advance=quiet)
     assert json.loads(json.dumps(found)) == found
     (table,) = found["tables"]
@@ -214,7 +214,7 @@ def test_a_report(machine):
     assert len({len(line) for line in told[2:8]}) == 1  # columns
 
 
-def test_a_single_table_is_measured_whatever_its_type(machine):
+def test_a_single_table_of_any_dtype_is_measured(machine):
     half = table_shapes.Shape("half", 5, 602, "float16", 1204)
     found = pcie_bench.report([half], machine.gpu, num_bytes=1 << 17, advance=quiet)
     assert found["tables"][0]["layouts"]["shifted"]["share_of_dense"] == pytest.approx(0.8)
@@ -223,14 +223,14 @@ def test_a_single_table_is_measured_whatever_its_type(machine):
     assert len(shares.curves["vector"]) == (8192 - 4) // 2 + 1
 
 
-def test_a_report_where_the_library_says_nothing(machine):
+def test_a_report_without_values_of_nvml(machine):
     machine.told = dict(UNTOLD)
     found = pcie_bench.report([REDDIT], machine.gpu, num_bytes=1 << 17, advance=quiet)
     assert found["tables"][0]["layouts"]["shifted"]["share_of_link"] is None
     assert "PCIe" not in reports_pcie.format_report(found)[0]
 
 
-def test_of_several_tables_float32_is_measured_and_each_shape_once(machine):
+def test_of_several_tables_only_distinct_float32_shapes_are_measured(machine):
     tables = [
         REDDIT,
         table_shapes.Shape("half", 5, 602, "float16", 1204),
@@ -260,14 +260,14 @@ def test_of_several_tables_float32_is_measured_and_each_shape_once(machine):
     assert shares.measured["shifted"] == [(2408, pytest.approx(0.8 * 128 / 148))] * 3
 
 
-def test_the_kernels_themselves(device):
+def test_a_report_runs_the_real_kernels(device):
     """On a GPU, or under Triton's interpreter."""
     where = pcie_bench.Gpu(device, a_millisecond, lambda busy: UNTOLD)
     shape = table_shapes.Shape("x", 100, 101, "float32", 404, 4)
     with pytest.MonkeyPatch.context() as patch:
         # an interpreter takes milliseconds for what a GPU does in nothing
         patch.setattr(pcie_bench, "PROGRAMS", (1,))
-        patch.setattr(pcie_bench, "bytes_per_s", lambda ways, seconds: once(ways, seconds))
+        patch.setattr(pcie_bench, "measure_rates", lambda ways, seconds: once(ways, seconds))
         found = pcie_bench.report([shape], where, num_bytes=1 << 14, advance=quiet)
     assert found["link"]["dense_bytes_per_s"] > 0
     assert all(figures["share_of_dense"] > 0 for figures in found["tables"][0]["layouts"].values())
@@ -283,8 +283,8 @@ def once(ways, seconds):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(device):
-    found = pcie_bench.report([REDDIT], pcie_bench.gpu(), num_bytes=1 << 28, advance=quiet)
+def test_a_report_on_a_gpu(device):
+    found = pcie_bench.report([REDDIT], pcie_bench.current_gpu(), num_bytes=1 << 28, advance=quiet)
     dense = found["link"]["dense_bytes_per_s"]
     assert 1e9 < dense < 1e12
     assert 1e-7 < found["link"]["latency_s"] < 1e-4
@@ -293,7 +293,7 @@ def test_on_a_gpu(device):
     assert pcie_bench.peak_read_rate(device) == pytest.approx(dense, rel=0.3)
 
 
-def test_the_roof(machine, monkeypatch):
+def test_the_peak_read_rate_is_measured(machine, monkeypatch):
     monkeypatch.setattr(pcie_bench, "ROOF_BYTES", 1 << 16)
     assert pcie_bench.peak_read_rate(torch.device("cpu")) is None
     assert pcie_bench._dense_peak(machine.gpu) == pytest.approx(1e9)
@@ -301,13 +301,13 @@ def test_the_roof(machine, monkeypatch):
     def refuse(num_bytes):
         raise RuntimeError(f"CUDA failed to lock {num_bytes} bytes")
 
-    monkeypatch.setattr(pcie_bench, "_locked", refuse)
+    monkeypatch.setattr(pcie_bench, "_page_locked", refuse)
     assert pcie_bench.peak_read_rate(torch.device("cuda")) is None
 
 
-def test_no_gpu(monkeypatch):
+def test_a_report_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pcie_bench.gpu() is None
+    assert pcie_bench.current_gpu() is None
     found = pcie_bench.report([REDDIT], None, num_bytes=1 << 40, advance=quiet)
     assert found["link"] is None
     told = reports_pcie.format_report(found)
@@ -359,7 +359,7 @@ def uuid(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
 
 
-def test_nvml(uuid, monkeypatch):
+def test_values_of_nvml_are_read(uuid, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", library())
     done = []
     found = nvml.pcie(torch.device("cuda"), lambda: done.append(1))
@@ -389,19 +389,19 @@ def test_nvml(uuid, monkeypatch):
         ("nvmlShutdown", set()),
     ],
 )
-def test_what_nvml_does_not_say_is_none(broken, lost, uuid, monkeypatch):
+def test_missing_values_of_nvml_are_none(broken, lost, uuid, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", library(**{broken: True}))
     found = nvml.pcie(torch.device("cuda"), lambda: None)
     assert {name for name, value in found.items() if value is None} == lost
 
 
-def test_no_nvml(monkeypatch):
+def test_a_missing_nvml_gives_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.pcie(torch.device("cuda"), lambda: None) == UNTOLD
     assert set(nvml.slot(torch.device("cuda")).values()) == {None}
 
 
-def test_the_slot_of_a_device(uuid, monkeypatch):
+def test_the_pcie_slot_of_a_device_is_read(uuid, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", library())
     found = nvml.slot(torch.device("cuda"))
     assert found == {"pcie_generation": 5, "pcie_lanes": 8, "driver": "570.1"}
@@ -409,7 +409,7 @@ def test_the_slot_of_a_device(uuid, monkeypatch):
     assert set(nvml.slot(torch.device("cuda")).values()) == {None}
 
 
-def test_a_prepared_table_is_told_as_it_lies(tmp_path):
+def test_a_prepared_table_has_its_pitch(tmp_path):
     raw = tiny(num_nodes=64, num_columns=25).write(tmp_path / "raw")
     prepare.prepare(raw, tmp_path / "packed")
     prepare.prepare(raw, tmp_path / "apart", pitch_bytes=136, feature_dtype="float16")
@@ -422,13 +422,13 @@ def test_a_prepared_table_is_told_as_it_lies(tmp_path):
         assert rows is not None
         assert shape.base == rows.data_ptr() % 128
         # as many rows are whole periods of these strides
-        told = table_shapes.modelled(shape)["layouts"]["shifted"]
+        told = table_shapes.predict_traffic(shape)["layouts"]["shifted"]
         there = table_traffic(rows, layout="shifted")
         assert told["requests_per_row"] == float(there.requests_per_row)
         assert told["wire_bytes_per_row"] == float(there.wire_bytes)
 
 
-def test_where_in_a_line_the_first_row_begins(tmp_path, monkeypatch):
+def test_the_base_is_the_offset_of_the_first_row_in_its_line(tmp_path, monkeypatch):
     prepare.prepare(tiny(num_columns=25).write(tmp_path / "raw"), tmp_path / "packed")
     memory = torch.zeros(2000)
     before = (96 - memory.data_ptr()) % 128 // 4
@@ -438,7 +438,7 @@ def test_where_in_a_line_the_first_row_begins(tmp_path, monkeypatch):
     assert table_shapes.shape_of(tmp_path / "packed").base == 96
 
 
-def test_codes_cross_the_link_as_they_are(tmp_path):
+def test_quantized_rows_have_one_byte_per_element(tmp_path):
     raw = tiny(num_columns=30).write(tmp_path / "raw")
     prepare.prepare(raw, tmp_path / "a", feature_dtype="float8_e5m2", pitch_bytes=0)
     assert table_shapes.shape_of(tmp_path / "a") == table_shapes.Shape(
@@ -446,26 +446,26 @@ def test_codes_cross_the_link_as_they_are(tmp_path):
     )
 
 
-def test_a_folder_that_is_not_prepared_is_told_side_by_side(tmp_path):
+def test_rows_of_a_raw_folder_are_contiguous(tmp_path):
     raw = tiny(num_columns=30).write(tmp_path / "raw")
     assert table_shapes.shape_of(raw) == table_shapes.Shape("raw", 40, 30, "float32", 120)
 
 
-def test_no_features_to_read(tmp_path):
+def test_a_folder_without_features_is_rejected(tmp_path):
     raw = tiny().but(features=None).write(tmp_path / "raw")
     with pytest.raises(ValueError, match=r"(?s)no features.*hint: `gcnzc embed"):
         table_shapes.shape_of(raw)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_features_are_not_read(shared_data, tmp_path):
+def test_sparse_features_are_rejected(shared_data, tmp_path):
     source = next(path for path in sorted(shared_data.glob("*/cora.npz")))
     prepare.prepare(source, tmp_path / "sparse", sparse_features=True)
-    with pytest.raises(ValueError, match=r"(?s)keeps its features sparse.*hint: "):
+    with pytest.raises(ValueError, match=r"(?s)has sparse features.*hint: "):
         table_shapes.shape_of(tmp_path / "sparse")
 
 
-def test_public_tables():
+def test_public_tables_are_listed_in_two_dtypes():
     found = table_shapes.public_shapes()
     assert {shape.name for shape in found} == {
         entry.name for entry in catalog.ENTRIES if entry.num_features
@@ -474,8 +474,8 @@ def test_public_tables():
     assert [shape.row_bytes for shape in products] == [400, 200]
 
 
-def test_modelled():
-    told = table_shapes.modelled(REDDIT, 64)
+def test_traffic_is_predicted_for_each_layout():
+    told = table_shapes.predict_traffic(REDDIT, 64)
     assert json.loads(json.dumps(told)) == told
     for layout, figures in told["layouts"].items():
         wanted = traffic(2408, layout=layout, split_bytes=64)
@@ -485,18 +485,20 @@ def test_modelled():
     assert told["layout"] == told["prepared_layout"] == "shifted"
     assert told["layouts"]["pitched"]["memory"] == pytest.approx(2432 / 2408 - 1)
     assert told["layouts"]["shifted"]["memory"] == 0
-    assert told["why"].endswith("too few; lanes from the row's start would make 1.43 times as many")
+    assert told["why"].endswith(
+        "too few; with lanes from the row's start there would be 1.43 times as many"
+    )
     # on lines as it lies, though it would be stored otherwise
-    apart = table_shapes.modelled(table_shapes.Shape("x", 1, 100, "float32", 512))
+    apart = table_shapes.predict_traffic(table_shapes.Shape("x", 1, 100, "float32", 512))
     assert (apart["layout"], apart["prepared_layout"], apart["pitch_bytes"]) == (
         "pitched",
         "shifted",
         400,
     )
-    assert apart["why"].endswith("would make as many")
+    assert apart["why"].endswith("there would be as many")
 
 
-def test_roofs():
+def test_roofs_are_the_efficiencies_of_uniform_requests():
     assert list(table_shapes.roofs().values()) == [
         float(Fraction(128, 148)),
         float(Fraction(32, 52)),
@@ -507,10 +509,10 @@ def test_roofs():
     ]
 
 
-def test_the_picture(tmp_path):
-    curves = table_shapes.sweep("float32", widest=2048)
+def test_the_plot_is_written(tmp_path):
+    curves = table_shapes.sweep("float32", max_row_bytes=2048)
     assert curves["vector"][3] == (16, float(traffic(16, layout="vector").efficiency))
-    halves = table_shapes.sweep("float16", widest=64)
+    halves = table_shapes.sweep("float16", max_row_bytes=64)
     assert halves["scalar"][7] == (18, float(traffic(18, layout="scalar", item_bytes=2).efficiency))
     shades = {}
     for name, points in (("model", {}), ("measured", {"shifted": [(400, 0.3), (1200, 0.2)]})):
@@ -538,7 +540,7 @@ def test_the_picture(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["measured.png", "model.png"]
 
 
-def test_the_document_has_the_figures_of_the_benchmark():
+def test_the_documented_figures_are_those_of_the_model():
     text = (Path(__file__).parents[2] / "docs" / "benchmarks" / "bus.md").read_text()
     for rows in (bench_pcie.set_table()[2:], bench_pcie.limit_table()[2:]):
         assert "\n".join(rows) in text

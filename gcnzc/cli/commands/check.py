@@ -155,9 +155,9 @@ def measure_profile(
         case = tune_machine.default_case(config.row_bytes, config.fanouts, config.batch_size)
     else:
         case = tune_machine.case_of(data, config.fanouts, config.batch_size)
-    room = parse_cache_size(config.cache_memory)
+    cache_memory = parse_cache_size(config.cache_memory)
     compute_s = config.compute_ms / 1e3 or None
-    return choose.tune(case, room=room, compute_s=compute_s, progress=progress)
+    return choose.tune(case, cache_memory=cache_memory, compute_s=compute_s, progress=progress)
 
 
 def store_profile(found: TuningProfile, say: profiles.Warn) -> str | None:

@@ -46,7 +46,7 @@ def pcie_command(config: PcieConfig, reporter: Reporter) -> None:
     with reporter.task("measure the bus") as advance:
         found = pcie_bench.report(
             tables,
-            pcie_bench.gpu(),
+            pcie_bench.current_gpu(),
             num_bytes=config.megabytes << 20,
             split_bytes=config.split_bytes,
             widths=widths,

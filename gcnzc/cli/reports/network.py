@@ -78,9 +78,9 @@ def advice(lines: Sequence[Line], default: str) -> Line:
         return {"choose_workers": 1, "choose_method": None, "speed_up": 1.0, "why": why}
     good = [line for line in lines if line["speed_up"] >= AS_GOOD * most["speed_up"]]
     fewest = min(line["workers"] for line in good)
-    mine = [line for line in good if line["workers"] == fewest]
-    best = max(mine, key=lambda line: line["speed_up"])
-    chosen = next((line for line in mine if line["method"] == default), best)
+    candidates = [line for line in good if line["workers"] == fewest]
+    best = max(candidates, key=lambda line: line["speed_up"])
+    chosen = next((line for line in candidates if line["method"] == default), best)
     return {
         "choose_workers": chosen["workers"],
         "choose_method": chosen["method"],

@@ -7,7 +7,7 @@ from typing import Any
 from gcnzc.cli.plots import Efficiencies
 from gcnzc.cli.reports.tables import align_columns
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
-from gcnzc.tune.table_shapes import WIDEST, Curves, roofs, sweep
+from gcnzc.tune.table_shapes import MAX_ROW_BYTES, Curves, roofs, sweep
 
 
 def efficiency_points(found: Mapping[str, Any]) -> Efficiencies:
@@ -22,7 +22,7 @@ def efficiency_points(found: Mapping[str, Any]) -> Efficiencies:
     points: Curves = {layout: [] for layout in LAYOUTS}
     for table, layout in product(tables, LAYOUTS):
         share = table["layouts"][layout].get("share_of_dense")
-        if share is not None and table["row_bytes"] <= WIDEST:
+        if share is not None and table["row_bytes"] <= MAX_ROW_BYTES:
             points[layout].append((table["row_bytes"], share * max(highest.values())))
     return Efficiencies(dtype, sweep(dtype, split_bytes), points, highest)
 

@@ -1,10 +1,10 @@
-"""Drop-in loader for DGL, and DGL's sampler as an alternative engine.
+"""Drop-in loader for DGL, and DGL's neighbour sampler for `gcnzc.Loader`.
 
-Importing this does not import DGL; what is used from it does.
+Importing this package does not import DGL; using its functions and classes does.
 """
 
+from gcnzc.interop.dgl.dgl_sampler import DglSampler
 from gcnzc.interop.dgl.importing import graphbolt_works, import_dgl
 from gcnzc.interop.dgl.loader import DataLoader
-from gcnzc.interop.dgl.native_sampler import DglSampler
 
 __all__ = ["DataLoader", "DglSampler", "graphbolt_works", "import_dgl"]

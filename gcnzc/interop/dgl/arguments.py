@@ -1,4 +1,4 @@
-"""Check the arguments of DGL's loader, and reject unsupported ones by name."""
+"""Check the arguments of the DGL loader, and reject unsupported ones by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from gcnzc.system.arguments import as_ids, describe
 
 
 def check_graph(graph: Any) -> None:
-    """Refuse what is no graph of one type of nodes and one of edges, on the host.
+    """Check that `graph` is a DGL graph on the host, with one node type and one edge type.
 
     Raises:
         ValueError: it is not.
@@ -24,20 +24,20 @@ def check_graph(graph: Any) -> None:
     if len(graph.ntypes) != 1 or len(graph.etypes) != 1:
         raise ValueError(
             f"DataLoader does not support graphs with several types: nodes {graph.ntypes}, edges "
-            f"{graph.etypes}\n\nhint: dgl.dataloading.DataLoader loads them"
+            f"{graph.etypes}\n\nhint: use dgl.dataloading.DataLoader for such graphs"
         )
     if graph.device.type != "cpu":
         raise ValueError(
-            f"the graph lies on {graph.device}, but neighbours are drawn on the host\n\n"
+            f"the graph is on {graph.device}, but neighbours are sampled on the host\n\n"
             f"hint: graph.cpu(), and device='{graph.device}' for the minibatches"
         )
 
 
 def check_sampler(graph_sampler: Any, drawn_by: Any) -> None:
-    """Refuse a DGL sampler that gives no blocks, or has edge types; and an unknown `drawn_by`.
+    """Check that a DGL sampler returns blocks and uses no edge types, and check `drawn_by`.
 
     Raises:
-        ValueError: it is of these.
+        ValueError: the sampler is not supported, or `drawn_by` is unknown.
     """
     loading = import_dgl().dataloading
     if not isinstance(drawn_by, str) or drawn_by not in ("gcnzc", "dgl"):
@@ -47,7 +47,7 @@ def check_sampler(graph_sampler: Any, drawn_by: Any) -> None:
         inner = graph_sampler.sampler
         if graph_sampler.reverse_etypes is not None or graph_sampler.exclude == "reverse_types":
             raise ValueError(
-                "DataLoader does not support reverse_etypes, for it has no edge types\n\n"
+                "DataLoader does not support reverse_etypes, which need edge types\n\n"
                 "hint: exclude='reverse_id' with reverse_eids"
             )
     if not isinstance(inner, loading.BlockSampler):
@@ -64,16 +64,17 @@ def check_sampler(graph_sampler: Any, drawn_by: Any) -> None:
 
 
 def check_items(indices: Any, graph: Any, is_edges: bool) -> Tensor:
-    """`indices` as int64, on the host, of the graph's one type if they are given by type.
+    """Return `indices` as int64 on the host; they may be a dictionary with the graph's one type.
 
     Raises:
-        ValueError: they are not ids of nodes, or of edges, all different; or of another type.
+        TypeError: `indices` is not a tensor of ids.
+        ValueError: an id is out of range or occurs twice, or the type is not the graph's.
     """
     if isinstance(indices, Mapping):
         names = [*graph.etypes, *graph.canonical_etypes] if is_edges else graph.ntypes
         if len(indices) != 1 or next(iter(indices)) not in names:
             raise ValueError(
-                f"indices is a dict: indices are of types {list(indices)}, but the graph has "
+                f"indices is a dict with the types {list(indices)}, but the graph has the types "
                 f"{names}\n\nhint: a tensor of ids"
             )
         (indices,) = indices.values()
@@ -89,7 +90,7 @@ def check_items(indices: Any, graph: Any, is_edges: bool) -> Tensor:
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(twice) > 0:
             raise ValueError(
-                f"index {int(twice[0])} occurs twice ({len(twice)} too many)\n\n"
+                f"index {int(twice[0])} occurs twice ({len(twice)} duplicates in all)\n\n"
                 "hint: indices.unique()"
             )
     return items

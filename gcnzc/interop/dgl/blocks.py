@@ -1,7 +1,7 @@
-"""Sampled minibatches as DGL's blocks and graphs.
+"""Convert sampled minibatches to DGL's blocks and graphs.
 
-DGL's public constructors check every number and wrap every tensor; a block from them costs more
-than drawing it. Here DGL's graph index is made of our tensors as they are, as DGL's samplers do.
+DGL's public constructors check every id and wrap every tensor, which takes longer than sampling the
+block. This module constructs DGL's graph index from our tensors directly, as DGL's samplers do.
 """
 
 import weakref
@@ -28,155 +28,159 @@ _pool = Pool()
 
 
 @dataclass(frozen=True, eq=False)
-class DglColumns:
-    """The in-edges of a DGL graph's nodes, in memory of our own."""
+class CscEdges:
+    """The edges of a DGL graph as CSC, in our own memory."""
 
     graph: Graph
-    # (E,) DGL's number of each edge of `graph`, int32 below 2**31 edges; None: its place there
+    # (E,) DGL's id of each edge of `graph`, int32 below 2**31 edges; None: its index in `graph`
     edge_ids: Tensor | None
-    held: Tensor  # of DGL, so that its address stays its own
+    # keeps DGL's tensor alive, since its address is in the cache's key
+    dgl_indices: Tensor
 
 
-# Training and evaluation load from one graph, whose ids are then copied once.
-_known: weakref.WeakValueDictionary[Any, DglColumns] = weakref.WeakValueDictionary()
+# The loaders of training and evaluation share one copy.
+_cache: weakref.WeakValueDictionary[Any, CscEdges] = weakref.WeakValueDictionary()
 
 
-def columns_of(graph: Any) -> DglColumns:
-    """The in-edges of a DGL graph, on the host; made once as long as anything refers to them.
+def to_csc(graph: Any) -> CscEdges:
+    """Return the edges of a DGL graph as CSC on the host; cached per graph while in use.
 
-    They are copied, since DGL sorts its columns in place when something asks for that.
+    They are copied, since some DGL functions sort DGL's own CSC in place.
 
     Args:
-        graph: with one type of nodes and one of edges. DGL keeps its columns from now on, as it
-            does when it samples itself.
+        graph: with one node type and one edge type. DGL creates and keeps its CSC format, as it
+            does when its own samplers run.
     """
     indptr, indices, ids = graph.adj_tensors("csc")
     key = (indptr.data_ptr(), indices.data_ptr(), ids.data_ptr(), graph.num_edges())
-    found = _known.get(key)
+    found = _cache.get(key)
     if found is None:
         edge_ids = None
         if not torch.equal(ids, torch.arange(len(ids), dtype=ids.dtype)):
-            narrow = len(ids) < 2**31
-            edge_ids = ids.to(torch.int32 if narrow else torch.int64, copy=True)
+            fits_int32 = len(ids) < 2**31
+            edge_ids = ids.to(torch.int32 if fits_int32 else torch.int64, copy=True)
         sources = indices.to(torch.int32 if graph.num_nodes() < 2**31 else torch.int64, copy=True)
-        made = Graph(indptr.clone(), sources, check=False)
-        found = _known[key] = DglColumns(made, edge_ids, indices)
+        csc = Graph(indptr.clone(), sources, check=False)
+        found = _cache[key] = CscEdges(csc, edge_ids, indices)
     return found
 
 
-class Blocks:
-    """Makes DGL's blocks and graphs, with the data of the nodes and edges of a whole graph.
+class BlockBuilder:
+    """Builds DGL's blocks and graphs, with the node and edge data of the whole graph.
 
-    Data is taken when it is first read, as from DGL's own blocks.
+    As in DGL's own blocks, rows of the data are gathered when they are first read.
 
     Args:
-        graph: with one type of nodes and one of edges, on the host.
+        graph: with one node type and one edge type, on the host.
     """
 
     def __init__(self, graph: Any) -> None:
-        self._whole = graph
-        self.renew()
-        self.columns = columns_of(graph)
+        self._given_graph = graph
+        self.refresh_data()
+        self.columns = to_csc(graph)
         self._dgl, self._block_class = import_dgl(), block_class()
-        # DGL joins the tensors of a graph by their type
+        # all tensors of ids in a DGL graph must have this type
         self.dtype: torch.dtype = graph.idtype
         ids = self.columns.edge_ids
         self._ids = None if ids is None else FeatureTable(ids.view(-1, 1))
-        self._none = torch.empty(0, dtype=self.dtype)
+        self._empty = torch.empty(0, dtype=self.dtype)
 
-    def renew(self) -> None:
-        """Take the data that the graph has now.
+    def refresh_data(self) -> None:
+        """Use the data that the graph has now, from columns that no other thread reads.
 
-        Data of a graph that was cut from another is rows and their numbers until the first time it
-        is read, and DGL then changes the one after the other. So threads have columns of their own.
+        The data of a subgraph is rows of the parent graph and an index until it is first read. DGL
+        then replaces first the rows and then the index, which other threads must not see.
         """
-        self.graph = self._whole.local_var()
+        self.graph = self._given_graph.local_var()
 
     def edge_ids(self, edges: Tensor) -> Tensor:
-        """(E,) DGL's numbers of edges, from their places in the columns, of the graph's type."""
+        """Return DGL's ids, (E,) of the graph's id type, of edges given by their CSC positions."""
         if self._ids is None:
-            return self._typed(edges)
-        return self._typed(gather_on_host(self._ids, edges, threads=1).view(-1))
+            return self._to_idtype(edges)
+        return self._to_idtype(gather_on_host(self._ids, edges, threads=1).view(-1))
 
-    def of(self, batch: Batch) -> list[Any]:
-        """The blocks of a batch that was drawn with edge ids, outermost first, on the host."""
+    def build(self, batch: Batch) -> list[Any]:
+        """Return the DGL blocks of a batch with edge ids, input layer first, on the host."""
         return [self._block(block) for block in batch.blocks]
 
-    def pairs(self, nodes: Tensor, src: Tensor, dst: Tensor, edges: Tensor | None) -> Any:
-        """A graph of edges between some nodes, on the host.
+    def build_pair_graph(
+        self, nodes: Tensor, src: Tensor, dst: Tensor, edges: Tensor | None
+    ) -> Any:
+        """Return a DGL graph of pairs of nodes, on the host.
 
         Args:
-            nodes: (S,) int64 ids in the graph.
-            src: (P,) int64 places in `nodes`.
-            dst: like `src`.
-            edges: (P,) DGL's numbers of the edges; None of pairs that are none, which have no data.
+            nodes: (S,) int64 ids in the whole graph.
+            src: (P,) int64 indices in `nodes`.
+            dst: (P,) int64 indices in `nodes`.
+            edges: (P,) DGL's ids of the edges; None for negative pairs, which have no edge data.
         """
         dgl, graph = self._dgl, self.graph
         index = dgl.heterograph_index.create_unitgraph_from_coo(
-            1, len(nodes), len(nodes), self._typed(src), self._typed(dst), FORMATS
+            1, len(nodes), len(nodes), self._to_idtype(src), self._to_idtype(dst), FORMATS
         )
-        made = dgl.DGLGraph(index, graph.ntypes, graph.etypes)
-        ids = self._typed(nodes)
+        pair_graph = dgl.DGLGraph(index, graph.ntypes, graph.etypes)
+        ids = self._to_idtype(nodes)
         if edges is None:
-            made.ndata[dgl.NID] = ids
-            return made
-        return self._with_data(made, [ids], self._typed(edges))
+            pair_graph.ndata[dgl.NID] = ids
+            return pair_graph
+        return self._attach_data(pair_graph, [ids], self._to_idtype(edges))
 
     def _block(self, block: Block) -> Any:
         dgl, graph = self._dgl, self.graph
-        assert block.edge_ids is not None, "blocks of DGL know their edges"
+        assert block.edge_ids is not None, "DGL's blocks have edge ids"
         index = dgl.heterograph_index.create_unitgraph_from_csr(
             2,
             block.num_src,
             block.num_dst,
-            self._typed(block.indptr),
-            self._typed(block.indices),
-            self._none,
+            self._to_idtype(block.indptr),
+            self._to_idtype(block.indices),
+            self._empty,
             FORMATS,
             True,
         )
-        made = self._block_class(index, (graph.ntypes, graph.ntypes), graph.etypes)
-        nodes = self._typed(block.nodes)
+        dgl_block = self._block_class(index, (graph.ntypes, graph.ntypes), graph.etypes)
+        nodes = self._to_idtype(block.nodes)
         edges = self.edge_ids(block.edge_ids)
-        return self._with_data(made, [nodes, nodes[: block.num_dst]], edges)
+        return self._attach_data(dgl_block, [nodes, nodes[: block.num_dst]], edges)
 
-    def _with_data(self, made: Any, nodes: list[Tensor], edges: Tensor) -> Any:
+    def _attach_data(self, subgraph: Any, nodes: list[Tensor], edges: Tensor) -> Any:
         dgl, graph = self._dgl, self.graph
         frames = [graph._node_frames[0].subframe(ids) for ids in nodes]
         for frame, ids in zip(frames, nodes, strict=True):
             frame[dgl.NID] = ids
-        of_edges = graph._edge_frames[0].subframe(edges)
-        of_edges[dgl.EID] = edges
-        dgl.utils.set_new_frames(made, node_frames=frames, edge_frames=[of_edges])
-        return made
+        edge_frame = graph._edge_frames[0].subframe(edges)
+        edge_frame[dgl.EID] = edges
+        dgl.utils.set_new_frames(subgraph, node_frames=frames, edge_frames=[edge_frame])
+        return subgraph
 
-    def _typed(self, numbers: Tensor) -> Tensor:
-        if numbers.dtype == self.dtype:
-            return numbers
-        out = _pool.empty(len(numbers), self.dtype)
-        # torch would start threads beside the one that makes the minibatch
-        np.copyto(out.numpy(), numbers.numpy())
+    def _to_idtype(self, ids: Tensor) -> Tensor:
+        if ids.dtype == self.dtype:
+            return ids
+        out = _pool.empty(len(ids), self.dtype)
+        # NumPy copies in this thread; torch would start more threads
+        np.copyto(out.numpy(), ids.numpy())
         return out
 
 
-def fill(made: Any, rows_of: Callable[[bool, str, Tensor], Tensor | None]) -> None:
-    """Put rows where a sampler marked that data should be there; the rest waits until it is read.
+def fill_lazy_features(subgraph: Any, gather: Callable[[bool, str, Tensor], Tensor | None]) -> None:
+    """Replace DGL's `LazyFeature`s by rows, and let other data be gathered by our gather when read.
 
     Args:
-        made: a block or graph of DGL's.
-        rows_of: rows from whether they are of nodes, a name, and ids; None leaves the mark.
+        subgraph: a DGL block or graph.
+        gather: called with whether the data is of nodes, its name, and the ids; returns the rows,
+            or None to keep the `LazyFeature`.
     """
     dgl = import_dgl()
     column_class, lazy_class = dgl.frame.Column, _column_class()
-    for frames, of_nodes, name_of_ids in (
-        (made._node_frames, True, dgl.NID),
-        (made._edge_frames, False, dgl.EID),
+    for frames, is_nodes, id_name in (
+        (subgraph._node_frames, True, dgl.NID),
+        (subgraph._edge_frames, False, dgl.EID),
     ):
         for frame in frames:
             for name, column in list(frame._columns.items()):
                 if isinstance(column, dgl.frame.LazyFeature):
-                    ids = frame[name_of_ids] if column.id_ is None else column.id_
-                    rows = rows_of(of_nodes, column.name or name, ids)
+                    ids = frame[id_name] if column.id_ is None else column.id_
+                    rows = gather(is_nodes, column.name or name, ids)
                     if rows is not None:
                         frame[name] = rows
                 elif type(column) is column_class and column.index is not None:
@@ -188,14 +192,14 @@ def fill(made: Any, rows_of: Callable[[bool, str, Tensor], Tensor | None]) -> No
 
 @cache
 def _column_class() -> Any:
-    """A column of DGL's whose rows come by our gather, into memory that is used again."""
+    """Return a subclass of DGL's column that gathers its rows with `gather_on_host` when read."""
     Column = import_dgl().frame.Column
 
     class GatheredColumn(Column):  # type: ignore[misc, valid-type]
         def _gathered(self: Any) -> Tensor:
             storage = self.storage
             if self.index is not None and storage.device.type == "cpu":
-                # of a graph cut from another, ids of ids
+                # the index may have several dimensions if the graph is itself a subgraph
                 index, table = self.index.flatten(), None
                 if index.device.type == "cpu" and not storage.requires_grad:
                     table = as_table(storage)
@@ -207,7 +211,7 @@ def _column_class() -> Any:
         data = property(_gathered, Column.data.fset)
 
         def __reduce__(self: Any) -> tuple[Any, tuple[Any, ...]]:
-            # a worker process sends its rows alone, in a column of DGL's
+            # a worker process sends only the gathered rows, in a column of DGL's own class
             return Column, (self.data, self.scheme)
 
     return GatheredColumn

@@ -1,8 +1,8 @@
-"""Import DGL; the only module that does.
+"""Import DGL, with any version of torch. Other modules get DGL from here.
 
-DGL 2.1.0, the newest wheel, brings a part called GraphBolt that is compiled for single versions of
-torch, up to 2.2.1, and `import dgl` fails where that part does. Nothing else in DGL needs it, so
-`import_dgl` lets DGL find an empty module of that name where GraphBolt cannot work.
+DGL 2.1.0, the newest wheel, includes GraphBolt, which is compiled for specific versions of torch up
+to 2.2.1. With another version `import dgl` fails, although nothing else in DGL needs GraphBolt. In
+this case `import_dgl` puts an empty module in the place of `dgl.graphbolt`.
 """
 
 import importlib.util
@@ -28,30 +28,30 @@ INSTALL = (
 
 
 def import_dgl() -> Any:
-    """The module `dgl`, beside any version of torch.
+    """Import `dgl`, with any version of torch.
 
-    What DGL warns of while it is imported is not shown, and its file of settings is not written.
-    Where GraphBolt works it is imported normally; elsewhere `dgl.graphbolt` is an empty module.
+    Warnings during the import are suppressed, and DGL's configuration file is not written. If
+    GraphBolt is not compiled for this torch, `dgl.graphbolt` is an empty module.
 
     Raises:
-        RuntimeError: DGL is not installed, or does not import for another reason.
+        RuntimeError: DGL is not installed, is too old, or its import fails for another reason.
     """
     if "dgl" not in sys.modules and importlib.util.find_spec("dgl") is None:
         raise RuntimeError(f"DGL is not installed\n\nhint: {INSTALL}")
     try:
-        with warnings.catch_warnings(), _backend_named(), _graphbolt_where_it_works():
+        with warnings.catch_warnings(), _pytorch_backend(), _stub_graphbolt_if_broken():
             warnings.simplefilter("ignore")
             import dgl
     except (ImportError, OSError) as error:
-        raise RuntimeError(f"DGL does not import: {error}\n\nhint: {INSTALL}") from error
+        raise RuntimeError(f"the import of DGL failed: {error}\n\nhint: {INSTALL}") from error
     if dgl.__version__.startswith("0."):
-        # pip takes 0.1.3 where no newer wheel fits
+        # pip installs 0.1.3 if no newer wheel fits
         raise RuntimeError(f"DGL {dgl.__version__} is too old\n\nhint: {INSTALL}")
     return dgl
 
 
 def block_class() -> Any:
-    """The class of DGL's blocks, whose module `dgl.heterograph` is hidden by a function."""
+    """Return the class of DGL's blocks, from a module that is shadowed by a function's name."""
     import_dgl()
     from dgl.heterograph import DGLBlock
 
@@ -59,49 +59,49 @@ def block_class() -> Any:
 
 
 def graphbolt_works() -> bool:
-    """Whether DGL's GraphBolt is compiled for this torch, and has the torchdata that it needs."""
+    """Whether DGL's GraphBolt is compiled for this torch, and its torchdata is installed."""
     package, torchdata = (importlib.util.find_spec(name) for name in ("dgl", "torchdata"))
     if package is None or torchdata is None:
         return False
     version = torch.__version__.partition("+")[0]
     library = Path("graphbolt") / f"libgraphbolt_pytorch_{version}.so"
-    return _holds(package, library) and _holds(torchdata, Path("datapipes"))
+    return _contains(package, library) and _contains(torchdata, Path("datapipes"))
 
 
 def check_cuda(device: torch.device) -> None:
-    """Refuse a GPU that the installed DGL has no code for.
+    """Check that the installed DGL supports a GPU.
 
     Raises:
-        RuntimeError: it has none; or there is no DGL.
+        RuntimeError: it does not, or DGL is not installed.
     """
     dgl = import_dgl()
     try:
         dgl.graph(([0], [0])).to(device)
     except (dgl.DGLError, AssertionError, RuntimeError) as error:
         raise RuntimeError(
-            f"the installed DGL {dgl.__version__} puts no blocks on {device}: "
+            f"the installed DGL {dgl.__version__} does not support blocks on {device}: "
             f"{str(error).strip().splitlines()[-1]}\n\n"
-            "hint: gcnzc.Loader and gcnzc.interop.pyg.NeighborLoader hand out minibatches there "
+            "hint: gcnzc.Loader and gcnzc.interop.pyg.NeighborLoader yield minibatches on a GPU "
             "without DGL; or install a build of DGL with CUDA, see https://www.dgl.ai/pages/start"
         ) from error
 
 
-def _holds(package: Any, path: Path) -> bool:
+def _contains(package: Any, path: Path) -> bool:
     return any((Path(folder) / path).exists() for folder in package.submodule_search_locations)
 
 
 @contextmanager
-def _graphbolt_where_it_works() -> Iterator[None]:
+def _stub_graphbolt_if_broken() -> Iterator[None]:
     if "dgl" in sys.modules or graphbolt_works():
         yield
         return
 
     def refuse(name: str) -> Any:
         raise AttributeError(
-            f"{GRAPHBOLT}.{name}: GraphBolt is not made for torch {torch.__version__}"
+            f"{GRAPHBOLT}.{name}: GraphBolt is not compiled for torch {torch.__version__}"
         )
 
-    stub = ModuleType(GRAPHBOLT, "GraphBolt does not work here; gcnzc put this in its place.")
+    stub = ModuleType(GRAPHBOLT, "Empty module in place of GraphBolt, which cannot be imported.")
     stub.__getattr__ = refuse  # type: ignore[method-assign]
     sys.modules[GRAPHBOLT] = stub
     try:
@@ -113,8 +113,8 @@ def _graphbolt_where_it_works() -> Iterator[None]:
 
 
 @contextmanager
-def _backend_named() -> Iterator[None]:
-    # without it DGL writes its choice into the home folder, and prints that it did
+def _pytorch_backend() -> Iterator[None]:
+    # without this variable DGL writes its default to the home folder, and prints a message
     named = os.environ.get("DGLBACKEND")
     os.environ["DGLBACKEND"] = named or "pytorch"
     try:

@@ -1,4 +1,4 @@
-"""Check the arguments of PyG's loaders, and reject unsupported ones by name."""
+"""Check the arguments of the PyG loaders, and reject unsupported ones by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.interop.options import Options, check_tables, torch_options
+from gcnzc.interop.options import Options, check_tables, split_options
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.sampling.neighbor import check_seeds
 from gcnzc.system.arguments import (
@@ -20,7 +20,7 @@ from gcnzc.system.arguments import (
     describe,
 )
 
-# what each argument must be, for there to be nothing to refuse
+# the only supported value of each argument; None for the arguments that are not listed
 _SUPPORTED = {
     "directed": True,
     "disjoint": False,
@@ -31,17 +31,17 @@ _SUPPORTED = {
 
 
 def check_supported(who: str, **arguments: Any) -> None:
-    """Refuse arguments of PyG's by name.
+    """Check that PyG's arguments have their only supported values.
 
     Raises:
-        ValueError: one has another value than that which changes nothing.
+        ValueError: an argument has another value; the message names it.
     """
     for name, value in arguments.items():
         supported = _SUPPORTED.get(name)
         is_plain = isinstance(value, bool | str)
         if value is supported or (is_plain and value == supported):
             continue
-        # of a tensor or a function the name says enough
+        # the value of a tensor or a function would not fit a message
         shown = f"{name}={value!r}" if is_plain else name
         only = "" if supported is None else f", but only {supported!r}"
         raise ValueError(
@@ -51,11 +51,11 @@ def check_supported(who: str, **arguments: Any) -> None:
 
 
 def check_num_neighbors(num_neighbors: Any, who: str) -> list[int]:
-    """The numbers of neighbours of the hops, from a list or PyG's `NumNeighbors`.
+    """Return the number of neighbours of each hop, from a list or PyG's `NumNeighbors`.
 
     Raises:
-        TypeError: they are no list of integers.
-        ValueError: they are by edge type, or one is below -1.
+        TypeError: `num_neighbors` is not a list of integers.
+        ValueError: `num_neighbors` is a dictionary by edge type, or a number is below -1.
     """
     if isinstance(num_neighbors, import_pyg().sampler.base.NumNeighbors):
         num_neighbors = num_neighbors.values
@@ -73,11 +73,12 @@ def check_num_neighbors(num_neighbors: Any, who: str) -> list[int]:
     return list(check_fanouts("num_neighbors", num_neighbors)) if num_neighbors else []
 
 
-def check_ids(input_id: Tensor | None, num_items: int) -> None:
-    """Look at the names of items.
+def check_input_id(input_id: Tensor | None, num_items: int) -> None:
+    """Check that there is one input id for each item.
 
     Raises:
-        ValueError: there is not one for each.
+        TypeError: `input_id` is not a tensor.
+        ValueError: it has another length.
     """
     if input_id is None:
         return
@@ -89,10 +90,10 @@ def check_ids(input_id: Tensor | None, num_items: int) -> None:
 
 
 def check_common(transform: Any, is_sorted: Any, filter_per_worker: Any, tables: Any) -> None:
-    """Check arguments that both loaders have.
+    """Check the arguments that the node loader and the link loader share.
 
     Raises:
-        TypeError: one is of another type.
+        TypeError: an argument has a wrong type.
     """
     check_callable("transform", transform)
     check_flag("is_sorted", is_sorted)
@@ -101,47 +102,60 @@ def check_common(transform: Any, is_sorted: Any, filter_per_worker: Any, tables:
     check_tables(tables)
 
 
-def options_of(kwargs: dict[str, Any], who: str, device: Any, **ours: Any) -> Options:
-    """What PyG's loaders hand on to torch's, and gcnzc's own arguments.
+def make_options(kwargs: dict[str, Any], who: str, device: Any, **own: Any) -> Options:
+    """Return the options of a loader, from the arguments of torch's DataLoader and gcnzc's own.
+
+    Args:
+        kwargs: arguments of torch's DataLoader.
+        who: the name of the loader, for error messages.
+        device: the device of the minibatches.
+        own: gcnzc's own arguments, as fields of `Options`.
 
     Raises:
-        TypeError: an argument that nobody knows, or of another type.
-        ValueError: one that makes no sense.
+        TypeError: an argument is unknown or has a wrong type.
+        ValueError: an argument is out of range or not supported.
     """
     kwargs = dict(kwargs)
-    # minibatches are made by the loader's own, as in PyG, which drops this one too
+    # PyG's loaders ignore this argument too: they collate minibatches themselves
     kwargs.pop("collate_fn", None)
-    num_workers, torchs, left = torch_options(kwargs, who)
+    num_workers, dataloader_options, rest = split_options(kwargs, who)
     theirs = {
-        name: left.pop(name) for name in ("batch_size", "shuffle", "drop_last") if name in left
+        name: rest.pop(name) for name in ("batch_size", "shuffle", "drop_last") if name in rest
     }
-    if left:
-        raise TypeError(f"{who} has no argument {', '.join(sorted(left))}")
+    if rest:
+        raise TypeError(f"{who} has no argument {', '.join(sorted(rest))}")
     if theirs.get("batch_size", 1) is None:
         raise ValueError(f"{who} does not support batch_size=None\n\nhint: batch_size=1")
     if theirs.get("shuffle") is None:
         theirs["shuffle"] = False
     device = check_device("device", device)
-    return Options(**theirs, **ours, device=device, num_workers=num_workers, torchs=torchs)
+    return Options(
+        **theirs,
+        **own,
+        device=device,
+        num_workers=num_workers,
+        dataloader_options=dataloader_options,
+    )
 
 
-def without_type(name: str, given: Any) -> Any:
-    """Nodes or edges that may come behind their type, which of a `Data` is None.
+def strip_type(name: str, given: Any) -> Any:
+    """Return nodes or edges without the type that PyG allows in front of them.
 
     Args:
-        name: of the argument, for errors.
-        given: ids, a mask, edges, None; or a tuple of None and one of these.
+        name: the name of the argument, for error messages.
+        given: ids, a mask, edges or None; or a tuple (None, one of these), as PyG allows for a
+            graph without types.
 
     Raises:
-        ValueError: the type has a name.
+        ValueError: there is a named type.
     """
     first = given[0] if isinstance(given, tuple | list) and len(given) else given
     if isinstance(first, tuple | list) and len(first):
         first = first[0]
     if isinstance(first, str):
         raise ValueError(
-            f"a loader of gcnzc does not support types, but {name} names {first!r}\n\n"
-            "hint: only ids, a mask or edges"
+            f"gcnzc's loader does not support types, but {name} has {first!r}\n\n"
+            "hint: pass ids, a mask or edges without a node or edge type"
         )
     if isinstance(given, tuple | list) and len(given) == 2 and given[0] is None:
         return given[1]
@@ -151,12 +165,12 @@ def without_type(name: str, given: Any) -> Any:
 def check_nodes(
     input_nodes: Any, input_id: Tensor | None, num_nodes: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The ids of the nodes to iterate over, and what `input_id` is of each, if not its place.
+    """Return the ids of the nodes to iterate over, and their input ids (None: their indices).
 
     Raises:
-        ValueError: they are neither ids of nodes nor a mask of all.
+        ValueError: `input_nodes` has neither node ids nor a mask of all nodes.
     """
-    input_nodes = without_type("input_nodes", input_nodes)
+    input_nodes = strip_type("input_nodes", input_nodes)
     if input_nodes is None:
         input_nodes = torch.arange(num_nodes)
     mask = _as_mask(input_nodes)
@@ -171,12 +185,12 @@ def check_nodes(
         input_id = nodes if input_id is None else input_id
     else:
         nodes = as_ids("input_nodes", input_nodes, "ids of nodes, or a mask of all nodes").cpu()
-    check_ids(input_id, len(nodes))
+    check_input_id(input_id, len(nodes))
     return check_seeds("input_nodes", nodes, num_nodes), input_id
 
 
 def _as_mask(given: Any) -> Tensor | None:
-    """Truth values, given as a tensor, an array or a list; None if `given` is something else."""
+    """Return a boolean tensor, array or list as a tensor; None if `given` is something else."""
     if isinstance(given, Tensor):
         return given.cpu() if given.dtype == torch.bool else None
     if isinstance(given, np.ndarray):

@@ -1,6 +1,6 @@
-"""Tables of features as a PyG `FeatureStore`.
+"""Feature tables as a PyG `FeatureStore`.
 
-Importing this imports PyG.
+Importing this module imports PyG.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,15 @@ _pyg = import_pyg()
 
 
 class TableStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-defined]
-    """Tables by node type and name: `store["paper", "x", ids]` gathers rows.
+    """A PyG feature store of tables: `store["paper", "x", ids]` gathers rows.
 
     Args:
-        tables: by name, all of the nodes of one type, whose name is None, as PyG has it for graphs
-            without types; or by (type, name).
+        tables: feature tables by (node type, name); or by name, for a graph without types, whose
+            node type is None in PyG.
 
     Raises:
-        ValueError: something else than tables.
+        TypeError: `tables` is not a mapping.
+        ValueError: a value is neither a table nor a tensor of two dimensions.
     """
 
     def __init__(self, tables: Mapping[Any, FeatureTable]) -> None:
@@ -38,8 +39,8 @@ class TableStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-defined]
     def _put_tensor(self, tensor: Any, attr: Any) -> bool:
         if attr.index is not None:
             raise ValueError(
-                f"a part of {attr.group_name}, {attr.attr_name} cannot be put into a store of "
-                "tables\n\nhint: put the whole tensor, with index=None"
+                f"{attr.group_name}, {attr.attr_name} was given with an index: a store of tables "
+                "cannot replace single rows\n\nhint: put the whole tensor, with index=None"
             )
         if isinstance(tensor, np.ndarray):
             tensor = torch.from_numpy(tensor)
@@ -74,7 +75,7 @@ class TableStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-defined]
         return None if table is None else (table.num_rows, table.num_columns)
 
     def get_all_tensor_attrs(self) -> list[Any]:
-        """The group and the name of every table."""
+        """Return the group and the name of every table."""
         return [_pyg.data.TensorAttr(*key) for key in self._tables]
 
 

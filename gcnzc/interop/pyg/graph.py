@@ -1,4 +1,4 @@
-"""Read a PyG `Data`: its graph as CSC, and its attributes by kind."""
+"""Read a PyG `Data`: its graph as CSC, and its attributes of nodes and of edges."""
 
 import copy
 import weakref
@@ -22,27 +22,30 @@ Tables = Mapping[str, FeatureTable]
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
-    """The edges of an `edge_index`, column by column."""
+class CscEdges:
+    """The edges of an `edge_index` as CSC."""
 
     graph: Graph
-    order: Column | None  # (E, 1): where each edge of the graph stands in the list; None: there
-    edge_index: Tensor  # held, so that its address stays its own
+    # (E, 1): the index in `edge_index` of each edge of the graph; None: the same order
+    order: Column | None
+    # keeps the tensor alive, since its address is in the cache's key
+    edge_index: Tensor
 
 
-# Training and evaluation load from one graph, which is then sorted once.
-_known: weakref.WeakValueDictionary[Any, Columns] = weakref.WeakValueDictionary()
+# The loaders of training and evaluation share one sorted graph.
+_cache: weakref.WeakValueDictionary[Any, CscEdges] = weakref.WeakValueDictionary()
 
 
-def columns_of(data: Any, is_sorted: bool) -> Columns:
-    """The graph of a `Data`, made once for an `edge_index` as long as anything refers to it.
+def to_csc(data: Any, is_sorted: bool) -> CscEdges:
+    """Return the graph of a `Data` as CSC; it is cached per `edge_index` while it is in use.
 
     Args:
-        data: of PyG; messages go from `edge_index[0]` to `edge_index[1]`.
-        is_sorted: trust that `edge_index[1]` ascends.
+        data: a PyG `Data`; messages go from `edge_index[0]` to `edge_index[1]`.
+        is_sorted: assume that `edge_index[1]` is ascending, without a check.
 
     Raises:
-        ValueError: it is no `Data`, has another form of edges or none, or edges without a node.
+        ValueError: `data` is not a `Data`, has no `edge_index` of shape (2, E), or has edges with
+            ids that are not nodes.
     """
     edge_index = _check_edges(data)
     num_nodes = data.num_nodes
@@ -50,82 +53,82 @@ def columns_of(data: Any, is_sorted: bool) -> Columns:
         *(edge_index.data_ptr(), edge_index._version, edge_index.stride(), edge_index.shape),
         *(edge_index.device, num_nodes, is_sorted),
     )
-    found = _known.get(key)
+    found = _cache.get(key)
     if found is None:
-        # neighbours are drawn on the host
+        # neighbours are sampled on the host
         src, dst = edge_index.cpu()
         graph = Graph.from_edges(src, dst, num_nodes)
-        places = None
+        order = None
         if not is_sorted and bool((dst[1:] < dst[:-1]).any()):
             rows = csc_order(graph.indptr, dst)
-            places = Column("e_id", rows, len(rows), torch.device("cpu"), ExitStack())
-        found = _known[key] = Columns(graph, places, edge_index)
+            order = Column("e_id", rows, len(rows), torch.device("cpu"), ExitStack())
+        found = _cache[key] = CscEdges(graph, order, edge_index)
     return found
 
 
 @dataclass(eq=False)
 class Attributes:
-    """The attributes of a `Data` by what becomes of them in a minibatch."""
+    """The attributes of a `Data`, by how minibatches get their values."""
 
-    template: Any  # the Data without what is cut to a minibatch
+    template: Any  # the Data without attributes of nodes and edges; minibatches are copies of it
     has_num_nodes: bool
-    wide: Column | None  # of the nodes, which `gcnzc.Loader` gathers
+    prefetched: Column | None  # the node attribute that `gcnzc.Loader` gathers
     nodes: dict[str, Column] = field(default_factory=dict)
     edges: dict[str, Column] = field(default_factory=dict)
-    # cut along another dimension than the first
-    odd: list[tuple[str, Tensor, int, bool]] = field(default_factory=list)
+    # name, values, dimension of the nodes or edges (not 0), whether it is of nodes
+    other_dims: list[tuple[str, Tensor, int, bool]] = field(default_factory=list)
 
-    def on_host(self, nodes: Tensor, edges: Tensor) -> dict[str, Tensor]:
-        """What lies on the host, but the wide column, cut to a minibatch there.
-
-        Args:
-            nodes: (B,) ids, on the host.
-            edges: (E,) places in `edge_index`, on the host.
-        """
-        return self._cut(nodes, edges, are_on_host=True)
-
-    def on_gpus(self, nodes: Tensor, edges: Tensor) -> dict[str, Tensor]:
-        """What lies on a GPU, but the wide column, cut to a minibatch where it lies.
+    def slice_on_host(self, nodes: Tensor, edges: Tensor) -> dict[str, Tensor]:
+        """Gather the attributes on the host, except the prefetched one, for a minibatch.
 
         Args:
-            nodes: (B,) ids, on any device.
-            edges: (E,) places in `edge_index`, on any device.
+            nodes: (B,) node ids, on the host.
+            edges: (E,) indices in `edge_index`, on the host.
         """
-        return self._cut(nodes, edges, are_on_host=False)
+        return self._slice(nodes, edges, are_on_host=True)
 
-    def _cut(self, nodes: Tensor, edges: Tensor, are_on_host: bool) -> dict[str, Tensor]:
+    def slice_on_gpus(self, nodes: Tensor, edges: Tensor) -> dict[str, Tensor]:
+        """Gather the attributes on GPUs, except the prefetched one, each on its own GPU.
+
+        Args:
+            nodes: (B,) node ids, on any device.
+            edges: (E,) indices in `edge_index`, on any device.
+        """
+        return self._slice(nodes, edges, are_on_host=False)
+
+    def _slice(self, nodes: Tensor, edges: Tensor, are_on_host: bool) -> dict[str, Tensor]:
         found = {}
         for columns, ids in ((self.nodes, nodes), (self.edges, edges)):
             for name, column in columns.items():
                 if column.is_on_host == are_on_host:
-                    found[name] = column.in_place(ids)
-        for name, value, dim, is_nodes in self.odd:
+                    found[name] = column.gather_on_device(ids)
+        for name, value, dim, is_nodes in self.other_dims:
             if (value.device.type == "cpu") == are_on_host:
                 ids = nodes if is_nodes else edges
                 found[name] = value.index_select(dim, ids.to(value.device))
         return found
 
 
-def attributes_of(
+def read_attributes(
     data: Any,
     graph: Graph,
     tables: Tables,
-    replaced: Collection[str],
+    excluded: Collection[str],
     device: torch.device,
     locks: ExitStack,
 ) -> Attributes:
-    """Sort the attributes of a `Data`, as PyG does, into those of nodes, of edges, and others.
+    """Divide the attributes of a `Data`, as PyG does, into those of nodes, of edges, and others.
 
     Args:
-        data: of PyG.
-        graph: its graph.
-        tables: in the place of attributes of the nodes.
-        replaced: attributes that are left out.
-        device: where minibatches are handed out.
-        locks: keeps what is page-locked for a GPU.
+        data: a PyG `Data`.
+        graph: the graph of `data`.
+        tables: tables by name, which replace node attributes.
+        excluded: names of attributes that minibatches do not take from `data`.
+        device: the device of the minibatches.
+        locks: keeps rows page-locked for a GPU until it is closed.
 
     Raises:
-        ValueError: one of nodes or edges is no tensor, or wants a gradient.
+        ValueError: an attribute of nodes or edges is not a tensor, or requires a gradient.
     """
     template = copy.copy(data)
     found = Attributes(template, "num_nodes" in data, None)
@@ -133,24 +136,24 @@ def attributes_of(
         found.nodes[name] = Column(name, table, graph.num_nodes, device, locks)
     for name, value in data.to_dict().items():
         is_nodes = data.is_node_attr(name)
-        if name in ("edge_index", "num_nodes") or name in replaced or name in tables:
+        if name in ("edge_index", "num_nodes") or name in excluded or name in tables:
             del template[name]
         elif is_nodes or data.is_edge_attr(name):
             del template[name]
             rows, dim = _check_tensor(name, value), data.__cat_dim__(name, value)
             if dim != 0:
-                found.odd.append((name, rows, dim, is_nodes))
+                found.other_dims.append((name, rows, dim, is_nodes))
                 continue
-            of = found.nodes if is_nodes else found.edges
+            columns = found.nodes if is_nodes else found.edges
             num_rows = graph.num_nodes if is_nodes else graph.num_edges
-            of[name] = Column(name, rows, num_rows, device, locks)
-    found.wide = _wide(found.nodes, tables)
-    if found.wide is not None:
-        del found.nodes[found.wide.name]
+            columns[name] = Column(name, rows, num_rows, device, locks)
+    found.prefetched = _prefetched_column(found.nodes, tables)
+    if found.prefetched is not None:
+        del found.nodes[found.prefetched.name]
     return found
 
 
-def _wide(nodes: dict[str, Column], tables: Tables) -> Column | None:
+def _prefetched_column(nodes: dict[str, Column], tables: Tables) -> Column | None:
     for name in (*tables, "x"):
         if name in nodes and nodes[name].is_prefetched:
             return nodes[name]
@@ -162,7 +165,7 @@ def _check_tensor(name: str, value: Any) -> Tensor:
         return torch.from_numpy(value)
     if not isinstance(value, Tensor):
         raise ValueError(
-            f"data.{name} is a {type(value).__name__}, which cannot be cut to a minibatch\n\n"
+            f"data.{name} is a {type(value).__name__}, which cannot be sliced to a minibatch\n\n"
             "hint: a tensor with one row for each node or edge"
         )
     return value
@@ -174,11 +177,11 @@ def _check_edges(data: Any) -> Tensor:
         what, hint = describe(data), "a torch_geometric.data.Data"
         if isinstance(data, import_pyg().data.HeteroData):
             what = f"HeteroData: node types {data.node_types}, edge types {data.edge_types}"
-            hint = "the loader of torch_geometric.loader, with pyg-lib, for graphs with types"
+            hint = "use the loader of torch_geometric.loader, with pyg-lib, for typed graphs"
         elif isinstance(data, tuple):
             what = "a pair of stores"
             hint += "; a feature store's tables go into tables={'x': table}"
-        raise ValueError(f"data: a loader of gcnzc does not support {what}\n\nhint: {hint}")
+        raise ValueError(f"data: gcnzc's loader does not support {what}\n\nhint: {hint}")
     edge_index = getattr(data, "edge_index", None)
     if isinstance(edge_index, import_pyg().EdgeIndex):
         edge_index = edge_index.as_tensor()
@@ -188,13 +191,13 @@ def _check_edges(data: Any) -> Tensor:
     if not isinstance(edge_index, Tensor):
         other = "adj_t" if "adj_t" in data else f"edge_index of type {type(edge_index).__name__}"
         raise ValueError(
-            f"a loader of gcnzc does not support {other}\n\n"
-            "hint: edge_index of shape (2, E), sources above destinations; "
-            "torch_geometric.utils.to_edge_index(adj_t) gives them"
+            f"gcnzc's loader does not support {other}\n\n"
+            "hint: edge_index of shape (2, E), with sources in row 0 and destinations in row 1; "
+            "torch_geometric.utils.to_edge_index(adj_t) converts adj_t"
         )
     if edge_index.ndim != 2 or edge_index.shape[0] != 2:
         raise ValueError(
             f"edge_index has shape {tuple(edge_index.shape)}\n\n"
-            "hint: (2, E), sources above destinations"
+            "hint: (2, E), with sources in row 0 and destinations in row 1"
         )
     return edge_index

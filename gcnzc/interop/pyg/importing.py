@@ -1,4 +1,4 @@
-"""Import PyG; the only module that does."""
+"""Import PyG. Other modules get it from here."""
 
 import warnings
 from typing import Any
@@ -7,21 +7,21 @@ INSTALL = "pip install 'torch-geometric>=2.6'"
 
 
 def import_pyg() -> Any:
-    """The module `torch_geometric`, with its parts `data`, `loader` and `sampler`.
+    """Import `torch_geometric`, with its modules `data`, `loader` and `sampler`.
 
-    What PyG warns of while it is imported is not shown.
+    Warnings during the import are suppressed.
 
     Raises:
-        RuntimeError: PyG is not installed, or does not import.
+        RuntimeError: PyG is not installed, or its import fails.
     """
     try:
         with warnings.catch_warnings():
-            # of what PyG itself uses of torch
+            # PyG itself uses deprecated functions of torch
             warnings.simplefilter("ignore")
             import torch_geometric
             import torch_geometric.data
             import torch_geometric.loader
             import torch_geometric.sampler
     except (ImportError, OSError) as error:
-        raise RuntimeError(f"PyG does not import: {error}\n\nhint: {INSTALL}") from error
+        raise RuntimeError(f"the import of PyG failed: {error}\n\nhint: {INSTALL}") from error
     return torch_geometric

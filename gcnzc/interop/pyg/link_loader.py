@@ -1,6 +1,6 @@
 """Drop-in replacement of PyG's `LinkNeighborLoader`.
 
-Letters: P edges and K negatives of a minibatch.
+A minibatch has P edges and K negative edges.
 """
 
 import math
@@ -11,47 +11,52 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.interop.drop_in import Carrier
-from gcnzc.interop.options import CPU, generator, sorted_places
+from gcnzc.interop.drop_in import LibraryBatch
+from gcnzc.interop.options import CPU, generator, unique_with_inverse
 from gcnzc.interop.pyg.arguments import (
     check_common,
-    check_ids,
+    check_input_id,
     check_num_neighbors,
     check_supported,
-    options_of,
-    without_type,
+    make_options,
+    strip_type,
 )
-from gcnzc.interop.pyg.graph import columns_of
+from gcnzc.interop.pyg.graph import to_csc
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.minibatches import DataMinibatches, NeighborCounts
 from gcnzc.system.arguments import check_kind, check_number, describe
 
-# negatives for each edge
-MOST = 2**31
+# bound of the negative edges for each edge
+MAX_NEGATIVES = 2**31
 
 
 class LinkNeighborLoader(
     DataMinibatches,
     import_pyg().loader.LinkNeighborLoader,  # type: ignore[misc]
 ):
-    """`torch_geometric.loader.LinkNeighborLoader`, with its arguments and its minibatches.
+    """Drop-in replacement of `torch_geometric.loader.LinkNeighborLoader`.
 
-    Negatives are drawn uniformly, or by the weights of a `NegativeSampling`, and as in PyG they may
-    be edges. They depend on the seed, the epoch and the edges of the minibatch. The edges asked for
-    stay in the neighbourhoods, as in PyG.
+    It takes the same arguments and yields the same minibatches. Negative edges are sampled
+    uniformly, or by the weights of a `NegativeSampling`; as in PyG, some may be edges of the graph.
+    They depend on the seed, the epoch and the edges of the minibatch. As in PyG, the edges of the
+    minibatch are not removed from the sampled neighbourhoods.
 
     Args:
-        data: as of `gcnzc.interop.pyg.NeighborLoader`, as all that is not named here.
-        num_neighbors: kept at each hop, that of the edges' ends first; -1 keeps all.
-        edge_label_index: (2, E) the edges to iterate over; those of `data` if None.
-        edge_label: (E, ...) their labels.
-        neg_sampling: a `torch_geometric.sampler.NegativeSampling`, or what that is made of.
-        neg_sampling_ratio: negatives for each edge, an older way to say "binary" of it.
+        data: a `torch_geometric.data.Data` with `edge_index`. For the arguments that are not listed
+            here see `gcnzc.interop.pyg.NeighborLoader`.
+        num_neighbors: number of neighbours sampled at each hop, first those of the end points of
+            the edges; -1 for all.
+        edge_label_index: (2, E) the edges to iterate over. Default: the edges of `data`.
+        edge_label: (E, ...) labels of these edges.
+        neg_sampling: a `torch_geometric.sampler.NegativeSampling`, or a value from which PyG
+            constructs one, such as "binary".
+        neg_sampling_ratio: number of negative edges for each edge; PyG's older form of
+            `NegativeSampling("binary", ratio)`.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: what is not supported, named; or what makes no sense.
-        RuntimeError: there is no PyG.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, or is not supported; the message names it.
+        RuntimeError: PyG is not installed; raised on import.
     """
 
     def __init__(
@@ -104,17 +109,17 @@ class LinkNeighborLoader(
         self.neg_sampling = _negative_sampling(neg_sampling, neg_sampling_ratio)
         self.input_id, self.is_sorted, self.edge_label = input_id, is_sorted, edge_label
         self.filter_per_worker = filter_per_worker
-        # the whole graph may have those of a split
-        self._replaced += ("edge_label_index", "edge_label_time")
-        self._replaced += ("seed_time",) if self._is_triplet else ("edge_label",)
-        columns = columns_of(data, is_sorted)
+        # `data` may have these attributes from a split of its edges
+        self._generated += ("edge_label_index", "edge_label_time")
+        self._generated += ("seed_time",) if self._is_triplet else ("edge_label",)
+        columns = to_csc(data, is_sorted)
         self.edge_label_index = edge_label_index
-        edges = without_type("edge_label_index", edge_label_index)
+        edges = strip_type("edge_label_index", edge_label_index)
         self._edges = _check_edges(
             columns.edge_index if edges is None else edges, columns.graph.num_nodes
         )
         self._labels = self._check_labels(edge_label)
-        check_ids(self.input_id, self._edges.shape[1])
+        check_input_id(self.input_id, self._edges.shape[1])
         super().__init__(
             data,
             columns,
@@ -123,7 +128,7 @@ class LinkNeighborLoader(
             check_num_neighbors(num_neighbors, "LinkNeighborLoader"),
             transform,
             tables,
-            options_of(
+            make_options(
                 kwargs,
                 "LinkNeighborLoader",
                 seed=seed,
@@ -143,54 +148,57 @@ class LinkNeighborLoader(
 
     @property
     def link_sampler(self) -> NeighborCounts:
-        """Has `num_neighbors`."""
+        """An object with `num_neighbors`, for code that reads it."""
         return NeighborCounts(self.num_neighbors)
 
     @property
     def _is_triplet(self) -> bool:
         return self.neg_sampling is not None and self.neg_sampling.is_triplet()
 
-    def sample(self, seeds: Tensor, epoch: int) -> Carrier:
-        """For `gcnzc.Loader`: a minibatch of the edges at the places `seeds`, on the host."""
+    def sample(self, seeds: Tensor, epoch: int) -> LibraryBatch:
+        """Sample the minibatch of the edges with indices `seeds`, on the host."""
         src, dst = self._edges[:, seeds]
-        others = self._negatives(seeds, epoch)
+        others = self._sample_negatives(seeds, epoch)
         ends = torch.cat([src, *others[:-1], dst, *others[-1:]])
-        nodes, places = sorted_places(ends)
-        fields = self._triplets(places, len(seeds)) if self._is_triplet else self._pairs(places)
+        nodes, local = unique_with_inverse(ends)
+        fields = self._triplets(local, len(seeds)) if self._is_triplet else self._pairs(local)
         fields |= {
             "input_id": seeds if self.input_id is None else self.input_id[seeds],
             "batch": None,
         }
         if not self._is_triplet:
             fields |= {"edge_label": self._labels_of(seeds, others), "edge_label_time": None}
-        return self._carrier(nodes, epoch, fields)
+        return self._sample_batch(nodes, epoch, fields)
 
-    def _negatives(self, places: Tensor, epoch: int) -> list[Tensor]:
-        """The ends of K negatives: sources and destinations, or destinations alone of triplets."""
-        drawn, numbers = self.neg_sampling, generator(self._seed, epoch, places)
-        if drawn is None:
+    def _sample_negatives(self, indices: Tensor, epoch: int) -> list[Tensor]:
+        """Sample K negative edges: sources and destinations, or only destinations for triplets."""
+        sampling, random = self.neg_sampling, generator(self._seed, epoch, indices)
+        if sampling is None:
             return []
-        count = math.ceil(len(places) * drawn.amount)
-        weights = [drawn.dst_weight] if drawn.is_triplet() else [drawn.src_weight, drawn.dst_weight]
-        return [self._nodes(count, weight, numbers) for weight in weights]
+        count = math.ceil(len(indices) * sampling.amount)
+        weights = [sampling.dst_weight]
+        if not sampling.is_triplet():
+            weights.insert(0, sampling.src_weight)
+        return [self._sample_nodes(count, weight, random) for weight in weights]
 
-    def _nodes(self, count: int, weight: Tensor | None, numbers: torch.Generator) -> Tensor:
+    def _sample_nodes(self, count: int, weight: Tensor | None, random: torch.Generator) -> Tensor:
         num_nodes = self._graph.num_nodes
         if weight is None:
-            return torch.randint(num_nodes, (count,), generator=numbers)
+            return torch.randint(num_nodes, (count,), generator=random)
         if len(weight) != num_nodes:
             raise ValueError(
-                f"{len(weight)} weights in neg_sampling for {num_nodes} nodes\n\nhint: one for each"
+                f"neg_sampling has {len(weight)} weights for {num_nodes} nodes\n\n"
+                "hint: one weight for each node"
             )
-        return torch.multinomial(weight.cpu(), count, replacement=True, generator=numbers)
+        return torch.multinomial(weight.cpu(), count, replacement=True, generator=random)
 
     @staticmethod
-    def _pairs(places: Tensor) -> dict[str, Any]:
-        return {"edge_label_index": places.view(2, -1)}
+    def _pairs(local: Tensor) -> dict[str, Any]:
+        return {"edge_label_index": local.view(2, -1)}
 
     @staticmethod
-    def _triplets(places: Tensor, num_pairs: int) -> dict[str, Any]:
-        src, positive, negative = places.tensor_split([num_pairs, 2 * num_pairs])
+    def _triplets(local: Tensor, num_pairs: int) -> dict[str, Any]:
+        src, positive, negative = local.tensor_split([num_pairs, 2 * num_pairs])
         return {
             "src_index": src,
             "dst_pos_index": positive,
@@ -198,11 +206,11 @@ class LinkNeighborLoader(
             "seed_time": None,
         }
 
-    def _labels_of(self, places: Tensor, others: list[Tensor]) -> Tensor | None:
-        """Of the edges as given, and 0 of the negatives."""
+    def _labels_of(self, indices: Tensor, others: list[Tensor]) -> Tensor | None:
+        """Return the given labels of the edges (default 1), followed by 0 for each negative."""
         if self._labels is None and not others:
             return None
-        labels = torch.ones(len(places)) if self._labels is None else self._labels[places]
+        labels = torch.ones(len(indices)) if self._labels is None else self._labels[indices]
         if others:
             zeros = labels.new_zeros((len(others[0]), *labels.shape[1:]))
             labels = torch.cat([labels, zeros])
@@ -219,20 +227,22 @@ class LinkNeighborLoader(
             )
         if self._is_triplet:
             raise ValueError(
-                "edge_label with triplets of neg_sampling, which have no labels\n\n"
+                "edge_label was given with neg_sampling='triplet', but triplets have no labels\n\n"
                 "hint: neg_sampling='binary', or no edge_label"
             )
-        # 0 is for the negatives
+        # as in PyG: label 0 is for the negatives, so labels that begin at 0 are shifted by 1
         taken = self.neg_sampling is not None and len(edge_label) and int(edge_label.min()) == 0
         return edge_label.cpu() + 1 if taken else edge_label.cpu()
 
 
 def _negative_sampling(given: Any, ratio: Any) -> Any:
-    """PyG's `NegativeSampling` of two arguments, of which the second is the older one."""
+    """Return PyG's `NegativeSampling` for the arguments `neg_sampling` and `neg_sampling_ratio`."""
     kind = import_pyg().sampler.NegativeSampling
     if ratio is not None:
         hint = "negatives for each edge, 0 or more"
-        ratio = check_number("neg_sampling_ratio", ratio, lambda ratio: 0 <= ratio < MOST, hint)
+        ratio = check_number(
+            "neg_sampling_ratio", ratio, lambda ratio: 0 <= ratio < MAX_NEGATIVES, hint
+        )
     try:
         return kind("binary", ratio) if ratio else kind.cast(given)
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
@@ -243,12 +253,12 @@ def _negative_sampling(given: Any, ratio: Any) -> Any:
 
 
 def _check_edges(edges: Any, num_nodes: int) -> Tensor:
-    hint = "a tensor of shape (2, E) and int64, sources above destinations"
+    hint = "an int64 tensor of shape (2, E), with sources in row 0 and destinations in row 1"
     check_kind("edge_label_index", edges, Tensor, hint)
     if edges.ndim != 2 or len(edges) != 2 or edges.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"edge_label_index is of {edges.dtype} and shape {tuple(edges.shape)}\n\n"
-            "hint: (2, E) of int64, sources above destinations"
+            "hint: (2, E) and int64, with sources in row 0 and destinations in row 1"
         )
     if edges.shape[1]:
         least, greatest = (int(bound) for bound in edges.aminmax())

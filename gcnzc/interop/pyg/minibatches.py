@@ -1,7 +1,7 @@
-"""Sampled neighbourhoods as PyG's `Data`, for node and link loaders.
+"""Sampled subgraphs as PyG's `Data`, for the node loader and the link loader.
 
-Neighbours are drawn as PyG does, each node once and by numbers that count from the seeds, but by
-gcnzc's sampler, whose choices are keyed by seed, epoch, hop and node.
+As in PyG, each node occurs once in a minibatch, and the seeds come first. The neighbours are
+sampled by gcnzc's sampler, whose choices depend on seed, epoch, hop and node only.
 """
 
 import copy
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.column import Column
-from gcnzc.interop.drop_in import Carrier, Minibatches
+from gcnzc.interop.drop_in import LibraryBatch, Minibatches
 from gcnzc.interop.options import Options
-from gcnzc.interop.pyg.graph import Attributes, Columns, attributes_of
+from gcnzc.interop.pyg.graph import Attributes, CscEdges, read_attributes
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.interop.pyg.neighbors import Draw
+from gcnzc.interop.pyg.sampler import PygSampler
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.sample import Sample
 from gcnzc.kernels.structure.coo import csc_to_coo
@@ -31,28 +31,29 @@ _pool = Pool()
 
 
 class DataMinibatches(Minibatches):
-    """What the loaders of nodes and of links share: neighbourhoods as PyG's `Data`.
+    """The base class of the PyG loaders, which yields sampled subgraphs as PyG's `Data`.
 
-    Attributes of `data` that minibatches have others of, under the same names, are left out.
+    Attributes of `data` with the name of an attribute that the loader sets itself, such as
+    `input_id`, are ignored.
 
     Args:
-        data: a `Data` with `edge_index`. Its attributes are looked at when an epoch begins.
-        columns: its edges.
-        items: what is iterated over.
-        num_items: how many there are.
-        num_neighbors: kept at each hop, that of the seeds first.
-        transform: is given every minibatch, and what it returns is handed out.
-        tables: of features, in the place of `data`'s attributes of those names.
-        options: how items become minibatches.
+        data: a `Data` with `edge_index`. Its attributes are read when an epoch begins.
+        columns: the edges of `data`.
+        items: the nodes or edges to iterate over.
+        num_items: the number of items.
+        num_neighbors: number of neighbours sampled at each hop, first that of the seeds.
+        transform: function that is applied to each minibatch.
+        tables: feature tables by name, which replace attributes of `data`.
+        options: see `Options`.
     """
 
     _replaceable = ("data", "transform")
-    _replaced: tuple[str, ...] = ("batch", "input_id", "num_sampled_nodes", "num_sampled_edges")
+    _generated: tuple[str, ...] = ("batch", "input_id", "num_sampled_nodes", "num_sampled_edges")
 
     def __init__(
         self,
         data: Any,
-        columns: Columns,
+        columns: CscEdges,
         items: Tensor,
         num_items: int,
         num_neighbors: Sequence[int],
@@ -60,115 +61,117 @@ class DataMinibatches(Minibatches):
         tables: Mapping[str, FeatureTable] | None,
         options: Options,
     ) -> None:
-        # by the names of the arguments, as Lightning gives them to the loader that it makes anew
+        # named like the arguments: Lightning reads these attributes to reconstruct the loader
         self.data, self.num_neighbors, self.transform = data, num_neighbors, transform
         self.tables = tables
         super().__init__(columns.graph, items, num_items, options)
         self._columns = columns
-        self._draw = Draw(columns.graph, num_neighbors, self._seed)
+        self._sampler = PygSampler(columns.graph, num_neighbors, self._seed)
         self._seen: dict[str, Any] | None = None
-        self._begin()
+        self._refresh_attributes()
 
     def __call__(self, index: Tensor | Sequence[int]) -> Any:
-        """The minibatch of some items, by their places, on the host; of the present epoch.
+        """Return the minibatch of some items in the current epoch, on the host.
 
         Args:
-            index: (S,) in [0, len(self.dataset)).
+            index: (S,) indices of the items, in [0, len(self.dataset)).
         """
-        return self._on_host(torch.as_tensor(index, dtype=torch.int64), self.epoch)
+        return self._sample_on_host(torch.as_tensor(index, dtype=torch.int64), self.epoch)
 
     def filter_fn(self, out: Any) -> Any:
-        """`out`, a minibatch that `collate_fn` made whole.
+        """Return `out` unchanged, since `collate_fn` returns complete minibatches.
 
-        PyG's loaders join neighbourhoods with attributes here.
+        PyG's loaders add the attributes to a sampled subgraph here.
         """
         return out
 
     @contextmanager
     def enable_multithreading(self, worker_threads: Any = None) -> Iterator[None]:
-        """Nothing: there are no worker processes, whose threads it is for."""
+        """Do nothing: there are no worker processes whose number of threads could be set."""
         yield
 
     def _settings(self) -> dict[str, Any]:
         return {"num_neighbors": list(self.num_neighbors)}
 
-    def _on_host(self, items: Tensor, epoch: int) -> Any:
+    def _sample_on_host(self, items: Tensor, epoch: int) -> Any:
         self._check_open()
         batch = self.sample(items, epoch)
-        if "edge_index" not in batch.made:
-            self._bring(batch)
-        wide = self._attributes.wide
-        if wide is not None:
-            batch.x = wide.in_place(batch.nodes)
-        return self._finished(batch)
+        if "edge_index" not in batch.parts:
+            self._copy_to_device(batch)
+        prefetched = self._attributes.prefetched
+        if prefetched is not None:
+            batch.x = prefetched.gather_on_device(batch.nodes)
+        return self._finish(batch)
 
     def _set_seed(self, seed: int) -> None:
         super()._set_seed(seed)
-        self._draw = Draw(self._graph, self.num_neighbors, seed)
+        self._sampler = PygSampler(self._graph, self.num_neighbors, seed)
 
-    def _begin(self) -> None:
+    def _refresh_attributes(self) -> None:
         now = self.data.to_dict()
         seen = self._seen
         same = seen is not None and now.keys() == seen.keys()
         if same and all(now[name] is value for name, value in (seen or {}).items()):
             return
         self._seen = now
-        self._attributes: Attributes = attributes_of(
-            self.data, self._graph, self.tables or {}, self._replaced, self.device, self._locks
+        self._attributes: Attributes = read_attributes(
+            self.data, self._graph, self.tables or {}, self._generated, self.device, self._locks
         )
-        self._read_first(self._attributes.wide)
+        self._set_prefetched_column(self._attributes.prefetched)
 
-    def _carrier(self, seeds: Tensor, epoch: int, fields: dict[str, Any]) -> Carrier:
-        """The neighbourhood of `seeds`, with the attributes that `gcnzc.Loader` does not gather."""
-        drawn = self._draw(seeds, epoch, self.pool)
-        assert drawn.edge_ids is not None, "it was asked for"
-        nodes = list(drawn.num_nodes)[: self._draw.num_hops + 1]
-        num_edges = [len(indices) for indices in drawn.indices][: self._draw.num_hops]
-        places = [ids.numpy() for ids in drawn.edge_ids]
+    def _sample_batch(self, seeds: Tensor, epoch: int, fields: dict[str, Any]) -> LibraryBatch:
+        """Sample the subgraph of `seeds`, with the attributes that `Loader` does not gather."""
+        subgraph = self._sampler(seeds, epoch, self.pool)
+        assert subgraph.edge_ids is not None, "requested by PygSampler"
+        nodes = list(subgraph.num_nodes)[: self._sampler.num_hops + 1]
+        num_edges = [len(indices) for indices in subgraph.indices][: self._sampler.num_hops]
+        positions = [ids.numpy() for ids in subgraph.edge_ids]
         fields |= {
             "num_sampled_nodes": [nodes[0], *(after - before for before, after in pairwise(nodes))],
             "num_sampled_edges": num_edges,
-            "e_id": _list_places(torch.from_numpy(np.concatenate(places)), self._columns.order),
+            "e_id": _original_edge_ids(
+                torch.from_numpy(np.concatenate(positions)), self._columns.order
+            ),
         }
-        fields |= self._attributes.on_host(drawn.nodes, fields["e_id"])
-        blocks = _blocks(drawn)
+        fields |= self._attributes.slice_on_host(subgraph.nodes, fields["e_id"])
+        blocks = _to_blocks(subgraph)
         if self.device.type == "cpu":
-            # a GPU makes it of less than half the bytes
+            # for a GPU, the blocks, less than half as large, are copied and converted there
             fields["edge_index"] = edge_index_of(blocks)
-        return Carrier(drawn.nodes, drawn.nodes[: len(seeds)], blocks, made=fields)
+        return LibraryBatch(subgraph.nodes, subgraph.nodes[: len(seeds)], blocks, parts=fields)
 
-    def _handed_over(self, batch: Carrier) -> Any:
-        if "edge_index" not in batch.made:
-            self._bring(batch)
-        return self._finished(batch)
+    def _finish_minibatch(self, batch: LibraryBatch) -> Any:
+        if "edge_index" not in batch.parts:
+            self._copy_to_device(batch)
+        return self._finish(batch)
 
-    def _bring(self, batch: Carrier) -> None:
-        """What `gcnzc.Loader` has not put on the GPU already."""
-        fields, device = batch.made, batch.nodes.device
+    def _copy_to_device(self, batch: LibraryBatch) -> None:
+        """Copy the parts that `gcnzc.Loader` has not copied to the device."""
+        fields, device = batch.parts, batch.nodes.device
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 fields[name] = value.to(device)
         fields["edge_index"] = edge_index_of(batch.blocks)
 
-    def _finished(self, batch: Carrier) -> Any:
-        found, wide = self._attributes, self._attributes.wide
+    def _finish(self, batch: LibraryBatch) -> Any:
+        found, prefetched = self._attributes, self._attributes.prefetched
         data = copy.copy(found.template)
-        if wide is not None:
-            data[wide.name] = _shaped(batch.x, wide)
+        if prefetched is not None:
+            data[prefetched.name] = _restore_shape(batch.x, prefetched)
         if found.has_num_nodes:
             data.num_nodes = len(batch.nodes)
-        fields = {"n_id": batch.nodes, **batch.made}
-        fields |= found.on_gpus(batch.nodes, fields["e_id"])
+        fields = {"n_id": batch.nodes, **batch.parts}
+        fields |= found.slice_on_gpus(batch.nodes, fields["e_id"])
         for name, value in fields.items():
             data[name] = value
         return data if self.transform is None else self.transform(data)
 
 
 class NeighborCounts:
-    """What code for PyG's loaders reads of their sampler.
+    """Replacement of a PyG sampler, for code that reads `num_neighbors` from it.
 
     Args:
-        num_neighbors: kept at each hop, that of the seeds first.
+        num_neighbors: number of neighbours sampled at each hop, first that of the seeds.
     """
 
     def __init__(self, num_neighbors: Sequence[int]) -> None:
@@ -176,20 +179,20 @@ class NeighborCounts:
 
 
 def edge_index_of(blocks: Sequence[Block]) -> Tensor:
-    """(2, E) int64 sources and destinations, hop by hop from the seeds, where the blocks lie."""
+    """Return the edges of blocks, (2, E) int64, hop by hop from the seeds, on their device."""
     num_edges = sum(block.num_edges for block in blocks)
     on_host = blocks[0].device.type == "cpu"
     empty = _pool.empty if on_host else partial(torch.empty, device=blocks[0].device)
     out = empty((2, num_edges), dtype=torch.int64)
-    begin = drawn_before = 0
+    begin = num_expanded = 0
     for block in reversed(blocks):
-        part = out[:, begin : begin + block.num_edges]
-        # nodes of earlier hops have no edges at this one
+        edges = out[:, begin : begin + block.num_edges]
+        # nodes of earlier hops were expanded there, and have no edges in this block
         if on_host:
-            csc_to_coo(block.indptr, block.indices, part, drawn_before)
+            csc_to_coo(block.indptr, block.indices, edges, num_expanded)
         else:
-            _edges_on_gpu(block, part, drawn_before)
-        begin, drawn_before = begin + block.num_edges, block.num_dst
+            _edges_on_gpu(block, edges, num_expanded)
+        begin, num_expanded = begin + block.num_edges, block.num_dst
     return out
 
 
@@ -202,23 +205,23 @@ def _edges_on_gpu(block: Block, out: Tensor, first: int) -> None:
     )
 
 
-def _blocks(drawn: Sample) -> tuple[Block, ...]:
+def _to_blocks(subgraph: Sample) -> tuple[Block, ...]:
     return tuple(
         Block(
-            drawn.indptr[hop],
-            drawn.indices[hop],
-            num_src=drawn.num_nodes[hop + 1],
-            num_dst=drawn.num_nodes[hop],
-            nodes=drawn.nodes[: drawn.num_nodes[hop + 1]],
+            subgraph.indptr[hop],
+            subgraph.indices[hop],
+            num_src=subgraph.num_nodes[hop + 1],
+            num_dst=subgraph.num_nodes[hop],
+            nodes=subgraph.nodes[: subgraph.num_nodes[hop + 1]],
         )
-        for hop in reversed(range(len(drawn.indices)))
+        for hop in reversed(range(len(subgraph.indices)))
     )
 
 
-def _list_places(edges: Tensor, order: Column | None) -> Tensor:
-    return edges if order is None else order.on_host(edges)
+def _original_edge_ids(edges: Tensor, order: Column | None) -> Tensor:
+    return edges if order is None else order.gather_in_thread(edges)
 
 
-def _shaped(x: Tensor | None, column: Column) -> Tensor:
+def _restore_shape(x: Tensor | None, column: Column) -> Tensor:
     assert x is not None, "the loader has its table"
     return x.view(len(x), *column.shape)

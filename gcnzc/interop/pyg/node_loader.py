@@ -7,48 +7,50 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.interop.drop_in import Carrier
+from gcnzc.interop.drop_in import LibraryBatch
 from gcnzc.interop.options import CPU
 from gcnzc.interop.pyg.arguments import (
     check_common,
     check_nodes,
     check_num_neighbors,
     check_supported,
-    options_of,
+    make_options,
 )
-from gcnzc.interop.pyg.graph import columns_of
+from gcnzc.interop.pyg.graph import to_csc
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.minibatches import DataMinibatches, NeighborCounts
 
 
 class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # type: ignore[misc]
-    """`torch_geometric.loader.NeighborLoader`, with its arguments and its minibatches.
+    """Drop-in replacement of `torch_geometric.loader.NeighborLoader`.
 
-    It is an instance of PyG's class. The arguments up to `directed` are PyG's, and so are
-    `input_id` and those of torch's `DataLoader`; docs/reference/drop_in_loaders.md lists those that
-    are supported. Unsupported ones raise an error that names them. The others are gcnzc's.
+    It takes the same arguments, yields the same minibatches and is an instance of PyG's class. The
+    arguments up to `directed` and `input_id` are PyG's, `kwargs` are those of torch's `DataLoader`,
+    and the others are gcnzc's. docs/reference/drop_in_loaders.md lists the supported ones; an
+    unsupported one raises an error with its name.
 
     Args:
         data: a `torch_geometric.data.Data` with `edge_index`.
-        num_neighbors: kept at each hop, that of the seeds first; -1 keeps all.
-        input_nodes: ids or a mask of the nodes to iterate over; all if None.
-        transform: is given every minibatch, and what it returns is handed out.
-        is_sorted: trust that `edge_index[1]` ascends.
-        seed: orders the nodes and draws the neighbours; an integer of 64 bits. If None, it is drawn
-            from torch's random numbers, or is 0 if `world_size` is above 1.
-        device: where minibatches are handed out; with a GPU it reads `data.x` in place.
-        rank, world_size: this rank and how many there are; each takes its share. If None, this
-            loader gives all nodes, and warns once if torch.distributed has several ranks.
-        threads: that make minibatches; `num_workers` if that is above 0, else one per core, but
-            four at most; workers of one machine share its cores.
-        ahead: minibatches that are begun or ready at most, besides the one that is handed out.
-        tables: of features, in the place of `data`'s attributes of those names; for tables that
-            are page-locked, quantised or cached by the caller.
+        num_neighbors: number of neighbours sampled at each hop, first that of the seeds; -1 for
+            all.
+        input_nodes: ids or a mask of the nodes to iterate over. Default: all nodes.
+        transform: function that is applied to each minibatch.
+        is_sorted: assume that `edge_index[1]` is ascending, without a check.
+        seed: of the shuffling and the sampling; a 64-bit integer. Default: drawn from torch's
+            random generator, or 0 if `world_size` is above 1.
+        device: device of the minibatches. A GPU reads `data.x` in place in host memory.
+        rank, world_size: ranks share the nodes. By default all nodes are yielded, with one warning
+            if torch.distributed has several ranks.
+        threads: number of threads that prepare minibatches. Default: `num_workers` if above 0, else
+            one per core up to four; ranks on one machine share its cores.
+        ahead: maximum number of prefetched minibatches.
+        tables: feature tables by name, which replace attributes of `data`, for tables that the
+            caller page-locked, quantized or cached.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: what is not supported, named; or what makes no sense.
-        RuntimeError: there is no PyG.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, or is not supported; the message names it.
+        RuntimeError: PyG is not installed; raised on import.
     """
 
     def __init__(
@@ -95,8 +97,8 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
             custom_cls=kwargs.pop("custom_cls", None),
         )
         check_common(transform, is_sorted, filter_per_worker, tables)
-        self._replaced += ("batch_size", "seed_time")
-        columns = columns_of(data, is_sorted)
+        self._generated += ("batch_size", "seed_time")
+        columns = to_csc(data, is_sorted)
         self.input_nodes, self.input_id, self.is_sorted = input_nodes, input_id, is_sorted
         self.filter_per_worker = filter_per_worker
         self._nodes, self._ids = check_nodes(input_nodes, input_id, columns.graph.num_nodes)
@@ -108,7 +110,7 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
             check_num_neighbors(num_neighbors, "NeighborLoader"),
             transform,
             tables,
-            options_of(
+            make_options(
                 kwargs,
                 "NeighborLoader",
                 seed=seed,
@@ -127,15 +129,15 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
 
     @property
     def node_sampler(self) -> NeighborCounts:
-        """Has `num_neighbors`, for code such as `BasicGNN.inference`."""
+        """An object with `num_neighbors`, for code such as `BasicGNN.inference`."""
         return NeighborCounts(self.num_neighbors)
 
-    def sample(self, seeds: Tensor, epoch: int) -> Carrier:
-        """For `gcnzc.Loader`: a minibatch of the input nodes at the places `seeds`, on the host."""
+    def sample(self, seeds: Tensor, epoch: int) -> LibraryBatch:
+        """Sample the minibatch of the input nodes with indices `seeds`, on the host."""
         fields: dict[str, Any] = {
             "input_id": seeds if self._ids is None else self._ids[seeds],
             "batch_size": len(seeds),
             "batch": None,
             "seed_time": None,
         }
-        return self._carrier(self._nodes[seeds], epoch, fields)
+        return self._sample_batch(self._nodes[seeds], epoch, fields)

@@ -1,24 +1,24 @@
-"""Rows that are hot come from their copies, bit for bit; and hits are counted."""
+"""Cached rows are read from their copies, bit for bit, and hits are counted."""
 
 import pytest
 import torch
 
 from gcnzc.kernels.gather import gather_reference
 from gcnzc.kernels.gather.cached import (
-    count_into,
-    count_marked,
+    add_counts,
+    count_in_bitmap,
     gather_cached,
     gather_cached_reference,
-    mark,
-    room_bytes,
+    make_bitmap,
+    padded_row_bytes,
 )
 from gcnzc.kernels.gather.cached_rows import (
     CachedRows,
     Peers,
+    aligned_view,
+    assign_slots,
     copy_rows,
     make_cached_rows,
-    on_lines,
-    slots_of,
 )
 
 DTYPES = [
@@ -62,14 +62,14 @@ def readable(table, device):
 
 def split_rows(table, parts, device, own=0):
     """Copies in as many memories as there are parts, all on one device."""
-    room, memories = room_bytes(table), []
+    room, memories = padded_row_bytes(table), []
     for ids in parts:
         whole = torch.full((len(ids) * room + 128,), 85, dtype=torch.int8, device=device)
-        memories.append(on_lines(whole, len(ids), room))
+        memories.append(aligned_view(whole, len(ids), room))
         copy_rows(table, ids, memories[-1])
     places = [memory.data_ptr() for memory in memories]
     peers = Peers(torch.tensor(places, device=device), own, tuple(memories))
-    return CachedRows(slots_of(parts, len(table)).to(device), memories[own], peers)
+    return CachedRows(assign_slots(parts, len(table)).to(device), memories[own], peers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -133,12 +133,12 @@ def test_memories_may_be_empty(own, gpus, device):
 
 def test_slots_are_assigned_round_robin():
     parts = [torch.tensor([5, 3, 0]), torch.tensor([1]), torch.tensor([4, 6])]
-    slots = slots_of(parts, 8)
+    slots = assign_slots(parts, 8)
     assert slots.tolist() == [6, 1, -1, 3, 2, 0, 5, -1]
     for number, ids in enumerate(parts):
         assert (slots[ids] % 3 == number).all()
         assert (slots[ids] // 3).tolist() == list(range(len(ids)))
-    assert slots_of([], 3).tolist() == [-1, -1, -1]
+    assert assign_slots([], 3).tolist() == [-1, -1, -1]
 
 
 def test_writes_to_strided_rows(device):
@@ -183,7 +183,7 @@ def test_an_id_out_of_range_is_rejected(device):
         gather_cached(table, torch.tensor([2, ROWS], device=device), copies)
 
 
-def test_room_bytes_is_the_memory_of_a_copy(device):
+def test_padded_row_bytes_is_the_memory_of_a_copy(device):
     for columns in (1, 25, 31, 32, 33, 100, 301):
         for pad in (0, 1, 2, 7):
             for dtype in (torch.int8, torch.float32):
@@ -191,33 +191,35 @@ def test_room_bytes_is_the_memory_of_a_copy(device):
                 copies = make_cached_rows(table, torch.arange(ROWS), device)
                 taken = copies.memory.shape[1]
                 # 40 rows may not begin on every element of a line that a table's rows begin on
-                assert taken <= room_bytes(table) <= taken + 128, (columns, pad, dtype)
+                assert taken <= padded_row_bytes(table) <= taken + 128, (columns, pad, dtype)
     table = table_of(torch.float32, 100)
     begin = table.data_ptr() % 128
     # rows of 400 B begin on every multiple of 16 B
-    assert room_bytes(table) == -(-(112 + begin % 16 + 400) // 128) * 128
-    assert make_cached_rows(table, torch.arange(ROWS), device).memory.shape[1] == room_bytes(table)
+    assert padded_row_bytes(table) == -(-(112 + begin % 16 + 400) // 128) * 128
+    assert make_cached_rows(table, torch.arange(ROWS), device).memory.shape[1] == padded_row_bytes(
+        table
+    )
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 63, 64, 65, 1000])
 def test_cached_rows_are_counted(num_rows):
     cached = torch.randperm(num_rows)[: num_rows // 2 + 1]
-    bits = mark(cached, num_rows)
+    bits = make_bitmap(cached, num_rows)
     assert bits.numel() == num_rows // 64 + 1
     for dtype in (torch.int32, torch.int64):
-        assert count_marked(bits, num_rows, torch.arange(num_rows, dtype=dtype)) == len(cached)
+        assert count_in_bitmap(bits, num_rows, torch.arange(num_rows, dtype=dtype)) == len(cached)
         ids = torch.randint(num_rows, (333,), dtype=dtype)
-        assert count_marked(bits, num_rows, ids) == torch.isin(ids, cached).sum()
-        assert count_marked(bits, num_rows, ids[::2]) == torch.isin(ids[::2], cached).sum()
-        assert count_marked(bits, num_rows, ids[:0]) == 0
+        assert count_in_bitmap(bits, num_rows, ids) == torch.isin(ids, cached).sum()
+        assert count_in_bitmap(bits, num_rows, ids[::2]) == torch.isin(ids[::2], cached).sum()
+        assert count_in_bitmap(bits, num_rows, ids[:0]) == 0
         for outside in (-1, num_rows, 2**31 - 1, -(2**31)):
             ids[17] = outside
-            assert count_marked(bits, num_rows, ids) == -1
+            assert count_in_bitmap(bits, num_rows, ids) == -1
 
 
 def test_counts_add_up():
     counts = torch.zeros(50, dtype=torch.int32)
     ids = [torch.randint(50, (count,)) for count in (0, 1, 200)]
     for part in ids:
-        count_into(counts, part)
+        add_counts(counts, part)
     assert torch.equal(counts.long(), torch.cat(ids).bincount(minlength=50))

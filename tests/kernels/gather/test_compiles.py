@@ -1,4 +1,4 @@
-"""The gather's loads are as wide as its lanes say, in machine-independent code for named GPUs.
+"""The gather's loads have the expected width in code that is compiled for named GPUs.
 
 A process of its own compiles, since Triton chooses between compiler and interpreter when it is
 imported; and the code is looked at here.
@@ -26,11 +26,11 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from gcnzc.kernels.gather.gpu import EXPONENT_BITS, WARPS, KernelConfig, _gather_rows, constants
-from gcnzc.kernels.gather.lanes import lanes_of
+from gcnzc.kernels.gather.lanes import assign_lanes
 
 def program(case, arch):
     place = [case[name] for name in ("layout", "row_bytes", "stride_bytes", "base", "item_bytes")]
-    lanes = lanes_of(*place)
+    lanes = assign_lanes(*place)
     word = getattr(torch, case["word"])
     config = KernelConfig(warps=case["warps"] or None, vectors=case["vectors"] or None)
     stride_bytes, out_stride = case["stride_bytes"], case["out_stride"]

@@ -1,10 +1,10 @@
-"""Lanes load every byte of a row, none twice, nothing far from it, and no line twice if shifted."""
+"""Lanes load every byte of a row once; the shifted layout reads no line twice."""
 
 from math import gcd
 
 import pytest
 
-from gcnzc.kernels.gather.lanes import LINE_BYTES, VECTOR_BYTES, WARP_LANES, Lanes, lanes_of
+from gcnzc.kernels.gather.lanes import LINE_BYTES, VECTOR_BYTES, WARP_LANES, Lanes, assign_lanes
 
 WIDTHS = range(1, 301)
 # rows of public sets as float32 and float16, and one of int8 with a scale beside it
@@ -55,7 +55,7 @@ def test_every_byte_is_loaded_once(layout, item_bytes):
     for number, (row_bytes, _) in enumerate(rows):
         kinds = list(tables(row_bytes, item_bytes))
         for stride_bytes, base in kinds[:3] + kinds[3 + number % (len(kinds) - 3) :][:2]:
-            lanes = lanes_of(layout, row_bytes, stride_bytes, base, item_bytes)
+            lanes = assign_lanes(layout, row_bytes, stride_bytes, base, item_bytes)
             check_every_byte(lanes, starts(stride_bytes, base)[:: 1 + 6 * (item_bytes < 4)])
 
 
@@ -63,7 +63,7 @@ def test_every_byte_is_loaded_once(layout, item_bytes):
 def test_every_byte_of_real_rows_is_loaded_once(layout):
     for row_bytes, item_bytes in REAL:
         for stride_bytes, base in list(tables(row_bytes, item_bytes))[:4]:
-            lanes = lanes_of(layout, row_bytes, stride_bytes, base, item_bytes)
+            lanes = assign_lanes(layout, row_bytes, stride_bytes, base, item_bytes)
             check_every_byte(lanes, starts(stride_bytes, base)[:4])
 
 
@@ -81,13 +81,13 @@ def check_every_byte(lanes: Lanes, addresses: list[int]) -> None:
     ids=["all widths", "real sets"],
 )
 @pytest.mark.parametrize("layout", ["shifted", "pitched"])
-def test_whole_vectors_and_no_line_twice(layout, rows):
+def test_lanes_load_whole_vectors_and_no_line_twice(layout, rows):
     for row_bytes, item_bytes in rows:
         for stride_bytes, base in tables(row_bytes, item_bytes):
             on_lines = stride_bytes % LINE_BYTES == base % LINE_BYTES == 0
             if layout == "pitched" and not on_lines:
                 continue
-            lanes = lanes_of(layout, row_bytes, stride_bytes, base, item_bytes)
+            lanes = assign_lanes(layout, row_bytes, stride_bytes, base, item_bytes)
             addresses = starts(stride_bytes, base)
             for address in addresses if row_bytes < 1000 else addresses[::7]:
                 check_whole_vectors(lanes, address)
@@ -104,11 +104,11 @@ def check_whole_vectors(lanes: Lanes, address: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["scalar", "vector", "wrapped", "shifted", "pitched"])
-def test_lanes_of_a_row_are_neighbours_in_one_warp(layout):
+def test_lanes_of_a_row_are_adjacent_in_one_warp(layout):
     # the longest rows have nothing new
     for row_bytes, item_bytes in [(width, 1) for width in WIDTHS] + REAL[:12]:
         stride_bytes = row_bytes if layout != "pitched" else up(row_bytes, LINE_BYTES)
-        lanes = lanes_of(layout, row_bytes, stride_bytes, 0, item_bytes)
+        lanes = assign_lanes(layout, row_bytes, stride_bytes, 0, item_bytes)
         assert WARP_LANES % lanes.lanes == 0
         # enough of them, and no pass that none needs
         most = [max(p for p, _ in loads(lanes, start)) for start in starts(stride_bytes, 0)]
@@ -127,13 +127,13 @@ def test_lanes_of_a_row_are_neighbours_in_one_warp(layout):
 )
 def test_vectors_are_as_wide_as_every_row_allows(row_bytes, stride_bytes, base, unit_bytes):
     for layout in ("vector", "wrapped"):
-        lanes = lanes_of(layout, row_bytes, stride_bytes, base, 1)
+        lanes = assign_lanes(layout, row_bytes, stride_bytes, base, 1)
         assert lanes.vector_bytes == lanes.unit_bytes == unit_bytes
-    assert lanes_of("scalar", row_bytes, stride_bytes, base, 1).vector_bytes == 1
-    assert lanes_of("shifted", row_bytes, stride_bytes, base, 1).vector_bytes == VECTOR_BYTES
+    assert assign_lanes("scalar", row_bytes, stride_bytes, base, 1).vector_bytes == 1
+    assert assign_lanes("shifted", row_bytes, stride_bytes, base, 1).vector_bytes == VECTOR_BYTES
 
 
 @pytest.mark.parametrize(("stride_bytes", "base"), [(400, 0), (512, 64), (512, 4)])
 def test_pitched_rows_begin_on_lines(stride_bytes, base):
     with pytest.raises(ValueError, match=r"(?s)do not begin on lines of 128 bytes.*hint: "):
-        lanes_of("pitched", 400, stride_bytes, base, 4)
+        assign_lanes("pitched", 400, stride_bytes, base, 4)

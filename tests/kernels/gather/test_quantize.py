@@ -1,4 +1,4 @@
-"""Codes err no more than is stated, and every way to gather them agrees bit for bit."""
+"""Quantized rows: stated error bounds hold, and all implementations agree bit for bit."""
 
 import itertools
 import subprocess
@@ -23,12 +23,12 @@ from gcnzc.kernels.gather.quantize import (
     LARGEST,
     SMALLEST_SCALE,
     broadcast_scales,
+    compute_scales,
     dequantize_reference,
     largest,
     largest_reference,
     quantize,
     quantize_reference,
-    scales_of,
 )
 
 # the interpreter tells of NaNs, also among the bytes beside a row, which are dropped
@@ -57,7 +57,7 @@ def adversarial(num_columns):
 
 
 def quantized(rows, dtype, scale_columns=None):
-    scales = scales_of(largest(rows, scale_columns), dtype)
+    scales = compute_scales(largest(rows, scale_columns), dtype)
     return quantize(rows, scales, dtype, scale_columns), scales
 
 
@@ -77,14 +77,16 @@ def test_codes_equal_the_reference(dtype, width, block):
     rows = adversarial(width)
     found = largest(rows, block)
     assert same_bits(found, largest_reference(rows, block))
-    scales = scales_of(found, dtype)
+    scales = compute_scales(found, dtype)
     assert same_bits(
         quantize(rows, scales, dtype, block), quantize_reference(rows, scales, dtype, block)
     )
     # whoever shares the work
     assert same_bits(largest(rows, block, threads=3), found)
     wide = torch.randn(2000, 131)[:, :130]
-    one, many = (quantize(wide, scales_of(largest(wide), dtype), dtype, threads=n) for n in (1, 3))
+    one, many = (
+        quantize(wide, compute_scales(largest(wide), dtype), dtype, threads=n) for n in (1, 3)
+    )
     assert same_bits(one, many)
 
 
@@ -170,7 +172,7 @@ def test_gathers_dequantised_rows(dtype, width, implementation, device):
 
 @codes_of_one_byte
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_every_code(dtype, implementation, device):
+def test_every_code_is_dequantized(dtype, implementation, device):
     codes = torch.arange(256, dtype=torch.uint8, device=on(implementation, device)).view(dtype)[
         :, None
     ]
@@ -206,7 +208,7 @@ def test_writes_to_tensors_and_dtypes_of_the_caller(dtype, implementation, targe
 
 @codes_of_one_byte
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_views_of_wider_tables(dtype, implementation, device):
+def test_views_of_wider_tables_are_gathered(dtype, implementation, device):
     codes = (
         torch.randint(256, (20, 128), dtype=torch.uint8, device=on(implementation, device)) % 120
     )
@@ -220,7 +222,7 @@ def test_views_of_wider_tables(dtype, implementation, device):
             assert same_bits(found, gather_reference(table, ids % count, scales, block))
 
 
-def test_shared_by_threads(monkeypatch):
+def test_the_result_does_not_depend_on_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(cpu, "GRAIN_BYTES", 1)
     codes, scales = quantized(torch.randn(50, 70), torch.int8)
     ids = torch.randint(50, (71,))
@@ -232,7 +234,7 @@ def test_shared_by_threads(monkeypatch):
 @codes_of_one_byte
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("block", [None, 16])
-def test_cached_rows_may_be_codes(dtype, share, block, device):
+def test_cached_rows_may_be_quantized(dtype, share, block, device):
     """Bit for bit; and from nowhere else: the codes themselves are gone."""
     for width in (1, 33, 100, 602):
         codes, scales = quantized(torch.randn(120, width), dtype, block)
@@ -257,7 +259,7 @@ def test_cached_rows_may_be_codes(dtype, share, block, device):
 @codes_of_one_byte
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block", [None, 3, 16])
-def test_every_layout_and_start_of_a_row(dtype, layout, block, device):
+def test_every_layout_and_offset_of_a_row_is_read(dtype, layout, block, device):
     for width, stride in ((5, 7), (33, 33), (100, 128), (130, 256), (602, 602)):
         memory = torch.randint(120, (30 * stride + 256,), dtype=torch.uint8, device=device)
         memory = memory[-memory.data_ptr() % 128 :]

@@ -1,4 +1,4 @@
-"""The kernel loads what the model of the bus counts: its own loads are recorded, lane by lane."""
+"""The kernel's loads, recorded lane by lane, are those that the model of PCIe traffic counts."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ import torch
 
 from gcnzc.features.pcie_traffic import table_traffic
 from gcnzc.kernels.gather.gpu import gather_rows
-from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, WARP_LANES, lanes_of
+from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, WARP_LANES, assign_lanes
 
 SECTOR_BYTES = 32
 
@@ -92,7 +92,7 @@ def test_requests_the_lines_that_the_model_predicts(layout, row_bytes, stride_by
     ids = torch.randperm(NUM_ROWS)
     found = gather_rows(table, ids, layout=layout)
     assert torch.equal(found, table[ids])
-    lanes = lanes_of(layout, row_bytes, stride_bytes, table.data_ptr(), 4)
+    lanes = assign_lanes(layout, row_bytes, stride_bytes, table.data_ptr(), 4)
     expected = table_traffic(table, ids, layout=layout).requests
     assert requests_of(loads, lanes) == Counter(
         {size: count * len(ids) for size, count in expected.items() if count}

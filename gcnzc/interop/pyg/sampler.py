@@ -11,41 +11,41 @@ from gcnzc.sampling.neighbor import check_seeds
 from gcnzc.system.arguments import check_fanouts, check_seed
 
 
-class Draw:
-    """Draws neighbourhoods; any number of threads may do so at once.
+class PygSampler:
+    """Samples subgraphs in which each node occurs once; several threads may call it at once.
 
     Args:
         graph: on the host.
-        num_neighbors: neighbours kept at each hop, that of the seeds first; -1 keeps all. Without
-            any number only the seeds are drawn.
-        seed: the key of every choice, an integer of 64 bits.
+        num_neighbors: number of neighbours sampled at each hop, first that of the seeds; -1 for
+            all. If empty, a subgraph has only the seeds.
+        seed: determines all random choices; a 64-bit integer.
 
     Raises:
-        ValueError: numbers of neighbours that mean nothing, or a seed of more bits.
+        ValueError: a number of neighbours is below -1, or `seed` has more than 64 bits.
     """
 
     def __init__(self, graph: Graph, num_neighbors: Sequence[int], seed: int) -> None:
         self.graph = graph
         self.num_hops = len(num_neighbors)
-        # the sampler makes one hop at least: without any, one that draws nothing
+        # `sample` needs at least one hop: without any, one hop of no neighbours
         self.num_neighbors = check_fanouts("num_neighbors", num_neighbors or [0])
         self._seed = check_seed("seed", seed)
-        # one for each thread that samples at this moment; append and pop need no lock
+        # as many as threads that sampled at the same time; append and pop are atomic
         self._idle: list[Workspace] = []
 
     def __call__(self, seeds: Tensor, epoch: int, pool: Pool) -> Sample:
-        """The neighbourhood of `seeds`, in memory of `pool`.
+        """Sample the subgraph of `seeds`, in memory of `pool`.
 
         Args:
-            seeds: (S,) int64 ids of nodes, on the host.
+            seeds: (S,) int64 node ids, on the host.
             epoch: in [0, 2**32).
-            pool: lends the memory.
+            pool: allocates the memory.
 
         Raises:
-            ValueError: a seed that is no node.
+            ValueError: a seed is not a node.
         """
         workspace = self._idle.pop() if self._idle else Workspace()
-        drawn = sample(
+        subgraph = sample(
             self.graph.indptr,
             self.graph.indices,
             check_seeds("seeds", seeds, self.graph.num_nodes),
@@ -58,4 +58,4 @@ class Draw:
             empty=pool.empty,
         )
         self._idle.append(workspace)
-        return drawn
+        return subgraph

@@ -1,4 +1,4 @@
-"""DGL's neighbour sampler behind gcnzc's interface of samplers."""
+"""DGL's neighbour sampler as a sampler of `gcnzc.Loader`."""
 
 import os
 import time
@@ -21,34 +21,34 @@ from gcnzc.system.threads import lower_priority
 
 @lru_cache(maxsize=1)
 def sampling_thread(pid: int) -> ThreadPoolExecutor:
-    """The one thread of process `pid`, the caller's own, in which DGL draws random numbers."""
-    # DGL's random numbers belong to threads, in the order in which these first drew, so one thread
-    # draws all of ours. Keyed by process: threads do not survive a fork.
+    """Return the one thread in which DGL samples; `pid` is the caller's process."""
+    # DGL has a random generator per thread, seeded by the order in which threads first use it, so
+    # all sampling uses one thread. Cached by process, since threads do not survive a fork.
     executor = ThreadPoolExecutor(1, thread_name_prefix="gcnzc-dgl", initializer=lower_priority)
-    # which is for another OpenMP than torch's, if DGL brings one
+    # for the OpenMP library of DGL, which may be another than torch's
     executor.submit(import_dgl().utils.set_num_threads, 1).result()
     return executor
 
 
 class DglSampler:
-    """`dgl.dataloading.NeighborSampler` in our form, for the place of `gcnzc.Sampler`.
+    """Samples with `dgl.dataloading.NeighborSampler`, as an alternative to `gcnzc.Sampler`.
 
-    The graph is handed to DGL with int64 ids, since DGL's blocks are corrupt on int32 graphs from
-    the second batch on; 8 B an edge are copied where ours are int32. The order of nodes is DGL's:
-    the seeds first, and every block's destinations before its other sources, as in ours.
+    DGL gets the graph with int64 ids, since its blocks are corrupt on int32 graphs from the second
+    batch on; int32 ids are copied to int64 (8 B per edge). The order of nodes is that of
+    `gcnzc.Sampler`: the seeds first, and in each block the destinations before the other sources.
 
-    Batches are the same for the same seed, epoch and seeds, in any order, and in every process in
-    which no other thread drew random numbers by DGL before. To that end one thread does all
-    sampling of the process; any number of threads may ask.
+    Batches depend only on the seed, the epoch and the seed nodes, if no other thread of the process
+    has used DGL's random generator before. All sampling of a process runs in one thread, which any
+    number of threads may call.
 
     Args:
         graph: on the host.
-        fanouts: neighbours kept at each layer, input layer first; -1 keeps all.
-        seed: an integer of 64 bits.
+        fanouts: number of neighbours sampled at each layer, input layer first; -1 for all.
+        seed: a 64-bit integer.
 
     Raises:
-        ValueError: fan-outs or seed mean nothing.
-        RuntimeError: there is no DGL.
+        ValueError: a fan-out or the seed is out of range.
+        RuntimeError: DGL is not installed.
     """
 
     def __init__(self, graph: Graph, fanouts: Sequence[int], seed: int = 0) -> None:
@@ -59,25 +59,25 @@ class DglSampler:
         self._key = split_key(self.seed)
         self._dgl = import_dgl()
         self._sampler = self._dgl.dataloading.NeighborSampler(list(self.fanouts))
-        graph.check()  # DGL trusts every number
+        graph.check()  # DGL does not check ids
         offsets, sources = graph.indptr, graph.indices.long()
         self._graph = self._dgl.graph(("csc", (offsets, sources, [])), num_nodes=graph.num_nodes)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides which neighbours are drawn, by name, for the state of a loader."""
+        """The settings that determine the sampled neighbours, for the state of a loader."""
         return {"fanouts": list(self.fanouts), "sampler_seed": self.seed, "drawn_by": "dgl"}
 
     def sample(self, seeds: IdsLike, epoch: int) -> Batch:
-        """The neighbourhood of `seeds`, without features and labels.
+        """Sample the subgraph of `seeds`, without features and labels.
 
         Args:
-            seeds: (S,) int64 or int32 ids, all different, on the host.
+            seeds: (S,) int64 or int32 node ids without duplicates, on the host.
             epoch: in [0, 2**32).
 
         Raises:
-            ValueError: a seed that is not a node, or that occurs twice, which DGL would give wrong
-                blocks for; or an epoch out of range.
+            ValueError: a seed is not a node, or occurs twice (DGL would return wrong blocks), or
+                the epoch is out of range.
         """
         seeds = check_seeds("seeds", seeds, self.graph.num_nodes)
         epoch = check_epoch("epoch", epoch)
@@ -89,14 +89,14 @@ class DglSampler:
         begin_s = time.perf_counter()
         counter = (zlib.crc32(seeds.numpy().tobytes()), len(seeds), 0, epoch)
         word = int(philox4x32_reference(*counter, *self._key)[0])
-        self._dgl.seed(word >> 1)  # DGL takes 31 bits
+        self._dgl.seed(word >> 1)  # DGL's seeds have 31 bits
         nodes, _, blocks = self._sampler.sample(self._graph, seeds)
-        ours = tuple(self._converted(block, nodes) for block in blocks)
+        converted = tuple(self._to_block(block, nodes) for block in blocks)
         times = {"sample_s": time.perf_counter() - begin_s}
-        return Batch(nodes, nodes[: len(seeds)], ours, times=times)
+        return Batch(nodes, nodes[: len(seeds)], converted, times=times)
 
-    def _converted(self, block: Any, nodes: Tensor) -> Block:
-        # sources of an inner block are the destinations of the outer one, and these come first
+    def _to_block(self, block: Any, nodes: Tensor) -> Block:
+        # a block's sources are a prefix of the batch's nodes, since destinations come first
         indptr, indices, order = block.adj_tensors("csc")
         return Block(
             indptr,

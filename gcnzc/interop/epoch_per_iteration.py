@@ -1,17 +1,17 @@
-"""Advance the epoch of a loader with each iteration, for the loops of other libraries.
+"""Advance a loader to the next epoch with each iteration, for the loops of other libraries.
 
-`gcnzc.Loader` repeats an epoch that was stopped early. Other libraries may stop an iteration at any
-batch, and do not request one after the last; for them each iteration is the next epoch.
+`gcnzc.Loader` repeats an epoch that was stopped early. Other libraries stop an iteration at any
+batch and do not request another one after the last, so each iteration must be the next epoch.
 """
 
 from gcnzc.loader.loader import Batches, Loader
 
 
-class Turns:
-    """Iterations over a loader, each of which is the next epoch.
+class EpochPerIteration:
+    """Iterates over a loader, one epoch further each time.
 
     Args:
-        loader: a loader without other iterations; it may be replaced between iterations.
+        loader: a loader over which nothing else iterates; it may be replaced between iterations.
     """
 
     def __init__(self, loader: Loader) -> None:

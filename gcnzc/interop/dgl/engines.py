@@ -1,0 +1,235 @@
+"""Sampling engines of the DGL loader: gcnzc's sampler, or DGL's own.
+
+Each engine returns the value of `graph_sampler.sample(graph, items)`, with DGL's `LazyFeature`s in
+place of data. gcnzc's random choices depend on seed, epoch, hop and node, and several threads
+sample at once. DGL samples in one thread, whose random generator is seeded for each minibatch.
+"""
+
+import os
+import zlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcnzc.interop.dgl.blocks import BlockBuilder
+from gcnzc.interop.dgl.dgl_sampler import sampling_thread
+from gcnzc.interop.dgl.importing import import_dgl
+from gcnzc.interop.options import generator, unique_with_inverse
+from gcnzc.kernels.philox import philox4x32_reference, split_key
+from gcnzc.kernels.sample.exclude import ExcludedEdges
+from gcnzc.sampling.neighbor import Sampler
+
+Result = tuple[Any, ...]
+
+
+class Engine(Protocol):
+    """Samples minibatches."""
+
+    def sample(self, items: Tensor, epoch: int) -> Result:
+        """Return the DGL sampler's output for `items`, ids of nodes or edges, on the host."""
+
+
+class NodeEngine:
+    """Samples neighbourhoods of nodes with gcnzc's sampler.
+
+    Args:
+        blocks: builds the blocks of the graph.
+        graph_sampler: a `dgl.dataloading.NeighborSampler` for which `is_native` is true.
+        seed: determines all random choices.
+    """
+
+    def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
+        self._blocks, self._graph_sampler = blocks, graph_sampler
+        self._sampler = Sampler(blocks.columns.graph, graph_sampler.fanouts, seed, edge_ids=True)
+
+    def sample(self, items: Tensor, epoch: int) -> Result:
+        """See `Engine`."""
+        batch = self._sampler.sample(items, epoch)
+        blocks = self._blocks.build(batch)
+        nodes = blocks[0].srcdata[import_dgl().NID]
+        return self._graph_sampler.assign_lazy_features((nodes, nodes[: len(items)], blocks))
+
+
+class EdgeEngine:
+    """Samples negative edges, and the neighbourhoods of all end points, with gcnzc's sampler.
+
+    Excluded edges are never sampled. DGL removes them after sampling, so it returns fewer edges.
+
+    Args:
+        blocks: builds the blocks of the graph.
+        graph_sampler: a `dgl.dataloading.EdgePredictionSampler` for which `is_native` is true. It
+            excludes nothing, the edges of the minibatch, or these and their reverse edges.
+        seed: determines all random choices.
+    """
+
+    def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
+        self._blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
+        inner = graph_sampler.sampler
+        self._sampler = Sampler(blocks.columns.graph, inner.fanouts, seed, edge_ids=True)
+        self._positions = _invert_edge_ids(blocks.columns.edge_ids)
+        # the first call creates DGL's index of edges, which is not safe in several threads
+        blocks.graph.find_edges(torch.arange(min(1, blocks.graph.num_edges()), dtype=blocks.dtype))
+
+    def sample(self, items: Tensor, epoch: int) -> Result:
+        """See `Engine`."""
+        graph = self._blocks.graph
+        items = items.to(self._blocks.dtype)
+        src, dst = (ends.long() for ends in graph.find_edges(items))
+        negatives = self._negatives(items, src, epoch)
+        nodes, local = unique_with_inverse(torch.cat([src, dst, *negatives]))
+        src, dst, *negatives = local.tensor_split(_split_points([src, dst, *negatives]))
+        pair_graph = self._blocks.build_pair_graph(nodes, src, dst, items)
+        batch = self._sampler.sample(nodes, epoch, self._excluded_edges(items, nodes))
+        blocks = self._blocks.build(batch)
+        inputs = blocks[0].srcdata[import_dgl().NID]
+        _, _, blocks = self._graph_sampler.sampler.assign_lazy_features((inputs, None, blocks))
+        pairs = [pair_graph]
+        if negatives:
+            pairs.append(self._blocks.build_pair_graph(nodes, negatives[0], negatives[1], None))
+        return self._graph_sampler.assign_lazy_features((inputs, *pairs, blocks))
+
+    def _negatives(self, items: Tensor, src: Tensor, epoch: int) -> list[Tensor]:
+        """Return sources and destinations of the negative edges; [] without a negative sampler."""
+        sampler = self._graph_sampler.negative_sampler
+        graph = self._blocks.graph
+        if sampler is None:
+            return []
+        if type(sampler) is import_dgl().dataloading.negative_sampler.Uniform:
+            random = generator(self._seed, epoch, items)
+            shape = (len(src) * sampler.k,)
+            return [
+                src.repeat_interleave(sampler.k),
+                torch.randint(graph.num_nodes(), shape, generator=random),
+            ]
+        found = sample_with_dgl(lambda: sampler(graph, items), self._seed, epoch, items)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ValueError(
+                f"{type(sampler).__name__} returned a {type(found).__name__}\n\n"
+                "hint: a negative sampler returns sources and destinations of a graph without types"
+            )
+        return [ends.long() for ends in found]
+
+    def _excluded_edges(self, items: Tensor, nodes: Tensor) -> ExcludedEdges | None:
+        """Return the excluded edges among the in-edges of `nodes`, which are sorted."""
+        sampler = self._graph_sampler
+        edges = import_dgl().dataloading.base.find_exclude_eids(
+            self._blocks.graph, items, sampler.exclude, sampler.reverse_eids
+        )
+        if edges is None:
+            return None
+        edges = torch.from_numpy(np.unique(edges.numpy()))
+        # as in DGL, ids that are not edges exclude nothing
+        edges = edges[(edges >= 0) & (edges < self._blocks.graph.num_edges())]
+        _, dst = self._blocks.graph.find_edges(edges.to(self._blocks.dtype))
+        found = np.searchsorted(nodes.numpy(), dst.numpy())
+        locals_ = torch.from_numpy(found).clamp(max=len(nodes) - 1)
+        if not torch.equal(nodes[locals_], dst.long()):
+            raise ValueError(
+                "reverse_eids has an edge that does not connect the nodes of the original edge\n\n"
+                "hint: reverse_eids[e] is the id of the edge from e's destination to e's source"
+            )
+        positions = edges if self._positions is None else self._positions[edges.long()]
+        return exclude_edges(self._blocks.columns.graph.indptr.numpy(), nodes, locals_, positions)
+
+
+class DglEngine:
+    """Samples minibatches with a DGL sampler, in the one thread in which DGL samples.
+
+    Args:
+        blocks: holds the graph.
+        graph_sampler: any DGL sampler.
+        seed: seeds DGL's random generator, together with the epoch and the items.
+    """
+
+    def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
+        self._blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
+        self._labor = _independent_labor_sampler(graph_sampler)
+
+    def sample(self, items: Tensor, epoch: int) -> Result:
+        """See `Engine`."""
+        items = items.to(self._blocks.dtype)
+
+        def sample() -> Result:
+            if self._labor is not None:
+                # it has its own random generator, whose state would depend on earlier minibatches
+                self._labor.set_seed(_dgl_seed(self._seed, epoch, items))
+            return self._graph_sampler.sample(self._blocks.graph, items)
+
+        return sample_with_dgl(sample, self._seed, epoch, items)
+
+
+def is_native(graph_sampler: Any) -> bool:
+    """Whether gcnzc's sampler can replace this DGL sampler."""
+    loading = import_dgl().dataloading
+    if type(graph_sampler) is loading.EdgePredictionSampler:
+        is_supported = graph_sampler.exclude in (None, "self", "reverse_id")
+        return is_supported and is_native(graph_sampler.sampler)
+    return (
+        type(graph_sampler) in (loading.NeighborSampler, loading.MultiLayerFullNeighborSampler)
+        and graph_sampler.edge_dir == "in"
+        and graph_sampler.prob is None
+        and not graph_sampler.replace
+        # by edge type they may be dictionaries
+        and all(isinstance(fanout, int) for fanout in graph_sampler.fanouts)
+    )
+
+
+def sample_with_dgl(sample: Callable[[], Any], seed: int, epoch: int, items: Tensor) -> Any:
+    """Call `sample` in DGL's thread, with DGL's generator seeded for these items."""
+
+    def seeded() -> Any:
+        import_dgl().seed(_dgl_seed(seed, epoch, items))
+        return sample()
+
+    return sampling_thread(os.getpid()).submit(seeded).result()
+
+
+def exclude_edges(
+    indptr: np.ndarray, nodes: Tensor, locals_: Tensor, positions: Tensor
+) -> ExcludedEdges:
+    """Return single excluded edges in the format of `gcnzc.kernels.sample`.
+
+    Args:
+        indptr: (N + 1,) int64 of the graph.
+        nodes: (S,) int64 node ids.
+        locals_: (K,) int64 in [0, S): the index in `nodes` of each edge's destination.
+        positions: (K,) int64 positions of the edges in the graph's CSC, all different.
+    """
+    # sorted by index in `nodes` first, since `nodes` may have any order
+    order = np.lexsort((positions.numpy(), locals_.numpy()))
+    column, position = locals_.numpy()[order], positions.numpy()[order]
+    first = np.searchsorted(column, np.arange(len(nodes) + 1))
+    excluded_before = np.arange(len(column)) - first[column]
+    included_before = position - indptr[nodes.numpy()[column]] - excluded_before
+    return ExcludedEdges(
+        first.astype(np.int64), included_before.astype(np.int64), excluded_before + 1
+    )
+
+
+def _dgl_seed(seed: int, epoch: int, items: Tensor) -> int:
+    counter = (zlib.crc32(items.contiguous().numpy().data), len(items), 0, epoch)
+    # DGL's seeds have 31 bits
+    return int(philox4x32_reference(*counter, *split_key(seed))[0]) >> 1
+
+
+def _independent_labor_sampler(graph_sampler: Any) -> Any:
+    """Return the LaborSampler if its minibatches are sampled independently, else None."""
+    loading = import_dgl().dataloading
+    inner = getattr(graph_sampler, "sampler", graph_sampler)
+    is_independent = isinstance(inner, loading.LaborSampler) and int(inner.cnt[1]) == 1
+    return inner if is_independent else None
+
+
+def _invert_edge_ids(edge_ids: Tensor | None) -> Tensor | None:
+    if edge_ids is None:
+        return None
+    positions = torch.empty(len(edge_ids), dtype=torch.int64)
+    positions[edge_ids.long()] = torch.arange(len(edge_ids))
+    return positions
+
+
+def _split_points(parts: list[Tensor]) -> list[int]:
+    return np.cumsum([len(part) for part in parts])[:-1].tolist()
