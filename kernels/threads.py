@@ -89,10 +89,10 @@ def parallel_for(
     parts = max(1, min(threads, num_items // grain_size))
     if num_items == 0:
         return
-    bounds = [num_items * i // parts for i in range(parts + 1)]
     if parts == 1:
         kernel(*args, 0, num_items)
         return
+    bounds = [num_items * i // parts for i in range(parts + 1)]
     pool = _pool(os.getpid())
     rest = [pool.submit(kernel, *args, bounds[i], bounds[i + 1]) for i in range(1, parts)]
     kernel(*args, bounds[0], bounds[1])

@@ -132,6 +132,11 @@ class TwoStageReducer(Reducer):
         self.codec, self.mean_codec = codec, codec.mean_codec
         self.layout = codec.block_layout(num_elements, worker.world_size)
         self.mean_layout = self.mean_codec.block_layout(num_elements, worker.world_size)
+        # of this rank's part, and of its mean
+        self.part_layout = self.layout.part_layout(worker.rank)
+        self.part_mean_layout = self.mean_layout.part_layout(worker.rank)
+        self.code_bytes = codec.row_bytes(self.layout)
+        self.mean_row_bytes = self.mean_codec.row_bytes(self.part_mean_layout)
         self.num_means = torch.zeros(1, dtype=torch.int64)
         if codec.has_feedback and worker.world_size > 1:
             self.worker_error = torch.zeros(num_elements, dtype=worker.dtype, device=worker.device)
@@ -167,8 +172,7 @@ class TwoStageReducer(Reducer):
         codec, layout = self.codec, self.layout
         mean_codec, mean_layout = self.mean_codec, self.mean_layout
         world_size, rank, step = self.worker.world_size, self.worker.rank, self.means
-        code_bytes = codec.row_bytes(layout)
-        row_bytes = code_bytes + 4 * (1 + extras)
+        code_bytes, row_bytes = self.code_bytes, self.code_bytes + 4 * (1 + extras)
         rows = torch.zeros(world_size, row_bytes, dtype=torch.uint8, device=values.device)
         codec.encode(vector, self.worker_error, self.active, layout, rows, (step, rank))
         trailer = torch.cat([self._count_bad(vector, rows), extra_values.float()])
@@ -179,9 +183,9 @@ class TwoStageReducer(Reducer):
         sums = trailers[:, 1:].sum(dim=0)
         begin, end = self.part
         active = None if self.active is None else self.active[begin:end]
-        part_mean, part_layout = vector.new_empty(end - begin), mean_layout.part_layout(rank)
-        codec.decode_mean(received, layout.part_layout(rank), part_mean)
-        row = rows.new_empty(1, mean_codec.row_bytes(part_layout))
+        part_mean, part_layout = vector.new_empty(end - begin), self.part_mean_layout
+        codec.decode_mean(received, self.part_layout, part_mean)
+        row = rows.new_empty(1, self.mean_row_bytes)
         random_counter = step, world_size + rank
         mean_codec.encode(part_mean, self.server_error, active, part_layout, row, random_counter)
         mean_rows = yield AllGather(row[0])
@@ -196,7 +200,7 @@ class TwoStageReducer(Reducer):
             codec.update_error(vector, self.worker_error, self.active, layout, rows)
             mean_codec.update_error(part_mean, self.server_error, active, part_layout, row)
         mean_codec.decode(mean_rows, mean_layout, self.active, vector)
-        self.means += 1
+        self.num_means += 1
         return ""
 
     def _count_bad(self, vector: Tensor, rows: Tensor) -> Tensor:

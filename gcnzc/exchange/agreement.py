@@ -20,10 +20,12 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gcnzc.exchange.rendezvous import Store
@@ -48,6 +50,8 @@ REASON_S = 1.5
 # requests of each sequence whose headers are kept for comparison; those between two checks of
 # torch's collectives are fewer
 HEADERS_KEPT = 160
+# descriptions of collectives that are kept, one for each kind and shape
+DESCRIPTIONS_KEPT = 1024
 # tag of the message that ends a rank's waits; no header has this tag
 ABORT_TAG = 2**31 - 1
 _VERDICT_KEY = "gcnzc/mismatch"
@@ -157,7 +161,7 @@ def describe_values(values: Tensor) -> str:
 
 
 def describe_collective(request: Collective) -> tuple[str, dict[int, str], dict[int, str]]:
-    """Describe a collective.
+    """Describe a collective; the results are cached by kind and shape, and must not be changed.
 
     Returns:
         The description that must be the same on all ranks, and by peer the size and dtype sent to
@@ -166,18 +170,40 @@ def describe_collective(request: Collective) -> tuple[str, dict[int, str], dict[
     if isinstance(request, AllGatherScalar):
         dtype = "float64" if isinstance(request.value, float) else "int64"
         return f"AllGatherScalar of {dtype}", {}, {}
-    if isinstance(request, SendReceive):
-        # pairs of ranks may differ in size and dtype
-        part = {request.peer: describe_values(request.values)}
-        return "SendReceive", part, part
     if isinstance(request, AllToAll):
-        dtype = str(request.parts[0].dtype).removeprefix("torch.")
-        words = f"AllToAll of {dtype}, counts {'not given' if request.counts is None else 'given'}"
-        sent = {rank: f"{part.numel()} {dtype}" for rank, part in enumerate(request.parts)}
-        expected = {rank: f"{count} {dtype}" for rank, count in enumerate(request.counts or ())}
-        return words, sent, expected
-    words = f"{type(request).__name__} of {describe_values(request.values)}"
-    return words + (f" from rank {request.root}" if isinstance(request, Broadcast) else ""), {}, {}
+        counts = None if request.counts is None else tuple(request.counts)
+        lengths = tuple(map(Tensor.numel, request.parts))
+        return _describe_all_to_all(request.parts[0].dtype, lengths, counts)
+    values, rank = request.values, None
+    if isinstance(request, SendReceive):
+        rank = request.peer
+    elif isinstance(request, Broadcast):
+        rank = request.root
+    return _describe_shape(type(request).__name__, values.numel(), values.dtype, rank)
+
+
+@lru_cache(maxsize=DESCRIPTIONS_KEPT)
+def _describe_all_to_all(
+    dtype: torch.dtype, lengths: Sequence[int], counts: Sequence[int] | None
+) -> tuple[str, dict[int, str], dict[int, str]]:
+    name = str(dtype).removeprefix("torch.")
+    words = f"AllToAll of {name}, counts {'not given' if counts is None else 'given'}"
+    sent = {rank: f"{length} {name}" for rank, length in enumerate(lengths)}
+    expected = {rank: f"{count} {name}" for rank, count in enumerate(counts or ())}
+    return words, sent, expected
+
+
+@lru_cache(maxsize=DESCRIPTIONS_KEPT)
+def _describe_shape(
+    kind: str, num_elements: int, dtype: torch.dtype, rank: int | None
+) -> tuple[str, dict[int, str], dict[int, str]]:
+    shape = f"{num_elements} {str(dtype).removeprefix('torch.')}"
+    if kind == SendReceive.__name__:
+        # pairs of ranks may differ in size and dtype
+        assert rank is not None, "the peer"
+        return "SendReceive", {rank: shape}, {rank: shape}
+    words = f"{kind} of {shape}"
+    return words if rank is None else f"{words} from rank {rank}", {}, {}
 
 
 def find_difference(ranks: tuple[int, int], sequence: str, one: Header, other: Header) -> str:

@@ -86,7 +86,10 @@ class Choices:
 
     def find(self, request: Collective) -> str:
         """Return the name of the algorithm for a request."""
-        return self.find_for_size(kind_of(request), num_bytes_of(request))
+        kind = kind_of(request)
+        steps = self.steps.get(kind, DEFAULT_STEPS[kind])
+        # one step is for all sizes
+        return steps[0][1] if len(steps) == 1 else self.find_for_size(kind, num_bytes_of(request))
 
     def find_for_size(self, kind: str, num_bytes: int) -> str:
         """Return the name of the algorithm for requests of a kind and a size in bytes."""
@@ -130,20 +133,15 @@ def expand(
     """Execute a collective by point-to-point messages, and return its answer.
 
     Args:
-        request: the collective, with tensors on the host.
+        request: the collective, with tensors on the host; `check_request` accepts it.
         rank: this rank.
         world_size: the number of ranks.
         choices: selects the algorithm.
         name: the name of the algorithm; overrides `choices`.
-
-    Raises:
-        ValueError: the request is invalid, or does not match the number of ranks.
     """
-    check_request(request, world_size)
-    kind = kind_of(request)
     name = name or choices.find(request)
     if name == BUILTIN:
-        name = _LIKE_GLOO[kind]
+        name = _LIKE_GLOO[kind_of(request)]
     name, _, piece = name.partition(":")
     if isinstance(request, Sum | Mean):
         all_reduce = getattr(collectives, f"{name}_sum")
@@ -176,6 +174,8 @@ def expand(
         received = yield from collectives.direct_exchange(lengths, [1] * world_size, rank)
         counts = [int(count) for count in received]
     dtype, size = request.parts[0].dtype, request.parts[0].element_size()
+    if dtype == torch.uint8:
+        return (yield from collectives.direct_exchange(request.parts, counts, rank))
     parts = yield from collectives.direct_exchange(
         [as_bytes(part) for part in request.parts], [count * size for count in counts], rank
     )

@@ -20,11 +20,12 @@ class Ledger:
 
     def count(self, kind: str) -> None:
         """Count one request of a kind."""
-        self._find(kind).requests += 1
+        entry = self.entries.get(kind) or self._create(kind)
+        entry.requests += 1
 
     def add(self, kind: str, num_bytes: int, messages: int = 1) -> None:
         """Add the messages and bytes that were sent for a request of a kind."""
-        entry = self._find(kind)
+        entry = self.entries.get(kind) or self._create(kind)
         entry.messages += messages
         entry.bytes_sent += num_bytes
 
@@ -38,5 +39,6 @@ class Ledger:
         """The number of requests of all kinds."""
         return sum(entry.requests for entry in self.entries.values())
 
-    def _find(self, kind: str) -> Entry:
-        return self.entries.setdefault(kind, Entry())
+    def _create(self, kind: str) -> Entry:
+        entry = self.entries[kind] = Entry()
+        return entry

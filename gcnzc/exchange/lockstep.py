@@ -7,7 +7,7 @@ The rank with the earliest time runs next, so the times do not depend on the ord
 
 import heapq
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +19,12 @@ from gcnzc.exchange.agreement import (
     Header,
     RequestLog,
     channel_sequence,
+    describe_collective,
     find_difference,
     message_sequence,
     mismatch,
 )
-from gcnzc.exchange.choices import Choices, as_bytes, expand
+from gcnzc.exchange.choices import Choices, as_bytes, check_request, expand
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.requests import (
     Algorithm,
@@ -50,6 +51,10 @@ class Link:
     """latency, from the departure of the last byte to its arrival"""
     message_s: float = 0.0
     """overhead of the sender per message"""
+
+
+_NO_LIMITS = Link()
+_DEFAULT_CHOICES = Choices()
 
 
 @dataclass
@@ -88,7 +93,10 @@ def lockstep(
             processes.
         RuntimeError: a tensor was changed while it was being sent.
     """
-    return _Simulation(algorithms, link or Link(), links or {}, choices or Choices()).run()
+    simulation = _Simulation(
+        algorithms, link or _NO_LIMITS, links or {}, choices or _DEFAULT_CHOICES
+    )
+    return simulation.run()
 
 
 @dataclass
@@ -154,7 +162,7 @@ class _Simulation:
         self.logs = [RequestLog(rank) for rank in range(self.world_size)]
         # when the link of a rank, or of a pair of ranks, has sent its last message
         self.free_at: dict[Any, float] = {}
-        self.mailboxes: dict[Any, _Mailbox] = {}
+        self.mailboxes: defaultdict[Any, _Mailbox] = defaultdict(_Mailbox)
         self.last_in_channel: dict[tuple[int, str], _Task] = {}
         self.tasks: list[_Task] = []
         self.ready: list[tuple[float, int, _Task]] = []
@@ -168,12 +176,12 @@ class _Simulation:
         if stuck := [task for task in self.tasks if not task.is_done]:
             waits = "; ".join(_describe_wait(task) for task in stuck)
             raise mismatch(f"{waits}, and none of them can continue")
-        return Outcome(
-            [task.answer for task in self.mains],
-            [task.now for task in self.mains],
-            [task.now - task.computed_s for task in self.mains],
-            self.ledgers,
-        )
+        outcome = Outcome([], [], [], self.ledgers)
+        for task in self.mains:
+            outcome.results.append(task.answer)
+            outcome.seconds.append(task.now)
+            outcome.exchange_s.append(task.now - task.computed_s)
+        return outcome
 
     def add_task(
         self, rank: int, channel: tuple[Any, ...], algorithm: Algorithm[Any], now: float
@@ -229,8 +237,8 @@ class _Simulation:
         elif isinstance(request, Wait):
             self.wait(task, request.pending)
         else:
-            channel = task.channel[0] if task.channel else ""
-            task.kind = self.count_request(task.rank, request)
+            channel, task.kind = task.channel[0] if task.channel else "", type(request).__name__
+            self.ledgers[task.rank].count(task.kind)
             task.stack.append(self.execute(task.rank, task.caller, channel, request))
 
     def start_request(
@@ -243,7 +251,8 @@ class _Simulation:
                 self.check_message(task, request)
             mailbox = self.mailbox(request.peer, task.rank, task)
             mailbox.receives_started_at.append(task.now)
-            self.resume_waiting(mailbox, task.now)
+            if mailbox.waiting:
+                self.resume_waiting(mailbox, task.now)
             return _PendingReceive(request, mailbox, len(mailbox.receives_started_at))
         assert not isinstance(request, Start | Wait | Compute | Scratch | Caller), (
             "only exchanges can be started"
@@ -253,18 +262,27 @@ class _Simulation:
         if isinstance(request, Generator):
             algorithm = request
         else:
-            algorithm = self.execute(task.rank, task.caller, channel, request)
-            kind = self.count_request(task.rank, request)
+            algorithm = self.execute_later(task.rank, task.caller, channel, request)
+            kind = type(request).__name__
+            self.ledgers[task.rank].count(kind)
         started = self.add_task(task.rank, (channel,), _run_after(before, algorithm), task.now)
         started.kind, started.caller = kind, task.caller
         self.last_in_channel[task.rank, channel] = started
         return started
 
     def execute(self, rank: int, caller: str, channel: str, request: Collective) -> Algorithm[Any]:
-        """Execute a collective by its messages, after checking it against those of other ranks."""
-        header = self.logs[rank].record_collective(channel, request, caller)
-        self.check(rank, channel_sequence(channel), header, range(self.world_size))
-        return (yield from expand(request, rank, self.world_size, self.choices))
+        """Check a collective against those of other ranks; return the algorithm of its messages."""
+        sequence = channel_sequence(channel)
+        header = self.logs[rank].record(sequence, *describe_collective(request), caller)
+        self.check(rank, sequence, header, range(self.world_size))
+        check_request(request, self.world_size)
+        return expand(request, rank, self.world_size, self.choices)
+
+    def execute_later(
+        self, rank: int, caller: str, channel: str, request: Collective
+    ) -> Algorithm[Any]:
+        """See `execute`; checks the collective when the algorithm runs."""
+        return (yield from self.execute(rank, caller, channel, request))
 
     def check_message(self, task: _Task, message: Send | Receive) -> None:
         header = self.logs[task.rank].record_message(message, task.caller)
@@ -274,8 +292,8 @@ class _Simulation:
     def check(self, rank: int, sequence: str, header: Header, peers: Sequence[int]) -> None:
         """Raise a RequestMismatch if a request differs from that of a peer that made it before."""
         for peer in peers:
-            other = self.logs[peer].find(sequence, header.number)
-            if other is not None and peer != rank:
+            other = None if peer == rank else self.logs[peer].find(sequence, header.number)
+            if other is not None:
                 difference = find_difference((peer, rank), sequence, other, header)
                 if difference:
                     raise mismatch(difference)
@@ -285,17 +303,12 @@ class _Simulation:
             self.push(other, at)
         mailbox.waiting.clear()
 
-    def count_request(self, rank: int, request: Collective) -> str:
-        kind = type(request).__name__
-        self.ledgers[rank].count(kind)
-        return kind
-
     def send(self, task: _Task, request: Send) -> _PendingSend:
         if not task.kind:
             self.check_message(task, request)
         copy = as_bytes(request.values).clone()
         num_bytes, pair = len(copy), (task.rank, request.peer)
-        pair_link = self.links.get(pair, Link())
+        pair_link = self.links.get(pair, _NO_LIMITS)
         begin = max(task.now, self.free_at.get(task.rank, 0.0)) + self.link.message_s
         sent_at = begin + num_bytes / self.link.bytes_per_s
         pair_sent_at = max(begin, self.free_at.get(pair, 0.0)) + num_bytes / pair_link.bytes_per_s
@@ -304,14 +317,15 @@ class _Simulation:
         mailbox = self.mailbox(*pair, task)
         mailbox.messages.append((copy, arrival))
         mailbox.num_sent += 1
-        self.resume_waiting(mailbox, arrival)
+        if mailbox.waiting:
+            self.resume_waiting(mailbox, arrival)
         self.ledgers[task.rank].add(task.kind or "Send", num_bytes)
         return _PendingSend(request, copy, sent_at, mailbox, mailbox.num_sent)
 
     def mailbox(self, sender: int, receiver: int, task: _Task) -> _Mailbox:
         # messages of collectives are not received by `Receive` requests of algorithms
         key = sender, receiver, task.channel, bool(task.kind)
-        return self.mailboxes.setdefault(key, _Mailbox())
+        return self.mailboxes[key]
 
     def wait(self, task: _Task, pending: Any) -> None:
         """Set the task's answer to that of a started request, or suspend the task."""

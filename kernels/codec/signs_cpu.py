@@ -40,14 +40,13 @@ def encode_numba(
     threads: int | None = None,
 ) -> None:
     """`encode_signs_reference` on the CPU, for float32."""
-    geometry = _geometry(layout, rows)
-    sums = np.empty(_num_chunks(layout))
+    memory = _locate(layout, rows)
+    sums = np.empty(memory[0])
     counts = np.empty(len(sums), np.int64)
-    words, scales = _flat_views(layout, rows)
-    vectors = _to_numpy(values), _to_numpy(error), _to_numpy(active, torch.bool)
     squares = scale == "rms"
-    out_words = words, sums, counts
-    _run(_encode, layout, *vectors, *out_words, squares, geometry, threads=threads)
+    words, scales, geometry = memory[1:]
+    vectors = _to_numpy(values, error, active)
+    _run(_encode, memory, *vectors, words, sums, counts, squares, threads=threads)
     args = sums, counts, scales, squares, geometry
     parallel_for(
         _write_scales,
@@ -67,15 +66,14 @@ def update_error_numba(
     threads: int | None = None,
 ) -> None:
     """`update_error_signs_reference` on the CPU, for float32."""
-    _, scales = _flat_views(layout, rows)
-    vectors = _to_numpy(values), _to_numpy(error), _to_numpy(active, torch.bool)
-    _run(_update_error, layout, *vectors, scales, _geometry(layout, rows), threads=threads)
+    memory = _locate(layout, rows)
+    _run(_update_error, memory, *_to_numpy(values, error, active), memory[2], threads=threads)
 
 
 def mean_numba(rows: Tensor, layout: BlockLayout, out: Tensor, threads: int | None = None) -> None:
     """`mean_of_signs_reference` on the CPU, for float32."""
-    share, args = np.float32(1 / len(rows)), (*_flat_views(layout, rows), _to_numpy(out))
-    _run(_mean, layout, *args, len(rows), share, _geometry(layout, rows), threads=threads)
+    memory, share = _locate(layout, rows), np.float32(1 / len(rows))
+    _run(_mean, memory, *memory[1:3], out.detach().numpy(), len(rows), share, threads=threads)
 
 
 def decode_numba(
@@ -86,45 +84,47 @@ def decode_numba(
     threads: int | None = None,
 ) -> None:
     """`decode_signs_reference` on the CPU, for float32."""
-    args = *_flat_views(layout, rows), _to_numpy(active, torch.bool), _to_numpy(out)
-    _run(_decode, layout, *args, _geometry(layout, rows), threads=threads)
+    memory, flags = _locate(layout, rows), _NO_FLAGS if active is None else active.numpy()
+    _run(_decode, memory, *memory[1:3], flags, out.detach().numpy(), threads=threads)
 
 
-def _run(kernel: Any, layout: BlockLayout, *args: Any, threads: int | None) -> None:
-    grain_size = max(1, GRAIN_ELEMENTS // min(CHUNK, layout.block_elements))
-    parallel_for(kernel, _num_chunks(layout), *args, threads=threads, grain_size=grain_size)
+_Memory = tuple[int, Any, Any, tuple[int, ...]]
 
 
-def _num_chunks(layout: BlockLayout) -> int:
-    return layout.num_parts * layout.blocks_per_part * -(-layout.block_elements // CHUNK)
+def _run(kernel: Any, memory: _Memory, *args: Any, threads: int | None) -> None:
+    num_chunks, geometry = memory[0], memory[3]
+    grain_size = max(1, GRAIN_ELEMENTS // min(CHUNK, geometry[2]))
+    parallel_for(kernel, num_chunks, *args, geometry, threads=threads, grain_size=grain_size)
 
 
-def _geometry(layout: BlockLayout, rows: Tensor) -> tuple[int, ...]:
-    """Return the lengths that locate a chunk, then a row's stride and code length in words."""
-    chunks = -(-layout.block_elements // CHUNK)
-    lengths = layout.num_elements, layout.part_elements, layout.block_elements
-    return (
-        *lengths,
-        layout.blocks_per_part,
-        chunks,
-        rows.stride(0) // 4,
-        layout.part_elements // WORD,
-    )
+def _locate(layout: BlockLayout, rows: Tensor) -> _Memory:
+    """Return how the rows are laid out in memory.
 
-
-def _flat_views(layout: BlockLayout, rows: Tensor) -> tuple[Any, Any]:
-    """Return the memory of all rows as uint32 and as float32, in one dimension.
-
-    The kernels are then compiled once for rows of any stride.
+    Returns:
+        The number of chunks; the memory of all rows as uint32 and as float32, in one dimension, so
+        that the kernels are compiled once for rows of any stride; and the lengths that locate a
+        chunk, followed by a row's stride and code length in words.
     """
-    num_bytes = (len(rows) - 1) * rows.stride(0) + layout.row_bytes
+    stride, blocks = rows.stride(0), layout.blocks_per_part
+    chunks = -(-layout.block_elements // CHUNK)
+    lengths = layout.num_elements, layout.part_elements, layout.block_elements, blocks, chunks
+    num_bytes = (len(rows) - 1) * stride + layout.row_bytes
     flat = rows.as_strided((num_bytes,), (1,)).numpy()
-    return flat.view(np.uint32), flat.view(np.float32)
+    geometry = *lengths, stride // 4, layout.part_elements // WORD
+    num_chunks = layout.num_parts * blocks * chunks
+    return num_chunks, flat.view(np.uint32), flat.view(np.float32), geometry
 
 
-def _to_numpy(vector: Tensor | None, dtype: torch.dtype = torch.float32) -> Any:
-    # an empty array stands for None, so that each kernel is compiled once
-    return (torch.empty(0, dtype=dtype) if vector is None else vector.detach()).numpy()
+# empty arrays stand for None, so that each kernel is compiled once
+_NO_VALUES, _NO_FLAGS = np.empty(0, np.float32), np.empty(0, np.bool_)
+
+
+def _to_numpy(values: Tensor, error: Tensor | None, active: Tensor | None) -> tuple[Any, Any, Any]:
+    return (
+        values.detach().numpy(),
+        _NO_VALUES if error is None else error.detach().numpy(),
+        _NO_FLAGS if active is None else active.numpy(),
+    )
 
 
 # Intrinsics that process 32 elements at once: LLVM compares vectors and packs the results into a
