@@ -17,13 +17,12 @@ from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronis
 from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
 from gcnzc.optim.group_options import (
-    LOADED,
-    OPTIMIZER,
-    STEPS,
     Comparison,
+    OptionText,
     find_difference_by_store,
     names_in_model,
     option_lines,
+    state_lines,
     trained_lines,
 )
 from gcnzc.optim.resize import pack_state, unpack_state
@@ -116,6 +115,8 @@ class DistributedOptimizer(Optimizer):
         one"""
         self.skipped = 0
         """number of steps that were skipped because a gradient was not finite"""
+        self.num_common_notes = 1 + signals
+        """the length of `common_notes`"""
         self.steps = 0
         """number of steps taken, as the subclass counts them; equal on all ranks"""
         self.loaded = "none"
@@ -124,6 +125,7 @@ class DistributedOptimizer(Optimizer):
         """name in the headers of requests: the class, and the number of this optimizer in its
         group; copies have the same name"""
         self.comparison, self.checksums = Comparison(), Checksums()
+        self.option_text = OptionText()
         self.is_trainable: list[bool] = []
         """`requires_grad` of all parameters when they were laid out"""
         self.is_broadcast = False
@@ -200,14 +202,15 @@ class DistributedOptimizer(Optimizer):
 
     def hashed_lines(self, with_gpu: bool) -> list[str]:
         """Return the lines whose hash bit every exchange sends; see `Comparison`."""
-        options = option_lines(self.param_groups, with_gpu=with_gpu)
-        # the first difference is reported, and a different optimizer explains all others
-        own = [f"{OPTIMIZER}\t{self.identity}", f"{STEPS}\t{self.steps}"]
-        return [*own, f"{LOADED}\t{self.loaded}", *options]
+        options = self.option_text.format(self.param_groups, with_gpu=with_gpu)
+        own = state_lines(self.identity, self.steps, self.loaded)
+        return [*own, options, self.checksums.line]
 
     def compared_lines(self) -> list[str]:
         """Return the lines that must be the same on all ranks; see `Comparison`."""
-        return [*self.hashed_lines(with_gpu=True), *trained_lines(self.param_groups)]
+        own = state_lines(self.identity, self.steps, self.loaded)
+        options = option_lines(self.param_groups, with_gpu=True)
+        return [*own, *options, *trained_lines(self.param_groups)]
 
     def compare(self) -> Algorithm[bool]:
         """Compare lines and parameters of all ranks if that is due; see `Comparison.compare`."""
@@ -218,19 +221,13 @@ class DistributedOptimizer(Optimizer):
 
     def common_notes(self) -> list[float]:
         """Return the numbers that every exchange sends: the hash bit, and the signals."""
+        if self.group.world_size == 1:
+            # there is no other rank to compare with
+            return [0.0, *self.signals]
         if self.trainable_flags() != self.is_trainable:
             self.comparison.is_requested = True
-        if self.group.world_size > 1:
-            self.checksums.update(self.comparison.received, self.replicated_parameters)
-        return [self.comparison.bit(self._bit_lines), *self.signals]
-
-    def _bit_lines(self, with_gpu: bool) -> list[str]:
-        return [*self.hashed_lines(with_gpu), self.checksums.line]
-
-    @property
-    def num_common_notes(self) -> int:
-        """The length of `common_notes`."""
-        return 1 + len(self.signals)
+        self.checksums.update(self.comparison.received, self.replicated_parameters)
+        return [self.comparison.bit(self.hashed_lines), *self.signals]
 
     def fill_state(self) -> None:
         """Add an empty entry to `state` for each parameter.

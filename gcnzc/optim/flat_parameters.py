@@ -1,10 +1,12 @@
-"""Copy all trained parameters of an optimizer to and from one flat vector.
+"""Copy parameters and gradients to and from one flat vector.
 
-The vector has one dtype, whatever the dtypes of the parameters, which keep their own memory. The
-parameters of groups with `compress=False`, which are exchanged densely, are at its beginning. The
-notes of an exchange (numbers such as flags) can therefore be appended to the compressed elements.
+The vector has one dtype, whatever the dtypes of the parameters, which keep their own memory, so
+other references to them remain valid. The number of messages of an exchange does not depend on the
+number of parameters. The parameters of groups with `compress=False`, which are exchanged densely,
+are at its beginning. The notes of an exchange (numbers such as flags) can therefore be appended to
+the compressed elements.
 
-Letters: P parameters, n elements, d of them dense.
+Letters: P parameters, n elements, d of them dense, k notes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from gcnzc.optim.flat import Segment, copy_gradients, to_device
+from torch import Tensor, nn
 
 # tiles of several vectors fit into the cache of a CPU core together
 TILE_ELEMENTS = 1 << 16
@@ -29,6 +29,21 @@ def tiles(begin: int, end: int, device: torch.device) -> Iterator[slice]:
     step = TILE_ELEMENTS if device.type == "cpu" else max(1, end - begin)
     for at in range(begin, end, step):
         yield slice(at, min(at + step, end))
+
+
+def to_device(number: float | Tensor, device: torch.device) -> float | Tensor:
+    """Return a number unchanged, or a tensor () on `device`."""
+    return number.to(device) if isinstance(number, Tensor) else number
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """The position of one parameter in its flat vector: elements `begin` to `end`."""
+
+    name: str
+    parameter: nn.Parameter
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,17 +61,20 @@ class GroupSlice:
 
 
 class FlatParameters:
-    """The layout of an optimizer's trained parameters in one flat vector.
+    """The layout of trained parameters in one flat vector.
 
     Args:
         groups: the `param_groups` of an optimizer. Parameters without `requires_grad` are excluded.
             Groups with `compress=False`, which are exchanged densely, come first.
+        dtype: dtype of the vectors; float64 if any parameter has it, else float32, if None.
 
     Raises:
         ValueError: no parameter has `requires_grad`, or the parameters are on several devices.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype | None = None
+    ) -> None:
         self.segments: list[Segment] = []
         self.parts: list[GroupSlice] = []
         begin = dense = 0
@@ -77,27 +95,33 @@ class FlatParameters:
             if not group.get("compress", True):
                 dense = begin
         self.num_elements, self.num_dense = begin, dense
-        tensors = [segment.parameter for segment in self.segments]
-        if not tensors:
+        self.dense_parts = [part for part in self.parts if part.begin < dense]
+        self.coded_parts = [part for part in self.parts if part.begin >= dense]
+        """the group slices that are compressed"""
+        self.parameters: list[Tensor] = [segment.parameter for segment in self.segments]
+        """the P trained parameters, in the order of the vector"""
+        if not self.parameters:
             raise ValueError(
                 "no parameter of the optimizer has requires_grad\n\nhint: give the parameters that "
                 "are to be trained"
             )
-        if len({parameter.device for parameter in tensors}) > 1:
-            devices = ", ".join(sorted({str(parameter.device) for parameter in tensors}))
+        if len({parameter.device for parameter in self.parameters}) > 1:
+            devices = ", ".join(sorted({str(parameter.device) for parameter in self.parameters}))
             raise ValueError(
                 f"parameters on several devices: {devices}\n\nhint: one worker uses one device; "
                 "start a worker for each device"
             )
-        self.device = tensors[0].device
-        doubles = any(parameter.dtype == torch.float64 for parameter in tensors)
-        self.dtype = torch.float64 if doubles else torch.float32
-        """dtype of the flat vectors: float64 if any parameter has it, else float32"""
+        self.device = self.parameters[0].device
+        doubles = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+        self.dtype = dtype or (torch.float64 if doubles else torch.float32)
+        """dtype of the flat vectors"""
+        self._sizes = [segment.end - segment.begin for segment in self.segments]
+        self._shapes = [parameter.shape for parameter in self.parameters]
+        self._scratch: Tensor | None = None
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The P trained parameters, in the order of the vector."""
-        return [segment.parameter for segment in self.segments]
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that are copied and pickled: all except the scratch memory."""
+        return {**vars(self), "_scratch": None}
 
     def layout(self) -> list[str]:
         """Return a line for each parameter, with its shape, dtype and position.
@@ -117,9 +141,29 @@ class FlatParameters:
         """Return an uninitialised vector (n + extra,) on the device of the parameters."""
         return torch.empty(self.num_elements + extra, dtype=self.dtype, device=self.device)
 
+    def scratch(self, extra: int = 0) -> Tensor:
+        """Return an uninitialised vector (n + extra,), valid until the next call.
+
+        On a CPU its memory is kept: after a new allocation of this size, the first write to each
+        page is a page fault. On a GPU torch reuses memory itself, also for other tensors.
+        """
+        if self.device.type != "cpu":
+            return self.empty(extra)
+        if self._scratch is None or len(self._scratch) < self.num_elements + extra:
+            self._scratch = self.empty(extra)
+        return self._scratch[: self.num_elements + extra]
+
     def views(self, values: Tensor) -> list[Tensor]:
         """Return a view of `values` for each parameter, in the parameter's shape."""
-        return [values[each.begin : each.end].view(each.parameter.shape) for each in self.segments]
+        parts = values[: self.num_elements].split_with_sizes(self._sizes)
+        return list(map(Tensor.view, parts, self._shapes))
+
+    def empty_tile(self) -> Tensor:
+        """Return an uninitialised vector as long as the longest slice of `tiles`."""
+        length = self.num_elements
+        if self.device.type == "cpu":
+            length = min(length, TILE_ELEMENTS)
+        return torch.empty(length, dtype=self.dtype, device=self.device)
 
     def tiles(self, begin: int, end: int) -> Iterator[slice]:
         """See `tiles`."""
@@ -139,8 +183,7 @@ class FlatParameters:
     @torch.no_grad()
     def add_to_parameters(self, values: Tensor) -> None:
         """Add the first n elements of a vector to the parameters."""
-        views = self.views(values)
-        for parameter, view in zip(self.parameters, views, strict=True):
+        for parameter, view in zip(self.parameters, self.views(values), strict=True):
             # like torch's optimizers, add in the parameter's dtype
             parameter.add_(view.to(parameter.dtype))
 
@@ -150,11 +193,39 @@ class FlatParameters:
 
         A missing gradient becomes zeros, and a sparse gradient becomes dense.
         """
-        copy_gradients(self.segments, self.views(out))
+        present, into = [], []
+        for parameter, view in zip(self.parameters, self.views(out), strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient.is_sparse:
+                view.copy_(gradient.to_dense())
+            else:
+                present.append(gradient)
+                into.append(view)
+        if present:
+            torch._foreach_copy_(into, present)
         if isinstance(scale, Tensor) or scale != 1.0:
             out[: self.num_elements] *= to_device(scale, out.device)
         return out
 
+    @torch.no_grad()
+    def write_gradients(self, values: Tensor, wanted: Sequence[bool]) -> None:
+        """Copy a vector into the gradients of the `wanted` parameters; set others to None.
+
+        Args:
+            values: at least (n,).
+            wanted: a flag for each parameter.
+        """
+        views = self.views(values)
+        for parameter, view, is_wanted in zip(self.parameters, views, wanted, strict=True):
+            if not is_wanted:
+                parameter.grad = None
+            elif parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = view.clone()
+            else:
+                parameter.grad.copy_(view)
+
     def have_gradients(self) -> list[bool]:
         """Return for each of the P parameters whether it has a gradient now."""
-        return [segment.parameter.grad is not None for segment in self.segments]
+        return [parameter.grad is not None for parameter in self.parameters]

@@ -30,6 +30,8 @@ GPU_INTERVAL = 100
 STORE_WAIT_S, STORE_POLL_S = 5.0, 0.05
 OPTIMIZER, STEPS, LOADED = "optimizer", "number of steps", "loaded state"
 TRAINED = "requires_grad of"
+# types whose `repr` changes whenever the value does
+_PLAIN = frozenset([str, int, float, bool, type(None)])
 _HINTS = {
     OPTIMIZER: "construct and step optimizers in the same order on all ranks; numbers count those "
     "of a group in the order of construction",
@@ -145,6 +147,14 @@ def find_difference_by_store(lines: Sequence[str], group: Group) -> str:
     return find_difference(texts)
 
 
+def state_lines(optimizer: str, steps: int, loaded: str) -> list[str]:
+    """Return the lines for an optimizer's name, its number of steps, and its loaded state.
+
+    They come first: a different optimizer explains all other differences.
+    """
+    return [f"{OPTIMIZER}\t{optimizer}", f"{STEPS}\t{steps}", f"{LOADED}\t{loaded}"]
+
+
 def trained_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return a line for each parameter group: which of its parameters have `requires_grad`."""
     lines = []
@@ -184,6 +194,28 @@ def option_lines(groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> list
         for name in sorted(group)
         if name not in NOT_COMPARED and _is_compared(group[name])
     ]
+
+
+class OptionText:
+    """Formats the lines of options, and caches their text while no option changes."""
+
+    def __init__(self) -> None:
+        self._key = self._text = ""
+
+    def format(self, groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> str:
+        """Return the `option_lines` of these arguments, joined by newlines."""
+        values: list[object] = []
+        for group in groups:
+            for name, value in group.items():
+                if name not in NOT_COMPARED:
+                    values.append(name)
+                    values += value if type(value) in (tuple, list) else [value]
+        # tensors change without a change of their identity
+        key = repr(values) if _PLAIN.issuperset(map(type, values)) else ""
+        if not key or key != self._key:
+            self._key = key
+            self._text = "\n".join(option_lines(groups, with_gpu=with_gpu))
+        return self._text
 
 
 def _is_compared(value: object) -> bool:

@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +68,55 @@ def test_gradients_of_all_kinds_are_read():
     assert torch.equal(
         flat_params.read_gradients(flat_params.empty(), torch.tensor([0.5])), values[:24]
     )
+
+
+def test_parameters_keep_their_memory():
+    given = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False), nn.Embedding(4, 3))
+    flat_params = FlatParameters([{"params": list(given.parameters())}])
+    places = [parameter.data_ptr() for parameter in given.parameters()]
+    values = flat_params.read_parameters(flat_params.empty()) + 1
+    flat_params.write_parameters(values)
+    assert places == [parameter.data_ptr() for parameter in given.parameters()]
+    for parameter, view in zip(given.parameters(), flat_params.views(values), strict=True):
+        assert torch.equal(view, parameter)
+
+
+def test_gradients_are_written_where_they_are_wanted():
+    given = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False), nn.Embedding(4, 3))
+    flat_params = FlatParameters([{"params": list(given.parameters())}])
+    given[0].weight.grad = kept = torch.full((2, 3), 2.0)
+    given[1].weight.grad = torch.ones(2, 2)
+    given[2].weight.grad = torch.sparse_coo_tensor(
+        [[1, 1, 3]], torch.ones(3, 3), (4, 3), check_invariants=False
+    )
+    values = flat_params.read_gradients(flat_params.empty(), 0.5)
+    # one is wanted although it was missing, and one is not
+    flat_params.write_gradients(values, [True, True, False, True])
+    dense = torch.zeros(4, 3)
+    dense[1], dense[3] = 1.0, 0.5
+    assert given[0].weight.grad is kept
+    assert torch.equal(kept, torch.ones(2, 3))
+    assert torch.equal(given[0].bias.grad, torch.zeros(2))
+    assert given[1].weight.grad is None
+    assert torch.equal(given[2].weight.grad, dense)
+
+
+def test_the_scratch_vector_is_reused_and_not_copied():
+    parameter = nn.Parameter(torch.ones(3))
+    flat_params = FlatParameters([{"params": [parameter]}])
+    first = flat_params.scratch(4)
+    first.fill_(5)
+    second = flat_params.scratch(2)
+    assert second.shape == (5,)
+    assert second.data_ptr() == first.data_ptr()
+    assert copy.deepcopy(flat_params).scratch(4).data_ptr() != first.data_ptr()
+    assert len(pickle.dumps(flat_params.scratch(1 << 16))) > 1 << 18
+    assert len(pickle.dumps(flat_params)) < 1 << 16
+
+
+def test_the_dtype_of_the_vectors_can_be_that_of_half_parameters():
+    parameter = nn.Parameter(torch.ones(2).half())
+    assert FlatParameters([{"params": [parameter]}], torch.float16).zeros().dtype == torch.float16
 
 
 def test_one_double_makes_all_vectors_double():

@@ -428,6 +428,18 @@ def test_dense_steps_become_rare_if_rows_are_reactivated_continually():
     assert torch.equal(*tables)
 
 
+def test_a_parameter_with_its_only_gradient_in_a_compressed_step_is_updated():
+    models, optimizers = small_team(2, warmup=2, weight_decay=0.0)
+    start = models[0][1].detach().clone()
+    for number in range(8):
+        give(models, number)
+        for model in models:
+            model[1].grad = model[1].grad if number == 4 else None
+        step(optimizers)
+        # the gradient is pending until the next step, which is dense
+        assert torch.equal(models[0][1], start) == (number < 5)
+
+
 def test_a_gradient_too_small_for_a_variance_reactivates_nothing():
     models, optimizers = small_team(2, shapes=[(40,)], warmup=2)
     for number in range(6):

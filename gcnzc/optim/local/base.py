@@ -149,7 +149,8 @@ class LocalUpdates(DistributedOptimizer):
         """See `DistributedOptimizer`: an inner step, and every H steps a synchronisation."""
         if self.group.world_size == 1:
             self.check_trainable()
-        yield from self.broadcast_model()
+        if not self.is_broadcast:
+            yield from self.broadcast_model()
         self.skip_reason = ""
         self.local_step()
         self.steps += 1

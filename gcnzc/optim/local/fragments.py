@@ -14,8 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from gcnzc.optim.flat import Segment
-from gcnzc.optim.flat_parameters import FlatParameters
+from gcnzc.optim.flat_parameters import FlatParameters, Segment
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,10 @@ from gcnzc.compress import Dense
 from gcnzc.exchange import Algorithm
 from gcnzc.optim.base import identify_caller
 from gcnzc.optim.flat_parameters import GroupSlice
-from gcnzc.optim.synchronous.base import Replicated
+from gcnzc.optim.synchronous.masked import Masked
 
 
-class Anchored(Replicated):
+class Anchored(Masked):
     """The base class of optimizers whose ranks take local steps from a common anchor.
 
     While the ranks are out of sync, `vectors` has an `anchor` (c,). In `numbers`, `lengths` has for
@@ -48,7 +48,7 @@ class Anchored(Replicated):
             gradient: (c,), this rank's gradients; None to step with the unchanged momenta. With a
                 learning rate of 0 nothing changes, so that momenta in sync remain in sync.
         """
-        for part in self._coded_parts():
+        for part in self.flat_params.coded_parts:
             here, size, decay = (
                 self._coded_slice(part),
                 self._step_size(part),
@@ -87,7 +87,7 @@ class Anchored(Replicated):
             out: (c,), receives the parameters; may be `update`.
         """
         roots = torch.empty_like(anchor)
-        for part in self._coded_parts():
+        for part in self.flat_params.coded_parts:
             self._compute_denominator(part, roots[self._coded_slice(part)])
         torch.addcdiv(anchor, update, roots, value=-1, out=out)
         self._write_coded(out)
@@ -111,9 +111,6 @@ class Anchored(Replicated):
             count = self.steps + 1 if is_dense else self.numbers["refreshes"]
             out /= (1 - part.group["betas"][1] ** count) ** 0.5
         out += part.group["eps"]
-
-    def _coded_parts(self) -> list[GroupSlice]:
-        return [part for _, part in self._numbered_coded_parts()]
 
     def _numbered_coded_parts(self) -> list[tuple[int, GroupSlice]]:
         dense = self.flat_params.num_dense

@@ -21,7 +21,7 @@ from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.base import DistributedOptimizer, identify_caller
-from gcnzc.optim.flat import FlatVector, to_device
+from gcnzc.optim.flat_parameters import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner
 from gcnzc.optim.validation import check_above_zero, check_inner
@@ -194,7 +194,8 @@ class Averaged(DistributedOptimizer):
         if not self.gradients.is_known or self.group.world_size == 1:
             # before the first exchange `determine_layout` compares the layouts
             self._update_layout()
-        yield from self.broadcast_model()
+        if not self.is_broadcast:
+            yield from self.broadcast_model()
         if self.group.world_size == 1:
             # with one rank, the gradients are the means
             self.received_signals = list(self.signals)
@@ -289,7 +290,9 @@ class Gradients:
     ) -> None:
         self.named = [(name, p) for name, p in named if p.requires_grad]
         self.compress, self.rank, self.world_size = compress, rank, world_size
-        self.vectors: list[FlatVector] = []
+        # the layout and the memory of one vector for each dtype and device
+        self.layouts: list[FlatParameters] = []
+        self.vectors: list[Tensor] = []
         # for each vector; None if it is exchanged uncompressed
         self.reducers: list[Reducer | None] = []
         self.loaded: Sequence[Mapping[str, Tensor]] = ()
@@ -308,13 +311,13 @@ class Gradients:
         """
         if not self.is_known:
             yield from self.determine_layout(len(signals))
-        for vector, reducer in zip(self.vectors, self.reducers, strict=True):
-            vector.read_gradients(factor)
-            present = [each.parameter.grad is not None for each in vector.segments]
-            vector.extra.copy_(scalars_like([*present, *signals], vector.extra))
+        for layout, values, reducer in zip(self.layouts, self.vectors, self.reducers, strict=True):
+            layout.read_gradients(values, factor)
+            extra = values[layout.num_elements :]
+            extra.copy_(scalars_like([*layout.have_gradients(), *signals], extra))
             if reducer is None:
-                yield Mean(vector.values)
-            elif skip_reason := (yield from reducer.mean(vector.values, len(vector.extra))):
+                yield Mean(values)
+            elif skip_reason := (yield from reducer.mean(values, len(extra))):
                 return GradientMeans([0.0] * len(signals), skip_reason, [], [])
         bad = [_count_bad(parameter) for parameter in self.sparse]
         sparse = []
@@ -330,7 +333,7 @@ class Gradients:
         notes, signal_means, is_finite = self._read(signal_values, sparse)
         skip_reason = ""
         if not is_finite:
-            parameters = [each.parameter for vector in self.vectors for each in vector.segments]
+            parameters = [each for layout in self.layouts for each in layout.parameters]
             # GradScaler may have found a gradient that was clipped later
             scale = factor if isinstance(factor, Tensor) else torch.tensor(factor)
             *found, (is_skipped,) = read_scalars(*map(_count_bad, parameters), *bad, scale.isnan())
@@ -339,17 +342,18 @@ class Gradients:
             )
         shares = signal_means or shares
         flags = []
-        for vector, reducer, extra in zip(self.vectors, self.reducers, notes, strict=True):
-            flags.append([each > 0 for each in extra[: len(vector.segments)]])
+        for layout, reducer, numbers in zip(self.layouts, self.reducers, notes, strict=True):
+            count = len(layout.parameters)
+            flags.append([each > 0 for each in numbers[:count]])
             # a reducer returns the sums of notes, and Mean their means
             among = 1 if reducer is None else self.world_size
-            shares = [each / among for each in extra[len(vector.segments) :]]
+            shares = [each / among for each in numbers[count:]]
         return GradientMeans(shares, skip_reason, flags, sparse)
 
     def write(self, flags: GradientMeans) -> None:
         """Write the means that `exchange_gradients` computed last into the gradients."""
-        for vector, present in zip(self.vectors, flags.present, strict=True):
-            vector.write_gradients(present)
+        for layout, values, present in zip(self.layouts, self.vectors, flags.present, strict=True):
+            layout.write_gradients(values, present)
         for parameter, mean in zip(self.sparse, flags.sparse, strict=True):
             if mean is not None:
                 parameter.grad = mean
@@ -367,10 +371,13 @@ class Gradients:
             The extra elements of each vector, `signals`, and whether all means are finite.
         """
         # a reducer has checked its vector and read the extra elements already
-        whole = [v for v, r in zip(self.vectors, self.reducers, strict=True) if r is None]
-        means = [each.values for each in whole]
+        means, own_extras = [], []
+        for layout, values, reducer in zip(self.layouts, self.vectors, self.reducers, strict=True):
+            if reducer is None:
+                means.append(values)
+                own_extras.append(values[layout.num_elements :])
         means += [each.values() for each in sparse if each is not None]
-        found = read_scalars(signals, *map(are_finite, means), *(each.extra for each in whole))
+        found = read_scalars(signals, *map(are_finite, means), *own_extras)
         flags, extras = found[1 : 1 + len(means)], iter(found[1 + len(means) :])
         notes = [next(extras) if each is None else each.extra_sums for each in self.reducers]
         return notes, found[0], all(flag > 0 for (flag,) in flags)
@@ -391,18 +398,21 @@ class Gradients:
         known = (yield AllGather(kinds)).amax(dim=0).tolist()
         dense = [pair for pair, kind in zip(self.named, known, strict=True) if kind != SPARSE]
         self.sparse = [p for (_, p), kind in zip(self.named, known, strict=True) if kind == SPARSE]
+        self.layouts = [
+            FlatParameters([{"params": [p for _, p in pairs]}], pairs[0][1].dtype)
+            for pairs in group_by_dtype(dense)
+        ]
         # a flag for each parameter, and the signals
-        self.vectors = [FlatVector(kind, len(kind) + signals) for kind in group_by_dtype(dense)]
-        self.reducers = [self._reducer(vector) for vector in self.vectors]
+        self.vectors = [each.zeros(len(each.parameters) + signals) for each in self.layouts]
+        self.reducers = [self._reducer(layout) for layout in self.layouts]
         self.load_errors(self.loaded)
         self.is_known = True
 
-    def _reducer(self, vector: FlatVector) -> Reducer | None:
-        dtype, device = vector.values.dtype, vector.values.device
-        if self.compress is None or dtype not in (torch.float32, torch.float64):
+    def _reducer(self, layout: FlatParameters) -> Reducer | None:
+        if self.compress is None or layout.dtype not in (torch.float32, torch.float64):
             return None
-        worker_info = WorkerInfo(self.rank, self.world_size, device, dtype)
-        return self.compress.reducer(vector.num_elements, worker_info)
+        worker_info = WorkerInfo(self.rank, self.world_size, layout.device, layout.dtype)
+        return self.compress.reducer(layout.num_elements, worker_info)
 
     def errors(self) -> list[dict[str, Tensor]]:
         """Return the compression errors of each vector; before the first step, the loaded ones."""
@@ -460,11 +470,11 @@ def _skip_reason(bad: int) -> Algorithm[str]:
     return f"elements of the gradient that are not finite: {', '.join(words)}"
 
 
-def _count_bad(parameter: nn.Parameter) -> Tensor:
+def _count_bad(parameter: Tensor) -> Tensor:
     return (~_values(parameter).isfinite()).sum()
 
 
-def _values(parameter: nn.Parameter) -> Tensor:
+def _values(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         return parameter.detach()[:0]

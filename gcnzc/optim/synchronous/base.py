@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
-from gcnzc.exchange import Algorithm, AllGather, Group
-from gcnzc.optim.base import DistributedOptimizer, identify_caller
+from gcnzc.exchange import Algorithm, AllGather, Caller, Group
+from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.validation import check_above_zero, check_adam_options, check_parameters
@@ -77,6 +77,8 @@ class Replicated(DistributedOptimizer):
         """other values of the state that are equal on all ranks"""
         self.reducers: dict[str, Reducer] = {}
         """reducers by name; their compression errors are this rank's own"""
+        self.max_notes = self.num_common_notes
+        """the largest number of notes of an exchange"""
         self._dense = self.reducer(Dense(), self.flat_params.num_elements)
         self.connect()
 
@@ -144,19 +146,22 @@ class Replicated(DistributedOptimizer):
         own = f"{type(self).__name__}, clip_norm {self.clip_norm}, {len(self.signals)} signals"
         return [own, *self.flat_params.layout(), *options]
 
-    @identify_caller
     def algorithm(self) -> Algorithm[None]:
         """See `DistributedOptimizer`: take the step on all ranks, or skip it on all."""
+        # as `identify_caller` does, but without a generator between this one and its driver
+        caller_before = yield Caller(self.identity)
         if self.group.world_size == 1:
             self.check_trainable()
-        yield from self.broadcast_model()
-        values = self.flat_params.empty(self.num_notes)
-        self.flat_params.read_gradients(values, self.gradient_factor())
-        for part in self.flat_params.parts:
+        if not self.is_broadcast:
+            yield from self.broadcast_model()
+        flat_params, end = self.flat_params, self.flat_params.num_elements
+        values = flat_params.scratch(self.max_notes)
+        flat_params.read_gradients(values, self.gradient_factor())
+        for part in flat_params.parts:
             if part.group["maximize"]:
                 values[part.begin : part.end].neg_()
         common = scalars_like(self.common_notes(), values)
-        self.notes(values)[: self.num_common_notes] = common
+        values[end : end + self.num_common_notes] = common
         self.skip_reason = yield from self.advance(values)
         if self.skip_reason:
             self.skipped += 1
@@ -164,29 +169,21 @@ class Replicated(DistributedOptimizer):
         else:
             self.steps += 1
             self.warn_of_late_phase(self.steps)
-        if (yield from self.compare()):
+        if self.comparison.is_due and (yield from self.compare()):
             self.check_trainable()
+        yield Caller(caller_before)
 
     @abstractmethod
     def advance(self, values: Tensor) -> Algorithm[str]:
         """Take a step with the gradients of this rank.
 
         Args:
-            values: (n + k,): the gradients and the notes, which begin with the common ones; may be
-                overwritten.
+            values: (n + max_notes,): the gradients and the notes, which begin with the common ones;
+                may be overwritten, and is valid until the end of the step.
 
         Returns:
             Why all ranks skipped the step; empty if they took it.
         """
-
-    @property
-    def num_notes(self) -> int:
-        """k, the number of notes in the next exchange."""
-        return self.num_common_notes
-
-    def notes(self, values: Tensor) -> Tensor:
-        """Return a view (k,) of the notes of a vector (n + k,)."""
-        return values[self.flat_params.num_elements :]
 
     def receive_notes(self, sums: Sequence[float]) -> None:
         """Update the received signals and the comparison.
@@ -199,10 +196,11 @@ class Replicated(DistributedOptimizer):
         self.received_signals = [share > 0 for share in signals]
 
     def dense_mean(self, values: Tensor) -> Algorithm[str]:
-        """Replace all gradients by their clipped means over the ranks; see `Reducer.mean`."""
-        skip_reason = yield from self._dense.mean(values, self.num_notes)
+        """Replace gradients (n + k,) by their clipped means over the ranks; see `Reducer.mean`."""
+        count = self.flat_params.num_elements
+        skip_reason = yield from self._dense.mean(values, len(values) - count)
         if not skip_reason and self.clip_norm is not None:
-            gradients = values[: self.flat_params.num_elements]
+            gradients = values[:count]
             self._clip(gradients, gradients.double().square().sum())
         return skip_reason
 
@@ -238,7 +236,7 @@ class Replicated(DistributedOptimizer):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state between steps, without parameters and gradients."""
+        """Bytes of optimizer state between steps, without parameters, gradients and scratch."""
         vectors = sum(each.numel() * each.element_size() for each in self.vectors.values())
         return vectors + sum(reducer.state_bytes for reducer in self.reducers.values())
 

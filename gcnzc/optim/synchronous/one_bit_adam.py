@@ -9,16 +9,9 @@ the momentum, so error feedback corrects the compression error of a step in late
     after     m_i = b1 m + (1 - b1) g_i     m <- compressed mean of m_i
     always    x <- x - lr (m / (1 - b1^t) / (sqrt(V) + eps) + weight_decay x)
 
-Two changes to the paper concern sparse gradients, such as those of embeddings:
-
-Inactive elements. An element with zero variance at the freeze, such as of an embedding row that was
-never looked up, would take steps of lr * scale / eps. It is inactive: excluded from the compression
-and its errors, and updated by weight decay only. Each rank sums its gradients. Once a rank has
-such a gradient, all ranks take a dense step that includes these sums, and which reactivates the
-elements: it initialises their variance. At least 1, 2, 4, ... 256 steps lie between such steps.
-
-Variance floor. An element with a small variance, such as of a row that was looked up long ago,
-would take large steps. Its variance is raised to a share of the mean variance of its parameter.
+Two changes to the paper concern sparse gradients, such as those of embeddings: elements with zero
+variance at the freeze are inactive until they have a gradient, and small variances are raised to a
+floor; see `gcnzc.optim.synchronous.masked`.
 
 Letters: n elements, d of them dense, k notes.
 """
@@ -29,29 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcnzc.compress import Compression, Dense, Reducer, Sign
+from gcnzc.compress import Compression, Reducer, Sign
 from gcnzc.exchange import Algorithm, Group
-from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.defaults import REFRESH, WARMUP
 from gcnzc.optim.flat_parameters import GroupSlice
-from gcnzc.optim.synchronous.base import Replicated
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
-from gcnzc.optim.validation import (
-    check_at_least_zero,
-    check_count,
-    check_fraction,
-    check_unsupported,
-)
-from gcnzc.system.scalars import read_scalars, scalars_like
-
-# largest number of steps between dense steps that reactivate elements; it doubles, starting at 1
-MAX_JOIN_GAP = 256
-
-# values of the option `wake`
-WAKE_CHOICES = ("join", "stay")
+from gcnzc.optim.synchronous.masked import Masked
+from gcnzc.optim.validation import check_count, check_fraction, check_unsupported
+from gcnzc.system.scalars import read_scalars
 
 
-class OneBitAdam(Replicated):
+class OneBitAdam(Masked):
     """1-bit Adam: AdamW that exchanges the signs of momenta after a warm-up.
 
     With a single rank it is `torch.optim.AdamW`. During the warm-up it is AdamW with the mean
@@ -120,14 +101,11 @@ class OneBitAdam(Replicated):
         **unsupported: object,
     ) -> None:
         check_unsupported(type(self).__name__, unsupported)
-        if wake not in WAKE_CHOICES:
-            raise ValueError(f"wake is {wake!r}\n\nhint: give {' or '.join(WAKE_CHOICES)}")
         if refresh_steps < 1:
             raise ValueError(
                 f"refresh_steps is {refresh_steps}\n\nhint: give at least 1; refresh=0 turns "
                 "refreshes off"
             )
-        check_at_least_zero("floor", floor)
         check_count("refresh", refresh)
         if isinstance(warmup, str):
             if warmup != "default":
@@ -142,10 +120,9 @@ class OneBitAdam(Replicated):
         if warmup_range[1] is not None:
             check_count("warmup_range[1]", warmup_range[1], warmup_range[0])
         check_fraction("betas[1]", betas[1])
-        self.wake, self.floor = wake, floor
         self.warmup: int | None = warmup
         self.refresh, self.refresh_steps = refresh, min(refresh_steps, refresh)
-        self.compress, self.dense = compress or Sign(), dense or Dense()
+        self.compress = compress or Sign()
         self.bias_correction = bias_correction
         self.rule = FreezeRule(betas[1], warmup_range[0])
         most = warmup_range[1]
@@ -158,24 +135,17 @@ class OneBitAdam(Replicated):
         super().__init__(
             params,
             defaults,
-            group,
+            wake=wake,
+            floor=floor,
+            dense=dense,
+            group=group,
             clip_norm=clip_norm,
             signals=signals,
             total_steps=total_steps,
             module=module,
         )
-        flat_params = self.flat_params
-        self.vectors = {"momentum": flat_params.zeros(), "variance": flat_params.zeros()}
-        self.vectors["awake"] = torch.zeros(len(flat_params.segments), dtype=torch.bool)
-        # `wakes`: inactive elements have a gradient; the first step from `join_from` on is dense
-        self.numbers = {"frozen_at": 0, "wakes": False, "norms": []}
         # `next_refresh`: first step of the next refresh; `fresh_at`: last step of the last one
-        self.numbers |= {"next_refresh": 0, "fresh_at": 0, "join_from": 0, "join_gap": 1}
-        self.pending_gradients: Tensor | None = None
-        """(inactive elements,): sums of this rank's gradients since the last dense step"""
-        self._inactive: Tensor | None = None
-        self._dense = self.dense_reducer(self.dense, flat_params.num_elements)
-        self._dense_part = self.dense_reducer(self.dense, flat_params.num_dense)
+        self.numbers |= {"frozen_at": 0, "norms": [], "next_refresh": 0, "fresh_at": 0}
 
     def layout(self) -> list[str]:
         """See `Replicated`."""
@@ -202,110 +172,74 @@ class OneBitAdam(Replicated):
             return True
         return bool(self.refresh) and self.steps + 1 >= self.numbers["next_refresh"]
 
-    @property
-    def num_notes(self) -> int:
-        """See `Replicated`.
-
-        In addition to the common notes, there is a flag for each parameter, whether it has a
-        gradient, in dense steps, and the number of elements to reactivate in other steps.
-        """
-        return self.num_common_notes + (len(self.flat_params.segments) if self.is_dense_step else 1)
-
     def advance(self, values: Tensor) -> Algorithm[str]:
-        """See `Replicated`."""
-        if self.is_dense_step:
-            return (yield from self._dense_step(values))
-        return (yield from self._compressed_step(values))
+        """See `Replicated`; this method only selects the kind of step."""
+        return self._dense_step(values) if self.is_dense_step else self._compressed_step(values)
 
     @torch.no_grad()
     def _dense_step(self, values: Tensor) -> Algorithm[str]:
-        flags = self.notes(values)[self.num_common_notes :]
-        flags.copy_(scalars_like(self.flat_params.have_gradients(), values))
-        if self.pending_gradients is not None:
-            # add the gradients of inactive elements since the last dense step
-            dense, end = self.flat_params.num_dense, self.flat_params.num_elements
-            values[dense:end].index_add_(0, self._find_inactive(), self.pending_gradients)
-        if skip_reason := (yield from self.dense_mean(values)):
+        """Take a step with the mean gradients: exchange, average, update the parameters."""
+        if skip_reason := (yield from self.exchange_gradients(values)):
             return skip_reason
-        sums = self._dense.extra_sums
-        self.receive_notes(sums)
-        self.vectors["awake"] |= torch.tensor(sums[self.num_common_notes :]) > 0
-        for part in self.flat_params.parts:
-            self._average(part, values, with_variance=not self._is_variance_frozen(part))
-        if self.is_frozen:
+        is_frozen, flat_params = self.is_frozen, self.flat_params
+        for part in flat_params.parts:
+            with_variance = not is_frozen or part.begin < flat_params.num_dense
+            self._average(part, values, with_variance=with_variance)
+        if is_frozen:
             self._refresh_variance(values)
         self._apply(values)
-        self._freeze_if_due()
+        if not is_frozen and self.group.world_size > 1:
+            self._freeze_if_due()
         return ""
 
     @torch.no_grad()
     def _compressed_step(self, values: Tensor) -> Algorithm[str]:
-        yield from self.clip_gradients(values)
-        flat_params, active = self.flat_params, self.vectors.get("active")
+        """Take a step with compressed momenta: average, exchange, update the parameters."""
+        if self.clip_norm is not None:
+            yield from self.clip_gradients(values)
+        flat_params, momentum = self.flat_params, self.vectors["momentum"]
         dense, end = flat_params.num_dense, flat_params.num_elements
-        coded = values[dense:].clone()
-        momenta, notes = coded[: end - dense], coded[end - dense :]
-        inactive = None if active is None else values[dense:end][self._find_inactive()]
-        notes[-1] = 0 if inactive is None else self._count_reactivated(inactive)
-        for part in flat_params.parts:
-            if part.begin >= dense:
-                beta = part.group["betas"][0]
-                for here in flat_params.tiles(part.begin, part.end):
-                    own = momenta[here.start - dense : here.stop - dense]
-                    torch.mul(self.vectors["momentum"][here], beta, out=own)
-                    own.add_(values[here], alpha=1 - beta)
+        num_notes = self.num_common_notes + 1
+        # this rank's momenta replace its gradients, followed by the notes: the common ones, and
+        # the number of elements to reactivate
+        coded, momenta = values[dense : end + num_notes], values[dense:end]
+        inactive = momenta[self._find_inactive()] if "active" in self.vectors else None
+        coded[-1] = 0 if inactive is None else self.count_reactivated(inactive)
+        work = flat_params.empty_tile()
+        for part in flat_params.coded_parts:
+            beta = part.group["betas"][0]
+            for here in flat_params.tiles(part.begin, part.end):
+                decayed = torch.mul(momentum[here], beta, out=work[: here.stop - here.start])
+                torch.add(decayed, values[here], alpha=1 - beta, out=values[here])
         self._before_exchange(momenta)
         if dense and (skip_reason := (yield from self._dense_part.mean(values[:dense]))):
             return skip_reason
-        if skip_reason := (yield from self.reducers["momentum"].mean(coded, self.num_notes)):
+        reducer = self.reducers["momentum"]
+        if skip_reason := (yield from reducer.mean(coded, num_notes)):
             return skip_reason
-        sums = self.reducers["momentum"].extra_sums
-        self.receive_notes(sums)
-        self.add_pending_gradients(inactive, sums[-1])
-        for part in flat_params.parts:
-            if part.begin < dense:
-                self._average(part, values, with_variance=True)
-        self._after_exchange(momenta, values)
-        self._mark_dense_gradients(values)
+        self.receive_notes(reducer.extra_sums)
+        if inactive is not None and self.wake == "join":
+            self.add_pending_gradients(inactive)
+            self.numbers["wakes"] |= reducer.extra_sums[-1] > 0
+        for part in flat_params.dense_parts:
+            self._average(part, values, with_variance=True)
+        self._after_exchange(momenta, work)
+        if dense:
+            self._mark_dense_gradients(values)
         self._apply(values)
         return ""
 
     def _before_exchange(self, momenta: Tensor) -> None:
         """Transform this rank's momenta (n - d,) in place before they are exchanged."""
 
-    def _after_exchange(self, momenta: Tensor, values: Tensor) -> None:
+    def _after_exchange(self, momenta: Tensor, work: Tensor) -> None:
         """Store the exchanged momenta.
 
         Args:
             momenta: (n - d,), the mean; may be overwritten.
-            values: (n + k,), the gradients; may be overwritten.
+            work: (elements of a tile,), overwritten.
         """
         self.vectors["momentum"][self.flat_params.num_dense :] = momenta
-
-    def add_pending_gradients(self, inactive: Tensor | None, num_reactivated: float) -> None:
-        """Add gradients of inactive elements to the sums for the next dense step.
-
-        Args:
-            inactive: the gradients of the inactive elements on this rank; None if there are none.
-            num_reactivated: the number of elements to reactivate, summed over the ranks.
-        """
-        if inactive is None or self.wake == "stay":
-            return
-        self.pending_gradients = (
-            inactive if self.pending_gradients is None else self.pending_gradients.add_(inactive)
-        )
-        self.bound_sums(self.pending_gradients)
-        self.numbers["wakes"] |= num_reactivated > 0
-
-    def _count_reactivated(self, gradients: Tensor) -> Tensor:
-        """Count the inactive elements whose gradient is large enough for a variance above 0.
-
-        NaN if a gradient is not finite. The exchange checks only active elements; this note makes
-        all ranks skip the step before such a gradient is added to `pending_gradients`.
-        """
-        # an element whose square is rounded to 0 would remain inactive after each dense step
-        count = (gradients.square() > torch.finfo(gradients.dtype).tiny).sum()
-        return torch.where(are_finite(gradients), count.to(gradients.dtype), torch.nan)
 
     def _mark_dense_gradients(self, means: Tensor) -> None:
         """Mark the dense parameters that have a mean gradient for the first time."""
@@ -321,14 +255,6 @@ class OneBitAdam(Replicated):
             ):
                 is_active[index] = has_gradient > 0
 
-    def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
-        here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
-        gradient = values[here]
-        self.vectors["momentum"][here].lerp_(gradient, 1 - beta1)
-        if with_variance:
-            variance = self.vectors["variance"][here]
-            variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-
     def _is_variance_frozen(self, part: GroupSlice) -> bool:
         """Return whether the variance of a group slice is frozen; it is then bias-corrected."""
         return self.is_frozen and part.begin >= self.flat_params.num_dense
@@ -338,6 +264,7 @@ class OneBitAdam(Replicated):
         step, flat_params = self.steps + 1, self.flat_params
         roots, momenta = flat_params.views(values), flat_params.views(self.vectors["momentum"])
         parameters, is_active = flat_params.parameters, self.vectors["awake"].tolist()
+        is_frozen = self.is_frozen
         for part in flat_params.parts:
             here, options = slice(part.begin, part.end), part.group
             (beta1, beta2), lr = options["betas"], float(options["lr"])
@@ -345,7 +272,8 @@ class OneBitAdam(Replicated):
             root = torch.sqrt(self.vectors["variance"][here], out=values[here])
             if self.bias_correction:
                 size /= 1 - beta1**step
-                if not self._is_variance_frozen(part):
+                # a frozen variance is corrected already
+                if not is_frozen or part.begin < flat_params.num_dense:
                     root /= (1 - beta2**step) ** 0.5
             root += options["eps"]
             for index in range(part.first, part.last):
@@ -370,8 +298,6 @@ class OneBitAdam(Replicated):
 
     def _freeze_if_due(self) -> None:
         step = self.steps + 1
-        if self.is_frozen or self.group.world_size == 1:
-            return
         if self.warmup is not None:
             if step >= self.warmup:
                 self._freeze(step)
@@ -388,51 +314,16 @@ class OneBitAdam(Replicated):
         self.numbers["frozen_at"] = step
         self.numbers |= {"next_refresh": step + self.refresh, "fresh_at": step}
         variance, dense = self.vectors["variance"], self.flat_params.num_dense
-        if self.bias_correction:
-            for part in self.flat_params.parts:
-                if part.begin >= dense:
-                    variance[part.begin : part.end] /= 1 - part.group["betas"][1] ** step
+        for part in self.flat_params.coded_parts if self.bias_correction else ():
+            variance[part.begin : part.end] /= 1 - part.group["betas"][1] ** step
         self._raise_small_variances()
         self.reducers = {"momentum": self._make_reducer()}
         self._set_active(variance[dense:] > 0)
-
-    def _find_inactive(self) -> Tensor:
-        """Return the indices (inactive elements,) int64 of the inactive elements in (n - d,).
-
-        They are cached while the same elements are inactive, because finding them synchronises with
-        a GPU.
-        """
-        if self._inactive is None:
-            # a state was loaded
-            self._inactive = (~self.vectors["active"]).nonzero().flatten()
-        return self._inactive
-
-    def _raise_small_variances(self) -> None:
-        if not self.floor:
-            return
-        for segment in self.flat_params.segments:
-            if segment.begin < self.flat_params.num_dense:
-                continue
-            variance = self.vectors["variance"][segment.begin : segment.end]
-            is_active = variance > 0
-            least = self.floor * variance.sum() / is_active.sum().clamp(min=1)
-            variance.copy_(torch.where(is_active, torch.maximum(variance, least), variance))
 
     def _make_reducer(self) -> Reducer:
         return self.reducer(
             self.compress, self.flat_params.num_elements - self.flat_params.num_dense
         )
-
-    def _set_active(self, active: Tensor) -> None:
-        """Make all other elements inactive; `active` is a mask (n - d,)."""
-        self.vectors.pop("active", None)
-        self.pending_gradients = self._inactive = None
-        inactive = (~active).nonzero().flatten()
-        if len(inactive):
-            self._inactive = inactive
-            self.vectors["active"] = active
-            self.vectors["momentum"][self.flat_params.num_dense :].masked_fill_(~active, 0)
-        self.reducers["momentum"].restrict_to(self.vectors.get("active"))
 
     def _refresh_variance(self, values: Tensor) -> None:
         """Reactivate elements, and refresh the variance if it is due, from the mean gradients."""
@@ -444,51 +335,17 @@ class OneBitAdam(Replicated):
         if is_refresh and step == last:
             gap = numbers["next_refresh"] - numbers["frozen_at"]
             numbers |= {"next_refresh": numbers["next_refresh"] + gap, "fresh_at": step}
-        active = self.vectors.get("active")
-        for part in self.flat_params.parts:
-            if part.begin < dense:
-                continue
-            gradient = values[part.begin : part.end]
-            variance = self.vectors["variance"][part.begin : part.end]
-            square = gradient.square()
+        for part in self.flat_params.coded_parts:
+            square = values[part.begin : part.end].square()
             if is_refresh:
                 beta2 = part.group["betas"][1] ** (passed / self.refresh_steps)
-                refreshed = variance * beta2 + square * (1 - beta2)
-            else:
-                refreshed = variance.clone()
-            if active is not None:
-                # the first gradient is the only estimate of the variance
-                inactive = ~active[part.begin - dense : part.end - dense]
-                refreshed = torch.where(inactive, square, refreshed)
-            variance.copy_(refreshed)
+                variance = self.vectors["variance"][part.begin : part.end]
+                variance.copy_(variance * beta2 + square * (1 - beta2))
+            self._initialize_variance(part, square)
         if self.numbers["wakes"] or is_refresh:
             self._raise_small_variances()
             self._set_active(self.vectors["variance"][dense:] > 0)
-        if self.numbers["wakes"]:
-            # even if elements are reactivated continually, dense steps become rare
-            gap = self.numbers["join_gap"]
-            self.numbers |= {"join_from": step + gap, "join_gap": min(2 * gap, MAX_JOIN_GAP)}
-            self.numbers["wakes"] = False
-
-    @property
-    def state_bytes(self) -> int:
-        """See `Replicated`; includes the sums and indices of inactive elements."""
-        kept = [each for each in (self.pending_gradients, self._inactive) if each is not None]
-        return super().state_bytes + sum(each.nbytes for each in kept)
-
-    def snapshot(self) -> dict[str, Any]:
-        """See `Replicated`; `local` has the gradient sums of inactive elements."""
-        local = {} if self.pending_gradients is None else {"waiting": self.pending_gradients}
-        return {**super().snapshot(), "local": local}
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """See `Replicated`."""
-        super().restore(snapshot)
-        self._inactive = None
-        pending_gradients = snapshot["local"].get("waiting")
-        self.pending_gradients = (
-            None if pending_gradients is None else self.restore_sums(pending_gradients)
-        )
+        self._delay_next_join()
 
     def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """See `Replicated`."""

@@ -158,28 +158,28 @@ class OneBitLamb(OneBitAdam):
         scaling = self.vectors["scaling"][self._first_compressed :]
         torch._foreach_mul_(self._split_by_tensor(momenta), list(scaling))
 
-    def _after_exchange(self, momenta: Tensor, values: Tensor) -> None:
+    def _after_exchange(self, momenta: Tensor, work: Tensor) -> None:
+        """See `OneBitAdam`; also updates the fresh variance."""
         flat_params, scaling = self.flat_params, self.vectors["scaling"]
         dense = flat_params.num_dense
         momentum, fresh = self.vectors["momentum"], self.vectors["fresh"]
         divisors = scaling.where(scaling > 0, torch.inf)
-        for part, index in self._indexed_tensors():
-            if not self._is_variance_frozen(part):
-                continue
+        for part in flat_params.coded_parts:
             beta1, beta2 = part.group["betas"]
-            segment = flat_params.segments[index]
-            for here in flat_params.tiles(segment.begin, segment.end):
-                there = slice(here.start - dense, here.stop - dense)
-                own = momenta[there].div_(divisors[index])
-                # the mean gradient, reconstructed from the new momentum
-                gradient = torch.mul(momentum[here], beta1, out=values[here])
-                torch.sub(own, gradient, out=gradient).div_(1 - beta1)
-                fresh[there].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-                momentum[here] = own
+            for index in range(part.first, part.last):
+                segment = flat_params.segments[index]
+                for here in flat_params.tiles(segment.begin, segment.end):
+                    there = slice(here.start - dense, here.stop - dense)
+                    own = momenta[there].div_(divisors[index])
+                    # the mean gradient, reconstructed from the new momentum
+                    gradient = torch.mul(momentum[here], beta1, out=work[: len(own)])
+                    torch.sub(own, gradient, out=gradient).div_(1 - beta1)
+                    fresh[there].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                    momentum[here] = own
 
     def _update_fresh_variance(self, gradients: Tensor) -> None:
         """Update the fresh variance with the mean gradients (n,)."""
-        for part in self._compressed_slices():
+        for part in self.flat_params.coded_parts:
             gradient, beta = gradients[part.begin : part.end], part.group["betas"][1]
             self._fresh(part).mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
 
@@ -372,9 +372,6 @@ class OneBitLamb(OneBitAdam):
         """Iterate over the tiles of all tensors."""
         for segment in self.flat_params.segments:
             yield from self.flat_params.tiles(segment.begin, segment.end)
-
-    def _compressed_slices(self) -> list[GroupSlice]:
-        return [part for part in self.flat_params.parts if part.begin >= self.flat_params.num_dense]
 
     def _fresh(self, part: GroupSlice) -> Tensor:
         dense = self.flat_params.num_dense

@@ -19,9 +19,8 @@ after which the parameters are bitwise equal on all ranks. Unlike in the paper, 
 bias-corrected, weight decay is decoupled (it applies to a and u in the same way), and the step
 before a variance update synchronises, so that one mean gradient updates both m and V.
 
-As in `OneBitAdam`, an element with zero variance is inactive: it is excluded from the compression
-and its errors, and updated by weight decay only, until the ranks exchange its gradient. Each rank
-sums the gradients of inactive elements until then.
+Elements with zero variance are inactive until the ranks exchange their gradients; see
+`gcnzc.optim.synchronous.masked`.
 
 Letters: n elements, d of them dense, c = n - d compressed, P parameters, W ranks, k notes.
 """
@@ -32,15 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcnzc.compress import Compression, Dense, Sign
+from gcnzc.compress import Compression, Sign
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.anchored import Anchored
-from gcnzc.optim.synchronous.one_bit_adam import MAX_JOIN_GAP, WAKE_CHOICES
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
-from gcnzc.optim.validation import check_at_least_zero, check_unsupported
-from gcnzc.system.scalars import scalars_like
+from gcnzc.optim.validation import check_unsupported
 
 
 class ZeroOneAdam(Anchored):
@@ -108,19 +105,18 @@ class ZeroOneAdam(Anchored):
         **unsupported: object,
     ) -> None:
         check_unsupported(type(self).__name__, unsupported)
-        if wake not in WAKE_CHOICES:
-            raise ValueError(f"wake is {wake!r}\n\nhint: give {' or '.join(WAKE_CHOICES)}")
-        check_at_least_zero("floor", floor)
         self.schedule = ZeroOneSchedule.for_run(total_steps) if schedule is None else schedule
-        self.wake, self.floor = wake, floor
-        self.compress, self.dense = compress or Sign(), dense or Dense()
+        self.compress = compress or Sign()
         self.bias_correction = bias_correction
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults["maximize"] = maximize
         super().__init__(
             params,
             defaults,
-            group,
+            wake=wake,
+            floor=floor,
+            dense=dense,
+            group=group,
             clip_norm=clip_norm,
             signals=signals,
             total_steps=total_steps,
@@ -128,21 +124,13 @@ class ZeroOneAdam(Anchored):
         )
         flat_params = self.flat_params
         self.num_coded = flat_params.num_elements - flat_params.num_dense
-        # while the ranks are out of sync, the compressed momenta are this rank's own, and `anchor`
-        # (c,) has the parameters of the last synchronisation
-        self.vectors = {"momentum": flat_params.zeros(), "variance": flat_params.zeros()}
-        self.vectors["awake"] = torch.zeros(len(flat_params.segments), dtype=torch.bool)
-        # `wakes`: inactive elements have a gradient; `lengths`: s of each group slice
-        self.numbers = {"refreshes": 0, "wakes": False, "lengths": [0.0] * len(flat_params.parts)}
-        self.numbers |= {"join_from": 0, "join_gap": 1}
+        # `lengths`: s of each group slice
+        self.numbers |= {"refreshes": 0, "lengths": [0.0] * len(flat_params.parts)}
         self.update: Tensor | None = None
-        """(c,): u_i while the ranks are out of sync"""
-        self.pending_gradients: Tensor | None = None
-        """(c,): sums of this rank's gradients of inactive elements since the last dense exchange"""
+        """(c,): u_i while the ranks are out of sync; then the compressed momenta are this rank's
+        own, and `anchor` (c,) in `vectors` has the parameters of the last synchronisation"""
         self.num_nonfinite = 0
         """number of local steps of this rank in which its gradient was not finite"""
-        self._dense = self.dense_reducer(self.dense, flat_params.num_elements)
-        self._dense_part = self.dense_reducer(self.dense, flat_params.num_dense)
         self.reducers = {"update": self.reducer(self.compress, self.num_coded)}
 
     def layout(self) -> list[str]:
@@ -166,17 +154,6 @@ class ZeroOneAdam(Anchored):
         due = self.schedule.exchange(self.steps + 1)
         return "update" if self.is_out_of_sync and due == "gradient" else due
 
-    @property
-    def num_notes(self) -> int:
-        """See `Replicated`.
-
-        In addition to the common notes, there is a flag for each parameter, whether it has a
-        gradient, if gradients are exchanged, and the number of inactive elements with a gradient if
-        updates are exchanged.
-        """
-        more = {"gradient": len(self.flat_params.segments), "update": 1, "nothing": 0}
-        return self.num_common_notes + more[self.exchange]
-
     def algorithm(self) -> Algorithm[None]:
         """See `Replicated`."""
         num_nonfinite = self.num_nonfinite
@@ -197,14 +174,15 @@ class ZeroOneAdam(Anchored):
             yield from self.clip_gradients(values)
         else:
             self._clip_own(values)
-        dense = self.flat_params.num_dense
+        dense, end = self.flat_params.num_dense, self.flat_params.num_elements
         if dense and (skip_reason := (yield from self._dense_part.mean(values[:dense]))):
             return skip_reason
-        coded = values[dense : self.flat_params.num_elements]
+        coded = values[dense:end]
         if exchange == "nothing":
             self._local_step(coded)
         else:
-            notes = self.notes(values)
+            # the common notes, and the number of inactive elements with a gradient
+            notes = values[end : end + self.num_common_notes + 1]
             notes[-1] = self._count_inactive_gradients(coded)
             if skip_reason := (yield from self._synchronize(coded, notes)):
                 return skip_reason
@@ -212,10 +190,9 @@ class ZeroOneAdam(Anchored):
             self.receive_notes(sums)
             may_join = self.wake == "join" and self.steps + 2 >= self.numbers["join_from"]
             self.numbers["wakes"] = may_join and sums[-1] > 0
-        for part in self.flat_params.parts:
-            if part.begin < dense:
-                self._average(part, values, with_variance=True)
-                self._move(part, values)
+        for part in self.flat_params.dense_parts:
+            self._average(part, values, with_variance=True)
+            self._move(part, values)
         return ""
 
     # --- steps with dense gradients
@@ -223,36 +200,19 @@ class ZeroOneAdam(Anchored):
     def _gradient_step(self, values: Tensor) -> Algorithm[str]:
         """Take a step with the mean gradients, and update the variance if it is due."""
         flat_params, numbers = self.flat_params, self.numbers
-        coded = values[flat_params.num_dense : flat_params.num_elements]
-        flags = self.notes(values)[self.num_common_notes :]
-        flags.copy_(scalars_like(self.flat_params.have_gradients(), values))
-        if self.pending_gradients is not None:
-            coded += self.pending_gradients
-            flags += self._has_pending_gradients()
-        if skip_reason := (yield from self.dense_mean(values)):
+        if skip_reason := (yield from self.exchange_gradients(values)):
             return skip_reason
-        sums = self._dense.extra_sums
-        self.receive_notes(sums)
-        self.vectors["awake"] |= torch.tensor(sums[self.num_common_notes :]) > 0
         is_due = self.schedule.refreshes(self.steps + 1)
         numbers["refreshes"] += is_due
         for part in flat_params.parts:
             with_variance = is_due or part.begin < flat_params.num_dense
             self._average(part, values, with_variance=with_variance)
         if is_due or self.wake == "join":
-            self._reactivate(coded)
+            self._reactivate(values)
         self._update_active()
         for part in flat_params.parts:
             self._move(part, values)
         return ""
-
-    def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
-        here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
-        gradient = values[here]
-        self.vectors["momentum"][here].lerp_(gradient, 1 - beta1)
-        if with_variance:
-            variance = self.vectors["variance"][here]
-            variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
     def _move(self, part: GroupSlice, values: Tensor) -> None:
         """Take Adam's step with momenta that are in sync; `values` is overwritten."""
@@ -270,47 +230,22 @@ class ZeroOneAdam(Anchored):
             else:
                 parameter -= (momenta[index] / roots[index] * size).to(parameter.dtype)
 
-    def _reactivate(self, gradient: Tensor) -> None:
-        """Initialise the variance of inactive elements from their first gradient (c,)."""
-        active = self.vectors.get("active")
-        for part in self._coded_parts():
-            if active is not None:
-                here = self._coded_slice(part)
-                inactive, first = ~active[here], gradient[here].square()
-                if self.bias_correction:
-                    first *= 1 - part.group["betas"][1] ** self.numbers["refreshes"]
-                variance = self.vectors["variance"][part.begin : part.end]
-                variance.copy_(torch.where(inactive, first, variance))
-        if self.numbers["wakes"]:
-            # even if elements are reactivated continually, dense steps become rare
-            step, gap = self.steps + 1, self.numbers["join_gap"]
-            self.numbers |= {"join_from": step + gap, "join_gap": min(2 * gap, MAX_JOIN_GAP)}
-            self.numbers["wakes"] = False
+    def _reactivate(self, gradients: Tensor) -> None:
+        """Initialise the variance of inactive elements from their first gradients (n + k,)."""
+        for part in self.flat_params.coded_parts if "active" in self.vectors else ():
+            squares = gradients[part.begin : part.end].square()
+            if self.bias_correction:
+                squares *= 1 - part.group["betas"][1] ** self.numbers["refreshes"]
+            self._initialize_variance(part, squares)
+        self._delay_next_join()
 
     def _update_active(self) -> None:
         """Make elements with zero variance inactive, unless the next step updates the variance."""
-        dense = self.flat_params.num_dense
-        self.vectors.pop("active", None)
-        self.pending_gradients = None
-        active = self.vectors["variance"][dense:] > 0
-        is_kept_fixed = not self.schedule.refreshes(self.steps + 2)
-        if is_kept_fixed:
-            self._raise_small_variances(active)
-        if is_kept_fixed and not bool(active.all()):
-            self.vectors["active"] = active
-            self.vectors["momentum"][dense:].masked_fill_(~active, 0)
-            self._allocate_pending_gradients()
-        self.reducers["update"].restrict_to(self.vectors.get("active"))
-
-    def _raise_small_variances(self, active: Tensor) -> None:
-        """Apply the variance floor, because later gradients may be larger than earlier ones."""
-        dense = self.flat_params.num_dense
-        for segment in self.flat_params.segments if self.floor else []:
-            if segment.begin >= dense:
-                variance = self.vectors["variance"][segment.begin : segment.end]
-                is_active = active[segment.begin - dense : segment.end - dense]
-                least = self.floor * variance.sum() / is_active.sum().clamp(min=1)
-                variance.copy_(torch.where(is_active, torch.maximum(variance, least), variance))
+        active = None
+        if not self.schedule.refreshes(self.steps + 2):
+            self._raise_small_variances()
+            active = self.vectors["variance"][self.flat_params.num_dense :] > 0
+        self._set_active(active)
 
     # --- steps with updates
 
@@ -328,7 +263,7 @@ class ZeroOneAdam(Anchored):
         is_finite = bool(are_finite(gradient))
         self.num_nonfinite += not is_finite
         if is_finite:
-            self._add_pending_gradients(gradient)
+            self._add_inactive(gradient)
         momentum = self.vectors["momentum"][self.flat_params.num_dense :]
         self._accumulate_update(momentum, self.update, gradient if is_finite else None)
         self._count_step()
@@ -365,7 +300,7 @@ class ZeroOneAdam(Anchored):
         # `_count_step` applies weight decay to it
         self.vectors["anchor"] = anchor
         if gradient is not None:
-            self._add_pending_gradients(gradient)
+            self._add_inactive(gradient)
             self._count_step()
         for number, part in self._numbered_coded_parts():
             length = self.numbers["lengths"][number]
@@ -382,54 +317,18 @@ class ZeroOneAdam(Anchored):
         self.numbers["lengths"] = [0.0] * len(self.flat_params.parts)
         return ""
 
-    # --- inactive elements
-
-    def _allocate_pending_gradients(self) -> None:
-        """Allocate the gradient sums of inactive elements, if they are needed."""
-        if "active" in self.vectors and self.wake == "join" and self.group.world_size > 1:
-            self.pending_gradients = torch.zeros_like(
-                self.vectors["active"], dtype=self.flat_params.dtype
-            )
-
-    def _add_pending_gradients(self, gradient: Tensor) -> None:
-        """Add the gradients of inactive elements to the sums for the next dense exchange."""
+    def _add_inactive(self, gradient: Tensor) -> None:
+        """Add the gradients of inactive elements, from gradients (c,), to the pending ones."""
         if self.pending_gradients is not None:
-            self.pending_gradients += gradient.masked_fill(self.vectors["active"], 0)
-            self.bound_sums(self.pending_gradients)
+            self.add_pending_gradients(gradient[self._find_inactive()])
 
     def _count_inactive_gradients(self, gradient: Tensor) -> Tensor:
-        """Count the inactive elements of which this rank has a gradient, now or from before.
-
-        NaN if such a gradient is not finite. The exchange checks only active elements; this note
-        makes all ranks skip the step.
-        """
-        active = self.vectors.get("active")
-        if active is None:
+        """Count the inactive elements of which this rank has a gradient, now or from before."""
+        if "active" not in self.vectors:
             return gradient.new_zeros(())
-        own = gradient.masked_fill(active, 0)
-        # the variance of an element whose square is rounded to 0 would remain 0
-        seen = (
-            (self.pending_gradients + own).square() > 0
-            if self.pending_gradients is not None
-            else own[:0]
-        )
-        return torch.where(are_finite(own), seen.sum().to(own.dtype), torch.nan)
-
-    def _has_pending_gradients(self) -> Tensor:
-        """Return for each parameter (P,) bool whether it has sums of inactive elements."""
-        assert self.pending_gradients is not None, "callers check it"
-        dense, none = self.flat_params.num_dense, self.pending_gradients[:0]
-        # for dense parameters `any` of an empty slice is False
-        return torch.stack(
-            [
-                (
-                    none
-                    if each.begin < dense
-                    else self.pending_gradients[each.begin - dense : each.end - dense]
-                ).any()
-                for each in self.flat_params.segments
-            ]
-        )
+        own = gradient[self._find_inactive()]
+        pending = self.pending_gradients
+        return self.count_reactivated(own if pending is None else own + pending)
 
     # --- the end of the run
 
@@ -444,8 +343,7 @@ class ZeroOneAdam(Anchored):
     @property
     def state_bytes(self) -> int:
         """See `Replicated`."""
-        own = [each for each in (self.update, self.pending_gradients) if each is not None]
-        return super().state_bytes + sum(each.numel() * each.element_size() for each in own)
+        return super().state_bytes + (0 if self.update is None else self.update.nbytes)
 
     def snapshot(self) -> dict[str, Any]:
         """See `Replicated`; `local` has the state that differs between ranks.
@@ -453,9 +351,7 @@ class ZeroOneAdam(Anchored):
         `restore` computes this rank's parameters from the anchor and its own update.
         """
         state = super().snapshot()
-        local: dict[str, Any] = {"left_out": self.num_nonfinite}
-        if self.pending_gradients is not None:
-            local["waiting"] = self.pending_gradients
+        local = {**state["local"], "left_out": self.num_nonfinite}
         if self.is_out_of_sync:
             momentum, dense = self.vectors["momentum"], self.flat_params.num_dense
             local |= {"update": self.update, "momentum": momentum[dense:].clone()}
@@ -473,11 +369,7 @@ class ZeroOneAdam(Anchored):
             for name, vector in local.items()
             if isinstance(vector, Tensor)
         }
-        self.update, self.pending_gradients = own.get("update"), None
-        if "waiting" in own:
-            self.pending_gradients = self.restore_sums(own["waiting"])
-        else:
-            self._allocate_pending_gradients()
+        self.update = own.get("update")
         if self.update is None:
             return
         self.vectors["momentum"] = torch.cat([self.vectors["momentum"], own["momentum"]])

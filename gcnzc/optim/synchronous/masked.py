@@ -1,0 +1,232 @@
+"""Exclude inactive elements, those with zero variance, until they have a gradient.
+
+With a constant variance, an element with zero variance, such as of an embedding row that was never
+looked up, would take steps of lr * scale / eps. It is inactive: excluded from the compression and
+its errors, and updated by weight decay only. Each rank sums its gradients of inactive elements, the
+pending gradients. Once a rank has such a gradient, all ranks take a dense step that includes the
+sums, and that reactivates the elements: it initialises their variance. At least 1, 2, 4, ... 256
+steps lie between such steps.
+
+An element with a small variance, such as of a row that was looked up long ago, would take large
+steps. Its variance is raised to a share of the mean variance of its parameter, the floor.
+
+Letters: n elements, d of them dense, c = n - d compressed, P parameters, k notes.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.compress import Compression, Dense
+from gcnzc.exchange import Algorithm
+from gcnzc.kernels.finite import are_finite
+from gcnzc.optim.flat_parameters import GroupSlice
+from gcnzc.optim.synchronous.base import Replicated
+from gcnzc.optim.validation import check_at_least_zero
+from gcnzc.system.scalars import scalars_like
+
+# largest number of steps between dense steps that reactivate elements; it doubles, starting at 1
+MAX_JOIN_GAP = 256
+
+# values of the option `wake`
+WAKE_CHOICES = ("join", "stay")
+
+
+class Masked(Replicated):
+    """The base class of optimizers that exclude inactive elements from the compression.
+
+    `vectors` has `momentum` and `variance` (n,), and `awake` (P,) bool on the host: the parameters
+    that have had a gradient. While any element is inactive, it also has the mask `active` (c,) of
+    the others. In `numbers`, `wakes` is whether inactive elements have a gradient, and `join_from`
+    the first step that may then reactivate them.
+
+    Args:
+        params: see `Replicated`.
+        defaults: see `Replicated`.
+        wake: "join" or "stay": whether inactive elements with a gradient cause a dense step.
+        floor: the smallest variance of an active element, as a share of the mean variance of the
+            active elements of its parameter; 0 for none.
+        dense: compression of dense gradients, without error feedback; None for uncompressed.
+        options: see `Replicated`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        wake: str,
+        floor: float,
+        dense: Compression | None,
+        **options: Any,
+    ) -> None:
+        if wake not in WAKE_CHOICES:
+            raise ValueError(f"wake is {wake!r}\n\nhint: give {' or '.join(WAKE_CHOICES)}")
+        check_at_least_zero("floor", floor)
+        self.wake, self.floor, self.dense = wake, floor, dense or Dense()
+        super().__init__(params, defaults, **options)
+        flat_params = self.flat_params
+        self.vectors = {"momentum": flat_params.zeros(), "variance": flat_params.zeros()}
+        self.vectors["awake"] = torch.zeros(len(flat_params.segments), dtype=torch.bool)
+        self.numbers = {"wakes": False, "join_from": 0, "join_gap": 1}
+        self.pending_gradients: Tensor | None = None
+        """(inactive elements,): sums of this rank's gradients since the last dense step; None if
+        they are not needed"""
+        self._inactive: Tensor | None = None
+        self._dense = self.dense_reducer(self.dense, flat_params.num_elements)
+        self._dense_part = self.dense_reducer(self.dense, flat_params.num_dense)
+        # a flag for each parameter in dense steps
+        self.max_notes = self.num_common_notes + len(flat_params.segments)
+
+    # --- dense steps
+
+    def exchange_gradients(self, values: Tensor) -> Algorithm[str]:
+        """Replace all gradients, plus the pending ones, by their clipped means over the ranks.
+
+        Args:
+            values: (n + k,); its notes are the common ones, and a flag for each parameter, whether
+                it has a gradient, which this method sets.
+
+        Returns:
+            Why all ranks skip the step; empty if they take it.
+        """
+        flat_params, common = self.flat_params, self.num_common_notes
+        flags = values[flat_params.num_elements + common :]
+        flags.copy_(scalars_like(flat_params.have_gradients(), values))
+        if self.pending_gradients is not None:
+            coded = values[flat_params.num_dense : flat_params.num_elements]
+            coded.index_add_(0, self._find_inactive(), self.pending_gradients)
+            flags += self._have_pending_gradients(flags)
+        if skip_reason := (yield from self.dense_mean(values)):
+            return skip_reason
+        sums = self._dense.extra_sums
+        self.receive_notes(sums)
+        self.vectors["awake"] |= torch.tensor(sums[common:]) > 0
+        return ""
+
+    def _have_pending_gradients(self, flags: Tensor) -> Tensor:
+        """Return for each parameter (P,) whether it has pending gradients, like `flags`."""
+        assert self.pending_gradients is not None, "callers check it"
+        ends = torch.tensor([each.end for each in self.flat_params.segments])
+        ends = ends.to(flags.device, non_blocking=True)
+        owners = torch.bucketize(
+            self._find_inactive() + self.flat_params.num_dense, ends, right=True
+        )
+        counts = torch.zeros_like(flags)
+        return counts.index_add_(0, owners, (self.pending_gradients != 0).to(flags.dtype)) > 0
+
+    def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
+        """Update the momenta, and the variance if `with_variance`, with the mean gradients."""
+        here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
+        gradient = values[here]
+        self.vectors["momentum"][here].lerp_(gradient, 1 - beta1)
+        if with_variance:
+            variance = self.vectors["variance"][here]
+            variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    def _initialize_variance(self, part: GroupSlice, squares: Tensor) -> None:
+        """Set the variance of the inactive elements of a slice to `squares`."""
+        if (active := self.vectors.get("active")) is None:
+            return
+        variance, dense = (
+            self.vectors["variance"][part.begin : part.end],
+            self.flat_params.num_dense,
+        )
+        here = active[part.begin - dense : part.end - dense]
+        # the first gradient is the only estimate of the variance
+        variance.copy_(torch.where(here, variance, squares))
+
+    def _delay_next_join(self) -> None:
+        """Let steps pass before the next dense step that reactivates elements."""
+        if self.numbers["wakes"]:
+            # even if elements are reactivated continually, dense steps become rare
+            step, gap = self.steps + 1, self.numbers["join_gap"]
+            self.numbers |= {"join_from": step + gap, "join_gap": min(2 * gap, MAX_JOIN_GAP)}
+            self.numbers["wakes"] = False
+
+    # --- the mask
+
+    def _raise_small_variances(self) -> None:
+        """Apply the variance floor, because later gradients may be larger than earlier ones."""
+        for segment in self.flat_params.segments if self.floor else ():
+            if segment.begin >= self.flat_params.num_dense:
+                variance = self.vectors["variance"][segment.begin : segment.end]
+                is_active = variance > 0
+                least = self.floor * variance.sum() / is_active.sum().clamp(min=1)
+                variance.copy_(torch.where(is_active, torch.maximum(variance, least), variance))
+
+    def _set_active(self, active: Tensor | None) -> None:
+        """Set the mask (c,) of active elements, None for all; clear the pending gradients."""
+        self.vectors.pop("active", None)
+        self.pending_gradients = self._inactive = None
+        inactive = None if active is None else (~active).nonzero().flatten()
+        if active is not None and inactive is not None and len(inactive):
+            self._inactive, self.vectors["active"] = inactive, active
+            self.vectors["momentum"][self.flat_params.num_dense :].masked_fill_(~active, 0)
+            self._allocate_pending_gradients()
+        for reducer in self.reducers.values():
+            reducer.restrict_to(self.vectors.get("active"))
+
+    def _allocate_pending_gradients(self) -> None:
+        if self.wake == "join" and self.group.world_size > 1:
+            shape = self._find_inactive().shape
+            self.pending_gradients = self.vectors["variance"].new_zeros(shape)
+
+    def _find_inactive(self) -> Tensor:
+        """Return the indices (inactive elements,) int64 of the inactive elements in (c,).
+
+        They are cached while the same elements are inactive, because finding them synchronises with
+        a GPU.
+        """
+        if self._inactive is None:
+            self._inactive = (~self.vectors["active"]).nonzero().flatten()
+        return self._inactive
+
+    # --- gradients of inactive elements
+
+    def count_reactivated(self, gradients: Tensor) -> Tensor:
+        """Count the inactive elements whose gradient is large enough for a variance above 0.
+
+        NaN if a gradient is not finite. A compressed exchange checks only active elements; this
+        note makes all ranks skip the step before such a gradient is added to the pending ones.
+
+        Args:
+            gradients: (inactive elements,).
+        """
+        # an element whose square is rounded to 0 would remain inactive after each dense step
+        count = (gradients.square() > torch.finfo(gradients.dtype).tiny).sum()
+        return torch.where(are_finite(gradients), count.to(gradients.dtype), torch.nan)
+
+    def add_pending_gradients(self, gradients: Tensor) -> None:
+        """Add gradients (inactive elements,) to the sums for the next dense step."""
+        if self.pending_gradients is not None:
+            self.bound_sums(self.pending_gradients.add_(gradients))
+
+    # --- checkpoints
+
+    @property
+    def state_bytes(self) -> int:
+        """See `Replicated`; includes the sums and indices of inactive elements."""
+        kept = [each for each in (self.pending_gradients, self._inactive) if each is not None]
+        return super().state_bytes + sum(each.nbytes for each in kept)
+
+    def snapshot(self) -> dict[str, Any]:
+        """See `Replicated`; `local` has the pending gradients of inactive elements."""
+        local = {} if self.pending_gradients is None else {"waiting": self.pending_gradients}
+        return {**super().snapshot(), "local": local}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """See `Replicated`."""
+        super().restore(snapshot)
+        self.pending_gradients = self._inactive = None
+        if "active" not in self.vectors:
+            return
+        saved, inactive = snapshot["local"].get("waiting"), self._find_inactive()
+        if saved is None:
+            self._allocate_pending_gradients()
+            return
+        sums = self.restore_sums(saved)
+        # older versions of 0/1 Adam saved the sums of all elements (c,)
+        self.pending_gradients = sums if len(sums) == len(inactive) else sums[inactive]
