@@ -5,7 +5,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -140,8 +140,9 @@ class Table:
         if self.is_parquet:
             where = f"{self.path}, row {row}"
         else:
-            lines = (line for number, (line, _) in enumerate(self._records()) if number == row)
-            where = f"{self.path}, line {next(lines, '?')}"
+            with closing(self._records()) as records:
+                lines = (line for number, (line, _) in enumerate(records) if number == row)
+                where = f"{self.path}, line {next(lines, '?')}"
         return where if column is None else f"{where}, column {column!r}"
 
     def _csv_columns(self) -> list[str]:
@@ -253,8 +254,11 @@ class Table:
                 is_header = is_header and not cells
                 before = reader.line_num
 
-    def _open(self) -> Any:
-        return self._decoded(self.path.open("rb"))
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        # gzip and TextIOWrapper do not close the file that they read
+        with self.path.open("rb") as raw, self._decoded(raw) as file:
+            yield file
 
     def _decoded(self, raw: Any) -> Any:
         data = gzip.GzipFile(fileobj=raw) if self.path.suffix == ".gz" else raw

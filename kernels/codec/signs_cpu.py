@@ -6,7 +6,6 @@ A kernel processes a vector in chunks of up to 4096 elements, each of a single b
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils

@@ -68,7 +68,7 @@ def test_the_code_of_a_page_runs(page, data, tmp_path, monkeypatch):
     for word, library in NEEDS.items():
         if word in code and importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
-    if "from cluster import" in code and (reason := cluster.can_make()):
+    if "from bench.network.cluster import" in code and (reason := cluster.can_make()):
         pytest.skip(reason)
     if "torch_geometric" in code:
         # without the warnings of its own import
