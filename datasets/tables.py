@@ -4,7 +4,7 @@ import csv
 import gzip
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -243,7 +243,7 @@ class Table:
                     )
         return ValueError(f"{self.path}: {error}\n\nhint: check the columns of numbers")
 
-    def _records(self) -> Iterator[tuple[int, list[str]]]:
+    def _records(self) -> Generator[tuple[int, list[str]], None, None]:
         """Yield the number of the first line, from 1, and the cells of each row."""
         with self._readable(), self._open() as file:
             reader = csv.reader(file, delimiter=self.separator, skipinitialspace=True)

@@ -21,6 +21,7 @@ from gcnzc.train.option_groups import (
     TaskOptions,
     WorkerOptions,
 )
+from gcnzc.train.options import check_options
 
 
 # dataclasses order inherited fields from the last base to the first
@@ -65,3 +66,6 @@ class EvaluateConfig:
     """where to evaluate; auto takes CUDA if there is a GPU"""
     predictions: Path | None = None
     """also write the logits of all nodes to this .npy"""
+
+    def __post_init__(self) -> None:
+        check_options(self)

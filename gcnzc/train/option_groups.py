@@ -18,7 +18,7 @@ from gcnzc.train.options import (
     at_most,
     check_fanouts,
     check_number,
-    check_numbers,
+    check_options,
     option_name,
     parse_cache_size,
     parse_fragments,
@@ -62,10 +62,10 @@ MOST_SECONDS = 10**9
 
 
 class Options:
-    """Base of the groups: checks that all numbers are finite and within their limits."""
+    """Base of the groups: checks the types of all options, and that numbers are within limits."""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)

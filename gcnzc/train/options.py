@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -214,6 +216,63 @@ def at_most(most: float, name: str, value: float) -> None:
         )
 
 
+def check_options(config: Any) -> None:
+    """Convert the fields of a config to their types, and check all numbers.
+
+    A config that Python code constructs may have a `str` for a path, a list for a tuple, an integer
+    for a float, or a number of numpy.
+
+    Raises:
+        ValueError: a value has another type or is not one of the choices, or a number is NaN,
+            infinite, or above the limit for its type.
+    """
+    kind: Any = type(config)
+    for name, hint in _type_hints(kind).items():
+        value = getattr(config, name)
+        try:
+            converted = _convert(hint, _plain(value, hint))
+        except (TypeError, OverflowError):
+            raise ValueError(
+                f"{option_name(name)} cannot be {value!r:.100}\n\nhint: {_describe(hint)}"
+            ) from None
+        if converted is not value:
+            object.__setattr__(config, name, converted)
+    check_numbers(config)
+
+
+@functools.cache
+def _type_hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    """Return a value as TOML would have it: paths as text, sequences as lists, numbers as Python's.
+
+    A number becomes text where the option takes a number or a word.
+    """
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, tuple | list):
+        return [_plain(item, None) for item in value]
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        value = int(value)
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        value = float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if hint is str and is_number else value
+
+
+def _describe(hint: Any) -> str:
+    """Describe the values of an option, for a hint."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    if choices:
+        return f"choose one of {', '.join(map(str, choices))}"
+    names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None)]
+    return f"its type is {' or '.join(names) or hint}"
+
+
 def check_numbers(config: Any) -> None:
     """Raise a ValueError if an option is NaN, infinite, or above the limit for its type."""
     for field in dataclasses.fields(config):
@@ -239,6 +298,12 @@ def check_writable(name: str, path: Path | None) -> None:
         )
     check_regular(path)
     folder = path.parent
+    for place in (folder, folder.parent):
+        if path.exists() and (place / "meta.json").exists():
+            raise ValueError(
+                f"{option_name(name)}: {path} is a file of the prepared graph {place}\n\n"
+                "hint: choose another name"
+            )
     if not folder.is_dir():
         raise ValueError(
             f"{option_name(name)}: there is no folder {folder}\n\n"

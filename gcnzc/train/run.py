@@ -75,13 +75,19 @@ def train(
         PeerFailed: worker 0 failed, and raises the error.
     """
     began = time.perf_counter()
-    reporter, group = reporter or NullReporter(), group or Group()
     if config.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
+    if config.workers > 1 and group is None:
+        raise ValueError(
+            f"train: workers is {config.workers}, and this is one process\n\n"
+            "hint: `gcnzc train --workers N` starts the processes; a script that torchrun starts "
+            "gives `train` the group of gcnzc.exchange.init_group"
+        )
     if config.runs > 1:
         raise ValueError(
             f"train: runs is {config.runs}\n\nhint: gcnzc.train.train_runs trains several seeds"
         )
+    folder, reporter, group = Path(folder), reporter or NullReporter(), group or Group()
     for message in unused_options(config).values():
         wrong, _, remedy = message.partition("\n\nhint: ")
         reporter.say(f"warning: {wrong}; {remedy}")

@@ -1,16 +1,19 @@
 """Options are checked on construction, and survive JSON."""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gcnzc.cli.commands.data import MakeConfig
 from gcnzc.cli.parser import parse
 from gcnzc.train import option_groups
-from gcnzc.train.config import TrainConfig
+from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.options import config_from_dict, config_to_dict, option_name
+from gcnzc.train.run import train
 
 
 def test_a_config_survives_json():
@@ -170,3 +173,43 @@ def test_a_group_checks_its_own_options():
         option_groups.ModelOptions(dropout=1.0)
     with pytest.raises(ValueError, match="--lr must be finite, got nan"):
         option_groups.OptimizerOptions(lr=float("nan"))
+
+
+def test_python_values_are_converted_to_the_types_of_the_options():
+    given = {"data": "x/y", "fanouts": [3, 4], "layers": np.int64(2), "lr": 1, "local_steps": 4}
+    config = TrainConfig(optimizer="diloco", **given)
+    wanted = {"data": Path("x/y"), "fanouts": (3, 4), "layers": 2, "lr": 1.0, "local_steps": "4"}
+    for name, value in wanted.items():
+        found = getattr(config, name)
+        assert (found, type(found)) == (value, type(value)), name
+    config = EvaluateConfig(run="runs/x", predictions="y.npy")
+    assert (config.run, config.predictions) == (Path("runs/x"), Path("y.npy"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "hint"),
+    [
+        ("optimizer", "foo", "choose one of adam, adamw, sgd, onebit-adam"),
+        ("model", "SAGE", "choose one of sage, gcn, gat"),
+        ("epochs", "3", "its type is int"),
+        ("epochs", True, "its type is int"),
+        ("epochs", 2.5, "its type is int"),
+        ("batch_norm", "no", "its type is bool"),
+        ("lr", None, "its type is float"),
+        ("data", 3, "its type is Path"),
+        ("fanouts", "5,5,5", "its type is"),
+    ],
+)
+def test_python_values_that_the_command_line_would_reject_are_rejected(option, value, hint):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{option_name(option)} cannot be {value!r}")
+    ) as e:
+        TrainConfig(**{option: value})
+    assert f"hint: {hint}" in str(e.value)
+
+
+def test_one_process_does_not_train_as_if_it_were_several_workers(tmp_path):
+    config = TrainConfig(data=tmp_path / "graph", workers=2)
+    with pytest.raises(ValueError, match="workers is 2, and this is one process"):
+        train(config, tmp_path / "run")
+    assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from gcnzc.graph import load
 from gcnzc.loader import presampling
 from gcnzc.loader.loader import Loader
 from gcnzc.train.option_groups import MOST_THREADS
-from gcnzc.train.options import Fanouts, at_least, at_most, check_fanouts, check_numbers
+from gcnzc.train.options import Fanouts, at_least, at_most, check_fanouts, check_options
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import cache_forecast
 
@@ -46,7 +46,7 @@ class CacheForecastConfig:
     """image to write: hit rate by cache size; none if not given"""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_options(self)
         at_least(1, "batch_size", self.batch_size)
         at_least(4, "batches", self.batches)
         at_least(1, "gpus", self.gpus)

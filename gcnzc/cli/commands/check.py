@@ -19,7 +19,7 @@ from gcnzc.graph import load
 from gcnzc.graph.dataset import Dataset
 from gcnzc.system import host_memory, machine
 from gcnzc.system.progress import ProgressCallback
-from gcnzc.train.options import Fanouts, at_least, check_fanouts, check_numbers, parse_cache_size
+from gcnzc.train.options import Fanouts, at_least, check_fanouts, check_options, parse_cache_size
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import choose, profiles, search
 from gcnzc.tune import machine as tune_machine
@@ -56,7 +56,7 @@ class CheckConfig:
     """megabytes of features that are read to measure the memory"""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_options(self)
         for name in ("batch_size", "row_bytes", "megabytes"):
             at_least(1, name, getattr(self, name))
         at_least(0, "compute_ms", self.compute_ms)

@@ -27,7 +27,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.optimizers import build_optimizer
 from gcnzc.train.option_groups import MOST_THREADS, MOST_WORKERS
-from gcnzc.train.options import Fanouts, at_least, at_most, check_numbers, option_name
+from gcnzc.train.options import Fanouts, at_least, at_most, check_options, option_name
 from gcnzc.train.progress import Reporter
 from gcnzc.train.setup import build_loader, choose_device, feature_table
 from gcnzc.train.tasks import build_task
@@ -80,7 +80,7 @@ class CostConfig:
     """image to write: seconds per step by bandwidth; none if not given"""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_options(self)
         at_least(1, "workers", len(self.workers))
         for number in self.workers:
             at_least(2, "workers", number)

@@ -13,7 +13,7 @@ from gcnzc.datasets import generate
 from gcnzc.graph import load, prepare
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.graph.graph import Graph
-from gcnzc.train.options import at_least, at_most, check_numbers
+from gcnzc.train.options import at_least, at_most, check_options
 from gcnzc.train.progress import Reporter
 
 # of ogbn-papers100M, these are a hundred billion nodes
@@ -45,7 +45,7 @@ class MakeConfig:
     """seed of all random numbers"""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_options(self)
         for name in ("nodes", "edges", "num_features", "classes"):
             at_least(1, name, getattr(self, name))
         at_least(0, "seed", self.seed)
@@ -107,7 +107,7 @@ class PrepareConfig:
     """accept features that are NaN or infinite"""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_options(self)
         at_least(0, "seed", self.seed)
         if self.pitch_bytes is not None:
             at_least(0, "pitch_bytes", self.pitch_bytes)
@@ -131,7 +131,7 @@ class EmbedConfig:
     """seed of all random numbers"""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_options(self)
         at_least(1, "dims", self.dims)
         at_least(0, "seed", self.seed)
 

@@ -9,7 +9,7 @@ import tyro
 from gcnzc.cli.output import print_json
 from gcnzc.cli.plots import efficiencies
 from gcnzc.cli.reports import pcie as reports_pcie
-from gcnzc.train.options import at_least, check_numbers
+from gcnzc.train.options import at_least, check_options
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import pcie_bench, table_shapes
 
@@ -33,7 +33,7 @@ class PcieConfig:
     """size of the page-locked memory that the GPU reads"""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_options(self)
         at_least(16, "megabytes", self.megabytes)
 
 

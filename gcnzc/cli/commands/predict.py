@@ -9,6 +9,7 @@ import tyro
 
 from gcnzc.cli.output import print_json
 from gcnzc.datasets.source import PARTS
+from gcnzc.train.options import check_options
 from gcnzc.train.prediction import (
     TrainedModel,
     load_model,
@@ -46,6 +47,7 @@ class PredictConfig:
     """where to compute; auto takes CUDA if there is a GPU"""
 
     def __post_init__(self) -> None:
+        check_options(self)
         if self.pairs is not None and self.nodes != "all":
             raise ValueError(
                 f"--nodes {self.nodes} with --pairs {self.pairs}\n\n"
