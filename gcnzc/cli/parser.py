@@ -40,7 +40,10 @@ def parse(words: Sequence[str]) -> Any:
     Raises:
         Misuse: a command, an option or a value is not valid.
     """
-    words = rename_words(words)
+    try:
+        words = rename_words(words)
+    except ValueError as error:
+        raise Misuse(str(error)) from None
     default = _defaults(words)
     choices: Any = None
     for kind in COMMANDS:

@@ -29,11 +29,16 @@ VALUES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 
 
 def rename_words(words: Sequence[str]) -> list[str]:
-    """Replace old names on a command line by the present ones."""
+    """Replace old names on a command line by the present ones.
+
+    Raises:
+        ValueError: an option is given by its old name and by its present one.
+    """
     if not words:
         return []
     command = COMMANDS.get(words[0], words[0])
     options, changed, option = OPTIONS.get(command, {}), [command], ""
+    flags: dict[str, str] = {}  # as given, by present name of the option
     for word in words[1:]:
         flag, equals, value = word.partition("=")
         if flag.startswith("--"):
@@ -41,6 +46,11 @@ def rename_words(words: Sequence[str]) -> list[str]:
             no = "no-" if name.startswith("no_") else ""
             name = name.removeprefix("no_")
             option = options.get(name, name)
+            other = flags.setdefault(option, flag)
+            if other != flag and option in options.values() and no == _negation(other):
+                raise ValueError(
+                    f"{other} and {flag} are the same option\n\nhint: give one of them"
+                )
             flag = f"--{no}{option.replace('_', '-')}" if name in options else flag
             value = _renamed_value(command, option, value)
             changed.append(flag + equals + value)
@@ -49,6 +59,10 @@ def rename_words(words: Sequence[str]) -> list[str]:
             changed.append(_renamed_value(command, option, word))
             option = ""
     return changed
+
+
+def _negation(flag: str) -> str:
+    return "no-" if flag.startswith(("--no-", "--no_")) else ""
 
 
 def rename_options(

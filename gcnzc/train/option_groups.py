@@ -73,7 +73,8 @@ class DataOptions(Options):
     """The graph, and checks of its files before the run."""
 
     data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph, prepared or in OGB's layout; without it, a built-in graph"""
+    """folder of a graph, prepared or in OGB's layout, or a .npz archive;
+    without it, a built-in graph"""
     verify: bool = False
     """first read a prepared folder in full and compare its checksums, as `gcnzc info --verify`
     does"""

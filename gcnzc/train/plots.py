@@ -117,7 +117,9 @@ def _plot_run(
         score.plot(epochs, values, colour if name else f"C{number}", label=name or words)
         if part == "valid" and values:
             best = max(range(len(values)), key=values.__getitem__)
-            label = None if name else f"best epoch: {epochs[best]}"
+            # one entry of the legend is enough for the dots of several runs
+            several = "best epoch" if colour == "C0" else None
+            label = several if name else f"best epoch: {epochs[best]}"
             score.plot(epochs[best], values[best], "o", color=score.lines[-1].get_color())
             score.lines[-1].set_label(label)
     limit = lines[0].get("best_possible_accuracy")
@@ -129,13 +131,15 @@ def _plot_run(
 def _plot_seconds(figure: Any, records: Mapping[Path, Sequence[Mapping[str, Any]]]) -> None:
     """Plot a bar per run: the mean seconds of each stage in an epoch."""
     axis = figure.subplots()
+    used = {key for lines in records.values() for line in lines for key in STAGES if line.get(key)}
+    stages = [(key, f"C{index}") for index, key in enumerate(STAGES) if key in used]
     for number, lines in enumerate(records.values()):
         left = 0.0
-        for index, (key, name) in enumerate(STAGES.items()):
+        for key, colour in stages:
             seconds = sum(line.get(key, 0.0) for line in lines) / len(lines)
             # matplotlib keeps names with an underscore out of the legend
-            shown = name if number == 0 else "_"
-            axis.barh(number, seconds, 0.5, left, color=f"C{index}", label=shown)
+            shown = STAGES[key] if number == 0 else "_"
+            axis.barh(number, seconds, 0.5, left, color=colour, label=shown)
             left += seconds
         whole = sum(line["epoch_s"] for line in lines) / len(lines)
         shown = "whole epoch" if number == 0 else "_"
@@ -143,7 +147,7 @@ def _plot_seconds(figure: Any, records: Mapping[Path, Sequence[Mapping[str, Any]
     axis.set_yticks(range(len(records)), [run.name for run in records], fontsize="small")
     axis.invert_yaxis()
     axis.set_xlabel("seconds per epoch")
-    figure.legend(loc="outside lower center", ncols=len(STAGES) + 1, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=len(stages) + 1, fontsize="small")
 
 
 def timeline(spans: Sequence[Span], out: Path) -> None:
@@ -159,7 +163,10 @@ def timeline(spans: Sequence[Span], out: Path) -> None:
     steps = sum(span.name == "compute" and "worker" not in span.lane for span in spans)
     figure.suptitle(f"Timeline of {steps} steps" if steps else "Timeline")
     axis = figure.subplots()
+    present = {span.name for span in spans}
     for name, colour in SPAN_COLOURS.items():
+        if name not in present:
+            continue
         for number, lane in enumerate(lanes):
             mine = [span for span in spans if (span.name, span.lane) == (name, lane)]
             parts = [(1e3 * (s.begin_s - origin_s), 1e3 * (s.end_s - s.begin_s)) for s in mine]

@@ -68,6 +68,15 @@ def test_an_option_with_its_old_and_its_present_name_is_an_error(tmp_path):
             parse(["train", "--config", str(file)])
 
 
+def test_an_option_by_its_old_and_its_present_name_is_an_error_on_the_command_line():
+    with pytest.raises(Misuse, match="--hot and --cache-size are the same option"):
+        parse(["train", "--hot", "1", "--cache-size", "2"])
+    with pytest.raises(Misuse, match="--cache-sharded and --hot-split are the same option"):
+        parse(["train", "--cache-sharded", "--hot-split"])
+    # as of all options, the last value counts
+    assert parse(["train", "--hot", "1", "--hot", "0.5"]).cache_size == "0.5"
+
+
 def test_a_run_with_old_options_is_resumed():
     config, folder = TrainConfig(), Path("run")
     old = {"local_steps": "usual", "delay": "usual", "hot": "auto", "inner": "adam", "eager": 0.5}

@@ -26,7 +26,7 @@ class CacheForecastConfig:
     """
 
     data: tyro.conf.Positional[Path]
-    """folder of a graph, prepared or in OGB's layout"""
+    """folder of a graph, prepared or in OGB's layout, or a .npz archive"""
     fanouts: Fanouts = (15, 10, 5)
     """neighbours sampled per node, one number per layer, input layer first; -1 takes all"""
     batch_size: int = 1024

@@ -35,7 +35,8 @@ class CheckConfig:
     """
 
     data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph to tune for, prepared or in OGB's layout; without it, a random graph"""
+    """graph to tune for: a folder, prepared or in OGB's layout, or a .npz archive;
+    without it, a random graph"""
     tune: bool = False
     """measure which settings load minibatches fastest, and store them as the tuning profile of this
     machine"""

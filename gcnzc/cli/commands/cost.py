@@ -42,7 +42,8 @@ class CostConfig:
     """
 
     data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph, prepared or in OGB's layout; without it, a built-in graph"""
+    """folder of a graph, prepared or in OGB's layout, or a .npz archive;
+    without it, a built-in graph"""
     workers: Fanouts = (2, 4, 8)
     """numbers of workers to predict for"""
     mbit_per_s: float = 1000.0

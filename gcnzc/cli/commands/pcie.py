@@ -23,7 +23,8 @@ class PcieConfig:
     """
 
     data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph, prepared or in OGB's layout; without it, the sizes of public graphs"""
+    """folder of a graph, prepared or in OGB's layout, or a .npz archive;
+    without it, the sizes of public graphs"""
     out: Path | None = None
     """image to write: efficiency by bytes per row; none if not given"""
     split_bytes: Literal[64, 128] = 128
