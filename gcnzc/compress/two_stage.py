@@ -12,12 +12,11 @@ later step, so no part of any x_i is lost: the sum over time of the results, plu
 equals the sum of mean_i x_i. A mean takes two collectives for any number of parameters; the scales
 of blocks and the extras are part of the same messages.
 
-An element that is not finite makes the scale of its block non-finite, and with its codes each rank
-sends the number of its non-finite elements to all others. Both stages always run; then all ranks
-read these numbers, and whether the mean of each part is finite, with one device synchronisation.
+A non-finite element makes its block's scale non-finite. Each rank also sends its count of
+non-finite elements. Both stages always run; then all ranks read these counts, and whether the mean of each part is finite, with one device synchronisation.
 The errors are updated last, and only if everything is finite.
 
-Letters: n elements, W ranks, k extras.
+Notation: n elements, W ranks, k extras.
 """
 
 from abc import abstractmethod
@@ -68,8 +67,8 @@ class Codec(Compression):
         """Write the codes and scales of values + error to the rows of the parts.
 
         Args:
-            values: (n,) float32.
-            error: (n,); None for zeros.
+            values: (n,) float32 or float64.
+            error: (n,) of the same dtype; None for zeros.
             active: (n,) bool; None for all elements.
             layout: of the vector.
             rows: (parts, at least `row_bytes`) uint8.

@@ -5,12 +5,15 @@ The table has their times for W ranks, M bytes, a latency of α seconds per mess
 bandwidth of B bytes/s per rank (Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH", 2005):
 
-    doubling_sum     ⌈log2 W⌉ (α + M/B)
-    halving_sum      2 log2 W α + 2 (W - 1)/W M/B
+    doubling_sum     log2 W (α + M/B), if W is a power of two
+    halving_sum      2 log2 W α + 2 (W - 1)/W M/B, if W is a power of two
     ring_sum         2 (W - 1) α + 2 (W - 1)/W M/B
     doubling_gather  ⌈log2 W⌉ α + (W - 1) M/B
     chain            (⌈M/C⌉ + W - 2) (α + C/B), in pieces of C bytes
     binomial         ⌈log2 W⌉ (α + M/B)
+
+For another W, both use the next lower power of two, and two more messages of M bytes: some ranks
+first send their values to another rank, which sends the result back (`_Fold`).
 
 Sums are equal on all ranks bit for bit: an element is either summed on one rank, or by the same
 pairs on all ranks, and addition is commutative.
@@ -34,9 +37,10 @@ PIECE_BYTES = 32 * 1024
 
 
 def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
-    """All-reduce (n,) in place by recursive doubling: whole vectors in ⌈log2 W⌉ rounds.
+    """All-reduce (n,) in place by recursive doubling: whole vectors in log2 W rounds.
 
-    Uses log2 W times the memory of the values as scratch; the other sums use at most their size.
+    If W is not a power of two, there are ⌊log2 W⌋ + 2 rounds. Uses log2 W times the memory of the
+    values as scratch; the other sums use at most their size.
     """
     fold = yield from _make_fold(values, rank, world_size)
     peers = [fold.find_rank(fold.position ^ step) for step in fold.steps]

@@ -47,7 +47,7 @@ TIMEOUT_S = 60.0
 # default remedy in the message of `WorkerLost`
 REMEDY = "start all workers again, and load the state_dict() and the model that were saved last"
 
-# how many times of waits and of overlapped exchanges are stored until they are taken
+# maximum number of intervals kept until `take_waits` or `take_overlapped`
 TIMES_KEPT = 10_000
 
 
@@ -106,7 +106,7 @@ class Group:
         self.choices, self.timeout_s = choices or Choices(), timeout_s
         self.remedy = remedy
         self.ledger = Ledger()
-        # begin and end of waits of this rank's algorithms, by time.perf_counter
+        # begin and end of the requests of this rank's algorithms, by time.perf_counter
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         # begin and end of overlapped exchanges
         self.overlapped: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
@@ -183,8 +183,8 @@ class Group:
         if self.rank not in members or not 0 <= members[0] <= members[-1] < self.world_size:
             raise ValueError(
                 f"rank {self.rank} of {self.world_size} cannot be in a subgroup of ranks {members}"
-                "\n\nhint: only the ranks of a subgroup create it, each with the same ranks of the "
-                f"group, which are 0 to {self.world_size - 1}"
+                "\n\nhint: call subgroup() only on its members, with the same list; valid ranks "
+                f"are 0 to {self.world_size - 1}"
             )
         rank, world_size = members.index(self.rank), len(members)
         if world_size == 1:
@@ -244,9 +244,10 @@ class Group:
             self.monitor.set_status(step, activity)
 
     def take_waits(self) -> list[tuple[float, float]]:
-        """Return and clear the begin and end of each wait for other ranks since the last call.
+        """Return and clear the begin and end of each request since the last call.
 
-        Times are those of `time.perf_counter`, in seconds.
+        An interval includes the wait for other ranks and the transfer. Times are those of
+        `time.perf_counter`, in seconds.
         """
         return _pop_all(self.waits)
 
@@ -401,9 +402,10 @@ def _pop_all(times: deque[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def current_group() -> Group:
-    """Return the group of torch.distributed's default process group; a single rank without one.
+    """Return the group of torch.distributed's default process group.
 
-    For scripts that call `torch.distributed.init_process_group` themselves. With several ranks, all
+    For scripts that call `torch.distributed.init_process_group` themselves. Returns a single-rank
+    group if torch.distributed is not initialized or has one rank. With several ranks, all
     calls return the same object until it is closed, as by
     `torch.distributed.destroy_process_group`. Heartbeats are written to the process group's store.
     """

@@ -2,7 +2,7 @@
 
 All ranks time the same requests and exchange their times, so that all make the same choices.
 
-Letters: R rounds, A algorithms.
+Notation: R rounds, A algorithms.
 """
 
 import hashlib

@@ -3,9 +3,9 @@
 An algorithm is a generator: it yields requests, receives each answer as the value of the `yield`,
 and returns its result. It does not use a process group itself, so the same code runs on processes
 (`run`) and is simulated for W ranks in one process (`lockstep`). All ranks must yield the same
-requests in the same order; the peers of `SendReceive`, `Send` and `Receive` may differ.
+collectives in the same order. Each `Send` needs a `Receive` on its peer; other ranks need neither.
 
-Letters: W ranks, n elements.
+Notation: W ranks, n elements.
 """
 
 from collections.abc import Generator, Sequence
@@ -76,7 +76,7 @@ class SendReceive:
     values: Tensor
     """contiguous, with the same shape and dtype on both ranks"""
     peer: int
-    """the other rank, whose peer is this rank; for this rank itself the answer is a copy"""
+    """the other rank, which must name this rank; if it is this rank, the answer is a copy"""
 
 
 @dataclass(frozen=True)

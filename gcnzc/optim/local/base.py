@@ -3,8 +3,8 @@
 It implements local steps, means over the ranks whose parameters are finite, overlapped exchanges,
 and checkpoints. A subclass defines what is exchanged, when, and how the result is applied.
 
-Letters: W ranks, n elements of the flat parameter vector, k notes (numbers appended to an exchanged
-vector, such as signals), H steps from one synchronisation to the next.
+Notation: W ranks, n elements of the flat parameter vector, k extras (numbers appended to an
+exchanged vector, such as signals), H steps from one synchronisation to the next.
 """
 
 from abc import abstractmethod

@@ -27,7 +27,7 @@ https://arxiv.org/abs/1909.10802); and that the first two rounds start from the 
 because no mean is available after the first. The authors' code does not answer them: its gap is a
 constant, its clip has no effect, and it does not overlap exchanges.
 
-Letters: W ranks, n elements, k notes, H steps of a round, s = elements of a rank's shard.
+Notation: W ranks, n elements, k notes, H steps of a round, s = elements of a rank's shard.
 """
 
 import math

@@ -10,7 +10,7 @@ as in Douillard et al., "DiLoCo" (2023, https://arxiv.org/abs/2311.08105). Witho
 momentum it is SlowMo (Wang et al., 2020, https://arxiv.org/abs/1910.00643), and with m = 0 and
 lr = 1 it is local SGD. The states of the inner optimizers are not exchanged.
 
-Letters: W ranks, n elements, k notes, s elements of a rank's shard.
+Notation: W ranks, n elements, k notes, s elements of a rank's shard.
 """
 
 from collections.abc import Mapping

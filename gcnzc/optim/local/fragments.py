@@ -3,7 +3,7 @@
 Each element is in exactly one fragment. A fragment is a range of the flat vector of all parameters,
 or a set of whole parameters that is selected by name.
 
-Letters: P fragments, n elements of all parameters, m of a fragment.
+Notation: P fragments, n elements of all parameters, m of a fragment.
 """
 
 import re

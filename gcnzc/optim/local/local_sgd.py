@@ -9,7 +9,7 @@ mean, which are smaller than the parameters:
 
     x_i <- a - mean_j (a - x_j)                      a: the last mean, equal on all ranks
 
-Letters: n elements, k notes, H local steps.
+Notation: n elements, k notes, H local steps.
 """
 
 from collections.abc import Mapping

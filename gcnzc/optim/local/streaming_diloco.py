@@ -12,7 +12,7 @@ https://arxiv.org/abs/2501.18512). The anchors a and momenta b are equal on all 
 parameters differ until `finalize`. The first exchange of fragment p of P starts after step
 round(p H / P) + H.
 
-Letters: n elements, P fragments, H local steps, D the delay, k notes.
+Notation: n elements, P fragments, H local steps, D the delay, k notes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,8 +47,8 @@ class StreamingDiLoCo(LocalUpdates):
         fragments: P; or "modules", or regular expressions: see
             `gcnzc.optim.local.fragments.split_into_fragments`.
         delay: D, the number of steps that overlap with an exchange, below H; or "auto", which
-            requires local_steps="auto": the smallest D of which an exchange takes at most half the
-            time.
+            requires local_steps="auto": the smallest D such that an exchange takes at most half
+            the time of D steps.
         mixing: the weight of a rank's own parameters when a fragment is synchronised, from 0 to 1.
         outer_lr: the learning rate of the outer optimizer.
         outer_momentum: the Nesterov momentum of the outer optimizer.
@@ -94,7 +94,7 @@ class StreamingDiLoCo(LocalUpdates):
                 "hint: give local_steps='auto', which measures both"
             )
         if delay != "auto":
-            # the result of an exchange would never be due after a fraction of a step
+            # a fractional delay would never equal a step number
             check_count("delay", delay)
         self.requested_delay = delay
         self.delay = 1 if isinstance(delay, str) else delay
@@ -127,7 +127,7 @@ class StreamingDiLoCo(LocalUpdates):
             for number, fragment in enumerate(self.fragments)
         ]
         self.anchor = self.flat_params.zeros()[:0]
-        """(n,), fragment by fragment: the parameters after the last outer steps"""
+        """(n,), fragment by fragment: the outer optimizer's parameters"""
         self.momentum = self.anchor
         """(n,), in the same order: the outer momentum"""
         self.pending: dict[int, tuple[int, PendingReduction]] = {}
@@ -197,7 +197,7 @@ class StreamingDiLoCo(LocalUpdates):
             return
         anchor, momentum = (self._parts(each)[number] for each in (self.anchor, self.momentum))
         self.outer.step(anchor, momentum, pending.values[: fragment.num_elements])
-        # the memory of the exchange is reused
+        # reuse the exchange buffer
         own = fragment.read(pending.values)[: fragment.num_elements]
         if bool(are_finite(own)):
             fragment.write(own.mul_(self.mixing).add_(anchor, alpha=1 - self.mixing))

@@ -6,7 +6,7 @@ The anchor a is equal on all ranks. The update u_i accumulates the local steps o
 The variance V is constant between synchronisations. Weight decay applies to a and u_i in the same
 way.
 
-Letters: n elements, d of them dense, c = n - d compressed.
+Notation: n elements, d of them dense, c = n - d compressed.
 """
 
 import torch

@@ -4,7 +4,7 @@ Gradients are weighted by the ranks' shares of the global minibatch, so a step e
 rank on all minibatches. The averaged vector also has a flag for each parameter, whether it has a
 gradient, and signals such as a request to stop.
 
-Letters: W ranks, P parameters.
+Notation: W ranks, P parameters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

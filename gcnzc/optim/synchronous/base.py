@@ -1,10 +1,10 @@
-"""The base class of optimizers that keep the replicas in sync at every step.
+"""The base class of optimizers that keep the replicas in sync at every exchange.
 
 Their state is a few flat vectors over all parameters (`FlatParameters`), so the number of
 collectives of a step does not depend on the number of parameters. If a gradient element is not
-finite on any rank, all ranks skip the step, and their state does not change.
+finite on any rank, all ranks skip a step with an exchange, and their state does not change.
 
-Letters: n elements, d of them dense, W ranks, k notes: numbers that are exchanged with a vector,
+Notation: n elements, d of them dense, W ranks, k notes: numbers that are exchanged with a vector,
 such as signals.
 """
 
@@ -34,16 +34,17 @@ class Replicated(DistributedOptimizer):
             gradients of a group with `compress=False` are exchanged densely at every step.
         defaults: default options of the parameter groups.
         group: the ranks that communicate; see `DistributedOptimizer`.
-        clip_norm: the maximum norm of the gradient; all ranks scale their gradients by the same
-            factor. None does not clip.
+        clip_norm: the maximum gradient norm; None does not clip. A dense step clips the mean
+            gradient. In a compressed step all ranks scale their gradients by the same factor, which
+            follows from the root mean square of their norms.
         signals: the number of flags, such as a request to stop, that each exchange combines over
             the ranks.
         total_steps: the number of steps of the run; None if it is not known.
         module: see `DistributedOptimizer`.
 
     With torch's GradScaler, all ranks skip an exchanged step that overflows on one rank, and all
-    lower their scales. In a step without an exchange, as 0/1 Adam has, only that rank skips, and
-    its scale may then differ from those of the others.
+    lower their scales. In a step without an exchange, as 0/1 Adam has, only that rank ignores its
+    gradients, and its scale may then differ from those of the others.
 
     Raises:
         TypeError: a parameter is sharded, complex, or of a dtype that cannot be averaged.
@@ -124,8 +125,8 @@ class Replicated(DistributedOptimizer):
     def bound_sums(self, sums: Tensor) -> Tensor:
         """Clamp sums of gradients in place so that a dense exchange of them cannot overflow.
 
-        Sums remain when a step is skipped. If their mean over the ranks or its square overflowed,
-        all later dense steps would be skipped.
+        Pending sums survive a skipped step. If their mean or its square overflowed, every later
+        dense step would be skipped too.
         """
         sent = getattr(self._dense, "dtype", self.flat_params.dtype)
         largest = torch.finfo(sent).max / (2 * self.group.world_size)
@@ -207,8 +208,9 @@ class Replicated(DistributedOptimizer):
     def clip_gradients(self, values: Tensor) -> Algorithm[str]:
         """Clip the gradients of this rank by a factor that is equal on all ranks.
 
-        The norm is the root mean square of the ranks' gradient norms. This is an upper bound of the
-        norm of the mean gradient, which no rank has. Each rank sends 8 bytes to each other rank.
+        The norm is the root mean square of the ranks' gradient norms. It bounds the norm of the
+        mean gradient, which is not computed in compressed steps. Each rank sends 8 bytes to each
+        other rank.
         """
         if self.clip_norm is None:
             return ""

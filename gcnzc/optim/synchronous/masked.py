@@ -4,13 +4,13 @@ With a constant variance, an element with zero variance, such as of an embedding
 looked up, would take steps of lr * scale / eps. It is inactive: excluded from the compression and
 its errors, and updated by weight decay only. Each rank sums its gradients of inactive elements, the
 pending gradients. Once a rank has such a gradient, all ranks take a dense step that includes the
-sums, and that reactivates the elements: it initialises their variance. At least 1, 2, 4, ... 256
-steps lie between such steps.
+sums, and that reactivates the elements: it initialises their variance. The distance from one such
+step to the next is at least 1, 2, 4, ... 256 steps.
 
 An element with a small variance, such as of a row that was looked up long ago, would take large
 steps. Its variance is raised to a share of the mean variance of its parameter, the floor.
 
-Letters: n elements, d of them dense, c = n - d compressed, P parameters, k notes.
+Notation: n elements, d of them dense, c = n - d compressed, P parameters, k notes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,8 @@ from gcnzc.optim.synchronous.base import Replicated
 from gcnzc.optim.validation import check_at_least_zero
 from gcnzc.system.scalars import scalars_like
 
-# largest number of steps between dense steps that reactivate elements; it doubles, starting at 1
+# upper limit of the minimum distance, in steps, between dense steps that reactivate elements; the
+# minimum distance starts at 1 and doubles
 MAX_JOIN_GAP = 256
 
 # values of the option `wake`
@@ -86,8 +87,8 @@ class Masked(Replicated):
         """Replace all gradients, plus the pending ones, by their clipped means over the ranks.
 
         Args:
-            values: (n + k,); its notes are the common ones, and a flag for each parameter, whether
-                it has a gradient, which this method sets.
+            values: (n + k,); its extras are the common ones, and one flag per parameter; this
+                method sets it if the parameter has a gradient.
 
         Returns:
             Why all ranks skip the step; empty if they take it.
@@ -189,8 +190,9 @@ class Masked(Replicated):
     def count_reactivated(self, gradients: Tensor) -> Tensor:
         """Count the inactive elements whose gradient is large enough for a variance above 0.
 
-        NaN if a gradient is not finite. A compressed exchange checks only active elements; this
-        note makes all ranks skip the step before such a gradient is added to the pending ones.
+        NaN if a gradient is not finite. A compressed exchange checks only active elements. This
+        count is sent with the exchange; NaN makes all ranks skip the step before such a gradient is
+        added to the pending ones.
 
         Args:
             gradients: (inactive elements,).

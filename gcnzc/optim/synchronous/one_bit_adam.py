@@ -5,7 +5,8 @@ Speed" (2021, https://arxiv.org/abs/2102.02888). With a constant variance Adam's
 the momentum, so error feedback corrects the compression error of a step in later steps.
 
     warm-up   g = mean_i g_i          m <- b1 m + (1 - b1) g     v <- b2 v + (1 - b2) g^2
-    freeze    V = v / (1 - b2^t)
+              V = v / (1 - b2^t)
+    freeze    V is constant from now on
     after     m_i = b1 m + (1 - b1) g_i     m <- compressed mean of m_i
     always    x <- x - lr (m / (1 - b1^t) / (sqrt(V) + eps) + weight_decay x)
 
@@ -13,7 +14,7 @@ Two changes to the paper concern sparse gradients, such as those of embeddings: 
 variance at the freeze are inactive until they have a gradient, and small variances are raised to a
 floor; see `gcnzc.optim.synchronous.masked`.
 
-Letters: n elements, d of them dense, k notes.
+Notation: n elements, d of them dense, k notes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,9 +36,9 @@ from gcnzc.system.scalars import read_scalars
 class OneBitAdam(Masked):
     """1-bit Adam: AdamW that exchanges the signs of momenta after a warm-up.
 
-    With a single rank it is `torch.optim.AdamW`. During the warm-up it is AdamW with the mean
-    gradients of the ranks. A parameter that never had a gradient on any rank is not updated; a
-    missing gradient of another parameter counts as zeros.
+    During the warm-up it is `torch.optim.AdamW` with the mean gradients of the ranks; a single rank
+    never ends the warm-up. By default there is one difference: once a parameter has had a gradient
+    on any rank, a missing gradient counts as zeros, whereas AdamW skips the parameter in that step.
 
     Args:
         params: an iterable of parameters or parameter groups, as for torch's optimizers. A group
@@ -48,23 +49,24 @@ class OneBitAdam(Masked):
         weight_decay: coefficient of the decoupled weight decay, as in AdamW.
         warmup: the number of uncompressed steps before the variance is frozen. "default" is 0.15 of
             `total_steps`, or 100 if that is None. None freezes the variance once it is stable.
-        warmup_range: the smallest and the largest number of these steps if `warmup` is None. If the
-            largest is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`.
+        warmup_range: the limits of the warm-up length, in steps, if `warmup` is None. If the upper
+            limit is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`.
         refresh: the number of steps from the freeze to the first refresh of the variance; it
             doubles for each further refresh. 0 for no refresh.
-        refresh_steps: the number of dense steps of a refresh, at most `refresh`. Together they
-            decay the old variance as much as Adam would have since the last refresh.
+        refresh_steps: the number of dense steps of a refresh, at most `refresh`. The steps of one
+            refresh together decay the old variance as much as Adam would have since the last one.
         compress: compression of the momenta after the warm-up; signs if None.
         dense: compression of the gradients in dense steps, without error feedback; uncompressed if
             None.
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
         wake: "join" reactivates elements that were inactive at the freeze once they have a
-            gradient; "stay" updates them only after a refresh of the variance.
+            gradient, at most 256 steps later; "stay" reactivates them at the next refresh of the
+            variance, and never if `refresh` is 0.
         floor: the smallest variance of an active element after the warm-up, as a share of the mean
             variance of the active elements of its parameter; 0 for none, as in the paper.
         group: the ranks that communicate; see `DistributedOptimizer`.
-        clip_norm: the maximum norm of the gradient; None does not clip.
+        clip_norm: the maximum gradient norm; see `Replicated`. None does not clip.
         signals: see `Replicated`.
         total_steps: the number of steps of the run, from which the default warm-up follows; None if
             it is not known. If compression begins late in the run, rank 0 warns with a
@@ -144,7 +146,8 @@ class OneBitAdam(Masked):
             total_steps=total_steps,
             module=module,
         )
-        # `next_refresh`: first step of the next refresh; `fresh_at`: last step of the last one
+        # `next_refresh`: first step of the next refresh; `fresh_at`: final step of the previous
+        # refresh, or the freeze step
         self.numbers |= {"frozen_at": 0, "norms": [], "next_refresh": 0, "fresh_at": 0}
 
     def layout(self) -> list[str]:
@@ -272,7 +275,7 @@ class OneBitAdam(Masked):
             root = torch.sqrt(self.vectors["variance"][here], out=values[here])
             if self.bias_correction:
                 size /= 1 - beta1**step
-                # a frozen variance is corrected already
+                # a frozen variance is already bias-corrected
                 if not is_frozen or part.begin < flat_params.num_dense:
                     root /= (1 - beta2**step) ** 0.5
             root += options["eps"]

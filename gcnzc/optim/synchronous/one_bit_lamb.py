@@ -21,7 +21,7 @@ the share of u that is not decay. The scaling k gives all tensors the same magni
 compressed. Elements that never had a gradient are inactive as in `one_bit_adam`; a tensor with zero
 momentum at the freeze is inactive as a whole, and gets its k and C when it is reactivated.
 
-Letters: P parameters, n elements, d of them dense.
+Notation: P parameters, n elements, d of them dense.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,7 +74,7 @@ class OneBitLamb(OneBitAdam):
             share of the mean variance of the active elements of its parameter; 0 for none, as in
             the paper.
         group: the ranks that communicate; see `DistributedOptimizer`.
-        clip_norm: the maximum norm of the gradient; None does not clip.
+        clip_norm: the maximum gradient norm; see `Replicated`. None does not clip.
         signals: see `Replicated`.
         total_steps: the number of steps of the run, from which the default warm-up follows; None if
             it is not known. If compression begins late in the run, rank 0 warns with a

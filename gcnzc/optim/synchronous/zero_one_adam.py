@@ -22,7 +22,7 @@ before a variance update synchronises, so that one mean gradient updates both m 
 Elements with zero variance are inactive until the ranks exchange their gradients; see
 `gcnzc.optim.synchronous.masked`.
 
-Letters: n elements, d of them dense, c = n - d compressed, P parameters, W ranks, k notes.
+Notation: n elements, d of them dense, c = n - d compressed, P parameters, W ranks, k notes.
 """
 
 from collections.abc import Iterable, Mapping
