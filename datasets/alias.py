@@ -3,7 +3,7 @@
 Walker's alias method with Vose's construction (IEEE Trans. Software Eng. 17, 1991). Each value has
 a slot of equal width, which it shares with at most one other value.
 
-Letters: R distributions (rows), V slots of all rows together.
+Notation: R distributions (rows), V slots of all rows together.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ the rows are smoothed over the graph, as ProNE (Zhang et al., IJCAI 2019) does w
 filter; here the filter is personalised PageRank (Klicpera et al., ICLR 2019,
 https://arxiv.org/abs/1810.05997).
 
-Letters: N nodes, D dimensions, K columns of the iterated subspace, I and J columns in general.
+Notation: N nodes, D dimensions, K columns of the iterated subspace, I and J columns in general.
 """
 
 import numpy as np

@@ -3,7 +3,7 @@
 Each chunk of edges or features has its own random stream with the key (seed, purpose, chunk), so
 that a graph depends only on its seed, and memory only on the chunk size.
 
-Letters: N nodes, E edges as stored.
+Notation: N nodes, E edges as stored.
 """
 
 import os

@@ -3,7 +3,7 @@
 A stored or deflated member of any size is read through a small buffer. At the end, `zipfile`
 verifies its checksum.
 
-Letters: N rows, D columns, E edges.
+Notation: N rows, D columns, E edges.
 """
 
 import errno

@@ -3,7 +3,7 @@
 All values are validated when the folder is opened, so that other code can rely on them.
 `gcnzc.datasets.store` compares the description of each file with the file.
 
-Letters: N nodes, E edges, D columns of features, T tasks.
+Notation: N nodes, E edges, D columns of features, T tasks.
 """
 
 import json

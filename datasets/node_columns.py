@@ -1,6 +1,6 @@
 """The columns of a table of nodes: which are ids, labels, parts and features, and their values.
 
-Letters: N nodes, T tasks.
+Notation: N nodes, T tasks.
 """
 
 from collections.abc import Mapping, Sequence

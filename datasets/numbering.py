@@ -1,6 +1,6 @@
 """The numbers of nodes whose ids are texts or any integers.
 
-Letters: N nodes, E edges.
+Notation: N nodes, E edges.
 """
 
 from collections.abc import Sequence

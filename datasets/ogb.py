@@ -13,7 +13,7 @@ once) comes from `task.json`, otherwise from the `meta_dict.pt` that `ogb.io.Dat
 otherwise from the catalogue. Layout and settings: https://github.com/snap-stanford/ogb, `ogb/io`
 and `nodeproppred/master.csv`.
 
-Letters: N nodes, E edges as stored, D columns of features, T tasks.
+Notation: N nodes, E edges as stored, D columns of features, T tasks.
 """
 
 import json

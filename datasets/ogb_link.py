@@ -10,7 +10,7 @@
 Supported are the datasets of https://github.com/snap-stanford/ogb, `ogb/linkproppred/master.csv`,
 except knowledge graphs, which have several edge types.
 
-Letters: N nodes, E edges, D columns of features, K negatives for each edge.
+Notation: N nodes, E edges, D columns of features, K negatives for each edge.
 """
 
 import json

@@ -30,7 +30,7 @@ where `W'_k` is the weight of community `k` without node `i`, `W_k = W'_k + w_i`
 number of edges inside `k` that do not touch `i`; each of these is slightly less probable if `i` is
 in the community. An edge from `i` to itself is an edge inside its community, whichever that is.
 
-Letters: N nodes, E edges, K classes, L levels of weight, D features, S nodes that the oracle
+Notation: N nodes, E edges, K classes, L levels of weight, D features, S nodes that the oracle
 predicts.
 """
 

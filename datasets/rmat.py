@@ -4,7 +4,7 @@ Source: Chakrabarti, Zhan, Faloutsos, SDM 2004, with the parameters of Graph500
 (https://graph500.org/?page_id=12). Degrees are skewed and hubs are connected with hubs, at any
 size; there are no communities. Features and labels are random and independent.
 
-Letters: N nodes, 2**B the next power of two, E edges, D features, K classes.
+Notation: N nodes, 2**B the next power of two, E edges, D features, K classes.
 """
 
 from collections.abc import Mapping

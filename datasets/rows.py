@@ -1,6 +1,6 @@
 """Feature tables that are read in chunks of rows, so that they may exceed memory.
 
-Letters: N rows, D columns.
+Notation: N rows, D columns.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,6 @@
 """The interface of dataset readers, and validation of what they return.
 
-Letters: N nodes, E edges as stored, T tasks.
+Notation: N nodes, E edges as stored, T tasks.
 """
 
 from collections.abc import Mapping

@@ -16,7 +16,7 @@ synchronized to disk (fsync) and renamed, so that an incomplete folder is never 
     mapping/                  names of nodes, classes and features, see `gcnzc.datasets.names`, or
                               copied from the source
 
-Letters: N nodes, E edges, D columns, T tasks.
+Notation: N nodes, E edges, D columns, T tasks.
 """
 
 import errno

@@ -2,7 +2,7 @@
 
 A TOML file names the files and the columns, see `gcnzc.datasets.table_options`.
 
-Letters: N nodes, E edges, D columns of features.
+Notation: N nodes, E edges, D columns of features.
 """
 
 from collections.abc import Iterable, Iterator

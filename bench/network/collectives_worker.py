@@ -4,7 +4,7 @@
 
 It runs on each machine, with the environment variables of torch.distributed.
 
-Letters: W ranks.
+Notation: W ranks.
 """
 
 import hashlib

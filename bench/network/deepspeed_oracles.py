@@ -18,7 +18,7 @@ ranks were, up to rounding.
     agreed    x <- x - u       u <- compressed mean of u (sqrt(v) + eps)
               m <- -u / sum of lr            x <- x + u / (sqrt(v) + eps)
 
-Letters: n elements, W ranks.
+Notation: n elements, W ranks.
 """
 
 import math

@@ -4,7 +4,7 @@ A `Compression` is a set of options. A `Reducer`, one per vector, computes the m
 options, and stores the state between them, such as error feedback. Optimizers use only these two
 interfaces, so every optimizer works with every compression.
 
-Letters: n elements of the vector, W ranks, k extras.
+Notation: n elements of the vector, W ranks, k extras.
 """
 
 from abc import ABC, abstractmethod

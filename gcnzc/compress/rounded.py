@@ -3,7 +3,7 @@
 `Dense` with the same dtype rounds the sum after every addition, and the sum may overflow. `Rounded`
 rounds the elements of each rank once and their mean once, and may have error feedback.
 
-Letters: n elements, W ranks.
+Notation: n elements, W ranks.
 """
 
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ assumptions:
 - Only packets from the host are counted. Requests have the opposite direction, and take
   `REQUEST_BYTES` each.
 
-Letters: S starts of rows within a line, P passes of lanes over a row.
+Notation: S starts of rows within a line, P passes of lanes over a row.
 """
 
 from collections.abc import Mapping

@@ -8,7 +8,7 @@ over NVLink or PCIe.
 Within one process, the CUDA driver enables peer access between GPUs. With one process for each GPU,
 each process exports its memory as a handle and sends it to the others, which open it.
 
-Letters: N rows in the table, D columns, H cached rows, G GPUs.
+Notation: N rows in the table, D columns, H cached rows, G GPUs.
 """
 
 import hashlib

@@ -3,7 +3,7 @@
 All edges between the same two nodes go into the same split, in both directions and with all their
 duplicates, so that the graph does not contain the reverse of a held-out edge.
 
-Letters: N nodes, E edges, G pairs of nodes with an edge.
+Notation: N nodes, E edges, G pairs of nodes with an edge.
 """
 
 from dataclasses import dataclass

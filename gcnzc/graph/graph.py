@@ -3,7 +3,7 @@
 Column `i` is `indices[indptr[i] : indptr[i + 1]]`: the sources of the in-edges of node `i`, in the
 order of the edge list that the graph was built from, as in DGL and PyG.
 
-Letters: N nodes, E edges.
+Notation: N nodes, E edges.
 """
 
 import warnings

@@ -3,7 +3,7 @@
 A linear projection and a sum over neighbours can be computed in either order, so each layer chooses
 the cheaper order for the block.
 
-Letters: S sources, T targets, E edges of a block, H heads, F columns (of a head).
+Notation: S sources, T targets, E edges of a block, H heads, F columns (of a head).
 """
 
 from dataclasses import dataclass

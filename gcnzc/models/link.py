@@ -1,6 +1,6 @@
 """Decoders for link prediction: compute scores of node pairs from the embeddings of both nodes.
 
-Letters: P pairs, S nodes, D columns of an embedding.
+Notation: P pairs, S nodes, D columns of an embedding.
 """
 
 from collections.abc import Sequence

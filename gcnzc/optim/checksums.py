@@ -8,7 +8,7 @@ another synchronisation with the device. If checksums differ, the ranks compare 
 Ranks with different hardware or numbers of threads may round differently. Such small differences
 cause a warning, not an error, and rank 0's parameters are broadcast.
 
-Letters: W ranks, P parameters, k of them with different checksums.
+Notation: W ranks, P parameters, k of them with different checksums.
 """
 
 import warnings

@@ -6,7 +6,7 @@ number of parameters. The parameters of groups with `compress=False`, which are 
 are at its beginning. The notes of an exchange (numbers such as flags) can therefore be appended to
 the compressed elements.
 
-Letters: P parameters, n elements, d of them dense, k notes.
+Notation: P parameters, n elements, d of them dense, k notes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

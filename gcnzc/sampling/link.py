@@ -4,7 +4,7 @@ The seeds of a loader are then indices of target edges. Each minibatch has the p
 end nodes as `batch.seeds`, and the sampled neighbourhood of these nodes. The target edges can be
 excluded from the neighbourhood, so that the model does not see the edges that it predicts.
 
-Letters: E target edges, S seeds, P pairs of a minibatch, K negatives for each edge.
+Notation: E target edges, S seeds, P pairs of a minibatch, K negatives for each edge.
 """
 
 import time

@@ -3,7 +3,7 @@
 Several workers divide the nodes into the same ranges as a single worker, and compute each range in
 the same way, so that the outputs are bit-identical.
 
-Letters: N nodes, M requested nodes.
+Notation: N nodes, M requested nodes.
 """
 
 from collections.abc import Callable, Iterator, Sequence

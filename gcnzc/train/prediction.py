@@ -1,6 +1,6 @@
 """Predict classes of nodes and scores of pairs of nodes with the best model of a run.
 
-Letters: M nodes or pairs, C outputs of the model.
+Notation: M nodes or pairs, C outputs of the model.
 """
 
 from collections.abc import Iterator

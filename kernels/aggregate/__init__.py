@@ -5,7 +5,7 @@ https://arxiv.org/abs/1706.02216); with both scales it is the normalisation of K
 (2017, https://arxiv.org/abs/1609.02907). The gradient is the same sum over the transposed block
 with `a` and `b` exchanged, so each of its rows is written once, in a fixed order of summation.
 
-Letters: S sources, T targets, E edges of the block, F columns.
+Notation: S sources, T targets, E edges of the block, F columns.
 """
 
 from math import gcd

@@ -3,7 +3,7 @@
 `weight[e] = softmax of leaky_relu(score_source[s] + score_target[t])` over the edges `e = s -> t`
 of each `t`: the attention weights of Veličković et al., 2018, https://arxiv.org/abs/1710.10903.
 
-Letters: S sources, T targets, E edges of the block, H heads.
+Notation: S sources, T targets, E edges of the block, H heads.
 """
 
 from typing import Any

@@ -3,7 +3,7 @@
 The GAT layer of Veličković et al., 2018, https://arxiv.org/abs/1710.10903, without its linear
 layers.
 
-Letters: S sources, T targets, E edges of the block, H heads, F columns a head.
+Notation: S sources, T targets, E edges of the block, H heads, F columns a head.
 """
 
 import torch

@@ -4,7 +4,7 @@
 each head, or one part that all heads share. The gradient of `x` is the same sum over the transposed
 block; the gradient of a weight is the dot product of two rows (SDDMM).
 
-Letters: S sources, T targets, E edges of the block, H heads, F columns a head.
+Notation: S sources, T targets, E edges of the block, H heads, F columns a head.
 """
 
 from math import gcd

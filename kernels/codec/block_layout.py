@@ -4,7 +4,7 @@ Rank j reduces part j. The payload of a part is a row of bytes: the codes of its
 by one float32 scale per block. All parts have the same length, so the last ones may extend past the
 end of the vector; the padding has no value, no error and no weight in a scale.
 
-Letters: n elements of the vector, W parts.
+Notation: n elements of the vector, W parts.
 """
 
 from dataclasses import dataclass

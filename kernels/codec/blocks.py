@@ -41,7 +41,7 @@ as offset, so that no random word is used twice.
 Contiguous float32 vectors use numba on the CPU and Triton on a GPU; all other vectors use the torch
 references, in float64 where the inputs have it. All implementations give the same bits.
 
-Letters: n elements of the vector, W ranks, m elements of one part.
+Notation: n elements of the vector, W ranks, m elements of one part.
 """
 
 from collections.abc import Callable

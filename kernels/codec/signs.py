@@ -14,7 +14,7 @@ that is not active has no bit set, and no weight in a scale.
 float32 uses numba on the CPU and Triton on a GPU (`gcnzc.kernels.codec.signs_gpu`); other dtypes
 use the torch references.
 
-Letters: n elements of the vector, W ranks.
+Notation: n elements of the vector, W ranks.
 """
 
 import torch

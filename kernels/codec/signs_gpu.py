@@ -8,7 +8,7 @@ vectors is read once and written once, and the eight lanes of a word load it in 
 Sums are float64, as on the CPU: they take a few operations per element, far fewer than an A100 or
 H100 can execute in the time it takes to read one.
 
-Letters: n elements of the vector, W workers.
+Notation: n elements of the vector, W workers.
 """
 
 from typing import Any

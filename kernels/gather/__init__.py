@@ -8,7 +8,7 @@ Rows are copied as bytes, whatever their dtype, so the reference and the impleme
 and `gpu` give the same bits. Quantised rows (see `quantize`) are dequantised after they were read,
 so that codes are transferred over the bus: `out[i] = table[ids[i]] * scale`.
 
-Letters: N rows in the table, D columns, B gathered rows.
+Notation: N rows in the table, D columns, B gathered rows.
 """
 
 import os

@@ -3,7 +3,7 @@
 The kernel of `gcnzc.kernels.gather.gpu` reads hits and misses in a single launch. The CPU functions
 here count cache hits and accesses.
 
-Letters: N rows in the table, D columns, H cached rows, B gathered rows.
+Notation: N rows in the table, D columns, H cached rows, B gathered rows.
 """
 
 import os

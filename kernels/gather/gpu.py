@@ -9,7 +9,7 @@ row is stored.
 The kernel is persistent: a few programs loop over the rows, each with several loads in flight. Few
 programs saturate the bus, and leave registers to the kernels of the model that run concurrently.
 
-Letters: N rows in the table, D columns, B gathered rows.
+Notation: N rows in the table, D columns, B gathered rows.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ where the last factor, and the last term of int8, account for the rounding of sc
 products. The 8-bit floats are those of Micikevicius et al., "FP8 formats for deep learning" (2022,
 https://arxiv.org/abs/2209.05433).
 
-Letters: N rows, D columns.
+Notation: N rows, D columns.
 """
 
 import numpy as np

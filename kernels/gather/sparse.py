@@ -3,7 +3,7 @@
 Bag-of-words features have thousands of columns, of which a row has a few dozen non-zeros. The table
 stays in CSR format, and only the rows of a minibatch are converted to dense rows.
 
-Letters: N rows in the table, D columns, B gathered rows.
+Notation: N rows in the table, D columns, B gathered rows.
 """
 
 import numpy as np

@@ -8,7 +8,7 @@ at most 1 +- n / 2**32. The random words depend only on the seed, epoch, hop and
 sampled neighbours of a node do not depend on its batch, the order of the seeds, the thread or the
 process.
 
-Letters: N nodes and E edges in the graph, L hops, S seeds, B nodes in a batch.
+Notation: N nodes and E edges in the graph, L hops, S seeds, B nodes in a batch.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@ In a column with ascending sources an edge is found by binary search, and duplic
 adjacent, so the edges to exclude from a column form a few ranges. A position among the remaining
 edges is mapped to a position among all edges by adding the lengths of the ranges before it.
 
-Letters: N nodes, E edges, S seeds, P pairs, R ranges.
+Notation: N nodes, E edges, S seeds, P pairs, R ranges.
 """
 
 from dataclasses import dataclass

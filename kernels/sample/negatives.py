@@ -9,7 +9,7 @@ A rejected pair is sampled again, up to 32 times in all. After that the next val
 taken, counting upward from the last one; for "both", the next sources are tried as well if a source
 has no valid destination.
 
-Letters: N nodes, P positive edges, K negatives for each.
+Notation: N nodes, P positive edges, K negatives for each.
 """
 
 from typing import Any, Literal, TypeAlias

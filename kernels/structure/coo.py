@@ -3,7 +3,7 @@
 The conversion runs in the calling thread: the loader's worker threads already run in parallel, and
 further threads would compete with the model for cores.
 
-Letters: T targets, E edges.
+Notation: T targets, E edges.
 """
 
 import torch

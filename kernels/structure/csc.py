@@ -8,7 +8,7 @@ result does not depend on the number of threads.
 The temporary memory is two bytes per edge (the low bits of its destination) and one bucket per
 thread.
 
-Letters: N nodes, E edges, P buckets, S segments of the edge list.
+Notation: N nodes, E edges, P buckets, S segments of the edge list.
 """
 
 from collections.abc import Callable, Sequence

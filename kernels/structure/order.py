@@ -1,6 +1,6 @@
 """The permutation that sorts an edge list into CSC order.
 
-Letters: N nodes, E edges.
+Notation: N nodes, E edges.
 """
 
 import numpy as np

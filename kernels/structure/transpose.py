@@ -4,7 +4,7 @@ This is a stable counting sort, so sums over the out-edges of a source have a fi
 gradient of an aggregation does not depend on the number of threads, and each of its rows is written
 once.
 
-Letters: S sources, T targets, E edges of the block.
+Notation: S sources, T targets, E edges of the block.
 """
 
 from dataclasses import dataclass
