@@ -13,8 +13,9 @@ equals the sum of mean_i x_i. A mean takes two collectives for any number of par
 of blocks and the extras are part of the same messages.
 
 A non-finite element makes its block's scale non-finite. Each rank also sends its count of
-non-finite elements. Both stages always run; then all ranks read these counts, and whether the mean of each part is finite, with one device synchronisation.
-The errors are updated last, and only if everything is finite.
+non-finite elements. Both stages always run; then all ranks read these counts, and whether the
+mean of each part is finite, with one device synchronisation. The errors are updated last, and only
+if everything is finite.
 
 Notation: n elements, W ranks, k extras.
 """
