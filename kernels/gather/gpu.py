@@ -13,7 +13,6 @@ Notation: N rows in the table, D columns, B gathered rows.
 """
 
 import contextlib
-import ctypes
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gcnzc.kernels.gather.aligned_bytes import aligned_bytes
 from gcnzc.kernels.gather.cached_rows import CachedRows
 from gcnzc.kernels.gather.lanes import (
     LAYOUTS,
@@ -352,7 +352,7 @@ def gather_rows(
     exponent_bits = 0
     if scales is not None:
         word, exponent_bits = torch.int8, EXPONENT_BITS[table.dtype]
-    words = _aligned_bytes(table, row_bytes, stride_bytes).view(word)
+    words = aligned_bytes(table, row_bytes, stride_bytes).view(word)
     # a single column may have any stride, which `view` with another dtype rejects
     out_words = out.as_strided(out.shape, (out.stride(0), 1))
     out_words = out_words if converts else out_words.view(word)
@@ -472,31 +472,6 @@ def _word(lanes: Lanes, out: Tensor) -> torch.dtype:
     if out.shape[0] > 1:
         sizes.append(out.stride(0) * out.element_size())
     return next(_WORDS[n] for n in _WORDS if all(size % n == 0 for size in sizes))
-
-
-def _aligned_bytes(table: Tensor, row_bytes: int, stride_bytes: int) -> Tensor:
-    """Return the table's bytes, from the multiple of 16 B at or below its address.
-
-    The result does not keep the table's memory alive.
-    """
-    inset = table.data_ptr() % VECTOR_BYTES
-    num_bytes = inset + (table.shape[0] - 1) * stride_bytes + row_bytes
-    # whole vectors, so that any word divides the size, but no further vector
-    num_bytes += -num_bytes % VECTOR_BYTES
-    if table.device.type == "cpu":
-        memory = (ctypes.c_byte * num_bytes).from_address(table.data_ptr() - inset)
-        return torch.frombuffer(memory, dtype=torch.int8)
-    return _device_bytes(table, inset, num_bytes)
-
-
-def _device_bytes(table: Tensor, inset: int, num_bytes: int) -> Tensor:
-    # GPU allocations begin and end on lines, so the bytes below a view's first byte belong to the
-    # allocation, even if the storage is shorter
-    storage = table.untyped_storage()
-    begin = table.data_ptr() - inset - storage.data_ptr()
-    whole = torch.empty(0, dtype=torch.int8, device=table.device).set_(storage)
-    end = min(begin + num_bytes, len(whole))
-    return whole[begin : end - (end - begin) % 8]
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

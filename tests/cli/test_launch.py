@@ -57,17 +57,19 @@ def started(graph, run, *words):
 
 
 def of_this(run):
-    """Processes of a run: the launcher's first, then the workers'."""
-    found = []
+    """Processes of a run in the order in which they were started: the launcher's first."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 words = (entry / "cmdline").read_text().split("\0")
+                started = (entry / "stat").read_text().rpartition(")")[2].split()[19]
             except OSError:
                 continue
             if str(run) in words:
-                found.append(int(entry.name))
-    return sorted(found)
+                # process ids alone do not give the order: they start again at the limit
+                found[int(entry.name)] = int(started), int(entry.name)
+    return sorted(found, key=found.__getitem__)
 
 
 # of /proc/net/tcp and tcp6: 127.0.0.1, ::1 and ::ffff:127.0.0.1

@@ -74,7 +74,9 @@ def test_an_option_by_its_old_and_its_present_name_is_an_error_on_the_command_li
     with pytest.raises(Misuse, match="--cache-sharded and --hot-split are the same option"):
         parse(["train", "--cache-sharded", "--hot-split"])
     # as of all options, the last value counts
-    assert parse(["train", "--hot", "1", "--hot", "0.5"]).cache_size == "0.5"
+    assert (
+        parse(["train", "--features", "cached", "--hot", "1", "--hot", "0.5"]).cache_size == "0.5"
+    )
 
 
 def test_a_run_with_old_options_is_resumed():

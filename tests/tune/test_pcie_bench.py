@@ -190,7 +190,7 @@ def test_wrong_rows_are_reported(machine, monkeypatch):
 def test_memory_too_small_for_a_row_is_rejected(machine):
     with (
         pcie_bench._page_locked(1024) as memory,
-        pytest.raises(ValueError, match=r"(?s)1024 bytes of memory.*hint: --megabytes"),
+        pytest.raises(ValueError, match=r"(?s)1024 bytes of memory.*hint: increase --megabytes"),
     ):
         pcie_bench.measure_layouts(machine.gpu, memory, REDDIT)
 
