@@ -244,10 +244,9 @@ class Group:
             self.monitor.set_status(step, activity)
 
     def take_waits(self) -> list[tuple[float, float]]:
-        """Return and clear the begin and end of each request since the last call.
+        """Return and clear the begin and end of each request, transfers included.
 
-        An interval includes the wait for other ranks and the transfer. Times are those of
-        `time.perf_counter`, in seconds.
+        Times are those of `time.perf_counter`, in seconds.
         """
         return _pop_all(self.waits)
 
@@ -404,10 +403,9 @@ def _pop_all(times: deque[tuple[float, float]]) -> list[tuple[float, float]]:
 def current_group() -> Group:
     """Return the group of torch.distributed's default process group.
 
-    For scripts that call `torch.distributed.init_process_group` themselves. Returns a single-rank
-    group if torch.distributed is not initialized or has one rank. With several ranks, all
-    calls return the same object until it is closed, as by
-    `torch.distributed.destroy_process_group`. Heartbeats are written to the process group's store.
+    For scripts that call `torch.distributed.init_process_group` themselves; a single-rank group if
+    torch.distributed is not initialized. With several ranks, all calls return one object until it
+    is closed, as by `destroy_process_group`. Heartbeats are written to the process group's store.
     """
     if not is_initialized() or dist.get_world_size() == 1:
         return Group()
