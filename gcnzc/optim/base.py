@@ -115,8 +115,8 @@ class DistributedOptimizer(Optimizer):
         one"""
         self.skipped = 0
         """number of steps that were skipped because a gradient was not finite"""
-        self.num_common_notes = 1 + signals
-        """the length of `common_notes`"""
+        self.num_common_extras = 1 + signals
+        """the length of `common_extras`"""
         self.steps = 0
         """number of steps taken, as the subclass counts them; equal on all ranks"""
         self.loaded = "none"
@@ -219,7 +219,7 @@ class DistributedOptimizer(Optimizer):
             yield from self.checksums.check_equal(self.replicated_parameters())
         return is_compared
 
-    def common_notes(self) -> list[float]:
+    def common_extras(self) -> list[float]:
         """Return the numbers that every exchange sends: the hash bit, and the signals."""
         if self.group.world_size == 1:
             # there is no other rank to compare with

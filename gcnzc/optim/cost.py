@@ -61,10 +61,10 @@ def exchange_compressed(models: Sequence[nn.Module], link: Link, words: str) -> 
         )
         for rank, size in enumerate(sizes)
     ]
-    notes = 1 + SIGNALS
-    vectors = [torch.zeros(size + notes) for size in sizes]
+    extras = 1 + SIGNALS
+    vectors = [torch.zeros(size + extras) for size in sizes]
     return lockstep(
-        [each.mean(vector, notes) for each, vector in zip(reducers, vectors, strict=True)], link
+        [each.mean(vector, extras) for each, vector in zip(reducers, vectors, strict=True)], link
     )
 
 

@@ -3,10 +3,10 @@
 The vector has one dtype, whatever the dtypes of the parameters, which keep their own memory, so
 other references to them remain valid. The number of messages of an exchange does not depend on the
 number of parameters. The parameters of groups with `compress=False`, which are exchanged densely,
-are at its beginning. The notes of an exchange (numbers such as flags) can therefore be appended to
+are at its beginning. The extras of an exchange (numbers such as flags) can therefore be appended to
 the compressed elements.
 
-Notation: P parameters, n elements, d of them dense, k notes.
+Notation: P parameters, n elements, d of them dense, k extras.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

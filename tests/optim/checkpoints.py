@@ -89,7 +89,7 @@ def save_and_load(folder):
             loaded = errors_of(other)
             train(model, optimizer, SAVED, END)
             train(again, other, SAVED, END)
-            # the notes of exchanges that go on are not those of the run that was saved
+            # the extras of exchanges that go on are not those of the run that was saved
             optimizer.finalize()
             other.finalize()
             found[name] = bits_of(model, optimizer) == bits_of(again, other), saved, loaded

@@ -451,7 +451,7 @@ def test_a_mean_that_overflows_changes_nothing(sharded, delay):
         ({"delay": 0}, 2),
         ({"compress": HALF}, 2),
         ({"compress": Sign(block=64)}, 3),
-        # notes, shares there, shares back
+        # extras, shares there, shares back
         ({"sharded": True}, 3),
     ],
     ids=str,
@@ -744,7 +744,7 @@ class PatientReducer(DenseReducer):
     taken = 0
     begun = 0
 
-    def mean(self, values, notes=0):
+    def mean(self, values, extras=0):
         self.begun += 1
         before = values.clone()
         for _ in range(4000):
@@ -755,7 +755,7 @@ class PatientReducer(DenseReducer):
             raise RuntimeError("no step was taken beside the exchange")
         # nor have the steps touched what is sent
         assert torch.equal(values, before)
-        return (yield from super().mean(values, notes))
+        return (yield from super().mean(values, extras))
 
 
 def patient(steps):
@@ -812,10 +812,10 @@ def test_the_number_of_local_steps_is_measured(delay, cpu_s, expected):
     def slow(reducer, rank):
         mean = reducer.mean
 
-        def slower(values, notes=0):
+        def slower(values, extras=0):
             clocks[rank].wall_s += 6.5
             clocks[rank].cpu_s += cpu_s
-            return (yield from mean(values, notes))
+            return (yield from mean(values, extras))
 
         reducer.mean = slower
 

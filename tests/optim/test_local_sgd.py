@@ -276,11 +276,11 @@ def test_the_number_of_local_steps_is_measured(exchange_s, slowest_s, expected):
     def slow(reducer, rank):
         mean = reducer.mean
 
-        def slower(values, notes=0):
+        def slower(values, extras=0):
             clocks[rank].wall_s += exchange_s
             # who waits for the other sees more
             clocks[rank].wall_s += (slowest_s - 0.5) * rank
-            return (yield from mean(values, notes))
+            return (yield from mean(values, extras))
 
         reducer.mean = slower
 

@@ -296,7 +296,7 @@ def test_a_dense_group_adds_one_collective_and_remains_lamb():
         entries = take_step(models, optimizers, step).ledgers[0].entries
     assert sum(entry.requests for entry in entries.values()) == 3
     assert optimizers[0].is_frozen
-    # the notes of the coded part are float32, the dense part is not
+    # the extras of the coded part are float32, the dense part is not
     for found, right in zip(models[0][2:], plain.parameters, strict=True):
         torch.testing.assert_close(found.detach(), right, rtol=1e-12, atol=1e-14)
 

@@ -432,9 +432,9 @@ def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, t
     def slow(reducer, rank):
         mean = reducer.mean
 
-        def slower(values, notes=0):
+        def slower(values, extras=0):
             clocks[rank].wall_s += exchange_s
-            return (yield from mean(values, notes))
+            return (yield from mean(values, extras))
 
         reducer.mean = slower
 

@@ -209,20 +209,20 @@ class LocalUpdates(DistributedOptimizer):
             self.initialize()
 
     @property
-    def notes(self) -> int:
-        """k, the number of notes after a vector: whether it is finite, and the common notes."""
-        return 1 + self.num_common_notes
+    def extras(self) -> int:
+        """k, the number of extras after a vector: whether it is finite, and the common extras."""
+        return 1 + self.num_common_extras
 
     def prepare_mean(self, values: Tensor) -> None:
-        """Prepare a vector (elements + k,) for a mean: write its notes; zero it if not finite.
+        """Prepare a vector (elements + k,) for a mean: write its extras; zero it if not finite.
 
         Sets `is_counted`. Does not synchronise with a GPU.
         """
-        end = values.numel() - self.notes
+        end = values.numel() - self.extras
         self.is_counted = are_finite(values[:end])
         if values.device.type != "cpu" or not bool(self.is_counted):
             values[:end].masked_fill_(~self.is_counted, 0)
-        values[end:] = scalars_like([0, *self.common_notes()], values)
+        values[end:] = scalars_like([0, *self.common_extras()], values)
         values[end] = self.is_counted
 
     def complete_mean(
@@ -238,12 +238,12 @@ class LocalUpdates(DistributedOptimizer):
             values: (elements + k,), after `prepare_mean` and the reduction; scaled in place.
             skip_reason: the error of the reducer; empty if it succeeded.
             workers: the number of ranks in the mean; the current number if None.
-            sums: the sums of the notes if they have been read; None to read them from `values`.
+            sums: the sums of the extras if they have been read; None to read them from `values`.
 
         Returns:
             Whether there is a mean. If not, no rank may change its parameters.
         """
-        end, workers = values.numel() - self.notes, workers or self.group.world_size
+        end, workers = values.numel() - self.extras, workers or self.group.world_size
         if skip_reason:
             self.record_drop(f"synchronisation skipped: {skip_reason}")
             return False
@@ -263,17 +263,17 @@ class LocalUpdates(DistributedOptimizer):
         values[:end] *= workers / count
         return True
 
-    def clear_notes(self, pending: PendingReduction, num_elements: int) -> PendingReduction:
-        """Clear the notes of a reduction from a checkpoint, which belong to the earlier run.
+    def clear_extras(self, pending: PendingReduction, num_elements: int) -> PendingReduction:
+        """Clear the extras of a reduction from a checkpoint, which belong to the earlier run.
 
         Args:
-            pending: its values are (num_elements + k,), or have the fewer notes of an older
+            pending: its values are (num_elements + k,), or have the fewer extras of an older
                 version.
             num_elements: the number of elements of its vector.
         """
-        notes = pending.values.new_zeros(self.notes)
-        notes[0] = pending.values[num_elements]
-        pending.values = torch.cat([pending.values[:num_elements], notes])
+        extras = pending.values.new_zeros(self.extras)
+        extras[0] = pending.values[num_elements]
+        pending.values = torch.cat([pending.values[:num_elements], extras])
         return pending
 
     def record_drop(self, why: str) -> None:
@@ -292,7 +292,7 @@ class LocalUpdates(DistributedOptimizer):
             Whether there is a mean. If not, no rank may change its parameters.
         """
         self.prepare_mean(values)
-        skip_reason = yield from self.sync_interval.time_exchange(reducer.mean(values, self.notes))
+        skip_reason = yield from self.sync_interval.time_exchange(reducer.mean(values, self.extras))
         return self.complete_mean(values, skip_reason, sums=reducer.extra_sums)
 
     def start_mean(self, reducer: Reducer, values: Tensor) -> Algorithm[PendingReduction]:
@@ -308,17 +308,17 @@ class LocalUpdates(DistributedOptimizer):
         """
         self.prepare_mean(values)
         pending = PendingReduction(values, self.group.world_size)
-        pending.handle = yield Start(reducer.mean(values, self.notes), CHANNEL)
+        pending.handle = yield Start(reducer.mean(values, self.extras), CHANNEL)
         if self.sync_interval.is_measuring:
             yield from self.sync_interval.time_exchange(pending.wait())
         return pending
 
     def compute_parameter_mean(self) -> Algorithm[Tensor | None]:
         """Return the mean (n,) of the parameters over the ranks; None if no rank's are finite."""
-        values = self.flat_params.read_parameters(self.flat_params.empty(self.notes))
+        values = self.flat_params.read_parameters(self.flat_params.empty(self.extras))
         self.prepare_mean(values)
         reducer = Dense().reducer(self.flat_params.num_elements, self.worker_info)
-        skip_reason = yield from reducer.mean(values, self.notes)
+        skip_reason = yield from reducer.mean(values, self.extras)
         has_mean = self.complete_mean(values, skip_reason, sums=reducer.extra_sums)
         return values[: self.flat_params.num_elements] if has_mean else None
 

@@ -27,7 +27,7 @@ https://arxiv.org/abs/1909.10802); and that the first two rounds start from the 
 because no mean is available after the first. The authors' code does not answer them: its gap is a
 constant, its clip has no effect, and it does not overlap exchanges.
 
-Notation: W ranks, n elements, k notes, H steps of a round, s = elements of a rank's shard.
+Notation: W ranks, n elements, k extras, H steps of a round, s = elements of a rank's shard.
 """
 
 import math
@@ -161,7 +161,7 @@ class CO2(LocalUpdates):
         else:
             self.mean = self.reducer("difference", compress, count)
         self.padded = self.share * world_size if sharded else count
-        """number of elements of an exchanged vector, without its notes"""
+        """number of elements of an exchanged vector, without its extras"""
         self.start = self.flat_params.zeros()[:0]
         """elements begin to end of the parameters at the start of the current round"""
         self.before = self.start
@@ -221,24 +221,24 @@ class CO2(LocalUpdates):
             self.pending = self._make_finished(own, [world_size], world_size)
 
     def _make_finished(
-        self, start: Tensor, note_sums: Sequence[float], workers: int, skip_reason: str = ""
+        self, start: Tensor, extra_sums: Sequence[float], workers: int, skip_reason: str = ""
     ) -> PendingReduction:
         """Return a finished exchange with a given result.
 
         Args:
             start: (n,), the start of the next round.
-            note_sums: the sums of the first notes over the ranks; the other notes are 0.
+            extra_sums: the sums of the first extras over the ranks; the other extras are 0.
             workers: the number of ranks.
             skip_reason: why there was no mean; empty if there was one.
         """
         values = self._make_buffer()
         values[: len(start)] = start
-        values[self.padded : self.padded + len(note_sums)] = scalars_like(note_sums, values)
+        values[self.padded : self.padded + len(extra_sums)] = scalars_like(extra_sums, values)
         return PendingReduction(values, workers, skip_reason=skip_reason)
 
     def _make_buffer(self) -> Tensor:
         """Return zeros (padded + k,) for an exchange."""
-        return self.flat_params.zeros(self.padded - self.flat_params.num_elements + self.notes)
+        return self.flat_params.zeros(self.padded - self.flat_params.num_elements + self.extras)
 
     def synchronize(self) -> Algorithm[None]:
         """See `LocalUpdates`."""
@@ -291,7 +291,7 @@ class CO2(LocalUpdates):
         assert self.pending is not None, "an exchange was started"
         yield from self.pending.wait()
         values = self.pending.values
-        # only the notes, because `_mean_difference` has excluded other ranks from the mean
+        # only the extras, because `_mean_difference` has excluded other ranks from the mean
         self.complete_mean(values[self.padded :], self.pending.skip_reason, self.pending.workers)
         self.start = values[self.begin : self.end].clone()
         self.before = self.start[:0]
@@ -333,7 +333,7 @@ class CO2(LocalUpdates):
 
         Args:
             values: (padded + k,), after `prepare_mean`; replaced by the start of the next round and
-                the sums of the notes.
+                the sums of the extras.
 
         Returns:
             Why there is no mean, in which case the next round starts where the last one did; empty
@@ -371,17 +371,17 @@ class CO2(LocalUpdates):
             Why there is no mean, empty if there is one or no rank is finite; and elements begin to
             end of the mean, None if there is none.
         """
-        notes = values[self.padded :]
+        extras = values[self.padded :]
         if self.is_sharded:
-            yield Sum(notes)
+            yield Sum(extras)
             summed = yield ReduceScatter(values[: self.padded])
-            count = round(float(notes[0]))
+            count = round(float(extras[0]))
             if not count:
                 return "", None
             mean = summed[: len(self.start)] / count
             return "", mean if self.eager else self.before - mean
-        skip_reason = yield from self.mean.mean(values, self.notes)
-        count = 0 if skip_reason else round(float(notes[0]))
+        skip_reason = yield from self.mean.mean(values, self.extras)
+        count = 0 if skip_reason else round(float(extras[0]))
         if not count:
             return skip_reason, None
         return "", values[: self.padded] * (self.group.world_size / count)
@@ -417,9 +417,9 @@ class CO2(LocalUpdates):
         if not self.is_sharded:
             distances = 8 * (workers - 1) if self.gap.is_measured else 0
             num_elements = self.flat_params.num_elements
-            return distances + self.compress.bytes_sent(num_elements, workers, self.notes)
-        notes = 2 * (workers - 1) * self.notes * size // workers
-        return (workers - 1) * (2 * self.share + 1) * size + notes
+            return distances + self.compress.bytes_sent(num_elements, workers, self.extras)
+        extras = 2 * (workers - 1) * self.extras * size // workers
+        return (workers - 1) * (2 * self.share + 1) * size + extras
 
     @property
     def state_bytes(self) -> int:

@@ -10,7 +10,7 @@ as in Douillard et al., "DiLoCo" (2023, https://arxiv.org/abs/2311.08105). Witho
 momentum it is SlowMo (Wang et al., 2020, https://arxiv.org/abs/1910.00643), and with m = 0 and
 lr = 1 it is local SGD. The states of the inner optimizers are not exchanged.
 
-Notation: W ranks, n elements, k notes, s elements of a rank's shard.
+Notation: W ranks, n elements, k extras, s elements of a rank's shard.
 """
 
 from collections.abc import Mapping
@@ -159,7 +159,7 @@ class DiLoCo(LocalUpdates):
         if self.is_sharded:
             yield from self.sync_interval.time_exchange(self._synchronize_sharded())
             return
-        values = self.flat_params.read_parameters(self.flat_params.empty(self.notes))
+        values = self.flat_params.read_parameters(self.flat_params.empty(self.extras))
         difference = values[: self.flat_params.num_elements]
         torch.sub(self.anchor, difference, out=difference)
         if (yield from self.average(self.mean, values)):
@@ -168,11 +168,11 @@ class DiLoCo(LocalUpdates):
 
     def _synchronize_sharded(self) -> Algorithm[None]:
         """Reduce-scatter the parameters, take the outer step per shard, all-gather the anchors."""
-        count, share, notes = self.flat_params.num_elements, self.share, self.notes
-        values = self.flat_params.read_parameters(self.flat_params.empty(notes))
+        count, share, extras = self.flat_params.num_elements, self.share, self.extras
+        values = self.flat_params.read_parameters(self.flat_params.empty(extras))
         self.prepare_mean(values)
-        # a row for each rank: its shard and the notes
-        rows = values.new_zeros(self.group.world_size, share + notes)
+        # a row for each rank: its shard and the extras
+        rows = values.new_zeros(self.group.world_size, share + extras)
         for row, part in zip(rows, values[:count].split(share), strict=False):
             row[: len(part)] = part
         rows[:, share:] = values[count:]
@@ -198,8 +198,8 @@ class DiLoCo(LocalUpdates):
         """Bytes that this rank sends for an outer step."""
         workers, size = self.group.world_size, self.flat_params.dtype.itemsize
         if self.is_sharded:
-            return (workers - 1) * (2 * self.share + self.notes) * size
-        return self.compress.bytes_sent(self.flat_params.num_elements, workers, self.notes)
+            return (workers - 1) * (2 * self.share + self.extras) * size
+        return self.compress.bytes_sent(self.flat_params.num_elements, workers, self.extras)
 
     @property
     def state_bytes(self) -> int:

@@ -9,7 +9,7 @@ mean, which are smaller than the parameters:
 
     x_i <- a - mean_j (a - x_j)                      a: the last mean, equal on all ranks
 
-Notation: n elements, k notes, H local steps.
+Notation: n elements, k extras, H local steps.
 """
 
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ class LocalSGD(LocalUpdates):
 
     def synchronize(self) -> Algorithm[None]:
         """See `LocalUpdates`."""
-        values = self.flat_params.read_parameters(self.flat_params.empty(self.notes))
+        values = self.flat_params.read_parameters(self.flat_params.empty(self.extras))
         mean = values[: self.flat_params.num_elements]
         if self.anchor is not None:
             mean.neg_().add_(self.anchor)

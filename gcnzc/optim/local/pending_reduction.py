@@ -1,6 +1,6 @@
 """Reductions that overlap with compute.
 
-Notation: k notes, the numbers that are appended to an exchanged vector.
+Notation: k extras, the numbers that are appended to an exchanged vector.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ https://arxiv.org/abs/2501.18512). The anchors a and momenta b are equal on all 
 parameters differ until `finalize`. The first exchange of fragment p of P starts after step
 round(p H / P) + H.
 
-Notation: n elements, P fragments, H local steps, D the delay, k notes.
+Notation: n elements, P fragments, H local steps, D the delay, k extras.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -183,7 +183,7 @@ class StreamingDiLoCo(LocalUpdates):
     def _start_exchange(self, number: int) -> Algorithm[None]:
         """Start the exchange of a fragment from a copy of its parameters."""
         fragment = self.fragments[number]
-        values = self.anchor.new_empty(fragment.num_elements + self.notes)
+        values = self.anchor.new_empty(fragment.num_elements + self.extras)
         difference = fragment.read(values)[: fragment.num_elements]
         torch.sub(self._parts(self.anchor)[number], difference, out=difference)
         pending = yield from self.start_mean(self.means[number], values)
@@ -218,9 +218,9 @@ class StreamingDiLoCo(LocalUpdates):
     @property
     def bytes_per_window(self) -> int:
         """Bytes that this rank sends in H steps."""
-        world_size, notes = self.group.world_size, self.notes
+        world_size, extras = self.group.world_size, self.extras
         return sum(
-            self.compress.bytes_sent(fragment.num_elements, world_size, notes)
+            self.compress.bytes_sent(fragment.num_elements, world_size, extras)
             for fragment in self.fragments
         )
 
@@ -251,7 +251,7 @@ class StreamingDiLoCo(LocalUpdates):
         self.pending = {
             number: (
                 shared[f"flight {number} due"],
-                self.clear_notes(
+                self.clear_extras(
                     PendingReduction(
                         self.vector(shared[f"flight {number} values"]),
                         shared[f"flight {number} workers"],

@@ -231,9 +231,9 @@ class Averaged(DistributedOptimizer):
             # bits of different options may be equal, so the first step compares the options
             lines = option_lines(self.param_groups, with_gpu=True)
             lines += trained_lines(self.param_groups)
-            yield from self.gradients.determine_layout(self.num_common_notes, lines)
+            yield from self.gradients.determine_layout(self.num_common_extras, lines)
         flags = yield from self.gradients.exchange_gradients(
-            self.gradient_factor(), self.common_notes()
+            self.gradient_factor(), self.common_extras()
         )
         bits, *shares = flags.shares
         self.received_signals = [share > 0 for share in shares]
@@ -330,7 +330,7 @@ class Gradients:
             signal_values = torch.zeros(len(shares), device=self.sparse[0].device)
             signal_values.copy_(scalars_like(shares, signal_values))
             yield Mean(signal_values)
-        notes, signal_means, is_finite = self._read(signal_values, sparse)
+        extras, signal_means, is_finite = self._read(signal_values, sparse)
         skip_reason = ""
         if not is_finite:
             parameters = [each for layout in self.layouts for each in layout.parameters]
@@ -342,10 +342,10 @@ class Gradients:
             )
         shares = signal_means or shares
         flags = []
-        for layout, reducer, numbers in zip(self.layouts, self.reducers, notes, strict=True):
+        for layout, reducer, numbers in zip(self.layouts, self.reducers, extras, strict=True):
             count = len(layout.parameters)
             flags.append([each > 0 for each in numbers[:count]])
-            # a reducer returns the sums of notes, and Mean their means
+            # a reducer returns the sums of extras, and Mean their means
             among = 1 if reducer is None else self.world_size
             shares = [each / among for each in numbers[count:]]
         return GradientMeans(shares, skip_reason, flags, sparse)
@@ -378,9 +378,11 @@ class Gradients:
                 own_extras.append(values[layout.num_elements :])
         means += [each.values() for each in sparse if each is not None]
         found = read_scalars(signals, *map(are_finite, means), *own_extras)
-        flags, extras = found[1 : 1 + len(means)], iter(found[1 + len(means) :])
-        notes = [next(extras) if each is None else each.extra_sums for each in self.reducers]
-        return notes, found[0], all(flag > 0 for (flag,) in flags)
+        flags, means_of_extras = found[1 : 1 + len(means)], iter(found[1 + len(means) :])
+        extras = [
+            next(means_of_extras) if each is None else each.extra_sums for each in self.reducers
+        ]
+        return extras, found[0], all(flag > 0 for (flag,) in flags)
 
     def determine_layout(self, signals: int, options: Sequence[str] = ()) -> Algorithm[None]:
         """Determine which gradients are sparse, together with the other ranks, at the first step.

@@ -4,7 +4,7 @@ Their state is a few flat vectors over all parameters (`FlatParameters`), so the
 collectives of a step does not depend on the number of parameters. If a gradient element is not
 finite on any rank, all ranks skip a step with an exchange, and their state does not change.
 
-Notation: n elements, d of them dense, W ranks, k notes: numbers that are exchanged with a vector,
+Notation: n elements, d of them dense, W ranks, k extras: numbers that are exchanged with a vector,
 such as signals.
 """
 
@@ -78,8 +78,8 @@ class Replicated(DistributedOptimizer):
         """other values of the state that are equal on all ranks"""
         self.reducers: dict[str, Reducer] = {}
         """reducers by name; their compression errors are this rank's own"""
-        self.max_notes = self.num_common_notes
-        """the largest number of notes of an exchange"""
+        self.max_extras = self.num_common_extras
+        """the largest number of extras of an exchange"""
         self._dense = self.reducer(Dense(), self.flat_params.num_elements)
         self.connect()
 
@@ -156,13 +156,13 @@ class Replicated(DistributedOptimizer):
         if not self.is_broadcast:
             yield from self.broadcast_model()
         flat_params, end = self.flat_params, self.flat_params.num_elements
-        values = flat_params.scratch(self.max_notes)
+        values = flat_params.scratch(self.max_extras)
         flat_params.read_gradients(values, self.gradient_factor())
         for part in flat_params.parts:
             if part.group["maximize"]:
                 values[part.begin : part.end].neg_()
-        common = scalars_like(self.common_notes(), values)
-        values[end : end + self.num_common_notes] = common
+        common = scalars_like(self.common_extras(), values)
+        values[end : end + self.num_common_extras] = common
         self.skip_reason = yield from self.advance(values)
         if self.skip_reason:
             self.skipped += 1
@@ -179,20 +179,20 @@ class Replicated(DistributedOptimizer):
         """Take a step with the gradients of this rank.
 
         Args:
-            values: (n + max_notes,): the gradients and the notes, which begin with the common ones;
-                may be overwritten, and is valid until the end of the step.
+            values: (n + max_extras,): the gradients and the extras, which begin with the common
+                ones; may be overwritten, and is valid until the end of the step.
 
         Returns:
             Why all ranks skipped the step; empty if they took it.
         """
 
-    def receive_notes(self, sums: Sequence[float]) -> None:
+    def receive_extras(self, sums: Sequence[float]) -> None:
         """Update the received signals and the comparison.
 
         Args:
-            sums: the sums of the notes over the ranks, which begin with the common ones.
+            sums: the sums of the extras over the ranks, which begin with the common ones.
         """
-        bits, *signals = sums[: self.num_common_notes]
+        bits, *signals = sums[: self.num_common_extras]
         self.comparison.receive(bits, self.group.world_size)
         self.received_signals = [share > 0 for share in signals]
 

@@ -10,7 +10,7 @@ step to the next is at least 1, 2, 4, ... 256 steps.
 An element with a small variance, such as of a row that was looked up long ago, would take large
 steps. Its variance is raised to a share of the mean variance of its parameter, the floor.
 
-Notation: n elements, d of them dense, c = n - d compressed, P parameters, k notes.
+Notation: n elements, d of them dense, c = n - d compressed, P parameters, k extras.
 """
 
 from collections.abc import Iterable, Mapping
@@ -79,7 +79,7 @@ class Masked(Replicated):
         self._dense = self.dense_reducer(self.dense, flat_params.num_elements)
         self._dense_part = self.dense_reducer(self.dense, flat_params.num_dense)
         # a flag for each parameter in dense steps
-        self.max_notes = self.num_common_notes + len(flat_params.segments)
+        self.max_extras = self.num_common_extras + len(flat_params.segments)
 
     # --- dense steps
 
@@ -93,7 +93,7 @@ class Masked(Replicated):
         Returns:
             Why all ranks skip the step; empty if they take it.
         """
-        flat_params, common = self.flat_params, self.num_common_notes
+        flat_params, common = self.flat_params, self.num_common_extras
         flags = values[flat_params.num_elements + common :]
         flags.copy_(scalars_like(flat_params.have_gradients(), values))
         if self.pending_gradients is not None:
@@ -103,7 +103,7 @@ class Masked(Replicated):
         if skip_reason := (yield from self.dense_mean(values)):
             return skip_reason
         sums = self._dense.extra_sums
-        self.receive_notes(sums)
+        self.receive_extras(sums)
         self.vectors["awake"] |= torch.tensor(sums[common:]) > 0
         return ""
 

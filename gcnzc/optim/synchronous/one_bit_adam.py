@@ -14,7 +14,7 @@ Two changes to the paper concern sparse gradients, such as those of embeddings: 
 variance at the freeze are inactive until they have a gradient, and small variances are raised to a
 floor; see `gcnzc.optim.synchronous.masked`.
 
-Notation: n elements, d of them dense, k notes.
+Notation: n elements, d of them dense, k extras.
 """
 
 from collections.abc import Iterable, Mapping
@@ -202,10 +202,10 @@ class OneBitAdam(Masked):
             yield from self.clip_gradients(values)
         flat_params, momentum = self.flat_params, self.vectors["momentum"]
         dense, end = flat_params.num_dense, flat_params.num_elements
-        num_notes = self.num_common_notes + 1
-        # this rank's momenta replace its gradients, followed by the notes: the common ones, and
+        num_extras = self.num_common_extras + 1
+        # this rank's momenta replace its gradients, followed by the extras: the common ones, and
         # the number of elements to reactivate
-        coded, momenta = values[dense : end + num_notes], values[dense:end]
+        coded, momenta = values[dense : end + num_extras], values[dense:end]
         inactive = momenta[self._find_inactive()] if "active" in self.vectors else None
         coded[-1] = 0 if inactive is None else self.count_reactivated(inactive)
         work = flat_params.empty_tile()
@@ -218,9 +218,9 @@ class OneBitAdam(Masked):
         if dense and (skip_reason := (yield from self._dense_part.mean(values[:dense]))):
             return skip_reason
         reducer = self.reducers["momentum"]
-        if skip_reason := (yield from reducer.mean(coded, num_notes)):
+        if skip_reason := (yield from reducer.mean(coded, num_extras)):
             return skip_reason
-        self.receive_notes(reducer.extra_sums)
+        self.receive_extras(reducer.extra_sums)
         if inactive is not None and self.wake == "join":
             self.add_pending_gradients(inactive)
             self.numbers["wakes"] |= reducer.extra_sums[-1] > 0
@@ -246,17 +246,17 @@ class OneBitAdam(Masked):
 
     def _mark_dense_gradients(self, means: Tensor) -> None:
         """Mark the dense parameters that have a mean gradient for the first time."""
-        is_active = self.vectors["awake"]
+        had_gradient = self.vectors["awake"]
         inactive = {
             index: means[segment.begin : segment.end].any()
             for index, segment in enumerate(self.flat_params.segments)
-            if segment.begin < self.flat_params.num_dense and not is_active[index]
+            if segment.begin < self.flat_params.num_dense and not had_gradient[index]
         }
         if inactive:
             for index, (has_gradient,) in zip(
                 inactive, read_scalars(*inactive.values()), strict=True
             ):
-                is_active[index] = has_gradient > 0
+                had_gradient[index] = has_gradient > 0
 
     def _is_variance_frozen(self, part: GroupSlice) -> bool:
         """Return whether the variance of a group slice is frozen; it is then bias-corrected."""
@@ -266,7 +266,7 @@ class OneBitAdam(Masked):
         """Update the parameters; `values` (n + k,) is overwritten."""
         step, flat_params = self.steps + 1, self.flat_params
         roots, momenta = flat_params.views(values), flat_params.views(self.vectors["momentum"])
-        parameters, is_active = flat_params.parameters, self.vectors["awake"].tolist()
+        parameters, had_gradient = flat_params.parameters, self.vectors["awake"].tolist()
         is_frozen = self.is_frozen
         for part in flat_params.parts:
             here, options = slice(part.begin, part.end), part.group
@@ -280,7 +280,7 @@ class OneBitAdam(Masked):
                     root /= (1 - beta2**step) ** 0.5
             root += options["eps"]
             for index in range(part.first, part.last):
-                if is_active[index]:
+                if had_gradient[index]:
                     pair = momenta[index], roots[index]
                     self._move(parameters[index], *pair, size, lr, decay)
 

@@ -223,7 +223,7 @@ class OneBitLamb(OneBitAdam):
 
     def _apply(self, values: Tensor) -> None:
         """Update the parameters; `values` (n + k,) is overwritten."""
-        flat_params, is_active = self.flat_params, self.vectors["awake"].tolist()
+        flat_params, had_gradient = self.flat_params, self.vectors["awake"].tolist()
         longest = max((each.stop - each.start for each in self._tiles()), default=0)
         work = values.new_empty(longest)
         floors = self._variance_floors()
@@ -234,7 +234,7 @@ class OneBitLamb(OneBitAdam):
         rates = [-float(part.group["lr"]) for part, _ in self._indexed_tensors()]
         sizes = self._tensor_values(rates) * self._compute_ratios(*torch.stack(measured).unbind(1))
         for part, index in self._indexed_tensors():
-            if not is_active[index]:
+            if not had_gradient[index]:
                 continue
             segment = flat_params.segments[index]
             flat = _flat(segment.parameter)

@@ -22,7 +22,7 @@ before a variance update synchronises, so that one mean gradient updates both m 
 Elements with zero variance are inactive until the ranks exchange their gradients; see
 `gcnzc.optim.synchronous.masked`.
 
-Notation: n elements, d of them dense, c = n - d compressed, P parameters, W ranks, k notes.
+Notation: n elements, d of them dense, c = n - d compressed, P parameters, W ranks, k extras.
 """
 
 from collections.abc import Iterable, Mapping
@@ -181,13 +181,13 @@ class ZeroOneAdam(Anchored):
         if exchange == "nothing":
             self._local_step(coded)
         else:
-            # the common notes, and the number of inactive elements with a gradient
-            notes = values[end : end + self.num_common_notes + 1]
-            notes[-1] = self._count_inactive_gradients(coded)
-            if skip_reason := (yield from self._synchronize(coded, notes)):
+            # the common extras, and the number of inactive elements with a gradient
+            extras = values[end : end + self.num_common_extras + 1]
+            extras[-1] = self._count_inactive_gradients(coded)
+            if skip_reason := (yield from self._synchronize(coded, extras)):
                 return skip_reason
             sums = self.reducers["update"].extra_sums
-            self.receive_notes(sums)
+            self.receive_extras(sums)
             may_join = self.wake == "join" and self.steps + 2 >= self.numbers["join_from"]
             self.numbers["wakes"] = may_join and sums[-1] > 0
         for part in self.flat_params.dense_parts:
@@ -275,24 +275,24 @@ class ZeroOneAdam(Anchored):
             gradients = values[: self.flat_params.num_elements]
             self._clip_finite(gradients, gradients.double().square().sum())
 
-    def _synchronize(self, gradient: Tensor | None, notes: Tensor) -> Algorithm[str]:
+    def _synchronize(self, gradient: Tensor | None, extras: Tensor) -> Algorithm[str]:
         """Take a local step, and exchange the updates since the last synchronisation.
 
         Args:
             gradient: (c,), this rank's gradient; None to synchronise without a step.
-            notes: (k,), this rank's notes; the reducer's `extra_sums` are their sums over ranks.
+            extras: (k,), this rank's extras; the reducer's `extra_sums` are their sums over ranks.
 
         Returns:
             Why the step was skipped, without changes; empty if it was not.
         """
         dense, count = self.flat_params.num_dense, self.num_coded
         momentum = self.vectors["momentum"][dense:].clone()
-        sent = torch.cat([momentum.new_zeros(count), notes])
+        sent = torch.cat([momentum.new_zeros(count), extras])
         if self.update is not None:
             sent[:count] = self.update
         if gradient is not None:
             self._accumulate_update(momentum, sent[:count], gradient)
-        if skip_reason := (yield from self.reducers["update"].mean(sent, len(notes))):
+        if skip_reason := (yield from self.reducers["update"].mean(sent, len(extras))):
             return skip_reason
         update, anchor = sent[:count], self.vectors.pop("anchor", None)
         if anchor is None:
