@@ -298,7 +298,7 @@ def _touched(lanes: Lanes, starts: Array) -> list[Run]:
     """Return the runs of sectors that each load of a warp touches, each (S, P); may be empty."""
     vector_bytes = lanes.vector_bytes
     begin_S1 = (starts - starts % vector_bytes)[:, None]
-    count_S1 = np.array([[lanes.vectors(int(start))] for start in starts])
+    count_S1 = np.array([[lanes.num_vectors(int(start))] for start in starts])
     lead_S1 = np.array([[lanes.lead(int(start))] for start in starts])
     number_P = np.arange(lanes.passes) * lanes.lanes
     if lanes.layout == "wrapped":

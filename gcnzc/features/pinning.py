@@ -41,8 +41,8 @@ def pinned(rows: Tensor | FeatureTable) -> Iterator[FeatureTable]:
 
     On a machine without CUDA the same code runs, and nothing is locked. Rows that are locked
     already, are on a GPU, or have no bytes are left as they are. Rows that are pinned twice, or are
-    parts of one tensor, are locked once, until the last `with` ends. In a process that is forked
-    inside the `with`, the rows stay locked.
+    parts of one tensor, are locked once, until the last `with` ends. A fork inside the `with` does
+    not unlock the parent's rows; the child has no locks.
 
     Only the bytes of the rows are locked, so CUDA copies adjacent memory like any other. CUDA does
     not copy memory that is partly locked, such as a tensor of which the rows are a view;

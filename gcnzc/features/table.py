@@ -12,7 +12,7 @@ from gcnzc.features.registrations import copy_to
 from gcnzc.kernels.finite import are_finite
 from gcnzc.kernels.gather import gather
 from gcnzc.kernels.gather.gpu import KernelConfig
-from gcnzc.kernels.gather.quantize import LARGEST, compute_scales, largest, quantize
+from gcnzc.kernels.gather.quantize import MAX_CODE, compute_scales, largest, quantize
 from gcnzc.kernels.gather.sparse import gather_sparse
 from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.system.arguments import THREADS_LIMIT, check_device, check_integer, check_kind, describe
@@ -41,7 +41,7 @@ class FeatureTable:
             measures. It does not change the results.
 
     Raises:
-        TypeError: `scale_columns` or `kernel_config` has another type.
+        TypeError: `scale_columns` is not an int, or `kernel_config` is not a `KernelConfig`.
         ValueError: `rows` is not such a table or requires a gradient, or `scales` have another
             shape or dtype or are not finite.
     """
@@ -75,7 +75,7 @@ class FeatureTable:
             check_integer("scale_columns", scale_columns, 1, hint="None for one scale per row")
         check_kind("dtype", dtype, torch.dtype, "torch.int8")
         floating = rows.is_floating_point() and rows.device.type == "cpu" and not plain.is_sparse
-        if dtype not in LARGEST or not floating or not plain.num_columns:
+        if dtype not in MAX_CODE or not floating or not plain.num_columns:
             raise ValueError(
                 f"rows of {rows.dtype} and shape {tuple(rows.shape)} on {rows.device} cannot be "
                 f"quantised to {dtype}, with scale_columns {scale_columns}\n\n"
@@ -136,7 +136,7 @@ class FeatureTable:
         if scales is not None:
             check_kind("scales", scales, Tensor, "float32, one for each row, or None")
         count = self.num_rows if per is None else -(-self.num_columns // per)
-        coded = self.rows.dtype in LARGEST and not self.is_sparse
+        coded = self.rows.dtype in MAX_CODE and not self.is_sparse
         if (
             scales is None
             or not coded
@@ -173,7 +173,7 @@ class FeatureTable:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row as it is stored, and as it is read over the bus."""
+        """Bytes of one dense row of `stored_dtype`, without scales and padding."""
         return self.num_columns * self.stored_dtype.itemsize
 
     @property
@@ -274,7 +274,9 @@ class FeatureTable:
         return {}
 
     def to(self, device: torch.device | str) -> "FeatureTable":
-        """Return the table with its rows and scales on a device; itself if they are there already.
+        """Return the table with its rows and scales on a device.
+
+        If the rows are there already, this is the table itself, and its scales stay where they are.
 
         Args:
             device: the host, a GPU, or "cuda" for the current GPU.

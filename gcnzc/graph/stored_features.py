@@ -29,7 +29,7 @@ from gcnzc.datasets.store import Prepared
 from gcnzc.features.pcie_traffic import choose_pitch
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.finite import are_finite
-from gcnzc.kernels.gather.quantize import LARGEST, SCALE_COLUMNS, compute_scales, largest, quantize
+from gcnzc.kernels.gather.quantize import MAX_CODE, SCALE_COLUMNS, compute_scales, largest, quantize
 from gcnzc.system.arguments import check_choice
 
 FeatureDtype: TypeAlias = Literal[
@@ -41,7 +41,7 @@ ScaleKind: TypeAlias = Literal["row", "columns"]
 
 
 # dtypes that are stored with scales
-SCALED_DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in LARGEST)
+SCALED_DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in MAX_CODE)
 
 
 @dataclass(frozen=True)

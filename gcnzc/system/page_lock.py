@@ -8,13 +8,13 @@ regions spanning over allocations that are both registered and not registered wi
 supported and will return CUDA_ERROR_INVALID_VALUE" (memory management, CUDA driver API); copies
 across two registrations fail as well (https://github.com/sgl-project/sglang/pull/36798). Therefore:
 
-- A table is one registration of its own bytes, rounded to the 16 B of a GPU thread's load, not to
+- A table is registered with its own bytes, rounded to the 16 B of a GPU thread's load, not to
   whole pages, so that another tensor on the same page is copied like any other tensor.
 - Bytes that this process or a library has registered before are not registered again. The same
   holds for bytes on a page of another table, if the driver registers whole pages.
-- A registration is as long as the driver accepts: 512 GiB and more fail on current drivers
-  (https://github.com/vllm-project/vllm/issues/51080), and some of 32 GiB on busy machines
-  (https://github.com/sgl-project/sglang/pull/39744).
+- A registration has at most 16 GiB, and less if the driver refuses it: 512 GiB and more fail on
+  current drivers (https://github.com/vllm-project/vllm/issues/51080), and some of 32 GiB on busy
+  machines (https://github.com/sgl-project/sglang/pull/39744).
 - `PageLocks.copy_ranges` returns the ranges into which a copy across registrations must be split.
 
 Every registration must have the same address on the GPU as on the host, which is checked. A row

@@ -95,8 +95,8 @@ def peak_read_rate(device: torch.device) -> float | None:
     """Measure the rate at which a GPU reads a contiguous page-locked range, in bytes per second.
 
     This takes less than a second, plus the compilation of the kernel. The result is None without a
-    GPU, and if the memory cannot be allocated or locked, since a run that has finished its training
-    must not fail here.
+    GPU, and if the memory cannot be allocated or locked: `gcnzc train` calls this after training,
+    and a failure must not lose the run.
     """
     if device.type != "cuda":
         return None
@@ -303,7 +303,7 @@ def _lay_rows(memory: Tensor, shape: Shape, stride_bytes: int, base: int) -> Ten
 
 
 def _latency_s(gpu: Gpu, memory: Tensor) -> float:
-    """Measure the latency of loads that depend on each other, each of another 128 B line."""
+    """Measure the latency of loads that depend on each other, each from a different 128 B line."""
     # small enough that the page tables stay in the GPU's caches
     num_bytes = min(CHASE_BYTES, len(memory) // LINE_BYTES * LINE_BYTES)
     places = memory[:num_bytes].view(torch.int64)

@@ -19,7 +19,7 @@ from torch import Tensor
 from gcnzc.kernels.gather import cpu, gpu
 from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.overlap import check_no_overlap
-from gcnzc.kernels.gather.quantize import LARGEST, dequantize_reference
+from gcnzc.kernels.gather.quantize import MAX_CODE, dequantize_reference
 
 # environment variable: check ids on a GPU too, which synchronizes each gather
 CHECK = "GCNZC_CHECK_IDS"
@@ -134,7 +134,7 @@ def gather(
     Raises:
         ValueError: a shape or dtype does not match, the device of `ids` cannot read `table`, or
             `out` overlaps a tensor that is read.
-        IndexError: an id is outside [0, N); `out` may then be partly written.
+        IndexError: ids are checked, and one is outside [0, N); `out` may then be partly written.
     """
     if ids.device.type == "cpu":
         return gather_numba(
@@ -169,7 +169,7 @@ def _check_scales(
     (num_rows, num_columns), per = table.shape, scale_columns
     count = num_rows if per is None else -(-num_columns // per)
     fits = scales.dtype == torch.float32 and tuple(scales.shape) == (count,)
-    if table.dtype not in LARGEST or not fits or not scales.is_contiguous():
+    if table.dtype not in MAX_CODE or not fits or not scales.is_contiguous():
         raise ValueError(
             f"gather: {table.dtype} of shape {tuple(table.shape)} cannot be scaled by "
             f"{scales.dtype} of shape {tuple(scales.shape)}, with scale_columns {per}\n\n"

@@ -46,7 +46,7 @@ def make_cached_rows(table: Tensor, ids: Tensor, device: torch.device) -> Cached
     """Copy rows of a table to a GPU.
 
     A copy has the same offset from a 128 B line as the row itself, so that the kernel reads both
-    with the same lanes; this takes up to one line of padding per row.
+    with the same lanes. Every copy takes as many lines as the worst-aligned of these rows.
 
     Args:
         table: (N, D), each row contiguous, on the host.

@@ -39,9 +39,9 @@ WARPS = 8
 VECTORS = 4  # vectors in flight per lane; with 8 warps a program has 16 KiB in flight
 
 
-# The device distributes programs over idle multiprocessors first, so this many programs occupy part
-# of as many multiprocessors. The default is not measured; `gcnzc check --tune` measures the best
-# number for a machine.
+# The device distributes programs over idle multiprocessors first, so up to this many
+# multiprocessors are each partly occupied. The default is not measured; `gcnzc check --tune`
+# measures the best number for a machine.
 DEFAULT_PROGRAMS = 32
 
 
@@ -61,13 +61,15 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 class KernelConfig:
     """Launch configuration of the gather kernel, which affects its speed but not its result.
 
-    Fields that are None have the defaults of this module, and `default_programs(device)`.
+    Defaults of fields that are None: `layout` is `pitched` for rows that begin on lines and
+    otherwise `shifted`, `programs` is `default_programs(device)`, `warps` is `WARPS`, and `vectors`
+    is `VECTORS`.
 
     Raises:
         ValueError: the layout is unknown, or a number is out of range or not a power of two.
     """
 
-    layout: Layout | None = None  # see `Lanes`; the default layout if a table does not support it
+    layout: Layout | None = None  # see `Lanes`; the default if a table does not support it
     programs: int | None = None  # number of programs
     warps: int | None = None  # warps of a program, a power of two, at most 32
     vectors: int | None = None  # vectors in flight per lane, a power of two
@@ -80,8 +82,8 @@ class KernelConfig:
         if not (is_known and powers and has_programs and (self.warps or 1) <= 32):
             raise ValueError(
                 f"{self} is not a valid configuration\n\n"
-                f"hint: use a layout of {', '.join(LAYOUTS)}; at least one program; and powers of "
-                "two for vectors and warps, of which there are at most 32"
+                f"hint: use a layout of {', '.join(LAYOUTS)}; at least one program; warps must be "
+                "a power of two up to 32; vectors, a power of two"
             )
 
 
@@ -212,9 +214,10 @@ def _gather_rows(
     The first row begins INSET_BYTES after the pointer `table`, which is aligned to 16 B and is
     `line_inset` bytes after the begin of a 128 B line. If CACHED_VECTORS is above 0, rows with a
     slot are read from `cached`, with CACHED_VECTORS vectors per slot. If NUM_PEERS is above 1,
-    `cached` has the addresses of NUM_PEERS memories, to which slots are assigned round-robin. If
-    SCALED is 1 or 2, words are codes, floats if EXPONENT_BITS is above 0, which are multiplied by
-    the scale of their row, or of their block of SCALE_COLUMNS columns.
+    `cached` has the addresses of NUM_PEERS memories, to which slots are assigned round-robin.
+
+    SCALED=1: multiply each code by its row's scale. SCALED=2: by the scale of its block of
+    SCALE_COLUMNS columns. EXPONENT_BITS>0: codes are float8.
     """
     VECTOR_BYTES: tl.constexpr = VECTOR * WORD_BYTES
     ROW: tl.constexpr = ROW_BYTES // WORD_BYTES
@@ -308,7 +311,8 @@ def gather_rows(
         ids: (B,) int32 or int64 in [0, N); unless `checked`, an id out of range reads out of
             bounds.
         out: (B, D), each row contiguous, on the device of `ids`, written; a new tensor if None.
-        layout: see `Lanes`; if None, `pitched` if rows begin on lines, and otherwise `shifted`.
+        layout: see `Lanes`. If None, that of `config`; if that is None, too, `pitched` if rows
+            begin on lines, and otherwise `shifted`.
         dtype: of the result, to which elements are converted as by `Tensor.to`. If None, that of
             `out` or of the table; float32 for a table of codes.
         order: (B,) int32 or int64 on the device of `ids`: the order in which rows are read, such as

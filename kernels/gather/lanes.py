@@ -51,14 +51,14 @@ class Lanes:
             return 0
         return address % LINE_BYTES // self.vector_bytes
 
-    def vectors(self, address: int) -> int:
+    def num_vectors(self, address: int) -> int:
         """Return the number of vectors that a row spans."""
         begin = address - address % self.vector_bytes
         return -(-(address + self.row_bytes - begin) // self.vector_bytes)
 
-    def load(self, address: int, part: int, lane: int) -> int | None:
+    def load_address(self, address: int, part: int, lane: int) -> int | None:
         """Return the address that a lane loads in pass `part` of a row; None if it is masked."""
-        number, count = part * self.lanes + lane, self.vectors(address)
+        number, count = part * self.lanes + lane, self.num_vectors(address)
         vector = number - self.lead(address)
         if self.layout == "wrapped" and number < count:
             vector %= count

@@ -23,7 +23,7 @@ from torch import Tensor
 from gcnzc.kernels.threads import parallel_for
 
 # the largest number of each dtype of codes
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+MAX_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 # bits of the mantissa, and the exponent of the smallest normal number
@@ -74,15 +74,15 @@ def compute_scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         largest: float32, finite, not negative.
-        dtype: of the codes, one of `LARGEST`.
+        dtype: of the codes, one of `MAX_CODE`.
 
     Returns:
         float32 of the shape of `largest`: at least `SMALLEST_SCALE`, 1 where `largest` is 0, and
         small enough that no code is dequantised to infinity.
     """
     # the largest float32 could overflow when it is divided and multiplied again
-    max_scale = torch.finfo(torch.float32).max / LARGEST[dtype] * (1 - 2.0**-23)
-    scales = (largest / LARGEST[dtype]).clamp(SMALLEST_SCALE, max_scale)
+    max_scale = torch.finfo(torch.float32).max / MAX_CODE[dtype] * (1 - 2.0**-23)
+    scales = (largest / MAX_CODE[dtype]).clamp(SMALLEST_SCALE, max_scale)
     return torch.where(largest == 0, 1.0, scales)
 
 
@@ -126,7 +126,7 @@ def quantize(
     Args:
         rows: (N, D) float32, finite, within the range of their scales.
         scales: (N,) float32, or (ceil(D / scale_columns),); see `compute_scales`.
-        dtype: of the codes, one of `LARGEST`.
+        dtype: of the codes, one of `MAX_CODE`.
         scale_columns: number of adjacent columns that share a scale; None for a scale per row.
         threads: number of threads; `torch.get_num_threads()` if None.
 

@@ -7,8 +7,8 @@ from gcnzc.kernels.memory import prefetch
 from gcnzc.kernels.philox import philox4x32
 from gcnzc.kernels.sample.exclude import num_excluded, original_position
 
-# destinations, and approximate number of edges, that are processed at once: their data fit the
-# first-level cache
+# destinations, and approximate number of edges, that are processed at once, so that their data stay
+# in the processor's caches
 CHUNK_DESTINATIONS = 256
 
 
@@ -40,10 +40,11 @@ def _prefetch_element(array, position):
 
 
 @njit(cache=True, nogil=True)
-def _sample_small_fanout(low, high, degrees, num_sampled, fanout, key, words, clash):
+def _sample_small_fanout(low, high, degrees, num_sampled, fanout, key, words, is_duplicate):
     """Floyd's algorithm for many destinations at once, in loops that LLVM vectorizes.
 
-    Column i of `words` receives the `fanout` positions of destination i, below `degrees[i]`.
+    Column i of `words` receives `fanout` positions below `degrees[i]`, for the i-th destination
+    with more than `fanout` neighbours.
     """
     key_0, key_1, epoch = key[0], key[1], key[2]
     for quad in range((fanout + 3) // 4):
@@ -57,12 +58,12 @@ def _sample_small_fanout(low, high, degrees, num_sampled, fanout, key, words, cl
         for i in range(num_sampled):
             below = degrees[i] - uint32(fanout - draw - 1)
             words[draw, i] = (uint64(words[draw, i]) * uint64(below)) >> uint64(32)
-            clash[i] = 0
+            is_duplicate[i] = 0
         for earlier in range(draw):
             for i in range(num_sampled):
-                clash[i] |= words[earlier, i] == words[draw, i]
+                is_duplicate[i] |= words[earlier, i] == words[draw, i]
         for i in range(num_sampled):
-            if clash[i]:
+            if is_duplicate[i]:
                 words[draw, i] = degrees[i] - uint32(fanout - draw)
 
 
@@ -84,10 +85,13 @@ def _sample_large_fanout(low, high, degree, fanout, key, bits, positions):
 
 @njit(cache=True, nogil=True)
 def _relabel_direct(sources, table, base, nodes, count, local_ids):
-    """Write the local ids of `sources`, and append new nodes to `nodes`; return their number.
+    """Write the local ids of `sources`, and append new nodes to `nodes`.
 
     The slot of a node holds its stamp, which is `base` plus its local id; a stamp below `base` is
     from an earlier batch. Every slot is written, changed or not, to avoid unpredictable branches.
+
+    Returns:
+        The number of nodes: `count` plus the number of new nodes.
     """
     for i in range(min(PREFETCH_DISTANCE, len(sources))):
         _prefetch_element(table, sources[i])
@@ -117,12 +121,14 @@ def _probe(entry, source, base, nodes, has_wide_ids):
     """Decode a slot without branches, since new nodes are unpredictable.
 
     Returns:
-        The local id; -1 if the slot is free, else 0; and nonzero if it is occupied by another node.
+        `local`: the local id; `free`: -1 if the slot is free, else 0; `other`: nonzero if the slot
+        is occupied by another node.
     """
     local = (entry & 0xFFFFFFFF) - base
     free = local >> 63
     other = ((entry >> 32) ^ source) & 0xFFFFFFFF & ~free
-    # ids that differ by a multiple of 2**32 have the same low half; not compiled for None
+    # ids that differ by a multiple of 2**32 have the same low half; numba removes this branch when
+    # the argument is None
     if has_wide_ids is not None:
         other = (nodes[local & ~free] ^ source) & ~free
     return local, free, other
@@ -184,7 +190,7 @@ def _sample_chunk(
     The sources of the edges are prefetched as the positions are written, and have arrived when the
     chunk is complete. This is twice as fast as prefetching 64 elements ahead while reading them.
     """
-    low, high, sampled_degrees, words, clash = scratch
+    low, high, sampled_degrees, words, is_duplicate = scratch
     if 0 <= fanout <= MAX_COMPARED:
         num_sampled = 0
         for i in range(len(nodes)):
@@ -193,7 +199,9 @@ def _sample_chunk(
                 high[num_sampled] = (nodes[i] >> 32) | (hop << 16)
                 sampled_degrees[num_sampled] = degrees[i]
                 num_sampled += 1
-        _sample_small_fanout(low, high, sampled_degrees, num_sampled, fanout, key, words, clash)
+        _sample_small_fanout(
+            low, high, sampled_degrees, num_sampled, fanout, key, words, is_duplicate
+        )
     filled = 0
     column = 0
     for i in range(len(nodes)):
@@ -241,8 +249,8 @@ def _skip_excluded(excluded, destination, begins, ends, chunk_size, positions):
 def _is_any_out_of_range(ids, end):
     """Return whether an id is outside [0, end).
 
-    This is a separate, vectorized pass over ids that are in the first-level cache. As part of the
-    loop that reads them from the graph it would take several times as long.
+    This is a separate, vectorized pass over ids that are still in a cache. As part of the loop that
+    reads them from the graph it would take several times as long.
     """
     signs = int64(0)
     for i in range(len(ids)):
@@ -287,7 +295,7 @@ def _begin_chunk(indptr, destinations, destination, fanout, excluded, begins, de
     ):
         node = destinations[destination + chunk_size]
         begin, degree = indptr[node], indptr[node + 1] - indptr[node]
-        # not compiled for None
+        # numba removes this branch when the argument is None
         if excluded is not None:
             degree -= num_excluded(excluded[0], excluded[2], destination + chunk_size)
         begins[chunk_size], degrees[chunk_size] = begin, degree
@@ -327,11 +335,11 @@ def sample_hops(
     num_nodes,
     num_edges,
 ):
-    """Sample from the state in `progress` on; return whether the batch is complete.
+    """Resume sampling from `progress`; return whether the batch is complete.
 
     Otherwise a buffer is too small, and `progress` has the needed sizes, or a node has offsets or
-    neighbours out of range, and `progress` has the node. They are checked here, where they are
-    read, since a graph may be a mapped file that has not been checked as a whole.
+    neighbours out of range, and `progress` has the node. Offsets and neighbours are checked here,
+    where they are read, since a graph may be a mapped file that has not been checked as a whole.
     """
     nodes, out_indptr, out_indices, out_edge_ids = out
     hop, destination = progress[HOP], progress[DESTINATION]

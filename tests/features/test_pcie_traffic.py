@@ -30,7 +30,7 @@ def simulated(lanes, addresses, split_bytes=None):
         for part in range(lanes.passes):
             touched = set()
             for lane in range(lanes.lanes):
-                at = lanes.load(address, part, lane)
+                at = lanes.load_address(address, part, lane)
                 if at is not None:
                     touched |= {byte // 32 for byte in range(at, at + lanes.vector_bytes)}
             asked = []

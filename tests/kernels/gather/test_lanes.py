@@ -18,7 +18,7 @@ def loads(lanes: Lanes, address: int) -> list[tuple[int, int]]:
     found = []
     for part in range(lanes.passes):
         for lane in range(lanes.lanes):
-            at = lanes.load(address, part, lane)
+            at = lanes.load_address(address, part, lane)
             if at is not None:
                 found.append((part, at))
     return found
@@ -115,7 +115,7 @@ def test_lanes_of_a_row_are_adjacent_in_one_warp(layout):
         assert max(most) == lanes.passes - 1
         if lanes.lanes < WARP_LANES:
             assert lanes.passes == 1
-        vectors = max(lanes.vectors(start) for start in starts(stride_bytes, 0))
+        vectors = max(lanes.num_vectors(start) for start in starts(stride_bytes, 0))
         if vectors <= WARP_LANES:
             # one load, of as few lanes as there may be
             assert lanes.lanes == 1 << (vectors - 1).bit_length()

@@ -20,7 +20,7 @@ from gcnzc.kernels.gather.cached_rows import make_cached_rows
 from gcnzc.kernels.gather.gpu import gather_rows
 from gcnzc.kernels.gather.lanes import LAYOUTS
 from gcnzc.kernels.gather.quantize import (
-    LARGEST,
+    MAX_CODE,
     SMALLEST_SCALE,
     broadcast_scales,
     compute_scales,
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 WIDTHS = [1, 3, 16, 33, 100, 602]
 BLOCKS = [None, 1, 7, 16, 1000]  # None: a scale for each row
 MOST = torch.finfo(torch.float32).max
-codes_of_one_byte = pytest.mark.parametrize("dtype", list(LARGEST), ids=str)
+codes_of_one_byte = pytest.mark.parametrize("dtype", list(MAX_CODE), ids=str)
 
 
 def adversarial(num_columns):
@@ -131,7 +131,7 @@ def test_the_bound_is_nearly_reached(dtype):
 def test_scales_of_zeros_and_of_the_smallest_numbers(dtype):
     rows = torch.tensor([[0.0, -0.0], [2.0**-149, 0], [127.0, -448.0]])
     codes, scales = quantized(rows, dtype)
-    assert scales.tolist() == [1, SMALLEST_SCALE, np.float32(448) / np.float32(LARGEST[dtype])]
+    assert scales.tolist() == [1, SMALLEST_SCALE, np.float32(448) / np.float32(MAX_CODE[dtype])]
     assert (dequantize_reference(codes, scales)[0] == 0).all()
 
 
