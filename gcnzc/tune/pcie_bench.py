@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gcnzc.features.pinning import pinned
+from gcnzc.features.pinning import can_read_host, pinned
 from gcnzc.features.registrations import copy_into
 from gcnzc.kernels.gather.bench_reads import chase_pointers, read_dense
 from gcnzc.kernels.gather.gpu import default_programs, gather_rows
@@ -272,10 +272,20 @@ def _cuda_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def _page_locked(num_bytes: int) -> Iterator[Tensor]:
-    """Allocate int8 memory on the host, aligned to 128 B, page-locked if there is CUDA."""
+    """Allocate int8 memory on the host, aligned to 128 B, page-locked if there is CUDA.
+
+    Raises:
+        RuntimeError: there is CUDA, but the GPU cannot read host memory.
+    """
     whole = torch.empty(num_bytes + LINE_BYTES, 1, dtype=torch.int8)
     begin = -whole.data_ptr() % LINE_BYTES
     with pinned(whole[begin : begin + num_bytes]) as table:
+        # `pinned` yields unlocked rows in this case, of which Triton kernels accept no pointer
+        if torch.cuda.is_available() and not can_read_host("cuda"):
+            raise RuntimeError(
+                f"this driver does not let the GPU read {num_bytes:,} bytes of host memory\n\n"
+                "hint: `gcnzc pcie` predicts the traffic without a GPU: set CUDA_VISIBLE_DEVICES=''"
+            )
         # zeros are written, so that every page is allocated
         yield table.rows.view(-1).zero_()
 

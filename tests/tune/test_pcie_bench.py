@@ -305,6 +305,21 @@ def test_the_peak_read_rate_is_measured(machine, monkeypatch):
     assert pcie_bench.peak_read_rate(torch.device("cuda")) is None
 
 
+def test_there_is_no_peak_read_rate_if_the_gpu_cannot_read_host_memory(machine, monkeypatch):
+    page_locks = PageLocks(FakeDriver(maps=False))
+    monkeypatch.setattr(registrations, "process_page_locks", lambda: page_locks)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(pcie_bench, "ROOF_BYTES", 1 << 16)
+    monkeypatch.setattr(pcie_bench, "_cuda", lambda device: machine.gpu)
+
+    def reject(memory, out, programs):
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+    monkeypatch.setattr(pcie_bench, "read_dense", reject)
+    assert pcie_bench.peak_read_rate(torch.device("cuda")) is None
+
+
 def test_a_report_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pcie_bench.current_gpu() is None
