@@ -33,14 +33,16 @@ from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, node_dtype
 from gcnzc.datasets.table_options import NodeTable, read_options
 from gcnzc.datasets.tables import Table, Texts
 
-# columns of the ends of edges, which need no key with these names
+# recognized column names for edge endpoints
 END_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"), ("u", "v"))
 
 
 class TableGraph:
     """A graph in csv or parquet files, as a `gcnzc.datasets.source.Source`.
 
-    Ids, edges, labels and parts are read at once; features in chunks, when they are used.
+    Ids, edges, labels and parts are read on construction, which also checks that the columns of
+    features are numbers. Features are read again when they are used: in chunks, unless the rows
+    must be reordered by id.
 
     Args:
         path: of the TOML file.
@@ -219,8 +221,7 @@ def choose_ends(
     if len(table.columns) == 2:
         return table.columns[0], table.columns[1]
     raise ValueError(
-        f"{table.path}: which columns are the ends of the edges? It has "
-        f"{', '.join(table.columns)}\n\n"
+        f"{table.path}: cannot determine the endpoint columns among {', '.join(table.columns)}\n\n"
         f"hint: source and target in {where} name them, or call them source and target"
     )
 
@@ -253,7 +254,7 @@ def _open_npy(path: Path, features: str | list[str] | None) -> Rows | None:
     file = path.parent / features
     if not file.is_file():
         raise FileNotFoundError(
-            f"no file {file}, which features in {path.name} names\n\n"
+            f"`features` in {path.name} refers to {file}, which does not exist\n\n"
             "hint: paths in a .toml are relative to its folder"
         )
     try:
@@ -268,7 +269,7 @@ def _open_npy(path: Path, features: str | list[str] | None) -> Rows | None:
 def _rows_of_npy(rows: Rows, numbering: Numbering) -> Rows:
     if numbering.number_of_row is not None:
         raise ValueError(
-            f"{rows.where}: are its rows in the order of the ids, or of the table of nodes?\n\n"
+            f"cannot determine the row order of {rows.where}: the ids, or the table of nodes\n\n"
             "hint: sort the table of nodes by id, 0 to N - 1, so that both are the same"
         )
     return rows
@@ -287,5 +288,5 @@ def _check_labels_and_parts(path: Path, labels: Array | None, parts: Any) -> Non
     raise ValueError(
         f"{path}: the nodes have no {missing}\n\n"
         f"hint: {key} in [nodes] names the column; training needs labels and parts, and a graph "
-        "without both serves for predictions"
+        "with neither serves for predictions"
     )

@@ -22,7 +22,7 @@ def summary() -> str:
     faster = f"{gains['dgl']:.1f}, {gains['graphbolt']:.1f}, {gains['pyg']:.1f} times"
     rows = [
         row("minibatches a second, compared with DGL, GraphBolt and PyG", faster, loaders["ours"]),
-        row("training on 4 GB of features: unshared memory", *memory_of_training()),
+        row("training on 4 GB of features: private memory", *memory_of_training()),
         row(
             "GraphSAGE on ogbn-arxiv's graph without its features",
             *accuracy_of("ogbn_arxiv_structure"),
@@ -34,7 +34,7 @@ def summary() -> str:
             "4 workers at 10 Mbit/s: Streaming DiLoCo, 4-bit, compared with AdamW",
             *gain_of("streaming-diloco fp4", 10.0),
         ),
-        row("sum of 64 B, 8 workers, 1 ms of delay, compared with gloo", *gain_of_sum()),
+        row("all-reduce of 64 bytes, 8 workers, 1 ms of delay, compared with gloo", *gain_of_sum()),
     ]
     return markdown(["what", "result", "machine, commit"], rows)
 
@@ -46,7 +46,7 @@ def row(what: str, result: str, line: Line) -> list[str]:
 
 
 def memory_of_training() -> tuple[str, Line]:
-    """Return the unshared memory of a training run."""
+    """Return the private memory of a training run."""
     line = newest(read("memory"), "command")["train"]
     return f"{line['unshared_peak_bytes'] / 1e9:.2f} GB", line
 

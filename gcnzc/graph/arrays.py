@@ -24,9 +24,9 @@ from gcnzc.datasets.rows import (
 from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, check_ends, node_dtype
 from gcnzc.system.arguments import check_integer, describe
 
-# columns of a table of edges, which need no order if they have these names
+# recognized column names for edge endpoints
 END_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"), ("u", "v"))
-# of the graphs of libraries whose edges have directions, so that there is nothing to guess
+# edge defaults for graph objects that store edge directions
 AS_STORED = EdgeDefaults(False, "keep", "a graph object whose edges have directions")
 HINT = (
     "hint: edges are a (2, E) tensor or array of node ids, a pair (sources, targets), a pandas "
@@ -63,7 +63,7 @@ class ArrayGraph:
         return len(self.ends[0])
 
     def edge_defaults(self) -> EdgeDefaults | None:
-        """Return both directions for undirected graphs; None if the directions are unknown."""
+        """Return the defaults of graph objects; None for edges given as arrays or tables."""
         return self.default
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
@@ -97,29 +97,34 @@ def from_arrays(
     metric: Metric | None = None,
     name: str = "graph",
 ) -> ArrayGraph:
-    """Describe a graph in memory for `prepare`. Nothing is copied before `prepare` writes it.
+    """Describe a graph in memory for `prepare`.
+
+    Arrays and CPU tensors are not copied before `prepare` writes them. Lists, networkx graphs, GPU
+    tensors and boolean masks are converted, which copies them.
 
     Args:
         edges: (2, E) node ids, sources then targets; a pair of (E,) ids; a pandas table of two
             columns; a SciPy matrix (N, N) whose stored elements are edges from row to column; a
             networkx graph, whose nodes are numbered in their order; a PyG `Data` or a DGL graph
             of one node type, whose features, labels and masks are the defaults of the arguments.
-            The edges of a directed graph object have the directions that are stored.
+            The edges of a directed graph object have the directions that are stored. For edges
+            from arrays, tables or matrices, `prepare` adds the reverse edges by default if all
+            edges go from a lower to a higher id, or all the other way.
         features: (N, D) numbers, also a tensor of bfloat16; a pandas table; or a SciPy matrix,
             which is kept sparse until `prepare` decides; None for a graph without features.
         labels: (N,) classes, -1 or NaN for none; or (N, T) tasks.
         splits: for "train", "valid" and "test", or another common name such as "val_mask", node
             ids or (N,) masks; or an (N,) array with one of these words for each node. Without
             labels and splits, the graph serves for predictions and for link prediction.
-        num_nodes: N; by default the largest of the lengths of features and labels, or the largest
-            id plus one.
+        num_nodes: N; by default the length of features and labels, which must be equal; without
+            them, the largest id plus one.
         metric: "accuracy" or "rocauc"; by default accuracy, and ROC AUC for several tasks.
         name: the graph's.
 
     Raises:
         TypeError: an argument is of an unknown type.
-        ValueError: sizes do not match, labels or splits are missing, elements of an array are
-            masked, or the ids of a networkx graph are 0 to N - 1 in another order.
+        ValueError: sizes do not match, only one of labels and splits is given, elements of an array
+            are masked, or the ids of a networkx graph are 0 to N - 1 in another order.
     """
     found = _read_object(edges)
     features = found.get("features") if features is None else features
@@ -150,12 +155,13 @@ def from_arrays(
     largest = max((int(ids.max()) + 1 for ids in ends if len(ids)), default=0)
     count = next(iter(lengths.values()), largest)
     if (values is None) != (splits is None):
+        missing = "labels" if values is None else f"splits{_describe_missing_masks(found)}"
         raise ValueError(
-            f"{name} has no {'labels' if values is None else 'splits'}\n\n"
+            f"{name} has no {missing}\n\n"
             "hint: labels= takes the class of each node, -1 for none; splits= takes the node ids "
             'or masks of "train", "valid" and "test"'
         )
-    several = values is not None and values.ndim == 2 and values.shape[1] > 1
+    is_multi_task = values is not None and values.ndim == 2 and values.shape[1] > 1
     return ArrayGraph(
         name,
         count,
@@ -163,7 +169,7 @@ def from_arrays(
         rows,
         np.full(count, -1) if values is None else values,
         dict.fromkeys(PARTS, np.empty(0, np.int64)) if splits is None else _parts(splits, count),
-        metric or ("rocauc" if several else "accuracy"),
+        metric or ("rocauc" if is_multi_task else "accuracy"),
         "given",
         found.get("default"),
         mapping=found.get("mapping"),
@@ -271,6 +277,7 @@ def _from_pyg(data: Any) -> dict[str, Any]:
         "features": getattr(data, "x", None),
         "labels": getattr(data, "y", None),
         "splits": _masks(data.to_dict()),
+        "missing_masks": _missing_masks(data.to_dict()),
     }
 
 
@@ -288,14 +295,16 @@ def from_attributes(
         ValueError: sizes do not match, or there is no such split.
     """
     masks = _masks(attributes)
-    several = masks is not None and any(_array(each, "mask").ndim == 2 for each in masks.values())
-    if masks is not None and several:
+    has_many_splits = masks is not None and any(
+        _array(each, "mask").ndim == 2 for each in masks.values()
+    )
+    if masks is not None and has_many_splits:
         columns = {part: np.atleast_2d(_array(each, part).T) for part, each in masks.items()}
         count = max(len(each) for each in columns.values())
         if split is None or not split.isdecimal() or int(split) >= count:
             raise ValueError(
-                f"{name} has the splits 0 to {count - 1}, not {split}\n\n"
-                "hint: --split 0 takes the first one"
+                f"{name} has {count} splits, 0 to {count - 1}; split is {split}\n\n"
+                "hint: choose one with split=0 (--split 0)"
             )
         # a mask of one column is the same in all splits
         masks = {part: each[int(split) % len(each)] for part, each in columns.items()}
@@ -316,14 +325,29 @@ def from_attributes(
 
 def _masks(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the masks of the parts among attributes; None unless there are all three."""
-    masks = {
+    masks = _found_masks(attributes)
+    return masks if set(masks) == set(PARTS) else None
+
+
+def _missing_masks(attributes: Mapping[str, Any]) -> list[str]:
+    """Return the parts without a mask if other parts have one."""
+    masks = _found_masks(attributes)
+    return [part for part in PARTS if part not in masks] if masks else []
+
+
+def _describe_missing_masks(found: Mapping[str, Any]) -> str:
+    parts = found.get("missing_masks")
+    return f": it has masks, but none for {' and '.join(parts)}" if parts else ""
+
+
+def _found_masks(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         part: value
         for key, value in attributes.items()
         if str(key).endswith("_mask") and value is not None
         for part in [part_of(key)]
         if part is not None
     }
-    return masks if set(masks) == set(PARTS) else None
 
 
 def _from_dgl(graph: Any) -> dict[str, Any]:
@@ -339,6 +363,7 @@ def _from_dgl(graph: Any) -> dict[str, Any]:
         "features": graph.ndata.get("feat"),
         "labels": graph.ndata.get("label"),
         "splits": _masks(graph.ndata),
+        "missing_masks": _missing_masks(graph.ndata),
     }
 
 
@@ -407,7 +432,7 @@ def _ids(given: Any, part: str, num_nodes: int) -> Array:
     if array.shape != (num_nodes,):
         raise ValueError(
             f"splits[{part!r}] is a mask of shape {array.shape} for {num_nodes:,} nodes\n\n"
-            "hint: a mask is (N,); of several splits in its columns, give one: mask[:, 0]"
+            "hint: a mask is (N,); for a mask with several columns, select one: mask[:, 0]"
         )
     return np.flatnonzero(array)
 
@@ -434,7 +459,7 @@ def _as_numpy(values: Any, name: str) -> Any:
     except (TypeError, ValueError, RuntimeError) as error:
         # a sparse tensor, a dtype that numpy lacks, or rows of different lengths
         raise ValueError(
-            f"{name} is {describe(values)}, of which numpy makes no array: {error}\n\n"
+            f"{name} is {describe(values)}, which cannot be converted to a NumPy array: {error}\n\n"
             "hint: a dense tensor or array; tensor.to_dense() of a sparse tensor, and "
             "tensor.float() of a dtype that numpy lacks"
         ) from error

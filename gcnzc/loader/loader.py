@@ -85,29 +85,30 @@ class Loader:
     process that created it.
 
     `copy.deepcopy` and `pickle` create a loader with the same arguments and the same position. Rows
-    that were page-locked or mapped from a file are ordinary memory in the copy.
+    that were page-locked or mapped from a file are ordinary memory in the copy. A loader for a GPU
+    that reads dense rows in host memory therefore cannot be copied: page-lock the rows and create a
+    new loader.
 
-    The memory of a batch is reused after the last reference to its tensors is dropped. On a GPU the
-    tensors are ready for work queued later on the stream that was current when the batch was
-    yielded, and only that stream is waited for before the memory is reused.
+    Use a batch on the stream that was current when it was yielded. Its memory may be reused once
+    its tensors are released; other streams are not synchronized.
 
     Args:
         graph: the graph whose neighbours are sampled, on the host.
-        table: features, one row per node; None for batches without `x`. For a GPU, the rows must be
-            there, or inside `gcnzc.pinned`. If they are sparse, or the GPU cannot read host memory
-            (see `gcnzc.features.can_read_host`), they may be anywhere on the host: worker threads
-            gather the rows, which are then copied.
+        table: features, one row per node; None for batches without `x`. For a GPU, put the rows in
+            its memory or page-lock them with `gcnzc.pinned`. Sparse rows, and rows the GPU cannot
+            read (see `gcnzc.features.can_read_host`), are gathered on the host and copied.
         seeds: (S,) unique node ids, as a tensor, an array or a list; or other items of `sampler`.
-        fanouts: see `gcnzc.Sampler`; unused if `sampler` is given.
+        fanouts: number of neighbours sampled per node in each layer, input layer first, the reverse
+            of PyG's `num_neighbors`; see `gcnzc.Sampler`. Unused if `sampler` is given.
         batch_size: number of seeds in a batch of one rank.
         labels: (N,) or (N, T), one row per node, a tensor or an array; None for batches without
             `y`.
         device: device of the batches.
         shuffle: shuffle the seeds each epoch, by `epoch_order`.
-        drop_last: drop the last step if it is not full.
+        drop_last: drop the last step (the seeds of one batch on all ranks) if it is not full.
         seed: of the shuffling and, unless `sampler` is given, of the sampling; a 64-bit integer.
-        rank, world_size: this process's rank and the number of ranks, which share the seeds of each
-            step; see `Shares`.
+        rank, world_size: this process's rank and the number of ranks, which share the seeds; see
+            `Shares`.
         threads: number of worker threads. Default: one per core, at most four.
         ahead: number of batches that are prefetched: ready or in preparation. Default: one more
             than `threads`.
@@ -116,15 +117,15 @@ class Loader:
             host and the GPU's copy engine copies, while the GPU reads the other rows from the host.
             With 1 the table need not be page-locked. It does not change the batches, and has no
             effect on a CPU.
-        priority: CUDA priority of the streams that copy and gather batches: -1 is higher than the
-            model's, 0 is equal.
+        priority: CUDA priority of the streams that copy and gather batches, at most 0: -1 is higher
+            than the model's, 0 is equal.
         in_degrees: add the in-degrees of nodes to the blocks, for models such as GCN, which would
             otherwise synchronize to compute them.
-        may_be_empty: accept an epoch without batches: without seeds, or with fewer seeds than a
-            step and `drop_last`.
+        may_be_empty: allow an epoch with no batches: there are no seeds, or `drop_last` drops the
+            only step.
 
     Raises:
-        TypeError: an argument has another type.
+        TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or does not fit another.
     """
 
@@ -171,7 +172,9 @@ class Loader:
             *(len(self.seeds), batch_size, rank, world_size, drop_last), may_be_empty=may_be_empty
         )
         self.threads, self.ahead = check_threads(threads, ahead, self.sampler, world_size)
-        self.priority = check_integer("priority", priority, most=0, hint="-1 or 0")
+        self.priority = check_integer(
+            "priority", priority, most=0, hint="0, or -1 for a higher priority"
+        )
         self._transfer = self._open_transfer() if self.device.type == "cuda" else None
         self._host = Pool() if self._transfer is None else self._transfer.host
         safe = getattr(self.sampler, "thread_safe", True)
@@ -184,7 +187,10 @@ class Loader:
         self._iterators = 0
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch or its remainder, the same on every rank."""
+        """Return the number of batches of an epoch, the same on every rank.
+
+        After resuming with another batch size or world size, the number for the unused seeds.
+        """
         return len(self.shares)
 
     @property

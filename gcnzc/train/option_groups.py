@@ -127,8 +127,8 @@ class TaskOptions(Options):
     task: Literal["node", "link"] = "node"
     """node classification, or link prediction"""
     decoder: Literal["mlp", "dot"] = "mlp"
-    """link prediction: computes the score of a pair from the product of both nodes' outputs, with
-    three linear layers (mlp) or as a sum (dot)"""
+    """link prediction: scores a pair from the elementwise product of its embeddings: mlp applies
+    three linear layers, dot sums"""
     negatives: Literal["uniform", "both", "in-batch"] = "uniform"
     """link prediction: how negative pairs are sampled for an edge: with a random destination
     (uniform), with two random nodes (both), or with the destinations of other edges of the
@@ -154,12 +154,12 @@ class LoaderOptions(Options):
     fanouts: Fanouts = (15, 10, 5)
     """neighbours sampled per node, one number per layer, input layer first; -1 takes all"""
     batch_size: int = 1024
-    """seed nodes or seed edges per minibatch"""
+    """seed nodes or seed edges per minibatch of one worker"""
     sampler: Literal["gcnzc", "dgl"] = "gcnzc"
     """library that samples the neighbourhoods"""
     threads: int = 0
-    """threads that prepare minibatches; 0 takes the number from the tuning profile, or the
-    default"""
+    """threads that prepare minibatches; 0 takes the number from the tuning profile, or one per
+    core, at most four; workers share the cores"""
     tuning_profile: bool = True
     """use the settings that `gcnzc check --tune` measured for this machine; with
     --no-tuning-profile, use the defaults"""
@@ -190,8 +190,8 @@ class FeatureOptions(Options):
     highest in-degree"""
     cache_sharded: bool = False
     """shard one feature cache over the GPUs of a machine, which read each other's rows; without it,
-    each GPU has a copy of all cached rows. A share in --cache-size is of all GPUs together,
-    bytes are of each"""
+    each GPU has a copy of all cached rows. A fraction in --cache-size refers to all GPUs together;
+    bytes are per GPU"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,7 +209,8 @@ class OptimizerOptions(Options):
     lr: float = 0.003
     """learning rate"""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    """multiply --lr by the number of workers, or its square root, since their minibatches add up"""
+    """multiply --lr by the number of workers, or its square root, because the global batch grows
+    with the workers"""
     weight_decay: float = 0.0
     """weight decay, as the optimizer defines it"""
     inner_optimizer: Literal["adam", "adamw", "sgd"] = "adam"
@@ -235,15 +236,15 @@ class OptimizerOptions(Options):
     """diloco, streaming-diloco and co2: momentum of the outer optimizer; the method's default if
     not given"""
     eager_weight: float = EAGER
-    """co2: weight of eager updates, which a worker applies from its own last steps until the mean
-    of all workers arrives; 0 with --outer-lr 1 --outer-momentum 0.2 is the published method"""
+    """co2: fraction of a worker's own last update applied before the mean arrives; 0 with
+    --outer-lr 1 --outer-momentum 0.2 is the published method"""
     delay: str = "default"
-    """streaming-diloco: steps that overlap with an exchange; default takes 1, or auto with --local-
-    steps auto; auto measures how many hide it"""
+    """streaming-diloco: steps that overlap with an exchange; default takes 1, or auto with
+    --local-steps auto; auto measures how many hide it"""
     fragments: str = str(FRAGMENTS)
     """streaming-diloco: parts of the model that are exchanged at different steps: a number of parts
     of equal size; or modules, for one part per module; or regular expressions separated by
-    commas, each for the parameters whose names it matches first"""
+    commas; a parameter belongs to the first expression that matches its name"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -263,11 +264,13 @@ class OptimizerOptions(Options):
             )
         if not self.lr > 0:
             raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: the default is 0.003")
-        self._check_numbers_in_words()
+        self._check_number_or_keyword()
 
-    def _check_numbers_in_words(self) -> None:
+    def _check_number_or_keyword(self) -> None:
         """Check the options that are a number or a word."""
-        check_number("--warmup", self.warmup, ("auto",), "0.15 is a share of the steps, 500 steps")
+        check_number(
+            "--warmup", self.warmup, ("auto",), "0.15 means 15 % of the steps; 500 means 500 steps"
+        )
         check_number(
             "--local-steps",
             self.local_steps,
@@ -313,8 +316,8 @@ class WorkerOptions(Options):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the model trains; auto takes CUDA if there is a GPU"""
     workers: int = 1
-    """processes that train together on this machine, each with its part of every minibatch; for
-    several machines, use torchrun"""
+    """processes that train together on this machine, each on its own minibatches, so that the
+    global batch is --workers times --batch-size; for several machines, use torchrun"""
     timeout_s: float = 60.0
     """seconds until workers that wait for another one give up and restart"""
     restarts: int = 3

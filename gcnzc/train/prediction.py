@@ -43,9 +43,10 @@ class NodePredictions:
     Attributes:
         nodes: (M,) ids of the nodes: those of the graph's source if they were mapped, as int64 or
             text; otherwise the numbers of the nodes.
-        classes: (M,) predicted classes, by name if they have names; of several tasks (M, C) of 0
-            and 1.
-        probabilities: (M, C) float32: of each class, or of 1 in each of several tasks.
+        classes: (M,) predicted classes, by name if they have names; for multi-task models, (M, C)
+            zeros and ones.
+        probabilities: (M, C) float32 class probabilities; for multi-task models, the probability of
+            label 1.
         columns: C names of the columns of `probabilities`.
         epoch: the model's, from 1.
     """
@@ -79,14 +80,14 @@ class TrainedModel:
     """The best model of a run, with a graph to predict on."""
 
     model: Any
-    trained: TrainConfig
+    config: TrainConfig
     schema: Schema
     data: Dataset
     device: torch.device
     epoch: int  # from 1
 
     @property
-    def known(self) -> KnownNodes:
+    def node_index(self) -> KnownNodes:
         """The ids of the nodes of the graph."""
         return KnownNodes(self.data.node_ids, self.data.graph.num_nodes)
 
@@ -139,7 +140,7 @@ def predict(
         data: a graph with the same features, which may have other nodes and no labels; None for
             that of the run.
         nodes: ids of nodes, in any order, as the graph's source has them; or "train", "valid" or
-            "test"; None for all nodes.
+            "test"; None or "all" for all nodes.
         device: `auto`, `cpu` or `cuda`.
         reporter: shows the progress; None shows nothing.
 
@@ -149,10 +150,11 @@ def predict(
             prediction, or an output is not finite.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
-    numbers = None
-    if nodes is not None:
-        is_part = isinstance(nodes, str)
-        numbers = part_numbers(loaded.data, nodes) if is_part else _numbers(loaded, nodes)
+    numbers: Array | None = None
+    if isinstance(nodes, str):
+        numbers = None if nodes == "all" else part_numbers(loaded.data, nodes)
+    elif nodes is not None:
+        numbers = _numbers(loaded, nodes)
     return predict_nodes(loaded, numbers, reporter or NullReporter())
 
 
@@ -191,9 +193,9 @@ def predict_nodes(
     loaded: TrainedModel, numbers: Array | None, reporter: Reporter
 ) -> NodePredictions:
     """Predict the classes of nodes by their (M,) numbers; of all nodes if None."""
-    if loaded.trained.task == "link":
+    if loaded.config.task == "link":
         raise ValueError(
-            "the run is of link prediction, and predicts scores of pairs\n\n"
+            "this is a link-prediction run, and predicts scores of pairs\n\n"
             "hint: --pairs FILE names the pairs (in Python predict_links); `gcnzc evaluate RUN "
             "--predictions FILE.npy` writes the embedding of every node"
         )
@@ -219,9 +221,9 @@ def predict_pairs(
     loaded: TrainedModel, sources: Array, targets: Array, reporter: Reporter
 ) -> LinkPredictions:
     """Predict the scores of pairs of nodes by their (M,) numbers."""
-    if loaded.trained.task != "link":
+    if loaded.config.task != "link":
         raise ValueError(
-            "the run is of node classification, and predicts classes of nodes\n\n"
+            "this is a node-classification run, and predicts classes of nodes\n\n"
             "hint: leave --pairs out (in Python use predict), or train with --task link"
         )
     if len(sources) != len(targets):
@@ -241,7 +243,7 @@ def predict_pairs(
 
 @contextmanager
 def _feature_rows(loaded: TrainedModel) -> Iterator[FeatureTable]:
-    where = loaded.trained.features
+    where = loaded.config.features
     with feature_table(loaded.data, where, loaded.device, Group()) as table:
         yield table
 
@@ -272,7 +274,7 @@ def _numbers(loaded: TrainedModel, nodes: Any) -> Array:
             "hint: ids are a vector of integers or texts"
         )
     texts = np.array([str(each) for each in ids.tolist()], object)
-    numbers = loaded.known.numbers_of(texts)
+    numbers = loaded.node_index.numbers_of(texts)
     wrong = np.flatnonzero(numbers < 0)
     if len(wrong):
         raise ValueError(

@@ -107,6 +107,7 @@ def test_predictions_are_those_of_the_evaluation(graph, run, tmp_path, capsys):
     found = predict(run, nodes=["n7", "n3"])
     assert found.nodes.tolist() == ["n7", "n3"]
     np.testing.assert_allclose(found.probabilities, probabilities[[7, 3]], atol=1e-6)
+    assert len(predict(run, nodes="all").nodes) == len(classes)
 
 
 def test_new_nodes_without_labels_are_predicted(run, tmp_path, capsys):
@@ -187,7 +188,7 @@ def test_scores_of_pairs(graph, tmp_path, capsys):
     assert auc == pytest.approx(json.loads((run / "result.json").read_text())["test_auc"], abs=1e-3)
     again = predict_links(run, pairs=(table["source"][:2], table["target"][:2]))
     np.testing.assert_allclose(again.scores, found["score"][:2], rtol=1e-4)
-    assert "the run is of link prediction" in error_of(capsys, run, "--out", tmp_path / "q.csv")
+    assert "this is a link-prediction run" in error_of(capsys, run, "--out", tmp_path / "q.csv")
     pairs.write_text("source,target\nn1,n2000\n")
     message = "line 2, column 'target': no node has the id 'n2000'"
     assert message in error_of(capsys, run, "--pairs", pairs, "--out", tmp_path / "q.csv")

@@ -204,7 +204,7 @@ def test_classes_have_the_order_that_is_given(tmp_path):
         ({"edges": EDGES + "ann,bob\n"}, "edges.csv, line 6: 2 cells, but there are 3 columns"),
         ({"edges": EDGES + "ann,bob,1,2\n"}, "edges.csv: Expected 3 fields in line 6, saw 4"),
         ({"edges": EDGES.partition("\n")[2].replace("ann", "8")}, "the first line has '8'"),
-        ({"edges": EDGES.replace("from,to", "a,b")}, "which columns are the ends of the edges"),
+        ({"edges": EDGES.replace("from,to", "a,b")}, "cannot determine the endpoint columns"),
         ({"edges": ""}, "edges.csv is empty"),
         ({"edges": "from,to\n"}, "edges.csv has no rows"),
         ({"nodes": NODES.partition("\n")[0]}, "nodes.csv has no rows"),

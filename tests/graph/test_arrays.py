@@ -200,7 +200,7 @@ def test_the_metric_can_be_chosen(tmp_path):
         ({"edges": np.ma.masked_greater(EDGES, 50)}, r"\d+ elements of edges are masked"),
         ({"edges": torch.eye(3).to_sparse()}, "edges is a tensor of torch.float32 and shape"),
         ({"features": torch.ones(N, 2).to(torch.float8_e5m2)}, "features is a tensor of .*float8"),
-        ({"splits": [[1, 2], [3]]}, "splits is .* of which numpy makes no array"),
+        ({"splits": [[1, 2], [3]]}, "splits is .* which cannot be converted to a NumPy array"),
         ({"feature_dtype": "int32"}, "feature_dtype is 'int32'"),
         ({"scales": "rows"}, "scales is 'rows'"),
     ],
@@ -300,7 +300,7 @@ def test_processed_files_of_pyg_are_read_without_unpickling(expected, tmp_path):
     write_pyg(path, **masks)
     gcnzc.prepare(path, tmp_path / "c", bidirected=True, split=1)
     check_equal(gcnzc.load(tmp_path / "c"), expected)
-    with pytest.raises(ValueError, match="has the splits 0 to 1, not None\n\nhint: --split 0"):
+    with pytest.raises(ValueError, match="has 2 splits, 0 to 1; split is None\n\nhint: choose"):
         gcnzc.prepare(path, tmp_path / "d")
 
 
@@ -315,3 +315,14 @@ def test_files_of_pyg_that_need_unpickling_or_are_no_graph(tmp_path):
     with pytest.raises(ValueError, match="has 2 graphs"):
         gcnzc.prepare(path, tmp_path / "d")
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("make", [as_pyg, as_dgl])
+def test_masks_that_are_missing_are_named(tmp_path, make):
+    graph = make()
+    masks = graph if make is as_pyg else graph.ndata
+    for key, part in KEYS.items():
+        if part != "train":
+            del masks[f"{key}_mask"]
+    with pytest.raises(ValueError, match="has no splits: it has masks, but none for valid and te"):
+        gcnzc.prepare(graph, tmp_path / "data")

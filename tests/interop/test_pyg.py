@@ -15,6 +15,7 @@ from gcnzc import FeatureTable
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
+from gcnzc.interop.column import Column
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore, importing, minibatches
 
 pyg = importing.import_pyg()
@@ -249,6 +250,20 @@ def test_attributes_that_the_loader_sets_replace_those_of_the_data(data):
     theirs.node_sampler.batch.e_id = mine.e_id - 5
     same(mine, next(iter(theirs)))
     assert mine.input_id.tolist() == list(range(16))
+
+
+@pytest.mark.parametrize("in_worker", [True, False])
+def test_edge_attributes_on_a_gpu_are_those_of_the_sampled_edges(data, monkeypatch, in_worker):
+    data = copy.copy(data)
+    data.e_id = torch.arange(EDGES) + 5
+    host = Column.is_on_host.fget
+    # the loader takes `edge_kind` for rows on a GPU, which it slices in the training process
+    is_on_host = property(lambda self: self.name != "edge_kind" and host(self))
+    monkeypatch.setattr(Column, "is_on_host", is_on_host)
+    loader = NeighborLoader(data, [3, 2], batch_size=16)
+    batch = next(iter(loader)) if in_worker else loader(torch.arange(16))
+    assert torch.equal(batch.edge_kind, data.edge_kind[batch.e_id - 5])
+    assert "_sampled_edges" not in batch
 
 
 # of what PyG uses of `typing`, on Python 3.13

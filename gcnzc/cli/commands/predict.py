@@ -66,7 +66,7 @@ def predict_command(config: PredictConfig, reporter: Reporter) -> None:
         {
             "run": str(config.run),
             "data": loaded.data.name,
-            "task": loaded.trained.task,
+            "task": loaded.config.task,
             "out": str(config.out),
             "predictions": count,
             "columns": columns,
@@ -84,7 +84,7 @@ def _predict_nodes(
     elif config.nodes in PARTS:
         numbers = part_numbers(loaded.data, config.nodes)
     else:
-        numbers = read_nodes(Path(config.nodes), loaded.known)
+        numbers = read_nodes(Path(config.nodes), loaded.node_index)
     found = predict_nodes(loaded, numbers, reporter)
     return len(found.nodes), write_nodes(config.out, found, config.probabilities)
 
@@ -93,5 +93,5 @@ def _predict_links(
     config: PredictConfig, loaded: TrainedModel, reporter: Reporter
 ) -> tuple[int, list[str]]:
     assert config.pairs is not None
-    found = predict_pairs(loaded, *read_pairs(config.pairs, loaded.known), reporter)
+    found = predict_pairs(loaded, *read_pairs(config.pairs, loaded.node_index), reporter)
     return len(found.scores), write_links(config.out, found, config.probabilities)

@@ -30,7 +30,7 @@ _SUPPORTED = {
 }
 
 
-def check_supported(who: str, **arguments: Any) -> None:
+def check_supported(loader_name: str, **arguments: Any) -> None:
     """Check that PyG's arguments have their only supported values.
 
     Raises:
@@ -45,12 +45,12 @@ def check_supported(who: str, **arguments: Any) -> None:
         shown = f"{name}={value!r}" if is_plain else name
         only = "" if supported is None else f", but only {supported!r}"
         raise ValueError(
-            f"{who} does not support {shown}{only}\n\n"
-            f"hint: torch_geometric.loader.{who} with pyg-lib"
+            f"{loader_name} does not support {shown}{only}\n\n"
+            f"hint: use torch_geometric.loader.{loader_name} with pyg-lib"
         )
 
 
-def check_num_neighbors(num_neighbors: Any, who: str) -> list[int]:
+def check_num_neighbors(num_neighbors: Any, loader_name: str) -> list[int]:
     """Return the number of neighbours of each hop, from a list or PyG's `NumNeighbors`.
 
     Raises:
@@ -61,7 +61,7 @@ def check_num_neighbors(num_neighbors: Any, who: str) -> list[int]:
         num_neighbors = num_neighbors.values
     if isinstance(num_neighbors, Mapping):
         raise ValueError(
-            f"num_neighbors is a dict: {who} does not support num_neighbors by edge type\n\n"
+            f"num_neighbors is a dict: {loader_name} does not support numbers by edge type\n\n"
             "hint: a list with one number for each hop, such as [10, 5]; there are no edge types"
         )
     check_kind(
@@ -102,12 +102,12 @@ def check_common(transform: Any, is_sorted: Any, filter_per_worker: Any, tables:
     check_tables(tables)
 
 
-def make_options(kwargs: dict[str, Any], who: str, device: Any, **own: Any) -> Options:
+def make_options(kwargs: dict[str, Any], loader_name: str, device: Any, **own: Any) -> Options:
     """Return the options of a loader, from the arguments of torch's DataLoader and gcnzc's own.
 
     Args:
         kwargs: arguments of torch's DataLoader.
-        who: the name of the loader, for error messages.
+        loader_name: the name of the loader, for error messages.
         device: the device of the minibatches.
         own: gcnzc's own arguments, as fields of `Options`.
 
@@ -118,14 +118,14 @@ def make_options(kwargs: dict[str, Any], who: str, device: Any, **own: Any) -> O
     kwargs = dict(kwargs)
     # PyG's loaders ignore this argument too: they collate minibatches themselves
     kwargs.pop("collate_fn", None)
-    num_workers, dataloader_options, rest = split_options(kwargs, who)
+    num_workers, dataloader_options, rest = split_options(kwargs, loader_name)
     theirs = {
         name: rest.pop(name) for name in ("batch_size", "shuffle", "drop_last") if name in rest
     }
     if rest:
-        raise TypeError(f"{who} has no argument {', '.join(sorted(rest))}")
+        raise TypeError(f"{loader_name} has no argument {', '.join(sorted(rest))}")
     if theirs.get("batch_size", 1) is None:
-        raise ValueError(f"{who} does not support batch_size=None\n\nhint: batch_size=1")
+        raise ValueError(f"{loader_name} does not support batch_size=None\n\nhint: batch_size=1")
     if theirs.get("shuffle") is None:
         theirs["shuffle"] = False
     device = check_device("device", device)

@@ -1,7 +1,4 @@
-"""Drop-in replacement of PyG's `LinkNeighborLoader`.
-
-A minibatch has P edges and K negative edges.
-"""
+"""Drop-in replacement of PyG's `LinkNeighborLoader`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -36,10 +33,11 @@ class LinkNeighborLoader(
 ):
     """Drop-in replacement of `torch_geometric.loader.LinkNeighborLoader`.
 
-    It takes the same arguments and yields the same minibatches. Negative edges are sampled
-    uniformly, or by the weights of a `NegativeSampling`; as in PyG, some may be edges of the graph.
-    They depend on the seed, the epoch and the edges of the minibatch. As in PyG, the edges of the
-    minibatch are not removed from the sampled neighbourhoods.
+    It has the same signature, and minibatches have the same fields, but the sampled neighbours and
+    negative edges differ. Negative edges are sampled uniformly, or by the weights of a
+    `NegativeSampling`; as in PyG, some may be edges of the graph. Negative edges depend on the
+    seed, the epoch and the edges of the minibatch. As in PyG, the edges of the minibatch are not
+    removed from the sampled neighbourhoods.
 
     Args:
         data: a `torch_geometric.data.Data` with `edge_index`. For the arguments that are not listed
@@ -171,7 +169,7 @@ class LinkNeighborLoader(
         return self._sample_batch(nodes, epoch, fields)
 
     def _sample_negatives(self, indices: Tensor, epoch: int) -> list[Tensor]:
-        """Sample K negative edges: sources and destinations, or only destinations for triplets."""
+        """Sample negative edges: sources and destinations, or only destinations for triplets."""
         sampling, random = self.neg_sampling, generator(self._seed, epoch, indices)
         if sampling is None:
             return []

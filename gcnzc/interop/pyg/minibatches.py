@@ -29,12 +29,16 @@ from gcnzc.sampling.batch import Block
 
 _pool = Pool()
 
+# the ids of the sampled edges, if `e_id` of a minibatch is an attribute of the data
+_SAMPLED_EDGES = "_sampled_edges"
+
 
 class DataMinibatches(Minibatches):
     """The base class of the PyG loaders, which yields sampled subgraphs as PyG's `Data`.
 
     Attributes of `data` with the name of an attribute that the loader sets itself, such as
-    `input_id`, are ignored.
+    `input_id`, are ignored. As in PyG, `n_id` and `e_id` of `data` are sliced like its other
+    attributes, and replace the ids of the sampled nodes and edges.
 
     Args:
         data: a `Data` with `edge_index`. Its attributes are read when an epoch begins.
@@ -126,14 +130,16 @@ class DataMinibatches(Minibatches):
         nodes = list(subgraph.num_nodes)[: self._sampler.num_hops + 1]
         num_edges = [len(indices) for indices in subgraph.indices][: self._sampler.num_hops]
         positions = [ids.numpy() for ids in subgraph.edge_ids]
+        edges = _original_edge_ids(torch.from_numpy(np.concatenate(positions)), self._columns.order)
         fields |= {
             "num_sampled_nodes": [nodes[0], *(after - before for before, after in pairwise(nodes))],
             "num_sampled_edges": num_edges,
-            "e_id": _original_edge_ids(
-                torch.from_numpy(np.concatenate(positions)), self._columns.order
-            ),
+            "e_id": edges,
         }
-        fields |= self._attributes.slice_on_host(subgraph.nodes, fields["e_id"])
+        fields |= self._attributes.slice_on_host(subgraph.nodes, edges)
+        if fields["e_id"] is not edges:
+            # attributes on GPUs are sliced later, by the ids of the sampled edges
+            fields[_SAMPLED_EDGES] = edges
         blocks = _to_blocks(subgraph)
         if self.device.type == "cpu":
             # for a GPU, the blocks, less than half as large, are copied and converted there
@@ -161,7 +167,8 @@ class DataMinibatches(Minibatches):
         if found.has_num_nodes:
             data.num_nodes = len(batch.nodes)
         fields = {"n_id": batch.nodes, **batch.parts}
-        fields |= found.slice_on_gpus(batch.nodes, fields["e_id"])
+        edges = fields.pop(_SAMPLED_EDGES, fields["e_id"])
+        fields |= found.slice_on_gpus(batch.nodes, edges)
         for name, value in fields.items():
             data[name] = value
         return data if self.transform is None else self.transform(data)
@@ -187,7 +194,7 @@ def edge_index_of(blocks: Sequence[Block]) -> Tensor:
     begin = num_expanded = 0
     for block in reversed(blocks):
         edges = out[:, begin : begin + block.num_edges]
-        # nodes of earlier hops were expanded there, and have no edges in this block
+        # destinations before `num_expanded` were expanded in earlier hops
         if on_host:
             csc_to_coo(block.indptr, block.indices, edges, num_expanded)
         else:

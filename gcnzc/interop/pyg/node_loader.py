@@ -24,10 +24,11 @@ from gcnzc.interop.pyg.minibatches import DataMinibatches, NeighborCounts
 class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # type: ignore[misc]
     """Drop-in replacement of `torch_geometric.loader.NeighborLoader`.
 
-    It takes the same arguments, yields the same minibatches and is an instance of PyG's class. The
-    arguments up to `directed` and `input_id` are PyG's, `kwargs` are those of torch's `DataLoader`,
-    and the others are gcnzc's. docs/reference/drop_in_loaders.md lists the supported ones; an
-    unsupported one raises an error with its name.
+    It has the same signature and is an instance of PyG's class. Minibatches have the same fields,
+    but the sampled neighbours differ. The arguments up to `directed` and `input_id` are PyG's,
+    `kwargs` are those of torch's `DataLoader`, and the others are gcnzc's.
+    docs/reference/drop_in_loaders.md lists the supported ones; an unsupported one raises an error
+    with its name.
 
     Args:
         data: a `torch_geometric.data.Data` with `edge_index`.
