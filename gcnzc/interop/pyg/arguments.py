@@ -61,7 +61,8 @@ def check_num_neighbors(num_neighbors: Any, loader_name: str) -> list[int]:
         num_neighbors = num_neighbors.values
     if isinstance(num_neighbors, Mapping):
         raise ValueError(
-            f"num_neighbors is a dict: {loader_name} does not support numbers by edge type\n\n"
+            f"num_neighbors is a dict: {loader_name} does not support num_neighbors by edge "
+            "type\n\n"
             "hint: a list with one number for each hop, such as [10, 5]; there are no edge types"
         )
     check_kind(
