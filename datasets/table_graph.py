@@ -269,7 +269,7 @@ def _open_npy(path: Path, features: str | list[str] | None) -> Rows | None:
 def _rows_of_npy(rows: Rows, numbering: Numbering) -> Rows:
     if numbering.number_of_row is not None:
         raise ValueError(
-            f"cannot determine the row order of {rows.where}: the ids, or the table of nodes\n\n"
+            f"cannot determine the row order of {rows.where}: by id, or as in the node table\n\n"
             "hint: sort the table of nodes by id, 0 to N - 1, so that both are the same"
         )
     return rows

@@ -149,7 +149,7 @@ def test_ids_that_are_the_numbers_need_no_names(tmp_path):
     assert read_names(tmp_path / "data").nodes is None
     path.write_text(options + 'features = "x.npy"\n')
     np.save(tmp_path / "in/x.npy", np.eye(3))
-    with pytest.raises(ValueError, match="in the order of the ids, or of the table"):
+    with pytest.raises(ValueError, match=r"cannot determine the row order of .*x.npy: by id"):
         gcnzc.prepare(path, tmp_path / "again")
 
 
