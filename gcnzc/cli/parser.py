@@ -118,20 +118,23 @@ def _defaults(words: Sequence[str]) -> TrainConfig | None:
             if name == option and not equals and index + 1 < len(words):
                 value = words[index + 1]
             if name == option and value:
-                return replace(read(Path(value)), out=None, resume=None)
+                return read(Path(value))
     return None
 
 
 def _read_resumed(folder: Path) -> TrainConfig:
     """Read the options of the run, or of the several runs, in a folder."""
     has_several = (folder / run_folder.RUNS).is_file()
-    return read_runs(folder) if has_several else run_folder.read_config(folder)
+    config = read_runs(folder) if has_several else run_folder.read_config(folder)
+    return replace(config, out=None, resume=None, config=None)
 
 
 def _read_options(path: Path) -> TrainConfig:
     """Read a TOML file, or the JSON file of a run's options."""
     if path.suffix == ".json":
-        return config_from_dict(TrainConfig, files.read_json(path), str(path))
+        # of a run, whose folder is not that of the new run
+        config = config_from_dict(TrainConfig, files.read_json(path), str(path))
+        return replace(config, out=None, resume=None, config=None)
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
@@ -139,6 +142,9 @@ def _read_options(path: Path) -> TrainConfig:
         raise Misuse(
             f"{path} is not TOML: {error}\n\nhint: write one option per line, such as `epochs = 20`"
         ) from error
+    for name in ("resume", "config"):
+        if name in values:
+            raise Misuse(f"{path}: {name} has no effect in a file\n\nhint: use --{name}")
     try:
         return config_from_dict(TrainConfig, values, str(path))
     except ValueError as error:

@@ -151,6 +151,7 @@ class Loader:
         in_degrees: bool = False,
         may_be_empty: bool = False,
     ) -> None:
+        of_subclass = set(vars(self))
         check_graph(graph)
         if table is not None:
             check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows), or None")
@@ -185,6 +186,8 @@ class Loader:
         # the step at which the next iterator starts
         self._resume_at = 0
         self._iterators = 0
+        # all others are a subclass's, which copies keep
+        self._own_attributes = (vars(self).keys() | {"_own_attributes"}) - of_subclass
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, the same on every rank.
@@ -258,7 +261,8 @@ class Loader:
     def __reduce__(self) -> tuple[Callable[..., "Loader"], tuple[Any, ...]]:
         options = {name: getattr(self, name) for name in OPTIONS}
         shares = {name: getattr(self.shares, name) for name in SHARE_OPTIONS}
-        return _construct, (type(self), options | shares, self.state_dict())
+        added = {k: v for k, v in vars(self).items() if k not in self._own_attributes}
+        return _construct, (type(self), options | shares, self.state_dict()), added
 
     def read_in_place(self, nodes: Tensor) -> Tensor:
         """Return the nodes of a batch whose rows the device reads; the CPU gathers the others."""

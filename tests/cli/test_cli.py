@@ -14,6 +14,8 @@ import torch
 from tiny_graph import tiny
 
 from gcnzc.cli import main
+from gcnzc.cli.errors import Misuse
+from gcnzc.cli.parser import parse
 from gcnzc.train import run as train_run
 from gcnzc.tune import choose, machine, search
 
@@ -192,6 +194,15 @@ def test_options_from_a_file_and_from_the_command_line(graph, tmp_path):
     assert main([*words, "--out", str(tmp_path / "r")]) == 0
     kept = json.loads((tmp_path / "r" / "config.json").read_text())
     assert (kept["epochs"], kept["fanouts"], kept["hidden"]) == (1, [3, 3], 4)
+
+
+def test_a_file_of_options_may_name_the_run_folder_and_no_run_to_resume(tmp_path):
+    (tmp_path / "c.toml").write_text(f'out = "{tmp_path / "r"}"\n')
+    assert parse(["train", "--config", str(tmp_path / "c.toml")]).out == tmp_path / "r"
+    for name in ("resume", "config"):
+        (tmp_path / "c.toml").write_text(f'{name} = "x"\n')
+        with pytest.raises(Misuse, match=f"{name} has no effect in a file\n\nhint: use --{name}"):
+            parse(["train", "--config", str(tmp_path / "c.toml")])
 
 
 def test_info_verifies_checksums(graph, tmp_path, capsys):

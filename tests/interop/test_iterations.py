@@ -126,6 +126,63 @@ def test_the_default_seed_is_drawn_from_torchs_generator():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def node_epoch(loader):
+    return [drawn(batch) for batch in loader]
+
+
+def make_link_loader(**kwargs):
+    return LinkNeighborLoader(
+        make_data(),
+        [2, 2],
+        edge_label_index=make_data().edge_index[:, :ITEMS],
+        neg_sampling="binary",
+        **({"batch_size": 5, "shuffle": True, "threads": 1} | kwargs),
+    )
+
+
+def link_epoch(loader):
+    return [(batch.n_id.tolist(), batch.edge_label_index.tolist()) for batch in loader]
+
+
+def make_dgl_loader(**kwargs):
+    if importlib.util.find_spec("dgl") is None:
+        pytest.skip("DGL is not installed")
+    from gcnzc.interop.dgl import DataLoader, import_dgl
+
+    dgl = import_dgl()
+    graph = dgl.graph(tuple(make_data().edge_index), num_nodes=ITEMS)
+    sampler = dgl.dataloading.NeighborSampler([2, 2])
+    given = {"batch_size": 5, "shuffle": True, "threads": 1} | kwargs
+    return DataLoader(graph, torch.arange(ITEMS), sampler, **given)
+
+
+def dgl_epoch(loader):
+    return [(nodes.tolist(), seeds.tolist()) for nodes, seeds, _ in loader]
+
+
+LOADERS = {
+    "node": (make, node_epoch),
+    "link": (make_link_loader, link_epoch),
+    "dgl": (make_dgl_loader, dgl_epoch),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_iterators_of_every_loader_are_epochs_of_their_own_and_its_seed_is_torchs(kind):
+    make_loader, read = LOADERS[kind]
+    loader = make_loader(seed=1)
+    first, second = read(loader), read(loader)
+    assert first != second
+    loader = make_loader(seed=1)
+    pairs = list(zip(iter(loader), iter(loader), strict=True))
+    assert [read(batches) for batches in zip(*pairs, strict=True)] == [first, second]
+    epochs = []
+    for torch_seed in (3, 3, 4):
+        torch.manual_seed(torch_seed)
+        epochs.append(read(make_loader()))
+    assert epochs[0] == epochs[1] != epochs[2]
+
+
 def test_the_seed_is_part_of_the_state():
     torch.manual_seed(1)
     loader = make()
