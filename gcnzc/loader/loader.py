@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -258,7 +258,7 @@ class Loader:
         self._position = self._resume_at = position
         self._iterators += 1
 
-    def __reduce__(self) -> tuple[Callable[..., "Loader"], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         options = {name: getattr(self, name) for name in OPTIONS}
         shares = {name: getattr(self.shares, name) for name in SHARE_OPTIONS}
         added = {k: v for k, v in vars(self).items() if k not in self._own_attributes}
