@@ -43,6 +43,21 @@ def test_options_that_differ_from_the_start_are_named_before_the_first_step(name
     assert all(map(torch.equal, models[0].parameters(), before))
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_an_option_that_one_rank_changes_during_a_run_is_named_on_all(name):
+    models = [Everything().float() for _ in range(2)]
+    optimizers = [KINDS[name](model, Group(rank, 2)) for rank, model in enumerate(models)]
+    group = optimizers[1].param_groups[0]
+    train(models, optimizers, 4)
+    # an inner optimizer may have no betas
+    option, value = ("betas", (0.8, 0.99)) if "betas" in group else ("lr", 0.5)
+    group[option] = value
+    wrong = f"{option} of parameter group 0 differs between ranks: "
+    wrong += rf".* on rank 0, {re.escape(str(value))} on rank 1"
+    with pytest.raises(ValueError, match=wrong):
+        train(models, optimizers, 40)
+
+
 def without_bits(snapshot):
     """The snapshot in the format of a version that did not compare options."""
     shared = dict(snapshot["shared"])
