@@ -68,7 +68,10 @@ def test_a_run_continues_with_fewer_launchers_and_with_more(graph, tmp_path):
     with start(graph, tmp_path / "run", "1:2", 400) as found:
         first, second = found.start(), found.start()
         wait_for_epochs(found, 2)
+        # at once, since a worker trains on for seconds until it notices that its launcher is lost
+        (worker,) = workers_of(second.pid)
         second.kill()
+        os.kill(worker, signal.SIGKILL)
         second.wait()
         wait_for_epochs(found, 5)
         found.start()
