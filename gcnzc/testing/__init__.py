@@ -1,0 +1,1 @@
+"""Execution of compiled Triton kernels on a CPU, with checked accesses and counted requests."""

@@ -1,0 +1,218 @@
+"""Decoding of a parsed kernel: for each instruction, the function that executes it.
+
+An instruction that is not implemented is rejected here, before anything is executed.
+"""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gcnzc.testing.conversions import find_conversion
+from gcnzc.testing.elementwise import find_comparison, find_operation
+from gcnzc.testing.faults import UnsupportedInstruction, unsupported
+from gcnzc.testing.launch_state import LaunchState, Step
+from gcnzc.testing.memory_instructions import decode_memory_instruction
+from gcnzc.testing.number_types import DTYPES, Array
+from gcnzc.testing.operands import Operands
+from gcnzc.testing.program import Instruction, ParsedKernel, list_of, parse
+from gcnzc.testing.warp_instructions import NAMES as WARP_INSTRUCTIONS
+from gcnzc.testing.warp_instructions import decode_warp_instruction
+
+_CONTROL_INSTRUCTIONS = ("bra", "ret", "exit", "bar", "barrier")
+_MEMORY_INSTRUCTIONS = ("ld", "st", "atom", "red", "ldmatrix", "stmatrix")
+# they order memory accesses, or change the cache
+_WITHOUT_EFFECT = ("membar", "fence", "prefetch")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel that can be executed."""
+
+    kernel: ParsedKernel
+    steps: Sequence[Step | None]  # None for control instructions
+    next_control: Sequence[int]  # index of the first control instruction from each index on
+    targets: dict[int, int]  # index of the instruction that each branch goes to
+    guards: dict[int, tuple[int, bool]]  # register and negation of guarded control instructions
+    barrier_ids: dict[int, int]
+
+    @property
+    def name(self) -> str:
+        """The name of the kernel."""
+        return self.kernel.name
+
+
+def load_program(ptx: str) -> Program:
+    """Parse and decode the first kernel of a PTX text.
+
+    Raises:
+        UnsupportedInstruction: the executor does not implement one of its instructions.
+    """
+    kernel = parse(ptx)
+    operands = Operands(kernel.symbols)
+    steps: list[Step | None] = []
+    targets, guards, barrier_ids = {}, {}, {}
+    for index, instruction in enumerate(kernel.instructions):
+        if not _is_control(instruction):
+            steps.append(_guarded(instruction, kernel, _decode_or_explain(instruction, operands)))
+            continue
+        steps.append(None)
+        if instruction.guard is not None:
+            register = kernel.symbols.registers[instruction.guard]
+            guards[index] = register, instruction.is_negated
+        if instruction.name == "bra":
+            target = instruction.operands[0]
+            if target not in kernel.labels:
+                raise unsupported(instruction.text, "unknown label")
+            targets[index] = kernel.labels[target]
+        elif instruction.name in ("bar", "barrier"):
+            barrier_ids[index] = _barrier_id(instruction, operands)
+    controls = [index for index, step in enumerate(steps) if step is None] + [len(steps)]
+    next_control = [
+        controls[bisect.bisect_left(controls, index)] for index in range(len(steps) + 1)
+    ]
+    return Program(kernel, steps, next_control, targets, guards, barrier_ids)
+
+
+def _is_control(instruction: Instruction) -> bool:
+    return instruction.name in _CONTROL_INSTRUCTIONS and instruction.opcode[1:2] != ("warp",)
+
+
+def _barrier_id(instruction: Instruction, operands: Operands) -> int:
+    is_known = set(instruction.opcode[1:]) <= {"sync", "cta", "aligned"}
+    if not is_known or "sync" not in instruction.opcode or len(instruction.operands) != 1:
+        raise unsupported(instruction.text, "only barriers of all threads of a block")
+    return operands.immediate(instruction.operands[0])
+
+
+def _decode_or_explain(instruction: Instruction, operands: Operands) -> Step:
+    try:
+        return _decode(instruction, operands)
+    except UnsupportedInstruction as error:
+        if instruction.text in str(error):
+            raise
+        reason = str(error).split("implement ")[-1].split("\n")[0]
+        raise unsupported(instruction.text, reason) from None
+    except (KeyError, IndexError, ValueError) as error:
+        # a form with other operands than those that the decoders expect
+        raise unsupported(instruction.text) from error
+
+
+def _guarded(instruction: Instruction, kernel: ParsedKernel, step: Step) -> Step:
+    """Execute a step only in the threads in which its guard predicate holds."""
+    if instruction.guard is None:
+        return step
+    register, is_negated = kernel.symbols.registers[instruction.guard], instruction.is_negated
+
+    def guarded(state: LaunchState) -> None:
+        threads = state.threads
+        threads.require_defined(threads.defined[register], "a guard predicate")
+        before = threads.active
+        wanted = threads.registers[register] ^ is_negated
+        active = wanted if before is None else wanted & before
+        if active.any():
+            threads.active = None if active.all() else active
+            step(state)
+            threads.active = before
+
+    return guarded
+
+
+def _decode(instruction: Instruction, operands: Operands) -> Step:
+    name, texts = instruction.name, instruction.operands
+    kind = instruction.opcode[-1]
+    if name in _MEMORY_INSTRUCTIONS:
+        return decode_memory_instruction(instruction, operands)
+    if name in WARP_INSTRUCTIONS:
+        return decode_warp_instruction(instruction, operands)
+    if name in _WITHOUT_EFFECT or instruction.opcode[:3] == ("bar", "warp", "sync"):
+        return lambda state: None
+    if name == "createpolicy":
+        # a policy of the cache changes no value
+        write = operands.writer(texts[0], "b64")
+        return lambda state: write(state.threads, np.array(0, np.uint64), None)
+    if name == "setp":
+        return _comparison(instruction, operands)
+    if name == "mov" and texts[0].startswith("{"):
+        return _unpack(texts, kind, operands)
+    if name == "mov" and texts[1].startswith("{"):
+        return _pack(texts, kind, operands)
+    if name == "cvt":
+        operation = find_conversion(
+            instruction.opcode[1:-2], instruction.opcode[-2], instruction.opcode[-1]
+        )
+    else:
+        operation = find_operation(name, instruction.opcode[1:-1], kind)
+    if len(texts) != 1 + len(operation.sources):
+        raise unsupported(instruction.text, f"{len(texts)} operands")
+    write = operands.writer(texts[0], operation.result)
+    reads = [
+        operands.reader(text, source)
+        for text, source in zip(texts[1:], operation.sources, strict=True)
+    ]
+
+    def step(state: LaunchState) -> None:
+        threads = state.threads
+        write(threads, *operation(*[read(threads) for read in reads]))
+
+    return step
+
+
+def _comparison(instruction: Instruction, operands: Operands) -> Step:
+    comparison, *modifiers, kind = instruction.opcode[1:]
+    joins = [modifier for modifier in modifiers if modifier in ("and", "or", "xor")]
+    flushes = "ftz" in modifiers
+    if set(modifiers) - {*joins, "ftz"} or len(joins) > 1 or (flushes and kind != "f32"):
+        raise unsupported(instruction.text)
+    compare = find_comparison(comparison, joins[0] if joins else None, flushes, kind)
+    writes = [operands.writer(text, "pred") for text in instruction.operands[0].split("|")]
+    kinds = [kind, kind, *("pred" for _ in joins)]
+    reads = [
+        operands.reader(text, each)
+        for text, each in zip(instruction.operands[1:], kinds, strict=True)
+    ]
+
+    def step(state: LaunchState) -> None:
+        threads = state.threads
+        results = compare(*[read(threads) for read in reads])
+        for write, (value, defined) in zip(writes, results, strict=False):
+            write(threads, value, defined)
+
+    return step
+
+
+def _pack(texts: Sequence[str], kind: str, operands: Operands) -> Step:
+    """Return `mov` of several registers to one."""
+    parts, wide = list_of(texts[1]), DTYPES[kind]
+    bits = 8 * wide.itemsize // len(parts)
+    reads = [operands.reader(text, f"b{bits}") for text in parts]
+    write = operands.writer(texts[0], kind)
+
+    def step(state: LaunchState) -> None:
+        packed: Array = np.zeros((), wide)
+        defined: Array | None = None
+        for number, read in enumerate(reads):
+            value, is_defined = read(state.threads)
+            packed = packed | (value.astype(wide) << wide.type(number * bits))
+            if is_defined is not None:
+                defined = is_defined if defined is None else defined & is_defined
+        write(state.threads, packed, defined)
+
+    return step
+
+
+def _unpack(texts: Sequence[str], kind: str, operands: Operands) -> Step:
+    """Return `mov` of one register to several."""
+    parts, wide = list_of(texts[0]), DTYPES[kind]
+    bits = 8 * wide.itemsize // len(parts)
+    writes = [operands.writer(text, f"b{bits}") for text in parts]
+    read = operands.reader(texts[1], kind)
+
+    def step(state: LaunchState) -> None:
+        value, defined = read(state.threads)
+        for number, write in enumerate(writes):
+            part = (value >> wide.type(number * bits)).astype(f"u{bits // 8}")
+            write(state.threads, part, defined)
+
+    return step

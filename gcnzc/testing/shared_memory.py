@@ -1,0 +1,114 @@
+"""Shared memory of the blocks that are executed together: bounds, undefined bytes, and races."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gcnzc.testing.global_memory import VECTOR_BYTES, AddressError
+from gcnzc.testing.number_types import Array
+from gcnzc.testing.races import Access, AccessHistory
+
+
+class SharedMemory:
+    """Shared memory of several blocks, one after another.
+
+    The owners in the history of accesses are warps, numbered anew after each barrier.
+    """
+
+    def __init__(self, num_blocks: int, num_bytes: int, warps: int, detect_races: bool) -> None:
+        """Allocate undefined memory.
+
+        Args:
+            num_blocks: number of blocks.
+            num_bytes: of each block.
+            warps: of each block.
+            detect_races: whether accesses are recorded.
+        """
+        self.num_bytes, self.warps = num_bytes, warps
+        self.stride = -(-num_bytes // VECTOR_BYTES) * VECTOR_BYTES
+        total = num_blocks * self.stride
+        self.bytes = np.zeros(total, np.uint8)
+        self.defined = np.zeros(total, bool)
+        self.history = AccessHistory(total) if detect_races else None
+        self.barriers = np.zeros(num_blocks, np.int64)  # that each block has passed
+
+    def read(
+        self, blocks: Array, warps: Array, at: Array, size: int, count: int, access: Access
+    ) -> tuple[Array, Array]:
+        """Read words.
+
+        Args:
+            blocks: (k,) position of each lane's block.
+            warps: (k,) warp of each lane in its block.
+            at: (k,) offsets in bytes.
+            size: bytes of a word.
+            count: adjacent words of each lane.
+            access: how memory is accessed, for the detection of races.
+
+        Returns:
+            (count, k) words, and (count, k) whether all of their bytes are defined.
+
+        Raises:
+            AddressError: an offset is misaligned or out of bounds, or a race.
+        """
+        index = self._index(blocks, warps, at, size, count, access)
+        words, defined = self.bytes.view(f"u{size}"), self.defined.reshape(-1, size)
+        found = np.stack([words[index + number] for number in range(count)])
+        return found, np.stack([defined[index + number].all(1) for number in range(count)])
+
+    def write(
+        self,
+        blocks: Array,
+        warps: Array,
+        at: Array,
+        values: Sequence[Array],
+        defined: Sequence[Array | None],
+        access: Access,
+    ) -> None:
+        """Write words, and whether they are defined, None if all are.
+
+        The other arguments are those of `read`.
+        """
+        size, count = values[0].itemsize, len(values)
+        index = self._index(blocks, warps, at, size, count, access)
+        words, defined_words = self.bytes.view(f"u{size}"), self.defined.reshape(-1, size)
+        for number, (value, is_defined) in enumerate(zip(values, defined, strict=True)):
+            words[index + number] = value
+            defined_words[index + number] = True if is_defined is None else is_defined[:, None]
+
+    def pass_barrier(self, blocks: Array) -> None:
+        """Order the accesses of blocks before and after a barrier."""
+        self.barriers[blocks] += 1
+
+    def _index(
+        self, blocks: Array, warps: Array, at: Array, size: int, count: int, access: Access
+    ) -> Array:
+        """Return the index of each lane's first word."""
+        num_bytes = size * count
+        misaligned = at % num_bytes != 0
+        if misaligned.any():
+            lane = int(misaligned.argmax())
+            raise AddressError(lane, f"shared address is not a multiple of {num_bytes}")
+        outside = at + num_bytes > self.num_bytes
+        if outside.any():
+            lane = int(outside.argmax())
+            raise AddressError(
+                lane,
+                f"out of bounds of shared memory, which has {self.num_bytes} bytes: offset "
+                f"{int(at[lane])}",
+            )
+        start = blocks * self.stride + at
+        if self.history is not None:
+            # one more owner than warps, which stands for several
+            first = self.barriers[blocks] * (self.warps + 1) + 1
+            race = self.history.record(
+                access, start // num_bytes, num_bytes, first + warps, first, first + self.warps
+            )
+            if race is not None:
+                lane, other = race
+                raise AddressError(
+                    lane,
+                    f"race in shared memory at offset {int(at[lane])}: another warp's {other}, "
+                    "without a barrier between",
+                )
+        return start // size

@@ -1,0 +1,178 @@
+"""Compilation and launch of Triton kernels without a GPU: their PTX is executed on a CPU.
+
+This is the only module that uses private interfaces of Triton. It is for the versions in
+`SUPPORTED_VERSIONS`.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from gcnzc.testing.decoder import Program, load_program
+from gcnzc.testing.executor import Executor
+from gcnzc.testing.global_memory import GlobalMemory
+from gcnzc.testing.threads import WARP_LANES
+
+SUPPORTED_VERSIONS = ((3, 7),)
+# types of Triton's signatures that have other names in PTX
+_TYPES = {"i1": "u8", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
+# pointers to scratch memory, which Triton's launcher adds
+_MAX_SCRATCH_POINTERS = 2
+_FIRST_DEVICE = 1 << 20  # above the index of any GPU
+
+
+class _Driver:
+    """The part of a Triton driver that compilation uses."""
+
+    def __init__(self, arch: int, assemble: bool) -> None:
+        self.target = GPUTarget("cuda", arch, WARP_LANES)
+        # Triton keeps compiled kernels per device: these must not serve a GPU or another target
+        self.device = _FIRST_DEVICE + 2 * arch + assemble
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def execute_on_cpu(
+    arch: int = 90,
+    *,
+    executor: Executor | None = None,
+    assemble: bool = False,
+    reachable: Callable[[], Iterable[Tensor]] = tuple,
+    edit: Callable[[str], str] = str,
+) -> Iterator[Executor]:
+    """Compile the Triton kernels that are launched in this context, and execute their PTX.
+
+    A launch may access its tensor arguments, which are on the host, and nothing else. The PTX is
+    that which a GPU would execute: it is specialized by the arguments of the launch.
+
+    Args:
+        arch: compute capability, such as 90 for sm_90.
+        executor: executes the launches; a new one if None.
+        assemble: also translate the PTX to machine code, which detects errors that only ptxas does.
+        reachable: returns tensors that kernels access by addresses stored in their arguments.
+        edit: changes the PTX before it is executed.
+
+    Yields:
+        The executor, with its counters.
+
+    Raises:
+        RuntimeError: this version of Triton is not supported, or its interpreter is in use.
+        UnsupportedInstruction: the executor does not implement an instruction of a kernel.
+        Fault: see `Executor.launch`.
+    """
+    _check_triton()
+    executor = executor or Executor()
+    compile_only, interpret = JITFunction.run, os.environ.pop("TRITON_INTERPRET", None)
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = compile_only(self, *args, grid=grid, warmup=True, **options)
+        if not warmup:
+            named = {name: value for name, value in options.items() if name in self.arg_names}
+            bound = self.signature.bind(*args, **named)
+            bound.apply_defaults()
+            shape = grid(dict(bound.arguments)) if callable(grid) else grid
+            program = _load(edit(kernel.asm["ptx"]))
+            _launch(executor, kernel, program, shape, bound.arguments, reachable())
+        return kernel
+
+    backend = triton.backends.backends["nvidia"].compiler
+    active, make_cubin = driver._active, backend.make_cubin
+    driver.set_active(_Driver(arch, assemble))
+    JITFunction.run = run
+    if not assemble:
+        backend.make_cubin = lambda *_args: b""
+    try:
+        with triton.knobs.cache.scope():
+            if not assemble:
+                # a GPU must not load kernels without machine code from the cache on disk
+                triton.knobs.cache.dir = os.path.join(triton.knobs.cache.dir, "ptx")
+            yield executor
+    finally:
+        JITFunction.run, backend.make_cubin = compile_only, make_cubin
+        driver.set_active(active)
+        if interpret is not None:
+            os.environ["TRITON_INTERPRET"] = interpret
+
+
+def _check_triton() -> None:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version not in SUPPORTED_VERSIONS:
+        names = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED_VERSIONS)
+        raise RuntimeError(
+            f"PTX is not executed with Triton {triton.__version__}\n\nhint: install Triton {names}"
+        )
+    if not isinstance(triton.language.cdiv, JITFunction):
+        raise RuntimeError(
+            "Triton was imported with TRITON_INTERPRET=1, so its kernels are interpreted\n\n"
+            "hint: unset TRITON_INTERPRET in this process"
+        )
+
+
+@lru_cache(256)
+def _load(ptx: str) -> Program:
+    return load_program(ptx)
+
+
+def _launch(
+    executor: Executor,
+    kernel: Any,
+    program: Program,
+    grid: Any,
+    arguments: dict[str, Any],
+    reachable: Iterable[Tensor],
+) -> None:
+    memory, values = GlobalMemory(), []
+    for tensor in reachable:
+        memory.map_at_host_address("reachable", *_extent(tensor), keep=tensor)
+    for name, kind in kernel.src.signature.items():
+        value = arguments[name]
+        if kind == "constexpr":
+            continue
+        if not kind.startswith("*"):
+            values.append((_TYPES.get(kind, kind.replace("i", "s", 1)), value))
+            continue
+        if isinstance(value, Tensor):
+            value = memory.map(name, *_extent(value), keep=value)
+        values.append(("u64", 0 if value is None else value))
+    scratch = len(program.kernel.symbols.parameters) - len(values)
+    uses_scratch = getattr(kernel.metadata, "global_scratch_size", 0)
+    if kernel.metadata.num_ctas != 1 or uses_scratch or not 0 <= scratch <= _MAX_SCRATCH_POINTERS:
+        raise NotImplementedError(
+            f"{program.name} has clusters of blocks, scratch memory, or unknown parameters\n\n"
+            "hint: launch it with num_ctas=1"
+        )
+    values += [("u64", 0)] * scratch
+    threads = WARP_LANES * kernel.metadata.num_warps
+    executor.launch(program, grid, threads, values, memory, kernel.metadata.shared)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's first byte, and the bytes up to its last one."""
+    if tensor.device != torch.device("cpu"):
+        raise ValueError(
+            f"a kernel that executes on the CPU cannot access a tensor on {tensor.device}\n\n"
+            "hint: move the tensor to the host"
+        )
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), 0
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in strides)
+    return tensor.data_ptr(), (last + 1) * tensor.element_size()

@@ -1,0 +1,187 @@
+"""Instructions across the lanes of a warp: shuffles, votes, reductions, and the active mask."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gcnzc.testing.faults import Fault, unsupported
+from gcnzc.testing.launch_state import LaunchState, Step
+from gcnzc.testing.number_types import Array
+from gcnzc.testing.operands import Operands, Read, Value
+from gcnzc.testing.program import Instruction
+from gcnzc.testing.threads import WARP_LANES, Threads
+
+NAMES = ("shfl", "vote", "redux", "activemask")
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "min": np.minimum, "max": np.maximum,
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+}  # fmt: skip
+
+
+def decode_warp_instruction(instruction: Instruction, operands: Operands) -> Step:
+    """Return what an instruction across lanes does.
+
+    Raises:
+        UnsupportedInstruction: this form is not implemented.
+    """
+    opcode = instruction.opcode
+    if instruction.name == "activemask" and opcode == ("activemask", "b32"):
+        write = operands.writer(instruction.operands[0], "b32")
+        return lambda state: write(
+            state.threads, ballot(state.threads, state.threads.active_mask()), None
+        )
+    if "sync" not in opcode:
+        raise unsupported(instruction.text, "without .sync")
+    if instruction.name == "shfl" and opcode[-1] == "b32" and len(instruction.operands) == 5:
+        return _shuffle(instruction, operands)
+    if instruction.name == "vote" and len(instruction.operands) == 3:
+        return _vote(instruction, operands)
+    if instruction.name == "redux" and opcode[2] in _REDUCTIONS and len(opcode) == 4:
+        return _reduction(instruction, operands)
+    raise unsupported(instruction.text)
+
+
+def ballot(threads: Threads, votes: Array) -> Array:
+    """Return (n,) the votes of the active lanes of each thread's warp, lane 0 in the lowest bit."""
+    if threads.active is not None:
+        votes = votes & threads.active
+    weights = np.uint64(1) << np.arange(WARP_LANES, dtype=np.uint64)
+    bits = (votes.reshape(-1, WARP_LANES) * weights).sum(1, np.uint64)
+    return np.repeat(bits.astype(np.uint32), WARP_LANES)
+
+
+def _check_members(state: LaunchState, member_mask: Read) -> None:
+    """Check that the lanes of the member mask are those that execute the instruction.
+
+    Raises:
+        Fault: an active lane is not in the mask, or a lane of the mask is not active.
+    """
+    threads = state.threads
+    mask, defined = member_mask(threads)
+    threads.require_defined(defined, "a member mask")
+    active = threads.active_mask()
+    executing = ballot(threads, active)
+    wrong = active & (np.broadcast_to(mask, (threads.count,)) != executing)
+    if wrong.any():
+        first = int(wrong.argmax())
+        found = int(np.broadcast_to(mask, (threads.count,))[first])
+        raise Fault(
+            f"the member mask {found:#010x} differs from the lanes that execute the instruction, "
+            f"{int(executing[first]):#010x}, {threads.describe(wrong)}"
+        )
+
+
+def _shuffle(instruction: Instruction, operands: Operands) -> Step:
+    mode = instruction.opcode[2]
+    if mode not in ("up", "down", "bfly", "idx"):
+        raise unsupported(instruction.text)
+    destinations = instruction.operands[0].split("|")
+    write, read = (
+        operands.writer(destinations[0], "b32"),
+        operands.reader(instruction.operands[1], "b32"),
+    )
+    write_valid = operands.writer(destinations[1], "pred") if len(destinations) > 1 else None
+    read_offset, read_clamp, members = (
+        operands.reader(text, "u32") for text in instruction.operands[2:]
+    )
+
+    def step(state: LaunchState) -> None:
+        threads = state.threads
+        _check_members(state, members)
+        (offset, offset_defined), (clamp, clamp_defined) = read_offset(threads), read_clamp(threads)
+        threads.require_defined(offset_defined, "the lane of a shuffle")
+        threads.require_defined(clamp_defined, "the clamp of a shuffle")
+        source_lane, in_range = _source_lane(mode, threads.lane, offset, clamp)
+        source = np.arange(threads.count) - threads.lane + source_lane
+        if threads.active is not None:
+            absent = threads.active & ~threads.active[source]
+            if absent.any():
+                raise Fault(
+                    f"shuffle from a lane that does not execute it, {threads.describe(absent)}"
+                )
+        value, defined = read(threads)
+        moved = None if defined is None else np.broadcast_to(defined, (threads.count,))[source]
+        write(threads, np.broadcast_to(value, (threads.count,))[source], moved)
+        if write_valid is not None:
+            write_valid(threads, np.broadcast_to(in_range, (threads.count,)), None)
+
+    return step
+
+
+def _source_lane(mode: str, lane: Array, offset: Array, clamp: Array) -> tuple[Array, Array]:
+    """Return the lane that is read, and whether it is within the segment."""
+    offset, clamp = offset.astype(np.int64) & 31, clamp.astype(np.int64)
+    segment = clamp >> 8 & 31
+    lowest = lane & segment
+    highest = lowest | (clamp & 31 & ~segment)
+    source = {
+        "bfly": lane ^ offset,
+        "up": lane - offset,
+        "down": lane + offset,
+        "idx": lowest | (offset & ~segment),
+    }[mode]
+    in_range = source >= highest if mode == "up" else source <= highest
+    return np.where(in_range, source, lane), in_range
+
+
+def _vote(instruction: Instruction, operands: Operands) -> Step:
+    mode, kind = instruction.opcode[2], instruction.opcode[-1]
+    if (mode, kind) not in (("ballot", "b32"), *((m, "pred") for m in ("any", "all", "uni"))):
+        raise unsupported(instruction.text)
+    read, write = (
+        operands.reader(instruction.operands[1], "pred"),
+        operands.writer(instruction.operands[0], kind),
+    )
+    members = operands.reader(instruction.operands[2], "u32")
+
+    def step(state: LaunchState) -> None:
+        threads = state.threads
+        _check_members(state, members)
+        value, defined = read(threads)
+        threads.require_defined(defined, "a vote")
+        votes = ballot(threads, np.broadcast_to(value, (threads.count,)))
+        executing = ballot(threads, np.ones(threads.count, bool))
+        found = {
+            "ballot": votes,
+            "any": votes != 0,
+            "all": votes == executing,
+            "uni": (votes == executing) | (votes == 0),
+        }[mode]
+        write(threads, found, None)
+
+    return step
+
+
+def _reduction(instruction: Instruction, operands: Operands) -> Step:
+    kind, join = instruction.opcode[-1], _REDUCTIONS[instruction.opcode[2]]
+    bitwise = instruction.opcode[2] in ("and", "or", "xor")
+    if kind not in (("b32",) if bitwise else ("u32", "s32")):
+        raise unsupported(instruction.text)
+    read, write = (
+        operands.reader(instruction.operands[1], kind),
+        operands.writer(instruction.operands[0], kind),
+    )
+    members = operands.reader(instruction.operands[2], "u32")
+
+    def step(state: LaunchState) -> None:
+        threads = state.threads
+        _check_members(state, members)
+        value, defined = _broadcast(read(threads), threads.count)
+        threads.require_defined(defined, "an operand of a reduction")
+        found = value.copy()
+        active = threads.active_mask().reshape(-1, WARP_LANES)
+        for warp in np.flatnonzero(active.any(1)):
+            lanes = np.flatnonzero(active[warp]) + warp * WARP_LANES
+            total = value[lanes[:1]]
+            for lane in lanes[1:]:
+                total = join(total, value[lane : lane + 1])
+            found[lanes] = total[0]
+        write(threads, found, None)
+
+    return step
+
+
+def _broadcast(value: Value, count: int) -> Value:
+    return np.broadcast_to(value[0], (count,)), value[1]

@@ -1,0 +1,378 @@
+"""Every arithmetic instruction form, executed in small kernels, against exact arithmetic."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from exact_numbers import FORMATS, float_bits, from_fraction, is_finite, is_nan, to_fraction
+from ptx_kernels import apply, bits_of, integers, signed
+
+COUNT = 256
+
+
+def as_integer(bits, kind):
+    return signed(bits, bits_of(kind)) if kind[0] == "s" else bits
+
+
+def check_integers(instruction, kinds, result, expected, values=None):
+    """Execute an instruction on random integers, and compare with a function of integers."""
+    values = values or [integers(kind, COUNT, seed) for seed, kind in enumerate(kinds)]
+    found = apply(instruction, kinds, values, result)
+    mask = 1 if result == "pred" else (1 << bits_of(result)) - 1
+    for bits, *operands in zip(found, *values, strict=True):
+        numbers = [as_integer(x, kind) for x, kind in zip(operands, kinds, strict=True)]
+        assert bits == int(expected(*numbers)) & mask, (instruction, numbers)
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+def test_sums_and_logic(bits):
+    for sign in "us":
+        kind = f"{sign}{bits}"
+        check_integers(f"add.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a + b)
+        check_integers(f"sub.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a - b)
+        check_integers(f"min.{kind} %y, %x0, %x1", [kind] * 2, kind, min)
+        check_integers(f"max.{kind} %y, %x0, %x1", [kind] * 2, kind, max)
+        check_integers(f"mul.lo.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a * b)
+        check_integers(f"mul.hi.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a * b >> bits)
+        check_integers(
+            f"mad.lo.{kind} %y, %x0, %x1, %x2", [kind] * 3, kind, lambda a, b, c: a * b + c
+        )
+        if bits < 64:
+            wide = f"{sign}{2 * bits}"
+            check_integers(f"mul.wide.{kind} %y, %x0, %x1", [kind] * 2, wide, lambda a, b: a * b)
+            check_integers(
+                f"mad.wide.{kind} %y, %x0, %x1, %x2",
+                [kind, kind, wide],
+                wide,
+                lambda a, b, c: a * b + c,
+            )
+    kind = f"b{bits}"
+    check_integers(f"and.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a & b)
+    check_integers(f"or.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a | b)
+    check_integers(f"xor.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a ^ b)
+    check_integers(f"not.{kind} %y, %x0", [kind], kind, lambda a: ~a)
+    check_integers(f"mov.{kind} %y, %x0", [kind], kind, lambda a: a)
+    check_integers(f"neg.s{bits} %y, %x0", [f"s{bits}"], f"s{bits}", lambda a: -a)
+    check_integers(f"abs.s{bits} %y, %x0", [f"s{bits}"], f"s{bits}", abs)
+    check_integers(
+        f"selp.{kind} %y, %x0, %x1, %x2",
+        [kind, kind, "pred"],
+        kind,
+        lambda a, b, p: a if p else b,
+        [integers(kind, 64, 1), integers(kind, 64, 2), [0, 1] * 32],
+    )
+
+
+@pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32", "u64", "s64"])
+def test_quotients(kind):
+    values = [integers(kind, COUNT, 1), [v or 3 for v in integers(kind, COUNT, 2)]]
+
+    def divide(a, b):
+        return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+    check_integers(f"div.{kind} %y, %x0, %x1", [kind] * 2, kind, divide, values)
+    check_integers(
+        f"rem.{kind} %y, %x0, %x1", [kind] * 2, kind, lambda a, b: a - b * divide(a, b), values
+    )
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+def test_shifts(bits):
+    amounts = [value % 80 for value in integers("u32", COUNT, 5)]
+    for kind, name, function in (
+        (f"b{bits}", "shl", lambda a, n: a << n),
+        (f"u{bits}", "shr", lambda a, n: a >> n),
+        (f"s{bits}", "shr", lambda a, n: a >> n),
+    ):
+        values = [integers(kind, COUNT), amounts]
+        check_integers(f"{name}.{kind} %y, %x0, %x1", [kind, "u32"], kind, function, values)
+        check_integers(f"{name}.{kind} %y, %x0, 3", [kind], kind, lambda a, f=function: f(a, 3))
+
+
+def test_instructions_on_words():
+    word = ["b32"] * 3
+    check_integers("prmt.b32 %y, %x0, %x1, 0x5410", word[:2], "b32",
+                   lambda a, b: (a & 0xFFFF) | (b & 0xFFFF) << 16)  # fmt: skip
+    check_integers("prmt.b32 %y, %x0, %x1, 0x7632U", word[:2], "b32",
+                   lambda a, b: a >> 16 | (b >> 16) << 16)  # fmt: skip
+    check_integers("lop3.b32 %y, %x0, %x1, %x2, 0x96", word, "b32", lambda a, b, c: a ^ b ^ c)
+    check_integers("lop3.b32 %y, %x0, %x1, %x2, 0xe8", word, "b32",
+                   lambda a, b, c: (a & b) | (a & c) | (b & c))  # fmt: skip
+    for mode, amount in (("clamp", min), ("wrap", lambda n, _: n % 32)):
+        values = [*(integers("b32", COUNT, seed) for seed in (1, 2)),
+                  [v % 70 for v in integers("u32", COUNT, 3)]]  # fmt: skip
+        check_integers(f"shf.l.{mode}.b32 %y, %x0, %x1, %x2", ["b32", "b32", "u32"], "b32",
+                       lambda a, b, n, f=amount: (b << 32 | a) << f(n, 32) >> 32,
+                       values)  # fmt: skip
+        check_integers(f"shf.r.{mode}.b32 %y, %x0, %x1, %x2", ["b32", "b32", "u32"], "b32",
+                       lambda a, b, n, f=amount: (b << 32 | a) >> f(n, 32), values)  # fmt: skip
+    for bits in (32, 64):
+        kind = f"b{bits}"
+        check_integers(f"popc.{kind} %y, %x0", [kind], "u32", lambda a: bin(a).count("1"))
+        check_integers(f"clz.{kind} %y, %x0", [kind], "u32", lambda a, n=bits: n - a.bit_length())
+        check_integers(f"brev.{kind} %y, %x0", [kind], kind,
+                       lambda a, n=bits: int(f"{a:0{n}b}"[::-1], 2))  # fmt: skip
+        check_integers(f"bfe.u{bits} %y, %x0, 3, 7", [f"u{bits}"], f"u{bits}",
+                       lambda a: a >> 3 & 127)  # fmt: skip
+        check_integers(f"bfe.s{bits} %y, %x0, 0, {bits // 2}", [f"s{bits}"], f"s{bits}",
+                       lambda a, n=bits // 2: signed(a & (1 << n) - 1, n))  # fmt: skip
+        check_integers(f"bfi.{kind} %y, %x0, %x1, 4, 8", [kind] * 2, kind,
+                       lambda a, b: b & ~0xFF0 | (a & 0xFF) << 4)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32", "u64", "s64"])
+def test_comparisons_of_integers(kind):
+    functions = {
+        "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
+        "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+    }  # fmt: skip
+    values = [[v % 5 for v in integers(kind, 64, 1)], integers(kind, 64, 2)]
+    for name, function in functions.items():
+        check_integers(f"setp.{name}.{kind} %y, %x0, %x1", [kind] * 2, "pred", function, values)
+    if kind[0] == "u":
+        for name, like in (("lo", "lt"), ("ls", "le"), ("hi", "gt"), ("hs", "ge")):
+            check_integers(
+                f"setp.{name}.{kind} %y, %x0, %x1", [kind] * 2, "pred", functions[like], values
+            )
+    check_integers(
+        f"setp.lt.and.{kind} %y, %x0, %x1, %x2",
+        [kind, kind, "pred"],
+        "pred",
+        lambda a, b, p: a < b and p,
+        [*values, [0, 1] * 32],
+    )
+
+
+def test_both_results_of_a_comparison():
+    body = ".reg .pred %other; setp.eq.or.b32 %other|%y, %x0, %x1, %x2"
+    # the second predicate joins the opposite comparison
+    values = [[1, 1, 2, 2], [1, 1, 1, 1], [0, 1, 0, 1]]
+    assert apply(body, ["b32", "b32", "pred"], values, "pred") == [0, 1, 1, 1]
+
+
+def test_logic_of_predicates():
+    values = [[0, 0, 1, 1], [0, 1, 0, 1]]
+    for name, expected in (("and", [0, 0, 0, 1]), ("or", [0, 1, 1, 1]), ("xor", [0, 1, 1, 0])):
+        assert apply(f"{name}.pred %y, %x0, %x1", ["pred"] * 2, values, "pred") == expected
+    assert apply("not.pred %y, %x0", ["pred"], [[0, 1]], "pred") == [1, 0]
+    assert apply("mov.pred %y, %x0", ["pred"], [[0, 1]], "pred") == [0, 1]
+    assert apply("mov.pred %y, 1", ["pred"], [[0, 1]], "pred") == [1, 1]
+    assert apply("and.pred %y, !%x0, %x1", ["pred"] * 2, values, "pred") == [0, 1, 0, 0]
+
+
+def numbers(kind, count, seed):
+    """Bits of finite numbers of moderate size, with some zeros and subnormals."""
+    exponent_bits, fraction_bits = FORMATS[kind]
+    bias, random = (1 << (exponent_bits - 1)) - 1, np.random.default_rng(seed)
+    exponents = random.integers(bias - 6, bias + 6, count)
+    exponents[::9] = 0
+    fractions, signs = random.integers(0, 1 << fraction_bits, count), random.integers(0, 2, count)
+    bits = [
+        int(s) << (exponent_bits + fraction_bits) | int(e) << fraction_bits | int(f)
+        for s, e, f in zip(signs, exponents, fractions, strict=True)
+    ]
+    return [0, 1 << (exponent_bits + fraction_bits), *bits[2:]]
+
+
+def check_floats(instruction, kind, count, exact, result=None):
+    values = [numbers(kind, COUNT, seed) for seed in range(count)]
+    found = apply(instruction, [kind] * count, values, result or kind)
+    sign = 1 << (bits_of(result or kind) - 1)
+    for bits, *operands in zip(found, *values, strict=True):
+        fractions = [to_fraction(x, kind) for x in operands]
+        expected = exact(*fractions)
+        if expected is None:
+            continue
+        rounded = from_fraction(expected, result or kind)
+        # the sign of a zero is looked at elsewhere
+        assert bits == rounded or (expected == 0 and bits in (0, sign)), (instruction, fractions)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "f32", "f64"])
+def test_floating_point_is_rounded_once(kind):
+    rounding = ".rn" if kind in ("f32", "f64") else ""
+    check_floats(f"add{rounding}.{kind} %y, %x0, %x1", kind, 2, lambda a, b: a + b)
+    check_floats(f"sub.{kind} %y, %x0, %x1", kind, 2, lambda a, b: a - b)
+    check_floats(f"mul.{kind} %y, %x0, %x1", kind, 2, lambda a, b: a * b)
+    check_floats(f"fma.rn.{kind} %y, %x0, %x1, %x2", kind, 3, lambda a, b, c: a * b + c)
+    check_floats(f"min.{kind} %y, %x0, %x1", kind, 2, min)
+    check_floats(f"max.NaN.{kind} %y, %x0, %x1", kind, 2, max)
+    check_floats(f"abs.{kind} %y, %x0", kind, 1, abs)
+    check_floats(f"neg.{kind} %y, %x0", kind, 1, lambda a: -a)
+    if kind in ("f32", "f64"):
+        check_floats(f"div.rn.{kind} %y, %x0, %x1", kind, 2, lambda a, b: a / b if b else None)
+        check_floats(f"rcp.rn.{kind} %y, %x0", kind, 1, lambda a: 1 / a if a else None)
+    if kind == "f32":
+        check_floats("div.full.f32 %y, %x0, %x1", kind, 2, lambda a, b: a / b if b else None)
+
+
+def test_packed_halves():
+    for kind in ("f16", "bf16"):
+        x, y = numbers(kind, COUNT, 1), numbers(kind, COUNT, 2)
+        # the upper halves are other numbers than the lower ones
+        words = [[b << 16 | a for a, b in zip(v, v[::-1], strict=True)] for v in (x, y)]
+        for name, exact in (("add", lambda a, b: a + b), ("mul", lambda a, b: a * b), ("max", max)):
+            found = apply(f"{name}.{kind}x2 %y, %x0, %x1", ["b32"] * 2, words, "b32")
+            for word, p, q in zip(found, *words, strict=True):
+                for shift in (0, 16):
+                    a, b = (to_fraction(v >> shift & 0xFFFF, kind) for v in (p, q))
+                    bits, expected = word >> shift & 0xFFFF, from_fraction(exact(a, b), kind)
+                    assert bits == expected or (exact(a, b) == 0 and bits == 0x8000)
+        found = apply(f"neg.{kind}x2 %y, %x0", ["b32"], words[:1], "b32")
+        assert found == [word ^ 0x80008000 for word in words[0]]
+    a, b = integers("b32", COUNT, 1), integers("b32", COUNT, 2)
+    for kind, name, function in (
+        ("u16x2", "add", lambda p, q: p + q),
+        ("u16x2", "max", max),
+        ("s16x2", "min", min),
+    ):
+        found = apply(f"{name}.{kind} %y, %x0, %x1", ["b32"] * 2, [a, b], "b32")
+        for word, p, q in zip(found, a, b, strict=True):
+            for shift in (0, 16):
+                halves = [as_integer(v >> shift & 0xFFFF, kind[:3]) for v in (p, q)]
+                assert word >> shift & 0xFFFF == function(*halves) & 0xFFFF
+
+
+def test_subnormal_numbers_are_flushed():
+    tiny, one = float_bits(1e-39, "f32"), float_bits(1.0, "f32")
+    assert apply("mul.ftz.f32 %y, %x0, %x1", ["f32"] * 2, [[tiny], [one]], "f32") == [0]
+    assert apply("mul.f32 %y, %x0, %x1", ["f32"] * 2, [[tiny], [one]], "f32") == [tiny]
+    least = float_bits(2.0**-126, "f32")
+    half = float_bits(0.5, "f32")
+    assert apply("mul.rn.ftz.f32 %y, %x0, %x1", ["f32"] * 2, [[least], [half]], "f32") == [0]
+
+
+def test_approximations_are_accurate():
+    x = [float_bits(v, "f32") for v in (0.25, 1.0, 2.0, 3.5)]
+    values = np.array([0.25, 1.0, 2.0, 3.5])
+    for name, function in (
+        ("ex2.approx", np.exp2), ("lg2.approx", np.log2), ("sin.approx", np.sin),
+        ("cos.approx", np.cos), ("tanh.approx", np.tanh), ("sqrt.approx", np.sqrt),
+        ("sqrt.rn", np.sqrt), ("rsqrt.approx", lambda v: 1 / np.sqrt(v)),
+        ("rcp.approx", lambda v: 1 / v), ("ex2.approx.ftz", np.exp2),
+    ):  # fmt: skip
+        found = apply(f"{name}.f32 %y, %x0", ["f32"], [x], "f32")
+        assert found == function(values).astype(np.float32).view(np.uint32).tolist(), name
+
+
+def test_comparisons_with_nan():
+    nan, one = 0x7FC00000, float_bits(1.0, "f32")
+    values = [[nan, one, one], [one, nan, one]]
+    for name, expected in (
+        ("lt", [0, 0, 0]), ("ltu", [1, 1, 0]), ("eq", [0, 0, 1]), ("equ", [1, 1, 1]),
+        ("ne", [0, 0, 0]), ("neu", [1, 1, 0]), ("num", [0, 0, 1]), ("nan", [1, 1, 0]),
+        ("geu", [1, 1, 1]),
+    ):  # fmt: skip
+        assert apply(f"setp.{name}.f32 %y, %x0, %x1", ["f32"] * 2, values, "pred") == expected
+    halves = [[0x7FC0, 0x3F80, 0x3F80], [0x3F80, 0x7FC0, 0x3F80]]
+    assert apply("setp.ltu.bf16 %y, %x0, %x1", ["bf16"] * 2, halves, "pred") == [1, 1, 0]
+
+
+# -- conversions
+
+
+def all_halves():
+    return list(range(2**16))
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_every_16_bit_number_converts_to_float32_and_back(kind):
+    wide = apply(f"cvt.f32.{kind} %y, %x0", [kind], [all_halves()], "f32")
+    for bits, found in enumerate(wide):
+        if is_nan(bits, kind):
+            assert found == 0x7FFFFFFF
+        elif is_finite(bits, kind):
+            assert to_fraction(found, "f32") == to_fraction(bits, kind)
+            assert found >> 31 == bits >> 15
+        else:
+            assert found & 0x7FFFFFFF == 0x7F800000
+    back = apply(f"cvt.rn.{kind}.f32 %y, %x0", ["f32"], [wide], kind)
+    assert [b for b in all_halves() if not is_nan(b, kind) and back[b] != b] == []
+
+
+@pytest.mark.parametrize("kind", ["u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"])
+def test_every_float16_converts_to_integers(kind):
+    bits = bits_of(kind)
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
+    found = apply(f"cvt.rni.{kind}.f16 %y, %x0", ["f16"], [all_halves()], f"b{max(bits, 16)}")
+    for code, integer in enumerate(found):
+        if not is_finite(code, "f16"):
+            continue
+        exact = min(max(round(to_fraction(code, "f16")), low), high)
+        # a register that is wider than the type is extended by the sign
+        assert integer == exact & (1 << max(bits, 16)) - 1
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "f32", "f64"])
+def test_integers_convert_to_floating_point(kind):
+    for source in ("u16", "s16", "u32", "s32", "u64", "s64"):
+        if source[1:] == "64" and kind == "bf16":
+            continue
+        values = integers(source, COUNT)
+        found = apply(f"cvt.rn.{kind}.{source} %y, %x0", [source], [values], kind)
+        for bits, value in zip(found, values, strict=True):
+            assert bits == from_fraction(Fraction(as_integer(value, source)), kind)
+
+
+def test_integers_convert_to_integers():
+    kinds = [f"{sign}{bits}" for bits in (16, 32, 64) for sign in "us"]
+    for source in kinds:
+        for result in kinds:
+            check_integers(f"cvt.{result}.{source} %y, %x0", [source], result, lambda a: a)
+            bits = bits_of(result)
+            low = -(1 << bits - 1) if result[0] == "s" else 0
+            high = (1 << bits - (result[0] == "s")) - 1
+            check_integers(
+                f"cvt.sat.{result}.{source} %y, %x0",
+                [source],
+                result,
+                lambda a, low=low, high=high: min(max(a, low), high),
+            )
+
+
+def test_conversions_between_floating_point_types():
+    for source in ("f16", "bf16", "f32", "f64"):
+        for result in ("f16", "bf16", "f32", "f64"):
+            if source != result:
+                rounding = ".rn" if bits_of(result) <= bits_of(source) else ""
+                check_floats(f"cvt{rounding}.{result}.{source} %y, %x0", source, 1,
+                             lambda a: a, result)  # fmt: skip
+    check_floats("cvt.rzi.f32.f32 %y, %x0", "f32", 1, lambda a: Fraction(int(a)))
+    check_floats("cvt.rmi.f64.f64 %y, %x0", "f64", 1, lambda a: Fraction(a // 1))
+    check_floats("cvt.sat.f32.f32 %y, %x0", "f32", 1, lambda a: min(max(a, 0), Fraction(1)))
+
+
+def test_conversions_to_pairs():
+    x, y = numbers("f32", COUNT, 1), numbers("f32", COUNT, 2)
+    for kind in ("f16", "bf16"):
+        found = apply(f"cvt.rn.{kind}x2.f32 %y, %x0, %x1", ["f32"] * 2, [x, y], "b32")
+        for word, upper, lower in zip(found, x, y, strict=True):
+            for bits, exact in ((word >> 16, upper), (word & 0xFFFF, lower)):
+                value = to_fraction(exact, "f32")
+                assert bits == from_fraction(value, kind) or (
+                    bits == 0x8000 and abs(value) < 2**-24
+                )
+    # 1.0 in the lower, and -2.0 in the upper half
+    assert apply("cvt.rn.f16x2.e4m3x2 %y, %x0", ["b16"], [[0xC038]], "b32") == [0xC0003C00]
+    assert apply("cvt.rn.f16x2.e5m2x2 %y, %x0", ["b16"], [[0xC03C]], "b32") == [0xC0003C00]
+
+
+def test_packing_and_unpacking_of_registers():
+    values = [[0x1234], [0x5678]]
+    assert apply("mov.b32 %y, {%x0, %x1}", ["b16"] * 2, values, "b32") == [0x56781234]
+    body = ".reg .b16 %other; mov.b32 {%other, %y}, %x0"
+    assert apply(body, ["b32"], [[0x56781234]], "b16") == [0x5678]
+    body = ".reg .b32 %low, %high; mov.b64 {%low, %high}, %x0; mov.b64 %y, {%high, %low}"
+    assert apply(body, ["b64"], [[0x1122334455667788]], "b64") == [0x5566778811223344]
+
+
+def test_constants():
+    for text, kind, expected in (
+        ("mov.b32 %y, -1", "b32", 2**32 - 1),
+        ("mov.b32 %y, 0x10U", "b32", 16),
+        ("mov.f32 %y, 0f3F800000", "f32", 0x3F800000),
+        ("mov.f64 %y, 0d3FF0000000000000", "f64", 0x3FF0000000000000),
+        ("add.f32 %y, 0f3F800000, 0f3F800000", "f32", 0x40000000),
+        ("mov.b16 %y, -2", "b16", 0xFFFE),
+    ):
+        assert apply(text, ["b32"], [[0]], kind) == [expected]

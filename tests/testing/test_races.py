@@ -1,0 +1,139 @@
+"""Races between warps in shared memory, and between blocks in global memory."""
+
+import numpy as np
+import pytest
+from ptx_kernels import run
+
+from gcnzc.testing.executor import Executor
+from gcnzc.testing.faults import Fault
+from gcnzc.testing.races import Access, AccessHistory
+
+SHARED = ".shared .align 16 .b8 smem[512];"
+PREPARE = "mov.u32 %r1, smem; mad.lo.s32 %r2, %tid, 4, %r1; mov.u32 %r3, %warpid;"
+
+
+def in_block(body, races=None, threads=64):
+    execute = lambda: run(PREPARE + body, threads=threads, declarations=SHARED)  # noqa: E731
+    if races is None:
+        execute()
+        return
+    with pytest.raises(Fault, match=f"race in shared memory.*another warp's {races}"):
+        execute()
+
+
+def test_two_warps_that_write_the_same_byte_race():
+    in_block("st.shared.b32 [%r1], 1;", "write of this instruction")
+    in_block("st.shared.b32 [%r1], 1;", threads=32)
+    in_block(
+        "st.shared.b32 [%r2], 1; xor.b32 %r4, %r2, 128; st.shared.b32 [%r4], 1;", "write before"
+    )
+    in_block("st.shared.b32 [%r2], 1; bar.sync 0; xor.b32 %r4, %r2, 128; st.shared.b32 [%r4], 1;")
+
+
+def test_a_write_and_a_read_of_different_warps_race_in_both_orders():
+    swap = "xor.b32 %r4, %r2, 128;"
+    fill = "st.shared.b32 [%r2], 1; bar.sync 0;" + swap
+    in_block(fill + "ld.shared.b32 %r5, [%r2]; st.shared.b32 [%r4], 1;", "read before")
+    in_block(fill + "st.shared.b32 [%r2], 1; ld.shared.b32 %r5, [%r4];", "write before")
+    in_block(fill + "ld.shared.b32 %r5, [%r2]; bar.sync 0; st.shared.b32 [%r4], 1;")
+    in_block(fill + "ld.shared.b32 %r5, [%r2]; st.shared.b32 [%r2], 1;")
+
+
+def test_several_warps_may_read_and_none_of_them_may_then_write():
+    fill = "setp.eq.s32 %p1, %r3, 0; @%p1 st.shared.b32 [%r1], 1; bar.sync 0;"
+    in_block(fill + "ld.shared.b32 %r5, [%r1];")
+    for warp in range(3):
+        # also the warp that read last
+        write = f"setp.eq.s32 %p2, %r3, {warp}; @%p2 st.shared.b32 [%r1], 1;"
+        in_block(fill + "ld.shared.b32 %r5, [%r1];" + write, "read before", threads=96)
+        in_block(fill + "ld.shared.b32 %r5, [%r1]; bar.sync 0;" + write, threads=96)
+
+
+def test_words_that_share_a_byte_race_and_neighbours_do_not():
+    first = "setp.eq.s32 %p1, %r3, 0; @%p1 st.shared.b16 [%r1], 1;"
+    in_block(first + "@!%p1 st.shared.b16 [%r1+2], 1;")
+    in_block(first + "@!%p1 st.shared.b8 [%r1+1], 1;", "write before")
+
+
+def test_an_atomic_and_another_access_race():
+    fill = "setp.eq.s32 %p1, %r3, 0; @%p1 st.shared.b32 [%r1], 1; bar.sync 0;"
+    in_block(fill + "red.shared.add.u32 [%r1], 1; red.shared.add.u32 [%r1], 1;")
+    in_block(
+        fill + "red.shared.add.u32 [%r1], 1; ld.shared.b32 %r5, [%r1];", "atomic access before"
+    )
+    in_block(fill + "ld.shared.b32 %r5, [%r1]; red.shared.add.u32 [%r1], 1;", "read before")
+
+
+def test_blocks_have_their_own_shared_memory():
+    run(PREPARE + "st.shared.b32 [%r1], 1;", grid=(4,), declarations=SHARED)
+
+
+# -- global memory
+
+
+def between_blocks(body, races=None, arrays=None, **options):
+    arrays = arrays or {"out": np.zeros(128, np.int32)}
+    executor = Executor(**options)
+    if races is None:
+        run(body, arrays, grid=(4,), executor=executor)
+        return
+    with pytest.raises(Fault, match=f"race in out at offset .*another block's {races}"):
+        run(body, arrays, grid=(4,), executor=executor)
+
+
+@pytest.mark.parametrize("batch", [32, 1000])
+def test_blocks_that_write_the_same_byte_race(batch):
+    own = "add.s64 %d1, %out, %at4;"
+    between_blocks(own + "st.global.b32 [%d1], %tid;", batch_threads=batch)
+    between_blocks("st.global.b32 [%out], 1;", "write", batch_threads=batch)
+    # block 0 writes what the others read
+    guard = (
+        "setp.eq.s32 %p1, %block, 0; @%p1 st.global.b32 [%d1], 1; @!%p1 ld.global.b32 %r1, [%out];"
+    )
+    between_blocks(own + guard, "write before", batch_threads=batch)
+    guard = (
+        "setp.eq.s32 %p1, %block, 3; @!%p1 ld.global.b32 %r1, [%out]; @%p1 st.global.b32 [%out], 1;"
+    )
+    between_blocks(own + guard, "read before", batch_threads=batch)
+    between_blocks("ld.global.b32 %r1, [%out];", batch_threads=batch)
+
+
+def test_atomic_operations_of_blocks_do_not_race_with_each_other():
+    between_blocks("red.global.add.u32 [%out], 1;")
+    between_blocks("red.global.add.u32 [%out], 1; ld.relaxed.gpu.global.b32 %r1, [%out];")
+    between_blocks(
+        "red.global.add.u32 [%out], 1; ld.global.b32 %r1, [%out];", "atomic access before"
+    )
+
+
+def test_races_in_named_arguments_are_allowed():
+    between_blocks("st.global.b32 [%out], 1;", allowed_races=["out"])
+    between_blocks("st.global.b32 [%out], 1;", detect_races=False)
+
+
+def test_blocks_race_through_two_arguments_of_the_same_memory():
+    whole = np.zeros(128, np.int32)
+    body = """
+        setp.eq.s32 %p1, %block, 0; add.s64 %d1, %other, %at4; add.s64 %d2, %out, %at4;
+        @%p1 st.global.b32 [%d1], 1; @!%p1 st.global.b32 [%d2+{}], 1;
+    """
+    arrays = {"other": whole, "out": whole[:]}
+    between_blocks(body.format(0), arrays=arrays)
+    between_blocks(body.format(-128), "write before", arrays=arrays)
+
+
+def test_a_history_of_several_readers_ends_with_a_synchronization():
+    history = AccessHistory(16)
+
+    def access(kind, owner, first):
+        array = np.array([owner])
+        return history.record(
+            kind, np.array([0]), 4, array, np.array([first]), np.array([first + 9])
+        )
+
+    assert access(Access.READ, 1, 1) is None
+    assert access(Access.READ, 2, 1) is None
+    assert access(Access.WRITE, 2, 1) == (0, "read before")
+    assert access(Access.WRITE, 12, 11) is None
+    assert access(Access.READ, 12, 11) is None
+    assert access(Access.READ, 13, 11) == (0, "write before")

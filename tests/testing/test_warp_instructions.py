@@ -1,0 +1,121 @@
+"""Shuffles, votes and reductions across the lanes of a warp."""
+
+import numpy as np
+import pytest
+from ptx_kernels import integers, run, signed
+
+from gcnzc.testing.faults import Fault
+
+STORE = "add.s64 %d1, %out, %at4; st.global.b32 [%d1], {};"
+
+
+def results(body, threads=64):
+    out = np.full(threads, -7, np.int32)
+    run(body, {"out": out}, threads=threads)
+    return out.tolist()
+
+
+@pytest.mark.parametrize(
+    ("mode", "offset", "clamp", "source"),
+    [
+        ("bfly", 1, 31, lambda lane: lane ^ 1),
+        ("bfly", 16, 31, lambda lane: lane ^ 16),
+        ("down", 3, 31, lambda lane: lane + 3 if lane + 3 < 32 else lane),
+        ("up", 3, 0, lambda lane: lane - 3 if lane >= 3 else lane),
+        ("idx", 5, 31, lambda lane: 5),
+        # segments of 8 lanes: the clamp has their mask in bits 8 to 12
+        ("idx", 5, (24 << 8) | 31, lambda lane: lane // 8 * 8 + 5),
+        ("down", 3, (24 << 8) | 31, lambda lane: lane + 3 if lane % 8 + 3 < 8 else lane),
+        ("up", 3, 24 << 8, lambda lane: lane - 3 if lane % 8 >= 3 else lane),
+        ("bfly", 8, (24 << 8) | 31, lambda lane: lane if lane % 16 < 8 else lane ^ 8),
+    ],
+)
+def test_shuffles(mode, offset, clamp, source):
+    body = f"shfl.sync.{mode}.b32 %r1|%p1, %tid, {offset}, {clamp}, -1;"
+    expected = [thread - thread % 32 + source(thread % 32) for thread in range(64)]
+    assert results(body + STORE.format("%r1")) == expected
+    # the predicate is false in lanes whose source is out of range; they read their own value
+    if (mode, offset) == ("down", 3) and clamp == 31:
+        valid = results(body + "selp.b32 %r2, 1, 0, %p1;" + STORE.format("%r2"))
+        assert valid == [int(thread % 32 < 29) for thread in range(64)]
+
+
+def test_a_sum_over_a_warp_by_shuffles():
+    steps = "".join(
+        f"shfl.sync.bfly.b32 %r2, %r1, {n}, 31, -1; add.s32 %r1, %r1, %r2;"
+        for n in (16, 8, 4, 2, 1)
+    )
+    found = results("mov.u32 %r1, %tid;" + steps + STORE.format("%r1"))
+    assert found == [sum(range(32))] * 32 + [sum(range(32, 64))] * 32
+
+
+def test_votes():
+    odd = "and.b32 %r1, %tid, 1; setp.eq.s32 %p1, %r1, 1; setp.ge.u32 %p2, %tid, 32;"
+    ballot = results(odd + "vote.sync.ballot.b32 %r2, %p1, -1;" + STORE.format("%r2"))
+    assert ballot == [signed(0xAAAAAAAA, 32)] * 64
+    for mode, of_odd, of_second in (("any", 1, [0, 1]), ("all", 0, [0, 1]), ("uni", 0, [1, 1])):
+        text = odd + f"vote.sync.{mode}.pred %p3, %p{{}}, -1; selp.b32 %r2, 1, 0, %p3;"
+        assert results(text.format(1) + STORE.format("%r2")) == [of_odd] * 64
+        expected = [of_second[0]] * 32 + [of_second[1]] * 32
+        assert results(text.format(2) + STORE.format("%r2")) == expected
+    negated = results(odd + "vote.sync.ballot.b32 %r2, !%p2, -1;" + STORE.format("%r2"))
+    assert negated == [-1] * 32 + [0] * 32
+
+
+def test_instructions_across_the_active_lanes_of_a_branch():
+    body = f"""
+        mov.u32 %r1, 0; mov.u32 %r2, 0; and.b32 %r3, %tid, 31; setp.ge.u32 %p1, %r3, 8;
+        @%p1 bra $END;
+        activemask.b32 %r1;
+        setp.gt.u32 %p2, %r3, 3; vote.sync.ballot.b32 %r4, %p2, 0xff;
+        redux.sync.add.u32 %r5, %r3, 0xff; shl.b32 %r5, %r5, 8; or.b32 %r2, %r4, %r5;
+    $END:
+        shl.b32 %r2, %r2, 8; or.b32 %r1, %r1, %r2;
+        {STORE.format("%r1")}
+    """
+    inside = 0xFF | 0xF0 << 8 | 28 << 16
+    assert results(body) == ([inside] * 8 + [0] * 24) * 2
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [("add", "s32"), ("add", "u32"), ("min", "s32"), ("min", "u32"), ("max", "s32"),
+     ("max", "u32"), ("and", "b32"), ("or", "b32"), ("xor", "b32")],
+)  # fmt: skip
+def test_reductions(operation, kind):
+    values = integers(kind, 32)
+    source, out = np.array(values, np.uint32), np.zeros(32, np.uint32)
+    body = f"""
+        add.s64 %d1, %source, %at4; ld.global.b32 %r1, [%d1];
+        redux.sync.{operation}.{kind} %r2, %r1, 0xffffffff; {STORE.format("%r2")}
+    """
+    run(body, {"source": source, "out": out})
+    exact = [signed(v, 32) for v in values] if kind == "s32" else values
+    total = exact[0]
+    for value in exact[1:]:
+        total = {
+            "add": total + value, "min": min(total, value), "max": max(total, value),
+            "and": total & value, "or": total | value, "xor": total ^ value,
+        }[operation]  # fmt: skip
+    assert out.tolist() == [total & 0xFFFFFFFF] * 32
+
+
+def test_the_member_mask_must_name_the_lanes_that_execute():
+    with pytest.raises(Fault, match=r"the member mask 0x0000ffff differs .* 0xffffffff"):
+        results("shfl.sync.bfly.b32 %r1, %tid, 1, 31, 0xffff;")
+    body = "setp.lt.u32 %p1, %tid, 8; @%p1 vote.sync.any.pred %p2, %p1, -1;"
+    with pytest.raises(Fault, match=r"the member mask 0xffffffff differs .* 0x000000ff"):
+        results(body)
+
+
+def test_a_shuffle_from_an_inactive_lane_is_a_fault():
+    body = "setp.lt.u32 %p1, %tid, 8; @%p1 shfl.sync.idx.b32 %r1, %tid, 9, 31, 0xff;"
+    with pytest.raises(Fault, match="shuffle from a lane that does not execute it"):
+        results(body)
+
+
+def test_an_undefined_vote_is_a_fault():
+    with pytest.raises(Fault, match="undefined value as a vote"):
+        results("vote.sync.any.pred %p2, %p1, -1;")
+    with pytest.raises(Fault, match="undefined value as an operand of a reduction"):
+        results("redux.sync.add.u32 %r2, %r1, -1;")
