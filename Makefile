@@ -11,6 +11,9 @@ DOCS_READY := $(VENV)/.ready-for-docs
 # processes that run tests, one more than cores (tests/conftest.py); they take a gigabyte each
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 
+# bin/install leaves bytecode to the first import of a module
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all lint docs gpu-session clean
 
 demo: $(READY)  ## train on the built-in graph

@@ -7,7 +7,8 @@
 - splits: `train_idx`, `valid_idx` and `test_idx`; with the prefix `made_` if the split is not
   the dataset's standard one; or several splits as `train_masks`, `val_masks` and `test_masks`,
   (splits, N) bool;
-- `add_inverse_edge`: whether each edge is stored once.
+- `bidirected`: whether each edge is stored once and means both directions; OGB's name for this,
+  `add_inverse_edge`, is read too.
 
 Archives are read without pickle.
 """
@@ -82,10 +83,19 @@ class NpzGraph:
         """Return both directions if each edge is stored once; None if unknown."""
         if self._known and self._known.bidirect_directed:
             return EdgeDefaults(True, "remove", f"{self._known.name} is trained in both directions")
-        if "add_inverse_edge" not in self._archive:
-            return None
-        stored_once = self._read_bool("add_inverse_edge")
-        return EdgeDefaults(stored_once, "keep", f"add_inverse_edge is {stored_once}")
+        given = {
+            key: self._read_bool(key)
+            for key in ("bidirected", "add_inverse_edge")
+            if key in self._archive
+        }
+        if len(set(given.values())) > 1:
+            raise ValueError(
+                f"{self.path}: bidirected is {given['bidirected']}, but add_inverse_edge is "
+                f"{given['add_inverse_edge']}\n\nhint: they mean the same; remove one of them"
+            )
+        for key, is_bidirected in given.items():
+            return EdgeDefaults(is_bidirected, "keep", f"{key} is {is_bidirected}")
+        return None
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
         """See `Source.edges`."""

@@ -63,7 +63,8 @@ class TableGraph:
     ) -> None:
         options = read_options(path)
         self.path, self.name = path, name or options.name or path.stem
-        self._undirected = options.edges.undirected
+        edges = options.edges
+        self._bidirected = edges.undirected if edges.bidirected is None else edges.bidirected
         self._edges = Table(
             path.parent / options.edges.file, options.edges.separator, options.edges.header
         )
@@ -126,11 +127,11 @@ class TableGraph:
         return about | {"unused_columns": {file: names for file, names in unused.items() if names}}
 
     def edge_defaults(self) -> EdgeDefaults | None:
-        """Return both directions if `undirected` is true; None if it is not given."""
-        if self._undirected is None:
+        """Return both directions if `bidirected` is true; None if it is not given."""
+        if self._bidirected is None:
             return None
-        reason = f"undirected is {str(self._undirected).lower()} in {self.path.name}"
-        return EdgeDefaults(self._undirected, "keep", reason)
+        reason = f"bidirected is {str(self._bidirected).lower()} in {self.path.name}"
+        return EdgeDefaults(self._bidirected, "keep", reason)
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
         """See `Source.edges`."""

@@ -7,7 +7,7 @@
     file = "edges.csv.gz"            # relative to this file; csv or parquet
     source = "from"                  # columns; may be omitted for source and target, src and dst
     target = "to"
-    undirected = true                # each edge is stored once and means both directions
+    bidirected = true                # each edge is stored once and means both directions
 
     [nodes]
     file = "nodes.csv"
@@ -20,7 +20,8 @@
     # valid = "is_val"
     # test = "is_test"
 
-`separator` and `header` in either table are of its csv file.
+`separator` and `header` in either table are of its csv file. `undirected` is an old name of
+`bidirected`.
 """
 
 import difflib
@@ -48,7 +49,8 @@ class EdgeTable:
     file: str
     source: str | None = None
     target: str | None = None
-    undirected: bool | None = None
+    bidirected: bool | None = None
+    undirected: bool | None = None  # old name of `bidirected`
     separator: str | None = None
     header: bool = True
 
@@ -127,7 +129,14 @@ _RULES: Mapping[str, Mapping[str, _Rule]] = {
         "name": _TEXT,
         "metric": _Rule("accuracy or rocauc", lambda value: value in set(METRICS.values())),
     },
-    "edges": {"file": _TEXT, "source": _COLUMN, "target": _COLUMN, "undirected": _BOOL, **_FILE},
+    "edges": {
+        "file": _TEXT,
+        "source": _COLUMN,
+        "target": _COLUMN,
+        "bidirected": _BOOL,
+        "undirected": _BOOL,
+        **_FILE,
+    },
     "nodes": {
         "file": _TEXT,
         "id": _COLUMN,
@@ -170,6 +179,11 @@ def read_options(path: Path) -> TableOptions:
         raise ValueError(
             f'{path} names no file of edges\n\nhint: write [edges], and below it file = "edges.csv"'
         )
+    if {"bidirected", "undirected"} <= values["edges"].keys():
+        raise ValueError(
+            f"{_place(path, text, 'edges', 'undirected')}: undirected is an old name of "
+            "bidirected, which is given as well\n\nhint: keep bidirected, and remove undirected"
+        )
     nodes = _build(NodeTable, values.get("nodes", {}))
     _check_nodes(path, text, nodes)
     return TableOptions(path, _build(EdgeTable, values["edges"]), nodes, **top)
@@ -181,7 +195,8 @@ def _check(path: Path, text: str, table: str, values: Mapping[str, Any]) -> None
     for key, value in values.items():
         where = _place(path, text, table, key)
         if key not in rules:
-            known = [*rules, *([] if table else ("[edges]", "[nodes]"))]
+            known = [name for name in rules if name != "undirected"]
+            known += [] if table else ["[edges]", "[nodes]"]
             near = difflib.get_close_matches(key, known, 1)
             suggestion = f"did you mean {near[0]}? " if near else ""
             raise ValueError(

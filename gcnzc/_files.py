@@ -26,6 +26,11 @@ def replacing(path: Path) -> Iterator[Path]:
         yield partial
         sync(partial)
         os.replace(partial, path)
+    except OSError as error:
+        # writes to an open file do not name it
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
     sync(path.parent)

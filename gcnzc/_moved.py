@@ -106,13 +106,13 @@ def renamed_arguments(
             present = {names.get(name, name): value for name, value in kwargs.items()}
             if len(present) < len(kwargs):
                 raise TypeError(
-                    f"{function.__name__} was given the same argument by two names: "
+                    f"{function.__qualname__} was given the same argument by two names: "
                     f"{', '.join(kwargs)}\n\nhint: use {', '.join(names.values())}"
                 )
             for old in (old for old in names if old in kwargs):
                 warnings.warn(
-                    f"argument {old} of {function.__name__} is now {names[old]}; the old name goes "
-                    "with 0.3",
+                    f"argument {old} of {function.__qualname__} is now {names[old]}; "
+                    "the old name goes with 0.3",
                     DeprecationWarning,
                     stacklevel=2,
                 )

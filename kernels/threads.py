@@ -2,7 +2,7 @@
 
 Kernels release the GIL and process a half-open range of items, so plain Python threads run them in
 parallel. Numba's threading layers are not used: the default one aborts the process when two Python
-threads enter it at the same time, as the loader's worker threads and the training thread do.
+threads enter it at the same time, as the loader's threads and the training thread do.
 """
 
 import os

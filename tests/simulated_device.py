@@ -2,7 +2,8 @@
 
 Whatever reads their values on the host is a synchronisation: on a GPU the host would wait there for
 all that is queued. It also waits where it copies something to or from the device, unless
-`non_blocking` is given. `Reads` counts both. There is no autograd on such a device.
+`non_blocking` is given. `Reads` counts both. There is no autograd on such a device, and
+torch.distributed cannot send or receive its tensors.
 """
 
 from typing import ClassVar
@@ -53,6 +54,8 @@ class OnDevice(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if func.namespace == "c10d":
+            raise AssertionError(f"{func} with a tensor of the device: gloo needs host memory")
         to_host = kwargs.get("device") is not None and kwargs["device"].type == "cpu"
         if func is aten.copy_.default:
             to_host = not isinstance(args[0], cls)

@@ -335,7 +335,7 @@ def dgl_cases():
                 "batch_size": (),
                 "drop_last": FLAG,
                 "shuffle": FLAG,
-                "drawn_by": (),
+                "sampler_library": (),
                 "seed": (None, -5),
                 "threads": OPTIONAL,
                 "ahead": OPTIONAL,

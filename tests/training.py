@@ -33,7 +33,8 @@ def train_as_worker(
 ) -> Any:
     """What a run came to on this worker, or why it stopped.
 
-    Worker 0 asks all to stop from a step on, and worker 1 has a gradient that is no number in one.
+    Worker 0 asks all to stop from a step on. The last worker has a gradient that is no number in
+    one.
     """
     listener = Listener()
     steps = 0
@@ -44,7 +45,7 @@ def train_as_worker(
             steps += 1
             if self.group.rank == 0 and stop_at is not None and steps >= stop_at:
                 self.signals[0] = True
-            if self.group.rank == 1 and steps - 1 == bad_at:
+            if self.group.rank == self.group.world_size - 1 and steps - 1 == bad_at:
                 self.param_groups[0]["params"][0].grad[0] = math.nan
             usual(self, closure)
 
@@ -57,4 +58,4 @@ def train_as_worker(
             found = train(config, folder, listener, group)
         except Interrupted as error:
             return str(error).splitlines()[0]
-    return found | {"said": [line for line in listener.said if "skipped" in line]}
+    return found | {"said": [line for line in listener.said if "not finite" in line]}

@@ -30,6 +30,7 @@ PACKAGES = (
     "tune",
     "interop",
     "cli",
+    "testing",
     "kernels",
 )
 

@@ -96,7 +96,7 @@ def workers() -> str:
         ]
         for (count, nodes), line in sorted(speeds.items())
     ]
-    heads = ["workers", "nodes of the graph", "seeds/s", "seeds/s without exchange"]
+    heads = ["workers", "nodes of the graph", "seed nodes/s", "seed nodes/s without exchange"]
     first = with_caption(
         markdown(heads, rows), speeds.values(), "python -m bench.training.workers speed"
     )
@@ -286,7 +286,7 @@ def optimizer_speed() -> str:
                 rows.append(
                     [name, *(line and significant(line["seeds_per_s"], 4) for line in cells)]
                 )
-        heads = [f"seeds/s, {title}", *(f"{rate:g} Mbit/s" for rate in RATES)]
+        heads = [f"seed nodes/s, {title}", *(f"{rate:g} Mbit/s" for rate in RATES)]
         parts.append(markdown(heads, rows))
     return with_caption(
         "\n".join(parts), found.values(), "python -m bench.network.strategies speed"

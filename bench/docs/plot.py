@@ -58,7 +58,7 @@ def newest(lines: Sequence[Line], *keys: str) -> list[Line]:
 def loader(lines: Sequence[Line]) -> Figure:
     """Seeds per second of each system and configuration, on one thread and on two cores."""
     cases = newest([line for line in lines if "seeds_per_s" in line], "system", "way", "on")
-    figure = new_figure("Loading: seeds per second, fan-outs 15,10,5", cases, 8, 7)
+    figure = new_figure("Loading: seeds per second, fanouts 15,10,5", cases, 8, 7)
     where = sorted({line["on"] for line in cases}, reverse=True)
     counts = [sum(line["on"] == each for line in cases) for each in where]
     panels = figure.subplots(len(where), 1, sharex=True, height_ratios=counts)
@@ -273,7 +273,7 @@ def feature_cache(lines: Sequence[Line]) -> Figure:
     cases = newest(lines, "graph", "fanouts", "batch_size", "counted", "ranking", "share")
     most = max(case["counted"] for case in cases)
     cases = [case for case in cases if (case["fanouts"], case["counted"]) == ("15,10,5", most)]
-    title = "Hit rate of the feature cache: fan-outs 15,10,5, minibatches of 1,024 seeds"
+    title = "Hit rate of the feature cache: fanouts 15,10,5, minibatches of 1,024 seeds"
     graphs = sorted({case["graph"] for case in cases})
     rows = -(-len(graphs) // 3)
     figure = new_figure(title, cases, 9, 1.5 + 2.3 * rows)

@@ -107,7 +107,7 @@ def loader() -> str:
         titled += f", torch {line['rival_torch'].split('+')[0]}"
         times = None if system == "ours" else f"{ours / line['seeds_per_s']:.1f}"
         rows.append([titled, line["way"], f"{line['seeds_per_s']:,.0f}", times])
-    text = markdown(["system", "configuration", "seeds/s", "gcnzc is faster, times"], rows)
+    text = markdown(["system", "configuration", "seed nodes/s", "gcnzc is faster, times"], rows)
     return with_caption(text, best.values(), "python -m bench.loading.loader --rivals FOLDER")
 
 
@@ -125,7 +125,7 @@ def sampling() -> str:
         ]
         for system, line in sorted(found.items(), key=lambda item: -item[1]["seeds_per_s"])
     ]
-    text = markdown(["sampler, one thread", "seeds/s", "gcnzc is faster, times"], rows)
+    text = markdown(["sampler, one thread", "seed nodes/s", "gcnzc is faster, times"], rows)
     return with_caption(text, found.values(), "python -m bench.loading.loader --rivals FOLDER")
 
 
@@ -356,7 +356,7 @@ def cache_hit_rates() -> str:
                 *cells,
             ]
         )
-    heads = ["graph", "fan-outs; seeds", "rows needed by a minibatch"]
+    heads = ["graph", "fanouts; seeds", "rows needed by a minibatch"]
     heads += [f"{share:.0%} of the rows, {ranking}" for share in shares for ranking in rankings]
     return with_caption(
         markdown(heads, rows), lines.values(), "python -m bench.loading.feature_cache"

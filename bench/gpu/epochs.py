@@ -143,7 +143,7 @@ class Work:
 
 
 def threads_of(device: torch.device) -> int:
-    """Return the number of worker threads: two less than the cores, up to 12; 1 without a GPU."""
+    """Return the number of loading threads: two less than the cores, up to 12; 1 without a GPU."""
     return max(1, min(12, torch.get_num_threads() - 2)) if device.type == "cuda" else 1
 
 

@@ -222,7 +222,12 @@ def maker(task: dict[str, Any]) -> Callable[[list[nn.Parameter], Any], Any]:
         return lambda parameters, group: ZeroOneAdamDeepSpeed(
             parameters, schedule=schedule, group=group, **COMMON
         )
-    options = {"warmup": own["freeze_step"], "bias_correction": False, "floor": 0.0, **COMMON}
+    options = {
+        "warmup": own["freeze_step"],
+        "bias_correction": False,
+        "variance_floor": 0.0,
+        **COMMON,
+    }
     if name == "OnebitAdam":
         return lambda parameters, group: OneBitAdamDeepSpeed(
             parameters, compress=PaddedSign(lengths), group=group, **options

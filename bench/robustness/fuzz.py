@@ -16,7 +16,7 @@ the number of the case determine it:
 
 Outcomes:
 
-    rejected     the command fails with one `error:` line and one `hint:` line
+    rejected     the command fails with one `error:` line and one `hint:` line that has a remedy
     accepted     the command succeeds, and may: the arrays that it reads are the same as before, or
                  the changed value is valid
     failed       all else: a traceback, a signal, a time limit, an error that the command did not
@@ -50,6 +50,7 @@ import torch
 from bench import harness
 from bench.docs.robustness_tables import outcomes_of
 from gcnzc import cli
+from gcnzc.cli.errors import UNKNOWN_REMEDY
 from gcnzc.datasets import ogb
 from gcnzc.datasets.meta import checksum_of
 from gcnzc.graph import load
@@ -80,6 +81,8 @@ SHARES = {
     "option": 20,
     "config": 10,
 }
+# hints of errors that have none of their own
+NO_REMEDIES = (UNKNOWN_REMEDY, "`gcnzc --help` lists the commands")
 OUTCOMES = REJECTED, ACCEPTED, FAILED = "rejected", "accepted", "failed"
 # of the arrays of a prepared folder
 HEADER_BYTES = 4096
@@ -151,6 +154,8 @@ class Bench:
             raise Failure(f"{words[0]} printed {len(errors)} errors, {len(hints)} hints: {text}")
         if errors[0].startswith("error: unexpected "):
             raise Failure(errors[0])
+        if any(remedy in hints[0] for remedy in NO_REMEDIES):
+            raise Failure(f"{words[0]}: the hint has no remedy: {errors[0]}; {hints[0]}")
         return errors[0]
 
     def train(self, folder: Path, **options: Any) -> str:

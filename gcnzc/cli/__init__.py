@@ -19,13 +19,13 @@ from gcnzc.cli.errors import (
     FAILED,
     MISUSED,
     PASSING,
-    Misuse,
     OutputClosed,
+    UsageError,
     complain,
     message_of,
     terminable,
 )
-from gcnzc.cli.output import flushed_output
+from gcnzc.cli.output import flushed_output, logged_with
 from gcnzc.cli.parser import check_outputs, parse
 from gcnzc.cli.runs import train_several
 from gcnzc.exchange import init_group, is_worker
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if len(words) < len(given):
             traceback.print_exc()
-        return complain(message_of(error), MISUSED if isinstance(error, Misuse) else FAILED)
+        return complain(message_of(error), MISUSED if isinstance(error, UsageError) else FAILED)
 
 
 def _run(words: Sequence[str], is_debug: bool) -> int:
@@ -62,7 +62,7 @@ def _run(words: Sequence[str], is_debug: bool) -> int:
         config = parse(words)
     if isinstance(config, TrainConfig) and is_worker():
         if config.runs > 1:
-            raise Misuse(
+            raise UsageError(
                 f"--runs {config.runs} with torchrun\n\n"
                 "hint: use --workers, or start torchrun once for each --seed"
             )
@@ -73,7 +73,7 @@ def _run(words: Sequence[str], is_debug: bool) -> int:
         return start_workers(config, [*words, DEBUG] if is_debug else words, reporter)
     if config is not None:
         check_outputs(config)
-        with terminable(), report_compilation(reporter.say):
+        with terminable(), report_compilation(reporter.say), logged_with(reporter.say):
             COMMANDS[type(config)](config, reporter)
     return 0
 

@@ -26,7 +26,7 @@ NO_MEMORY = ("can't allocate memory", "DefaultCPUAllocator", "not enough memory"
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 
-class Misuse(Exception):
+class UsageError(Exception):
     """The command line is not valid."""
 
 
@@ -79,7 +79,7 @@ def message_of(error: BaseException) -> str:
         return _system_message(error)
     if text.startswith("CUDA"):
         return _gpu_message(text)
-    if isinstance(error, ValueError | RuntimeError | Interrupted | Misuse) and text:
+    if isinstance(error, ValueError | RuntimeError | Interrupted | UsageError) and text:
         return text
     return f"unexpected {type(error).__name__}: {text}"
 

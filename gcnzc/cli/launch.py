@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from gcnzc.cli.stopped_workers import continue_stopped_workers
 from gcnzc.exchange import Algorithm
 from gcnzc.exchange.sync import all_gather_text
 from gcnzc.system.files import folder_identity, locked_folder
@@ -96,9 +97,11 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> 
     # the logs prevents that another run starts in between
     with locked_folder(logs, run), _environment(workers, run) as fatal:
         try:
-            elastic_launch(config, sys.executable)("-m", "gcnzc", *words)
+            with continue_stopped_workers():
+                elastic_launch(config, sys.executable)("-m", "gcnzc", *words)
         except ChildFailedError as error:
-            rank, first = min(error.failures.items())
+            # not the lowest rank: after the first failure the launcher ends the other workers
+            rank, first = error.get_first_failure()
             raise RuntimeError(
                 f"worker {rank} ended with {_describe_exit(first.exitcode)}, after {restarts} "
                 f"restarts\n\nhint: the output of the workers is in {logs}; `gcnzc train --resume` "

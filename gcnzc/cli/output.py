@@ -2,9 +2,10 @@
 
 import contextlib
 import json
+import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gcnzc.cli.errors import OutputClosed
@@ -43,3 +44,23 @@ def result_lines_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(before, 1)
         os.close(before)
+
+
+@contextlib.contextmanager
+def logged_with(say: Callable[[str], object]) -> Iterator[None]:
+    """Within the `with`, call `say` with each message that the package logs."""
+    logger, handler = logging.getLogger("gcnzc"), _Handler(say)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Handler(logging.Handler):
+    def __init__(self, say: Callable[[str], object]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(self.format(record))

@@ -18,7 +18,8 @@ from gcnzc.cli.commands.cost import CostConfig
 from gcnzc.cli.commands.pcie import PcieConfig
 from gcnzc.cli.commands.plot import PlotConfig
 from gcnzc.cli.commands.predict import PredictConfig
-from gcnzc.cli.errors import Misuse
+from gcnzc.cli.errors import UsageError
+from gcnzc.cli.option_help import set_help
 from gcnzc.system import files
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -38,15 +39,18 @@ def parse(words: Sequence[str]) -> Any:
     """Parse the command line to the config of a command; return None if it printed the help.
 
     Raises:
-        Misuse: a command, an option or a value is not valid.
+        UsageError: a command, an option or a value is not valid.
     """
     try:
         words = rename_words(words)
     except ValueError as error:
-        raise Misuse(str(error)) from None
+        raise UsageError(str(error)) from None
     default = _defaults(words)
     choices: Any = None
+    is_help = not {"-h", "--help"}.isdisjoint(words)
     for kind in COMMANDS:
+        if is_help:
+            set_help(kind)
         name = _name(kind)
         own = {"default": default} if kind is TrainConfig and default is not None else {}
         choice = Annotated[kind, tyro.conf.subcommand(name, **own)]  # type: ignore[valid-type]
@@ -57,8 +61,9 @@ def parse(words: Sequence[str]) -> Any:
             config = tyro.cli(
                 choices,
                 prog="gcnzc",
-                description="Train graph neural networks whose features are larger than the GPU. "
-                "With --debug, errors come with a traceback.",
+                description="Train graph neural networks whose features are larger than the GPU."
+                "\n\nEvery command has the option --debug, which prints the traceback of an error. "
+                "`gcnzc --version` prints the version.",
                 args=list(words),
                 config=(
                     tyro.conf.OmitArgPrefixes,
@@ -70,24 +75,24 @@ def parse(words: Sequence[str]) -> Any:
     except SystemExit as ended:
         if not ended.code:
             return None
-        raise Misuse(_format_message(messages.getvalue(), words)) from None
+        raise UsageError(_format_message(messages.getvalue(), words)) from None
     except ValueError as error:
         # from the __post_init__ of a config
-        raise Misuse(str(error)) from None
+        raise UsageError(str(error)) from None
     if isinstance(config, TrainConfig):
         _check_used(config, default or TrainConfig())
     return config
 
 
 def _check_used(config: TrainConfig, default: TrainConfig) -> None:
-    """Raise if an option of the command line has no effect; those of a file may have none."""
+    """Raise if an option of the command line has no effect; those of a --config file may."""
     for name, message in unused_options(config).items():
         if getattr(config, name) != getattr(default, name):
-            raise Misuse(message)
+            raise UsageError(message)
 
 
 def check_outputs(config: Any) -> None:
-    """Raise Misuse if the output of a command cannot be written, before its work begins.
+    """Raise UsageError if the output of a command cannot be written, before its work begins.
 
     The configs do not check this themselves, because tyro wraps the lines of their messages, and
     so breaks long paths.
@@ -100,7 +105,7 @@ def check_outputs(config: Any) -> None:
         elif isinstance(config, CostConfig | PcieConfig | CacheForecastConfig | PlotConfig):
             check_picture("out", config.out)
     except ValueError as error:
-        raise Misuse(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def _name(kind: type) -> str:
@@ -139,21 +144,21 @@ def _read_options(path: Path) -> TrainConfig:
         with path.open("rb") as file:
             values = tomllib.load(file)
     except tomllib.TOMLDecodeError as error:
-        raise Misuse(
+        raise UsageError(
             f"{path} is not TOML: {error}\n\nhint: write one option per line, such as `epochs = 20`"
         ) from error
     for name in ("resume", "config"):
         if name in values:
-            raise Misuse(f"{path}: {name} has no effect in a file\n\nhint: use --{name}")
+            raise UsageError(f"{path}: {name} has no effect in a file\n\nhint: use --{name}")
     try:
         return config_from_dict(TrainConfig, values, str(path))
     except ValueError as error:
-        raise Misuse(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 def _format_message(framed: str, words: Sequence[str]) -> str:
-    """Convert a framed message of tyro to our format: the error, and after an empty line a hint."""
-    # the frame has a title, perhaps a rule, the error, a rule, and the usage, which is not used
+    """Convert a framed message of tyro to gcnzc's format: the error, an empty line, and a hint."""
+    # the frame has a title, an optional rule, the error, a rule, and the usage, which is not used
     lines: list[str] = []
     for line in framed.splitlines()[1:]:
         text = line.strip("│╭╮╰╯ ")
@@ -172,6 +177,12 @@ def _format_message(framed: str, words: Sequence[str]) -> str:
         return (
             f"there is no command {first!r}\n\n"
             f"hint: {_suggest([first], kinds)}`gcnzc --help` lists the commands"
+        )
+    command_word = next((word for word in words if word in kinds), None)
+    if first.startswith("-") and command_word is not None:
+        return (
+            f"{first} is before the command\n\n"
+            f"hint: options follow the command: gcnzc {command_word} {first}"
         )
     unknown = re.match("Unrecognized options: (.*)", wrong)
     suggestion = ""

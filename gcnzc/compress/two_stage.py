@@ -6,11 +6,12 @@
              z_j = mean_i a_i + s_j   b_j = C(z_j)     s_j <- z_j - b_j
     result   the concatenation of b_1, b_2, ... b_W
 
-This is algorithm 1 of Tang et al., "1-bit Adam" (2021, https://arxiv.org/abs/2102.02888), also for
-codes of several bits. The compression errors stay in e (worker error) and s (server error) until a
-later step, so no part of any x_i is lost: the sum over time of the results, plus mean_i e_i and s,
-equals the sum of mean_i x_i. A mean takes two collectives for any number of parameters; the scales
-of blocks and the extras are part of the same messages.
+This is the compressed all-reduce of 1-bit Adam (Tang et al., 2021,
+https://arxiv.org/abs/2102.02888), also for codes of several bits. The compression errors stay in e
+(worker error) and s (server error) until a later step, so no part of any x_i is lost: the sum over
+time of the results, plus mean_i e_i and s, equals the sum of mean_i x_i. A mean takes two
+collectives for any number of parameters; the scales of blocks and the extras are part of the same
+messages.
 
 A non-finite element makes its block's scale non-finite. Each rank also sends its count of
 non-finite elements. Both stages always run; then all ranks read these counts, and whether the

@@ -49,7 +49,7 @@ class LocalProcesses:
         now = time.monotonic()
         before, self.found = self.found, {}
         stopped = {}
-        for process in _find_children(self.parent):
+        for process in find_children(self.parent):
             if process.pid == self.own or process.state not in STATES:
                 continue
             earlier, since = before.get(process.pid, (process, now))
@@ -62,7 +62,8 @@ class LocalProcesses:
         return stopped
 
 
-def _find_children(parent: int) -> list[Process]:
+def find_children(parent: int) -> list[Process]:
+    """Return the child processes of a process."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

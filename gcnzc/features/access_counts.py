@@ -24,7 +24,7 @@ class Presample:
 
     halves: tuple[Tensor, Tensor]  # (N,) int32 counts of each half, on the host
     batches: int  # M, the number of minibatches in each half
-    kinds: Tensor  # (N,) int16: class of each node, by its degree and by whether it is a seed
+    kinds: Tensor  # (N,) int16: bin of each node, by its degree and by whether it is a seed
 
     @property
     def nodes_per_batch(self) -> float:
@@ -99,7 +99,7 @@ def rank_by_score(scores: Tensor) -> Tensor:
 
 
 def compute_hit_rates(ranking: Tensor, counts: Tensor, sizes: Sequence[int]) -> list[float]:
-    """Return the share of all accesses that go to the first rows of a ranking.
+    """Return the fraction of all accesses that go to the first rows of a ranking.
 
     Args:
         ranking: (N,) ids, most accessed first.
@@ -113,7 +113,7 @@ def compute_hit_rates(ranking: Tensor, counts: Tensor, sizes: Sequence[int]) -> 
 def compute_own_hit_rates(
     ranking: Tensor, counts: Tensor, sizes: Sequence[int], gpus: int
 ) -> list[list[float]]:
-    """Return, for each size, the share of all accesses that go to the rows on each GPU.
+    """Return, for each size, the fraction of all accesses that go to the rows on each GPU.
 
     Args:
         ranking: (N,) ids, most accessed first.

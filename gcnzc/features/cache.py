@@ -193,9 +193,9 @@ def cached(
 
     Args:
         table: for a GPU, dense and inside `gcnzc.pinned`; for a CPU, any table on the host.
-        size: a float is a share of the rows, above 0 and up to 1. An integer is bytes of GPU
+        size: a float is a fraction of the rows, above 0 and up to 1. An integer is bytes of GPU
             memory, which include 4 bytes for each row of the table to locate the cached rows. If
-            the cache is sharded, a share counts the rows of all GPUs, and bytes are of each GPU.
+            the cache is sharded, a fraction counts the rows of all GPUs, and bytes are of each GPU.
         ranking: returned by `presample`; or (N,) scores, highest first, such as
             `graph.in_degrees()`. Equal scores are ranked by ascending id.
         device: the device that gathers. Default: the current CUDA device, or the CPU without one.

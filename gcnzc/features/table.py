@@ -37,8 +37,8 @@ class FeatureTable:
         scales: scales of codes, float32, contiguous, on any device: (N,), one for each row, or
             (ceil(D / scale_columns),). Each device that gathers gets a copy, which is kept.
         scale_columns: number of adjacent columns that share a scale; None for one scale per row.
-        kernel_config: configuration of the GPU's gather kernel, such as `gcnzc check --tune`
-            measures. It does not change the results.
+        kernel_config: configuration of the GPU's gather kernel, such as the one that
+            `gcnzc check --tune` finds. It does not change the results.
 
     Raises:
         TypeError: `scale_columns` is not an int, or `kernel_config` is not a `KernelConfig`.
@@ -51,6 +51,7 @@ class FeatureTable:
     scale_columns: int | None = None
     kernel_config: KernelConfig | None = None
 
+    # old name, until 0.3
     way = renamed_attribute("way", "kernel_config")
 
     @classmethod
@@ -78,14 +79,14 @@ class FeatureTable:
         if dtype not in MAX_CODE or not floating or not plain.num_columns:
             raise ValueError(
                 f"rows of {rows.dtype} and shape {tuple(rows.shape)} on {rows.device} cannot be "
-                f"quantised to {dtype}, with scale_columns {scale_columns}\n\n"
+                f"quantized to {dtype}, with scale_columns {scale_columns}\n\n"
                 "hint: floating-point rows on the host; torch.int8, torch.float8_e4m3fn or "
                 "torch.float8_e5m2"
             )
         exact = rows.float()
         if not are_finite(exact):
             raise ValueError(
-                f"rows that are not finite as float32 cannot be quantised to {dtype}\n\n"
+                f"rows that are not finite as float32 cannot be quantized to {dtype}\n\n"
                 "hint: rows.nan_to_num(), or keep them as they are"
             )
         scales = compute_scales(largest(exact, scale_columns), dtype)
@@ -95,9 +96,12 @@ class FeatureTable:
         rows = self.rows
         if not isinstance(rows, Tensor) or rows.ndim != 2:
             what = "an ndarray" if isinstance(rows, np.ndarray) else describe(rows)
+            hint = "torch.from_numpy(array), and .view(-1, 1) for one feature per node"
+            if rows is None:
+                hint = "data.table has the features of a dataset also if they are quantized"
             raise ValueError(
                 f"rows is {what}, but a table of features is a tensor of two dimensions\n\n"
-                "hint: torch.from_numpy(array), and .view(-1, 1) for one feature per node"
+                f"hint: {hint}"
             )
         if self.kernel_config is not None:
             check_kind("kernel_config", self.kernel_config, KernelConfig, "None is the default")
@@ -107,7 +111,7 @@ class FeatureTable:
                 "gathers do not propagate\n\nhint: rows.detach()"
             )
         if rows.is_neg() or rows.is_conj():
-            # the bytes in memory are those of other values
+            # lazily negated or conjugated: the memory holds other values
             raise ValueError(
                 f"rows is {describe(rows)} whose values are negated or conjugated when they are "
                 "read\n\nhint: rows.resolve_neg().resolve_conj()"
@@ -128,18 +132,18 @@ class FeatureTable:
         self._check_scales()
 
     def _check_scales(self) -> None:
-        scales, per = self.scales, self.scale_columns
-        if scales is None and per is None:
+        scales, columns = self.scales, self.scale_columns
+        if scales is None and columns is None:
             return
-        if per is not None:
-            check_integer("scale_columns", per, 1, hint="None for one scale per row")
+        if columns is not None:
+            check_integer("scale_columns", columns, 1, hint="None for one scale per row")
         if scales is not None:
             check_kind("scales", scales, Tensor, "float32, one for each row, or None")
-        count = self.num_rows if per is None else -(-self.num_columns // per)
-        coded = self.rows.dtype in MAX_CODE and not self.is_sparse
+        count = self.num_rows if columns is None else -(-self.num_columns // columns)
+        is_quantized = self.rows.dtype in MAX_CODE and not self.is_sparse
         if (
             scales is None
-            or not coded
+            or not is_quantized
             or scales.dtype != torch.float32
             or tuple(scales.shape) != (count,)
             or not scales.is_contiguous()
@@ -147,7 +151,7 @@ class FeatureTable:
             given = None if scales is None else f"{scales.dtype} of shape {tuple(scales.shape)}"
             raise ValueError(
                 f"rows of {self.rows.dtype} and shape {tuple(self.rows.shape)} cannot be scaled by "
-                f"{given}, with scale_columns {per}\n\n"
+                f"{given}, with scale_columns {columns}\n\n"
                 "hint: FeatureTable.quantized(rows) makes codes and their scales"
             )
         if scales.device.type != "meta" and not are_finite(scales.cpu().view(1, -1)):
@@ -219,7 +223,8 @@ class FeatureTable:
 
         Args:
             ids: (B,) int32 or int64 in [0, N), on the device of the rows; or on a GPU, if the rows
-                are inside `pinned`.
+                are inside `pinned`. A GPU does not check the range: with other ids it reads out of
+                bounds, unless GCNZC_CHECK_IDS is set.
             out: (B, D) of `dtype` on the device of `ids`, to write into; allocated if None. For
                 codes with scales it may also be float16 or bfloat16.
             threads: number of threads on the host. Default: `torch.get_num_threads()`.

@@ -22,6 +22,13 @@ from gcnzc.datasets.rows import (
     rows_from_csr,
 )
 from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, check_ends, node_dtype
+from gcnzc.graph.edge_values import (
+    names_of_values,
+    values_of_dgl,
+    values_of_networkx,
+    values_of_pyg,
+    values_of_table,
+)
 from gcnzc.system.arguments import check_integer, describe
 
 # recognized column names for edge endpoints
@@ -56,6 +63,8 @@ class ArrayGraph:
     num_classes: int | None = None
     best_accuracy: float | None = None
     mapping: Names | None = None
+    # what the graph object says of its edges and a prepared folder does not store
+    edge_values: tuple[str, ...] = ()
 
     @property
     def num_edges(self) -> int:
@@ -173,6 +182,7 @@ def from_arrays(
         "given",
         found.get("default"),
         mapping=found.get("mapping"),
+        edge_values=names_of_values(found.get("edge_values", {})),
     )
 
 
@@ -182,7 +192,9 @@ def _read_object(edges: Any) -> dict[str, Any]:
     if library == "networkx":
         return _from_networkx(edges)
     if library == "pandas":
-        return {"ends": _ends_of_table(edges)}
+        names = _columns_of_ends(edges)
+        ends = _ends([edges[name].to_numpy() for name in names])
+        return {"ends": ends, "edge_values": values_of_table(edges, names)}
     if hasattr(edges, "tocoo") and hasattr(edges, "shape"):
         matrix = edges.tocoo()
         if matrix.shape[0] != matrix.shape[1]:
@@ -190,7 +202,11 @@ def _read_object(edges: Any) -> dict[str, Any]:
                 f"edges is a matrix of shape {matrix.shape}\n\n"
                 "hint: an adjacency matrix has as many rows as columns"
             )
-        return {"ends": (matrix.row, matrix.col), "num_nodes": int(matrix.shape[0])}
+        return {
+            "ends": (matrix.row, matrix.col),
+            "num_nodes": int(matrix.shape[0]),
+            "edge_values": {"the elements of the matrix": matrix.data},
+        }
     if hasattr(edges, "canonical_etypes"):
         return _from_dgl(edges)
     if any(kind.__name__ in ("Dataset", "DGLDataset") for kind in type(edges).__mro__):
@@ -225,17 +241,17 @@ def _ends(edges: Any) -> tuple[Array, Array]:
     return pair[0], pair[1]
 
 
-def _ends_of_table(table: Any) -> tuple[Array, Array]:
+def _columns_of_ends(table: Any) -> tuple[Any, Any]:
     columns = list(getattr(table, "columns", []))
     names = next((pair for pair in END_NAMES if set(pair) <= set(columns)), None)
     if names is None and len(columns) == 2:
-        names = tuple(columns)
+        names = columns[0], columns[1]
     if names is None:
         raise ValueError(
             f"edges is a table with the columns {', '.join(map(str, columns))}\n\n"
             "hint: give two columns, or name them source and target"
         )
-    return _ends([table[name].to_numpy() for name in names])
+    return names
 
 
 def _from_networkx(graph: Any) -> dict[str, Any]:
@@ -264,6 +280,7 @@ def _from_networkx(graph: Any) -> dict[str, Any]:
         "num_nodes": len(number),
         "default": default,
         "mapping": mapping,
+        "edge_values": values_of_networkx(graph),
     }
 
 
@@ -278,6 +295,7 @@ def _from_pyg(data: Any) -> dict[str, Any]:
         "labels": getattr(data, "y", None),
         "splits": _masks(data.to_dict()),
         "missing_masks": _missing_masks(data.to_dict()),
+        "edge_values": values_of_pyg(data.to_dict()),
     }
 
 
@@ -320,6 +338,7 @@ def from_attributes(
         name=name,
     )
     graph.default = AS_STORED
+    graph.edge_values = names_of_values(values_of_pyg(attributes))
     return graph
 
 
@@ -364,6 +383,7 @@ def _from_dgl(graph: Any) -> dict[str, Any]:
         "labels": graph.ndata.get("label"),
         "splits": _masks(graph.ndata),
         "missing_masks": _missing_masks(graph.ndata),
+        "edge_values": values_of_dgl(graph),
     }
 
 

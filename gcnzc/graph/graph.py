@@ -8,6 +8,7 @@ Notation: N nodes, E edges.
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -49,8 +50,11 @@ class Graph:
         offsets, sources = _to_array(indptr, "indptr"), _to_array(indices, "indices")
         _check_sizes(offsets, sources)
         self._is_checked = False
+        self._folder: Path | None = None
         if check:
-            _check_values(offsets, sources)
+            if found := _find_invalid(offsets, sources):
+                array, wrong = found
+                raise ValueError(f"{wrong}\n\n{_remedy(array, len(offsets) - 1)}")
             self._is_checked = True
         self._indptr = _tensor(offsets.astype(np.int64, copy=False))
         self._indices = _tensor(sources.astype(csc.index_dtype(len(offsets) - 1), copy=False))
@@ -64,7 +68,8 @@ class Graph:
             ValueError: `indptr` decreases, or an index is not in [0, N).
         """
         if not self._is_checked:
-            _check_values(self._indptr.numpy(), self._indices.numpy(), csc.VERIFY_HINT)
+            if found := _find_invalid(self._indptr.numpy(), self._indices.numpy()):
+                raise damage_error(self, *found)
             self._is_checked = True
 
     @property
@@ -367,22 +372,53 @@ def _check_sizes(indptr: NDArray[np.integer], indices: NDArray[np.integer]) -> N
         )
 
 
-def _check_values(
-    indptr: NDArray[np.integer], indices: NDArray[np.integer], hint: str | None = None
-) -> None:
-    num_nodes = len(indptr) - 1
+def _find_invalid(
+    indptr: NDArray[np.integer], indices: NDArray[np.integer]
+) -> tuple[str, str] | None:
+    """Return the name of an array with an invalid value, and what is wrong; None if none has."""
     node = csc.find_descent(indptr)
     if node >= 0:
-        raise ValueError(
-            f"indptr decreases from {indptr[node]} to {indptr[node + 1]} at node {node}\n\n"
-            + (hint or "hint: it is the cumulative sum of the in-degrees, with a leading 0")
-        )
+        ends = f"from {indptr[node]} to {indptr[node + 1]}"
+        return "indptr", f"indptr decreases {ends} at node {node}"
+    num_nodes = len(indptr) - 1
     place = csc.find_out_of_range(indices, num_nodes)
     if place >= 0:
-        raise ValueError(
-            f"indices[{place}] is {indices[place]}, but the graph has {num_nodes} nodes\n\n"
-            + (hint or f"hint: nodes are numbered from 0 to {num_nodes - 1}")
-        )
+        wrong = f"indices[{place}] is {indices[place]}, but the graph has {num_nodes} nodes"
+        return "indices", wrong
+    return None
+
+
+def _remedy(array: str, num_nodes: int) -> str:
+    if array == "indptr":
+        return "hint: it is the cumulative sum of the in-degrees, with a leading 0"
+    return f"hint: nodes are numbered from 0 to {num_nodes - 1}"
+
+
+def mapped_graph(indptr: NDArray[np.integer], indices: NDArray[np.integer], folder: Path) -> Graph:
+    """Return the graph of a prepared folder, whose errors name the damaged file.
+
+    It is not checked, because that would read the whole files; samplers check what they read.
+    """
+    graph = Graph(indptr, indices, check=False)
+    graph._folder = folder
+    return graph
+
+
+def damage_error(graph: Graph, array: str, wrong: str) -> ValueError:
+    """Return the error for an invalid value that was found after a graph was created.
+
+    Args:
+        graph: the graph.
+        array: "indptr" or "indices".
+        wrong: what is wrong.
+    """
+    if graph._folder is None:
+        return ValueError(f"{wrong}\n\n{csc.VERIFY_HINT}")
+    return ValueError(
+        f"{graph._folder / array}.npy is damaged: {wrong}\n\n"
+        f"hint: `gcnzc info {graph._folder} --verify` says which files are damaged; "
+        "prepare the folder again"
+    )
 
 
 def _tensor(array: NDArray[np.integer]) -> Tensor:

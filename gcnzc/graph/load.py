@@ -1,5 +1,6 @@
-"""Open datasets: prepared folders, OGB folders, `.npz` archives and named graphs."""
+"""Open datasets: prepared folders, OGB folders, `.npz`, `.toml` and `.pt` files, named graphs."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.datasets.source import (
     PARTS,
+    EdgeDefaults,
     EdgeSplitArrays,
     Source,
     choose_metric,
@@ -38,11 +40,15 @@ from gcnzc.datasets.source import (
 from gcnzc.datasets.store import Prepared
 from gcnzc.datasets.table_graph import TableGraph
 from gcnzc.datasets.tables import is_table
+from gcnzc.graph.arrays import ArrayGraph
 from gcnzc.graph.dataset import Dataset, EdgeSplit
 from gcnzc.graph.edge_split import with_sorted_columns
-from gcnzc.graph.graph import Duplicates, Graph, Loops
+from gcnzc.graph.edge_values import note_of_values
+from gcnzc.graph.graph import Duplicates, Graph, Loops, mapped_graph
 from gcnzc.graph.pyg_file import read_pyg_file
 from gcnzc.graph.stored_features import map_features, read_features, to_tensor, to_tensors
+
+_log = logging.getLogger("gcnzc")
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class LoadedGraph:
     num_classes: int
     metadata: dict[str, Any]  # for meta.json: name, metric, best_accuracy, split, options, origin
     links: EdgeSplitArrays | None = None
+    notes: tuple[str, ...] = ()  # what the user may not expect of the graph, one line each
 
 
 def load(
@@ -78,23 +85,27 @@ def load(
     allow_nan: bool = False,
     allocate: Allocate = allocate_in_memory,
 ) -> Dataset:
-    """Load a dataset from a prepared folder, a folder in OGB's layout, or an `.npz` archive.
+    """Load a dataset from a prepared folder, a folder in OGB's layout, or a file.
 
     A prepared folder is memory-mapped, which takes no time and no memory at any size. The other
     formats are read into memory.
 
     Args:
-        path: the folder or archive.
+        path: the folder; or an `.npz` archive, a `.toml` that names csv or parquet tables, or a
+            `.pt` file of PyG.
         name: name of the dataset in the catalogue, which provides its metric, number of classes
             and edge defaults; None uses the name in the files. Ignored for prepared folders, which
             contain these settings.
         bidirected: add the reverse of every edge. None uses the default of the dataset: its
-            `add_inverse_edge`, or both directions for ogbn-arxiv. For a prepared folder, None
+            `add_inverse_edge`, both directions for ogbn-arxiv, or, if the dataset has no such
+            setting, both directions if all edges go from lower to higher ids, or all from higher
+            to lower. For a prepared folder, None
             keeps the graph as it was prepared; any other value of this and of the next two options
             rebuilds the graph in memory.
         self_loops: "keep", "add" or "remove"; None keeps them.
         duplicates: "keep" or "remove"; None keeps them, except for ogbn-arxiv.
-        split: name or index of the split, if there are several; see `OgbGraph` and `NpzGraph`.
+        split: name or index of the split, if there are several; see `OgbGraph` and `NpzGraph`. It
+            selects which nodes `Dataset.split` contains.
         allow_nan: accept features that are not finite.
         allocate: allocates the memory for the features: `allocate("features", size, dtype)` returns
             a writable (size,) numpy array. The default is pageable host memory. Not called for a
@@ -114,6 +125,7 @@ def load(
             f"`gcnzc prepare ogbn-arxiv {path} --download` gets one"
         )
     loaded = read_graph(source, options, allocate_in_memory, no_progress)
+    log_notes(loaded)
     if isinstance(source, Prepared):
         refuse_nan(source, allow_nan)
         features, quantized = map_features(source)
@@ -136,6 +148,12 @@ def load(
         links=None if loaded.links is None else _edge_split_tensors(loaded.links),
         own_names=None if isinstance(source, Prepared) else _names_of(source),
     )
+
+
+def log_notes(loaded: LoadedGraph) -> None:
+    """Log what the user may not expect of a graph."""
+    for note in loaded.notes:
+        _log.warning("%s", note)
 
 
 def _names_of(source: Source) -> Names | None:
@@ -235,8 +253,7 @@ def verify_prepared(source: Prepared, progress: Progress) -> None:
 
 
 def _mapped_graph(source: Prepared) -> Graph:
-    # unchecked, because validation would read the whole file; samplers check what they read
-    return Graph(source.indptr, source.indices, check=False)
+    return mapped_graph(source.indptr, source.indices, source.folder)
 
 
 def _check_split(source: Prepared) -> None:
@@ -396,7 +413,21 @@ def read_graph(
     num_classes = source.num_classes or (count_classes(labels) if is_labelled else 0)
     if links is not None:
         graph = with_sorted_columns(graph)
-    return LoadedGraph(graph, labels, split, num_classes, metadata, links)
+    notes = _notes(source, edge_defaults, options)
+    return LoadedGraph(graph, labels, split, num_classes, metadata, links, notes)
+
+
+def _notes(source: Source, used: EdgeDefaults, options: GraphOptions) -> tuple[str, ...]:
+    notes = []
+    is_guess = options.bidirected is None and source.edge_defaults() is None
+    if is_guess and used.bidirected:
+        notes.append(
+            f"the reverse of every edge was added, because {used.reason}; bidirected=False "
+            "(--bidirected no) stores the edges without their reverses"
+        )
+    if isinstance(source, ArrayGraph) and source.edge_values:
+        notes.append(note_of_values(source.edge_values))
+    return tuple(notes)
 
 
 def _edge_split_tensors(links: EdgeSplitArrays) -> EdgeSplit:

@@ -25,6 +25,7 @@ from gcnzc.graph.load import (
     GraphOptions,
     LoadedGraph,
     feature_rows,
+    log_notes,
     open_named,
     open_source,
     read_graph,
@@ -40,10 +41,11 @@ from gcnzc.graph.stored_features import (
     write_features,
 )
 from gcnzc.kernels.sample.exclude import are_edges
+from gcnzc.system.arguments import describe
 
 
 def prepare(
-    source: Any,
+    source: Any = None,
     dest: str | Path | None = None,
     *,
     edges: Any = None,
@@ -69,25 +71,27 @@ def prepare(
 ) -> None:
     """Convert a dataset to a prepared folder, which `load` memory-maps.
 
-    From a graph in memory, with the folder as the only positional argument::
+    From a graph in memory, with the folder as `dest` or as the only positional argument::
 
-        gcnzc.prepare("data/mine", edges=edge_index, features=x, labels=y, splits=splits)
+        gcnzc.prepare(dest="data/mine", edges=edge_index, features=x, labels=y, splits=splits)
 
     Features are converted in chunks, so that peak memory does not depend on their size. Edges are
     buffered in unlinked temporary files on the disk of `dest`; the graph itself is built in memory.
 
     Args:
-        source: a folder in OGB's layout, an `.npz` archive, a prepared folder, or the name of an
-            OGB dataset, which is looked up in the folder `downloads` next to `dest`; or a graph in
-            memory, as for `edges`; or, if `edges` is given, the folder to write.
+        source: a folder in OGB's layout, an `.npz` archive, a `.toml` that names tables, a `.pt`
+            file of PyG, a prepared folder, or the name of an OGB dataset, which is looked up in
+            the folder `downloads` next to `dest`; or a graph in memory, as for `edges`.
         dest: the folder to write; must not exist. It appears atomically when it is complete.
         edges: a graph in memory: a tensor, an array, a pandas table, a SciPy matrix, or a graph of
             networkx, PyG or DGL; see `gcnzc.graph.arrays.from_arrays`, also for the next three.
+            Replaces `source`; a single positional argument is then `dest`.
         labels: (N,) classes, -1 for none, or (N, T) tasks.
-        splits: node ids or masks of "train", "valid" and "test".
+        splits: for a graph in memory: node ids or masks of "train", "valid" and "test".
         num_nodes: N, if features and labels do not determine it.
         metric: "accuracy" or "rocauc"; None uses the metric of the source.
-        name: see `load`; this and `split` apply to files only.
+        name: name of the dataset; for files see `load`. The default for a graph in memory is the
+            name of the folder `dest`.
         download: download the named dataset from OGB if it is not in `downloads`.
         features: (N, D) array, or the path of a `.npy` file of it, that replaces the features of
             the source; for a graph in memory also a pandas table or a SciPy matrix.
@@ -105,7 +109,7 @@ def prepare(
         bidirected: see `load`; this and the next two are recorded in `meta.json`.
         self_loops: see `load`.
         duplicates: see `load`.
-        split: see `load`.
+        split: name or index of the split to use, for files that contain several; see `load`.
         edge_split: hold out edges for validation and test, see `gcnzc.graph.split_edges`; ignored
             for a source that contains an edge split.
         allow_nan: accept features that are not finite; `meta.json` records whether there are any.
@@ -114,26 +118,34 @@ def prepare(
     Raises:
         FileNotFoundError: the source does not exist.
         FileExistsError: `dest` exists.
-        ValueError: the source is invalid; the message names the file and the value.
+        TypeError: `source` and `edges` are both given or both missing, or are of another type; or
+            `dest` is missing.
+        ValueError: the source is invalid; the message names the file and the value. Or an argument
+            does not apply to this source.
         RuntimeError: the disk is full, the download failed, or another process is writing `dest`.
     """
-    source, dest = _positions(source, dest, edges)
+    source, dest = _source_and_dest(source, dest, edges)
     if edges is not None or not _is_on_disk_or_source(source):
-        memory = {"labels": labels, "splits": splits, "num_nodes": num_nodes, "metric": metric}
-        in_memory = None if isinstance(features, str | Path) else features
+        if split is not None:
+            raise ValueError(
+                f"split is {split!r:.100}, but a graph in memory has no named splits\n\n"
+                "hint: splits= takes the node ids or masks of train, valid and test"
+            )
+        arrays = {"labels": labels, "splits": splits, "num_nodes": num_nodes, "metric": metric}
+        feature_array = None if isinstance(features, str | Path) else features
         graph = source if edges is None else edges
-        source = from_arrays(graph, in_memory, **memory, name=name or dest.name)
+        source = from_arrays(graph, feature_array, **arrays, name=name or dest.name)
         features = features if isinstance(features, str | Path) else None
     elif any(each is not None for each in (labels, splits, num_nodes)):
         raise ValueError(
             f"labels, splits and num_nodes are of a graph in memory, not of {source}\n\n"
             "hint: give edges= too, or write the arrays into an .npz"
         )
-    opened = source
+    dataset = source
     if isinstance(source, str | Path):
-        opened = _open(source, dest, name, split, download, progress)
+        dataset = _open(source, dest, name, split, download, progress)
     _write(
-        opened,
+        dataset,
         dest,
         GraphOptions(bidirected, self_loops, duplicates, allow_nan),
         _FeatureOptions(
@@ -227,6 +239,7 @@ def _write(
                 else _edge_split_metadata(loaded.links, loaded.graph),
             }
         )
+    log_notes(loaded)
 
 
 def _write_graph(writer: store.Writer, loaded: LoadedGraph) -> None:
@@ -243,16 +256,23 @@ def _write_graph(writer: store.Writer, loaded: LoadedGraph) -> None:
             writer.save(f"links/{part}_negatives.npy", pairs)
 
 
-def _positions(source: Any, dest: str | Path | None, edges: Any) -> tuple[Any, Path]:
-    """Return the source, None for a graph in memory, and the folder to write."""
-    if edges is None and dest is not None:
-        return source, Path(dest)
+def _source_and_dest(source: Any, dest: str | Path | None, edges: Any) -> tuple[Any, Path]:
+    """Return the source, None if `edges` is given, and the folder to write."""
     if edges is not None and dest is None and isinstance(source, str | Path):
-        return None, Path(source)
-    raise TypeError(
-        "prepare takes a source and the folder to write, or the folder and edges=\n\n"
-        'hint: prepare("mine.npz", "data/mine"), or prepare("data/mine", edges=..., labels=...)'
-    )
+        source, dest = None, source
+    hint = 'prepare("mine.npz", "data/mine"), or prepare(dest="data/mine", edges=..., labels=...)'
+    if source is not None and edges is not None:
+        raise TypeError(
+            f"prepare was given both edges and a source, {describe(source)}\n\nhint: {hint}"
+        )
+    if source is None and edges is None:
+        raise TypeError(f"prepare was given neither a source nor edges\n\nhint: {hint}")
+    if dest is None:
+        given = "edges" if source is None else f"a source, {describe(source)},"
+        raise TypeError(
+            f"prepare was given {given} but no dest, the folder to write\n\nhint: {hint}"
+        )
+    return source, Path(dest)
 
 
 def _is_on_disk_or_source(source: Any) -> bool:
@@ -274,8 +294,8 @@ def _edge_split_metadata(links: EdgeSplitArrays, graph: Graph) -> dict[str, Any]
     sorted_graph = with_sorted_columns(graph)
     arrays = sorted_graph.indptr.numpy(), sorted_graph.indices.numpy()
     for part in PARTS[1:]:
-        sources, targets = links.edges[part]
-        is_in_graph = are_edges(*arrays, sources, targets) | are_edges(*arrays, targets, sources)
+        src, dst = links.edges[part]
+        is_in_graph = are_edges(*arrays, src, dst) | are_edges(*arrays, dst, src)
         about[f"{part}_in_graph"] = int(is_in_graph.sum())
     return about
 

@@ -55,7 +55,7 @@ class Column:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether worker threads can gather the rows, in parallel to the model."""
+        """Whether the loader's threads can gather the rows, in parallel to the model."""
         return self.rows.device.type == "cpu"
 
     @property

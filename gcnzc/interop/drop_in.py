@@ -24,13 +24,14 @@ from typing_extensions import Self
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import Column
-from gcnzc.interop.epochs import Epochs, Iteration, OrderedItems, ShuffledItems
+from gcnzc.interop.epochs import EpochCounter, EpochProgress, OrderedItems, ShuffledItems
+from gcnzc.interop.items import as_items
 from gcnzc.interop.options import Options, generator, seed_of
 from gcnzc.interop.ranks import has_warned_about_ranks, rank_and_world_size, shares_of
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.loader.loader import Batches, Loader, stop_iteration_error
-from gcnzc.loader.state import SHARED, check_position, check_state
+from gcnzc.loader.state import PARTITION, check_position, check_state
 from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.arguments import check_kind, check_seed
@@ -43,12 +44,13 @@ class LibraryBatch(Batch):
     parts: Any = None
 
 
-class Minibatches(DataLoader[Any], ABC):
+class DropInLoader(DataLoader[Any], ABC):
     """The base class of drop-in loaders, which yield minibatches of another library.
 
     Each iteration yields the minibatches of another epoch, also if the previous one was stopped
-    early or is still in progress. If minibatches go to a GPU, the loader holds page-locked memory
-    until `close`, the end of a `with`, or the end of its last reference.
+    early or is still in progress; `gcnzc.Loader` instead starts a stopped epoch again. If
+    minibatches go to a GPU, the loader holds page-locked memory until `close`, the end of a `with`,
+    or the end of its last reference.
 
     Args:
         graph: the graph whose neighbours are sampled.
@@ -80,7 +82,7 @@ class Minibatches(DataLoader[Any], ABC):
         self.seed, self.rank, self.world_size = options.seed, options.rank, options.world_size
         self._shares = shares_of(options, num_items)
         self._seed = seed_of(options)
-        self._epochs = Epochs()
+        self._epochs = EpochCounter()
         self._init_torch_loader(num_items)
         self.device = options.device
         # read by `gcnzc.Loader`, which may add page-locked memory to the pool for copies to a GPU
@@ -90,7 +92,7 @@ class Minibatches(DataLoader[Any], ABC):
         self._crc32 = zlib.crc32(items.cpu().contiguous().numpy().data)
         self._locks = ExitStack()
         self._unlock = weakref.finalize(self, self._locks.close)
-        self._running: weakref.WeakSet[Epoch] = weakref.WeakSet()
+        self._running: weakref.WeakSet[MinibatchIterator] = weakref.WeakSet()
         self.threads = options.threads
         if options.threads is None:
             self.threads = options.num_workers or default_threads(self._shares.world_size)
@@ -113,7 +115,7 @@ class Minibatches(DataLoader[Any], ABC):
         self._epochs.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position as plain values, from which an equal loader can resume.
+        """Return the loader's position as plain values, for a loader with the same arguments.
 
         The minibatch that was yielded last counts as used. If several iterations are in progress,
         "interleaved" lists the epoch, position and number of items used before, of all but the
@@ -156,7 +158,7 @@ class Minibatches(DataLoader[Any], ABC):
         seed = check_seed("state['seed']", state.get("seed"))
         iterations = [self._convert_iteration(numbers) for numbers in checked]
         unfinished = [iteration for iteration in iterations if not iteration.is_over]
-        self._epochs.resume(unfinished or [Iteration(iterations[-1].epoch + 1)])
+        self._epochs.resume(unfinished or [EpochProgress(iterations[-1].epoch + 1)])
         self._set_seed(seed)
 
     def close(self) -> None:
@@ -173,7 +175,7 @@ class Minibatches(DataLoader[Any], ABC):
         yield
 
     def check_worker_number_rationality(self) -> None:
-        """Do nothing: workers are threads, of which any number is valid."""
+        """Do nothing: threads load the minibatches, and any number of them is valid."""
 
     def collate_fn(self, index: Tensor | Sequence[int]) -> Any:
         """Return the minibatch of some items, on the host.
@@ -185,8 +187,12 @@ class Minibatches(DataLoader[Any], ABC):
 
         Args:
             index: (S,) indices of the items, in [0, len(self.dataset)).
+
+        Raises:
+            TypeError: an index is not an integer.
+            IndexError: an index is out of range.
         """
-        items = torch.as_tensor(index, dtype=torch.int64)
+        items = as_items(index, self.num_items, "index")
         numbers = None
         if self.options.seed is not None:
             # a worker process has a copy of this loader from before the sampler's epoch began
@@ -197,7 +203,7 @@ class Minibatches(DataLoader[Any], ABC):
 
     def __len__(self) -> int:
         """Return the number of minibatches of an epoch, the same on every rank."""
-        if self.options.is_ordered_outside or self._shares.world_size == 1:
+        if self.options.has_user_sampler or self._shares.world_size == 1:
             return super().__len__()
         return len(self._shares)
 
@@ -221,10 +227,10 @@ class Minibatches(DataLoader[Any], ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __iter__(self) -> "Epoch":  # type: ignore[override]
+    def __iter__(self) -> "MinibatchIterator":  # type: ignore[override]
         self._check_open()
         self._refresh_attributes()
-        epoch = Epoch(self)
+        epoch = MinibatchIterator(self)
         self._running.add(epoch)
         return epoch
 
@@ -258,24 +264,29 @@ class Minibatches(DataLoader[Any], ABC):
         if isinstance(self.sampler, ShuffledItems):
             self.sampler.seed = seed
 
-    def _start(self, iterator: "Epoch") -> tuple[Iteration, Batches]:
+    def _start(self, iterator: "MinibatchIterator") -> tuple[EpochProgress, Batches]:
         iteration = self._epochs.begin(iterator)
         self._warn_of_repeated_items()
         steps = self._steps(iteration)
         return iteration, self._loader.batches_of(steps, iteration.epoch)
 
-    def _steps(self, iteration: Iteration) -> Iterator[Tensor]:
+    def _steps(self, iteration: EpochProgress) -> Iterator[Tensor]:
         begin = iteration.position
         sampler = self.sampler
-        if self.options.is_ordered_outside:
+        if self.options.has_user_sampler:
             iteration.num_steps = _length_of(self._index_sampler)
-            groups = islice(iter(self._index_sampler), begin, None)
-            return (torch.as_tensor(group, dtype=torch.int64) for group in groups)
+            groups = islice(enumerate(self._index_sampler), begin, None)
+            has_groups = self.options.dataloader_options.get("batch_sampler") is not None
+            orderer = "batch_sampler" if has_groups else "sampler"
+            return (
+                as_items(group, self.num_items, f"minibatch {number} of {orderer}")
+                for number, group in groups
+            )
         assert isinstance(sampler, ShuffledItems | OrderedItems), "no sampler was given"
-        shares = replace(self._shares, done=iteration.done)
+        shares = replace(self._shares, seeds_done=iteration.done)
         iteration.num_steps = len(shares)
         items = sampler.items(iteration.epoch)
-        return (items[shares.at(step)] for step in range(begin, len(shares)))
+        return (items[shares.seed_range(step)] for step in range(begin, len(shares)))
 
     def _set_prefetched_column(self, column: Column | None) -> None:
         """Set the column that `gcnzc.Loader` gathers as `batch.x` from the next epoch on."""
@@ -301,7 +312,7 @@ class Minibatches(DataLoader[Any], ABC):
     def _init_torch_loader(self, num_items: int) -> None:
         options = self.options
         given = dict(options.dataloader_options)
-        if not options.is_ordered_outside:
+        if not options.has_user_sampler:
             is_shuffled = options.shuffle and num_items > 0
             given["sampler"] = (
                 ShuffledItems(num_items, self._seed, self._epochs)
@@ -313,7 +324,7 @@ class Minibatches(DataLoader[Any], ABC):
             cast(Dataset[Any], range(num_items)),
             batch_size=self._shares.batch_size,
             # torch rejects shuffle=True with a user's sampler
-            shuffle=options.shuffle and options.is_ordered_outside,
+            shuffle=options.shuffle and options.has_user_sampler,
             drop_last=options.drop_last,
             num_workers=options.num_workers,
             collate_fn=self.collate_fn,
@@ -337,14 +348,14 @@ class Minibatches(DataLoader[Any], ABC):
         return {}
 
     def _share_state(self) -> dict[str, int]:
-        return {name: getattr(self._shares, name) for name in SHARED}
+        return {name: getattr(self._shares, name) for name in PARTITION}
 
-    def _convert_iteration(self, numbers: Mapping[str, int]) -> Iteration:
+    def _convert_iteration(self, numbers: Mapping[str, int]) -> EpochProgress:
         """Return an iteration of a state, converted to this loader's batch size and world size."""
-        iteration = Iteration(numbers["epoch"], numbers["position"], numbers["done"])
+        iteration = EpochProgress(numbers["epoch"], numbers["position"], numbers["done"])
         own = self._share_state()
-        saved = {name: numbers[name] for name in SHARED}
-        if self.options.is_ordered_outside:
+        saved = {name: numbers[name] for name in PARTITION}
+        if self.options.has_user_sampler:
             if saved != own:
                 raise ValueError(
                     f"the state is of a loader with batch size {saved['batch_size']} and "
@@ -357,17 +368,17 @@ class Minibatches(DataLoader[Any], ABC):
             before = self._shares.resumed(iteration.done, **saved)
             num_steps = len(before)
         check_position(iteration.position, num_steps)
-        if self.options.is_ordered_outside:
+        if self.options.has_user_sampler:
             return iteration
         if saved != own:
-            iteration = Iteration(iteration.epoch, 0, before.begin(iteration.position))
-        iteration.num_steps = len(replace(self._shares, done=iteration.done))
+            iteration = EpochProgress(iteration.epoch, 0, before.step_start(iteration.position))
+        iteration.num_steps = len(replace(self._shares, seeds_done=iteration.done))
         return iteration
 
     def _warn_of_repeated_items(self) -> None:
         global has_warned_about_ranks
         options = self.options
-        if has_warned_about_ranks or options.is_ordered_outside or options.world_size is not None:
+        if has_warned_about_ranks or options.has_user_sampler or options.world_size is not None:
             return
         try:
             _, world_size = rank_and_world_size()
@@ -391,15 +402,15 @@ class Minibatches(DataLoader[Any], ABC):
             )
 
 
-class Epoch(Iterator[Any]):
+class MinibatchIterator(Iterator[Any]):
     """Iterator over the minibatches of one epoch, in order.
 
     The request for the first minibatch determines the epoch.
     """
 
-    def __init__(self, owner: Minibatches) -> None:
+    def __init__(self, owner: DropInLoader) -> None:
         self._owner = owner
-        self._started: tuple[Iteration, Batches] | None = None
+        self._started: tuple[EpochProgress, Batches] | None = None
         self._is_closed = False
         # held by the thread that waits for the next minibatch
         self._turn = ForkSafeLock()
@@ -436,12 +447,12 @@ class Epoch(Iterator[Any]):
 
 def _construct(
     _library: Any,
-    cls: type[Minibatches],
+    cls: type[DropInLoader],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     replaced: dict[str, Any],
     state: dict[str, Any],
-) -> Minibatches:
+) -> DropInLoader:
     loader = cls(*args, **kwargs)
     for name, value in replaced.items():
         setattr(loader, name, value)

@@ -20,7 +20,7 @@ MAX_EPOCHS = 2**32
 
 
 @dataclass(eq=False)
-class Iteration:
+class EpochProgress:
     """The progress of one iteration over a loader."""
 
     epoch: int
@@ -35,7 +35,7 @@ class Iteration:
         return self.is_exhausted or self.position == self.num_steps
 
 
-class Epochs:
+class EpochCounter:
     """Assigns epochs to the iterations over a loader, and tracks those in progress.
 
     An iteration gets its epoch when its first minibatch is requested, so an unused iterator does
@@ -47,21 +47,21 @@ class Epochs:
         self.next = 0
         # the epoch of the last direct iteration over a sampler, as another loader does
         self.of_sampler = 0
-        self._resumed: deque[Iteration] = deque()
-        self._begun: list[tuple[weakref.ref[object], Iteration]] = []
+        self._resumed: deque[EpochProgress] = deque()
+        self._begun: list[tuple[weakref.ref[object], EpochProgress]] = []
 
     @property
     def present(self) -> int:
         """The epoch of the iteration in progress that began last, or of the next one."""
         return self.unfinished()[-1].epoch
 
-    def begin(self, iterator: object) -> Iteration:
+    def begin(self, iterator: object) -> EpochProgress:
         """Begin the next iteration, or resume the first remaining one of a loaded state.
 
         Args:
             iterator: the iterator; while it exists, the loader's state includes the iteration.
         """
-        iteration = self._resumed.popleft() if self._resumed else Iteration(self.advance())
+        iteration = self._resumed.popleft() if self._resumed else EpochProgress(self.advance())
         living = [(ref, other) for ref, other in self._begun if ref() is not None]
         self._begun = [(ref, other) for ref, other in living if not other.is_over]
         self._begun.append((weakref.ref(iterator), iteration))
@@ -90,16 +90,16 @@ class Epochs:
         self._begun.clear()
         self.next = epoch
 
-    def unfinished(self) -> list[Iteration]:
+    def unfinished(self) -> list[EpochProgress]:
         """Return the iterations of a state, at least one, in the order in which they began.
 
         These are the iterations in progress and those that are still to be resumed, or else the
         next one. An iteration whose iterator was deleted is in progress until another begins.
         """
         begun = [iteration for _, iteration in self._begun if not iteration.is_over]
-        return [*begun, *self._resumed] or [Iteration(self.next)]
+        return [*begun, *self._resumed] or [EpochProgress(self.next)]
 
-    def resume(self, iterations: list[Iteration]) -> None:
+    def resume(self, iterations: list[EpochProgress]) -> None:
         """Let the next iterations resume these."""
         self._begun.clear()
         self._resumed = deque(iterations)
@@ -115,11 +115,11 @@ class ShuffledItems(RandomSampler):
 
     Args:
         num_items: the number of items, at least 1.
-        seed: the seed of the order.
+        seed: the random seed of the order.
         epochs: the epochs of the loader.
     """
 
-    def __init__(self, num_items: int, seed: int, epochs: Epochs) -> None:
+    def __init__(self, num_items: int, seed: int, epochs: EpochCounter) -> None:
         super().__init__(range(num_items))
         self.seed = seed
         self._epochs = epochs
@@ -147,7 +147,7 @@ class OrderedItems(SequentialSampler):
         epochs: the epochs of the loader.
     """
 
-    def __init__(self, num_items: int, epochs: Epochs) -> None:
+    def __init__(self, num_items: int, epochs: EpochCounter) -> None:
         super().__init__(range(num_items))
         self._epochs = epochs
 

@@ -22,6 +22,7 @@ from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.interop.epoch_per_iteration import EpochPerIteration
+from gcnzc.interop.errors import LibraryError
 from gcnzc.loader.loader import Loader
 from gcnzc.sampling.batch import Batch
 
@@ -35,11 +36,11 @@ def import_lightning() -> Any:
     Warnings during the import are suppressed.
 
     Raises:
-        RuntimeError: neither is installed.
+        ImportError: neither is installed.
     """
     installed = [name for name in NAMES if find_spec(name.partition(".")[0]) is not None]
     if not installed:
-        raise RuntimeError(f"Lightning is not installed\n\nhint: {INSTALL}")
+        raise LibraryError(f"Lightning is not installed\n\nhint: {INSTALL}")
     in_use = [name for name in installed if name in sys.modules]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -98,12 +99,12 @@ class DataModule(import_lightning().LightningDataModule):  # type: ignore[misc]
         batch_size: number of seeds in a batch of one rank.
         eval_fanouts: for validation, test and prediction. Default: `fanouts`.
         predict_nodes: (P,) node ids for `trainer.predict`. Default: all nodes.
-        seed: of the shuffling and the sampling; a 64-bit integer.
+        seed: random seed of the shuffling and the sampling; a 64-bit integer.
         threads, ahead: see `gcnzc.Loader`.
 
     Raises:
         ValueError: the dataset has no features.
-        RuntimeError: Lightning is not installed; raised on import.
+        ImportError: Lightning is not installed; raised on import.
     """
 
     def __init__(

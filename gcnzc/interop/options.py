@@ -84,19 +84,21 @@ class Options:
             )
 
     @property
-    def is_ordered_outside(self) -> bool:
+    def has_user_sampler(self) -> bool:
         """Whether `sampler` or `batch_sampler` was given, which then orders the items."""
         return any(
             self.dataloader_options.get(name) is not None for name in ("sampler", "batch_sampler")
         )
 
 
-def split_options(kwargs: dict[str, Any], who: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
+def split_options(
+    kwargs: dict[str, Any], loader_name: str
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Separate torch's DataLoader arguments, except `batch_size`, `shuffle` and `drop_last`.
 
     Args:
         kwargs: keyword arguments of a drop-in loader.
-        who: the name of the loader.
+        loader_name: the name of the loader.
 
     Returns:
         `num_workers`, the other arguments of torch's DataLoader, and the remaining arguments.
@@ -107,7 +109,11 @@ def split_options(kwargs: dict[str, Any], who: str) -> tuple[int, dict[str, Any]
     """
     rest = dict(kwargs)
     num_workers = check_integer(
-        "num_workers", rest.pop("num_workers", 0), 0, THREADS_LIMIT, "0 starts a thread per core"
+        "num_workers",
+        rest.pop("num_workers", 0),
+        0,
+        THREADS_LIMIT,
+        "0: one thread per core, at most four",
     )
     # set by Lightning when it reconstructs a loader
     rest.pop("dataset", None)

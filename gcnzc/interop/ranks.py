@@ -27,7 +27,7 @@ def shares_of(options: Options, num_items: int) -> Shares:
     rank, world_size = options.rank, options.world_size
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank {rank} and world_size {world_size}\n\nhint: pass both, or neither")
-    if options.is_ordered_outside:
+    if options.has_user_sampler:
         if (world_size or 1) > 1 and not _is_distributed(options.dataloader_options):
             raise ValueError(
                 f"rank {rank} and world_size {world_size} share the items among the ranks, but "

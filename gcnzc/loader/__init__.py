@@ -1,4 +1,4 @@
-"""Minibatch loader, whose worker threads sample neighbours and gather features."""
+"""Minibatch loader, whose threads sample neighbours and gather features."""
 
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.presampling import presample

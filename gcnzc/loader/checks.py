@@ -22,7 +22,7 @@ from gcnzc.system.arguments import (
     describe,
 )
 
-# an iterator submits this many batches in a loop when it starts
+# largest `ahead`; an iterator submits `ahead` batches at once when it starts
 AHEAD_LIMIT = 2**16
 
 
@@ -31,7 +31,7 @@ def check_sampler(sampler: SamplerProtocol) -> SamplerProtocol:
     if not callable(getattr(sampler, "sample", None)):
         raise TypeError(
             f"sampler is {describe(sampler)}, which has no method sample(seeds, epoch)\n\n"
-            "hint: gcnzc.Sampler, gcnzc.LinkSampler or DglSampler; None takes the fan-outs"
+            "hint: gcnzc.Sampler, gcnzc.LinkSampler or DglSampler; None for one with the fanouts"
         )
     return sampler
 
@@ -61,12 +61,12 @@ def check_seeds(seeds: IdsLike, graph: Graph, num_items: int | None, may_be_empt
 
 
 def check_share(copied_share: float) -> float:
-    """Check that a share is in [0, 1]."""
+    """Check that a fraction is in [0, 1]."""
     return check_number(
         "copied_share",
         copied_share,
         lambda share: 0 <= share <= 1,
-        "it is a share of a batch's rows, from 0 to 1; 0 lets the GPU read all rows by itself",
+        "it is a fraction of a batch's rows, from 0 to 1; with 0 the GPU reads all rows",
     )
 
 
@@ -79,8 +79,9 @@ def check_loader_device(
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(
-                f"device {device}: torch sees no CUDA device\n\n"
-                "hint: device='cpu', or `nvidia-smi` and a CUDA build of torch"
+                f"device {device}: torch.cuda.is_available() is False\n\n"
+                "hint: device='cpu'; or check the driver with `nvidia-smi`, and install a CUDA "
+                "build of torch"
             )
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -121,7 +122,7 @@ def check_threads(
     threads: int | None, ahead: int | None, sampler: SamplerProtocol, world_size: int
 ) -> tuple[int, int]:
     """Check the numbers of threads and of prefetched minibatches; replace None by the default."""
-    hint = "None takes the default"
+    hint = "None for the default"
     if threads is None:
         threads = default_threads(world_size)
     threads = check_integer("threads", threads, 1, THREADS_LIMIT, hint)
@@ -132,8 +133,8 @@ def check_threads(
     return threads, check_integer("ahead", ahead, 1, AHEAD_LIMIT, hint)
 
 
-def check_rows(graph: Graph, table: FeatureTable | None) -> None:
-    """Check that the table and the labels have one row per node."""
+def check_table(graph: Graph, table: FeatureTable | None) -> None:
+    """Check that the table has one row per node."""
     if table is not None and table.num_rows != graph.num_nodes:
         raise ValueError(
             f"the table has {table.num_rows} rows, but the graph {graph.num_nodes} nodes\n\n"

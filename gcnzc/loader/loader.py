@@ -1,6 +1,6 @@
 """Minibatch loader: shuffles the seeds, and prefetches batches with their features.
 
-Each worker thread prepares whole batches: it samples neighbours, gathers features and selects
+Each thread prepares whole batches: it samples neighbours, gathers features and selects
 labels, in compiled code that releases the GIL and runs in parallel to the model. For a GPU,
 `transfer` queues the copies and the gather there. Batches are yielded in order, so they do not
 depend on the number of threads.
@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gcnzc._moved import renamed_attribute
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
@@ -29,15 +30,15 @@ from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.loader.checks import (
     check_labels,
     check_loader_device,
-    check_rows,
     check_sampler,
     check_seeds,
     check_share,
+    check_table,
     check_threads,
     is_copied,
 )
 from gcnzc.loader.seeds import Shares, epoch_order
-from gcnzc.loader.state import SHARED, check_position, check_state
+from gcnzc.loader.state import PARTITION, check_position, check_state
 from gcnzc.loader.transfer import PendingBatch, Transfer
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.neighbor import Sampler, check_graph
@@ -59,11 +60,11 @@ from gcnzc.system.threads import lower_priority
 JOIN_S = 30.0
 
 
-# the number of an iterator whose progress does not count for its loader
-NO_ITERATOR = -1
+# iterator number of `batches_of`, whose progress `state_dict` ignores
+UNTRACKED = -1
 
 
-# arguments of a loader that are attributes of it, and those that are attributes of its `shares`
+# arguments of the constructor that a copy needs: attributes of the loader, and of `loader.shares`
 OPTIONS = (
     *("graph", "table", "seeds", "labels", "device", "shuffle", "seed", "threads", "ahead"),
     *("sampler", "copied_share", "priority", "in_degrees"),
@@ -79,10 +80,11 @@ class Loader:
 
     Each iteration yields the batches of one epoch, and the next iteration those of the next epoch.
     If an iteration was stopped early, the next one starts the same epoch again, unless `set_epoch`
-    sets another. Each iterator has its own threads, which end after the last batch, on `break`, an
-    exception or Ctrl-C. Several threads may share an iterator; each batch goes to one of them. A
-    forked child process may iterate over the loader on the host, but an iterator works only in the
-    process that created it.
+    sets another; the drop-in loaders start the next epoch instead. Each iterator has its own
+    threads. They end after the last batch, on an exception or Ctrl-C, on `close`, and when the last
+    reference to the iterator goes, as at the `break` of `for batch in loader`. Several threads may
+    share an iterator; each batch goes to one of them. A forked child process may iterate over the
+    loader on the host, but an iterator works only in the process that created it.
 
     `copy.deepcopy` and `pickle` create a loader with the same arguments and the same position. Rows
     that were page-locked or mapped from a file are ordinary memory in the copy. A loader for a GPU
@@ -104,19 +106,22 @@ class Loader:
         labels: (N,) or (N, T), one row per node, a tensor or an array; None for batches without
             `y`.
         device: device of the batches.
-        shuffle: shuffle the seeds each epoch, by `epoch_order`.
+        shuffle: shuffle the seeds each epoch, by `epoch_order`. Default: True, unlike torch's
+            `DataLoader`.
         drop_last: drop the last step (the seeds of one batch on all ranks) if it is not full.
-        seed: of the shuffling and, unless `sampler` is given, of the sampling; a 64-bit integer.
+        seed: random seed of the shuffling and, unless `sampler` is given, of the sampling; a 64-bit
+            integer.
         rank, world_size: this process's rank and the number of ranks, which share the seeds; see
             `Shares`.
-        threads: number of worker threads. Default: one per core, at most four.
+        threads: number of threads that prepare batches. Default: one per core, at most four; ranks
+            on one machine share its cores. Always 1 if the sampler is not `thread_safe`.
         ahead: number of batches that are prefetched: ready or in preparation. Default: one more
             than `threads`.
         sampler: samples the neighbourhoods. Default: `gcnzc.Sampler(graph, fanouts, seed)`.
-        copied_share: share of each batch's rows, from 0 to 1, that a worker thread gathers on the
-            host and the GPU's copy engine copies, while the GPU reads the other rows from the host.
-            With 1 the table need not be page-locked. It does not change the batches, and has no
-            effect on a CPU.
+        copied_share: fraction of each batch's rows, from 0 to 1, that a thread gathers on the host
+            and the GPU's copy engine copies, while the GPU reads the other rows from the host. With
+            1 the table need not be page-locked. It does not change the batches, and has no effect
+            on a CPU.
         priority: CUDA priority of the streams that copy and gather batches, at most 0: -1 is higher
             than the model's, 0 is equal.
         in_degrees: add the in-degrees of nodes to the blocks, for models such as GCN, which would
@@ -151,7 +156,7 @@ class Loader:
         in_degrees: bool = False,
         may_be_empty: bool = False,
     ) -> None:
-        of_subclass = set(vars(self))
+        subclass_attributes = set(vars(self))
         check_graph(graph)
         if table is not None:
             check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows), or None")
@@ -162,9 +167,9 @@ class Loader:
         limit = getattr(self.sampler, "num_items", None)
         may_be_empty = check_flag("may_be_empty", may_be_empty)
         self.seeds = check_seeds(seeds, graph, limit, may_be_empty)
-        # on the host, where worker threads select those of a batch
+        # on the host, where threads select those of a batch
         self.labels = check_labels(graph, labels)
-        check_rows(graph, table)
+        check_table(graph, table)
         self.copied_share = check_share(copied_share)
         self.device = check_loader_device(check_device("device", device), table, copied_share)
         self.shuffle = check_flag("shuffle", shuffle)
@@ -186,8 +191,8 @@ class Loader:
         # the step at which the next iterator starts
         self._resume_at = 0
         self._iterators = 0
-        # all others are a subclass's, which copies keep
-        self._own_attributes = (vars(self).keys() | {"_own_attributes"}) - of_subclass
+        # other attributes belong to a subclass; `__reduce__` copies them
+        self._own_attributes = (vars(self).keys() | {"_own_attributes"}) - subclass_attributes
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, the same on every rank.
@@ -202,9 +207,16 @@ class Loader:
         return self._epoch
 
     @property
-    def position(self) -> int:
-        """The step at which the next iteration starts, from 0 to `len(loader)`."""
+    def resume_step(self) -> int:
+        """The step at which the next iteration starts, from 0 to `len(loader)`.
+
+        It is above 0 after a state was loaded. `state_dict` has the position of the iteration in
+        progress instead.
+        """
         return self._resume_at
+
+    # old name, until 0.3
+    position = renamed_attribute("position", "resume_step")
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, which determines its order and its neighbours.
@@ -221,18 +233,18 @@ class Loader:
         if epoch != self._epoch:
             self._epoch = epoch
             self._position = self._resume_at = 0
-            self.shares = replace(self.shares, done=0)
+            self.shares = replace(self.shares, seeds_done=0)
             # progress of an iterator of the previous epoch no longer counts
             self._iterators += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position as plain values, from which an equal loader can resume.
+        """Return the loader's position as plain values, for a loader with the same arguments.
 
         The batch that was yielded last counts as used: a resumed loader starts with the next one.
         With several iterators, the position is that of the newest one.
         """
-        done = {"position": self._position, "done": self.shares.done}
-        shared = {name: getattr(self.shares, name) for name in SHARED}
+        done = {"position": self._position, "done": self.shares.seeds_done}
+        shared = {name: getattr(self.shares, name) for name in PARTITION}
         return {"epoch": self._epoch} | done | shared | self._same()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -243,18 +255,18 @@ class Loader:
 
         Raises:
             TypeError: `state` is not a mapping, or one of its values has another type.
-            ValueError: `state` is not of a loader, or of one with other seeds, order, fan-outs or
+            ValueError: `state` is not of a loader, or of one with other seeds, order, fanouts or
                 other settings of the sampler.
         """
         numbers = check_state(state, self._same(), len(self.seeds))
-        shared = {name: numbers[name] for name in SHARED}
+        shared = {name: numbers[name] for name in PARTITION}
         done, position = numbers["done"], numbers["position"]
         before = self.shares.resumed(done, **shared)
         check_position(position, len(before))
         self.set_epoch(numbers["epoch"])
-        if shared != {name: getattr(self.shares, name) for name in SHARED}:
-            done, position = before.begin(position), 0
-        self.shares = replace(self.shares, done=done)
+        if shared != {name: getattr(self.shares, name) for name in PARTITION}:
+            done, position = before.step_start(position), 0
+        self.shares = replace(self.shares, seeds_done=done)
         self._position = self._resume_at = position
         self._iterators += 1
 
@@ -264,9 +276,9 @@ class Loader:
         added = {k: v for k, v in vars(self).items() if k not in self._own_attributes}
         return _construct, (type(self), options | shares, self.state_dict()), added
 
-    def read_in_place(self, nodes: Tensor) -> Tensor:
-        """Return the nodes of a batch whose rows the device reads; the CPU gathers the others."""
-        return nodes if self._transfer is None else self._transfer.read_in_place(nodes)
+    def nodes_read_in_place(self, nodes: Tensor) -> Tensor:
+        """Return those of a batch's nodes whose rows are not gathered on the host and copied."""
+        return nodes if self._transfer is None else self._transfer.nodes_read_in_place(nodes)
 
     def __iter__(self) -> "Batches":
         begin, self._resume_at = self._resume_at, 0
@@ -276,7 +288,7 @@ class Loader:
         is_shuffled, own = self.shuffle, self.seeds
         seeds = epoch_order(own, self.seed, self._epoch) if is_shuffled else own.clone()
         shares = self.shares
-        steps = (seeds[shares.at(step)] for step in range(begin, len(shares)))
+        steps = (seeds[shares.seed_range(step)] for step in range(begin, len(shares)))
         return Batches(self, self._iterators, self._epoch, steps, begin)
 
     def batches_of(self, steps: Iterable[Tensor], epoch: int) -> "Batches":
@@ -286,9 +298,9 @@ class Loader:
 
         Args:
             steps: (S,) seeds of each batch, int64 on the host; consumed as batches are prefetched.
-            epoch: of the sampling, which depends on the seed and the epoch; in [0, 2**32).
+            epoch: of the sampling, which depends on the random seed and the epoch; in [0, 2**32).
         """
-        return Batches(self, NO_ITERATOR, epoch, iter(steps))
+        return Batches(self, UNTRACKED, epoch, iter(steps))
 
     def _same(self) -> dict[str, Any]:
         """Return the settings that must be equal in a state that this loader can resume."""
@@ -309,7 +321,7 @@ class Loader:
         if iterator == self._iterators:
             self._epoch += 1
             self._position = 0
-            self.shares = replace(self.shares, done=0)
+            self.shares = replace(self.shares, seeds_done=0)
             self._iterators += 1
 
     def _open_transfer(self) -> Transfer:
@@ -325,7 +337,7 @@ class Loader:
         return transfer
 
     def _prepare(self, seeds: Tensor, epoch: int) -> Batch | PendingBatch:
-        """Prepare one batch, in a worker thread."""
+        """Prepare one batch, in one of the loader's threads."""
         began_s = time.perf_counter()
         with self._sampling:
             batch = self.sampler.sample(seeds, epoch)
@@ -415,7 +427,7 @@ class Batches(Iterator[Batch]):
             if isinstance(error, CancelledError) and future.cancelled():
                 # another thread has closed the iterator
                 raise StopIteration from None
-            # an exception in the worker thread, or Ctrl-C while waiting
+            # an exception in the thread, or Ctrl-C while waiting
             self.close()
             if isinstance(error, StopIteration):
                 raise stop_iteration_error("the sampler") from error
@@ -427,7 +439,7 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         """End the threads, each after its current batch; the iterator yields no more batches."""
-        self._number = NO_ITERATOR
+        self._number = UNTRACKED
         self._pending.clear()
         self._steps = iter(())
         if self._process != os.getpid():
@@ -446,7 +458,7 @@ class Batches(Iterator[Batch]):
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise RuntimeError(
-                f"this iterator belongs to process {self._process}, whose worker threads do not "
+                f"this iterator belongs to process {self._process}, whose threads do not "
                 f"exist in the forked process {os.getpid()}\n\n"
                 "hint: call iter(loader) in the child process, or start the child with "
                 'multiprocessing.get_context("spawn")'

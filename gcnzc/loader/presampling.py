@@ -26,8 +26,8 @@ BATCHES = 100  # sampled before training; bench/loading/feature_cache.py measure
 SEED_MIX = 0x5DEECE66D1B54A33
 
 
-# each degree up to OWN_CLASS has its own class; above, there are eight classes per doubling
-OWN_CLASS, CLASSES_PER_DOUBLING = 64, 8
+# each degree up to EXACT_DEGREES has its own bin; above, there are eight bins per doubling
+EXACT_DEGREES, BINS_PER_DOUBLING = 64, 8
 
 
 Progress: TypeAlias = Callable[[int, int], object]  # called with (done, total)
@@ -55,38 +55,43 @@ def presample(
         seeds: (S,) ids of the run's training nodes: a tensor, an array or a list.
         fanouts: of the run; see `gcnzc.Sampler`.
         batch_size: number of seeds in a minibatch.
-        seed: of the run.
-        batches: number of sampled minibatches, which form two halves; at least 4.
+        seed: random seed of the run.
+        batches: number of sampled minibatches, which form two equal halves: even, at least 4.
         threads: number of threads. Default: one per core, at most four.
         progress: called with (done, total), in minibatches.
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: `batches` is too small, there are no seeds, or `gcnzc.Sampler` rejects an
-            argument.
+        ValueError: `batches` is odd or too small, there are no seeds, or `gcnzc.Sampler` rejects
+            an argument.
     """
     check_graph(graph)
     batches = check_integer("batches", batches, 4, hint="4 at least; the default is 100")
+    if batches % 2:
+        raise ValueError(
+            f"batches is {batches}, which is odd, but the minibatches form two equal halves\n\n"
+            f"hint: batches={batches + 1}"
+        )
     batch_size = check_integer("batch_size", batch_size, 1)
     if threads is not None:
-        threads = check_integer("threads", threads, 1, THREADS_LIMIT, "None takes the default")
+        threads = check_integer("threads", threads, 1, THREADS_LIMIT, "None for the default")
     check_callable("progress", progress)
     seeds = check_seeds("seeds", seeds, graph.num_nodes)
     if len(seeds) == 0:
         raise ValueError("seeds is empty: nothing to sample\n\nhint: is the training split empty?")
     key = (check_seed("seed", seed) ^ SEED_MIX) % 2**64
-    sampler, each = Sampler(graph, fanouts, key), batches // 2
+    sampler, batches_per_half = Sampler(graph, fanouts, key), batches // 2
     halves = tuple(torch.zeros(graph.num_nodes, dtype=torch.int32) for _ in range(2))
     # the halves use different orders of the seeds, and each order uses every seed once
     seed_batches = [
-        islice(_batches_of(seeds, batch_size, key, first_order), each) for first_order in (0, 2**31)
+        islice(_batches_of(seeds, batch_size, key, first_order), batches_per_half)
+        for first_order in (0, 2**31)
     ]
     for number, nodes in enumerate(_sample_nodes(sampler, chain(*seed_batches), threads)):
-        add_counts(halves[number // each], nodes)
+        add_counts(halves[number // batches_per_half], nodes)
         if progress is not None:
-            progress(number + 1, 2 * each)
-    kinds = _classify_nodes(graph, seeds)
-    return Presample((halves[0], halves[1]), each, kinds)
+            progress(number + 1, batches)
+    return Presample((halves[0], halves[1]), batches_per_half, _bin_nodes(graph, seeds))
 
 
 def count_accesses(loader: Loader, batches: int, progress: Progress | None = None) -> Tensor:
@@ -134,13 +139,13 @@ def _sample_nodes(
             yield pending.popleft().result()
 
 
-def _classify_nodes(graph: Graph, seeds: Tensor) -> Tensor:
-    """Return a class for each node, by its in-degree and by whether it is a seed, (N,) int16."""
+def _bin_nodes(graph: Graph, seeds: Tensor) -> Tensor:
+    """Return a bin for each node, by its in-degree and by whether it is a seed, (N,) int16."""
     degrees = graph.in_degrees().numpy()
-    kinds = degrees.clip(max=OWN_CLASS).astype(np.int16)
-    wide = degrees > OWN_CLASS
-    doublings = np.log2(degrees[wide] / OWN_CLASS)
-    kinds[wide] = OWN_CLASS + (CLASSES_PER_DOUBLING * doublings).astype(np.int16)
-    kinds *= 2
-    kinds[seeds.numpy()] += 1
-    return torch.from_numpy(kinds)
+    bins = degrees.clip(max=EXACT_DEGREES).astype(np.int16)
+    is_above = degrees > EXACT_DEGREES
+    doublings = np.log2(degrees[is_above] / EXACT_DEGREES)
+    bins[is_above] = EXACT_DEGREES + (BINS_PER_DOUBLING * doublings).astype(np.int16)
+    bins *= 2
+    bins[seeds.numpy()] += 1
+    return torch.from_numpy(bins)

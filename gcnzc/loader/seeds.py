@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gcnzc._moved import renamed_attribute
 from gcnzc.system.arguments import check_flag, check_integer
 
 
@@ -16,7 +17,7 @@ def epoch_order(seeds: Tensor, seed: int, epoch: int) -> Tensor:
 
     Args:
         seeds: (S,) on the host.
-        seed: of the run; any integer, of which the low 64 bits are used.
+        seed: random seed of the run; any integer, of which the low 64 bits are used.
         epoch: counted from 0.
     """
     key = np.array([seed % 2**64, epoch], np.uint64)
@@ -32,9 +33,9 @@ class Shares:
     Each step takes the next `world_size * batch_size` seeds, and the last step the remainder. Of
     the m seeds of a step, rank r of W takes those from m * r // W to m * (r + 1) // W, which are
     `batch_size` except in the last step. So all ranks have the same number of steps, every seed is
-    used once, and W ranks together take the same seeds as one rank with a W times larger batch. A
-    last step with fewer seeds than ranks takes some from the step before, so that every rank has at
-    least one.
+    used once, except those that `drop_last` drops, and W ranks together take the same seeds as one
+    rank with a W times larger batch. A last step with fewer seeds than ranks takes some from the
+    step before, so that every rank has at least one.
 
     Raises:
         TypeError: an argument has another type.
@@ -46,7 +47,7 @@ class Shares:
     rank: int = 0
     world_size: int = 1
     drop_last: bool = False  # drop the last step if it is not full
-    done: int = 0  # seeds at the beginning of the order that were used before resuming
+    seeds_done: int = 0  # seeds at the beginning of the order that were used before resuming
     may_be_empty: bool = False  # accept an epoch without steps
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class Shares:
             raise ValueError(
                 f"rank is {self.rank} with a world_size of {self.world_size}\n\nhint: {ranks}"
             )
-        if self.done:
+        if self.seeds_done:
             # the remainder of a resumed epoch may be smaller than a step
             return
         if self.may_be_empty and len(self) == 0:
@@ -88,33 +89,40 @@ class Shares:
                 "hint: drop_last=True, or batch_size=2"
             )
 
-    def resumed(self, done: int, batch_size: int, world_size: int) -> "Shares":
-        """Return the shares of rank 0 with other sizes, after `done` seeds were used."""
-        return replace(self, rank=0, done=done, batch_size=batch_size, world_size=world_size)
+    def resumed(self, seeds_done: int, batch_size: int, world_size: int) -> "Shares":
+        """Return the shares with other sizes, of which the first `seeds_done` seeds were used.
+
+        They are those of rank 0; `len` and `step_start` are the same for all ranks.
+        """
+        resumed = replace(self, rank=0, seeds_done=seeds_done)
+        return replace(resumed, batch_size=batch_size, world_size=world_size)
 
     @property
     def _step_seeds(self) -> int:
         return self.world_size * self.batch_size
 
     def __len__(self) -> int:
-        full, left = divmod(self.num_seeds - self.done, self._step_seeds)
+        full, left = divmod(self.num_seeds - self.seeds_done, self._step_seeds)
         return full + (left > 0 and not self.drop_last)
 
-    def at(self, step: int) -> slice:
+    def seed_range(self, step: int) -> slice:
         """Return the range of this rank's seeds of a step, within the epoch's order."""
-        begin, end = self.begin(step), self.begin(step + 1)
+        begin, end = self.step_start(step), self.step_start(step + 1)
         seeds, rank, world_size = end - begin, self.rank, self.world_size
         return slice(begin + seeds * rank // world_size, begin + seeds * (rank + 1) // world_size)
 
-    def begin(self, step: int) -> int:
+    def step_start(self, step: int) -> int:
         """Return the start of a step's seeds of all ranks, within the epoch's order."""
-        begin = self.done + step * self._step_seeds
+        begin = self.seeds_done + step * self._step_seeds
         if step == len(self):
             return min(self.num_seeds, begin)
         # after resuming there may be fewer seeds than ranks, of which some then have none
-        return min(begin, max(self.num_seeds - self.world_size, self.done))
+        return min(begin, max(self.num_seeds - self.world_size, self.seeds_done))
 
-    def weight(self, step: int) -> float:
+    # old name, until 0.3
+    weight = renamed_attribute("weight", "loss_weight")
+
+    def loss_weight(self, step: int) -> float:
         """Return this rank's number of seeds in a step, divided by the mean over the ranks."""
-        own_batch, seeds = self.at(step), self.begin(step + 1) - self.begin(step)
+        own_batch, seeds = self.seed_range(step), self.step_start(step + 1) - self.step_start(step)
         return (own_batch.stop - own_batch.start) * self.world_size / seeds

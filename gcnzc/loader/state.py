@@ -7,8 +7,9 @@ import numpy as np
 
 from gcnzc.system.arguments import check_epoch, check_integer, check_kind, describe
 
-# if these are equal as well, a resumed loader yields the same batches
-SHARED = ("batch_size", "world_size")
+# numbers that decide how items are divided into batches and among ranks; a resumed loader may have
+# others, and then yields other batches of the remaining items
+PARTITION = ("batch_size", "world_size")
 
 
 # settings that states of all versions contain
@@ -24,7 +25,7 @@ def check_state(
         state: of a loader.
         same: settings of the loader that resumes it, which must be equal in the state. States of
             older versions lack settings of samplers, which are then not compared.
-        num_items: number of seeds of the loader that resumes it.
+        num_items: number of items of the loader that resumes it, which are seeds of `gcnzc.Loader`.
 
     Returns:
         epoch, position, done, batch_size and world_size, as integers in their ranges; `position`
@@ -36,7 +37,7 @@ def check_state(
     """
     hint = "load what state_dict() of a loader gave"
     check_kind("state", state, Mapping, hint)
-    needed = {"epoch", "position", "done", *SHARED, *(same.keys() & REQUIRED)}
+    needed = {"epoch", "position", "done", *PARTITION, *(same.keys() & REQUIRED)}
     if missing := needed - state.keys():
         raise ValueError(f"the state lacks {', '.join(sorted(missing))}\n\nhint: {hint}")
     for name, own in same.items():

@@ -1,20 +1,21 @@
 """Asynchronous copies of sampled minibatches and their features to a device.
 
-Each batch uses two streams, one for each engine that moves bytes over the bus. `copying` is for the
-copy engine: first the node ids, then the blocks and the labels. `reading` is for the gather kernel,
-which waits for the ids. A share of the rows can take the other path: the worker thread
-gathers them on the host while the GPU reads the others, and the copy engine copies them.
+Each batch uses two CUDA streams, one for each engine that moves bytes over the bus. The copy stream
+copies first the node ids, then the blocks and the labels. The gather stream runs the gather kernel,
+which waits for the ids. A fraction of the rows can take the other path: the thread that prepares
+the batch gathers them on the host while the GPU reads the others, and the copy stream copies them.
 
-Pools lend memory to a batch, and get it back when the last reference to the batch is dropped. These
-are all dependencies between streams; a test removes each of them in turn:
+The memory of a batch is allocated from pools, and returns to them when the last reference to the
+batch is dropped. "Last user" is the stream that was current when the batch was yielded, on which
+the model reads it. These are all dependencies between streams; a test removes each of them in turn:
 
     operation                          waits for
-    any operation                      what the caller had queued when the epoch began
-    a write into memory                what the last borrower's reader had queued
+    any operation                      work on the current stream when the epoch began
+    a write into reused memory         work that was queued on its last user's stream
     the gather                         the copy of the ids
-    what the model queues              both streams' work on the batch
+    work of the model on a batch       the work of both streams on the batch
     reuse of host memory               the copies that read it
-    release of memory                  what the last borrower's reader had queued
+    release of memory to CUDA          work that was queued on its last user's stream
 """
 
 import threading
@@ -42,7 +43,7 @@ class Transfer:
         streams: the streams of the device.
         table: features, one row per node: on the device, where the device can read them, or with a
             `copied_share` of 1 anywhere on the host. None for batches without features.
-        copied_share: share of each batch's rows that a thread gathers on the host and the copy
+        copied_share: fraction of each batch's rows that a thread gathers on the host and the copy
             engine copies; unused if the table is on the device. They are the last rows of a batch,
             which are the least likely to be cached.
         priority: of both streams; those with a lower number are scheduled before the model's work.
@@ -59,14 +60,14 @@ class Transfer:
     ) -> None:
         self._streams, self._table, self._max_pending = streams, table, max_pending
         self._copied_share = copied_share
-        copying = streams.new(priority)
-        self._copying, self._reading = copying, streams.new(priority)
+        copy_stream = streams.new(priority)
+        self._copy_stream, self._gather_stream = copy_stream, streams.new(priority)
         # page-locked memory for samplers, from which the copy engine copies asynchronously
         self.host = Pool(streams.host_memory, small_bytes=0)
         self._device = Pool(
-            lambda num_bytes: streams.device_memory(num_bytes, copying),
+            lambda num_bytes: streams.device_memory(num_bytes, copy_stream),
             small_bytes=0,
-            on_release=lambda events: _wait(copying, events),
+            on_release=lambda events: _wait(copy_stream, events),
         )
         self._lock = threading.Lock()
         # host memory that pending copies read, and the event that follows these copies
@@ -75,7 +76,7 @@ class Transfer:
     def order_after_current_stream(self) -> None:
         """Order later batches after the work on the current stream, such as a copy of the table."""
         queued = self._streams.current().record()
-        for stream in (self._copying, self._reading):
+        for stream in (self._copy_stream, self._gather_stream):
             stream.wait(queued)
 
     def start(self, batch: Batch) -> "PendingBatch":
@@ -89,12 +90,12 @@ class Transfer:
             The pending batch, for `wait`.
         """
         self._wait_for_room()
-        memory = _BatchMemory(self._device, self._reading)
+        memory = _BatchMemory(self._device, self._gather_stream)
         # all memory is allocated first, so that waiting for it does not count for the stages' times
         copies: list[tuple[Tensor, Tensor]] = []
 
         def allocate_copy(source: Tensor) -> Tensor:
-            target = memory.empty(source.shape, source.dtype, self._copying)
+            target = memory.empty(source.shape, source.dtype, self._copy_stream)
             copies.append((target, source))
             return target
 
@@ -112,13 +113,13 @@ class Transfer:
             result.stages = [*batch.stages, *self._queue(rows, batch, nodes, copies)]
         finally:
             # copies that were queued before an exception also read the host's memory
-            copied = self._copying.record()
+            copied = self._copy_stream.record()
             with self._lock:
                 self._pending.append((copied, [source for _, source in copies]))
         if rows is None:
             return PendingBatch(result, memory, [copied])
         result.x = rows.x
-        return PendingBatch(result, memory, [copied, self._reading.record()])
+        return PendingBatch(result, memory, [copied, self._gather_stream.record()])
 
     def wait(self, pending: "PendingBatch") -> Batch:
         """Return the batch, after ordering the current stream after its copies and its gather.
@@ -133,7 +134,7 @@ class Transfer:
             reader.wait(event)
         return pending.batch
 
-    def read_in_place(self, nodes: Tensor) -> Tensor:
+    def nodes_read_in_place(self, nodes: Tensor) -> Tensor:
         """Return the first of a batch's nodes, whose rows the device reads; others are copied."""
         own = self._table is None or self._table.device == self._streams.device
         share = 0.0 if own else self._copied_share
@@ -165,41 +166,41 @@ class Transfer:
     def _allocate_rows(self, table: FeatureTable, batch: Batch, memory: "_BatchMemory") -> "_Rows":
         """Allocate the features of a batch."""
         num_rows, num_columns = len(batch.nodes), table.num_columns
-        num_copied = num_rows - len(self.read_in_place(batch.nodes))
-        both = (self._copying, self._reading) if num_copied else (self._reading,)
+        num_copied = num_rows - len(self.nodes_read_in_place(batch.nodes))
+        both = (self._copy_stream, self._gather_stream) if num_copied else (self._gather_stream,)
         x = memory.empty((num_rows, num_columns), table.dtype, *both)
         codes = None
         if num_copied and table.scales is not None:
-            codes = memory.empty((num_copied, num_columns), table.stored_dtype, self._copying)
+            codes = memory.empty((num_copied, num_columns), table.stored_dtype, self._copy_stream)
         return _Rows(table, x, num_rows - num_copied, codes)
 
     def _queue(
         self, rows: "_Rows | None", batch: Batch, ids: Tensor, copies: list[tuple[Tensor, Tensor]]
     ) -> list[Stage]:
         """Queue the copies, of which the ids are the first, and after the ids the gather."""
-        began, stages = self._copying.timed_event(), []
-        self._copying.do(_copy, *copies[0])
+        began, stages = self._copy_stream.timed_event(), []
+        self._copy_stream.do(_copy, *copies[0])
         if rows is not None and (rows.num_read > 0 or len(ids) == 0):
             stages.append(self._read(rows, ids))
         for pair in copies[1:]:
-            self._copying.do(_copy, *pair)
+            self._copy_stream.do(_copy, *pair)
         if rows is not None and rows.num_read < len(ids):
             source = self._gather_on_host(rows, batch.nodes)
             target = rows.x[rows.num_read :] if rows.codes is None else rows.codes
             copies.append((target, source))
-            self._copying.do(_copy, target, source)
+            self._copy_stream.do(_copy, target, source)
             if rows.codes is not None:
                 out, last = rows.x[rows.num_read :], ids[rows.num_read :]
-                self._copying.do(_dequantize, rows.table, rows.codes, last, out)
-        stages.append(Stage("copy", "copy stream", began, self._copying.timed_event()))
+                self._copy_stream.do(_dequantize, rows.table, rows.codes, last, out)
+        stages.append(Stage("copy", "copy stream", began, self._copy_stream.timed_event()))
         return stages
 
     def _read(self, rows: "_Rows", ids: Tensor) -> Stage:
         """Queue the gather of the rows that the device reads, after the copy of their ids."""
-        self._reading.wait(self._copying.record())
-        began = self._reading.timed_event()
-        self._reading.do(_gather, rows.table, ids[: rows.num_read], rows.x[: rows.num_read])
-        return Stage("gather", "gather stream", began, self._reading.timed_event())
+        self._gather_stream.wait(self._copy_stream.record())
+        began = self._gather_stream.timed_event()
+        self._gather_stream.do(_gather, rows.table, ids[: rows.num_read], rows.x[: rows.num_read])
+        return Stage("gather", "gather stream", began, self._gather_stream.timed_event())
 
     def _gather_on_host(self, rows: "_Rows", ids: Tensor) -> Tensor:
         """Gather the rows to be copied, in this thread, while the device reads the others."""
@@ -229,10 +230,10 @@ class _Rows:
 
 @dataclass(frozen=True, eq=False)
 class _BatchMemory:
-    """Device memory that is lent to one batch, and the streams that use it."""
+    """The device memory of one batch, and the streams that use it."""
 
     pool: Pool
-    reading: Stream
+    gather_stream: Stream
     readers: list[Stream] = field(default_factory=list)  # streams of the model
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *writers: Stream) -> Tensor:
@@ -244,9 +245,10 @@ class _BatchMemory:
 
     def _record_last_use(self) -> Sequence[Event]:
         """Record the events after all work with the memory, when the last reference is dropped."""
-        # The model's stream waits for the gather and the copies. A batch that was never waited for
-        # was copied before later batches are, and whatever writes again is ordered after these.
-        return [stream.record() for stream in self.readers or [self.reading]]
+        # `readers` are the model's streams, which wait for both streams of the transfer. Without a
+        # reader, the last work with the memory is on these two streams. Later work of the copy
+        # stream follows its earlier copies, and each gather waits for a later copy.
+        return [stream.record() for stream in self.readers or [self.gather_stream]]
 
 
 def _wait(stream: Stream, events: Sequence[Event]) -> None:

@@ -87,7 +87,7 @@ class Model(nn.Module):
         if len(blocks) != layers:
             raise ValueError(
                 f"{len(blocks)} blocks for a model of {layers} layers\n\n"
-                "hint: sample with as many fan-outs as the model has layers"
+                "hint: sample with as many fanouts as the model has layers"
             )
         check_columns(self, x.shape[1])
         if len(x) != blocks[0].num_src:
@@ -110,7 +110,7 @@ class SAGE(Model):
         in_features: columns of the features.
         hidden: columns of the hidden layers.
         num_classes: columns of the logits.
-        num_layers: number of layers, and of fan-outs.
+        num_layers: number of layers, and of fanouts.
         dropout: probability of a hidden element to be zeroed in training.
         input_dropout: probability of a feature to be zeroed in training.
         batch_norm: apply batch normalisation between layers.
@@ -182,7 +182,7 @@ class GAT(Model):
         in_features: columns of the features.
         hidden: columns of each head of the hidden layers.
         num_classes: columns of the logits.
-        num_layers: number of layers, and of fan-outs.
+        num_layers: number of layers, and of fanouts.
         dropout: probability of a hidden element to be zeroed in training.
         input_dropout: probability of a feature to be zeroed in training.
         heads: heads of every layer but the last.

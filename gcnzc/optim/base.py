@@ -75,7 +75,7 @@ class DistributedOptimizer(Optimizer):
     """
 
     is_shared = False
-    """whether the state is the same on all ranks, so that one checkpoint serves all"""
+    """whether the state is the same on all ranks, so that rank 0's checkpoint is sufficient"""
 
     is_replicated = True
     """whether trained parameters are equal on all ranks after every exchange"""
@@ -107,7 +107,8 @@ class DistributedOptimizer(Optimizer):
         self.total_steps = total_steps
         self.module = module
         self.weight = 1.0
-        """weight of this rank's next gradient: its number of seeds over the mean of the ranks"""
+        """weight of this rank's next gradient in the mean over the ranks: for ranks with different
+        batch sizes, its number of samples divided by the mean number over the ranks"""
         self.signals = [False] * signals
         """this rank's flags for the next exchange, such as a request to stop"""
         self.received_signals = [False] * signals
@@ -131,7 +132,7 @@ class DistributedOptimizer(Optimizer):
         self.is_broadcast = False
         """whether the model was broadcast, or a state was loaded instead"""
         self.skip_reason = ""
-        """why the last step or synchronisation was skipped; empty if it was not"""
+        """what the last `step` skipped or excluded from a mean, and why; empty if nothing"""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do.
@@ -281,11 +282,6 @@ class DistributedOptimizer(Optimizer):
     def algorithm(self) -> Algorithm[None]:
         """The communication and computation of `step`, for `lockstep`."""
 
-    @property
-    def has_overflowed(self) -> bool:
-        """Whether GradScaler has found a gradient of this step that is not finite."""
-        return bool(getattr(self, "found_inf", False))
-
     def gradient_factor(self) -> float | Tensor:
         """Return the factor of this rank's gradients in the mean over the ranks.
 
@@ -349,7 +345,7 @@ class DistributedOptimizer(Optimizer):
         return self.tensors()
 
     def connect(self) -> None:
-        """Name this optimizer, and run `broadcast_model` if the group is connected.
+        """Give this optimizer its name, and broadcast the model if the group is connected.
 
         Every constructor ends with this call.
         """

@@ -45,7 +45,7 @@ class WarmupDefaults:
 class ZeroOneDefaults:
     """The schedule of 0/1 Adam after its warm-up."""
 
-    longest: int = 4
+    max_local_interval: int = 4
     """largest number of steps between synchronisations"""
     variance_doubling: int = 16
     """number of variance updates after which the interval between them doubles"""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcnzc.optim.old_state_keys import rename_keys
+
 # keys of a state dict: the state that is the same on all ranks, and the state of one rank
 COMMON = "of all ranks"
 OWN = "of rank {rank} of {world_size}"
@@ -66,7 +68,7 @@ def unpack_state(
         ValueError: it is of another type of optimizer.
     """
     if "rank" in state_dict and "shared" in state_dict:
-        return dict(state_dict)
+        return rename_keys(state_dict)
     entries = state_dict.get("state", {}).values()
     holder = next((entry for entry in entries if COMMON in entry), None)
     if holder is None:
@@ -100,7 +102,7 @@ def unpack_state(
         )
     for group, other in zip(groups, others, strict=True):
         group.update({name: value for name, value in other.items() if name != "params"})
-    return snapshot
+    return rename_keys(snapshot)
 
 
 def check_is_inner(state_dict: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ class Batch:
             for negatives.
         pairs: for link prediction, (2, P) int64 positions in `seeds` of the pairs to score.
         items: int64 on the host: the elements of the loader's `seeds` in this minibatch.
-        times: seconds that worker threads spent on this minibatch, by keys that end in `_s`.
+        times: seconds that the loader's threads spent on this minibatch, by keys that end in `_s`.
         spans: start, end and thread of that work.
         stages: timed work on CUDA streams, finished or pending.
     """

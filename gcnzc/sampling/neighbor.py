@@ -1,14 +1,15 @@
 """Sample multi-hop neighbourhoods of seed nodes as minibatches of blocks."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from gcnzc.graph.graph import Graph
+from gcnzc.graph.graph import Graph, damage_error
 from gcnzc.kernels.buffers import Pool
-from gcnzc.kernels.sample import MAX_DEGREE, Workspace, sample
+from gcnzc.kernels.sample import MAX_DEGREE, InvalidGraph, Workspace, sample
 from gcnzc.kernels.sample.exclude import ExcludedEdges
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.system.arguments import (
@@ -43,7 +44,7 @@ class Sampler:
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: no fan-outs, a fan-out below -1 or above 2**31 - 1, a seed of more than 64 bits,
+        ValueError: no fanouts, a fanout below -1 or above 2**31 - 1, a seed of more than 64 bits,
             or a node with 2**32 in-edges or more.
     """
 
@@ -86,24 +87,26 @@ class Sampler:
 
         Raises:
             TypeError: seeds or epoch have the wrong type.
-            ValueError: a seed is not a node id, or the epoch is out of range.
+            ValueError: a seed is not a node id, the epoch is out of range, or the graph has an
+                invalid offset or source, see `Graph.check`.
         """
         begin_s = time.perf_counter()
         epoch = check_epoch("epoch", epoch)
         seeds = check_seeds("seeds", seeds, self.graph.num_nodes)
         workspace = self._idle.pop() if self._idle else Workspace()
-        sampled = sample(
-            self.graph.indptr,
-            self.graph.indices,
-            seeds,
-            self.fanouts[::-1],
-            self.seed,
-            epoch,
-            edge_ids=self.edge_ids,
-            excluded=without,
-            workspace=workspace,
-            empty=self.pool.empty,
-        )
+        with named_damage(self.graph):
+            sampled = sample(
+                self.graph.indptr,
+                self.graph.indices,
+                seeds,
+                self.fanouts[::-1],
+                self.seed,
+                epoch,
+                edge_ids=self.edge_ids,
+                excluded=without,
+                workspace=workspace,
+                empty=self.pool.empty,
+            )
         self._idle.append(workspace)
         blocks = []
         for hop in reversed(range(len(self.fanouts))):
@@ -120,6 +123,15 @@ class Sampler:
         sample_s = time.perf_counter() - begin_s
         times = {"sample_s": sample_s}
         return Batch(sampled.nodes, sampled.nodes[: len(seeds)], tuple(blocks), times=times)
+
+
+@contextmanager
+def named_damage(graph: Graph) -> Iterator[None]:
+    """Within the `with`, errors about values of `graph` name its files, if it has some."""
+    try:
+        yield
+    except InvalidGraph as error:
+        raise damage_error(graph, error.array, error.wrong) from None
 
 
 def check_graph(graph: object) -> None:

@@ -23,7 +23,7 @@ EPOCH_LIMIT = 2**32 - 1
 THREADS_LIMIT = 1024
 
 
-# fan-outs are int32 in the samplers of PyG and DGL, too
+# fanouts are int32 in the samplers of PyG and DGL, too
 FANOUT_LIMIT = 2**31 - 1
 
 
@@ -178,18 +178,18 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_fanouts(name: str, value: Any) -> tuple[int, ...]:
-    """Return fan-outs, the numbers of neighbours sampled for each layer, as a tuple of int.
+    """Return fanouts, the numbers of neighbours sampled for each layer, as a tuple of int.
 
     Raises:
         TypeError: they are not a sequence of integers.
         ValueError: there are none, or one is below -1 or above 2**31 - 1.
     """
-    hint = "fan-outs are one integer a layer, such as [15, 10, 5]; -1 keeps all neighbours"
+    hint = "fanouts are one integer a layer, such as [15, 10, 5]; -1 keeps all neighbours"
     if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
         raise TypeError(f"{name} is {describe(value)}, not a list of integers\n\nhint: {hint}")
     numbers = tuple(value.tolist() if isinstance(value, Tensor | np.ndarray) else value)
     if not numbers:
-        raise ValueError(f"{name} is {describe(value)}: no fan-out\n\nhint: {hint}")
+        raise ValueError(f"{name} is {describe(value)}: no fanout\n\nhint: {hint}")
     return tuple(
         check_integer(f"{name}[{place}]", number, ALL_NEIGHBOURS, FANOUT_LIMIT, hint)
         for place, number in enumerate(numbers)

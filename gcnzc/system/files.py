@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -102,4 +103,6 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_array(path: Path, array: numpy.ndarray) -> None:
     """Write `array` to `path` as .npy, atomically."""
     with replacing(path) as partial, partial.open("wb") as file:
-        numpy.save(file, array)
+        # to an open file, NumPy writes by itself, and its error does not say why that failed
+        stream: Any = SimpleNamespace(write=file.write)
+        numpy.save(stream, array)

@@ -11,7 +11,7 @@ from gcnzc.system.streams import TimedEvent
 class Span:
     """Begin and end of a stage of one step, in seconds on the clock of `time.perf_counter`."""
 
-    name: str  # sample, gather, compute, wait, exchange, beside
+    name: str  # sample, gather, compute, wait, exchange, overlapped
     lane: str
     begin_s: float
     end_s: float

@@ -164,7 +164,7 @@ class CudaEvent:
     """A CUDA event.
 
     It must be created with `blocking=True`: a thread that waits for the default kind spins, and
-    would occupy a core that worker threads need.
+    would occupy a core that the loader's threads need.
     """
 
     def __init__(self, event: "torch.cuda.Event") -> None:

@@ -1,4 +1,4 @@
-"""Run worker threads at background priority, on the cores that the model computes on.
+"""Run a loader's threads at background priority, on the cores that the model computes on.
 
 A SCHED_BATCH thread does not preempt the model's threads when it becomes runnable. It also starts
 no OpenMP threads of its own. If one of the model's OpenMP threads were preempted, all of them would

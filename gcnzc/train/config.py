@@ -48,7 +48,7 @@ class TrainConfig(
         if len(self.fanouts) != self.layers:
             given = ",".join(map(str, self.fanouts))
             raise ValueError(
-                f"{len(self.fanouts)} fan-outs ({given}) for {self.layers} layers\n\n"
+                f"{len(self.fanouts)} fanouts ({given}) for {self.layers} layers\n\n"
                 "hint: --fanouts takes one number per layer, input layer first; use --layers "
                 f"{len(self.fanouts)} with these"
             )

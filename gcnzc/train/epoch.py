@@ -10,7 +10,7 @@ from typing import Any
 from gcnzc.exchange import run
 from gcnzc.exchange.sync import synchronise_buffers
 from gcnzc.features.cache import CachedTable
-from gcnzc.optim import LocalUpdates
+from gcnzc.optim import DistributedOptimizer, LocalUpdates
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.train import record
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
@@ -27,7 +27,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
         trainer.loader.set_epoch(trainer.epoch)
         trainer.in_epoch = True
     trainer.model.train()
-    steps, done = len(trainer.loader), trainer.loader.position
+    steps, first_step = len(trainer.loader), trainer.loader.resume_step
     title = f"epoch {trainer.epoch + 1}/{trainer.config.epochs}"
     with ExitStack() as stack, trainer.reporter.task(title) as advance:
         # discard the waits of loading and evaluation, which are no part of a step
@@ -35,10 +35,10 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
         # closed on an error, so that no thread reads the feature table after it is released
         batches = stack.enter_context(closing(iter(trainer.loader)))
         began = trainer.now()
-        for step, batch in enumerate(batches, done):
+        for step, batch in enumerate(batches, first_step):
             ready = trainer.now()
-            assert batch.x is not None, "the loader has a table"
-            assert batch.y is not None, "the loader or its sampler has labels"
+            assert batch.x is not None, "the loader has no table"
+            assert batch.y is not None, "neither the loader nor its sampler has labels"
             trainer.group.set_status(trainer.steps, f"training in epoch {trainer.epoch + 1}")
             trainer.optimizer.zero_grad(set_to_none=True)
             # after resuming with another number of workers, a worker may have no seeds left
@@ -46,44 +46,56 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
                 logits = trainer.task.logits(trainer.model, batch)
                 loss = trainer.task.loss(logits, batch.y)
                 loss.backward()
-            trainer.optimizer.weight = trainer.loader.shares.weight(step)
-            trainer.optimizer.signals = [stopped.is_set(), trainer.is_due()]
+            trainer.optimizer.weight = trainer.loader.shares.loss_weight(step)
+            trainer.optimizer.signals = [stopped.is_set(), trainer.is_checkpoint_due()]
+            skipped = trainer.optimizer.skipped
             trainer.optimizer.step()
-            stepped = trainer.now()
+            step_end = trainer.now()
             if trainer.optimizer.skip_reason:
-                who = "" if isinstance(trainer.optimizer, LocalUpdates) else " on all workers"
-                trainer.reporter.say(
-                    f"step {step + 1} of epoch {trainer.epoch + 1} was skipped{who}: "
-                    f"{trainer.optimizer.skip_reason}"
-                )
+                effect = describe_skip(trainer.optimizer, skipped)
+                trainer.reporter.say(f"step {step + 1} of epoch {trainer.epoch + 1}{effect}")
             if len(batch.y):
-                assert batch.items is not None, "the loader sets the seeds of its minibatches"
-                trainer.tally.add(logits.detach(), loss.detach(), batch.y, batch.items)
-            trainer.tally.steps += 1
+                assert batch.items is not None, "the loader has not set the seeds of the minibatch"
+                trainer.epoch_stats.add(logits.detach(), loss.detach(), batch.y, batch.items)
+            trainer.epoch_stats.steps += 1
             stages = [
                 *batch.stages,
                 Stage("wait", "model", began, ready),
-                Stage("compute", "model", ready, stepped),
+                Stage("compute", "model", ready, step_end),
             ]
             waits = [Span("exchange", "model", *wait) for wait in trainer.group.take_waits()]
             trainer.waits += waits
             overlapped = [
-                Span("beside", "exchange", *each) for each in trainer.group.take_overlapped()
+                Span("overlapped", "exchange", *each) for each in trainer.group.take_overlapped()
             ]
-            trainer.tally.time(batch.times, stages, waits)
+            trainer.epoch_stats.time(batch.times, stages, waits)
             if overlapped:
                 # the part of the overlapped exchange for which no step waited
                 hidden_s = seconds_outside(overlapped, trainer.waits)
-                trainer.tally.seconds.add_seconds("hidden_s", hidden_s)
-            trainer.tally.bytes += len(batch.nodes) * trainer.table.row_bytes
+                trainer.epoch_stats.seconds.add_seconds("hidden_s", hidden_s)
+            trainer.epoch_stats.bytes += len(batch.nodes) * trainer.table.row_bytes
             if isinstance(trainer.table, CachedTable):
-                in_place = trainer.loader.read_in_place(batch.nodes)
-                trainer.tally.hits += trainer.table.hits(in_place)
-                trainer.tally.peer_hits += trainer.table.peer_hits(in_place)
+                in_place = trainer.loader.nodes_read_in_place(batch.nodes)
+                trainer.epoch_stats.hits += trainer.table.hits(in_place)
+                trainer.epoch_stats.peer_hits += trainer.table.peer_hits(in_place)
             trace(trainer, batch.spans + waits + overlapped, stages)
             began = trainer.now()
-            advance(step + 1, steps, trainer.tally.shown)
+            advance(step + 1, steps, trainer.epoch_stats.shown)
             handle_stop_request(trainer, trainer.optimizer.received_signals)
+
+
+def describe_skip(optimizer: DistributedOptimizer, skipped: int) -> str:
+    """Return what was skipped in the last step, to follow the number of the step.
+
+    Args:
+        optimizer: its `skip_reason` is not empty.
+        skipped: its number of skipped steps before this one.
+    """
+    if optimizer.skipped == skipped or isinstance(optimizer, LocalUpdates):
+        # a local step, or a mean that excludes a worker: the reason contains the effect
+        return f": {optimizer.skip_reason}"
+    where = " on all workers" if optimizer.group.world_size > 1 else ""
+    return f" was skipped{where}: {optimizer.skip_reason}"
 
 
 def finish_epoch(trainer: Trainer) -> None:
@@ -93,10 +105,10 @@ def finish_epoch(trainer: Trainer) -> None:
         # after the last epoch, `finalize` does this
         run(synchronise_buffers(trainer.model), trainer.group)
     trainer.count_sent()
-    tallies = run(trainer.tally.of_all_workers(), trainer.group)
-    _add_worker_lines(trainer, tallies)
-    tally = sum_stats(tallies)
-    figures = tally.figures(trainer.task.has_accuracy, trainer.group.world_size)
+    worker_stats = run(trainer.epoch_stats.of_all_workers(), trainer.group)
+    _add_worker_lines(trainer, worker_stats)
+    stats = sum_stats(worker_stats)
+    figures = stats.figures(trainer.task.has_accuracy, trainer.group.world_size)
     if not math.isfinite(figures["loss"]):
         raise ValueError(
             f"the loss is {figures['loss']} in epoch {trainer.epoch + 1}\n\n"
@@ -104,17 +116,17 @@ def finish_epoch(trainer: Trainer) -> None:
         )
     line: dict[str, Any] = {"epoch": trainer.epoch, "metric": trainer.task.metric, **figures}
     if isinstance(trainer.table, CachedTable):
-        hits, rows = int(tally.hits), figures["payload_bytes"] // trainer.table.row_bytes
+        hits, rows = int(stats.hits), figures["payload_bytes"] // trainer.table.row_bytes
         line |= {"hit_rate": hits / rows, "bytes_saved": hits * trainer.table.row_bytes}
-        line["peer_hit_rate"] = int(tally.peer_hits) / rows
+        line["peer_hit_rate"] = int(stats.peer_hits) / rows
     if trainer.task.best_accuracy is not None:
         line["best_possible_accuracy"] = trainer.task.best_accuracy
     if last or (trainer.epoch + 1) % trainer.config.evaluate_every == 0:
         line |= _evaluate(trainer, trainer.epoch, is_last=last)
     trainer.lines.append(line)
     trainer.epoch, trainer.in_epoch = trainer.epoch + 1, False
-    trainer.tally = EpochStats(trainer.device)
-    if trainer.is_first:
+    trainer.epoch_stats = EpochStats(trainer.device)
+    if trainer.is_rank_zero:
         trainer.record.pending += record.to_line(line)
         trainer.events.add(trainer.epoch, line)
     trainer.on_rank_zero(lambda: write_pending(trainer))
@@ -122,7 +134,7 @@ def finish_epoch(trainer: Trainer) -> None:
 
 
 def evaluate_last_epoch(trainer: Trainer) -> None:
-    """Evaluate the last epoch of a run, unless that was done right after it.
+    """Evaluate the model after the last epoch of a run, if `finish_epoch` has not done so.
 
     A run that was stopped between two evaluations, and resumed with fewer epochs than it was
     started with, has not evaluated its last epoch.
@@ -136,7 +148,7 @@ def evaluate_last_epoch(trainer: Trainer) -> None:
     if not trainer.in_epoch:
         found = _evaluate(trainer, last - 1, is_last=True)
         line |= found
-        if trainer.is_first:
+        if trainer.is_rank_zero:
             trainer.events.add(last, found)
         trainer.on_rank_zero(lambda: rewrite_record(trainer))
         trainer.reporter.say(format_epoch(line, last))
@@ -177,14 +189,14 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
     return {"evaluate_s": time.perf_counter() - begin, **flatten_scores(scores)}
 
 
-def _add_worker_lines(trainer: Trainer, tallies: Sequence[EpochStats]) -> None:
+def _add_worker_lines(trainer: Trainer, worker_stats: Sequence[EpochStats]) -> None:
     """Add this epoch's statistics of each worker to the pending lines of workers.jsonl."""
-    if len(tallies) == 1:
+    if len(worker_stats) == 1:
         return  # record.jsonl has the same figures
-    trainer.worker_lines += len(tallies)
-    if not trainer.is_first:
+    trainer.worker_lines += len(worker_stats)
+    if not trainer.is_rank_zero:
         return
-    for worker, tally in enumerate(tallies):
-        line = {"epoch": trainer.epoch, "worker": worker, **tally.seconds.all()}
-        line |= {"seeds": tally.seeds, "steps": tally.steps, "bytes_sent": tally.bytes_sent}
+    for worker, stats in enumerate(worker_stats):
+        line = {"epoch": trainer.epoch, "worker": worker, **stats.seconds.all()}
+        line |= {"seeds": stats.seeds, "steps": stats.steps, "bytes_sent": stats.bytes_sent}
         trainer.worker_record.pending += record.to_line(line)

@@ -24,7 +24,11 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
 # by command and by present name of the option
 VALUES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "train": {"local_steps": {"usual": "default"}, "delay": {"usual": "default"}},
-    "prepare": {"bidirected": {"as-usual": "auto"}, "duplicates": {"as-usual": "auto"}},
+    "prepare": {
+        "bidirected": {"as-usual": "auto"},
+        "duplicates": {"as-usual": "auto"},
+        "feature_dtype": {"as-is": "auto"},
+    },
 }
 
 

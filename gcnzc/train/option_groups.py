@@ -54,11 +54,11 @@ CachePolicy: TypeAlias = Literal["presampled", "in-degree"]
 
 
 # protects the machine against a mistyped number; the largest servers have some hundred cores
-MOST_THREADS = MOST_WORKERS = 1024
+MAX_THREADS = MAX_WORKERS = 1024
 
 
 # thirty years; timers count nanoseconds in 64 bits
-MOST_SECONDS = 10**9
+MAX_SECONDS = 10**9
 
 
 class Options:
@@ -73,11 +73,10 @@ class DataOptions(Options):
     """The graph, and checks of its files before the run."""
 
     data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph, prepared or in OGB's layout, or a .npz archive;
-    without it, a built-in graph"""
+    """folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file; without it,
+    a built-in graph"""
     verify: bool = False
-    """first read a prepared folder in full and compare its checksums, as `gcnzc info --verify`
-    does"""
+    """first read a prepared folder in full and compare its checksums, like `gcnzc info --verify`"""
     allow_nan: bool = False
     """train even if features are NaN or infinite"""
 
@@ -91,11 +90,11 @@ class ModelOptions(Options):
     hidden: int = 256
     """hidden features; for GAT, per attention head"""
     layers: int = 3
-    """layers of the model, as many as fan-outs"""
+    """layers of the model, as many as fanouts"""
     heads: int = 4
     """GAT: attention heads"""
     output_heads: int = 0
-    """GAT: attention heads of the last layer; 0 takes as many as --heads"""
+    """GAT: attention heads of the last layer; 0: as many as --heads"""
     dropout: float = 0.5
     """dropout rate of the hidden features"""
     input_dropout: float = 0.0
@@ -103,9 +102,9 @@ class ModelOptions(Options):
     attention_dropout: float = 0.0
     """GAT: dropout rate of the attention weights"""
     batch_norm: bool = False
-    """GraphSAGE and GCN: normalise the hidden features over the minibatch"""
+    """GraphSAGE and GCN: normalize the hidden features over the minibatch"""
     skip: bool = True
-    """GAT: add a linear skip connection to each layer; with --no-skip, a layer has none"""
+    """--no-skip leaves out the linear skip connection that each layer of a GAT has by default"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,8 +135,8 @@ class TaskOptions(Options):
     num_negatives: int = 1
     """link prediction: negative pairs per edge"""
     strict_negatives: bool = True
-    """link prediction: reject negative pairs that are edges of the graph or self loops; with
-    --no-strict-negatives, they may occur"""
+    """link prediction: --no-strict-negatives permits negative pairs that are edges of the graph or
+    self loops; by default they are rejected"""
     exclude: Literal["none", "self", "reverse"] = "reverse"
     """link prediction: edges excluded from the sampled neighbourhoods: none, those of the minibatch
     (self), or these and their reverse edges (reverse)"""
@@ -149,26 +148,26 @@ class TaskOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions(Options):
-    """How minibatches are sampled and loaded, and the seed of all random numbers."""
+    """How minibatches are sampled and loaded, and the random seed."""
 
     fanouts: Fanouts = (15, 10, 5)
-    """neighbours sampled per node, one number per layer, input layer first; -1 takes all"""
+    """neighbours sampled per node, one number per layer, input layer first; -1 samples all"""
     batch_size: int = 1024
     """seed nodes or seed edges per minibatch of one worker"""
     sampler: Literal["gcnzc", "dgl"] = "gcnzc"
     """library that samples the neighbourhoods"""
     threads: int = 0
-    """threads that prepare minibatches; 0 takes the number from the tuning profile, or one per
-    core, at most four; workers share the cores"""
+    """threads of each worker that prepare minibatches; 0: the number in the tuning profile, else
+    the cores divided by the workers, at most 4"""
     tuning_profile: bool = True
-    """use the settings that `gcnzc check --tune` measured for this machine; with
-    --no-tuning-profile, use the defaults"""
+    """--no-tuning-profile ignores the settings that `gcnzc check --tune` measured for this machine,
+    which are used by default"""
     seed: int = 0
-    """seed of all random numbers"""
+    """random seed of the model, the order of the seed nodes and the sampling"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_most(MOST_THREADS, "threads", self.threads)
+        at_most(MAX_THREADS, "threads", self.threads)
         at_least(1, "batch_size", self.batch_size)
         at_least(0, "threads", self.threads)
         at_least(0, "seed", self.seed)
@@ -183,8 +182,8 @@ class FeatureOptions(Options):
     """where the feature table is stored: in host memory, in GPU memory (device), or in host memory
     with a feature cache in GPU memory (cached)"""
     cache_size: str = "auto"
-    """size of the feature cache: a share of the rows, or bytes such as 2GB; auto takes that of the
-    tuning profile, or 0.2"""
+    """size of the feature cache: a fraction of the rows, or bytes such as 2GB; auto uses the size
+    in the tuning profile, or 0.2"""
     cache_policy: CachePolicy = "presampled"
     """rows in the feature cache: those that presampled minibatches read most often, or those of the
     highest in-degree"""
@@ -216,19 +215,19 @@ class OptimizerOptions(Options):
     inner_optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """optimizers with local steps: the optimizer that takes the local steps"""
     compress: Compress = "auto"
-    """number format of the exchanged values; auto takes sign for the onebit and zero-one
-    optimizers, and float32 for the others"""
+    """number format of the exchanged values; auto: sign for the onebit and zero-one optimizers, and
+    float32 for the others"""
     warmup: str = f"{WARMUP.share:g}"
-    """onebit optimizers: length of the warm-up with uncompressed gradients, as a share of the run's
-    steps or a number of steps; auto ends it when the variance is stable, after a quarter of the
-    run at most. zero-one-adam: length of the phase without local steps; auto makes it the whole
-    run"""
+    """onebit optimizers: length of the warm-up with uncompressed gradients, as a fraction of the
+    run's steps or a number of steps; auto ends it when the variance is stable, after a quarter of
+    the run at most. zero-one-adam: length of the phase without local steps; auto: the whole run"""
     refresh: int = REFRESH
     """onebit-adam: steps from the end of the warm-up to the first update of the variance, with
     uncompressed gradients; the interval then doubles; 0 never updates it"""
     local_steps: str = "default"
-    """optimizers with local steps: steps between two exchanges; default takes 8 for local-sgd and
-    co2, and 12 for the others; auto measures the smallest number that hides the exchange"""
+    """optimizers with local steps: steps between two exchanges; default: 8 for local-sgd and co2,
+    and 12 for the others; auto measures the smallest number of steps that overlaps with the whole
+    exchange"""
     outer_lr: float | None = None
     """diloco, streaming-diloco and co2: learning rate of the outer optimizer; the method's default
     if not given"""
@@ -239,8 +238,8 @@ class OptimizerOptions(Options):
     """co2: fraction of a worker's own last update applied before the mean arrives; 0 with
     --outer-lr 1 --outer-momentum 0.2 is the published method"""
     delay: str = "default"
-    """streaming-diloco: steps that overlap with an exchange; default takes 1, or auto with
-    --local-steps auto; auto measures how many hide it"""
+    """streaming-diloco: steps that overlap with an exchange; default: 1, or auto with --local-steps
+    auto; auto measures the smallest number of steps that overlaps with the whole exchange"""
     fragments: str = str(FRAGMENTS)
     """streaming-diloco: parts of the model that are exchanged at different steps: a number of parts
     of equal size; or modules, for one part per module; or regular expressions separated by
@@ -298,8 +297,8 @@ class ScheduleOptions(Options):
     evaluate_every: int = 1
     """epochs between two evaluations with all neighbours"""
     runs: int = 1
-    """train this many times, with the seeds --seed, --seed + 1, ..., and report the mean and the
-    standard deviation of the scores, as OGB's examples do; a run folder for each seed in --out"""
+    """train this many times, with the random seeds --seed, --seed + 1, ..., and report the mean and
+    the standard deviation of the scores, like OGB's examples; --out has a run folder for each"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -314,12 +313,14 @@ class WorkerOptions(Options):
     """The processes that train together, and their device."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the model trains; auto takes CUDA if there is a GPU"""
+    """where the model trains; auto uses CUDA if there is a GPU"""
     workers: int = 1
     """processes that train together on this machine, each on its own minibatches, so that the
-    global batch is --workers times --batch-size; for several machines, use torchrun"""
+    global batch is --workers times --batch-size; for several machines, use torchrun. The number of
+    loading threads is --threads"""
     timeout_s: float = 60.0
-    """seconds until workers that wait for another one give up and restart"""
+    """time limit in seconds for a response of another worker, after which all workers are
+    restarted"""
     restarts: int = 3
     """how often the workers are restarted from the last checkpoint after one is lost"""
     tune_exchange: bool = False
@@ -328,12 +329,12 @@ class WorkerOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_most(MOST_WORKERS, "workers", self.workers)
+        at_most(MAX_WORKERS, "workers", self.workers)
         at_least(1, "workers", self.workers)
         at_least(0, "restarts", self.restarts)
-        if not 0 < self.timeout_s <= MOST_SECONDS:
+        if not 0 < self.timeout_s <= MAX_SECONDS:
             raise ValueError(
-                f"--timeout-s must be above 0 and at most {MOST_SECONDS:,}, got {self.timeout_s}"
+                f"--timeout-s must be above 0 and at most {MAX_SECONDS:,}, got {self.timeout_s}"
                 "\n\nhint: the default is 60"
             )
 
@@ -349,7 +350,9 @@ class OutputOptions(Options):
     out: Path | None = None
     """run folder; runs/DATA-MODEL-N if not given"""
     resume: Path | None = None
-    """run folder to resume, bit for bit, with the options that it was started with"""
+    """run folder to resume, with the options that it was started with; bit for bit, unless DATA,
+    --epochs or --workers is changed. --threads, --trace, --checkpoint-every-s, --timeout-s and
+    --restarts may be changed too"""
     config: Path | None = None
     """TOML file with these options; those on the command line override it"""
 

@@ -21,15 +21,15 @@ from gcnzc.train import old_names
 C = TypeVar("C")
 
 
-# fan-outs are int32, as in the samplers of PyG and DGL
-MOST_NEIGHBOURS = 2**31 - 1
+# fanouts are int32, as in the samplers of PyG and DGL
+MAX_NEIGHBOURS = 2**31 - 1
 
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
 # the largest value of 32-bit counters
-MOST_COUNT = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 
 
 # options that may be larger; `hidden` is limited by the memory of the machine
@@ -37,11 +37,11 @@ LARGE = {"seed": 2**63 - 1, "hidden": 2**63 - 1, "nodes": 2**50, "edges": 2**50}
 
 
 # about thirty years in seconds; no float option is larger
-MOST_FLOAT = 1e9
+MAX_FLOAT = 1e9
 
 
 # larger than any memory, and within the range of 64-bit counters
-MOST_BYTES = 2**60
+MAX_BYTES = 2**60
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
@@ -72,7 +72,7 @@ def check_number(
     option: str, text: str, choices: Sequence[str], hint: str, *, whole: bool = False
 ) -> None:
     """Raise a ValueError unless `text` is a number above 0, or one of `choices`."""
-    most = MOST_COUNT if whole else MOST_FLOAT
+    most = MAX_COUNT if whole else MAX_FLOAT
     is_number = re.fullmatch(r"\d+" if whole else r"\d+\.?\d*|\.\d+", text) is not None
     if text not in choices and not (is_number and float(text) > 0):
         raise ValueError(
@@ -110,12 +110,12 @@ def parse_cache_size(text: str, option: str = "--cache-size", whole: str = "of t
     """Parse the size of a feature cache.
 
     Args:
-        text: a share, such as 0.2, or bytes with a unit, such as 2GB.
+        text: a fraction, such as 0.2, or bytes with a unit, such as 2GB.
         option: name of the option, for the message.
-        whole: what the share refers to, for the message.
+        whole: what the fraction refers to, for the message.
 
     Returns:
-        A float that is a share, or an int that is a number of bytes.
+        A float that is a fraction, or an int that is a number of bytes.
 
     Raises:
         ValueError: `text` is neither.
@@ -124,12 +124,12 @@ def parse_cache_size(text: str, option: str = "--cache-size", whole: str = "of t
     if found is not None:
         number, unit, is_bytes = found.groups()
         num_bytes = float(number) * _UNITS[unit or ""]
-        if is_bytes and 1 <= num_bytes <= MOST_BYTES:
+        if is_bytes and 1 <= num_bytes <= MAX_BYTES:
             return int(num_bytes)
         if not is_bytes and 0 < float(number) <= 1:
             return float(number)
     raise ValueError(
-        f"{option} must be a share {whole} from above 0 to 1, or bytes, got {text!r:.100}\n\n"
+        f"{option} must be a fraction {whole} from above 0 to 1, or bytes, got {text!r:.100}\n\n"
         f"hint: 0.2 is a fifth {whole}, and 1 is all; 2GB and 512MiB are bytes"
     )
 
@@ -283,9 +283,9 @@ def check_numbers(config: Any) -> None:
                 f"hint: leave {option_name(field.name)} out for the default"
             )
         if isinstance(value, float):
-            at_most(MOST_FLOAT, field.name, value)
+            at_most(MAX_FLOAT, field.name, value)
         elif isinstance(value, int):
-            at_most(LARGE.get(field.name, MOST_COUNT), field.name, value)
+            at_most(LARGE.get(field.name, MAX_COUNT), field.name, value)
 
 
 def check_writable(name: str, path: Path | None) -> None:
@@ -327,19 +327,19 @@ def check_picture(name: str, path: Path | None) -> None:
 
 
 def check_fanouts(fanouts: Sequence[int]) -> None:
-    """Raise a ValueError if there is no fan-out, or one is out of range."""
+    """Raise a ValueError if there is no fanout, or one is out of range."""
     if not fanouts:
         raise ValueError(
-            "no fan-out is given\n\nhint: the default for three layers is --fanouts 15,10,5"
+            "no fanout is given\n\nhint: the default for three layers is --fanouts 15,10,5"
         )
     for fanout in fanouts:
-        if fanout > MOST_NEIGHBOURS:
+        if fanout > MAX_NEIGHBOURS:
             raise ValueError(
-                f"a fan-out must be at most {MOST_NEIGHBOURS}, got {fanout}\n\n"
-                "hint: -1 takes all neighbours"
+                f"a fanout must be at most {MAX_NEIGHBOURS}, got {fanout}\n\n"
+                "hint: -1 samples all neighbours"
             )
         if fanout < 1 and fanout != -1:
             raise ValueError(
-                f"a fan-out must be at least 1, or -1 for all neighbours, got {fanout}\n\n"
+                f"a fanout must be at least 1, or -1 for all neighbours, got {fanout}\n\n"
                 "hint: the default for three layers is --fanouts 15,10,5"
             )

@@ -19,7 +19,7 @@ SPAN_COLOURS = {
     "compute": "C2",
     "wait": "lightgrey",
     "exchange": "C3",
-    "beside": "C4",
+    "overlapped": "C4",
 }
 
 
@@ -173,7 +173,7 @@ def timeline(spans: Sequence[Span], out: Path) -> None:
             axis.broken_barh(
                 parts, (number - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.4
             )
-        axis.barh(0, 0, color=colour, label="overlapped exchange" if name == "beside" else name)
+        axis.barh(0, 0, color=colour, label="overlapped exchange" if name == "overlapped" else name)
     axis.set_yticks(range(len(lanes)), lanes)
     axis.invert_yaxis()
     axis.set_xlim(left=0)

@@ -15,6 +15,7 @@ from gcnzc.datasets.store import is_prepared
 from gcnzc.system import files
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import config_from_dict, config_to_dict
+from gcnzc.train.output_files import cause_of
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.resume import check_resumed_options
 from gcnzc.train.run import train
@@ -72,7 +73,12 @@ def repeat(
             reporter.say(f"run {number + 1} of {config.runs}, seed {seed}")
             results.append(_train_seed(config, folder, seed, train_one))
         line = summarize(folder, results)
-        files.write_json(folder / SUMMARY, line)
+        try:
+            files.write_json(folder / SUMMARY, line)
+        except OSError as error:
+            # the results are returned all the same
+            line["unsaved"][SUMMARY] = cause_of(error)
+            reporter.say(f"warning: {folder / SUMMARY} could not be written: {cause_of(error)}")
     return line
 
 

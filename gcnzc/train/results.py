@@ -97,7 +97,7 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
         line["best_possible_accuracy"] = task.best_accuracy
     # the run may have ended before --trace steps were recorded
     draw_trace(trainer)
-    if trainer.is_first:
+    if trainer.is_rank_zero:
         attempt = trainer.files.attempt
         attempt(CURVES, lambda: curves([trainer.folder], trainer.folder / CURVES))
         line["unsaved"] = trainer.files.causes()

@@ -33,21 +33,24 @@ from gcnzc.train.saving import save
 from gcnzc.train.schema import write_schema
 from gcnzc.train.trainer import PeerFailed, Trainer, mixed_seed
 
-# options that may differ in a resumed run: they do not change what a step computes
+# options that may differ in a resumed run
 FREE_ON_RESUME = {
-    *(
-        "data",
-        "epochs",
-        "threads",
-        "tuning_profile",
-        "verify",
-        "checkpoint_every_s",
-        "trace",
-        "out",
-        "resume",
-        "config",
-    ),
-    *("workers", "timeout_s", "restarts"),
+    # without an effect on what a step computes
+    "checkpoint_every_s",
+    "config",
+    "data",
+    "out",
+    "restarts",
+    "resume",
+    "threads",
+    "timeout_s",
+    "trace",
+    "tuning_profile",
+    "verify",
+    # `workers` changes the global batch size; `epochs` changes the total number of steps, from
+    # which schedules such as that of 0/1 Adam follow
+    "epochs",
+    "workers",
 }
 
 
@@ -136,7 +139,7 @@ def _check_free_folder(trainer: Trainer) -> None:
 def check_resumed_options(
     config: TrainConfig, options: Mapping[str, Any] | None, folder: Path
 ) -> None:
-    """Check the options against those of the run in `folder`; old checkpoints have none.
+    """Check the options against those of the run in `folder`; old checkpoints have no options.
 
     Raises:
         ValueError: an option differs that a resumed run keeps.
@@ -198,7 +201,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     if trainer.in_epoch:
         trainer.loader.load_state_dict(state["loader"])
     _set_random_states(trainer, state)
-    if trainer.is_first:
+    if trainer.is_rank_zero:
         # the checkpoint has all lines, so this also repairs a damaged file
         record.rewrite(trainer.folder / RECORD, trainer.lines)
         record.keep(trainer.folder / WORKERS, state["worker_lines"])
@@ -212,12 +215,12 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
 def _restore_stats(trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
     """Load each worker's statistics; if the number of workers changed, worker 0 loads the sum."""
     if len(states) == trainer.group.world_size:
-        trainer.tally.load_state_dict(states[trainer.group.rank])
-    elif trainer.is_first:
+        trainer.epoch_stats.load_state_dict(states[trainer.group.rank])
+    elif trainer.is_rank_zero:
         tallies = [EpochStats(trainer.device) for _ in states]
         for tally, each in zip(tallies, states, strict=True):
             tally.load_state_dict(each)
-        trainer.tally = sum_stats(tallies)
+        trainer.epoch_stats = sum_stats(tallies)
 
 
 def _restore_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -247,7 +250,7 @@ def _set_random_states(trainer: Trainer, state: Mapping[str, Any]) -> None:
             rank + 1,
             world_size,
             trainer.epoch,
-            trainer.loader.shares.done,
+            trainer.loader.shares.seeds_done,
         )
         torch.manual_seed(mixed_seed(*numbers))
         return

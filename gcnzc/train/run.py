@@ -26,6 +26,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
 from gcnzc.train.exchange_tuning import exchange_tuning
 from gcnzc.train.memory import check_memory, footprint_of
+from gcnzc.train.only_run import only_run
 from gcnzc.train.optimizers import build_method
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import write_result
@@ -45,6 +46,7 @@ from gcnzc.train.trainer import Interrupted, Trainer, mixed_seed
 from gcnzc.train.unused_options import unused_options
 
 
+@only_run()
 def train(
     config: TrainConfig,
     folder: Path,
@@ -53,6 +55,10 @@ def train(
     launch: record.Launch | None = None,
 ) -> dict[str, Any]:
     """Train a model with the options of `config`, and return the result of the run.
+
+    Initial weights and dropout use torch's global random generators, so that one process can train
+    one model at a time: runs in several threads would draw random numbers from each other, and not
+    be reproducible. Train several models side by side in several processes.
 
     Args:
         config: the options; `data` must be set.
@@ -69,7 +75,8 @@ def train(
 
     Raises:
         ValueError: the data, the options or the checkpoint do not match.
-        RuntimeError: the run needs more memory than the machine has.
+        RuntimeError: the run needs more memory than the machine has, or another run trains in this
+            process.
         Interrupted: the process received SIGINT or SIGTERM; the run was saved first.
         WorkerLost: another worker has ended or does not respond; the run can be resumed.
         PeerFailed: worker 0 failed, and raises the error.
@@ -168,7 +175,7 @@ def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
     while trainer.epoch < trainer.config.epochs and not out_of_patience(trainer):
         train_epoch(trainer, stopped)
         finish_epoch(trainer)
-        flags = [stopped.is_set(), trainer.is_due()]
+        flags = [stopped.is_set(), trainer.is_checkpoint_due()]
         if trainer.group.world_size > 1:
             # clocks and signals differ between workers
             flags = run(all_gather(torch.tensor(flags)), trainer.group).any(dim=0).tolist()

@@ -30,7 +30,7 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
     if optimizer is None:
         return
     trainer.count_sent()
-    tallies = run(trainer.tally.of_all_workers(), trainer.group)
+    tallies = run(trainer.epoch_stats.of_all_workers(), trainer.group)
     states = {"rng": run(all_gather(torch.get_rng_state()), trainer.group)}
     if trainer.device.type == "cuda":
         own = torch.cuda.get_rng_state(trainer.device)
@@ -130,7 +130,7 @@ def handle_stop_request(trainer: Trainer, flags: Sequence[bool]) -> None:
     trainer.on_rank_zero(lambda: write_pending(trainer))
     epoch = min(trainer.epoch + 1, trainer.config.epochs)
     if any(run(all_gather_scalar(len(trainer.files.failures)), trainer.group)):
-        message = unsaved(trainer.folder, trainer.files.causes()) if trainer.is_first else ""
+        message = unsaved(trainer.folder, trainer.files.causes()) if trainer.is_rank_zero else ""
         raise Interrupted(
             f"stopped in epoch {epoch}; {message or 'worker 0 could not write all files'}"
         )

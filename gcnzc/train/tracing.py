@@ -100,7 +100,7 @@ def draw_trace(trainer: "Trainer") -> None:
         own = trainer.spans + [stage.span() for stage in trainer.stages]
         spans = run(gather_spans(own, trainer.group.rank), trainer.group)
         trainer.spans, trainer.stages = [], []
-        if not trainer.is_first:
+        if not trainer.is_rank_zero:
             return
         attempt = trainer.files.attempt
         attempt(TRACE, lambda: write_trace(spans, trainer.folder / TRACE))

@@ -28,7 +28,8 @@ from gcnzc.train.tasks.base import Task
 from gcnzc.train.tensorboard import EventFile
 from gcnzc.train.worker_state import WorkerStates
 
-# waits for other workers to keep, for the comparison with overlapped exchanges
+# number of the most recent waits for other workers that are kept, to compute how much of the
+# overlapped exchanges they contain
 WAITS = 1000
 
 
@@ -61,12 +62,12 @@ class Trainer:
         self.table = table
         self.device, self.model, self.optimizer = device, model, optimizer
         self.group = optimizer.group
-        self.is_first = self.group.rank == 0
+        self.is_rank_zero = self.group.rank == 0
         self.loader, self.reporter = loader, reporter
         self.began = began  # time.perf_counter() at the start of the command
         self.epoch = 0
-        self.in_epoch = False  # between the first step of an epoch and its evaluation
-        self.tally = EpochStats(device)
+        self.in_epoch = False  # True from the first step of an epoch to its evaluation
+        self.epoch_stats = EpochStats(device)
         self.lines: list[dict[str, Any]] = []  # of record.jsonl, one per epoch
         self.worker_lines = 0  # number of lines of workers.jsonl
         self.best: dict[str, Any] = {}
@@ -88,28 +89,28 @@ class Trainer:
         self.worker_states = WorkerStates(folder, self.group.rank)
 
     def on_rank_zero(self, function: Callable[[], None]) -> None:
-        """Call a function on worker 0; if it raises an error, all workers raise one.
+        """Call a function on rank 0; if it raises an error, all workers raise one.
 
         Raises:
             PeerFailed: on the other workers, if the function raised an error.
         """
         error: Exception | None = None
-        if self.is_first:
+        if self.is_rank_zero:
             try:
                 function()
             except Exception as failure:  # any error, because the other workers wait for the result
                 error = failure
         if any(run(all_gather_scalar(int(error is not None)), self.group)):
-            raise error or PeerFailed("worker 0 has failed")
+            raise error or PeerFailed("rank 0 has failed")
 
-    def is_due(self) -> bool:
-        """Whether the next checkpoint is due, by --checkpoint-every-s."""
+    def is_checkpoint_due(self) -> bool:
+        """Whether --checkpoint-every-s seconds have passed since the last checkpoint."""
         return time.monotonic() - self.saved_at >= self.config.checkpoint_every_s
 
     def count_sent(self) -> None:
         """Add the bytes sent since the last call to the epoch's statistics."""
         sent = self.group.ledger.bytes_sent
-        self.tally.bytes_sent += sent - self.counted_sent
+        self.epoch_stats.bytes_sent += sent - self.counted_sent
         self.counted_sent = sent
 
 

@@ -15,7 +15,7 @@ from gcnzc.features.access_counts import (
 from gcnzc.features.cache import cache_bytes, num_rows_to_cache
 from gcnzc.features.table import FeatureTable
 
-SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # cache sizes, as shares of the rows
+SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # cache sizes, as fractions of the rows
 
 
 def forecast(
@@ -34,7 +34,7 @@ def forecast(
         degrees: (N,) in-degrees.
         fresh: (N,) access counts of other minibatches, for example of `count_accesses`, to measure
             the hit rates that are predicted.
-        shares: cache sizes, as shares of the rows.
+        shares: cache sizes, as fractions of the rows.
         gpus: number of GPUs that the cache is sharded across.
 
     Returns:

@@ -8,8 +8,8 @@ measurement noise does not decide, and no resources are wasted. If the rounds di
 `NOISY`, because other programs are running, the default is kept.
 
 Settings are chosen in sequence, each with the previous ones fixed: layout; programs with warps and
-vectors; threads; prefetched minibatches; share of rows for the copy engine; cache size. Without a
-GPU, a model predicts the layout, and the other settings of the GPU keep their defaults.
+vectors; threads; prefetched minibatches; fraction of rows for the copy engine; cache size. Without
+a GPU, a model predicts the layout, and the other settings of the GPU keep their defaults.
 """
 
 import os
@@ -79,8 +79,8 @@ def tune(
 
     Args:
         case: the workload. With CUDA, its table is page-locked during the measurement.
-        cache_memory: memory for the feature cache: bytes (int), or a share of the GPU's free memory
-            (float).
+        cache_memory: memory for the feature cache: bytes (int), or a fraction of the GPU's free
+            memory (float).
         compute_s: compute time of the model per minibatch, in seconds; None if unknown.
         progress: see `Progress`.
 
@@ -201,7 +201,7 @@ def choose_kernel_config(
 def choose_loader_settings(
     bench: Bench, kernel_config: KernelConfig | None, progress: Progress
 ) -> dict[str, Setting]:
-    """Choose the number of worker threads, then the number of prefetched minibatches."""
+    """Choose the number of loading threads, then the number of prefetched minibatches."""
     counts = _thread_counts()
     by_threads = measure_in_rounds(
         counts,
@@ -243,14 +243,14 @@ def choose_loader_settings(
 def choose_copied_share(
     bench: Bench, loading: LoaderSettings, device: torch.device, progress: Progress
 ) -> tuple[LoaderSettings, Setting, float | None]:
-    """Choose the share of rows that is copied instead of read, and the threads that gather it.
+    """Choose the fraction of rows that is copied instead of read, and the threads that gather it.
 
     If reading all rows takes time r, and gathering and copying all of them takes c, both finish at
-    the same time with the share r / (r + c). But threads also sample, so that shares around it are
-    measured in the whole loader, with the threads chosen so far and with the largest number.
+    the same time with the fraction r / (r + c). But threads also sample, so that fractions around
+    it are measured in the whole loader, with the threads chosen so far and with the largest number.
 
     Returns:
-        `loading` with the chosen share, threads and prefetched minibatches; the setting of the
+        `loading` with the chosen fraction, threads and prefetched minibatches; the setting of the
         share; and the seconds per minibatch for reading the other rows, None without a GPU.
     """
     if not bench.has_gpu:
@@ -309,7 +309,7 @@ def choose_copied_share(
 def choose_cache_size(
     case: Case, limit: CacheMemory, transfer_s: float | None, progress: Progress
 ) -> Setting:
-    """Choose the share of the rows to cache on the GPU.
+    """Choose the fraction of the rows to cache on the GPU.
 
     A larger cache is never slower, so memory is the limit, unless with a smaller cache the transfer
     of the other rows is hidden behind the model's compute time.

@@ -107,7 +107,7 @@ class TuningProfile:
         )
 
     def cache_share(self, num_rows: int) -> float | None:
-        """Return the share of rows to cache on the GPU; None for a table of another length."""
+        """Return the fraction of rows to cache on the GPU; None for a table of another length."""
         share = self.value("hot") if num_rows == self.rows else None
         return None if share is None else float(share)
 

@@ -5,7 +5,7 @@ the PCIe bus (zero-copy): no CPU thread copies them, and there is no staging buf
 from PyTorch-Direct (Min et al., VLDB 2021, https://arxiv.org/abs/2103.03330).
 
 Rows are copied as bytes, whatever their dtype, so the reference and the implementations in `cpu`
-and `gpu` give the same bits. Quantised rows (see `quantize`) are dequantised after they were read,
+and `gpu` give the same bits. Quantized rows (see `quantize`) are dequantized after they were read,
 so that codes are transferred over the bus: `out[i] = table[ids[i]] * scale`.
 
 Notation: N rows in the table, D columns, B gathered rows.
@@ -25,7 +25,7 @@ from gcnzc.kernels.gather.quantize import MAX_CODE, dequantize_reference
 CHECK = "GCNZC_CHECK_IDS"
 
 
-# dtypes to which codes can be dequantised
+# dtypes to which codes can be dequantized
 FROM_CODES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -109,7 +109,7 @@ def gather(
     threads: int | None = None,
     config: KernelConfig | None = None,
 ) -> Tensor:
-    """Return `table[ids]` on the device of `ids`, dequantised if `scales` are given.
+    """Return `table[ids]` on the device of `ids`, dequantized if `scales` are given.
 
     Args:
         table: (N, D) of any dtype, each row contiguous; on the device of `ids`, or page-locked on

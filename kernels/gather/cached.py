@@ -40,7 +40,7 @@ def gather_cached(
     scale_columns: int | None = None,
     config: KernelConfig | None = None,
 ) -> Tensor:
-    """Return `table[ids]`, reading cached rows from GPU memory; dequantised if `scales` are given.
+    """Return `table[ids]`, reading cached rows from GPU memory; dequantized if `scales` are given.
 
     Args:
         table: (N, D), each row contiguous, page-locked on the host.

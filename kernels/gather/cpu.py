@@ -218,7 +218,7 @@ def dequantize_rows(
     out: Tensor,
     threads: int | None = None,
 ) -> bool:
-    """Gather rows of codes, dequantise them and write them to `out`; all tensors on the host.
+    """Gather rows of codes, dequantize them and write them to `out`; all tensors on the host.
 
     Args:
         table: (N, D) codes, each row contiguous; N and D are at least 1.

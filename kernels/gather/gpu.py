@@ -49,7 +49,7 @@ DEFAULT_PROGRAMS = 32
 EXPONENT_BITS = {torch.int8: 0, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 
 
-# without a lock, several worker threads would compile the same kernel at the same time
+# without a lock, several threads would compile the same kernel at the same time
 _LAUNCH = threading.Lock()
 
 

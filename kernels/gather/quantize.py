@@ -1,4 +1,4 @@
-"""Quantise feature rows to one byte per element, with scales.
+"""Quantize feature rows to one byte per element, with scales.
 
 There is a scale for each row, or for each block of columns over all rows: the largest absolute
 value divided by the largest code, so that zeros and signs are preserved. Codes are rounded to
@@ -78,7 +78,7 @@ def compute_scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
     Returns:
         float32 of the shape of `largest`: at least `SMALLEST_SCALE`, 1 where `largest` is 0, and
-        small enough that no code is dequantised to infinity.
+        small enough that no code is dequantized to infinity.
     """
     # the largest float32 could overflow when it is divided and multiplied again
     max_scale = torch.finfo(torch.float32).max / MAX_CODE[dtype] * (1 - 2.0**-23)

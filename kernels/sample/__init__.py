@@ -33,7 +33,7 @@ from gcnzc.kernels.sample.cpu import (
 from gcnzc.kernels.sample.exclude import ExcludedEdges
 from gcnzc.kernels.structure.csc import VERIFY_HINT
 
-ALL = -1  # the fan-out that takes all neighbours
+ALL = -1  # the fanout that takes all neighbours
 
 
 @dataclass(frozen=True)
@@ -226,19 +226,33 @@ def _empty(length: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(length, dtype=dtype)
 
 
-def _describe_damage(indptr: Tensor, indices: Tensor, node: int) -> str:
+class InvalidGraph(ValueError):
+    """`indptr` or `indices` has a value out of range.
+
+    Attributes:
+        array: "indptr" or "indices".
+        wrong: what is wrong.
+    """
+
+    def __init__(self, array: str, wrong: str) -> None:
+        super().__init__(f"{wrong}\n\n{VERIFY_HINT}")
+        self.array, self.wrong = array, wrong
+
+
+def _damage(indptr: Tensor, indices: Tensor, node: int) -> InvalidGraph:
     num_nodes, num_edges = len(indptr) - 1, len(indices)
     begin, end = indptr[node : node + 2].tolist()
     if not 0 <= begin <= end <= num_edges:
-        return (
+        return InvalidGraph(
+            "indptr",
             f"the edges into node {node} are numbered from {begin} to {end}, but the graph has "
-            f"{num_edges} edges\n\n{VERIFY_HINT}"
+            f"{num_edges} edges",
         )
     column = indices[begin:end]
     invalid_ids = column[(column < 0) | (column >= num_nodes)][:4].tolist()
-    return (
-        f"node {node} has the in-neighbours {invalid_ids} in a graph of {num_nodes} nodes\n\n"
-        f"{VERIFY_HINT}"
+    return InvalidGraph(
+        "indices",
+        f"node {node} has the in-neighbours {invalid_ids} in a graph of {num_nodes} nodes",
     )
 
 
@@ -316,11 +330,11 @@ def sample(
             num_edges,
         ):
             if progress[INVALID_NODE] >= 0:
-                raise ValueError(_describe_damage(indptr, indices, int(progress[INVALID_NODE])))
+                raise _damage(indptr, indices, int(progress[INVALID_NODE]))
             if progress[NEED_NODES] > MAX_NODES:
                 raise ValueError(
-                    f"a batch of {num_seeds} seeds with fan-outs {list(fanouts)} reaches more than "
-                    f"{MAX_NODES} nodes\n\nhint: use fewer seeds or smaller fan-outs"
+                    f"a batch of {num_seeds} seeds with fanouts {list(fanouts)} reaches more than "
+                    f"{MAX_NODES} nodes\n\nhint: use fewer seeds or smaller fanouts"
                 )
             out.grow(progress)
             workspace.reserve(int(progress[NEED_NODES]), out.nodes.numpy(), int(progress[NODES]))

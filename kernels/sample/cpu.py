@@ -21,7 +21,7 @@ PREFETCH_DISTANCE = 64  # edges ahead for which table slots are prefetched
 LINE_IDS = 8  # 8 B ids in a cache line
 
 
-# Up to this fan-out a position is compared with all positions sampled before it, for many
+# Up to this fanout a position is compared with all positions sampled before it, for many
 # destinations at once; beyond it, the positions of a destination are marked in a bitmap.
 MAX_COMPARED = 64
 
@@ -357,7 +357,9 @@ def sample_hops(
     while hop < len(fanouts) and done:
         fanout, num_destinations = fanouts[hop], num_nodes[hop]
         # the offsets of all hops are concatenated, each with its own leading zero
-        first = hop + num_nodes[:hop].sum()
+        first = hop
+        for i in range(hop):
+            first += num_nodes[i]
         if len(out_indptr) < first + num_destinations + 1:
             progress[NEED_INDPTR] = first + num_destinations + 1
             done = False
@@ -405,7 +407,9 @@ def sample_hops(
             for i in range(chunk_size):
                 out_indptr[first + destination + i + 1] = edges - num_edges[hop] + ends[i]
             if len(out_edge_ids):
-                out_edge_ids[edges : edges + total] = positions[:total]
+                # numba compiles an assignment of slices with error messages, which takes seconds
+                for i in range(total):
+                    out_edge_ids[edges + i] = positions[i]
             sources = positions[:total]
             for i in range(total):
                 sources[i] = indices[positions[i]]

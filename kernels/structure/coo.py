@@ -1,6 +1,6 @@
 """Convert CSC to an edge list (COO).
 
-The conversion runs in the calling thread: the loader's worker threads already run in parallel, and
+The conversion runs in the calling thread: the loader's threads already run in parallel, and
 further threads would compete with the model for cores.
 
 Notation: T targets, E edges.

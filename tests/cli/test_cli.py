@@ -14,7 +14,7 @@ import torch
 from tiny_graph import tiny
 
 from gcnzc.cli import main
-from gcnzc.cli.errors import Misuse
+from gcnzc.cli.errors import UsageError
 from gcnzc.cli.parser import parse
 from gcnzc.train import run as train_run
 from gcnzc.tune import choose, machine, search
@@ -117,7 +117,7 @@ def test_a_tuning_profile_is_measured_saved_shown_and_used(graph, tmp_path, monk
     (tmp_path / "cache" / "plans.json").write_text("{")
     words = ["--fanouts", "4,4", "--batch-size", "32", "--cache-memory", "20kB"]
     assert main(["check", str(graph), "--tune", *words, *little]) == 2
-    assert "--cache-memory must be a share of the GPU's free memory" in capsys.readouterr().err
+    assert "--cache-memory must be a fraction of the GPU's free memory" in capsys.readouterr().err
     words[-1] = "20KB"
     assert main(["check", str(graph), "--tune", *words, *little]) == 0
     out, err = capsys.readouterr()
@@ -201,7 +201,9 @@ def test_a_file_of_options_may_name_the_run_folder_and_no_run_to_resume(tmp_path
     assert parse(["train", "--config", str(tmp_path / "c.toml")]).out == tmp_path / "r"
     for name in ("resume", "config"):
         (tmp_path / "c.toml").write_text(f'{name} = "x"\n')
-        with pytest.raises(Misuse, match=f"{name} has no effect in a file\n\nhint: use --{name}"):
+        with pytest.raises(
+            UsageError, match=f"{name} has no effect in a file\n\nhint: use --{name}"
+        ):
             parse(["train", "--config", str(tmp_path / "c.toml")])
 
 
@@ -278,7 +280,7 @@ def test_help_is_printed(words, capsys):
         (["train", "--epochs", "many"], "many", "gcnzc train --help"),
         (["train", "--epochs", "0"], "--epochs must be at least 1, got 0", "leave"),
         (["train", "--fanouts", "5,x"], "5,x", "gcnzc train --help"),
-        (["train", "--fanouts", "5,5"], "2 fan-outs (5,5) for 3 layers", "--layers 2"),
+        (["train", "--fanouts", "5,5"], "2 fanouts (5,5) for 3 layers", "--layers 2"),
         (["train", "--dropout", "1"], "--dropout must be from 0 to below 1", "probability"),
         (["train", "--model", "mlp"], "mlp", "gcnzc train --help"),
         (["make"], "PATH", "gcnzc make --help"),

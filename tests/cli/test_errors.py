@@ -126,7 +126,7 @@ def test_debug_shows_the_traceback(words, tmp_path, capsys):
 
 def test_a_huge_fan_out_is_rejected(graph, capsys):
     words = [*SMALL, "--fanouts", "99999999999999999999,5"]
-    assert "a fan-out must be at most" in answer_of(capsys, ["train", graph, *words], 2)
+    assert "a fanout must be at most" in answer_of(capsys, ["train", graph, *words], 2)
 
 
 @pytest.mark.parametrize(
@@ -199,15 +199,22 @@ def test_sigterm_while_preparing_leaves_nothing_behind(tmp_path):
 
 
 def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
-    """Those that measure are called where their own tests have small sizes for them."""
     plan = ["--workers", "2", "--step-s", "0.01", *SMALL[2:-2]]
+    commands_run = set()
     for words in (
+        ["train", graph, *SMALL, "--out", tmp_path / "r"],
+        ["train", graph, *SMALL, "--epochs", "1", "--runs", "2", "--out", tmp_path / "rs"],
         ["make", tmp_path / "m", "--nodes", 100, "--edges", 300, "--num-features", 4],
         ["prepare", tmp_path / "m", tmp_path / "p"],
         ["embed", graph, tmp_path / "e", "--dims", 4],
         ["info", graph],
         ["evaluate", run],
+        ["predict", run, "--out", tmp_path / "x.csv"],
         ["plot", run, "--out", tmp_path / "x.png"],
+        ["check", "--megabytes", 1],
+        ["check", graph, "--megabytes", 1],
+        ["pcie", graph, "--megabytes", 16],
+        ["pcie", "--megabytes", 16],
         ["cost", graph, *plan],
         ["cache-forecast", graph, "--fanouts", "3,3", "--batches", 4, "--batch-size", 64],
     ):
@@ -216,6 +223,11 @@ def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
         out = capsys.readouterr().out
         assert out.count("\n") == 1, words
         assert isinstance(json.loads(out), dict), words
+        commands_run.add(words[0])
+    assert main(["--help"]) == 0
+    # the list of commands, which may go over several lines
+    listed = re.search(r"\{([a-z,\s-]+)\}", capsys.readouterr().out)
+    assert commands_run == set(re.split(r",\s*", listed[1].strip()))
 
 
 def test_the_result_of_a_run_has_its_options(run):

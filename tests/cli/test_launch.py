@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def graph(tmp_path_factory):
 
 
 @contextmanager
-def started(graph, run, *words):
+def started(graph, run, *words, **environment):
     """The launcher of a run, and none of its processes left at the end."""
     command = [sys.executable, "-m", "gcnzc", "train", str(graph), "--out", str(run)]
     command += ["--layers", "2", "--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
@@ -46,7 +47,7 @@ def started(graph, run, *words):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | environment,
     ) as process:
         try:
             yield process
@@ -161,6 +162,62 @@ def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
     )
     assert more.returncode == 0, more.stderr
     assert json.loads(more.stdout)["epochs"] == state["epoch"] + 2
+
+
+def state_of(process):
+    """The letter in /proc/PID/stat, such as T for a process that is stopped."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_an_interrupted_run_with_a_stopped_worker_is_saved_soon(graph, tmp_path):
+    run = tmp_path / "run"
+    words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
+    # torch's default: the launcher kills workers that have not ended by then
+    grace = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"}
+    with started(graph, run, *words, "--timeout-s", "60", **grace) as process:
+        wait_for(lambda: epochs(run) >= 1)
+        stopped = of_this(run)[-1]
+        os.kill(stopped, signal.SIGSTOP)
+        # without a signal to end, it remains stopped
+        wait_for(lambda: state_of(stopped) == "T")
+        time.sleep(3)
+        assert state_of(stopped) == "T"
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=90)
+        seconds = time.monotonic() - began
+        assert not of_this(run)
+    assert process.returncode == 1
+    assert "all is saved" in err
+    assert "Traceback" not in err
+    assert seconds < 15
+    assert len(saved(run)["rng"]) == 2
+
+
+def run_ids(run):
+    """The run ids in the environments of a run's workers."""
+    found = []
+    for process in of_this(run):
+        environment = Path(f"/proc/{process}/environ").read_text().split("\0")
+        found += [each.partition("=")[2] for each in environment if "TORCHELASTIC_RUN_ID=" in each]
+    return found
+
+
+def test_runs_on_one_machine_have_different_random_run_ids(graph, tmp_path):
+    """A process that knows the run id could join the run, so it must not be guessable."""
+    found = []
+    for name in ("one", "other"):
+        run = tmp_path / name
+        words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
+        with started(graph, run, *words):
+            wait_for(lambda run=run: len(run_ids(run)) == 2)
+            one, other = run_ids(run)
+        assert one == other
+        found.append(uuid.UUID(one))
+        # of 122 random bits
+        assert found[-1].version == 4
+        assert found[-1].variant == uuid.RFC_4122
+    assert len(set(found)) == 2
 
 
 def test_a_user_error_is_reported_once_and_not_retried(graph, tmp_path):

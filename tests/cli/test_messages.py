@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from gcnzc import prepare
 from gcnzc.cli import main
 from gcnzc.cli.commands import COMMANDS
+from gcnzc.cli.errors import UNKNOWN_REMEDY
 from gcnzc.cli.parser import parse
 from gcnzc.datasets.generate import Shape, make
 
@@ -32,7 +34,9 @@ TRAINING = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--epochs", "1
         (["train", "--dropuot=0.1"], "--dropuot=0.1", "did you mean --dropout?"),
         (["train", "--no-skpi"], "--no-skpi", "did you mean --no-skip?"),
         (["train", "x", "--fanouts", "10", "5"], "5", "commas and no spaces"),
+        (["cache-forecast", "x", "--batches", "5"], "--batches must be even, got 5", "two equal"),
         (["quux"], "there is no command 'quux'", "`gcnzc --help` lists the commands"),
+        (["--epochs", "3", "train", "x"], "--epochs is before the command", "gcnzc train --epochs"),
     ],
 )
 def test_an_unknown_option_is_reported_with_the_nearest_one(words, error, hint, capsys):
@@ -41,6 +45,19 @@ def test_an_unknown_option_is_reported_with_the_nearest_one(words, error, hint, 
     assert [line.partition(":")[0] for line in lines] == ["error", "hint"]
     assert error in lines[0]
     assert hint in lines[1]
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize(
+    "words", [[], ["--no-such-option"], ["x"] * 4, ["--seed", "x"], ["--out"], ["--data="]]
+)
+def test_the_hint_of_a_command_is_not_the_list_of_commands(kind, words, capsys, monkeypatch):
+    monkeypatch.setitem(COMMANDS, kind, lambda *_: None)
+    command = re.sub("(?<=.)([A-Z])", r"-\1", kind.__name__.removesuffix("Config")).lower()
+    assert main([command, *words]) in (0, 2)
+    err = capsys.readouterr().err
+    assert "`gcnzc --help`" not in err
+    assert UNKNOWN_REMEDY not in err
 
 
 def test_the_help_of_a_negative_flag_describes_its_effect(capsys):
@@ -55,11 +72,38 @@ def test_the_help_of_a_negative_flag_describes_its_effect(capsys):
             command = re.sub("(?<=.)([A-Z])", r"-\1", kind.__name__.removesuffix("Config")).lower()
             assert parse([command, "--help"]) is None
             text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+            assert "(default: True)" not in text
             for flag in own:
                 # as the option, and in what is said of it
                 assert len(re.findall(rf"{flag}(?![-\w])", text)) >= 2, flag
         flags += len(own)
     assert flags >= 3
+
+
+def test_lines_of_the_help_end_at_the_margin_and_not_where_those_of_the_source_do(capsys):
+    checked = 0
+    for command in ("train", "prepare", "cost", "check"):
+        assert parse([command, "--help"]) is None
+        # the frame depends on the terminal
+        lines = capsys.readouterr().out.replace("│", " ").splitlines()
+        width = max(len(line.rstrip()) for line in lines if re.match(r" {10,}\S", line))
+        for line, after in pairwise(lines):
+            has_text = re.match(r" {10,}\S|.*\S {2,}\S", line)
+            if has_text and re.match(r" {10,}\S", after):
+                # the first word of the next line does not fit
+                assert len(line.rstrip()) + 1 + len(after.split()[0]) > width, (line, after)
+                checked += 1
+    assert checked > 50
+
+
+def test_debug_is_in_the_help(capsys):
+    assert parse(["--help"]) is None
+    assert "the option --debug" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_dtype_of_features_is_auto_by_default_also_by_its_old_name():
+    for words in ([], ["--feature-dtype", "auto"], ["--feature-dtype", "as-is"]):
+        assert parse(["prepare", "a.npz", "b", *words]).feature_dtype == "auto"
 
 
 def test_the_help_names_positional_arguments_and_types_of_optional_values(capsys):

@@ -11,7 +11,7 @@ from gcnzc.cli import main
 from gcnzc.cli.commands import COMMANDS
 from gcnzc.train.options import option_name
 
-# a fan-out of -1 keeps all neighbours
+# a fanout of -1 keeps all neighbours
 LISTS = {"fanouts": ((), (0,), (-2,), (2**31,), (10**30,)), "workers": ((), (-1,), (0,), (10**6,))}
 HUGE = "9" * 400
 TEXTS = {
@@ -68,7 +68,7 @@ def test_every_command_with_numbers_has_cases():
     ("kind", "name", "values"), CASES, ids=[f"{kind.__name__}-{name}" for kind, name, _ in CASES]
 )
 def test_a_number_out_of_bounds_is_rejected(kind, name, values):
-    option = "fan-out" if name == "fanouts" else option_name(name)
+    option = "fanout" if name == "fanouts" else option_name(name)
     for value in values:
         with pytest.raises(ValueError, match=r"(?s)^.*\n\nhint: ") as error:
             kind(**required(kind), **{name: value})

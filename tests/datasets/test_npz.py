@@ -69,6 +69,20 @@ def test_add_inverse_edge_is_read_as_a_boolean(tmp_path: Path, value: Any, once:
     assert defaults.bidirected == once
 
 
+@pytest.mark.parametrize("is_bidirected", [True, False])
+def test_bidirected_is_the_name_of_the_option_and_ogbs_name_is_read_too(
+    tmp_path: Path, is_bidirected: bool
+) -> None:
+    for given in ({"bidirected": is_bidirected}, {"add_inverse_edge": is_bidirected}):
+        path = tiny().write_npz(tmp_path / "a.npz", **{k: np.array(v) for k, v in given.items()})
+        defaults = NpzGraph(path).edge_defaults()
+        assert defaults is not None, given
+        assert defaults.bidirected == is_bidirected
+    both = {"bidirected": np.array(is_bidirected), "add_inverse_edge": np.array(not is_bidirected)}
+    with pytest.raises(ValueError, match=r"bidirected is (.|\n)*\n\nhint: they mean the same"):
+        NpzGraph(tiny().write_npz(tmp_path / "b.npz", **both)).edge_defaults()
+
+
 @pytest.mark.parametrize(
     "value", ["maybe", 2, [True, False], np.empty(0, bool), np.nan], ids=lambda value: repr(value)
 )

@@ -10,7 +10,7 @@ from bench.docs.result_tables import TABLES, with_caption
 PAGES = {path.relative_to(pages.ROOT).as_posix(): path.read_text() for path in pages.PAGES}
 # figures that a measurement gives, with their unit
 MEASURED = re.compile(
-    r"\d[\d.,]* ?(?:seeds/s|GB/s|times (?:as|less|more|fewer|faster)|points)|\d ± \d"
+    r"\d[\d.,]* ?(?:seeds/s|seed nodes/s|GB/s|times (?:as|less|more|fewer|faster)|points)|\d ± \d"
 )
 
 

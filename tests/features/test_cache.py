@@ -213,6 +213,7 @@ def test_a_presampled_epoch_covers_all_training_nodes(small):
     ("options", "message"),
     [
         ({"batches": 3}, "batches is 3"),
+        ({"batches": 5}, r"batches is 5, which is odd, (.|\n)*\n\nhint: batches=6"),
         ({"seeds": torch.empty(0, dtype=torch.int64)}, "seeds is empty"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"fanouts": []}, "fanouts"),
@@ -653,7 +654,7 @@ def test_cache_sizes_are_parsed(words, size):
     "words", ["0", "1.1", "20", "2G", "GB", "", "-0.1", "0.2.1", "0B", "x", "nan"]
 )
 def test_invalid_cache_size_strings_are_rejected(words):
-    with pytest.raises(ValueError, match="--cache-size must be a share") as error:
+    with pytest.raises(ValueError, match="--cache-size must be a fraction") as error:
         TrainConfig(cache_size=words)
     assert "\n\nhint: " in str(error.value)
 
@@ -808,8 +809,8 @@ def test_cache_forecast_rejects_a_graph_without_features(tmp_path, capsys):
             "--batches must be at least 4, got 3",
             "for the default",
         ),
-        (["cache-forecast", "x", "--fanouts", "0"], "a fan-out must be at least 1", "--fanouts"),
-        (["train", "--cache-size", "20"], "--cache-size must be a share of the rows", "2GB"),
+        (["cache-forecast", "x", "--fanouts", "0"], "a fanout must be at least 1", "--fanouts"),
+        (["train", "--cache-size", "20"], "--cache-size must be a fraction of the rows", "2GB"),
         (["train", "--features", "cashed"], "cashed", "gcnzc train --help"),
     ],
 )

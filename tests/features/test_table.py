@@ -193,7 +193,7 @@ def test_invalid_codes_and_scales_are_rejected():
         (torch.ones(3, 0), torch.int8, None),
         (torch.ones(3, 4, device="meta"), torch.int8, None),
     ):
-        with pytest.raises(ValueError, match=r"cannot be quantised to (.|\n)*\n\nhint: "):
+        with pytest.raises(ValueError, match=r"cannot be quantized to (.|\n)*\n\nhint: "):
             FeatureTable.quantized(rows, dtype, scale_columns=per)
     for per in (0, -2, 1.5, True):
         with pytest.raises((TypeError, ValueError), match=rf"scale_columns is {per}\b"):
@@ -243,6 +243,7 @@ def test_rows_are_not_copied():
     [
         (torch.zeros(5), r"shape \(5,\), but a table of features is a tensor of two dimensions"),
         (torch.zeros(5, 2).numpy(), "rows is an ndarray"),
+        (None, r"rows is None(?=.*hint: data\.table )"),
         (torch.zeros(5, 2, requires_grad=True), "requires a gradient"),
         # the bytes in memory are those of other values
         (torch._neg_view(torch.ones(5, 2)), "negated or conjugated"),

@@ -9,6 +9,7 @@ from scipy import sparse
 
 import gcnzc
 from gcnzc.datasets.names import read_names
+from gcnzc.graph.edge_values import names_of_values
 from gcnzc.graph.load import verify
 from gcnzc.interop.dgl import import_dgl
 from gcnzc.interop.pyg.importing import import_pyg
@@ -247,9 +248,13 @@ def test_objects_that_are_no_graph_get_their_remedy(tmp_path):
 
 
 def test_invalid_combinations_of_arguments_are_rejected(tmp_path):
-    with pytest.raises(TypeError, match="takes a source and the folder to write"):
-        gcnzc.prepare(tmp_path / "data")
-    with pytest.raises(TypeError, match="takes a source and the folder to write"):
+    with pytest.raises(TypeError, match=r"a source, 'a', but no dest, .*\n\nhint: prepare\("):
+        gcnzc.prepare("a")
+    with pytest.raises(TypeError, match=r"but no dest, .*\n\nhint: prepare\("):
+        gcnzc.prepare(edges=EDGES)
+    with pytest.raises(TypeError, match=r"neither a source nor edges\n\nhint: prepare\("):
+        gcnzc.prepare(dest=tmp_path / "data")
+    with pytest.raises(TypeError, match=r"both edges and a source, 'x.npz'\n\nhint: prepare\("):
         gcnzc.prepare("x.npz", tmp_path / "data", edges=EDGES)
     with pytest.raises(TypeError, match="edges is a object"):
         gcnzc.prepare(object(), tmp_path / "data", **GIVEN)
@@ -257,6 +262,16 @@ def test_invalid_combinations_of_arguments_are_rejected(tmp_path):
         gcnzc.prepare(tmp_path / "data", edges=EDGES, **{**GIVEN, "labels": np.array(3)})
     with pytest.raises(ValueError, match="are of a graph in memory"):
         gcnzc.prepare("x.npz", tmp_path / "data", labels=LABELS)
+    with pytest.raises(ValueError, match=r"split is 'random', but a graph .*\n\nhint: splits="):
+        gcnzc.prepare(tmp_path / "data", edges=EDGES, **GIVEN, split="random")
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_folder_of_a_graph_in_memory_is_dest_or_the_only_positional_argument(tmp_path):
+    gcnzc.prepare(tmp_path / "one", edges=EDGES, **GIVEN)
+    gcnzc.prepare(dest=tmp_path / "two", edges=EDGES, **GIVEN)
+    assert gcnzc.load(tmp_path / "one").name == "one"
+    assert gcnzc.load(tmp_path / "two").name == "two"
 
 
 def test_a_graph_without_labels_and_splits_is_prepared(tmp_path):
@@ -326,3 +341,91 @@ def test_masks_that_are_missing_are_named(tmp_path, make):
             del masks[f"{key}_mask"]
     with pytest.raises(ValueError, match="has no splits: it has masks, but none for valid and te"):
         gcnzc.prepare(graph, tmp_path / "data")
+
+
+def test_reverse_edges_that_are_added_by_a_guess_are_noted(tmp_path, caplog):
+    ends = np.sort(EDGES, axis=0)
+    gcnzc.prepare(tmp_path / "guessed", **{**GIVEN, "edges": ends})
+    assert gcnzc.load(tmp_path / "guessed").graph.num_edges == 2 * ends.shape[1]
+    (message,) = caplog.messages
+    assert message.startswith("the reverse of every edge was added, because all edges point one")
+    assert "bidirected=False" in message
+    caplog.clear()
+    # said once, and not where there is nothing to guess
+    gcnzc.prepare(tmp_path / "guessed", tmp_path / "again")
+    cases = {"both": {"bidirected": True}, "no": {"bidirected": False}, "two": {"edges": EDGES}}
+    for name, given in cases.items():
+        gcnzc.prepare(tmp_path / name, **{**GIVEN, "edges": ends, **given})
+    gcnzc.prepare(networkx.Graph([(0, 1), (1, 2)]), tmp_path / "networkx", features=np.eye(3))
+    assert caplog.messages == []
+    parts = {f"{part}_idx": ids for part, ids in SPLITS.items()}
+    np.savez(tmp_path / "mine.npz", edge_index=ends, node_feat=FEATURES, node_label=LABELS, **parts)
+    gcnzc.load(tmp_path / "mine.npz")
+    assert len(caplog.messages) == 1
+
+
+def weigh_pyg(weights):
+    data = as_pyg()
+    data.edge_weight = torch.from_numpy(weights)
+    return data
+
+
+def attribute_pyg(weights):
+    data = as_pyg()
+    data.edge_attr = torch.from_numpy(weights)
+    return data
+
+
+def weigh_dgl(weights):
+    graph = as_dgl()
+    graph.edata["w"] = torch.from_numpy(weights)
+    return graph
+
+
+def weigh_networkx(weights):
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(range(N))
+    graph.add_weighted_edges_from(zip(*EDGES.tolist(), weights.tolist(), strict=True))
+    return graph
+
+
+def weigh_pandas(weights):
+    return pd.DataFrame({"source": EDGES[0], "target": EDGES[1], "strength": weights})
+
+
+def weigh_scipy(weights):
+    return sparse.csr_matrix((weights, EDGES), (N, N))
+
+
+WEIGHED = {
+    weigh_pyg: "edge_weight",
+    attribute_pyg: "edge_attr",
+    weigh_dgl: "edata['w']",
+    weigh_networkx: "weight",
+    weigh_pandas: "column strength",
+    weigh_scipy: "the elements of the matrix",
+}
+
+
+@pytest.mark.parametrize("weigh", WEIGHED)
+def test_weights_of_edges_that_are_not_stored_are_noted(weigh, tmp_path, caplog):
+    count = EDGES.shape[1]
+    gcnzc.prepare(tmp_path / "ones", **{**GIVEN, "edges": weigh(np.ones(count))})
+    assert caplog.messages == []
+    weights = np.where(np.arange(count) == count - 1, 0.5, 1)
+    gcnzc.prepare(tmp_path / "some", **{**GIVEN, "edges": weigh(weights)})
+    (message,) = caplog.messages
+    assert message.startswith(f"not stored: {WEIGHED[weigh]}; a prepared folder has no weights")
+    found, plain = (gcnzc.load(tmp_path / name).graph for name in ("some", "ones"))
+    assert torch.equal(found.indices, plain.indices)
+
+
+def test_weights_in_a_file_of_pyg_are_noted(tmp_path, caplog):
+    path = write_pyg(tmp_path / "data.pt", edge_attr=torch.rand(EDGES.shape[1], 3))
+    gcnzc.prepare(path, tmp_path / "data")
+    assert [message.split(";")[0] for message in caplog.messages] == ["not stored: edge_attr"]
+
+
+def test_values_that_are_no_numbers_count_as_weights():
+    assert names_of_values({"a": [1, "1"], "b": [[1], [1, 2]], "c": None, "d": []}) == ("a", "b")
+    assert names_of_values({"a": torch.eye(2).to_sparse(), "b": [True], "c": [1.0, 1]}) == ("a",)

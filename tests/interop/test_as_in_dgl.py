@@ -31,7 +31,7 @@ def sampler(exclude=None, **kwargs):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("drawn_by", ["gcnzc", "dgl"])
+@pytest.mark.parametrize("sampler_library", ["gcnzc", "dgl"])
 @pytest.mark.parametrize(
     "items",
     [
@@ -41,9 +41,11 @@ def sampler(exclude=None, **kwargs):
     ],
 )
 @pytest.mark.parametrize("is_edges", [False, True])
-def test_an_epoch_without_minibatches_is_no_error(graph, items, drawn_by, shuffle, is_edges):
+def test_an_epoch_without_minibatches_is_no_error(graph, items, sampler_library, shuffle, is_edges):
     drawn = sampler() if is_edges else loading.NeighborSampler([2])
-    loader = DataLoader(graph, graph_sampler=drawn, drawn_by=drawn_by, shuffle=shuffle, **items)
+    loader = DataLoader(
+        graph, graph_sampler=drawn, sampler_library=sampler_library, shuffle=shuffle, **items
+    )
     assert len(loader) == 0
     assert [list(loader) for _ in range(2)] == [[], []]
 
@@ -56,7 +58,7 @@ def test_a_reverse_id_that_is_no_edge_excludes_nothing(graph):
         Loader(graph, torch.arange(EDGES), sampler(**reverse), batch_size=20)
         for Loader in (DataLoader, loading.DataLoader)
     )
-    assert ours.drawn_by == "gcnzc"
+    assert ours.sampler_library == "gcnzc"
     drawn, wanted = (
         [sorted(blocks[0].edata[dgl.EID].tolist()) for _, _, blocks in loader]
         for loader in (ours, theirs)
@@ -96,7 +98,7 @@ def test_arguments_of_worker_processes_have_no_effect(graph):
 def test_no_error_prints_a_tensor(graph):
     ids = torch.arange(9)
     for change in (
-        {"drawn_by": [ids]},
+        {"sampler_library": [ids]},
         {"gpu_cache": {"node": ids}},
         {"indices": {"paper": ids}},
         {"indices": ids.float()},

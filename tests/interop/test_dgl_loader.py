@@ -76,6 +76,15 @@ def check_data(graph, block, names=("feat", "label", "cube")):
     assert torch.equal(block.edata["weight"], graph.edata["weight"][block.edata[dgl.EID].long()])
 
 
+def test_the_old_name_of_the_library_that_samples_works_and_warns(graph):
+    sampler = loading.NeighborSampler([3])
+    with pytest.warns(DeprecationWarning, match="drawn_by of .* is now sampler_library"):
+        loader = DataLoader(graph, torch.arange(9), sampler, drawn_by="dgl")
+    assert loader.sampler_library == "dgl"
+    with pytest.warns(DeprecationWarning, match="drawn_by is now"):
+        assert loader.drawn_by == "dgl"
+
+
 def test_the_signature_begins_with_dgls():
     theirs = inspect.signature(loading.DataLoader.__init__).parameters
     ours = inspect.signature(DataLoader.__init__).parameters
@@ -86,7 +95,7 @@ def test_the_signature_begins_with_dgls():
     }
     more = list(ours)[len(given) :]
     assert more == [
-        *("drawn_by", "seed", "rank", "world_size", "threads", "ahead", "tables", "kwargs")
+        *("sampler_library", "seed", "rank", "world_size", "threads", "ahead", "tables", "kwargs")
     ]
     assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in more[:-1])
 
@@ -98,7 +107,7 @@ def test_blocks_have_their_node_and_edge_data(idtype, prefetch, fanouts):
     graph = make_graph(idtype)
     seeds = torch.randperm(NODES)[:150]
     loader = DataLoader(graph, seeds, loading.NeighborSampler(fanouts, **prefetch), batch_size=64)
-    assert loader.drawn_by == "gcnzc"
+    assert loader.sampler_library == "gcnzc"
     outputs = []
     for inputs, output_nodes, blocks in loader:
         check_blocks(graph, blocks, fanouts)
@@ -113,7 +122,7 @@ def test_blocks_have_their_node_and_edge_data(idtype, prefetch, fanouts):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "drawn_by"),
+    ("sampler", "sampler_library"),
     [
         (loading.NeighborSampler([3, 2], **PREFETCH), "gcnzc"),
         (loading.MultiLayerNeighborSampler([3, 2], **PREFETCH), "gcnzc"),
@@ -125,12 +134,12 @@ def test_blocks_have_their_node_and_edge_data(idtype, prefetch, fanouts):
         (loading.LaborSampler([3, 2], importance_sampling=1, **PREFETCH), "dgl"),
     ],
 )
-def test_blocks_have_the_fields_of_dgls_own_loader(graph, sampler, drawn_by):
+def test_blocks_have_the_fields_of_dgls_own_loader(graph, sampler, sampler_library):
     kwargs = {"batch_size": 50, "drop_last": False}
     theirs = loading.DataLoader(graph, torch.arange(120), sampler, **kwargs)
     for how in ("gcnzc", "dgl"):
-        loader = DataLoader(graph, torch.arange(120), sampler, **kwargs, drawn_by=how)
-        assert loader.drawn_by == (drawn_by if how == "gcnzc" else "dgl")
+        loader = DataLoader(graph, torch.arange(120), sampler, **kwargs, sampler_library=how)
+        assert loader.sampler_library == (sampler_library if how == "gcnzc" else "dgl")
         assert len(loader) == len(theirs) == 3
         with pytest.warns(UserWarning, match="CPU affinity"):
             expected = next(iter(theirs))
@@ -157,7 +166,7 @@ def test_full_neighbourhoods_give_the_outputs_of_the_whole_graph(graph, how):
     for layer in layers:
         hidden = layer(graph, hidden)
     sampler = loading.MultiLayerFullNeighborSampler(2, prefetch_node_feats=["feat"])
-    loader = DataLoader(graph, torch.randperm(NODES), sampler, batch_size=100, drawn_by=how)
+    loader = DataLoader(graph, torch.randperm(NODES), sampler, batch_size=100, sampler_library=how)
     for _, outputs, blocks in loader:
         out = blocks[0].srcdata["feat"].double()
         for layer, block in zip(layers, blocks, strict=True):
@@ -186,7 +195,7 @@ def test_minibatches_of_edges_have_pair_graphs_and_blocks(graph, exclude, negati
     with pytest.warns(UserWarning, match="CPU affinity"):
         theirs = next(iter(loading.DataLoader(graph, torch.arange(80), sampler, batch_size=32)))
     loader = DataLoader(graph, torch.randperm(2 * EDGES)[:80], sampler, batch_size=32)
-    assert loader.drawn_by == "gcnzc"
+    assert loader.sampler_library == "gcnzc"
     taken = []
     for inputs, pair_graph, *negatives, blocks in loader:
         edges, nodes = pair_graph.edata[dgl.EID], pair_graph.ndata[dgl.NID]
@@ -232,7 +241,7 @@ def test_excluded_edges_are_those_of_dgl(graph):
     gone = torch.arange(0, 2 * EDGES, 3)
     sampler = loading.as_edge_prediction_sampler(loading.NeighborSampler([-1]), exclude=gone)
     loader = DataLoader(graph, torch.arange(64), sampler, batch_size=32)
-    assert loader.drawn_by == "dgl"
+    assert loader.sampler_library == "dgl"
     for _, _, blocks in loader:
         assert not bool(torch.isin(blocks[0].edata[dgl.EID], gone).any())
 
@@ -312,7 +321,7 @@ def test_edges_do_not_depend_on_the_number_of_threads(graph):
 )
 def test_minibatches_sampled_by_dgl_are_reproducible(graph, sampler):
     def make(**other):
-        kwargs = {"batch_size": 16, "shuffle": True, "seed": 9, "drawn_by": "dgl"} | other
+        kwargs = {"batch_size": 16, "shuffle": True, "seed": 9, "sampler_library": "dgl"} | other
         return DataLoader(graph, torch.arange(100), sampler, **kwargs)
 
     whole = make(threads=1)
@@ -404,8 +413,8 @@ def test_a_subgraph_of_another_graph_can_be_loaded(graph):
         assert torch.equal(blocks[0].edata["weight"], part.edata["weight"][edges])
 
 
-@pytest.mark.parametrize("drawn_by", ["gcnzc", "dgl"])
-def test_data_may_be_read_while_minibatches_are_prefetched(graph, drawn_by, monkeypatch):
+@pytest.mark.parametrize("sampler_library", ["gcnzc", "dgl"])
+def test_data_may_be_read_while_minibatches_are_prefetched(graph, sampler_library, monkeypatch):
     part = dgl.node_subgraph(graph, torch.arange(50, NODES))
     part = dgl.node_subgraph(part, torch.arange(10, NODES - 50))
     usual = dgl.frame._LazyIndex.slice
@@ -419,7 +428,11 @@ def test_data_may_be_read_while_minibatches_are_prefetched(graph, drawn_by, monk
 
     monkeypatch.setattr(dgl.frame._LazyIndex, "slice", interrupted)
     loader = DataLoader(
-        part, torch.arange(40), loading.NeighborSampler([3, 3]), batch_size=20, drawn_by=drawn_by
+        part,
+        torch.arange(40),
+        loading.NeighborSampler([3, 3]),
+        batch_size=20,
+        sampler_library=sampler_library,
     )
     for _, _, blocks in loader:
         edges = blocks[0].edata[dgl.EID]
@@ -468,7 +481,7 @@ def test_edges_of_an_int32_graph_are_loaded():
         negative_sampler=loading.negative_sampler.Uniform(2),
     )
     loader = DataLoader(graph, torch.arange(50), sampler, batch_size=25)
-    assert loader.drawn_by == "gcnzc"
+    assert loader.sampler_library == "gcnzc"
     for inputs, pairs, others, blocks in loader:
         assert inputs.dtype == pairs.idtype == others.idtype == blocks[0].idtype == torch.int32
         check_data(graph, blocks[0])
@@ -550,8 +563,8 @@ NEIGHBORS = loading.NeighborSampler([3])
             "does not support reverse_etypes",
         ),
         ({"gpu_cache": {"node": {"feat": 9}}}, r"does not support gpu_cache(.|\n)*gcnzc\.cached"),
-        ({"sampler": "dgl"}, "hint: drawn_by='dgl'"),
-        ({"drawn_by": "pyg"}, "drawn_by is 'pyg'"),
+        ({"sampler": "dgl"}, "hint: sampler_library='dgl'"),
+        ({"sampler_library": "pyg"}, "sampler_library is 'pyg'"),
         ({"collate_fn": print}, "does not support collate_fn"),
         ({"sampler": [1], "shuffle": True}, "mutually exclusive with shuffle"),
         ({"sampler": [1], "rank": 0, "world_size": 2}, "a sampler was given as well"),
@@ -598,7 +611,7 @@ def test_prefetched_features_that_require_a_gradient_are_rejected():
 def test_fanouts_by_edge_type_are_sampled_by_dgl(graph):
     sampler = loading.NeighborSampler([{("_N", "_E", "_N"): 3}])
     loader = DataLoader(graph, torch.arange(9), sampler, batch_size=9)
-    assert loader.drawn_by == "dgl"
+    assert loader.sampler_library == "dgl"
     check_blocks(graph, next(iter(loader))[2], [3])
 
 

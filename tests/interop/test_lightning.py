@@ -182,7 +182,7 @@ def test_a_dataset_without_features_is_rejected(tmp_path):
 
 def test_a_missing_lightning_is_reported(monkeypatch):
     monkeypatch.setattr(door, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"Lightning is not installed\n\nhint: pip install"):
+    with pytest.raises(ImportError, match=r"Lightning is not installed\n\nhint: pip install"):
         import_lightning()
 
 

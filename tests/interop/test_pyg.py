@@ -513,7 +513,7 @@ EDGE = torch.tensor([[0], [1]])
         ({"tables": {"x": FeatureTable(torch.rand(3, 2))}}, r"x has shape \(3, 2\), but 300 rows"),
         ({"num_neighbors": {("a", "to", "b"): [2]}}, "num_neighbors by edge type"),
         ({"num_neighbors": 5}, "num_neighbors is 5, not a list or tuple"),
-        ({"num_neighbors": [-2]}, "fan-outs"),
+        ({"num_neighbors": [-2]}, "fanouts"),
         ({"replace": True}, "does not support replace=True, but only False"),
         ({"subgraph_type": "induced"}, "subgraph_type='induced', but only 'directional'"),
         ({"subgraph_type": "bidirectional"}, "subgraph_type='bidirectional'"),
@@ -598,7 +598,7 @@ def test_a_closed_loader_cannot_be_used(data):
 
 def test_a_missing_pyg_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
-    with pytest.raises(RuntimeError, match=r"the import of PyG failed(.|\n)*pip install"):
+    with pytest.raises(ImportError, match=r"the import of PyG failed(.|\n)*pip install"):
         importing.import_pyg()
 
 

@@ -108,7 +108,7 @@ def test_a_forked_child_may_use_a_loader_but_no_iterator_of_its_parent():
     )
     assert run.returncode == 0, run.stderr
     found = dict(line.split(": ", 1) for line in run.stdout.splitlines()[:4])
-    assert found["iterator"].startswith("this iterator belongs to process P, whose worker"), run
+    assert found["iterator"].startswith("this iterator belongs to process P, whose threads"), run
     assert "  hint: call iter(loader) in the child process" in found["iterator"]
     assert run.stdout.splitlines()[1:] == [
         *("dropped: [None]", "loader: True", "locked: True"),

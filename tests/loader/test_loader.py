@@ -217,6 +217,20 @@ def test_drop_last_omits_the_last_batch(make):
     assert [len(batch.seeds) for batch in loader] == [64] * 15 == [64] * len(loader)
 
 
+def test_the_step_at_which_an_iteration_starts_is_not_its_position(graph):
+    loader = Loader(graph, None, torch.arange(40), [2], 10)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    assert (loader.resume_step, state["position"]) == (0, 1)
+    loader.load_state_dict(state)
+    assert loader.resume_step == 1
+    with pytest.warns(DeprecationWarning, match="resume_step"):
+        assert loader.position == 1
+    with pytest.warns(DeprecationWarning, match="loss_weight"):
+        assert loader.shares.weight(0) == 1
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("batch_size", [2, 5, 64])
 @pytest.mark.parametrize("num_seeds", [8, 9, 17, 63, 64, 65, 128, 129, 1000])
@@ -227,7 +241,7 @@ def test_ranks_cover_every_seed_once_in_the_same_number_of_steps(num_seeds, batc
     for step in range(steps):
         sizes = []
         for worker in workers:
-            part = range(num_seeds)[worker.at(step)]
+            part = range(num_seeds)[worker.seed_range(step)]
             taken += part
             sizes.append(len(part))
         assert min(sizes) >= 1
@@ -239,7 +253,7 @@ def test_ranks_cover_every_seed_once_in_the_same_number_of_steps(num_seeds, batc
     if full:
         dropping = Shares(num_seeds, batch_size, 0, world_size, drop_last=True)
         assert len(dropping) == full
-        assert all(len(range(num_seeds)[dropping.at(k)]) == batch_size for k in range(full))
+        assert all(len(range(num_seeds)[dropping.seed_range(k)]) == batch_size for k in range(full))
 
 
 def test_ranks_together_have_the_batches_of_one(make):
@@ -311,7 +325,9 @@ def test_another_number_of_ranks_takes_the_remaining_seeds(workers, stop, make):
     before, after = workers
     old = [Shares(1000, 20, rank, before) for rank in range(before)]
     stop = min(stop, len(old[0]))
-    used = [seed for step in range(stop) for each in old for seed in range(1000)[each.at(step)]]
+    used = [
+        seed for step in range(stop) for each in old for seed in range(1000)[each.seed_range(step)]
+    ]
     state = make(batch_size=20, world_size=before).state_dict() | {"position": stop}
     loaders = [make(batch_size=30, rank=rank, world_size=after) for rank in range(after)]
     for loader in loaders:
@@ -319,15 +335,15 @@ def test_another_number_of_ranks_takes_the_remaining_seeds(workers, stop, make):
     shares = [loader.shares for loader in loaders]
     assert len({len(each) for each in shares}) == 1
     for step in range(len(shares[0])):
-        used += [seed for each in shares for seed in range(1000)[each.at(step)]]
-        assert sum(each.weight(step) for each in shares) == pytest.approx(after)
+        used += [seed for each in shares for seed in range(1000)[each.seed_range(step)]]
+        assert sum(each.loss_weight(step) for each in shares) == pytest.approx(after)
     assert sorted(used) == list(range(1000))
     # where that is saved, and taken up again by as many as before
     again = loaders[0].state_dict() | {"position": min(1, len(shares[0]))}
     other = make(batch_size=20, rank=0, world_size=before)
     other.load_state_dict(again)
     if len(shares[0]) > 1:
-        assert other.shares.done == shares[0].begin(1)
+        assert other.shares.seeds_done == shares[0].step_start(1)
     # the next epoch is whole
     other.set_epoch(1)
     assert other.shares == old[0]
@@ -377,7 +393,7 @@ def test_the_state_of_another_loader_is_rejected(make, other, name):
         make(**other).load_state_dict(make().state_dict())
 
 
-def test_objects_that_are_no_state_are_rejected(make):
+def test_an_invalid_state_is_rejected(make):
     loader = make()
     with pytest.raises(ValueError, match=r"lacks batch_size(?s:.*)hint: "):
         loader.load_state_dict({"epoch": 1, "position": 0})
@@ -512,7 +528,7 @@ class Failing(Sampler):
         return super().sample(seeds, epoch)
 
 
-def test_an_epoch_does_not_end_early_if_the_sampler_raises_what_ends_an_iteration(make, graph):
+def test_stop_iteration_of_the_sampler_is_an_error(make, graph):
     loader = make(sampler=Failing(graph, StopIteration()), threads=1)
     with pytest.raises(RuntimeError, match=r"(?s)the sampler raised StopIteration.*\n\nhint: "):
         list(loader)
@@ -714,7 +730,7 @@ def test_a_mask_as_seeds_is_rejected_with_a_remedy(make, dtype):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 def test_a_missing_gpu_is_reported(make):
-    with pytest.raises(ValueError, match=r"(?s)torch sees no CUDA device\n\nhint: "):
+    with pytest.raises(ValueError, match=r"(?s)torch.cuda.is_available\(\) is False\n\nhint: "):
         make(device="cuda")
 
 

@@ -17,7 +17,7 @@ from gcnzc.optim import (
 
 LR = 0.01
 # steps 5, 6 and 7 are local, then three of four
-WITH_LOCAL_STEPS = ZeroOneSchedule(warmup=3, local_doubling=1, longest=4)
+WITH_LOCAL_STEPS = ZeroOneSchedule(warmup=3, local_doubling=1, max_local_interval=4)
 
 
 def adamw(model):

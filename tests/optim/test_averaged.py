@@ -154,6 +154,24 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(bad):
         assert optimizer.skip_reason == "elements of the gradient that are not finite: rank 1 has 1"
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_single_rank_skips_a_step_that_is_not_finite_too(bad, sparse):
+    model = nn.Embedding(4, 2, sparse=sparse)
+    before = model.weight.detach().clone()
+    inner = torch.optim.SparseAdam if sparse else torch.optim.Adam
+    optimizer = Averaged(inner(list(model.parameters()), lr=0.1), Group())
+    for scale, skipped in [(1.0, 0), (bad, 1), (1.0, 1)]:
+        optimizer.zero_grad()
+        (scale * model(torch.tensor([1, 2])).sum()).backward()
+        optimizer.step()
+        assert optimizer.skipped == skipped
+        assert (optimizer.skip_reason == "a gradient is not finite") == (scale is bad)
+    assert optimizer.steps == 2
+    assert model.weight.isfinite().all()
+    assert not torch.equal(model.weight[1], before[1])
+
+
 def test_signals_of_one_rank_reach_all_ranks():
     models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(3)]
     optimizers = [

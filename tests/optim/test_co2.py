@@ -371,7 +371,7 @@ def test_a_rank_whose_parameters_are_not_finite_is_excluded(options, bad):
     assert vector_of(models[0]).isfinite().all()
     assert models[1].rare not in optimizers[1].state
     assert models[0].rare in optimizers[0].state
-    words = "the parameters of 1 of 3 workers are not finite"
+    words = "the parameters of 1 of 3 ranks are not finite"
     for step in (4, 5, 6):
         train(models, optimizers, step, max(step - 1, 4))
         is_due = step == (6 if delay else 4)

@@ -277,7 +277,7 @@ def test_the_command_measures_what_it_is_not_given(graph, capsys):
         (["--step-s", "nan"], "--step-s must be finite, got nan", "the default"),
         (["--delay-ms", "-1"], "--delay-ms must be at least 0, got -1", "for the default"),
         (["--steps", "0"], "--steps must be at least 1, got 0", "for the default"),
-        (["--fanouts", "5,5"], "2 fan-outs (5,5) for 3 layers", "--layers 2"),
+        (["--fanouts", "5,5"], "2 fanouts (5,5) for 3 layers", "--layers 2"),
     ],
 )
 def test_invalid_options_are_rejected(words, error, hint, capsys):

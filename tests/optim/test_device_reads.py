@@ -138,7 +138,9 @@ CASES = {
         lambda p, g: ZeroOneAdam(
             p,
             group=g,
-            schedule=ZeroOneSchedule(6, variance_doubling=2, local_doubling=2, longest=4),
+            schedule=ZeroOneSchedule(
+                6, variance_doubling=2, local_doubling=2, max_local_interval=4
+            ),
             compress=CODES,
             signals=1,
             clip_norm=0.5,

@@ -215,7 +215,7 @@ def test_a_rank_whose_parameters_are_not_finite_gets_the_common_ones(options):
     torch.testing.assert_close(vector_of(models[1]), right, rtol=loose, atol=loose)
     for optimizer in optimizers:
         assert optimizer.dropped == 1
-        assert optimizer.skip_reason.endswith("the parameters of 1 of 3 workers are not finite")
+        assert optimizer.skip_reason.endswith("the parameters of 1 of 3 ranks are not finite")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -230,7 +230,7 @@ def test_nothing_changes_if_no_rank_is_finite(sharded):
     for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
         assert torch.equal(optimizer.anchor, anchor)
         assert torch.equal(optimizer.momentum, momentum)
-        assert "no worker's parameters are finite" in optimizer.skip_reason
+        assert "no rank's parameters are finite" in optimizer.skip_reason
         assert optimizer.dropped == 1
 
 

@@ -62,11 +62,11 @@ def without_bits(snapshot):
     """The snapshot in the format of a version that did not compare options."""
     shared = dict(snapshot["shared"])
     for name, value in shared.items():
-        if name.startswith("flight") and name.endswith("values"):
+        if name.startswith("fragment ") and name.endswith("values"):
             # after the elements: whether it counts, and the bit
             shared[name] = value[:-1]
-    if "told" in shared:
-        shared["told"] = shared["told"][:1]
+    if "extra_sums" in shared:
+        shared["extra_sums"] = shared["extra_sums"][:1]
     return {**snapshot, "shared": shared}
 
 
@@ -81,7 +81,7 @@ def test_pending_exchanges_in_states_of_older_versions_finish(name):
     train(models, optimizers, 4)
     lockstep([optimizer.finish_pending() for optimizer in optimizers])
     states = [copy.deepcopy(optimizer.snapshot()) for optimizer in optimizers]
-    assert any("flight" in key or key == "told" for key in states[0]["shared"])
+    assert any("fragment " in key or key == "extra_sums" for key in states[0]["shared"])
     found = []
     for version in (lambda state: state, without_bits):
         models, optimizers = team()

@@ -148,7 +148,10 @@ def test_a_rank_skips_its_step_if_its_gradient_is_not_finite(bad):
     models[1].rare.grad[2] = bad
     lockstep([optimizer.algorithm() for optimizer in optimizers])
     assert [optimizer.skipped for optimizer in optimizers] == [0, 1, 0]
-    assert optimizers[1].skip_reason == "a gradient of worker 1 is not finite: step skipped"
+    assert (
+        optimizers[1].skip_reason
+        == "local step skipped, because a gradient of rank 1 is not finite"
+    )
     assert optimizers[0].skip_reason == optimizers[2].skip_reason == ""
     assert torch.equal(vector_of(models[1]), before)
     assert not torch.equal(vector_of(models[0]), before)
@@ -180,7 +183,7 @@ def test_a_rank_whose_parameters_are_not_finite_gets_those_of_the_others(compres
         torch.testing.assert_close(vector_of(models[1]), mean_of([others[0], others[2]]))
     for optimizer in optimizers:
         assert optimizer.dropped == 1
-        assert optimizer.skip_reason.endswith("the parameters of 1 of 3 workers are not finite")
+        assert optimizer.skip_reason.endswith("the parameters of 1 of 3 ranks are not finite")
     assert models[1].rare not in optimizers[1].state
     assert models[0].rare in optimizers[0].state
     train(models, optimizers, 6, 3)
@@ -199,7 +202,7 @@ def test_nothing_changes_if_no_rank_is_finite():
     for model, values, optimizer in zip(models, before, optimizers, strict=True):
         for found, right in zip(model.parameters(), values, strict=True):
             torch.testing.assert_close(found, right, rtol=0, atol=1, equal_nan=True)
-        assert "no worker's parameters are finite" in optimizer.skip_reason
+        assert "no rank's parameters are finite" in optimizer.skip_reason
         assert torch.equal(optimizer.anchor, anchor)
 
 

@@ -103,8 +103,8 @@ def test_a_non_finite_state_of_an_earlier_version_is_repaired(name):
     tables[1].grad = None
     lockstep([optimizer.algorithm() for optimizer in optimizers])
     states = [copy.deepcopy(optimizer.snapshot()) for optimizer in optimizers]
-    assert states[0]["local"]["waiting"].any()
-    states[0]["local"]["waiting"].view(-1)[-1] = math.nan
+    assert states[0]["local"]["pending_gradients"].any()
+    states[0]["local"]["pending_gradients"].view(-1)[-1] = math.nan
     new, loaded = make_team(name)
     for table, optimizer, old, state in zip(new, loaded, tables, states, strict=True):
         table.data.copy_(old.data)
@@ -122,7 +122,7 @@ def test_pending_gradients_do_not_overflow_a_short_dtype(name):
     train(tables, optimizers, 1, FIRST - 1)
     for optimizer in optimizers:
         # so that gradients add up for longer
-        optimizer.numbers["join_from"] = FIRST + 4
+        optimizer.numbers["reactivate_from"] = FIRST + 4
     train(tables, optimizers, FIRST, FIRST + 8, scale=1e4)
     assert [optimizer.skipped for optimizer in optimizers] == [0, 0]
     assert not torch.equal(tables[0][ROW], torch.ones(4))

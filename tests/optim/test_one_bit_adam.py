@@ -69,7 +69,7 @@ def test_it_follows_deepspeed():
             warmup=hyper["freeze_step"],
             compress=PaddedSign(lengths(recorded)),
             bias_correction=False,
-            floor=0.0,
+            variance_floor=0.0,
             group=group,
         )
 
@@ -87,7 +87,7 @@ def test_a_wrong_rounding_of_the_mean_is_detected():
     recorded = fixture("onebitadam")
     hyper = recorded["hyper"]
     make = lambda parameters, group: OneBitAdam(  # noqa: E731
-        parameters, lr=hyper["lr"], betas=hyper["betas"], warmup=5, floor=0.0, group=group
+        parameters, lr=hyper["lr"], betas=hyper["betas"], warmup=5, variance_floor=0.0, group=group
     )
     assert max(difference for *_, difference in followed(recorded, make)) > 1e-3
 
@@ -382,20 +382,20 @@ def test_without_the_mask_such_rows_explode(monkeypatch):
 @pytest.mark.parametrize(("floor", "explodes"), [(1e-4, False), (0.0, True)])
 def test_rows_that_were_looked_up_long_ago_do_not_explode(floor, explodes):
     late = lambda number: number > 0  # noqa: E731
-    start, table, _ = embeddings(120, late, warmup=100, betas=(0.8, 0.8), floor=floor)
+    start, table, _ = embeddings(120, late, warmup=100, betas=(0.8, 0.8), variance_floor=floor)
     moved = float((table[1::2] - start[1::2]).abs().max())
     assert (moved > 100) == explodes
     assert explodes or moved < 5
 
 
-@pytest.mark.parametrize("wake", ["join", "stay"])
-def test_rows_that_are_looked_up_later(wake):
+@pytest.mark.parametrize("reactivate", ["step", "refresh"])
+def test_rows_that_are_looked_up_later(reactivate):
     early = lambda number: number < 10  # noqa: E731
-    options = {"warmup": 5, "weight_decay": 0.0, "wake": wake}
+    options = {"warmup": 5, "weight_decay": 0.0, "reactivate": reactivate}
     start, before, asleep = embeddings(10, early, **options)
     assert torch.equal(before[1::2], start[1::2])
     _, table, optimizer = embeddings(60, early, **options)
-    if wake == "stay":
+    if reactivate == "refresh":
         assert torch.equal(table[1::2], start[1::2])
         assert torch.equal(optimizer.vectors["active"], asleep.vectors["active"])
         return
@@ -453,7 +453,7 @@ def test_a_gradient_too_small_for_a_variance_reactivates_nothing():
 @pytest.mark.parametrize(("floor", "explodes"), [(1e-4, False), (0.0, True)])
 def test_elements_reactivated_by_a_small_gradient_do_not_explode(floor, explodes):
     # in reach of the others' scale, which is that of the block
-    models, optimizers = small_team(2, shapes=[(64,)], warmup=2, floor=floor)
+    models, optimizers = small_team(2, shapes=[(64,)], warmup=2, variance_floor=floor)
     start = models[0][0].detach().clone()
     for number in range(8):
         give(models, number)
@@ -567,7 +567,7 @@ def history():
     states, values, wakes = [], [], []
     for number in range(END):
         states.append(([saved(each) for each in optimizers], copy.deepcopy(models)))
-        wakes.append((optimizers[0].is_frozen, optimizers[0].numbers["wakes"]))
+        wakes.append((optimizers[0].is_frozen, optimizers[0].numbers["has_inactive_gradient"]))
         train(models, optimizers, number + 1, number)
         values.append(([values_of(model) for model in models], list(map(tensors_of, optimizers))))
     # before the freeze, after it, and with rows about to wake
@@ -844,8 +844,8 @@ def test_it_is_an_optimizer_of_torch():
     assert optimizer.param_groups[0]["lr"] == 0.5
     optimizer.zero_grad()
     assert model.weight.grad is None
-    with pytest.raises(ValueError, match="join or stay"):
-        OneBitAdam(model.parameters(), wake="maybe", group=Group())
+    with pytest.raises(ValueError, match="step or refresh"):
+        OneBitAdam(model.parameters(), reactivate="maybe", group=Group())
     with pytest.raises(ValueError, match="uses error feedback"):
         OneBitAdam(model.parameters(), dense=Sign(), group=Group())
 
@@ -903,7 +903,7 @@ def test_it_freezes_by_itself_when_the_variance_is_stable():
     ],
 )
 def test_intervals_between_variance_refreshes_double(options, expected):
-    models, optimizers = small_team(2, warmup=4, betas=(0.9, 0.99), floor=0.0, **options)
+    models, optimizers = small_team(2, warmup=4, betas=(0.9, 0.99), variance_floor=0.0, **options)
     dense, variances = [], {}
     for number in range(1, 32):
         if optimizers[0].is_dense_step:
@@ -918,7 +918,7 @@ def test_intervals_between_variance_refreshes_double(options, expected):
 
 def test_a_refresh_decays_the_variance_like_all_steps_since_the_last_one():
     models, optimizers = small_team(
-        2, warmup=2, betas=(0.9, 0.9), floor=0.0, refresh=8, refresh_steps=4
+        2, warmup=2, betas=(0.9, 0.9), variance_floor=0.0, refresh=8, refresh_steps=4
     )
     give(models, 0)
     for number in range(1, 22):

@@ -148,7 +148,7 @@ def test_it_follows_deepspeed():
             warmup=hyper["freeze_step"],
             compress=RefedPaddedSign((sum(lengths(recorded)),)),
             bias_correction=False,
-            floor=0.0,
+            variance_floor=0.0,
             group=group,
         )
 
@@ -244,7 +244,7 @@ def test_the_warm_up_is_lamb_on_the_mean_gradient(world_size):
 def test_without_compression_it_follows_its_equations_after_the_freeze(correct, decay):
     models, optimizers = made(
         3, lr=0.02, betas=(0.8, 0.9), weight_decay=decay, warmup=5, compress=Dense(),
-        bias_correction=correct, floor=0.0,
+        bias_correction=correct, variance_floor=0.0,
     )  # fmt: skip
     plain = PlainLamb(models[0], 0.02, (0.8, 0.9), 1e-8, decay, (0.01, 10.0), correct, warmup=5)
     factors = []
@@ -427,19 +427,21 @@ def test_rows_explode_if_none_are_inactive():
     assert models[0][0].detach()[2:].abs().max() > 100
 
 
-@pytest.mark.parametrize("wake", ["join", "stay"])
-def test_rows_are_reactivated_by_a_gradient(wake):
-    models, optimizers = made(2, warmup=3, compress=Sign(), weight_decay=0.0, wake=wake, lr=0.01)
+@pytest.mark.parametrize("reactivate", ["step", "refresh"])
+def test_rows_are_reactivated_by_a_gradient(reactivate):
+    models, optimizers = made(
+        2, warmup=3, compress=Sign(), weight_decay=0.0, reactivate=reactivate, lr=0.01
+    )
     before = models[0][0].detach()[2:].clone()
     for step in range(12):
         rows = slice(0, 2) if step < 5 else slice(0, 4)
         take_step(models, optimizers, step, table_with(rows))
         assert all(are_equal(model, models[0]) for model in models)
         assert ("active" not in optimizers[0].vectors) == (
-            step < 2 or (wake == "join" and step > 5)
+            step < 2 or (reactivate == "step" and step > 5)
         )
     moved = (models[0][0].detach()[2:] - before).abs().max()
-    if wake == "stay":
+    if reactivate == "refresh":
         assert moved == 0
     else:
         assert 0 < moved < 1
@@ -544,7 +546,7 @@ def test_a_run_resumes_bit_for_bit(stop):
     for step in range(stop):
         take_step(models, optimizers, step, change(step))
     if stop == 7:
-        assert optimizers[0].numbers["wakes"]
+        assert optimizers[0].numbers["has_inactive_gradient"]
     files, values = saved(optimizers), copy.deepcopy(models)
     others, resumed = made(2, **options)
     for other, value, optimizer, file in zip(others, values, resumed, files, strict=True):
@@ -674,7 +676,7 @@ def test_it_learns_about_as_well_with_signs_as_with_whole_momenta():
 
 
 def test_an_element_of_small_variance_does_not_determine_the_factor():
-    models, optimizers = made(2, warmup=3, compress=Dense(), betas=(0.5, 0.9), floor=1e-4)
+    models, optimizers = made(2, warmup=3, compress=Dense(), betas=(0.5, 0.9), variance_floor=1e-4)
 
     def change(_, gradients):
         for gradient in gradients:

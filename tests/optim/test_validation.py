@@ -104,7 +104,7 @@ def test_options_of_adam_are_checked_as_arguments_and_of_groups(make, options, m
 @pytest.mark.parametrize("make", ADAMS)
 def test_other_arguments_are_checked(make):
     for options, message in (
-        ({"floor": -1.0}, "floor is -1.0"),
+        ({"variance_floor": -1.0}, "variance_floor is -1.0"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0"),
         ({"signals": -1}, "signals is -1"),
     ):

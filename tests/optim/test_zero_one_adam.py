@@ -20,7 +20,7 @@ from gcnzc.optim.synchronous.zero_one_adam import ZeroOneAdam
 from gcnzc.optim.synchronous.zero_one_schedule import ZeroOneSchedule
 
 # refreshes 1 2 3 5 7, agreements 4 6 8 9 10, then windows of 2 from 11 and of 4 from 15
-SHORT = ZeroOneSchedule(warmup=8, variance_doubling=2, local_doubling=4, longest=4)
+SHORT = ZeroOneSchedule(warmup=8, variance_doubling=2, local_doubling=4, max_local_interval=4)
 # every step exchanges gradients
 ALWAYS = ZeroOneSchedule(None, variance_doubling=10**9)
 ROWS, COLUMNS = 12, 5
@@ -92,7 +92,7 @@ def saved(state):
 
 def test_intervals_between_refreshes_double():
     schedule = ZeroOneSchedule(None, variance_doubling=2)
-    found = [step for step in range(1, 40) if schedule.refreshes(step)]
+    found = [step for step in range(1, 40) if schedule.updates_variance(step)]
     # k_0 = 1, and k_(j + 1) - k_j = 2 ** (j // 2)
     expected = [1]
     while expected[-1] < 40:
@@ -102,31 +102,37 @@ def test_intervals_between_refreshes_double():
 
 def test_a_synchronisation_precedes_each_variance_update():
     schedule = ZeroOneSchedule(
-        warmup=20, variance_doubling=3, local_doubling=30, longest=8, goes_on=True
+        warmup=20,
+        variance_doubling=3,
+        local_doubling=30,
+        max_local_interval=8,
+        updates_variance_after_warmup=True,
     )
     kinds = [schedule.exchange(step) for step in range(1, 2000)]
     assert set(kinds) == {"gradient", "update", "nothing"}
     for before, kind in pairwise(kinds):
         assert kind != "gradient" or before != "nothing"
     windows = "".join("-" if kind == "nothing" else "|" for kind in kinds).split("|")
-    assert max(map(len, windows)) == schedule.longest - 1
+    assert max(map(len, windows)) == schedule.max_local_interval - 1
     assert "nothing" not in kinds[:20]
     assert kinds[20:50].count("nothing") == 0
     assert "gradient" in kinds[500:]
-    frozen = ZeroOneSchedule(warmup=20, variance_doubling=3, local_doubling=30, longest=8)
-    assert not any(frozen.refreshes(step) for step in range(21, 2000))
+    frozen = ZeroOneSchedule(
+        warmup=20, variance_doubling=3, local_doubling=30, max_local_interval=8
+    )
+    assert not any(frozen.updates_variance(step) for step in range(21, 2000))
 
 
 def test_intervals_double_as_the_learning_rate_halves():
     def step_size(step):
         return min(1.0, step / 100) * 0.5 ** (max(0, step - 100) / 50)
 
-    schedule = ZeroOneSchedule(warmup=100, step_size=step_size, longest=8)
+    schedule = ZeroOneSchedule(warmup=100, step_size=step_size, max_local_interval=8)
     assert [schedule.local_interval(step) for step in (1, 100, 149, 150, 199, 200, 250, 900)] == [
         *(1, 1, 1, 2, 2, 4, 8, 8)
     ]
     silent = ZeroOneSchedule(warmup=1, step_size=lambda step: float(step == 1))
-    assert silent.local_interval(2) == silent.longest
+    assert silent.local_interval(2) == silent.max_local_interval
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def test_intervals_double_as_the_learning_rate_halves():
         ({"warmup": 0}, "a warm-up of 0 steps"),
         ({"variance_doubling": 0}, "variance_doubling is 0"),
         ({"local_doubling": 0}, "local_doubling is 0"),
-        ({"longest": 12}, "longest is 12"),
+        ({"max_local_interval": 12}, "max_local_interval is 12"),
     ],
 )
 def test_an_invalid_schedule_is_rejected(options, message):
@@ -145,7 +151,7 @@ def test_an_invalid_schedule_is_rejected(options, message):
 
 def test_traffic_of_the_bert_schedule():
     steps, n, world_size = 118_000, 10**8, 16
-    schedule = ZeroOneSchedule(warmup=12_500, local_doubling=32_678, longest=16)
+    schedule = ZeroOneSchedule(warmup=12_500, local_doubling=32_678, max_local_interval=16)
     kinds = [schedule.exchange(step) for step in range(1, steps + 1)]
     counts = {kind: kinds.count(kind) for kind in ("gradient", "update", "nothing")}
     assert counts["gradient"] == 153
@@ -222,7 +228,7 @@ def slow_adam(steps, world_size, options, schedule):
             gradient = gradient + torch.cat([p.grad.reshape(-1) for p in model.parameters()])
         gradient = gradient / world_size
         momentum = beta1 * momentum + (1 - beta1) * gradient
-        if schedule.refreshes(step):
+        if schedule.updates_variance(step):
             variance = beta2 * variance + (1 - beta2) * gradient**2
             refreshes += 1
         root = (variance / (1 - beta2**refreshes)).sqrt() + options["eps"]
@@ -247,7 +253,7 @@ OPTIONS = {"lr": 0.02, "betas": (0.85, 0.98), "eps": 1e-6, "weight_decay": 0.2}
 def test_without_compression_it_is_adam_with_that_variance(world_size):
     # no steps alone: the warm-up does not end
     schedule = ZeroOneSchedule(None, variance_doubling=2)
-    options = {**OPTIONS, "schedule": schedule, "compress": Dense(), "floor": 0.0}
+    options = {**OPTIONS, "schedule": schedule, "compress": Dense(), "variance_floor": 0.0}
     models, optimizers = made(world_size, **options)
     train(models, optimizers, 30)
     expected = slow_adam(30, world_size, OPTIONS, schedule)
@@ -270,7 +276,7 @@ def slow_zero_one(steps, world_size, options, schedule):
     for step in range(1, steps + 1):
         differentiate(models, step)
         gradients = [torch.cat([p.grad.reshape(-1) for p in m.parameters()]) for m in models]
-        if schedule.refreshes(step):
+        if schedule.updates_variance(step):
             gradients = [sum(gradients) / world_size] * world_size
             variance = beta2 * variance + (1 - beta2) * gradients[0] ** 2
             refreshes += 1
@@ -292,9 +298,9 @@ def slow_zero_one(steps, world_size, options, schedule):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_without_compression_a_synchronisation_is_the_mean_of_local_steps(world_size, goes_on):
-    schedule = ZeroOneSchedule(8, 2, 4, 4, goes_on=goes_on)
+    schedule = ZeroOneSchedule(8, 2, 4, 4, updates_variance_after_warmup=goes_on)
     for steps in (23, 24):
-        options = {**OPTIONS, "schedule": schedule, "compress": Dense(), "floor": 0.0}
+        options = {**OPTIONS, "schedule": schedule, "compress": Dense(), "variance_floor": 0.0}
         models, optimizers = made(world_size, **options)
         train(models, optimizers, steps)
         expected = slow_zero_one(steps, world_size, OPTIONS, schedule)
@@ -449,7 +455,7 @@ def test_in_a_local_step_a_non_finite_gradient_is_replaced_by_the_momentum():
         lockstep([optimizer.algorithm() for optimizer in each])
     assert [optimizer.num_nonfinite for optimizer in optimizers] == [0, 1, 0]
     assert [optimizer.steps for optimizer in optimizers] == [15] * 3
-    assert "a gradient of worker 1 is not finite" in optimizers[1].skip_reason
+    assert "rank 1 uses its unchanged momentum" in optimizers[1].skip_reason
     assert optimizers[0].skip_reason == ""
     for model, twin in zip(models, twins, strict=True):
         torch.testing.assert_close(vector(model), vector(twin))
@@ -587,7 +593,7 @@ def test_a_gradient_too_small_for_a_variance_reactivates_nothing():
 
 @pytest.mark.parametrize(("floor", "explodes"), [(1e-4, False), (0.0, True)])
 def test_a_tiny_variance_is_raised(floor, explodes):
-    models, optimizers = tables(2, floor=floor, compress=Dense())
+    models, optimizers = tables(2, variance_floor=floor, compress=Dense())
     for step in range(1, 13):
         for rank, model in enumerate(models):
             model.zero_grad()
@@ -601,11 +607,11 @@ def test_a_tiny_variance_is_raised(floor, explodes):
 
 
 def test_with_stay_a_row_remains_inactive():
-    models, optimizers = tables(2, wake="stay")
+    models, optimizers = tables(2, reactivate="refresh")
     look_up(models, optimizers, range(1, 41), (1, 15))
     assert torch.equal(models[0].table[41], torch.ones(8))
-    with pytest.raises(ValueError, match="wake is 'rise'"):
-        tables(1, wake="rise")
+    with pytest.raises(ValueError, match="reactivate is 'rise'"):
+        tables(1, reactivate="rise")
 
 
 # --- resuming

@@ -25,6 +25,7 @@ from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import seeds_checksum
 from gcnzc.train.run import train
+from gcnzc.train.tasks import NodeTask
 from gcnzc.train.tracing import gather_spans
 
 STEPS, TOTAL = 12, 48
@@ -94,7 +95,7 @@ def steps(graph, model, inner, rank, world_size):
         for step, batch in enumerate(loader):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(batch), batch.y).backward()
-            optimizer.weight = loader.shares.weight(step)
+            optimizer.weight = loader.shares.loss_weight(step)
             yield from optimizer.algorithm()
             taken += 1
 
@@ -166,12 +167,32 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def train_with_buffers(config, folder):
+    """The result of a run on this worker, and the buffers of its model at each evaluation."""
+    seen, evaluate = [], NodeTask.evaluate
+
+    def watched(task, model, *words, **options):
+        seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        return evaluate(task, model, *words, **options)
+
+    NodeTask.evaluate = watched
+    return train_as_worker(config, folder) | {"buffers": seen}
+
+
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_two_workers_compute_the_result_of_one(batch_norm, config, tmp_path):
     alone = train(replace(config, batch_norm=batch_norm), tmp_path / "alone")
     halves = replace(config, batch_norm=batch_norm, batch_size=30)
-    found = results(2, tmp_path, train_as_worker, halves, tmp_path / "two")
+    found = results(2, tmp_path, train_with_buffers, halves, tmp_path / "two")
     assert found[0]["workers"] == 2
+    # both evaluate the same model: the statistics of their shares are combined
+    for mine, theirs in zip(found[0]["buffers"], found[1]["buffers"], strict=True):
+        assert mine.keys() == theirs.keys()
+        assert any("running_mean" in name for name in mine) == batch_norm
+        for name, buffer in mine.items():
+            assert torch.equal(buffer, theirs[name]), name
+            assert buffer.count_nonzero() > 0, name
+    assert len(found[0]["buffers"]) == config.epochs
     assert found[0]["bytes_sent"] > 0
     # both have chosen the same model by the same scores
     assert found[0]["best_epoch"] == found[1]["best_epoch"]
@@ -409,7 +430,7 @@ def test_an_error_on_the_first_worker_is_raised_on_all(config, tmp_path):
             assert process.exitcode == 1
     assert time.monotonic() - began < 40
     assert "already has a run" in talk(tmp_path, 0)
-    assert "PeerFailed: worker 0 has failed" in talk(tmp_path, 1)
+    assert "PeerFailed: rank 0 has failed" in talk(tmp_path, 1)
 
 
 def test_a_non_finite_gradient_is_skipped_on_all_ranks_and_reported(config, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from gcnzc.cli.commands import COMMANDS as CONFIGS
 from gcnzc.cli.commands.check import CheckConfig
-from gcnzc.cli.errors import Misuse
+from gcnzc.cli.errors import UsageError
 from gcnzc.cli.parser import parse
 from gcnzc.train import old_names, resume
 from gcnzc.train.config import TrainConfig
@@ -64,14 +64,14 @@ def test_an_option_with_its_old_and_its_present_name_is_an_error(tmp_path):
     for old, new in (("hot-by", "cache_policy"), ("batch-size", "batch_size")):
         value = {"hot-by": '"in-degree"'}.get(old, "7")
         file.write_text(f"{old} = {value}\n{new} = {value}\n")
-        with pytest.raises(Misuse, match=rf"toml: {old} and {new} are the same option"):
+        with pytest.raises(UsageError, match=rf"toml: {old} and {new} are the same option"):
             parse(["train", "--config", str(file)])
 
 
 def test_an_option_by_its_old_and_its_present_name_is_an_error_on_the_command_line():
-    with pytest.raises(Misuse, match="--hot and --cache-size are the same option"):
+    with pytest.raises(UsageError, match="--hot and --cache-size are the same option"):
         parse(["train", "--hot", "1", "--cache-size", "2"])
-    with pytest.raises(Misuse, match="--cache-sharded and --hot-split are the same option"):
+    with pytest.raises(UsageError, match="--cache-sharded and --hot-split are the same option"):
         parse(["train", "--cache-sharded", "--hot-split"])
     # as of all options, the last value counts
     assert (

@@ -105,8 +105,8 @@ def test_overlapped_exchanges_are_reported(config, tmp_path):
     assert all(json.loads(line)["hidden_s"] > 0 for line in each)
     events = json.loads((tmp_path / "co2" / "timeline.json").read_text())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    beside = {lanes[event["tid"]] for event in events if event["name"] == "beside"}
-    assert beside == {"worker 0, exchange", "worker 1, exchange"}
+    overlapped = {lanes[event["tid"]] for event in events if event["name"] == "overlapped"}
+    assert overlapped == {"worker 0, exchange", "worker 1, exchange"}
 
 
 def copy(source, target):

@@ -16,6 +16,7 @@ from training import Listener, saved
 from gcnzc import prepare
 from gcnzc.cli import main
 from gcnzc.datasets.generate import Shape, make
+from gcnzc.system import files
 from gcnzc.train import checkpoint, epoch
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.output_files import OutputFiles
@@ -132,6 +133,28 @@ def test_a_run_that_cannot_save_its_results_prints_them_and_fails(
     assert json.loads((run / "result.json").read_text())["best_epoch"] == again["best_epoch"]
     assert checkpoint.load(run / "best.pt")["epoch"] + 1 == again["best_epoch"]
     assert (run / "curves.png").stat().st_size > 0
+
+
+def test_a_summary_of_runs_that_cannot_be_saved_is_printed(config, tmp_path, monkeypatch, capsys):
+    write = files.write_json
+
+    def write_unless_summary(path, value):
+        if path.name == "summary.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, value)
+
+    monkeypatch.setattr(files, "write_json", write_unless_summary)
+    runs = tmp_path / "runs"
+    words = ["--layers", "2", "--fanouts", "5,5", "--hidden", "8", "--epochs", "1", "--runs", "2"]
+    assert main(["train", str(config.data), "--out", str(runs), *words]) == 1
+    out, err = capsys.readouterr()
+    line = json.loads(out)
+    assert line["unsaved"] == {"summary.json": "No space left on device"}
+    assert line["runs"] == 2
+    assert f"error: not saved: {runs / 'summary.json'} (No space left on device)" in err
+    monkeypatch.undo()
+    assert main(["train", "--resume", str(runs)]) == 0
+    assert json.loads((runs / "summary.json").read_text())["unsaved"] == {}
 
 
 def test_states_of_workers_outlive_checkpoints_that_could_not_be_written(

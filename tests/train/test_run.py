@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -310,3 +311,31 @@ def test_some_steps_are_drawn_as_a_timeline(steps, drawn, config, tmp_path):
         assert all(one[1] <= next_[0] + 1e-3 for one, next_ in itertools.pairwise(ordered))
     assert (tmp_path / "run" / "timeline.png").stat().st_size > 5000
     assert not list((tmp_path / "run").glob("timeline*.tmp"))
+
+
+def test_a_second_run_in_the_same_process_is_refused(config, tmp_path):
+    """Its random numbers would be those of the first one's generators."""
+    refused = []
+
+    class Second(NullReporter):
+        """Starts a run in another thread while the first one trains."""
+
+        def say(self, text):
+            if not refused:
+                with ThreadPoolExecutor(1) as pool:
+                    second = pool.submit(train, replace(config, seed=1), tmp_path / "second")
+                    refused.append(second.exception())
+
+    train(config, tmp_path / "first", Second())
+    (error,) = refused
+    assert isinstance(error, RuntimeError)
+    assert "another run is training in this process" in str(error)
+    assert "\n\nhint: start a process for each run" in str(error)
+    assert not (tmp_path / "second").exists()
+    train(config, tmp_path / "alone")
+    for name, value in parameters(tmp_path / "alone").items():
+        assert torch.equal(parameters(tmp_path / "first")[name], value)
+    # a run that failed does not prevent the next one
+    with pytest.raises(ValueError, match="already has a run"):
+        train(config, tmp_path / "alone")
+    train(replace(config, epochs=1), tmp_path / "third")

@@ -11,7 +11,7 @@ from gcnzc.cli.reports import cache
 from gcnzc.graph import load
 from gcnzc.loader import presampling
 from gcnzc.loader.loader import Loader
-from gcnzc.train.option_groups import MOST_THREADS
+from gcnzc.train.option_groups import MAX_THREADS
 from gcnzc.train.options import Fanouts, at_least, at_most, check_fanouts, check_options
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import cache_forecast
@@ -26,22 +26,22 @@ class CacheForecastConfig:
     """
 
     data: tyro.conf.Positional[Path]
-    """folder of a graph, prepared or in OGB's layout, or a .npz archive"""
+    """folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file"""
     fanouts: Fanouts = (15, 10, 5)
-    """neighbours sampled per node, one number per layer, input layer first; -1 takes all"""
+    """neighbours sampled per node, one number per layer, input layer first; -1 samples all"""
     batch_size: int = 1024
     """seed nodes per minibatch"""
     batches: int = 100
-    """minibatches to sample for the prediction, in two halves"""
+    """minibatches to sample for the prediction, in two equal halves"""
     gpus: int = 1
     """GPUs that the cache is sharded over, as with `gcnzc train --cache-sharded`; with 1, each GPU
     has a copy of all cached rows"""
     measure: bool = False
     """also sample this number of other minibatches, as training does, and measure the hit rate"""
     threads: int = 0
-    """threads that sample minibatches; 0 takes the default"""
+    """threads that sample minibatches; 0: one per core, at most 4"""
     seed: int = 0
-    """seed of the run to predict for"""
+    """random seed of the run to predict for"""
     out: Path | None = None
     """image to write: hit rate by cache size; none if not given"""
 
@@ -49,10 +49,15 @@ class CacheForecastConfig:
         check_options(self)
         at_least(1, "batch_size", self.batch_size)
         at_least(4, "batches", self.batches)
+        if self.batches % 2:
+            raise ValueError(
+                f"--batches must be even, got {self.batches}\n\n"
+                "hint: the minibatches form two equal halves; the default is 100"
+            )
         at_least(1, "gpus", self.gpus)
         for name in ("threads", "seed"):
             at_least(0, name, getattr(self, name))
-        at_most(MOST_THREADS, "threads", self.threads)
+        at_most(MAX_THREADS, "threads", self.threads)
         check_fanouts(self.fanouts)
 
 

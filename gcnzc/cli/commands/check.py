@@ -35,13 +35,13 @@ class CheckConfig:
     """
 
     data: tyro.conf.Positional[Path | None] = None
-    """graph to tune for: a folder, prepared or in OGB's layout, or a .npz archive;
+    """graph to tune for: a folder, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file;
     without it, a random graph"""
     tune: bool = False
     """measure which settings load minibatches fastest, and store them as the tuning profile of this
     machine"""
     fanouts: Fanouts = (15, 10, 5)
-    """with --tune: neighbours sampled per node, one number per layer, input layer first; -1 takes
+    """with --tune: neighbours sampled per node, one number per layer, input layer first; -1 samples
     all"""
     batch_size: int = 1024
     """with --tune: seed nodes per minibatch"""

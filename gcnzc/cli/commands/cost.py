@@ -26,7 +26,7 @@ from gcnzc.system.streams import clock_of
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.optimizers import build_optimizer
-from gcnzc.train.option_groups import MOST_THREADS, MOST_WORKERS
+from gcnzc.train.option_groups import MAX_THREADS, MAX_WORKERS
 from gcnzc.train.options import Fanouts, at_least, at_most, check_options, option_name
 from gcnzc.train.progress import Reporter
 from gcnzc.train.setup import build_loader, choose_device, feature_table
@@ -42,7 +42,7 @@ class CostConfig:
     """
 
     data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph, prepared or in OGB's layout, or a .npz archive;
+    """folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file;
     without it, a built-in graph"""
     workers: Fanouts = (2, 4, 8)
     """numbers of workers to predict for"""
@@ -58,25 +58,25 @@ class CostConfig:
     steps: int = 20
     """steps to measure, after three steps of warm-up"""
     threads: int = 0
-    """threads of torch and of the loader in each worker; 0 takes the defaults"""
+    """threads of torch and of the loader in each worker; 0: the defaults"""
     model: Literal["sage", "gcn", "gat"] = "sage"
     """GraphSAGE with mean aggregation, GCN, or GAT"""
     task: Literal["node", "link"] = "node"
     """node classification, or link prediction"""
     fanouts: Fanouts = (15, 10, 5)
-    """neighbours sampled per node, one number per layer, input layer first; -1 takes all"""
+    """neighbours sampled per node, one number per layer, input layer first; -1 samples all"""
     batch_size: int = 1024
     """seed nodes or seed edges per minibatch of one worker"""
     hidden: int = 256
     """hidden features; for GAT, per attention head"""
     layers: int = 3
-    """layers of the model, as many as fan-outs"""
+    """layers of the model, as many as fanouts"""
     heads: int = 4
     """GAT: attention heads"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the model trains; auto takes CUDA if there is a GPU"""
+    """where the model trains; auto uses CUDA if there is a GPU"""
     seed: int = 0
-    """seed of all random numbers"""
+    """random seed"""
     out: Path | None = None
     """image to write: seconds per step by bandwidth; none if not given"""
 
@@ -85,8 +85,8 @@ class CostConfig:
         at_least(1, "workers", len(self.workers))
         for number in self.workers:
             at_least(2, "workers", number)
-            at_most(MOST_WORKERS, "workers", number)
-        at_most(MOST_THREADS, "threads", self.threads)
+            at_most(MAX_WORKERS, "workers", number)
+        at_most(MAX_THREADS, "threads", self.threads)
         at_least(1, "steps", self.steps)
         for name in ("delay_ms", "message_us", "threads", "seed"):
             at_least(0, name, getattr(self, name))

@@ -17,7 +17,7 @@ from gcnzc.train.options import at_least, at_most, check_options
 from gcnzc.train.progress import Reporter
 
 # of ogbn-papers100M, these are a hundred billion nodes
-MOST_SCALE = 1000
+MAX_SCALE = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class MakeConfig:
     """planted communities, with a known best accuracy; an R-MAT graph with power-law degrees; or a
     nearest-neighbour graph of handwritten digits"""
     like: Literal["ogbn-arxiv", "ogbn-products", "ogbn-papers100M", "reddit"] | None = None
-    """take the numbers of nodes, edges, features and classes of this graph"""
+    """use the numbers of nodes, edges, features and classes of this graph"""
     scale: float = 1.0
     """with --like: multiply the numbers of nodes and edges by this"""
     nodes: int = 100_000
@@ -42,14 +42,14 @@ class MakeConfig:
     classes: int = 10
     """number of classes"""
     seed: int = 0
-    """seed of all random numbers"""
+    """random seed"""
 
     def __post_init__(self) -> None:
         check_options(self)
         for name in ("nodes", "edges", "num_features", "classes"):
             at_least(1, name, getattr(self, name))
         at_least(0, "seed", self.seed)
-        at_most(MOST_SCALE, "scale", self.scale)
+        at_most(MAX_SCALE, "scale", self.scale)
         if not self.scale > 0:
             raise ValueError(f"--scale must be above 0, got {self.scale}\n\nhint: 0.1 is a tenth")
 
@@ -71,12 +71,14 @@ class PrepareConfig:
     features: Path | None = None
     """.npy of shape (nodes, columns) to use as features instead of those of SOURCE"""
     feature_dtype: Literal[
-        "as-is", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"
-    ] = "as-is"
-    """dtype of the stored features; float8 and int8 values are stored with scales, and are
-    dequantised when they are gathered"""
+        "auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"
+    ] = "auto"
+    """dtype of the stored features; auto keeps float16, bfloat16 and quantized features, and
+    converts other dtypes to float32. float8 and int8 values are stored with scales, and are
+    dequantized when they are gathered"""
     scales: Literal["row", "columns"] = "row"
-    """float8 and int8 features: one scale per row, or one per 16 columns of a row"""
+    """float8 and int8 features: one scale per row, or one per block of 16 columns, shared by all
+    rows"""
     normalize_features: bool = False
     """divide each row of features by the sum of its absolute values, as is common for bags of
     words"""
@@ -86,23 +88,24 @@ class PrepareConfig:
     """bytes from the start of one row of features to the start of the next; 0 stores rows without
     padding; the most efficient pitch for the PCIe bus if not given"""
     bidirected: Literal["auto", "yes", "no"] = "auto"
-    """add the reverse of every edge; auto takes the default of SOURCE"""
+    """add the reverse of every edge; auto uses the setting of SOURCE; if SOURCE has none, it adds
+    them if all edges go from lower to higher node ids, or all from higher to lower"""
     self_loops: Literal["keep", "add", "remove"] = "keep"
     """keep self loops as they are, leave exactly one at every node (add), or remove all"""
     duplicates: Literal["auto", "keep", "remove"] = "auto"
-    """keep or remove duplicate edges; auto takes the default of SOURCE"""
+    """keep or remove duplicate edges; auto uses the setting of SOURCE, or keeps them"""
     split: str | None = None
     """name or number of the split to use, if SOURCE has several"""
     metric: Literal["as-is", "accuracy", "rocauc"] = "as-is"
-    """metric of node classification; as-is takes that of SOURCE"""
+    """metric of node classification; as-is uses that of SOURCE"""
     task: Literal["as-is", "link"] = "as-is"
     """link holds out edges for validation and test, unless SOURCE has a split of its edges"""
     valid_edges: float = 0.05
-    """with --task link: share of the edges to hold out for validation"""
+    """with --task link: fraction of the edges to hold out for validation"""
     test_edges: float = 0.1
-    """with --task link: share of the edges to hold out for test"""
+    """with --task link: fraction of the edges to hold out for test"""
     seed: int = 0
-    """with --task link: seed that selects the held-out edges"""
+    """with --task link: random seed that selects the held-out edges"""
     allow_nan: bool = False
     """accept features that are NaN or infinite"""
 
@@ -122,13 +125,13 @@ class EmbedConfig:
     """Compute node features from the edges of a graph, and write it as a prepared folder."""
 
     source: tyro.conf.Positional[Path]
-    """folder of a graph, prepared or in OGB's layout, or a .npz archive"""
+    """folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file"""
     dest: tyro.conf.Positional[Path]
     """folder to write"""
     dims: int = 128
     """features per node"""
     seed: int = 0
-    """seed of all random numbers"""
+    """random seed"""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -141,7 +144,7 @@ class InfoConfig:
     """Print the sizes, dtypes, options and source of a graph as one JSON line."""
 
     data: tyro.conf.Positional[Path]
-    """folder of a graph, prepared or in OGB's layout"""
+    """folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file"""
     verify: bool = False
     """first read and check all of the data; of a prepared folder, also the checksums"""
 
@@ -169,7 +172,7 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
             features=config.features,
             sparse_features=config.sparse_features,
             normalize_features=config.normalize_features,
-            feature_dtype=None if config.feature_dtype == "as-is" else config.feature_dtype,
+            feature_dtype=None if config.feature_dtype == "auto" else config.feature_dtype,
             scales=config.scales,
             pitch_bytes=config.pitch_bytes,
             bidirected=choices.get(config.bidirected),

@@ -23,7 +23,7 @@ class PcieConfig:
     """
 
     data: tyro.conf.Positional[Path | None] = None
-    """folder of a graph, prepared or in OGB's layout, or a .npz archive;
+    """folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file;
     without it, the sizes of public graphs"""
     out: Path | None = None
     """image to write: efficiency by bytes per row; none if not given"""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from gcnzc.cli.errors import Misuse
+from gcnzc.cli.errors import UsageError
 from gcnzc.cli.output import print_json
 from gcnzc.train import run_folder
 from gcnzc.train.plots import curves
@@ -29,7 +29,7 @@ class PlotConfig:
 def plot_command(config: PlotConfig, reporter: Reporter) -> None:
     """`gcnzc plot`."""
     if not config.runs:
-        raise Misuse("no run is given\n\nhint: `gcnzc plot runs/NAME` plots a run")
+        raise UsageError("no run is given\n\nhint: `gcnzc plot runs/NAME` plots a run")
     out = config.out or config.runs[0] / run_folder.CURVES
     curves(config.runs, out)
     print_json({"runs": [str(run) for run in config.runs], "picture": str(out)})

@@ -44,7 +44,7 @@ class PredictConfig:
     probabilities: bool = False
     """also write the probability of each class, or of an edge"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to compute; auto takes CUDA if there is a GPU"""
+    """where to compute; auto uses CUDA if there is a GPU"""
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -33,15 +33,17 @@ def check_graph(graph: Any) -> None:
         )
 
 
-def check_sampler(graph_sampler: Any, drawn_by: Any) -> None:
-    """Check that a DGL sampler returns blocks and uses no edge types, and check `drawn_by`.
+def check_sampler(graph_sampler: Any, sampler_library: Any) -> None:
+    """Check that a DGL sampler returns blocks and uses no edge types, and check `sampler_library`.
 
     Raises:
-        ValueError: the sampler is not supported, or `drawn_by` is unknown.
+        ValueError: the sampler is not supported, or `sampler_library` is unknown.
     """
     loading = import_dgl().dataloading
-    if not isinstance(drawn_by, str) or drawn_by not in ("gcnzc", "dgl"):
-        raise ValueError(f"drawn_by is {describe(drawn_by)}\n\nhint: 'gcnzc' or 'dgl'")
+    if not isinstance(sampler_library, str) or sampler_library not in ("gcnzc", "dgl"):
+        raise ValueError(
+            f"sampler_library is {describe(sampler_library)}\n\nhint: 'gcnzc' or 'dgl'"
+        )
     inner = graph_sampler
     if isinstance(graph_sampler, loading.EdgePredictionSampler):
         inner = graph_sampler.sampler

@@ -77,11 +77,11 @@ class BlockBuilder:
     def __init__(self, graph: Any) -> None:
         self._given_graph = graph
         self.refresh_data()
-        self.columns = to_csc(graph)
+        self.csc = to_csc(graph)
         self._dgl, self._block_class = import_dgl(), block_class()
         # all tensors of ids in a DGL graph must have this type
         self.dtype: torch.dtype = graph.idtype
-        ids = self.columns.edge_ids
+        ids = self.csc.edge_ids
         self._ids = None if ids is None else FeatureTable(ids.view(-1, 1))
         self._empty = torch.empty(0, dtype=self.dtype)
 

@@ -47,8 +47,8 @@ class DglSampler:
         seed: a 64-bit integer.
 
     Raises:
-        ValueError: a fan-out or the seed is out of range.
-        RuntimeError: DGL is not installed.
+        ValueError: a fanout or the seed is out of range.
+        ImportError: DGL is not installed.
     """
 
     def __init__(self, graph: Graph, fanouts: Sequence[int], seed: int = 0) -> None:

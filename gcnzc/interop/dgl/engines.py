@@ -43,7 +43,7 @@ class NodeEngine:
 
     def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
         self._blocks, self._graph_sampler = blocks, graph_sampler
-        self._sampler = Sampler(blocks.columns.graph, graph_sampler.fanouts, seed, edge_ids=True)
+        self._sampler = Sampler(blocks.csc.graph, graph_sampler.fanouts, seed, edge_ids=True)
 
     def sample(self, items: Tensor, epoch: int) -> Result:
         """See `Engine`."""
@@ -68,8 +68,8 @@ class EdgeEngine:
     def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
         self._blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
         inner = graph_sampler.sampler
-        self._sampler = Sampler(blocks.columns.graph, inner.fanouts, seed, edge_ids=True)
-        self._positions = _invert_edge_ids(blocks.columns.edge_ids)
+        self._sampler = Sampler(blocks.csc.graph, inner.fanouts, seed, edge_ids=True)
+        self._positions = _invert_edge_ids(blocks.csc.edge_ids)
         # the first call creates DGL's index of edges, which is not safe in several threads
         blocks.graph.find_edges(torch.arange(min(1, blocks.graph.num_edges()), dtype=blocks.dtype))
 
@@ -132,7 +132,7 @@ class EdgeEngine:
                 "hint: reverse_eids[e] is the id of the edge from e's destination to e's source"
             )
         positions = edges if self._positions is None else self._positions[edges.long()]
-        return exclude_edges(self._blocks.columns.graph.indptr.numpy(), nodes, locals_, positions)
+        return exclude_edges(self._blocks.csc.graph.indptr.numpy(), nodes, locals_, positions)
 
 
 class DglEngine:

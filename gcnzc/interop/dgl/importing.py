@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from gcnzc.interop.errors import LibraryError
+
 GRAPHBOLT = "dgl.graphbolt"
 
 
@@ -34,19 +36,19 @@ def import_dgl() -> Any:
     GraphBolt is not compiled for this torch, `dgl.graphbolt` is an empty module.
 
     Raises:
-        RuntimeError: DGL is not installed, is too old, or its import fails for another reason.
+        ImportError: DGL is not installed, is too old, or its import fails for another reason.
     """
     if "dgl" not in sys.modules and importlib.util.find_spec("dgl") is None:
-        raise RuntimeError(f"DGL is not installed\n\nhint: {INSTALL}")
+        raise LibraryError(f"DGL is not installed\n\nhint: {INSTALL}")
     try:
         with warnings.catch_warnings(), _pytorch_backend(), _stub_graphbolt_if_broken():
             warnings.simplefilter("ignore")
             import dgl
     except (ImportError, OSError) as error:
-        raise RuntimeError(f"the import of DGL failed: {error}\n\nhint: {INSTALL}") from error
+        raise LibraryError(f"the import of DGL failed: {error}\n\nhint: {INSTALL}") from error
     if dgl.__version__.startswith("0."):
         # pip installs 0.1.3 if no newer wheel fits
-        raise RuntimeError(f"DGL {dgl.__version__} is too old\n\nhint: {INSTALL}")
+        raise LibraryError(f"DGL {dgl.__version__} is too old\n\nhint: {INSTALL}")
     return dgl
 
 
@@ -72,7 +74,8 @@ def check_cuda(device: torch.device) -> None:
     """Check that the installed DGL supports a GPU.
 
     Raises:
-        RuntimeError: it does not, or DGL is not installed.
+        RuntimeError: it does not.
+        ImportError: DGL is not installed.
     """
     dgl = import_dgl()
     try:

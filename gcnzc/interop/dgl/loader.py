@@ -11,13 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.column import Column
 from gcnzc.interop.dgl.arguments import check_graph, check_items, check_sampler
 from gcnzc.interop.dgl.blocks import BlockBuilder, fill_lazy_features
 from gcnzc.interop.dgl.engines import DglEngine, EdgeEngine, Engine, NodeEngine, is_native
 from gcnzc.interop.dgl.importing import check_cuda, import_dgl
-from gcnzc.interop.drop_in import LibraryBatch, Minibatches
+from gcnzc.interop.drop_in import DropInLoader, LibraryBatch
 from gcnzc.interop.options import Options, check_tables, split_options
 from gcnzc.interop.ranks import rank_and_world_size
 from gcnzc.sampling.batch import Block
@@ -31,7 +32,7 @@ class _Dgl:
         return import_dgl, ()
 
 
-class DataLoader(Minibatches):
+class DataLoader(DropInLoader):
     """Drop-in replacement of `dgl.dataloading.DataLoader`.
 
     It takes the same arguments and yields the same minibatches. The arguments up to `gpu_cache` are
@@ -47,12 +48,13 @@ class DataLoader(Minibatches):
         device: device of the minibatches. Default: the host. A GPU reads the first of
             `prefetch_node_feats` in place in host memory; it needs a build of DGL with CUDA.
         use_ddp: share the items among the ranks of torch's default process group.
-        ddp_seed: the seed with `use_ddp`, if `seed` is None.
+        ddp_seed: the random seed with `use_ddp`, if `seed` is None.
         use_uva: the default of `device` is "cuda"; features are read in place with or without it.
-        drawn_by: "gcnzc" samples with gcnzc's sampler if it can replace `graph_sampler` (uniform
-            in-neighbours without replacement), else with DGL; "dgl" always samples with DGL.
-        seed: of the shuffling and the sampling; a 64-bit integer. Default: drawn from torch's
-            random generator, or 0 if `world_size` is above 1.
+        sampler_library: "gcnzc" samples with gcnzc's sampler if it can replace `graph_sampler`
+            (uniform in-neighbours without replacement), else with DGL; "dgl" always samples with
+            DGL.
+        seed: random seed of the shuffling and the sampling; a 64-bit integer. Default: drawn from
+            torch's random generator, or 0 if `world_size` is above 1.
         rank, world_size: ranks share the items. By default, without `use_ddp`, all items are
             yielded, with one warning if torch.distributed has several ranks.
         threads: number of threads that prepare minibatches. Default: `num_workers` if above 0, else
@@ -63,10 +65,13 @@ class DataLoader(Minibatches):
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: an argument is out of range, or is not supported; the message names it.
-        RuntimeError: DGL is not installed, or does not support the GPU of `device`.
+        ImportError: DGL is not installed.
+        RuntimeError: DGL does not support the GPU of `device`.
     """
 
     _library = _Dgl()
+    # old name, until 0.3
+    drawn_by = renamed_attribute("drawn_by", "sampler_library")
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class DataLoader(Minibatches):
         use_uva: bool = False,
         gpu_cache: Any = None,
         *,
-        drawn_by: Literal["gcnzc", "dgl"] = "gcnzc",
+        sampler_library: Literal["gcnzc", "dgl"] = "gcnzc",
         seed: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -95,7 +100,7 @@ class DataLoader(Minibatches):
         **kwargs: Any,
     ) -> None:
         check_graph(graph)
-        check_sampler(graph_sampler, drawn_by)
+        check_sampler(graph_sampler, sampler_library)
         use_ddp, use_uva = check_flag("use_ddp", use_ddp), check_flag("use_uva", use_uva)
         ddp_seed = check_seed("ddp_seed", ddp_seed)
         check_tables(tables)
@@ -116,7 +121,8 @@ class DataLoader(Minibatches):
         if isinstance(dataloader_options.get("sampler"), str):
             raise ValueError(
                 f"sampler is {dataloader_options['sampler']!r}\n\n"
-                "hint: drawn_by='dgl' samples neighbours with DGL; sampler orders the indices"
+                "hint: sampler_library='dgl' samples neighbours with DGL; sampler orders the "
+                "indices"
             )
         if rest:
             raise TypeError(f"DataLoader has no argument {', '.join(sorted(rest))}")
@@ -147,8 +153,10 @@ class DataLoader(Minibatches):
         self._blocks = BlockBuilder(graph)
         self._is_edges = isinstance(graph_sampler, import_dgl().dataloading.EdgePredictionSampler)
         self._items = check_items(indices, graph, self._is_edges)
-        super().__init__(self._blocks.columns.graph, self._items, len(self._items), options)
-        self.drawn_by: str = "gcnzc" if drawn_by == "gcnzc" and is_native(graph_sampler) else "dgl"
+        super().__init__(self._blocks.csc.graph, self._items, len(self._items), options)
+        self.sampler_library: str = (
+            "gcnzc" if sampler_library == "gcnzc" and is_native(graph_sampler) else "dgl"
+        )
         self._engine = self._create_engine()
         self._columns: dict[tuple[bool, str], Column] = {}
         self._refresh_attributes()
@@ -223,7 +231,7 @@ class DataLoader(Minibatches):
 
     def _create_engine(self) -> Engine:
         engine: Callable[..., Engine] = EdgeEngine if self._is_edges else NodeEngine
-        if self.drawn_by == "dgl":
+        if self.sampler_library == "dgl":
             engine = DglEngine
         return engine(self._blocks, self.graph_sampler, self._seed)
 
@@ -276,6 +284,11 @@ class DataLoader(Minibatches):
                         f"hint: graph.{kind[0]}data[{name!r}] = ..."
                     )
         return found
+
+
+DataLoader.__init__ = renamed_arguments(  # type: ignore[method-assign]
+    {"drawn_by": "sampler_library"}
+)(DataLoader.__init__)
 
 
 def _block_sampler(graph_sampler: Any) -> Any:

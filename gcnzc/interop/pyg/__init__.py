@@ -1,6 +1,6 @@
 """Drop-in loaders for PyG, and feature tables as a PyG `FeatureStore`.
 
-Importing this package imports PyG, and raises a RuntimeError if PyG is not installed.
+Importing this package imports PyG, and raises an ImportError if PyG is not installed.
 """
 
 from gcnzc.interop.pyg.feature_store import TableStore

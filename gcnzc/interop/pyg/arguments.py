@@ -20,7 +20,7 @@ from gcnzc.system.arguments import (
     describe,
 )
 
-# the only supported value of each argument; None for the arguments that are not listed
+# the only supported value of each argument; unlisted arguments support only None
 _SUPPORTED = {
     "directed": True,
     "disjoint": False,
@@ -42,11 +42,11 @@ def check_supported(loader_name: str, **arguments: Any) -> None:
         if value is supported or (is_plain and value == supported):
             continue
         # the value of a tensor or a function would not fit a message
-        shown = f"{name}={value!r}" if is_plain else name
-        only = "" if supported is None else f", but only {supported!r}"
+        text = f"{name}={value!r}" if is_plain else name
+        suffix = "" if supported is None else f", but only {supported!r}"
         raise ValueError(
-            f"{loader_name} does not support {shown}{only}\n\n"
-            f"hint: use torch_geometric.loader.{loader_name} with pyg-lib"
+            f"{loader_name} does not support {text}{suffix}\n\n"
+            f"hint: use torch_geometric.loader.{loader_name}, which needs pyg-lib or torch-sparse"
         )
 
 
@@ -120,18 +120,18 @@ def make_options(kwargs: dict[str, Any], loader_name: str, device: Any, **own: A
     # PyG's loaders ignore this argument too: they collate minibatches themselves
     kwargs.pop("collate_fn", None)
     num_workers, dataloader_options, rest = split_options(kwargs, loader_name)
-    theirs = {
+    torch_options = {
         name: rest.pop(name) for name in ("batch_size", "shuffle", "drop_last") if name in rest
     }
     if rest:
         raise TypeError(f"{loader_name} has no argument {', '.join(sorted(rest))}")
-    if theirs.get("batch_size", 1) is None:
+    if torch_options.get("batch_size", 1) is None:
         raise ValueError(f"{loader_name} does not support batch_size=None\n\nhint: batch_size=1")
-    if theirs.get("shuffle") is None:
-        theirs["shuffle"] = False
+    if torch_options.get("shuffle") is None:
+        torch_options["shuffle"] = False
     device = check_device("device", device)
     return Options(
-        **theirs,
+        **torch_options,
         **own,
         device=device,
         num_workers=num_workers,
@@ -166,7 +166,9 @@ def strip_type(name: str, given: Any) -> Any:
 def check_nodes(
     input_nodes: Any, input_id: Tensor | None, num_nodes: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the ids of the nodes to iterate over, and their input ids (None: their indices).
+    """Return the ids of the nodes to iterate over, and their input ids.
+
+    None for the input ids stands for the positions in `input_nodes`.
 
     Raises:
         ValueError: `input_nodes` has neither node ids nor a mask of all nodes.

@@ -98,8 +98,8 @@ class Attributes:
 
     def _slice(self, nodes: Tensor, edges: Tensor, are_on_host: bool) -> dict[str, Tensor]:
         found = {}
-        for columns, ids in ((self.nodes, nodes), (self.edges, edges)):
-            for name, column in columns.items():
+        for attributes, ids in ((self.nodes, nodes), (self.edges, edges)):
+            for name, column in attributes.items():
                 if column.is_on_host == are_on_host:
                     found[name] = column.gather_on_device(ids)
         for name, value, dim, is_nodes in self.other_dims:
@@ -144,9 +144,9 @@ def read_attributes(
             if dim != 0:
                 found.other_dims.append((name, rows, dim, is_nodes))
                 continue
-            columns = found.nodes if is_nodes else found.edges
+            attributes = found.nodes if is_nodes else found.edges
             num_rows = graph.num_nodes if is_nodes else graph.num_edges
-            columns[name] = Column(name, rows, num_rows, device, locks)
+            attributes[name] = Column(name, rows, num_rows, device, locks)
     found.prefetched = _prefetched_column(found.nodes, tables)
     if found.prefetched is not None:
         del found.nodes[found.prefetched.name]

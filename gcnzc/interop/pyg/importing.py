@@ -3,6 +3,8 @@
 import warnings
 from typing import Any
 
+from gcnzc.interop.errors import LibraryError
+
 INSTALL = "pip install 'torch-geometric>=2.6'"
 
 
@@ -12,7 +14,7 @@ def import_pyg() -> Any:
     Warnings during the import are suppressed.
 
     Raises:
-        RuntimeError: PyG is not installed, or its import fails.
+        ImportError: PyG is not installed, or its import fails.
     """
     try:
         with warnings.catch_warnings():
@@ -23,5 +25,5 @@ def import_pyg() -> Any:
             import torch_geometric.loader
             import torch_geometric.sampler
     except (ImportError, OSError) as error:
-        raise RuntimeError(f"the import of PyG failed: {error}\n\nhint: {INSTALL}") from error
+        raise LibraryError(f"the import of PyG failed: {error}\n\nhint: {INSTALL}") from error
     return torch_geometric

@@ -20,15 +20,15 @@ from gcnzc.interop.pyg.arguments import (
 )
 from gcnzc.interop.pyg.graph import to_csc
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.interop.pyg.minibatches import DataMinibatches, NeighborCounts
+from gcnzc.interop.pyg.minibatches import NumNeighborsStub, PygLoader
 from gcnzc.system.arguments import check_kind, check_number, describe
 
-# bound of the negative edges for each edge
+# maximum of `neg_sampling_ratio`
 MAX_NEGATIVES = 2**31
 
 
 class LinkNeighborLoader(
-    DataMinibatches,
+    PygLoader,
     import_pyg().loader.LinkNeighborLoader,  # type: ignore[misc]
 ):
     """Drop-in replacement of `torch_geometric.loader.LinkNeighborLoader`.
@@ -42,8 +42,8 @@ class LinkNeighborLoader(
     Args:
         data: a `torch_geometric.data.Data` with `edge_index`. For the arguments that are not listed
             here see `gcnzc.interop.pyg.NeighborLoader`.
-        num_neighbors: number of neighbours sampled at each hop, first those of the end points of
-            the edges; -1 for all.
+        num_neighbors: number of neighbours sampled at each hop; hop 1 samples neighbours of the
+            edges' endpoints; -1 for all.
         edge_label_index: (2, E) the edges to iterate over. Default: the edges of `data`.
         edge_label: (E, ...) labels of these edges.
         neg_sampling: a `torch_geometric.sampler.NegativeSampling`, or a value from which PyG
@@ -54,7 +54,7 @@ class LinkNeighborLoader(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: an argument is out of range, or is not supported; the message names it.
-        RuntimeError: PyG is not installed; raised on import.
+        ImportError: PyG is not installed; raised on import.
     """
 
     def __init__(
@@ -108,19 +108,17 @@ class LinkNeighborLoader(
         self.input_id, self.is_sorted, self.edge_label = input_id, is_sorted, edge_label
         self.filter_per_worker = filter_per_worker
         # `data` may have these attributes from a split of its edges
-        self._generated += ("edge_label_index", "edge_label_time")
-        self._generated += ("seed_time",) if self._is_triplet else ("edge_label",)
-        columns = to_csc(data, is_sorted)
+        self._own_fields += ("edge_label_index", "edge_label_time")
+        self._own_fields += ("seed_time",) if self._is_triplet else ("edge_label",)
+        csc = to_csc(data, is_sorted)
         self.edge_label_index = edge_label_index
         edges = strip_type("edge_label_index", edge_label_index)
-        self._edges = _check_edges(
-            columns.edge_index if edges is None else edges, columns.graph.num_nodes
-        )
+        self._edges = _check_edges(csc.edge_index if edges is None else edges, csc.graph.num_nodes)
         self._labels = self._check_labels(edge_label)
         check_input_id(self.input_id, self._edges.shape[1])
         super().__init__(
             data,
-            columns,
+            csc,
             self._edges,
             self._edges.shape[1],
             check_num_neighbors(num_neighbors, "LinkNeighborLoader"),
@@ -145,9 +143,9 @@ class LinkNeighborLoader(
         return import_pyg().sampler.EdgeSamplerInput(self.input_id, src, dst, self._labels)
 
     @property
-    def link_sampler(self) -> NeighborCounts:
+    def link_sampler(self) -> NumNeighborsStub:
         """An object with `num_neighbors`, for code that reads it."""
-        return NeighborCounts(self.num_neighbors)
+        return NumNeighborsStub(self.num_neighbors)
 
     @property
     def _is_triplet(self) -> bool:
@@ -156,16 +154,19 @@ class LinkNeighborLoader(
     def sample(self, seeds: Tensor, epoch: int) -> LibraryBatch:
         """Sample the minibatch of the edges with indices `seeds`, on the host."""
         src, dst = self._edges[:, seeds]
-        others = self._sample_negatives(seeds, epoch)
-        ends = torch.cat([src, *others[:-1], dst, *others[-1:]])
-        nodes, local = unique_with_inverse(ends)
-        fields = self._triplets(local, len(seeds)) if self._is_triplet else self._pairs(local)
+        negatives = self._sample_negatives(seeds, epoch)
+        endpoints = torch.cat([src, *negatives[:-1], dst, *negatives[-1:]])
+        nodes, local_ids = unique_with_inverse(endpoints)
+        if self._is_triplet:
+            fields = self._triplets(local_ids, len(seeds))
+        else:
+            fields = self._pairs(local_ids)
         fields |= {
             "input_id": seeds if self.input_id is None else self.input_id[seeds],
             "batch": None,
         }
         if not self._is_triplet:
-            fields |= {"edge_label": self._labels_of(seeds, others), "edge_label_time": None}
+            fields |= {"edge_label": self._labels_of(seeds, negatives), "edge_label_time": None}
         return self._sample_batch(nodes, epoch, fields)
 
     def _sample_negatives(self, indices: Tensor, epoch: int) -> list[Tensor]:
@@ -191,12 +192,12 @@ class LinkNeighborLoader(
         return torch.multinomial(weight.cpu(), count, replacement=True, generator=random)
 
     @staticmethod
-    def _pairs(local: Tensor) -> dict[str, Any]:
-        return {"edge_label_index": local.view(2, -1)}
+    def _pairs(local_ids: Tensor) -> dict[str, Any]:
+        return {"edge_label_index": local_ids.view(2, -1)}
 
     @staticmethod
-    def _triplets(local: Tensor, num_pairs: int) -> dict[str, Any]:
-        src, positive, negative = local.tensor_split([num_pairs, 2 * num_pairs])
+    def _triplets(local_ids: Tensor, num_pairs: int) -> dict[str, Any]:
+        src, positive, negative = local_ids.tensor_split([num_pairs, 2 * num_pairs])
         return {
             "src_index": src,
             "dst_pos_index": positive,
@@ -204,13 +205,13 @@ class LinkNeighborLoader(
             "seed_time": None,
         }
 
-    def _labels_of(self, indices: Tensor, others: list[Tensor]) -> Tensor | None:
+    def _labels_of(self, indices: Tensor, negatives: list[Tensor]) -> Tensor | None:
         """Return the given labels of the edges (default 1), followed by 0 for each negative."""
-        if self._labels is None and not others:
+        if self._labels is None and not negatives:
             return None
         labels = torch.ones(len(indices)) if self._labels is None else self._labels[indices]
-        if others:
-            zeros = labels.new_zeros((len(others[0]), *labels.shape[1:]))
+        if negatives:
+            zeros = labels.new_zeros((len(negatives[0]), *labels.shape[1:]))
             labels = torch.cat([labels, zeros])
         return labels
 
@@ -229,20 +230,21 @@ class LinkNeighborLoader(
                 "hint: neg_sampling='binary', or no edge_label"
             )
         # as in PyG: label 0 is for the negatives, so labels that begin at 0 are shifted by 1
-        taken = self.neg_sampling is not None and len(edge_label) and int(edge_label.min()) == 0
-        return edge_label.cpu() + 1 if taken else edge_label.cpu()
+        has_label_zero = len(edge_label) > 0 and int(edge_label.min()) == 0
+        is_shifted = self.neg_sampling is not None and has_label_zero
+        return edge_label.cpu() + 1 if is_shifted else edge_label.cpu()
 
 
 def _negative_sampling(given: Any, ratio: Any) -> Any:
     """Return PyG's `NegativeSampling` for the arguments `neg_sampling` and `neg_sampling_ratio`."""
-    kind = import_pyg().sampler.NegativeSampling
+    NegativeSampling = import_pyg().sampler.NegativeSampling
     if ratio is not None:
         hint = "negatives for each edge, 0 or more"
         ratio = check_number(
             "neg_sampling_ratio", ratio, lambda ratio: 0 <= ratio < MAX_NEGATIVES, hint
         )
     try:
-        return kind("binary", ratio) if ratio else kind.cast(given)
+        return NegativeSampling("binary", ratio) if ratio else NegativeSampling.cast(given)
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ValueError(
             f"neg_sampling is {describe(given)}: {error or type(error).__name__}\n\n"

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.column import Column
-from gcnzc.interop.drop_in import LibraryBatch, Minibatches
+from gcnzc.interop.drop_in import DropInLoader, LibraryBatch
+from gcnzc.interop.items import as_items
 from gcnzc.interop.options import Options
 from gcnzc.interop.pyg.graph import Attributes, CscEdges, read_attributes
 from gcnzc.interop.pyg.importing import import_pyg
@@ -33,7 +34,7 @@ _pool = Pool()
 _SAMPLED_EDGES = "_sampled_edges"
 
 
-class DataMinibatches(Minibatches):
+class PygLoader(DropInLoader):
     """The base class of the PyG loaders, which yields sampled subgraphs as PyG's `Data`.
 
     Attributes of `data` with the name of an attribute that the loader sets itself, such as
@@ -42,7 +43,7 @@ class DataMinibatches(Minibatches):
 
     Args:
         data: a `Data` with `edge_index`. Its attributes are read when an epoch begins.
-        columns: the edges of `data`.
+        csc: the edges of `data` as CSC.
         items: the nodes or edges to iterate over.
         num_items: the number of items.
         num_neighbors: number of neighbours sampled at each hop, first that of the seeds.
@@ -52,12 +53,17 @@ class DataMinibatches(Minibatches):
     """
 
     _replaceable = ("data", "transform")
-    _generated: tuple[str, ...] = ("batch", "input_id", "num_sampled_nodes", "num_sampled_edges")
+    _own_fields: tuple[str, ...] = (
+        "batch",
+        "input_id",
+        "num_sampled_nodes",
+        "num_sampled_edges",
+    )
 
     def __init__(
         self,
         data: Any,
-        columns: CscEdges,
+        csc: CscEdges,
         items: Tensor,
         num_items: int,
         num_neighbors: Sequence[int],
@@ -68,10 +74,10 @@ class DataMinibatches(Minibatches):
         # named like the arguments: Lightning reads these attributes to reconstruct the loader
         self.data, self.num_neighbors, self.transform = data, num_neighbors, transform
         self.tables = tables
-        super().__init__(columns.graph, items, num_items, options)
-        self._columns = columns
-        self._sampler = PygSampler(columns.graph, num_neighbors, self._seed)
-        self._seen: dict[str, Any] | None = None
+        super().__init__(csc.graph, items, num_items, options)
+        self._csc = csc
+        self._sampler = PygSampler(csc.graph, num_neighbors, self._seed)
+        self._last_attributes: dict[str, Any] | None = None
         self._refresh_attributes()
 
     def __call__(self, index: Tensor | Sequence[int]) -> Any:
@@ -79,8 +85,12 @@ class DataMinibatches(Minibatches):
 
         Args:
             index: (S,) indices of the items, in [0, len(self.dataset)).
+
+        Raises:
+            TypeError: an index is not an integer.
+            IndexError: an index is out of range.
         """
-        return self._sample_on_host(torch.as_tensor(index, dtype=torch.int64), self.epoch)
+        return self._sample_on_host(as_items(index, self.num_items, "index"), self.epoch)
 
     def filter_fn(self, out: Any) -> Any:
         """Return `out` unchanged, since `collate_fn` returns complete minibatches.
@@ -112,14 +122,18 @@ class DataMinibatches(Minibatches):
         self._sampler = PygSampler(self._graph, self.num_neighbors, seed)
 
     def _refresh_attributes(self) -> None:
-        now = self.data.to_dict()
-        seen = self._seen
-        same = seen is not None and now.keys() == seen.keys()
-        if same and all(now[name] is value for name, value in (seen or {}).items()):
+        current, last = self.data.to_dict(), self._last_attributes
+        same = last is not None and current.keys() == last.keys()
+        if same and all(current[name] is value for name, value in (last or {}).items()):
             return
-        self._seen = now
+        self._last_attributes = current
         self._attributes: Attributes = read_attributes(
-            self.data, self._graph, self.tables or {}, self._generated, self.device, self._locks
+            self.data,
+            self._graph,
+            self.tables or {},
+            self._own_fields,
+            self.device,
+            self._locks,
         )
         self._set_prefetched_column(self._attributes.prefetched)
 
@@ -130,7 +144,7 @@ class DataMinibatches(Minibatches):
         nodes = list(subgraph.num_nodes)[: self._sampler.num_hops + 1]
         num_edges = [len(indices) for indices in subgraph.indices][: self._sampler.num_hops]
         positions = [ids.numpy() for ids in subgraph.edge_ids]
-        edges = _original_edge_ids(torch.from_numpy(np.concatenate(positions)), self._columns.order)
+        edges = _original_edge_ids(torch.from_numpy(np.concatenate(positions)), self._csc.order)
         fields |= {
             "num_sampled_nodes": [nodes[0], *(after - before for before, after in pairwise(nodes))],
             "num_sampled_edges": num_edges,
@@ -142,7 +156,8 @@ class DataMinibatches(Minibatches):
             fields[_SAMPLED_EDGES] = edges
         blocks = _to_blocks(subgraph)
         if self.device.type == "cpu":
-            # for a GPU, the blocks, less than half as large, are copied and converted there
+            # blocks have less than half the bytes of `edge_index`, so a GPU gets them, and converts
+            # them itself
             fields["edge_index"] = edge_index_of(blocks)
         return LibraryBatch(subgraph.nodes, subgraph.nodes[: len(seeds)], blocks, parts=fields)
 
@@ -152,7 +167,7 @@ class DataMinibatches(Minibatches):
         return self._finish(batch)
 
     def _copy_to_device(self, batch: LibraryBatch) -> None:
-        """Copy the parts that `gcnzc.Loader` has not copied to the device."""
+        """Copy the remaining parts to the device; `gcnzc.Loader` has copied nodes, blocks and x."""
         fields, device = batch.parts, batch.nodes.device
         for name, value in fields.items():
             if isinstance(value, Tensor):
@@ -174,8 +189,8 @@ class DataMinibatches(Minibatches):
         return data if self.transform is None else self.transform(data)
 
 
-class NeighborCounts:
-    """Replacement of a PyG sampler, for code that reads `num_neighbors` from it.
+class NumNeighborsStub:
+    """Stands in for a PyG sampler, of which other code reads only `num_neighbors`.
 
     Args:
         num_neighbors: number of neighbours sampled at each hop, first that of the seeds.
@@ -230,5 +245,5 @@ def _original_edge_ids(edges: Tensor, order: Column | None) -> Tensor:
 
 
 def _restore_shape(x: Tensor | None, column: Column) -> Tensor:
-    assert x is not None, "the loader has its table"
+    assert x is not None, "the loader has no table"
     return x.view(len(x), *column.shape)

@@ -18,15 +18,15 @@ from gcnzc.interop.pyg.arguments import (
 )
 from gcnzc.interop.pyg.graph import to_csc
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.interop.pyg.minibatches import DataMinibatches, NeighborCounts
+from gcnzc.interop.pyg.minibatches import NumNeighborsStub, PygLoader
 
 
-class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # type: ignore[misc]
+class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ignore[misc]
     """Drop-in replacement of `torch_geometric.loader.NeighborLoader`.
 
     It has the same signature and is an instance of PyG's class. Minibatches have the same fields,
-    but the sampled neighbours differ. The arguments up to `directed` and `input_id` are PyG's,
-    `kwargs` are those of torch's `DataLoader`, and the others are gcnzc's.
+    but the sampled neighbours differ. The positional arguments and `input_id` are PyG's, `kwargs`
+    are those of torch's `DataLoader`, and the other keyword arguments are gcnzc's.
     docs/reference/drop_in_loaders.md lists the supported ones; an unsupported one raises an error
     with its name.
 
@@ -37,8 +37,8 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
         input_nodes: ids or a mask of the nodes to iterate over. Default: all nodes.
         transform: function that is applied to each minibatch.
         is_sorted: assume that `edge_index[1]` is ascending, without a check.
-        seed: of the shuffling and the sampling; a 64-bit integer. Default: drawn from torch's
-            random generator, or 0 if `world_size` is above 1.
+        seed: random seed of the shuffling and the sampling; a 64-bit integer. Default: drawn from
+            torch's random generator, or 0 if `world_size` is above 1.
         device: device of the minibatches. A GPU reads `data.x` in place in host memory.
         rank, world_size: ranks share the nodes. By default all nodes are yielded, with one warning
             if torch.distributed has several ranks.
@@ -51,7 +51,7 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: an argument is out of range, or is not supported; the message names it.
-        RuntimeError: PyG is not installed; raised on import.
+        ImportError: PyG is not installed; raised on import.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
             custom_cls=kwargs.pop("custom_cls", None),
         )
         check_common(transform, is_sorted, filter_per_worker, tables)
-        self._generated += ("batch_size", "seed_time")
-        columns = to_csc(data, is_sorted)
+        self._own_fields += ("batch_size", "seed_time")
+        csc = to_csc(data, is_sorted)
         self.input_nodes, self.input_id, self.is_sorted = input_nodes, input_id, is_sorted
         self.filter_per_worker = filter_per_worker
-        self._nodes, self._ids = check_nodes(input_nodes, input_id, columns.graph.num_nodes)
+        self._nodes, self._ids = check_nodes(input_nodes, input_id, csc.graph.num_nodes)
         super().__init__(
             data,
-            columns,
+            csc,
             self._nodes,
             len(self._nodes),
             check_num_neighbors(num_neighbors, "NeighborLoader"),
@@ -129,9 +129,9 @@ class NeighborLoader(DataMinibatches, import_pyg().loader.NeighborLoader):  # ty
         return import_pyg().sampler.NodeSamplerInput(self._ids, self._nodes)
 
     @property
-    def node_sampler(self) -> NeighborCounts:
+    def node_sampler(self) -> NumNeighborsStub:
         """An object with `num_neighbors`, for code such as `BasicGNN.inference`."""
-        return NeighborCounts(self.num_neighbors)
+        return NumNeighborsStub(self.num_neighbors)
 
     def sample(self, seeds: Tensor, epoch: int) -> LibraryBatch:
         """Sample the minibatch of the input nodes with indices `seeds`, on the host."""

@@ -1,4 +1,4 @@
-"""Neighbour sampling with PyG's semantics: each node is expanded once."""
+"""Neighbour sampling with PyG's semantics: the neighbours of each node are sampled once."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.sample import Sample, Workspace, sample
-from gcnzc.sampling.neighbor import check_seeds
+from gcnzc.sampling.neighbor import check_seeds, named_damage
 from gcnzc.system.arguments import check_fanouts, check_seed
 
 
@@ -18,7 +18,7 @@ class PygSampler:
         graph: on the host.
         num_neighbors: number of neighbours sampled at each hop, first that of the seeds; -1 for
             all. If empty, a subgraph has only the seeds.
-        seed: determines all random choices; a 64-bit integer.
+        seed: random seed, which determines all random choices; a 64-bit integer.
 
     Raises:
         ValueError: a number of neighbours is below -1, or `seed` has more than 64 bits.
@@ -30,7 +30,7 @@ class PygSampler:
         # `sample` needs at least one hop: without any, one hop of no neighbours
         self.num_neighbors = check_fanouts("num_neighbors", num_neighbors or [0])
         self._seed = check_seed("seed", seed)
-        # as many as threads that sampled at the same time; append and pop are atomic
+        # one workspace per concurrent thread; append and pop are atomic
         self._idle: list[Workspace] = []
 
     def __call__(self, seeds: Tensor, epoch: int, pool: Pool) -> Sample:
@@ -45,17 +45,18 @@ class PygSampler:
             ValueError: a seed is not a node.
         """
         workspace = self._idle.pop() if self._idle else Workspace()
-        subgraph = sample(
-            self.graph.indptr,
-            self.graph.indices,
-            check_seeds("seeds", seeds, self.graph.num_nodes),
-            self.num_neighbors,
-            self._seed,
-            epoch,
-            edge_ids=True,
-            once=True,
-            workspace=workspace,
-            empty=pool.empty,
-        )
+        with named_damage(self.graph):
+            subgraph = sample(
+                self.graph.indptr,
+                self.graph.indices,
+                check_seeds("seeds", seeds, self.graph.num_nodes),
+                self.num_neighbors,
+                self._seed,
+                epoch,
+                edge_ids=True,
+                once=True,
+                workspace=workspace,
+                empty=pool.empty,
+            )
         self._idle.append(workspace)
         return subgraph

@@ -19,12 +19,13 @@ from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, Group, Start, run
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.base import DistributedOptimizer, identify_caller
+from gcnzc.optim.finite_gradients import have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.local.pending_reduction import CHANNEL, PendingReduction
 from gcnzc.optim.local.sync_interval import SyncInterval
 from gcnzc.optim.validation import check_inner
-from gcnzc.system.scalars import read_scalars, scalars_like
+from gcnzc.system.scalars import scalars_like
 
 
 class LocalUpdates(DistributedOptimizer):
@@ -180,21 +181,16 @@ class LocalUpdates(DistributedOptimizer):
 
     def local_step(self) -> None:
         """Take the inner optimizer's step, if the gradients are finite."""
-        if not self._can_step():
+        found_inf = getattr(self, "found_inf", None)
+        if not have_finite_gradients(self.flat_params.parameters, found_inf):
             self.skipped += 1
-            self.skip_reason = f"a gradient of worker {self.group.rank} is not finite: step skipped"
+            rank = self.group.rank
+            self.skip_reason = (
+                f"local step skipped, because a gradient of rank {rank} is not finite"
+            )
             return
         self.scale_gradients(self.flat_params.parameters)
         self.inner.step()
-
-    def _can_step(self) -> bool:
-        """Whether the gradients are finite, and GradScaler has found no overflow."""
-        gradients = [p.grad for p in self.flat_params.parameters if p.grad is not None]
-        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        flags = [are_finite(*values)] if values else []
-        found_inf = getattr(self, "found_inf", None)
-        flags += [found_inf == 0] if isinstance(found_inf, Tensor) else []
-        return not flags or all(flag > 0 for (flag,) in read_scalars(*flags))
 
     def layout(self) -> list[str]:
         """See `DistributedOptimizer`."""
@@ -257,9 +253,9 @@ class LocalUpdates(DistributedOptimizer):
             self.is_counted = True
             return True
         if not count:
-            self.record_drop("synchronisation skipped: no worker's parameters are finite")
+            self.record_drop("synchronisation skipped: no rank's parameters are finite")
             return False
-        self.record_drop(f"the parameters of {workers - count} of {workers} workers are not finite")
+        self.record_drop(f"the parameters of {workers - count} of {workers} ranks are not finite")
         values[:end] *= workers / count
         return True
 
@@ -277,7 +273,7 @@ class LocalUpdates(DistributedOptimizer):
         return pending
 
     def record_drop(self, why: str) -> None:
-        """Count a mean that does not include all ranks, and append the reason to `skip_reason`."""
+        """Count a mean that excludes ranks or failed, and append the reason to `skip_reason`."""
         self.dropped += 1
         self.skip_reason = f"{self.skip_reason}; {why}" if self.skip_reason else why
 

@@ -12,22 +12,22 @@ after Sun et al., "CO2: efficient distributed training with full communication-c
 one round late, so training may diverge with a large momentum or in long rounds. A small momentum,
 the gap g and the clip c prevent this.
 
-With e > 0, a rank applies this share of its own last difference at once, until the mean replaces
-it. This follows Kale et al., "Eager updates for overlapped communication and
-computation in DiLoCo" (2025, https://arxiv.org/abs/2502.12996), where the share passes
-through the outer optimizer. A gap is then not needed.
+With e > 0, a rank applies this fraction of its own last outer gradient d_i at once, until the mean
+replaces it. A gap is then not needed. Eager updates for DiLoCo are due to Kale et al. (2025,
+https://arxiv.org/abs/2502.12996), whose text was not available either, so details may differ.
 
 The start s of a round depends only on earlier rounds, not on the current steps. The outer step
 therefore also overlaps with the local steps, and so does the all-gather of its result if the state
 is sharded.
 
-Two details are not verified against the paper, whose text was not available: equation (3), replaced
-by the gap of Barkai et al., "Gap-aware mitigation of gradient staleness" (2020,
-https://arxiv.org/abs/1909.10802); and that the first two rounds start from the same parameters,
-because no mean is available after the first. The authors' code does not answer them: its gap is a
-constant, its clip has no effect, and it does not overlap exchanges.
+The text of the paper was not available when this was written. Two details are therefore not
+verified against it: its staleness gap, equation (3), for which the gap of Barkai et al., "Gap-aware
+mitigation of gradient staleness" (2020, https://arxiv.org/abs/1909.10802), is used; and that the
+first two rounds start from the same parameters, because no mean is available after the first. The
+divisor in the authors' code (https://github.com/weigao266/fairscale-CO2, commit 55aaca5) is a
+constant.
 
-Notation: W ranks, n elements, k extras, H steps of a round, s = elements of a rank's shard.
+Notation: W ranks, n elements, k extras, H steps of a round.
 """
 
 import math
@@ -83,7 +83,7 @@ class CO2(LocalUpdates):
             which is SlowMo if gap="none" and clip=None.
         eager: e, at least 0 and below 1. A value above 0 requires a delay and memory for one more
             vector, and works best with gap="none". If None, it is 0.5 with a delay and 0 without.
-            CO2 as published is eager=0, outer_lr=1, outer_momentum=0.2.
+            The published method has no eager updates: eager=0.
         signals: the number of flags, such as a request to stop, that each round combines over the
             ranks.
         total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
@@ -443,9 +443,9 @@ class CO2(LocalUpdates):
             values = self.pending.values
             shared |= {
                 "next": values[: self.flat_params.num_elements],
-                "told": values[self.padded :].tolist(),
+                "extra_sums": values[self.padded :].tolist(),
                 "workers": self.pending.workers,
-                "blame": self.pending.skip_reason,
+                "skip_reason": self.pending.skip_reason,
             }
         return shared
 
@@ -468,7 +468,7 @@ class CO2(LocalUpdates):
         self.gap.distance, self.gap.average = shared["gap"]
         if self.delay:
             # signals of the run that saved the state are not restored
-            saved = shared["told"][:1], shared["workers"], shared["blame"]
+            saved = shared["extra_sums"][:1], shared["workers"], shared["skip_reason"]
             self.pending = self._make_finished(self.vector(shared["next"]), *saved)
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:

@@ -6,9 +6,10 @@
     a   <- a - lr (d + m b)                          Nesterov momentum; lr b without it
     x_i <- a
 
-as in Douillard et al., "DiLoCo" (2023, https://arxiv.org/abs/2311.08105). Without Nesterov
-momentum it is SlowMo (Wang et al., 2020, https://arxiv.org/abs/1910.00643), and with m = 0 and
-lr = 1 it is local SGD. The states of the inner optimizers are not exchanged.
+as in Douillard et al., "DiLoCo" (2023, https://arxiv.org/abs/2311.08105). The mean difference d is
+the outer gradient. Without Nesterov momentum it is SlowMo (Wang et al., 2020,
+https://arxiv.org/abs/1910.00643) if the inner learning rate is constant: SlowMo divides d by it.
+With m = 0 and lr = 1 it is local SGD. The states of the inner optimizers are not exchanged.
 
 Notation: W ranks, n elements, k extras, s elements of a rank's shard.
 """

@@ -38,5 +38,5 @@ class PendingReduction:
         return {
             f"{name} values": self.values,
             f"{name} workers": self.workers,
-            f"{name} blame": self.skip_reason,
+            f"{name} skip_reason": self.skip_reason,
         }

@@ -1,4 +1,9 @@
-"""The staleness gap, by which CO2 damps late outer steps (Sun et al. 2024, section 3.3)."""
+"""The staleness gap: the divisor of CO2's delayed outer gradients.
+
+CO2 (Sun et al., 2024, https://arxiv.org/abs/2401.16265) divides delayed outer gradients by a gap.
+The text of the paper was not available; the formula here is that of Barkai et al., "Gap-aware
+mitigation of gradient staleness" (2020, https://arxiv.org/abs/1909.10802).
+"""
 
 import math
 from collections.abc import Callable

@@ -237,7 +237,7 @@ class StreamingDiLoCo(LocalUpdates):
         shared |= {"origin": self.origin, "period": self.period, "delay": self.delay}
         for number, (due, pending) in self.pending.items():
             assert pending.handle is None, "finish_pending was called"
-            shared |= {f"flight {number} due": due, **pending.state(f"flight {number}")}
+            shared |= {f"fragment {number} due": due, **pending.state(f"fragment {number}")}
         return shared
 
     def load_own(
@@ -250,18 +250,18 @@ class StreamingDiLoCo(LocalUpdates):
             self.delay = shared["delay"]
         self.pending = {
             number: (
-                shared[f"flight {number} due"],
+                shared[f"fragment {number} due"],
                 self.clear_extras(
                     PendingReduction(
-                        self.vector(shared[f"flight {number} values"]),
-                        shared[f"flight {number} workers"],
-                        skip_reason=shared[f"flight {number} blame"],
+                        self.vector(shared[f"fragment {number} values"]),
+                        shared[f"fragment {number} workers"],
+                        skip_reason=shared[f"fragment {number} skip_reason"],
                     ),
                     fragment.num_elements,
                 ),
             )
             for number, fragment in enumerate(self.fragments)
-            if f"flight {number} due" in shared
+            if f"fragment {number} due" in shared
         }
 
     def _parts(self, values: Tensor) -> tuple[Tensor, ...]:

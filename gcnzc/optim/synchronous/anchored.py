@@ -22,9 +22,9 @@ from gcnzc.optim.synchronous.masked import Masked
 class Anchored(Masked):
     """The base class of optimizers whose ranks take local steps from a common anchor.
 
-    While the ranks are out of sync, `vectors` has an `anchor` (c,). In `numbers`, `lengths` has for
-    each group slice the sum of the step sizes since the last synchronisation, and `refreshes` is
-    the number of variance updates.
+    While the ranks are out of sync, `vectors` has an `anchor` (c,). In `numbers`, `lr_sums` has for
+    each group slice the sum of the step sizes since the last synchronisation, and
+    `num_variance_updates` is the number of variance updates.
     """
 
     bias_correction: bool
@@ -63,20 +63,20 @@ class Anchored(Masked):
             update[here].mul_(decay).add_(momentum[here], alpha=size)
 
     def _count_step(self) -> None:
-        """Apply weight decay to the anchor, and add the step size to `lengths`.
+        """Apply weight decay to the anchor, and add the step size to `lr_sums`.
 
         `_accumulate_update` does the same to the update.
         """
-        anchor, lengths = self.vectors["anchor"], list(self.numbers["lengths"])
-        is_active, dense = self.vectors["awake"].tolist(), self.flat_params.num_dense
+        anchor, lr_sums = self.vectors["anchor"], list(self.numbers["lr_sums"])
+        had_gradient, dense = self.vectors["had_gradient"].tolist(), self.flat_params.num_dense
         for number, part in self._numbered_coded_parts():
             decay = self._decay_factor(part)
-            lengths[number] = lengths[number] * decay + self._step_size(part)
+            lr_sums[number] = lr_sums[number] * decay + self._step_size(part)
             for index in range(part.first, part.last):
                 segment = self.flat_params.segments[index]
-                if is_active[index] and decay != 1:
+                if had_gradient[index] and decay != 1:
                     anchor[segment.begin - dense : segment.end - dense] *= decay
-        self.numbers["lengths"] = lengths
+        self.numbers["lr_sums"] = lr_sums
 
     def _set_parameters(self, anchor: Tensor, update: Tensor, out: Tensor) -> None:
         """Set the compressed parameters to anchor - update / (sqrt(V) + eps).
@@ -108,7 +108,7 @@ class Anchored(Masked):
         torch.sqrt(self.vectors["variance"][part.begin : part.end], out=out)
         if self.bias_correction:
             is_dense = part.begin < self.flat_params.num_dense
-            count = self.steps + 1 if is_dense else self.numbers["refreshes"]
+            count = self.steps + 1 if is_dense else self.numbers["num_variance_updates"]
             out /= (1 - part.group["betas"][1] ** count) ** 0.5
         out += part.group["eps"]
 

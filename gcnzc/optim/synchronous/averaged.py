@@ -1,8 +1,9 @@
 """Synchronous data parallelism: average the gradients of all ranks in every step.
 
-Gradients are weighted by the ranks' shares of the global minibatch, so a step equals that of one
-rank on all minibatches. The averaged vector also has a flag for each parameter, whether it has a
-gradient, and signals such as a request to stop.
+The mean is weighted by the optimizer's attribute `weight`, which is 1 on all ranks by default. If a
+rank sets it to its batch size divided by the mean batch size over the ranks, a step equals that of
+one rank on all minibatches. The averaged vector also has a flag for each parameter, whether it has
+a gradient, and signals such as a request to stop.
 
 Notation: W ranks, P parameters.
 """
@@ -21,6 +22,7 @@ from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.base import DistributedOptimizer, identify_caller
+from gcnzc.optim.finite_gradients import have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner
@@ -38,8 +40,10 @@ class Averaged(DistributedOptimizer):
     Sparse gradients stay sparse, also while they are exchanged. Parameters may be frozen, unfrozen
     and added between two steps, in the same way on all ranks; this resets the compression errors.
 
-    With torch's GradScaler, if a step overflows on one rank, all ranks skip it and lower their
-    scales.
+    If a gradient is not finite on one rank, all ranks skip the step, and a single rank does too.
+    With torch's GradScaler, they also lower their scales.
+
+    If ranks have batches of different sizes, set `weight` before each `step`.
 
     Args:
         inner: the optimizer of this rank's parameters. The wrapper shares its parameter groups and
@@ -48,7 +52,8 @@ class Averaged(DistributedOptimizer):
         signals: the number of flags, such as a request to stop, that are exchanged with the
             gradients.
         compress: compression of float32 and float64 gradients; None averages them uncompressed.
-            Each rank adds its compression error to its next gradient (error feedback).
+            With a compression that has error feedback, such as `Sign`, each rank adds its
+            compression error to its next gradient.
         clip_norm: the maximum norm of the mean gradient over all parameters; None does not clip.
         module: see `DistributedOptimizer`.
 
@@ -242,11 +247,12 @@ class Averaged(DistributedOptimizer):
 
     def _step_alone(self) -> None:
         self.skip_reason = ""
-        if self.has_overflowed:
+        parameters = [parameter for _, parameter in self.gradients.named]
+        if not have_finite_gradients(parameters, getattr(self, "found_inf", None)):
             self.skipped += 1
             self.skip_reason = "a gradient is not finite"
             return
-        self.scale_gradients(parameter for _, parameter in self.gradients.named)
+        self.scale_gradients(parameters)
         self._inner_step()
 
     def _inner_step(self) -> None:

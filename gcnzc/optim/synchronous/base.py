@@ -44,7 +44,8 @@ class Replicated(DistributedOptimizer):
 
     With torch's GradScaler, all ranks skip an exchanged step that overflows on one rank, and all
     lower their scales. In a step without an exchange, as 0/1 Adam has, only that rank ignores its
-    gradients, and its scale may then differ from those of the others.
+    gradients: it steps with its unchanged momentum, and its scale may then differ from those of the
+    others.
 
     Raises:
         TypeError: a parameter is sharded, complex, or of a dtype that cannot be averaged.
@@ -293,7 +294,7 @@ class Replicated(DistributedOptimizer):
         self.steps, self.skipped = numbers.pop("steps"), numbers.pop("skipped")
         self.numbers = numbers
         self.vectors = {
-            name: vector.to("cpu" if name == "awake" else self.flat_params.device, copy=True)
+            name: vector.to("cpu" if name == "had_gradient" else self.flat_params.device, copy=True)
             for name, vector in snapshot["shared"]["vectors"].items()
         }
         # no broadcast after this: buffers differ between ranks in the middle of a run

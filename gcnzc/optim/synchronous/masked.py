@@ -13,12 +13,14 @@ steps. Its variance is raised to a share of the mean variance of its parameter, 
 Notation: n elements, d of them dense, c = n - d compressed, P parameters, k extras.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gcnzc._moved import renamed_attribute
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite
@@ -29,49 +31,75 @@ from gcnzc.system.scalars import scalars_like
 
 # upper limit of the minimum distance, in steps, between dense steps that reactivate elements; the
 # minimum distance starts at 1 and doubles
-MAX_JOIN_GAP = 256
+MAX_REACTIVATION_INTERVAL = 256
 
-# values of the option `wake`
-WAKE_CHOICES = ("join", "stay")
+# values of the option `reactivate`, and its values until 0.3
+REACTIVATE_CHOICES = ("step", "refresh")
+OLD_CHOICES = {"join": "step", "stay": "refresh"}
+# old and present names of arguments of the subclasses
+OLD_ARGUMENTS = {"wake": "reactivate", "floor": "variance_floor"}
 
 
 class Masked(Replicated):
     """The base class of optimizers that exclude inactive elements from the compression.
 
-    `vectors` has `momentum` and `variance` (n,), and `awake` (P,) bool on the host: the parameters
-    that have had a gradient. While any element is inactive, it also has the mask `active` (c,) of
-    the others. In `numbers`, `wakes` is whether inactive elements have a gradient, and `join_from`
-    the first step that may then reactivate them.
+    `vectors` has `momentum` and `variance` (n,), and `had_gradient` (P,) bool on the host: the
+    parameters that have had a gradient. While any element is inactive, it also has the mask
+    `active` (c,) of the others. In `numbers`, `has_inactive_gradient` is whether inactive elements
+    have a gradient, and `reactivate_from` the first step that may then reactivate them; that step
+    then increases by `reactivation_interval`.
 
     Args:
         params: see `Replicated`.
         defaults: see `Replicated`.
-        wake: "join" or "stay": whether inactive elements with a gradient cause a dense step.
-        floor: the smallest variance of an active element, as a share of the mean variance of the
+        reactivate: "step" or "refresh": whether inactive elements with a gradient cause a dense
+        step. variance_floor: the smallest variance of an active element, as a share of the mean
+        variance of the
             active elements of its parameter; 0 for none.
         dense: compression of dense gradients, without error feedback; None for uncompressed.
         options: see `Replicated`.
     """
+
+    wake = renamed_attribute("wake", "reactivate")
+    floor = renamed_attribute("floor", "variance_floor")
 
     def __init__(
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
         *,
-        wake: str,
-        floor: float,
+        reactivate: str,
+        variance_floor: float,
         dense: Compression | None,
         **options: Any,
     ) -> None:
-        if wake not in WAKE_CHOICES:
-            raise ValueError(f"wake is {wake!r}\n\nhint: give {' or '.join(WAKE_CHOICES)}")
-        check_at_least_zero("floor", floor)
-        self.wake, self.floor, self.dense = wake, floor, dense or Dense()
+        if reactivate in OLD_CHOICES:
+            present = OLD_CHOICES[reactivate]
+            warnings.warn(
+                f"{reactivate!r} is now reactivate={present!r}; the old value goes with 0.3",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            reactivate = present
+        if reactivate not in REACTIVATE_CHOICES:
+            raise ValueError(
+                f"reactivate is {reactivate!r}\n\nhint: give {' or '.join(REACTIVATE_CHOICES)}"
+            )
+        check_at_least_zero("variance_floor", variance_floor)
+        self.reactivate, self.variance_floor, self.dense = (
+            reactivate,
+            variance_floor,
+            dense or Dense(),
+        )
         super().__init__(params, defaults, **options)
         flat_params = self.flat_params
         self.vectors = {"momentum": flat_params.zeros(), "variance": flat_params.zeros()}
-        self.vectors["awake"] = torch.zeros(len(flat_params.segments), dtype=torch.bool)
-        self.numbers = {"wakes": False, "join_from": 0, "join_gap": 1}
+        self.vectors["had_gradient"] = torch.zeros(len(flat_params.segments), dtype=torch.bool)
+        self.numbers = {
+            "has_inactive_gradient": False,
+            "reactivate_from": 0,
+            "reactivation_interval": 1,
+        }
         self.pending_gradients: Tensor | None = None
         """(inactive elements,): sums of this rank's gradients since the last dense step; None if
         they are not needed"""
@@ -104,7 +132,7 @@ class Masked(Replicated):
             return skip_reason
         sums = self._dense.extra_sums
         self.receive_extras(sums)
-        self.vectors["awake"] |= torch.tensor(sums[common:]) > 0
+        self.vectors["had_gradient"] |= torch.tensor(sums[common:]) > 0
         return ""
 
     def _have_pending_gradients(self, flags: Tensor) -> Tensor:
@@ -139,23 +167,26 @@ class Masked(Replicated):
         # the first gradient is the only estimate of the variance
         variance.copy_(torch.where(here, variance, squares))
 
-    def _delay_next_join(self) -> None:
+    def _delay_next_reactivation(self) -> None:
         """Let steps pass before the next dense step that reactivates elements."""
-        if self.numbers["wakes"]:
+        if self.numbers["has_inactive_gradient"]:
             # even if elements are reactivated continually, dense steps become rare
-            step, gap = self.steps + 1, self.numbers["join_gap"]
-            self.numbers |= {"join_from": step + gap, "join_gap": min(2 * gap, MAX_JOIN_GAP)}
-            self.numbers["wakes"] = False
+            step, gap = self.steps + 1, self.numbers["reactivation_interval"]
+            self.numbers |= {
+                "reactivate_from": step + gap,
+                "reactivation_interval": min(2 * gap, MAX_REACTIVATION_INTERVAL),
+            }
+            self.numbers["has_inactive_gradient"] = False
 
     # --- the mask
 
     def _raise_small_variances(self) -> None:
         """Apply the variance floor, because later gradients may be larger than earlier ones."""
-        for segment in self.flat_params.segments if self.floor else ():
+        for segment in self.flat_params.segments if self.variance_floor else ():
             if segment.begin >= self.flat_params.num_dense:
                 variance = self.vectors["variance"][segment.begin : segment.end]
                 is_active = variance > 0
-                least = self.floor * variance.sum() / is_active.sum().clamp(min=1)
+                least = self.variance_floor * variance.sum() / is_active.sum().clamp(min=1)
                 variance.copy_(torch.where(is_active, torch.maximum(variance, least), variance))
 
     def _set_active(self, active: Tensor | None) -> None:
@@ -171,7 +202,7 @@ class Masked(Replicated):
             reducer.restrict_to(self.vectors.get("active"))
 
     def _allocate_pending_gradients(self) -> None:
-        if self.wake == "join" and self.group.world_size > 1:
+        if self.reactivate == "step" and self.group.world_size > 1:
             shape = self._find_inactive().shape
             self.pending_gradients = self.vectors["variance"].new_zeros(shape)
 
@@ -216,7 +247,9 @@ class Masked(Replicated):
 
     def snapshot(self) -> dict[str, Any]:
         """See `Replicated`; `local` has the pending gradients of inactive elements."""
-        local = {} if self.pending_gradients is None else {"waiting": self.pending_gradients}
+        local = (
+            {} if self.pending_gradients is None else {"pending_gradients": self.pending_gradients}
+        )
         return {**super().snapshot(), "local": local}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -225,7 +258,7 @@ class Masked(Replicated):
         self.pending_gradients = self._inactive = None
         if "active" not in self.vectors:
             return
-        saved, inactive = snapshot["local"].get("waiting"), self._find_inactive()
+        saved, inactive = snapshot["local"].get("pending_gradients"), self._find_inactive()
         if saved is None:
             self._allocate_pending_gradients()
             return

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Compression, Reducer, Sign
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.defaults import REFRESH, WARMUP
 from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
-from gcnzc.optim.synchronous.masked import Masked
+from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS, Masked
 from gcnzc.optim.validation import check_count, check_fraction, check_unsupported
 from gcnzc.system.scalars import read_scalars
 
@@ -60,10 +61,11 @@ class OneBitAdam(Masked):
             None.
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
-        wake: "join" reactivates elements that were inactive at the freeze once they have a
-            gradient, at most 256 steps later; "stay" reactivates them at the next refresh of the
+        reactivate: "step" reactivates elements that were inactive at the freeze once they have a
+            gradient, at most 256 steps later; "refresh" reactivates them at the next refresh of the
             variance, and never if `refresh` is 0.
-        floor: the smallest variance of an active element after the warm-up, as a share of the mean
+        variance_floor: the smallest variance of an active element after the warm-up, as a share of
+        the mean
             variance of the active elements of its parameter; 0 for none, as in the paper.
         group: the ranks that communicate; see `DistributedOptimizer`.
         clip_norm: the maximum gradient norm; see `Replicated`. None does not clip.
@@ -77,6 +79,7 @@ class OneBitAdam(Masked):
             `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
+    @renamed_arguments(OLD_ARGUMENTS)
     def __init__(
         self,
         params: Iterable[Any],
@@ -92,8 +95,8 @@ class OneBitAdam(Masked):
         compress: Compression | None = None,
         dense: Compression | None = None,
         bias_correction: bool = True,
-        wake: str = "join",
-        floor: float = 1e-4,
+        reactivate: str = "step",
+        variance_floor: float = 1e-4,
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
@@ -137,8 +140,8 @@ class OneBitAdam(Masked):
         super().__init__(
             params,
             defaults,
-            wake=wake,
-            floor=floor,
+            reactivate=reactivate,
+            variance_floor=variance_floor,
             dense=dense,
             group=group,
             clip_norm=clip_norm,
@@ -152,9 +155,9 @@ class OneBitAdam(Masked):
 
     def layout(self) -> list[str]:
         """See `Replicated`."""
-        options = f"warmup {self.warmup} {self.rule}, {self.wake}"
+        options = f"warmup {self.warmup} {self.rule}, {self.reactivate}"
         options += f", refresh {self.refresh} {self.refresh_steps}"
-        options += f", floor {self.floor:g}"
+        options += f", floor {self.variance_floor:g}"
         return [*super().layout(), f"{options}, {self.compress}, {self.dense}"]
 
     @property
@@ -171,7 +174,10 @@ class OneBitAdam(Masked):
         """Whether the next step exchanges dense gradients."""
         if not self.is_frozen:
             return True
-        if self.numbers["wakes"] and self.steps + 1 >= self.numbers["join_from"]:
+        if (
+            self.numbers["has_inactive_gradient"]
+            and self.steps + 1 >= self.numbers["reactivate_from"]
+        ):
             return True
         return bool(self.refresh) and self.steps + 1 >= self.numbers["next_refresh"]
 
@@ -221,9 +227,9 @@ class OneBitAdam(Masked):
         if skip_reason := (yield from reducer.mean(coded, num_extras)):
             return skip_reason
         self.receive_extras(reducer.extra_sums)
-        if inactive is not None and self.wake == "join":
+        if inactive is not None and self.reactivate == "step":
             self.add_pending_gradients(inactive)
-            self.numbers["wakes"] |= reducer.extra_sums[-1] > 0
+            self.numbers["has_inactive_gradient"] |= reducer.extra_sums[-1] > 0
         for part in flat_params.dense_parts:
             self._average(part, values, with_variance=True)
         self._after_exchange(momenta, work)
@@ -246,7 +252,7 @@ class OneBitAdam(Masked):
 
     def _mark_dense_gradients(self, means: Tensor) -> None:
         """Mark the dense parameters that have a mean gradient for the first time."""
-        had_gradient = self.vectors["awake"]
+        had_gradient = self.vectors["had_gradient"]
         inactive = {
             index: means[segment.begin : segment.end].any()
             for index, segment in enumerate(self.flat_params.segments)
@@ -266,7 +272,7 @@ class OneBitAdam(Masked):
         """Update the parameters; `values` (n + k,) is overwritten."""
         step, flat_params = self.steps + 1, self.flat_params
         roots, momenta = flat_params.views(values), flat_params.views(self.vectors["momentum"])
-        parameters, had_gradient = flat_params.parameters, self.vectors["awake"].tolist()
+        parameters, had_gradient = flat_params.parameters, self.vectors["had_gradient"].tolist()
         is_frozen = self.is_frozen
         for part in flat_params.parts:
             here, options = slice(part.begin, part.end), part.group
@@ -345,10 +351,10 @@ class OneBitAdam(Masked):
                 variance = self.vectors["variance"][part.begin : part.end]
                 variance.copy_(variance * beta2 + square * (1 - beta2))
             self._initialize_variance(part, square)
-        if self.numbers["wakes"] or is_refresh:
+        if self.numbers["has_inactive_gradient"] or is_refresh:
             self._raise_small_variances()
             self._set_active(self.vectors["variance"][dense:] > 0)
-        self._delay_next_join()
+        self._delay_next_reactivation()
 
     def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """See `Replicated`."""

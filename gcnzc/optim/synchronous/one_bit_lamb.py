@@ -3,8 +3,8 @@
 Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
 Convergence Speed" (2021, https://arxiv.org/abs/2104.06069). LAMB scales the update u of each tensor
 x by the trust ratio |x| / |u|. With a frozen variance this ratio is no longer meaningful. Its
-average over the warm-up is used instead, scaled by how much the variance of the received momenta,
-the fresh variance, has changed since the freeze.
+average over the warm-up is used instead, scaled by the ratio of the frozen variance to a fresh one,
+which is computed from gradients that are reconstructed from the received momenta.
 
     always    u = m / (1 - b1^t) / (sqrt(V) + eps) + weight_decay x
     warm-up   m, v, V as in 1-bit Adam     c = |x| / |u| in trust_range     C = average of c
@@ -15,11 +15,12 @@ the fresh variance, has changed since the freeze.
               f = max (sqrt(V) + eps) / (sqrt(w) + eps), in factor_range, near the last f
               x <- x - lr C f u
 
-C is an exponential average with trust_beta over the n steps in which c is not 1. At the freeze it
-is divided by 1 - trust_beta^n, unless bias_correction is off. With weight decay, f applies only to
-the share of u that is not decay. The scaling k gives all tensors the same magnitude while they are
-compressed. Elements that never had a gradient are inactive as in `one_bit_adam`; a tensor with zero
-momentum at the freeze is inactive as a whole, and gets its k and C when it is reactivated.
+C is an exponential average with trust_beta over the T steps in which |x| and |u| are above 0. At
+the freeze it is divided by 1 - trust_beta^T, unless bias_correction is off. With weight decay, f
+applies only to the fraction of u that is not decay. The scaling k gives all tensors the same
+magnitude while they are compressed. Elements that never had a gradient are inactive as in
+`one_bit_adam`; a tensor with zero momentum at the freeze is inactive as a whole, and gets its k and
+C when it is reactivated.
 
 Notation: P parameters, n elements, d of them dense.
 """
@@ -30,9 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Compression
 from gcnzc.exchange import Group
 from gcnzc.optim.flat_parameters import GroupSlice
+from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
 from gcnzc.optim.validation import check_fraction, check_unsupported
 
@@ -68,9 +71,10 @@ class OneBitLamb(OneBitAdam):
             None.
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
-        wake: "join" reactivates elements that were inactive at the freeze once they have a
-            gradient; "stay" leaves them inactive.
-        floor: the smallest variance of an active element after the warm-up, frozen or fresh, as a
+        reactivate: "step" reactivates elements that were inactive at the freeze once they have a
+            gradient; "refresh" leaves them inactive.
+        variance_floor: the smallest variance of an active element after the warm-up, frozen or
+        fresh, as a
             share of the mean variance of the active elements of its parameter; 0 for none, as in
             the paper.
         group: the ranks that communicate; see `DistributedOptimizer`.
@@ -85,6 +89,7 @@ class OneBitLamb(OneBitAdam):
             `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
+    @renamed_arguments(OLD_ARGUMENTS)
     def __init__(
         self,
         params: Iterable[Any],
@@ -102,8 +107,8 @@ class OneBitLamb(OneBitAdam):
         compress: Compression | None = None,
         dense: Compression | None = None,
         bias_correction: bool = True,
-        wake: str = "join",
-        floor: float = 1e-4,
+        reactivate: str = "step",
+        variance_floor: float = 1e-4,
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
@@ -134,8 +139,8 @@ class OneBitLamb(OneBitAdam):
             compress=compress,
             dense=dense,
             bias_correction=bias_correction,
-            wake=wake,
-            floor=floor,
+            reactivate=reactivate,
+            variance_floor=variance_floor,
             group=group,
             clip_norm=clip_norm,
             signals=signals,
@@ -223,7 +228,7 @@ class OneBitLamb(OneBitAdam):
 
     def _apply(self, values: Tensor) -> None:
         """Update the parameters; `values` (n + k,) is overwritten."""
-        flat_params, had_gradient = self.flat_params, self.vectors["awake"].tolist()
+        flat_params, had_gradient = self.flat_params, self.vectors["had_gradient"].tolist()
         longest = max((each.stop - each.start for each in self._tiles()), default=0)
         work = values.new_empty(longest)
         floors = self._variance_floors()
@@ -310,11 +315,11 @@ class OneBitLamb(OneBitAdam):
     def _variance_floors(self) -> Tensor:
         """Return the lower limit (P,) of each tensor's fresh variance; 0 if it has none."""
         floors = self._tensor_values([0.0] * len(self.flat_params.segments))
-        if self.is_frozen and self.floor:
+        if self.is_frozen and self.variance_floor:
             sums = torch.stack(
                 [each.sum() for each in self._split_by_tensor(self.vectors["fresh"])]
             )
-            floors[self._first_compressed :] = self.floor * sums / self._num_active()
+            floors[self._first_compressed :] = self.variance_floor * sums / self._num_active()
         return floors.to(self.flat_params.dtype)
 
     def _compute_ratios(

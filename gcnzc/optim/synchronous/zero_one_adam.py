@@ -31,11 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Compression, Sign
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.anchored import Anchored
+from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
 from gcnzc.optim.validation import check_unsupported
 
@@ -64,10 +66,12 @@ class ZeroOneAdam(Anchored):
         dense: compression of the gradients, without error feedback; uncompressed if None.
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
-        wake: how inactive elements with a gradient are reactivated: "join" exchanges gradients at
-            the step after the next synchronisation; "stay" waits for the schedule's next variance
-            update.
-        floor: the smallest variance of an active element, as a share of the mean variance of the
+        reactivate: how inactive elements with a gradient are reactivated: "step" exchanges
+        gradients at
+            the step after the next synchronisation; "refresh" waits for the schedule's next
+            variance update.
+        variance_floor: the smallest variance of an active element, as a share of the mean variance
+        of the
             active elements of its parameter, unless the next step updates the variance; 0 for none,
             as in the paper.
         group: the ranks that communicate; see `DistributedOptimizer`.
@@ -82,6 +86,7 @@ class ZeroOneAdam(Anchored):
             `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
+    @renamed_arguments(OLD_ARGUMENTS)
     def __init__(
         self,
         params: Iterable[Any],
@@ -94,8 +99,8 @@ class ZeroOneAdam(Anchored):
         compress: Compression | None = None,
         dense: Compression | None = None,
         bias_correction: bool = True,
-        wake: str = "join",
-        floor: float = 1e-4,
+        reactivate: str = "step",
+        variance_floor: float = 1e-4,
         group: Group | None = None,
         clip_norm: float | None = None,
         signals: int = 0,
@@ -113,8 +118,8 @@ class ZeroOneAdam(Anchored):
         super().__init__(
             params,
             defaults,
-            wake=wake,
-            floor=floor,
+            reactivate=reactivate,
+            variance_floor=variance_floor,
             dense=dense,
             group=group,
             clip_norm=clip_norm,
@@ -124,8 +129,8 @@ class ZeroOneAdam(Anchored):
         )
         flat_params = self.flat_params
         self.num_coded = flat_params.num_elements - flat_params.num_dense
-        # `lengths`: s of each group slice
-        self.numbers |= {"refreshes": 0, "lengths": [0.0] * len(flat_params.parts)}
+        # `lr_sums`: s of each group slice
+        self.numbers |= {"num_variance_updates": 0, "lr_sums": [0.0] * len(flat_params.parts)}
         self.update: Tensor | None = None
         """(c,): u_i while the ranks are out of sync; then the compressed momenta are this rank's
         own, and `anchor` (c,) in `vectors` has the parameters of the last synchronisation"""
@@ -135,21 +140,23 @@ class ZeroOneAdam(Anchored):
 
     def layout(self) -> list[str]:
         """See `Replicated`."""
-        options = f"{self.schedule.layout()}, {self.wake}, bias correction {self.bias_correction}"
-        options += f", floor {self.floor:g}"
+        options = (
+            f"{self.schedule.layout()}, {self.reactivate}, bias correction {self.bias_correction}"
+        )
+        options += f", floor {self.variance_floor:g}"
         return [*super().layout(), f"{options}, {self.compress}, {self.dense}"]
 
     def late_phase(self) -> str:
         """See `DistributedOptimizer`; a schedule may also have no local steps."""
         schedule = self.schedule
-        has_local_steps = schedule.warmup is not None and schedule.longest > 1
+        has_local_steps = schedule.warmup is not None and schedule.max_local_interval > 1
         is_late = has_local_steps and schedule.local_interval(self.steps) == 1
         return "local steps" if is_late else ""
 
     @property
     def exchange(self) -> Exchange:
         """What is exchanged at the next step; always "gradient" with a single rank."""
-        if self.group.world_size == 1 or self.numbers["wakes"]:
+        if self.group.world_size == 1 or self.numbers["has_inactive_gradient"]:
             return "gradient"
         due = self.schedule.exchange(self.steps + 1)
         return "update" if self.is_out_of_sync and due == "gradient" else due
@@ -161,7 +168,8 @@ class ZeroOneAdam(Anchored):
         if self.num_nonfinite > num_nonfinite:
             rank = self.group.rank
             self.skip_reason = (
-                f"a gradient of worker {rank} is not finite: it went on with its momentum"
+                f"the local step of rank {rank} uses its unchanged momentum, because a gradient is "
+                "not finite"
             )
 
     @torch.no_grad()
@@ -188,8 +196,10 @@ class ZeroOneAdam(Anchored):
                 return skip_reason
             sums = self.reducers["update"].extra_sums
             self.receive_extras(sums)
-            may_join = self.wake == "join" and self.steps + 2 >= self.numbers["join_from"]
-            self.numbers["wakes"] = may_join and sums[-1] > 0
+            may_reactivate = (
+                self.reactivate == "step" and self.steps + 2 >= self.numbers["reactivate_from"]
+            )
+            self.numbers["has_inactive_gradient"] = may_reactivate and sums[-1] > 0
         for part in self.flat_params.dense_parts:
             self._average(part, values, with_variance=True)
             self._move(part, values)
@@ -202,12 +212,12 @@ class ZeroOneAdam(Anchored):
         flat_params, numbers = self.flat_params, self.numbers
         if skip_reason := (yield from self.exchange_gradients(values)):
             return skip_reason
-        is_due = self.schedule.refreshes(self.steps + 1)
-        numbers["refreshes"] += is_due
+        is_due = self.schedule.updates_variance(self.steps + 1)
+        numbers["num_variance_updates"] += is_due
         for part in flat_params.parts:
             with_variance = is_due or part.begin < flat_params.num_dense
             self._average(part, values, with_variance=with_variance)
-        if is_due or self.wake == "join":
+        if is_due or self.reactivate == "step":
             self._reactivate(values)
         self._update_active()
         for part in flat_params.parts:
@@ -220,9 +230,12 @@ class ZeroOneAdam(Anchored):
         here, size = slice(part.begin, part.end), self._step_size(part)
         self._compute_denominator(part, values[here])
         roots, momenta = flat_params.views(values), flat_params.views(self.vectors["momentum"])
-        is_active, decay = self.vectors["awake"].tolist(), 1 - lr * part.group["weight_decay"]
+        had_gradient, decay = (
+            self.vectors["had_gradient"].tolist(),
+            1 - lr * part.group["weight_decay"],
+        )
         for index in range(part.first, part.last):
-            if not is_active[index]:
+            if not had_gradient[index]:
                 continue
             parameter = flat_params.parameters[index].mul_(decay)
             if parameter.dtype == flat_params.dtype:
@@ -235,14 +248,14 @@ class ZeroOneAdam(Anchored):
         for part in self.flat_params.coded_parts if "active" in self.vectors else ():
             squares = gradients[part.begin : part.end].square()
             if self.bias_correction:
-                squares *= 1 - part.group["betas"][1] ** self.numbers["refreshes"]
+                squares *= 1 - part.group["betas"][1] ** self.numbers["num_variance_updates"]
             self._initialize_variance(part, squares)
-        self._delay_next_join()
+        self._delay_next_reactivation()
 
     def _update_active(self) -> None:
         """Make elements with zero variance inactive, unless the next step updates the variance."""
         active = None
-        if not self.schedule.refreshes(self.steps + 2):
+        if not self.schedule.updates_variance(self.steps + 2):
             self._raise_small_variances()
             active = self.vectors["variance"][self.flat_params.num_dense :] > 0
         self._set_active(active)
@@ -303,7 +316,7 @@ class ZeroOneAdam(Anchored):
             self._add_inactive(gradient)
             self._count_step()
         for number, part in self._numbered_coded_parts():
-            length = self.numbers["lengths"][number]
+            length = self.numbers["lr_sums"][number]
             # if all learning rates were 0, the momenta have not changed
             if length > 0:
                 torch.div(
@@ -314,7 +327,7 @@ class ZeroOneAdam(Anchored):
         self._set_parameters(anchor, update, out=update)
         del self.vectors["anchor"]
         self.update = None
-        self.numbers["lengths"] = [0.0] * len(self.flat_params.parts)
+        self.numbers["lr_sums"] = [0.0] * len(self.flat_params.parts)
         return ""
 
     def _add_inactive(self, gradient: Tensor) -> None:
@@ -351,7 +364,7 @@ class ZeroOneAdam(Anchored):
         `restore` computes this rank's parameters from the anchor and its own update.
         """
         state = super().snapshot()
-        local = {**state["local"], "left_out": self.num_nonfinite}
+        local = {**state["local"], "num_nonfinite": self.num_nonfinite}
         if self.is_out_of_sync:
             momentum, dense = self.vectors["momentum"], self.flat_params.num_dense
             local |= {"update": self.update, "momentum": momentum[dense:].clone()}
@@ -363,7 +376,7 @@ class ZeroOneAdam(Anchored):
         """See `Replicated`; a single rank also applies the updates since the last exchange."""
         super().restore(snapshot)
         local, device = snapshot["local"], self.flat_params.device
-        self.num_nonfinite = local["left_out"]
+        self.num_nonfinite = local["num_nonfinite"]
         own = {
             name: vector.to(device, copy=True)
             for name, vector in local.items()

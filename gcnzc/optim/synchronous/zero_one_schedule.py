@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.optim.defaults import WARMUP, ZERO_ONE
 
 Exchange: TypeAlias = Literal["gradient", "update", "nothing"]
@@ -14,9 +15,10 @@ Exchange: TypeAlias = Literal["gradient", "update", "nothing"]
 class ZeroOneSchedule:
     """The schedule of 0/1 Adam: what is exchanged at each step, counted from 1.
 
-    In the warm-up the ranks exchange gradients or updates at every step. After it they take local
-    steps, and synchronise their updates at intervals that double until they reach `longest`.
-    The schedule depends only on the number of the step.
+    In the warm-up the ranks exchange gradients or updates at every step. After it they synchronise
+    their updates every 1, 2, 4, ... steps, up to `max_local_interval`, and take local steps in
+    between. The interval doubles after every `local_doubling` steps, so that the first of them have
+    no local step. The schedule depends only on the number of the step.
 
     Raises:
         ValueError: an option is out of range.
@@ -29,13 +31,17 @@ class ZeroOneSchedule:
     """number of variance updates after which the interval between them doubles"""
     local_doubling: int = ZERO_ONE.local_doubling
     """number of steps after which the synchronisation interval doubles, after the warm-up"""
-    longest: int = ZERO_ONE.longest
+    max_local_interval: int = ZERO_ONE.max_local_interval
     """largest synchronisation interval, in steps; a power of two"""
     step_size: Callable[[int], float] | None = None
     """returns the learning rate of a step, equal on all ranks. If given, the synchronisation
     interval doubles each time the learning rate halves, and `local_doubling` has no effect."""
-    goes_on: bool = False
+    updates_variance_after_warmup: bool = False
     """whether the variance is also updated after the warm-up"""
+
+    refreshes = renamed_attribute("refreshes", "updates_variance")
+    longest = renamed_attribute("longest", "max_local_interval")
+    goes_on = renamed_attribute("goes_on", "updates_variance_after_warmup")
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup < 1:
@@ -48,8 +54,10 @@ class ZeroOneSchedule:
                 f"variance_doubling is {self.variance_doubling} and local_doubling is "
                 f"{self.local_doubling}\n\nhint: give at least 1 for both"
             )
-        if self.longest < 1 or self.longest & (self.longest - 1):
-            raise ValueError(f"longest is {self.longest}\n\nhint: give a power of two")
+        if self.max_local_interval < 1 or self.max_local_interval & (self.max_local_interval - 1):
+            raise ValueError(
+                f"max_local_interval is {self.max_local_interval}\n\nhint: give a power of two"
+            )
 
     @classmethod
     def for_run(
@@ -69,15 +77,19 @@ class ZeroOneSchedule:
 
     def exchange(self, step: int) -> Exchange:
         """Return what is exchanged at a step: "gradient", "update" or "nothing"."""
-        if self.refreshes(step):
+        if self.updates_variance(step):
             return "gradient"
         # also before a variance update, which needs all ranks' gradients at the same parameters
-        is_due = step % self.local_interval(step) == 0 or self.refreshes(step + 1)
+        is_due = step % self.local_interval(step) == 0 or self.updates_variance(step + 1)
         return "update" if is_due else "nothing"
 
-    def refreshes(self, step: int) -> bool:
+    def updates_variance(self, step: int) -> bool:
         """Return whether the variance is updated at a step."""
-        if self.warmup is not None and step > self.warmup and not self.goes_on:
+        if (
+            self.warmup is not None
+            and step > self.warmup
+            and not self.updates_variance_after_warmup
+        ):
             return False
         interval = self.variance_interval(step)
         return (step - 1 - self.variance_doubling * (interval - 1)) % interval == 0
@@ -102,9 +114,16 @@ class ZeroOneSchedule:
             halvings = math.log2(largest / size) if size > 0 and largest > 0 else math.inf
             # the tolerance makes rounded halves count
             doublings = math.floor(max(0.0, min(halvings + 1e-9, 62.0)))
-        return min(1 << min(doublings, 62), self.longest)
+        return min(1 << min(doublings, 62), self.max_local_interval)
 
     def layout(self) -> str:
         """Return a text that identifies the schedule, including the effect of `step_size`."""
         seen = [(self.variance_interval(1 << i), self.local_interval(1 << i)) for i in range(24)]
-        return f"warm-up {self.warmup}, goes on {self.goes_on}, intervals {seen}"
+        return (
+            f"warm-up {self.warmup}, goes on {self.updates_variance_after_warmup}, intervals {seen}"
+        )
+
+
+ZeroOneSchedule.__init__ = renamed_arguments(  # type: ignore[method-assign]
+    {"longest": "max_local_interval", "goes_on": "updates_variance_after_warmup"}
+)(ZeroOneSchedule.__init__)

@@ -155,7 +155,7 @@ def on(implementation, device):
 @codes_of_one_byte
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_gathers_dequantised_rows(dtype, width, implementation, device):
+def test_gathers_dequantized_rows(dtype, width, implementation, device):
     rows = adversarial(width)
     for block, id_dtype in itertools.product(BLOCKS, (torch.int32, torch.int64)):
         codes, scales = (

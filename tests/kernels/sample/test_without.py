@@ -87,7 +87,7 @@ def test_equals_reference(fanouts, share, table, uneven):
         targets = drawn.nodes[: drawn.num_nodes[hop]].repeat_interleave(drawn.indptr[hop].diff())
         met = zip(indices[drawn.edge_ids[hop]].tolist(), targets.tolist(), strict=True)
         assert not edges & set(met)
-        # a node with no more than its fan-out left keeps all that is left
+        # a node with no more than its fanout left keeps all that is left
         degrees = torch.tensor([len(part) for part in kept])
         most = degrees if fanout < 0 else degrees.clamp(max=fanout)
         assert torch.equal(drawn.indptr[hop].diff()[: len(seeds)], most)

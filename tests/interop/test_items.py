@@ -1,0 +1,142 @@
+"""What a user's sampler yields is checked: a wrong item is named, with its position."""
+
+import importlib.util
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+if importlib.util.find_spec("torch_geometric") is None:
+    pytest.skip("PyG is not installed", allow_module_level=True)
+
+from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
+from gcnzc.interop.pyg.importing import import_pyg
+
+pyg = import_pyg()
+NODES, EDGES = 20, 30
+ENDS = torch.stack([torch.arange(EDGES) % NODES, (7 * torch.arange(EDGES) + 3) % NODES])
+DATA = pyg.data.Data(x=torch.rand(NODES, 3), edge_index=ENDS)
+
+
+def dgl_loader(**options):
+    interop = pytest.importorskip("gcnzc.interop.dgl")
+    dgl = interop.import_dgl()
+    sampler = dgl.dataloading.NeighborSampler([2])
+    graph = dgl.graph(tuple(ENDS), num_nodes=NODES)
+    return interop.DataLoader(graph, torch.arange(NODES), sampler, **options)
+
+
+LOADERS = {
+    "NeighborLoader": (lambda **options: NeighborLoader(DATA, [2], **options), NODES),
+    "LinkNeighborLoader": (lambda **options: LinkNeighborLoader(DATA, [2], **options), EDGES),
+    "DGL": (dgl_loader, NODES),
+}
+WRONG = {
+    "-1": (-1, IndexError, "has -1 at position 2"),
+    "the number of items": (None, IndexError, r"has {count} at position 2"),
+    "2**70": (2**70, IndexError, rf"has {2**70} at position 2"),
+    "tensor of -1": (torch.tensor(-1), IndexError, "has -1 at position 2"),
+    "1.5": (1.5, TypeError, "has 1.5 at position 2"),
+    "2.0": (2.0, TypeError, "has 2.0 at position 2"),
+    "tensor of 1.5": (torch.tensor(1.5), TypeError, "has 1.5 at position 2"),
+    "NumPy's 1.5": (np.float32(1.5), TypeError, "has 1.5 at position 2"),
+    "True": (True, TypeError, "has True at position 2"),
+    "NumPy's True": (np.bool_(True), TypeError, "has True at position 2"),
+    "tensor of True": (torch.tensor(True), TypeError, "has True at position 2"),
+    "'7'": ("7", TypeError, "has '7' at position 2"),
+    "None": (None, TypeError, "has None at position 2"),
+    "a list": ([1, 2], TypeError, r"has \[1, 2\] at position 2"),
+    "an array": (np.array([1, 2]), TypeError, r"has an array of int64 and shape \(2,\) at pos"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("option", ["sampler", "batch_sampler"])
+def test_a_wrong_item_of_a_sampler_is_named_with_its_position(name, option, wrong):
+    make, count = LOADERS[name]
+    value, kind, message = WRONG[wrong]
+    value = count if wrong == "the number of items" else value
+    items = [3, 1, 2, 5, 4, value, 6]
+    if option == "sampler":
+        loader = make(sampler=items, batch_size=3)
+    else:
+        loader = make(batch_sampler=[items[:3], items[3:]])
+    expected = f"minibatch 1 of {option} {message.format(count=count)}(?s:.*)\n\nhint: "
+    with pytest.raises(kind, match=expected):
+        list(loader)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ("123", "is '123', not a list of integers"),
+        (7, "is 7, not a list of integers"),
+        (torch.tensor(7), r"is a tensor of torch.int64 and shape \(\), not a list"),
+        (torch.tensor([True] * NODES), "has True at position 0"),
+        (np.array([True] * NODES), "has True at position 0"),
+        (torch.tensor([0.5]), "has 0.5 at position 0"),
+        (torch.tensor([[1, 2], [3, 4]]), r"has a tensor of torch.int64 and shape \(2,\) at posit"),
+        (["a"], "has 'a' at position 0"),
+    ],
+)
+def test_a_minibatch_that_is_no_list_of_integers_is_rejected(name, group, message):
+    make, _ = LOADERS[name]
+    with pytest.raises(TypeError, match=f"minibatch 0 of batch_sampler {message}(?s:.*)\n\nhint: "):
+        list(make(batch_sampler=[group]))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_items_that_another_loader_chose_are_checked(name):
+    make, count = LOADERS[name]
+    loader = make()
+    with pytest.raises(IndexError, match=f"index has {count} at position 1"):
+        loader.collate_fn([0, count])
+    with pytest.raises(TypeError, match=r"index has 0.5 at position 0"):
+        loader.collate_fn([0.5])
+    if name != "DGL":
+        with pytest.raises(IndexError, match="index has -1 at position 0"):
+            loader([-1])
+
+
+GROUPS = {
+    "lists": [[5, 6], [1], [2, 3, 4]],
+    "tuples": [(5, 6), (1,), (2, 3, 4)],
+    "ranges": [range(5, 7), range(1, 2), range(2, 5)],
+    "tensors": [torch.tensor([5, 6]), torch.tensor([1]), torch.tensor([2, 3, 4])],
+    "int16": [torch.tensor(group, dtype=torch.int16) for group in ([5, 6], [1], [2, 3, 4])],
+    "arrays": [np.array([5, 6]), np.array([1], np.int8), np.array([2, 3, 4], np.uint64)],
+    "NumPy's": [[np.int64(5), np.uint8(6)], [np.int32(1)], list(np.arange(2, 5))],
+    "one element": [list(torch.tensor([5, 6])), [torch.tensor([1])], torch.tensor([[2], [3], [4]])],
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_items_may_be_any_integers_that_pyg_takes(kind):
+    found, theirs = (
+        [batch.input_id.tolist() for batch in loader]
+        for loader in (
+            NeighborLoader(DATA, [2], batch_sampler=GROUPS[kind]),
+            # of PyG only the reading of the items, since its sampling needs compiled extensions
+            torch.utils.data.DataLoader(
+                range(NODES),
+                batch_sampler=GROUPS[kind],
+                collate_fn=pyg.sampler.NodeSamplerInput(None, torch.arange(NODES)).__getitem__,
+            ),
+        )
+    )
+    assert found == theirs == GROUPS_AS_LISTS
+
+
+GROUPS_AS_LISTS = [[5, 6], [1], [2, 3, 4]]
+
+
+def test_minibatches_may_be_generators():
+    def groups():
+        yield (item for item in (5, 6))
+        yield iter([1])
+
+    loader = NeighborLoader(DATA, [2], batch_sampler=groups())
+    assert [batch.input_id.tolist() for batch in islice(loader, 3)] == [[5, 6], [1]]
