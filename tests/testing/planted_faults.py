@@ -37,6 +37,12 @@ def products():
     return same(products_triton(*arguments), products_numba(*arguments))
 
 
+def narrow_products():
+    """One column, whose products all warps of a block store to the same shared memory."""
+    arguments = edges((2, 1))
+    return same(products_triton(*arguments), products_numba(*arguments))
+
+
 def sums():
     indptr, indices, x, _ = edges((301,), torch.bfloat16)
     # of which bfloat16 cannot represent all, but rounds each once
@@ -107,6 +113,16 @@ FAULTS = {
         "one edge too many": every(r"setp\.lt\.s64", "setp.le.s64"),
         "an edge without its mask": one(r"@%p\d+ (ld\.global\.b64)", r"\1", -1),
         "a result of another row": one(WORD, r"\1 + 8 ]", -1),
+    },
+    narrow_products: {
+        "warps that store different values": one(
+            r"(st\.shared\.v4\.b32 \[[^]]*\], \{ )%r\d+", r"\1%tidx"
+        ),
+        "a warp that stores another value": one(
+            r"(st\.shared\.v4\.b32 \[[^]]*\], \{ )(%r\d+)",
+            r"setp.eq.u32 %extra, %tidx, 96; selp.b32 %undefined, 5, \2, %extra; \1%undefined",
+        ),
+        "no barriers": every(r"bar\.sync", "membar.cta; //"),
     },
     sums: {
         "rounding toward zero": every(r"cvt\.rn\.bf16\.f32", "cvt.rz.bf16.f32"),

@@ -1,5 +1,7 @@
 """Races between warps in shared memory, and between blocks in global memory."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from ptx_kernels import run
@@ -22,12 +24,52 @@ def in_block(body, races=None, threads=64):
 
 
 def test_two_warps_that_write_the_same_byte_race():
-    in_block("st.shared.b32 [%r1], 1;", "write of this instruction")
-    in_block("st.shared.b32 [%r1], 1;", threads=32)
+    in_block("st.shared.b32 [%r1], %r3;", "write of this instruction")
+    in_block("st.shared.b32 [%r1], %r3;", threads=32)
     in_block(
-        "st.shared.b32 [%r2], 1; xor.b32 %r4, %r2, 128; st.shared.b32 [%r4], 1;", "write before"
+        "st.shared.b32 [%r2], 1; xor.b32 %r4, %r2, 128; st.shared.b32 [%r4], 2;", "write before"
     )
-    in_block("st.shared.b32 [%r2], 1; bar.sync 0; xor.b32 %r4, %r2, 128; st.shared.b32 [%r4], 1;")
+    in_block("st.shared.b32 [%r2], 1; bar.sync 0; xor.b32 %r4, %r2, 128; st.shared.b32 [%r4], 2;")
+
+
+def test_several_warps_may_write_equal_values_between_barriers():
+    by_warp = "setp.eq.s32 %p1, %r3, 0; setp.eq.s32 %p2, %r3, 1; setp.eq.s32 %p3, %r3, 2;"
+    equal = by_warp + "st.shared.b32 [%r1], 258;"
+    in_block(equal)
+    in_block(equal + "st.shared.b32 [%r1], 258; st.shared.b8 [%r1+1], 1;")
+    in_block(equal + "bar.sync 0; ld.shared.b32 %r5, [%r1];")
+    # another value later, by one of the warps or by a third one, also of a part of the word
+    for warp in ("%p1", "%p2", "%p3"):
+        in_block(equal + f"@{warp} st.shared.b32 [%r1], 259;", "write before", threads=96)
+        in_block(equal + f"@{warp} st.shared.b8 [%r1+1], 2;", "write before", threads=96)
+        in_block(equal + f"bar.sync 0; @{warp} st.shared.b32 [%r1], 259;", threads=96)
+    # a read is not ordered with the writes of other warps, nor is an atomic operation
+    in_block(equal + "@%p1 ld.shared.b32 %r5, [%r1];", "write before")
+    in_block(equal + "@%p2 ld.shared.b32 %r5, [%r1];", "write before")
+    in_block(equal + "@%p2 red.shared.add.u32 [%r1], 1;", "write before")
+    # the first write of a warp differs, and the last one is equal
+    differs = "@%p1 st.shared.b32 [%r1], 1; @%p2 st.shared.b32 [%r1], 2;"
+    in_block(by_warp + differs + "@%p2 st.shared.b32 [%r1], 1;", "write before")
+    # one byte of four differs
+    for other, races in ((258, None), (2, "write before"), (257, "write before")):
+        one = f"@%p1 st.shared.b32 [%r1], 258; @%p2 st.shared.b32 [%r1], {other};"
+        in_block(by_warp + one, races)
+
+
+def test_a_lane_that_writes_another_value_in_the_same_instruction_races():
+    for warp in (0, 1):
+        for lane in (0, 31):
+            # whichever value remains
+            odd = f"setp.eq.s32 %p1, %tid, {32 * warp + lane}; selp.b32 %r5, 7, 8, %p1;"
+            in_block(odd + "st.shared.b32 [%r1], %r5;", "write of this instruction")
+            in_block(odd + "st.shared.b32 [%r1], %r5;", threads=32)
+
+
+def test_undefined_values_equal_each_other_and_no_defined_value():
+    in_block("st.shared.b32 [%r1], %r6;")
+    part = "setp.eq.s32 %p1, %r3, {}; @%p1 mov.u32 %r6, 0; st.shared.b32 [%r1], %r6;"
+    for warp in (0, 1):
+        in_block(part.format(warp), "write of this instruction")
 
 
 def test_a_write_and_a_read_of_different_warps_race_in_both_orders():
@@ -137,3 +179,51 @@ def test_a_history_of_several_readers_ends_with_a_synchronization():
     assert access(Access.WRITE, 12, 11) is None
     assert access(Access.READ, 12, 11) is None
     assert access(Access.READ, 13, 11) == (0, "write before")
+
+
+def records(num_bytes, places, kind=Access.READ, size=16):
+    """A history of accesses by owner 1, and the most bytes that recording them takes."""
+    tracemalloc.start()
+    history = AccessHistory(num_bytes, np.int32)
+    index = np.array(places, np.int64) // size
+    one = np.ones_like(index, np.int32)
+    assert history.record(kind, index, size, one, one, one + 9) is None
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return history, most
+
+
+def test_records_take_memory_for_what_is_accessed_only():
+    whole = 100 * 2**20
+    few = np.random.default_rng(0).choice(whole // 512, 1000, replace=False) * 512
+    _, most = records(whole, few)
+    # a page of 1 KiB for each access, 4 B for each of its bytes, and a table of pages
+    assert 1000 * 1024 * 4 * 0.9 < most < 4 * 1000 * 1024 * 4
+    assert records(whole, few[:1])[1] < 2**20
+    assert records(whole * 10, few[:1])[1] < 2**23
+
+
+def test_records_of_large_memory_are_found_again():
+    whole = 100 * 2**20
+    random = np.random.default_rng(1)
+    touched = random.choice(whole // 16, 6000, replace=False) * 16
+    # pages that are allocated later keep the earlier records
+    history, _ = records(whole, touched[:3000], Access.WRITE)
+    ones = np.ones(3000, np.int32)
+    assert history.record(Access.WRITE, touched[3000:] // 16, 16, ones, ones, ones + 9) is None
+    two = np.full(1, 2, np.int32)
+    written = set(touched.tolist())
+    for place in touched[::30].tolist():
+        # the bytes at the ends of the word, and their neighbours
+        for byte in (place - 1, place, place + 15, place + 16):
+            found = history.record(Access.READ, np.array([byte]), 1, two, two - 1, two + 9)
+            assert (found == (0, "write before")) == (byte // 16 * 16 in written), byte
+
+
+def test_races_in_a_table_of_100_mb():
+    table = np.zeros(25 * 2**20, np.int32)
+    far = table.nbytes - 512
+    own = f"add.s64 %d1, %out, %at4; st.global.b32 [%d1+{far}], %tid;"
+    between_blocks(own, arrays={"out": table})
+    between_blocks(own + f"ld.global.b32 %r1, [%out+{far}];", "write before", {"out": table})
+    between_blocks(f"st.global.b32 [%out+{far}], 1;", "write", {"out": table})
