@@ -331,15 +331,18 @@ def _funnel_shift(modifiers: Sequence[str], kind: str) -> Operation | None:
 
 # -- packed types
 
-_PACKED = {"f16x2": "f16", "bf16x2": "bf16", "u16x2": "u16", "s16x2": "s16"}
+_PACKED = {"f16x2": "f16", "bf16x2": "bf16", "u16x2": "u16", "s16x2": "s16", "f32x2": "f32"}
 
 
 def _packed(name: str, modifiers: Sequence[str], kind: str) -> Operation | None:
-    """Return the operation on both halves of 32-bit words."""
+    """Return the operation on both halves of words."""
     half = _PACKED[kind]
     if is_integer(half) and name not in ("add", "min", "max"):
         return None
-    if name not in (*_BINARY, "fma", "min", "max", "abs", "neg", "ex2", "tanh") or name == "div":
+    names = {"add", "sub", "mul", "fma"}
+    if kind != "f32x2":
+        names |= {"min", "max", "abs", "neg", "ex2", "tanh"}
+    if name not in names:
         return None
     operation = find_operation(name, modifiers, half)
     dtype = DTYPES[half]

@@ -1,6 +1,6 @@
 """Number types of PTX: numpy dtypes of registers, and conversions between floating-point formats.
 
-Values of bf16 and of packed types (f16x2, bf16x2, u16x2, s16x2) are held as their bits.
+Values of bf16 and of packed types (f16x2, bf16x2, u16x2, s16x2, f32x2) are held as their bits.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "e4m3x2": np.dtype(np.uint16),
     "e5m2x2": np.dtype(np.uint16),
     **{kind: np.dtype(np.uint32) for kind in ("f16x2", "bf16x2", "u16x2", "s16x2")},
+    "f32x2": np.dtype(np.uint64),
     **{f"b{8 * size}": np.dtype(f"u{size}") for size in (1, 2, 4, 8)},
     **{f"u{8 * size}": np.dtype(f"u{size}") for size in (1, 2, 4, 8)},
     **{f"s{8 * size}": np.dtype(f"i{size}") for size in (1, 2, 4, 8)},
@@ -127,13 +128,15 @@ def float8_to_half(kind: str) -> Array:
 
 
 def split_halves(words: Array) -> tuple[Array, Array]:
-    """Return the lower and upper 16 bits of 32-bit words."""
-    return words.astype(np.uint16), (words >> np.uint32(16)).astype(np.uint16)
+    """Return the lower and upper halves of 32-bit or 64-bit words."""
+    half = np.dtype(f"u{words.itemsize // 2}")
+    return words.astype(half), (words >> words.dtype.type(8 * half.itemsize)).astype(half)
 
 
 def join_halves(lower: Array, upper: Array) -> Array:
-    """Return 32-bit words of their lower and upper 16 bits."""
-    return lower.astype(np.uint32) | (upper.astype(np.uint32) << np.uint32(16))
+    """Return the words of which these are the lower and upper halves."""
+    word = np.dtype(f"u{2 * lower.itemsize}")
+    return lower.astype(word) | (upper.astype(word) << word.type(8 * lower.itemsize))
 
 
 def pack_argument(kind: str, value: Any) -> Array:

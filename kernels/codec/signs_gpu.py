@@ -63,7 +63,9 @@ def _load(vector, begin, count, WORDS: tl.constexpr, RAGGED: tl.constexpr):
     offsets = _offsets(WORDS)
     # a mask that is equal for all elements of a word keeps the loads of a lane vectorized
     mask = tl.arange(0, WORDS)[:, None] * 32 < count
-    pointers = vector + begin + offsets
+    # With 16 flags of 1 B per lane, Triton would assign 16 adjacent float32 to each lane as well,
+    # and each load of 16 B would touch twice as many sectors as it needs
+    pointers = tl.max_contiguous(vector + begin + offsets, [1, 4])
     if RAGGED:
         if count % 32 == 0:
             x = tl.load(pointers, mask=mask, other=0)

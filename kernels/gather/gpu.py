@@ -200,7 +200,6 @@ def _gather_rows(
     ALIGNED: tl.constexpr,
     FROM_LINE: tl.constexpr,
     WRAPPED: tl.constexpr,
-    SCALAR: tl.constexpr,
     CACHED_VECTORS: tl.constexpr,
     NUM_PEERS: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -258,10 +257,12 @@ def _gather_rows(
             vector, mask = _assign_vectors(number, lead, count, inside, WRAPPED)
             # masked per vector, otherwise Triton would split the vectors
             word = vector[:, None] * VECTOR + part[None, :]
+            if VECTOR == 1:
+                # If Triton knows that rows of the table or of the result are aligned, it assigns
+                # several adjacent words to each lane, and loads them one by one where the mask may
+                # differ: then each load touches all lines. A run-time zero hides the alignment.
+                word += zero
             words = row_words[:, None] + word
-            if SCALAR:
-                # adding a run-time zero prevents Triton from merging loads into vectors
-                words += zero
             if CACHED_VECTORS > 0:
                 uncached = tl.load(words, mask=(mask & (place < 0))[:, None], other=0)
                 cached_words = cached_row_words[:, None] + word
@@ -450,7 +451,6 @@ def constants(
         "ALIGNED": lanes.unit_bytes >= lanes.vector_bytes or lanes.layout in ("scalar", "pitched"),
         "FROM_LINE": lanes.from_line,
         "WRAPPED": lanes.layout == "wrapped",
-        "SCALAR": lanes.layout == "scalar",
     }
 
 

@@ -7,6 +7,8 @@ import pytest
 from exact_numbers import FORMATS, float_bits, from_fraction, is_finite, is_nan, to_fraction
 from ptx_kernels import apply, bits_of, integers, signed
 
+from gcnzc.testing.faults import UnsupportedInstruction
+
 COUNT = 256
 
 
@@ -220,6 +222,23 @@ def test_packed_halves():
                     assert bits == expected or (exact(a, b) == 0 and bits == 0x8000)
         found = apply(f"neg.{kind}x2 %y, %x0", ["b32"], words[:1], "b32")
         assert found == [word ^ 0x80008000 for word in words[0]]
+    # the upper half of an f32x2 is another number than the lower one, too
+    values = [numbers("f32", COUNT, seed) for seed in range(3)]
+    words = [[b << 32 | a for a, b in zip(v, v[::-1], strict=True)] for v in values]
+    for text, count, exact in (
+        ("add.f32x2 %y, %x0, %x1", 2, lambda a, b: a + b),
+        ("sub.rn.f32x2 %y, %x0, %x1", 2, lambda a, b: a - b),
+        ("mul.f32x2 %y, %x0, %x1", 2, lambda a, b: a * b),
+        ("fma.rn.f32x2 %y, %x0, %x1, %x2", 3, lambda a, b, c: a * b + c),
+    ):
+        found = apply(text, ["b64"] * count, words[:count], "b64")
+        for word, *parts in zip(found, *words[:count], strict=True):
+            for shift in (0, 32):
+                halves = [to_fraction(v >> shift & 0xFFFFFFFF, "f32") for v in parts]
+                bits, value = word >> shift & 0xFFFFFFFF, exact(*halves)
+                assert bits == from_fraction(value, "f32") or (value == 0 and bits == 1 << 31)
+    with pytest.raises(UnsupportedInstruction, match=r"max\.f32x2"):
+        apply("max.f32x2 %y, %x0, %x1", ["b64"] * 2, words[:2], "b64")
     a, b = integers("b32", COUNT, 1), integers("b32", COUNT, 2)
     for kind, name, function in (
         ("u16x2", "add", lambda p, q: p + q),
